@@ -1,0 +1,53 @@
+"""OPT and Llama in flax.nnx over a flat, ragged token batch: configs, models, attention, weights.
+
+Knows the kernels below it and nothing of engines, schedulers or caches above it. The public names are
+those imported here.
+"""
+
+from model_defs.attention import Attention, DenseAttention, PagedAttention, RaggedBatch
+from model_defs.config import ModelConfig, RopeConfig
+from model_defs.errors import CheckpointError, ModelError, ShardingError, UnsupportedModelError
+from model_defs.fingerprint import model_fingerprint, weights_digest
+from model_defs.hf_config import load_config
+from model_defs.loading import load_model, random_model, source_config
+from model_defs.orbax_store import save_parameters
+from model_defs.registry import (
+    PRESETS,
+    Model,
+    abstract_model,
+    kv_bytes_per_token,
+    num_parameters,
+    parameter_bytes,
+    preset,
+)
+from model_defs.sharding import KV_PAGES_SPEC, TENSOR_AXIS, make_mesh
+
+__all__ = [
+    "KV_PAGES_SPEC",
+    "PRESETS",
+    "TENSOR_AXIS",
+    "Attention",
+    "CheckpointError",
+    "DenseAttention",
+    "Model",
+    "ModelConfig",
+    "ModelError",
+    "PagedAttention",
+    "RaggedBatch",
+    "RopeConfig",
+    "ShardingError",
+    "UnsupportedModelError",
+    "abstract_model",
+    "kv_bytes_per_token",
+    "load_config",
+    "load_model",
+    "make_mesh",
+    "model_fingerprint",
+    "num_parameters",
+    "parameter_bytes",
+    "preset",
+    "random_model",
+    "save_parameters",
+    "source_config",
+    "weights_digest",
+]

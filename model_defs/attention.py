@@ -1,0 +1,110 @@
+"""Who attends to what: the `Attention` protocol the models call, a paged and a dense implementation.
+
+`PagedAttention` writes the step's keys and values into the layer's page pool and attends through the page
+lists, one KV head group per device. `DenseAttention` is the oracle: one whole sequence, no pages, no
+kernel, no shared code. The models know only the protocol. Called by the runner and by tests.
+"""
+
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from model_defs.sharding import KV_PAGES_SPEC, TENSOR_AXIS, AnyMesh
+from pallas_kernels.ragged_paged_attention import Backend, TileSpec, ragged_paged_attention, write_kv
+
+_HEADS_SPEC = PartitionSpec(None, TENSOR_AXIS, None)
+
+
+class Attention(Protocol):
+    """Causal attention of one layer, scaled by head_dim**-0.5."""
+
+    def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Return [T, num_heads, head_dim] for q of that shape and k, v [T, num_kv_heads, head_dim]."""
+        ...
+
+
+class RaggedBatch(NamedTuple):
+    """A step's ragged metadata, shared by all layers. R rows, P pages a row, T tokens; a pytree of arrays."""
+
+    write_slots: jax.Array  # i32[T]: page * page_size + offset; padding lies past the pool
+    kv_lens: jax.Array  # i32[R]
+    page_indices: jax.Array  # i32[R, P]
+    cu_q_lens: jax.Array  # i32[R + 1]
+    num_seqs: jax.Array  # i32[1]
+    tiles: jax.Array  # i32[tiles_len]
+
+
+class PagedAttention:
+    """Attention over per-layer page pools, tensor parallel by KV head.
+
+    `kv_pages` is one pool per layer, [num_pages, page_size, 2 * num_kv_heads, head_dim], split by KV head
+    over "tp"; after the model has run, the attribute holds the updated pools, to be returned from the
+    compiled step whose arguments the old ones were (and donated). `tile_spec` is the per-shard spec that
+    `batch.tiles` was built for; None lets the kernel make its tiles itself, and `batch.tiles` is not read.
+    """
+
+    def __init__(
+        self,
+        kv_pages: list[jax.Array],
+        batch: RaggedBatch,
+        *,
+        mesh: AnyMesh,
+        tile_spec: TileSpec | None = None,
+        backend: Backend = "auto",
+    ) -> None:
+        """Keep the pools and metadata of one step."""
+        self.kv_pages = list(kv_pages)
+        self._batch, self._mesh, self._tile_spec, self._backend = batch, mesh, tile_spec, backend
+
+    def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Write k and v, then attend; see `Attention`."""
+        replicated = jax.tree.map(lambda _: PartitionSpec(), self._batch)
+        sharded = jax.shard_map(
+            self._one_shard,
+            mesh=self._mesh,
+            in_specs=(KV_PAGES_SPEC, _HEADS_SPEC, _HEADS_SPEC, _HEADS_SPEC, replicated),
+            out_specs=(KV_PAGES_SPEC, _HEADS_SPEC),
+            check_vma=False,  # kernels do not declare over which axes their outputs vary
+        )
+        pages, out = sharded(self.kv_pages[layer_index], q, k, v, self._batch)
+        self.kv_pages[layer_index] = pages
+        return out
+
+    def _one_shard(
+        self, pages: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, batch: RaggedBatch
+    ) -> tuple[jax.Array, jax.Array]:
+        """The same on one device: its KV heads and their query heads."""
+        pages = write_kv(pages, k, v, batch.write_slots)
+        out = ragged_paged_attention(
+            q,
+            pages,
+            batch.kv_lens,
+            batch.page_indices,
+            batch.cu_q_lens,
+            batch.num_seqs,
+            sm_scale=q.shape[-1] ** -0.5,
+            metadata=None if self._tile_spec is None else (self._tile_spec, batch.tiles),
+            backend=self._backend,
+        )
+        return pages, out
+
+
+class DenseAttention:
+    """Causal attention over one whole sequence of T tokens at positions 0 .. T - 1, in float32."""
+
+    def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """See `Attention`; the layer does not matter, nothing is kept."""
+        num_tokens, num_heads, head_dim = q.shape
+        group = num_heads // k.shape[1]
+        wide_q = q.astype(jnp.float32).reshape(num_tokens, -1, group, head_dim) * head_dim**-0.5
+        scores = jnp.einsum(
+            "tkgd,skd->kgts", wide_q, k.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+        )
+        visible = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+        out = jnp.einsum(
+            "kgts,skd->tkgd", weights, v.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+        )
+        return out.reshape(q.shape).astype(q.dtype)

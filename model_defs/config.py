@@ -1,0 +1,135 @@
+"""`ModelConfig`: what a model is, as a frozen value.
+
+Owns the meaning of every field, the checks between them, and its JSON form. `hf_config` reads model
+directories, `registry` holds the named presets. Knows nothing of JAX, devices or weights.
+Called by everything in model_defs, and by the engine for lengths and special tokens.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from model_defs.errors import CheckpointError, UnsupportedModelError
+
+MODEL_CONFIG_FILE = "model_config.json"
+"""Name of the file that holds `ModelConfig.to_json()` in a converted (Orbax) directory."""
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding of a Llama model; fields beyond `theta` belong to the kinds named.
+
+    `factor` stretches positions (linear, llama3, yarn); `original_max_positions` is the context the
+    model was trained on before stretching (llama3, yarn); `low_freq_factor` and `high_freq_factor`
+    are llama3's; the rest is yarn's. `attention_factor` multiplies cos and sin (1 for other kinds).
+    """
+
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer. Hashable, so that it can be a static argument of a compiled step.
+
+    `activation` is the MLP's (Llama: silu, gated). `word_embed_dim`, `pre_norm`, `final_norm`,
+    `norm_affine` are OPT's: width of the embedding table when it differs from `hidden_size`, layer
+    norm before each block or after it, the norm after the last layer, and whether norms have
+    weights. `dtype` is the checkpoint's, not necessarily what the model runs in.
+    `initializer_range` is the standard deviation of random weights, `initial_norm_scale` the scale of
+    their last norm, which widens the gaps between logits.
+    """
+
+    architecture: Literal["opt", "llama"]
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    tie_word_embeddings: bool = False
+    dtype: str = "bfloat16"
+    activation: str = "silu"
+    norm_eps: float = 1e-5
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rope: RopeConfig = RopeConfig()
+    word_embed_dim: int = 0
+    pre_norm: bool = True
+    final_norm: bool = True
+    norm_affine: bool = True
+    initializer_range: float = 0.02
+    initial_norm_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Fill `word_embed_dim` and check what no implementation could run."""
+        if self.word_embed_dim == 0:
+            object.__setattr__(self, "word_embed_dim", self.hidden_size)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and (not isinstance(value, int) or value < 1):
+                raise UnsupportedModelError(f"{field.name}={value!r} must be a positive integer")
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedModelError(
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2 and self.architecture == "llama":
+            raise UnsupportedModelError(f"head_dim={self.head_dim} must be even for rotary embeddings")
+        for name, value, allowed in (
+            ("architecture", self.architecture, ("opt", "llama")),
+            ("activation", self.activation, ACTIVATIONS),
+            ("rope.kind", self.rope.kind, ROPE_KINDS),
+            ("dtype", self.dtype, DTYPES),
+        ):
+            if value not in allowed:
+                raise UnsupportedModelError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that `from_json` turns back into an equal config."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "ModelConfig":
+        """The inverse of `to_json`. An unknown or missing field is an UnsupportedModelError."""
+        fields = dict(values)
+        try:
+            rope = RopeConfig(**fields.pop("rope", {}))
+            fields["eos_token_ids"] = tuple(fields.get("eos_token_ids", ()))
+            return cls(**fields, rope=rope)
+        except TypeError as error:
+            raise UnsupportedModelError(f"not a model config of this version: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; CheckpointError when it is missing or anything else."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"no {path.name} in {path.parent}; is this a model directory?") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, found {type(values).__name__}")
+    return values

@@ -1,0 +1,81 @@
+"""Filling a model from the tensors of a Hugging Face checkpoint.
+
+Owns the check that a checkpoint is exactly what the config asks for, made on headers before any data is
+read. Each parameter is assembled on the host from one to three tensors, as hf_recipes says, and put on
+its devices, one at a time. Called by loading.
+"""
+
+import jax
+import numpy as np
+
+from model_defs.config import ModelConfig
+from model_defs.errors import CheckpointError
+from model_defs.hf_recipes import Recipe, recipe
+from model_defs.parameters import Filler, Parameter
+from model_defs.safetensors_reader import TensorEntry
+
+_PREFIX = {"llama": "model.", "opt": "model.decoder."}
+_MAX_NAMES_SHOWN = 8
+
+
+def hf_filler(entries: dict[str, TensorEntry], config: ModelConfig, parameter_names: list[str]) -> Filler:
+    """A filler over a checkpoint whose config is `config`; every tensor is checked here, before any is read.
+
+    Raises CheckpointError naming missing, extra or misshapen tensors with both shapes.
+    """
+    by_short_name = {_short(name): entry for name, entry in entries.items()}
+    recipes = {name: recipe(name, config) for name in parameter_names}
+    _check(by_short_name, recipes, config)
+
+    def fill(name: str, parameter: Parameter) -> jax.Array:
+        target = parameter.get_value()
+        bits = np.dtype(f"u{target.dtype.itemsize}")
+        parts = [
+            by_short_name[short].read().astype(target.dtype, copy=False).view(bits)
+            for short in recipes[name].names
+        ]
+        # A lowered context length takes the first rows of a position table; else this slices nothing.
+        whole = recipes[name].assemble(*parts)[tuple(slice(size) for size in target.shape)]
+        value = np.array(whole, order="C", copy=True).view(target.dtype)  # never a view of the file
+        return jax.device_put(value, target.sharding).block_until_ready()
+
+    return fill
+
+
+def _short(name: str) -> str:
+    """A tensor's name without the prefixes that differ between exports of one model."""
+    return name.removeprefix("model.").removeprefix("decoder.")
+
+
+def _check(entries: dict[str, TensorEntry], recipes: dict[str, Recipe], config: ModelConfig) -> None:
+    """Every tensor that a recipe names is there in its shape, and nothing else is."""
+    prefix = _PREFIX[config.architecture]
+    wanted = {
+        name: shape
+        for recipe_ in recipes.values()
+        for name, shape in zip(recipe_.names, recipe_.shapes, strict=True)
+    }
+    missing = [name if name == "lm_head.weight" else prefix + name for name in wanted if name not in entries]
+    if missing:
+        raise CheckpointError(f"{len(missing)} tensor(s) are missing: {_listed(missing)}")
+    for name, shape in wanted.items():
+        if entries[name].shape != shape:
+            raise CheckpointError(
+                f"tensor {entries[name].name!r} in {entries[name].path.name} has shape "
+                f"{list(entries[name].shape)}, the config asks for {list(shape)}"
+            )
+    extra = [
+        entry.name
+        for name, entry in entries.items()
+        if name not in wanted
+        and not name.endswith("rotary_emb.inv_freq")  # a constant that old exports carry along
+        and not (name == "lm_head.weight" and config.tie_word_embeddings)
+    ]
+    if extra:
+        raise CheckpointError(f"{len(extra)} tensor(s) are not part of this model: {_listed(extra)}")
+
+
+def _listed(names: list[str]) -> str:
+    """The first few names."""
+    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES_SHOWN])
+    return shown + (", ..." if len(names) > _MAX_NAMES_SHOWN else "")

@@ -1,0 +1,178 @@
+"""The parts both architectures are made of: projections, norms, embeddings, activations.
+
+Every weight is one array of its own, declared with shape, dtype and sharding before any value exists
+(`declare`), so that an abstract model costs nothing and a loader fills each array in place on its devices.
+float32 means float32: matmuls then ask for HIGHEST precision, because GPUs default to TF32. In bf16 and
+f16 the hardware accumulates in float32. Norms are computed in float32. Called by llama and opt.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from model_defs.config import ModelConfig
+from model_defs.sharding import TENSOR_AXIS, AnyMesh, constrain, vocabulary_axis
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """What every module needs to declare its arrays: the config, the dtype to run in, the mesh."""
+
+    config: ModelConfig
+    dtype: jnp.dtype
+    mesh: AnyMesh
+
+    @property
+    def precision(self) -> lax.Precision:
+        """HIGHEST for float32, the hardware's default below it."""
+        return lax.Precision.HIGHEST if self.dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def declare(
+    build: Build, shape: tuple[int, ...], axes: tuple[str | None, ...] = (), *, ones: bool = False
+) -> nnx.Param[jax.Array]:
+    """A parameter without a value yet; dimension i lies on `axes[i]`.
+
+    `ones` marks norm scales: random models set them to one and draw everything else.
+    """
+    sharding = NamedSharding(build.mesh, PartitionSpec(*axes))
+    abstract: Any = jax.ShapeDtypeStruct(shape, build.dtype, sharding=sharding)
+    return nnx.Param(abstract, ones=ones)
+
+
+class Linear(nnx.Module):
+    """`y = x @ kernel + bias` over any number of input and output dimensions.
+
+    kernel [*in_shape, *out_shape]; bias [*out_shape]. Either `out_axis` (column parallel: that output
+    dimension is split) or `in_axis` (row parallel: that input dimension is split, the partial sums are
+    added over "tp" before the bias) may be given; neither means replicated.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        in_shape: tuple[int, ...],
+        out_shape: tuple[int, ...],
+        *,
+        in_axis: int | None = None,
+        out_axis: int | None = None,
+        bias: bool = False,
+    ) -> None:
+        """Declare kernel and bias."""
+        ins = tuple(TENSOR_AXIS if i == in_axis else None for i in range(len(in_shape)))
+        outs = tuple(TENSOR_AXIS if i == out_axis else None for i in range(len(out_shape)))
+        self.build, self.num_in_dims, self.out_axes = build, len(in_shape), outs
+        self.kernel = declare(build, in_shape + out_shape, ins + outs)
+        self.bias = declare(build, out_shape, outs) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, *in_shape] -> [T, *out_shape]."""
+        contract = tuple(range(1, 1 + self.num_in_dims)), tuple(range(self.num_in_dims))
+        y = lax.dot_general(x, self.kernel[...], (contract, ((), ())), precision=self.build.precision)
+        y = constrain(y, self.build.mesh, None, *self.out_axes)
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Embedding(nnx.Module):
+    """Token table [vocab_size, width], split by vocabulary where that divides; also the tied head."""
+
+    def __init__(self, build: Build, width: int) -> None:
+        """Declare the table."""
+        vocab_size = build.config.vocab_size
+        self.build = build
+        self.vocab_axis = vocabulary_axis(vocab_size, build.mesh)
+        self.table = declare(build, (vocab_size, width), (self.vocab_axis,))
+
+    def __call__(self, token_ids: jax.Array) -> jax.Array:
+        """Rows of i32[T] -> [T, width]; ids must lie inside the vocabulary (padding may be any such id)."""
+        rows = jnp.take(self.table[...], token_ids, axis=0, mode="clip")
+        return constrain(rows, self.build.mesh)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[S, width] -> f32[S, vocab_size], replicated."""
+        contract = ((1,), (1,)), ((), ())
+        scores = lax.dot_general(
+            hidden,
+            self.table[...],
+            contract,
+            precision=self.build.precision,
+            preferred_element_type=jnp.float32,
+        )
+        scores = constrain(scores, self.build.mesh, None, self.vocab_axis)
+        return constrain(scores, self.build.mesh)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm with a scale, computed in float32."""
+
+    def __init__(self, build: Build) -> None:
+        """Declare the scale."""
+        self.eps = build.config.norm_eps
+        self.scale = declare(build, (build.config.hidden_size,), ones=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, hidden_size] -> the same."""
+        wide = x.astype(jnp.float32)
+        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Layer norm computed in float32, with scale and bias unless the config has none."""
+
+    def __init__(self, build: Build) -> None:
+        """Declare scale and bias."""
+        config = build.config
+        self.eps = config.norm_eps
+        self.scale = declare(build, (config.hidden_size,), ones=True) if config.norm_affine else None
+        self.bias = declare(build, (config.hidden_size,)) if config.norm_affine else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, hidden_size] -> the same."""
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.scale is not None and self.bias is not None:
+            wide = wide * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return wide.astype(x.dtype)
+
+
+class FusedQKV(nnx.Module):
+    """Query, key and value projections as one column-parallel matmul, split by KV head.
+
+    kernel [hidden_size, num_kv_heads, group_size + 2, head_dim]: per KV head its query heads, its key,
+    its value. Query head h belongs to KV head h // group_size.
+    """
+
+    def __init__(self, build: Build, *, bias: bool) -> None:
+        """Declare the projection."""
+        config = build.config
+        out_shape = (config.num_kv_heads, config.group_size + 2, config.head_dim)
+        self.build = build
+        self.proj = Linear(build, (config.hidden_size,), out_shape, out_axis=0, bias=bias)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """[T, hidden_size] -> q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
+        config = self.build.config
+        fused = self.proj(x)
+        q = fused[:, :, : config.group_size].reshape(-1, config.num_heads, config.head_dim)
+        k, v = fused[:, :, config.group_size], fused[:, :, config.group_size + 1]
+        q, k, v = (constrain(part, self.build.mesh, None, TENSOR_AXIS) for part in (q, k, v))
+        return q, k, v
+
+
+def activation(name: str) -> Callable[[jax.Array], jax.Array]:
+    """The elementwise function of `ModelConfig.activation`; gelu is the exact one."""
+    functions: dict[str, Callable[[jax.Array], jax.Array]] = {
+        "relu": jax.nn.relu,
+        "silu": jax.nn.silu,
+        "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+        "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    }
+    return functions[name]

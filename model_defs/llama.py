@@ -1,0 +1,80 @@
+"""Llama 2 and 3: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Owns the forward pass over a flat, ragged batch: the model sees tokens and positions, never rows,
+pages or sequences; who attends to what is the business of the `attention` callable it is given.
+Layers are unrolled. Built by registry; its weights are filled by weights.
+"""
+
+import jax
+from flax import nnx
+
+from model_defs.attention import Attention
+from model_defs.config import ModelConfig
+from model_defs.layers import Build, Embedding, FusedQKV, Linear, RMSNorm
+from model_defs.rope import cos_sin, inverse_frequencies, rotate
+
+
+class LlamaMLP(nnx.Module):
+    """SwiGLU; gate and up are one column-parallel matmul, kernel [hidden_size, 2, intermediate_size]."""
+
+    def __init__(self, build: Build) -> None:
+        """Declare the projections."""
+        config = build.config
+        hidden, wide, bias = (config.hidden_size,), config.intermediate_size, config.mlp_bias
+        self.gate_up = Linear(build, hidden, (2, wide), out_axis=1, bias=bias)
+        self.down = Linear(build, (wide,), hidden, in_axis=0, bias=bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, hidden_size] -> the same."""
+        gate_up = self.gate_up(x)
+        return self.down(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1])
+
+
+class LlamaLayer(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(self, build: Build) -> None:
+        """Declare the layer's arrays."""
+        config = build.config
+        bias = config.attention_bias
+        self.input_norm = RMSNorm(build)
+        self.qkv = FusedQKV(build, bias=bias)
+        self.out = Linear(
+            build, (config.num_heads, config.head_dim), (config.hidden_size,), in_axis=0, bias=bias
+        )
+        self.mlp_norm = RMSNorm(build)
+        self.mlp = LlamaMLP(build)
+
+    def __call__(
+        self, layer_index: int, x: jax.Array, rotation: tuple[jax.Array, jax.Array], attention: Attention
+    ) -> jax.Array:
+        """[T, hidden_size] -> the same."""
+        q, k, v = self.qkv(self.input_norm(x))
+        x = x + self.out(attention(layer_index, rotate(q, *rotation), rotate(k, *rotation), v))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(nnx.Module):
+    """The whole model. `config` is its ModelConfig."""
+
+    def __init__(self, build: Build) -> None:
+        """Declare every array; values come from weights."""
+        config = build.config
+        self.config: ModelConfig = config
+        self.embed = Embedding(build, config.hidden_size)
+        self.layers = nnx.List([LlamaLayer(build) for _ in range(config.num_layers)])
+        self.final_norm = RMSNorm(build)
+        self.head = None if config.tie_word_embeddings else Embedding(build, config.hidden_size)
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array, attention: Attention) -> jax.Array:
+        """token_ids i32[T], positions i32[T] -> normed hidden states [T, hidden_size]."""
+        rope = self.config.rope
+        rotation = cos_sin(positions, inverse_frequencies(rope, self.config.head_dim), rope.attention_factor)
+        x = self.embed(token_ids)
+        for layer_index, layer in enumerate(self.layers):
+            x = layer(layer_index, x, rotation, attention)
+        return self.final_norm(x)
+
+    def compute_logits(self, hidden: jax.Array) -> jax.Array:
+        """[S, hidden_size] as returned by the call -> f32[S, vocab_size]."""
+        return (self.embed if self.head is None else self.head).logits(hidden)

@@ -1,0 +1,82 @@
+"""`load_model`: one entry for every source of weights.
+
+Owns the decision what a source string is: "random:<preset>", a converted (Orbax) directory, or a Hugging
+Face directory. Each kind of source has its own module. Called by the engine and by scripts.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from model_defs.config import MODEL_CONFIG_FILE, ModelConfig
+from model_defs.errors import CheckpointError, UnsupportedModelError
+from model_defs.hf_config import load_config
+from model_defs.hf_weights import hf_filler
+from model_defs.orbax_store import restore_parameters
+from model_defs.parameters import Progress, fill_parameters, named_parameters
+from model_defs.random_weights import random_filler
+from model_defs.registry import Model, abstract_model, preset
+from model_defs.safetensors_reader import open_checkpoint
+
+RANDOM_PREFIX = "random:"
+
+
+def source_config(source: str | Path, max_position_embeddings: int | None = None) -> ModelConfig:
+    """The config of `source` without loading anything, with its context length replaced if asked.
+
+    A context longer than a learned position table is an UnsupportedModelError, except for random
+    weights, whose table grows. Raises CheckpointError when `source` is no model directory.
+    """
+    name = str(source)
+    if name.startswith(RANDOM_PREFIX):
+        config = preset(name.removeprefix(RANDOM_PREFIX))
+    else:
+        if not Path(source).is_dir():
+            raise CheckpointError(f"{name!r} is neither a directory nor random:<preset>")
+        config = load_config(source)
+    wanted = max_position_embeddings or config.max_position_embeddings
+    has_table = config.architecture == "opt" and not name.startswith(RANDOM_PREFIX)
+    if has_table and wanted > config.max_position_embeddings:
+        raise UnsupportedModelError(
+            f"max_position_embeddings={wanted} exceeds the checkpoint's table of "
+            f"{config.max_position_embeddings} learned positions; lower it"
+        )
+    return dataclasses.replace(config, max_position_embeddings=wanted)
+
+
+def load_model(
+    source: str | Path,
+    *,
+    dtype: str = "auto",
+    mesh: Mesh,
+    seed: int = 0,
+    max_position_embeddings: int | None = None,
+    progress: Progress | None = None,
+) -> Model:
+    """Build the model of `source` with its weights on `mesh`.
+
+    source: "random:<preset>" (seeded by `seed`), an Orbax directory of convert_checkpoint, or a Hugging
+    Face directory of safetensors. dtype: "float32", "bfloat16", "float16", or "auto" (the checkpoint's).
+    progress: called as `progress(num_done, num_total, parameter_name)`.
+    Raises UnsupportedModelError, CheckpointError or ShardingError.
+    """
+    config = source_config(source, max_position_embeddings)
+    model = abstract_model(config, dtype=dtype, mesh=mesh)
+    if str(source).startswith(RANDOM_PREFIX):
+        fill_parameters(model, random_filler(seed, config), progress)
+    elif (Path(source) / MODEL_CONFIG_FILE).is_file():
+        restore_parameters(model, Path(source), progress)
+    else:
+        names = [name for name, _ in named_parameters(model)]
+        # The checkpoint is checked against its own config: ours may have a shorter position table.
+        filler = hf_filler(open_checkpoint(Path(source)), load_config(source), names)
+        fill_parameters(model, filler, progress)
+    return model
+
+
+def random_model(config: ModelConfig, *, dtype: str = "auto", mesh: Mesh, seed: int = 0) -> Model:
+    """A model of any config with seeded random weights, for tests and benchmarks."""
+    model = abstract_model(config, dtype=dtype, mesh=mesh)
+    fill_parameters(model, random_filler(seed, config))
+    return model

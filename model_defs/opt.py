@@ -1,0 +1,80 @@
+"""OPT: learned positions (offset 2), layer norm before or after each block, biases, ReLU MLP.
+
+Covers the published variants: pre-norm (all but 350m), post-norm with an embedding table narrower than
+the hidden size (350m), and models without biases or without affine norms. Same contract as llama: flat
+tokens and an `attention` callable. Built by registry; its weights are filled by weights.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from model_defs.attention import Attention
+from model_defs.config import ModelConfig
+from model_defs.layers import Build, Embedding, FusedQKV, LayerNorm, Linear, activation, declare
+from model_defs.sharding import constrain
+
+POSITION_OFFSET = 2  # rows 0 and 1 of the table are padding's, a leftover of how OPT was trained
+
+
+class OPTLayer(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(self, build: Build) -> None:
+        """Declare the layer's arrays."""
+        config = build.config
+        hidden, wide = (config.hidden_size,), (config.intermediate_size,)
+        self.pre_norm, self.activation = config.pre_norm, config.activation
+        self.attention_norm = LayerNorm(build)
+        self.qkv = FusedQKV(build, bias=config.attention_bias)
+        self.out = Linear(
+            build, (config.num_heads, config.head_dim), hidden, in_axis=0, bias=config.attention_bias
+        )
+        self.mlp_norm = LayerNorm(build)
+        self.fc1 = Linear(build, hidden, wide, out_axis=0, bias=config.mlp_bias)
+        self.fc2 = Linear(build, wide, hidden, in_axis=0, bias=config.mlp_bias)
+
+    def __call__(self, layer_index: int, x: jax.Array, attention: Attention) -> jax.Array:
+        """[T, hidden_size] -> the same."""
+        q, k, v = self.qkv(self.attention_norm(x) if self.pre_norm else x)
+        x = x + self.out(attention(layer_index, q, k, v))
+        if not self.pre_norm:
+            x = self.attention_norm(x)
+        act = activation(self.activation)
+        x = x + self.fc2(act(self.fc1(self.mlp_norm(x) if self.pre_norm else x)))
+        return x if self.pre_norm else self.mlp_norm(x)
+
+
+class OPT(nnx.Module):
+    """The whole model. `config` is its ModelConfig."""
+
+    def __init__(self, build: Build) -> None:
+        """Declare every array; values come from weights."""
+        config = build.config
+        self.config: ModelConfig = config
+        self.build = build
+        width, hidden = config.word_embed_dim, config.hidden_size
+        self.embed = Embedding(build, width)
+        self.position_table = declare(build, (config.max_position_embeddings + POSITION_OFFSET, hidden))
+        self.project_in = None if width == hidden else Linear(build, (width,), (hidden,))
+        self.layers = nnx.List([OPTLayer(build) for _ in range(config.num_layers)])
+        self.final_norm = LayerNorm(build) if config.final_norm else None
+        self.project_out = None if width == hidden else Linear(build, (hidden,), (width,))
+        self.head = None if config.tie_word_embeddings else Embedding(build, width)
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array, attention: Attention) -> jax.Array:
+        """token_ids i32[T], positions i32[T] (inside the table) -> hidden states [T, hidden_size]."""
+        x = self.embed(token_ids)
+        if self.project_in is not None:
+            x = self.project_in(x)
+        rows = jnp.take(self.position_table[...], positions + POSITION_OFFSET, axis=0, mode="clip")
+        x = constrain(x + rows, self.build.mesh)
+        for layer_index, layer in enumerate(self.layers):
+            x = layer(layer_index, x, attention)
+        return x if self.final_norm is None else self.final_norm(x)
+
+    def compute_logits(self, hidden: jax.Array) -> jax.Array:
+        """[S, hidden_size] as returned by the call -> f32[S, vocab_size]."""
+        if self.project_out is not None:
+            hidden = self.project_out(hidden)
+        return (self.embed if self.head is None else self.head).logits(hidden)

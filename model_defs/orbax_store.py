@@ -1,0 +1,117 @@
+"""Saving a model as an Orbax directory and restoring it, onto any mesh.
+
+Owns the layout of such a directory: `params/` (Orbax, sharded arrays, nested by parameter name) and
+model_config.json (the config, the digest of the weights' origin), which is written last and so marks a
+finished save. Tokenizer files are copied by the script, not here. Called by loading and convert_checkpoint.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from model_defs.config import MODEL_CONFIG_FILE, read_json
+from model_defs.errors import CheckpointError
+from model_defs.parameters import Progress, named_parameters
+from model_defs.registry import Model
+
+PARAMS_DIRECTORY = "params"
+FORMAT_VERSION = 1
+
+
+def save_parameters(model: Model, directory: str | Path, *, weights_digest: str) -> None:
+    """Write `model` to `directory`, which must not hold a saved model yet.
+
+    weights_digest: what `fingerprint.weights_digest` said of the source; a restored model keeps it.
+    Raises CheckpointError when a model is already there.
+    """
+    root = Path(directory).absolute()
+    if (root / MODEL_CONFIG_FILE).exists() or (root / PARAMS_DIRECTORY).exists():
+        raise CheckpointError(f"{root} already holds a saved model; choose an empty target")
+    root.mkdir(parents=True, exist_ok=True)
+    tree: dict[str, Any] = {}
+    for name, parameter in named_parameters(model):
+        _insert(tree, name, parameter.get_value())
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(root / PARAMS_DIRECTORY, tree)
+    dtype = next(named_parameters(model))[1].get_value().dtype
+    values = {
+        "format_version": FORMAT_VERSION,
+        "config": model.config.to_json() | {"dtype": str(dtype)},
+        "weights_digest": weights_digest,
+    }
+    (root / MODEL_CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def restore_parameters(model: Model, directory: str | Path, progress: Progress | None = None) -> None:
+    """Fill the abstract `model` from `directory`, cast to its dtype and placed in its sharding.
+
+    The context length may be lower than the saved one. Raises CheckpointError naming parameters that
+    are missing, extra or misshapen, or when the data cannot be read.
+    """
+    root = Path(directory).absolute()
+    version = read_json(root / MODEL_CONFIG_FILE).get("format_version")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{root} has format version {version!r}, this code reads {FORMAT_VERSION}")
+    parameters = dict(named_parameters(model))
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            saved = _flatten(checkpointer.metadata(root / PARAMS_DIRECTORY).item_metadata.tree)
+        except (FileNotFoundError, AttributeError, ValueError) as error:
+            raise CheckpointError(f"{root / PARAMS_DIRECTORY} is no Orbax checkpoint: {error}") from error
+        targets: dict[str, Any] = {}
+        for name, target in _checked_targets(parameters, saved, root).items():
+            _insert(targets, name, target)
+        try:
+            restored = _flatten(checkpointer.restore(root / PARAMS_DIRECTORY, targets))
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{root / PARAMS_DIRECTORY} cannot be read: {error}") from error
+    for done, (name, parameter) in enumerate(parameters.items(), start=1):
+        wanted = parameter.get_value()
+        value = restored.pop(name)
+        if value.shape != wanted.shape:
+            value = jax.device_put(value[: wanted.shape[0]], wanted.sharding)
+        parameter.set_value(value)
+        if progress is not None:
+            progress(done, len(parameters), name)
+
+
+def _checked_targets(
+    parameters: dict[str, Any], saved: dict[str, Any], root: Path
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """What to restore: saved shapes, wanted dtypes and shardings; CheckpointError unless they agree."""
+    missing, extra = sorted(parameters.keys() - saved.keys()), sorted(saved.keys() - parameters.keys())
+    if missing or extra:
+        raise CheckpointError(
+            f"{root}: {len(missing)} parameter(s) missing ({', '.join(missing[:8])}), "
+            f"{len(extra)} not part of this model ({', '.join(extra[:8])})"
+        )
+    targets = {}
+    for name, parameter in parameters.items():
+        wanted, found = parameter.get_value(), tuple(saved[name].shape)
+        shortened = name == "position_table" and found[0] > wanted.shape[0] and found[1:] == wanted.shape[1:]
+        if found != wanted.shape and not shortened:
+            raise CheckpointError(
+                f"parameter {name!r} in {root} has shape {list(found)}, "
+                f"the config asks for {list(wanted.shape)}"
+            )
+        targets[name] = jax.ShapeDtypeStruct(found, wanted.dtype, sharding=wanted.sharding)
+    return targets
+
+
+def _insert(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Put `value` at the path `name` (joined by dots) of a nested dict."""
+    *parents, leaf = name.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[leaf] = value
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """The inverse of repeated `_insert`."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,34 @@
+"""Walking a model's parameters by name and giving each its value, wherever that comes from.
+
+Owns the names ("layers.0.qkv.proj.kernel") that checkpoints, mappings and seeds refer to. A filler makes
+one array at a time, already on its devices, so a loader never holds more than one parameter beside the
+model. Called by loading, orbax_store and random_weights.
+"""
+
+from collections.abc import Callable, Iterator
+
+import jax
+from flax import nnx
+
+from model_defs.registry import Model
+
+Parameter = nnx.Param[jax.Array]
+Filler = Callable[[str, Parameter], jax.Array]
+Progress = Callable[[int, int, str], None]
+"""`progress(num_done, num_total, what)`, called after each parameter."""
+
+
+def named_parameters(model: Model) -> Iterator[tuple[str, Parameter]]:
+    """Every (name, parameter) in a fixed order; names are attribute paths joined by dots."""
+    for path, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Param):
+            yield ".".join(str(part) for part in path), variable
+
+
+def fill_parameters(model: Model, filler: Filler, progress: Progress | None = None) -> None:
+    """Replace the abstract value of every parameter by `filler(name, parameter)`, in place."""
+    parameters = list(named_parameters(model))
+    for done, (name, parameter) in enumerate(parameters, start=1):
+        parameter.set_value(filler(name, parameter))
+        if progress is not None:
+            progress(done, len(parameters), name)

@@ -1,0 +1,69 @@
+"""Seeded random weights, made on the devices in their final sharding.
+
+Owns how a value follows from (seed, parameter name, index of the element): by an integer hash, so that a
+model is the same on any number of devices, in any order of creation, and with any number of layers, and
+so that the program of each distinct shape compiles in milliseconds. Called by loading.
+"""
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from model_defs.config import ModelConfig
+from model_defs.parameters import Filler, Parameter
+
+
+def random_filler(seed: int, config: ModelConfig) -> Filler:
+    """A filler that draws normal values of standard deviation `config.initializer_range`.
+
+    Norm scales are one, that of the last norm `config.initial_norm_scale`.
+    """
+
+    def fill(name: str, parameter: Parameter) -> jax.Array:
+        target = parameter.get_value()
+        is_scale = bool(parameter.get_metadata("ones"))
+        scale = config.initial_norm_scale if name == "final_norm.scale" else 1.0
+        make = _maker(target.shape, target.dtype, target.sharding, is_scale)
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        key = np.frombuffer(digest[:8], "<u4")
+        return make(key, np.float32(scale if is_scale else config.initializer_range))
+
+    return fill
+
+
+@functools.lru_cache(maxsize=256)
+def _maker(
+    shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding, constant: bool
+) -> Callable[[np.ndarray, np.float32], jax.Array]:
+    """The compiled initializer of one shape: (key u32[2], scale f32) -> array, all `scale` if `constant`."""
+
+    def make(key: jax.Array, scale: jax.Array) -> jax.Array:
+        if constant:
+            return jnp.full(shape, scale, dtype)
+        return (_normal(key, shape) * scale).astype(dtype)
+
+    return jax.jit(make, out_shardings=sharding)
+
+
+def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """f32[shape], standard normal, a function of the key and the row-major index (taken modulo 2**32)."""
+    index = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        stride = math.prod(shape[axis + 1 :]) % 2**32
+        index = index + lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride)
+    bits = _mix(_mix(index * np.uint32(0x9E3779B9) + key[0]) + key[1])
+    uniform = ((bits >> 8).astype(jnp.float32) + 0.5) * 2.0**-24  # strictly inside (0, 1)
+    return math.sqrt(2.0) * lax.erf_inv(2.0 * uniform - 1.0)
+
+
+def _mix(bits: jax.Array) -> jax.Array:
+    """A bijection of u32 in which every input bit flips half of the output bits."""
+    bits = (bits ^ (bits >> 16)) * np.uint32(0x7FEB352D)
+    bits = (bits ^ (bits >> 15)) * np.uint32(0x846CA68B)
+    return bits ^ (bits >> 16)

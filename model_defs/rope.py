@@ -1,0 +1,67 @@
+"""Rotary position embeddings: frequencies of each supported kind, and their application.
+
+Only kinds whose frequencies do not depend on the current length are here: a cached key carries its
+rotation for ever. Frequencies are NumPy constants made once per model; cos and sin are made once per
+step from the positions and shared by all layers. Called by llama.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model_defs.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """f32[head_dim / 2]: radians per position of each pair of dimensions."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    plain = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        plain = plain / rope.factor
+    elif rope.kind == "llama3":
+        plain = _llama3(plain, rope)
+    elif rope.kind == "yarn":
+        plain = _yarn(plain, rope, head_dim)
+    return plain.astype(np.float32)
+
+
+def _llama3(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """Keep fast dimensions, stretch slow ones by `factor`, blend those between."""
+    turns = rope.original_max_positions * frequencies / (2 * math.pi)  # full turns over the old context
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = np.clip(keep, 0.0, 1.0)
+    return keep * frequencies + (1.0 - keep) * frequencies / rope.factor
+
+
+def _yarn(frequencies: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Like llama3, but the blend is linear in the dimension index between two turn counts."""
+
+    def dimension_of(num_turns: float) -> float:
+        wavelengths = rope.original_max_positions / (num_turns * 2 * math.pi)
+        return head_dim * math.log(wavelengths) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp, without dividing by zero
+    stretch = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
+    return stretch * frequencies / rope.factor + (1.0 - stretch) * frequencies
+
+
+def cos_sin(
+    positions: jax.Array, frequencies: np.ndarray, attention_factor: float
+) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin), each f32[T, 1, head_dim / 2], times `attention_factor`, for `positions` i32[T]."""
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
+    return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate `x` [T, heads, head_dim]: dimension i pairs with i + head_dim / 2. Computed in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)

@@ -1,0 +1,139 @@
+"""Reading a Hugging Face directory of safetensors files, tensor by tensor.
+
+Owns the file format (an 8-byte little-endian header length, a JSON header, raw data) and every check a
+header allows before data is touched: missing files, truncation, unknown dtypes, index and files that
+disagree. Data is memory mapped, so opening a checkpoint of any size is quick and reading holds one tensor.
+Knows nothing of models. Called by hf_weights and fingerprint.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from model_defs.config import read_json
+from model_defs.errors import CheckpointError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000
+_DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies. `offset_bytes` counts from the start of the file."""
+
+    name: str
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    num_bytes: int
+
+    def read(self) -> np.ndarray:
+        """The tensor as a read-only view of the file. CheckpointError for a dtype that is no float."""
+        if self.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"tensor {self.name!r} in {self.path.name} has dtype {self.dtype}; "
+                f"one of {', '.join(_DTYPES)} is needed"
+            )
+        if self.num_bytes == 0:
+            return np.empty(self.shape, _DTYPES[self.dtype])
+        raw = self.read_bytes(self.num_bytes)
+        return raw.view(_DTYPES[self.dtype]).reshape(self.shape)
+
+    def read_bytes(self, num_bytes: int) -> np.ndarray:
+        """The first `num_bytes` bytes, u8[num_bytes]."""
+        return np.memmap(self.path, np.uint8, "r", self.offset_bytes, (num_bytes,))
+
+
+def open_checkpoint(directory: Path) -> dict[str, TensorEntry]:
+    """Every tensor of the directory by its name in the files; reads headers only.
+
+    Raises CheckpointError naming the file or tensor that is missing, truncated or damaged.
+    """
+    if (directory / INDEX_FILE).is_file():
+        return _open_sharded(directory)
+    if (directory / SINGLE_FILE).is_file():
+        return {entry.name: entry for entry in read_header(directory / SINGLE_FILE)}
+    pickles = sorted(path.name for path in directory.glob("*.bin"))
+    if pickles:
+        raise CheckpointError(
+            f"{directory} holds {pickles[0]}: torch pickles (.bin) are not read, because loading one runs "
+            f"code; save the model as safetensors (save_pretrained does)"
+        )
+    raise CheckpointError(f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The safetensors files of the directory, sorted by name."""
+    return sorted({entry.path for entry in open_checkpoint(directory).values()})
+
+
+def _open_sharded(directory: Path) -> dict[str, TensorEntry]:
+    """Follow the index; index and files must name the same tensors."""
+    weight_map = read_json(directory / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{INDEX_FILE} has no weight_map")
+    entries: dict[str, TensorEntry] = {}
+    for file_name in sorted(set(weight_map.values())):
+        path = directory / file_name
+        if path.parent != directory or not path.is_file():
+            raise CheckpointError(f"{INDEX_FILE} names the file {file_name!r}, which is not in {directory}")
+        for entry in read_header(path):
+            if weight_map.get(entry.name) != file_name:
+                raise CheckpointError(
+                    f"tensor {entry.name!r} is in {file_name}, but {INDEX_FILE} places it in "
+                    f"{weight_map.get(entry.name)!r}"
+                )
+            entries[entry.name] = entry
+    for name, file_name in weight_map.items():
+        if name not in entries:
+            raise CheckpointError(f"tensor {name!r} is missing: {INDEX_FILE} places it in {file_name}")
+    return entries
+
+
+def read_header(path: Path) -> list[TensorEntry]:
+    """The tensors of one file, checked against its size."""
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if not 2 <= header_bytes <= min(file_bytes - 8, _MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"{path} is truncated or no safetensors file: its header should be {header_bytes} bytes, "
+                f"the file is {file_bytes}"
+            )
+        raw = file.read(header_bytes)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        return [_entry(path, name, spec, 8 + header_bytes, file_bytes) for name, spec in header.items()]
+    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} has a damaged safetensors header: {error!r}") from error
+
+
+def _entry(path: Path, name: str, spec: dict[str, Any], data_start: int, file_bytes: int) -> TensorEntry:
+    """Check one header entry: its bytes must lie inside the file and fit its shape."""
+    shape = tuple(int(size) for size in spec["shape"])
+    begin, end = (int(offset) for offset in spec["data_offsets"])
+    dtype = str(spec["dtype"])
+    if begin < 0 or end < begin or data_start + end > file_bytes:
+        raise CheckpointError(
+            f"tensor {name!r} {list(shape)} is truncated: {path.name} has {file_bytes} bytes, "
+            f"{data_start + end} are needed"
+        )
+    if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != end - begin:
+        raise CheckpointError(
+            f"tensor {name!r} {dtype}{list(shape)} has {end - begin} bytes of data in {path.name}, "
+            f"{math.prod(shape) * _DTYPES[dtype].itemsize} are needed"
+        )
+    return TensorEntry(name, path, dtype, shape, data_start + begin, end - begin)

@@ -1,0 +1,65 @@
+"""The device mesh and where each array lies on it: one axis, "tp", Megatron style.
+
+Owns the mesh, the check that a model divides by it, and the one constraint helper the layers use.
+Column-parallel weights are split by KV head group or by intermediate dimension, row-parallel ones by
+the dimension that is summed over; everything else is replicated. `tp = 1` is a mesh of one device,
+not another code path. Knows nothing of checkpoints. Called by layers, weights, attention and the runner.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from model_defs.config import ModelConfig
+from model_defs.errors import ShardingError
+
+TENSOR_AXIS = "tp"
+AnyMesh = Mesh | AbstractMesh
+
+KV_PAGES_SPEC = PartitionSpec(None, None, TENSOR_AXIS, None)
+"""Partition of a layer's `kv_pages[num_pages, page_size, 2 * num_kv_heads, head_dim]`: by KV head."""
+
+
+def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """One-dimensional mesh with the axis "tp" over the first `tensor_parallel_size` of `devices`.
+
+    `devices` defaults to `jax.devices()`. Raises ShardingError when there are too few of them.
+    """
+    available = list(jax.devices() if devices is None else devices)
+    if not 1 <= tensor_parallel_size <= len(available):
+        raise ShardingError(
+            f"tensor_parallel_size={tensor_parallel_size} must lie between 1 and the {len(available)} "
+            f"device(s) at hand; lower it or offer more devices"
+        )
+    chosen = np.asarray(available[:tensor_parallel_size])
+    return Mesh(chosen, (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def tensor_parallel_size(mesh: AnyMesh) -> int:
+    """The size of the axis "tp"."""
+    return int(mesh.shape[TENSOR_AXIS])
+
+
+def check_divides(config: ModelConfig, mesh: AnyMesh) -> None:
+    """Raise ShardingError unless heads, KV heads and intermediate size divide by the mesh."""
+    tp = tensor_parallel_size(mesh)
+    for field in ("num_heads", "num_kv_heads", "intermediate_size"):
+        size = getattr(config, field)
+        if size % tp:
+            raise ShardingError(
+                f"{field}={size} does not divide by tp={tp} (the model has {config.num_heads} heads, "
+                f"{config.num_kv_heads} KV heads, intermediate size {config.intermediate_size}); "
+                f"choose a tensor_parallel_size that divides all three"
+            )
+
+
+def vocabulary_axis(vocab_size: int, mesh: AnyMesh) -> str | None:
+    """The axis a vocabulary dimension is split over: "tp" if it divides, else none (replicated)."""
+    return None if vocab_size % tensor_parallel_size(mesh) else TENSOR_AXIS
+
+
+def constrain(x: jax.Array, mesh: AnyMesh, *axes: str | None) -> jax.Array:
+    """Tell the partitioner that dimension i of `x` lies on `axes[i]`; missing axes are replicated."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))

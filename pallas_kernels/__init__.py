@@ -1,0 +1,1 @@
+"""Accelerator kernels that know nothing of models or serving."""

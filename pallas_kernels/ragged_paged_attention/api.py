@@ -1,0 +1,190 @@
+"""The public calls: argument checks, choice of back end, dispatch.
+
+Owns: what each back end serves, and the errors for what none does. Does not know: how any back end works.
+Called by: model code, inside a jit and, with several devices, inside `shard_map`, so shapes are one shard's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.ragged_paged_attention.block_sizes import BlockSizes
+from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
+from pallas_kernels.ragged_paged_attention.metadata import TileSpec, build_tiles_traced, make_tile_spec
+from pallas_kernels.ragged_paged_attention.reference import reference_attention
+from pallas_kernels.ragged_paged_attention.xla import xla_attention
+
+Backend = Literal["auto", "xla", "pallas_triton", "reference"]
+BACKENDS = ("auto", "xla", "pallas_triton", "reference")
+PAGE_SIZES = (16, 32, 64)
+DTYPES = ("bfloat16", "float16", "float32")
+TRITON_HEAD_DIMS = (32, 64, 128, 256)
+TRITON_MAX_GROUP = 64
+_MIN_CAPABILITY = 8.0
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    sm_scale: float,
+    metadata: tuple[TileSpec, jax.Array] | None = None,
+    backend: Backend = "auto",
+    blocks: BlockSizes | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Causal attention of ragged query ranges over pages (Pensieve, section 4.4: several ranges of one request).
+
+    Row i has queries q[cu_q_lens[i]:cu_q_lens[i + 1]] at the last positions of its kv_lens[i] keys, which must
+    already be in the pages. Two rows may share a page list.
+
+    Args:
+      q: [num_tokens, num_q_heads, head_dim].
+      kv_pages: [num_pages, page_size, 2 * num_kv_heads, head_dim], q's dtype; K at even, V at odd heads.
+      kv_lens: i32[max_num_seqs], at least the row's queries.
+      page_indices: i32[max_num_seqs, pages_per_seq]; entries past a row's keys are not read.
+      cu_q_lens: i32[max_num_seqs + 1].
+      num_seqs: i32[1]; rows from there on are padding.
+      sm_scale: factor on the scores, positive.
+      metadata: (spec, tiles) of `tile_spec` and `build_tiles`; None: tiles are made on the device.
+      backend: "auto" takes the metadata's back end, else the fastest that serves these arguments here.
+      blocks: tile sizes to use instead of the measured ones; only without metadata.
+      interpret: run a Pallas back end in interpret mode, on any device.
+
+    Returns:
+      Like q; zero for tokens past cu_q_lens[num_seqs]. Accumulated in float32.
+
+    Raises:
+      AttentionArgumentError: what no back end serves, or not the one that was named.
+    """
+    _check_arrays(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs)
+    if not (math.isfinite(sm_scale) and sm_scale > 0):
+        raise AttentionArgumentError("sm_scale", sm_scale, "must be positive and finite")
+    spec = tile_spec(
+        num_tokens=q.shape[0],
+        max_num_seqs=kv_lens.shape[0],
+        num_q_heads=q.shape[1],
+        num_kv_heads=kv_pages.shape[2] // 2,
+        head_dim=q.shape[2],
+        page_size=kv_pages.shape[1],
+        dtype=q.dtype,
+        backend=metadata[0].backend if metadata is not None and backend == "auto" else backend,
+        blocks=metadata[0].blocks if metadata is not None else blocks,
+    )
+    args = (q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs)
+    if spec.backend == "reference":
+        if any(isinstance(arg, jax.core.Tracer) for arg in args):
+            raise AttentionArgumentError("backend", "reference", "is numpy and cannot be jitted; use 'xla'")
+        return jnp.asarray(reference_attention(*map(np.asarray, args), sm_scale=sm_scale), q.dtype)
+    if spec.backend == "xla":
+        return xla_attention(*args, sm_scale=sm_scale)
+    if metadata is not None and (metadata[0] != spec or metadata[1].shape != (spec.tiles_len,)):
+        raise AttentionArgumentError("metadata", metadata[0], f"was made for another call; this one needs {spec}")
+    # Imported late: upstream calls the Triton back end deprecated, and only its own file may depend on it.
+    from pallas_kernels.ragged_paged_attention.pallas_triton import triton_attention
+
+    tiles = metadata[1] if metadata is not None else build_tiles_traced(spec, cu_q_lens, kv_lens, num_seqs)
+    return triton_attention(spec, q, kv_pages, page_indices, tiles, sm_scale=sm_scale, interpret=interpret)
+
+
+def tile_spec(
+    *,
+    num_tokens: int,
+    max_num_seqs: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: Any,
+    backend: Backend = "auto",
+    blocks: BlockSizes | None = None,
+) -> TileSpec:
+    """The static part of a bucket's metadata. Heads are those of one shard.
+
+    Raises:
+      AttentionArgumentError: what no back end serves, or not the one that was named.
+    """
+    for field, value in (("num_tokens", num_tokens), ("max_num_seqs", max_num_seqs), ("head_dim", head_dim)):
+        if value < 1:
+            raise AttentionArgumentError(field, value, "must be at least 1")
+    if num_kv_heads < 1 or num_q_heads % num_kv_heads:
+        raise AttentionArgumentError("num_q_heads", num_q_heads, f"must be a multiple of num_kv_heads = {num_kv_heads}")
+    if page_size not in PAGE_SIZES:
+        raise AttentionArgumentError("page_size", page_size, f"must be one of {PAGE_SIZES}")
+    if jnp.dtype(dtype).name not in DTYPES:
+        raise AttentionArgumentError("dtype", jnp.dtype(dtype).name, f"must be one of {DTYPES}")
+    if backend not in BACKENDS:
+        raise AttentionArgumentError("backend", backend, f"must be one of {BACKENDS}")
+    unserved = _triton_limit(num_q_heads // num_kv_heads, head_dim)
+    if backend == "auto":
+        backend = "pallas_triton" if unserved is None and _has_triton_device() else "xla"
+    elif backend == "pallas_triton" and unserved is not None:
+        raise unserved
+    return make_tile_spec(
+        num_tokens=num_tokens,
+        max_num_seqs=max_num_seqs,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        backend=backend,
+        blocks=blocks,
+    )
+
+
+def _triton_limit(group: int, head_dim: int) -> AttentionArgumentError | None:
+    """Why `pallas_triton` cannot serve these heads; None: it can."""
+    if head_dim not in TRITON_HEAD_DIMS:
+        limit = f"pallas_triton serves {TRITON_HEAD_DIMS}; pad the heads or use backend 'xla'"
+        return AttentionArgumentError("head_dim", head_dim, limit)
+    if group > TRITON_MAX_GROUP:
+        limit = f"pallas_triton serves at most {TRITON_MAX_GROUP} query heads per KV head; use backend 'xla'"
+        return AttentionArgumentError("num_q_heads / num_kv_heads", group, limit)
+    return None
+
+
+def _has_triton_device() -> bool:
+    if jax.default_backend() != "gpu":
+        return False
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    # A ROCm device names an architecture such as "gfx942" here.
+    return isinstance(capability, str) and capability[:1].isdigit() and float(capability) >= _MIN_CAPABILITY
+
+
+def _check_arrays(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+) -> None:
+    if q.ndim != 3:
+        raise AttentionArgumentError("q.shape", q.shape, "must be (num_tokens, num_q_heads, head_dim)")
+    if kv_pages.ndim != 4 or kv_pages.shape[2] % 2 or kv_pages.shape[3] != q.shape[2]:
+        limit = f"must be (num_pages, page_size, 2 * num_kv_heads, {q.shape[2]})"
+        raise AttentionArgumentError("kv_pages.shape", kv_pages.shape, limit)
+    if kv_pages.dtype != q.dtype:
+        raise AttentionArgumentError("kv_pages.dtype", kv_pages.dtype.name, f"must be q's, {q.dtype.name}")
+    rows = kv_lens.shape[0] if kv_lens.ndim == 1 else -1
+    shapes = {
+        "kv_lens": (kv_lens, ("max_num_seqs",), rows >= 1),
+        "page_indices": (page_indices, (rows, "pages_per_seq"), page_indices.shape[:-1] == (rows,)),
+        "cu_q_lens": (cu_q_lens, (rows + 1,), cu_q_lens.shape == (rows + 1,)),
+        "num_seqs": (num_seqs, (1,), num_seqs.shape == (1,)),
+    }
+    for name, (array, expected, right) in shapes.items():
+        if not right:
+            raise AttentionArgumentError(f"{name}.shape", array.shape, f"must be {expected}")
+        if array.dtype != np.int32:
+            raise AttentionArgumentError(f"{name}.dtype", array.dtype.name, "must be int32")

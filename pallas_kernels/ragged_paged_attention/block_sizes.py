@@ -1,0 +1,84 @@
+"""Block sizes of the tiled back ends: which tile classes a step of a given shape uses.
+
+Owns: the numbers, and only numbers; they come from `scripts/benchmark_kernels.py --sweep`. Does not know what
+a kernel does with them. Called by: `metadata.tile_spec`; tests and the benchmark pass their own instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TileClass:
+    """One size of query tile, and how its kernel is compiled and its key ranges are split.
+
+    Attributes:
+      rows: rows of the query tile, tokens times grouped heads; a power of two from 16.
+      block_kv: keys per iteration; a power of two from 16.
+      num_warps: warps of a program.
+      num_stages: depth of the software pipeline.
+      min_split_kv: keys below which a tile's key range is never split.
+      target_programs: programs, over all KV heads, beyond which splitting further gains nothing.
+    """
+
+    rows: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+    min_split_kv: int
+    target_programs: int
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """The tile classes of a step, ascending in rows; a query range goes to the first that holds it whole."""
+
+    classes: tuple[TileClass, ...]
+
+
+# A range is cut in at most this many parts: merging them is serial.
+MAX_NUM_SPLITS = 32
+# Query rows that one program of the merge kernel handles.
+MERGE_ROWS = 16
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def default_block_sizes(
+    *, num_tokens: int, max_num_seqs: int, num_q_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
+) -> BlockSizes:
+    """The measured choice for a step of this shape.
+
+    Small tiles serve decoding and a few tokens at once, and are bound by memory; large ones serve prompts and
+    are bound by arithmetic. A step with very few tokens has small tiles only and saves a launch.
+    """
+    group = num_q_heads // num_kv_heads
+    small_rows = max(16, _power_of_two(group))
+    # Several tokens a row (a prompt's tail, a speculative draft): one tile of 32 reads the keys once, two of 16 twice.
+    if small_rows < group * num_tokens // max_num_seqs <= 32:
+        small_rows = 32
+    wide = head_dim * itemsize > 256  # a key row of more than 256 bytes: halve the block to fit shared memory
+    full_float = itemsize == 4
+    small = TileClass(
+        rows=small_rows,
+        block_kv=32 if wide else 64,
+        num_warps=4 if full_float or small_rows > 32 else 2,
+        num_stages=2 if wide else 3,
+        min_split_kv=256,
+        target_programs=2048,
+    )
+    if num_tokens * group <= 4 * small_rows or small_rows >= 128:
+        return BlockSizes((small,))
+    large_rows = max(32, 2 * small_rows) if full_float else max(64 if head_dim > 128 else 128, 2 * small_rows)
+    large = TileClass(
+        rows=large_rows,
+        block_kv=32 if wide else 64,
+        num_warps=8 if large_rows >= 128 else 4,
+        num_stages=2 if wide else 3,
+        min_split_kv=1024,
+        target_programs=528,
+    )
+    return BlockSizes((small, large))

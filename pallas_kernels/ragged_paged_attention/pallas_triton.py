@@ -1,0 +1,252 @@
+"""Ragged paged attention through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
+
+Owns: three kernels' bodies and their launches: attention over the tiles of one class, once per class, and the
+merge of split key ranges. Does not know how tiles are chosen (`tile_lists`). Called by: `api`. Upstream has
+deprecated this back end, so nothing outside this file imports from it.
+
+One program serves one tile and one KV head. The query heads of that KV head and the tile's tokens fold into the
+rows of one matrix, whatever their number. Keys come `block_kv` at a time by a gather over row addresses, so that
+an iteration may span pages; page ids are read one iteration ahead. Blocks that every query sees whole take a
+loop without masks; the last few, partly hidden by causality or by the end of the range, take one with masks that
+also keep whatever lies in unused slots, NaN included, out of the sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, MERGE_ROWS
+from pallas_kernels.ragged_paged_attention.metadata import TileSpec
+from pallas_kernels.ragged_paged_attention.tile_lists import (
+    KV_BEGIN,
+    KV_END,
+    MERGE_CLASS_ROWS,
+    MERGE_FIRST_ROW,
+    MERGE_NUM_SPLITS,
+    MERGE_NUM_TOKENS,
+    MERGE_PARTIAL,
+    MERGE_TOKEN,
+    NUM_FIELDS,
+    NUM_TOKENS,
+    POSITION,
+    ROW,
+    SLOT,
+    TOKEN,
+)
+
+# Finite, so that a row which has seen no visible key yet yields no NaN; the first visible one wipes its sums out.
+_MASKED = -1e30
+_MERGE_UNROLL = 4  # loads in flight: the merge is bound by latency
+
+
+def triton_attention(
+    spec: TileSpec,
+    q: jax.Array,
+    kv_pages: jax.Array,
+    page_indices: jax.Array,
+    tiles: jax.Array,
+    *,
+    sm_scale: float,
+    interpret: bool,
+) -> jax.Array:
+    """See `api.ragged_paged_attention`; arguments are already checked, `tiles` is i32[spec.tiles_len]."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    # Rows of head_dim elements: a 32-bit row number addresses any pool, and only its offset needs 64 bits.
+    flat_q = q.reshape(num_tokens * num_q_heads, head_dim)
+    flat_kv = kv_pages.reshape(-1, head_dim)
+    num_partial_rows = spec.partial_begin(len(spec.blocks.classes))
+    shard = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
+    state = [
+        shard(flat_q.shape, q.dtype),
+        shard((num_partial_rows, head_dim), jnp.float32),
+        shard((num_partial_rows,), jnp.float32),
+    ]
+    inputs = [tiles, page_indices.reshape(-1), flat_q, flat_kv]
+    buffers: list[jax.Array] = []
+    for index, tile_class in enumerate(spec.blocks.classes):
+        kernel = functools.partial(
+            _attention_kernel, spec=spec, index=index, pages_per_seq=page_indices.shape[1],
+            scale=sm_scale * math.log2(math.e), num_buffers=len(buffers), interpret=interpret,
+        )  # fmt: skip
+        # A class writes its own rows only; the second goes on in the buffers of the first.
+        buffers = pl.pallas_call(
+            kernel,
+            out_shape=state,
+            grid=(spec.num_kv_heads, spec.max_num_tiles[index]),
+            input_output_aliases={len(inputs) + i: i for i in range(len(buffers))},
+            compiler_params=plgpu.CompilerParams(num_warps=tile_class.num_warps, num_stages=tile_class.num_stages),
+            interpret=interpret,
+            name=f"ragged_paged_attention_{tile_class.rows}",
+        )(*inputs, *buffers)
+    out, partial_out, partial_lse = buffers
+    out = pl.pallas_call(
+        functools.partial(_merge_kernel, spec=spec, interpret=interpret),
+        out_shape=state[0],
+        grid=(spec.num_kv_heads, spec.max_num_merges),
+        input_output_aliases={3: 0},
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="ragged_paged_attention_merge",
+    )(tiles, partial_out, partial_lse, out)
+    return out.reshape(q.shape)
+
+
+def _attention_kernel(
+    tiles_ref: Any,
+    pages_ref: Any,
+    q_ref: Any,
+    kv_ref: Any,
+    *buffer_refs: Any,
+    spec: TileSpec,
+    index: int,
+    pages_per_seq: int,
+    scale: float,
+    num_buffers: int,
+    interpret: bool,
+) -> None:
+    """One tile and one KV head; `buffer_refs` are the aliased inputs, unused, and the outputs."""
+    out_ref, partial_out_ref, partial_lse_ref = buffer_refs[num_buffers:]
+    tile_class = spec.blocks.classes[index]
+    num_rows, block_kv, head_dim = tile_class.rows, tile_class.block_kv, q_ref.shape[1]
+    group, page_size = spec.group, spec.page_size
+    exp2 = functools.partial(_exp2, interpret=interpret)
+    head, tile = pl.program_id(0), pl.program_id(1)
+
+    @pl.when(tile < tiles_ref[index])
+    def _() -> None:
+        first = spec.tiles_offset(index) + tile * NUM_FIELDS
+        token, num_tokens, position = (tiles_ref[first + f] for f in (TOKEN, NUM_TOKENS, POSITION))
+        kv_begin, kv_end, slot = (tiles_ref[first + f] for f in (KV_BEGIN, KV_END, SLOT))
+        first_page = jnp.minimum(tiles_ref[first + ROW], spec.max_num_seqs - 1) * pages_per_seq
+        last_column = jnp.maximum(kv_end - 1, 0) // page_size
+
+        rows = jnp.arange(num_rows)
+        lanes = jnp.arange(head_dim)[None, :]
+        q_tokens = rows // group
+        is_row = q_tokens < num_tokens
+        q_rows = (token + q_tokens) * (spec.num_kv_heads * group) + head * group + rows % group
+        q = plgpu.load(q_ref.at[q_rows[:, None], lanes], mask=is_row[:, None], other=0.0)
+
+        def load_pages(start: Any) -> Any:
+            # Never past the range: a page id behind it may be anything. One id where a block lies in one page.
+            keys = start + jnp.arange(block_kv) if page_size % block_kv else start
+            return pages_ref[first_page + jnp.minimum(keys // page_size, last_column)]
+
+        def step(i: Any, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
+            m, l, acc, pages = carry
+            start = kv_begin + i * block_kv
+            keys = start + jnp.arange(block_kv)
+            kv_rows = (pages * page_size + keys % page_size) * (2 * spec.num_kv_heads) + 2 * head
+            next_pages = load_pages(start + block_kv)
+            load = functools.partial(_load_rows, mask=(keys < kv_end)[:, None] if masked else None)
+            scores = _dot(q, load(kv_ref.at[kv_rows[:, None], lanes]), contract_b=1)
+            if masked:
+                visible = (keys[None, :] <= (position + q_tokens)[:, None]) & (keys < kv_end)[None, :]
+                scores = jnp.where(visible, scores, _MASKED)
+            m_new = jnp.maximum(m, scores.max(axis=1))
+            # The scale is positive, so it may follow the maximum and become one multiply-add with it.
+            weights = exp2(scores * scale - (m_new * scale)[:, None])
+            alpha = exp2((m - m_new) * scale)
+            values = load(kv_ref.at[kv_rows[:, None] + 1, lanes])
+            acc = acc * alpha[:, None] + _dot(weights.astype(values.dtype), values, contract_b=0)
+            return m_new, l * alpha + weights.sum(axis=1), acc, next_pages
+
+        num_blocks = pl.cdiv(kv_end - kv_begin, block_kv)
+        num_whole = jnp.maximum(jnp.minimum(position + 1, kv_end) - kv_begin, 0) // block_kv
+        carry = (
+            jnp.full((num_rows,), _MASKED, jnp.float32),
+            jnp.zeros((num_rows,), jnp.float32),
+            jnp.zeros((num_rows, head_dim), jnp.float32),
+            load_pages(kv_begin),
+        )
+        carry = jax.lax.fori_loop(0, num_whole, functools.partial(step, masked=False), carry)
+        m, l, acc, _ = jax.lax.fori_loop(num_whole, num_blocks, functools.partial(step, masked=True), carry)
+        l = jnp.where(l == 0, 1, l)  # the pseudo row has no keys; its result is zero
+        acc = acc / l[:, None]
+
+        @pl.when(slot < 0)
+        def _() -> None:
+            plgpu.store(out_ref.at[q_rows[:, None], lanes], acc.astype(out_ref.dtype), mask=is_row[:, None])
+
+        @pl.when(slot >= 0)
+        def _() -> None:
+            partial_rows = spec.partial_begin(index) + (slot * spec.num_kv_heads + head) * num_rows + rows
+            plgpu.store(partial_out_ref.at[partial_rows[:, None], lanes], acc, mask=is_row[:, None])
+            plgpu.store(partial_lse_ref.at[partial_rows], m * scale + jnp.log2(l), mask=is_row)
+
+
+def _merge_kernel(
+    tiles_ref: Any, partial_out_ref: Any, partial_lse_ref: Any, _: Any, out_ref: Any, *, spec: TileSpec, interpret: bool
+) -> None:
+    """The weighted mean of a split tile's parts, for MERGE_ROWS of its query rows and one KV head."""
+    head, merge = pl.program_id(0), pl.program_id(1)
+    num_classes, group, head_dim = len(spec.blocks.classes), spec.group, out_ref.shape[1]
+    exp2 = functools.partial(_exp2, interpret=interpret)
+
+    @pl.when(merge < tiles_ref[num_classes])
+    def _() -> None:
+        first = spec.tiles_offset(num_classes) + merge * NUM_FIELDS
+        token, num_tokens = tiles_ref[first + MERGE_TOKEN], tiles_ref[first + MERGE_NUM_TOKENS]
+        num_splits, class_rows = tiles_ref[first + MERGE_NUM_SPLITS], tiles_ref[first + MERGE_CLASS_ROWS]
+        partial_row, stride = tiles_ref[first + MERGE_PARTIAL] + head * class_rows, spec.num_kv_heads * class_rows
+        rows = tiles_ref[first + MERGE_FIRST_ROW] + jnp.arange(MERGE_ROWS)
+        lanes = jnp.arange(head_dim)[None, :]
+        q_tokens = rows // group
+        is_row = q_tokens < num_tokens
+
+        parts = jnp.arange(MAX_NUM_SPLITS)[:, None]
+        lse = plgpu.load(
+            partial_lse_ref.at[partial_row + parts * stride + rows[None, :]],
+            mask=(parts < num_splits) & is_row[None, :],
+            other=_MASKED,
+        )
+        largest = lse.max(axis=0)
+        total = exp2(lse - largest[None, :]).sum(axis=0)
+
+        def step(i: Any, acc: Any) -> Any:
+            for k in range(_MERGE_UNROLL):
+                part = i * _MERGE_UNROLL + k
+                part_rows = partial_row + part * stride + rows
+                mask = is_row & (part < num_splits)
+                part_lse = plgpu.load(partial_lse_ref.at[part_rows], mask=mask, other=_MASKED)
+                part_out = plgpu.load(partial_out_ref.at[part_rows[:, None], lanes], mask=mask[:, None], other=0.0)
+                acc += part_out * exp2(part_lse - largest)[:, None]
+            return acc
+
+        acc = jnp.zeros((MERGE_ROWS, head_dim), jnp.float32)
+        acc = jax.lax.fori_loop(0, pl.cdiv(num_splits, _MERGE_UNROLL), step, acc) / total[:, None]
+        q_rows = (token + q_tokens) * (spec.num_kv_heads * group) + head * group + rows % group
+        plgpu.store(out_ref.at[q_rows[:, None], lanes], acc.astype(out_ref.dtype), mask=is_row[:, None])
+
+
+def _load_rows(ref: Any, mask: Any) -> Any:
+    return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=0.0)
+
+
+def _dot(a: Any, b: Any, *, contract_b: int) -> Any:
+    # HIGHEST: IEEE float32 where the default would be TF32; 16-bit operands are not affected.
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((1,), (contract_b,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _exp2(x: Any, *, interpret: bool) -> Any:
+    if interpret:
+        return jnp.exp2(x)
+    # One instruction; the library function spends three more on denormal results, which the sums cannot show.
+    [y] = plgpu.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )  # fmt: skip
+    return y

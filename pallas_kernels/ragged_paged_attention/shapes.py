@@ -1,0 +1,103 @@
+"""Named attention cases, shared by the tests and the benchmark.
+
+Owns: the cases and how a batch of one is drawn. Does not know any back end. Called by:
+`scripts/benchmark_kernels.py` and `tests/kernels`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of a model's attention: query heads, KV heads, elements per head."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named batch: rows of (query length, total context)."""
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    heads: Heads
+    page_size: int = 32
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the batch."""
+        return sum(q_len for q_len, _ in self.rows)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V that must be read at least once, at 16 bits an element."""
+        return sum(kv_len for _, kv_len in self.rows) * 2 * self.heads.num_kv_heads * self.heads.head_dim * 2
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds, counted twice, of the scores and values that causality leaves."""
+        pairs = sum(q_len * (kv_len - q_len) + q_len * (q_len + 1) // 2 for q_len, kv_len in self.rows)
+        return 4 * pairs * self.heads.num_q_heads * self.heads.head_dim
+
+
+MHA40, GQA10, GQA8 = Heads(40, 40, 128), Heads(40, 10, 128), Heads(64, 8, 128)
+
+# Attention of every preset: opt-13b/llama2-13b, opt-66b, llama2-13b-gqa10, llama2-70b, llama3-8b, opt-125m, tiny.
+MODEL_HEADS: tuple[Heads, ...] = (
+    MHA40, Heads(72, 72, 128), GQA10, GQA8, Heads(32, 8, 128), Heads(12, 12, 64), Heads(4, 2, 32),
+)  # fmt: skip
+
+
+def _uniform(name: str, batch: int, q_len: int, kv_len: int, heads: Heads) -> Case:
+    return Case(name, ((q_len, kv_len),) * batch, heads)
+
+
+def _mixed() -> Case:
+    """Decodes of evenly spread contexts together with prompts that continue a conversation: Pensieve's batch."""
+    decodes = tuple((1, int(kv_len)) for kv_len in np.linspace(256, 4096, 124).astype(int))
+    return Case("mixed_124x1_4x512_gqa10", decodes + ((512, 2560),) * 4, GQA10)
+
+
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        _uniform("decode_64x4096_gqa10", 64, 1, 4096, GQA10),
+        _uniform("decode_32x4096_mha40", 32, 1, 4096, MHA40),
+        _uniform("decode_128x4096_gqa8", 128, 1, 4096, GQA8),
+        _uniform("decode_1x4096_gqa10", 1, 1, 4096, GQA10),
+        _uniform("multi_32x8x1024_mha40", 32, 8, 1024, MHA40),
+        _uniform("multi_32x8x4096_mha40", 32, 8, 4096, MHA40),
+        _uniform("multi_32x8x16384_mha40", 32, 8, 16384, MHA40),
+        _uniform("multi_32x8x4096_gqa10", 32, 8, 4096, GQA10),
+        _uniform("prefill_4x2048_gqa10", 4, 2048, 2048, GQA10),
+        _uniform("prefill_1x8192_gqa10", 1, 8192, 8192, GQA10),
+        _uniform("prefill_4x512of2560_gqa10", 4, 512, 2560, GQA10),
+        _mixed(),
+        Case("tiny", ((1, 70), (5, 33), (40, 40), (1, 1)), Heads(4, 2, 32)),
+    )
+}
+
+
+def draw_metadata(
+    case: Case, rng: np.random.Generator, *, num_pages: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
+    """Pages at random places for every row of a case.
+
+    Returns:
+      kv_lens i32[num_rows], page_indices i32[num_rows, pages_per_row], cu_q_lens i32[num_rows + 1],
+      num_seqs i32[1], and the number of pages the pool must have.
+    """
+    kv_lens = np.array([kv_len for _, kv_len in case.rows], np.int32)
+    cu_q_lens = np.cumsum([0] + [q_len for q_len, _ in case.rows]).astype(np.int32)
+    counts = -(-kv_lens // case.page_size)
+    pool = num_pages or int(counts.sum()) + 1
+    ids = rng.permutation(np.arange(1, pool, dtype=np.int32))[: counts.sum()]
+    page_indices = np.zeros((len(counts), int(counts.max())), np.int32)
+    page_indices[np.arange(counts.max())[None, :] < counts[:, None]] = ids
+    return kv_lens, page_indices, cu_q_lens, np.array([len(counts)], np.int32), pool

@@ -1,0 +1,141 @@
+"""How a batch becomes tiles and merges: pure index arithmetic.
+
+Owns: the fields of both lists and the rules by which ranges are cut. The same lines run on the host with numpy,
+where lists have their true length, and inside a jit with jax.numpy, where they have their maximum. Does not
+know: devices or kernels. Called by: `metadata`; the field names also by the kernels.
+
+A *tile* is up to `rows // group` query tokens of one row against one key range. A long key range is split, as in
+flash decoding; the parts leave partial results in *slots*, and *merges* add them up, `MERGE_ROWS` query rows each.
+Query tokens past the last row form one pseudo row without keys, so that the kernel itself writes their zeros.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, MERGE_ROWS
+
+if TYPE_CHECKING:
+    from pallas_kernels.ragged_paged_attention.metadata import TileSpec
+
+NUM_FIELDS = 8
+HEADER_LEN = 8  # counts of tiles, class by class, then of merges
+# Fields of a tile: row, first query token and their number, position of the first, key range, slot (-1: no split).
+ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT = range(7)
+# Fields of a merge: the tile's first query token and their number, the row where its partial results begin, the
+# number of its parts, the class's rows, and the query row in the tile where this merge begins.
+MERGE_TOKEN, MERGE_NUM_TOKENS, MERGE_PARTIAL, MERGE_NUM_SPLITS, MERGE_CLASS_ROWS, MERGE_FIRST_ROW = range(6)
+
+
+def build_lists(xp: Any, spec: TileSpec, begins: Any, q_lens: Any, kv_lens: Any) -> tuple[list[Any], list[Any]]:
+    """Counts for the header, and the entries of every class and, last, of the merges.
+
+    Args:
+      xp: numpy or jax.numpy.
+      spec: sizes and tile classes.
+      begins: i32[num_rows + 1], first query token of each row; the last row is the pseudo row.
+      q_lens: i32[num_rows + 1].
+      kv_lens: i32[num_rows + 1].
+    """
+    counts, lists, merges = [], [], []
+    thresholds = [spec.tile_tokens(c) for c in spec.blocks.classes[:-1]]
+    is_pseudo = xp.arange(len(q_lens)) == len(q_lens) - 1
+    for index in range(len(spec.blocks.classes)):
+        # A range goes to the first class that holds it whole, the pseudo row to the last.
+        wanted = q_lens > (thresholds[index - 1] if index else 0)
+        if index < len(thresholds):
+            wanted &= (q_lens <= thresholds[index]) & ~is_pseudo
+        else:
+            wanted |= is_pseudo
+        class_q_lens = q_lens * wanted
+        if xp is np and not class_q_lens.any():
+            counts.append(0)
+            lists.append(_table(np, [np.zeros(0, np.int32)]))
+            continue
+        num_tiles, tiles, num_merges, class_merges = _class_lists(xp, spec, index, begins, class_q_lens, kv_lens)
+        counts.append(num_tiles)
+        lists.append(tiles)
+        merges.append((num_merges, class_merges))
+    counts.append(sum([n for n, _ in merges]))
+    joined = [entries for _, entries in merges] or [_table(np, [np.zeros(0, np.int32)])]
+    table = joined[0] if len(joined) == 1 else xp.concatenate(joined)
+    if xp is not np:  # padding behind the entries of each class: move it behind them all
+        padding = xp.concatenate([xp.arange(len(entries)) >= n for n, entries in merges])
+        table = table[xp.argsort(padding, stable=True)]
+    lists.append(table)
+    return counts, lists
+
+
+def _class_lists(
+    xp: Any, spec: TileSpec, index: int, begins: Any, q_lens: Any, kv_lens: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Tiles of one class, the widest key range first, and its merges; each with its count."""
+    tile_class, tokens = spec.blocks.classes[index], spec.tile_tokens(spec.blocks.classes[index])
+    fixed = xp is not np
+    # Query tiles.
+    num_q_tiles, row, part = _expand(xp, -(-q_lens // tokens), spec.max_num_q_tiles[index] if fixed else None)
+    offset = part * tokens
+    q_len = q_lens.take(row)
+    num_tokens = xp.minimum(tokens, q_len - offset)
+    position = kv_lens.take(row) - q_len + offset
+    kv_end = xp.maximum(position + num_tokens, 0)
+    if fixed:
+        kv_end = xp.where(xp.arange(len(row)) < num_q_tiles, kv_end, 0)
+    # Splits: every split range has at most 2 * kv_end / longest slots, so that the slots always suffice.
+    block_kv = tile_class.block_kv
+    longest = xp.maximum(tile_class.min_split_kv, -(-2 * kv_end.sum() // spec.max_num_slots[index]))
+    num_splits = xp.maximum(xp.minimum(-(-kv_end // longest), MAX_NUM_SPLITS), 1)
+    chunk = xp.maximum(-(-kv_end // (num_splits * block_kv)), 1) * block_kv
+    num_splits = xp.maximum(-(-kv_end // chunk), 1)
+    num_slots = num_splits * (num_splits > 1)
+    if fixed:
+        num_splits = xp.where(xp.arange(len(row)) < num_q_tiles, num_splits, 0)
+    slot_begin = xp.cumsum(num_slots) - num_slots
+    token = begins.take(row) + offset
+    # Tiles: one per split.
+    num_tiles, tile, part = _expand(xp, num_splits, spec.max_num_tiles[index] if fixed else None)
+    tile_chunk = chunk.take(tile)
+    kv_begin = part * tile_chunk
+    width = xp.minimum(tile_chunk, kv_end.take(tile) - kv_begin)
+    if fixed:
+        width = xp.where(xp.arange(len(part)) < num_tiles, width, -block_kv)
+    # In blocks a width fits 16 bits, which numpy sorts by radix, several times faster.
+    order = xp.argsort((-(width // block_kv)).astype(np.int16), stable=True)
+    tile, part, kv_begin = tile.take(order), part.take(order), kv_begin.take(order)
+    slot = xp.where(num_slots.take(tile) > 0, slot_begin.take(tile) + part, -1)
+    q_tiles = _table(xp, [row, token, num_tokens, position])
+    tiles = _table(xp, [kv_begin, kv_begin + width.take(order), slot], q_tiles.take(tile, axis=0))
+    # Merges: one per MERGE_ROWS query rows of a split tile.
+    blocks = (num_slots > 0) * -(-num_tokens * spec.group // MERGE_ROWS)
+    size = spec.max_num_slots[index] // 2 * (tile_class.rows // MERGE_ROWS) if fixed else None
+    num_merges, tile, part = _expand(xp, blocks, size)
+    if not fixed and not num_merges:
+        return num_tiles, tiles, 0, _table(xp, [part])
+    partial = spec.partial_begin(index) + slot_begin * (spec.num_kv_heads * tile_class.rows)
+    columns = [column.take(tile) for column in (token, num_tokens, partial, num_slots)]
+    return num_tiles, tiles, num_merges, _table(xp, [*columns, part * 0 + tile_class.rows, part * MERGE_ROWS])
+
+
+def _expand(xp: Any, counts: Any, size: int | None) -> tuple[Any, Any, Any]:
+    """The total of `counts`, and for each of its items the place it counts for and its index there.
+
+    size: length of the result where it must be fixed; entries past the total mean nothing.
+    """
+    ends = xp.cumsum(counts)
+    places = xp.arange(len(counts))
+    place = places.repeat(counts) if size is None else xp.repeat(places, counts, total_repeat_length=size)
+    return ends[-1], place, xp.arange(len(place)) - (ends - counts).take(place)
+
+
+def _table(xp: Any, columns: list[Any], head: Any = None) -> Any:
+    """i32[len, NUM_FIELDS] with the columns side by side, behind the first half of `head` if given."""
+    if xp is not np:
+        first = [] if head is None else [head[:, : NUM_FIELDS // 2]]
+        table = xp.concatenate([*first, xp.stack(columns, axis=1)], axis=1)
+        return xp.pad(table, ((0, 0), (0, NUM_FIELDS - table.shape[1]))).astype(np.int32)
+    table = np.zeros((len(columns[0]), NUM_FIELDS), np.int32) if head is None else head
+    for index, column in enumerate(columns, 0 if head is None else NUM_FIELDS // 2):
+        table[:, index] = column
+    return table

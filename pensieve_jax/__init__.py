@@ -1,0 +1,54 @@
+"""Stateful multi-turn LLM serving in JAX: the KV state of a conversation outlives its requests."""
+
+from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from pensieve_jax.core.errors import (
+    ChatTemplateError,
+    ConfigError,
+    ContextLengthError,
+    ConversationBusyError,
+    EngineClosedError,
+    HistoryCorruptError,
+    HistoryError,
+    HistoryLockedError,
+    HistoryMismatchError,
+    InvalidFieldError,
+    InvalidRequestError,
+    PensieveError,
+    StepFailedError,
+    TokenizerMissingError,
+    UnknownConversationError,
+    UnsupportedFeatureError,
+)
+from pensieve_jax.core.outputs import Delta, Output, TokenLogprob, Usage
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.llm import LLM, Stream
+
+__all__ = [
+    "LLM",
+    "CacheConfig",
+    "ChatTemplateError",
+    "ConfigError",
+    "ContextLengthError",
+    "ConversationBusyError",
+    "Delta",
+    "EngineClosedError",
+    "EngineConfig",
+    "HistoryCorruptError",
+    "HistoryError",
+    "HistoryLockedError",
+    "HistoryMismatchError",
+    "InvalidFieldError",
+    "InvalidRequestError",
+    "Output",
+    "PensieveError",
+    "RunnerConfig",
+    "SamplingParams",
+    "SchedulerConfig",
+    "StepFailedError",
+    "Stream",
+    "TokenLogprob",
+    "TokenizerMissingError",
+    "UnknownConversationError",
+    "UnsupportedFeatureError",
+    "Usage",
+]

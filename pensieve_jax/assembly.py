@@ -1,0 +1,170 @@
+"""From a model's name and a configuration to an engine that is ready to serve.
+
+Owns: what a model name may be, which tokenizer and history go with it, and the order in which the parts
+are made, so that what can be refused is refused before minutes of loading and compiling.
+Does not know: turns.
+Called by: `LLM`, and by launchers that drive an `Engine` themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import huggingface_hub
+import jax
+from tqdm import tqdm
+
+from model_defs import (
+    ModelConfig,
+    load_model,
+    make_mesh,
+    model_fingerprint,
+    num_parameters,
+    source_config,
+)
+from pensieve_jax.cache import AnalyticCostModel
+from pensieve_jax.config import EngineConfig
+from pensieve_jax.core.clock import Clock
+from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.engine.engine import Engine
+from pensieve_jax.engine.model_runner import ModelRunner
+from pensieve_jax.engine.validation import ModelLimits
+from pensieve_jax.history import SQLiteHistoryStore, history_fingerprint
+from pensieve_jax.text import Tokenizer, byte_tokenizer, load_tokenizer
+
+DEFAULT_MODEL = "random:llama-tiny"
+_RANDOM = "random:"
+_HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.json")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """An engine and what it was made of."""
+
+    engine: Engine
+    runner: ModelRunner
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+
+
+def assemble(
+    model: str,
+    *,
+    dtype: str,
+    history: str | Path | None,
+    synchronous: Literal["normal", "full"],
+    config: EngineConfig,
+    progress: bool,
+    clock: Clock | None = None,
+) -> Assembled:
+    """Build everything; see `LLM` for the arguments and errors."""
+    source = resolve_model(model)
+    limits_of = config.runner
+    model_config = source_config(source, limits_of.max_position_embeddings)
+    limits = ModelLimits(
+        vocab_size=model_config.vocab_size,
+        max_context_tokens=config.resolve_context_tokens(model_config.max_position_embeddings),
+        eos_token_ids=model_config.eos_token_ids,
+        max_logprobs=limits_of.max_logprobs,
+        max_banned_ids=limits_of.max_banned_ids,
+    )
+    tokenizer = _tokenizer(source, model_config)
+    fingerprint = history_fingerprint(
+        {"model": model_fingerprint(model_config, source, seed=limits_of.random_seed)},
+        None if tokenizer is None else tokenizer.fingerprint,
+    )
+    store = SQLiteHistoryStore(history, fingerprint=fingerprint, synchronous=synchronous)
+    ready = False
+    try:
+        mesh = make_mesh(limits_of.tensor_parallel_size)
+        with _Progress("loading weights", progress) as bar:
+            loaded = load_model(
+                source,
+                dtype="float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype,
+                mesh=mesh,
+                seed=limits_of.random_seed,
+                max_position_embeddings=limits_of.max_position_embeddings,
+                progress=bar,
+            )
+        runner = ModelRunner(loaded, config, mesh)
+        sizes = ", ".join(str(size) for size in sorted(runner.layouts))
+        title = f"compiling {len(runner.layouts)} buckets ({sizes} tokens)"
+        _log.info(title)
+        with _Progress(title, progress) as bar:
+            runner.warm_up(bar)
+        ready = True
+    finally:
+        if not ready:
+            store.close()
+    engine = Engine(
+        runner,
+        config,
+        limits,
+        store,
+        tokenizer=tokenizer,
+        cost_model=_cost_model(model_config, config),
+        clock=clock,
+    )
+    return Assembled(engine, runner, model_config, tokenizer)
+
+
+def resolve_model(model: str) -> str:
+    """A local directory or `random:<preset>` as it is; a hub name is fetched, and its directory returned.
+
+    Raises ConfigError where there is no such directory and the hub has no such model or cannot be reached.
+    """
+    if model.startswith(_RANDOM) or Path(model).is_dir():
+        return model
+    expected = "a model directory, a hub name such as 'org/model', or 'random:<preset>'"
+    try:
+        return huggingface_hub.snapshot_download(model, allow_patterns=list(_HUB_PATTERNS))
+    except (huggingface_hub.errors.HFValidationError, OSError) as error:
+        # Offline, unknown and forbidden are all OSErrors of the hub's client.
+        raise ConfigError("model", model, expected, f"the hub answered: {error}") from error
+
+
+def _tokenizer(source: str, model_config: ModelConfig) -> Tokenizer | None:
+    """The directory's own; bytes for random models that have room for them; else none."""
+    if source.startswith(_RANDOM):
+        tokenizer = byte_tokenizer()
+        return tokenizer if "tiny" in source else None
+    tokenizer = load_tokenizer(source)
+    if tokenizer is not None and tokenizer.vocab_size > model_config.vocab_size:
+        raise ConfigError(
+            "tokenizer vocabulary",
+            tokenizer.vocab_size,
+            f"at most the model's {model_config.vocab_size} ids",
+            "the directory's tokenizer belongs to another model",
+        )
+    return tokenizer
+
+
+def _cost_model(model: ModelConfig, config: EngineConfig) -> AnalyticCostModel:
+    return AnalyticCostModel(
+        config.cache.chunk_tokens,
+        num_weights=num_parameters(model),
+        attention_width=model.num_layers * model.num_heads * model.head_dim,
+    )
+
+
+class _Progress:
+    """A progress bar that is fed (number done, number in all, what was done)."""
+
+    def __init__(self, title: str, shown: bool) -> None:
+        self._bar = tqdm(desc=title, disable=not shown, leave=False)
+
+    def __call__(self, num_done: int, num_all: int, name: str) -> None:
+        self._bar.total = num_all
+        self._bar.set_postfix_str(name, refresh=False)
+        self._bar.update(num_done - self._bar.n)
+
+    def __enter__(self) -> Callable[[int, int, str], None]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()

@@ -1,0 +1,24 @@
+"""Where the KV state of every conversation is, and what gives way when room runs out. No jax here."""
+
+from pensieve_jax.cache.cost import AnalyticCostModel, CostModel
+from pensieve_jax.cache.manager import CacheManager
+from pensieve_jax.cache.page_pool import PagePool
+from pensieve_jax.cache.policies import EvictionPolicy, make_policy
+from pensieve_jax.cache.sequence import CachedSequence, Role
+from pensieve_jax.cache.states import TRANSITIONS, ChunkEvent, ChunkState
+from pensieve_jax.cache.tiers import Tier
+
+__all__ = [
+    "TRANSITIONS",
+    "AnalyticCostModel",
+    "CacheManager",
+    "CachedSequence",
+    "ChunkEvent",
+    "ChunkState",
+    "CostModel",
+    "EvictionPolicy",
+    "PagePool",
+    "Role",
+    "Tier",
+    "make_policy",
+]

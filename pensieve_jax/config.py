@@ -1,0 +1,239 @@
+"""What an engine is told before it starts: three frozen groups, and the whole that is made of them.
+
+Owns: every tunable with its default, unit and limit. A value that cannot work is a `ConfigError` that
+names the field, at construction; what depends on the model (context length against pages, heads against
+devices) is checked where both are known, in `resolve_limits` and in the runner.
+Does not know: models, devices, policies' code.
+Called by: people, scripts, and every layer above `core`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pensieve_jax.core.errors import ConfigError
+
+CHUNK_SIZES_TOKENS = (16, 32, 64)
+POLICIES = ("retention", "lru", "conversation", "trailing")
+
+
+def _require(ok: bool, field_name: str, value: object, limit: str) -> None:
+    if not ok:
+        raise ConfigError(field_name, value, limit)
+
+
+def _is_count(value: object, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The cache of conversation state.
+
+    Attributes:
+      gpu_pages: pages of device memory for KV state; a page holds one chunk. A dummy page comes on top.
+      cpu_pages: pages of pinned host memory. The host tier is not built yet: only 0 is accepted.
+      chunk_tokens: consecutive tokens of a chunk, the unit of caching and eviction: 16, 32 or 64.
+      policy: whose chunks are dropped first: "retention" (the paper's section 4.3.1), "lru",
+        "conversation" (whole histories, as CachedAttention) or "trailing" (tail first, as prefix caches).
+      reserve_fraction: new requests join only while more than this share of `gpu_pages` stays available
+        (the paper's section 4.3.5); waived while nothing runs.
+      max_idle_conversations: conversations kept while no turn of theirs runs; the least recently active
+        is ended, history included, when one more goes idle. None keeps all.
+      idle_ttl_s: a conversation idle for longer is ended, history included. None keeps it for ever.
+    """
+
+    gpu_pages: int = 512
+    cpu_pages: int = 0
+    chunk_tokens: int = 32
+    policy: str = "retention"
+    reserve_fraction: float = 0.10
+    max_idle_conversations: int | None = None
+    idle_ttl_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work by itself."""
+        _require(_is_count(self.gpu_pages, 2), "cache.gpu_pages", self.gpu_pages, "an integer of at least 2")
+        _require(
+            _is_count(self.cpu_pages, 0) and self.cpu_pages == 0,
+            "cache.cpu_pages",
+            self.cpu_pages,
+            "0: this version keeps state in device memory only",
+        )
+        _require(
+            _is_count(self.chunk_tokens, 1) and self.chunk_tokens in CHUNK_SIZES_TOKENS,
+            "cache.chunk_tokens",
+            self.chunk_tokens,
+            f"one of {CHUNK_SIZES_TOKENS}",
+        )
+        _require(self.policy in POLICIES, "cache.policy", self.policy, f"one of {POLICIES}")
+        _require(0 <= self.reserve_fraction < 1, "cache.reserve_fraction", self.reserve_fraction, "in [0, 1)")
+        bound, ttl_s = self.max_idle_conversations, self.idle_ttl_s
+        _require(
+            bound is None or _is_count(bound, 1),
+            "cache.max_idle_conversations",
+            bound,
+            "None or an integer of at least 1",
+        )
+        _require(ttl_s is None or ttl_s > 0, "cache.idle_ttl_s", ttl_s, "None or above 0 seconds")
+
+    @property
+    def reserve_pages(self) -> int:
+        """Pages that stay available when a request joins running ones."""
+        return int(self.gpu_pages * self.reserve_fraction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What a step may hold.
+
+    Attributes:
+      max_num_running: requests in the batch at once.
+      max_num_batched_tokens: query tokens of a step. It must leave a chunk's worth of room beside one
+        decode token for every running request, so that the oldest request always advances.
+      max_num_rows: sub-requests of a step, at least `max_num_running`; None is twice that.
+      max_context_tokens: the longest history + turn; None is what the model and the pool allow.
+      token_buckets: padded step sizes, ascending, the last one `max_num_batched_tokens`; None derives
+        `max_num_buckets` of them, geometrically.
+      max_num_buckets: how many sizes are derived. Each is one executable, compiled before serving.
+    """
+
+    max_num_running: int = 64
+    max_num_batched_tokens: int = 1024
+    max_num_rows: int | None = None
+    max_context_tokens: int | None = None
+    token_buckets: tuple[int, ...] | None = None
+    max_num_buckets: int = 4
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work by itself."""
+        for name in ("max_num_running", "max_num_batched_tokens", "max_num_buckets"):
+            value = getattr(self, name)
+            _require(_is_count(value, 1), f"scheduler.{name}", value, "an integer of at least 1")
+        _require(
+            self.max_num_rows is None or _is_count(self.max_num_rows, self.max_num_running),
+            "scheduler.max_num_rows",
+            self.max_num_rows,
+            f"None or at least max_num_running ({self.max_num_running})",
+        )
+        _require(
+            self.max_context_tokens is None or _is_count(self.max_context_tokens, 2),
+            "scheduler.max_context_tokens",
+            self.max_context_tokens,
+            "None or an integer of at least 2",
+        )
+        if self.token_buckets is not None:
+            ascending = list(self.token_buckets) == sorted(set(self.token_buckets))
+            counts = all(_is_count(bucket, 1) for bucket in self.token_buckets)
+            _require(
+                bool(self.token_buckets)
+                and counts
+                and ascending
+                and self.token_buckets[-1] == self.max_num_batched_tokens,
+                "scheduler.token_buckets",
+                self.token_buckets,
+                f"ascending integers that end with max_num_batched_tokens ({self.max_num_batched_tokens})",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """How steps run on the device.
+
+    Attributes:
+      attention_backend: "auto", "xla" or "pallas_triton".
+      tensor_parallel_size: devices that share each layer (axis `tp` of the mesh).
+      max_logprobs: the most top alternatives that a request may ask logprobs for.
+      max_banned_ids: the most ids that `min_tokens` may have to keep from being sampled (end-of-sequence
+        and stop ids of one request).
+      max_position_embeddings: raises the context of a `random:` preset; None keeps the model's own.
+      random_seed: of `random:` weights, and of the seeds drawn for requests that name none.
+      compilation_cache_dir: where compiled steps outlive the process; None keeps none.
+    """
+
+    attention_backend: str = "auto"
+    tensor_parallel_size: int = 1
+    max_logprobs: int = 8
+    max_banned_ids: int = 8
+    max_position_embeddings: int | None = None
+    random_seed: int = 0
+    compilation_cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work by itself."""
+        backends = ("auto", "xla", "pallas_triton")
+        _require(
+            self.attention_backend in backends,
+            "runner.attention_backend",
+            self.attention_backend,
+            f"one of {backends}",
+        )
+        for name, at_least in (
+            ("tensor_parallel_size", 1),
+            ("max_logprobs", 1),
+            ("max_banned_ids", 1),
+            ("random_seed", 0),
+        ):
+            value = getattr(self, name)
+            _require(
+                _is_count(value, at_least), f"runner.{name}", value, f"an integer of at least {at_least}"
+            )
+        _require(
+            self.max_position_embeddings is None or _is_count(self.max_position_embeddings, 2),
+            "runner.max_position_embeddings",
+            self.max_position_embeddings,
+            "None or an integer of at least 2",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The whole.
+
+    Attributes:
+      stateful: False frees a conversation's KV state when its turn ends and recomputes the history with
+        every turn: the baseline of the paper's section 6.
+      cache, scheduler, runner: the groups above.
+    """
+
+    stateful: bool = True
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    runner: RunnerConfig = field(default_factory=RunnerConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse groups that do not fit together."""
+        for name, kind in (("cache", CacheConfig), ("scheduler", SchedulerConfig), ("runner", RunnerConfig)):
+            _require(isinstance(getattr(self, name), kind), name, getattr(self, name), f"a {kind.__name__}")
+        least = self.scheduler.max_num_running + self.cache.chunk_tokens
+        _require(
+            self.scheduler.max_num_batched_tokens >= least,
+            "scheduler.max_num_batched_tokens",
+            self.scheduler.max_num_batched_tokens,
+            f"at least max_num_running + cache.chunk_tokens ({least}), so that the oldest request advances",
+        )
+
+    def resolve_context_tokens(self, model_max_tokens: int) -> int:
+        """The longest context served, in tokens: what is asked for, else what model and pool allow.
+
+        Raises:
+          ConfigError: `max_context_tokens` exceeds the model's positions or the whole page pool.
+        """
+        pool_tokens = self.cache.gpu_pages * self.cache.chunk_tokens
+        wanted = self.scheduler.max_context_tokens
+        if wanted is None:
+            return min(model_max_tokens, pool_tokens)
+        _require(
+            wanted <= model_max_tokens,
+            "scheduler.max_context_tokens",
+            wanted,
+            f"at most the model's {model_max_tokens} positions",
+        )
+        _require(
+            wanted <= pool_tokens,
+            "cache.gpu_pages",
+            self.cache.gpu_pages,
+            f"at least {-(-wanted // self.cache.chunk_tokens)}, the pages of one sequence of "
+            f"max_context_tokens ({wanted})",
+        )
+        return wanted

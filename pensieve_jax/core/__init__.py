@@ -1,0 +1,1 @@
+"""Values that every layer speaks of: parameters, conversations, outputs, time, errors."""

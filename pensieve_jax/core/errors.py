@@ -1,0 +1,163 @@
+"""The exceptions a caller of the engine can meet, each with a sentence that says what to change.
+
+Owns: the error classes and how the message of a bad field is worded.
+Does not know: who raises them, or any value of the engine.
+Called by: every module of `pensieve_jax`; `model_defs` has errors of its own.
+
+Raise an error before anything is scheduled or written, so that a bad request never harms its neighbours.
+"""
+
+from __future__ import annotations
+
+import reprlib
+
+__all__ = [
+    "ChatTemplateError",
+    "ConfigError",
+    "ContextLengthError",
+    "ConversationBusyError",
+    "EngineClosedError",
+    "HistoryCorruptError",
+    "HistoryError",
+    "HistoryLockedError",
+    "HistoryMismatchError",
+    "InvalidFieldError",
+    "InvalidRequestError",
+    "PensieveError",
+    "StepFailedError",
+    "TokenizerMissingError",
+    "UnknownConversationError",
+    "UnsupportedFeatureError",
+]
+
+
+class PensieveError(Exception):
+    """Root of every error that this package raises on purpose."""
+
+
+class InvalidFieldError(PensieveError, ValueError):
+    """A field holds a value that cannot work.
+
+    The message reads `<field> is <value>, but must be <limit>; <hint>.`, so `limit` completes "must be"
+    (for example "at least 1" or "an int from 0 to 49151") and `hint`, if given, says what to change.
+
+    Attributes:
+      field: dotted or indexed name of the field, for example "messages[2].role".
+      value: the offending value.
+      limit: what would be accepted, in words.
+    """
+
+    def __init__(self, field: str, value: object, limit: object, hint: str = "") -> None:
+        """`limit` completes the words "must be"; `hint` says what to change, without a full stop."""
+        self.field = field
+        self.value = value
+        self.limit = limit
+        self.hint = hint
+        # A prompt may be a list of 100,000 ids: the message shows the ends of it only.
+        ending = f"; {hint}." if hint else "."
+        super().__init__(f"{field} is {reprlib.repr(value)}, but must be {limit}{ending}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with the constructor's arguments, since `args` holds the message only."""
+        return type(self), (self.field, self.value, self.limit, self.hint)
+
+
+class ConfigError(InvalidFieldError):
+    """A configuration value that is unknown, impossible, or in conflict with another one."""
+
+
+class InvalidRequestError(InvalidFieldError):
+    """A prompt, message list or sampling parameter that cannot be served."""
+
+
+class ContextLengthError(InvalidRequestError):
+    """History and prompt leave no room for one new token within the context or the page pool."""
+
+
+class UnknownConversationError(PensieveError, KeyError):
+    """No conversation of this id exists.
+
+    Attributes:
+      conversation_id: the id that was asked for.
+    """
+
+    def __init__(self, conversation_id: str) -> None:
+        """Name the unknown id."""
+        self.conversation_id = conversation_id
+        super().__init__(conversation_id)
+
+    def __str__(self) -> str:
+        """A sentence; `KeyError` alone would show the bare id."""
+        return (
+            f"conversation_id is {self.conversation_id!r}, but no conversation of that id exists; "
+            "start it with generate, stream or chat, or pick one that conversations() lists."
+        )
+
+
+class ConversationBusyError(PensieveError):
+    """A turn of this conversation is running already, or one call names it twice.
+
+    Attributes:
+      conversation_id: the id that was asked for.
+    """
+
+    def __init__(
+        self, conversation_id: str, hint: str = "wait for its running turn or cancel that first"
+    ) -> None:
+        """Name the busy id; `hint` says what to change, without a full stop."""
+        self.conversation_id = conversation_id
+        self.hint = hint
+        super().__init__(
+            f"conversation_id is {conversation_id!r}, which is busy, but a conversation runs one turn at a "
+            f"time; {hint}."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with the constructor's arguments, since `args` holds the message only."""
+        return type(self), (self.conversation_id, self.hint)
+
+
+class TokenizerMissingError(PensieveError):
+    """Text was given or asked for, but the model directory has no tokenizer."""
+
+    def __init__(
+        self,
+        message: str = (
+            "The model has no tokenizer, so it serves token ids only; "
+            "give prompts as lists of ids, or add tokenizer.json to the model directory."
+        ),
+    ) -> None:
+        """The default message fits a model directory without a tokenizer."""
+        super().__init__(message)
+
+
+class ChatTemplateError(PensieveError):
+    """There is no chat template, or it cannot continue this conversation."""
+
+
+class HistoryError(PensieveError):
+    """The history store cannot be used."""
+
+
+class HistoryMismatchError(HistoryError):
+    """The history file belongs to another model, tokenizer, version or application; it is left as it is."""
+
+
+class HistoryLockedError(HistoryError):
+    """The history file is open already, in this process or in another."""
+
+
+class HistoryCorruptError(HistoryError):
+    """The history file was damaged and has been set aside, or its contents contradict themselves."""
+
+
+class StepFailedError(PensieveError):
+    """A step failed on the device: the running turns are lost, their conversations are not."""
+
+
+class EngineClosedError(PensieveError):
+    """The engine has been closed and takes no more calls."""
+
+
+class UnsupportedFeatureError(PensieveError, NotImplementedError):
+    """A part of the public API that this version does not have."""

@@ -1,0 +1,77 @@
+"""What a turn gives back: tokens, text, how it ended, and where its history came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probabilities at one position, under the model's distribution before temperature."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]  # id -> logprob of the k most likely, most likely first; empty for k = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Where every token of a turn came from.
+
+    reused_gpu + swapped_in + recomputed + prefilled = history + prompt.
+
+    Attributes:
+      prompt_tokens: ids of the new turn.
+      reused_gpu_tokens: history whose KV was still in device memory.
+      swapped_in_tokens: history copied back from host memory.
+      recomputed_tokens: history whose KV was lost and computed again.
+      prefilled_tokens: computed for the first time: the prompt, and the last token of the turn before.
+      output_tokens: ids of the reply.
+      num_suspensions: times that the turn was taken out of the batch under memory pressure.
+      resume_recomputed_tokens: computed once more because of suspensions; not part of the sum.
+    """
+
+    prompt_tokens: int
+    reused_gpu_tokens: int
+    swapped_in_tokens: int
+    recomputed_tokens: int
+    prefilled_tokens: int
+    output_tokens: int
+    num_suspensions: int = 0
+    resume_recomputed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A finished turn.
+
+    Attributes:
+      conversation_id: None for a one-off request.
+      token_ids: the reply, up to and including the id that ended it.
+      text: the reply as text, without its stop string and special tokens; "" without a tokenizer.
+      finish_reason: "stop" (end-of-sequence, stop id or stop string), "length" or "cancelled".
+      usage: where the tokens came from.
+      seed: what a sampled turn was drawn with.
+      logprobs: one entry per reply token where asked for, else None.
+    """
+
+    conversation_id: str | None
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    usage: Usage
+    seed: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of a streamed reply: whole characters, and the ids that were sampled for it.
+
+    Text can lag behind ids, by an unfinished character or by what may become a stop string.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]

@@ -1,0 +1,85 @@
+"""How a turn's tokens are chosen and when it ends.
+
+Owns: `SamplingParams`, its limits that need no model, and the banned/stopping ids they amount to.
+Does not know: the vocabulary or the context length; the engine checks those when a turn is submitted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+
+from pensieve_jax.core.errors import InvalidRequestError
+
+MAX_SEED = 2**63 - 1
+
+
+def _check_number(name: str, value: object, low: float, high: float, limit: str) -> None:
+    """Refuse what is no number, NaN, infinite or outside [low, high]."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not low <= value <= high:
+        raise InvalidRequestError(name, value, limit)
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequestError(name, value, f"an integer from {low} to {high}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Parameters of one turn.
+
+    A sampled turn is a function of (seed, absolute position, logits): it does not depend on the batch it
+    ran in, on evictions or on restarts.
+
+    Attributes:
+      max_tokens: the most tokens of the reply; the turn then ends with "length".
+      min_tokens: end-of-sequence, stop ids and stop strings are ignored before this many.
+      temperature: 0 is greedy.
+      top_k: sample among the k most likely ids; 0 is off.
+      top_p: sample among the most likely ids whose probabilities add up to this; 1 is off.
+      seed: None draws one, which is stored with the turn.
+      stop: strings that end the reply; the text ends before them.
+      stop_token_ids: ids that end the reply, as the model's end-of-sequence does.
+      ignore_eos: True goes on past the model's end-of-sequence.
+      logprobs: None for none, 0 for those of the chosen tokens, k for the k most likely as well.
+    """
+
+    max_tokens: int = 32
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: Sequence[str] = field(default_factory=tuple)
+    stop_token_ids: Sequence[int] = field(default_factory=tuple)
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidRequestError`, naming the field, on what cannot work."""
+        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_number("temperature", self.temperature, 0.0, 1e4, "a finite number from 0 to 10000")
+        _check_int("top_k", self.top_k, 0, 2**31 - 1)
+        _check_number("top_p", self.top_p, 0.0, 1.0, "a number above 0 and at most 1")
+        if self.top_p == 0:
+            raise InvalidRequestError("top_p", self.top_p, "a number above 0 and at most 1")
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, 2**31 - 1)
+        if isinstance(self.stop, str) or not all(isinstance(stop, str) and stop for stop in self.stop):
+            raise InvalidRequestError("stop", self.stop, "a list of non-empty strings")
+        for i, token_id in enumerate(self.stop_token_ids):
+            _check_int(f"stop_token_ids[{i}]", token_id, 0, 2**31 - 1)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequestError("ignore_eos", self.ignore_eos, "True or False")
+
+    def ending_ids(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The ids that end a reply, for a model with these end-of-sequence ids."""
+        eos = () if self.ignore_eos else tuple(eos_token_ids)
+        return tuple(dict.fromkeys((*self.stop_token_ids, *eos)))

@@ -1,0 +1,61 @@
+"""What the runner needs to know about XLA's compilations: how many there were, and where they are kept.
+
+Owns: the process-wide count, and the switch of the persistent cache.
+Does not know: what is compiled.
+Called by: `model_runner`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+# Recorded by JAX around every compilation, also around one that the persistent cache answers.
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class CompilationCounter:
+    """Counts the compilations of this process, whoever asks for them, from its making on."""
+
+    def __init__(self) -> None:
+        """Start at 0."""
+        self._num_before = _process_total().value
+
+    @property
+    def value(self) -> int:
+        """Compilations so far."""
+        return _process_total().value - self._num_before
+
+
+class _Total:
+    """The count since the first counter of the process was made."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._lock = threading.Lock()  # JAX calls from whichever thread compiles
+
+    def on_event(self, event: str, _duration_s: float, **_: Any) -> None:
+        """Count one, if it is a compilation."""
+        if event == _COMPILE_EVENT:
+            with self._lock:
+                self.value += 1
+
+
+@functools.cache
+def _process_total() -> _Total:
+    """The one listener: JAX keeps listeners for ever, so there is no more than one."""
+    total = _Total()
+    jax.monitoring.register_event_duration_secs_listener(total.on_event)
+    return total
+
+
+def keep_compilations_in(directory: str | None) -> None:
+    """Keep compiled programs in `directory` (None: nowhere) and take them from there, process-wide."""
+    if jax.config.jax_compilation_cache_dir == directory:
+        return
+    jax.config.update("jax_compilation_cache_dir", directory)
+    compilation_cache.reset_cache()  # JAX opens its cache once; without this it would stay with the old one

@@ -1,0 +1,155 @@
+"""The conversations that the engine has in memory, over those that the history store keeps.
+
+Owns: which conversations exist and which are busy; loading one on first use; truncating, ending, and the
+bound and time-to-live on idle ones.
+Does not know: batches or text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pensieve_jax.cache import CachedSequence, CacheManager
+from pensieve_jax.config import CacheConfig
+from pensieve_jax.core.clock import Clock
+from pensieve_jax.core.conversation import Conversation
+from pensieve_jax.core.errors import (
+    ConversationBusyError,
+    InvalidRequestError,
+    UnknownConversationError,
+)
+from pensieve_jax.history import ConversationInfo, ConversationRecord, HistoryStore
+
+
+@dataclass(eq=False, slots=True)
+class LiveConversation:
+    """A conversation in memory: its tokens, its cached state, and whether a turn of it runs."""
+
+    conversation: Conversation
+    sequence: CachedSequence
+    busy: bool = False
+
+
+class ConversationTable:
+    """Conversations by id. One-off ones are in nobody's listing and leave with their only turn."""
+
+    def __init__(self, store: HistoryStore, cache: CacheManager, clock: Clock, config: CacheConfig) -> None:
+        """Nothing in memory; `store` decides which conversations exist."""
+        self._store = store
+        self._cache = cache
+        self._clock = clock
+        self._config = config
+        self._live: dict[str, LiveConversation] = {}
+        self._num_one_off = 0
+
+    def __len__(self) -> int:
+        """Conversations in memory, one-off ones included."""
+        return len(self._live)
+
+    def get(self, conversation_id: str) -> LiveConversation:
+        """An existing conversation, loaded if need be; raises UnknownConversationError."""
+        live = self._live.get(conversation_id)
+        return live if live is not None else self._load(self._store.load(conversation_id))
+
+    def get_or_create(self, conversation_id: str | None) -> LiveConversation:
+        """An existing conversation or a new one; None makes a one-off one."""
+        if conversation_id is None:
+            self._num_one_off += 1
+            # Never a caller's id: those have no NUL.
+            one_off = Conversation(f"\0one-off-{self._num_one_off}", one_off=True)
+            return self._enter(one_off)
+        try:
+            return self.get(conversation_id)
+        except UnknownConversationError:
+            return self._enter(Conversation(conversation_id))
+
+    def num_tokens(self, conversation_id: str | None) -> int:
+        """Length of a conversation's history; 0 for one that does not exist. Creates nothing."""
+        if conversation_id is None:
+            return 0
+        try:
+            return self.get(conversation_id).conversation.num_history_tokens
+        except UnknownConversationError:
+            return 0
+
+    def is_busy(self, conversation_id: str) -> bool:
+        """A turn of it runs."""
+        live = self._live.get(conversation_id)
+        return live is not None and live.busy
+
+    def listing(self) -> list[ConversationInfo]:
+        """Every conversation with at least one committed turn, the most recently active first."""
+        return self._store.conversations()
+
+    def record(self, conversation_id: str) -> ConversationRecord:
+        """Its committed turns; raises UnknownConversationError."""
+        return self._store.load(conversation_id)
+
+    def truncate(self, conversation_id: str, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens of the history and of the KV state.
+
+        Raises UnknownConversationError, ConversationBusyError, or InvalidRequestError for a length that the
+        history does not have.
+        """
+        if self.is_busy(conversation_id):
+            raise ConversationBusyError(conversation_id)
+        live = self.get(conversation_id)
+        self._store.truncate(conversation_id, num_tokens)
+        num_turns = len(self._store.load(conversation_id).turns)
+        self._cache.truncate(live.sequence, num_tokens)
+        live.conversation.truncate(num_tokens, num_turns)
+
+    def end(self, conversation_id: str) -> None:
+        """Forget a conversation; raises UnknownConversationError or ConversationBusyError."""
+        if self.is_busy(conversation_id):
+            raise ConversationBusyError(conversation_id)
+        self._store.delete(conversation_id)
+        live = self._live.get(conversation_id)
+        if live is not None:
+            self.forget(live)
+
+    def forget_busy(self) -> None:
+        """Take every conversation with a turn in progress out of memory; the history has its truth."""
+        for live in [live for live in self._live.values() if live.busy]:
+            self.forget(live)
+
+    def forget(self, live: LiveConversation) -> None:
+        """Take a conversation out of memory and free its state; the store keeps what it has."""
+        del self._live[live.conversation.conversation_id]
+        self._cache.close(live.sequence)
+
+    def expire_idle(self) -> None:
+        """End conversations beyond the time-to-live, then the least recently active beyond the bound."""
+        bound, ttl_s = self._config.max_idle_conversations, self._config.idle_ttl_s
+        if bound is None and ttl_s is None:
+            return
+        idle = [info for info in self._store.conversations() if not self.is_busy(info.conversation_id)]
+        now_s = self._clock.now()
+        for position, info in enumerate(idle):
+            too_many = bound is not None and position >= bound
+            too_old = ttl_s is not None and now_s - info.last_active_s > ttl_s
+            if too_many or too_old:
+                self.end(info.conversation_id)
+
+    def _load(self, record: ConversationRecord) -> LiveConversation:
+        token_ids = record.token_ids.tolist()
+        conversation = Conversation(record.conversation_id, token_ids, num_turns=len(record.turns))
+        conversation.num_history_tokens = len(token_ids)
+        conversation.num_computed_tokens = max(len(token_ids) - 1, 0)
+        live = self._enter(conversation)
+        live.sequence.last_active_s = record.last_active_s
+        return live
+
+    def _enter(self, conversation: Conversation) -> LiveConversation:
+        live = LiveConversation(conversation, self._cache.open(conversation.conversation_id))
+        self._live[conversation.conversation_id] = live
+        return live
+
+
+def check_conversation_id(conversation_id: object, field: str) -> None:
+    """Raise InvalidRequestError unless it is None or a non-empty string without NUL."""
+    ok = conversation_id is None or (
+        isinstance(conversation_id, str) and conversation_id and "\0" not in conversation_id
+    )
+    if not ok:
+        raise InvalidRequestError(field, conversation_id, "None or a non-empty string without NUL characters")

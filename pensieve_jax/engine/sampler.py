@@ -1,0 +1,193 @@
+"""From logits to token ids, on the device.
+
+Owns: greedy and random choice, the top-k and top-p cuts, banned ids and log-probabilities. A row's id is a
+function of (seed, absolute position, logits) alone: nothing here depends on the row's place in the batch,
+on the batch, on padding, or on how the vocabulary is sharded. Two things make that so. The noise is a
+counter-based hash of (seed, position, token id), written out here because the bits behind `jax.random`
+follow global flags. The top-k and top-p cuts are found by integer sums, which have no rounding order.
+Does not know: requests, plans, models or the KV cache.
+Called by: `model_runner` inside its executables, and `dense_reference` for what a turn should have been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_WORD = np.uint32
+# Probabilities become integers of this many bits relative to the most likely token; each half of such a
+# number, summed over a vocabulary of up to 2**19 ids, fits in 32 bits.
+_MASS_BITS = 24
+_MASS_LOW_BITS = 12
+
+
+class SamplingRows(NamedTuple):
+    """How each row is to be sampled; fields as in the plan."""
+
+    temperature: jax.Array  # f32[S]: 0 is greedy
+    top_k: jax.Array  # i32[S]: 0 is off
+    top_p: jax.Array  # f32[S]: 1 is off
+    seed: jax.Array  # u32[S, 2]: 64 bits, low word first
+    sample_positions: jax.Array  # i32[S]: absolute position of the token to be sampled
+    banned_ids: jax.Array  # i32[S, B]: never sampled; padding -1
+
+
+class SamplerMode(NamedTuple):
+    """What a batch needs beyond greedy choice; static, so that nobody pays for what no row asks.
+
+    These are not traced conditions because a GPU conditional can make the host wait for the device to
+    reach it, and a dispatch must never wait. The mode changes no row's result, only what is computed.
+
+    Attributes:
+      draws: some row has a temperature above 0.
+      truncates: some row has top-k or top-p.
+      top_logprobs: some row wants the most likely ids.
+    """
+
+    draws: bool
+    truncates: bool
+    top_logprobs: bool
+
+
+class Samples(NamedTuple):
+    """What was chosen; the top fields are zeros where the mode left them out."""
+
+    token_ids: jax.Array  # i32[S]
+    logprobs: jax.Array  # f32[S]: of the chosen ids, without temperature, cuts or bans
+    top_ids: jax.Array  # i32[S, K]: most likely first, lowest id first on ties
+    top_logprobs: jax.Array  # f32[S, K]
+
+
+def all_modes() -> tuple[SamplerMode, ...]:
+    """Every mode that differs in what it computes, cheapest first."""
+    choices = ((False, False), (True, False), (True, True))
+    return tuple(SamplerMode(*choice, top) for top in (False, True) for choice in choices)
+
+
+def mode_for(draws: bool, truncates: bool, top_logprobs: bool) -> SamplerMode:
+    """The member of `all_modes` that serves these needs: cuts mean nothing where every row is greedy."""
+    return SamplerMode(draws, draws and truncates, top_logprobs)
+
+
+def sample(logits: jax.Array, rows: SamplingRows, *, mode: SamplerMode, num_top: int) -> Samples:
+    """Choose one id per row.
+
+    The order of the cuts is: banned ids, temperature, top-k, then top-p over what top-k left. Ids that tie
+    with the last one kept by a cut are kept as well, and the most likely id is always kept.
+
+    Args:
+      logits: f32[S, V], V at most 2**19; may be sharded over the vocabulary.
+      rows: how to sample each row.
+      mode: what has to be computed; it must cover what `rows` asks for.
+      num_top: K, the number of most likely ids to return; at most V.
+    """
+    token_ids = jnp.argmax(decision_scores(logits, rows, mode=mode), axis=-1).astype(jnp.int32)
+    log_normalizer = jax.nn.logsumexp(logits, axis=-1)
+    # A masked sum and not a gather: it stays local where the vocabulary is sharded.
+    is_chosen = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == token_ids[:, None]
+    chosen = jnp.where(is_chosen, logits, 0.0).sum(axis=-1)
+    if mode.top_logprobs:
+        top_logits, top_ids = lax.top_k(logits, num_top)
+        top_logprobs = top_logits - log_normalizer[:, None]
+    else:
+        top_ids = jnp.zeros((logits.shape[0], num_top), jnp.int32)
+        top_logprobs = jnp.zeros((logits.shape[0], num_top), jnp.float32)
+    return Samples(token_ids, chosen - log_normalizer, top_ids.astype(jnp.int32), top_logprobs)
+
+
+def decision_scores(logits: jax.Array, rows: SamplingRows, *, mode: SamplerMode) -> jax.Array:
+    """f32[S, V]: scores of which each row's id is the first maximum; arguments as for `sample`.
+
+    A greedy row's are its logits, a random row's its logits over the temperature (best 0) plus noise. What
+    is banned or cut is -inf.
+    """
+    token_iota = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    allowed = logits
+    for slot in range(rows.banned_ids.shape[1]):  # elementwise, hence fused and local to a vocabulary shard
+        allowed = jnp.where(token_iota == rows.banned_ids[:, slot, None], -jnp.inf, allowed)
+    if not mode.draws:
+        return allowed
+    # The maximum is taken out first, so that a tiny temperature gives 0 and -inf, never inf - inf. The
+    # floor keeps a greedy row's 0 from dividing; its quotient is not used.
+    temperature = jnp.maximum(rows.temperature, np.finfo(np.float32).tiny)
+    scores = (allowed - allowed.max(axis=-1, keepdims=True)) / temperature[:, None]
+    if mode.truncates:
+        scores = _truncate(scores, rows.top_k, rows.top_p)
+    noise = _gumbel(rows.seed, rows.sample_positions, logits.shape[1])
+    return jnp.where(rows.temperature[:, None] > 0, scores + noise, allowed)
+
+
+def _truncate(scores: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """`scores` f32[S, V] (at most 0, the best 0) with -inf for every id that top-k or top-p cuts."""
+    keys = _ordered_keys(scores)
+    num_kept = jnp.where(top_k > 0, top_k, np.iinfo(np.int32).max)
+    by_count = _largest_cutoff(keys, lambda kept: kept.sum(axis=-1, dtype=jnp.int32) >= num_kept)
+    scores = jnp.where(keys >= by_count[:, None], scores, -jnp.inf)
+
+    mass = jnp.round(jnp.exp(scores) * 2.0**_MASS_BITS).astype(jnp.uint32)
+    high, low = mass >> _WORD(_MASS_LOW_BITS), mass & _WORD(2**_MASS_LOW_BITS - 1)
+
+    def mass_of(kept: jax.Array) -> jax.Array:
+        sums = [jnp.where(kept, part, _WORD(0)).sum(axis=-1, dtype=jnp.uint32) for part in (high, low)]
+        return sums[0].astype(jnp.float32) * 2.0**_MASS_LOW_BITS + sums[1].astype(jnp.float32)
+
+    # At least one unit of mass has to be kept, and the most likely id alone has more than that.
+    wanted = jnp.maximum(top_p * mass_of(jnp.ones_like(keys, bool)), 1.0)
+    by_mass = _largest_cutoff(keys, lambda kept: mass_of(kept) >= wanted)
+    by_mass = jnp.where(top_p < 1, by_mass, _WORD(0))
+    return jnp.where(keys >= by_mass[:, None], scores, -jnp.inf)
+
+
+def _ordered_keys(scores: jax.Array) -> jax.Array:
+    """u32[S, V] that compare as the floats do."""
+    bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)  # -0.0 is 0.0
+    is_negative = bits >> _WORD(31) == 1
+    return jnp.where(is_negative, ~bits, bits | _WORD(1 << 31))
+
+
+def _largest_cutoff(keys: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """u32[S]: per row the largest c for which the ids with `keys >= c` are enough; 0 where none is.
+
+    Bit by bit from the top: 32 passes of counting, with no sort and no data-dependent loop length.
+    """
+
+    def settle_bit(i: jax.Array, cutoff: jax.Array) -> jax.Array:
+        candidate = cutoff | (_WORD(1 << 31) >> i.astype(jnp.uint32))
+        return jnp.where(is_enough(keys >= candidate[:, None]), candidate, cutoff)
+
+    return lax.fori_loop(0, 32, settle_bit, jnp.zeros(keys.shape[0], jnp.uint32))
+
+
+def _gumbel(seed: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
+    """f32[S, V]: Gumbel noise, a function of (seed, position, token id)."""
+    row_key = _threefry2x32((seed[:, 1], seed[:, 0]), positions.astype(jnp.uint32))
+    token_iota = lax.broadcasted_iota(jnp.uint32, (seed.shape[0], vocab_size), 1)
+    words = _threefry2x32((row_key[0][:, None], row_key[1][:, None]), token_iota)
+    # Uniform in (0, 1), finest next to 0, where the largest noise comes from; never exactly 0 or 1.
+    uniform = ((words[0] ^ words[1]).astype(jnp.float32) + 0.5) * 2.0**-32
+    exponential = -jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24))
+    return -jnp.log(exponential)
+
+
+def _threefry2x32(key: tuple[jax.Array, jax.Array], counter: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The two words of Threefry-2x32-20 of the 64-bit `counter` with a high word of 0.
+
+    Bit for bit what `jax.random` computes for a `threefry2x32` key: `fold_in` with this counter, and, with
+    partitionable bits, the words whose exclusive or is `bits[counter]`.
+    """
+    keys = (key[0], key[1], key[0] ^ key[1] ^ _WORD(0x1BD11BDA))
+    x0 = jnp.broadcast_to(keys[0], counter.shape)
+    x1 = counter + keys[1]
+    for group in range(5):
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            x0 = x0 + x1
+            x1 = (x1 << _WORD(rotation)) | (x1 >> _WORD(32 - rotation))
+            x1 = x1 ^ x0
+        x0 = x0 + keys[(group + 1) % 3]
+        x1 = x1 + keys[(group + 2) % 3] + _WORD(group + 1)
+    return x0, x1

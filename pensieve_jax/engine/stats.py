@@ -1,0 +1,48 @@
+"""Counters of an engine, since its start."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from pensieve_jax.core.outputs import Usage
+from pensieve_jax.scheduler import SchedulerOutput
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What was done so far; tokens are counted when their turn ends well, as in its `usage`."""
+
+    num_steps: int = 0
+    num_step_tokens: int = 0
+    num_suspensions: int = 0
+    num_turns_finished: int = 0
+    num_turns_cancelled: int = 0
+    num_turns_failed: int = 0
+    prompt_tokens: int = 0
+    reused_gpu_tokens: int = 0
+    swapped_in_tokens: int = 0
+    recomputed_tokens: int = 0
+    prefilled_tokens: int = 0
+    output_tokens: int = 0
+    resume_recomputed_tokens: int = 0
+
+    def count_step(self, output: SchedulerOutput) -> None:
+        """A step was dispatched, unless it was empty."""
+        self.num_steps += bool(output.grants)
+        self.num_step_tokens += output.num_tokens
+        self.num_suspensions += len(output.suspended)
+
+    def count_turn(self, usage: Usage) -> None:
+        """A turn ended and was committed."""
+        self.num_turns_finished += 1
+        self.prompt_tokens += usage.prompt_tokens
+        self.reused_gpu_tokens += usage.reused_gpu_tokens
+        self.swapped_in_tokens += usage.swapped_in_tokens
+        self.recomputed_tokens += usage.recomputed_tokens
+        self.prefilled_tokens += usage.prefilled_tokens
+        self.output_tokens += usage.output_tokens
+        self.resume_recomputed_tokens += usage.resume_recomputed_tokens
+
+    def as_dict(self) -> dict[str, int]:
+        """By name."""
+        return asdict(self)

@@ -1,0 +1,112 @@
+"""A turn as its caller sees it: ids become text, an end, and an `Output`.
+
+Owns: one request's detokenizer, logprobs, deltas, stop decision and result.
+Does not know: batches, pages, or the history store.
+Called by: the engine for every fetched token; by callers to read deltas and the outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.core.outputs import Delta, FinishReason, Output, TokenLogprob, Usage
+from pensieve_jax.scheduler import Request
+from pensieve_jax.text import IncrementalDetokenizer, Message, Tokenizer
+
+
+class Turn:
+    """One submitted turn.
+
+    Attributes:
+      request: what the scheduler holds.
+      messages: the chat messages that the prompt was rendered from; None for text or ids.
+      output: the result, once the turn has ended.
+      error: why there is none, if a step failed.
+    """
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer | None, messages: tuple[Message, ...] | None
+    ) -> None:
+        """A turn without tokens; no text is made without a tokenizer."""
+        self.request = request
+        self.messages = messages
+        self.output: Output | None = None
+        self.error: PensieveError | None = None
+        self._detokenizer = (
+            None if tokenizer is None else IncrementalDetokenizer(tokenizer, request.params.stop)
+        )
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._num_streamed = (0, 0)  # pieces of text, ids
+
+    @property
+    def done(self) -> bool:
+        """It has an output or an error."""
+        return self.output is not None or self.error is not None
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The reply so far."""
+        return self._token_ids
+
+    @property
+    def text(self) -> str:
+        """The reply so far, as far as it can be shown."""
+        return "".join(self._text)
+
+    def accept(
+        self, token_id: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray
+    ) -> FinishReason | None:
+        """Take the next sampled id; returns how the turn ends with it, or None.
+
+        `top_ids` and `top_logprobs` are i32[K] and f32[K], read only where the turn wants alternatives.
+        """
+        params = self.request.params
+        self._token_ids.append(token_id)
+        if params.logprobs is not None:
+            k = params.logprobs
+            top = dict(zip(top_ids[:k].tolist(), top_logprobs[:k].tolist(), strict=True)) if k else {}
+            self._logprobs.append(TokenLogprob(token_id, logprob, top))
+        may_end = len(self._token_ids) > params.min_tokens
+        ends_by_id = may_end and token_id in self.request.ending_ids
+        ends_by_length = self.request.num_prompt_end + len(self._token_ids) >= self.request.max_total_tokens
+        if self._take_text(token_id, may_stop=may_end, is_last=ends_by_id or ends_by_length) or ends_by_id:
+            return "stop"
+        return "length" if ends_by_length else None
+
+    def take_delta(self) -> Delta | None:
+        """What came since the last call; None if nothing did."""
+        num_pieces, num_ids = self._num_streamed
+        if len(self._token_ids) == num_ids:
+            return None
+        self._num_streamed = (len(self._text), len(self._token_ids))
+        return Delta("".join(self._text[num_pieces:]), tuple(self._token_ids[num_ids:]))
+
+    def finish(self, reason: FinishReason) -> Usage:
+        """Make the output; returns its accounting."""
+        conversation = self.request.conversation
+        usage = self.request.usage(num_output_tokens=len(self._token_ids))
+        self.output = Output(
+            conversation_id=None if conversation.one_off else conversation.conversation_id,
+            token_ids=tuple(self._token_ids),
+            text=self.text,
+            finish_reason=reason,
+            usage=usage,
+            seed=self.request.seed,
+            logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
+        )
+        return usage
+
+    def _take_text(self, token_id: int, *, may_stop: bool, is_last: bool) -> bool:
+        """Add what the id says; True where a stop string is complete."""
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            return False
+        self._text.append(detokenizer.push(token_id, may_stop=may_stop))
+        if is_last:
+            self._text.append(detokenizer.flush())
+        return detokenizer.stop_string is not None

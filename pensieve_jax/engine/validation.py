@@ -1,0 +1,126 @@
+"""What is wrong with a turn, before anything happens to it.
+
+Owns: the checks that need the model's limits or the conversations; those that need neither are in
+`SamplingParams` itself. A check changes nothing, so that a bad turn leaves every other one untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+
+from pensieve_jax.core.errors import (
+    ContextLengthError,
+    ConversationBusyError,
+    InvalidRequestError,
+    TokenizerMissingError,
+)
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.conversations import ConversationTable, check_conversation_id
+from pensieve_jax.text import Message, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a model and a configuration allow of a turn.
+
+    Attributes:
+      vocab_size: token ids are below this.
+      max_context_tokens: history + prompt + reply.
+      eos_token_ids: the model's end-of-sequence ids.
+      max_logprobs, max_banned_ids: see `RunnerConfig`.
+    """
+
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_logprobs: int = 8
+    max_banned_ids: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpec:
+    """A turn to submit.
+
+    Attributes:
+      prompt_token_ids: the NEW turn only.
+      params: how to sample.
+      conversation_id: None for a one-off request.
+      messages: the chat messages that the prompt was rendered from, kept with the turn.
+    """
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    conversation_id: str | None = None
+    messages: tuple[Message, ...] | None = None
+
+
+def check_turns(
+    specs: Sequence[TurnSpec],
+    limits: ModelLimits,
+    conversations: ConversationTable,
+    tokenizer: Tokenizer | None,
+) -> None:
+    """Raise InvalidRequestError, ContextLengthError, ConversationBusyError or TokenizerMissingError."""
+    seen: set[str] = set()
+    for i, spec in enumerate(specs):
+        field = "conversation_id" if len(specs) == 1 else f"conversation_ids[{i}]"
+        conversation_id = spec.conversation_id
+        check_conversation_id(conversation_id, field)
+        if conversation_id is not None:
+            if conversation_id in seen or conversations.is_busy(conversation_id):
+                raise ConversationBusyError(conversation_id)
+            seen.add(conversation_id)
+        field = "prompt" if len(specs) == 1 else f"prompts[{i}]"
+        _check_prompt(field, spec.prompt_token_ids, limits.vocab_size)
+        _check_length(field, spec, limits, conversations)
+        _check_params(spec.params, limits, tokenizer)
+
+
+def _check_prompt(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if not token_ids:
+        raise InvalidRequestError(field, token_ids, "at least one token")
+    for position, token_id in enumerate(token_ids):
+        is_id = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+        if not is_id or not 0 <= token_id < vocab_size:
+            limit = f"an integer from 0 to {vocab_size - 1}, the model's vocabulary"
+            raise InvalidRequestError(f"{field}[{position}]", token_id, limit)
+
+
+def _check_length(field: str, spec: TurnSpec, limits: ModelLimits, conversations: ConversationTable) -> None:
+    history_len, prompt_len = conversations.num_tokens(spec.conversation_id), len(spec.prompt_token_ids)
+    if history_len + prompt_len + 1 > limits.max_context_tokens:
+        raise ContextLengthError(
+            field,
+            f"{prompt_len} tokens after a history of {history_len}",
+            f"at most {limits.max_context_tokens - 1} tokens together with the history, to leave room for "
+            f"one reply token in the context of {limits.max_context_tokens}",
+            "truncate the conversation, shorten the prompt, or raise max_context_tokens or gpu_pages",
+        )
+
+
+def _check_params(params: SamplingParams, limits: ModelLimits, tokenizer: Tokenizer | None) -> None:
+    if params.stop and tokenizer is None:
+        raise TokenizerMissingError(
+            "stop strings need text, but the model has no tokenizer; use stop_token_ids."
+        )
+    if params.logprobs is not None and params.logprobs > limits.max_logprobs:
+        raise InvalidRequestError(
+            "logprobs", params.logprobs, f"at most {limits.max_logprobs}", "raise runner.max_logprobs"
+        )
+    for i, token_id in enumerate(params.stop_token_ids):
+        if token_id >= limits.vocab_size:
+            raise InvalidRequestError(f"stop_token_ids[{i}]", token_id, f"below {limits.vocab_size}")
+    num_banned = len(params.ending_ids(limits.eos_token_ids)) if params.min_tokens else 0
+    if num_banned > limits.max_banned_ids:
+        raise InvalidRequestError(
+            "stop_token_ids",
+            f"{num_banned} ids with end-of-sequence",
+            f"at most {limits.max_banned_ids} where min_tokens is set",
+            "raise runner.max_banned_ids",
+        )
+    if num_banned >= limits.vocab_size:
+        raise InvalidRequestError(
+            "stop_token_ids", num_banned, f"fewer than the vocabulary ({limits.vocab_size})"
+        )

@@ -1,0 +1,28 @@
+"""The durable raw tokens of conversations: what KV state is recomputed from when no tier holds it.
+
+Owns: the records, the `HistoryStore` protocol, the SQLite store, the lock and the fingerprint of a history.
+Does not know: jax, pages, scheduling, or how text becomes ids.
+Called by: the engine loop (commit) and `pensieve_jax.llm` (open, list, load, truncate, delete).
+"""
+
+from pensieve_jax.history.fingerprint import history_fingerprint
+from pensieve_jax.history.sqlite_store import SQLiteHistoryStore
+from pensieve_jax.history.store import (
+    CUT_FINISH_REASON,
+    ConversationInfo,
+    ConversationRecord,
+    HistoryStore,
+    Turn,
+)
+from pensieve_jax.text.messages import Message
+
+__all__ = [
+    "CUT_FINISH_REASON",
+    "ConversationInfo",
+    "ConversationRecord",
+    "HistoryStore",
+    "Message",
+    "SQLiteHistoryStore",
+    "Turn",
+    "history_fingerprint",
+]

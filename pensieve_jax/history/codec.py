@@ -1,0 +1,127 @@
+"""Turns as rows: checks the values of a turn and packs them for a table, and back.
+
+Owns: the packing (little-endian int32 blobs, signed 64-bit seeds, JSON messages, a checksum) and its limits.
+Does not know: SQL, files or transactions.
+Called by: `sqlite_store`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pensieve_jax.core.errors import HistoryCorruptError, InvalidRequestError
+from pensieve_jax.history.store import Turn
+
+TOKEN_BYTES: Final = 4
+MAX_TOKEN_ID: Final = 2**31 - 1
+_STORED_IDS: Final = np.dtype("<i4")
+
+type TurnRow = tuple[str, int, bytes, bytes, int, str, float, str | None, str | None, int]
+
+
+def pack_turn(turn: Turn, field: str) -> TurnRow:
+    """One row of the table `turns`; raises InvalidRequestError naming `field` and the attribute."""
+    _check_text(turn.conversation_id, f"{field}.conversation_id")
+    if not turn.conversation_id:
+        raise InvalidRequestError(f"{field}.conversation_id", "", "a non-empty string")
+    _check_text(turn.finish_reason, f"{field}.finish_reason")
+    if turn.output_text is not None:
+        _check_text(turn.output_text, f"{field}.output_text")
+    if not _is_int(turn.turn_index) or turn.turn_index < 0:
+        raise InvalidRequestError(f"{field}.turn_index", turn.turn_index, "an int of at least 0")
+    if not _is_int(turn.seed) or not 0 <= turn.seed < 2**64:
+        raise InvalidRequestError(f"{field}.seed", turn.seed, "an int from 0 to 2**64 - 1")
+    if not math.isfinite(turn.created_at_s):
+        raise InvalidRequestError(f"{field}.created_at_s", turn.created_at_s, "a finite number of seconds")
+    prompt = pack_token_ids(turn.prompt_token_ids, f"{field}.prompt_token_ids")
+    output = pack_token_ids(turn.output_token_ids, f"{field}.output_token_ids")
+    seed = turn.seed - 2**64 if turn.seed >= 2**63 else turn.seed  # the table's integers are signed
+    messages = None if turn.messages is None else _pack_messages(turn.messages, f"{field}.messages")
+    return (
+        turn.conversation_id,
+        int(turn.turn_index),
+        prompt,
+        output,
+        int(seed),
+        turn.finish_reason,
+        float(turn.created_at_s),
+        messages,
+        turn.output_text,
+        checksum(prompt, output),
+    )
+
+
+def unpack_turn(row: TurnRow) -> Turn:
+    """The turn of a row; raises HistoryCorruptError if its ids are not those that were written."""
+    conversation_id, turn_index, prompt, output, seed, finish_reason, created_at_s, messages, text, stored = (
+        row
+    )
+    if checksum(prompt, output) != stored:
+        raise HistoryCorruptError(
+            f"Turn {turn_index} of conversation {conversation_id!r} is damaged: its token ids do not match "
+            "their "
+            "checksum. Truncate the conversation before that turn or end it; the other conversations are "
+            "good."
+        )
+    return Turn(
+        conversation_id=conversation_id,
+        turn_index=turn_index,
+        prompt_token_ids=tuple(unpack_token_ids(prompt).tolist()),
+        output_token_ids=tuple(unpack_token_ids(output).tolist()),
+        seed=seed % 2**64,
+        finish_reason=finish_reason,
+        created_at_s=created_at_s,
+        messages=None if messages is None else tuple(json.loads(messages)),
+        output_text=text,
+    )
+
+
+def pack_token_ids(token_ids: Sequence[int], field: str) -> bytes:
+    """Token ids as little-endian int32; raises InvalidRequestError naming the first id that is none."""
+    if len(token_ids) == 0:
+        return b""
+    # Object arrays and floats are what numpy makes of anything but ints that fit 64 bits.
+    array = np.asarray(token_ids)
+    if array.ndim == 1 and array.dtype.kind in "iu" and array.min() >= 0 and array.max() <= MAX_TOKEN_ID:
+        return array.astype(_STORED_IDS).tobytes()
+    for index, token_id in enumerate(token_ids):
+        if not _is_int(token_id) or not 0 <= token_id <= MAX_TOKEN_ID:
+            raise InvalidRequestError(f"{field}[{index}]", token_id, f"an int from 0 to {MAX_TOKEN_ID}")
+    raise InvalidRequestError(field, token_ids, "a flat sequence of ints")
+
+
+def unpack_token_ids(packed: bytes) -> NDArray[np.int32]:
+    """The inverse of `pack_token_ids`: i32[len(packed) / 4], a copy in native byte order."""
+    return np.frombuffer(packed, _STORED_IDS).astype(np.int32)
+
+
+def checksum(prompt: bytes, output: bytes) -> int:
+    """CRC-32 over both id lists, and over where one ends and the other begins."""
+    return zlib.crc32(output, zlib.crc32(prompt, len(prompt)))
+
+
+def _pack_messages(messages: Sequence[Any], field: str) -> str:
+    try:
+        return json.dumps([dict(message) for message in messages], allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(field, messages, f"a sequence of JSON objects ({error})") from error
+
+
+def _check_text(text: object, field: str) -> None:
+    if not isinstance(text, str):
+        raise InvalidRequestError(field, text, "a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(field, text, "text that UTF-8 can hold, without lone surrogates") from error
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -1,0 +1,228 @@
+"""Opens the SQLite file of a history: makes, accepts, refuses, or sets a damaged one aside.
+
+Owns: the schema, its version and application id, what counts as damaged, and where damaged files go.
+Does not know: turns, transactions or locks; the caller holds the lock on the path.
+Called by: `sqlite_store`.
+
+Nothing is ever overwritten: a damaged file moves, together with SQLite's own side files, to the first free
+name `<name>.corrupt-<n>`, where `sqlite3 <name>.corrupt-<n> .recover` finds all of it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Final, Literal, NoReturn
+
+from pensieve_jax.core.errors import (
+    HistoryCorruptError,
+    HistoryError,
+    HistoryLockedError,
+    HistoryMismatchError,
+)
+
+type Synchronous = Literal["normal", "full"]
+
+APPLICATION_ID: Final = 0x50454E53  # "PENS", at byte 68 of the file
+SCHEMA_VERSION: Final = 1
+BUSY_TIMEOUT_S: Final = 5.0  # a backup tool may hold the file for a moment
+_SIDE_FILE_SUFFIXES: Final = ("", "-wal", "-shm", "-journal")
+
+# The CHECKs are part of what quick_check verifies. `conversations` repeats what `turns` implies, so that a
+# listing reads no tokens; both change in the same transaction.
+_SCHEMA: Final = """
+CREATE TABLE meta(key TEXT PRIMARY KEY NOT NULL, value TEXT NOT NULL);
+CREATE TABLE conversations(
+  conversation_id TEXT PRIMARY KEY NOT NULL,
+  num_tokens INTEGER NOT NULL CHECK (num_tokens >= 0),
+  num_turns INTEGER NOT NULL CHECK (num_turns >= 0),
+  last_active_s REAL NOT NULL
+);
+CREATE TABLE turns(
+  conversation_id TEXT NOT NULL,
+  turn_index INTEGER NOT NULL CHECK (turn_index >= 0),
+  prompt_ids BLOB NOT NULL CHECK (typeof(prompt_ids) = 'blob' AND length(prompt_ids) % 4 = 0),
+  output_ids BLOB NOT NULL CHECK (typeof(output_ids) = 'blob' AND length(output_ids) % 4 = 0),
+  seed INTEGER NOT NULL,
+  finish_reason TEXT NOT NULL,
+  created_at_s REAL NOT NULL,
+  messages TEXT,
+  output_text TEXT,
+  checksum INTEGER NOT NULL,
+  PRIMARY KEY (conversation_id, turn_index)
+);
+"""
+_COLUMNS: Final = {
+    "meta": {"key", "value"},
+    "conversations": {"conversation_id", "num_tokens", "num_turns", "last_active_s"},
+    "turns": {
+        *("conversation_id", "turn_index", "prompt_ids", "output_ids", "seed"),
+        *("finish_reason", "created_at_s", "messages", "output_text", "checksum"),
+    },
+}
+
+
+class _DamageError(Exception):
+    """Why a file cannot be a history any more."""
+
+
+def open_database(path: Path | None, fingerprint: str, synchronous: Synchronous) -> sqlite3.Connection:
+    """A connection in autocommit mode to a checked history, new if there was none; None is in memory.
+
+    Reads the whole file once (`PRAGMA quick_check`). Raises HistoryMismatchError for a history of another
+    fingerprint or version and for another application's database (both stay as they are), HistoryCorruptError
+    after a damaged file was moved away, HistoryLockedError if some other program keeps the file locked, and
+    HistoryError if it cannot be opened at all.
+    """
+    if path is not None and _size_bytes(path) == 0 and _size_bytes(_side_file(path, "-wal")) > 0:
+        # SQLite would delete the log of a missing database, and with it the last commits.
+        _set_aside(path, "the file is missing or empty, but its write-ahead log is not")
+    try:
+        connection = _connect(path)
+    except sqlite3.Error as error:
+        raise _cannot_open(path, error) from error
+    accepted = False
+    try:
+        # Looking at a file must not change it: no checkpoint if it turns out to be damaged or another's.
+        connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, True)
+        if _is_empty(connection):
+            _create(connection, fingerprint)
+        _check(connection, path, fingerprint)
+        connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, False)
+        if path is not None:
+            connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")
+        accepted = True
+        return connection
+    except _DamageError as error:
+        connection.close()
+        _set_aside(path, str(error))
+    except sqlite3.Error as error:
+        connection.close()
+        if is_damage(error):
+            _set_aside(path, str(error))
+        raise _cannot_open(path, error) from error
+    finally:
+        if not accepted:
+            connection.close()
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether SQLite says that the file itself is broken, rather than busy, full or unreadable."""
+    # The low byte is the primary code; the rest tells apart kinds of it.
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def _connect(path: Path | None) -> sqlite3.Connection:
+    # Python's own transactions are off (isolation_level None): a commit here is one explicit BEGIN ...
+    # COMMIT.
+    return sqlite3.connect(
+        ":memory:" if path is None else path,
+        isolation_level=None,
+        check_same_thread=False,
+        timeout=BUSY_TIMEOUT_S,
+    )
+
+
+def _is_empty(connection: sqlite3.Connection) -> bool:
+    (num_objects,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    return (
+        num_objects == 0 and _pragma(connection, "application_id") == _pragma(connection, "user_version") == 0
+    )
+
+
+def _create(connection: sqlite3.Connection, fingerprint: str) -> None:
+    """Make the tables in one transaction, so that a kill leaves an empty file or a whole one."""
+    # While the journal is a rollback journal: the main file then never lacks what only a log holds.
+    connection.execute("BEGIN IMMEDIATE")
+    for statement in _SCHEMA.split(";\n"):
+        connection.execute(statement)
+    connection.execute("INSERT INTO meta VALUES ('fingerprint', ?)", (fingerprint,))
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    connection.execute("COMMIT")
+
+
+def _check(connection: sqlite3.Connection, path: Path | None, fingerprint: str) -> None:
+    is_ours = _pragma(connection, "application_id") == APPLICATION_ID
+    version = _pragma(connection, "user_version")
+    findings = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
+    if findings != ["ok"]:
+        raise _DamageError(f"quick_check says: {' '.join(findings[0].split())}")
+    if not is_ours:
+        raise HistoryMismatchError(
+            f"history is {str(path)!r}, which is a database of another application, but must be a history or "
+            "a new "
+            "file; choose another path. The file was left as it is."
+        )
+    if version != SCHEMA_VERSION:
+        raise HistoryMismatchError(
+            f"history is {str(path)!r}, which has schema version {version}, but this release reads version "
+            f"{SCHEMA_VERSION}; use the release that wrote it or choose another path. The file was left as "
+            "it is."
+        )
+    for table, columns in _COLUMNS.items():
+        found = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+        if found != columns:
+            raise _DamageError(f"table {table} has the columns {sorted(found)} instead of {sorted(columns)}")
+    written_by = connection.execute("SELECT value FROM meta WHERE key = 'fingerprint'").fetchone()
+    if written_by is None:
+        raise _DamageError("it does not say which model wrote it")
+    if written_by[0] != fingerprint:
+        raise HistoryMismatchError(
+            f"history is {str(path)!r}, which was written by {written_by[0]!r}, but the model in use is "
+            f"{fingerprint!r}; load the model and tokenizer that wrote it or choose another path. The file "
+            "was left "
+            "as it is."
+        )
+
+
+def _set_aside(path: Path | None, reason: str) -> NoReturn:
+    """Move a damaged file and its side files to a free name and raise HistoryCorruptError."""
+    if path is None:
+        raise HistoryCorruptError(f"The history in memory is damaged: {reason}.")
+    number = 1
+    while any(_side_file(_corrupt_name(path, number), suffix).exists() for suffix in _SIDE_FILE_SUFFIXES):
+        number += 1
+    target = _corrupt_name(path, number)
+    # The main file first: killed in between, what is left is a log without a database, which is damage again.
+    for suffix in _SIDE_FILE_SUFFIXES:
+        source = _side_file(path, suffix)
+        if source.exists():
+            source.rename(_side_file(target, suffix))
+    raise HistoryCorruptError(
+        f"history is {str(path)!r}, which is damaged ({reason}); it was set aside as {str(target)!r} and "
+        "nothing in "
+        "it was changed. Open again to start a new history, or restore that file from a backup."
+    )
+
+
+def _corrupt_name(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.corrupt-{number}")
+
+
+def _side_file(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def _size_bytes(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> int:
+    value: int = connection.execute(f"PRAGMA {name}").fetchone()[0]
+    return value
+
+
+def _cannot_open(path: Path | None, error: sqlite3.Error) -> HistoryError:
+    if (getattr(error, "sqlite_errorcode", 0) & 0xFF) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return HistoryLockedError(
+            f"history is {str(path)!r}, which another program has locked; close that program or choose "
+            "another path."
+        )
+    return HistoryError(
+        f"history is {str(path)!r}, which cannot be opened ({error}); choose a file in an existing directory "
+        "that "
+        "this user may write to."
+    )

@@ -1,0 +1,26 @@
+"""The name of a model and tokenizer, by which a history tells whose token ids it holds.
+
+Owns: how the two become one short string.
+Does not know: what the caller puts into the description of a model.
+Called by: `pensieve_jax.llm` when it opens a store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+
+def history_fingerprint(model: Mapping[str, object], tokenizer_fingerprint: str | None) -> str:
+    """A string such as `model:3f2a90c1d6e4b705 tokenizer:none`, equal for equal arguments in any process.
+
+    Args:
+      model: what makes token ids and replies mean the same (architecture, sizes, a digest of the weights).
+        JSON values; order does not matter. Leave out what may change between runs, such as dtype and page
+        counts.
+      tokenizer_fingerprint: `Tokenizer.fingerprint`, or None for a model that serves ids only.
+    """
+    described = json.dumps(model, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    digest = hashlib.sha256(described.encode()).hexdigest()[:16]
+    return f"model:{digest} tokenizer:{tokenizer_fingerprint or 'none'}"

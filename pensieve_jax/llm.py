@@ -1,0 +1,327 @@
+"""The public API: multi-turn generation on one model.
+
+Owns: prompts as people give them (text, ids, chat messages), waiting for turns, streams.
+Does not know: batches, pages, or devices; it drives an `Engine`, from one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from tqdm import tqdm
+
+from pensieve_jax.assembly import DEFAULT_MODEL, assemble
+from pensieve_jax.config import EngineConfig
+from pensieve_jax.core.clock import Clock
+from pensieve_jax.core.errors import (
+    InvalidRequestError,
+    TokenizerMissingError,
+    UnknownConversationError,
+    UnsupportedFeatureError,
+)
+from pensieve_jax.core.outputs import Delta, Output
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.engine import Engine
+from pensieve_jax.engine.turn import Turn
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.history import ConversationInfo, ConversationRecord
+from pensieve_jax.text import ChatFormat, EarlierTurn, check_messages
+
+type Prompt = str | Sequence[int]
+"""The NEW turn only: text, or token ids."""
+
+
+class LLM:
+    """A model that serves conversations, keeping their state between turns.
+
+    One thread at a time may use it. Close it, or use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        dtype: str = "auto",
+        history: str | Path | None = None,
+        config: EngineConfig | None = None,
+        synchronous: Literal["normal", "full"] = "normal",
+        progress: bool = True,
+        clock: Clock | None = None,
+    ) -> None:
+        """Load a model and compile its steps.
+
+        Args:
+          model: a Hugging Face directory (config.json, safetensors, tokenizer files), an Orbax directory
+            made from one by `scripts/convert_checkpoint.py`, a hub name, or `random:<preset>` for seeded
+            random weights of a known shape.
+          dtype: "float32", "bfloat16", "float16", or "auto": the checkpoint's, and float32 on a CPU.
+          history: SQLite file that turns are committed to; None keeps them in memory.
+          config: sizes and limits.
+          synchronous: "full" makes committed turns survive a power loss, not only the process's death.
+          progress: show bars while loading, compiling and generating.
+          clock: where the time comes from; the wall clock unless a test brings its own.
+
+        Raises:
+          ConfigError: a configuration value that cannot work with this model or device, or an unknown model.
+          model_defs.ModelError: a checkpoint or an architecture that cannot be served.
+          HistoryError: the history cannot be opened, is another model's, or was damaged and set aside.
+        """
+        parts = assemble(
+            model,
+            dtype=dtype,
+            history=history,
+            synchronous=synchronous,
+            config=config or EngineConfig(),
+            progress=progress,
+            clock=clock,
+        )
+        self.engine: Engine = parts.engine
+        self.model_config = parts.model_config
+        self.tokenizer = parts.tokenizer
+        self._runner = parts.runner
+        self._progress = progress
+        self._chat_format: ChatFormat | None = None
+
+    # Generating
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        conversation_ids: Sequence[str | None] | None = None,
+    ) -> list[Output]:
+        """Run one turn of each conversation, and return the outputs in the order of the prompts.
+
+        Args:
+          prompts: the new turns, as text or token ids.
+          sampling_params: for all of them, or one each.
+          conversation_ids: a new id begins a conversation; None is a one-off request, whose state is
+            freed at its end.
+
+        Everything is checked before anything runs. Raises InvalidRequestError, ContextLengthError,
+        ConversationBusyError or TokenizerMissingError, and StepFailedError or HistoryError for a turn that
+        was lost on the way. An interrupt cancels the turns that have not ended.
+        """
+        if isinstance(prompts, str):
+            raise InvalidRequestError("prompts", prompts, "a list of prompts", "put the prompt into a list")
+        params = _one_each("sampling_params", sampling_params, SamplingParams(), len(prompts))
+        ids = _one_each("conversation_ids", conversation_ids, None, len(prompts))
+        specs = [
+            TurnSpec(self._encode(prompt, conversation_id, i), one, conversation_id)
+            for i, (prompt, one, conversation_id) in enumerate(zip(prompts, params, ids, strict=True))
+        ]
+        return self._run(self.engine.submit(specs))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        conversation_id: str | None = None,
+    ) -> Stream:
+        """Start one turn and iterate over what it says; see `generate` for arguments and errors."""
+        token_ids = self._encode(prompt, conversation_id, None)
+        return self._stream(TurnSpec(token_ids, sampling_params or SamplingParams(), conversation_id))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        conversation_id: str | None = None,
+    ) -> Output:
+        """Run a turn of the NEW messages, in the model's chat template; earlier ones are remembered.
+
+        Raises ChatTemplateError for a model without a template or one that cannot be continued, and what
+        `generate` raises.
+        """
+        spec = self._chat_spec(messages, sampling_params, conversation_id)
+        return self._run(self.engine.submit([spec]))[0]
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        conversation_id: str | None = None,
+    ) -> Stream:
+        """`chat`, as a stream."""
+        return self._stream(self._chat_spec(messages, sampling_params, conversation_id))
+
+    def share_prefix(self, text: str) -> None:
+        """A system prompt shared by conversations: raises UnsupportedFeatureError in this version."""
+        raise UnsupportedFeatureError(
+            "share_prefix is not part of this version; send the text with each conversation's first turn."
+        )
+
+    # Conversations
+
+    def history(self, conversation_id: str) -> ConversationRecord:
+        """The committed turns of a conversation; raises UnknownConversationError."""
+        return self.engine.conversations.record(conversation_id)
+
+    def conversations(self) -> list[ConversationInfo]:
+        """Every conversation with a committed turn, the most recently active first."""
+        return self.engine.conversations.listing()
+
+    def truncate(self, conversation_id: str, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens, to edit and regenerate from there.
+
+        Raises UnknownConversationError, ConversationBusyError or InvalidRequestError.
+        """
+        self.engine.truncate(conversation_id, num_tokens)
+
+    def end(self, conversation_id: str) -> None:
+        """Forget a conversation. Raises UnknownConversationError or ConversationBusyError."""
+        self.engine.end(conversation_id)
+
+    # The rest
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters since the start: steps, compilations, tokens by origin, pages, conversations."""
+        return self.engine.stats()
+
+    def memory_analysis(self) -> dict[str, Any]:
+        """Bytes per device: weights, pools, and what the compiler says of each bucket."""
+        return self._runner.memory_analysis()
+
+    def close(self) -> None:
+        """Cancel what runs and release the history; a second call does nothing."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        """The LLM itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    # Inside
+
+    def _encode(self, prompt: Prompt, conversation_id: str | None, index: int | None) -> Sequence[int]:
+        field = "prompt" if index is None else f"prompts[{index}]"
+        if not isinstance(prompt, str):
+            if not isinstance(prompt, Sequence):
+                raise InvalidRequestError(field, prompt, "text or a list of token ids")
+            return prompt
+        if self.tokenizer is None:
+            raise TokenizerMissingError
+        if not prompt:
+            raise InvalidRequestError(field, prompt, "at least one token")
+        is_start = self.engine.conversations.num_tokens(conversation_id) == 0
+        return self.tokenizer.encode(prompt, add_bos=is_start)
+
+    def _chat_spec(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None,
+        conversation_id: str | None,
+    ) -> TurnSpec:
+        new_messages = check_messages(messages)
+        token_ids = self._format().turn_token_ids(self._earlier_turns(conversation_id), new_messages)
+        return TurnSpec(token_ids, sampling_params or SamplingParams(), conversation_id, new_messages)
+
+    def _format(self) -> ChatFormat:
+        if self._chat_format is None:
+            if self.tokenizer is None:
+                raise TokenizerMissingError
+            self._chat_format = ChatFormat(self.tokenizer)
+        return self._chat_format
+
+    def _earlier_turns(self, conversation_id: str | None) -> list[EarlierTurn]:
+        if conversation_id is None:
+            return []
+        try:
+            turns = self.history(conversation_id).turns
+        except UnknownConversationError:
+            return []
+        return [
+            EarlierTurn(turn.messages, turn.output_text, turn.output_token_ids, turn.finish_reason)
+            for turn in turns
+        ]
+
+    def _run(self, turns: Sequence[Turn]) -> list[Output]:
+        """Step until all have ended; whatever interrupts this cancels those that have not."""
+        try:
+            with tqdm(total=len(turns), desc="turns", disable=not self._progress or len(turns) < 2) as bar:
+                while not all(turn.done for turn in turns):
+                    bar.update(sum(ended in turns for ended in self.engine.step()))
+        finally:
+            for turn in turns:
+                if not turn.done:
+                    self.engine.cancel(turn)
+        return [_result(turn) for turn in turns]
+
+    def _stream(self, spec: TurnSpec) -> Stream:
+        return Stream(self.engine, self.engine.submit([spec])[0])
+
+
+class Stream(Iterator[Delta]):
+    """A running turn as an iterator of deltas. Closing it, or dropping it, cancels the turn."""
+
+    def __init__(self, engine: Engine, turn: Turn) -> None:
+        """Made by `LLM.stream`; the turn has been submitted."""
+        self._engine = engine
+        self._turn = turn
+
+    @property
+    def output(self) -> Output | None:
+        """The result, once the turn has ended."""
+        return self._turn.output
+
+    def __next__(self) -> Delta:
+        """Step until the turn says something; raises what the turn failed with."""
+        while True:
+            delta = self._turn.take_delta()
+            if delta is not None:
+                return delta
+            if self._turn.done:
+                _result(self._turn)
+                raise StopIteration
+            self._engine.step()
+
+    def close(self) -> None:
+        """Cancel the turn, as if it had never been sent, unless it has ended."""
+        if not self._turn.done:
+            self._engine.cancel(self._turn)
+
+    def __enter__(self) -> Self:
+        """The stream itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def __del__(self) -> None:
+        """A dropped stream must not leave its conversation busy."""
+        if not self._turn.done and not self._engine.closed:
+            self._engine.cancel(self._turn)
+
+
+def _one_each[T](field: str, given: T | Iterable[T] | None, default: T, count: int) -> list[T]:
+    """`given` for each of `count` prompts."""
+    if given is None:
+        return [default] * count
+    if isinstance(given, SamplingParams):
+        return [given] * count  # type: ignore[list-item]
+    each = list(given) if not isinstance(given, str) and isinstance(given, Iterable) else None
+    if each is None or len(each) != count:
+        raise InvalidRequestError(field, given, f"one for each of the {count} prompts")
+    return each
+
+
+def _result(turn: Turn) -> Output:
+    if turn.error is not None:
+        raise turn.error
+    assert turn.output is not None
+    return turn.output

@@ -1,0 +1,36 @@
+"""The bucket lattice: the few padded step sizes for which a step is compiled.
+
+Owns: which sizes exist and which one a step takes. Only query tokens are bucketed; rows, pages and tiles
+have fixed maxima that cost nothing where empty.
+Called by: the planner, and the runner when it compiles.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from pensieve_jax.config import SchedulerConfig
+
+_MIN_BUCKET_TOKENS = 16
+
+
+def token_buckets(config: SchedulerConfig) -> tuple[int, ...]:
+    """The padded step sizes in tokens, ascending; the last is `max_num_batched_tokens`.
+
+    Derived sizes are powers of two spread evenly in the logarithm from 16 tokens up, so that padding
+    wastes a bounded factor whatever the load.
+    """
+    largest = config.max_num_batched_tokens
+    if config.token_buckets is not None:
+        return config.token_buckets
+    if largest <= _MIN_BUCKET_TOKENS or config.max_num_buckets == 1:
+        return (largest,)
+    low, high = _MIN_BUCKET_TOKENS.bit_length() - 1, (largest - 1).bit_length()
+    steps = config.max_num_buckets - 1
+    sizes = {1 << round(low + (high - low) * i / steps) for i in range(steps)}
+    return (*sorted(size for size in sizes if size < largest), largest)
+
+
+def bucket_for(buckets: tuple[int, ...], num_tokens: int) -> int:
+    """The smallest bucket that holds `num_tokens`; `IndexError` where none does."""
+    return buckets[bisect_left(buckets, num_tokens)]

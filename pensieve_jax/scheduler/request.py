@@ -1,0 +1,144 @@
+"""A request: one turn of one conversation, from submission until its last token is known.
+
+Owns: what is still missing of the turn's KV state, where its length ends, and the accounting of where
+its history came from.
+Does not know: text, the device, or other requests.
+
+The length invariant, between steps: `holes` and [sequence.num_kv_tokens, len(token_ids)) are the tokens
+without KV; a request that is not exhausted always misses at least its last token.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from pensieve_jax.cache import CachedSequence
+from pensieve_jax.core.conversation import Conversation
+from pensieve_jax.core.outputs import Usage
+from pensieve_jax.core.sampling_params import SamplingParams
+
+
+class RequestStatus(Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"  # new or suspended
+    RUNNING = "running"  # in the batch
+    FINISHING = "finishing"  # its last token was granted; the id is on its way
+    FINISHED = "finished"  # stopped, cancelled or failed: steps in flight no longer matter to it
+
+
+class Request:
+    """One turn of one conversation.
+
+    Attributes:
+      request_id: its arrival number; first come, first served.
+      seed: 64 bits that the turn's samples are drawn with.
+      ending_ids: ids that end the reply; kept from being sampled before `min_tokens`.
+      num_history_tokens: length of the history.
+      num_prompt_end: length of history + prompt.
+      max_total_tokens: length at which the turn ends with "length".
+      holes: token intervals of the history that must be recomputed, ascending.
+      sample_row: its row among the samples of the last step that sampled for it.
+    """
+
+    __slots__ = (
+        "_num_valid_before",
+        "_recomputed_tokens",
+        "_reused_tokens",
+        "_was_admitted",
+        "conversation",
+        "ending_ids",
+        "holes",
+        "max_total_tokens",
+        "num_history_tokens",
+        "num_prompt_end",
+        "num_suspensions",
+        "params",
+        "request_id",
+        "resume_recomputed_tokens",
+        "sample_row",
+        "seed",
+        "sequence",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        conversation: Conversation,
+        sequence: CachedSequence,
+        params: SamplingParams,
+        *,
+        seed: int,
+        ending_ids: tuple[int, ...],
+        max_context_tokens: int,
+    ) -> None:
+        """The prompt has been appended to the conversation's `token_ids` already."""
+        self.request_id = request_id
+        self.conversation = conversation
+        self.sequence = sequence
+        self.params = params
+        self.seed = seed
+        self.ending_ids = ending_ids
+        self.token_ids = conversation.token_ids
+        self.num_history_tokens = conversation.num_history_tokens
+        self.num_prompt_end = len(conversation.token_ids)
+        self.max_total_tokens = min(self.num_prompt_end + params.max_tokens, max_context_tokens)
+        self.status = RequestStatus.WAITING
+        self.holes: list[tuple[int, int]] = []
+        self.sample_row = -1
+        self.num_suspensions = 0
+        self.resume_recomputed_tokens = 0
+        self._reused_tokens = 0
+        self._recomputed_tokens = 0
+        self._was_admitted = False
+        self._num_valid_before = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far, the one in flight included."""
+        return len(self.token_ids) - self.num_prompt_end
+
+    @property
+    def exhausted(self) -> bool:
+        """Its last token by length has been granted."""
+        return len(self.token_ids) >= self.max_total_tokens
+
+    @property
+    def bans_ending(self) -> bool:
+        """The token granted last may not end the reply: the turn owes more tokens than stand before it."""
+        return self.num_output_tokens <= self.params.min_tokens
+
+    def on_admitted(self, chunk_tokens: int) -> None:
+        """Take stock, now that the sequence is pinned: what is valid, what must be computed."""
+        sequence = self.sequence
+        self.holes = sequence.holes(chunk_tokens)
+        lost = sum(end - start for start, end in self.holes)
+        valid = sequence.num_kv_tokens - lost
+        if self._was_admitted:
+            self.resume_recomputed_tokens += max(self._num_valid_before - valid, 0)
+            return
+        self._was_admitted = True
+        self._reused_tokens = valid
+        self._recomputed_tokens = max(self.conversation.num_computed_tokens - valid, 0)
+
+    def on_suspended(self) -> None:
+        """Remember how much was valid, before others take pages."""
+        self.num_suspensions += 1
+        lost = sum(end - start for start, end in self.holes)
+        self._num_valid_before = self.sequence.num_kv_tokens - lost
+        self.holes = []
+
+    def usage(self, num_output_tokens: int) -> Usage:
+        """The accounting of a reply of `num_output_tokens`."""
+        return Usage(
+            prompt_tokens=self.num_prompt_end - self.num_history_tokens,
+            reused_gpu_tokens=self._reused_tokens,
+            swapped_in_tokens=0,
+            recomputed_tokens=self._recomputed_tokens,
+            prefilled_tokens=self.num_prompt_end - self._reused_tokens - self._recomputed_tokens,
+            output_tokens=num_output_tokens,
+            num_suspensions=self.num_suspensions,
+            resume_recomputed_tokens=self.resume_recomputed_tokens,
+        )

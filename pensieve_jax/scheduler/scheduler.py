@@ -1,0 +1,181 @@
+"""Who gets how many tokens of the next step (the paper's section 4.2).
+
+Owns: the waiting queue and the running batch, both by arrival; the token budget; suspension. There is no
+prefill phase and no decode phase: a request misses intervals of tokens, and decode, prompt, recompute and
+resume are one case.
+Does not know: the device, text, or how a step is laid out (`planner`).
+
+Rules: first come, first served, one decode token for each running request set aside first; intervals of a
+request in ascending position, a later one only in a step in which the earlier one ends; a grant inside
+recomputed history ends on a chunk boundary, so that only the tail chunk is ever half valid. Every running
+request arrived before every waiting one, and the oldest request gains a token in every step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pensieve_jax.cache import CacheManager
+from pensieve_jax.config import SchedulerConfig
+from pensieve_jax.core.conversation import PENDING_TOKEN
+from pensieve_jax.scheduler.output import Grant, SchedulerOutput
+from pensieve_jax.scheduler.request import Request, RequestStatus
+
+
+class _Step:
+    """The step being filled: what was granted, and what is left of its limits."""
+
+    __slots__ = ("grants", "num_rows_left", "num_tokens_left")
+
+    def __init__(self, num_tokens: int, num_rows: int) -> None:
+        self.grants: list[Grant] = []
+        self.num_tokens_left = num_tokens
+        self.num_rows_left = num_rows
+
+
+class Scheduler:
+    """Forms unified batches over a cache.
+
+    Attributes:
+      running: requests of the batch, by arrival.
+      waiting: new and suspended requests, by arrival.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
+        """No requests; `cache` is changed by every `schedule`."""
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+        self._config = config
+        self._cache = cache
+        self._max_num_rows = config.max_num_rows or 2 * config.max_num_running
+
+    def add(self, request: Request) -> None:
+        """Queue a request; its conversation's chunks give way to earlier arrivals only."""
+        self._cache.enqueue(request.sequence, request.request_id)
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Take out a request that ended, wherever it stands, and unpin its conversation.
+
+        The caller has cut the sequence back to what is valid. Pages can be given away at once: steps in
+        flight come before those that write them again.
+        """
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif request.status is RequestStatus.WAITING:
+            self.waiting.remove(request)
+        if request.status is not RequestStatus.FINISHING:
+            self._cache.release(request.sequence)
+        request.status = RequestStatus.FINISHED
+
+    def check_integrity(self) -> None:
+        """Assert that running and waiting requests stand by arrival, the running ones first."""
+        arrivals = [request.request_id for request in (*self.running, *self.waiting)]
+        assert arrivals == sorted(arrivals), f"requests out of order: {arrivals}"
+        assert all(r.status is RequestStatus.RUNNING for r in self.running)
+        assert all(r.status is RequestStatus.WAITING for r in self.waiting)
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step. Changes host state only; the caller must dispatch what was granted.
+
+        Every id but those of the last dispatched step must be known.
+        """
+        self._cache.begin_step()
+        self._retire_exhausted()
+        suspended = self._make_room()
+        step = _Step(self._config.max_num_batched_tokens, self._max_num_rows)
+        self._grant_running(step)
+        admitted = [] if suspended else self._admit(step)
+        grants = tuple(step.grants)
+        oldest = self.running[0] if self.running else self.waiting[0] if self.waiting else None
+        assert oldest is None or (grants and grants[0].request is oldest), "the oldest request is stuck"
+        return SchedulerOutput(
+            grants=grants,
+            num_tokens=self._config.max_num_batched_tokens - step.num_tokens_left,
+            admitted=tuple(admitted),
+            suspended=tuple(suspended),
+            drops=self._cache.take_drops(),
+        )
+
+    def _retire_exhausted(self) -> None:
+        """Unpin requests whose last token is on its way: a stop by length launches no extra step."""
+        for request in self.running:
+            if request.exhausted:
+                request.status = RequestStatus.FINISHING
+                self._cache.release(request.sequence)
+        self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+
+    def _make_room(self) -> list[Request]:
+        """Reserve the page of every running request's next token; the latest arrivals give way."""
+        suspended: list[Request] = []
+        chunk_tokens = self._cache.chunk_tokens
+        for request in tuple(self.running):
+            num_tokens = len(request.token_ids)
+            if num_tokens <= len(request.sequence.chunks) * chunk_tokens:
+                continue
+            while request.status is RequestStatus.RUNNING and not self._cache.grow(
+                request.sequence, num_tokens
+            ):
+                suspended.append(self._suspend_latest())
+        return suspended
+
+    def _suspend_latest(self) -> Request:
+        request = self.running.pop()
+        request.status = RequestStatus.WAITING
+        request.on_suspended()
+        self._cache.suspend(request.sequence)
+        self.waiting.appendleft(request)
+        return request
+
+    def _grant_running(self, step: _Step) -> None:
+        decodes = [not r.holes and len(r.token_ids) == r.sequence.num_kv_tokens + 1 for r in self.running]
+        num_decodes_left = sum(decodes)
+        for request, is_decode in zip(self.running, decodes, strict=True):
+            num_decodes_left -= is_decode
+            self._grant_missing(step, request, num_set_aside=num_decodes_left)
+
+    def _admit(self, step: _Step) -> list[Request]:
+        admitted: list[Request] = []
+        while self.waiting and step.num_tokens_left and step.num_rows_left:
+            request = self.waiting[0]
+            if len(self.running) >= self._config.max_num_running or not self._cache.try_admit(
+                request.sequence, len(request.token_ids), waive_reserve=not self.running
+            ):
+                break
+            self.waiting.popleft()
+            request.status = RequestStatus.RUNNING
+            request.on_admitted(self._cache.chunk_tokens)
+            self.running.append(request)
+            admitted.append(request)
+            self._grant_missing(step, request, num_set_aside=0)
+        return admitted
+
+    def _grant_missing(self, step: _Step, request: Request, num_set_aside: int) -> None:
+        """Grant what fits, with `num_set_aside` tokens and rows left for decodes of later arrivals."""
+        num_tokens, num_rows = step.num_tokens_left - num_set_aside, step.num_rows_left - num_set_aside
+        chunk_tokens, sequence, holes = self._cache.chunk_tokens, request.sequence, request.holes
+        while holes and num_rows > 0:
+            start, end = holes[0]
+            if end - start > num_tokens:
+                granted_end = (start + num_tokens) // chunk_tokens * chunk_tokens
+                if granted_end > start:
+                    holes[0] = (granted_end, end)
+                    self._grant(step, request, start, granted_end)
+                return
+            holes.pop(0)
+            self._grant(step, request, start, end)
+            num_tokens -= end - start
+            num_rows -= 1
+        start = sequence.num_kv_tokens
+        end = min(len(request.token_ids), start + num_tokens)
+        if not holes and num_rows > 0 and end > start:
+            self._grant(step, request, start, end)
+
+    def _grant(self, step: _Step, request: Request, start: int, end: int) -> None:
+        samples = end == len(request.token_ids)
+        step.grants.append(Grant(request, start, end, samples))
+        step.num_tokens_left -= end - start
+        step.num_rows_left -= 1
+        self._cache.fill(request.sequence, start, end)
+        if samples:
+            request.token_ids.append(PENDING_TOKEN)

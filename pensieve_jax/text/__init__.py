@@ -1,0 +1,24 @@
+"""Text at the edge of the engine: text to ids, ids to text as they come, messages to the ids of a turn.
+
+Owns: the tokenizer wrapper, incremental detokenization with stop strings, chat templates.
+Does not know: jax, conversations' KV state, scheduling, or where a history is kept.
+Called by: `pensieve_jax.llm` and the engine loop.
+"""
+
+from pensieve_jax.text.chat import ChatFormat, EarlierTurn
+from pensieve_jax.text.detokenizer import IncrementalDetokenizer
+from pensieve_jax.text.loading import byte_tokenizer, load_tokenizer
+from pensieve_jax.text.messages import ROLES, Message, check_messages
+from pensieve_jax.text.tokenizer import Tokenizer
+
+__all__ = [
+    "ROLES",
+    "ChatFormat",
+    "EarlierTurn",
+    "IncrementalDetokenizer",
+    "Message",
+    "Tokenizer",
+    "byte_tokenizer",
+    "check_messages",
+    "load_tokenizer",
+]

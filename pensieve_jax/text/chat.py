@@ -1,0 +1,238 @@
+"""Chat messages to the token ids of a turn, by the model's own template.
+
+Owns: rendering of chat templates, and which part of a rendering is new in a turn.
+Does not know: where earlier turns are kept, sampling, KV state.
+Called by: `pensieve_jax.llm` for `chat`.
+
+A conversation only ever grows, so a turn sends render(all messages, generation prompt) minus what stands in
+the history already. The history holds the reply as it was sampled, and that is never tokenized again: the
+reply is rendered as a placeholder word, and the text behind it is encoded. That text begins with what closes
+a reply (an end marker, as a rule), of which the part that the reply's last ids spell already is left out. So
+a reply that was cut by its length gets its end marker now, and one that ended by it does not get a second
+one.
+
+- A template that writes earlier messages differently once others follow cannot be used: ChatTemplateError.
+- The beginning-of-sequence token is put at a conversation's start, whether the template writes it or not. One
+  that the template itself writes at the start of later turns (as Llama 2's does) is part of its format and
+  stays.
+- Turns without messages (sent as text or ids, or cut within the prompt by `truncate`) have no rendering. They
+  stay as they are, before everything: the template starts over behind the last of them, without a
+  beginning-of-sequence token, so the model reads them as text that came before the chat.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, NamedTuple, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError
+from pensieve_jax.text.messages import Message, check_messages
+from pensieve_jax.text.tokenizer import Tokenizer
+
+_PLACEHOLDER: Final = "ReplyStandsHere"
+# What an expression of a template may raise beside Jinja's own errors (None + "x", missing["key"], 1 / 0).
+_EXPRESSION_ERRORS: Final = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+class EarlierTurn(NamedTuple):
+    """What `chat` needs to know of a finished turn; the fields are those of `history.Turn`."""
+
+    messages: Sequence[Message] | None
+    output_text: str | None
+    output_token_ids: Sequence[int]
+    finish_reason: str
+
+
+class ChatFormat:
+    """The chat template of one tokenizer. Keeps no state between calls; safe to share by threads."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, now: Callable[[], datetime] = datetime.now) -> None:
+        """Compile the template; `now` is what its `strftime_now` reads, once per turn.
+
+        Raises TokenizerMissingError, and ChatTemplateError if there is no template or it is broken.
+        """
+        if tokenizer is None:
+            raise TokenizerMissingError()
+        if tokenizer.chat_template is None:
+            raise ChatTemplateError(
+                "The tokenizer has no chat template, so chat cannot tell how messages are written for this "
+                "model; "
+                "add chat_template.jinja to the model directory, or send text with generate."
+            )
+        self._tokenizer = tokenizer
+        self._now = now
+        try:
+            self._template = _environment().from_string(tokenizer.chat_template)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(
+                f"The chat template is not valid Jinja ({error}); correct chat_template in the model "
+                "directory."
+            ) from error
+
+    def turn_token_ids(
+        self,
+        earlier: Sequence[EarlierTurn | tuple[Sequence[Message] | None, str | None, Sequence[int], str]],
+        new_messages: Sequence[Message],
+    ) -> list[int]:
+        """The prompt ids of a turn, to be appended to the ids of the earlier ones.
+
+        Args:
+          earlier: the conversation's finished turns in order; the tuples' items are `EarlierTurn`'s.
+          new_messages: the messages of this turn only.
+
+        Raises InvalidRequestError for malformed messages, ChatTemplateError if the template refuses them or
+        has no prefix property.
+        """
+        messages = check_messages(new_messages)
+        turns = [EarlierTurn(*turn) for turn in earlier]
+        without_messages = [index for index, turn in enumerate(turns) if turn.messages is None]
+        chat_turns = turns[without_messages[-1] + 1 :] if without_messages else turns
+        if chat_turns:
+            return self._later_turn(chat_turns, messages)
+        text = self._render(messages, self._now(), generation_prompt=True)
+        if not turns:
+            return self._tokenizer.encode(text, add_bos=True)
+        text = text.removeprefix(self._tokenizer.bos_token or "")
+        return self._tokenizer.encode_after(_last_id(turns), text)
+
+    def _later_turn(self, turns: Sequence[EarlierTurn], new_messages: Sequence[Message]) -> list[int]:
+        rendered = self._split_rendering(turns, new_messages)
+        text = rendered.closing + rendered.behind
+        spelled = self._spelled_closing(turns[-1], rendered.closing)
+        return self._tokenizer.encode_after(_last_id(turns), text[len(spelled) :])
+
+    def _split_rendering(self, turns: Sequence[EarlierTurn], new_messages: Sequence[Message]) -> _Rendering:
+        """Render with placeholders for replies and take apart what stands behind the last of them."""
+        past = [message for turn in turns for message in turn.messages or ()]
+        placeholder = _placeholder([*past, *new_messages])
+        reply = {"role": "assistant", "content": placeholder}
+        past = []
+        for turn in turns:
+            past += [*(turn.messages or ()), reply]
+        now = self._now()
+        before_reply = self._render(past[:-1], now, generation_prompt=True)
+        with_reply = self._render(past, now, generation_prompt=False)
+        whole = self._render([*past, *new_messages], now, generation_prompt=True)
+        if not with_reply.startswith(before_reply + placeholder):
+            _no_prefix("a reply is not written right behind the generation prompt it answered")
+        if not whole.startswith(with_reply):
+            _no_prefix("earlier messages are written differently once new ones follow")
+        closing = with_reply[len(before_reply) + len(placeholder) :]
+        behind = whole[len(with_reply) :]
+        if placeholder in closing + behind:
+            _no_prefix("an earlier reply is repeated behind itself")
+        return _Rendering(closing, behind)
+
+    def _spelled_closing(self, turn: EarlierTurn, closing: str) -> str:
+        """The beginning of `closing` that the ids of the reply spell already."""
+        token_ids = turn.output_token_ids
+        if not token_ids:
+            return ""
+        written = self._tokenizer.decode_raw(token_ids)
+        if turn.output_text is not None and written.startswith(turn.output_text):
+            # All that is not shown: the end marker, or the stop string with what its token held beside it.
+            ending = written[len(turn.output_text) :]
+        else:
+            # Special tokens within the reply, or a reply that was cut: only a marker at its very end counts.
+            is_marker = token_ids[-1] in self._tokenizer.special_ids
+            ending = self._tokenizer.decode_raw(token_ids[-1:]) if is_marker else ""
+        if closing.startswith(ending):
+            return ending
+        return closing if closing and ending.startswith(closing) else ""
+
+    def _render(self, messages: Sequence[Message], now: datetime, *, generation_prompt: bool) -> str:
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=generation_prompt,
+                bos_token=self._tokenizer.bos_token or "",
+                eos_token=self._tokenizer.eos_token or "",
+                strftime_now=now.strftime,
+            )
+        except (jinja2.TemplateError, *_EXPRESSION_ERRORS) as error:
+            raise ChatTemplateError(
+                f"The chat template cannot write these messages ({error}); change their roles or order to "
+                "what the "
+                "template allows, or send text with generate."
+            ) from error
+
+
+class _Rendering(NamedTuple):
+    """Text behind the last reply: what closes it, then the new messages and the generation prompt."""
+
+    closing: str
+    behind: str
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %} ... {% endgeneration %}`, a mark for training that renders as its contents."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares a set of the instance
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Take the block's contents for the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    """Jinja as chat templates are written for; sandboxed, since a template comes with a download."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which a model never saw."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _no_prefix(reason: str) -> NoReturn:
+    raise ChatTemplateError(
+        f"The chat template cannot continue a conversation, since {reason}; use a template under which a "
+        "conversation only grows, or send text with generate."
+    )
+
+
+def _placeholder(messages: Sequence[Mapping[str, Any]]) -> str:
+    """A word that no message holds, of letters only, so that trimming and quoting leave it alone."""
+    text = json.dumps(messages, default=str)
+    word = _PLACEHOLDER
+    while word in text:
+        word += "X"
+    return word
+
+
+def _last_id(turns: Sequence[EarlierTurn]) -> int | None:
+    token_ids = turns[-1].output_token_ids
+    return token_ids[-1] if token_ids else None

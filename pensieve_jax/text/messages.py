@@ -1,0 +1,54 @@
+"""Chat messages: their form, and the check that user input has it.
+
+Owns: `Message` and what a well-formed list of them is.
+Does not know: templates, tokenizers or conversations.
+Called by: `chat`, `pensieve_jax.llm`; `pensieve_jax.history` keeps messages as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pensieve_jax.core.errors import InvalidRequestError
+
+type Message = Mapping[str, Any]
+"""A JSON object with at least `role` (one of `ROLES`) and `content` (a string)."""
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+
+
+def check_messages(messages: object) -> tuple[Message, ...]:
+    """Copies of well-formed messages; keys beside `role` and `content` are kept for the template.
+
+    Raises InvalidRequestError naming `messages`, `messages[i]`, `messages[i].role` or `messages[i].content`.
+    """
+    if not isinstance(messages, list | tuple):
+        raise InvalidRequestError("messages", messages, 'a list such as [{"role": "user", "content": "Hi"}]')
+    if not messages:
+        raise InvalidRequestError("messages", messages, "a list of at least one new message")
+    return tuple(_check_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+
+
+def _check_message(message: object, field: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(field, message, "a dict with the keys role and content")
+    for key in ("role", "content"):
+        if key not in message:
+            raise InvalidRequestError(f"{field}.{key}", None, "given", f"add {key!r} to the message")
+        if not isinstance(message[key], str):
+            raise InvalidRequestError(f"{field}.{key}", message[key], "a string")
+    if message["role"] not in ROLES:
+        raise InvalidRequestError(f"{field}.role", message["role"], f"one of {', '.join(ROLES)}")
+    try:
+        # A deep copy by way of what the history can hold: later changes by the caller must not reach it.
+        copied: dict[str, Any] = json.loads(json.dumps(dict(message), allow_nan=False, ensure_ascii=False))
+        message["content"].encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{field}.content", message["content"], "text that UTF-8 can hold, without lone surrogates"
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(field, message, f"made of JSON values ({error})") from error
+    return copied

@@ -1,0 +1,147 @@
+"""A tokenizer as the engine uses it: whole text to ids and back, special tokens, a fingerprint.
+
+Owns: when a beginning-of-sequence token is added, which ids are no text, and what identifies a vocabulary.
+Does not know: files (`loading`), streaming (`detokenizer`), templates (`chat`).
+Called by: `loading` makes it; the rest of `text` and `pensieve_jax.llm` use it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+
+from pensieve_jax.core.errors import InvalidRequestError
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with the conventions of one model. Immutable and safe to share by threads.
+
+    Attributes:
+      bos_token, eos_token: their text, or None.
+      bos_id, eos_id: their ids, or None.
+      wants_bos: whether the model expects `bos_id` before a conversation.
+      special_ids: ids that decode to no text (control tokens, bos and eos).
+      chat_template: Jinja source, or None.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        wants_bos: bool | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        """Take over `backend` (its truncation and padding are switched off).
+
+        `wants_bos` None: as the backend's own post-processor does. A `bos_token` or `eos_token` that the
+        vocabulary lacks counts as None.
+        """
+        # Either would silently change a prompt: serving cuts nothing and pads nothing here.
+        backend.no_truncation()
+        backend.no_padding()
+        for token in (bos_token, eos_token):
+            if token is not None and backend.token_to_id(token) is not None:
+                backend.add_special_tokens([token])
+        self._backend = backend
+        self.bos_id: int | None = None if bos_token is None else backend.token_to_id(bos_token)
+        self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
+        self.bos_token = None if self.bos_id is None else bos_token
+        self.eos_token = None if self.eos_id is None else eos_token
+        self.chat_template = chat_template
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        # A special token that swallows the white space after it is no neutral ground to encode from.
+        self._anchor_ids = frozenset(i for i in self.special_ids if not (added[i].rstrip or added[i].lstrip))
+        self._default_anchor_id = min(self._anchor_ids, default=-1)
+        if wants_bos is None:
+            wants_bos = self.bos_id is not None and self.bos_id in backend.encode("").ids[:1]
+        self.wants_bos = wants_bos and self.bos_id is not None
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the highest id; a model may have more rows than that, never fewer."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that change when an id means something else; templates do not count."""
+        # Not the serialized tokenizer: its form changes with the library's version, its meaning does not.
+        vocabulary = sorted(self._backend.get_vocab(with_added_tokens=True).items())
+        described = json.dumps([vocabulary, self.bos_id, self.eos_id, self.wants_bos])
+        return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+    def encode(self, text: str, *, add_bos: bool) -> list[int]:
+        """Ids of `text`; special tokens written out in it become their ids.
+
+        Args:
+          text: any text; "" gives no ids but the one below.
+          add_bos: True at a conversation's start, and only there: put `bos_id` in front if the model wants
+            one and the text does not begin with it already.
+
+        Raises InvalidRequestError for what is no text.
+        """
+        token_ids = self._encode(text)
+        if add_bos and self.wants_bos and token_ids[:1] != [self.bos_id]:
+            assert self.bos_id is not None
+            token_ids.insert(0, self.bos_id)
+        return token_ids
+
+    def encode_after(self, previous_id: int | None, text: str) -> list[int]:
+        """Ids of `text` as it stands behind other text, without the space that some tokenizers put in front.
+
+        Args:
+          previous_id: the id before it; what follows a special token may be encoded in a way of its own.
+          text: the text.
+        """
+        if self._anchor_ids and text:
+            anchor_id = previous_id if previous_id in self._anchor_ids else self._default_anchor_id
+            token_ids = self._encode(f"{self.token_text(anchor_id)}{text}")
+            if token_ids[:1] == [anchor_id]:
+                return token_ids[1:]
+        return self._encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`; special ids and ids outside the vocabulary are no text."""
+        visible = [token_id for token_id in token_ids if token_id not in self.special_ids]
+        return self.decode_window(visible)
+
+    def decode_raw(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, the special ones written out."""
+        return self.decode_window(list(token_ids))
+
+    def decode_window(self, token_ids: list[int]) -> str:
+        """Text of ids none of which is special (not checked): what streaming calls for every token."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def token_text(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of an id, or None outside it."""
+        token: str | None = self._backend.id_to_token(token_id)
+        return token
+
+    @cached_property
+    def joins_byte_runs(self) -> bool:
+        """Whether a run of `<0x..>` tokens is decoded as a whole, so that its next byte can undo it all."""
+        if self._backend.decoder is None:
+            return False
+        decoder: dict[str, Any] = json.loads(self._backend.decoder.__getstate__())
+        parts = decoder.get("decoders", [decoder])
+        return any(part.get("type") == "ByteFallback" for part in parts)
+
+    def _encode(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise InvalidRequestError("prompt", text, "a string")
+        try:
+            token_ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                "prompt", text, "text that UTF-8 can hold, without lone surrogates"
+            ) from error
+        return token_ids

@@ -1,0 +1,323 @@
+"""Locks, kills, damage and other people's files."""
+
+import contextlib
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from pensieve_jax.core.errors import HistoryCorruptError, HistoryLockedError, HistoryMismatchError
+from pensieve_jax.history import SQLiteHistoryStore, Turn
+
+FINGERPRINT = "model:a tokenizer:b"
+HEADER = b"SQLite format 3\0"
+
+
+def turn(index=0, conversation_id="alice", num_tokens=300):
+    return Turn(conversation_id, index, tuple(range(num_tokens)), (7,), index, "stop", float(index))
+
+
+def open_store(path, **options):
+    return SQLiteHistoryStore(path, **{"fingerprint": FINGERPRINT, **options})
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "chats.sqlite"
+
+
+@pytest.fixture
+def filled(path):
+    with open_store(path) as store:
+        store.commit([turn(index) for index in range(40)])
+    return path
+
+
+def start_child(code, path, **pipes):
+    code = (
+        "import sys\nfrom pensieve_jax.history import SQLiteHistoryStore, Turn\n"
+        f"store = SQLiteHistoryStore(sys.argv[1], fingerprint={FINGERPRINT!r})\n" + code
+    )
+    return subprocess.Popen([sys.executable, "-c", code, os.fspath(path)], stdout=subprocess.PIPE, **pipes)
+
+
+# --- the lock
+
+
+def test_a_second_open_in_this_process_is_refused_and_the_first_goes_on(path):
+    with open_store(path) as store:
+        with pytest.raises(HistoryLockedError, match=rf"chats\.sqlite.*process {os.getpid()} "):
+            open_store(path)
+        store.commit([turn()])
+    with open_store(path) as store:
+        assert len(store.load("alice").turns) == 1
+
+
+def test_another_name_of_the_same_file_is_the_same_lock(path, tmp_path):
+    link = tmp_path / "link.sqlite"
+    link.symlink_to(path)
+    with open_store(path), pytest.raises(HistoryLockedError):
+        open_store(link)
+
+
+def test_another_process_holds_the_lock_until_it_is_killed(path):
+    child = start_child("print('ready', flush=True)\nsys.stdin.read()\n", path, stdin=subprocess.PIPE)
+    try:
+        assert child.stdout.readline() == b"ready\n"
+        with pytest.raises(HistoryLockedError, match=f"process {child.pid} has open"):
+            open_store(path)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+    open_store(path).close()
+
+
+def test_a_file_that_another_program_is_writing_is_locked(filled, monkeypatch):
+    from pensieve_jax.history import database
+
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
+    with contextlib.closing(sqlite3.connect(filled, isolation_level=None)) as other:
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(HistoryLockedError, match="another program"):
+            open_store(filled)
+        other.execute("ROLLBACK")
+    open_store(filled).close()
+
+
+# --- kill -9
+
+
+def test_what_was_acknowledged_before_a_kill_is_there_afterwards(path):
+    # Each commit holds one turn of two conversations and is told only once it has returned. The parent kills
+    # while the child goes on committing, so the kill falls somewhere inside or between later commits.
+    child = start_child(
+        "for index in range(100_000):\n"
+        "    store.commit([Turn(name, index, tuple(range(300)), (7,), 1, 'stop', 0.0) for name in 'ab'])\n"
+        "    print(index, flush=True)\n",
+        path,
+    )
+    acknowledged = -1
+    while acknowledged < 50:
+        acknowledged = int(child.stdout.readline())
+    child.send_signal(signal.SIGKILL)
+    rest, _ = child.communicate()
+    acknowledged = max([acknowledged, *(int(line) for line in rest.split(b"\n")[:-1])])
+    assert child.returncode == -signal.SIGKILL
+    with open_store(path) as store:
+        num_turns = {info.conversation_id: info.num_turns for info in store.conversations()}
+        assert num_turns["a"] == num_turns["b"]
+        assert num_turns["a"] in (acknowledged + 1, acknowledged + 2)
+        assert store.load("a").token_ids.tolist() == [*range(300), 7] * num_turns["a"]
+        store.commit([turn(num_turns["a"], "a")])
+
+
+def test_a_kill_inside_a_transaction_leaves_no_half_of_it(path):
+    child = start_child(
+        "import os, signal\n"
+        "from pensieve_jax.history import sqlite_store\n"
+        "make = lambda name: Turn(name, 0, tuple(range(300)), (7,), 0, 'stop', 0.0)\n"
+        "store.commit([make('kept')])\n"
+        "append = sqlite_store._append\n"
+        "def killed(connection, row, field):\n"
+        "    append(connection, row, field)\n"
+        "    if row[0] == 'second':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sqlite_store._append = killed\n"
+        "store.commit([make('first'), make('second'), make('third')])\n",
+        path,
+    )
+    child.communicate()
+    assert child.returncode == -signal.SIGKILL
+    with open_store(path) as store:
+        assert [info.conversation_id for info in store.conversations()] == ["kept"]
+
+
+def test_a_kill_while_the_file_is_being_made_leaves_a_usable_path(path):
+    # The process dies in the transaction that makes the tables: the next open starts over.
+    code = (
+        "import os, signal, sqlite3, sys\n"
+        "from pensieve_jax.history import SQLiteHistoryStore, database\n"
+        "database._SCHEMA += 'SELECT die();\\n'\n"
+        "connect = database._connect\n"
+        "def dying(path):\n"
+        "    connection = connect(path)\n"
+        "    connection.execute('PRAGMA cache_size = 1')\n"  # spills pages into the file before the commit
+        "    connection.create_function('die', 0, lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "    return connection\n"
+        "database._connect = dying\n"
+        f"SQLiteHistoryStore(sys.argv[1], fingerprint={FINGERPRINT!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, os.fspath(path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    with open_store(path) as store:
+        store.commit([turn()])
+
+
+# --- whose file it is
+
+
+def test_another_model_is_refused_by_both_names_and_the_file_stays(filled):
+    before = filled.read_bytes()
+    with pytest.raises(HistoryMismatchError, match=r"'model:a tokenizer:b'.*'model:z tokenizer:b'"):
+        open_store(filled, fingerprint="model:z tokenizer:b")
+    assert filled.read_bytes() == before
+    with open_store(filled) as store:
+        assert len(store.load("alice").turns) == 40
+
+
+@pytest.mark.parametrize("journal_mode", ["DELETE", "WAL"])
+def test_a_database_of_another_application_is_left_alone(path, tmp_path, journal_mode):
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"PRAGMA journal_mode = {journal_mode}")
+        connection.execute("CREATE TABLE recipes(name TEXT)")
+        connection.commit()
+    before = path.read_bytes()
+    with pytest.raises(HistoryMismatchError, match="another application"):
+        open_store(path)
+    assert path.read_bytes() == before
+    assert not list(tmp_path.glob("*corrupt*"))
+
+
+def test_another_schema_version_is_refused(filled):
+    with contextlib.closing(sqlite3.connect(filled)) as connection:
+        connection.execute("PRAGMA user_version = 9")
+    with pytest.raises(HistoryMismatchError, match="schema version 9"):
+        open_store(filled)
+    assert filled.exists()
+
+
+def test_an_empty_file_becomes_a_history(path):
+    path.touch()
+    with open_store(path) as store:
+        store.commit([turn()])
+
+
+# --- damage
+
+
+def garbage_header(path):
+    content = bytearray(path.read_bytes())
+    content[:16] = b"not a database!!"
+    path.write_bytes(content)
+
+
+def text_file(path):
+    path.write_bytes(b"hello")
+
+
+def truncated(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def truncated_within_the_header(path):
+    path.write_bytes(path.read_bytes()[:60])
+
+
+def scrambled_pages(path):
+    content = bytearray(path.read_bytes())
+    content[4096 : 4 * 4096] = bytes(range(256)) * (3 * 16)
+    path.write_bytes(content)
+
+
+def sql(*statements):
+    def damage(path):
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+            for statement in statements:
+                connection.execute(statement)
+
+    return damage
+
+
+DAMAGES = {
+    "garbage_header": garbage_header,
+    "text_file": text_file,
+    "truncated": truncated,
+    "truncated_within_the_header": truncated_within_the_header,
+    "scrambled_pages": scrambled_pages,
+    "missing_table": sql("DROP TABLE turns"),
+    "wrong_column": sql("ALTER TABLE turns RENAME COLUMN seed TO grain"),
+    "no_fingerprint": sql("DELETE FROM meta"),
+    "odd_blob": sql("PRAGMA ignore_check_constraints = 1", "UPDATE turns SET prompt_ids = x'01'"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_file_is_set_aside_unchanged_and_a_new_one_starts(filled, tmp_path, damage):
+    damage(filled)
+    content = filled.read_bytes()
+    target = tmp_path / "chats.sqlite.corrupt-1"
+    with pytest.raises(HistoryCorruptError, match=r"chats\.sqlite.*set aside as .*chats\.sqlite\.corrupt-1'"):
+        open_store(filled)
+    assert target.read_bytes() == content
+    assert not filled.exists()
+    with open_store(filled) as store:
+        assert store.conversations() == []
+    assert target.read_bytes() == content
+
+
+def test_nothing_that_was_set_aside_is_overwritten(filled, tmp_path):
+    (tmp_path / "chats.sqlite.corrupt-1").write_bytes(b"older")
+    (tmp_path / "chats.sqlite.corrupt-2-wal").write_bytes(b"older log")
+    text_file(filled)
+    with pytest.raises(HistoryCorruptError, match="corrupt-3"):
+        open_store(filled)
+    assert (tmp_path / "chats.sqlite.corrupt-1").read_bytes() == b"older"
+    assert (tmp_path / "chats.sqlite.corrupt-2-wal").read_bytes() == b"older log"
+    assert (tmp_path / "chats.sqlite.corrupt-3").read_bytes() == b"hello"
+
+
+def copy_with_log(filled, tmp_path):
+    """A copy of a history as a kill leaves it: recent commits only in the write-ahead log."""
+    copy = tmp_path / "killed" / "chats.sqlite"
+    copy.parent.mkdir()
+    with open_store(filled) as store:
+        store.commit([turn(40)])
+        for suffix in ("", "-wal", "-shm"):
+            shutil.copy(f"{filled}{suffix}", f"{copy}{suffix}")
+    return copy
+
+
+def test_the_log_of_a_killed_process_is_read(filled, tmp_path):
+    with open_store(copy_with_log(filled, tmp_path)) as store:
+        assert len(store.load("alice").turns) == 41
+
+
+def test_the_log_moves_with_a_damaged_file(filled, tmp_path):
+    copy = copy_with_log(filled, tmp_path)
+    scrambled_pages(copy)
+    files = {suffix: copy.with_name(copy.name + suffix).read_bytes() for suffix in ("", "-wal")}
+    assert files["-wal"]
+    with pytest.raises(HistoryCorruptError):
+        open_store(copy)
+    for suffix, content in files.items():
+        assert copy.with_name(f"chats.sqlite.corrupt-1{suffix}").read_bytes() == content
+        assert not copy.with_name(copy.name + suffix).exists()
+    with open_store(copy) as store:
+        assert store.conversations() == []
+
+
+@pytest.mark.parametrize("leave", ["nothing", "an empty file"])
+def test_a_log_without_its_database_is_kept(filled, tmp_path, leave):
+    copy = copy_with_log(filled, tmp_path)
+    log = copy.with_name("chats.sqlite-wal").read_bytes()
+    copy.unlink()
+    if leave == "an empty file":
+        copy.touch()
+    with pytest.raises(HistoryCorruptError, match="write-ahead log"):
+        open_store(copy)
+    assert copy.with_name("chats.sqlite.corrupt-1-wal").read_bytes() == log
+    open_store(copy).close()
+
+
+def test_a_failed_open_gives_the_lock_back(filled):
+    text_file(filled)
+    for _ in range(2):
+        with contextlib.suppress(HistoryCorruptError):
+            open_store(filled).close()
+    with open_store(filled) as store:
+        store.commit([turn()])

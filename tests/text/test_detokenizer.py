@@ -1,0 +1,151 @@
+"""Deltas joined are the decoded text, cut at the stop string, and never hold half a character."""
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.text import IncrementalDetokenizer
+from tests.text.tokenizer_zoo import NAMES, ZOO
+
+names = st.sampled_from(NAMES)
+texts = st.text(st.sampled_from("the cat \u4e2d\u00e9\u2581\U0001f642\n.<s>ab\ufffd"), max_size=30) | st.text(
+    max_size=20
+)
+
+
+@st.composite
+def replies(draw):
+    """A tokenizer and ids: of a text, at random, or both mixed; some ids lie outside the vocabulary."""
+    tokenizer = ZOO[draw(names)]
+    parts = draw(
+        st.lists(
+            texts.map(lambda text: tokenizer.encode(text, add_bos=False))
+            | st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=12),
+            max_size=3,
+        )
+    )
+    return tokenizer, [token_id for part in parts for token_id in part]
+
+
+def stream(tokenizer, token_ids, stop=()):
+    """The deltas, how many ids it took, and the stop string."""
+    detokenizer = IncrementalDetokenizer(tokenizer, stop)
+    deltas = []
+    num_pushed = 0
+    for token_id in token_ids:
+        num_pushed += 1
+        deltas.append(detokenizer.push(token_id))
+        if detokenizer.stop_string is not None:
+            break
+    deltas.append(detokenizer.flush())
+    assert detokenizer.text == "".join(deltas)
+    return deltas, num_pushed, detokenizer.stop_string
+
+
+@settings(max_examples=600, deadline=None)
+@given(replies())
+@example((ZOO["byte_fallback"], [1, 259, 259, 3 + 0xE4, 3 + 0xB8, 3 + 0xAD, 3 + 0xFF, 275, 2]))
+@example((ZOO["byte_fallback"], [10_000, 282, 282]))
+@example((ZOO["bytes"], [0xE4, 0xB8, 0x41, 0xFF, 0xF0, 0x9F]))
+def test_deltas_join_to_the_decoded_text(reply):
+    tokenizer, token_ids = reply
+    deltas, _, _ = stream(tokenizer, token_ids)
+    expected = tokenizer.decode(token_ids)
+    assert "".join(deltas) == expected
+    # The library's own view of the same ids.
+    assert expected == tokenizer._backend.decode(token_ids, skip_special_tokens=True)
+
+
+def expected_stop(tokenizer, token_ids, stop):
+    """By decoding every prefix anew: (text, ids used, stop string)."""
+    for num_pushed in range(1, len(token_ids) + 1):
+        text = tokenizer.decode(token_ids[:num_pushed])
+        if num_pushed < len(token_ids):
+            text = text.rstrip("\ufffd")
+        # A stop string completes with the shortest beginning of the text that holds one.
+        for end in range(len(text) + 1):
+            ended = [string for string in stop if text[:end].endswith(string)]
+            if ended:
+                string = max(ended, key=len)
+                return text[: end - len(string)], num_pushed, string
+    return tokenizer.decode(token_ids), len(token_ids), None
+
+
+@settings(max_examples=600, deadline=None)
+@given(replies(), st.data())
+def test_text_ends_just_before_the_stop_string(reply, data):
+    tokenizer, token_ids = reply
+    text = tokenizer.decode(token_ids)
+    spans = st.integers(0, max(len(text) - 1, 0)).flatmap(
+        lambda at: st.integers(1, 6).map(lambda size: text[at : at + size] or "x")
+    )
+    stop = data.draw(st.lists(spans | st.text("the cab", min_size=1, max_size=4), min_size=1, max_size=3))
+    # U+FFFD is what a broken character decodes to for now, so it cannot be looked for while it may heal.
+    stop = [string for string in stop if "\ufffd" not in string]
+    deltas, num_pushed, stop_string = stream(tokenizer, token_ids, stop)
+    assert ("".join(deltas), num_pushed, stop_string) == expected_stop(tokenizer, token_ids, stop)
+
+
+@settings(max_examples=200, deadline=None)
+@given(names, texts.filter(lambda text: "\ufffd" not in text))
+def test_valid_text_streams_without_a_broken_character(name, text):
+    tokenizer = ZOO[name]
+    token_ids = tokenizer.encode(text, add_bos=False)
+    deltas, _, _ = stream(tokenizer, token_ids)
+    assert "\ufffd" not in "".join(deltas)
+
+
+def test_text_comes_as_early_as_it_can():
+    tokenizer = ZOO["bytes"]
+    deltas, _, _ = stream(tokenizer, list("a\u4e2db".encode()))
+    assert deltas == ["a", "", "", "\u4e2d", "b", ""]
+    deltas, _, _ = stream(tokenizer, list(b"xENyEN"), ["END"])
+    assert deltas == ["x", "", "", "ENy", "", "", "EN"]
+    deltas, _, stop_string = stream(tokenizer, list(b"xENDy"), ["END"])
+    assert (deltas, stop_string) == (["x", "", "", "", ""], "END")
+
+
+def test_a_stop_string_in_bytes_completes_with_its_last_byte():
+    tokenizer = ZOO["byte_fallback"]
+    token_ids = [tokenizer._backend.token_to_id(f"<0x{byte:02X}>") for byte in "a\u00e9b".encode()]
+    deltas, num_pushed, stop_string = stream(tokenizer, token_ids, ["\u00e9"])
+    assert ("".join(deltas), num_pushed, stop_string) == ("a", 3, "\u00e9")
+
+
+def test_the_stop_string_that_completes_first_wins_and_of_those_the_longest():
+    tokenizer = ZOO["bytes"]
+    for stop, expected in (
+        (["abc", "b"], ("xa", "b")),
+        (["bc", "abc"], ("x", "abc")),
+        (["c", "abcd"], ("xab", "c")),
+    ):
+        deltas, _, stop_string = stream(tokenizer, list(b"xabcd"), stop)
+        assert ("".join(deltas), stop_string) == expected
+
+
+def test_below_the_least_length_a_stop_string_is_text():
+    detokenizer = IncrementalDetokenizer(ZOO["bytes"], ["aa"])
+    deltas = [detokenizer.push(byte, may_stop=at >= 3) for at, byte in enumerate(b"xaaaab")]
+    # The third "a" is the first that may complete it, with the second before it.
+    assert ("".join(deltas), detokenizer.stop_string) == ("xa", "aa")
+
+
+def test_nothing_comes_after_a_stop_string():
+    detokenizer = IncrementalDetokenizer(ZOO["bytes"], ["b"])
+    assert [detokenizer.push(byte) for byte in b"abc"] == ["a", "", ""]
+    assert detokenizer.flush() == ""
+    assert detokenizer.text == "a"
+
+
+def test_special_tokens_are_no_text_and_keep_the_space_behind_them():
+    tokenizer = ZOO["byte_fallback"]
+    the = tokenizer._backend.token_to_id("\u2581the")
+    deltas, _, _ = stream(tokenizer, [tokenizer.bos_id, the, tokenizer.eos_id, the])
+    assert "".join(deltas) == "the the"
+
+
+@pytest.mark.parametrize("stop", ["abc", [""], ["a", ""], [None], [b"a"]])
+def test_stop_strings_that_cannot_work(stop):
+    with pytest.raises(InvalidRequestError, match=r"^stop"):
+        IncrementalDetokenizer(ZOO["bytes"], stop)

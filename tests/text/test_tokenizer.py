@@ -1,0 +1,157 @@
+"""Ids, beginning-of-sequence tokens, fingerprints, and tokenizers read from model directories."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pensieve_jax.core.errors import ConfigError, InvalidRequestError
+from pensieve_jax.text import Tokenizer, byte_tokenizer, load_tokenizer
+from tests.text.tokenizer_zoo import NAMES, ZOO, byte_level_backend, metaspace_backend
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text())
+def test_byte_tokenizer_ids_are_bytes(text):
+    tokenizer = byte_tokenizer()
+    markers = ("<bos>", "<eos>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
+    if not any(marker in text for marker in markers):
+        assert tokenizer.encode(text, add_bos=False) == list(text.encode())
+        assert tokenizer.decode(list(text.encode())) == text
+
+
+def test_byte_tokenizer_fits_the_tiny_presets():
+    tokenizer = byte_tokenizer()
+    assert tokenizer.vocab_size == 262
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (256, 257)
+    assert tokenizer.special_ids == frozenset(range(256, 262))
+    assert tokenizer.encode("<|end|>", add_bos=False) == [261]
+    assert tokenizer.decode([104, 319, 261, 105]) == "hi"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bos_stands_once_and_only_where_it_is_asked_for(name):
+    tokenizer = ZOO[name]
+    wants_bos = name != "byte_level"  # the only one of them without a post-processor or a wish of its own
+    assert tokenizer.wants_bos == wants_bos
+    expected = [tokenizer.bos_id] if wants_bos else []
+    plain = tokenizer.encode("the cat", add_bos=False)
+    assert tokenizer.bos_id not in plain
+    assert tokenizer.encode("the cat", add_bos=True) == expected + plain
+    assert tokenizer.encode(f"{tokenizer.bos_token}", add_bos=True) == [tokenizer.bos_id]
+    assert tokenizer.encode("", add_bos=True) == expected
+
+
+def test_text_behind_other_text_gets_no_space_of_its_own():
+    tokenizer = ZOO["metaspace"]
+    assert tokenizer.decode_raw(tokenizer.encode("cat", add_bos=False)) == "cat"
+    spelled = [tokenizer.token_text(i) for i in tokenizer.encode("cat", add_bos=False)]
+    assert spelled == ["\u2581", "c", "a", "t"]
+    after = [tokenizer.token_text(i) for i in tokenizer.encode_after(None, "cat")]
+    assert after == ["c", "a", "t"]
+    assert tokenizer.encode_after(tokenizer.eos_id, "") == []
+
+
+def test_truncation_and_padding_of_the_file_are_off():
+    backend = byte_level_backend()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    assert len(Tokenizer(backend).encode("the cat sat on the mat", add_bos=False)) > 4
+    assert len(Tokenizer(backend).encode("a", add_bos=False)) == 1
+
+
+@pytest.mark.parametrize("text", ["\ud800", None, b"a", 3])
+def test_what_is_no_text_is_refused(text):
+    with pytest.raises(InvalidRequestError, match="prompt"):
+        byte_tokenizer().encode(text, add_bos=False)
+
+
+def test_fingerprint_names_the_meaning_of_ids():
+    def make(**options):
+        return Tokenizer(byte_level_backend(), **{"bos_token": "<s>", "eos_token": "</s>", **options})
+
+    same = make().fingerprint
+    assert same == make(chat_template="other").fingerprint
+    others = [
+        make(bos_token=None),
+        make(wants_bos=True),
+        Tokenizer(byte_level_backend(("</s>", "<s>")), bos_token="<s>", eos_token="</s>"),
+        byte_tokenizer(),
+    ]
+    assert len({same, *(tokenizer.fingerprint for tokenizer in others)}) == 5
+
+
+def test_a_bos_outside_the_vocabulary_is_none():
+    tokenizer = Tokenizer(byte_level_backend(), bos_token="[CLS]", wants_bos=True)
+    assert (tokenizer.bos_token, tokenizer.bos_id, tokenizer.wants_bos) == (None, None, False)
+
+
+# --- model directories
+
+
+def write(directory, **files):
+    for name, value in files.items():
+        content = value if isinstance(value, str) else json.dumps(value)
+        (directory / name.replace("__", ".")).write_text(content, encoding="utf-8")
+
+
+def test_a_directory_without_a_tokenizer(tmp_path):
+    write(tmp_path, config__json={})
+    assert load_tokenizer(tmp_path) is None
+
+
+def test_tokenizer_json_with_its_configuration(tmp_path):
+    metaspace_backend().save(str(tmp_path / "tokenizer.json"))
+    write(
+        tmp_path,
+        tokenizer_config__json={
+            "bos_token": {"content": "<s>", "lstrip": False},
+            "eos_token": "</s>",
+            "chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}],
+        },
+    )
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.wants_bos) == (1, 2, True)
+    assert tokenizer.chat_template == "D"
+    assert tokenizer.fingerprint == ZOO["byte_fallback"].fingerprint
+    write(tmp_path, chat_template__jinja="J")
+    assert load_tokenizer(tmp_path).chat_template == "J"
+
+
+def test_special_tokens_map_fills_in_and_add_bos_token_decides(tmp_path):
+    byte_level_backend().save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, special_tokens_map__json={"bos_token": "<s>", "eos_token": {"content": "</s>"}})
+    assert load_tokenizer(tmp_path).wants_bos is False
+    write(tmp_path, tokenizer_config__json={"add_bos_token": True})
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.wants_bos) == ("<s>", "</s>", True)
+    assert tokenizer.chat_template is None
+
+
+def test_vocab_and_merges_stand_in_for_tokenizer_json(tmp_path):
+    backend = byte_level_backend()
+    backend.model.save(str(tmp_path))
+    write(tmp_path, tokenizer_config__json={"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True})
+    tokenizer = load_tokenizer(tmp_path)
+    expected = Tokenizer(backend, bos_token="<s>", eos_token="</s>", wants_bos=True)
+    text = "the cat</s> sat w\u00f6rld \u4e2d"
+    assert tokenizer.encode(text, add_bos=True) == expected.encode(text, add_bos=True)
+    assert tokenizer.decode(expected.encode(text, add_bos=True)) == "the cat sat w\u00f6rld \u4e2d"
+    assert tokenizer.fingerprint == expected.fingerprint
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer__json": "{"},
+        {"tokenizer__json": "{}"},
+        {"vocab__json": "[]", "merges__txt": "a b"},
+        {"tokenizer_config__json": "nonsense"},
+        {"tokenizer_config__json": "[1]"},
+    ],
+)
+def test_unreadable_files_are_named(tmp_path, files):
+    write(tmp_path, **files)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        load_tokenizer(tmp_path)
