@@ -46,10 +46,9 @@ class ModelConfig:
     """A decoder-only transformer. Hashable, so that it can be a static argument of a compiled step.
 
     `activation` is the MLP's (Llama: silu, gated). `word_embed_dim`, `pre_norm`, `final_norm`,
-    `norm_affine` are OPT's: width of the embedding table when it differs from `hidden_size`, layer
-    norm before each block or after it, the norm after the last layer, and whether norms have
-    weights. `dtype` is the checkpoint's, not necessarily what the model runs in.
-    `initializer_range` is the standard deviation of random weights, `initial_norm_scale` the scale of
+    `norm_affine` are OPT's: width of the token table (0: `hidden_size`), layer norm before each block or
+    after it, the norm after the last layer, and whether norms have weights. `dtype` is the
+    checkpoint's, not necessarily what the model runs in. `initializer_range` is the standard deviation of random weights, `initial_norm_scale` the scale of
     their last norm, which widens the gaps between logits.
     """
 
@@ -79,12 +78,11 @@ class ModelConfig:
     initial_norm_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """Fill `word_embed_dim` and check what no implementation could run."""
-        if self.word_embed_dim == 0:
-            object.__setattr__(self, "word_embed_dim", self.hidden_size)
+        """Check what no implementation could run."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type is int and (not isinstance(value, int) or value < 1):
+            least = 0 if field.name == "word_embed_dim" else 1
+            if field.type is int and (not isinstance(value, int) or value < least):
                 raise UnsupportedModelError(f"{field.name}={value!r} must be a positive integer")
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
@@ -105,6 +103,11 @@ class ModelConfig:
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def embed_width(self) -> int:
+        """Width of the token table."""
+        return self.word_embed_dim or self.hidden_size
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `from_json` turns back into an equal config."""

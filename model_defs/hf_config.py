@@ -59,7 +59,7 @@ def parse_hf_config(values: dict[str, Any], generation: dict[str, Any] | None = 
 
 
 def _architecture(values: dict[str, Any]) -> str:
-    """Ours ("opt" or "llama") for theirs, from `architectures`, or from `model_type` where that is missing."""
+    """Our name for theirs: from `architectures`, or from `model_type` where that is missing."""
     names = values.get("architectures") or []
     model_type = values.get("model_type")
     if names:
@@ -83,6 +83,7 @@ def _opt(values: dict[str, Any], common: dict[str, Any]) -> ModelConfig:
         )
     pre_norm = _boolean(values, "do_layer_norm_before", True)
     bias = _boolean(values, "enable_bias", True)
+    width = _integer(values, "word_embed_proj_dim", hidden_size)
     return ModelConfig(
         **common,
         num_kv_heads=num_heads,
@@ -92,7 +93,7 @@ def _opt(values: dict[str, Any], common: dict[str, Any]) -> ModelConfig:
         activation=_choice(values, "activation_function", "relu", _OPT_ACTIVATIONS),
         attention_bias=bias,
         mlp_bias=bias,
-        word_embed_dim=_integer(values, "word_embed_proj_dim", hidden_size),
+        word_embed_dim=0 if width == hidden_size else width,
         pre_norm=pre_norm,
         final_norm=pre_norm and not _boolean(values, "_remove_final_layer_norm", False),
         norm_affine=_boolean(values, "layer_norm_elementwise_affine", True),

@@ -1,18 +1,24 @@
 """Filling a model from the tensors of a Hugging Face checkpoint.
 
 Owns the check that a checkpoint is exactly what the config asks for, made on headers before any data is
-read. Each parameter is assembled on the host from one to three tensors, as hf_recipes says, and put on
-its devices, one at a time. Called by loading.
+read. Each parameter is made of one to three tensors, as hf_recipes says, which go to the devices as the
+file has them and are cast, transposed and fused there, one parameter at a time. Called by loading.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from model_defs.config import ModelConfig
 from model_defs.errors import CheckpointError
 from model_defs.hf_recipes import Recipe, recipe
 from model_defs.parameters import Filler, Parameter
 from model_defs.safetensors_reader import TensorEntry
+from model_defs.sharding import TENSOR_AXIS
 
 _PREFIX = {"llama": "model.", "opt": "model.decoder."}
 _MAX_NAMES_SHOWN = 8
@@ -28,18 +34,33 @@ def hf_filler(entries: dict[str, TensorEntry], config: ModelConfig, parameter_na
     _check(by_short_name, recipes, config)
 
     def fill(name: str, parameter: Parameter) -> jax.Array:
-        target = parameter.get_value()
-        bits = np.dtype(f"u{target.dtype.itemsize}")
-        parts = [
-            by_short_name[short].read().astype(target.dtype, copy=False).view(bits)
-            for short in recipes[name].names
-        ]
-        # A lowered context length takes the first rows of a position table; else this slices nothing.
-        whole = recipes[name].assemble(*parts)[tuple(slice(size) for size in target.shape)]
-        value = np.array(whole, order="C", copy=True).view(target.dtype)  # never a view of the file
-        return jax.device_put(value, target.sharding).block_until_ready()
+        target, recipe_ = parameter.get_value(), recipes[name]
+        sharding, assemble = target.sharding, recipe_.assemble
+        if assemble is not None:
+            axes = [None] * (recipe_.split_axis or 0) + [TENSOR_AXIS] * (recipe_.split_axis is not None)
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*axes))
+        parts = []
+        for short in recipe_.names:
+            tensor = by_short_name[short].read()
+            if name == "position_table":
+                tensor = tensor[: target.shape[0]]  # a lowered context length takes the first rows
+            # A copy, because on a CPU the device's array may be the host's: never a view of the file.
+            parts.append(jax.device_put(np.array(tensor), sharding))
+        return _assembler(assemble, target.dtype, target.sharding)(*parts).block_until_ready()
 
     return fill
+
+
+@functools.lru_cache(maxsize=64)
+def _assembler(
+    assemble: Callable[..., jax.Array] | None, dtype: jnp.dtype, sharding: NamedSharding
+) -> Callable[..., jax.Array]:
+    """The compiled assembly of a recipe, cast included."""
+
+    def run(*parts: jax.Array) -> jax.Array:
+        return (parts[0] if assemble is None else assemble(*parts)).astype(dtype)
+
+    return jax.jit(run, out_shardings=sharding)
 
 
 def _short(name: str) -> str:

@@ -53,7 +53,7 @@ class OPT(nnx.Module):
         config = build.config
         self.config: ModelConfig = config
         self.build = build
-        width, hidden = config.word_embed_dim, config.hidden_size
+        width, hidden = config.embed_width, config.hidden_size
         self.embed = Embedding(build, width)
         self.position_table = declare(build, (config.max_position_embeddings + POSITION_OFFSET, hidden))
         self.project_in = None if width == hidden else Linear(build, (width,), (hidden,))

@@ -1,8 +1,9 @@
 """Saving a model as an Orbax directory and restoring it, onto any mesh.
 
 Owns the layout of such a directory: `params/` (Orbax, sharded arrays, nested by parameter name) and
-model_config.json (the config, the digest of the weights' origin), which is written last and so marks a
-finished save. Tokenizer files are copied by the script, not here. Called by loading and convert_checkpoint.
+model_config.json (the config, the digest of the weights' origin, the size of every file), which is
+written last and so marks a finished save. Tokenizer files are copied by the script, not here. Called by
+loading and convert_checkpoint.
 """
 
 import json
@@ -41,6 +42,7 @@ def save_parameters(model: Model, directory: str | Path, *, weights_digest: str)
         "format_version": FORMAT_VERSION,
         "config": model.config.to_json() | {"dtype": str(dtype)},
         "weights_digest": weights_digest,
+        "files_bytes": _files_bytes(root),
     }
     (root / MODEL_CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
@@ -49,25 +51,17 @@ def restore_parameters(model: Model, directory: str | Path, progress: Progress |
     """Fill the abstract `model` from `directory`, cast to its dtype and placed in its sharding.
 
     The context length may be lower than the saved one. Raises CheckpointError naming parameters that
-    are missing, extra or misshapen, or when the data cannot be read.
+    are missing, extra or misshapen, or files that are missing or truncated.
     """
     root = Path(directory).absolute()
-    version = read_json(root / MODEL_CONFIG_FILE).get("format_version")
-    if version != FORMAT_VERSION:
-        raise CheckpointError(f"{root} has format version {version!r}, this code reads {FORMAT_VERSION}")
+    _check_files(root)
     parameters = dict(named_parameters(model))
     with ocp.StandardCheckpointer() as checkpointer:
-        try:
-            saved = _flatten(checkpointer.metadata(root / PARAMS_DIRECTORY).item_metadata.tree)
-        except (FileNotFoundError, AttributeError, ValueError) as error:
-            raise CheckpointError(f"{root / PARAMS_DIRECTORY} is no Orbax checkpoint: {error}") from error
+        saved = _flatten(checkpointer.metadata(root / PARAMS_DIRECTORY).item_metadata.tree)
         targets: dict[str, Any] = {}
         for name, target in _checked_targets(parameters, saved, root).items():
             _insert(targets, name, target)
-        try:
-            restored = _flatten(checkpointer.restore(root / PARAMS_DIRECTORY, targets))
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{root / PARAMS_DIRECTORY} cannot be read: {error}") from error
+        restored = _flatten(checkpointer.restore(root / PARAMS_DIRECTORY, targets))
     for done, (name, parameter) in enumerate(parameters.items(), start=1):
         wanted = parameter.get_value()
         value = restored.pop(name)
@@ -76,6 +70,28 @@ def restore_parameters(model: Model, directory: str | Path, progress: Progress |
         parameter.set_value(value)
         if progress is not None:
             progress(done, len(parameters), name)
+
+
+def _files_bytes(root: Path) -> dict[str, int]:
+    """Size of every file below `params/`, by its path."""
+    paths = sorted(path for path in (root / PARAMS_DIRECTORY).rglob("*") if path.is_file())
+    return {path.relative_to(root).as_posix(): path.stat().st_size for path in paths}
+
+
+def _check_files(root: Path) -> None:
+    """Raise CheckpointError unless the save has our format and its files are all there, in full length.
+
+    Orbax reports damage with an untyped exception deep in a read, if at all.
+    """
+    values = read_json(root / MODEL_CONFIG_FILE)
+    if values.get("format_version") != FORMAT_VERSION:
+        found = values.get("format_version")
+        raise CheckpointError(f"{root} has format version {found!r}, this code reads {FORMAT_VERSION}")
+    found_bytes = _files_bytes(root)
+    for name, num_bytes in values["files_bytes"].items():
+        if found_bytes.get(name) != num_bytes:
+            state = f"has {found_bytes[name]} bytes" if name in found_bytes else "is missing"
+            raise CheckpointError(f"{root / name} {state}, {num_bytes} bytes were saved; copy it again")
 
 
 def _checked_targets(

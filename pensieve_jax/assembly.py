@@ -131,8 +131,7 @@ def resolve_model(model: str) -> str:
 def _tokenizer(source: str, model_config: ModelConfig) -> Tokenizer | None:
     """The directory's own; bytes for random models that have room for them; else none."""
     if source.startswith(_RANDOM):
-        tokenizer = byte_tokenizer()
-        return tokenizer if "tiny" in source else None
+        return byte_tokenizer() if source.endswith("-tiny") else None
     tokenizer = load_tokenizer(source)
     if tokenizer is not None and tokenizer.vocab_size > model_config.vocab_size:
         raise ConfigError(

@@ -6,11 +6,12 @@ Does not know: batches, pages, or devices; it drives an `Engine`, from one threa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import numpy as np
 from tqdm import tqdm
 
 from pensieve_jax.assembly import DEFAULT_MODEL, assemble
@@ -109,7 +110,7 @@ class LLM:
         if isinstance(prompts, str):
             raise InvalidRequestError("prompts", prompts, "a list of prompts", "put the prompt into a list")
         params = _one_each("sampling_params", sampling_params, SamplingParams(), len(prompts))
-        ids = _one_each("conversation_ids", conversation_ids, None, len(prompts))
+        ids: list[str | None] = _one_each("conversation_ids", conversation_ids, None, len(prompts))
         specs = [
             TurnSpec(self._encode(prompt, conversation_id, i), one, conversation_id)
             for i, (prompt, one, conversation_id) in enumerate(zip(prompts, params, ids, strict=True))
@@ -207,10 +208,10 @@ class LLM:
 
     def _encode(self, prompt: Prompt, conversation_id: str | None, index: int | None) -> Sequence[int]:
         field = "prompt" if index is None else f"prompts[{index}]"
+        if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str):
+            return list(prompt)
         if not isinstance(prompt, str):
-            if not isinstance(prompt, Sequence):
-                raise InvalidRequestError(field, prompt, "text or a list of token ids")
-            return prompt
+            raise InvalidRequestError(field, prompt, "text or a list of token ids")
         if self.tokenizer is None:
             raise TokenizerMissingError
         if not prompt:
@@ -308,16 +309,15 @@ class Stream(Iterator[Delta]):
             self._engine.cancel(self._turn)
 
 
-def _one_each[T](field: str, given: T | Iterable[T] | None, default: T, count: int) -> list[T]:
-    """`given` for each of `count` prompts."""
+def _one_each[T](field: str, given: T | Sequence[T] | None, default: T, count: int) -> list[T]:
+    """`given` for each of `count` prompts: one value for all of them, or a sequence of that length."""
     if given is None:
         return [default] * count
     if isinstance(given, SamplingParams):
-        return [given] * count  # type: ignore[list-item]
-    each = list(given) if not isinstance(given, str) and isinstance(given, Iterable) else None
-    if each is None or len(each) != count:
+        return [given] * count
+    if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != count:
         raise InvalidRequestError(field, given, f"one for each of the {count} prompts")
-    return each
+    return list(given)
 
 
 def _result(turn: Turn) -> Output:

@@ -50,7 +50,7 @@ _ROPE_YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 4.0,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 12,
 }
 _GQA = {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 24}
 

@@ -20,6 +20,7 @@ class TileClass:
       num_stages: depth of the software pipeline.
       min_split_kv: keys below which a tile's key range is never split.
       target_programs: programs, over all KV heads, beyond which splitting further gains nothing.
+      whole_loop: blocks that every query sees whole take a loop of their own, without masks.
     """
 
     rows: int
@@ -28,6 +29,7 @@ class TileClass:
     num_stages: int
     min_split_kv: int
     target_programs: int
+    whole_loop: bool = True
 
 
 @dataclass(frozen=True)

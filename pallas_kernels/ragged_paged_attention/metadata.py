@@ -126,7 +126,19 @@ def make_tile_spec(
             itemsize=jnp.dtype(dtype).itemsize,
         )
     group = num_q_heads // num_kv_heads
+    if backend == "pallas_triton":
+        _check_blocks(blocks, group)
     return TileSpec(num_tokens, max_num_seqs, group, num_kv_heads, page_size, backend, blocks)
+
+
+def _check_blocks(blocks: BlockSizes, group: int) -> None:
+    rows = [tile_class.rows for tile_class in blocks.classes]
+    if not rows or rows != sorted(set(rows)) or rows[0] < max(group, MERGE_ROWS):
+        limit = f"tile rows must ascend from at least {max(group, MERGE_ROWS)}, for {group} query heads per KV head"
+        raise AttentionArgumentError("blocks", rows, limit)
+    for value in rows + [tile_class.block_kv for tile_class in blocks.classes]:
+        if value < 16 or value & (value - 1):
+            raise AttentionArgumentError("blocks", value, "rows and block_kv must be powers of two from 16")
 
 
 def build_tiles(

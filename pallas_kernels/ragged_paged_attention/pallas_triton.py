@@ -116,6 +116,7 @@ def _attention_kernel(
     tile_class = spec.blocks.classes[index]
     num_rows, block_kv, head_dim = tile_class.rows, tile_class.block_kv, q_ref.shape[1]
     group, page_size = spec.group, spec.page_size
+    page_bits = page_size.bit_length() - 1  # shifts, because // rounds towards minus infinity at some cost
     exp2 = functools.partial(_exp2, interpret=interpret)
     head, tile = pl.program_id(0), pl.program_id(1)
 
@@ -124,26 +125,26 @@ def _attention_kernel(
         first = spec.tiles_offset(index) + tile * NUM_FIELDS
         token, num_tokens, position = (tiles_ref[first + f] for f in (TOKEN, NUM_TOKENS, POSITION))
         kv_begin, kv_end, slot = (tiles_ref[first + f] for f in (KV_BEGIN, KV_END, SLOT))
-        first_page = jnp.minimum(tiles_ref[first + ROW], spec.max_num_seqs - 1) * pages_per_seq
-        last_column = jnp.maximum(kv_end - 1, 0) // page_size
+        first_page = tiles_ref[first + ROW] * pages_per_seq
+        last_column = jnp.maximum(kv_end - 1, 0) >> page_bits
 
         rows = jnp.arange(num_rows)
         lanes = jnp.arange(head_dim)[None, :]
-        q_tokens = rows // group
+        q_tokens = jax.lax.div(rows, group)
         is_row = q_tokens < num_tokens
-        q_rows = (token + q_tokens) * (spec.num_kv_heads * group) + head * group + rows % group
+        q_rows = (token + q_tokens) * (spec.num_kv_heads * group) + head * group + jax.lax.rem(rows, group)
         q = plgpu.load(q_ref.at[q_rows[:, None], lanes], mask=is_row[:, None], other=0.0)
 
         def load_pages(start: Any) -> Any:
             # Never past the range: a page id behind it may be anything. One id where a block lies in one page.
             keys = start + jnp.arange(block_kv) if page_size % block_kv else start
-            return pages_ref[first_page + jnp.minimum(keys // page_size, last_column)]
+            return pages_ref[first_page + jnp.minimum(keys >> page_bits, last_column)]
 
         def step(i: Any, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
             m, l, acc, pages = carry
             start = kv_begin + i * block_kv
             keys = start + jnp.arange(block_kv)
-            kv_rows = (pages * page_size + keys % page_size) * (2 * spec.num_kv_heads) + 2 * head
+            kv_rows = ((pages << page_bits) + (keys & (page_size - 1))) * (2 * spec.num_kv_heads) + 2 * head
             next_pages = load_pages(start + block_kv)
             load = functools.partial(_load_rows, mask=(keys < kv_end)[:, None] if masked else None)
             scores = _dot(q, load(kv_ref.at[kv_rows[:, None], lanes]), contract_b=1)
@@ -159,14 +160,16 @@ def _attention_kernel(
             return m_new, l * alpha + weights.sum(axis=1), acc, next_pages
 
         num_blocks = pl.cdiv(kv_end - kv_begin, block_kv)
-        num_whole = jnp.maximum(jnp.minimum(position + 1, kv_end) - kv_begin, 0) // block_kv
         carry = (
             jnp.full((num_rows,), _MASKED, jnp.float32),
             jnp.zeros((num_rows,), jnp.float32),
             jnp.zeros((num_rows, head_dim), jnp.float32),
             load_pages(kv_begin),
         )
-        carry = jax.lax.fori_loop(0, num_whole, functools.partial(step, masked=False), carry)
+        num_whole = 0
+        if tile_class.whole_loop:
+            num_whole = jnp.maximum(jnp.minimum(position + 1, kv_end) - kv_begin, 0) // block_kv
+            carry = jax.lax.fori_loop(0, num_whole, functools.partial(step, masked=False), carry)
         m, l, acc, _ = jax.lax.fori_loop(num_whole, num_blocks, functools.partial(step, masked=True), carry)
         l = jnp.where(l == 0, 1, l)  # the pseudo row has no keys; its result is zero
         acc = acc / l[:, None]
@@ -198,7 +201,7 @@ def _merge_kernel(
         partial_row, stride = tiles_ref[first + MERGE_PARTIAL] + head * class_rows, spec.num_kv_heads * class_rows
         rows = tiles_ref[first + MERGE_FIRST_ROW] + jnp.arange(MERGE_ROWS)
         lanes = jnp.arange(head_dim)[None, :]
-        q_tokens = rows // group
+        q_tokens = jax.lax.div(rows, group)
         is_row = q_tokens < num_tokens
 
         parts = jnp.arange(MAX_NUM_SPLITS)[:, None]
@@ -222,7 +225,7 @@ def _merge_kernel(
 
         acc = jnp.zeros((MERGE_ROWS, head_dim), jnp.float32)
         acc = jax.lax.fori_loop(0, pl.cdiv(num_splits, _MERGE_UNROLL), step, acc) / total[:, None]
-        q_rows = (token + q_tokens) * (spec.num_kv_heads * group) + head * group + rows % group
+        q_rows = (token + q_tokens) * (spec.num_kv_heads * group) + head * group + jax.lax.rem(rows, group)
         plgpu.store(out_ref.at[q_rows[:, None], lanes], acc.astype(out_ref.dtype), mask=is_row[:, None])
 
 

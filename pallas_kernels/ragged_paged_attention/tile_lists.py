@@ -105,7 +105,8 @@ def _class_lists(
     order = xp.argsort((-(width // block_kv)).astype(np.int16), stable=True)
     tile, part, kv_begin = tile.take(order), part.take(order), kv_begin.take(order)
     slot = xp.where(num_slots.take(tile) > 0, slot_begin.take(tile) + part, -1)
-    q_tiles = _table(xp, [row, token, num_tokens, position])
+    real_row = row * (row < len(q_lens) - 1)  # the pseudo row reads no page; row 0 always has some
+    q_tiles = _table(xp, [real_row, token, num_tokens, position])
     tiles = _table(xp, [kv_begin, kv_begin + width.take(order), slot], q_tiles.take(tile, axis=0))
     # Merges: one per MERGE_ROWS query rows of a split tile.
     blocks = (num_slots > 0) * -(-num_tokens * spec.group // MERGE_ROWS)

@@ -80,7 +80,11 @@ class CacheManager:
         return available
 
     def begin_step(self) -> None:
-        """Start a scheduling pass: the order of victims is made afresh when the first is needed."""
+        """Start a scheduling pass: the order of victims is made afresh when the first is needed.
+
+        Conversations that go idle within the pass were active just now: they come last, when the others
+        have nothing left.
+        """
         self._idle_victims = None
 
     def take_drops(self) -> tuple[tuple[str, int], ...]:
@@ -126,9 +130,11 @@ class CacheManager:
 
     def fill(self, sequence: CachedSequence, start: int, end: int) -> None:
         """A step that computes tokens [start, end) was granted: their KV counts from here on."""
-        for chunk in sequence.chunks[start // self.chunk_tokens : -(-end // self.chunk_tokens)]:
+        for index in range(start // self.chunk_tokens, -(-end // self.chunk_tokens)):
+            chunk = sequence.chunks[index]
             if chunk.state is ChunkState.RESERVED:
                 self._apply(sequence, chunk, ChunkEvent.FILL)
+                sequence.on_filled(index)
         sequence.num_kv_tokens = max(sequence.num_kv_tokens, end)
 
     def suspend(self, sequence: CachedSequence) -> None:
@@ -144,7 +150,7 @@ class CacheManager:
         """The device pools were rebuilt: every chunk is dropped."""
         for sequence in self._sequences:
             self._cancel_reserved(sequence)
-            for index in list(sequence.resident_indices()):
+            for index in sequence.resident_indices():
                 self._drop(sequence, index)
             if sequence.role is not Role.RUNNING:
                 self._trim(sequence)
@@ -155,8 +161,6 @@ class CacheManager:
         self._num_resident[sequence.role] -= sequence.num_resident
         self._num_resident[role] += sequence.num_resident
         sequence.role = role
-        if role is Role.IDLE:
-            self._idle_victims = None  # there is a new candidate; those that ceased to be are skipped
 
     def _unpin(self, sequence: CachedSequence, role: Role) -> None:
         self._cancel_reserved(sequence)
@@ -207,29 +211,27 @@ class CacheManager:
 
     def _reclaim(self, arrival: int) -> bool:
         """Drop the next victim group, idle chunks before those of later arrivals; False where none is."""
-        if self._idle_victims is None:
-            idle = [s for s in self._sequences if s.role is Role.IDLE and s.num_resident]
-            self._idle_victims = self._policy.victims(idle, self._clock.now())
-        for sequence, indices in self._idle_victims:
-            if sequence.role is Role.IDLE and self._drop_group(sequence, indices):
-                return True
-        queued = [s for s in self._sequences if s.role is Role.QUEUED and s.num_resident]
-        for sequence in sorted(queued, key=lambda s: -s.arrival):
-            assert sequence.arrival > arrival, "a queued request arrived before one that runs"
-            for _, indices in self._policy.victims([sequence], self._clock.now()):
-                if self._drop_group(sequence, indices):
+        while self._num_resident[Role.IDLE]:
+            if self._idle_victims is None:
+                idle = [s for s in self._sequences if s.role is Role.IDLE]
+                self._idle_victims = self._policy.victims(idle, self._clock.now())
+            for sequence, indices in self._idle_victims:
+                if sequence.role is Role.IDLE:
+                    self._drop_group(sequence, indices)
                     return True
-        return False
+            self._idle_victims = None
+        queued = [s for s in self._sequences if s.role is Role.QUEUED and s.num_resident]
+        if not queued:
+            return False
+        latest = max(queued, key=lambda s: s.arrival)
+        assert latest.arrival > arrival, "a queued request arrived before one that runs"
+        self._drop_group(latest, self._policy.frontier(latest))
+        return True
 
-    def _drop_group(self, sequence: CachedSequence, indices: Sequence[int]) -> bool:
-        """Drop a group, as far as it is still there: trimming may have taken some of it."""
-        live = [
-            i for i in indices if i < len(sequence.chunks) and sequence.chunks[i].state is ChunkState.ON_GPU
-        ]
-        for index in live:
+    def _drop_group(self, sequence: CachedSequence, indices: Sequence[int]) -> None:
+        for index in indices:
             self._drop(sequence, index)
         self._trim(sequence)
-        return bool(live)
 
     def check_integrity(self) -> None:
         """Assert that states, pages, counts and roles agree, here and in the pool."""
@@ -246,7 +248,7 @@ class CacheManager:
                     owners[chunk.page] += 1
                 if chunk.state is ChunkState.RESERVED:
                     assert sequence.role is Role.RUNNING, "an unpinned sequence holds a reserved page"
-            assert sequence.num_resident == len(list(sequence.resident_indices()))
+            assert sequence.num_resident == len(sequence.resident_indices())
             num_resident[sequence.role] += sequence.num_resident
             num_computed_chunks = -(-sequence.num_kv_tokens // self.chunk_tokens)
             assert num_computed_chunks <= len(sequence.chunks), "computed tokens without a chunk"

@@ -1,15 +1,19 @@
 """Whose chunks go first: four orders behind one contract.
 
 Owns: the order of victims among unpinned sequences. A policy sees sequences and the time and yields
-victims; it counts nothing, frees nothing and keeps no state, so one iterator serves a whole step.
-Called by: `CacheManager`, which skips victims that were pinned since.
+victims; it counts nothing, frees nothing and keeps no state between passes.
+Called by: `CacheManager`, which drops a group before it asks for the next, and passes over sequences that
+were pinned since.
+
+A pass over thousands of conversations drops a few chunks: one number is computed for each of them, and only
+those that gave something are looked at again.
 """
 
 from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from pensieve_jax.cache.cost import CostModel
 from pensieve_jax.cache.sequence import CachedSequence
@@ -24,40 +28,33 @@ class EvictionPolicy(ABC):
 
     name: str
 
-    def victims(self, sequences: Iterable[CachedSequence], now_s: float) -> Iterator[VictimGroup]:
-        """Groups of chunks to drop together, lowest worth first; every resident chunk once.
+    def victims(self, sequences: Sequence[CachedSequence], now_s: float) -> Iterator[VictimGroup]:
+        """Groups of chunks to drop together, lowest worth first, until nothing is resident.
 
-        One frontier a sequence: its groups come in `groups` order, and sequences interleave by `worth` of
-        the group at their frontier. Ties fall to the sequence that was given first.
+        One frontier a sequence: `frontier` says what goes next of it, and sequences interleave by `worth`.
+        Ties fall to the sequence that was given first. The caller drops each group before it goes on; a
+        sequence whose group is still there when the iterator is resumed is passed over.
         """
-        frontier = []
-        for order, sequence in enumerate(sequences):
-            groups = self.groups(sequence)
-            group = next(groups, None)
-            if group is not None:
-                frontier.append((self.worth(sequence, group, now_s), order, sequence, group, groups))
-        heapq.heapify(frontier)
-        while frontier:
-            _, order, sequence, group, groups = frontier[0]
-            yield sequence, group
-            following = next(groups, None)
-            if following is None:
-                heapq.heappop(frontier)
+        worth = self.worth
+        heap = [(worth(s, now_s), order, s) for order, s in enumerate(sequences) if s.num_resident]
+        heapq.heapify(heap)
+        while heap:
+            _, order, sequence = heap[0]
+            num_resident = sequence.num_resident
+            if num_resident:
+                yield sequence, self.frontier(sequence)
+            if 0 < sequence.num_resident < num_resident:
+                heapq.heapreplace(heap, (worth(sequence, now_s), order, sequence))
             else:
-                worth = self.worth(sequence, following, now_s)
-                heapq.heapreplace(frontier, (worth, order, sequence, following, groups))
+                heapq.heappop(heap)
 
     @abstractmethod
-    def groups(self, sequence: CachedSequence) -> Iterator[Sequence[int]]:
-        """The sequence's resident chunks, in the order and the groups in which they go.
-
-        Lazy, because a step drops a few chunks and there are thousands; chunks may be dropped while the
-        iterator waits.
-        """
+    def frontier(self, sequence: CachedSequence) -> Sequence[int]:
+        """The chunks of a sequence that go next, together; it has at least one resident."""
 
     @abstractmethod
-    def worth(self, sequence: CachedSequence, group: Sequence[int], now_s: float) -> float:
-        """What keeping this group is worth; the lowest goes first."""
+    def worth(self, sequence: CachedSequence, now_s: float) -> float:
+        """What keeping the frontier of a sequence is worth; the lowest goes first."""
 
 
 class RetentionPolicy(EvictionPolicy):
@@ -69,21 +66,25 @@ class RetentionPolicy(EvictionPolicy):
         """Costs of chunks of `chunk_tokens`."""
         self._cost_model = cost_model
         self._chunk_tokens = chunk_tokens
+        self._costs_s: list[float] = []  # by chunk index
 
-    def groups(self, sequence: CachedSequence) -> Iterator[Sequence[int]]:
-        """One chunk at a time, leading first: the cost never decreases towards the tail."""
-        return ((i,) for i in sequence.resident_indices())
+    def frontier(self, sequence: CachedSequence) -> Sequence[int]:
+        """The leading chunk: the cost never decreases towards the tail."""
+        return (sequence.first_resident,)
 
-    def worth(self, sequence: CachedSequence, group: Sequence[int], now_s: float) -> float:
+    def worth(self, sequence: CachedSequence, now_s: float) -> float:
         """Seconds to recompute, over seconds since the conversation was active."""
-        idle_s = max(now_s - sequence.last_active_s, _MIN_IDLE_S)
-        return self._cost_model.chunk_cost_s((group[0] + 1) * self._chunk_tokens) / idle_s
+        index, costs_s = sequence.first_resident, self._costs_s
+        while index >= len(costs_s):
+            costs_s.append(self._cost_model.chunk_cost_s((len(costs_s) + 1) * self._chunk_tokens))
+        idle_s = now_s - sequence.last_active_s
+        return costs_s[index] / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
 
 
 class _LeastRecentlyUsed(EvictionPolicy):
     """Oldest activity first, whatever recomputing would cost."""
 
-    def worth(self, sequence: CachedSequence, group: Sequence[int], now_s: float) -> float:
+    def worth(self, sequence: CachedSequence, now_s: float) -> float:
         """When the conversation was last active, in seconds."""
         return sequence.last_active_s
 
@@ -93,9 +94,9 @@ class LruPolicy(_LeastRecentlyUsed):
 
     name = "lru"
 
-    def groups(self, sequence: CachedSequence) -> Iterator[Sequence[int]]:
-        """One chunk at a time, leading first."""
-        return ((i,) for i in sequence.resident_indices())
+    def frontier(self, sequence: CachedSequence) -> Sequence[int]:
+        """The leading chunk."""
+        return (sequence.first_resident,)
 
 
 class ConversationPolicy(_LeastRecentlyUsed):
@@ -103,10 +104,9 @@ class ConversationPolicy(_LeastRecentlyUsed):
 
     name = "conversation"
 
-    def groups(self, sequence: CachedSequence) -> Iterator[Sequence[int]]:
-        """All resident chunks in one group."""
-        if sequence.num_resident:
-            yield tuple(sequence.resident_indices())
+    def frontier(self, sequence: CachedSequence) -> Sequence[int]:
+        """All resident chunks."""
+        return sequence.resident_indices()
 
 
 class TrailingPolicy(_LeastRecentlyUsed):
@@ -114,9 +114,9 @@ class TrailingPolicy(_LeastRecentlyUsed):
 
     name = "trailing"
 
-    def groups(self, sequence: CachedSequence) -> Iterator[Sequence[int]]:
-        """One chunk at a time, the last first."""
-        return ((i,) for i in sequence.resident_indices(trailing=True))
+    def frontier(self, sequence: CachedSequence) -> Sequence[int]:
+        """The last chunk; an unpinned sequence's last chunk is never dropped."""
+        return (len(sequence.chunks) - 1,)
 
 
 def make_policy(name: str, cost_model: CostModel, chunk_tokens: int) -> EvictionPolicy:

@@ -11,7 +11,6 @@ partly valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import Enum
 
 import numpy as np
@@ -65,6 +64,7 @@ class CachedSequence:
         self.arrival = -1
         self.role = Role.IDLE
         self._page_row = np.zeros(16, np.int32)
+        self._first_resident = 0  # no chunk before it is on the gpu
 
     @property
     def page_row(self) -> np.ndarray:
@@ -78,12 +78,22 @@ class CachedSequence:
             self._page_row = np.concatenate([self._page_row, np.zeros_like(self._page_row)])
         self._page_row[index] = page
 
-    def resident_indices(self, *, trailing: bool = False) -> Iterator[int]:
-        """Chunks on the gpu, leading first or the last first; lazy, and safe where chunks go meanwhile."""
-        indices = range(len(self.chunks))
-        for i in reversed(indices) if trailing else indices:
-            if i < len(self.chunks) and self.chunks[i].state is ChunkState.ON_GPU:
-                yield i
+    def resident_indices(self) -> list[int]:
+        """Chunks on the gpu, leading first."""
+        return [i for i, chunk in enumerate(self.chunks) if chunk.state is ChunkState.ON_GPU]
+
+    @property
+    def first_resident(self) -> int:
+        """The leading chunk on the gpu; `len(chunks)` where none is. Cheap: the answer mostly moves on."""
+        i, chunks = self._first_resident, self.chunks
+        while i < len(chunks) and chunks[i].state is not ChunkState.ON_GPU:
+            i += 1
+        self._first_resident = i
+        return i
+
+    def on_filled(self, index: int) -> None:
+        """Chunk `index` is on the gpu now, perhaps before the leading one so far."""
+        self._first_resident = min(self._first_resident, index)
 
     def holes(self, chunk_tokens: int) -> list[tuple[int, int]]:
         """Token intervals below `num_kv_tokens` without valid KV, ascending and merged."""

@@ -16,6 +16,7 @@ class WallClock:
     """Seconds since the epoch, so that activity times survive a restart in the history store."""
 
     def __init__(self) -> None:
+        """Start with the first reading."""
         self._latest_s = 0.0
 
     def now(self) -> float:
@@ -28,6 +29,7 @@ class VirtualClock:
     """A clock that stands still until `advance` moves it."""
 
     def __init__(self, start_s: float = 0.0) -> None:
+        """Start at `start_s` seconds."""
         self._now_s = start_s
 
     def now(self) -> float:

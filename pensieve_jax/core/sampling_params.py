@@ -10,13 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
+from typing import Any
 
 from pensieve_jax.core.errors import InvalidRequestError
 
 MAX_SEED = 2**63 - 1
 
 
-def _check_number(name: str, value: object, low: float, high: float, limit: str) -> None:
+def _check_number(name: str, value: Any, low: float, high: float, limit: str) -> None:
     """Refuse what is no number, NaN, infinite or outside [low, high]."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not low <= value <= high:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -38,7 +37,7 @@ class _Total:
         self.value = 0
         self._lock = threading.Lock()  # JAX calls from whichever thread compiles
 
-    def on_event(self, event: str, _duration_s: float, **_: Any) -> None:
+    def on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         """Count one, if it is a compilation."""
         if event == _COMPILE_EVENT:
             with self._lock:

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
 from model_defs.attention import DenseAttention
 from model_defs.config import ModelConfig
+from model_defs.registry import Model
 from pensieve_jax.core.errors import ContextLengthError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine import sampler
@@ -46,7 +46,7 @@ class Replay(NamedTuple):
 class DenseReference:
     """The oracle for one model."""
 
-    def __init__(self, model: nnx.Module) -> None:
+    def __init__(self, model: Model) -> None:
         """Share the arrays of `model`; `model.config` says what it is."""
         self._config: ModelConfig = model.config
         self._structure, self._leaves = ModelStructure.split(model)
@@ -107,7 +107,7 @@ class DenseReference:
 
 def turn_rows(
     params: SamplingParams, seed: int, positions: np.ndarray, eos_token_ids: Sequence[int]
-) -> SamplingRows:
+) -> SamplingRows[np.ndarray]:
     """Sampler rows (numpy) for the tokens at these absolute positions of one turn, its ending ids banned."""
     num_rows = len(positions)
     ending_ids = np.array(params.ending_ids(eos_token_ids), np.int32)
@@ -133,7 +133,7 @@ def _dense_logits(
 
 @functools.partial(jax.jit, static_argnames=("mode",))
 def _judge(
-    logits: jax.Array, rows: SamplingRows, emitted: jax.Array, *, mode: SamplerMode
+    logits: jax.Array, rows: SamplingRows[jax.Array], emitted: jax.Array, *, mode: SamplerMode
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """i32[W] choices, f32[W] margins of the choices, f32[W] log-probabilities of the emitted ids."""
     best, token_ids = lax.top_k(sampler.decision_scores(logits, rows, mode=mode), 2)

@@ -214,7 +214,7 @@ class Engine:
     def _submit(self, spec: TurnSpec) -> Turn:
         live = self.conversations.get_or_create(spec.conversation_id)
         live.busy = True
-        live.conversation.token_ids += spec.prompt_token_ids
+        live.conversation.token_ids += map(int, spec.prompt_token_ids)  # numpy's ints become Python's
         params = spec.params
         request = Request(
             self._num_requests,

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.config import ModelConfig
-from pallas_kernels.ragged_paged_attention import TileSpec, build_tiles, tile_spec
+from model_defs.registry import Model
+from pallas_kernels.ragged_paged_attention import Backend, TileSpec, build_tiles, tile_spec
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.engine import sampler, step
@@ -57,7 +57,7 @@ class ModelRunner:
       pools: the pools of every layer, as the last dispatched step leaves them.
     """
 
-    def __init__(self, model: nnx.Module, config: EngineConfig, mesh: Mesh) -> None:
+    def __init__(self, model: Model, config: EngineConfig, mesh: Mesh) -> None:
         """Split the model and make the pools; nothing of a step is compiled before `warm_up`.
 
         Args:
@@ -73,7 +73,8 @@ class ModelRunner:
             keep_compilations_in(config.runner.compilation_cache_dir)
         model_config: ModelConfig = model.config
         self._gpu_pages, self._mesh = config.cache.gpu_pages, mesh
-        self._backend, self._num_top = config.runner.attention_backend, config.runner.max_logprobs
+        self._backend = cast(Backend, config.runner.attention_backend)
+        self._num_top = config.runner.max_logprobs
         if self._num_top > model_config.vocab_size:
             limit = f"at most the model's {model_config.vocab_size} ids"
             raise ConfigError("runner.max_logprobs", self._num_top, limit)
@@ -90,6 +91,7 @@ class ModelRunner:
         self._check_memory(0)
         self._forward: dict[int, jax.stages.Compiled] = {}
         self._choose: dict[tuple[int, SamplerMode], jax.stages.Compiled] = {}
+        self._next_step_id: int | None = None
         self.reset()
 
     def fill_tiles(self, plan: StepPlan) -> None:
@@ -109,7 +111,8 @@ class ModelRunner:
             if progress is not None:
                 progress(num_done, num_all, name)
         buckets = self.memory_analysis()["buckets"].values()
-        self._check_memory(max(bucket["temp_bytes"] + bucket["new_output_bytes"] for bucket in buckets))
+        step_bytes = (bucket["temp_bytes"] + bucket["new_output_bytes"] for bucket in buckets)
+        self._check_memory(max(step_bytes, default=0))
         # A first run loads kernels and allocates workspaces; requests should not pay for that.
         for layout, mode in itertools.product(self.layouts.values(), sampler.all_modes()):
             self.fetch(self._launch(self._empty_plan(layout), mode))
@@ -138,7 +141,7 @@ class ModelRunner:
         self.pools: list[jax.Array] = []  # freed first: two sets may not fit
         self.pools = self.storage.new_pools()
         self._prev_ids = self._no_ids()
-        self._next_step_id: int | None = None
+        self._next_step_id = None
 
     @property
     def num_compilations(self) -> int:
@@ -154,6 +157,8 @@ class ModelRunner:
         buckets = {}
         for bucket, executable in self._forward.items():
             stats = executable.memory_analysis()
+            if stats is None:
+                continue
             new_output = stats.output_size_in_bytes - stats.alias_size_in_bytes
             buckets[bucket] = {
                 "argument_bytes": stats.argument_size_in_bytes,
@@ -173,9 +178,10 @@ class ModelRunner:
     def _launch(self, plan: StepPlan, mode: SamplerMode) -> StepHandle:
         layout = plan.layout
         try:
-            plan_words = jax.device_put(plan.buffer, self._replicated)
+            # The executable takes the numpy buffer itself: a `device_put` before it costs the host as much
+            # again as the whole launch.
             self.pools, logits, rows = self._forward[layout.num_tokens](
-                self._leaves, self.pools, self._prev_ids, plan_words
+                self._leaves, self.pools, self._prev_ids, plan.buffer
             )
             self._prev_ids, words = self._choose[layout.max_num_samples, mode](logits, rows)
             words.copy_to_host_async()
@@ -239,7 +245,7 @@ class ModelRunner:
                 self._gpu_pages,
                 f"at most {max(num_pages, 0)}: of the device's {limit_bytes:,} bytes, weights take "
                 f"{self._weights_bytes:,}, a step {step_bytes:,}, and a page {self.storage.page_bytes:,}",
-                "lower cache.gpu_pages, or raise runner.tensor_parallel_size or the share of memory JAX may use",
+                "lower it, or raise runner.tensor_parallel_size or the share of memory that JAX may use",
             )
 
 
@@ -260,7 +266,7 @@ def _tile_specs(model: ModelConfig, config: EngineConfig, dtype: np.dtype, mesh:
             head_dim=model.head_dim,
             page_size=config.cache.chunk_tokens,
             dtype=dtype,
-            backend=config.runner.attention_backend,
+            backend=cast(Backend, config.runner.attention_backend),
         )
         for bucket in token_buckets(config.scheduler)
     }

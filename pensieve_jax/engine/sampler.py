@@ -26,15 +26,15 @@ _MASS_BITS = 24
 _MASS_LOW_BITS = 12
 
 
-class SamplingRows(NamedTuple):
-    """How each row is to be sampled; fields as in the plan."""
+class SamplingRows[A](NamedTuple):
+    """How each row is to be sampled; fields as in the plan. A is the kind of array: jax's or numpy's."""
 
-    temperature: jax.Array  # f32[S]: 0 is greedy
-    top_k: jax.Array  # i32[S]: 0 is off
-    top_p: jax.Array  # f32[S]: 1 is off
-    seed: jax.Array  # u32[S, 2]: 64 bits, low word first
-    sample_positions: jax.Array  # i32[S]: absolute position of the token to be sampled
-    banned_ids: jax.Array  # i32[S, B]: never sampled; padding -1
+    temperature: A  # f32[S]: 0 is greedy
+    top_k: A  # i32[S]: 0 is off
+    top_p: A  # f32[S]: 1 is off
+    seed: A  # u32[S, 2]: 64 bits, low word first
+    sample_positions: A  # i32[S]: absolute position of the token to be sampled
+    banned_ids: A  # i32[S, B]: never sampled; padding -1
 
 
 class SamplerMode(NamedTuple):
@@ -74,7 +74,7 @@ def mode_for(draws: bool, truncates: bool, top_logprobs: bool) -> SamplerMode:
     return SamplerMode(draws, draws and truncates, top_logprobs)
 
 
-def sample(logits: jax.Array, rows: SamplingRows, *, mode: SamplerMode, num_top: int) -> Samples:
+def sample(logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode, num_top: int) -> Samples:
     """Choose one id per row.
 
     The order of the cuts is: banned ids, temperature, top-k, then top-p over what top-k left. Ids that tie
@@ -100,7 +100,7 @@ def sample(logits: jax.Array, rows: SamplingRows, *, mode: SamplerMode, num_top:
     return Samples(token_ids, chosen - log_normalizer, top_ids.astype(jnp.int32), top_logprobs)
 
 
-def decision_scores(logits: jax.Array, rows: SamplingRows, *, mode: SamplerMode) -> jax.Array:
+def decision_scores(logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode) -> jax.Array:
     """f32[S, V]: scores of which each row's id is the first maximum; arguments as for `sample`.
 
     A greedy row's are its logits, a random row's its logits over the temperature (best 0) plus noise. What

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.attention import PagedAttention, RaggedBatch
-from pallas_kernels.ragged_paged_attention import TileSpec
+from pallas_kernels.ragged_paged_attention import Backend, TileSpec
 from pensieve_jax.engine import sampler
 from pensieve_jax.engine.sampler import SamplerMode, SamplingRows
 from pensieve_jax.scheduler.plan import PlanLayout, StepResult
@@ -60,7 +60,7 @@ class ForwardStatics:
     layout: PlanLayout
     tile_spec: TileSpec
     mesh: Mesh
-    backend: str
+    backend: Backend
 
 
 @functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("kv_pages",))
@@ -71,7 +71,7 @@ def forward(
     plan_words: jax.Array,
     *,
     statics: ForwardStatics,
-) -> tuple[list[jax.Array], jax.Array, SamplingRows]:
+) -> tuple[list[jax.Array], jax.Array, SamplingRows[jax.Array]]:
     """One pass of the model over a plan.
 
     Args:
@@ -109,7 +109,7 @@ def forward(
 
 @functools.partial(jax.jit, static_argnames=("mode", "num_top", "max_num_samples"))
 def choose(
-    logits: jax.Array, rows: SamplingRows, *, mode: SamplerMode, num_top: int, max_num_samples: int
+    logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode, num_top: int, max_num_samples: int
 ) -> tuple[jax.Array, jax.Array]:
     """Sample, and pack what the host wants to know.
 

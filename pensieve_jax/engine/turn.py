@@ -74,7 +74,12 @@ class Turn:
         may_end = len(self._token_ids) > params.min_tokens
         ends_by_id = may_end and token_id in self.request.ending_ids
         ends_by_length = self.request.num_prompt_end + len(self._token_ids) >= self.request.max_total_tokens
-        if self._take_text(token_id, may_stop=may_end, is_last=ends_by_id or ends_by_length) or ends_by_id:
+        if self._detokenizer is not None:
+            if not ends_by_id:  # the id that ends a reply is no part of its text, special or not
+                self._text.append(self._detokenizer.push(token_id, may_stop=may_end))
+            if ends_by_id or ends_by_length:
+                self._text.append(self._detokenizer.flush())
+        if ends_by_id or (self._detokenizer is not None and self._detokenizer.stop_string is not None):
             return "stop"
         return "length" if ends_by_length else None
 
@@ -100,13 +105,3 @@ class Turn:
             logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
         )
         return usage
-
-    def _take_text(self, token_id: int, *, may_stop: bool, is_last: bool) -> bool:
-        """Add what the id says; True where a stop string is complete."""
-        detokenizer = self._detokenizer
-        if detokenizer is None:
-            return False
-        self._text.append(detokenizer.push(token_id, may_stop=may_stop))
-        if is_last:
-            self._text.append(detokenizer.flush())
-        return detokenizer.stop_string is not None

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from typing import Any
+
+import numpy as np
 
 from pensieve_jax.core.errors import (
     ContextLengthError,
@@ -82,10 +84,13 @@ def _check_prompt(field: str, token_ids: Sequence[int], vocab_size: int) -> None
     if not token_ids:
         raise InvalidRequestError(field, token_ids, "at least one token")
     for position, token_id in enumerate(token_ids):
-        is_id = isinstance(token_id, Integral) and not isinstance(token_id, bool)
-        if not is_id or not 0 <= token_id < vocab_size:
+        if not _is_int(token_id) or not 0 <= token_id < vocab_size:
             limit = f"an integer from 0 to {vocab_size - 1}, the model's vocabulary"
             raise InvalidRequestError(f"{field}[{position}]", token_id, limit)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _check_length(field: str, spec: TurnSpec, limits: ModelLimits, conversations: ConversationTable) -> None:

@@ -78,7 +78,10 @@ class Planner:
         for i, (request, start, end, _) in enumerate(grants):
             num_chunks = -(-end // chunk_tokens)
             page_indices[i, :num_chunks] = request.sequence.page_row[:num_chunks]
-            token_ids += request.token_ids[start:end]
+            if end - start == 1:
+                token_ids.append(request.token_ids[start])
+            else:
+                token_ids += request.token_ids[start:end]
 
         row_of_token = np.repeat(np.arange(num_rows, dtype=np.int32), q_lens)
         positions = np.arange(num_tokens, dtype=np.int32) + (starts - plan.cu_q_lens[:num_rows])[row_of_token]

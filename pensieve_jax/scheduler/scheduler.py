@@ -131,8 +131,12 @@ class Scheduler:
         decodes = [not r.holes and len(r.token_ids) == r.sequence.num_kv_tokens + 1 for r in self.running]
         num_decodes_left = sum(decodes)
         for request, is_decode in zip(self.running, decodes, strict=True):
-            num_decodes_left -= is_decode
-            self._grant_missing(step, request, num_set_aside=num_decodes_left)
+            if is_decode:
+                num_decodes_left -= 1
+                end = len(request.token_ids)
+                self._grant(step, request, end - 1, end)
+            else:
+                self._grant_missing(step, request, num_set_aside=num_decodes_left)
 
     def _admit(self, step: _Step) -> list[Request]:
         admitted: list[Request] = []

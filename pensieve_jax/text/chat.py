@@ -128,11 +128,12 @@ class ChatFormat:
         before_reply = self._render(past[:-1], now, generation_prompt=True)
         with_reply = self._render(past, now, generation_prompt=False)
         whole = self._render([*past, *new_messages], now, generation_prompt=True)
-        if not with_reply.startswith(before_reply + placeholder):
+        lead, found, closing = with_reply[len(before_reply) :].partition(placeholder)
+        # White space in between is the reply's own: where a template trims it, the sampled ids still have it.
+        if not with_reply.startswith(before_reply) or not found or lead.strip():
             _no_prefix("a reply is not written right behind the generation prompt it answered")
         if not whole.startswith(with_reply):
             _no_prefix("earlier messages are written differently once new ones follow")
-        closing = with_reply[len(before_reply) + len(placeholder) :]
         behind = whole[len(with_reply) :]
         if placeholder in closing + behind:
             _no_prefix("an earlier reply is repeated behind itself")
@@ -151,8 +152,10 @@ class ChatFormat:
             # Special tokens within the reply, or a reply that was cut: only a marker at its very end counts.
             is_marker = token_ids[-1] in self._tokenizer.special_ids
             ending = self._tokenizer.decode_raw(token_ids[-1:]) if is_marker else ""
-        if closing.startswith(ending):
-            return ending
+        # A template may write a space before its end marker, which a model does not say (Llama 2).
+        for start in (0, len(closing) - len(closing.lstrip())):
+            if closing.startswith(ending, start):
+                return closing[: start + len(ending)] if ending else ""
         return closing if closing and ending.startswith(closing) else ""
 
     def _render(self, messages: Sequence[Message], now: datetime, *, generation_prompt: bool) -> str:

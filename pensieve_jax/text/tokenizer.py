@@ -140,7 +140,7 @@ class Tokenizer:
             raise InvalidRequestError("prompt", text, "a string")
         try:
             token_ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError as error:
+        except (UnicodeEncodeError, TypeError) as error:  # by the library's version
             raise InvalidRequestError(
                 "prompt", text, "text that UTF-8 can hold, without lone surrogates"
             ) from error

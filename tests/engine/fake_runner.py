@@ -2,60 +2,132 @@
 
 Layer l stores, for each token, a hash of (position, token, sum of layer l-1's entries over all positions up
 to it), read through the row's page list. One wrong, stale, swapped or missing entry in any layer therefore
-changes the entries of all later positions and the next token. `dense_next_token` computes the same from a
-plain list of tokens: the reference, which knows no pages.
+changes the entries of all later positions and the next token. A random token depends on the seed, the
+position and every sampling parameter as well, and banned ids are passed over.
+
+`dense_continuation` computes the same from a plain list of tokens: the reference, which knows no pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pensieve_jax.config import EngineConfig
+from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.runner import Progress
 from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult, token_buckets
+from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES
 
-VOCAB_SIZE = 256
+VOCAB_SIZE = 997
+EOS_TOKEN_IDS = tuple(range(0, VOCAB_SIZE, 40))  # a reply ends by itself after 40 tokens or so
 NUM_LAYERS = 3
-_POISON = np.uint64(0xDEADBEEFDEADBEEF)
+_POISON = 0xDEADBEEFDEADBEEF
+_WORD = (1 << 64) - 1
+_POSITION, _TOKEN, _START = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def _mix(positions: np.ndarray, token_ids: np.ndarray, sums: np.ndarray) -> np.ndarray:
-    """u64[n]: an avalanche over the three, so that no two errors cancel by accident."""
-    x = sums ^ (positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    x = x + token_ids.astype(np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F) + np.uint64(0x165667B19E3779F9)
-    x = (x ^ (x >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+def mix(position: int, token_id: int, total: int) -> int:
+    """64 bits: an avalanche over the three, so that no two errors cancel by accident."""
+    x = ((total ^ (position * _POSITION & _WORD)) + token_id * _TOKEN + _START) & _WORD
+    x = (x ^ (x >> 31)) * _FIRST & _WORD
+    x = (x ^ (x >> 27)) * _SECOND & _WORD
+    return x ^ (x >> 33)
+
+
+def mix_arrays(positions: np.ndarray, token_ids: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """u64[n]: `mix` of each."""
+    x = totals ^ (positions.astype(np.uint64) * np.uint64(_POSITION))
+    x = x + token_ids.astype(np.uint64) * np.uint64(_TOKEN) + np.uint64(_START)
+    x = (x ^ (x >> np.uint64(31))) * np.uint64(_FIRST)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)
     return x ^ (x >> np.uint64(33))
 
 
-def _next_token(final_sum: np.ndarray) -> np.ndarray:
-    zeros = np.zeros_like(final_sum)
-    return (_mix(zeros, zeros, final_sum) % np.uint64(VOCAB_SIZE)).astype(np.int32)
+class Choice(NamedTuple):
+    """How one row samples; floats have 32 bits."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    position: int
+    banned_ids: frozenset[int]
 
 
-def dense_next_tokens(token_ids: Sequence[int]) -> np.ndarray:
-    """i32[len]: the token that follows each prefix of `token_ids`, computed without pages."""
-    tokens, positions = np.asarray(token_ids), np.arange(len(token_ids))
-    sums = np.zeros(len(token_ids), np.uint64)
+def choose(total: int, how: Choice) -> int:
+    """The next token after KV entries that add up to `total` in the last layer."""
+    word = mix(0, 0, total)
+    if how.temperature > 0:
+        (floats,) = struct.unpack("<Q", struct.pack("<ff", how.temperature, how.top_p))
+        word = mix(how.position, how.top_k, word ^ mix(0, 1, how.seed) ^ floats)
+    token_id = word % VOCAB_SIZE
+    while token_id in how.banned_ids:
+        token_id = (token_id + 1) % VOCAB_SIZE
+    return token_id
+
+
+def logprob_of(total: int) -> float:
+    """A number that the chosen token's log-probability must be; exact in 32 bits."""
+    return -((total >> 20) % 4096) / 1024
+
+
+def top_of(total: int, count: int) -> dict[int, float]:
+    """What the `count` most likely alternatives must be."""
+    return {(total + i) % VOCAB_SIZE: -i / 8 for i in range(count)}
+
+
+class Continuation(NamedTuple):
+    """What must follow some tokens."""
+
+    token_ids: list[int]
+    totals: list[int]  # what each was chosen from
+
+
+def dense_continuation(
+    token_ids: Sequence[int], params: SamplingParams, seed: int, count: int, may_end: Callable[[int], bool]
+) -> Continuation:
+    """Up to `count` tokens after `token_ids`, computed without pages.
+
+    `may_end(n)`: the n-th may be an ending id, and is then the last.
+    """
+    ids, positions = np.asarray(token_ids), np.arange(len(token_ids))
+    layers = [np.zeros(len(token_ids), np.uint64)]
     for _ in range(NUM_LAYERS):
-        sums = np.cumsum(_mix(positions, tokens, sums), dtype=np.uint64)
-    return _next_token(sums)
+        layers.append(np.cumsum(mix_arrays(positions, ids, layers[-1]), dtype=np.uint64))
+    totals = [int(layer[-1]) for layer in layers[1:]]
+    ending_ids = frozenset(params.ending_ids(EOS_TOKEN_IDS))
+    found = Continuation([], [])
+    for number in range(1, count + 1):
+        position = len(token_ids) + number - 1
+        banned_ids = frozenset() if may_end(number) else ending_ids
+        token_id = choose(totals[-1], _choice(params, seed, position, banned_ids))
+        found.token_ids.append(token_id)
+        found.totals.append(totals[-1])
+        if token_id in ending_ids:
+            break
+        below = 0
+        for layer in range(NUM_LAYERS):
+            below = totals[layer] = (totals[layer] + mix(position, token_id, below)) & _WORD
+    return found
+
+
+def _choice(params: SamplingParams, seed: int, position: int, banned_ids: frozenset[int]) -> Choice:
+    return Choice(params.temperature, params.top_k, params.top_p, seed, position, banned_ids)
 
 
 class FakeRunner:
-    """Computes a step when it is dispatched, as program order on a device would.
-
-    Attributes:
-      events: ("dispatch" | "fetch", step id), in order.
-      computed: (conversation position interval) of every row: list of (start, end) by step.
-    """
+    """Computes a step when it is dispatched, as program order on a device would."""
 
     def __init__(self, config: EngineConfig, max_context_tokens: int) -> None:
         self.page_size = config.cache.chunk_tokens
         self.num_pages = config.cache.gpu_pages + 1
+        self.num_compilations = 0
+        self.num_top = config.runner.max_logprobs
         scheduler = config.scheduler
         max_num_rows = scheduler.max_num_rows or 2 * scheduler.max_num_running
         self.layouts = {
@@ -69,9 +141,6 @@ class FakeRunner:
             )
             for bucket in token_buckets(scheduler)
         }
-        self.num_compilations = 0
-        self.events: list[tuple[str, int]] = []
-        self.computed: list[list[tuple[int, int]]] = []
         self.reset()
 
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -87,40 +156,63 @@ class FakeRunner:
         num_slots = self.num_pages * self.page_size
         self.pools = [np.full(num_slots, _POISON, np.uint64) for _ in range(NUM_LAYERS)]
         self._prev_ids = np.zeros(0, np.int32)
+        self._next_step_id: int | None = None
 
-    def dispatch(self, plan: StepPlan) -> Any:
+    def dispatch(self, plan: StepPlan) -> StepResult:
         self._check(plan)
-        self.events.append(("dispatch", plan.step_id))
+        self._next_step_id = plan.step_id + 1
         from_prev = plan.prev_samples >= 0
         token_ids = plan.token_ids.copy()
         token_ids[from_prev] = self._prev_ids[plan.prev_samples[from_prev]]
-        num_rows = int(plan.num_rows[0])
-        self.computed.append([])
-        sums = np.zeros(plan.layout.num_tokens, np.uint64)
-        for layer, pool in enumerate(self.pools):
-            entries = _mix(plan.positions, token_ids, sums)
-            valid = plan.write_slots < len(pool)
-            pool[plan.write_slots[valid]] = entries[valid]
-            for row in range(num_rows):
-                start, end = plan.cu_q_lens[row], plan.cu_q_lens[row + 1]
-                kv_len = int(plan.kv_lens[row])
-                pages = plan.page_indices[row, : -(-kv_len // self.page_size)]
-                kv = pool.reshape(self.num_pages, self.page_size)[pages].reshape(-1)[:kv_len]
-                sums[start:end] = np.cumsum(kv, dtype=np.uint64)[kv_len - (end - start) :]
-                if layer == 0:
-                    self.computed[-1].append((kv_len - int(end - start), kv_len))
-        ids = _next_token(sums[plan.sample_tokens])
-        self._prev_ids = ids[: int(plan.num_samples[0])]
-        return plan.step_id, self._prev_ids
+        rows = [self._row(plan, row) for row in range(int(plan.num_rows[0]))]
+        written = plan.write_slots < len(self.pools[0])
+        totals = np.zeros(plan.layout.num_tokens, np.uint64)
+        for pool in self.pools:
+            pool[plan.write_slots[written]] = mix_arrays(plan.positions, token_ids, totals)[written]
+            for tokens, slots in rows:
+                totals[tokens] = np.cumsum(pool[slots], dtype=np.uint64)[len(slots) - _len(tokens) :]
+        result = self._sample(plan, totals[plan.sample_tokens].tolist())
+        self._prev_ids = result.token_ids
+        return result
 
-    def fetch(self, handle: Any) -> StepResult:
-        step_id, ids = handle
-        self.events.append(("fetch", step_id))
-        n = len(ids)
-        return StepResult(ids, np.zeros(n, np.float32), np.zeros((n, 1), np.int32), np.zeros((n, 1), np.float32))
+    def fetch(self, handle: StepResult) -> StepResult:
+        return handle
+
+    def _row(self, plan: StepPlan, row: int) -> tuple[slice, np.ndarray]:
+        """The row's tokens, and the slots of all entries that the last of them attends to."""
+        kv_len = int(plan.kv_lens[row])
+        pages = plan.page_indices[row, : -(-kv_len // self.page_size)].astype(np.int64)
+        slots = (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)[:kv_len]
+        return slice(int(plan.cu_q_lens[row]), int(plan.cu_q_lens[row + 1])), slots
+
+    def _sample(self, plan: StepPlan, totals: list[int]) -> StepResult:
+        num_samples, flags = int(plan.num_samples[0]), plan.flags
+        result = StepResult(
+            np.full(num_samples, -1, np.int32),
+            np.zeros(num_samples, np.float32),
+            np.full((num_samples, self.num_top), -1, np.int32),  # undefined unless asked for
+            np.zeros((num_samples, self.num_top), np.float32),
+        )
+        for row, total in enumerate(totals[:num_samples]):
+            draws, truncates = flags[FLAG_SAMPLES], flags[FLAG_TRUNCATES]
+            how = Choice(
+                temperature=float(plan.temperature[row]) if draws else 0.0,
+                top_k=int(plan.top_k[row]) if truncates else 0,
+                top_p=float(plan.top_p[row]) if truncates else 1.0,
+                seed=int(plan.seed[row, 0]) | int(plan.seed[row, 1]) << 32,
+                position=int(plan.sample_positions[row]),
+                banned_ids=frozenset(plan.banned_ids[row].tolist()),
+            )
+            result.token_ids[row] = choose(total, how)
+            result.logprobs[row] = logprob_of(total)
+            if flags[FLAG_LOGPROBS]:
+                top = top_of(total, self.num_top)
+                result.top_ids[row], result.top_logprobs[row] = list(top), list(top.values())
+        return result
 
     def _check(self, plan: StepPlan) -> None:
         """What a device would silently get wrong."""
+        assert self._next_step_id in (None, plan.step_id), "a plan was left out"
         padding = self.num_pages * self.page_size
         num_tokens = int(plan.cu_q_lens[-1])
         slots = plan.write_slots[:num_tokens]
@@ -129,5 +221,8 @@ class FakeRunner:
         assert ((slots >= self.page_size) & (slots < padding)).all(), "a write outside the pool or on page 0"
         assert (plan.prev_samples < len(self._prev_ids)).all(), "a token of a step that is not the previous"
         assert (plan.token_ids >= 0).all() and (plan.token_ids < VOCAB_SIZE).all()
-        banned = plan.banned_ids
-        assert ((banned >= -1) & (banned < VOCAB_SIZE)).all()
+        assert (np.diff(plan.cu_q_lens) >= 0).all(), "rows overlap"
+
+
+def _len(tokens: slice) -> int:
+    return tokens.stop - tokens.start

@@ -350,6 +350,7 @@ def test_warm_up_reports_progress():
     runner.warm_up(lambda *call: calls.append(call))
     assert [call[:2] for call in calls] == [(i, 8) for i in range(1, 9)]
     assert runner.num_compilations == 0
+    assert not any(np.asarray(pool).any() for pool in runner.pools), "a plan of no rows writes nothing"
 
 
 def test_pools_that_cannot_fit_are_refused(monkeypatch):

@@ -10,11 +10,17 @@ import sys
 
 import pytest
 
+import pensieve_jax
 from pensieve_jax.core.errors import HistoryCorruptError, HistoryLockedError, HistoryMismatchError
 from pensieve_jax.history import SQLiteHistoryStore, Turn
 
 FINGERPRINT = "model:a tokenizer:b"
-HEADER = b"SQLite format 3\0"
+# The children import the history alone: what the whole package imports would cost each of them seconds.
+PREAMBLE = (
+    "import sys, types\n"
+    "package = sys.modules['pensieve_jax'] = types.ModuleType('pensieve_jax')\n"
+    f"package.__path__ = {list(pensieve_jax.__path__)!r}\n"
+)
 
 
 def turn(index=0, conversation_id="alice", num_tokens=300):
@@ -39,7 +45,7 @@ def filled(path):
 
 def start_child(code, path, **pipes):
     code = (
-        "import sys\nfrom pensieve_jax.history import SQLiteHistoryStore, Turn\n"
+        PREAMBLE + "from pensieve_jax.history import SQLiteHistoryStore, Turn\n"
         f"store = SQLiteHistoryStore(sys.argv[1], fingerprint={FINGERPRINT!r})\n" + code
     )
     return subprocess.Popen([sys.executable, "-c", code, os.fspath(path)], stdout=subprocess.PIPE, **pipes)
@@ -140,7 +146,7 @@ def test_a_kill_inside_a_transaction_leaves_no_half_of_it(path):
 def test_a_kill_while_the_file_is_being_made_leaves_a_usable_path(path):
     # The process dies in the transaction that makes the tables: the next open starts over.
     code = (
-        "import os, signal, sqlite3, sys\n"
+        PREAMBLE + "import os, signal\n"
         "from pensieve_jax.history import SQLiteHistoryStore, database\n"
         "database._SCHEMA += 'SELECT die();\\n'\n"
         "connect = database._connect\n"

@@ -113,6 +113,14 @@ def test_a_stop_string_in_bytes_completes_with_its_last_byte():
     assert ("".join(deltas), num_pushed, stop_string) == ("a", 3, "\u00e9")
 
 
+def test_a_character_under_way_is_not_the_replacement_character():
+    tokenizer = ZOO["bytes"]
+    deltas, _, stop_string = stream(tokenizer, list("\u4e2d\ufffdb".encode()), ["\ufffd"])
+    assert ("".join(deltas), stop_string) == ("\u4e2d", "\ufffd")
+    deltas, _, stop_string = stream(tokenizer, [0x61, 0xFF, 0x62], ["\ufffd"])
+    assert ("".join(deltas), stop_string) == ("a", "\ufffd")
+
+
 def test_the_stop_string_that_completes_first_wins_and_of_those_the_longest():
     tokenizer = ZOO["bytes"]
     for stop, expected in (

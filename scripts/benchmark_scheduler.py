@@ -1,0 +1,293 @@
+"""How long the host takes to decide and lay out a step, without a device.
+
+    python scripts/benchmark_scheduler.py [--num_running=256 --context_tokens=2000 --policy=retention]
+
+The real engine, scheduler, cache, planner and tile builder run over a runner that computes nothing: it
+answers with made-up ids and notes when it was called. `schedule + plan` is what passes from the start of
+`Engine.step` to the dispatch of the step; `tiles` is the share of it that the kernel's tile list takes;
+`finish` is the rest of the step (ids into turns, commits). All are CPU time of the one thread that works,
+so that a busy machine does not count against it; the wall clock stands beside it. Two loads:
+  decode  every request decodes one token;
+  mixed   replies end and turns of idle conversations arrive all the time, into a pool so small that the
+          idle ones lose chunks and returning ones recompute.
+Prints a table, and one JSON document as the last line. `--profile` adds cProfile's hot spots.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import gc
+import os
+import pstats
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from absl import app, flags
+from common.report import json_line, table
+
+from model_defs import ModelConfig, preset
+from pallas_kernels.ragged_paged_attention import TileSpec, build_tiles, tile_spec
+from pensieve_jax import CacheConfig, EngineConfig, SamplingParams, SchedulerConfig
+from pensieve_jax.engine.engine import Engine
+from pensieve_jax.engine.runner import Progress
+from pensieve_jax.engine.turn import Turn
+from pensieve_jax.engine.validation import ModelLimits, TurnSpec
+from pensieve_jax.history import SQLiteHistoryStore
+from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult, token_buckets
+
+FLAGS = flags.FLAGS
+TARGET_MS = 2.0
+_PROMPT_TOKENS, _REPLY_TOKENS = 38, 205  # of a turn in the traces, on average
+
+
+class NullRunner:
+    """A `Runner` without a device: made-up ids, and the times at which it was called.
+
+    Attributes:
+      layouts: as the real runner makes them for this model.
+      dispatch_s, dispatch_wall_s: when the last step was dispatched, in CPU time and by the wall clock.
+      tiles_s: how long its tile list took.
+      num_rows, num_tokens: of the last step.
+    """
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, context_tokens: int, backend: str) -> None:
+        """Layouts and tile specs for heads of this model."""
+        scheduler = config.scheduler
+        max_num_rows = scheduler.max_num_rows or 2 * scheduler.max_num_running
+        self._specs: dict[int, TileSpec] = {}
+        self.layouts: dict[int, PlanLayout] = {}
+        for bucket in token_buckets(scheduler):
+            spec = self._specs[bucket] = tile_spec(
+                num_tokens=bucket,
+                max_num_seqs=min(max_num_rows, bucket),
+                num_q_heads=model.num_heads,
+                num_kv_heads=model.num_kv_heads,
+                head_dim=model.head_dim,
+                page_size=config.cache.chunk_tokens,
+                dtype="bfloat16",
+                backend=backend,
+            )
+            self.layouts[bucket] = PlanLayout(
+                num_tokens=bucket,
+                max_num_rows=min(max_num_rows, bucket),
+                pages_per_row=-(-context_tokens // config.cache.chunk_tokens),
+                max_num_samples=min(scheduler.max_num_running, bucket),
+                max_num_banned=config.runner.max_banned_ids,
+                tiles_len=spec.tiles_len,
+            )
+        self.num_compilations = 0
+        self.dispatch_s = self.dispatch_wall_s = self.tiles_s = 0.0
+        self.num_rows = self.num_tokens = 0
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Nothing to compile."""
+
+    def reset(self) -> None:
+        """Nothing to lose."""
+
+    def memory_analysis(self) -> dict[str, Any]:
+        """Nothing is held."""
+        return {}
+
+    def fill_tiles(self, plan: StepPlan) -> None:
+        """As the real runner does."""
+        start_s = time.thread_time()
+        spec = self._specs[plan.layout.num_tokens]
+        build_tiles(spec, plan.cu_q_lens, plan.kv_lens, int(plan.num_rows[0]), out=plan.tiles)
+        self.tiles_s = time.thread_time() - start_s
+
+    def dispatch(self, plan: StepPlan) -> int:
+        """Note the time."""
+        self.dispatch_s, self.dispatch_wall_s = time.thread_time(), time.perf_counter()
+        self.num_rows, self.num_tokens = int(plan.num_rows[0]), int(plan.cu_q_lens[-1])
+        return plan.layout.max_num_samples
+
+    def fetch(self, handle: int) -> StepResult:
+        """Any ids do."""
+        nothing = np.zeros((handle, 8), np.int32)
+        return StepResult(nothing[:, 0] + 7, np.zeros(handle, np.float32), nothing, nothing.view(np.float32))
+
+
+class Times(NamedTuple):
+    """One step: milliseconds of CPU time, unless it says wall, and what it held."""
+
+    schedule_plan_ms: float
+    wall_ms: float
+    tiles_ms: float
+    finish_ms: float
+    num_running: int
+    num_drops: int
+    num_rows: int
+    num_tokens: int
+
+
+class Load:
+    """An engine with conversations of given lengths, ready to be measured."""
+
+    def __init__(self, *, gpu_pages: int, num_idle: int) -> None:
+        """An idle engine."""
+        model = preset(FLAGS.model)
+        num_running, context_tokens = FLAGS.num_running, 2 * FLAGS.context_tokens
+        config = EngineConfig(
+            cache=CacheConfig(gpu_pages=gpu_pages, policy=FLAGS.policy),
+            scheduler=SchedulerConfig(
+                max_num_running=num_running,
+                max_num_batched_tokens=8 * num_running + 32,
+                max_context_tokens=context_tokens,
+            ),
+        )
+        limits = ModelLimits(vocab_size=model.vocab_size, max_context_tokens=context_tokens)
+        self.runner = NullRunner(config, model, context_tokens, FLAGS.attention_backend)
+        self.engine = Engine(self.runner, config, limits, SQLiteHistoryStore(None, fingerprint="benchmark"))
+        self.random = np.random.default_rng(0)
+        self.idle = [f"idle-{i}" for i in range(num_idle)]
+
+    def submit(
+        self, names: Sequence[str], prompt_lens: Sequence[int], reply_lens: Sequence[int]
+    ) -> list[Turn]:
+        """One turn each, of random ids."""
+        return self.engine.submit(
+            [
+                TurnSpec(
+                    self.random.integers(3, 30000, prompt_len).tolist(),
+                    SamplingParams(max_tokens=int(reply_len), ignore_eos=True),
+                    name,
+                )
+                for name, prompt_len, reply_len in zip(names, prompt_lens, reply_lens, strict=True)
+            ]
+        )
+
+    def step(self) -> tuple[Times, list[Turn]]:
+        """One step of the engine, timed."""
+        before = self.engine.stats()
+        start_wall_s, start_s = time.perf_counter(), time.thread_time()
+        ended = self.engine.step()
+        end_s, runner = time.thread_time(), self.runner
+        times = Times(
+            1e3 * (runner.dispatch_s - start_s),
+            1e3 * (runner.dispatch_wall_s - start_wall_s),
+            1e3 * runner.tiles_s,
+            1e3 * (end_s - runner.dispatch_s),
+            int((after := self.engine.stats())["num_running"]),
+            int(after["num_dropped_chunks"] - before["num_dropped_chunks"]),
+            runner.num_rows,
+            runner.num_tokens,
+        )
+        return times, ended
+
+    def fill_running(self) -> None:
+        """Bring `num_running` requests to about `context_tokens` each, spread over a page and a reply."""
+        count = FLAGS.num_running
+        lens = FLAGS.context_tokens - FLAGS.num_steps // 2 - 16 + np.arange(count) % 32
+        self.submit([f"running-{i}" for i in range(count)], lens, [FLAGS.context_tokens // 2] * count)
+        while self.engine.stats()["num_waiting"] or self.runner.num_tokens != count:
+            self.step()
+
+    def fill_idle(self) -> None:
+        """One turn of each idle conversation, so that there is history to lose."""
+        for start in range(0, len(self.idle), FLAGS.num_running):
+            names = self.idle[start : start + FLAGS.num_running]
+            self.submit(names, [FLAGS.context_tokens - _REPLY_TOKENS] * len(names), [1] * len(names))
+            while self.engine.has_unfinished:
+                self.step()
+
+
+def decode_load() -> Callable[[], Times]:
+    """Requests that all decode; the pool is ample."""
+    num_pages = FLAGS.num_running * (2 * FLAGS.context_tokens // 32 + 1)
+    load = Load(gpu_pages=num_pages, num_idle=0)
+    load.fill_running()
+    return lambda: load.step()[0]
+
+
+def mixed_load() -> Callable[[], Times]:
+    """Turns end and begin, in a pool for the running requests and half of the idle conversations."""
+    num_running, pages_each = FLAGS.num_running, FLAGS.context_tokens // 32
+    gpu_pages = num_running * (pages_each + 8) + FLAGS.num_idle * pages_each // 2
+    load = Load(gpu_pages=gpu_pages, num_idle=FLAGS.num_idle + num_running)
+    load.fill_idle()
+
+    def submit(num_turns: int) -> None:
+        names = [load.idle.pop(int(load.random.integers(len(load.idle)))) for _ in range(num_turns)]
+        replies = load.random.integers(1, 2 * _REPLY_TOKENS, num_turns)
+        load.submit(names, [_PROMPT_TOKENS] * num_turns, replies)
+
+    def step() -> Times:
+        times, ended = load.step()
+        load.idle += [str(turn.request.conversation.conversation_id) for turn in ended]
+        if ended:
+            submit(len(ended))
+        return times
+
+    submit(num_running)
+    while load.engine.stats()["num_waiting"]:
+        step()
+    return step
+
+
+def measure(step: Callable[[], Times], num_steps: int) -> list[Times]:
+    """Times of `num_steps` steps, with the garbage of setting up out of the way."""
+    gc.collect()
+    gc.freeze()  # what a server does with its start-up objects
+    return [step() for _ in range(num_steps)]
+
+
+def summary(times: Sequence[Times]) -> dict[str, float]:
+    """Mean, median, 99th percentile and worst of schedule + plan, and means of the rest."""
+    columns = {name: np.array([getattr(t, name) for t in times]) for name in Times._fields}
+    both = columns.pop("schedule_plan_ms")
+    return {
+        "mean_ms": float(both.mean()),
+        "p50_ms": float(np.median(both)),
+        "p99_ms": float(np.percentile(both, 99)),
+        "max_ms": float(both.max()),
+        "wall_p50_ms": float(np.median(columns.pop("wall_ms"))),
+        **{name: float(values.mean()) for name, values in columns.items()},
+    }
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # one core, as the target says
+    results = {}
+    for name, make in (("decode", decode_load), ("mixed", mixed_load)):
+        step = make()
+        results[name] = summary(measure(step, FLAGS.num_steps))
+        if FLAGS.profile:
+            profile = cProfile.Profile()
+            profile.runcall(measure, step, FLAGS.num_steps)
+            pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(25)
+    columns = ["load", *next(iter(results.values()))]
+    print(table(columns, [[name, *values.values()] for name, values in results.items()]))
+    ok = all(values["mean_ms"] <= TARGET_MS for values in results.values())
+    print(f"target: schedule + plan at most {TARGET_MS} ms a step on one core: {'met' if ok else 'missed'}")
+    settings = {name: FLAGS[name].value for name in ("num_running", "context_tokens", "num_idle", "policy")}
+    units = {
+        "*_ms": "milliseconds of CPU time a step (wall_*: of the wall clock)",
+        "num_rows": "sub-requests a step",
+        "num_tokens": "tokens a step",
+    }
+    document = {"target_ms": TARGET_MS, "target_met": ok, "settings": settings, **results}
+    print(json_line("scheduler", document, units=units, device="none (host only, one core)"))
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_integer("num_running", 256, "Requests in the batch.", lower_bound=1)
+    flags.DEFINE_integer("context_tokens", 2000, "Tokens of each running request.", lower_bound=256)
+    flags.DEFINE_integer("num_idle", 1000, "Idle conversations of the mixed load.", lower_bound=1)
+    flags.DEFINE_integer("num_steps", 200, "Steps measured for each load.", lower_bound=1)
+    flags.DEFINE_string("model", "llama2-13b-gqa10", "Preset whose heads shape the tile list.")
+    flags.DEFINE_string("policy", "retention", "Eviction policy.")
+    flags.DEFINE_string("attention_backend", "pallas_triton", "Whose tile list is built.")
+    flags.DEFINE_bool("profile", False, "Profile as many steps again, and print the hot spots.")
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

@@ -1,0 +1,1 @@
+"""What launch scripts share: flags that become an engine configuration, tables, and reports."""

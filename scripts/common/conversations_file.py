@@ -1,0 +1,141 @@
+"""Conversations in JSON lines, as `generate.py` reads them.
+
+Owns: the format and what is wrong with a line. Does not know: models; ids are checked against a vocabulary
+by whoever has one.
+
+A line is an object:
+  conversation_id  any non-empty string; `id` does too, and without either it is "line-<number>"
+  turns            a list of at least one turn, each of which is
+                     {"prompt": "text"}, {"prompt": [ids]} or {"messages": [{"role": ..., "content": ...}]},
+                     with any field of SamplingParams beside it for this turn alone, or
+                     ["U", "text"]: a turn of recorded dialogues; those of other speakers are left out
+A name that ends in .gz is decompressed; blank lines are skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pensieve_jax import InvalidRequestError, SamplingParams
+from pensieve_jax.text import Message, check_messages
+
+_USER = "U"
+_OVERRIDES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+
+
+@dataclass(frozen=True, slots=True)
+class InputTurn:
+    """One turn to run: text, ids or messages."""
+
+    prompt: str | list[int] | tuple[Message, ...]
+    params: SamplingParams
+
+    @property
+    def is_chat(self) -> bool:
+        """The prompt is messages for the model's template."""
+        return isinstance(self.prompt, tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class InputConversation:
+    """One line of the file."""
+
+    conversation_id: str
+    turns: tuple[InputTurn, ...]
+    line_number: int
+
+
+class InputFileError(Exception):
+    """Lines that cannot be used: (line number, reason) each."""
+
+    def __init__(self, path: str, problems: list[tuple[int, str]]) -> None:
+        """Name every line, the first 20 in the message."""
+        self.problems = problems
+        lines = [f"{path}:{number}: {reason}" for number, reason in problems[:20]]
+        if len(problems) > 20:
+            lines.append(f"... and {len(problems) - 20} more")
+        super().__init__("\n".join(lines))
+
+
+def read_conversations(path: str, defaults: SamplingParams) -> list[InputConversation]:
+    """The whole file; raises InputFileError naming every bad line, or OSError."""
+    conversations: list[InputConversation] = []
+    problems: list[tuple[int, str]] = []
+    seen: dict[str, int] = {}
+    for number, line in _lines(path):
+        try:
+            one = _conversation(json.loads(line), number, defaults)
+            first = seen.setdefault(one.conversation_id, number)
+            if first != number:
+                raise InvalidRequestError("conversation_id", one.conversation_id, f"unlike that of line {first}")
+            conversations.append(one)
+        except json.JSONDecodeError as error:
+            problems.append((number, f"not JSON: {error}"))
+        except (InvalidRequestError, UnicodeDecodeError) as error:
+            problems.append((number, str(error)))
+    if not conversations and not problems:
+        problems.append((1, "the file has no conversations"))
+    if problems:
+        raise InputFileError(path, problems)
+    return conversations
+
+
+def _lines(path: str) -> Iterator[tuple[int, bytes]]:
+    opener = gzip.open if path.endswith(".gz") else Path.open
+    with opener(Path(path), "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, line
+
+
+def _conversation(value: Any, number: int, defaults: SamplingParams) -> InputConversation:
+    if not isinstance(value, dict):
+        raise InvalidRequestError("line", value, "a JSON object with the key turns")
+    conversation_id = value.get("conversation_id", value.get("id", f"line-{number}"))
+    if not isinstance(conversation_id, str) or not conversation_id or "\0" in conversation_id:
+        raise InvalidRequestError("conversation_id", conversation_id, "a non-empty string without NUL")
+    given = value.get("turns")
+    if not isinstance(given, list):
+        raise InvalidRequestError("turns", given, "a list of turns")
+    turns = [_turn(turn, f"turns[{i}]", defaults) for i, turn in enumerate(given) if not _is_reply(turn)]
+    if not turns:
+        raise InvalidRequestError("turns", given, "a list with at least one turn of a user")
+    return InputConversation(conversation_id, tuple(turns), number)
+
+
+def _is_reply(turn: Any) -> bool:
+    return isinstance(turn, list) and len(turn) == 2 and isinstance(turn[0], str) and turn[0] != _USER
+
+
+def _turn(turn: Any, field: str, defaults: SamplingParams) -> InputTurn:
+    if isinstance(turn, list) and len(turn) == 2 and turn[0] == _USER:
+        turn = {"prompt": turn[1]}
+    if not isinstance(turn, dict) or ("prompt" in turn) == ("messages" in turn):
+        raise InvalidRequestError(field, turn, 'an object with either prompt or messages, or ["U", text]')
+    unknown = turn.keys() - _OVERRIDES - {"prompt", "messages"}
+    if unknown:
+        name = min(unknown)
+        raise InvalidRequestError(f"{field}.{name}", turn[name], f"left out; known are {sorted(_OVERRIDES)}")
+    for name in ("stop", "stop_token_ids"):
+        if not isinstance(turn.get(name, []), list):
+            raise InvalidRequestError(f"{field}.{name}", turn[name], "a list")
+    try:
+        params = dataclasses.replace(defaults, **{key: turn[key] for key in turn.keys() & _OVERRIDES})
+        prompt = check_messages(turn["messages"]) if "messages" in turn else _prompt(turn["prompt"])
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{field}.{error.field}", error.value, error.limit, error.hint) from error
+    return InputTurn(prompt, params)
+
+
+def _prompt(prompt: Any) -> str | list[int]:
+    is_ids = isinstance(prompt, list) and all(type(token_id) is int for token_id in prompt)
+    if not prompt or not (isinstance(prompt, str) or is_ids):
+        raise InvalidRequestError("prompt", prompt, "text or a list of token ids, not empty")
+    result: str | list[int] = prompt
+    return result

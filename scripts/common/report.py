@@ -1,0 +1,76 @@
+"""Tables for people, and the one JSON line at the end of a benchmark for machines.
+
+Owns: how both look, and what a report says about the machine and the command it comes from.
+Called by: every script that prints figures.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("pensieve-jax", "jax", "jaxlib", "flax", "numpy")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Lines of aligned columns: text to the left, numbers to the right."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    is_number = [bool(cells) and all(_is_number(row[i]) for row in cells) for i in range(len(columns))]
+    widths = [max(len(row[i]) for row in [list(columns), *cells]) for i in range(len(columns))]
+
+    def line(values: Sequence[str]) -> str:
+        pairs = zip(values, widths, is_number, strict=True)
+        return "  ".join(v.rjust(w) if right else v.ljust(w) for v, w, right in pairs).rstrip()
+
+    return "\n".join([line(columns), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def json_line(benchmark: str, results: Mapping[str, Any], *, units: Mapping[str, str], device: str) -> str:
+    """One line of JSON that can be read on its own: what was measured, in what units, where and how."""
+    document = {
+        "benchmark": benchmark,
+        "results": results,
+        "units": units,
+        "hardware": {"device": device, "cpu": _cpu_name(), "num_cpus": os.cpu_count()},
+        "versions": {"python": platform.python_version(), **_versions()},
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+    }
+    return json.dumps(document)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float):
+        return f"{value:,.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _is_number(cell: str) -> bool:
+    return bool(cell) and cell.replace(",", "").replace(".", "").lstrip("-").isdigit()
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    installed = {}
+    for package in _PACKAGES:
+        try:
+            installed[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            installed[package] = "not installed"
+    return installed

@@ -1,0 +1,74 @@
+"""Convert a model into an Orbax directory that loads quickly and sharded, tokenizer included.
+
+    python scripts/convert_checkpoint.py --source path/to/hf-dir --target path/to/orbax-dir --dtype bfloat16
+
+The source may be anything `load_model` takes. Weights are read on the host, one tensor at a time. The
+target records where its weights came from, so that conversations of the source stay valid; it loads like
+any other model directory, onto any number of devices.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+from absl import app, flags
+from tqdm import tqdm
+
+from model_defs import ModelError, load_model, make_mesh, save_parameters, weights_digest
+from model_defs.registry import resolve_dtype
+
+FLAGS = flags.FLAGS
+COMPANIONS = (
+    "chat_template.*",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer*",
+    "vocab.json",
+)
+"""Files beside the weights that a model directory is read for."""
+
+
+def convert(source: str, target: Path, dtype: str, seed: int = 0) -> None:
+    """Load `source` in `dtype` on the host and save it to `target`. Raises ModelError."""
+    mesh = make_mesh(1, jax.local_devices(backend="cpu"))
+    with tqdm(desc="reading", unit="array", disable=None) as bar:
+
+        def progress(num_done: int, num_total: int, what: str) -> None:
+            bar.total = num_total
+            bar.set_postfix_str(what, refresh=False)
+            bar.update(num_done - bar.n)
+
+        model = load_model(source, dtype=dtype, mesh=mesh, seed=seed, progress=progress)
+    digest = weights_digest(source, seed=seed)
+    config = model.config
+    if resolve_dtype(dtype, config) != resolve_dtype("auto", config):
+        digest += f":{dtype}"  # rounded weights are another model
+    print(f"writing {target}", file=sys.stderr)
+    target.mkdir(parents=True, exist_ok=True)
+    save_parameters(model, target, weights_digest=digest)
+    for pattern in COMPANIONS if Path(source).is_dir() else ():
+        for path in Path(source).glob(pattern):
+            shutil.copy2(path, target / path.name)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    try:
+        convert(FLAGS.source, Path(FLAGS.target), FLAGS.dtype, FLAGS.seed)
+    except ModelError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string(
+        "source", None, "Hugging Face directory, Orbax directory or random:<preset>.", required=True
+    )
+    flags.DEFINE_string("target", None, "Directory to write; must not hold a model.", required=True)
+    flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "auto: the checkpoint's.")
+    flags.DEFINE_integer("seed", 0, "Seed of random weights.")
+    app.run(main)

@@ -1,0 +1,113 @@
+"""What a turn's tokens must be, by a reference that knows no pages, and the runner that it judges.
+
+A bench pairs the two, so that one driver serves the fake runner and the tiny real models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pensieve_jax.config import EngineConfig
+from pensieve_jax.core.outputs import TokenLogprob
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.runner import Runner
+from tests.engine.fake_runner import (
+    EOS_TOKEN_IDS,
+    VOCAB_SIZE,
+    FakeRunner,
+    dense_continuation,
+    logprob_of,
+    top_of,
+)
+
+
+@dataclass(frozen=True)
+class TurnFacts:
+    """What a turn's tokens are a function of."""
+
+    history: tuple[int, ...]
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    max_total_tokens: int
+
+    @property
+    def max_output_len(self) -> int:
+        return min(self.params.max_tokens, self.max_total_tokens - len(self.history) - len(self.prompt))
+
+    def may_end(self, number: int) -> bool:
+        """Whether the reply's `number`-th token may be its last by its id."""
+        return number > self.params.min_tokens
+
+    def check_end(self, token_ids: Sequence[int], reason: str, eos_token_ids: Sequence[int]) -> None:
+        """Assert that a reply ended where it had to, for the reason it had to."""
+        ending_ids = self.params.ending_ids(eos_token_ids)
+        ends = [n for n, token_id in enumerate(token_ids, 1) if token_id in ending_ids and self.may_end(n)]
+        if reason == "stop":
+            assert ends == [len(token_ids)], (ends, token_ids)
+        else:
+            assert reason == "length" and not ends and len(token_ids) == self.max_output_len, (reason, ends)
+
+
+class Bench(Protocol):
+    """A runner and its judge."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def new_runner(self, config: EngineConfig, max_context_tokens: int) -> Runner:
+        """A runner with empty pages."""
+        ...
+
+    def stop_id(self, facts: TurnFacts) -> int:
+        """An id that may well come in the reply."""
+        ...
+
+    def check_tokens(self, facts: TurnFacts, token_ids: Sequence[int], *, whole: bool) -> None:
+        """Assert that these are the reply's tokens, or the first of them."""
+        ...
+
+    def check_logprobs(self, facts: TurnFacts, logprobs: Sequence[TokenLogprob]) -> None:
+        """Assert that these belong to the reply's tokens."""
+        ...
+
+
+class FakeBench:
+    """The fake runner, with its hash over a plain list of tokens as the reference."""
+
+    vocab_size = VOCAB_SIZE
+    eos_token_ids = EOS_TOKEN_IDS
+
+    def new_runner(self, config: EngineConfig, max_context_tokens: int) -> FakeRunner:
+        return FakeRunner(config, max_context_tokens)
+
+    def stop_id(self, facts: TurnFacts) -> int:
+        found = _continuation(facts)
+        return found[facts.seed % len(found)]
+
+    def check_tokens(self, facts: TurnFacts, token_ids: Sequence[int], *, whole: bool) -> None:
+        expected = _continuation(facts)
+        if not whole:
+            expected = expected[: len(token_ids)]
+        assert list(token_ids) == expected, f"{list(token_ids)} sampled, {expected} expected"
+
+    def check_logprobs(self, facts: TurnFacts, logprobs: Sequence[TokenLogprob]) -> None:
+        found = dense_continuation(
+            (*facts.history, *facts.prompt), facts.params, facts.seed, facts.max_output_len, facts.may_end
+        )
+        for total, token_id, entry in zip(found.totals, found.token_ids, logprobs, strict=True):
+            assert entry == (token_id, logprob_of(total), top_of(total, facts.params.logprobs or 0))
+
+
+def _continuation(facts: TurnFacts) -> list[int]:
+    ids = (*facts.history, *facts.prompt)
+    return dense_continuation(ids, facts.params, facts.seed, facts.max_output_len, facts.may_end).token_ids
+
+
+def prompt_ids(seed: int, length: int, vocab_size: int) -> tuple[int, ...]:
+    """A prompt of random ids."""
+    return tuple(np.random.default_rng(seed).integers(0, vocab_size, length).tolist())

@@ -1,0 +1,70 @@
+"""On a GPU: float32 tokens do not depend on where the state was, with the compiled kernel in the loop."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from model_defs import load_model, make_mesh
+from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SamplingParams, SchedulerConfig
+from pensieve_jax.engine.dense_reference import DenseReference
+
+MODELS = ("random:llama-tiny", "random:opt-tiny", "random:opt-125m")
+NUM_CONVERSATIONS, NUM_TURNS = 6, 4
+
+
+def _turns(vocab_size: int) -> list[list[tuple[list[int], SamplingParams]]]:
+    """[turn][conversation]: prompts of mixed lengths, half of the conversations greedy, half sampled."""
+    rng = np.random.default_rng(11)
+    lengths = itertools.cycle((3, 40, 97, 18, 64))
+    return [
+        [
+            (
+                rng.integers(10, vocab_size, next(lengths)).tolist(),
+                SamplingParams(max_tokens=24, temperature=float(i % 2), seed=100 * turn + i, ignore_eos=True),
+            )
+            for i in range(NUM_CONVERSATIONS)
+        ]
+        for turn in range(NUM_TURNS)
+    ]
+
+
+def _run(model: str, gpu_pages: int, *, stateful: bool) -> tuple[list[list[tuple[int, ...]]], dict]:
+    config = EngineConfig(
+        stateful=stateful,
+        cache=CacheConfig(gpu_pages=gpu_pages),
+        scheduler=SchedulerConfig(
+            max_num_running=8, max_num_batched_tokens=128, max_context_tokens=1024, token_buckets=(16, 128)
+        ),
+        runner=RunnerConfig(attention_backend="pallas_triton"),
+    )
+    with LLM(model, dtype="float32", config=config, progress=False) as llm:
+        num_compilations = llm.stats()["num_compilations"]
+        outputs = []
+        for turn in _turns(llm.model_config.vocab_size):
+            prompts, params = zip(*turn, strict=True)
+            ids = [f"c{i}" for i in range(NUM_CONVERSATIONS)]
+            outputs.append([o.token_ids for o in llm.generate(prompts, params, conversation_ids=ids)])
+        stats = llm.stats()
+    assert stats["num_compilations"] == num_compilations, "a step compiled something after warm-up"
+    return outputs, stats
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_stateful_equals_stateless_and_dense(model: str) -> None:
+    stateful, stats = _run(model, 40, stateful=True)
+    assert stats["recomputed_tokens"] > 0 and stats["reused_gpu_tokens"] > 0
+    stateless, stats = _run(model, 200, stateful=False)
+    assert stats["reused_gpu_tokens"] == 0
+    assert stateful == stateless
+
+    loaded = load_model(model, dtype="float32", mesh=make_mesh(1))
+    reference, turns = DenseReference(loaded), _turns(loaded.config.vocab_size)
+    for i in range(NUM_CONVERSATIONS):
+        history: list[int] = []
+        for turn in range(NUM_TURNS):
+            prompt, params = turns[turn][i]
+            replay = reference.replay_turn(history, prompt, stateful[turn][i], params, seed=params.seed)
+            assert tuple(replay.token_ids.tolist()) == stateful[turn][i]
+            history += [*prompt, *stateful[turn][i]]

@@ -1,0 +1,149 @@
+"""Every back end that runs on a CPU against the dense reference."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.ragged_paged_attention import BlockSizes, TileClass, build_tiles, ragged_paged_attention, tile_spec
+from pallas_kernels.ragged_paged_attention.shapes import Heads
+from tests.kernels.batches import Batch, Room, assert_equals_reference, make_batch, random_rows
+
+SCALE = 0.17
+# Few programs and short splits, so that small batches split and merge too and interpreting stays quick.
+SMALL_BLOCKS = BlockSizes((TileClass(16, 32, 4, 2, 64, 8), TileClass(64, 16, 4, 2, 64, 8)))
+ONE_CLASS = BlockSizes((TileClass(16, 16, 4, 2, 32, 16, whole_loop=False),))
+
+ROWS = [(1, 70), (5, 33), (40, 40), (1, 1), (0, 12), (300, 310), (17, 200), (8, 8)]
+
+
+@functools.cache
+def compiled(backend: str, blocks: BlockSizes | None = None, traced_tiles: bool = False) -> Any:
+    """Jitted attention that takes (spec, tiles made on the host) unless `traced_tiles`."""
+
+    def attend(batch: Batch, tiles: Any, spec: Any) -> Any:
+        return ragged_paged_attention(
+            *batch, sm_scale=SCALE, backend=backend, interpret=True,
+            metadata=None if spec is None else (spec, tiles), blocks=blocks if spec is None else None,
+        )  # fmt: skip
+
+    jitted = jax.jit(attend, static_argnums=2)
+
+    def run(batch: Batch) -> Any:
+        if backend == "xla" or traced_tiles:
+            return jitted(batch, None, None)
+        spec = tile_spec(
+            num_tokens=batch.q.shape[0], max_num_seqs=len(batch.kv_lens), num_q_heads=batch.q.shape[1],
+            num_kv_heads=batch.kv_pages.shape[2] // 2, head_dim=batch.q.shape[2], dtype=batch.q.dtype,
+            page_size=batch.kv_pages.shape[1], backend=backend, blocks=blocks,
+        )  # fmt: skip
+        tiles = build_tiles(spec, batch.cu_q_lens, batch.kv_lens, batch.num_seqs)
+        return jitted(batch, tiles, spec)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("heads", "page_size"), [(Heads(4, 4, 32), 16), (Heads(8, 2, 80), 32), (Heads(8, 1, 64), 64), (Heads(6, 2, 128), 16)]
+)
+def test_xla_equals_reference(heads: Heads, page_size: int) -> None:
+    batch = make_batch(np.random.default_rng(page_size), ROWS, heads, page_size=page_size)
+    assert_equals_reference(compiled("xla")(batch), batch, SCALE)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_xla_16_bits(dtype: str) -> None:
+    batch = make_batch(np.random.default_rng(7), ROWS, Heads(4, 2, 32), dtype=dtype)
+    assert_equals_reference(compiled("xla")(batch), batch, SCALE)
+
+
+@pytest.mark.parametrize(
+    ("heads", "page_size", "dtype", "blocks"),
+    [
+        (Heads(4, 4, 32), 16, "float32", SMALL_BLOCKS),  # a block of keys spans pages
+        (Heads(8, 2, 64), 32, "bfloat16", SMALL_BLOCKS),  # a block is a page, or half of one
+        (Heads(8, 1, 32), 64, "float16", SMALL_BLOCKS),
+        (Heads(6, 2, 32), 16, "float32", ONE_CLASS),  # 3 heads a group do not fill a tile
+    ],
+    ids=["group1", "group4", "group8", "group3"],
+)
+def test_triton_equals_reference(heads: Heads, page_size: int, dtype: str, blocks: BlockSizes) -> None:
+    batch = make_batch(np.random.default_rng(page_size), ROWS, heads, page_size=page_size, dtype=dtype)
+    assert_equals_reference(compiled("pallas_triton", blocks)(batch), batch, SCALE)
+
+
+def test_triton_makes_its_own_tiles() -> None:
+    batch = make_batch(np.random.default_rng(3), ROWS[:5], Heads(4, 2, 32))
+    assert_equals_reference(compiled("pallas_triton", ONE_CLASS, traced_tiles=True)(batch), batch, SCALE)
+
+
+ROOM = Room(num_tokens=96, max_num_seqs=9, pages_per_seq=14, num_pages=50)
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas_triton"])
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_random_batches(backend: str, seed: int) -> None:
+    """Recompiles nothing: every batch fits one room."""
+    rng = np.random.default_rng(seed)
+    rows = random_rows(rng, ROOM, 16, 90)
+    batch = make_batch(rng, rows, Heads(4, 2, 32), room=ROOM)
+    blocks = SMALL_BLOCKS if backend == "pallas_triton" else None
+    assert_equals_reference(compiled(backend, blocks)(batch), batch, SCALE)
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas_triton"])
+def test_sub_requests_share_a_page_list(backend: str) -> None:
+    """A recomputed leading range [0, 20) and the new prompt [90, 100) are two rows over one page list."""
+    rng = np.random.default_rng(11)
+    rows = [(10, 100), (20, 20), (6, 50), (1, 60)]
+    batch = make_batch(rng, rows, Heads(4, 2, 32), room=ROOM, shared={1: 0, 2: 0})
+    blocks = SMALL_BLOCKS if backend == "pallas_triton" else None
+    out = compiled(backend, blocks)(batch)
+    assert_equals_reference(out, batch, SCALE)
+    # The same tokens as one row: two ranges give what one whole range gives at their positions.
+    q = jnp.full_like(batch.q, 0).at[:20].set(batch.q[10:30]).at[90:].set(batch.q[:6]).at[90:96].set(batch.q[:6])
+    whole = batch._replace(
+        q=q, cu_q_lens=np.array([0, 96] + [96] * 8, np.int32), num_seqs=np.array([1], np.int32),
+        kv_lens=np.array([96] + [0] * 8, np.int32),
+    )  # fmt: skip
+    got = compiled(backend, blocks)(whole)
+    np.testing.assert_allclose(got[:20], out[10:30], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(got[90:96], out[:6], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas_triton"])
+def test_no_rows_gives_zeros(backend: str) -> None:
+    batch = make_batch(np.random.default_rng(0), [], Heads(4, 2, 32), room=ROOM)
+    out = compiled(backend, SMALL_BLOCKS if backend == "pallas_triton" else None)(batch)
+    assert not np.asarray(out).any()
+
+
+def test_xla_memory_does_not_grow_with_the_context() -> None:
+    """128 rows of 512 pages: the temporary memory is bounded by a block of keys, far below the gathered context."""
+    shape = jax.ShapeDtypeStruct
+    args = (
+        shape((128, 8, 64), jnp.bfloat16), shape((70000, 32, 4, 64), jnp.bfloat16), shape((128,), jnp.int32),
+        shape((128, 512), jnp.int32), shape((129,), jnp.int32), shape((1,), jnp.int32),
+    )  # fmt: skip
+    attend = functools.partial(ragged_paged_attention, sm_scale=SCALE, backend="xla")
+    memory = jax.jit(attend).lower(*args).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 512 << 20
+
+
+def test_inside_shard_map() -> None:
+    """Heads split over four devices give what one device gives."""
+    batch = make_batch(np.random.default_rng(5), [(1, 70), (20, 40), (3, 3)], Heads(8, 4, 32), room=ROOM)
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+    heads, none = jax.sharding.PartitionSpec(None, "tp"), jax.sharding.PartitionSpec()
+    pool = jax.sharding.PartitionSpec(None, None, "tp")
+    attend = functools.partial(ragged_paged_attention, sm_scale=SCALE, backend="xla")
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=(heads, pool, none, none, none, none), out_specs=heads)
+    assert_equals_reference(jax.jit(sharded)(*batch), batch, SCALE)

@@ -1,0 +1,159 @@
+"""The tile list against a brute-force reading of what it must cover."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.ragged_paged_attention import (
+    AttentionArgumentError,
+    BlockSizes,
+    TileClass,
+    TileSpec,
+    build_tiles,
+    tile_spec,
+)
+from pallas_kernels.ragged_paged_attention import tile_lists as fields
+from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, MERGE_ROWS
+from pallas_kernels.ragged_paged_attention.metadata import build_tiles_traced
+
+TWO = BlockSizes((TileClass(16, 64, 4, 3, 128, 40), TileClass(64, 32, 4, 3, 256, 20)))
+ONE = BlockSizes((TileClass(32, 64, 4, 3, 128, 40),))
+
+
+def spec_for(num_tokens: int, max_num_seqs: int, blocks: BlockSizes | None, heads: tuple[int, int] = (8, 2)) -> TileSpec:
+    return tile_spec(
+        num_tokens=num_tokens, max_num_seqs=max_num_seqs, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=64,
+        page_size=32, dtype="bfloat16", backend="pallas_triton", blocks=blocks,
+    )  # fmt: skip
+
+
+def draw(rng: np.random.Generator, spec: TileSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    num_rows = int(rng.integers(0, spec.max_num_seqs + 1))
+    cu = np.full(spec.max_num_seqs + 1, 10**6, np.int32)
+    kv_lens = np.full(spec.max_num_seqs, 10**6, np.int32)
+    cu[0] = 0
+    for row in range(num_rows):
+        left = spec.num_tokens - cu[row]
+        q_len = int(rng.integers(0, min(left, rng.choice([1, 8, 100, 1000])) + 1))
+        cu[row + 1] = cu[row] + q_len
+        kv_lens[row] = q_len + rng.integers(0, rng.choice([2, 100, 5000]))
+    return cu, kv_lens, np.array([num_rows], np.int32)
+
+
+def check(spec: TileSpec, tiles: np.ndarray, cu: np.ndarray, kv_lens: np.ndarray, num_seqs: np.ndarray) -> None:
+    """Every (query token, key) pair of every row is in exactly one tile, and every split is merged once."""
+    num_rows, num_classes = int(num_seqs[0]), len(spec.blocks.classes)
+    covered: dict[int, list[tuple[int, int]]] = {}
+    slots: dict[tuple[int, int], tuple[int, int]] = {}
+    merged: dict[int, set[int]] = {}
+    for index, tile_class in enumerate(spec.blocks.classes):
+        count = tiles[index]
+        assert count <= spec.max_num_tiles[index]
+        for tile in tiles[spec.tiles_offset(index) :][: count * fields.NUM_FIELDS].reshape(-1, fields.NUM_FIELDS):
+            row, token, num_tokens, position, begin, end, slot, _ = tile.tolist()
+            assert 0 < num_tokens * spec.group <= tile_class.rows
+            for t in range(token, token + num_tokens):
+                covered.setdefault(t, []).append((begin, end))
+            if row == num_rows:  # the pseudo row
+                assert (begin, end, slot) == (0, 0, -1) and token >= cu[num_rows]
+                continue
+            assert cu[row] <= token and token + num_tokens <= cu[row + 1]
+            assert position == kv_lens[row] - (cu[row + 1] - token)
+            assert begin % tile_class.block_kv == 0 and begin < end <= position + num_tokens
+            if slot >= 0:
+                assert slot < spec.max_num_slots[index] and (index, slot) not in slots
+                slots[index, slot] = (token, num_tokens)
+    assert sorted(covered) == list(range(spec.num_tokens))
+    for t, ranges in covered.items():
+        ranges.sort()
+        row = int(np.searchsorted(cu[: num_rows + 1], t, side="right")) - 1
+        if row < num_rows:
+            last = kv_lens[row] - (cu[row + 1] - t)
+            assert ranges[0][0] == 0 and ranges[-1][1] > last and len(ranges) <= MAX_NUM_SPLITS
+            assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    merges = tiles[spec.tiles_offset(num_classes) :].reshape(-1, fields.NUM_FIELDS)
+    assert tiles[num_classes] <= len(merges) == spec.max_num_merges
+    used: set[tuple[int, int]] = set()
+    for merge in merges[: tiles[num_classes]]:
+        token, num_tokens, partial, num_splits, class_rows, first_row, _, _ = merge.tolist()
+        index = [c.rows for c in spec.blocks.classes].index(class_rows)
+        slot, rest = divmod(partial - spec.partial_begin(index), spec.num_kv_heads * class_rows)
+        assert rest == 0 and num_splits >= 2 and first_row not in merged.setdefault(token, set())
+        merged[token].add(first_row)
+        for s in range(slot, slot + num_splits):
+            assert slots[index, s] == (token, num_tokens)
+            used.add((index, s))
+    assert used == set(slots)
+    for (token, num_tokens) in slots.values():
+        assert merged[token] == set(range(0, num_tokens * spec.group, MERGE_ROWS))
+
+
+@pytest.mark.parametrize("blocks", [TWO, ONE, None], ids=["two", "one", "default"])
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_covers_everything_once(blocks: BlockSizes | None, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    heads = [(8, 2), (40, 40), (6, 2), (64, 8)][int(rng.integers(4))]
+    spec = spec_for(int(rng.integers(1, 700)), int(rng.integers(1, 40)), blocks, heads)
+    batch = draw(rng, spec)
+    out = np.full(spec.tiles_len, -7, np.int32)
+    assert build_tiles(spec, *batch, out=out) is out
+    check(spec, out, *batch)
+
+
+@pytest.mark.parametrize("blocks", [TWO, ONE], ids=["two", "one"])
+def test_host_and_device_builders_agree(blocks: BlockSizes) -> None:
+    spec = spec_for(400, 20, blocks)
+    traced = jax.jit(lambda *batch: build_tiles_traced(spec, *batch))
+    for seed in range(20):
+        batch = draw(np.random.default_rng(seed), spec)
+        host, device = build_tiles(spec, *batch), np.array(traced(*batch))
+        check(spec, device, *batch)
+        for index, count in enumerate(host[: len(blocks.classes) + 1]):
+            part = slice(spec.tiles_offset(index), spec.tiles_offset(index) + count * fields.NUM_FIELDS)
+            np.testing.assert_array_equal(host[part], device[part], err_msg=f"seed {seed}, list {index}")
+
+
+def test_worst_cases_fit() -> None:
+    """All rows just too long for the small class; all tokens in one row; one token each; nothing at all."""
+    spec = spec_for(512, 64, TWO)
+    for q_len, num_rows in ((5, 64), (512, 1), (1, 64), (8, 64), (0, 0), (0, 64)):
+        cu = np.zeros(65, np.int32)
+        cu[: num_rows + 1] = np.arange(num_rows + 1) * q_len
+        kv_lens = np.full(64, 131072, np.int32)
+        num_seqs = np.array([num_rows], np.int32)
+        check(spec, build_tiles(spec, cu, kv_lens, num_seqs), cu, kv_lens, num_seqs)
+
+
+def test_longest_tiles_come_first() -> None:
+    spec = spec_for(64, 64, ONE)
+    kv_lens = np.arange(1, 65, dtype=np.int32) * 64
+    tiles = build_tiles(spec, np.arange(65, dtype=np.int32), kv_lens, np.array([64], np.int32))
+    rows = tiles[fields.HEADER_LEN :][: tiles[0] * fields.NUM_FIELDS].reshape(-1, fields.NUM_FIELDS)
+    widths = rows[:, fields.KV_END] - rows[:, fields.KV_BEGIN]
+    assert (np.diff(-(-widths // 64)) <= 0).all()
+
+
+def test_xla_needs_no_tiles() -> None:
+    spec = tile_spec(
+        num_tokens=8, max_num_seqs=8, num_q_heads=4, num_kv_heads=2, head_dim=80, page_size=16, dtype="float32",
+        backend="xla",
+    )  # fmt: skip
+    assert spec.tiles_len == 0
+    assert build_tiles(spec, np.zeros(9, np.int32), np.zeros(8, np.int32), 0).shape == (0,)
+    assert len({spec, spec}) == 1
+
+
+def test_too_much_for_the_spec_is_named() -> None:
+    spec = spec_for(16, 4, ONE)
+    cu, kv_lens = np.array([0, 17, 17, 17, 17], np.int32), np.full(4, 50, np.int32)
+    with pytest.raises(AttentionArgumentError, match=r"cu_q_lens = 17: the spec holds 16"):
+        build_tiles(spec, cu, kv_lens, np.array([1], np.int32))
+    with pytest.raises(AttentionArgumentError, match=r"num_seqs = 5: the spec holds 4"):
+        build_tiles(spec, cu, kv_lens, np.array([5], np.int32))
+    with pytest.raises(AttentionArgumentError, match=r"out\.shape"):
+        build_tiles(spec, cu, kv_lens, np.array([0], np.int32), out=np.zeros(3, np.int32))

@@ -1,0 +1,203 @@
+"""Every kind of damaged checkpoint is a CheckpointError that names the tensor; harmless oddities load."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from model_defs import CheckpointError, UnsupportedModelError, load_model, make_mesh, model_fingerprint
+from model_defs.hf_config import load_config
+from model_defs.parameters import named_parameters
+from tests.models.helpers import GOLDEN, dense_logits, golden
+
+Tensors = dict[str, np.ndarray]
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def load(directory: Path) -> None:
+    load_model(directory, dtype="float32", mesh=make_mesh(1))
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A single-file float16 checkpoint that may be damaged."""
+    return Path(shutil.copytree(GOLDEN / "llama_default", tmp_path / "model"))
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A checkpoint in several files with an index."""
+    return Path(shutil.copytree(GOLDEN / "llama_gqa_linear", tmp_path / "model"))
+
+
+def tensors_of(directory: Path) -> Tensors:
+    return load_file(directory / "model.safetensors")
+
+
+def rewrite(directory: Path, tensors: Tensors) -> None:
+    save_file(tensors, directory / "model.safetensors")
+
+
+def assert_golden(directory: Path, variant: str) -> None:
+    token_ids, expected = golden(variant)
+    model = load_model(directory, dtype="float32", mesh=make_mesh(1))
+    np.testing.assert_allclose(dense_logits(model, token_ids), expected, atol=1e-4, rtol=0)
+
+
+def test_missing_tensor(llama: Path) -> None:
+    tensors = tensors_of(llama)
+    del tensors[NORM], tensors["lm_head.weight"]
+    rewrite(llama, tensors)
+    with pytest.raises(CheckpointError, match=rf"2 tensor\(s\) are missing: 'lm_head.weight', '{NORM}'"):
+        load(llama)
+
+
+def test_extra_tensor(llama: Path) -> None:
+    rewrite(llama, tensors_of(llama) | {"model.layers.7.mlp.up_proj.weight": np.zeros(3, np.float32)})
+    with pytest.raises(CheckpointError, match=r"1 tensor\(s\) are not part .*'model.layers.7.mlp.up_proj"):
+        load(llama)
+
+
+def test_misshapen_tensor_names_both_shapes(llama: Path) -> None:
+    tensors = tensors_of(llama)
+    tensors[NORM] = np.zeros(25, np.float16)
+    rewrite(llama, tensors)
+    with pytest.raises(CheckpointError, match=rf"'{NORM}' .* has shape \[25\], the config asks for \[24\]"):
+        load(llama)
+
+
+def test_integer_tensor(llama: Path) -> None:
+    rewrite(llama, tensors_of(llama) | {NORM: np.zeros(24, np.int32)})
+    with pytest.raises(CheckpointError, match=rf"'{NORM}' .* dtype I32; one of F32, F16, BF16"):
+        load(llama)
+
+
+@pytest.mark.parametrize("num_bytes_lost", [1, 3000])
+def test_truncated_data(llama: Path, num_bytes_lost: int) -> None:
+    path = llama / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-num_bytes_lost])
+    with pytest.raises(
+        CheckpointError, match=r"tensor 'model\..*' \[.*\] is truncated: model.safetensors has"
+    ):
+        load(llama)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 7, 8, 100])
+def test_truncated_header(llama: Path, num_bytes: int) -> None:
+    path = llama / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    with pytest.raises(CheckpointError, match="truncated or no safetensors file"):
+        load(llama)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"not json at all", "damaged safetensors header"),
+        (b"[1, 2, 3]", "damaged safetensors header"),
+        (b'{"a": {"dtype": "F32"}}', "damaged safetensors header: KeyError"),
+        (
+            b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}',
+            r"'a' F32\[3\] has 8 bytes of data in model.safetensors, 12 are needed",
+        ),
+        (b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [4, 0]}}', "'a' .* is truncated"),
+    ],
+)
+def test_damaged_header(llama: Path, header: bytes, message: str) -> None:
+    content = len(header).to_bytes(8, "little") + header + bytes(16)
+    (llama / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        load(llama)
+
+
+def test_missing_file_of_an_index(sharded: Path) -> None:
+    path = next(sharded.glob("model-00002-of-*.safetensors"))
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"names the file '{path.name}', which is not in"):
+        load(sharded)
+
+
+def test_index_that_disagrees_with_its_files(sharded: Path) -> None:
+    path = sharded / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    where = index["weight_map"].pop(NORM)
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=rf"'{NORM}' is in {where}, but .* places it in None"):
+        load(sharded)
+    index["weight_map"] |= {NORM: where, "ghost": where}
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="tensor 'ghost' is missing"):
+        load(sharded)
+    path.write_text(json.dumps({"weight_map": {NORM: "../model.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"'\.\./model.safetensors', which is not in"):
+        load(sharded)
+    path.write_text("{}")
+    with pytest.raises(CheckpointError, match="no weight_map"):
+        load(sharded)
+
+
+def test_torch_pickles_are_refused(llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"holds neither model\.safetensors nor"):
+        load(llama)
+    (llama / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(CheckpointError, match=r"holds pytorch_model\.bin: torch pickles"):
+        load(llama)
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="neither a directory nor random:<preset>"):
+        load(tmp_path / "nowhere")
+
+
+def test_context_beyond_the_learned_table() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"max_position_embeddings=49 exceeds the .* table of 48"):
+        load_model(GOLDEN / "opt_pre_norm", mesh=make_mesh(1), max_position_embeddings=49)
+    longer = load_model(GOLDEN / "llama_default", mesh=make_mesh(1), max_position_embeddings=49)
+    assert longer.config.max_position_embeddings == 49
+
+
+def test_harmless_extras_load(llama: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(llama, tensors_of(llama) | {name: np.zeros(3, np.float32)})
+    assert_golden(llama, "llama_default")
+
+
+def test_a_copy_of_the_tied_head_loads(tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(GOLDEN / "opt_pre_norm", tmp_path / "model"))
+    tensors = tensors_of(directory)
+    tensors["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"].copy()
+    rewrite(directory, tensors)
+    assert_golden(directory, "opt_pre_norm")
+
+
+@pytest.mark.parametrize("prefix", ["", "decoder."])
+def test_opt_without_prefixes(tmp_path: Path, prefix: str) -> None:
+    directory = Path(shutil.copytree(GOLDEN / "opt_post_norm", tmp_path / "model"))
+    tensors = {key.replace("model.decoder.", prefix): value for key, value in tensors_of(directory).items()}
+    assert all(key.startswith(prefix) for key in tensors)
+    rewrite(directory, tensors)
+    assert_golden(directory, "opt_post_norm")
+
+
+def test_fingerprint_sees_other_weights_but_not_other_directories(llama: Path) -> None:
+    config = load_config(llama)
+    original = model_fingerprint(config, GOLDEN / "llama_default")
+    assert original.startswith("llama-2x24-")
+    assert model_fingerprint(config, llama) == original
+    tensors = tensors_of(llama)
+    tensors[NORM] = tensors[NORM] + np.float16(1)
+    rewrite(llama, tensors)
+    assert model_fingerprint(config, llama) != original
+
+
+@pytest.mark.parametrize("variant", ["llama_default", "opt_pre_norm"])
+def test_loads_onto_several_devices(variant: str) -> None:
+    """Tensors are split before they are fused; the values are those of one device."""
+    models = [load_model(GOLDEN / variant, dtype="float32", mesh=make_mesh(tp)) for tp in (1, 4)]
+    for (name, one), (_, four) in zip(*map(named_parameters, models), strict=True):
+        assert four.get_value().sharding.mesh.shape == {"tp": 4}
+        np.testing.assert_array_equal(one.get_value(), four.get_value(), err_msg=name)

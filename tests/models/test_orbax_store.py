@@ -1,0 +1,136 @@
+"""Saving, restoring onto another mesh, converting, and what a damaged save says."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from model_defs import (
+    CheckpointError,
+    load_config,
+    load_model,
+    make_mesh,
+    model_fingerprint,
+    num_parameters,
+    preset,
+    random_model,
+    save_parameters,
+)
+from model_defs.parameters import named_parameters
+from scripts.convert_checkpoint import convert
+from tests.models.helpers import GOLDEN, dense_logits, golden
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """llama-tiny with 4 KV heads, saved from one device."""
+    directory = tmp_path_factory.mktemp("orbax") / "model"
+    model = random_model(preset("llama-tiny", num_kv_heads=4), mesh=make_mesh(1), seed=3)
+    save_parameters(model, directory, weights_digest="d")
+    return directory
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_restores_onto_any_mesh(saved: Path, tp: int) -> None:
+    mesh = make_mesh(tp)
+    expected = dict(named_parameters(random_model(load_config(saved), mesh=make_mesh(1), seed=3)))
+    calls: list[tuple[int, int, str]] = []
+    model = load_model(saved, mesh=mesh, progress=lambda *call: calls.append(call))
+    for name, parameter in named_parameters(model):
+        value = parameter.get_value()
+        assert value.sharding.mesh.shape == {"tp": tp}
+        np.testing.assert_array_equal(value, expected[name].get_value())
+    kernel = dict(named_parameters(model))["layers.1.qkv.proj.kernel"].get_value()
+    assert kernel.addressable_shards[0].data.shape == (64, 4 // tp, 3, 32)
+    assert [call[0] for call in calls] == list(range(1, len(expected) + 1))
+
+
+def test_restores_in_another_dtype(saved: Path) -> None:
+    model = load_model(saved, dtype="bfloat16", mesh=make_mesh(1))
+    assert {str(parameter.get_value().dtype) for _, parameter in named_parameters(model)} == {"bfloat16"}
+
+
+def test_converted_checkpoint_is_the_same_model(tmp_path: Path) -> None:
+    source = GOLDEN / "opt_post_norm"
+    shutil.copytree(source, tmp_path / "source")
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    convert(str(tmp_path / "source"), tmp_path / "target", "float32")
+    token_ids, expected = golden("opt_post_norm")
+    config = load_config(tmp_path / "target")
+    assert (config.dtype, config.eos_token_ids, config.pre_norm) == ("float32", (3,), False)
+    model = load_model(tmp_path / "target", mesh=make_mesh(1))
+    np.testing.assert_allclose(dense_logits(model, token_ids), expected, atol=1e-4, rtol=0)
+    assert (tmp_path / "target" / "tokenizer.json").read_text() == "{}"
+
+
+def test_conversion_keeps_the_fingerprint_unless_it_rounds(tmp_path: Path) -> None:
+    source = GOLDEN / "llama_yarn"  # saved in bfloat16
+    convert(str(source), tmp_path / "same", "auto")
+    convert(str(source), tmp_path / "rounded", "float16")
+    prints = [model_fingerprint(load_config(path), path) for path in (source, tmp_path / "same")]
+    assert prints[0] == prints[1]
+    assert model_fingerprint(load_config(source), tmp_path / "rounded") != prints[0]
+
+
+def test_a_shorter_context_takes_the_first_positions(tmp_path: Path) -> None:
+    convert(str(GOLDEN / "opt_pre_norm"), tmp_path / "target", "float32")
+    token_ids, expected = golden("opt_pre_norm")
+    for source in (tmp_path / "target", GOLDEN / "opt_pre_norm"):
+        model = load_model(source, dtype="float32", mesh=make_mesh(1), max_position_embeddings=16)
+        assert model.config.max_position_embeddings == 16
+        assert sum(p.get_value().size for _, p in named_parameters(model)) == num_parameters(model.config)
+        np.testing.assert_allclose(dense_logits(model, token_ids[:16]), expected[:16], atol=1e-4, rtol=0)
+
+
+def test_never_overwrites(saved: Path) -> None:
+    with pytest.raises(CheckpointError, match="already holds a saved model"):
+        save_parameters(load_model(saved, mesh=make_mesh(1)), saved, weights_digest="d")
+
+
+def damage(saved: Path, target: Path, **changes: object) -> Path:
+    """A copy of the save whose config has other values."""
+    shutil.copytree(saved, target)
+    path = target / "model_config.json"
+    values = json.loads(path.read_text())
+    for key, value in changes.items():
+        if key in values:
+            values[key] = value
+        else:
+            values["config"][key] = value
+    path.write_text(json.dumps(values))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 3}, r"6 parameter\(s\) missing \(layers\.2\."),
+        ({"num_layers": 1}, r"not part of this model \(layers\.1\."),
+        ({"vocab_size": 321}, r"'embed\.table'.* has shape \[320, 64\], the config asks for \[321, 64\]"),
+        ({"format_version": 99}, "format version 99"),
+    ],
+)
+def test_disagreement_names_the_parameter(
+    saved: Path, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_model(damage(saved, tmp_path / "copy", **changes), mesh=make_mesh(1))
+
+
+def test_missing_or_damaged_data(saved: Path, tmp_path: Path) -> None:
+    broken = damage(saved, tmp_path / "copy")
+    data = next(path for path in (broken / "params").rglob("d/*") if path.is_file())
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=rf"{data.name} has {len(whole) - 1} bytes, {len(whole)} bytes"):
+        load_model(broken, mesh=make_mesh(1))
+    data.unlink()
+    with pytest.raises(CheckpointError, match=rf"{data.name} is missing"):
+        load_model(broken, mesh=make_mesh(1))
+
+
+def test_jax_is_left_with_its_devices() -> None:
+    assert len(jax.devices()) >= 4  # the mesh tests above mean nothing otherwise

@@ -1,0 +1,83 @@
+"""One code path: a mesh of 1, 2 or 4 devices gives the same logits; what does not divide is refused."""
+
+import numpy as np
+import pytest
+
+from model_defs import ModelConfig, ShardingError, make_mesh, preset, random_model
+from model_defs.parameters import named_parameters
+from tests.models.helpers import PagedStep, dense_logits
+
+CONFIGS = {
+    "llama": preset(
+        "llama-tiny", num_heads=8, num_kv_heads=4, attention_bias=True, mlp_bias=True, initial_norm_scale=1.0
+    ),
+    "llama_tied_odd_vocab": preset(
+        "llama-tiny", num_kv_heads=4, vocab_size=321, tie_word_embeddings=True, initial_norm_scale=1.0
+    ),
+    "opt": preset("opt-tiny", initial_norm_scale=1.0),
+    "opt_post_norm": preset(
+        "opt-tiny", pre_norm=False, final_norm=False, word_embed_dim=32, initializer_range=0.1
+    ),
+}
+PAGES = np.array([5, 2, 7, 1])
+
+
+def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
+    """Two chunks of one sequence through the paged pools."""
+    mesh = make_mesh(tp)
+    step = PagedStep(random_model(config, mesh=mesh), mesh, num_pages=8, max_num_rows=2, pages_per_row=4)
+    for pool in step.pools:
+        assert pool.addressable_shards[0].data.shape[2] == 2 * config.num_kv_heads // tp
+    token_ids = np.random.default_rng(5).integers(0, 320, 50).astype(np.int32)
+    first = step([(token_ids[:31], 0, PAGES)])
+    return np.concatenate(first + step([(token_ids[31:], 31, PAGES)]))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("llama", (1, 2, 4)), ("opt", (1, 2, 4)), ("llama_tied_odd_vocab", (2,)), ("opt_post_norm", (4,))],
+)
+def test_logits_are_equal(name: str, sizes: tuple[int, ...]) -> None:
+    config = CONFIGS[name]
+    token_ids = np.random.default_rng(5).integers(0, 320, 50).astype(np.int32)
+    expected = dense_logits(random_model(config, mesh=make_mesh(1)), token_ids)
+    assert expected.std() > 0.3
+    scale = np.abs(expected).max()
+    for tp in sizes:
+        np.testing.assert_allclose(paged_logits(config, tp) / scale, expected / scale, atol=1e-5, rtol=0)
+
+
+def test_nothing_large_is_replicated() -> None:
+    """Every matrix is split, except what a vocabulary or a learned position table forbids."""
+    for name in ("llama", "opt"):
+        for key, parameter in named_parameters(random_model(CONFIGS[name], mesh=make_mesh(4))):
+            value = parameter.get_value()
+            if value.ndim > 1 and key != "position_table":
+                assert value.addressable_shards[0].data.size * 4 == value.size, key
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_heads": 6, "num_kv_heads": 6}, "num_heads=6 does not divide by tp=4"),
+        ({"num_kv_heads": 2}, "num_kv_heads=2 does not divide by tp=4"),
+        ({"num_kv_heads": 4, "intermediate_size": 130}, "intermediate_size=130 does not divide by tp=4"),
+    ],
+)
+def test_what_does_not_divide_is_refused(overrides: dict[str, int], message: str) -> None:
+    with pytest.raises(ShardingError, match=message):
+        random_model(preset("llama-tiny", **overrides), mesh=make_mesh(4))
+
+
+@pytest.mark.parametrize("size", [0, 1000])
+def test_mesh_size(size: int) -> None:
+    with pytest.raises(ShardingError, match=f"tensor_parallel_size={size} must lie between 1 and"):
+        make_mesh(size)
+
+
+def test_the_vocabulary_table_is_never_gathered() -> None:
+    """The lookup in a split table adds partial rows; only logits are gathered."""
+    mesh = make_mesh(4)
+    text = PagedStep(random_model(CONFIGS["llama"], mesh=mesh), mesh, num_pages=8).compiled.as_text()
+    gathers = [line for line in text.splitlines() if " all-gather(" in line]
+    assert len(gathers) == 1 and "f32[32,320]" in gathers[0]
