@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from model_defs.sharding import KV_PAGES_SPEC, TENSOR_AXIS, AnyMesh
-from pallas_kernels.ragged_paged_attention import Backend, TileSpec, ragged_paged_attention, write_kv
+from pallas_kernels.ragged_paged_attention import TileSpec, ragged_paged_attention, write_kv
 
 _HEADS_SPEC = PartitionSpec(None, TENSOR_AXIS, None)
 
@@ -52,7 +52,7 @@ class PagedAttention:
         *,
         mesh: AnyMesh,
         tile_spec: TileSpec | None = None,
-        backend: Backend = "auto",
+        backend: str = "auto",
     ) -> None:
         """Keep the pools and metadata of one step."""
         self.kv_pages = list(kv_pages)

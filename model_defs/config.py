@@ -48,8 +48,8 @@ class ModelConfig:
     `activation` is the MLP's (Llama: silu, gated). `word_embed_dim`, `pre_norm`, `final_norm`,
     `norm_affine` are OPT's: width of the token table (0: `hidden_size`), layer norm before each block or
     after it, the norm after the last layer, and whether norms have weights. `dtype` is the
-    checkpoint's, not necessarily what the model runs in. `initializer_range` is the standard deviation of random weights, `initial_norm_scale` the scale of
-    their last norm, which widens the gaps between logits.
+    checkpoint's, not necessarily what the model runs in. `initializer_range` is the standard deviation
+    of random weights, `initial_norm_scale` the scale of their last norm (it widens gaps between logits).
     """
 
     architecture: Literal["opt", "llama"]

@@ -7,6 +7,7 @@ file has them and are cast, transposed and fused there, one parameter at a time.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,8 @@ def hf_filler(entries: dict[str, TensorEntry], config: ModelConfig, parameter_na
     _check(by_short_name, recipes, config)
 
     def fill(name: str, parameter: Parameter) -> jax.Array:
-        target, recipe_ = parameter.get_value(), recipes[name]
+        target: Any = parameter.get_value()  # a ShapeDtypeStruct yet
+        recipe_ = recipes[name]
         sharding, assemble = target.sharding, recipe_.assemble
         if assemble is not None:
             axes = [None] * (recipe_.split_axis or 0) + [TENSOR_AXIS] * (recipe_.split_axis is not None)

@@ -22,6 +22,13 @@ PARAMS_DIRECTORY = "params"
 FORMAT_VERSION = 1
 
 
+def check_target(directory: str | Path) -> None:
+    """Raise CheckpointError when `directory` already holds a saved model, finished or not."""
+    root = Path(directory).absolute()
+    if (root / MODEL_CONFIG_FILE).exists() or (root / PARAMS_DIRECTORY).exists():
+        raise CheckpointError(f"{root} already holds a saved model; choose an empty target")
+
+
 def save_parameters(model: Model, directory: str | Path, *, weights_digest: str) -> None:
     """Write `model` to `directory`, which must not hold a saved model yet.
 
@@ -29,8 +36,7 @@ def save_parameters(model: Model, directory: str | Path, *, weights_digest: str)
     Raises CheckpointError when a model is already there.
     """
     root = Path(directory).absolute()
-    if (root / MODEL_CONFIG_FILE).exists() or (root / PARAMS_DIRECTORY).exists():
-        raise CheckpointError(f"{root} already holds a saved model; choose an empty target")
+    check_target(root)
     root.mkdir(parents=True, exist_ok=True)
     tree: dict[str, Any] = {}
     for name, parameter in named_parameters(model):

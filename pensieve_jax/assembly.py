@@ -30,6 +30,7 @@ from pensieve_jax.cache import AnalyticCostModel
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.engine.compilation import keep_compilations_in
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.model_runner import ModelRunner
 from pensieve_jax.engine.validation import ModelLimits
@@ -81,6 +82,8 @@ def assemble(
     store = SQLiteHistoryStore(history, fingerprint=fingerprint, synchronous=synchronous)
     ready = False
     try:
+        if limits_of.compilation_cache_dir is not None:
+            keep_compilations_in(limits_of.compilation_cache_dir)
         mesh = make_mesh(limits_of.tensor_parallel_size)
         with _Progress("loading weights", progress) as bar:
             loaded = load_model(

@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 import jax
-from absl import app, flags
+from absl import app, flags, logging
 from tqdm import tqdm
 
 from model_defs import ModelError, load_model, make_mesh, save_parameters, weights_digest
+from model_defs.orbax_store import check_target
 from model_defs.registry import resolve_dtype
 
 FLAGS = flags.FLAGS
@@ -34,6 +35,7 @@ COMPANIONS = (
 
 def convert(source: str, target: Path, dtype: str, seed: int = 0) -> None:
     """Load `source` in `dtype` on the host and save it to `target`. Raises ModelError."""
+    check_target(target)
     mesh = make_mesh(1, jax.local_devices(backend="cpu"))
     with tqdm(desc="reading", unit="array", disable=None) as bar:
 
@@ -58,6 +60,8 @@ def convert(source: str, target: Path, dtype: str, seed: int = 0) -> None:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    if FLAGS["verbosity"].using_default_value:
+        logging.set_verbosity(logging.WARNING)  # Orbax reports every stage of a save
     try:
         convert(FLAGS.source, Path(FLAGS.target), FLAGS.dtype, FLAGS.seed)
     except ModelError as error:

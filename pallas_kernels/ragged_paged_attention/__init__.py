@@ -1,6 +1,6 @@
 """Causal attention of ragged query ranges over a paged KV pool, and the write into that pool."""
 
-from pallas_kernels.ragged_paged_attention.api import BACKENDS, PAGE_SIZES, Backend, ragged_paged_attention, tile_spec
+from pallas_kernels.ragged_paged_attention.api import BACKENDS, PAGE_SIZES, ragged_paged_attention, tile_spec
 from pallas_kernels.ragged_paged_attention.block_sizes import BlockSizes, TileClass
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 from pallas_kernels.ragged_paged_attention.kv_write import write_kv
@@ -10,7 +10,6 @@ __all__ = [
     "BACKENDS",
     "PAGE_SIZES",
     "AttentionArgumentError",
-    "Backend",
     "BlockSizes",
     "TileClass",
     "TileSpec",

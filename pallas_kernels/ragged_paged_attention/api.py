@@ -7,7 +7,7 @@ Called by: model code, inside a jit and, with several devices, inside `shard_map
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from pallas_kernels.ragged_paged_attention.metadata import TileSpec, build_tiles
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
 from pallas_kernels.ragged_paged_attention.xla import xla_attention
 
-Backend = Literal["auto", "xla", "pallas_triton", "reference"]
 BACKENDS = ("auto", "xla", "pallas_triton", "reference")
 PAGE_SIZES = (16, 32, 64)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -38,7 +37,7 @@ def ragged_paged_attention(
     *,
     sm_scale: float,
     metadata: tuple[TileSpec, jax.Array] | None = None,
-    backend: Backend = "auto",
+    backend: str = "auto",
     blocks: BlockSizes | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -88,7 +87,9 @@ def ragged_paged_attention(
     if spec.backend == "xla":
         return xla_attention(*args, sm_scale=sm_scale)
     if metadata is not None and (metadata[0] != spec or metadata[1].shape != (spec.tiles_len,)):
-        raise AttentionArgumentError("metadata", metadata[0], f"was made for another call; this one needs {spec}")
+        raise AttentionArgumentError(
+            "metadata", metadata[0], f"was made for another call; this one needs {spec}"
+        )
     # Imported late: upstream calls the Triton back end deprecated, and only its own file may depend on it.
     from pallas_kernels.ragged_paged_attention.pallas_triton import triton_attention
 
@@ -105,7 +106,7 @@ def tile_spec(
     head_dim: int,
     page_size: int,
     dtype: Any,
-    backend: Backend = "auto",
+    backend: str = "auto",
     blocks: BlockSizes | None = None,
 ) -> TileSpec:
     """The static part of a bucket's metadata. Heads are those of one shard.
@@ -117,7 +118,9 @@ def tile_spec(
         if value < 1:
             raise AttentionArgumentError(field, value, "must be at least 1")
     if num_kv_heads < 1 or num_q_heads % num_kv_heads:
-        raise AttentionArgumentError("num_q_heads", num_q_heads, f"must be a multiple of num_kv_heads = {num_kv_heads}")
+        raise AttentionArgumentError(
+            "num_q_heads", num_q_heads, f"must be a multiple of num_kv_heads = {num_kv_heads}"
+        )
     if page_size not in PAGE_SIZES:
         raise AttentionArgumentError("page_size", page_size, f"must be one of {PAGE_SIZES}")
     if jnp.dtype(dtype).name not in DTYPES:

@@ -33,7 +33,9 @@ def write_kv(kv_pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) 
     expected = (num_tokens, num_combined_heads // 2, head_dim)
     for name, value in (("k", k), ("v", v)):
         if value.shape != expected:
-            raise AttentionArgumentError(f"{name}.shape", value.shape, f"must be {expected} for these pages and slots")
+            raise AttentionArgumentError(
+                f"{name}.shape", value.shape, f"must be {expected} for these pages and slots"
+            )
     rows = jnp.stack([k, v], axis=2).reshape(num_tokens, num_combined_heads, head_dim)
     # Page and offset stay two indices: their product with the row size may exceed 32 bits, neither of them does.
     return kv_pages.at[slots // page_size, slots % page_size].set(

@@ -26,6 +26,7 @@ from pallas_kernels.ragged_paged_attention.block_sizes import (
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 from pallas_kernels.ragged_paged_attention.tile_lists import HEADER_LEN, NUM_FIELDS, build_lists
 
+
 @dataclass(frozen=True)
 class TileSpec:
     """What is fixed when a bucket is compiled; hashable. Heads are those of one shard.
@@ -142,7 +143,11 @@ def _check_blocks(blocks: BlockSizes, group: int) -> None:
 
 
 def build_tiles(
-    spec: TileSpec, cu_q_lens: np.ndarray, kv_lens: np.ndarray, num_seqs: np.ndarray | int, out: np.ndarray | None = None
+    spec: TileSpec,
+    cu_q_lens: np.ndarray,
+    kv_lens: np.ndarray,
+    num_seqs: np.ndarray | int,
+    out: np.ndarray | None = None,
 ) -> np.ndarray:
     """The tile list of one step, on the host.
 
@@ -163,7 +168,9 @@ def build_tiles(
     if out is None:
         out = np.zeros(spec.tiles_len, np.int32)
     elif out.shape != (spec.tiles_len,):
-        raise AttentionArgumentError("out.shape", out.shape, f"must be ({spec.tiles_len},), the spec's tiles_len")
+        raise AttentionArgumentError(
+            "out.shape", out.shape, f"must be ({spec.tiles_len},), the spec's tiles_len"
+        )
     if num_rows > spec.max_num_seqs:
         raise AttentionArgumentError("num_seqs", num_rows, f"the spec holds {spec.max_num_seqs} rows")
     if not spec.blocks.classes:
@@ -185,7 +192,9 @@ def build_tiles(
     return out
 
 
-def build_tiles_traced(spec: TileSpec, cu_q_lens: jax.Array, kv_lens: jax.Array, num_seqs: jax.Array) -> jax.Array:
+def build_tiles_traced(
+    spec: TileSpec, cu_q_lens: jax.Array, kv_lens: jax.Array, num_seqs: jax.Array
+) -> jax.Array:
     """As `build_tiles`, inside a jit; for callers without a host plan. i32[tiles_len]."""
     real = jnp.arange(spec.max_num_seqs) < num_seqs[0]
     used = cu_q_lens[num_seqs[0]]

@@ -81,7 +81,9 @@ def triton_attention(
             out_shape=state,
             grid=(spec.num_kv_heads, spec.max_num_tiles[index]),
             input_output_aliases={len(inputs) + i: i for i in range(len(buffers))},
-            compiler_params=plgpu.CompilerParams(num_warps=tile_class.num_warps, num_stages=tile_class.num_stages),
+            compiler_params=plgpu.CompilerParams(
+                num_warps=tile_class.num_warps, num_stages=tile_class.num_stages
+            ),
             interpret=interpret,
             name=f"ragged_paged_attention_{tile_class.rows}",
         )(*inputs, *buffers)
@@ -121,7 +123,7 @@ def _attention_kernel(
     head, tile = pl.program_id(0), pl.program_id(1)
 
     @pl.when(tile < tiles_ref[index])
-    def _() -> None:
+    def attend() -> None:
         first = spec.tiles_offset(index) + tile * NUM_FIELDS
         token, num_tokens, position = (tiles_ref[first + f] for f in (TOKEN, NUM_TOKENS, POSITION))
         kv_begin, kv_end, slot = (tiles_ref[first + f] for f in (KV_BEGIN, KV_END, SLOT))
@@ -166,7 +168,7 @@ def _attention_kernel(
             jnp.zeros((num_rows, head_dim), jnp.float32),
             load_pages(kv_begin),
         )
-        num_whole = 0
+        num_whole: Any = 0
         if tile_class.whole_loop:
             num_whole = jnp.maximum(jnp.minimum(position + 1, kv_end) - kv_begin, 0) // block_kv
             carry = jax.lax.fori_loop(0, num_whole, functools.partial(step, masked=False), carry)
@@ -175,18 +177,25 @@ def _attention_kernel(
         acc = acc / l[:, None]
 
         @pl.when(slot < 0)
-        def _() -> None:
+        def store_result() -> None:
             plgpu.store(out_ref.at[q_rows[:, None], lanes], acc.astype(out_ref.dtype), mask=is_row[:, None])
 
         @pl.when(slot >= 0)
-        def _() -> None:
+        def store_part() -> None:
             partial_rows = spec.partial_begin(index) + (slot * spec.num_kv_heads + head) * num_rows + rows
             plgpu.store(partial_out_ref.at[partial_rows[:, None], lanes], acc, mask=is_row[:, None])
             plgpu.store(partial_lse_ref.at[partial_rows], m * scale + jnp.log2(l), mask=is_row)
 
 
 def _merge_kernel(
-    tiles_ref: Any, partial_out_ref: Any, partial_lse_ref: Any, _: Any, out_ref: Any, *, spec: TileSpec, interpret: bool
+    tiles_ref: Any,
+    partial_out_ref: Any,
+    partial_lse_ref: Any,
+    _aliased: Any,
+    out_ref: Any,
+    *,
+    spec: TileSpec,
+    interpret: bool,
 ) -> None:
     """The weighted mean of a split tile's parts, for MERGE_ROWS of its query rows and one KV head."""
     head, merge = pl.program_id(0), pl.program_id(1)
@@ -194,11 +203,14 @@ def _merge_kernel(
     exp2 = functools.partial(_exp2, interpret=interpret)
 
     @pl.when(merge < tiles_ref[num_classes])
-    def _() -> None:
+    def combine() -> None:
         first = spec.tiles_offset(num_classes) + merge * NUM_FIELDS
         token, num_tokens = tiles_ref[first + MERGE_TOKEN], tiles_ref[first + MERGE_NUM_TOKENS]
         num_splits, class_rows = tiles_ref[first + MERGE_NUM_SPLITS], tiles_ref[first + MERGE_CLASS_ROWS]
-        partial_row, stride = tiles_ref[first + MERGE_PARTIAL] + head * class_rows, spec.num_kv_heads * class_rows
+        partial_row, stride = (
+            tiles_ref[first + MERGE_PARTIAL] + head * class_rows,
+            spec.num_kv_heads * class_rows,
+        )
         rows = tiles_ref[first + MERGE_FIRST_ROW] + jnp.arange(MERGE_ROWS)
         lanes = jnp.arange(head_dim)[None, :]
         q_tokens = jax.lax.div(rows, group)
@@ -219,7 +231,9 @@ def _merge_kernel(
                 part_rows = partial_row + part * stride + rows
                 mask = is_row & (part < num_splits)
                 part_lse = plgpu.load(partial_lse_ref.at[part_rows], mask=mask, other=_MASKED)
-                part_out = plgpu.load(partial_out_ref.at[part_rows[:, None], lanes], mask=mask[:, None], other=0.0)
+                part_out = plgpu.load(
+                    partial_out_ref.at[part_rows[:, None], lanes], mask=mask[:, None], other=0.0
+                )
                 acc += part_out * exp2(part_lse - largest)[:, None]
             return acc
 

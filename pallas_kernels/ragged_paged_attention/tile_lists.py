@@ -29,7 +29,9 @@ ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT = range(7)
 MERGE_TOKEN, MERGE_NUM_TOKENS, MERGE_PARTIAL, MERGE_NUM_SPLITS, MERGE_CLASS_ROWS, MERGE_FIRST_ROW = range(6)
 
 
-def build_lists(xp: Any, spec: TileSpec, begins: Any, q_lens: Any, kv_lens: Any) -> tuple[list[Any], list[Any]]:
+def build_lists(
+    xp: Any, spec: TileSpec, begins: Any, q_lens: Any, kv_lens: Any
+) -> tuple[list[Any], list[Any]]:
     """Counts for the header, and the entries of every class and, last, of the merges.
 
     Args:
@@ -54,7 +56,9 @@ def build_lists(xp: Any, spec: TileSpec, begins: Any, q_lens: Any, kv_lens: Any)
             counts.append(0)
             lists.append(_table(np, [np.zeros(0, np.int32)]))
             continue
-        num_tiles, tiles, num_merges, class_merges = _class_lists(xp, spec, index, begins, class_q_lens, kv_lens)
+        num_tiles, tiles, num_merges, class_merges = _class_lists(
+            xp, spec, index, begins, class_q_lens, kv_lens
+        )
         counts.append(num_tiles)
         lists.append(tiles)
         merges.append((num_merges, class_merges))

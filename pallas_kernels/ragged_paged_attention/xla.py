@@ -31,14 +31,18 @@ def xla_attention(
     _, page_size, num_combined_heads, _ = kv_pages.shape
     num_kv_heads, group = num_combined_heads // 2, 2 * num_q_heads // num_combined_heads
     tile_tokens = _tile_tokens(num_tokens, kv_lens.shape[0])
-    tile_row, tile_token, tile_len, tile_position = _tiles(cu_q_lens, kv_lens, num_seqs, num_tokens, tile_tokens)
+    tile_row, tile_token, tile_len, tile_position = _tiles(
+        cu_q_lens, kv_lens, num_seqs, num_tokens, tile_tokens
+    )
     num_tiles = tile_row.shape[0]
     block_keys = _block_keys(num_tiles, page_size, num_combined_heads * head_dim)
 
     lanes = jnp.arange(tile_tokens)
     tokens = tile_token[:, None] + lanes  # i32[num_tiles, tile_tokens]
     real = lanes < tile_len[:, None]
-    q_tiles = jnp.where(real[..., None, None], q[jnp.where(real, tokens, 0)], 0).astype(jnp.float32) * sm_scale
+    q_tiles = (
+        jnp.where(real[..., None, None], q[jnp.where(real, tokens, 0)], 0).astype(jnp.float32) * sm_scale
+    )
     q_tiles = q_tiles.reshape(num_tiles, tile_tokens, num_kv_heads, group, head_dim)
     positions = tile_position[:, None] + lanes
     kv_end = tile_position + tile_len  # keys that the tile's last query sees

@@ -28,7 +28,7 @@ from pensieve_jax.engine import sampler
 from pensieve_jax.engine.sampler import SamplerMode, SamplingRows
 from pensieve_jax.engine.step import ModelStructure
 
-_MIN_PADDED_TOKENS = 16
+_MIN_PADDED = 16
 
 
 class Replay(NamedTuple):
@@ -46,9 +46,16 @@ class Replay(NamedTuple):
 class DenseReference:
     """The oracle for one model."""
 
-    def __init__(self, model: Model) -> None:
-        """Share the arrays of `model`; `model.config` says what it is."""
+    def __init__(self, model: Model, *, min_padded_tokens: int = _MIN_PADDED) -> None:
+        """Share the arrays of `model`.
+
+        Args:
+          model: with its arrays on any mesh; `model.config` says what it is.
+          min_padded_tokens: shorter sequences are padded to this length. Sequences are padded to powers of
+            two; a large model compiles for long, and one shape for everything may then be cheaper.
+        """
         self._config: ModelConfig = model.config
+        self._min_padded_tokens = min_padded_tokens
         self._structure, self._leaves = ModelStructure.split(model)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -99,7 +106,7 @@ class DenseReference:
         limit = self._config.max_position_embeddings
         if len(token_ids) > limit:
             raise ContextLengthError("token_ids", f"{len(token_ids)} tokens", f"at most {limit} tokens")
-        num_padded = min(_padded_len(len(token_ids)), limit)
+        num_padded = min(max(_padded_len(len(token_ids)), self._min_padded_tokens), limit)
         ids = _padded(np.asarray(token_ids, np.int32), num_padded)
         wanted = _padded(wanted.astype(np.int32), min(_padded_len(len(wanted)), num_padded))
         return _dense_logits(self._leaves, ids, wanted, structure=self._structure)
@@ -143,7 +150,7 @@ def _judge(
 
 def _padded_len(length: int) -> int:
     """The next power of two, so that few shapes are compiled."""
-    return max(_MIN_PADDED_TOKENS, 1 << (length - 1).bit_length())
+    return max(_MIN_PADDED, 1 << (length - 1).bit_length())
 
 
 def _padded(values: np.ndarray, length: int) -> np.ndarray:

@@ -207,8 +207,10 @@ class Engine:
             error = StepFailedError(
                 "The engine was interrupted in the middle of a step; send the turn again."
             )
+            busy = self.conversations.busy()
             self._lose_step(error, list(self._turns))
-            self.conversations.forget_busy()
+            for live in busy:
+                self.conversations.forget(live)
             self._mid_change = False
 
     def _submit(self, spec: TurnSpec) -> Turn:
@@ -309,6 +311,8 @@ class Engine:
         live = self._leave(turn)
         if conversation.one_off or not conversation.num_turns:
             self.conversations.forget(live)
+        elif not self._config.stateful:
+            self._cache.truncate(live.sequence, 0)
 
     def _leave(self, turn: Turn) -> LiveConversation:
         del self._turns[turn.request]

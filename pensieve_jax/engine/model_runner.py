@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.config import ModelConfig
 from model_defs.registry import Model
-from pallas_kernels.ragged_paged_attention import Backend, TileSpec, build_tiles, tile_spec
+from pallas_kernels.ragged_paged_attention import TileSpec, build_tiles, tile_spec
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.engine import sampler, step
@@ -73,7 +73,7 @@ class ModelRunner:
             keep_compilations_in(config.runner.compilation_cache_dir)
         model_config: ModelConfig = model.config
         self._gpu_pages, self._mesh = config.cache.gpu_pages, mesh
-        self._backend = cast(Backend, config.runner.attention_backend)
+        self._backend = config.runner.attention_backend
         self._num_top = config.runner.max_logprobs
         if self._num_top > model_config.vocab_size:
             limit = f"at most the model's {model_config.vocab_size} ids"
@@ -266,7 +266,7 @@ def _tile_specs(model: ModelConfig, config: EngineConfig, dtype: np.dtype, mesh:
             head_dim=model.head_dim,
             page_size=config.cache.chunk_tokens,
             dtype=dtype,
-            backend=cast(Backend, config.runner.attention_backend),
+            backend=config.runner.attention_backend,
         )
         for bucket in token_buckets(config.scheduler)
     }

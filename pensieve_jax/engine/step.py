@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.attention import PagedAttention, RaggedBatch
-from pallas_kernels.ragged_paged_attention import Backend, TileSpec
+from pallas_kernels.ragged_paged_attention import TileSpec
 from pensieve_jax.engine import sampler
 from pensieve_jax.engine.sampler import SamplerMode, SamplingRows
 from pensieve_jax.scheduler.plan import PlanLayout, StepResult
@@ -60,7 +60,7 @@ class ForwardStatics:
     layout: PlanLayout
     tile_spec: TileSpec
     mesh: Mesh
-    backend: Backend
+    backend: str
 
 
 @functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("kv_pages",))

@@ -73,7 +73,9 @@ def read_conversations(path: str, defaults: SamplingParams) -> list[InputConvers
             one = _conversation(json.loads(line), number, defaults)
             first = seen.setdefault(one.conversation_id, number)
             if first != number:
-                raise InvalidRequestError("conversation_id", one.conversation_id, f"unlike that of line {first}")
+                raise InvalidRequestError(
+                    "conversation_id", one.conversation_id, f"unlike that of line {first}"
+                )
             conversations.append(one)
         except json.JSONDecodeError as error:
             problems.append((number, f"not JSON: {error}"))

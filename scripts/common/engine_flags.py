@@ -6,6 +6,8 @@ Does not know: what a launcher does with the model. Called by: generate, chat, c
 
 from __future__ import annotations
 
+import sys
+
 from absl import flags
 
 from pensieve_jax import (
@@ -22,12 +24,10 @@ FLAGS = flags.FLAGS
 _CACHE, _SCHEDULER, _RUNNER = CacheConfig(), SchedulerConfig(), RunnerConfig()
 
 
-def define_engine_flags(*, model: str = "random:llama-tiny", history: bool = True) -> None:
+def define_engine_flags(*, model: str = "random:llama-tiny") -> None:
     """Flags of the model and the engine; those left out keep the library's defaults."""
     flags.DEFINE_string("model", model, "Model directory, hub name, or random:<preset>.")
     flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "Of weights and KV state.")
-    if history:
-        flags.DEFINE_string("history", None, "SQLite file that keeps the conversations; default: memory only.")
     flags.DEFINE_bool("stateful", True, "Keep KV state between turns.")
     flags.DEFINE_integer("gpu_pages", _CACHE.gpu_pages, "Pages of device memory.")
     flags.DEFINE_integer("chunk_tokens", _CACHE.chunk_tokens, "Tokens of a page: 16, 32 or 64.")
@@ -36,13 +36,22 @@ def define_engine_flags(*, model: str = "random:llama-tiny", history: bool = Tru
     flags.DEFINE_integer("max_num_batched_tokens", None, "Query tokens of a step.")
     flags.DEFINE_integer("max_num_buckets", _SCHEDULER.max_num_buckets, "Step sizes compiled, if derived.")
     flags.DEFINE_list("token_buckets", None, "Step sizes compiled, ascending, e.g. 64,256,1024.")
-    flags.DEFINE_integer("max_context_tokens", None, "Longest history + turn; default: what model and pool allow.")
+    flags.DEFINE_integer(
+        "max_context_tokens", None, "Longest history + turn; default: what model and pool allow."
+    )
     flags.DEFINE_string("attention_backend", _RUNNER.attention_backend, "auto, xla or pallas_triton.")
-    flags.DEFINE_integer("tensor_parallel_size", _RUNNER.tensor_parallel_size, "Devices that share each layer.")
+    flags.DEFINE_integer(
+        "tensor_parallel_size", _RUNNER.tensor_parallel_size, "Devices that share each layer."
+    )
     flags.DEFINE_integer("max_position_embeddings", None, "Raises the context of a random: preset.")
     flags.DEFINE_integer("random_seed", _RUNNER.random_seed, "Of random: weights and of drawn seeds.")
     flags.DEFINE_string("compilation_cache_dir", None, "Directory where compiled steps outlive the process.")
-    flags.DEFINE_bool("progress", True, "Show progress bars.")
+    flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
+
+
+def define_history_flag() -> None:
+    """Where conversations are kept."""
+    flags.DEFINE_string("history", None, "SQLite file that keeps the conversations; default: memory only.")
 
 
 def define_sampling_flags(*, max_tokens: int) -> None:
@@ -57,8 +66,8 @@ def define_sampling_flags(*, max_tokens: int) -> None:
     flags.DEFINE_bool("ignore_eos", False, "Go on past the end of sequence.")
 
 
-def engine_config(*, gpu_pages: int | None = None) -> EngineConfig:
-    """What the flags say; `gpu_pages` overrides theirs. Raises ConfigError."""
+def engine_config() -> EngineConfig:
+    """What the flags say; raises ConfigError."""
     buckets = _token_buckets(FLAGS.token_buckets)
     max_tokens = FLAGS.max_num_batched_tokens
     if max_tokens is None:
@@ -66,7 +75,7 @@ def engine_config(*, gpu_pages: int | None = None) -> EngineConfig:
     return EngineConfig(
         stateful=FLAGS.stateful,
         cache=CacheConfig(
-            gpu_pages=FLAGS.gpu_pages if gpu_pages is None else gpu_pages,
+            gpu_pages=FLAGS.gpu_pages,
             chunk_tokens=FLAGS.chunk_tokens,
             policy=FLAGS.policy,
         ),
@@ -101,10 +110,22 @@ def sampling_params() -> SamplingParams:
     )
 
 
-def open_llm() -> LLM:
-    """The model that the flags describe, compiled; raises PensieveError or ModelError."""
+def shows_progress() -> bool:
+    """Whether there are progress bars."""
+    return sys.stderr.isatty() if FLAGS.progress is None else bool(FLAGS.progress)
+
+
+def open_llm(*, config: EngineConfig | None = None, history: str | None = None) -> LLM:
+    """The model that the flags describe, compiled; raises PensieveError or ModelError.
+
+    `config` overrides that of the flags.
+    """
     return LLM(
-        FLAGS.model, dtype=FLAGS.dtype, history=FLAGS.history, config=engine_config(), progress=FLAGS.progress
+        FLAGS.model,
+        dtype=FLAGS.dtype,
+        history=history,
+        config=config or engine_config(),
+        progress=shows_progress(),
     )
 
 

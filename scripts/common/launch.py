@@ -7,6 +7,7 @@ the step: an engine that is interrupted within a step gives up all state on the 
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Callable
@@ -29,6 +30,9 @@ def run(main: Callable[[], int]) -> None:
     def guarded(argv: list[str]) -> int:
         if len(argv) > 1:
             raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # replies may not fit the terminal's encoding
         try:
             return main()
         except (PensieveError, ModelError) as error:
@@ -67,7 +71,7 @@ class Interrupt:
 
 def printable(text: str) -> str:
     """`text` with control characters escaped, since a model's reply must not drive the terminal."""
-    return "".join(c if c in "\n\t" or (c.isprintable() and c != "\ufffd") else ascii(c)[1:-1] for c in text)
+    return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def one_line(text: str, max_len: int = 60) -> str:

@@ -21,8 +21,11 @@ _PACKAGES = ("pensieve-jax", "jax", "jaxlib", "flax", "numpy")
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Lines of aligned columns: text to the left, numbers to the right."""
-    cells = [[_cell(value) for value in row] for row in rows]
-    is_number = [bool(cells) and all(_is_number(row[i]) for row in cells) for i in range(len(columns))]
+    values = [list(row) for row in rows]
+    cells = [[_cell(value) for value in row] for row in values]
+    is_number = [
+        bool(values) and all(isinstance(row[i], int | float) for row in values) for i in range(len(columns))
+    ]
     widths = [max(len(row[i]) for row in [list(columns), *cells]) for i in range(len(columns))]
 
     def line(values: Sequence[str]) -> str:
@@ -49,12 +52,8 @@ def _cell(value: object) -> str:
     if isinstance(value, bool):
         return str(value)
     if isinstance(value, float):
-        return f"{value:,.3f}"
+        return f"{value:,.3f}" if abs(value) >= 0.01 or not value else f"{value:.2g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _is_number(cell: str) -> bool:
-    return bool(cell) and cell.replace(",", "").replace(".", "").lstrip("-").isdigit()
 
 
 def _cpu_name() -> str:

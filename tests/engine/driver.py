@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 from pensieve_jax.core.clock import VirtualClock
@@ -23,26 +22,11 @@ from pensieve_jax.core.errors import (
     StepFailedError,
     UnknownConversationError,
 )
-from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.engine.engine import Engine
-from pensieve_jax.engine.turn import Turn
-from pensieve_jax.engine.validation import ModelLimits, TurnSpec
-from pensieve_jax.history import SQLiteHistoryStore
-from pensieve_jax.scheduler import Request
-from tests.engine.observed import ObservedRunner, ObservedStore
-from tests.engine.oracles import Bench, FakeBench, TurnFacts, prompt_ids
+from pensieve_jax.engine.validation import TurnSpec
+from tests.engine.harness import MAX_STEPS, Harness
+from tests.engine.oracles import Bench, FakeBench, TurnFacts
+from tests.engine.outcomes import COUNTED, Running, check_cancelled, check_output, check_usage, facts_of
 from tests.engine.scenarios import FAULT_PLACES, NUM_CONVERSATIONS, Draft, Op, Scenario
-
-MAX_DRAIN_STEPS = 20_000
-
-
-@dataclass(frozen=True)
-class Running:
-    """A submitted turn and what is known of it."""
-
-    turn: Turn
-    facts: TurnFacts
-    conversation_id: str | None
 
 
 class Driver:
@@ -51,7 +35,9 @@ class Driver:
     Attributes:
       histories: committed token ids by conversation.
       running: submitted turns that have not ended.
+      lost: turns that failed, to be sent again.
       num_checked: turns that ended well and were equal.
+      totals: usage added up.
     """
 
     def __init__(self, scenario: Scenario, bench: Bench, folder: Path | None) -> None:
@@ -59,7 +45,6 @@ class Driver:
         self._bench = bench
         self._path = folder / "history.sqlite" if folder else None
         self._clock = VirtualClock(1000.0)
-        self._max_context_tokens = scenario.config.resolve_context_tokens(scenario.max_model_tokens)
         self.histories: dict[str, tuple[int, ...]] = {}
         self.running: list[Running] = []
         self.lost: list[tuple[TurnFacts, str]] = []
@@ -68,27 +53,14 @@ class Driver:
         self._open()
 
     def _open(self) -> None:
-        self.store = ObservedStore(SQLiteHistoryStore(self._path, fingerprint="test"))
-        config = self._scenario.config
-        self.runner = ObservedRunner(self._bench.new_runner(config, self._max_context_tokens))
-        limits = ModelLimits(
-            vocab_size=self._bench.vocab_size,
-            max_context_tokens=self._max_context_tokens,
-            eos_token_ids=self._bench.eos_token_ids,
-            max_logprobs=config.runner.max_logprobs,
-            max_banned_ids=config.runner.max_banned_ids,
+        self.harness = Harness(
+            self._scenario.config,
+            bench=self._bench,
+            path=self._path,
+            clock=self._clock,
+            max_model_tokens=self._scenario.max_model_tokens,
         )
-        self.engine = Engine(self.runner, config, limits, self.store, clock=self._clock)
-        self._num_granted: Counter[Request] = Counter()
-        schedule = self.engine._scheduler.schedule
-
-        def counted_schedule():
-            output = schedule()
-            for grant in output.grants:
-                self._num_granted[grant.request] += grant.end - grant.start
-            return output
-
-        self.engine._scheduler.schedule = counted_schedule
+        self.engine, self.store = self.harness.engine, self.harness.store
 
     # Operations
 
@@ -125,7 +97,7 @@ class Driver:
         if self.running:
             cancelled = self.running.pop(op.number % len(self.running))
             self.engine.cancel(cancelled.turn)
-            self._check_cancelled(cancelled)
+            check_cancelled(cancelled, self._bench)
 
     def _truncate(self, op: Op) -> None:
         conversation_id = f"c{op.number % NUM_CONVERSATIONS}"
@@ -160,18 +132,20 @@ class Driver:
         if op.number % 3 == 2:
             self.store.faults["commit"] = lambda: HistoryError("the disk is full")
         else:
-            self.runner.faults[FAULT_PLACES[op.number % 3]] = lambda: StepFailedError("the device failed")
+            self.harness.runner.faults[FAULT_PLACES[op.number % 3]] = lambda: StepFailedError(
+                "the device failed"
+            )
 
     def _interrupt(self, op: Op) -> None:
         place = FAULT_PLACES[op.number % len(FAULT_PLACES)]
-        faults = self.store.faults if "commit" in place else self.runner.faults
+        faults = self.store.faults if "commit" in place else self.harness.runner.faults
         faults[place] = KeyboardInterrupt
 
     def _restart(self, _: Op) -> None:
         if self._path is not None:
             self.engine.close()
             for cancelled in self.running:
-                self._check_cancelled(cancelled)
+                check_cancelled(cancelled, self._bench)
             self.running = []
             self._open()
             self.check_histories()
@@ -183,7 +157,9 @@ class Driver:
         try:
             ended = self.engine.step()
         except KeyboardInterrupt:
-            self._recover({turn.conversation_id for turns in self.store.commits[num_commits:] for turn in turns})
+            self._recover(
+                {turn.conversation_id for turns in self.store.commits[num_commits:] for turn in turns}
+            )
             return
         self.engine.check_integrity()
         by_turn = {running.turn: running for running in self.running}
@@ -199,7 +175,9 @@ class Driver:
         for running in self.running:
             assert running.turn.done, "a turn outlived an interrupted step"
             if running.conversation_id in committed_ids:
-                self._add_to_history(running, self.store.load(running.conversation_id).turns[-1].output_token_ids)
+                self._add_to_history(
+                    running, self.store.load(running.conversation_id).turns[-1].output_token_ids
+                )
             else:
                 self._lose(running)
         self.running = []
@@ -211,12 +189,12 @@ class Driver:
             assert isinstance(turn.error, StepFailedError | HistoryError)
             self._lose(running)
             return
-        output, facts = turn.output, running.facts
-        assert output.conversation_id == running.conversation_id and output.seed == facts.seed
-        facts.check_end(output.token_ids, output.finish_reason, self._bench.eos_token_ids)
-        self._bench.check_logprobs(facts, output.logprobs)
-        self._check_usage(running)
-        self._add_to_history(running, output.token_ids)
+        check_output(running, self._bench)
+        num_granted = self.harness.num_granted.pop(turn.request)
+        check_usage(running, num_granted, stateful=self._scenario.config.stateful)
+        for name in COUNTED:
+            self.totals[name] += getattr(turn.output.usage, name)
+        self._add_to_history(running, turn.output.token_ids)
         self.num_checked += 1
 
     def _add_to_history(self, running: Running, token_ids: tuple[int, ...]) -> None:
@@ -224,31 +202,6 @@ class Driver:
         self._bench.check_tokens(facts, token_ids, whole=True)
         if running.conversation_id is not None:
             self.histories[running.conversation_id] = (*facts.history, *facts.prompt, *token_ids)
-
-    def _check_usage(self, running: Running) -> None:
-        """The sum rule, and that what is said to be computed was computed: no more, no less."""
-        output, facts = running.turn.output, running.facts
-        usage, num_history = output.usage, len(facts.history)
-        assert usage.prompt_tokens == len(facts.prompt) and usage.output_tokens == len(output.token_ids)
-        computed = usage.recomputed_tokens + usage.prefilled_tokens
-        known = usage.reused_gpu_tokens + usage.swapped_in_tokens
-        assert known + computed == num_history + len(facts.prompt), usage
-        assert min(usage.reused_gpu_tokens, usage.recomputed_tokens, usage.resume_recomputed_tokens) >= 0
-        assert usage.swapped_in_tokens == 0 and usage.prefilled_tokens >= len(facts.prompt)
-        if not self._scenario.config.stateful:
-            assert usage.reused_gpu_tokens == 0
-        num_extra = self._num_granted.pop(running.turn.request) - (
-            computed + usage.resume_recomputed_tokens + usage.output_tokens - 1
-        )
-        # The step of look-ahead is thrown away where an id ends the reply; by length there is none.
-        assert num_extra in ((0, 1) if output.finish_reason == "stop" else (0,)), (num_extra, usage)
-        for name in ("reused_gpu_tokens", "recomputed_tokens", "num_suspensions", "resume_recomputed_tokens"):
-            self.totals[name] += getattr(usage, name)
-
-    def _check_cancelled(self, running: Running) -> None:
-        output = running.turn.output
-        assert output.finish_reason == "cancelled"
-        self._bench.check_tokens(running.facts, output.token_ids, whole=False)
 
     def _lose(self, running: Running) -> None:
         if running.conversation_id is not None:
@@ -266,18 +219,12 @@ class Driver:
             self.running.append(Running(turn, facts, conversation_id))
             self.drain()
         self.check_histories()
-        for conversation_id in self.histories:
-            self.engine.end(conversation_id)
-        self.engine.check_integrity()
-        stats = self.engine.stats()
-        assert stats["num_available_gpu_pages"] == stats["num_gpu_pages"], "a page was lost"
-        assert self.engine._cache._pool.num_free == stats["num_gpu_pages"], "a page was not freed"
-        assert stats["num_live_conversations"] == 0, "a conversation was left in memory"
+        self.harness.check_empty()
 
     def drain(self) -> None:
-        self.runner.faults.clear()
+        self.harness.runner.faults.clear()
         self.store.faults.clear()
-        for _ in range(MAX_DRAIN_STEPS):
+        for _ in range(MAX_STEPS):
             if not self.engine.has_unfinished:
                 break
             self.step()
@@ -296,26 +243,8 @@ class Driver:
 
     def _draft(self, draft: Draft) -> tuple[TurnFacts, str | None]:
         conversation_id = None if draft.conversation < 0 else f"c{draft.conversation}"
-        facts = TurnFacts(
-            history=self.histories.get(conversation_id, ()) if conversation_id else (),
-            prompt=prompt_ids(draft.seed, draft.prompt_len, self._bench.vocab_size),
-            params=SamplingParams(
-                max_tokens=draft.max_tokens,
-                min_tokens=draft.min_tokens,
-                temperature=draft.temperature,
-                top_k=draft.seed % 3 * 20,
-                top_p=1.0 - draft.seed % 2 * 0.25,
-                seed=draft.seed,
-                ignore_eos=draft.ending != "eos",
-                logprobs=draft.seed % 4,
-            ),
-            seed=draft.seed,
-            max_total_tokens=self._max_context_tokens,
-        )
-        if draft.ending == "stop" and facts.max_output_len > 0:
-            stop = {"stop_token_ids": (self._bench.stop_id(facts),)}
-            facts = TurnFacts(**vars(facts) | {"params": SamplingParams(**vars(facts.params) | stop)})
-        return facts, conversation_id
+        history = self.histories.get(conversation_id, ()) if conversation_id else ()
+        return facts_of(draft, history, self._bench, self.harness.max_context_tokens), conversation_id
 
     def _is_busy(self, conversation_id: str) -> bool:
         return any(running.conversation_id == conversation_id for running in self.running)

@@ -18,6 +18,7 @@ from pensieve_jax.engine.runner import Runner
 from tests.engine.fake_runner import (
     EOS_TOKEN_IDS,
     VOCAB_SIZE,
+    Continuation,
     FakeRunner,
     dense_continuation,
     logprob_of,
@@ -86,26 +87,28 @@ class FakeBench:
         return FakeRunner(config, max_context_tokens)
 
     def stop_id(self, facts: TurnFacts) -> int:
-        found = _continuation(facts)
+        found = self.continuation(facts)
         return found[facts.seed % len(found)]
 
+    def continuation(self, facts: TurnFacts) -> list[int]:
+        """The whole reply."""
+        return _dense(facts).token_ids
+
     def check_tokens(self, facts: TurnFacts, token_ids: Sequence[int], *, whole: bool) -> None:
-        expected = _continuation(facts)
+        expected = self.continuation(facts)
         if not whole:
             expected = expected[: len(token_ids)]
         assert list(token_ids) == expected, f"{list(token_ids)} sampled, {expected} expected"
 
     def check_logprobs(self, facts: TurnFacts, logprobs: Sequence[TokenLogprob]) -> None:
-        found = dense_continuation(
-            (*facts.history, *facts.prompt), facts.params, facts.seed, facts.max_output_len, facts.may_end
-        )
+        found = _dense(facts)
         for total, token_id, entry in zip(found.totals, found.token_ids, logprobs, strict=True):
             assert entry == (token_id, logprob_of(total), top_of(total, facts.params.logprobs or 0))
 
 
-def _continuation(facts: TurnFacts) -> list[int]:
+def _dense(facts: TurnFacts) -> Continuation:
     ids = (*facts.history, *facts.prompt)
-    return dense_continuation(ids, facts.params, facts.seed, facts.max_output_len, facts.may_end).token_ids
+    return dense_continuation(ids, facts.params, facts.seed, facts.max_output_len, facts.may_end)
 
 
 def prompt_ids(seed: int, length: int, vocab_size: int) -> tuple[int, ...]:

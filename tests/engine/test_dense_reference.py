@@ -18,8 +18,13 @@ PRESETS = ("llama-tiny", "opt-tiny")
 
 
 @functools.cache
+def _model(preset):
+    return load_model(f"random:{preset}", dtype="float32", mesh=make_mesh(1), seed=3)
+
+
+@functools.cache
 def reference_for(preset):
-    return DenseReference(load_model(f"random:{preset}", dtype="float32", mesh=make_mesh(1), seed=3))
+    return DenseReference(_model(preset))
 
 
 _sample = jax.jit(functools.partial(sampler.sample, mode=sampler.SamplerMode(True, True, False), num_top=1))
@@ -54,6 +59,8 @@ def test_logits_do_not_depend_on_what_follows(preset):
     for num_ids in (1, 16, 17):
         np.testing.assert_allclose(reference_for(preset).logits(ids[:num_ids]), whole[:num_ids], atol=1e-4)
     assert np.abs(np.diff(whole, axis=0)).max() > 0.1
+    padded = DenseReference(_model(preset), min_padded_tokens=128)
+    np.testing.assert_allclose(padded.logits(ids), whole, atol=1e-4)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

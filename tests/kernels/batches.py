@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.ragged_paged_attention.reference import reference_attention
 from pallas_kernels.ragged_paged_attention.shapes import Heads
 
 
@@ -76,10 +77,14 @@ def make_batch(
     kv_lens = np.full(room.max_num_seqs, 99999, np.int32)
     kv_lens[: len(rows)] = [kv_len for _, kv_len in rows]
     num_seqs = np.array([len(rows)], np.int32)
-    return Batch(jnp.asarray(q, dtype), jnp.asarray(kv_pages, dtype), kv_lens, page_indices, cu_q_lens, num_seqs)
+    return Batch(
+        jnp.asarray(q, dtype), jnp.asarray(kv_pages, dtype), kv_lens, page_indices, cu_q_lens, num_seqs
+    )
 
 
-def random_rows(rng: np.random.Generator, room: Room, page_size: int, max_q_len: int) -> list[tuple[int, int]]:
+def random_rows(
+    rng: np.random.Generator, room: Room, page_size: int, max_q_len: int
+) -> list[tuple[int, int]]:
     """Rows that fit a room: decodes, short and long query ranges, with and without earlier keys."""
     rows: list[tuple[int, int]] = []
     tokens, pages = room.num_tokens, room.num_pages - 1
@@ -94,17 +99,16 @@ def random_rows(rng: np.random.Generator, room: Room, page_size: int, max_q_len:
 
 
 def tolerance(dtype: Any) -> float:
-    """Largest absolute difference from the float32 reference, for values of order one."""
-    return {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[jnp.dtype(dtype).name]
+    """Largest difference from the float32 reference, absolute for small and relative for large values."""
+    return {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}[jnp.dtype(dtype).name]
 
 
 def assert_equals_reference(out: Any, batch: Batch, sm_scale: float) -> None:
     """`out` is the reference's result to the dtype's tolerance, and exactly zero where no row is."""
-    from pallas_kernels.ragged_paged_attention.reference import reference_attention
-
     expected = reference_attention(*map(np.asarray, batch), sm_scale=sm_scale)
     assert out.dtype == batch.q.dtype
     got = np.asarray(out).astype(np.float32)
     used = int(batch.cu_q_lens[batch.num_seqs[0]])
     assert not got[used:].any()
-    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance(batch.q.dtype))
+    limit = tolerance(batch.q.dtype)
+    np.testing.assert_allclose(got, expected, rtol=limit, atol=limit)

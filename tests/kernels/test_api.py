@@ -35,10 +35,20 @@ SPEC: dict[str, Any] = dict(
         ({"page_size": 48}, r"page_size = 48: must be one of \(16, 32, 64\)"),
         ({"dtype": "float64"}, "dtype = 'float64': must be one of"),
         ({"backend": "cuda"}, "backend = 'cuda': must be one of"),
-        ({"backend": "pallas_triton", "head_dim": 80}, "head_dim = 80: pallas_triton serves .* use backend 'xla'"),
+        (
+            {"backend": "pallas_triton", "head_dim": 80},
+            "head_dim = 80: pallas_triton serves .* use backend 'xla'",
+        ),
         ({"backend": "pallas_triton", "num_q_heads": 200}, "num_q_heads / num_kv_heads = 100"),
         ({"backend": "pallas_triton", "blocks": BlockSizes((TileClass(20, 64, 4, 3, 1, 1),))}, "blocks"),
-        ({"backend": "pallas_triton", "num_q_heads": 64, "blocks": BlockSizes((TileClass(16, 64, 4, 3, 1, 1),))}, "blocks"),
+        (
+            {
+                "backend": "pallas_triton",
+                "num_q_heads": 64,
+                "blocks": BlockSizes((TileClass(16, 64, 4, 3, 1, 1),)),
+            },
+            "blocks",
+        ),
         ({"backend": "pallas_triton", "blocks": BlockSizes(())}, "blocks"),
     ],
 )

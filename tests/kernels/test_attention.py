@@ -12,7 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.ragged_paged_attention import BlockSizes, TileClass, build_tiles, ragged_paged_attention, tile_spec
+from pallas_kernels.ragged_paged_attention import (
+    BlockSizes,
+    TileClass,
+    build_tiles,
+    ragged_paged_attention,
+    tile_spec,
+)
 from pallas_kernels.ragged_paged_attention.shapes import Heads
 from tests.kernels.batches import Batch, Room, assert_equals_reference, make_batch, random_rows
 
@@ -34,7 +40,9 @@ def compiled(backend: str, blocks: BlockSizes | None = None, traced_tiles: bool 
             metadata=None if spec is None else (spec, tiles), blocks=blocks if spec is None else None,
         )  # fmt: skip
 
-    jitted = jax.jit(attend, static_argnums=2)
+    # Interpreted kernels are large programs that run once: compile them fast rather than well.
+    options = {"xla_backend_optimization_level": 0} if backend == "pallas_triton" else None
+    jitted = jax.jit(attend, static_argnums=2, compiler_options=options)
 
     def run(batch: Batch) -> Any:
         if backend == "xla" or traced_tiles:
@@ -51,7 +59,8 @@ def compiled(backend: str, blocks: BlockSizes | None = None, traced_tiles: bool 
 
 
 @pytest.mark.parametrize(
-    ("heads", "page_size"), [(Heads(4, 4, 32), 16), (Heads(8, 2, 80), 32), (Heads(8, 1, 64), 64), (Heads(6, 2, 128), 16)]
+    ("heads", "page_size"),
+    [(Heads(4, 4, 32), 16), (Heads(8, 2, 80), 32), (Heads(8, 1, 64), 64), (Heads(6, 2, 128), 16)],
 )
 def test_xla_equals_reference(heads: Heads, page_size: int) -> None:
     batch = make_batch(np.random.default_rng(page_size), ROWS, heads, page_size=page_size)
@@ -109,7 +118,15 @@ def test_sub_requests_share_a_page_list(backend: str) -> None:
     out = compiled(backend, blocks)(batch)
     assert_equals_reference(out, batch, SCALE)
     # The same tokens as one row: two ranges give what one whole range gives at their positions.
-    q = jnp.full_like(batch.q, 0).at[:20].set(batch.q[10:30]).at[90:].set(batch.q[:6]).at[90:96].set(batch.q[:6])
+    q = (
+        jnp.full_like(batch.q, 0)
+        .at[:20]
+        .set(batch.q[10:30])
+        .at[90:]
+        .set(batch.q[:6])
+        .at[90:96]
+        .set(batch.q[:6])
+    )
     whole = batch._replace(
         q=q, cu_q_lens=np.array([0, 96] + [96] * 8, np.int32), num_seqs=np.array([1], np.int32),
         kv_lens=np.array([96] + [0] * 8, np.int32),
@@ -145,5 +162,7 @@ def test_inside_shard_map() -> None:
     heads, none = jax.sharding.PartitionSpec(None, "tp"), jax.sharding.PartitionSpec()
     pool = jax.sharding.PartitionSpec(None, None, "tp")
     attend = functools.partial(ragged_paged_attention, sm_scale=SCALE, backend="xla")
-    sharded = jax.shard_map(attend, mesh=mesh, in_specs=(heads, pool, none, none, none, none), out_specs=heads)
+    sharded = jax.shard_map(
+        attend, mesh=mesh, in_specs=(heads, pool, none, none, none, none), out_specs=heads
+    )
     assert_equals_reference(jax.jit(sharded)(*batch), batch, SCALE)

@@ -15,7 +15,9 @@ from tests.kernels.cross_lower import lower_for_cuda
 SHAPE = jax.ShapeDtypeStruct
 
 
-def lower(heads: Heads, num_tokens: int, max_num_seqs: int, dtype: str, page_size: int = 32, num_pages: int = 4000) -> str:
+def lower(
+    heads: Heads, num_tokens: int, max_num_seqs: int, dtype: str, page_size: int = 32, num_pages: int = 4000
+) -> str:
     spec = tile_spec(
         num_tokens=num_tokens, max_num_seqs=max_num_seqs, num_q_heads=heads.num_q_heads,
         num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, page_size=page_size, dtype=dtype,
@@ -43,7 +45,8 @@ def test_presets(heads: Heads, num_tokens: int, max_num_seqs: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "dtype", "page_size"), [(32, "float32", 16), (64, "float16", 64), (256, "bfloat16", 16), (256, "float32", 32)]
+    ("head_dim", "dtype", "page_size"),
+    [(32, "float32", 16), (64, "float16", 64), (256, "bfloat16", 16), (256, "float32", 32)],
 )
 def test_dtypes_and_sizes(head_dim: int, dtype: str, page_size: int) -> None:
     lower(Heads(12, 4, head_dim), 512, 32, dtype, page_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import jax
 import numpy as np
 import pytest
@@ -24,7 +26,9 @@ TWO = BlockSizes((TileClass(16, 64, 4, 3, 128, 40), TileClass(64, 32, 4, 3, 256,
 ONE = BlockSizes((TileClass(32, 64, 4, 3, 128, 40),))
 
 
-def spec_for(num_tokens: int, max_num_seqs: int, blocks: BlockSizes | None, heads: tuple[int, int] = (8, 2)) -> TileSpec:
+def spec_for(
+    num_tokens: int, max_num_seqs: int, blocks: BlockSizes | None, heads: tuple[int, int] = (8, 2)
+) -> TileSpec:
     return tile_spec(
         num_tokens=num_tokens, max_num_seqs=max_num_seqs, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=64,
         page_size=32, dtype="bfloat16", backend="pallas_triton", blocks=blocks,
@@ -44,7 +48,9 @@ def draw(rng: np.random.Generator, spec: TileSpec) -> tuple[np.ndarray, np.ndarr
     return cu, kv_lens, np.array([num_rows], np.int32)
 
 
-def check(spec: TileSpec, tiles: np.ndarray, cu: np.ndarray, kv_lens: np.ndarray, num_seqs: np.ndarray) -> None:
+def check(
+    spec: TileSpec, tiles: np.ndarray, cu: np.ndarray, kv_lens: np.ndarray, num_seqs: np.ndarray
+) -> None:
     """Every (query token, key) pair of every row is in exactly one tile, and every split is merged once."""
     num_rows, num_classes = int(num_seqs[0]), len(spec.blocks.classes)
     covered: dict[int, list[tuple[int, int]]] = {}
@@ -53,13 +59,15 @@ def check(spec: TileSpec, tiles: np.ndarray, cu: np.ndarray, kv_lens: np.ndarray
     for index, tile_class in enumerate(spec.blocks.classes):
         count = tiles[index]
         assert count <= spec.max_num_tiles[index]
-        for tile in tiles[spec.tiles_offset(index) :][: count * fields.NUM_FIELDS].reshape(-1, fields.NUM_FIELDS):
+        for tile in tiles[spec.tiles_offset(index) :][: count * fields.NUM_FIELDS].reshape(
+            -1, fields.NUM_FIELDS
+        ):
             row, token, num_tokens, position, begin, end, slot, _ = tile.tolist()
             assert 0 < num_tokens * spec.group <= tile_class.rows
             for t in range(token, token + num_tokens):
                 covered.setdefault(t, []).append((begin, end))
-            if row == num_rows:  # the pseudo row
-                assert (begin, end, slot) == (0, 0, -1) and token >= cu[num_rows]
+            if token >= cu[num_rows]:  # the pseudo row
+                assert (row, begin, end, slot) == (0, 0, 0, -1)
                 continue
             assert cu[row] <= token and token + num_tokens <= cu[row + 1]
             assert position == kv_lens[row] - (cu[row + 1] - token)
@@ -74,7 +82,7 @@ def check(spec: TileSpec, tiles: np.ndarray, cu: np.ndarray, kv_lens: np.ndarray
         if row < num_rows:
             last = kv_lens[row] - (cu[row + 1] - t)
             assert ranges[0][0] == 0 and ranges[-1][1] > last and len(ranges) <= MAX_NUM_SPLITS
-            assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+            assert all(a[1] == b[0] for a, b in pairwise(ranges))
     merges = tiles[spec.tiles_offset(num_classes) :].reshape(-1, fields.NUM_FIELDS)
     assert tiles[num_classes] <= len(merges) == spec.max_num_merges
     used: set[tuple[int, int]] = set()
@@ -88,7 +96,7 @@ def check(spec: TileSpec, tiles: np.ndarray, cu: np.ndarray, kv_lens: np.ndarray
             assert slots[index, s] == (token, num_tokens)
             used.add((index, s))
     assert used == set(slots)
-    for (token, num_tokens) in slots.values():
+    for token, num_tokens in slots.values():
         assert merged[token] == set(range(0, num_tokens * spec.group, MERGE_ROWS))
 
 

@@ -146,7 +146,7 @@ def lower_step_for_cuda(name: str, tp: int, dtype: str, num_tokens: int, backend
         batch: RaggedBatch,
     ) -> tuple[jax.Array, list[jax.Array]]:
         model = nnx.merge(graph, state)
-        attention = PagedAttention(pools, batch, mesh=mesh, tile_spec=spec, backend=backend)  # type: ignore[arg-type]
+        attention = PagedAttention(pools, batch, mesh=mesh, tile_spec=spec, backend=backend)
         hidden = model(token_ids, positions, attention)
         return model.compute_logits(hidden[:num_rows]), attention.kv_pages
 

@@ -35,7 +35,7 @@ def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("llama", (1, 2, 4)), ("opt", (1, 2, 4)), ("llama_tied_odd_vocab", (2,)), ("opt_post_norm", (4,))],
+    [("llama", (2, 4)), ("opt", (1, 2, 4)), ("llama_tied_odd_vocab", (2,)), ("opt_post_norm", (4,))],
 )
 def test_logits_are_equal(name: str, sizes: tuple[int, ...]) -> None:
     config = CONFIGS[name]

@@ -1,0 +1,38 @@
+# Every target sets up .venv first. On a machine with an NVIDIA GPU: make setup EXTRAS=dev,cuda13
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS ?= dev
+PYTHON ?=
+export PYTHON
+
+.PHONY: setup demo test test-gpu lint bench-scheduler clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	python=$$(sh scripts/find_python.sh) && "$$python" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
+	touch $@
+
+demo: $(STAMP)
+	JAX_PLATFORMS=cpu $(BIN)/python scripts/demo.py
+
+# A file's tests share what they compile, so a file stays in one process.
+test: $(STAMP)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench-scheduler: $(STAMP)
+	JAX_PLATFORMS=cpu $(BIN)/python scripts/benchmark_scheduler.py
+
+clean:
+	rm -rf $(VENV)

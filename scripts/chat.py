@@ -1,0 +1,214 @@
+"""A chat in the terminal, with replies as they come.
+
+    python scripts/chat.py --model=path/to/model --history=chats.sqlite --temperature=0.7
+
+Lines are sent in the model's chat template where it has one, else as plain text. Ctrl-C cancels a reply, as
+if its line had never been sent; at the prompt it quits. `/help` lists the commands. Input may be a pipe.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from absl import flags
+from common.engine_flags import (
+    define_engine_flags,
+    define_history_flag,
+    define_sampling_flags,
+    open_llm,
+    sampling_params,
+)
+from common.launch import Interrupt, one_line, printable, run
+from common.report import table
+
+from pensieve_jax import LLM, Output, PensieveError, SamplingParams, Stream, TokenizerMissingError
+from pensieve_jax import UnknownConversationError as UnknownConversation
+from pensieve_jax.history import ConversationRecord
+
+FLAGS = flags.FLAGS
+HELP = """\
+/help            this text
+/history         the turns of this conversation
+/truncate N      keep its first N turns
+/regenerate      answer its last turn once more
+/list            all conversations
+/switch ID       go on with another conversation, or begin it
+/end             forget this conversation
+/stats           counters of the engine, and the last turn's tokens
+/quit            leave (so does the end of the input)
+A line that begins with // is sent with one / less."""
+
+
+class Chat:
+    """One person's session: which conversation it is in, and what each line does."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, conversation_id: str, out: TextIO) -> None:
+        """`out` gets replies and answers; raises TokenizerMissingError for a model of ids only."""
+        if llm.tokenizer is None:
+            raise TokenizerMissingError
+        self.conversation_id = conversation_id
+        self._llm = llm
+        self._has_template = llm.tokenizer.chat_template is not None
+        self._params = params
+        self._out = out
+        self._last: Output | None = None
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: self._say(HELP),
+            "/history": lambda _: self._show_history(),
+            "/truncate": self._truncate,
+            "/regenerate": lambda _: self._regenerate(),
+            "/list": lambda _: self._list(),
+            "/switch": self._switch,
+            "/end": lambda _: self._end(),
+            "/stats": lambda _: self._stats(),
+        }
+
+    def handle(self, line: str) -> bool:
+        """Do what a line says; False once it says to leave. Typed errors are told, not raised."""
+        if not line.strip():
+            return True
+        try:
+            if line.startswith("/") and not line.startswith("//"):
+                name, _, argument = line.strip().partition(" ")
+                if name == "/quit":
+                    return False
+                command = self._commands.get(name)
+                if command is None:
+                    self._say(f"unknown command {name}; /help lists them")
+                else:
+                    command(argument.strip())
+            else:
+                self._send(line.removeprefix("/"))
+        except PensieveError as error:
+            self._say(f"error: {error}")
+        return True
+
+    def _say(self, text: str) -> None:
+        print(text, file=self._out, flush=True)
+
+    def _send(self, text: str) -> None:
+        if self._has_template:
+            messages = [{"role": "user", "content": text}]
+            self._reply(self._llm.stream_chat(messages, self._params, conversation_id=self.conversation_id))
+        else:
+            self._reply(self._llm.stream(text, self._params, conversation_id=self.conversation_id))
+
+    def _reply(self, stream: Stream) -> None:
+        """Print a reply as it comes; Ctrl-C cancels it."""
+        with Interrupt() as interrupt, stream:
+            for delta in stream:
+                print(printable(delta.text), end="", file=self._out, flush=True)
+                if interrupt.requested:
+                    break
+        output = stream.output
+        if output is None or output.finish_reason == "cancelled":
+            self._say("\n(cancelled)")
+            return
+        self._last = output
+        self._say("")
+
+    def _record(self) -> ConversationRecord:
+        return self._llm.history(self.conversation_id)
+
+    def _show_history(self) -> None:
+        for turn in self._record().turns:
+            assert self._llm.tokenizer is not None
+            prompts = [f"{message['role']}: {message['content']}" for message in turn.messages or ()]
+            prompts = prompts or [f"text: {self._llm.tokenizer.decode(turn.prompt_token_ids)}"]
+            for prompt in prompts:
+                self._say(printable(f"[{turn.turn_index + 1}] {prompt}"))
+            self._say(printable(f"[{turn.turn_index + 1}] reply: {turn.output_text or ''}"))
+
+    def _truncate(self, argument: str) -> None:
+        turns = self._record().turns
+        if not argument.isdecimal() or int(argument) > len(turns):
+            self._say(f"/truncate takes the number of turns to keep, from 0 to {len(turns)}")
+            return
+        kept = turns[: int(argument)]
+        num_tokens = sum(len(turn.prompt_token_ids) + len(turn.output_token_ids) for turn in kept)
+        self._llm.truncate(self.conversation_id, num_tokens)
+        self._say(f"kept {len(kept)} turns, {num_tokens} tokens")
+
+    def _regenerate(self) -> None:
+        turns = self._record().turns
+        if not turns:
+            self._say("there is no turn to answer once more")
+            return
+        last = turns[-1]
+        self._truncate(str(len(turns) - 1))
+        if last.messages is not None:
+            self._reply(
+                self._llm.stream_chat(last.messages, self._params, conversation_id=self.conversation_id)
+            )
+        else:
+            prompt = last.prompt_token_ids
+            self._reply(self._llm.stream(prompt, self._params, conversation_id=self.conversation_id))
+
+    def _list(self) -> None:
+        rows = [
+            [
+                "*" if info.conversation_id == self.conversation_id else "",
+                one_line(info.conversation_id, 40),
+                info.num_turns,
+                info.num_tokens,
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.last_active_s)),
+            ]
+            for info in self._llm.conversations()
+        ]
+        self._say(table(["", "conversation", "turns", "tokens", "last active"], rows))
+
+    def _switch(self, argument: str) -> None:
+        if not argument:
+            self._say("/switch takes a conversation's id")
+            return
+        self.conversation_id = argument
+        try:
+            self._say(f"in {argument}, {len(self._record().turns)} turns")
+        except UnknownConversation:
+            self._say(f"in {argument}, a new conversation")
+
+    def _end(self) -> None:
+        self._llm.end(self.conversation_id)
+        self._say(f"forgot {self.conversation_id}")
+
+    def _stats(self) -> None:
+        if self._last is not None:
+            usage = self._last.usage
+            self._say(
+                f"last turn: {usage.reused_gpu_tokens} tokens reused, {usage.recomputed_tokens} recomputed, "
+                f"{usage.prefilled_tokens} prefilled, {usage.output_tokens} output, seed {self._last.seed}"
+            )
+        self._say(table(["counter", "value"], list(self._llm.stats().items())))
+
+
+def main() -> int:
+    params = sampling_params()
+    with open_llm(history=FLAGS.history) as llm:
+        chat = Chat(llm, params, FLAGS.conversation_id, sys.stdout)
+        is_terminal = sys.stdin.isatty()
+        if is_terminal:
+            print(f"{FLAGS.model}, conversation {chat.conversation_id}; /help lists commands")
+        while True:
+            try:
+                line = input(f"{chat.conversation_id}> " if is_terminal else "")
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return 0
+            if not chat.handle(line):
+                return 0
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_string("conversation_id", "default", "The conversation to begin with.")
+    define_engine_flags()
+    define_history_flag()
+    define_sampling_flags(max_tokens=512)
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

@@ -1,0 +1,231 @@
+"""Serve conversations with too few pages, and compare what was served with a dense stateless model.
+
+    python scripts/check_serving.py --model=random:llama2-13b-gqa10 --dtype=bfloat16
+
+Conversations of seeded random ids take their turns together, statefully, in a pool that holds a part of
+them (`--pool_fraction`). Then each whole conversation goes through the dense reference in one teacher-forced
+pass, and the log-probabilities of the emitted tokens are compared. Reported: their differences, tokens a
+second for each turn, memory against weights + pool + 2 GB, and compilations while serving. The last line is
+one JSON document; the exit status is 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import flags
+from common.engine_flags import define_engine_flags, engine_config, open_llm
+from common.launch import EXIT_FAILED, run
+from common.report import json_line, table
+from tqdm import tqdm
+
+from model_defs import load_model, make_mesh
+from pensieve_jax import LLM, ConfigError, Output, SamplingParams
+from pensieve_jax.assembly import resolve_model
+from pensieve_jax.engine.dense_reference import DenseReference
+
+FLAGS = flags.FLAGS
+SLACK_BYTES = 2 * 10**9
+
+
+class ServedConversation(NamedTuple):
+    """One conversation: the prompt ids and the output of every turn."""
+
+    prompts: list[list[int]]
+    outputs: list[Output]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompts and replies in order."""
+        pairs = zip(self.prompts, self.outputs, strict=True)
+        return [token_id for prompt, output in pairs for token_id in (*prompt, *output.token_ids)]
+
+
+def make_prompts(vocab_size: int) -> list[list[list[int]]]:
+    """Seeded random ids, by conversation and turn, of about `prompt_tokens` each."""
+    random = np.random.default_rng(FLAGS.data_seed)
+    spread = FLAGS.prompt_tokens // 4
+    return [
+        [
+            random.integers(
+                3, vocab_size, FLAGS.prompt_tokens + random.integers(-spread, spread + 1)
+            ).tolist()
+            for _ in range(FLAGS.num_turns)
+        ]
+        for _ in range(FLAGS.num_conversations)
+    ]
+
+
+def serve(
+    llm: LLM, prompts: Sequence[list[list[int]]]
+) -> tuple[list[ServedConversation], list[dict[str, Any]]]:
+    """All conversations, a turn of each at a time; and a row of figures for each turn."""
+    params = SamplingParams(max_tokens=FLAGS.output_tokens, ignore_eos=True, logprobs=0)
+    served = [ServedConversation(turns, []) for turns in prompts]
+    names = [f"conversation-{i}" for i in range(len(prompts))]
+    rows = []
+    for turn in range(FLAGS.num_turns):
+        num_steps, start_s = llm.stats()["num_steps"], time.perf_counter()
+        outputs = llm.generate([turns[turn] for turns in prompts], params, conversation_ids=names)
+        seconds = time.perf_counter() - start_s
+        for conversation, output in zip(served, outputs, strict=True):
+            conversation.outputs.append(output)
+        totals = {
+            name: sum(getattr(output.usage, name) for output in outputs)
+            for name in ("reused_gpu_tokens", "recomputed_tokens", "prefilled_tokens", "output_tokens")
+        }
+        rows.append(
+            {
+                "turn": turn + 1,
+                **totals,
+                "num_suspensions": sum(output.usage.num_suspensions for output in outputs),
+                "num_steps": int(llm.stats()["num_steps"] - num_steps),
+                "seconds": seconds,
+                "output_tokens_per_s": totals["output_tokens"] / seconds,
+            }
+        )
+    return served, rows
+
+
+def compare(served: Sequence[ServedConversation]) -> dict[str, float]:
+    """Differences of the emitted tokens' log-probabilities, and how many are the dense model's choice."""
+    config = engine_config()
+    mesh = make_mesh(config.runner.tensor_parallel_size)
+    model = load_model(
+        resolve_model(FLAGS.model),
+        dtype="float32" if FLAGS.dtype == "auto" and jax.default_backend() == "cpu" else FLAGS.dtype,
+        mesh=mesh,
+        seed=config.runner.random_seed,
+        max_position_embeddings=config.runner.max_position_embeddings,
+    )
+    reference = DenseReference(model)
+    # Every sequence is padded to one length, so that the reference is compiled once. What follows a
+    # token changes nothing before it; so everything behind the
+    # shortest first prompt counts as emitted.
+    longest = max(len(one.token_ids) for one in served)
+    num_first = min(len(one.prompts[0]) for one in served)
+    params = SamplingParams(max_tokens=longest, ignore_eos=True)
+    differences, agreed = [], []
+    with tqdm(served, desc="dense reference", disable=None) as bar:
+        for one in bar:
+            padded = one.token_ids + [0] * (longest - len(one.token_ids))
+            dense = reference.replay_turn([], padded[:num_first], padded[num_first:], params)
+            end = -num_first  # rows of the reference begin there
+            for prompt, output in zip(one.prompts, one.outputs, strict=True):
+                start = end + len(prompt)
+                end = start + len(output.token_ids)
+                assert output.logprobs is not None
+                logprobs = np.array([entry.logprob for entry in output.logprobs])
+                differences.append(np.abs(logprobs - dense.logprobs[start:end]))
+                agreed.append(dense.token_ids[start:end] == np.array(output.token_ids))
+    values = np.concatenate(differences)
+    return {
+        "num_logprobs": len(values),
+        "p99_abs_difference": float(np.percentile(values, 99)),
+        "max_abs_difference": float(values.max()),
+        "mean_abs_difference": float(values.mean()),
+        "same_choice_fraction": float(np.concatenate(agreed).mean()),
+    }
+
+
+def device_peak_bytes() -> int | None:
+    """The most that was in use on the first device so far; None where it does not say."""
+    peak: int | None = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return peak
+
+
+def memory(llm: LLM) -> dict[str, Any]:
+    """Bytes per device: what the compiler says, and the peak that the device saw."""
+    analysis = llm.memory_analysis()
+    buckets = analysis["buckets"]
+    limit = analysis["weights_bytes"] + analysis["kv_pool_bytes"] + SLACK_BYTES
+    compiled = max(bucket["peak_bytes"] for bucket in buckets.values())
+    peak = device_peak_bytes()
+    return {
+        "weights_bytes": analysis["weights_bytes"],
+        "kv_pool_bytes": analysis["kv_pool_bytes"],
+        "temp_bytes": {str(bucket): sizes["temp_bytes"] for bucket, sizes in buckets.items()},
+        "compiled_peak_bytes": compiled,
+        "device_peak_bytes": peak,
+        "limit_bytes": limit,
+        "pool_updated_in_place": all(
+            sizes["alias_bytes"] >= analysis["kv_pool_bytes"] for sizes in buckets.values()
+        ),
+        "within_limit": compiled <= limit and (peak is None or peak <= limit),
+    }
+
+
+def main() -> int:
+    if min(FLAGS.num_conversations, FLAGS.num_turns, FLAGS.output_tokens) < 1 or FLAGS.prompt_tokens < 4:
+        raise ConfigError("--num_conversations, --num_turns, --output_tokens, --prompt_tokens", 0, "positive")
+    if FLAGS["gpu_pages"].using_default_value:
+        tokens = FLAGS.num_turns * (FLAGS.prompt_tokens + FLAGS.output_tokens)
+        pages = FLAGS.num_conversations * -(-tokens // FLAGS.chunk_tokens)
+        FLAGS.gpu_pages = max(int(FLAGS.pool_fraction * pages), 2 * -(-tokens // FLAGS.chunk_tokens))
+    start_s = time.perf_counter()
+    with open_llm() as llm:
+        start_up_s = time.perf_counter() - start_s
+        num_before, start_up_peak = llm.stats()["num_compilations"], device_peak_bytes()
+        served, turns = serve(llm, make_prompts(llm.model_config.vocab_size))
+        stats, peak = llm.stats(), {**memory(llm), "start_up_peak_bytes": start_up_peak}
+        num_after = stats["num_compilations"]
+    del llm  # its weights and pools make room for the reference
+    gc.collect()
+    logprobs = compare(served)
+
+    print(table(list(turns[0]), [list(row.values()) for row in turns]))
+    print(table(["logprobs", "value"], list(logprobs.items())))
+    print(table(["memory", "value"], [[key, str(value)] for key, value in peak.items()]))
+    checks = {
+        f"99th percentile of differences at most {FLAGS.tolerance}": (
+            logprobs["p99_abs_difference"] <= FLAGS.tolerance
+        ),
+        "some state was dropped": stats["num_dropped_chunks"] > 0,
+        "no compilation while serving": num_before == num_after,
+        "memory within weights + pool + 2 GB": peak["within_limit"],
+        "pool updated in place": peak["pool_updated_in_place"],
+    }
+    print(table(["check", "result"], [[name, "met" if ok else "MISSED"] for name, ok in checks.items()]))
+    results = {
+        "model": FLAGS.model,
+        "dtype": FLAGS.dtype,
+        "gpu_pages": FLAGS.gpu_pages,
+        "num_conversations": FLAGS.num_conversations,
+        "num_buckets": stats["num_buckets"],
+        "start_up_s": start_up_s,
+        "num_dropped_chunks": stats["num_dropped_chunks"],
+        "num_compilations_before_serving": num_before,
+        "num_compilations_after_serving": num_after,
+        "turns": turns,
+        "logprobs": logprobs,
+        "memory": peak,
+        "checks": checks,
+    }
+    units = {"*_bytes": "bytes per device", "*_s": "seconds", "*_difference": "nats", "*_per_s": "1/second"}
+    device = jax.devices()[0]
+    print(json_line("serving", results, units=units, device=f"{device.platform}: {device.device_kind}"))
+    return 0 if all(checks.values()) else EXIT_FAILED
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_integer("num_conversations", 64, "Conversations.")
+    flags.DEFINE_integer("num_turns", 3, "Turns of each.")
+    flags.DEFINE_integer("prompt_tokens", 38, "Ids of a prompt, give or take a quarter.")
+    flags.DEFINE_integer("output_tokens", 64, "Ids of a reply.")
+    flags.DEFINE_float(
+        "pool_fraction", 0.6, "Pages, as a share of what all conversations fill; see --gpu_pages."
+    )
+    flags.DEFINE_float("tolerance", 0.05, "Largest 99th percentile of the differences of log-probabilities.")
+    flags.DEFINE_integer("data_seed", 0, "Of the prompts.")
+    define_engine_flags()
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

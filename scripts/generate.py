@@ -1,0 +1,300 @@
+"""Conversations in, turns out, both as JSON lines.
+
+    python scripts/generate.py --model=path/to/model --input=prompts.jsonl --output=turns.jsonl
+
+Input: `common/conversations_file.py` has the format; a line is, for example,
+    {"conversation_id": "ada", "turns": [{"prompt": "Hello"}, {"prompt": [15, 27], "max_tokens": 8}]}
+Output: a line for every turn, in the order in which they end, with `conversation_id`, `turn` (from 0),
+`prompt`, `token_ids`, `text`, `finish_reason`, `usage`, `seed`, and `logprobs` where asked for.
+
+First turns of all conversations come first, then second ones, with up to `--concurrency` at a time. The
+file is checked whole before anything runs: bad lines are reported by number, with exit status 2, and the
+output is left as it is. A turn that is refused or lost while running ends its own conversation only; the
+exit status is then 1. Ctrl-C cancels what runs and keeps what has ended (exit status 130).
+
+With `--history`, turns that the history holds are not run again: start an interrupted run once more, and
+it goes on. Their lines are kept, or written anew with `usage` null. Without it, the output starts afresh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from common.conversations_file import InputConversation, InputFileError, InputTurn, read_conversations
+from common.engine_flags import (
+    define_engine_flags,
+    define_history_flag,
+    define_sampling_flags,
+    open_llm,
+    sampling_params,
+    shows_progress,
+)
+from common.launch import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, Interrupt, run
+from common.report import table
+from tqdm import tqdm
+
+from pensieve_jax import LLM, InvalidRequestError, Output, PensieveError, Stream, UnknownConversationError
+
+FLAGS = flags.FLAGS
+Line = dict[str, Any]
+
+
+def check_prompts(llm: LLM, conversations: Sequence[InputConversation], path: str) -> None:
+    """Raise InputFileError for prompts that this model cannot take."""
+    problems = []
+    for conversation in conversations:
+        for index, turn in enumerate(conversation.turns):
+            try:
+                check_prompt(llm, turn)
+            except PensieveError as error:
+                problems.append((conversation.line_number, f"turns[{index}]: {error}"))
+    if problems:
+        raise InputFileError(path, problems)
+
+
+def check_prompt(llm: LLM, turn: InputTurn) -> None:
+    """Raise a PensieveError for ids outside the vocabulary, or text without a tokenizer or a template."""
+    if isinstance(turn.prompt, list):
+        vocab_size = llm.model_config.vocab_size
+        for token_id in turn.prompt:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError("prompt", token_id, f"ids from 0 to {vocab_size - 1}")
+    elif llm.tokenizer is None:
+        raise InvalidRequestError("prompt", turn.prompt, "token ids", "the model has no tokenizer")
+    elif isinstance(turn.prompt, str):
+        llm.tokenizer.encode(turn.prompt, add_bos=False)
+    elif llm.tokenizer.chat_template is None:
+        raise InvalidRequestError("messages", turn.prompt, "a prompt", "the model has no chat template")
+
+
+def finished_turns(llm: LLM, conversations: Sequence[InputConversation]) -> dict[tuple[str, int], Line]:
+    """Lines of the turns that the history holds; raises InvalidRequestError where it holds other ones."""
+    lines = {}
+    for conversation in conversations:
+        try:
+            stored = llm.history(conversation.conversation_id).turns
+        except UnknownConversationError:
+            continue
+        for index, (turn, past) in enumerate(zip(conversation.turns, stored, strict=False)):
+            prompt: Any = turn.prompt
+            if isinstance(prompt, str):
+                assert llm.tokenizer is not None
+                prompt = llm.tokenizer.encode(prompt, add_bos=index == 0)
+            if prompt != (past.messages if turn.is_chat else list(past.prompt_token_ids)):
+                name = f"line {conversation.line_number}, turns[{index}]"
+                limit = f"what the history has as turn {index} of {conversation.conversation_id!r}"
+                raise InvalidRequestError(name, turn.prompt, limit, "take another history or conversation_id")
+            lines[conversation.conversation_id, index] = {
+                "conversation_id": conversation.conversation_id,
+                "turn": index,
+                "prompt": turn.prompt,
+                "token_ids": past.output_token_ids,
+                "text": past.output_text or "",
+                "finish_reason": past.finish_reason,
+                "usage": None,
+                "seed": past.seed,
+            }
+    return lines
+
+
+def read_output(path: Path) -> Iterator[Line]:
+    """Lines of an earlier run; one that was cut short is left out."""
+    if not path.exists():
+        return
+    for text in path.read_bytes().split(b"\n"):
+        try:
+            line = json.loads(text)
+            if isinstance(line, dict) and {"conversation_id", "turn", "token_ids"} <= line.keys():
+                yield line
+        except ValueError:
+            continue
+
+
+def start_output(path: Path, done: dict[tuple[str, int], Line]) -> None:
+    """Replace the file, in one go, by the lines of finished turns: old ones where they are the same turn."""
+    old = {(line["conversation_id"], line["turn"]): line for line in read_output(path)} if done else {}
+    lines = []
+    for key, line in done.items():
+        kept = old.get(key)
+        lines.append(kept if kept and kept["token_ids"] == list(line["token_ids"]) else line)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def output_line(turn: InputTurn, index: int, output: Output) -> Line:
+    """What is written for a turn."""
+    line = {
+        "conversation_id": output.conversation_id,
+        "turn": index,
+        "prompt": turn.prompt,
+        "token_ids": output.token_ids,
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        "usage": dataclasses.asdict(output.usage),
+        "seed": output.seed,
+    }
+    if output.logprobs is not None:
+        line["logprobs"] = [entry._asdict() for entry in output.logprobs]
+    return line
+
+
+class Batch:
+    """Runs the turns that are left, first turns before second ones.
+
+    Attributes:
+      failures: (line number, turn, error) of conversations that went no further.
+      outputs: of the turns that ended.
+    """
+
+    def __init__(
+        self, llm: LLM, conversations: Sequence[InputConversation], num_done: dict[str, int]
+    ) -> None:
+        """`num_done`: turns of each conversation that need not run."""
+        self.failures: list[tuple[int, int, PensieveError]] = []
+        self.outputs: list[Output] = []
+        self._llm = llm
+        self._next = {c.conversation_id: num_done.get(c.conversation_id, 0) for c in conversations}
+        rounds = itertools.zip_longest(*(enumerate(c.turns) for c in conversations))
+        self._pending = [
+            (conversation, turn[0])
+            for one_round in rounds
+            for conversation, turn in zip(conversations, one_round, strict=True)
+            if turn is not None and turn[0] >= self._next[conversation.conversation_id]
+        ]
+        self._active: dict[str, tuple[InputConversation, Stream]] = {}
+
+    @property
+    def num_left(self) -> int:
+        """Turns to run."""
+        return len(self._pending)
+
+    def run(self, *, concurrency: int, write: Callable[[Line], None], interrupt: Interrupt, bar: Any) -> None:
+        """Until all have ended, or an interrupt: then what has not is cancelled."""
+        try:
+            while (self._pending or self._active) and not interrupt.requested:
+                while len(self._active) < concurrency and self._submit_next():
+                    pass
+                for turn in self._llm.engine.step():
+                    conversation_id = turn.request.conversation.conversation_id
+                    conversation, _ = self._active.pop(conversation_id)
+                    index = self._next[conversation_id]
+                    if turn.error is not None:
+                        self._fail(conversation, turn.error)
+                        continue
+                    assert turn.output is not None
+                    write(output_line(conversation.turns[index], index, turn.output))
+                    self.outputs.append(turn.output)
+                    self._next[conversation_id] += 1
+                    bar.update()
+        finally:
+            for _, stream in self._active.values():
+                stream.close()
+
+    def _submit_next(self) -> bool:
+        """Submit the first turn in line whose conversation is free; False where there is none."""
+        for position, (conversation, index) in enumerate(self._pending):
+            conversation_id = conversation.conversation_id
+            if conversation_id in self._active:
+                continue
+            del self._pending[position]
+            turn = conversation.turns[index]
+            try:
+                if isinstance(turn.prompt, tuple):
+                    stream = self._llm.stream_chat(turn.prompt, turn.params, conversation_id=conversation_id)
+                else:
+                    stream = self._llm.stream(turn.prompt, turn.params, conversation_id=conversation_id)
+            except PensieveError as error:
+                self._fail(conversation, error)
+            else:
+                self._active[conversation_id] = (conversation, stream)
+            return True
+        return False
+
+    def _fail(self, conversation: InputConversation, error: PensieveError) -> None:
+        index = self._next[conversation.conversation_id]
+        self.failures.append((conversation.line_number, index, error))
+        self._pending = [pair for pair in self._pending if pair[0] is not conversation]
+
+
+def summary(outputs: Sequence[Output], num_resumed: int, seconds: float, num_compilations: int) -> str:
+    """The table at the end."""
+    totals = [
+        sum(getattr(output.usage, name) for output in outputs)
+        for name in ("reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens", "prefilled_tokens")
+    ]
+    num_output = sum(output.usage.output_tokens for output in outputs)
+    num_suspensions = sum(output.usage.num_suspensions for output in outputs)
+    columns = ["turns", "from history", "reused", "swapped in", "recomputed", "prefilled", "output"]
+    columns += ["output tokens/s", "suspensions", "compilations"]
+    rate = num_output / seconds if seconds else 0.0
+    row = [len(outputs), num_resumed, *totals, num_output, f"{rate:,.1f}", num_suspensions, num_compilations]
+    return table(columns, [row])
+
+
+def generate(llm: LLM, conversations: Sequence[InputConversation], output: Path, concurrency: int) -> int:
+    """Run everything that is left to run; returns the exit status."""
+    check_prompts(llm, conversations, FLAGS.input)
+    done = finished_turns(llm, conversations)
+    start_output(output, done)
+    num_done = {key: len(list(group)) for key, group in itertools.groupby(done, key=lambda pair: pair[0])}
+    batch = Batch(llm, conversations, num_done)
+    num_compilations, start_s = llm.stats()["num_compilations"], time.perf_counter()
+    with (
+        output.open("ab", buffering=0) as file,  # a line is one write: whole, or not there
+        tqdm(total=batch.num_left, desc="turns", unit="turn", disable=not shows_progress()) as bar,
+        Interrupt() as interrupt,
+    ):
+        batch.run(
+            concurrency=concurrency,
+            write=lambda line: file.write((json.dumps(line) + "\n").encode()),
+            interrupt=interrupt,
+            bar=bar,
+        )
+    seconds = time.perf_counter() - start_s
+    num_compilations = int(llm.stats()["num_compilations"] - num_compilations)
+    print(summary(batch.outputs, len(done), seconds, num_compilations))
+    for line_number, index, error in batch.failures:
+        print(f"{FLAGS.input}:{line_number}: turns[{index}]: {error}", file=sys.stderr)
+    if interrupt.requested:
+        print(f"interrupted: {len(batch.outputs)} turns are in {output}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return EXIT_FAILED if batch.failures else 0
+
+
+def main() -> int:
+    if FLAGS.concurrency < 1:
+        raise InvalidRequestError("--concurrency", FLAGS.concurrency, "at least 1")
+    try:
+        params = dataclasses.replace(sampling_params(), logprobs=FLAGS.logprobs)
+        conversations = read_conversations(FLAGS.input, params)
+        with open_llm(history=FLAGS.history) as llm:
+            return generate(llm, conversations, Path(FLAGS.output), FLAGS.concurrency)
+    except (InputFileError, OSError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_string("input", None, "JSON lines of conversations (.gz too).", required=True)
+    flags.DEFINE_string("output", None, "JSON lines of turns.", required=True)
+    flags.DEFINE_integer("concurrency", 64, "Turns in the engine at once.")
+    flags.DEFINE_integer("logprobs", None, "Write logprobs of the chosen tokens and of so many others.")
+    define_engine_flags()
+    define_history_flag()
+    define_sampling_flags(max_tokens=64)
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

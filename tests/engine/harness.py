@@ -1,0 +1,169 @@
+"""An engine on a bench's runner with everything around it observed: what drivers and named tests build on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from pensieve_jax.core.clock import VirtualClock
+from pensieve_jax.core.outputs import Output
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.engine import Engine
+from pensieve_jax.engine.turn import Turn
+from pensieve_jax.engine.validation import ModelLimits, TurnSpec
+from pensieve_jax.history import SQLiteHistoryStore
+from pensieve_jax.scheduler import Request, SchedulerOutput
+from pensieve_jax.text import Tokenizer
+from tests.engine.observed import ObservedRunner, ObservedStore
+from tests.engine.oracles import Bench, FakeBench, TurnFacts, prompt_ids
+
+MAX_STEPS = 20_000
+
+
+def small_config(
+    *,
+    gpu_pages: int = 40,
+    chunk_tokens: int = 16,
+    max_num_running: int = 8,
+    max_num_batched_tokens: int = 128,
+    stateful: bool = True,
+    max_context_tokens: int | None = None,
+    max_num_rows: int | None = None,
+    **cache: object,
+) -> EngineConfig:
+    """A configuration for a few short conversations."""
+    return EngineConfig(
+        stateful=stateful,
+        cache=CacheConfig(gpu_pages=gpu_pages, chunk_tokens=chunk_tokens, **cache),
+        scheduler=SchedulerConfig(
+            max_num_running=max_num_running,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_context_tokens=max_context_tokens,
+            max_num_rows=max_num_rows,
+            max_num_buckets=2,
+        ),
+        runner=RunnerConfig(max_banned_ids=32, max_logprobs=4),
+    )
+
+
+class Harness:
+    """An engine, its observed runner and store, and its clock.
+
+    Attributes:
+      scheduled: what the scheduler decided, by step, empty steps included.
+      num_granted: tokens computed so far, by request.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        bench: Bench | None = None,
+        path: Path | None = None,
+        clock: VirtualClock | None = None,
+        max_model_tokens: int = 2000,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        config = config or small_config()
+        self.bench = bench or FakeBench()
+        self.config = config
+        self.clock = clock or VirtualClock(1000.0)
+        self.store = ObservedStore(SQLiteHistoryStore(path, fingerprint="test"))
+        self.max_context_tokens = config.resolve_context_tokens(max_model_tokens)
+        self.runner = ObservedRunner(self.bench.new_runner(config, self.max_context_tokens))
+        limits = ModelLimits(
+            vocab_size=self.bench.vocab_size,
+            max_context_tokens=self.max_context_tokens,
+            eos_token_ids=self.bench.eos_token_ids,
+            max_logprobs=config.runner.max_logprobs,
+            max_banned_ids=config.runner.max_banned_ids,
+        )
+        self.engine = Engine(self.runner, config, limits, self.store, clock=self.clock, tokenizer=tokenizer)
+        self.scheduled: list[SchedulerOutput] = []
+        self.num_granted: Counter[Request] = Counter()
+        self._schedule = self.engine._scheduler.schedule
+        self.engine._scheduler.schedule = self._observed_schedule
+
+    def _observed_schedule(self) -> SchedulerOutput:
+        output = self._schedule()
+        self.scheduled.append(output)
+        for grant in output.grants:
+            self.num_granted[grant.request] += grant.end - grant.start
+        return output
+
+    def facts(
+        self, prompt: Sequence[int], conversation_id: str | None = None, seed: int = 0, **params: object
+    ) -> TurnFacts:
+        """What a turn sent now would be a function of."""
+        known = {info.conversation_id for info in self.store.conversations()}
+        history = self.history(conversation_id) if conversation_id in known else ()
+        parameters = SamplingParams(**{"ignore_eos": True, "seed": seed} | params)
+        return TurnFacts(history, tuple(prompt), parameters, seed, self.max_context_tokens)
+
+    def expected(self, facts: TurnFacts) -> tuple[int, ...]:
+        """The reply that the fake reference gives."""
+        return tuple(self.bench.continuation(facts))
+
+    def history(self, conversation_id: str) -> tuple[int, ...]:
+        """Committed tokens."""
+        return tuple(self.store.load(conversation_id).token_ids.tolist())
+
+    def submit(self, facts: TurnFacts, conversation_id: str | None = None) -> Turn:
+        return self.engine.submit([TurnSpec(facts.prompt, facts.params, conversation_id)])[0]
+
+    def step(self, count: int = 1) -> list[Turn]:
+        """Steps, with the engine's integrity checked after each; the turns that ended in the last."""
+        ended = []
+        for _ in range(count):
+            ended = self.engine.step()
+            self.engine.check_integrity()
+        return ended
+
+    def run(self, *turns: Turn) -> list[Output]:
+        """Step until these turns are done, then until nothing is in flight; raises what failed."""
+        self.drain()
+        for turn in turns:
+            assert turn.done
+            if turn.error is not None:
+                raise turn.error
+        return [turn.output for turn in turns]
+
+    def drain(self) -> None:
+        for _ in range(MAX_STEPS):
+            if not self.engine.has_unfinished:
+                return
+            self.step()
+        raise AssertionError("turns do not end")
+
+    def turn(
+        self, conversation_id: str | None, prompt_len: int = 10, *, seed: int = 0, **params: object
+    ) -> Output:
+        """Run one random turn to its end and check it against the reference."""
+        facts = self.facts(self.prompt(prompt_len, seed), conversation_id, seed, **params)
+        (output,) = self.run(self.submit(facts, conversation_id))
+        self.bench.check_tokens(facts, output.token_ids, whole=True)
+        return output
+
+    def prompt(self, length: int, seed: int = 0) -> tuple[int, ...]:
+        return prompt_ids(seed, length, self.bench.vocab_size)
+
+    def drop(self, conversation_id: str, *chunks: int) -> None:
+        """Evict chunks of an idle conversation, behind the policy's back."""
+        cache = self.engine._cache
+        sequence = self.engine.conversations.get(conversation_id).sequence
+        for chunk in chunks:
+            cache._drop(sequence, chunk)
+        cache._trim(sequence)
+        cache.check_integrity()
+
+    def check_empty(self) -> None:
+        """Nothing runs; ending every conversation frees every page."""
+        for info in self.store.conversations():
+            self.engine.end(info.conversation_id)
+        self.engine.check_integrity()
+        stats = self.engine.stats()
+        assert stats["num_available_gpu_pages"] == stats["num_gpu_pages"], "a page was lost"
+        assert self.engine._cache._pool.num_free == stats["num_gpu_pages"], "a page was not freed"
+        assert stats["num_live_conversations"] == 0, "a conversation was left in memory"

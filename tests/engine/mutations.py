@@ -1,0 +1,264 @@
+"""Bugs to plant, one a function: each takes a monkeypatch and breaks one class the way a slip would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pensieve_jax.cache import CachedSequence, CacheManager, PagePool, Role
+from pensieve_jax.core.conversation import PENDING_TOKEN
+from pensieve_jax.engine.conversations import ConversationTable
+from pensieve_jax.engine.engine import Engine
+from pensieve_jax.engine.turn import Turn
+from pensieve_jax.scheduler import Planner, Request, Scheduler, StepPlan
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def _after_plan(spoil: Callable[[StepPlan, int], None]) -> Mutation:
+    """Spoil every plan that has a row; `spoil` gets the plan and its last row."""
+
+    def mutation(patch: pytest.MonkeyPatch) -> None:
+        make = Planner.plan
+
+        def plan(self, output):
+            made = make(self, output)
+            spoil(made, int(made.num_rows[0]) - 1)
+            return made
+
+        patch.setattr(Planner, "plan", plan)
+
+    return mutation
+
+
+def _swap_pages(plan: StepPlan, row: int) -> None:
+    plan.page_indices[row, :2] = plan.page_indices[row, 1::-1]
+
+
+def _shift_last_slot(plan: StepPlan, row: int) -> None:
+    plan.write_slots[plan.cu_q_lens[row + 1] - 1] += 1
+
+
+def _rotate_previous_samples(plan: StepPlan, row: int) -> None:
+    of_previous = plan.prev_samples >= 0
+    plan.prev_samples[of_previous] = plan.prev_samples[of_previous][::-1]
+
+
+def _shift_last_position(plan: StepPlan, row: int) -> None:
+    plan.positions[plan.cu_q_lens[row + 1] - 1] += 1
+
+
+def _shorten_kv_len(plan: StepPlan, row: int) -> None:
+    plan.kv_lens[row] = max(plan.kv_lens[row] - 1, plan.cu_q_lens[row + 1] - plan.cu_q_lens[row])
+
+
+def _shift_sample_positions(plan: StepPlan, row: int) -> None:
+    plan.sample_positions += 1
+
+
+def fill_counts_the_whole_chunk(patch):
+    fill = CacheManager.fill
+
+    def filled(self, sequence, start, end):
+        fill(self, sequence, start, end)
+        end_of_chunk = -(-end // self.chunk_tokens) * self.chunk_tokens
+        sequence.num_kv_tokens = max(sequence.num_kv_tokens, end_of_chunk)
+
+    patch.setattr(CacheManager, "fill", filled)
+
+
+def fill_marks_the_next_chunk(patch):
+    fill = CacheManager.fill
+
+    def filled(self, sequence, start, end):
+        num_kv_tokens = sequence.num_kv_tokens
+        fill(self, sequence, start, end + self.chunk_tokens)
+        sequence.num_kv_tokens = max(num_kv_tokens, end)
+
+    patch.setattr(CacheManager, "fill", filled)
+
+
+def stale_tail(patch):
+    settle = Engine._settle
+
+    def settled(self, turn, reason):
+        settle(self, turn, reason)
+        sequence = turn.request.sequence
+        if sequence.num_kv_tokens % self._cache.chunk_tokens:
+            sequence.num_kv_tokens += 1
+
+    patch.setattr(Engine, "_settle", settled)
+
+
+def skipped_hole(patch):
+    on_admitted = Request.on_admitted
+
+    def admitted(self, chunk_tokens):
+        on_admitted(self, chunk_tokens)
+        del self.holes[:1]
+
+    patch.setattr(Request, "on_admitted", admitted)
+
+
+def lost_pin(patch):
+    reclaim = CacheManager._reclaim
+
+    def reclaimed(self, arrival):
+        for sequence in self._sequences:
+            if sequence.role is Role.RUNNING and sequence.num_resident and sequence.arrival != arrival:
+                self._drop(sequence, next(sequence.resident_indices()))
+                return True
+        return reclaim(self, arrival)
+
+    patch.setattr(CacheManager, "_reclaim", reclaimed)
+
+
+def page_freed_twice(patch):
+    free = PagePool.free
+
+    def freed(self, page):
+        free(self, page)
+        self._free.append(page)
+
+    patch.setattr(PagePool, "free", freed)
+
+
+def overrun_token_kept(patch):
+    accept = Turn.accept
+
+    def accepted(self, *args):
+        reason = accept(self, *args)
+        if reason == "stop" and not self.request.exhausted and not hasattr(self, "stopped"):
+            self.stopped = True
+            return None
+        return "stop" if hasattr(self, "stopped") else reason
+
+    patch.setattr(Turn, "accept", accepted)
+
+
+def _truncate_otherwise(patch, owner, name, change):
+    """While `owner.name` runs, the cache's truncate gets `change(number of tokens)` instead."""
+    method, truncate, inside = getattr(owner, name), CacheManager.truncate, []
+
+    def changed_truncate(self, sequence, num_tokens):
+        truncate(self, sequence, change(num_tokens) if inside else num_tokens)
+
+    def changed_method(self, *args):
+        inside.append(True)
+        try:
+            return method(self, *args)
+        finally:
+            inside.pop()
+
+    patch.setattr(CacheManager, "truncate", changed_truncate)
+    patch.setattr(owner, name, changed_method)
+
+
+def cancel_keeps_one_entry(patch):
+    _truncate_otherwise(patch, Engine, "_roll_back", lambda num_tokens: num_tokens + 1)
+
+
+def truncate_keeps_kv(patch):
+    _truncate_otherwise(patch, ConversationTable, "truncate", lambda num_tokens: 1 << 30)
+
+
+def drop_without_marking(patch):
+    def drop(self, sequence, index):
+        self._pool.free(sequence.chunks[index].page)
+
+    patch.setattr(CacheManager, "_drop", drop)
+
+
+class _ChunksOfOne:
+    """A cache that says its chunks are one token long."""
+
+    chunk_tokens = 1
+
+    def __init__(self, cache):
+        self._cache = cache
+
+    def __getattr__(self, name):
+        return getattr(self._cache, name)
+
+
+def hole_cut_anywhere(patch):
+    grant_missing = Scheduler._grant_missing
+
+    def granted(self, *args, **kwargs):
+        cache, self._cache = self._cache, _ChunksOfOne(self._cache)
+        try:
+            grant_missing(self, *args, **kwargs)
+        finally:
+            self._cache = cache
+
+    patch.setattr(Scheduler, "_grant_missing", granted)
+
+
+def holes_without_the_last_chunk(patch):
+    holes = CachedSequence.holes
+
+    def shortened(self, chunk_tokens):
+        return [
+            (start, end - chunk_tokens)
+            for start, end in holes(self, chunk_tokens)
+            if end - start > chunk_tokens
+        ]
+
+    patch.setattr(CachedSequence, "holes", shortened)
+
+
+def suspended_token_forgotten(patch):
+    suspend = Scheduler._suspend_latest
+
+    def suspended(self):
+        request = suspend(self)
+        if request.token_ids[-1] == PENDING_TOKEN:
+            request.token_ids[-1] = 0
+        return request
+
+    patch.setattr(Scheduler, "_suspend_latest", suspended)
+
+
+def lost_pools_still_count(patch):
+    def lose_device(self):
+        for sequence in self._sequences:
+            self._cancel_reserved(sequence)
+
+    patch.setattr(CacheManager, "lose_device", lose_device)
+
+
+def ending_id_allowed_too_early(patch):
+    patch.setattr(
+        Request, "bans_ending", property(lambda self: self.num_output_tokens < self.params.min_tokens)
+    )
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "wrong page in a row": _after_plan(_swap_pages),
+    "write slot off by one": _after_plan(_shift_last_slot),
+    "row of the previous samples wrong": _after_plan(_rotate_previous_samples),
+    "position off by one": _after_plan(_shift_last_position),
+    "kv_len one short": _after_plan(_shorten_kv_len),
+    "sample position off by one": _after_plan(_shift_sample_positions),
+    **{
+        mutation.__name__.replace("_", " "): mutation
+        for mutation in (
+            fill_counts_the_whole_chunk,
+            fill_marks_the_next_chunk,
+            stale_tail,
+            skipped_hole,
+            holes_without_the_last_chunk,
+            lost_pin,
+            page_freed_twice,
+            drop_without_marking,
+            hole_cut_anywhere,
+            overrun_token_kept,
+            cancel_keeps_one_entry,
+            truncate_keeps_kv,
+            suspended_token_forgotten,
+            lost_pools_still_count,
+            ending_id_allowed_too_early,
+        )
+    },
+}

@@ -1,0 +1,79 @@
+"""What must hold of one turn that was driven at random: its making, its output, its accounting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.turn import Turn
+from tests.engine.oracles import Bench, TurnFacts, prompt_ids
+from tests.engine.scenarios import Draft
+
+COUNTED = ("reused_gpu_tokens", "recomputed_tokens", "num_suspensions", "resume_recomputed_tokens")
+
+
+@dataclass(frozen=True)
+class Running:
+    """A submitted turn and what is known of it."""
+
+    turn: Turn
+    facts: TurnFacts
+    conversation_id: str | None
+
+
+def facts_of(draft: Draft, history: tuple[int, ...], bench: Bench, max_total_tokens: int) -> TurnFacts:
+    """The turn that a draft means, for a conversation with this history."""
+    seed = draft.seed * (2**40 + 1)  # both words of it
+    facts = TurnFacts(
+        history=history,
+        prompt=prompt_ids(draft.seed, draft.prompt_len, bench.vocab_size),
+        params=SamplingParams(
+            max_tokens=draft.max_tokens,
+            min_tokens=draft.min_tokens,
+            temperature=draft.temperature,
+            top_k=draft.seed % 3 * 20,
+            top_p=1.0 - draft.seed % 2 * 0.25,
+            seed=seed,
+            ignore_eos=draft.ending != "eos",
+            logprobs=draft.seed % 4,
+        ),
+        seed=seed,
+        max_total_tokens=max_total_tokens,
+    )
+    if draft.ending == "stop" and facts.max_output_len > 0:
+        return replace(facts, params=replace(facts.params, stop_token_ids=(bench.stop_id(facts),)))
+    return facts
+
+
+def check_output(running: Running, bench: Bench) -> None:
+    """Assert that a turn ended where it had to, as what it was sent."""
+    output, facts = running.turn.output, running.facts
+    assert output.conversation_id == running.conversation_id and output.seed == facts.seed
+    facts.check_end(output.token_ids, output.finish_reason, bench.eos_token_ids)
+    bench.check_logprobs(facts, output.logprobs)
+
+
+def check_cancelled(running: Running, bench: Bench) -> None:
+    """Assert that a cancelled turn had the beginning of its reply."""
+    output = running.turn.output
+    assert output.finish_reason == "cancelled"
+    bench.check_tokens(running.facts, output.token_ids, whole=False)
+
+
+def check_usage(running: Running, num_granted: int, *, stateful: bool) -> None:
+    """Assert the sum rule, and that what counts as computed was computed: no more, no less.
+
+    `num_granted` tokens entered the model for this turn.
+    """
+    output, facts = running.turn.output, running.facts
+    usage = output.usage
+    assert usage.prompt_tokens == len(facts.prompt) and usage.output_tokens == len(output.token_ids)
+    computed = usage.recomputed_tokens + usage.prefilled_tokens
+    known = usage.reused_gpu_tokens + usage.swapped_in_tokens
+    assert known + computed == len(facts.history) + len(facts.prompt), usage
+    assert min(usage.reused_gpu_tokens, usage.recomputed_tokens, usage.resume_recomputed_tokens) >= 0, usage
+    assert usage.swapped_in_tokens == 0 and usage.prefilled_tokens >= len(facts.prompt), usage
+    assert stateful or usage.reused_gpu_tokens == 0, "the stateless baseline kept state"
+    num_extra = num_granted - computed - usage.resume_recomputed_tokens - (usage.output_tokens - 1)
+    # The step of look-ahead is thrown away where an id ends the reply; by length there is none.
+    assert num_extra in ((0, 1) if output.finish_reason == "stop" else (0,)), (num_extra, usage)

@@ -1,0 +1,24 @@
+"""The random driver is worth something only if it catches bugs: here are some, planted one at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.driver import run_scenario
+from tests.engine.mutations import MUTATIONS
+from tests.engine.scenarios import random_scenario
+
+NUM_SEEDS = 400
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_planted_bug_is_caught(name, monkeypatch):
+    """Some scenario fails; without the bug, `test_random_scenarios` says, none does."""
+    MUTATIONS[name](monkeypatch)
+    for seed in range(NUM_SEEDS):
+        try:
+            run_scenario(random_scenario(seed))
+        except AssertionError as error:
+            print(f"seed {seed}: {error}")
+            return
+    pytest.fail(f"{NUM_SEEDS} scenarios passed with this bug: {name}")

@@ -1,0 +1,119 @@
+"""The compiled kernels on an NVIDIA GPU against the dense reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.ragged_paged_attention import build_tiles, ragged_paged_attention, tile_spec, write_kv
+from pallas_kernels.ragged_paged_attention.shapes import Heads
+from tests.kernels.batches import Batch, Room, assert_equals_reference, make_batch, random_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+
+SCALE = 0.11
+
+
+def compile_attention(batch: Batch) -> Any:
+    """Attention of batches of this one's room by the back end that "auto" takes on this device."""
+    spec = tile_spec(
+        num_tokens=batch.q.shape[0],
+        max_num_seqs=len(batch.kv_lens),
+        num_q_heads=batch.q.shape[1],
+        num_kv_heads=batch.kv_pages.shape[2] // 2,
+        head_dim=batch.q.shape[2],
+        page_size=batch.kv_pages.shape[1],
+        dtype=batch.q.dtype,
+    )
+    assert spec.backend == "pallas_triton"
+    jitted = jax.jit(lambda b, tiles: ragged_paged_attention(*b, sm_scale=SCALE, metadata=(spec, tiles)))
+    return lambda b: jitted(b, build_tiles(spec, b.cu_q_lens, b.kv_lens, b.num_seqs))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("heads", "page_size"),
+    [(Heads(4, 2, 32), 16), (Heads(12, 12, 64), 64), (Heads(20, 5, 128), 32), (Heads(16, 2, 256), 32)],
+    ids=["32", "64", "128", "256"],
+)
+def test_many_seeds(heads: Heads, page_size: int, dtype: str) -> None:
+    """float32 to 1e-5: TF32 anywhere would show. Contexts long enough to be split."""
+    room = Room(num_tokens=512, max_num_seqs=24, pages_per_seq=4096 // page_size, num_pages=8192 // page_size)
+    attend = None
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        batch = make_batch(
+            rng, random_rows(rng, room, page_size, 500), heads, page_size=page_size, dtype=dtype, room=room
+        )
+        attend = attend or compile_attention(batch)
+        try:
+            assert_equals_reference(attend(batch), batch, SCALE)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+
+
+@pytest.mark.parametrize("heads", [Heads(40, 40, 128), Heads(40, 10, 128), Heads(64, 8, 128)], ids=str)
+def test_decode_of_many_rows(heads: Heads) -> None:
+    """A decode bucket: one token a row, every remainder of the context by the block, a few padded rows."""
+    rows = [(1, 1 + 37 * i) for i in range(60)]
+    room = Room(num_tokens=64, max_num_seqs=64, pages_per_seq=70, num_pages=2200)
+    batch = make_batch(np.random.default_rng(1), rows, heads, page_size=32, dtype="bfloat16", room=room)
+    assert_equals_reference(compile_attention(batch)(batch), batch, SCALE)
+
+
+def test_results_repeat_bit_for_bit() -> None:
+    batch = make_batch(
+        np.random.default_rng(2), [(1, 3000), (200, 900), (7, 7)], Heads(20, 5, 128), page_size=32, dtype="bfloat16"
+    )
+    attend = compile_attention(batch)
+    first = np.asarray(attend(batch))
+    for _ in range(20):
+        np.testing.assert_array_equal(np.asarray(attend(batch)), first)
+
+
+def test_pool_of_more_than_2_to_the_31_elements() -> None:
+    """Writes and reads pages on both sides of element 2**31, and near the end, of a pool that is NaN elsewhere."""
+    num_pages, page_size, heads = 42_000, 32, Heads(40, 10, 128)
+    shape = (num_pages, page_size, 2 * heads.num_kv_heads, heads.head_dim)
+    assert np.prod(shape) > 2**31
+    boundary = 2**31 // int(np.prod(shape[1:]))
+    ids = np.array([*range(boundary - 4, boundary + 4), *range(num_pages - 8, num_pages), 0, 1], np.int32)
+    rng = np.random.default_rng(9)
+    rng.shuffle(ids)
+    rows = [(1, 9 * page_size - 5), (30, 9 * page_size)]  # nine pages each
+    page_indices = ids.reshape(2, 9)
+
+    positions = [np.arange(kv_len) for _, kv_len in rows]
+    slots = np.concatenate([page_indices[i, p // page_size] * page_size + p % page_size for i, p in enumerate(positions)])
+    padding = np.full(7, num_pages * page_size)
+    new = rng.standard_normal((2, len(slots) + len(padding), heads.num_kv_heads, heads.head_dim))
+    k, v = jnp.asarray(new, jnp.bfloat16)
+    pool = jax.jit(lambda: jnp.full(shape, jnp.nan, jnp.bfloat16))()
+    write = jax.jit(write_kv, donate_argnums=0).lower(pool, k, v, np.concatenate([slots, padding]).astype(np.int32))
+    compiled = write.compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 30  # in place
+    pool = compiled(pool, k, v, np.concatenate([slots, padding]).astype(np.int32))
+
+    num_finite = jax.jit(lambda x: jnp.isfinite(x).any(axis=(2, 3)).sum(dtype=jnp.int32))(pool)
+    assert int(num_finite) == len(slots)
+    small = np.asarray(pool[jnp.asarray(ids)])
+    order = {int(page): i for i, page in enumerate(ids)}
+    for token in range(0, len(slots), 41):
+        row = small[order[int(slots[token] // page_size)], slots[token] % page_size]
+        np.testing.assert_array_equal(row[0::2], np.asarray(k[token]))
+        np.testing.assert_array_equal(row[1::2], np.asarray(v[token]))
+
+    q = jnp.asarray(rng.standard_normal((31, heads.num_q_heads, heads.head_dim)), jnp.bfloat16)
+    kv_lens = np.array([kv_len for _, kv_len in rows], np.int32)
+    cu_q_lens, num_seqs = np.array([0, 1, 31], np.int32), np.array([2], np.int32)
+    out = compile_attention(batch := Batch(q, pool, kv_lens, page_indices, cu_q_lens, num_seqs))(batch)
+    # The reference on the used pages alone, renumbered.
+    renumbered = np.vectorize(order.get)(page_indices).astype(np.int32)
+    assert_equals_reference(out, batch._replace(kv_pages=small, page_indices=renumbered), SCALE)
