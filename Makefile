@@ -29,6 +29,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=scripts $(BIN)/mypy --explicit-package-bases --exclude make_golden_logits scripts
 	$(BIN)/lint-imports
 
 bench-scheduler: $(STAMP)

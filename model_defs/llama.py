@@ -25,7 +25,7 @@ class LlamaMLP(nnx.Module):
         self.down = Linear(build, (wide,), hidden, in_axis=0, bias=bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, hidden_size] -> the same."""
+        """f32[T, hidden_size] -> [T, hidden_size]."""
         gate_up = self.gate_up(x)
         return self.down(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1])
 
@@ -48,7 +48,7 @@ class LlamaLayer(nnx.Module):
     def __call__(
         self, layer_index: int, x: jax.Array, rotation: tuple[jax.Array, jax.Array], attention: Attention
     ) -> jax.Array:
-        """[T, hidden_size] -> the same."""
+        """f32[T, hidden_size] -> the same."""
         q, k, v = self.qkv(self.input_norm(x))
         x = x + self.out(attention(layer_index, rotate(q, *rotation), rotate(k, *rotation), v))
         return x + self.mlp(self.mlp_norm(x))
@@ -67,7 +67,7 @@ class Llama(nnx.Module):
         self.head = None if config.tie_word_embeddings else Embedding(build, config.hidden_size)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attention: Attention) -> jax.Array:
-        """token_ids i32[T], positions i32[T] -> normed hidden states [T, hidden_size]."""
+        """token_ids i32[T], positions i32[T] -> normed hidden states f32[T, hidden_size]."""
         rope = self.config.rope
         rotation = cos_sin(positions, inverse_frequencies(rope, self.config.head_dim), rope.attention_factor)
         x = self.embed(token_ids)

@@ -35,7 +35,7 @@ class OPTLayer(nnx.Module):
         self.fc2 = Linear(build, wide, hidden, in_axis=0, bias=config.mlp_bias)
 
     def __call__(self, layer_index: int, x: jax.Array, attention: Attention) -> jax.Array:
-        """[T, hidden_size] -> the same."""
+        """f32[T, hidden_size] -> the same."""
         q, k, v = self.qkv(self.attention_norm(x) if self.pre_norm else x)
         x = x + self.out(attention(layer_index, q, k, v))
         if not self.pre_norm:
@@ -63,10 +63,10 @@ class OPT(nnx.Module):
         self.head = None if config.tie_word_embeddings else Embedding(build, width)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attention: Attention) -> jax.Array:
-        """token_ids i32[T], positions i32[T] (inside the table) -> hidden states [T, hidden_size]."""
+        """token_ids i32[T], positions i32[T] (inside the table) -> hidden states f32[T, hidden_size]."""
         x = self.embed(token_ids)
         if self.project_in is not None:
-            x = self.project_in(x)
+            x = self.project_in(x).astype(jnp.float32)
         rows = jnp.take(self.position_table[...], positions + POSITION_OFFSET, axis=0, mode="clip")
         x = constrain(x + rows, self.build.mesh)
         for layer_index, layer in enumerate(self.layers):

@@ -1,8 +1,9 @@
 """Times attention on named shapes; prints a table and, as the last line, one JSON document.
 
-Owns: how a kernel is timed and checked. Every case is checked before it is timed: whole against the `xla` back
-end on the device, and one row against the dense reference. Many iterations run inside one jitted call, each tied
-to the one before, so that neither dispatch nor overlap shows. The pools are larger than any cache.
+Owns: how a kernel is timed and checked. Every case is checked before it is timed: whole against the `xla`
+back end on the device, and one row against the dense reference. Many iterations run inside one jitted call,
+each tied to the one before, so that neither dispatch nor overlap shows. The pools are larger than any
+cache.
 
     python scripts/benchmark_kernels.py --cases=all
     python scripts/benchmark_kernels.py --cases=decode_64x4096_gqa10,prefill_4x2048_gqa10 --sweep
@@ -25,7 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from pallas_kernels.ragged_paged_attention import BlockSizes, TileClass, build_tiles, ragged_paged_attention, tile_spec
+from pallas_kernels.ragged_paged_attention import (
+    BlockSizes,
+    TileClass,
+    build_tiles,
+    ragged_paged_attention,
+    tile_spec,
+)
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
 from pallas_kernels.ragged_paged_attention.shapes import CASES, Case, draw_metadata
 
@@ -48,6 +55,8 @@ _SMALL_SWEEP = (
     (16, 128, 4, 2, 256, 2048, False), (16, 128, 4, 3, 256, 2048, False), (16, 64, 4, 4, 256, 2048, False),
     (16, 64, 4, 3, 256, 1024, False), (16, 64, 4, 3, 256, 4096, False),
     (32, 64, 4, 3, 256, 2048, True), (32, 64, 4, 3, 256, 2048, False),
+    (16, 64, 2, 4, 256, 2048, True), (16, 32, 2, 5, 256, 2048, True), (16, 32, 2, 4, 256, 4096, True),
+    (16, 64, 4, 4, 256, 4096, False), (16, 64, 4, 5, 256, 2048, False), (16, 128, 4, 2, 256, 4096, False),
 )  # fmt: skip
 _LARGE_SWEEP = (
     (128, 64, 8, 3, 1024, 528, True), (128, 64, 8, 2, 1024, 528, True), (128, 64, 8, 4, 1024, 528, True),
@@ -81,7 +90,9 @@ def make_inputs(case: Case, dtype: str, seed: int) -> Inputs:
     return Inputs((*values(jax.random.key(seed)), *map(jnp.asarray, host)), host)
 
 
-def attention(case: Case, inputs: Inputs, backend: str, blocks: BlockSizes | None) -> tuple[Callable[..., Any], Any, Any]:
+def attention(
+    case: Case, inputs: Inputs, backend: str, blocks: BlockSizes | None
+) -> tuple[Callable[..., Any], Any, Any]:
     """(function of q and the rest, the rest of its arguments, spec)."""
     q, pool, *rows = inputs.device
     heads = case.heads
@@ -100,7 +111,9 @@ def attention(case: Case, inputs: Inputs, backend: str, blocks: BlockSizes | Non
     return attend, (pool, tiles, *rows), spec
 
 
-def seconds_per_iteration(attend: Callable[..., Any], q: jax.Array, rest: Any, num_iterations: int, repeats: int) -> float:
+def seconds_per_iteration(
+    attend: Callable[..., Any], q: jax.Array, rest: Any, num_iterations: int, repeats: int
+) -> float:
     """Median over calls of the mean over the iterations chained in a call."""
 
     @jax.jit
@@ -110,14 +123,14 @@ def seconds_per_iteration(attend: Callable[..., Any], q: jax.Array, rest: Any, n
             tied, _ = jax.lax.optimization_barrier((q, out))
             return attend(tied, *rest)
 
-        return jax.lax.fori_loop(0, num_iterations, body, attend(q, *rest))
+        return jax.lax.fori_loop(0, num_iterations, body, jnp.zeros_like(q))
 
     chain(q, *rest).block_until_ready()
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         chain(q, *rest).block_until_ready()
-        times.append((time.perf_counter() - start) / (num_iterations + 1))
+        times.append((time.perf_counter() - start) / num_iterations)
     return statistics.median(times)
 
 
@@ -187,13 +200,17 @@ def measure(
     attend, rest, spec = attention(case, inputs, backend, blocks)
     q = inputs.device[0]
     out = jax.jit(attend)(q, *rest)
-    error = max(float(largest_difference(out, expected)), check_row(case, inputs, out, int(inputs.host[0].argmax())))
+    error = max(
+        float(largest_difference(out, expected)), check_row(case, inputs, out, int(inputs.host[0].argmax()))
+    )
     if not error < _TOLERANCE[_DTYPE.value]:
         raise AssertionError(f"{case.name}, {describe(spec.blocks)}: differs by {error}")
     itemsize = q.dtype.itemsize
     num_bytes = case.kv_bytes * itemsize // 2 + 2 * q.size * itemsize
     bound_s = max(num_bytes / copy_rate, case.flops / 8e14)
-    num_iterations = int(np.clip(_TARGET_MS.value * 1e-3 / bound_s, 1, 400)) if jax.default_backend() == "gpu" else 2
+    num_iterations = (
+        int(np.clip(_TARGET_MS.value * 1e-3 / bound_s, 1, 400)) if jax.default_backend() == "gpu" else 2
+    )
     seconds = seconds_per_iteration(attend, q, rest, num_iterations, _REPEATS.value)
     return {
         "case": case.name,
@@ -220,7 +237,10 @@ def run_case(case: Case, copy_rate: float) -> list[dict[str, Any]]:
         for blocks in block_variants(case, spec):
             try:
                 results.append(one(blocks))
-            except (jax.errors.JaxRuntimeError, AssertionError) as error:  # too much shared memory, say: not a choice
+            except (
+                jax.errors.JaxRuntimeError,
+                AssertionError,
+            ) as error:  # too much shared memory, say: not a choice
                 print(f"{case.name} {describe(blocks)}: {str(error).splitlines()[0][:150]}", flush=True)
     return sorted(results, key=lambda result: result["time_us"])
 
@@ -254,7 +274,11 @@ def main(argv: list[str]) -> None:
         "versions": {"jax": jax.__version__, "numpy": np.__version__, "python": sys.version.split()[0]},
         "dtype": _DTYPE.value,
         "copy_gb_per_s": round(copy_rate / 1e9, 1),
-        "units": {"time_us": "microseconds per call, median", "gb_per_s": "1e9 bytes/s", "tflop_per_s": "1e12 FLOP/s"},
+        "units": {
+            "time_us": "median microseconds a call",
+            "gb_per_s": "1e9 byte/s",
+            "tflop_per_s": "1e12 FLOP/s",
+        },
         "results": results,
     }
     print(json.dumps(document))

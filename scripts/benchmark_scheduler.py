@@ -21,7 +21,7 @@ import os
 import pstats
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,7 +58,7 @@ class NullRunner:
         scheduler = config.scheduler
         max_num_rows = scheduler.max_num_rows or 2 * scheduler.max_num_running
         self._specs: dict[int, TileSpec] = {}
-        self.layouts: dict[int, PlanLayout] = {}
+        layouts: dict[int, PlanLayout] = {}
         for bucket in token_buckets(scheduler):
             spec = self._specs[bucket] = tile_spec(
                 num_tokens=bucket,
@@ -70,7 +70,7 @@ class NullRunner:
                 dtype="bfloat16",
                 backend=backend,
             )
-            self.layouts[bucket] = PlanLayout(
+            layouts[bucket] = PlanLayout(
                 num_tokens=bucket,
                 max_num_rows=min(max_num_rows, bucket),
                 pages_per_row=-(-context_tokens // config.cache.chunk_tokens),
@@ -78,6 +78,7 @@ class NullRunner:
                 max_num_banned=config.runner.max_banned_ids,
                 tiles_len=spec.tiles_len,
             )
+        self.layouts: Mapping[int, PlanLayout] = layouts
         self.num_compilations = 0
         self.dispatch_s = self.dispatch_wall_s = self.tiles_s = 0.0
         self.num_rows = self.num_tokens = 0
@@ -153,7 +154,7 @@ class Load:
             [
                 TurnSpec(
                     self.random.integers(3, 30000, prompt_len).tolist(),
-                    SamplingParams(max_tokens=int(reply_len), ignore_eos=True),
+                    SamplingParams(max_tokens=reply_len, ignore_eos=True),
                     name,
                 )
                 for name, prompt_len, reply_len in zip(names, prompt_lens, reply_lens, strict=True)
@@ -181,7 +182,8 @@ class Load:
     def fill_running(self) -> None:
         """Bring `num_running` requests to about `context_tokens` each, spread over a page and a reply."""
         count = FLAGS.num_running
-        lens = FLAGS.context_tokens - FLAGS.num_steps // 2 - 16 + np.arange(count) % 32
+        first_len = max(FLAGS.context_tokens - FLAGS.num_steps // 2 - 16, 1)
+        lens = [first_len + i % 32 for i in range(count)]
         self.submit([f"running-{i}" for i in range(count)], lens, [FLAGS.context_tokens // 2] * count)
         while self.engine.stats()["num_waiting"] or self.runner.num_tokens != count:
             self.step()
@@ -212,7 +214,7 @@ def mixed_load() -> Callable[[], Times]:
 
     def submit(num_turns: int) -> None:
         names = [load.idle.pop(int(load.random.integers(len(load.idle)))) for _ in range(num_turns)]
-        replies = load.random.integers(1, 2 * _REPLY_TOKENS, num_turns)
+        replies = load.random.integers(1, 2 * _REPLY_TOKENS, num_turns).tolist()
         load.submit(names, [_PROMPT_TOKENS] * num_turns, replies)
 
     def step() -> Times:

@@ -104,9 +104,8 @@ def compare(served: Sequence[ServedConversation]) -> dict[str, float]:
         max_position_embeddings=config.runner.max_position_embeddings,
     )
     reference = DenseReference(model)
-    # Every sequence is padded to one length, so that the reference is compiled once. What follows a
-    # token changes nothing before it; so everything behind the
-    # shortest first prompt counts as emitted.
+    # Every sequence is padded to one length, and all behind the shortest first prompt counts as emitted, so
+    # that the reference is compiled once. What follows a token changes nothing before it.
     longest = max(len(one.token_ids) for one in served)
     num_first = min(len(one.prompts[0]) for one in served)
     params = SamplingParams(max_tokens=longest, ignore_eos=True)
@@ -160,55 +159,72 @@ def memory(llm: LLM) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    if min(FLAGS.num_conversations, FLAGS.num_turns, FLAGS.output_tokens) < 1 or FLAGS.prompt_tokens < 4:
-        raise ConfigError("--num_conversations, --num_turns, --output_tokens, --prompt_tokens", 0, "positive")
+def check_flags() -> None:
+    """Raise ConfigError for sizes that cannot work, and make `--gpu_pages` small where it was not given."""
+    least = {"num_conversations": 1, "num_turns": 1, "output_tokens": 1, "prompt_tokens": 4}
+    for name, minimum in least.items():
+        value: int = getattr(FLAGS, name)
+        if value < minimum:
+            raise ConfigError(f"--{name}", value, f"at least {minimum}")
     if FLAGS["gpu_pages"].using_default_value:
-        tokens = FLAGS.num_turns * (FLAGS.prompt_tokens + FLAGS.output_tokens)
-        pages = FLAGS.num_conversations * -(-tokens // FLAGS.chunk_tokens)
-        FLAGS.gpu_pages = max(int(FLAGS.pool_fraction * pages), 2 * -(-tokens // FLAGS.chunk_tokens))
+        tokens = FLAGS.num_turns * (FLAGS.prompt_tokens * 5 // 4 + FLAGS.output_tokens)
+        pages_each = -(-tokens // FLAGS.chunk_tokens)
+        FLAGS.gpu_pages = max(int(FLAGS.pool_fraction * FLAGS.num_conversations * pages_each), 2 * pages_each)
+
+
+def check(results: dict[str, Any]) -> dict[str, bool]:
+    """The targets, by name."""
+    return {
+        f"99th percentile of differences at most {FLAGS.tolerance}": (
+            results["logprobs"]["p99_abs_difference"] <= FLAGS.tolerance
+        ),
+        "some state was dropped": results["num_dropped_chunks"] > 0,
+        "no compilation while serving": results["num_compilations_while_serving"] == 0,
+        "memory within weights + pool + 2 GB": results["memory"]["within_limit"],
+        "pool updated in place": results["memory"]["pool_updated_in_place"],
+    }
+
+
+def measure() -> dict[str, Any]:
+    """Serve, let go of the model, and compare."""
     start_s = time.perf_counter()
     with open_llm() as llm:
         start_up_s = time.perf_counter() - start_s
-        num_before, start_up_peak = llm.stats()["num_compilations"], device_peak_bytes()
+        before, start_up_peak = llm.stats(), device_peak_bytes()
         served, turns = serve(llm, make_prompts(llm.model_config.vocab_size))
-        stats, peak = llm.stats(), {**memory(llm), "start_up_peak_bytes": start_up_peak}
-        num_after = stats["num_compilations"]
+        stats = llm.stats()
+        peaks = {**memory(llm), "start_up_peak_bytes": start_up_peak}
     del llm  # its weights and pools make room for the reference
     gc.collect()
-    logprobs = compare(served)
-
-    print(table(list(turns[0]), [list(row.values()) for row in turns]))
-    print(table(["logprobs", "value"], list(logprobs.items())))
-    print(table(["memory", "value"], [[key, str(value)] for key, value in peak.items()]))
-    checks = {
-        f"99th percentile of differences at most {FLAGS.tolerance}": (
-            logprobs["p99_abs_difference"] <= FLAGS.tolerance
-        ),
-        "some state was dropped": stats["num_dropped_chunks"] > 0,
-        "no compilation while serving": num_before == num_after,
-        "memory within weights + pool + 2 GB": peak["within_limit"],
-        "pool updated in place": peak["pool_updated_in_place"],
-    }
-    print(table(["check", "result"], [[name, "met" if ok else "MISSED"] for name, ok in checks.items()]))
-    results = {
+    return {
         "model": FLAGS.model,
         "dtype": FLAGS.dtype,
         "gpu_pages": FLAGS.gpu_pages,
         "num_conversations": FLAGS.num_conversations,
         "num_buckets": stats["num_buckets"],
         "start_up_s": start_up_s,
-        "num_dropped_chunks": stats["num_dropped_chunks"],
-        "num_compilations_before_serving": num_before,
-        "num_compilations_after_serving": num_after,
+        "num_dropped_chunks": stats["num_dropped_chunks"] - before["num_dropped_chunks"],
+        "num_compilations_at_start": before["num_compilations"],
+        "num_compilations_while_serving": stats["num_compilations"] - before["num_compilations"],
         "turns": turns,
-        "logprobs": logprobs,
-        "memory": peak,
-        "checks": checks,
+        "logprobs": compare(served),
+        "memory": peaks,
     }
+
+
+def main() -> int:
+    check_flags()
+    results = measure()
+    checks = check(results)
+    turns = results["turns"]
+    print(table(list(turns[0]), [list(row.values()) for row in turns]))
+    print(table(["logprobs", "value"], list(results["logprobs"].items())))
+    print(table(["memory", "value"], [[key, str(value)] for key, value in results["memory"].items()]))
+    print(table(["check", "result"], [[name, "met" if ok else "MISSED"] for name, ok in checks.items()]))
     units = {"*_bytes": "bytes per device", "*_s": "seconds", "*_difference": "nats", "*_per_s": "1/second"}
     device = jax.devices()[0]
-    print(json_line("serving", results, units=units, device=f"{device.platform}: {device.device_kind}"))
+    name = f"{device.platform}: {device.device_kind}"
+    print(json_line("serving", {**results, "checks": checks}, units=units, device=name))
     return 0 if all(checks.values()) else EXIT_FAILED
 
 

@@ -60,7 +60,7 @@ def convert(source: str, target: Path, dtype: str, seed: int = 0) -> None:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    if FLAGS["verbosity"].using_default_value:
+    if not FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # Orbax reports every stage of a save
     try:
         convert(FLAGS.source, Path(FLAGS.target), FLAGS.dtype, FLAGS.seed)

@@ -21,10 +21,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,12 @@ from common.engine_flags import (
 )
 from common.launch import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, Interrupt, run
 from common.report import table
+from common.turns_file import Line, finished_turns, output_line, start_output
 from tqdm import tqdm
 
-from pensieve_jax import LLM, InvalidRequestError, Output, PensieveError, Stream, UnknownConversationError
+from pensieve_jax import LLM, InvalidRequestError, Output, PensieveError, Stream
 
 FLAGS = flags.FLAGS
-Line = dict[str, Any]
 
 
 def check_prompts(llm: LLM, conversations: Sequence[InputConversation], path: str) -> None:
@@ -74,78 +73,6 @@ def check_prompt(llm: LLM, turn: InputTurn) -> None:
         llm.tokenizer.encode(turn.prompt, add_bos=False)
     elif llm.tokenizer.chat_template is None:
         raise InvalidRequestError("messages", turn.prompt, "a prompt", "the model has no chat template")
-
-
-def finished_turns(llm: LLM, conversations: Sequence[InputConversation]) -> dict[tuple[str, int], Line]:
-    """Lines of the turns that the history holds; raises InvalidRequestError where it holds other ones."""
-    lines = {}
-    for conversation in conversations:
-        try:
-            stored = llm.history(conversation.conversation_id).turns
-        except UnknownConversationError:
-            continue
-        for index, (turn, past) in enumerate(zip(conversation.turns, stored, strict=False)):
-            prompt: Any = turn.prompt
-            if isinstance(prompt, str):
-                assert llm.tokenizer is not None
-                prompt = llm.tokenizer.encode(prompt, add_bos=index == 0)
-            if prompt != (past.messages if turn.is_chat else list(past.prompt_token_ids)):
-                name = f"line {conversation.line_number}, turns[{index}]"
-                limit = f"what the history has as turn {index} of {conversation.conversation_id!r}"
-                raise InvalidRequestError(name, turn.prompt, limit, "take another history or conversation_id")
-            lines[conversation.conversation_id, index] = {
-                "conversation_id": conversation.conversation_id,
-                "turn": index,
-                "prompt": turn.prompt,
-                "token_ids": past.output_token_ids,
-                "text": past.output_text or "",
-                "finish_reason": past.finish_reason,
-                "usage": None,
-                "seed": past.seed,
-            }
-    return lines
-
-
-def read_output(path: Path) -> Iterator[Line]:
-    """Lines of an earlier run; one that was cut short is left out."""
-    if not path.exists():
-        return
-    for text in path.read_bytes().split(b"\n"):
-        try:
-            line = json.loads(text)
-            if isinstance(line, dict) and {"conversation_id", "turn", "token_ids"} <= line.keys():
-                yield line
-        except ValueError:
-            continue
-
-
-def start_output(path: Path, done: dict[tuple[str, int], Line]) -> None:
-    """Replace the file, in one go, by the lines of finished turns: old ones where they are the same turn."""
-    old = {(line["conversation_id"], line["turn"]): line for line in read_output(path)} if done else {}
-    lines = []
-    for key, line in done.items():
-        kept = old.get(key)
-        lines.append(kept if kept and kept["token_ids"] == list(line["token_ids"]) else line)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    os.replace(partial, path)
-
-
-def output_line(turn: InputTurn, index: int, output: Output) -> Line:
-    """What is written for a turn."""
-    line = {
-        "conversation_id": output.conversation_id,
-        "turn": index,
-        "prompt": turn.prompt,
-        "token_ids": output.token_ids,
-        "text": output.text,
-        "finish_reason": output.finish_reason,
-        "usage": dataclasses.asdict(output.usage),
-        "seed": output.seed,
-    }
-    if output.logprobs is not None:
-        line["logprobs"] = [entry._asdict() for entry in output.logprobs]
-    return line
 
 
 class Batch:
@@ -178,7 +105,9 @@ class Batch:
         """Turns to run."""
         return len(self._pending)
 
-    def run(self, *, concurrency: int, write: Callable[[Line], None], interrupt: Interrupt, bar: Any) -> None:
+    def run(
+        self, *, concurrency: int, write: Callable[[Line], object], interrupt: Interrupt, bar: Any
+    ) -> None:
         """Until all have ended, or an interrupt: then what has not is cancelled."""
         try:
             while (self._pending or self._active) and not interrupt.requested:
@@ -236,8 +165,15 @@ def summary(outputs: Sequence[Output], num_resumed: int, seconds: float, num_com
     num_suspensions = sum(output.usage.num_suspensions for output in outputs)
     columns = ["turns", "from history", "reused", "swapped in", "recomputed", "prefilled", "output"]
     columns += ["output tokens/s", "suspensions", "compilations"]
-    rate = num_output / seconds if seconds else 0.0
-    row = [len(outputs), num_resumed, *totals, num_output, f"{rate:,.1f}", num_suspensions, num_compilations]
+    row = [
+        len(outputs),
+        num_resumed,
+        *totals,
+        num_output,
+        num_output / seconds,
+        num_suspensions,
+        num_compilations,
+    ]
     return table(columns, [row])
 
 

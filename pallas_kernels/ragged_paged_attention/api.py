@@ -41,10 +41,10 @@ def ragged_paged_attention(
     blocks: BlockSizes | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Causal attention of ragged query ranges over pages (Pensieve, section 4.4: several ranges of one request).
+    """Causal attention of ragged query ranges over pages (Pensieve, section 4.4: sub-requests).
 
-    Row i has queries q[cu_q_lens[i]:cu_q_lens[i + 1]] at the last positions of its kv_lens[i] keys, which must
-    already be in the pages. Two rows may share a page list.
+    Row i has queries q[cu_q_lens[i]:cu_q_lens[i + 1]] at the last positions of its kv_lens[i] keys, which
+    must already be in the pages. Two rows may share a page list.
 
     Args:
       q: [num_tokens, num_q_heads, head_dim].
@@ -80,6 +80,19 @@ def ragged_paged_attention(
         blocks=metadata[0].blocks if metadata is not None else blocks,
     )
     args = (q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs)
+    return _dispatch(spec, args, sm_scale=sm_scale, metadata=metadata, interpret=interpret)
+
+
+def _dispatch(
+    spec: TileSpec,
+    args: tuple[jax.Array, ...],
+    *,
+    sm_scale: float,
+    metadata: tuple[TileSpec, jax.Array] | None,
+    interpret: bool,
+) -> jax.Array:
+    """Calls the back end of a spec that fits `args`, the arrays of `ragged_paged_attention` in its order."""
+    q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs = args
     if spec.backend == "reference":
         if any(isinstance(arg, jax.core.Tracer) for arg in args):
             raise AttentionArgumentError("backend", "reference", "is numpy and cannot be jitted; use 'xla'")

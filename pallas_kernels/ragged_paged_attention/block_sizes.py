@@ -59,28 +59,46 @@ def default_block_sizes(
     """
     group = num_q_heads // num_kv_heads
     small_rows = max(16, _power_of_two(group))
-    # Several tokens a row (a prompt's tail, a speculative draft): one tile of 32 reads the keys once, two of 16 twice.
-    if small_rows < group * num_tokens // max_num_seqs <= 32:
+    if itemsize == 4:
+        return _float32_block_sizes(small_rows, head_dim)
+    # Rows of a few tokens each (a prompt's tail): one tile of 32 reads the keys once, two of 16 twice.
+    if num_tokens <= 512 and small_rows < group * num_tokens // max_num_seqs <= 32:
         small_rows = 32
-    wide = head_dim * itemsize > 256  # a key row of more than 256 bytes: halve the block to fit shared memory
-    full_float = itemsize == 4
     small = TileClass(
         rows=small_rows,
-        block_kv=32 if wide else 64,
-        num_warps=4 if full_float or small_rows > 32 else 2,
-        num_stages=2 if wide else 3,
+        block_kv=32,
+        num_warps=2,
+        num_stages=4,
         min_split_kv=256,
         target_programs=2048,
+        whole_loop=True,
     )
     if num_tokens * group <= 4 * small_rows or small_rows >= 128:
         return BlockSizes((small,))
-    large_rows = max(32, 2 * small_rows) if full_float else max(64 if head_dim > 128 else 128, 2 * small_rows)
+    large_rows = max(128 if head_dim <= 128 else 64, 2 * small_rows)
     large = TileClass(
         rows=large_rows,
-        block_kv=32 if wide else 64,
+        block_kv=64 if head_dim <= 128 else 32,  # two or three blocks of K and V must fit shared memory
         num_warps=8 if large_rows >= 128 else 4,
-        num_stages=2 if wide else 3,
+        num_stages=3 if head_dim <= 128 else 2,
         min_split_kv=1024,
         target_programs=528,
     )
     return BlockSizes((small, large))
+
+
+def _float32_block_sizes(rows: int, head_dim: int) -> BlockSizes:
+    """Without tensor cores a tile's operands live in registers: one class of small tiles."""
+    return BlockSizes(
+        (
+            TileClass(
+                rows=rows,
+                block_kv=32 if head_dim <= 64 else 16,
+                num_warps=4 if rows <= 16 else 8,
+                num_stages=2,
+                min_split_kv=256,
+                target_programs=1024,
+                whole_loop=False,
+            ),
+        )
+    )

@@ -37,7 +37,8 @@ def write_kv(kv_pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) 
                 f"{name}.shape", value.shape, f"must be {expected} for these pages and slots"
             )
     rows = jnp.stack([k, v], axis=2).reshape(num_tokens, num_combined_heads, head_dim)
-    # Page and offset stay two indices: their product with the row size may exceed 32 bits, neither of them does.
+    # Page and offset stay two indices: their product with the row size may exceed 32 bits, neither of them
+    # does.
     return kv_pages.at[slots // page_size, slots % page_size].set(
         rows.astype(kv_pages.dtype), mode="drop", unique_indices=True
     )

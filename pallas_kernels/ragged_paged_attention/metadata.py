@@ -1,8 +1,9 @@
 """The tile list: a step's attention cut into pieces of bounded, similar size.
 
-Owns: the static spec of a bucket (how many tiles of each class it can need), the layout of the flat i32 array,
-and its builder, which runs on the host with numpy or inside a jit with jax.numpy on the same lines of code.
-Does not know: what a kernel does with a tile. Called by: the step planner, `api`, and the Triton kernel.
+Owns: the static spec of a bucket (how many tiles of each class it can need), the layout of the flat i32
+array, and its builder, which runs on the host with numpy or inside a jit with jax.numpy on the same lines
+of code. Does not know: what a kernel does with a tile. Called by: the step planner, `api`, and the Triton
+kernel.
 
 What a tile and a merge are: `tile_lists`.
 """
@@ -135,7 +136,7 @@ def make_tile_spec(
 def _check_blocks(blocks: BlockSizes, group: int) -> None:
     rows = [tile_class.rows for tile_class in blocks.classes]
     if not rows or rows != sorted(set(rows)) or rows[0] < max(group, MERGE_ROWS):
-        limit = f"tile rows must ascend from at least {max(group, MERGE_ROWS)}, for {group} query heads per KV head"
+        limit = f"tile rows must ascend from {max(group, MERGE_ROWS)} or more, for {group} heads per KV head"
         raise AttentionArgumentError("blocks", rows, limit)
     for value in rows + [tile_class.block_kv for tile_class in blocks.classes]:
         if value < 16 or value & (value - 1):

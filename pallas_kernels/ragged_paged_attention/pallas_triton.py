@@ -1,14 +1,14 @@
 """Ragged paged attention through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
 
-Owns: three kernels' bodies and their launches: attention over the tiles of one class, once per class, and the
-merge of split key ranges. Does not know how tiles are chosen (`tile_lists`). Called by: `api`. Upstream has
-deprecated this back end, so nothing outside this file imports from it.
+Owns: three kernels' bodies and their launches: attention over the tiles of one class, once per class, and
+the merge of split key ranges. Does not know how tiles are chosen (`tile_lists`). Called by: `api`. Upstream
+has deprecated this back end, so nothing outside this file imports from it.
 
-One program serves one tile and one KV head. The query heads of that KV head and the tile's tokens fold into the
-rows of one matrix, whatever their number. Keys come `block_kv` at a time by a gather over row addresses, so that
-an iteration may span pages; page ids are read one iteration ahead. Blocks that every query sees whole take a
-loop without masks; the last few, partly hidden by causality or by the end of the range, take one with masks that
-also keep whatever lies in unused slots, NaN included, out of the sums.
+One program serves one tile and one KV head. The query heads of that KV head and the tile's tokens fold into
+the rows of one matrix, whatever their number. Keys come `block_kv` at a time by a gather over row
+addresses, so that an iteration may span pages; page ids are read one iteration ahead. Blocks that every
+query sees whole take a loop without masks; the last few, partly hidden by causality or by the end of the
+range, take one with masks that also keep whatever lies in unused slots, NaN included, out of the sums.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from pallas_kernels.ragged_paged_attention.tile_lists import (
     TOKEN,
 )
 
-# Finite, so that a row which has seen no visible key yet yields no NaN; the first visible one wipes its sums out.
+# Finite, so that a row which has seen no visible key yet yields no NaN; the first visible one wipes its
+# sums out.
 _MASKED = -1e30
 _MERGE_UNROLL = 4  # loads in flight: the merge is bound by latency
 
@@ -87,17 +88,29 @@ def triton_attention(
             interpret=interpret,
             name=f"ragged_paged_attention_{tile_class.rows}",
         )(*inputs, *buffers)
-    out, partial_out, partial_lse = buffers
-    out = pl.pallas_call(
+    return _merge(spec, tiles, *buffers, interpret=interpret).reshape(q.shape)
+
+
+def _merge(
+    spec: TileSpec,
+    tiles: jax.Array,
+    out: jax.Array,
+    partial_out: jax.Array,
+    partial_lse: jax.Array,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """`out` with the rows of split tiles filled in."""
+    shape = jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=jax.typeof(out).manual_axis_type)
+    return pl.pallas_call(
         functools.partial(_merge_kernel, spec=spec, interpret=interpret),
-        out_shape=state[0],
+        out_shape=shape,
         grid=(spec.num_kv_heads, spec.max_num_merges),
         input_output_aliases={3: 0},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="ragged_paged_attention_merge",
     )(tiles, partial_out, partial_lse, out)
-    return out.reshape(q.shape)
 
 
 def _attention_kernel(
@@ -138,12 +151,12 @@ def _attention_kernel(
         q = plgpu.load(q_ref.at[q_rows[:, None], lanes], mask=is_row[:, None], other=0.0)
 
         def load_pages(start: Any) -> Any:
-            # Never past the range: a page id behind it may be anything. One id where a block lies in one page.
+            # Never past the range: an id behind it may be anything. One id where a block lies in one page.
             keys = start + jnp.arange(block_kv) if page_size % block_kv else start
             return pages_ref[first_page + jnp.minimum(keys >> page_bits, last_column)]
 
         def step(i: Any, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
-            m, l, acc, pages = carry
+            m, total, acc, pages = carry
             start = kv_begin + i * block_kv
             keys = start + jnp.arange(block_kv)
             kv_rows = ((pages << page_bits) + (keys & (page_size - 1))) * (2 * spec.num_kv_heads) + 2 * head
@@ -159,7 +172,7 @@ def _attention_kernel(
             alpha = exp2((m - m_new) * scale)
             values = load(kv_ref.at[kv_rows[:, None] + 1, lanes])
             acc = acc * alpha[:, None] + _dot(weights.astype(values.dtype), values, contract_b=0)
-            return m_new, l * alpha + weights.sum(axis=1), acc, next_pages
+            return m_new, total * alpha + weights.sum(axis=1), acc, next_pages
 
         num_blocks = pl.cdiv(kv_end - kv_begin, block_kv)
         carry = (
@@ -172,9 +185,11 @@ def _attention_kernel(
         if tile_class.whole_loop:
             num_whole = jnp.maximum(jnp.minimum(position + 1, kv_end) - kv_begin, 0) // block_kv
             carry = jax.lax.fori_loop(0, num_whole, functools.partial(step, masked=False), carry)
-        m, l, acc, _ = jax.lax.fori_loop(num_whole, num_blocks, functools.partial(step, masked=True), carry)
-        l = jnp.where(l == 0, 1, l)  # the pseudo row has no keys; its result is zero
-        acc = acc / l[:, None]
+        m, total, acc, _ = jax.lax.fori_loop(
+            num_whole, num_blocks, functools.partial(step, masked=True), carry
+        )
+        total = jnp.where(total == 0, 1, total)  # the pseudo row has no keys; its result is zero
+        acc = acc / total[:, None]
 
         @pl.when(slot < 0)
         def store_result() -> None:
@@ -184,7 +199,7 @@ def _attention_kernel(
         def store_part() -> None:
             partial_rows = spec.partial_begin(index) + (slot * spec.num_kv_heads + head) * num_rows + rows
             plgpu.store(partial_out_ref.at[partial_rows[:, None], lanes], acc, mask=is_row[:, None])
-            plgpu.store(partial_lse_ref.at[partial_rows], m * scale + jnp.log2(l), mask=is_row)
+            plgpu.store(partial_lse_ref.at[partial_rows], m * scale + jnp.log2(total), mask=is_row)
 
 
 def _merge_kernel(

@@ -48,7 +48,8 @@ class Case:
 
 MHA40, GQA10, GQA8 = Heads(40, 40, 128), Heads(40, 10, 128), Heads(64, 8, 128)
 
-# Attention of every preset: opt-13b/llama2-13b, opt-66b, llama2-13b-gqa10, llama2-70b, llama3-8b, opt-125m, tiny.
+# Attention of every preset: opt-13b/llama2-13b, opt-66b, llama2-13b-gqa10, llama2-70b, llama3-8b, opt-125m,
+# tiny.
 MODEL_HEADS: tuple[Heads, ...] = (
     MHA40, Heads(72, 72, 128), GQA10, GQA8, Heads(32, 8, 128), Heads(12, 12, 64), Heads(4, 2, 32),
 )  # fmt: skip
@@ -59,7 +60,7 @@ def _uniform(name: str, batch: int, q_len: int, kv_len: int, heads: Heads) -> Ca
 
 
 def _mixed() -> Case:
-    """Decodes of evenly spread contexts together with prompts that continue a conversation: Pensieve's batch."""
+    """Decodes of evenly spread contexts together with prompts that continue a conversation."""
     decodes = tuple((1, int(kv_len)) for kv_len in np.linspace(256, 4096, 124).astype(int))
     return Case("mixed_124x1_4x512_gqa10", decodes + ((512, 2560),) * 4, GQA10)
 

@@ -1,12 +1,13 @@
 """How a batch becomes tiles and merges: pure index arithmetic.
 
-Owns: the fields of both lists and the rules by which ranges are cut. The same lines run on the host with numpy,
-where lists have their true length, and inside a jit with jax.numpy, where they have their maximum. Does not
-know: devices or kernels. Called by: `metadata`; the field names also by the kernels.
+Owns: the fields of both lists and the rules by which ranges are cut. The same lines run on the host with
+numpy, where lists have their true length, and inside a jit with jax.numpy, where they have their maximum.
+Does not know: devices or kernels. Called by: `metadata`; the field names also by the kernels.
 
-A *tile* is up to `rows // group` query tokens of one row against one key range. A long key range is split, as in
-flash decoding; the parts leave partial results in *slots*, and *merges* add them up, `MERGE_ROWS` query rows each.
-Query tokens past the last row form one pseudo row without keys, so that the kernel itself writes their zeros.
+A *tile* is up to `rows // group` query tokens of one row against one key range. A long key range is split,
+as in flash decoding; the parts leave partial results in *slots*, and *merges* add them up, `MERGE_ROWS`
+query rows each. Query tokens past the last row form one pseudo row without keys, so that the kernel itself
+writes their zeros.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 NUM_FIELDS = 8
 HEADER_LEN = 8  # counts of tiles, class by class, then of merges
-# Fields of a tile: row, first query token and their number, position of the first, key range, slot (-1: no split).
+# Fields of a tile: row, first query token, number of tokens, the first one's position, key range, slot or -1.
 ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT = range(7)
-# Fields of a merge: the tile's first query token and their number, the row where its partial results begin, the
-# number of its parts, the class's rows, and the query row in the tile where this merge begins.
+# Fields of a merge: the tile's first query token and their number, the row where its partial results begin,
+# the number of its parts, the class's rows, and the query row in the tile where this merge begins.
 MERGE_TOKEN, MERGE_NUM_TOKENS, MERGE_PARTIAL, MERGE_NUM_SPLITS, MERGE_CLASS_ROWS, MERGE_FIRST_ROW = range(6)
 
 
@@ -52,9 +53,9 @@ def build_lists(
         else:
             wanted |= is_pseudo
         class_q_lens = q_lens * wanted
-        if xp is np and not class_q_lens.any():
-            counts.append(0)
-            lists.append(_table(np, [np.zeros(0, np.int32)]))
+        if xp is np and not class_q_lens[:-1].any():
+            lists.append(_pseudo_tiles(int(begins[-1]), int(class_q_lens[-1]), spec, index))
+            counts.append(len(lists[-1]))
             continue
         num_tiles, tiles, num_merges, class_merges = _class_lists(
             xp, spec, index, begins, class_q_lens, kv_lens
@@ -123,11 +124,26 @@ def _class_lists(
     return num_tiles, tiles, num_merges, _table(xp, [*columns, part * 0 + tile_class.rows, part * MERGE_ROWS])
 
 
+def _pseudo_tiles(begin: int, q_len: int, spec: TileSpec, index: int) -> np.ndarray:
+    """What `_class_lists` makes of the pseudo row alone, the usual case, in a few steps."""
+    tokens = spec.tile_tokens(spec.blocks.classes[index])
+    offsets = np.arange(0, q_len, tokens)
+    tiles = np.zeros((len(offsets), NUM_FIELDS), np.int32)
+    tiles[:, TOKEN] = offsets + begin
+    tiles[:, NUM_TOKENS] = np.minimum(tokens, q_len - offsets)
+    tiles[:, POSITION] = offsets - q_len
+    tiles[:, SLOT] = -1
+    return tiles
+
+
 def _expand(xp: Any, counts: Any, size: int | None) -> tuple[Any, Any, Any]:
     """The total of `counts`, and for each of its items the place it counts for and its index there.
 
     size: length of the result where it must be fixed; entries past the total mean nothing.
     """
+    if size is None and counts.max() <= 1:  # one each, as when decoding
+        place = np.flatnonzero(counts)
+        return len(place), place, np.zeros(len(place), np.int32)
     ends = xp.cumsum(counts)
     places = xp.arange(len(counts))
     place = places.repeat(counts) if size is None else xp.repeat(places, counts, total_repeat_length=size)

@@ -48,14 +48,10 @@ def xla_attention(
     kv_end = tile_position + tile_len  # keys that the tile's last query sees
 
     def body(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        m, l, acc = carry
+        m, total, acc = carry
         keys = block * block_keys + jnp.arange(block_keys)
         valid = keys < kv_end[:, None]  # bool[num_tiles, block_keys]
-        columns = jnp.minimum(keys[::page_size] // page_size, page_indices.shape[1] - 1)
-        pages = jnp.where(valid[:, ::page_size], page_indices[tile_row[:, None], columns], 0)
-        kv = kv_pages[pages].reshape(num_tiles, block_keys, num_kv_heads, 2, head_dim).astype(jnp.float32)
-        # Slots past a row's keys may hold anything, NaN too, and 0 * NaN is NaN.
-        kv = jnp.where(valid[:, :, None, None, None], kv, 0)
+        kv = _gather(kv_pages, page_indices, tile_row, keys, valid)
         scores = _dot("tqkgd,tskd->tkgqs", q_tiles, kv[:, :, :, 0])
         visible = (keys <= positions[..., None])[:, None, None] & valid[:, None, None, None]
         scores = jnp.where(visible, scores, _MASKED)
@@ -63,16 +59,28 @@ def xla_attention(
         weights = jnp.where(visible, jnp.exp(scores - m_new[..., None]), 0)
         alpha = jnp.exp(m - m_new)
         acc = acc * alpha[..., None] + _dot("tkgqs,tskd->tkgqd", weights, kv[:, :, :, 1])
-        return m_new, l * alpha + weights.sum(axis=-1), acc
+        return m_new, total * alpha + weights.sum(axis=-1), acc
 
     num_blocks = -(-jnp.max(kv_end, initial=0) // block_keys)
     # Zeros made from q carry its sharding type, which the loop body's results have too.
     zeros = jnp.zeros_like(q_tiles).transpose(0, 2, 3, 1, 4)
-    m, l, acc = jax.lax.fori_loop(0, num_blocks, body, (zeros[..., 0] + _MASKED, zeros[..., 0], zeros))
-    out_tiles = (acc / jnp.where(l == 0, 1, l)[..., None]).transpose(0, 3, 1, 2, 4).astype(q.dtype)
+    _, total, acc = jax.lax.fori_loop(0, num_blocks, body, (zeros[..., 0] + _MASKED, zeros[..., 0], zeros))
+    out_tiles = (acc / jnp.where(total == 0, 1, total)[..., None]).transpose(0, 3, 1, 2, 4).astype(q.dtype)
     out_tiles = out_tiles.reshape(num_tiles, tile_tokens, num_q_heads, head_dim)
     targets = jnp.where(real, tokens, num_tokens)
     return jnp.zeros_like(q).at[targets].set(out_tiles, mode="drop")
+
+
+def _gather(
+    kv_pages: jax.Array, page_indices: jax.Array, tile_row: jax.Array, keys: jax.Array, valid: jax.Array
+) -> jax.Array:
+    """f32[num_tiles, block_keys, num_kv_heads, 2, head_dim] of every tile's keys; zero where not `valid`."""
+    _, page_size, num_combined_heads, head_dim = kv_pages.shape
+    columns = jnp.minimum(keys[::page_size] // page_size, page_indices.shape[1] - 1)
+    pages = jnp.where(valid[:, ::page_size], page_indices[tile_row[:, None], columns], 0)
+    kv = kv_pages[pages].reshape(*valid.shape, num_combined_heads // 2, 2, head_dim).astype(jnp.float32)
+    # Slots past a row's keys may hold anything, NaN too, and 0 * NaN is NaN.
+    return jnp.where(valid[:, :, None, None, None], kv, 0)
 
 
 def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from pensieve_jax.cache import AnalyticCostModel
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.outputs import Output
@@ -80,7 +81,18 @@ class Harness:
             max_logprobs=config.runner.max_logprobs,
             max_banned_ids=config.runner.max_banned_ids,
         )
-        self.engine = Engine(self.runner, config, limits, self.store, clock=self.clock, tokenizer=tokenizer)
+        # Attention makes up all of the cost, as in a long context, so that every conversation's leading
+        # chunks go before any conversation's tail: as many holes as there can be.
+        cost_model = AnalyticCostModel(config.cache.chunk_tokens, num_weights=0, attention_width=1)
+        self.engine = Engine(
+            self.runner,
+            config,
+            limits,
+            self.store,
+            tokenizer=tokenizer,
+            cost_model=cost_model,
+            clock=self.clock,
+        )
         self.scheduled: list[SchedulerOutput] = []
         self.num_granted: Counter[Request] = Counter()
         self._schedule = self.engine._scheduler.schedule

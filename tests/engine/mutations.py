@@ -73,7 +73,8 @@ def fill_marks_the_next_chunk(patch):
 
     def filled(self, sequence, start, end):
         num_kv_tokens = sequence.num_kv_tokens
-        fill(self, sequence, start, end + self.chunk_tokens)
+        num_tokens = len(sequence.chunks) * self.chunk_tokens
+        fill(self, sequence, start, min(end + self.chunk_tokens, num_tokens))
         sequence.num_kv_tokens = max(num_kv_tokens, end)
 
     patch.setattr(CacheManager, "fill", filled)
@@ -107,7 +108,7 @@ def lost_pin(patch):
     def reclaimed(self, arrival):
         for sequence in self._sequences:
             if sequence.role is Role.RUNNING and sequence.num_resident and sequence.arrival != arrival:
-                self._drop(sequence, next(sequence.resident_indices()))
+                self._drop(sequence, next(iter(sequence.resident_indices())))
                 return True
         return reclaim(self, arrival)
 

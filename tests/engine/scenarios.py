@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 
 from pensieve_jax.config import POLICIES, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 
-NUM_CONVERSATIONS = 8
-OPS = (
-    *["submit"] * 18,
-    *["step"] * 18,
-    *["think"] * 3,
-    *["cancel", "truncate"] * 2,
-    *["end", "fail", "interrupt", "restart"],
-)
+NUM_CONVERSATIONS = 6
+CALM_OPS = (*["submit"] * 12, *["step"] * 12, *["think"] * 2, "cancel", "truncate")
+HASTY_OPS = (*CALM_OPS, *["cancel"] * 8)  # many are cancelled in the middle of their recompute
+OPS = (*CALM_OPS, "end", "fail", "interrupt", "restart")  # each of the last three empties every page
+KINDS = (CALM_OPS, CALM_OPS, HASTY_OPS, OPS)
+MODEL_TOKENS = (300, 400, 600, 600, 50)
 FAULT_PLACES = ("dispatch", "fetch", "commit", "committed")
 
 
@@ -100,21 +98,20 @@ class _DrawnChooser:
 
 def make_config(choose: Chooser) -> EngineConfig:
     """A small engine, so that pages, rows and tokens are scarce."""
-    chunk_tokens = choose.pick((16, 16, 32, 64))
+    chunk_tokens = choose.pick((16, 16, 16, 16, 32, 64))
     max_num_running = choose.integer(1, 8)
-    max_num_batched_tokens = max_num_running + chunk_tokens + choose.pick((0, 1, 7, 40, 100))
-    extra_rows = choose.pick((None, 0, 1, 5))
+    extra_tokens, extra_rows = choose.pick((0, 1, 7, 40, 100)), choose.pick((None, 0, 1, 5))
     return EngineConfig(
-        stateful=choose.pick((True, True, True, True, False)),
+        stateful=choose.pick((*[True] * 7, False)),
         cache=CacheConfig(
-            gpu_pages=choose.pick((5, 8, 12, 20, 2, 3, 40)),
+            gpu_pages=choose.pick((12, 8, 16, 20, 24, 30, 4, 2)),
             chunk_tokens=chunk_tokens,
-            policy=choose.pick(POLICIES),
+            policy=choose.pick(("retention", "retention", *POLICIES)),
             reserve_fraction=choose.pick((0.1, 0.0, 0.0, 0.3)),
         ),
         scheduler=SchedulerConfig(
             max_num_running=max_num_running,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_batched_tokens=max_num_running + chunk_tokens + extra_tokens,
             max_num_rows=None if extra_rows is None else max_num_running + extra_rows,
             max_num_buckets=choose.integer(1, 3),
         ),
@@ -124,10 +121,10 @@ def make_config(choose: Chooser) -> EngineConfig:
 
 def make_draft(choose: Chooser, max_len: int) -> Draft:
     """A turn; a few are long, most are short."""
-    max_tokens = choose.pick((1, 4, 12, 30, 60))
+    max_tokens = choose.pick((1, 3, 6, 15, 50))
     return Draft(
         conversation=choose.integer(-1, NUM_CONVERSATIONS - 1),
-        prompt_len=choose.integer(1, choose.pick((4, 15, 15, max_len))),
+        prompt_len=choose.integer(1, choose.pick((4, 20, 60, max_len))),
         max_tokens=max_tokens,
         min_tokens=min(choose.pick((0, 0, 1, 3)), max_tokens),
         ending=choose.pick(("none", "eos", "stop")),
@@ -136,43 +133,61 @@ def make_draft(choose: Chooser, max_len: int) -> Draft:
     )
 
 
-def make_op(choose: Chooser, max_len: int = 70) -> Op:
-    """One operation."""
-    kind = choose.pick(OPS)
+def make_op(choose: Chooser, kinds: Sequence[str], max_len: int = 150) -> Op:
+    """One operation of one of these kinds."""
+    kind = choose.pick(kinds)
     if kind == "submit":
         return Op(kind, 0, tuple(make_draft(choose, max_len) for _ in range(choose.pick((1, 1, 1, 2, 3)))))
     if kind == "step":
-        return Op(kind, choose.integer(1, 12))
+        return Op(kind, choose.pick((1, 1, 4, 20)))
     return Op(kind, choose.integer(0, 100))
 
 
 def random_scenario(seed: int) -> Scenario:
-    """The scenario of a seed, about 60 operations long."""
+    """The scenario of a seed: every fourth is a `hole_scenario`, the others are anything at all."""
     choose = RandomChooser(seed)
+    if seed % 4 == 3:
+        return hole_scenario(choose)
+    kinds = choose.pick(KINDS)
     return Scenario(
         config=make_config(choose),
-        max_model_tokens=choose.pick((250, 100, 600, 40)),
-        durable=choose.pick((False, False, False, True)),
-        ops=tuple(make_op(choose) for _ in range(choose.integer(10, 100))),
+        max_model_tokens=choose.pick(MODEL_TOKENS),
+        durable=kinds is OPS and choose.pick((True, False)),
+        ops=tuple(make_op(choose, kinds) for _ in range(choose.integer(10, 120))),
     )
 
 
-@st.composite
-def _configs(draw: st.DrawFn) -> EngineConfig:
-    return make_config(_DrawnChooser(draw))
+def hole_scenario(choose: Chooser) -> Scenario:
+    """Long histories that come back in turn to a pool that holds half of them, often cancelled half-way."""
+    max_num_running = choose.integer(1, 3)
+    config = EngineConfig(
+        cache=CacheConfig(gpu_pages=choose.pick((16, 20, 24)), chunk_tokens=16),
+        scheduler=SchedulerConfig(
+            max_num_running=max_num_running,
+            max_num_batched_tokens=max_num_running + 16 + choose.pick((0, 3, 15)),
+        ),
+        runner=RunnerConfig(max_banned_ids=32, max_logprobs=4),
+    )
+    ops: list[Op] = []
+    for _ in range(choose.integer(6, 20)):
+        draft = Draft(
+            choose.integer(0, 3), choose.integer(20, 90), 3, 0, "none", 0.0, choose.integer(0, 2**16)
+        )
+        if choose.pick((True, False)):
+            ops += (Op("submit", 0, (draft,)), Op("step", choose.integer(1, 4)), Op("cancel", 0))
+        ops += (Op("think", 5), Op("submit", 0, (draft,)), Op("step", choose.pick((2, 40, 40))))
+    return Scenario(config, 300, False, tuple(ops))
 
 
 @st.composite
-def _ops(draw: st.DrawFn) -> Op:
-    return make_op(_DrawnChooser(draw))
-
-
-def scenarios() -> st.SearchStrategy[Scenario]:
+def scenarios(draw: st.DrawFn) -> Scenario:
     """Scenarios that shrink: fewer operations, then smaller ones."""
-    return st.builds(
-        Scenario,
-        config=_configs(),
-        max_model_tokens=st.sampled_from((250, 100, 600, 40)),
-        durable=st.sampled_from((False, False, False, True)),
-        ops=st.lists(_ops(), min_size=1, max_size=80).map(tuple),
+    choose = _DrawnChooser(draw)
+    kinds = choose.pick(KINDS)
+    one_op = st.composite(lambda draw_op: make_op(_DrawnChooser(draw_op), kinds))
+    return Scenario(
+        config=make_config(choose),
+        max_model_tokens=choose.pick(MODEL_TOKENS),
+        durable=kinds is OPS and choose.pick((True, False)),
+        ops=tuple(draw(st.lists(one_op(), min_size=1, max_size=80))),
     )

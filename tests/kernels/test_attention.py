@@ -144,7 +144,7 @@ def test_no_rows_gives_zeros(backend: str) -> None:
 
 
 def test_xla_memory_does_not_grow_with_the_context() -> None:
-    """128 rows of 512 pages: the temporary memory is bounded by a block of keys, far below the gathered context."""
+    """128 rows of 512 pages: temporary memory is bounded by a block of keys, not by the context."""
     shape = jax.ShapeDtypeStruct
     args = (
         shape((128, 8, 64), jnp.bfloat16), shape((70000, 32, 4, 64), jnp.bfloat16), shape((128,), jnp.int32),

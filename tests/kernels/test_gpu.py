@@ -45,12 +45,12 @@ def compile_attention(batch: Batch) -> Any:
 )
 def test_many_seeds(heads: Heads, page_size: int, dtype: str) -> None:
     """float32 to 1e-5: TF32 anywhere would show. Contexts long enough to be split."""
-    room = Room(num_tokens=512, max_num_seqs=24, pages_per_seq=4096 // page_size, num_pages=8192 // page_size)
+    room = Room(num_tokens=384, max_num_seqs=24, pages_per_seq=3072 // page_size, num_pages=5120 // page_size)
     attend = None
-    for seed in range(20):
+    for seed in range(12):
         rng = np.random.default_rng(seed)
         batch = make_batch(
-            rng, random_rows(rng, room, page_size, 500), heads, page_size=page_size, dtype=dtype, room=room
+            rng, random_rows(rng, room, page_size, 300), heads, page_size=page_size, dtype=dtype, room=room
         )
         attend = attend or compile_attention(batch)
         try:
@@ -70,7 +70,11 @@ def test_decode_of_many_rows(heads: Heads) -> None:
 
 def test_results_repeat_bit_for_bit() -> None:
     batch = make_batch(
-        np.random.default_rng(2), [(1, 3000), (200, 900), (7, 7)], Heads(20, 5, 128), page_size=32, dtype="bfloat16"
+        np.random.default_rng(2),
+        [(1, 3000), (200, 900), (7, 7)],
+        Heads(20, 5, 128),
+        page_size=32,
+        dtype="bfloat16",
     )
     attend = compile_attention(batch)
     first = np.asarray(attend(batch))
@@ -79,7 +83,7 @@ def test_results_repeat_bit_for_bit() -> None:
 
 
 def test_pool_of_more_than_2_to_the_31_elements() -> None:
-    """Writes and reads pages on both sides of element 2**31, and near the end, of a pool that is NaN elsewhere."""
+    """Pages on both sides of element 2**31, and near the end, of a pool that is NaN elsewhere."""
     num_pages, page_size, heads = 42_000, 32, Heads(40, 10, 128)
     shape = (num_pages, page_size, 2 * heads.num_kv_heads, heads.head_dim)
     assert np.prod(shape) > 2**31
@@ -91,12 +95,16 @@ def test_pool_of_more_than_2_to_the_31_elements() -> None:
     page_indices = ids.reshape(2, 9)
 
     positions = [np.arange(kv_len) for _, kv_len in rows]
-    slots = np.concatenate([page_indices[i, p // page_size] * page_size + p % page_size for i, p in enumerate(positions)])
+    slots = np.concatenate(
+        [page_indices[i, p // page_size] * page_size + p % page_size for i, p in enumerate(positions)]
+    )
     padding = np.full(7, num_pages * page_size)
     new = rng.standard_normal((2, len(slots) + len(padding), heads.num_kv_heads, heads.head_dim))
     k, v = jnp.asarray(new, jnp.bfloat16)
     pool = jax.jit(lambda: jnp.full(shape, jnp.nan, jnp.bfloat16))()
-    write = jax.jit(write_kv, donate_argnums=0).lower(pool, k, v, np.concatenate([slots, padding]).astype(np.int32))
+    write = jax.jit(write_kv, donate_argnums=0).lower(
+        pool, k, v, np.concatenate([slots, padding]).astype(np.int32)
+    )
     compiled = write.compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 1 << 30  # in place
     pool = compiled(pool, k, v, np.concatenate([slots, padding]).astype(np.int32))

@@ -30,9 +30,16 @@ def spec_for(
     num_tokens: int, max_num_seqs: int, blocks: BlockSizes | None, heads: tuple[int, int] = (8, 2)
 ) -> TileSpec:
     return tile_spec(
-        num_tokens=num_tokens, max_num_seqs=max_num_seqs, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=64,
-        page_size=32, dtype="bfloat16", backend="pallas_triton", blocks=blocks,
-    )  # fmt: skip
+        num_tokens=num_tokens,
+        max_num_seqs=max_num_seqs,
+        num_q_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=64,
+        page_size=32,
+        dtype="bfloat16",
+        backend="pallas_triton",
+        blocks=blocks,
+    )
 
 
 def draw(rng: np.random.Generator, spec: TileSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -148,9 +155,15 @@ def test_longest_tiles_come_first() -> None:
 
 def test_xla_needs_no_tiles() -> None:
     spec = tile_spec(
-        num_tokens=8, max_num_seqs=8, num_q_heads=4, num_kv_heads=2, head_dim=80, page_size=16, dtype="float32",
+        num_tokens=8,
+        max_num_seqs=8,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=80,
+        page_size=16,
+        dtype="float32",
         backend="xla",
-    )  # fmt: skip
+    )
     assert spec.tiles_len == 0
     assert build_tiles(spec, np.zeros(9, np.int32), np.zeros(8, np.int32), 0).shape == (0,)
     assert len({spec, spec}) == 1

@@ -28,6 +28,7 @@ from model_defs import (
     random_model,
 )
 from model_defs.parameters import named_parameters
+from model_defs.random_weights import uniform
 from tests.models.helpers import PAGE_SIZE, abstract_batch, dense_logits, make_tile_spec
 
 BILLIONS = {
@@ -40,6 +41,7 @@ BILLIONS = {
     "llama3-8b": 8.03,
 }
 TINY = ["opt-tiny", "llama-tiny"]
+RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel")
 
 
 @pytest.mark.parametrize("name", BILLIONS)
@@ -82,9 +84,17 @@ def test_random_weights_do_not_depend_on_the_mesh(name: str) -> None:
     for model, other in zip(*(named_parameters(model) for model in models), strict=True):
         np.testing.assert_array_equal(model[1].get_value(), other[1].get_value())
         values[model[0]] = np.asarray(model[1].get_value())
-    kernels = [value for value in values.values() if value.ndim > 1]
-    assert all(abs(value.std() - 0.3) < 0.02 and abs(value.mean()) < 0.02 for value in kernels)
-    assert len({value.tobytes()[:64] for value in kernels}) == len(kernels)
+    drawn = {name: value for name, value in values.items() if value.ndim > 1}
+    expected = dict.fromkeys(drawn, 0.3)
+    for name in drawn:
+        if name.endswith(RESIDUAL_KERNELS):
+            expected[name] = 0.3 / 2  # two terms a layer, two layers
+        elif name == "embed.table" and "head.table" in drawn:
+            expected[name] = 1.0
+    for name, value in drawn.items():
+        assert value.std() == pytest.approx(expected[name], rel=0.06), name
+        assert abs(value.mean()) < 0.07 * expected[name], name
+    assert len({value.tobytes()[:64] for value in drawn.values()}) == len(drawn)
     for key, parameter in named_parameters(other_seed):
         assert key.endswith("norm.scale") or not np.array_equal(values[key], parameter.get_value())
 
@@ -96,7 +106,9 @@ def test_random_weights_do_not_depend_on_the_number_of_layers_or_positions() -> 
     assert many.keys() > few.keys()
     for name, parameter in few.items():
         value = parameter.get_value()
-        np.testing.assert_array_equal(value, many[name].get_value()[: value.shape[0]])
+        # What is added to the residual stream is smaller where more such terms are.
+        scale = 2**-0.5 if name.endswith(RESIDUAL_KERNELS) else 1.0
+        np.testing.assert_allclose(many[name].get_value()[: value.shape[0]], value * scale, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -187,3 +199,16 @@ def test_configs_survive_json() -> None:
     assert len({hash(config) for config in PRESETS.values()}) == len(PRESETS)
     with pytest.raises(UnsupportedModelError, match="num_experts"):
         ModelConfig.from_json(preset("llama-tiny").to_json() | {"num_experts": 8})
+
+
+def test_uniform_never_reaches_its_ends() -> None:
+    bits = jnp.array([0, 1, 2**31, 2**32 - 256, 2**32 - 1], jnp.uint32)
+    values = np.asarray(uniform(bits))
+    assert (values > 0).all() and (values < 1).all()
+    assert values[2] == pytest.approx(0.5)
+
+
+def test_random_weights_are_finite() -> None:
+    """Of this many draws, a few come within 2**-24 of an end."""
+    model = random_model(preset("opt-125m", num_layers=1), dtype="float32", mesh=make_mesh(1))
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(nnx.state(model)))

@@ -1,0 +1,175 @@
+"""What goes wrong from outside: a step on the device, a full disk, Ctrl-C. Conversations survive it all."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.core.errors import EngineClosedError, HistoryError, StepFailedError
+from tests.engine.harness import Harness, small_config
+
+
+def two_running_turns(harness, num_steps=3):
+    """Two conversations with a turn each in the history, and another one each that runs."""
+    harness.turn("a", 20, seed=1, max_tokens=5)
+    harness.turn("b", 20, seed=2, max_tokens=5)
+    facts = [harness.facts(harness.prompt(9, seed=i), name, max_tokens=8) for i, name in enumerate("ab", 3)]
+    turns = [harness.submit(one, name) for one, name in zip(facts, "ab", strict=True)]
+    harness.step(num_steps)
+    return turns, facts
+
+
+def check_usable(harness, facts):
+    """Both turns can be sent again, and are equal."""
+    turns = [harness.submit(one, name) for one, name in zip(facts, "ab", strict=True)]
+    outputs = harness.run(*turns)
+    assert [output.token_ids for output in outputs] == [harness.expected(one) for one in facts]
+    harness.check_empty()
+
+
+@pytest.mark.parametrize("where", ["dispatch", "fetch"])
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_a_failed_step_fails_the_running_turns_only(where, num_steps):
+    harness = Harness()
+    turns, facts = two_running_turns(harness, num_steps)
+    histories = [harness.history(name) for name in "ab"]
+    harness.runner.faults[where] = lambda: StepFailedError("the device failed")
+    num_resets = harness.runner.num_resets
+    for _ in range(3):
+        if not turns[0].done:
+            ended = harness.step()
+    assert set(ended) == set(turns)
+    assert all(isinstance(turn.error, StepFailedError) and turn.output is None for turn in turns)
+    assert harness.runner.num_resets == num_resets + 1
+    assert [harness.history(name) for name in "ab"] == histories
+    assert harness.engine.stats()["num_turns_failed"] == 2
+    check_usable(harness, facts)
+
+
+def test_waiting_turns_outlive_a_failed_step():
+    harness = Harness(small_config(max_num_running=1))
+    facts = [harness.facts(harness.prompt(9, seed=i), name, max_tokens=8) for i, name in enumerate("ab")]
+    running, waiting = (harness.submit(one, name) for one, name in zip(facts, "ab", strict=True))
+    harness.step(2)
+    harness.runner.faults["dispatch"] = lambda: StepFailedError("the device failed")
+    assert harness.step() == [running]
+    assert harness.run(waiting)[0].token_ids == harness.expected(facts[1])
+
+
+def test_a_suspended_turn_outlives_a_failed_step():
+    """Its token in flight is lost with the step, and sampled again to the same id."""
+    harness = Harness(small_config(gpu_pages=3, reserve_fraction=0.0))
+    early = harness.facts(harness.prompt(14, seed=1), "early", max_tokens=20)
+    late = harness.facts(harness.prompt(10, seed=2), "late", max_tokens=12)
+    turns = [harness.submit(early, "early"), harness.submit(late, "late")]
+    while not (harness.scheduled and harness.scheduled[-1].suspended):
+        if len(harness.scheduled) > 2:
+            harness.runner.faults["fetch"] = lambda: StepFailedError("the device failed")
+        schedule = harness.engine._scheduler.schedule
+        harness.engine._scheduler.schedule = lambda made=schedule: _only_fail_on_suspension(harness, made())
+        harness.step()
+        harness.engine._scheduler.schedule = schedule
+    assert turns[0].error is not None and turns[1].error is None
+    assert harness.run(turns[1])[0].token_ids == harness.expected(late)
+    harness.check_empty()
+
+
+def _only_fail_on_suspension(harness, output):
+    if not output.suspended:
+        harness.runner.faults.clear()
+    return output
+
+
+def test_a_history_that_cannot_be_written_fails_that_turn_only():
+    harness = Harness()
+    turns, facts = two_running_turns(harness, 0)
+    longer = harness.facts(harness.prompt(5), "c", max_tokens=20)
+    other = harness.submit(longer, "c")
+    harness.store.faults["commit"] = lambda: HistoryError("the disk is full")
+    harness.step(9)
+    assert all(isinstance(turn.error, HistoryError) for turn in turns) and other.error is None
+    assert harness.run(other)[0].token_ids == harness.expected(longer)
+    assert [len(harness.history(name)) for name in "ab"] == [25, 25]
+    check_usable(harness, facts)
+
+
+def test_a_failed_commit_of_a_first_turn_leaves_no_conversation():
+    harness = Harness()
+    turn = harness.submit(harness.facts(harness.prompt(5), "a", max_tokens=1), "a")
+    harness.store.faults["commit"] = lambda: HistoryError("the disk is full")
+    harness.drain()
+    assert isinstance(turn.error, HistoryError) and harness.engine.conversations.listing() == []
+    harness.check_empty()
+
+
+@pytest.mark.parametrize("where", ["dispatch", "fetch"])
+@pytest.mark.parametrize("num_steps", [0, 2, 5])
+def test_ctrl_c_in_a_step_loses_running_turns_only(where, num_steps):
+    """The store holds exactly the committed turns, and continuing equals the reference."""
+    harness = Harness()
+    turns, facts = two_running_turns(harness, num_steps)
+    histories = [harness.history(name) for name in "ab"]
+    harness.runner.faults[where] = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(3):
+            harness.engine.step()
+    assert [harness.history(name) for name in "ab"] == histories
+    harness.step()
+    assert all(isinstance(turn.error, StepFailedError) for turn in turns)
+    check_usable(harness, facts)
+
+
+@pytest.mark.parametrize("where", ["commit", "committed"])
+def test_ctrl_c_around_a_commit(where):
+    """Before the write the turns are lost; after it they are history, and the next turn continues them."""
+    harness = Harness()
+    turns, facts = two_running_turns(harness, 0)
+    harness.store.faults[where] = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        harness.drain()
+    kept = where == "committed"
+    for name, one in zip("ab", facts, strict=True):
+        reply = (*one.prompt, *harness.expected(one)) if kept else ()
+        assert harness.history(name) == (*one.history, *reply)
+    assert len(harness.store.load("a").turns) == (2 if kept else 1)
+    harness.step()
+    assert all(turn.done for turn in turns)
+    if kept:
+        for seed in (6, 7):
+            harness.turn("a", 4, seed=seed, max_tokens=4)
+            harness.turn("b", 4, seed=seed, max_tokens=4)
+        assert len(harness.store.load("b").turns) == 4
+        harness.check_empty()
+    else:
+        check_usable(harness, facts)
+
+
+@pytest.mark.parametrize("where", ["dispatch", "fetch", "commit", "committed"])
+def test_ctrl_c_then_another_process_opens_the_history(where, tmp_path):
+    """Closing after an interrupt releases the file; what was committed is all there, and goes on."""
+    path = tmp_path / "history.sqlite"
+    harness = Harness(path=path)
+    two_running_turns(harness, 2)
+    faults = harness.store.faults if "commit" in where else harness.runner.faults
+    faults[where] = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        harness.drain()
+    histories = [harness.history(name) for name in "ab"]
+    harness.engine.close()
+    again = Harness(path=path)
+    assert [again.history(name) for name in "ab"] == histories
+    for name in "ab":
+        output = again.turn(name, 6, seed=9, max_tokens=4)
+        assert output.usage.recomputed_tokens == len(histories[0]) - 1
+    again.engine.close()
+
+
+def test_a_closed_engine_takes_no_more_calls():
+    harness = Harness()
+    turn = harness.submit(harness.facts(harness.prompt(5), "a"), "a")
+    harness.step(2)
+    harness.engine.close()
+    harness.engine.close()
+    assert turn.output.finish_reason == "cancelled"
+    for call in (harness.engine.step, lambda: harness.engine.end("a"), lambda: harness.engine.submit([])):
+        with pytest.raises(EngineClosedError):
+            call()

@@ -1,0 +1,152 @@
+"""Bad input is a typed error that names the field and the limit, raised before anything is scheduled.
+
+After each one, another conversation that runs meanwhile is untouched, and finishes equal.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from pensieve_jax.core.errors import (
+    ContextLengthError,
+    ConversationBusyError,
+    InvalidRequestError,
+    TokenizerMissingError,
+)
+from pensieve_jax.core.sampling_params import MAX_SEED, SamplingParams
+from pensieve_jax.engine.validation import TurnSpec
+from tests.engine.fake_runner import VOCAB_SIZE
+from tests.engine.harness import Harness, small_config
+
+PLAIN = SamplingParams(ignore_eos=True)
+
+BAD_TURNS = {
+    "empty": (TurnSpec([], PLAIN, "new"), InvalidRequestError, "prompt .*at least one token"),
+    "id too high": (
+        TurnSpec([3, VOCAB_SIZE], PLAIN, "new"),
+        InvalidRequestError,
+        rf"prompt\[1\] is {VOCAB_SIZE}.*996",
+    ),
+    "id negative": (TurnSpec([-1], PLAIN, "new"), InvalidRequestError, r"prompt\[0\] is -1"),
+    "id no integer": (TurnSpec([1.5], PLAIN, "new"), InvalidRequestError, r"prompt\[0\] is 1.5"),
+    "id a bool": (TurnSpec([True], PLAIN, "new"), InvalidRequestError, r"prompt\[0\] is True"),
+    "too long": (TurnSpec([1] * 160, PLAIN, "new"), ContextLengthError, "prompt .*at most 159 tokens"),
+    "too long with its history": (
+        TurnSpec([1] * 139, PLAIN, "a"),
+        ContextLengthError,
+        "after a history of 21",
+    ),
+    "busy": (TurnSpec([1], PLAIN, "running"), ConversationBusyError, "'running'"),
+    "conversation id empty": (TurnSpec([1], PLAIN, ""), InvalidRequestError, "conversation_id is ''"),
+    "conversation id a number": (TurnSpec([1], PLAIN, 7), InvalidRequestError, "conversation_id is 7"),
+    "conversation id with NUL": (TurnSpec([1], PLAIN, "a\0b"), InvalidRequestError, "NUL"),
+    "stop string without tokenizer": (
+        TurnSpec([1], SamplingParams(stop=["x"]), "new"),
+        TokenizerMissingError,
+        "stop_token_ids",
+    ),
+    "logprobs": (
+        TurnSpec([1], SamplingParams(logprobs=5), "new"),
+        InvalidRequestError,
+        "logprobs is 5.*at most 4",
+    ),
+    "stop id": (
+        TurnSpec([1], SamplingParams(stop_token_ids=[2, VOCAB_SIZE]), "new"),
+        InvalidRequestError,
+        r"stop_token_ids\[1\]",
+    ),
+    "banned ids": (
+        TurnSpec([1], SamplingParams(min_tokens=1, stop_token_ids=range(1, 20)), "new"),
+        InvalidRequestError,
+        "stop_token_ids.*at most 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TURNS)
+@pytest.mark.parametrize("company", ["alone", "with a good one"])
+def test_a_bad_turn_harms_nobody(name, company):
+    spec, error, message = BAD_TURNS[name]
+    harness = Harness(small_config(gpu_pages=10))
+    harness.turn("a", 16, max_tokens=5)
+    facts = harness.facts(harness.prompt(20, seed=1), None, max_tokens=12)
+    running = harness.submit(facts, "running")
+    harness.step(3)
+    specs = [spec]
+    if company != "alone":
+        specs = [TurnSpec([1], PLAIN, "good"), spec]
+        message = message.replace("prompt", r"prompts\[1\]").replace(
+            "conversation_id is", r"conversation_ids\[1\] is"
+        )
+    before = harness.engine.stats()
+    with pytest.raises(error, match=message):
+        harness.engine.submit(specs)
+    harness.engine.check_integrity()
+    assert harness.engine.stats() == before, "a refused turn left something behind"
+    assert harness.run(running)[0].token_ids == harness.expected(facts)
+    harness.turn("a", 4, seed=2, max_tokens=3)
+    assert {info.conversation_id for info in harness.engine.conversations.listing()} == {"a", "running"}
+    harness.check_empty()
+
+
+def test_one_id_twice_in_a_call_is_busy():
+    harness = Harness()
+    with pytest.raises(ConversationBusyError, match="'a'"):
+        harness.engine.submit([TurnSpec([1], PLAIN, "a"), TurnSpec([2], PLAIN, "a")])
+    assert not harness.engine.has_unfinished
+    harness.engine.submit([TurnSpec([1], PLAIN, None), TurnSpec([2], PLAIN, None)])  # one-off requests may
+    harness.drain()
+
+
+def test_the_longest_turn_that_fits_is_served():
+    """A whole pool for one sequence: the context is all of its tokens."""
+    harness = Harness(small_config(gpu_pages=4))
+    output = harness.turn("a", 63, max_tokens=9)
+    assert len(output.token_ids) == 1 and output.finish_reason == "length"
+    with pytest.raises(ContextLengthError, match="truncate the conversation"):
+        harness.submit(harness.facts([1]), "a")
+    harness.check_empty()
+
+
+BAD_PARAMS = {
+    "max_tokens": (0, -1, 1.0, "3", True, None, 2**31),
+    "min_tokens": (-1, 33, 0.5, True, None),
+    "temperature": (math.nan, math.inf, -math.inf, -0.1, "1", True, None, 1e9, 1j),
+    "top_k": (-1, 1.5, True, None, 2**31),
+    "top_p": (math.nan, 0, 0.0, -0.5, 1.01, math.inf, "1", True, None),
+    "seed": (-1, MAX_SEED + 1, 1.0, True, "1"),
+    "logprobs": (-1, 1.0, True, "1"),
+    "stop": ("text", [""], [1], [b"x"], 5, None),
+    "stop_token_ids": ([-1], [1.0], [True], ["1"], [2**31], 5, None),
+    "ignore_eos": (1, None, "yes"),
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(f, v) for f, values in BAD_PARAMS.items() for v in values], ids=repr
+)
+def test_sampling_parameters_that_cannot_be(field, value):
+    with pytest.raises(InvalidRequestError, match=field) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field.startswith(field) and str(caught.value.limit) in str(caught.value)
+
+
+def test_sampling_parameters_at_their_limits():
+    SamplingParams(
+        max_tokens=1,
+        min_tokens=1,
+        temperature=1e4,
+        top_k=0,
+        top_p=1,
+        seed=MAX_SEED,
+        stop=("a", "b"),
+        stop_token_ids=(0,),
+        logprobs=0,
+    )
+
+
+def test_ending_ids_are_stop_ids_and_end_of_sequence():
+    assert SamplingParams(stop_token_ids=(5, 2)).ending_ids((2, 9)) == (5, 2, 9)
+    assert SamplingParams(stop_token_ids=(5,), ignore_eos=True).ending_ids((2, 9)) == (5,)

@@ -1,0 +1,74 @@
+"""Launchers in this process: one tiny model for all of them, and flags that leave no trace."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from absl import flags
+
+from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))  # as for `python scripts/x.py`
+
+type Launch = Callable[..., int]
+
+
+@pytest.fixture(scope="session")
+def compilation_cache(tmp_path_factory) -> str:
+    """Where the models of these tests, here and in other processes, find each other's steps."""
+    return str(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.fixture(scope="session")
+def llm(compilation_cache) -> Iterator[LLM]:
+    """A tiny Llama with its history in memory; every test uses conversations of its own."""
+    config = EngineConfig(
+        cache=CacheConfig(gpu_pages=24),
+        scheduler=SchedulerConfig(max_num_running=8, max_num_batched_tokens=64, token_buckets=(64,)),
+        runner=RunnerConfig(compilation_cache_dir=compilation_cache),
+    )
+    with LLM("random:llama-tiny", dtype="float32", config=config, progress=False) as llm:
+        yield llm
+
+
+@pytest.fixture
+def launch(llm, monkeypatch) -> Iterator[Launch]:
+    """Run a script's `main` with flags given by name, on the shared model if it opens one by `open_llm`."""
+    before = set(flags.FLAGS)
+
+    def forget() -> None:
+        for name in set(flags.FLAGS) - before:
+            delattr(flags.FLAGS, name)
+
+    def launch(script: str, *, shared_llm: bool = True, **values: Any) -> int:
+        module = load(script)
+        forget()
+        module.define_flags()
+        flags.FLAGS([script, *(f"--{name}={value}" for name, value in values.items())])
+        if shared_llm:
+            monkeypatch.setattr(module, "open_llm", lambda **_: contextlib.nullcontext(llm))
+        status: int = module.main()
+        return status
+
+    yield launch
+    forget()
+
+
+def load(script: str) -> ModuleType:
+    """A script as a module."""
+    return importlib.import_module(script)
+
+
+@pytest.fixture
+def text() -> io.StringIO:
+    """Where a script may write."""
+    return io.StringIO()

@@ -1,0 +1,57 @@
+"""The two checks that end with a JSON document, at sizes that take a moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.scripts.conftest import ROOT, load
+
+SIZES = {"num_conversations": 6, "num_turns": 3, "prompt_tokens": 12, "output_tokens": 24}
+ENGINE = {"token_buckets": 64, "max_num_running": 8, "chunk_tokens": 16}
+
+
+def last_line(out):
+    return json.loads(out.splitlines()[-1])
+
+
+def test_check_serving(launch, compilation_cache, capsys):
+    flags = SIZES | ENGINE | {"compilation_cache_dir": compilation_cache}
+    assert launch("check_serving", shared_llm=False, **flags) == 0
+    document = last_line(capsys.readouterr().out)
+    results = document["results"]
+    assert all(results["checks"].values())
+    assert results["logprobs"]["num_logprobs"] == 6 * 3 * 24
+    assert results["logprobs"]["max_abs_difference"] < 1e-3
+    assert results["logprobs"]["same_choice_fraction"] > 0.99
+    assert results["num_dropped_chunks"] > 0
+    assert {"versions", "hardware", "command", "units"} <= document.keys()
+
+
+def test_check_serving_finds_a_difference(launch, llm, monkeypatch, capsys):
+    """Replies of one model against the logprobs of another, whose weights have another seed."""
+    script = load("check_serving")
+    flags = SIZES | ENGINE | {"random_seed": 1}
+    assert launch("check_serving", **flags) == 1
+    results = last_line(capsys.readouterr().out)["results"]
+    assert results["logprobs"]["p99_abs_difference"] > script.FLAGS.tolerance
+
+
+def test_benchmark_scheduler():
+    """In a process of its own, since it takes one core for itself."""
+    sizes = ["--num_running=8", "--context_tokens=600", "--num_idle=64", "--num_steps=8"]
+    done = subprocess.run(
+        [sys.executable, "scripts/benchmark_scheduler.py", *sizes],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = last_line(done.stdout)["results"]
+    assert results["decode"]["num_rows"] == 8
+    assert results["mixed"]["num_drops"] > 0
+    assert "target: " in done.stdout

@@ -1,0 +1,134 @@
+"""Conversations in, turns out: what is written, what is refused, and what an interrupt leaves."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+
+import pytest
+
+from pensieve_jax import SamplingParams
+from tests.scripts.conftest import load
+
+generate = load("generate")
+
+
+def write_input(tmp_path, *conversations):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(conversation) + "\n" for conversation in conversations))
+    return path
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def three(prefix, num_turns=2):
+    """Three conversations, one of each kind of prompt."""
+    user = [{"role": "user", "content": "hello"}]
+    return [
+        {"conversation_id": f"{prefix}-text", "turns": [{"prompt": "some text"}] * num_turns},
+        {"conversation_id": f"{prefix}-ids", "turns": [{"prompt": [5, 6, 7], "max_tokens": 3}] * num_turns},
+        {"conversation_id": f"{prefix}-chat", "turns": [{"messages": user}] * num_turns},
+    ]
+
+
+def test_turns_are_what_the_library_says(launch, llm, tmp_path, capsys):
+    path, output = write_input(tmp_path, *three("lib")), tmp_path / "out.jsonl"
+    flags = {"max_tokens": 6, "ignore_eos": True, "concurrency": 2, "logprobs": 1}
+    assert launch("generate", input=path, output=output, **flags) == 0
+    lines = read(output)
+    order = [line["turn"] for line in lines]
+    assert sorted(order) == [0, 0, 0, 1, 1, 1]
+    assert {line["finish_reason"] for line in lines} == {"length"}
+    by_key = {(line["conversation_id"], line["turn"]): line for line in lines}
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    for turn in (0, 1):
+        expected = llm.generate([[5, 6, 7]], params, conversation_ids=["lib-again"])[0]
+        line = by_key["lib-ids", turn]
+        assert line["token_ids"] == list(expected.token_ids)
+        assert line["usage"]["reused_gpu_tokens"] == expected.usage.reused_gpu_tokens
+        assert line["prompt"] == [5, 6, 7]
+        assert [entry["token_id"] for entry in line["logprobs"]] == line["token_ids"]
+    assert by_key["lib-chat", 0]["prompt"] == [{"role": "user", "content": "hello"}]
+    assert "recomputed" in capsys.readouterr().out
+
+
+def test_first_turns_come_before_second_ones(launch, tmp_path):
+    one = [{"prompt": [9]}] * 3
+    path = write_input(tmp_path, *({"conversation_id": f"order-{i}", "turns": one} for i in range(4)))
+    launch("generate", input=path, output=tmp_path / "out", max_tokens=4, ignore_eos=True, concurrency=1)
+    lines = read(tmp_path / "out")
+    assert [line["turn"] for line in lines] == [0] * 4 + [1] * 4 + [2] * 4
+    assert [line["conversation_id"][-1] for line in lines] == list("0123") * 3
+
+
+@pytest.mark.parametrize(
+    "bad", [{"prompt": [320]}, {"prompt": [-1]}, {"prompt": "x", "top_k": -1}, {"prompt": "\ud800"}]
+)
+def test_a_bad_line_runs_nothing_and_touches_nothing(launch, llm, tmp_path, capsys, bad):
+    path = write_input(tmp_path, *three("bad"), {"turns": [bad]})
+    output = tmp_path / "out.jsonl"
+    output.write_text("precious\n")
+    num_steps = llm.stats()["num_steps"]
+    assert launch("generate", input=path, output=output) == 2
+    assert f"{path}:4: turns[0]" in capsys.readouterr().err
+    assert output.read_text() == "precious\n"
+    assert llm.stats()["num_steps"] == num_steps
+
+
+def test_no_input_file(launch, tmp_path, capsys):
+    assert launch("generate", input=tmp_path / "none", output=tmp_path / "out") == 2
+    assert "none" in capsys.readouterr().err
+
+
+def test_a_turn_that_does_not_fit_ends_its_conversation_only(launch, tmp_path, capsys):
+    long = {"conversation_id": "long", "turns": [{"prompt": [9]}, {"prompt": [9] * 4000}, {"prompt": [9]}]}
+    path = write_input(tmp_path, *three("fits"), long)
+    assert launch("generate", input=path, output=tmp_path / "out", max_tokens=3, ignore_eos=True) == 1
+    counts = Counter(line["conversation_id"] for line in read(tmp_path / "out"))
+    assert counts == {"fits-text": 2, "fits-ids": 2, "fits-chat": 2, "long": 1}
+    assert f"{path}:4: turns[1]" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_what_ended_and_the_next_run_goes_on(launch, llm, tmp_path, monkeypatch):
+    path, output = write_input(tmp_path, *three("stop", num_turns=3)), tmp_path / "out.jsonl"
+    flags = {"input": path, "output": output, "max_tokens": 9, "ignore_eos": True}
+    made = generate.output_line
+
+    def interrupting(*args):
+        signal.raise_signal(signal.SIGINT)
+        return made(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "output_line", interrupting)
+        assert launch("generate", **flags) == 130
+    kept = read(output)
+    assert 0 < len(kept) < 9
+    llm.engine.check_integrity()
+    assert not llm.engine.has_unfinished or llm.engine.step() == []
+    stored = {i.conversation_id: i.num_turns for i in llm.conversations()}
+    assert all(line["turn"] < stored[line["conversation_id"]] for line in kept)
+
+    output.write_bytes(output.read_bytes() + b'{"conversation_id": "stop-te')  # as a crash would leave it
+    assert launch("generate", **flags) == 0
+    lines = read(output)
+    assert all(line in lines for line in kept)
+    keys = [(line["conversation_id"], line["turn"]) for line in lines]
+    assert len(set(keys)) == len(keys) == 9
+    assert all(line["usage"] is not None for line in lines)
+
+    output.unlink()
+    assert launch("generate", **flags) == 0
+    assert all(line["usage"] is None for line in read(output))
+    rebuilt = {(line["conversation_id"], line["turn"]): line["token_ids"] for line in read(output)}
+    assert rebuilt == {(line["conversation_id"], line["turn"]): line["token_ids"] for line in lines}
+
+
+def test_another_prompt_in_the_history_is_refused(launch, llm, tmp_path):
+    llm.generate([[8, 8]], SamplingParams(max_tokens=2), conversation_ids=["other"])
+    path = write_input(tmp_path, {"conversation_id": "other", "turns": [{"prompt": [8, 9]}]})
+    with pytest.raises(ValueError, match="what the history has as turn 0 of 'other'"):
+        launch("generate", input=path, output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,94 @@
+"""Every configuration value that cannot work is an error that names the field and the limit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from pensieve_jax.config import (
+    POLICIES,
+    CacheConfig,
+    EngineConfig,
+    RunnerConfig,
+    SchedulerConfig,
+)
+from pensieve_jax.core.errors import ConfigError
+
+BAD = [
+    *[(CacheConfig, "gpu_pages", value, "at least 2") for value in (1, 0, -3, 2.5, True, None, "8")],
+    *[(CacheConfig, "cpu_pages", value, "0") for value in (1, 256, -1, None, 0.5)],
+    *[(CacheConfig, "chunk_tokens", value, "16, 32, 64") for value in (0, 8, 33, 128, 32.0, True)],
+    *[(CacheConfig, "policy", value, "retention") for value in ("", "LRU", "fifo", None, 3)],
+    *[(CacheConfig, "reserve_fraction", value, r"\[0, 1\)") for value in (-0.1, 1, 1.5, math.nan, "a", None)],
+    *[(CacheConfig, "max_idle_conversations", value, "at least 1") for value in (0, -1, 1.5, True)],
+    *[(CacheConfig, "idle_ttl_s", value, "above 0") for value in (0, -1.0, math.nan, "a")],
+    *[(SchedulerConfig, "max_num_running", value, "at least 1") for value in (0, -1, 1.5, True, None)],
+    *[(SchedulerConfig, "max_num_batched_tokens", value, "at least 1") for value in (0, -1, 64.0, None)],
+    *[(SchedulerConfig, "max_num_rows", value, "at least max_num_running") for value in (0, 63, 64.5)],
+    *[(SchedulerConfig, "max_context_tokens", value, "at least 2") for value in (0, 1, 3.5, True)],
+    *[
+        (SchedulerConfig, "token_buckets", value, r"end with max_num_batched_tokens \(1024\)")
+        for value in ((), (16, 512), (1024, 16), (16, 16, 1024), (0, 1024), (16.0, 1024), ("a", 1024), 1024)
+    ],
+    *[(SchedulerConfig, "max_num_buckets", value, "at least 1") for value in (0, -1, True, None)],
+    *[(RunnerConfig, "attention_backend", value, "xla") for value in ("", "cuda", None)],
+    *[(RunnerConfig, "tensor_parallel_size", value, "at least 1") for value in (0, -2, 1.0, True)],
+    *[(RunnerConfig, "max_logprobs", value, "at least 1") for value in (0, -1, 2.0)],
+    *[(RunnerConfig, "max_banned_ids", value, "at least 1") for value in (0, -1, None)],
+    *[(RunnerConfig, "random_seed", value, "at least 0") for value in (-1, 0.5, None, True)],
+    *[(RunnerConfig, "max_position_embeddings", value, "at least 2") for value in (0, 1, 2.5)],
+]
+
+
+@pytest.mark.parametrize(("kind", "field", "value", "limit"), BAD, ids=lambda value: repr(value)[:30])
+def test_an_impossible_value_names_its_field_and_limit(kind, field, value, limit):
+    group = kind.__name__.removesuffix("Config").lower()
+    with pytest.raises(ConfigError, match=limit) as caught:
+        kind(**{field: value})
+    assert caught.value.field == f"{group}.{field}" and caught.value.value is value
+    assert f"{group}.{field} is {value!r}" in str(caught.value)
+
+
+def test_defaults_and_limits_work():
+    assert EngineConfig() == EngineConfig(
+        cache=CacheConfig(), scheduler=SchedulerConfig(), runner=RunnerConfig()
+    )
+    for policy in POLICIES:
+        CacheConfig(policy=policy, gpu_pages=2, reserve_fraction=0, idle_ttl_s=math.inf)
+    SchedulerConfig(max_num_running=1, max_num_batched_tokens=8, max_num_rows=1, token_buckets=(8,))
+
+
+def test_an_unknown_field_is_refused():
+    with pytest.raises(TypeError, match="gpu_page"):
+        CacheConfig(gpu_page=4)
+
+
+def test_groups_of_the_wrong_kind_are_refused():
+    for name in ("cache", "scheduler", "runner"):
+        with pytest.raises(ConfigError, match=name):
+            EngineConfig(**{name: {"gpu_pages": 4}})
+
+
+def test_a_step_must_have_room_for_a_chunk_beside_every_decode():
+    with pytest.raises(ConfigError, match=r"scheduler.max_num_batched_tokens is 95.*\(96\)"):
+        EngineConfig(scheduler=SchedulerConfig(max_num_batched_tokens=95))
+    EngineConfig(scheduler=SchedulerConfig(max_num_batched_tokens=96))
+
+
+def test_the_context_is_what_is_asked_for_or_what_model_and_pool_allow():
+    config = EngineConfig(cache=CacheConfig(gpu_pages=4))
+    assert config.resolve_context_tokens(1000) == 128
+    assert config.resolve_context_tokens(100) == 100
+    asked = EngineConfig(cache=CacheConfig(gpu_pages=4), scheduler=SchedulerConfig(max_context_tokens=128))
+    assert asked.resolve_context_tokens(1000) == 128
+    with pytest.raises(ConfigError, match="max_context_tokens is 128.*the model's 127 positions"):
+        asked.resolve_context_tokens(127)
+    few = EngineConfig(cache=CacheConfig(gpu_pages=3), scheduler=SchedulerConfig(max_context_tokens=97))
+    with pytest.raises(ConfigError, match="cache.gpu_pages is 3, but must be at least 4"):
+        few.resolve_context_tokens(1000)
+
+
+def test_the_reserve_is_a_share_of_the_pool():
+    assert CacheConfig(gpu_pages=40).reserve_pages == 4
+    assert CacheConfig(gpu_pages=9).reserve_pages == 0
