@@ -93,7 +93,7 @@ class Embedding(nnx.Module):
         self.table = declare(build, (vocab_size, width), (self.vocab_axis,))
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """Rows of i32[T] -> f32[T, width]; ids must lie inside the vocabulary (padding may be any such id)."""
+        """Rows of i32[T] -> f32[T, width]; ids lie inside the vocabulary, those of padding too."""
         rows = jnp.take(self.table[...], token_ids, axis=0, mode="clip")
         return constrain(rows.astype(jnp.float32), self.build.mesh)
 

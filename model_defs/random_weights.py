@@ -18,18 +18,19 @@ from jax import lax
 from model_defs.config import ModelConfig
 from model_defs.parameters import Filler, Parameter
 
-
 # The kernels whose output is added to the residual stream.
 _RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel")
+_EMBEDDING_SCALE = 2.0
 
 
 def random_filler(seed: int, config: ModelConfig) -> Filler:
-    """A filler that draws normal values of standard deviation `config.initializer_range`, with two exceptions.
+    """A filler that draws normal values of standard deviation `config.initializer_range`, but for two kinds.
 
     What a layer adds to the residual stream is smaller by the square root of how many such terms there are
-    (as in GPT-2), and an embedding table that is not the head as well has values of order one. Without
-    either, a deep random Llama amplifies rounding: its bf16 logits are off by 0.09 on the average, several
-    times what trained ones show. Norm scales are one, that of the last norm `config.initial_norm_scale`.
+    (as in GPT-2), and an embedding table that is not the head as well is as large as what all layers add to
+    it. Without either, a deep random Llama amplifies rounding: at 40 layers its bf16 log-probabilities are
+    off by 0.3 at the 99th percentile, with both by 0.02, where one wrong chunk of KV changes them by 0.3 on
+    the average. Norm scales are one, that of the last norm `config.initial_norm_scale`.
     """
     num_terms = 2 * config.num_layers
 
@@ -42,7 +43,7 @@ def random_filler(seed: int, config: ModelConfig) -> Filler:
         if name.endswith(_RESIDUAL_KERNELS):
             scale /= math.sqrt(num_terms)
         elif name == "embed.table" and not config.tie_word_embeddings:
-            scale = 1.0
+            scale = _EMBEDDING_SCALE
         make = _maker(target.shape, target.dtype, target.sharding, is_scale)
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         key = np.frombuffer(digest[:8], "<u4")

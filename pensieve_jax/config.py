@@ -10,6 +10,7 @@ Called by: people, scripts, and every layer above `core`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from pensieve_jax.core.errors import ConfigError
 
@@ -20,6 +21,10 @@ POLICIES = ("retention", "lru", "conversation", "trailing")
 def _require(ok: bool, field_name: str, value: object, limit: str) -> None:
     if not ok:
         raise ConfigError(field_name, value, limit)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_count(value: object, at_least: int) -> bool:
@@ -67,7 +72,10 @@ class CacheConfig:
             f"one of {CHUNK_SIZES_TOKENS}",
         )
         _require(self.policy in POLICIES, "cache.policy", self.policy, f"one of {POLICIES}")
-        _require(0 <= self.reserve_fraction < 1, "cache.reserve_fraction", self.reserve_fraction, "in [0, 1)")
+        fraction = self.reserve_fraction
+        _require(
+            _is_number(fraction) and 0 <= fraction < 1, "cache.reserve_fraction", fraction, "in [0, 1)"
+        )
         bound, ttl_s = self.max_idle_conversations, self.idle_ttl_s
         _require(
             bound is None or _is_count(bound, 1),
@@ -75,7 +83,12 @@ class CacheConfig:
             bound,
             "None or an integer of at least 1",
         )
-        _require(ttl_s is None or ttl_s > 0, "cache.idle_ttl_s", ttl_s, "None or above 0 seconds")
+        _require(
+            ttl_s is None or (_is_number(ttl_s) and ttl_s > 0),
+            "cache.idle_ttl_s",
+            ttl_s,
+            "None or above 0 seconds",
+        )
 
     @property
     def reserve_pages(self) -> int:
@@ -122,17 +135,18 @@ class SchedulerConfig:
             self.max_context_tokens,
             "None or an integer of at least 2",
         )
-        if self.token_buckets is not None:
-            ascending = list(self.token_buckets) == sorted(set(self.token_buckets))
-            counts = all(_is_count(bucket, 1) for bucket in self.token_buckets)
+        buckets = self.token_buckets
+        if buckets is not None:
             _require(
-                bool(self.token_buckets)
-                and counts
-                and ascending
-                and self.token_buckets[-1] == self.max_num_batched_tokens,
+                isinstance(buckets, tuple)
+                and len(buckets) > 0
+                and all(_is_count(bucket, 1) for bucket in buckets)
+                and list(buckets) == sorted(set(buckets))
+                and buckets[-1] == self.max_num_batched_tokens,
                 "scheduler.token_buckets",
-                self.token_buckets,
-                f"ascending integers that end with max_num_batched_tokens ({self.max_num_batched_tokens})",
+                buckets,
+                "a tuple of ascending integers that ends with max_num_batched_tokens "
+                f"({self.max_num_batched_tokens})",
             )
 
 

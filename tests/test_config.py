@@ -82,10 +82,10 @@ def test_the_context_is_what_is_asked_for_or_what_model_and_pool_allow():
     assert config.resolve_context_tokens(100) == 100
     asked = EngineConfig(cache=CacheConfig(gpu_pages=4), scheduler=SchedulerConfig(max_context_tokens=128))
     assert asked.resolve_context_tokens(1000) == 128
-    with pytest.raises(ConfigError, match="max_context_tokens is 128.*the model's 127 positions"):
+    with pytest.raises(ConfigError, match=r"max_context_tokens is 128.*the model's 127 positions"):
         asked.resolve_context_tokens(127)
     few = EngineConfig(cache=CacheConfig(gpu_pages=3), scheduler=SchedulerConfig(max_context_tokens=97))
-    with pytest.raises(ConfigError, match="cache.gpu_pages is 3, but must be at least 4"):
+    with pytest.raises(ConfigError, match=r"cache.gpu_pages is 3, but must be at least 4"):
         few.resolve_context_tokens(1000)
 
 

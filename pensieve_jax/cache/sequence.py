@@ -25,6 +25,8 @@ class Role(Enum):
     QUEUED = "queued"  # requests that arrived earlier
     RUNNING = "running"  # nobody: pinned
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python function
+
 
 class Chunk:
     """One chunk: its state, and its page (0 where it has none)."""

@@ -17,6 +17,8 @@ class ChunkState(Enum):
     RESERVED = "reserved"  # it owns a page whose KV no dispatched step has written yet
     ON_GPU = "on gpu"  # its page holds valid KV, as far as the sequence's computed length goes
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python function
+
 
 class ChunkEvent(Enum):
     """What happens to a chunk."""
@@ -25,6 +27,8 @@ class ChunkEvent(Enum):
     FILL = "fill"  # a step that writes its KV was granted; program order makes it readable from then on
     DROP = "drop"  # its KV is forgotten and its page freed
     CANCEL = "cancel"  # its page is freed before anything was written
+
+    __hash__ = object.__hash__
 
 
 TRANSITIONS: dict[tuple[ChunkState, ChunkEvent], ChunkState] = {

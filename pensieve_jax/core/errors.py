@@ -31,6 +31,9 @@ __all__ = [
 ]
 
 
+_SHORT = reprlib.Repr(maxstring=100)
+
+
 class PensieveError(Exception):
     """Root of every error that this package raises on purpose."""
 
@@ -55,7 +58,7 @@ class InvalidFieldError(PensieveError, ValueError):
         self.hint = hint
         # A prompt may be a list of 100,000 ids: the message shows the ends of it only.
         ending = f"; {hint}." if hint else "."
-        super().__init__(f"{field} is {reprlib.repr(value)}, but must be {limit}{ending}")
+        super().__init__(f"{field} is {_SHORT.repr(value)}, but must be {limit}{ending}")
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle with the constructor's arguments, since `args` holds the message only."""

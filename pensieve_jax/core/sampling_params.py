@@ -6,7 +6,6 @@ Does not know: the vocabulary or the context length; the engine checks those whe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -20,7 +19,8 @@ MAX_SEED = 2**63 - 1
 def _check_number(name: str, value: Any, low: float, high: float, limit: str) -> None:
     """Refuse what is no number, NaN, infinite or outside [low, high]."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not low <= value <= high:
+    # Compared before anything else: NaN fails, and an int may be too large for a float.
+    if not is_number or not low <= value <= high:
         raise InvalidRequestError(name, value, limit)
 
 
@@ -73,8 +73,11 @@ class SamplingParams:
             _check_int("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, 2**31 - 1)
-        if isinstance(self.stop, str) or not all(isinstance(stop, str) and stop for stop in self.stop):
+        is_list = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
+        if not is_list or not all(isinstance(stop, str) and stop for stop in self.stop):
             raise InvalidRequestError("stop", self.stop, "a list of non-empty strings")
+        if not isinstance(self.stop_token_ids, Sequence):
+            raise InvalidRequestError("stop_token_ids", self.stop_token_ids, "a list of ids")
         for i, token_id in enumerate(self.stop_token_ids):
             _check_int(f"stop_token_ids[{i}]", token_id, 0, 2**31 - 1)
         if not isinstance(self.ignore_eos, bool):

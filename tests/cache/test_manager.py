@@ -1,0 +1,247 @@
+"""The cache manager: pinning, reserving, giving way, and the count of what is available."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pensieve_jax.cache import ChunkState, Role
+from pensieve_jax.config import POLICIES
+from tests.cache.helpers import CHUNK, Cache, resident
+
+
+def test_admission_reserves_every_page_that_is_missing():
+    cache = Cache(10)
+    idle = cache.idle("a", 4 * CHUNK)
+    cache.drop(idle, 0, 2)
+    sequence = cache.queued("a", idle)
+    assert cache.manager.try_admit(sequence, 6 * CHUNK + 1, waive_reserve=False)
+    states = [chunk.state.value for chunk in sequence.chunks]
+    assert states == ["reserved", "on gpu", "reserved", "on gpu", *["reserved"] * 3]
+    assert sequence.holes(CHUNK) == [(0, 16), (32, 48)]
+    assert cache.pool.num_free == 3 and sequence.role is Role.RUNNING
+    assert sorted(sequence.page_row.tolist()) == sorted({chunk.page for chunk in sequence.chunks})
+    cache.check()
+
+
+@pytest.mark.parametrize(("num_chunks", "admitted"), [(7, True), (8, True), (9, False), (10, False)])
+def test_the_reserve_stays_available(num_chunks, admitted):
+    """Of 10 pages 1 is in use and 1 must stay; what is idle counts as available."""
+    cache = Cache(10, reserve_pages=1)
+    cache.running("runs", CHUNK)
+    cache.idle("idle", 5 * CHUNK)
+    sequence = cache.queued("new")
+    assert cache.manager.try_admit(sequence, num_chunks * CHUNK, waive_reserve=False) is admitted
+    assert len(sequence.chunks) == (num_chunks if admitted else 0), "a refusal changes nothing"
+    assert (sequence.role is Role.RUNNING) is admitted
+    cache.check()
+
+
+def test_the_reserve_is_waived_where_nothing_runs():
+    cache = Cache(10, reserve_pages=3)
+    sequence = cache.queued("new")
+    assert not cache.manager.try_admit(sequence, 10 * CHUNK, waive_reserve=False)
+    assert not cache.manager.try_admit(sequence, 11 * CHUNK, waive_reserve=True)
+    assert cache.manager.try_admit(sequence, 10 * CHUNK, waive_reserve=True)
+    cache.check()
+
+
+def test_a_requesters_own_chunks_are_pinned_before_anything_is_dropped():
+    """Its leading chunks would be the first victims, were they not its own."""
+    cache = Cache(6)
+    old = cache.idle("old", 3 * CHUNK, idle_s=50)
+    cache.idle("young", 3 * CHUNK, idle_s=1)
+    sequence = cache.queued("old", old)
+    assert cache.manager.num_available(sequence) == 3 and cache.manager.num_available() == 6
+    cache.manager.begin_step()
+    assert cache.manager.try_admit(sequence, 5 * CHUNK, waive_reserve=True)
+    assert resident(old) == [0, 1, 2]
+    assert cache.manager.take_drops() == (("young", 0), ("young", 1))
+    assert cache.manager.take_drops() == () and cache.manager.num_dropped_chunks == 2
+    cache.check()
+
+
+def test_running_sequences_are_nobodys_victims():
+    cache = Cache(5)
+    first = cache.running("first", 3 * CHUNK)
+    second = cache.running("second", 2 * CHUNK)
+    assert cache.manager.num_available() == 0
+    assert not cache.manager.grow(first, 3 * CHUNK + 1)
+    assert len(first.chunks) == 3 and resident(second) == [0, 1]
+    assert cache.manager.grow(first, 3 * CHUNK), "it needs no page for that"
+    cache.check()
+
+
+def test_growing_takes_idle_chunks_then_those_of_the_latest_in_the_queue():
+    cache = Cache(7)
+    first = cache.running("first", CHUNK)
+    queued = [cache.queued(f"q{i}", cache.idle(f"q{i}", 2 * CHUNK)) for i in range(2)]
+    idle = cache.idle("idle", 2 * CHUNK)
+    assert cache.pool.num_free == 0
+    order = []
+    for num_chunks in range(2, 8):
+        cache.manager.begin_step()
+        assert cache.manager.grow(first, num_chunks * CHUNK)
+        order += cache.manager.take_drops()
+        cache.check()
+    assert order == [("idle", 0), ("idle", 1), ("q1", 0), ("q1", 1), ("q0", 0), ("q0", 1)]
+    assert not cache.manager.grow(first, 8 * CHUNK)
+    assert idle.num_kv_tokens == 0 and all(not sequence.chunks for sequence in queued)
+
+
+def test_queued_chunks_give_way_to_earlier_arrivals_only():
+    cache = Cache(4)
+    waiting = cache.queued("waiting", cache.idle("waiting", 2 * CHUNK))
+    late = cache.running("late", 2 * CHUNK)
+    cache.manager.begin_step()
+    with pytest.raises(AssertionError, match="arrived before"):
+        cache.manager.grow(late, 3 * CHUNK)
+    assert resident(waiting) == [0, 1]
+
+
+def test_a_conversation_that_is_pinned_within_a_step_is_no_victim():
+    """The order of victims was made before it was admitted."""
+    cache = Cache(6)
+    first, second = (cache.idle(name, 2 * CHUNK, idle_s) for name, idle_s in (("a", 9), ("b", 5)))
+    runs = cache.running("runs", 2 * CHUNK)
+    cache.manager.begin_step()
+    assert cache.manager.grow(runs, 3 * CHUNK)
+    assert cache.manager.take_drops() == (("a", 0),)
+    cache.queued("a", first)
+    assert cache.manager.try_admit(first, 2 * CHUNK, waive_reserve=False)
+    assert cache.manager.take_drops() == (("b", 0),)
+    assert resident(first) == [1] and resident(second) == [1]
+    cache.check()
+
+
+def test_fill_makes_reserved_chunks_resident():
+    cache = Cache(10)
+    sequence = cache.queued("a")
+    cache.manager.try_admit(sequence, 50, waive_reserve=True)
+    cache.manager.fill(sequence, 0, 20)
+    assert resident(sequence) == [0, 1] and sequence.num_kv_tokens == 20
+    cache.manager.fill(sequence, 20, 32)
+    assert resident(sequence) == [0, 1] and sequence.num_kv_tokens == 32
+    cache.manager.fill(sequence, 32, 33)
+    assert resident(sequence) == [0, 1, 2]
+    assert sequence.chunks[3].state is ChunkState.RESERVED
+    cache.check()
+
+
+def test_filling_a_hole_does_not_move_the_end():
+    cache = Cache(10)
+    sequence = cache.idle("a", 70)
+    cache.drop(sequence, 1, 2)
+    cache.queued("a", sequence)
+    cache.manager.try_admit(sequence, 75, waive_reserve=True)
+    cache.manager.fill(sequence, 16, 32)
+    assert sequence.num_kv_tokens == 70 and sequence.holes(CHUNK) == [(32, 48)]
+
+
+@pytest.mark.parametrize("how", ["suspend", "release"])
+def test_unpinning_gives_back_what_was_only_reserved(how):
+    cache = Cache(10)
+    sequence = cache.queued("a")
+    cache.manager.try_admit(sequence, 80, waive_reserve=True)
+    cache.manager.fill(sequence, 0, 40)
+    cache.clock.advance(5)
+    getattr(cache.manager, how)(sequence)
+    assert cache.pool.num_free == 7 and sequence.num_kv_tokens == 40 and len(sequence.chunks) == 3
+    assert sequence.role is (Role.QUEUED if how == "suspend" else Role.IDLE)
+    assert sequence.last_active_s == (0.0 if how == "suspend" else 105.0)
+    cache.check()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 16, 17, 63, 64, 100])
+def test_truncate_frees_whole_chunks_past_the_cut(num_tokens):
+    cache = Cache(10)
+    sequence = cache.idle("a", 64)
+    cache.manager.truncate(sequence, num_tokens)
+    assert sequence.num_kv_tokens == min(num_tokens, 64)
+    assert len(sequence.chunks) == -(-min(num_tokens, 64) // CHUNK)
+    assert cache.manager.num_dropped_chunks == 0, "nobody took them"
+    cache.check()
+
+
+def test_losing_the_tail_shortens_what_was_computed():
+    """A hole has computed tokens behind it; what the tail loses is not a hole."""
+    cache = Cache(9, policy="trailing")
+    sequence = cache.idle("a", 60)
+    cache.drop(sequence, 1)
+    runs = cache.running("runs", 6 * CHUNK)
+    cache.manager.begin_step()
+    assert cache.manager.grow(runs, 8 * CHUNK)
+    assert sequence.num_kv_tokens == 16 and len(sequence.chunks) == 1, "chunk 3, then 2; 1 was gone"
+    assert sequence.holes(CHUNK) == []
+    cache.check()
+
+
+def test_closing_frees_every_page():
+    cache = Cache(10)
+    sequence = cache.idle("a", 60)
+    cache.drop(sequence, 0)
+    cache.manager.close(sequence)
+    assert cache.pool.num_free == 10
+    cache.check()
+
+
+def test_lost_pools_drop_every_chunk():
+    cache = Cache(10)
+    idle, runs = cache.idle("idle", 40), cache.running("runs", 40)
+    queued = cache.queued("queued", cache.idle("queued", 20))
+    cache.manager.lose_device()
+    assert cache.pool.num_free == 10 and idle.num_kv_tokens == queued.num_kv_tokens == 0
+    assert not resident(runs)
+    cache.manager.truncate(runs, 40)
+    cache.manager.release(runs)
+    cache.check()
+
+
+def test_a_page_row_grows_with_its_sequence():
+    cache = Cache(100)
+    sequence = cache.running("a", 70 * CHUNK)
+    assert sequence.page_row.tolist() == [chunk.page for chunk in sequence.chunks]
+    assert len(set(sequence.page_row.tolist())) == 70 and 0 not in sequence.page_row
+
+
+@given(
+    policy=st.sampled_from(POLICIES),
+    ops=st.lists(
+        st.tuples(
+            st.sampled_from(["turn", "turn", "turn", "truncate", "close", "suspend", "think"]),
+            st.integers(0, 4),
+            st.integers(1, 60),
+        ),
+        max_size=40,
+    ),
+)
+def test_any_order_of_turns_keeps_its_invariants(policy, ops):
+    """Turns that grow, are suspended, cut or forgotten; after each call everything adds up."""
+    cache, sequences = Cache(12, policy=policy), {}
+    for op, number, size in ops:
+        sequence = sequences.get(number)
+        if op == "think":
+            cache.clock.advance(size)
+        elif op in ("turn", "suspend"):
+            sequence = cache.queued(f"s{number}", sequence)
+            sequences[number] = sequence
+            num_tokens = min(sequence.num_kv_tokens + size, 12 * CHUNK)
+            cache.manager.begin_step()
+            assert cache.manager.try_admit(sequence, num_tokens, waive_reserve=True)
+            if op == "turn":
+                for start, end in sequence.holes(CHUNK):
+                    cache.manager.fill(sequence, start, end)
+                cache.manager.fill(sequence, sequence.num_kv_tokens, num_tokens)
+                assert not sequence.holes(CHUNK) and sequence.num_kv_tokens == num_tokens
+            else:
+                cache.manager.suspend(sequence)
+            cache.manager.release(sequence)
+        elif sequence is not None:
+            cache.manager.truncate(sequence, size)
+            if op == "close":
+                cache.manager.close(sequences.pop(number))
+        cache.check()
+    for sequence in sequences.values():
+        cache.manager.close(sequence)
+    assert cache.pool.num_free == 12

@@ -1,0 +1,153 @@
+"""The contract of eviction policies, and the order that each promises; and the cost model behind one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pensieve_jax.cache import AnalyticCostModel, make_policy
+from pensieve_jax.config import POLICIES
+from tests.cache.helpers import CHUNK, Cache, resident
+
+
+def cache_with(policy, sizes, holes=()):
+    """A cache of idle sequences: (chunks, idle seconds) each; `holes` are (sequence, chunk) to drop."""
+    cache = Cache(200, policy=policy)
+    sequences = [cache.idle(f"s{i}", size * CHUNK, idle_s) for i, (size, idle_s) in enumerate(sizes)]
+    for i, chunk in holes:
+        sequence = sequences[i % len(sequences)]
+        if chunk < len(sequence.chunks) - 1 and chunk in resident(sequence):
+            cache.drop(sequence, chunk)
+    return cache, sequences
+
+
+def order_of(cache, sequences):
+    """[(sequence's number, chunk)] in the order in which the manager drops them, until none is left."""
+    order = []
+    for sequence, group in cache.policy.victims(sequences, cache.clock.now()):
+        order += [(sequences.index(sequence), chunk) for chunk in group]
+        cache.manager._drop_group(sequence, group)
+        cache.check()
+    return order
+
+
+sizes_strategy = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 50)), min_size=1, max_size=6)
+holes_strategy = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(sizes=sizes_strategy, holes=holes_strategy)
+def test_every_resident_chunk_is_a_victim_exactly_once(policy, sizes, holes):
+    cache, sequences = cache_with(policy, sizes, holes)
+    expected = [(i, chunk) for i, sequence in enumerate(sequences) for chunk in resident(sequence)]
+    order = order_of(cache, sequences)
+    assert sorted(order) == expected and cache.pool.num_free == 200
+    assert order == order_of(*cache_with(policy, sizes, holes)), "the order is not reproducible"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(sizes=sizes_strategy, holes=holes_strategy)
+def test_order_within_a_conversation(policy, sizes, holes):
+    """Leading end first, but for `trailing`, which goes from the tail."""
+    cache, sequences = cache_with(policy, sizes, holes)
+    all_resident = [resident(sequence) for sequence in sequences]
+    order = order_of(cache, sequences)
+    for i, expected in enumerate(all_resident):
+        chunks = [chunk for owner, chunk in order if owner == i]
+        assert chunks == (expected[::-1] if policy == "trailing" else expected)
+
+
+@pytest.mark.parametrize("policy", ["lru", "conversation", "trailing"])
+@given(sizes=sizes_strategy)
+def test_the_longest_idle_go_first_where_cost_does_not_matter(policy, sizes):
+    """Conversation after conversation, those that tie side by side in any chunk order."""
+    cache, sequences = cache_with(policy, sizes)
+    last_active = [sequences[i].last_active_s for i, _ in order_of(cache, sequences)]
+    assert last_active == sorted(last_active)
+
+
+@given(sizes=sizes_strategy, holes=holes_strategy)
+def test_retention_drops_by_cost_over_idle_time(sizes, holes):
+    """Values rise along the order, since costs never fall towards the tail; T is at least a millisecond."""
+    cache, sequences = cache_with("retention", sizes, holes)
+    cost = AnalyticCostModel(CHUNK, num_weights=1e3, attention_width=1e3)
+    values = [
+        cost.chunk_cost_s((chunk + 1) * CHUNK) / max(cache.clock.now() - sequences[i].last_active_s, 1e-3)
+        for i, chunk in order_of(cache, sequences)
+    ]
+    assert values == sorted(values)
+
+
+def test_retention_takes_cheap_chunks_of_many_before_dear_ones_of_one():
+    cache, sequences = cache_with("retention", [(3, 10.0), (3, 11.0)])
+    assert order_of(cache, sequences) == [(1, 0), (0, 0), (1, 1), (0, 1), (1, 2), (0, 2)]
+    cache, sequences = cache_with("retention", [(3, 1.0), (3, 1000.0)])
+    assert order_of(cache, sequences) == [(1, 0), (1, 1), (1, 2), (0, 0), (0, 1), (0, 2)]
+
+
+def test_conversation_takes_whole_histories():
+    cache, sequences = cache_with("conversation", [(3, 1.0), (2, 5.0)])
+    groups = []
+    for sequence, group in cache.policy.victims(sequences, cache.clock.now()):
+        groups.append((sequence.sequence_id, tuple(group)))
+        cache.manager._drop_group(sequence, group)
+    assert groups == [("s1", (0, 1)), ("s0", (0, 1, 2))]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ties_fall_to_the_sequence_given_first(policy):
+    cache, sequences = cache_with(policy, [(2, 5.0), (2, 5.0), (2, 5.0)])
+    first_of_each = dict.fromkeys(i for i, _ in order_of(cache, sequences))
+    assert list(first_of_each) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_chunks_dropped_by_others_do_not_break_the_order(policy):
+    """A truncation between two victims: the rest still comes, once."""
+    cache, (one, two) = cache_with(policy, [(4, 3.0), (4, 3.0)])
+    victims = cache.policy.victims([one, two], cache.clock.now())
+    cache.manager._drop_group(*next(victims))
+    cache.manager.truncate(one, CHUNK)
+    left = {(sequence.sequence_id, chunk) for sequence in (one, two) for chunk in resident(sequence)}
+    for sequence, group in victims:
+        assert {(sequence.sequence_id, chunk) for chunk in group} <= left
+        left -= {(sequence.sequence_id, chunk) for chunk in group}
+        cache.manager._drop_group(sequence, group)
+        cache.check()
+    assert not left
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_not_dropped_is_passed_over(policy):
+    """A conversation that was pinned since does not stop the others from giving way."""
+    cache, (one, two) = cache_with(policy, [(3, 9.0), (3, 1.0)])
+    dropped = []
+    for sequence, group in cache.policy.victims([one, two], cache.clock.now()):
+        if sequence is two:
+            dropped += group
+            cache.manager._drop_group(sequence, group)
+    assert sorted(dropped) == [0, 1, 2]
+
+
+def test_an_unknown_policy_is_an_error():
+    with pytest.raises(KeyError):
+        make_policy("fifo", AnalyticCostModel(CHUNK, 1.0, 1.0), CHUNK)
+
+
+@given(
+    num_weights=st.floats(0, 1e11),
+    attention_width=st.floats(0, 1e7),
+    lens=st.lists(st.integers(1, 10**6), min_size=2),
+)
+def test_cost_never_decreases_with_context(num_weights, attention_width, lens):
+    cost = AnalyticCostModel(32, num_weights, attention_width)
+    costs = [cost.chunk_cost_s(context_len) for context_len in sorted(lens)]
+    assert all(a <= b for a, b in itertools.pairwise(costs)) and costs[0] >= 0
+
+
+def test_cost_counts_weights_and_attention():
+    """32 tokens, 10 weights, width 3, context 64: 32 * (20 + 4 * 3 * 64) operations."""
+    assert AnalyticCostModel(32, 10, 3, flop_per_s=1.0).chunk_cost_s(64) == 32 * (20 + 768)

@@ -1,0 +1,97 @@
+"""The table of legal transitions, and the pool of pages."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pensieve_jax.cache import TRANSITIONS, ChunkEvent, ChunkState, PagePool
+from pensieve_jax.cache.sequence import Chunk
+from pensieve_jax.cache.states import IllegalTransitionError, next_state
+
+LEGAL = {
+    ("dropped", "reserve"): "reserved",
+    ("reserved", "fill"): "on gpu",
+    ("reserved", "cancel"): "dropped",
+    ("on gpu", "drop"): "dropped",
+}
+
+
+@pytest.mark.parametrize(
+    ("state", "event"), list(itertools.product(ChunkState, ChunkEvent)), ids=lambda x: x.value
+)
+def test_every_pair_of_state_and_event(state, event):
+    """Four pairs are legal and lead where they should; every other one raises and changes nothing."""
+    chunk = Chunk()
+    chunk.state = state
+    expected = LEGAL.get((state.value, event.value))
+    assert ((state, event) in TRANSITIONS) == (expected is not None)
+    if expected is not None:
+        assert next_state(state, event).value == expected
+        chunk.apply(event)
+        assert chunk.state.value == expected
+        return
+    with pytest.raises(IllegalTransitionError, match=f"{state.value} cannot {event.value}"):
+        chunk.apply(event)
+    assert chunk.state is state
+
+
+def test_every_state_can_be_reached_and_left():
+    assert {state for state, _ in TRANSITIONS} == set(ChunkState) == set(TRANSITIONS.values())
+
+
+def test_pages_are_given_away_once():
+    pool = PagePool(4)
+    pages = [pool.allocate() for _ in range(4)]
+    assert sorted(pages) == [1, 2, 3, 4] and pool.num_free == 0 and pool.num_pages == 4
+    with pytest.raises(IndexError):
+        pool.allocate()
+    pool.free(pages[2])
+    assert pool.num_free == 1 and pool.allocate() == pages[2]
+
+
+def test_the_last_reference_frees_a_page():
+    pool = PagePool(2)
+    page = pool.allocate()
+    pool.share(page)
+    pool.check_integrity({page: 2})
+    pool.free(page)
+    assert pool.num_free == 1
+    pool.check_integrity({page: 1})
+    pool.free(page)
+    pool.check_integrity({})
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free(page)
+    with pytest.raises(AssertionError, match="cannot be shared"):
+        pool.share(page)
+
+
+def test_integrity_finds_what_is_wrong():
+    pool = PagePool(3)
+    page = pool.allocate()
+    for owners in ({}, {page: 2}, {page: 1, 0: 1}, {page: 1, page % 3 + 1: 1}):
+        with pytest.raises(AssertionError):
+            pool.check_integrity(owners)
+    pool.check_integrity({page: 1})
+
+
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(0, 50)), max_size=60))
+def test_pool_against_a_count_per_page(ops):
+    """Any order of calls, against a dict of references."""
+    pool, owners = PagePool(5), {}
+    for op, number in ops:
+        if op == "allocate" and len(owners) < 5:
+            page = pool.allocate()
+            assert page not in owners and 1 <= page <= 5
+            owners[page] = 1
+        elif op != "allocate" and owners:
+            page = sorted(owners)[number % len(owners)]
+            getattr(pool, op)(page)
+            owners[page] += 1 if op == "share" else -1
+            if not owners[page]:
+                del owners[page]
+        assert pool.num_free == 5 - len(owners)
+        pool.check_integrity(owners)

@@ -1,0 +1,108 @@
+"""Tiny real models behind the driver's bench: one compiled runner each, judged by whole forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from model_defs import load_model, make_mesh
+from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from pensieve_jax.core.outputs import TokenLogprob
+from pensieve_jax.engine.dense_reference import DenseReference, Replay
+from pensieve_jax.engine.model_runner import ModelRunner, StepHandle
+from pensieve_jax.scheduler import StepPlan, StepResult
+from tests.engine.oracles import TurnFacts
+
+MIN_MARGIN = 1e-3  # closer than this, the two best tokens are a matter of rounding
+MAX_CONTEXT_TOKENS = 128
+
+
+def real_config(policy: str = "retention", *, stateful: bool = True) -> EngineConfig:
+    """The one shape that the runners are compiled for; the policy is the host's business."""
+    return EngineConfig(
+        stateful=stateful,
+        cache=CacheConfig(gpu_pages=14, chunk_tokens=16, policy=policy),
+        scheduler=SchedulerConfig(
+            max_num_running=4,
+            max_num_batched_tokens=48,
+            max_context_tokens=MAX_CONTEXT_TOKENS,
+            token_buckets=(8, 48),
+        ),
+        runner=RunnerConfig(attention_backend="xla", max_logprobs=4),
+    )
+
+
+class PoisonedRunner(ModelRunner):
+    """Every page that nobody wrote holds NaN, and no step may compile anything."""
+
+    def dispatch(self, plan: StepPlan) -> StepHandle:
+        num_before = self.num_compilations
+        handle = super().dispatch(plan)
+        assert self.num_compilations == num_before, "a step was compiled after warm-up"
+        return handle
+
+    def fetch(self, handle: StepHandle) -> StepResult:
+        num_before = self.num_compilations
+        result = super().fetch(handle)
+        assert self.num_compilations == num_before, "fetching compiled something"
+        return result
+
+    def reset(self) -> None:
+        super().reset()
+        nan = np.full(self.storage.shape, np.nan, self.storage.dtype)
+        self.pools = [jax.device_put(nan, self.storage.sharding, may_alias=False) for _ in self.pools]
+
+
+@dataclass
+class RealBench:
+    """One model, one compiled runner for all scenarios.
+
+    Attributes:
+      num_turns: turns that were judged.
+      uncertain: what is known of turns with a margin below `MIN_MARGIN`.
+    """
+
+    preset: str
+    num_turns: int = 0
+    uncertain: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        mesh = make_mesh(1)
+        model = load_model(f"random:{self.preset}", dtype="float32", mesh=mesh, seed=1)
+        self.vocab_size: int = model.config.vocab_size
+        self.eos_token_ids: tuple[int, ...] = model.config.eos_token_ids
+        self.runner = PoisonedRunner(model, real_config(), mesh)
+        self.runner.warm_up()
+        self._reference = DenseReference(model)
+
+    def new_runner(self, config: EngineConfig, max_context_tokens: int) -> ModelRunner:
+        assert max_context_tokens == MAX_CONTEXT_TOKENS
+        self.runner.reset()
+        return self.runner
+
+    def stop_id(self, facts: TurnFacts) -> int:
+        """The reply's first token, as far as it is greedy: a stop at once, or later."""
+        return int(self._reference.logits([*facts.history, *facts.prompt])[-1].argmax())
+
+    def check_tokens(self, facts: TurnFacts, token_ids: Sequence[int], *, whole: bool) -> None:
+        """Every token must be the reference's choice after the tokens before it, where that is certain."""
+        if not token_ids:
+            return
+        replay = self._replay(facts, token_ids)
+        certain = replay.margins >= MIN_MARGIN
+        wrong = np.flatnonzero((replay.token_ids != np.asarray(token_ids)) & certain)
+        assert not len(wrong), f"token {wrong[0]} of {list(token_ids)} should be {replay.token_ids[wrong[0]]}"
+        self.num_turns += 1
+        if not certain.all():
+            self.uncertain.append(f"{self.preset}: margin {replay.margins.min():.1e} in {facts}")
+
+    def check_logprobs(self, facts: TurnFacts, logprobs: Sequence[TokenLogprob]) -> None:
+        replay = self._replay(facts, [entry.token_id for entry in logprobs])
+        np.testing.assert_allclose([entry.logprob for entry in logprobs], replay.logprobs, atol=1e-3)
+        assert all(len(entry.top) == facts.params.logprobs for entry in logprobs)
+
+    def _replay(self, facts: TurnFacts, token_ids: Sequence[int]) -> Replay:
+        return self._reference.replay_turn(facts.history, facts.prompt, token_ids, facts.params, facts.seed)

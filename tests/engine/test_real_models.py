@@ -1,0 +1,80 @@
+"""The random driver on tiny real models: float32, `xla` attention, judged by whole forward passes."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import pytest
+
+from pensieve_jax import LLM, SamplingParams
+from pensieve_jax.config import POLICIES
+from tests.engine.driver import run_scenario
+from tests.engine.oracles import TurnFacts
+from tests.engine.real_models import MAX_CONTEXT_TOKENS, MIN_MARGIN, RealBench, real_config
+from tests.engine.scenarios import CALM_OPS, HASTY_OPS, OPS, RandomChooser, Scenario, make_op
+
+PRESETS = ("llama-tiny", "opt-tiny")
+NUM_SCENARIOS = 24
+MAX_UNCERTAIN_FRACTION = 0.005
+
+
+@functools.cache
+def bench_for(preset):
+    return RealBench(preset)
+
+
+def real_scenario(seed):
+    choose = RandomChooser(seed)
+    kinds = choose.pick((CALM_OPS, HASTY_OPS, OPS))
+    policy = choose.pick(("retention", *POLICIES))
+    return Scenario(
+        config=real_config(policy, stateful=choose.pick((*[True] * 7, False))),
+        max_model_tokens=MAX_CONTEXT_TOKENS,
+        durable=kinds is OPS,
+        ops=tuple(make_op(choose, kinds, max_len=70) for _ in range(choose.integer(20, 50))),
+    )
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_random_scenarios_equal_the_dense_reference(preset):
+    """Greedy and seeded random turns; where the two best tokens all but tie, either is right, and counted."""
+    bench = bench_for(preset)
+    num_before, num_reused, num_recomputed = bench.num_turns, 0, 0
+    for seed in range(NUM_SCENARIOS):
+        print(f"run_scenario(real_scenario({seed}), bench_for({preset!r}))")
+        driver = run_scenario(real_scenario(seed), bench)
+        num_reused += driver.totals["reused_gpu_tokens"]
+        num_recomputed += driver.totals["recomputed_tokens"]
+    num_turns = bench.num_turns - num_before
+    print(f"{num_turns} turns, {len(bench.uncertain)} with a margin below {MIN_MARGIN}:", *bench.uncertain)
+    assert num_turns > 200 and min(num_reused, num_recomputed) > 300
+    assert len(bench.uncertain) <= MAX_UNCERTAIN_FRACTION * num_turns
+
+
+def test_a_wrong_token_is_a_failure():
+    """The judge itself: a token that is not the reference's choice, its margin wide, is found."""
+    bench = bench_for("llama-tiny")
+    driver = run_scenario(real_scenario(0), bench)
+    assert driver.num_checked
+    with pytest.raises(AssertionError, match="should be"):
+        facts = TurnFacts((), (5, 6, 7), SamplingParams(max_tokens=1), 0, MAX_CONTEXT_TOKENS)
+        bench.check_tokens(facts, [(bench.stop_id(facts) + 1) % bench.vocab_size], whole=True)
+
+
+def test_nothing_is_compiled_after_warm_up():
+    """Through the public API: text, ids, sampling, logprobs, streams, recompute; the counter stands still."""
+    with LLM("random:llama-tiny", config=real_config(), progress=False) as llm:
+        num_compilations = llm.stats()["num_compilations"]
+        assert llm.stats()["num_buckets"] == 2
+        sampled = SamplingParams(max_tokens=6, temperature=0.8, top_k=5, top_p=0.9, seed=3, logprobs=2)
+        for turn in range(3):
+            llm.generate(["hello", [7, 8, 9]], SamplingParams(max_tokens=5), conversation_ids=["a", "b"])
+            llm.generate([[turn + 3] * 40], sampled, conversation_ids=["c"])
+            llm.generate([[turn + 3] * 100], [SamplingParams(max_tokens=3, temperature=1.0)])
+        list(llm.stream("more", sampled, conversation_id="a"))
+        llm.truncate("a", 7)
+        assert llm.stats()["recomputed_tokens"] > 0, "nothing was dropped"
+        assert llm.stats()["num_compilations"] == num_compilations
+        jax.jit(lambda x: 3 * x + 41)(2.0)
+        assert llm.stats()["num_compilations"] > num_compilations, "the counter does not count"

@@ -1,0 +1,129 @@
+"""Turns as text and as streams, over the engine on the fake runner: stop strings, deltas, closing."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.llm import Stream
+from pensieve_jax.text import byte_tokenizer
+from tests.engine.harness import Harness
+
+TOKENIZER = byte_tokenizer()
+
+
+def text_harness():
+    return Harness(tokenizer=TOKENIZER)
+
+
+def stream(harness, name, prompt_len=6, *, seed=0, **params):
+    facts = harness.facts(harness.prompt(prompt_len, seed), name, seed, **params)
+    return Stream(harness.engine, harness.submit(facts, name)), harness.expected(facts)
+
+
+def test_text_is_what_the_ids_say():
+    harness = text_harness()
+    output = harness.turn("a", 5, max_tokens=40)
+    assert output.text == TOKENIZER.decode(list(output.token_ids)) and output.text
+    assert harness.store.load("a").turns[0].output_text == output.text
+
+
+def test_a_stop_string_ends_the_turn_before_it():
+    """The ids up to the one that completes it are history; the text ends before it; nothing is left over."""
+    harness = text_harness()
+    facts = harness.facts(harness.prompt(5), "a", max_tokens=60)
+    expected = harness.expected(facts)
+    text = TOKENIZER.decode(list(expected))
+    stop = next(text[i : i + 2] for i in range(4, len(text)) if text.find(text[i : i + 2]) == i)
+    assert "\N{REPLACEMENT CHARACTER}" not in stop
+    facts = harness.facts(harness.prompt(5), "a", max_tokens=60, stop=(stop,))
+    (output,) = harness.run(harness.submit(facts, "a"))
+    num_ids = next(n for n in range(61) if stop in TOKENIZER.decode(list(expected[:n])))
+    assert output.finish_reason == "stop" and output.token_ids == expected[:num_ids]
+    assert output.text == text[: text.find(stop)]
+    assert harness.history("a") == (*facts.prompt, *expected[:num_ids])
+    harness.turn("a", 4, seed=1, max_tokens=5)
+    harness.check_empty()
+
+
+def test_a_stream_says_what_the_turn_is():
+    harness = text_harness()
+    deltas, expected = stream(harness, "a", max_tokens=30)
+    seen = list(deltas)
+    assert tuple(token_id for delta in seen for token_id in delta.token_ids) == expected
+    assert "".join(delta.text for delta in seen) == deltas.output.text
+    assert len(seen) == 30, "one for each token, as it comes"
+
+
+def test_two_streams_interleave():
+    """Each drives the engine, and the other's deltas wait for it."""
+    harness = text_harness()
+    (one, expected_one), (two, expected_two) = (
+        stream(harness, name, seed=seed, max_tokens=12) for seed, name in enumerate("ab")
+    )
+    ids = {one: [], two: []}
+    for _ in range(6):
+        for deltas in (one, two):
+            ids[deltas] += next(deltas).token_ids
+    assert len(harness.runner.rows) < 12, "a step serves both"
+    for deltas in (two, one):
+        for delta in deltas:
+            ids[deltas] += delta.token_ids
+    assert (tuple(ids[one]), tuple(ids[two])) == (expected_one, expected_two)
+    harness.drain()
+    harness.check_empty()
+
+
+@pytest.mark.parametrize("how", ["close", "with", "drop"])
+def test_closing_a_stream_cancels_its_turn(how):
+    harness = text_harness()
+    harness.turn("a", 20, max_tokens=4)
+    history = harness.history("a")
+    deltas, _ = stream(harness, "a", seed=1, max_tokens=30)
+    next(deltas)
+    assert harness.engine.conversations.is_busy("a")
+    if how == "close":
+        deltas.close()
+    elif how == "with":
+        with deltas:
+            next(deltas)
+    else:
+        del deltas
+        gc.collect()
+    assert not harness.engine.conversations.is_busy("a") and harness.history("a") == history
+    harness.turn("a", 5, seed=2, max_tokens=4)
+    harness.check_empty()
+
+
+def test_closing_a_stream_that_ended_keeps_its_turn():
+    harness = text_harness()
+    with stream(harness, "a", max_tokens=3)[0] as deltas:
+        list(deltas)
+    assert len(harness.history("a")) == 9 and deltas.output.finish_reason == "length"
+
+
+def test_a_failed_stream_raises_what_its_turn_failed_with():
+    harness = text_harness()
+    deltas, _ = stream(harness, "a", max_tokens=9)
+    next(deltas)
+    harness.runner.faults["fetch"] = lambda: StepFailedError("the device failed")
+    with pytest.raises(StepFailedError, match="the device failed"):
+        list(deltas)
+    deltas.close()
+    assert harness.engine.conversations.listing() == []
+
+
+def test_logprobs_come_with_the_tokens():
+    """None, those of the chosen ids only, or the most likely as well; whatever neighbours ask for."""
+    harness = text_harness()
+    wanted = (None, 0, 3)
+    facts = [
+        harness.facts(harness.prompt(5, i), None, logprobs=k, max_tokens=6) for i, k in enumerate(wanted)
+    ]
+    outputs = harness.run(*(harness.submit(one) for one in facts))
+    assert outputs[0].logprobs is None
+    for one, output, k in zip(facts[1:], outputs[1:], wanted[1:], strict=True):
+        harness.bench.check_logprobs(one, output.logprobs)
+        assert all(len(entry.top) == k for entry in output.logprobs)

@@ -1,0 +1,83 @@
+"""Requests over a cache, and steps whose ids come at once or one step late."""
+
+from __future__ import annotations
+
+from pensieve_jax.config import SchedulerConfig
+from pensieve_jax.core.conversation import PENDING_TOKEN, Conversation
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.scheduler import Request, Scheduler, SchedulerOutput
+from tests.cache.helpers import CHUNK, Cache
+
+
+class Desk:
+    """A scheduler over a cache.
+
+    Attributes:
+      steps: [(request's name, start, end, samples)] of every step.
+    """
+
+    def __init__(
+        self,
+        num_pages: int = 40,
+        *,
+        max_num_running: int = 4,
+        max_num_batched_tokens: int = 64,
+        max_num_rows: int | None = None,
+        reserve_pages: int = 0,
+    ) -> None:
+        self.cache = Cache(num_pages, reserve_pages=reserve_pages)
+        config = SchedulerConfig(
+            max_num_running=max_num_running,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_rows=max_num_rows,
+        )
+        self.scheduler = Scheduler(config, self.cache.manager)
+        self.steps: list[list[tuple[str, int, int, bool]]] = []
+        self._num_requests = 0
+        self.sequences: dict[str, tuple[Conversation, object]] = {}
+
+    def conversation(self, name: str, history_len: int, *holes: int) -> None:
+        """A conversation whose history is in the cache, but for its last token and these chunks."""
+        sequence = self.cache.idle(name, history_len - 1)
+        self.cache.drop(sequence, *holes)
+        conversation = Conversation(name, list(range(history_len)))
+        conversation.num_turns, conversation.num_history_tokens = 1, history_len
+        conversation.num_computed_tokens = history_len - 1
+        self.sequences[name] = (conversation, sequence)
+
+    def add(self, name: str, prompt_len: int, max_tokens: int = 4, **params: object) -> Request:
+        """A turn of a new or a known conversation."""
+        known = self.sequences.get(name)
+        conversation, sequence = known or (Conversation(name), self.cache.manager.open(name))
+        conversation.token_ids += range(500, 500 + prompt_len)
+        request = Request(
+            self._num_requests,
+            conversation,
+            sequence,
+            SamplingParams(max_tokens=max_tokens, **params),
+            seed=7,
+            ending_ids=(),
+            max_context_tokens=10_000,
+        )
+        self._num_requests += 1
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> SchedulerOutput:
+        """Schedule, and learn the ids of the step before."""
+        pending = [
+            request
+            for request in (*self.scheduler.running, *self.scheduler.waiting)
+            if request.token_ids[-1] == PENDING_TOKEN
+        ]
+        output = self.scheduler.schedule()
+        for request in pending:
+            request.token_ids[request.token_ids.index(PENDING_TOKEN)] = 9
+        self.cache.check()
+        self.scheduler.check_integrity()
+        self.steps.append([(g.request.conversation.conversation_id, *g[1:]) for g in output.grants])
+        assert output.num_tokens == sum(g.end - g.start for g in output.grants)
+        return output
+
+
+__all__ = ["CHUNK", "Desk"]

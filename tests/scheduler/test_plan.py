@@ -1,0 +1,71 @@
+"""The packed plan's layout, and the lattice of buckets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pensieve_jax.config import SchedulerConfig
+from pensieve_jax.scheduler import PlanLayout, StepPlan, bucket_for, token_buckets
+
+LAYOUT = PlanLayout(
+    num_tokens=64, max_num_rows=8, pages_per_row=5, max_num_samples=4, max_num_banned=3, tiles_len=11
+)
+
+
+def test_fields_fill_the_buffer_without_gap_or_overlap():
+    end = 0
+    for field in LAYOUT.fields.values():
+        assert field.offset == end and field.dtype.itemsize == 4 and field.size == np.prod(field.shape)
+        end += field.size
+    assert LAYOUT.size == end
+    assert hash(LAYOUT) == hash(PlanLayout(64, 8, 5, 4, 3, 11)) and PlanLayout(64, 8, 5, 4, 3, 11) == LAYOUT
+
+
+def test_every_field_is_a_view_of_its_own_words():
+    plan = StepPlan(LAYOUT, 3)
+    assert plan.step_id == 3 and plan.buffer.dtype == np.int32 and not plan.buffer.any()
+    for number, (name, field) in enumerate(LAYOUT.fields.items(), start=1):
+        view = getattr(plan, name)
+        assert view.shape == field.shape and view.dtype == field.dtype and view.base is not None
+        view[...] = number
+        words = plan.buffer[field.offset : field.offset + field.size]
+        assert (words.view(field.dtype) == number).all()
+    for number, name in enumerate(LAYOUT.fields, start=1):
+        assert (getattr(plan, name) == number).all(), f"{name} was overwritten"
+
+
+def test_plans_share_no_buffer():
+    one, two = StepPlan(LAYOUT, 0), StepPlan(LAYOUT, 1)
+    one.token_ids[:] = 5
+    assert not two.buffer.any()
+
+
+@given(largest=st.integers(2, 20_000), max_num_buckets=st.integers(1, 10))
+def test_buckets_are_few_and_cover_every_step(largest, max_num_buckets):
+    """Bounded by configuration, ascending, from small to the largest step; any size finds its bucket."""
+    config = SchedulerConfig(
+        max_num_running=1, max_num_batched_tokens=largest, max_num_buckets=max_num_buckets
+    )
+    buckets = token_buckets(config)
+    assert 1 <= len(buckets) <= max_num_buckets
+    assert list(buckets) == sorted(set(buckets)) and buckets[-1] == largest
+    for num_tokens in {1, largest // 3 or 1, largest - 1, largest, *buckets}:
+        bucket = bucket_for(buckets, num_tokens)
+        assert bucket >= num_tokens
+        assert all(smaller < num_tokens for smaller in buckets if smaller < bucket), "not the smallest"
+    with pytest.raises(IndexError):
+        bucket_for(buckets, largest + 1)
+
+
+def test_buckets_that_are_given_are_kept():
+    config = SchedulerConfig(max_num_batched_tokens=512, max_num_running=4, token_buckets=(8, 100, 512))
+    assert token_buckets(config) == (8, 100, 512)
+    assert token_buckets(SchedulerConfig(max_num_batched_tokens=1024, max_num_buckets=4)) == (
+        16,
+        64,
+        256,
+        1024,
+    )

@@ -1,0 +1,198 @@
+"""Who gets how many tokens of a step: order, budget, cuts, rows, suspension."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.scheduler import RequestStatus
+from tests.scheduler.helpers import CHUNK, Desk
+
+
+def test_first_come_first_served_within_the_budget():
+    desk = Desk(max_num_batched_tokens=64)
+    for name in "abc":
+        desk.add(name, 30, max_tokens=1)
+    assert [len(desk.step().admitted) for _ in range(3)] == [3, 0, 0]
+    assert desk.steps == [
+        [("a", 0, 30, True), ("b", 0, 30, True), ("c", 0, 4, False)],
+        [("c", 4, 30, True)],
+        [],
+    ]
+
+
+def test_one_decode_token_for_each_running_request_is_set_aside():
+    """A long prompt that arrived first leaves room for the decodes behind it."""
+    desk = Desk(max_num_batched_tokens=40)
+    desk.add("long", 100)
+    desk.step()
+    desk.cache.check()
+    short = desk.add("short", 5)
+    desk.step()
+    desk.step()
+    assert desk.steps[1:] == [[("long", 40, 80, False)], [("long", 80, 100, True), ("short", 0, 5, True)]]
+    desk.conversation("back", 200, *range(10))
+    late = desk.add("back", 3)
+    desk.step()
+    assert desk.steps[-1][:2] == [("long", 100, 101, True), ("short", 5, 6, True)]
+    assert desk.steps[-1][2] == ("back", 0, 32, False), "38 tokens are left: two chunks"
+    assert late.status is short.status is RequestStatus.RUNNING
+
+
+def test_decodes_behind_a_recompute_are_not_starved():
+    """The oldest recomputes; its step leaves a token and a row for each decode of a later arrival."""
+    desk = Desk(max_num_running=3, max_num_batched_tokens=24, max_num_rows=3)
+    desk.conversation("old", 100, 0, 1, 2, 3)
+    desk.add("old", 4, max_tokens=9)
+    for name in "ab":
+        desk.add(name, 1, max_tokens=9)
+    desk.step()
+    assert desk.steps[0] == [("old", 0, 16, False), ("a", 0, 1, True), ("b", 0, 1, True)]
+    desk.step()
+    assert desk.steps[1] == [("old", 16, 32, False), ("a", 1, 2, True), ("b", 1, 2, True)]
+
+
+def test_several_holes_in_ascending_order():
+    """A later interval shares a step with an earlier one only if that ends in it."""
+    desk = Desk(max_num_batched_tokens=70)
+    desk.conversation("a", 161, 0, 3, 4, 8)
+    desk.add("a", 10, max_tokens=1)
+    for _ in range(2):
+        desk.step()
+    assert desk.steps == [
+        [("a", 0, 16, False), ("a", 48, 80, False), ("a", 128, 144, False), ("a", 160, 166, False)],
+        [("a", 166, 171, True)],
+    ]
+
+
+def test_recompute_is_cut_on_chunk_boundaries_only():
+    desk = Desk(max_num_batched_tokens=47)
+    desk.conversation("a", 161, *range(9))
+    desk.add("a", 10, max_tokens=1)
+    while not desk.steps or not desk.steps[-1] or not desk.steps[-1][-1][-1]:
+        desk.step()
+    grants = [grant for step in desk.steps for grant in step]
+    history = [grant for grant in grants if grant[2] <= 144]
+    assert all(end % CHUNK == 0 and start % CHUNK == 0 for _, start, end, _ in history)
+    assert sum(end - start for _, start, end, _ in history) == 144
+    assert [grant[3] for grant in grants] == [False] * (len(grants) - 1) + [True]
+
+
+def test_rows_are_a_limit_of_their_own():
+    """Three rows a step: three holes, and the rest in the next one."""
+    desk = Desk(max_num_running=3, max_num_rows=3, max_num_batched_tokens=200)
+    desk.conversation("a", 161, 0, 2, 4, 6)
+    desk.add("a", 10, max_tokens=1)
+    desk.add("b", 5, max_tokens=1)
+    for _ in range(2):
+        desk.step()
+    assert desk.steps[0] == [("a", 0, 16, False), ("a", 32, 48, False), ("a", 64, 80, False)]
+    assert desk.steps[1] == [("a", 96, 112, False), ("a", 160, 171, True), ("b", 0, 5, True)]
+
+
+def test_no_more_run_than_may():
+    desk = Desk(max_num_running=2)
+    requests = [desk.add(name, 3, max_tokens=2) for name in "abc"]
+    desk.step()
+    assert [request.status.value for request in requests] == ["running", "running", "waiting"]
+    desk.step()
+    desk.step()
+    assert [request.status.value for request in requests] == ["finishing", "finishing", "running"]
+
+
+def test_a_turn_samples_only_where_nothing_is_missing():
+    desk = Desk(max_num_batched_tokens=20)
+    request = desk.add("a", 50, max_tokens=3)
+    for _ in range(6):
+        desk.step()
+    assert [grant for step in desk.steps for grant in step] == [
+        ("a", 0, 20, False),
+        ("a", 20, 40, False),
+        ("a", 40, 50, True),
+        ("a", 50, 51, True),
+        ("a", 51, 52, True),
+    ]
+    assert request.num_output_tokens == 3 and request.status is RequestStatus.FINISHING
+    assert desk.steps[-1] == [], "a stop by length launches no extra step"
+
+
+def test_the_latest_arrival_is_suspended():
+    """Three requests of one page each in a pool of three: as they grow, the last one gives way first."""
+    desk = Desk(3)
+    requests = [desk.add(name, 15, max_tokens=20) for name in "abc"]
+    suspended = [request for _ in range(4) for request in desk.step().suspended]
+    assert suspended == [requests[2], requests[1]], "b takes the page of c, then a that of b"
+    assert requests[0].status is RequestStatus.RUNNING and list(desk.scheduler.waiting) == requests[1:]
+
+
+def test_a_request_suspends_itself_where_it_is_the_latest():
+    desk = Desk(3)
+    first = desk.add("a", 30, max_tokens=2)
+    last = desk.add("b", 16, max_tokens=9)
+    assert desk.step().suspended == ()
+    output = desk.step()
+    assert output.suspended == (last,) and output.admitted == ()
+    assert [grant.request for grant in output.grants] == [first]
+    assert last.token_ids[-1] != -1, "the token in flight is kept"
+
+
+def test_a_suspended_request_resumes_in_its_place():
+    """Before everything that arrived after it, and only with the reserve."""
+    desk = Desk(5, reserve_pages=1)
+    first = desk.add("a", 60, max_tokens=3)
+    second = desk.add("b", 1, max_tokens=30)
+    third = desk.add("c", 1, max_tokens=30)
+    desk.step()
+    assert [request.status.value for request in (first, second, third)] == ["running", "waiting", "waiting"]
+    for _ in range(3):
+        output = desk.step()
+    assert output.admitted == (second, third) and first.status is RequestStatus.FINISHING
+    second_again = [request for _ in range(40) for request in desk.step().suspended]
+    assert all(request is third for request in second_again)
+
+
+def test_waiting_chunks_give_way_to_those_who_run():
+    """A conversation in the queue is no victim for later arrivals, but for those that came before it."""
+    desk = Desk(6)
+    desk.conversation("queued", 33)
+    desk.add("first", 62, max_tokens=40)
+    desk.step()
+    waiting = desk.add("queued", 40)
+    output = desk.step()
+    assert output.admitted == () and waiting.status is RequestStatus.WAITING
+    dropped = [drop for _ in range(30) for drop in desk.step().drops]
+    assert dropped[:2] == [("queued", 0), ("queued", 1)]
+
+
+def test_removing_requests_wherever_they_stand():
+    desk = Desk(max_num_running=2)
+    requests = [desk.add(name, 20, max_tokens=1 if name == "a" else 5) for name in "abcd"]
+    desk.step()
+    desk.step()
+    statuses = [request.status.value for request in requests]
+    assert statuses == ["finishing", "running", "running", "waiting"]
+    for request in requests:
+        desk.cache.manager.truncate(request.sequence, 0)
+        desk.scheduler.remove(request)
+        desk.cache.check()
+        desk.scheduler.check_integrity()
+        assert request.status is RequestStatus.FINISHED
+    assert desk.cache.pool.num_free == 40 and desk.step().grants == ()
+
+
+def test_usage_counts_what_was_lost():
+    desk = Desk()
+    desk.conversation("a", 100, 0, 1)
+    request = desk.add("a", 7)
+    desk.step()
+    usage = request.usage(num_output_tokens=4)
+    assert (usage.reused_gpu_tokens, usage.recomputed_tokens, usage.prefilled_tokens) == (67, 32, 8)
+    assert usage.prompt_tokens == 7 and usage.output_tokens == 4
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_a_turn_at_the_context_limit_is_exhausted(max_tokens):
+    desk = Desk()
+    request = desk.add("a", 9, max_tokens=max_tokens)
+    request.max_total_tokens = 10
+    desk.step()
+    assert request.exhausted and request.num_output_tokens == 1
