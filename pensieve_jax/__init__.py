@@ -21,7 +21,8 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.core.outputs import Delta, Output, TokenLogprob, Usage
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.llm import LLM, Stream
+from pensieve_jax.llm import LLM
+from pensieve_jax.stream import Stream
 
 __all__ = [
     "LLM",

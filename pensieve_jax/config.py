@@ -73,9 +73,7 @@ class CacheConfig:
         )
         _require(self.policy in POLICIES, "cache.policy", self.policy, f"one of {POLICIES}")
         fraction = self.reserve_fraction
-        _require(
-            _is_number(fraction) and 0 <= fraction < 1, "cache.reserve_fraction", fraction, "in [0, 1)"
-        )
+        _require(_is_number(fraction) and 0 <= fraction < 1, "cache.reserve_fraction", fraction, "in [0, 1)")
         bound, ttl_s = self.max_idle_conversations, self.idle_ttl_s
         _require(
             bound is None or _is_count(bound, 1),

@@ -6,7 +6,7 @@ Does not know: batches, pages, or devices; it drives an `Engine`, from one threa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -23,12 +23,13 @@ from pensieve_jax.core.errors import (
     UnknownConversationError,
     UnsupportedFeatureError,
 )
-from pensieve_jax.core.outputs import Delta, Output
+from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history import ConversationInfo, ConversationRecord
+from pensieve_jax.stream import Stream, result_of
 from pensieve_jax.text import ChatFormat, EarlierTurn, check_messages
 
 type Prompt = str | Sequence[int]
@@ -258,55 +259,10 @@ class LLM:
             for turn in turns:
                 if not turn.done:
                     self.engine.cancel(turn)
-        return [_result(turn) for turn in turns]
+        return [result_of(turn) for turn in turns]
 
     def _stream(self, spec: TurnSpec) -> Stream:
         return Stream(self.engine, self.engine.submit([spec])[0])
-
-
-class Stream(Iterator[Delta]):
-    """A running turn as an iterator of deltas. Closing it, or dropping it, cancels the turn."""
-
-    def __init__(self, engine: Engine, turn: Turn) -> None:
-        """Made by `LLM.stream`; the turn has been submitted."""
-        self._engine = engine
-        self._turn = turn
-
-    @property
-    def output(self) -> Output | None:
-        """The result, once the turn has ended."""
-        return self._turn.output
-
-    def __next__(self) -> Delta:
-        """Step until the turn says something; raises what the turn failed with."""
-        while True:
-            delta = self._turn.take_delta()
-            if delta is not None:
-                return delta
-            if self._turn.done:
-                _result(self._turn)
-                raise StopIteration
-            self._engine.step()
-
-    def close(self) -> None:
-        """Cancel the turn, as if it had never been sent, unless it has ended."""
-        if not self._turn.done:
-            self._engine.cancel(self._turn)
-
-    def __enter__(self) -> Self:
-        """The stream itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close it."""
-        self.close()
-
-    def __del__(self) -> None:
-        """A dropped stream must not leave its conversation busy."""
-        if not self._turn.done and not self._engine.closed:
-            self._engine.cancel(self._turn)
 
 
 def _one_each[T](field: str, given: T | Sequence[T] | None, default: T, count: int) -> list[T]:
@@ -318,10 +274,3 @@ def _one_each[T](field: str, given: T | Sequence[T] | None, default: T, count: i
     if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != count:
         raise InvalidRequestError(field, given, f"one for each of the {count} prompts")
     return list(given)
-
-
-def _result(turn: Turn) -> Output:
-    if turn.error is not None:
-        raise turn.error
-    assert turn.output is not None
-    return turn.output

@@ -108,17 +108,15 @@ class ConversationTable:
         if live is not None:
             self.forget(live)
 
-    def busy(self) -> list[LiveConversation]:
-        """Conversations with a turn in progress, one-off ones included."""
-        return [live for live in self._live.values() if live.busy]
+    def forget_all(self) -> None:
+        """Take every conversation out of memory; the store has their truth."""
+        for live in list(self._live.values()):
+            self.forget(live)
 
     def forget(self, live: LiveConversation) -> None:
-        """Take a conversation out of memory, if it still is there, and free its state.
-
-        The store keeps what it has of it.
-        """
-        if self._live.pop(live.conversation.conversation_id, None) is not None:
-            self._cache.close(live.sequence)
+        """Take a conversation out of memory and free its state; the store keeps what it has."""
+        del self._live[live.conversation.conversation_id]
+        self._cache.close(live.sequence)
 
     def expire_idle(self) -> None:
         """End conversations beyond the time-to-live, then the least recently active beyond the bound."""

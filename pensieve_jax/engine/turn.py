@@ -54,6 +54,11 @@ class Turn:
         return self._token_ids
 
     @property
+    def has_text(self) -> bool:
+        """There is a tokenizer to make text with."""
+        return self._detokenizer is not None
+
+    @property
     def text(self) -> str:
         """The reply so far, as far as it can be shown."""
         return "".join(self._text)

@@ -106,6 +106,8 @@ def _check_length(field: str, spec: TurnSpec, limits: ModelLimits, conversations
 
 
 def _check_params(params: SamplingParams, limits: ModelLimits, tokenizer: Tokenizer | None) -> None:
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError("sampling_params", params, "SamplingParams")
     if params.stop and tokenizer is None:
         raise TokenizerMissingError(
             "stop strings need text, but the model has no tokenizer; use stop_token_ids."

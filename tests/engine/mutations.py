@@ -9,7 +9,7 @@ import pytest
 from pensieve_jax.cache import CachedSequence, CacheManager, PagePool, Role
 from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.engine.conversations import ConversationTable
-from pensieve_jax.engine.engine import Engine
+from pensieve_jax.engine.ledger import TurnLedger
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.scheduler import Planner, Request, Scheduler, StepPlan
 
@@ -81,7 +81,7 @@ def fill_marks_the_next_chunk(patch):
 
 
 def stale_tail(patch):
-    settle = Engine._settle
+    settle = TurnLedger._settle
 
     def settled(self, turn, reason):
         settle(self, turn, reason)
@@ -89,7 +89,7 @@ def stale_tail(patch):
         if sequence.num_kv_tokens % self._cache.chunk_tokens:
             sequence.num_kv_tokens += 1
 
-    patch.setattr(Engine, "_settle", settled)
+    patch.setattr(TurnLedger, "_settle", settled)
 
 
 def skipped_hole(patch):
@@ -157,7 +157,7 @@ def _truncate_otherwise(patch, owner, name, change):
 
 
 def cancel_keeps_one_entry(patch):
-    _truncate_otherwise(patch, Engine, "_roll_back", lambda num_tokens: num_tokens + 1)
+    _truncate_otherwise(patch, TurnLedger, "_roll_back", lambda num_tokens: num_tokens + 1)
 
 
 def truncate_keeps_kv(patch):

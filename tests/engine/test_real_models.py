@@ -70,7 +70,7 @@ def test_nothing_is_compiled_after_warm_up():
         sampled = SamplingParams(max_tokens=6, temperature=0.8, top_k=5, top_p=0.9, seed=3, logprobs=2)
         for turn in range(3):
             llm.generate(["hello", [7, 8, 9]], SamplingParams(max_tokens=5), conversation_ids=["a", "b"])
-            llm.generate([[turn + 3] * 40], sampled, conversation_ids=["c"])
+            llm.generate([[turn + 3] * 33], sampled, conversation_ids=["c"])
             llm.generate([[turn + 3] * 100], [SamplingParams(max_tokens=3, temperature=1.0)])
         list(llm.stream("more", sampled, conversation_id="a"))
         llm.truncate("a", 7)

@@ -196,3 +196,6 @@ def test_an_unset_seed_is_drawn_and_kept():
     assert output.seed == harness.store.load("a").turns[0].seed
     known = harness.facts(harness.prompt(4), None, seed=output.seed, temperature=1.0, max_tokens=6)
     assert output.token_ids == harness.expected(known)
+    assert harness.turn(None, 4).seed == 0
+    again = harness.facts(harness.prompt(4), "a", seed=None, max_tokens=2)
+    assert harness.run(harness.submit(again, "a"))[0].seed != output.seed

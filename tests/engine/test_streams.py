@@ -6,8 +6,8 @@ import gc
 
 import pytest
 
+from pensieve_jax import Stream
 from pensieve_jax.core.errors import StepFailedError
-from pensieve_jax.llm import Stream
 from pensieve_jax.text import byte_tokenizer
 from tests.engine.harness import Harness
 

@@ -39,16 +39,31 @@ def test_one_decode_token_for_each_running_request_is_set_aside():
 
 
 def test_decodes_behind_a_recompute_are_not_starved():
-    """The oldest recomputes; its step leaves a token and a row for each decode of a later arrival."""
-    desk = Desk(max_num_running=3, max_num_batched_tokens=24, max_num_rows=3)
-    desk.conversation("old", 100, 0, 1, 2, 3)
-    desk.add("old", 4, max_tokens=9)
+    """The oldest recomputes and reads a prompt; every decode of a later arrival keeps its token."""
+    desk = Desk(max_num_running=3, max_num_batched_tokens=34, max_num_rows=4)
+    desk.conversation("old", 100, 0, 1, 2)
+    desk.add("old", 60, max_tokens=9)
     for name in "ab":
         desk.add(name, 1, max_tokens=9)
     desk.step()
-    assert desk.steps[0] == [("old", 0, 16, False), ("a", 0, 1, True), ("b", 0, 1, True)]
     desk.step()
-    assert desk.steps[1] == [("old", 16, 32, False), ("a", 1, 2, True), ("b", 1, 2, True)]
+    assert desk.steps[0] == [("old", 0, 32, False), ("a", 0, 1, True), ("b", 0, 1, True)]
+    assert desk.steps[1][:2] == [("old", 32, 48, False), ("old", 99, 115, False)]
+    assert desk.steps[1][2:] == [("a", 1, 2, True), ("b", 1, 2, True)]
+
+
+def test_decodes_behind_many_holes_keep_their_rows():
+    desk = Desk(max_num_running=3, max_num_batched_tokens=100, max_num_rows=3)
+    desk.add("a", 1, max_tokens=9)
+    desk.step()
+    desk.conversation("old", 161, 0, 2, 4, 6)
+    desk.add("old", 4, max_tokens=9)
+    desk.add("b", 1, max_tokens=9)
+    for _ in range(4):
+        desk.step()
+    assert [len(step) for step in desk.steps[1:]] == [3, 3, 3, 3]
+    assert all(step[0][0] == "a" for step in desk.steps)
+    assert desk.steps[3] == [("a", 3, 4, True), ("old", 160, 165, True), ("b", 0, 1, True)]
 
 
 def test_several_holes_in_ascending_order():

@@ -1,0 +1,132 @@
+"""The turns in progress, and how each one leaves: committed, cancelled, or lost.
+
+Owns: writing all turns that end in a step in one transaction before any is reported, and cutting tokens
+and KV state back to what the history has.
+Does not know: the device, or how tokens came about.
+Called by: the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pensieve_jax.cache import CacheManager
+from pensieve_jax.core.clock import Clock
+from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.core.outputs import FinishReason
+from pensieve_jax.engine.conversations import ConversationTable, LiveConversation
+from pensieve_jax.engine.stats import EngineStats
+from pensieve_jax.engine.turn import Turn
+from pensieve_jax.history import HistoryStore
+from pensieve_jax.history import Turn as TurnRecord
+from pensieve_jax.scheduler import Request, Scheduler
+
+Ending = tuple[Turn, FinishReason]
+
+
+class TurnLedger:
+    """Turns by request, from submission until they are done.
+
+    Attributes:
+      turns: those in progress, in order of arrival.
+    """
+
+    def __init__(
+        self,
+        store: HistoryStore,
+        scheduler: Scheduler,
+        cache: CacheManager,
+        conversations: ConversationTable,
+        stats: EngineStats,
+        clock: Clock,
+        *,
+        stateful: bool,
+    ) -> None:
+        """No turns. `stateful` False frees a conversation's KV state with every turn's end."""
+        self.turns: dict[Request, Turn] = {}
+        self._store = store
+        self._scheduler = scheduler
+        self._cache = cache
+        self._conversations = conversations
+        self._stats = stats
+        self._clock = clock
+        self._stateful = stateful
+
+    def enter(self, turn: Turn) -> None:
+        """A turn was submitted: queue it."""
+        self._cache.touch(turn.request.sequence)
+        self._scheduler.add(turn.request)
+        self.turns[turn.request] = turn
+
+    def commit(self, endings: Sequence[Ending]) -> list[Turn]:
+        """Write the turns that end in a step in one transaction; then they are done.
+
+        Where the history cannot be written, that is the error of the turns it was to keep.
+        """
+        kept = [ending for ending in endings if not ending[0].request.conversation.one_off]
+        try:
+            if kept:
+                self._store.commit([self._record(turn, reason) for turn, reason in kept])
+        except PensieveError as error:
+            for turn, _ in kept:
+                self.lose(turn, error)
+        for turn, reason in endings:
+            if not turn.done:
+                self._settle(turn, reason)
+        if kept:
+            self._conversations.expire_idle()
+        return [turn for turn, _ in endings]
+
+    def cancel(self, turn: Turn) -> None:
+        """End a turn as if it had never been sent."""
+        turn.finish("cancelled")
+        self._stats.num_turns_cancelled += 1
+        self._roll_back(turn)
+
+    def lose(self, turn: Turn, error: PensieveError) -> None:
+        """End a turn with an error; its conversation is as it was before."""
+        turn.error = error
+        self._stats.num_turns_failed += 1
+        self._roll_back(turn)
+
+    def _record(self, turn: Turn, reason: FinishReason) -> TurnRecord:
+        request, conversation = turn.request, turn.request.conversation
+        prompt = conversation.token_ids[conversation.num_history_tokens : request.num_prompt_end]
+        return TurnRecord(
+            conversation_id=conversation.conversation_id,
+            turn_index=conversation.num_turns,
+            prompt_token_ids=tuple(prompt),
+            output_token_ids=tuple(turn.token_ids),
+            seed=request.seed,
+            finish_reason=reason,
+            created_at_s=self._clock.now(),
+            messages=turn.messages,
+            output_text=turn.text if turn.has_text else None,
+        )
+
+    def _settle(self, turn: Turn, reason: FinishReason) -> None:
+        """A turn that was committed: its pages stay with the conversation, in the stateful engine."""
+        request, conversation = turn.request, turn.request.conversation
+        # A step of look-ahead may have computed one token more than the reply has; it never counts.
+        del conversation.token_ids[request.num_prompt_end + len(turn.token_ids) :]
+        self._stats.count_turn(turn.finish(reason))
+        conversation.commit()
+        self._cache.truncate(request.sequence, conversation.num_computed_tokens)
+        self._leave(turn, forget=conversation.one_off)
+
+    def _roll_back(self, turn: Turn) -> None:
+        """Forget a turn that gave nothing to the history."""
+        conversation = turn.request.conversation
+        conversation.rollback()
+        self._cache.truncate(turn.request.sequence, conversation.num_history_tokens)
+        self._leave(turn, forget=conversation.one_off or not conversation.num_turns)
+
+    def _leave(self, turn: Turn, *, forget: bool) -> None:
+        del self.turns[turn.request]
+        self._scheduler.remove(turn.request)
+        live: LiveConversation = self._conversations.get(turn.request.conversation.conversation_id)
+        live.busy = False
+        if forget:
+            self._conversations.forget(live)
+        elif not self._stateful:
+            self._cache.truncate(live.sequence, 0)
