@@ -13,7 +13,16 @@ from typing import Any, Literal
 from model_defs.errors import CheckpointError, UnsupportedModelError
 
 MODEL_CONFIG_FILE = "model_config.json"
-"""Name of the file that holds `ModelConfig.to_json()` in a converted (Orbax) directory."""
+"""The file of a converted (Orbax) directory that holds `ModelConfig.to_json()` and what else was saved."""
+
+FORMAT_VERSION = 2
+_SAVED_KEYS = {
+    "format_version": int,
+    "config": dict,
+    "weights_digest": str,
+    "files_bytes": dict,
+    "files_crc32": dict,
+}
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
@@ -123,6 +132,26 @@ class ModelConfig:
             return cls(**fields, rope=rope)
         except TypeError as error:
             raise UnsupportedModelError(f"not a model config of this version: {error}") from error
+
+
+def read_saved(directory: Path) -> dict[str, Any]:
+    """The values that `save_parameters` wrote into `directory`, every key there and of its kind.
+
+    Raises CheckpointError naming the file, and the key that is missing or anything else, or another
+    version's number.
+    """
+    path = directory / MODEL_CONFIG_FILE
+    values = read_json(path)
+    found = values.get("format_version", FORMAT_VERSION)
+    if found != FORMAT_VERSION:
+        raise CheckpointError(f"{path} has format version {found!r}, this code reads {FORMAT_VERSION}")
+    for key, kind in _SAVED_KEYS.items():
+        if not isinstance(values.get(key), kind):
+            state = f"is {values[key]!r:.60}" if key in values else "is missing"
+            raise CheckpointError(
+                f"{path}: {key!r} {state}, must be {kind.__name__}; convert the model again"
+            )
+    return values
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from model_defs.config import MODEL_CONFIG_FILE, ModelConfig, read_json
+from model_defs.config import MODEL_CONFIG_FILE, ModelConfig, read_saved
 from model_defs.loading import RANDOM_PREFIX
 from model_defs.safetensors_reader import open_checkpoint
 
@@ -46,7 +46,7 @@ def weights_digest(source: str | Path, *, seed: int = 0) -> str:
         return f"{source}#{seed}"
     root = Path(source)
     if (root / MODEL_CONFIG_FILE).is_file():
-        return str(read_json(root / MODEL_CONFIG_FILE)["weights_digest"])
+        return str(read_saved(root)["weights_digest"])
     entries = open_checkpoint(root)
     sizes = {entry.path: entry.path.stat().st_size for entry in entries.values()}
     digest = hashlib.sha256()

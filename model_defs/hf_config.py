@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from model_defs.config import DTYPES, MODEL_CONFIG_FILE, ModelConfig, RopeConfig, read_json
+from model_defs.config import DTYPES, MODEL_CONFIG_FILE, ModelConfig, RopeConfig, read_json, read_saved
 from model_defs.errors import UnsupportedModelError
 
 _ARCHITECTURES = {"OPTForCausalLM": "opt", "LlamaForCausalLM": "llama"}
@@ -24,12 +24,12 @@ _OPT_ACTIVATIONS = {
 def load_config(directory: str | Path) -> ModelConfig:
     """Read the config of a converted (Orbax) or Hugging Face directory.
 
-    Raises CheckpointError when there is none or it is not JSON, UnsupportedModelError when the
+    Raises CheckpointError when there is none, it is not JSON or lacks a key, UnsupportedModelError when the
     architecture or an option of it is not implemented.
     """
     root = Path(directory)
     if (root / MODEL_CONFIG_FILE).is_file():
-        return ModelConfig.from_json(read_json(root / MODEL_CONFIG_FILE)["config"])
+        return ModelConfig.from_json(read_saved(root)["config"])
     generation = root / "generation_config.json"
     return parse_hf_config(
         read_json(root / "config.json"), read_json(generation) if generation.is_file() else None

@@ -1,25 +1,29 @@
 """Saving a model as an Orbax directory and restoring it, onto any mesh.
 
 Owns the layout of such a directory: `params/` (Orbax, sharded arrays, nested by parameter name) and
-model_config.json (the config, the digest of the weights' origin, the size of every file), which is
-written last and so marks a finished save. Tokenizer files are copied by the script, not here. Called by
-loading and convert_checkpoint.
+model_config.json (the config, the digest of the weights' origin, the size and checksum of every file),
+which is written last and so marks a finished save. Tokenizer files are copied by the script, not here.
+Called by loading and convert_checkpoint.
 """
 
 import json
+import os
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from model_defs.config import MODEL_CONFIG_FILE, read_json
+from model_defs.config import FORMAT_VERSION, MODEL_CONFIG_FILE, read_saved
 from model_defs.errors import CheckpointError
 from model_defs.parameters import Progress, named_parameters
 from model_defs.registry import Model
 
 PARAMS_DIRECTORY = "params"
-FORMAT_VERSION = 1
+_READ_BYTES = 4 << 20
 
 
 def check_target(directory: str | Path) -> None:
@@ -44,11 +48,13 @@ def save_parameters(model: Model, directory: str | Path, *, weights_digest: str)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(root / PARAMS_DIRECTORY, tree)
     dtype = next(named_parameters(model))[1].get_value().dtype
+    files_bytes = _files_bytes(root)
     values = {
         "format_version": FORMAT_VERSION,
         "config": model.config.to_json() | {"dtype": str(dtype)},
         "weights_digest": weights_digest,
-        "files_bytes": _files_bytes(root),
+        "files_bytes": files_bytes,
+        "files_crc32": _files_crc32(root, files_bytes),
     }
     (root / MODEL_CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
@@ -57,7 +63,7 @@ def restore_parameters(model: Model, directory: str | Path, progress: Progress |
     """Fill the abstract `model` from `directory`, cast to its dtype and placed in its sharding.
 
     The context length may be lower than the saved one. Raises CheckpointError naming parameters that
-    are missing, extra or misshapen, or files that are missing or truncated.
+    are missing, extra or misshapen, or files that are missing, truncated or changed.
     """
     root = Path(directory).absolute()
     _check_files(root)
@@ -84,20 +90,38 @@ def _files_bytes(root: Path) -> dict[str, int]:
     return {path.relative_to(root).as_posix(): path.stat().st_size for path in paths}
 
 
-def _check_files(root: Path) -> None:
-    """Raise CheckpointError unless the save has our format and its files are all there, in full length.
+def _files_crc32(root: Path, names: Iterable[str]) -> dict[str, int]:
+    """Checksum of every file of `names`, several at a time: `zlib` lets other threads run."""
+    files = list(names)
+    with ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, 8)) as pool:
+        return dict(zip(files, pool.map(_crc32, [root / name for name in files]), strict=True))
 
-    Orbax reports damage with an untyped exception deep in a read, if at all.
+
+def _crc32(path: Path) -> int:
+    """Checksum of one file, which may exceed the host's memory."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _check_files(root: Path) -> None:
+    """Raise CheckpointError unless the files of the save hold what was written.
+
+    Orbax takes changed weights as they are, and reports other damage with whatever its parsers happen to
+    raise; so every byte is checked first. The reads also bring the files into the page cache.
     """
-    values = read_json(root / MODEL_CONFIG_FILE)
-    if values.get("format_version") != FORMAT_VERSION:
-        found = values.get("format_version")
-        raise CheckpointError(f"{root} has format version {found!r}, this code reads {FORMAT_VERSION}")
+    values = read_saved(root)
     found_bytes = _files_bytes(root)
     for name, num_bytes in values["files_bytes"].items():
         if found_bytes.get(name) != num_bytes:
             state = f"has {found_bytes[name]} bytes" if name in found_bytes else "is missing"
             raise CheckpointError(f"{root / name} {state}, {num_bytes} bytes were saved; copy it again")
+    saved_crc32 = values["files_crc32"]
+    for name, crc32 in _files_crc32(root, values["files_bytes"]).items():
+        if saved_crc32.get(name) != crc32:
+            raise CheckpointError(f"{root / name} was changed after it was saved; copy it again")
 
 
 def _checked_targets(

@@ -8,7 +8,9 @@ Called by: `LLM`, and by launchers that drive an `Engine` themselves.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +56,7 @@ class Assembled:
 
 
 def assemble(
-    model: str,
+    model: str | Path,
     *,
     dtype: str,
     history: str | Path | None,
@@ -64,68 +66,83 @@ def assemble(
     clock: Clock | None = None,
 ) -> Assembled:
     """Build everything; see `LLM` for the arguments and errors."""
+    if not isinstance(config, EngineConfig):
+        raise ConfigError("config", config, "an EngineConfig", "wrap the group: EngineConfig(cache=...)")
     source = resolve_model(model)
-    limits_of = config.runner
-    model_config = source_config(source, limits_of.max_position_embeddings)
-    limits = ModelLimits(
-        vocab_size=model_config.vocab_size,
-        max_context_tokens=config.resolve_context_tokens(model_config.max_position_embeddings),
-        eos_token_ids=model_config.eos_token_ids,
-        max_logprobs=limits_of.max_logprobs,
-        max_banned_ids=limits_of.max_banned_ids,
-    )
+    model_config = source_config(source, config.runner.max_position_embeddings)
+    limits = _limits(model_config, config)
     tokenizer = _tokenizer(source, model_config)
     fingerprint = history_fingerprint(
-        {"model": model_fingerprint(model_config, source, seed=limits_of.random_seed)},
+        {"model": model_fingerprint(model_config, source, seed=config.runner.random_seed)},
         None if tokenizer is None else tokenizer.fingerprint,
     )
-    store = SQLiteHistoryStore(history, fingerprint=fingerprint, synchronous=synchronous)
-    ready = False
-    try:
-        if limits_of.compilation_cache_dir is not None:
-            keep_compilations_in(limits_of.compilation_cache_dir)
-        mesh = make_mesh(limits_of.tensor_parallel_size)
-        with _Progress("loading weights", progress) as bar:
-            loaded = load_model(
-                source,
-                dtype="float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype,
-                mesh=mesh,
-                seed=limits_of.random_seed,
-                max_position_embeddings=limits_of.max_position_embeddings,
-                progress=bar,
-            )
-        runner = ModelRunner(loaded, config, mesh)
-        sizes = ", ".join(str(size) for size in sorted(runner.layouts))
-        title = f"compiling {len(runner.layouts)} buckets ({sizes} tokens)"
-        _log.info(title)
-        with _Progress(title, progress) as bar:
-            runner.warm_up(bar)
-        ready = True
-    finally:
-        if not ready:
-            store.close()
-    engine = Engine(
-        runner,
-        config,
-        limits,
-        store,
-        tokenizer=tokenizer,
-        cost_model=_cost_model(model_config, config),
-        clock=clock,
-    )
+    with contextlib.ExitStack() as undo:
+        store = SQLiteHistoryStore(history, fingerprint=fingerprint, synchronous=synchronous)
+        undo.callback(store.close)
+        runner = _make_runner(source, dtype, config, progress)
+        engine = Engine(
+            runner,
+            config,
+            limits,
+            store,
+            tokenizer=tokenizer,
+            cost_model=_cost_model(model_config, config),
+            clock=clock,
+        )
+        undo.pop_all()
     return Assembled(engine, runner, model_config, tokenizer)
 
 
-def resolve_model(model: str) -> str:
+def _make_runner(source: str, dtype: str, config: EngineConfig, progress: bool) -> ModelRunner:
+    """Load the weights and compile every bucket."""
+    if config.runner.compilation_cache_dir is not None:
+        keep_compilations_in(config.runner.compilation_cache_dir)
+    mesh = make_mesh(config.runner.tensor_parallel_size)
+    with _Progress("loading weights", progress) as bar:
+        model = load_model(
+            source,
+            dtype="float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype,
+            mesh=mesh,
+            seed=config.runner.random_seed,
+            max_position_embeddings=config.runner.max_position_embeddings,
+            progress=bar,
+        )
+    runner = ModelRunner(model, config, mesh)
+    sizes = ", ".join(str(size) for size in sorted(runner.layouts))
+    title = f"{len(runner.layouts)} buckets to compile: steps of up to {sizes} tokens"
+    _log.info(title)
+    if progress:
+        tqdm.write(title, file=sys.stderr)
+    with _Progress("compiling", progress) as bar:
+        runner.warm_up(bar)
+    return runner
+
+
+def _limits(model: ModelConfig, config: EngineConfig) -> ModelLimits:
+    return ModelLimits(
+        vocab_size=model.vocab_size,
+        max_context_tokens=config.resolve_context_tokens(model.max_position_embeddings),
+        eos_token_ids=model.eos_token_ids,
+        max_logprobs=config.runner.max_logprobs,
+        max_banned_ids=config.runner.max_banned_ids,
+    )
+
+
+def resolve_model(model: str | Path) -> str:
     """A local directory or `random:<preset>` as it is; a hub name is fetched, and its directory returned.
 
     Raises ConfigError where there is no such directory and the hub has no such model or cannot be reached.
     """
-    if model.startswith(_RANDOM) or Path(model).is_dir():
-        return model
     expected = "a model directory, a hub name such as 'org/model', or 'random:<preset>'"
+    if not isinstance(model, str | Path):
+        raise ConfigError("model", model, expected)
+    name = str(model)
+    if name.startswith(_RANDOM) or Path(name).is_dir():
+        return name
+    if name.startswith(("/", ".", "~")):
+        raise ConfigError("model", name, expected, "there is no such directory")
     try:
-        return huggingface_hub.snapshot_download(model, allow_patterns=list(_HUB_PATTERNS))
+        return huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_PATTERNS))
     except (huggingface_hub.errors.HFValidationError, OSError) as error:
         # Offline, unknown and forbidden are all OSErrors of the hub's client.
         raise ConfigError("model", model, expected, f"the hub answered: {error}") from error

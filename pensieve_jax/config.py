@@ -159,7 +159,7 @@ class RunnerConfig:
       max_banned_ids: the most ids that `min_tokens` may have to keep from being sampled (end-of-sequence
         and stop ids of one request).
       max_position_embeddings: raises the context of a `random:` preset; None keeps the model's own.
-      random_seed: of `random:` weights, and of the seeds drawn for requests that name none.
+      random_seed: of `random:` weights.
       compilation_cache_dir: where compiled steps outlive the process; None keeps none.
     """
 
@@ -196,6 +196,13 @@ class RunnerConfig:
             self.max_position_embeddings,
             "None or an integer of at least 2",
         )
+        directory = self.compilation_cache_dir
+        _require(
+            directory is None or isinstance(directory, str),
+            "runner.compilation_cache_dir",
+            directory,
+            "None or a path as a string",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +222,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Refuse groups that do not fit together."""
+        _require(isinstance(self.stateful, bool), "stateful", self.stateful, "True or False")
         for name, kind in (("cache", CacheConfig), ("scheduler", SchedulerConfig), ("runner", RunnerConfig)):
             _require(isinstance(getattr(self, name), kind), name, getattr(self, name), f"a {kind.__name__}")
         least = self.scheduler.max_num_running + self.cache.chunk_tokens

@@ -32,6 +32,10 @@ from pensieve_jax.history import ConversationInfo, ConversationRecord
 from pensieve_jax.stream import Stream, result_of
 from pensieve_jax.text import ChatFormat, EarlierTurn, check_messages
 
+_NO_PREFIX = (
+    "Shared prefixes are not part of this version; send the text with each conversation's first turn."
+)
+
 type Prompt = str | Sequence[int]
 """The NEW turn only: text, or token ids."""
 
@@ -44,7 +48,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str = DEFAULT_MODEL,
+        model: str | Path = DEFAULT_MODEL,
         *,
         dtype: str = "auto",
         history: str | Path | None = None,
@@ -95,6 +99,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         conversation_ids: Sequence[str | None] | None = None,
+        prefix: None = None,
     ) -> list[Output]:
         """Run one turn of each conversation, and return the outputs in the order of the prompts.
 
@@ -103,13 +108,15 @@ class LLM:
           sampling_params: for all of them, or one each.
           conversation_ids: a new id begins a conversation; None is a one-off request, whose state is
             freed at its end.
+          prefix: what `share_prefix` returns; in this version only None is accepted.
 
         Everything is checked before anything runs. Raises InvalidRequestError, ContextLengthError,
         ConversationBusyError or TokenizerMissingError, and StepFailedError or HistoryError for a turn that
         was lost on the way. An interrupt cancels the turns that have not ended.
         """
-        if isinstance(prompts, str):
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidRequestError("prompts", prompts, "a list of prompts", "put the prompt into a list")
+        self._prepare(prefix)
         params = _one_each("sampling_params", sampling_params, SamplingParams(), len(prompts))
         ids: list[str | None] = _one_each("conversation_ids", conversation_ids, None, len(prompts))
         specs = [
@@ -124,8 +131,10 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         conversation_id: str | None = None,
+        prefix: None = None,
     ) -> Stream:
         """Start one turn and iterate over what it says; see `generate` for arguments and errors."""
+        self._prepare(prefix)
         token_ids = self._encode(prompt, conversation_id, None)
         return self._stream(TurnSpec(token_ids, sampling_params or SamplingParams(), conversation_id))
 
@@ -135,12 +144,14 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         conversation_id: str | None = None,
+        prefix: None = None,
     ) -> Output:
         """Run a turn of the NEW messages, in the model's chat template; earlier ones are remembered.
 
         Raises ChatTemplateError for a model without a template or one that cannot be continued, and what
         `generate` raises.
         """
+        self._prepare(prefix)
         spec = self._chat_spec(messages, sampling_params, conversation_id)
         return self._run(self.engine.submit([spec]))[0]
 
@@ -150,24 +161,26 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         conversation_id: str | None = None,
+        prefix: None = None,
     ) -> Stream:
         """`chat`, as a stream."""
+        self._prepare(prefix)
         return self._stream(self._chat_spec(messages, sampling_params, conversation_id))
 
     def share_prefix(self, text: str) -> None:
         """A system prompt shared by conversations: raises UnsupportedFeatureError in this version."""
-        raise UnsupportedFeatureError(
-            "share_prefix is not part of this version; send the text with each conversation's first turn."
-        )
+        raise UnsupportedFeatureError(_NO_PREFIX)
 
     # Conversations
 
     def history(self, conversation_id: str) -> ConversationRecord:
         """The committed turns of a conversation; raises UnknownConversationError."""
+        self.engine.expire_idle()
         return self.engine.conversations.record(conversation_id)
 
     def conversations(self) -> list[ConversationInfo]:
         """Every conversation with a committed turn, the most recently active first."""
+        self.engine.expire_idle()
         return self.engine.conversations.listing()
 
     def truncate(self, conversation_id: str, num_tokens: int) -> None:
@@ -207,9 +220,15 @@ class LLM:
 
     # Inside
 
+    def _prepare(self, prefix: None) -> None:
+        """Before any prompt is made: what has expired must not be taken for a history to go on from."""
+        if prefix is not None:
+            raise UnsupportedFeatureError(_NO_PREFIX)
+        self.engine.expire_idle()
+
     def _encode(self, prompt: Prompt, conversation_id: str | None, index: int | None) -> Sequence[int]:
         field = "prompt" if index is None else f"prompts[{index}]"
-        if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str):
+        if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str | bytes):
             return list(prompt)
         if not isinstance(prompt, str):
             raise InvalidRequestError(field, prompt, "text or a list of token ids")
@@ -251,10 +270,13 @@ class LLM:
 
     def _run(self, turns: Sequence[Turn]) -> list[Output]:
         """Step until all have ended; whatever interrupts this cancels those that have not."""
+        unfinished = set(turns)
         try:
             with tqdm(total=len(turns), desc="turns", disable=not self._progress or len(turns) < 2) as bar:
-                while not all(turn.done for turn in turns):
-                    bar.update(sum(ended in turns for ended in self.engine.step()))
+                while unfinished and self.engine.has_unfinished:
+                    ended = unfinished.intersection(self.engine.step())
+                    unfinished -= ended
+                    bar.update(len(ended))
         finally:
             for turn in turns:
                 if not turn.done:
@@ -272,5 +294,5 @@ def _one_each[T](field: str, given: T | Sequence[T] | None, default: T, count: i
     if isinstance(given, SamplingParams):
         return [given] * count
     if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != count:
-        raise InvalidRequestError(field, given, f"one for each of the {count} prompts")
+        raise InvalidRequestError(field, given, f"a list of {count}, one for each prompt")
     return list(given)

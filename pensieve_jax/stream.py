@@ -30,6 +30,7 @@ class Stream(Iterator[Delta]):
         """Made by `LLM.stream`; the turn has been submitted."""
         self._engine = engine
         self._turn = turn
+        self._closed = False
 
     @property
     def output(self) -> Output | None:
@@ -38,7 +39,7 @@ class Stream(Iterator[Delta]):
 
     def __next__(self) -> Delta:
         """Step until the turn says something; raises what the turn failed with."""
-        while True:
+        while not self._closed:
             delta = self._turn.take_delta()
             if delta is not None:
                 return delta
@@ -46,9 +47,11 @@ class Stream(Iterator[Delta]):
                 result_of(self._turn)
                 raise StopIteration
             self._engine.step()
+        raise StopIteration
 
     def close(self) -> None:
-        """Cancel the turn, as if it had never been sent, unless it has ended."""
+        """Cancel the turn, as if it had never been sent, unless it has ended; nothing comes after it."""
+        self._closed = True
         if not self._turn.done:
             self._engine.cancel(self._turn)
 
@@ -63,6 +66,9 @@ class Stream(Iterator[Delta]):
         self.close()
 
     def __del__(self) -> None:
-        """A dropped stream must not leave its conversation busy."""
+        """A dropped stream must not leave its conversation busy.
+
+        The collector may come in the middle of a step, so this only asks the engine to cancel.
+        """
         if not self._turn.done and not self._engine.closed:
-            self._engine.cancel(self._turn)
+            self._engine.abandon(self._turn)

@@ -4,7 +4,8 @@
 
 The source may be anything `load_model` takes. Weights are read on the host, one tensor at a time. The
 target records where its weights came from, so that conversations of the source stay valid; it loads like
-any other model directory, onto any number of devices.
+any other model directory, onto any number of devices. Exit status 2: the source cannot be read, or the
+target holds a model already; one line says which.
 """
 
 import shutil
@@ -12,10 +13,11 @@ import sys
 from pathlib import Path
 
 import jax
-from absl import app, flags, logging
+from absl import flags, logging
+from common.launch import run
 from tqdm import tqdm
 
-from model_defs import ModelError, load_model, make_mesh, save_parameters, weights_digest
+from model_defs import load_model, make_mesh, save_parameters, weights_digest
 from model_defs.orbax_store import check_target
 from model_defs.registry import resolve_dtype
 
@@ -57,22 +59,23 @@ def convert(source: str, target: Path, dtype: str, seed: int = 0) -> None:
             shutil.copy2(path, target / path.name)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+def main() -> int:
     if not FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # Orbax reports every stage of a save
-    try:
-        convert(FLAGS.source, Path(FLAGS.target), FLAGS.dtype, FLAGS.seed)
-    except ModelError as error:
-        sys.exit(f"error: {error}")
+    convert(FLAGS.source, Path(FLAGS.target), FLAGS.dtype, FLAGS.seed)
+    return 0
 
 
-if __name__ == "__main__":
+def define_flags() -> None:
+    """The command line."""
     flags.DEFINE_string(
         "source", None, "Hugging Face directory, Orbax directory or random:<preset>.", required=True
     )
     flags.DEFINE_string("target", None, "Directory to write; must not hold a model.", required=True)
     flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "auto: the checkpoint's.")
     flags.DEFINE_integer("seed", 0, "Seed of random weights.")
-    app.run(main)
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

@@ -1,10 +1,17 @@
 """Causal attention of ragged query ranges over a paged KV pool, and the write into that pool."""
 
-from pallas_kernels.ragged_paged_attention.api import BACKENDS, PAGE_SIZES, ragged_paged_attention, tile_spec
+from pallas_kernels.ragged_paged_attention.api import (
+    BACKENDS,
+    PAGE_SIZES,
+    ragged_paged_attention,
+    tile_spec,
+    triton_device_limit,
+)
 from pallas_kernels.ragged_paged_attention.block_sizes import BlockSizes, TileClass
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 from pallas_kernels.ragged_paged_attention.kv_write import write_kv
-from pallas_kernels.ragged_paged_attention.metadata import TileSpec, build_tiles
+from pallas_kernels.ragged_paged_attention.metadata import build_tiles
+from pallas_kernels.ragged_paged_attention.tile_specs import TileSpec
 
 __all__ = [
     "BACKENDS",
@@ -16,5 +23,6 @@ __all__ = [
     "build_tiles",
     "ragged_paged_attention",
     "tile_spec",
+    "triton_device_limit",
     "write_kv",
 ]

@@ -15,8 +15,9 @@ import numpy as np
 
 from pallas_kernels.ragged_paged_attention.block_sizes import BlockSizes
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
-from pallas_kernels.ragged_paged_attention.metadata import TileSpec, build_tiles_traced, make_tile_spec
+from pallas_kernels.ragged_paged_attention.metadata import build_tiles_traced
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
+from pallas_kernels.ragged_paged_attention.tile_specs import TileSpec, make_tile_spec
 from pallas_kernels.ragged_paged_attention.xla import xla_attention
 
 BACKENDS = ("auto", "xla", "pallas_triton", "reference")
@@ -65,10 +66,22 @@ def ragged_paged_attention(
     Raises:
       AttentionArgumentError: what no back end serves, or not the one that was named.
     """
-    _check_arrays(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs)
+    args = (q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs)
+    _check_arrays(*args)
     if not (math.isfinite(sm_scale) and sm_scale > 0):
         raise AttentionArgumentError("sm_scale", sm_scale, "must be positive and finite")
-    spec = tile_spec(
+    if metadata is not None:
+        backend = metadata[0].backend if backend == "auto" else backend
+        blocks = metadata[0].blocks
+    spec = _spec_of(q, kv_pages, kv_lens, backend=backend, blocks=blocks)
+    return _dispatch(spec, args, sm_scale=sm_scale, metadata=metadata, interpret=interpret)
+
+
+def _spec_of(
+    q: jax.Array, kv_pages: jax.Array, kv_lens: jax.Array, *, backend: str, blocks: BlockSizes | None
+) -> TileSpec:
+    """The spec that arrays of these shapes need."""
+    return tile_spec(
         num_tokens=q.shape[0],
         max_num_seqs=kv_lens.shape[0],
         num_q_heads=q.shape[1],
@@ -76,11 +89,9 @@ def ragged_paged_attention(
         head_dim=q.shape[2],
         page_size=kv_pages.shape[1],
         dtype=q.dtype,
-        backend=metadata[0].backend if metadata is not None and backend == "auto" else backend,
-        blocks=metadata[0].blocks if metadata is not None else blocks,
+        backend=backend,
+        blocks=blocks,
     )
-    args = (q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs)
-    return _dispatch(spec, args, sm_scale=sm_scale, metadata=metadata, interpret=interpret)
 
 
 def _dispatch(
@@ -142,7 +153,8 @@ def tile_spec(
         raise AttentionArgumentError("backend", backend, f"must be one of {BACKENDS}")
     unserved = _triton_limit(num_q_heads // num_kv_heads, head_dim)
     if backend == "auto":
-        backend = "pallas_triton" if unserved is None and _has_triton_device() else "xla"
+        served = unserved is None and triton_device_limit(jax.devices()[0]) is None
+        backend = "pallas_triton" if served else "xla"
     elif backend == "pallas_triton" and unserved is not None:
         raise unserved
     return make_tile_spec(
@@ -169,12 +181,15 @@ def _triton_limit(group: int, head_dim: int) -> AttentionArgumentError | None:
     return None
 
 
-def _has_triton_device() -> bool:
-    if jax.default_backend() != "gpu":
-        return False
-    capability = getattr(jax.devices()[0], "compute_capability", None)
+def triton_device_limit(device: jax.Device) -> str | None:
+    """Why `pallas_triton` does not run on `device` except in interpret mode; None: it does."""
+    capability = getattr(device, "compute_capability", None)
     # A ROCm device names an architecture such as "gfx942" here.
-    return isinstance(capability, str) and capability[:1].isdigit() and float(capability) >= _MIN_CAPABILITY
+    if device.platform == "gpu" and isinstance(capability, str) and capability[:1].isdigit():
+        if float(capability) >= _MIN_CAPABILITY:
+            return None
+        return f"pallas_triton needs compute capability {_MIN_CAPABILITY} or more, this GPU has {capability}"
+    return f"pallas_triton needs an NVIDIA GPU, this device is {device.device_kind!r}"
 
 
 def _check_arrays(

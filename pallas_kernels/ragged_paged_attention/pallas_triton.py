@@ -23,7 +23,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, MERGE_ROWS
-from pallas_kernels.ragged_paged_attention.metadata import TileSpec
 from pallas_kernels.ragged_paged_attention.tile_lists import (
     KV_BEGIN,
     KV_END,
@@ -33,13 +32,13 @@ from pallas_kernels.ragged_paged_attention.tile_lists import (
     MERGE_NUM_TOKENS,
     MERGE_PARTIAL,
     MERGE_TOKEN,
-    NUM_FIELDS,
     NUM_TOKENS,
     POSITION,
     ROW,
     SLOT,
     TOKEN,
 )
+from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, TileSpec
 
 # Finite, so that a row which has seen no visible key yet yields no NaN; the first visible one wipes its
 # sums out.

@@ -48,12 +48,6 @@ class Case:
 
 MHA40, GQA10, GQA8 = Heads(40, 40, 128), Heads(40, 10, 128), Heads(64, 8, 128)
 
-# Attention of every preset: opt-13b/llama2-13b, opt-66b, llama2-13b-gqa10, llama2-70b, llama3-8b, opt-125m,
-# tiny.
-MODEL_HEADS: tuple[Heads, ...] = (
-    MHA40, Heads(72, 72, 128), GQA10, GQA8, Heads(32, 8, 128), Heads(12, 12, 64), Heads(4, 2, 32),
-)  # fmt: skip
-
 
 def _uniform(name: str, batch: int, q_len: int, kv_len: int, heads: Heads) -> Case:
     return Case(name, ((q_len, kv_len),) * batch, heads)

@@ -12,17 +12,13 @@ writes their zeros.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, MERGE_ROWS
+from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, TileSpec
 
-if TYPE_CHECKING:
-    from pallas_kernels.ragged_paged_attention.metadata import TileSpec
-
-NUM_FIELDS = 8
-HEADER_LEN = 8  # counts of tiles, class by class, then of merges
 # Fields of a tile: row, first query token, number of tokens, the first one's position, key range, slot or -1.
 ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT = range(7)
 # Fields of a merge: the tile's first query token and their number, the row where its partial results begin,

@@ -65,10 +65,13 @@ def xla_attention(
     # Zeros made from q carry its sharding type, which the loop body's results have too.
     zeros = jnp.zeros_like(q_tiles).transpose(0, 2, 3, 1, 4)
     _, total, acc = jax.lax.fori_loop(0, num_blocks, body, (zeros[..., 0] + _MASKED, zeros[..., 0], zeros))
-    out_tiles = (acc / jnp.where(total == 0, 1, total)[..., None]).transpose(0, 3, 1, 2, 4).astype(q.dtype)
-    out_tiles = out_tiles.reshape(num_tiles, tile_tokens, num_q_heads, head_dim)
-    targets = jnp.where(real, tokens, num_tokens)
-    return jnp.zeros_like(q).at[targets].set(out_tiles, mode="drop")
+    return _scatter(q, acc / jnp.where(total == 0, 1, total)[..., None], jnp.where(real, tokens, num_tokens))
+
+
+def _scatter(q: jax.Array, out_tiles: jax.Array, targets: jax.Array) -> jax.Array:
+    """Like q: f32[num_tiles, num_kv_heads, group, tile_tokens, head_dim] at the tokens `targets`, else 0."""
+    out_tiles = out_tiles.transpose(0, 3, 1, 2, 4).astype(q.dtype)
+    return jnp.zeros_like(q).at[targets].set(out_tiles.reshape(*targets.shape, *q.shape[1:]), mode="drop")
 
 
 def _gather(

@@ -9,6 +9,7 @@ Called by: the scheduler for requests, the engine for what happens between turns
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -24,7 +25,6 @@ class CacheManager:
 
     Attributes:
       chunk_tokens: tokens of a chunk, and of a page.
-      num_dropped_chunks: chunks evicted so far (not those freed by truncation, cancellation or an end).
     """
 
     def __init__(
@@ -32,14 +32,15 @@ class CacheManager:
     ) -> None:
         """An empty cache over `pool`; `reserve_pages` stay available when a request joins running ones."""
         self.chunk_tokens = chunk_tokens
-        self.num_dropped_chunks = 0
         self._pool = pool
         self._policy = policy
         self._clock = clock
         self._reserve_pages = reserve_pages
-        self._sequences: dict[CachedSequence, None] = {}  # insertion order makes ties reproducible
+        # In the order in which they took the role, which makes ties reproducible.
+        self._sequences: dict[Role, dict[CachedSequence, None]] = {role: {} for role in Role}
         self._num_resident = dict.fromkeys(Role, 0)
-        self._idle_victims: Iterator[VictimGroup] | None = None
+        self._idle_victims: Iterator[VictimGroup] = iter(())
+        self._queued_victims: Iterator[CachedSequence] = iter(())
         self._drops: list[tuple[str, int]] = []
 
     # Sequences
@@ -47,13 +48,13 @@ class CacheManager:
     def open(self, sequence_id: str) -> CachedSequence:
         """A new, empty, idle sequence."""
         sequence = CachedSequence(sequence_id)
-        self._sequences[sequence] = None
+        self._sequences[sequence.role][sequence] = None
         return sequence
 
     def close(self, sequence: CachedSequence) -> None:
         """Forget a sequence and free its pages."""
         self.truncate(sequence, 0)
-        del self._sequences[sequence]
+        del self._sequences[sequence.role][sequence]
 
     def truncate(self, sequence: CachedSequence, num_tokens: int) -> None:
         """Keep the KV of the first `num_tokens` tokens at most; what is reserved is given back."""
@@ -85,7 +86,8 @@ class CacheManager:
         Conversations that go idle within the pass were active just now: they come last, when the others
         have nothing left.
         """
-        self._idle_victims = None
+        self._idle_victims = iter(())
+        self._queued_victims = iter(())
 
     def take_drops(self) -> tuple[tuple[str, int], ...]:
         """(sequence id, chunk index) of what was evicted since the last call."""
@@ -148,7 +150,7 @@ class CacheManager:
 
     def lose_device(self) -> None:
         """The device pools were rebuilt: every chunk is dropped."""
-        for sequence in self._sequences:
+        for sequence in self._all():
             self._cancel_reserved(sequence)
             for index in sequence.resident_indices():
                 self._drop(sequence, index)
@@ -157,7 +159,12 @@ class CacheManager:
 
     # Inside
 
+    def _all(self) -> Iterator[CachedSequence]:
+        return itertools.chain.from_iterable(self._sequences.values())
+
     def _set_role(self, sequence: CachedSequence, role: Role) -> None:
+        del self._sequences[sequence.role][sequence]
+        self._sequences[role][sequence] = None
         self._num_resident[sequence.role] -= sequence.num_resident
         self._num_resident[role] += sequence.num_resident
         sequence.role = role
@@ -183,7 +190,6 @@ class CacheManager:
     def _drop(self, sequence: CachedSequence, index: int) -> None:
         self._free(sequence, index, ChunkEvent.DROP)
         self._drops.append((sequence.sequence_id, index))
-        self.num_dropped_chunks += 1
 
     def _reserve(self, sequence: CachedSequence, index: int) -> bool:
         if not self._pool.num_free and not self._reclaim(sequence.arrival):
@@ -212,21 +218,27 @@ class CacheManager:
     def _reclaim(self, arrival: int) -> bool:
         """Drop the next victim group, idle chunks before those of later arrivals; False where none is."""
         while self._num_resident[Role.IDLE]:
-            if self._idle_victims is None:
-                idle = [s for s in self._sequences if s.role is Role.IDLE]
-                self._idle_victims = self._policy.victims(idle, self._clock.now())
             for sequence, indices in self._idle_victims:
                 if sequence.role is Role.IDLE:
                     self._drop_group(sequence, indices)
                     return True
-            self._idle_victims = None
-        queued = [s for s in self._sequences if s.role is Role.QUEUED and s.num_resident]
-        if not queued:
-            return False
-        latest = max(queued, key=lambda s: s.arrival)
-        assert latest.arrival > arrival, "a queued request arrived before one that runs"
-        self._drop_group(latest, self._policy.frontier(latest))
-        return True
+            idle = tuple(self._sequences[Role.IDLE])
+            self._idle_victims = self._policy.victims(idle, self._clock.now())
+        while self._num_resident[Role.QUEUED]:
+            for sequence in self._queued_victims:
+                if sequence.role is Role.QUEUED:
+                    assert sequence.arrival > arrival, "a queued request arrived before one that runs"
+                    self._drop_group(sequence, self._policy.frontier(sequence))
+                    return True
+            self._queued_victims = self._latest_first(tuple(self._sequences[Role.QUEUED]))
+        return False
+
+    @staticmethod
+    def _latest_first(queued: Sequence[CachedSequence]) -> Iterator[CachedSequence]:
+        """Each sequence again and again while it has something to give, the latest arrival first."""
+        for sequence in sorted(queued, key=lambda s: -s.arrival):
+            while sequence.num_resident and sequence.role is Role.QUEUED:
+                yield sequence
 
     def _drop_group(self, sequence: CachedSequence, indices: Sequence[int]) -> None:
         for index in indices:
@@ -237,7 +249,8 @@ class CacheManager:
         """Assert that states, pages, counts and roles agree, here and in the pool."""
         owners: Counter[int] = Counter()
         num_resident = dict.fromkeys(Role, 0)
-        for sequence in self._sequences:
+        assert all(s.role is role for role, members in self._sequences.items() for s in members)
+        for sequence in self._all():
             row = sequence.page_row
             for index, chunk in enumerate(sequence.chunks):
                 assert (chunk.page != 0) == (chunk.state is not ChunkState.DROPPED), (

@@ -38,14 +38,15 @@ class SamplingParams:
 
     Attributes:
       max_tokens: the most tokens of the reply; the turn then ends with "length".
-      min_tokens: end-of-sequence, stop ids and stop strings are ignored before this many.
+      min_tokens: the first so many tokens of a reply do not end it: end-of-sequence and stop ids are not
+        sampled, and a stop string that they complete is text.
       temperature: 0 is greedy.
       top_k: sample among the k most likely ids; 0 is off.
       top_p: sample among the most likely ids whose probabilities add up to this; 1 is off.
       seed: None draws one, which is stored with the turn.
       stop: strings that end the reply; the text ends before them.
       stop_token_ids: ids that end the reply, as the model's end-of-sequence does.
-      ignore_eos: True goes on past the model's end-of-sequence.
+      ignore_eos: True goes on past the model's end-of-sequence, as benchmarks do; a chat ends there.
       logprobs: None for none, 0 for those of the chosen tokens, k for the k most likely as well.
     """
 

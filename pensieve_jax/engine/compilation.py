@@ -53,7 +53,12 @@ def _process_total() -> _Total:
 
 
 def keep_compilations_in(directory: str | None) -> None:
-    """Keep compiled programs in `directory` (None: nowhere) and take them from there, process-wide."""
+    """Keep compiled programs in `directory` (None: nowhere) and take them from there, process-wide.
+
+    All of them, also those that compile within a second, which JAX would leave out: starting runs many.
+    """
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if jax.config.jax_compilation_cache_dir == directory:
         return
     jax.config.update("jax_compilation_cache_dir", directory)

@@ -20,6 +20,8 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.history import ConversationInfo, ConversationRecord, HistoryStore
 
+_MIN_LIVE_TO_SWEEP = 64
+
 
 @dataclass(eq=False, slots=True)
 class LiveConversation:
@@ -41,6 +43,7 @@ class ConversationTable:
         self._config = config
         self._live: dict[str, LiveConversation] = {}
         self._num_one_off = 0
+        self._num_live_to_sweep = _MIN_LIVE_TO_SWEEP
 
     def __len__(self) -> int:
         """Conversations in memory, one-off ones included."""
@@ -65,6 +68,7 @@ class ConversationTable:
 
     def num_tokens(self, conversation_id: str | None) -> int:
         """Length of a conversation's history; 0 for one that does not exist. Creates nothing."""
+        check_conversation_id(conversation_id)
         if conversation_id is None:
             return 0
         try:
@@ -83,6 +87,7 @@ class ConversationTable:
 
     def record(self, conversation_id: str) -> ConversationRecord:
         """Its committed turns; raises UnknownConversationError."""
+        check_conversation_id(conversation_id)
         return self._store.load(conversation_id)
 
     def truncate(self, conversation_id: str, num_tokens: int) -> None:
@@ -91,26 +96,22 @@ class ConversationTable:
         Raises UnknownConversationError, ConversationBusyError, or InvalidRequestError for a length that the
         history does not have.
         """
+        check_conversation_id(conversation_id)
         if self.is_busy(conversation_id):
             raise ConversationBusyError(conversation_id)
         live = self.get(conversation_id)
-        self._store.truncate(conversation_id, num_tokens)
-        num_turns = len(self._store.load(conversation_id).turns)
+        num_turns = self._store.truncate(conversation_id, num_tokens)
         self._cache.truncate(live.sequence, num_tokens)
         live.conversation.truncate(num_tokens, num_turns)
 
     def end(self, conversation_id: str) -> None:
         """Forget a conversation; raises UnknownConversationError or ConversationBusyError."""
+        check_conversation_id(conversation_id)
         if self.is_busy(conversation_id):
             raise ConversationBusyError(conversation_id)
         self._store.delete(conversation_id)
         live = self._live.get(conversation_id)
         if live is not None:
-            self.forget(live)
-
-    def forget_all(self) -> None:
-        """Take every conversation out of memory; the store has their truth."""
-        for live in list(self._live.values()):
             self.forget(live)
 
     def forget(self, live: LiveConversation) -> None:
@@ -131,6 +132,15 @@ class ConversationTable:
             if too_many or too_old:
                 self.end(info.conversation_id)
 
+    def forget_stateless(self) -> None:
+        """Take idle conversations without KV state out of memory; now and then, so that it costs little."""
+        if len(self._live) < self._num_live_to_sweep:
+            return
+        for live in list(self._live.values()):
+            if not live.busy and not live.sequence.num_resident:
+                self.forget(live)
+        self._num_live_to_sweep = 2 * len(self._live) + _MIN_LIVE_TO_SWEEP
+
     def _load(self, record: ConversationRecord) -> LiveConversation:
         token_ids = record.token_ids.tolist()
         conversation = Conversation(record.conversation_id, token_ids, num_turns=len(record.turns))
@@ -146,10 +156,19 @@ class ConversationTable:
         return live
 
 
-def check_conversation_id(conversation_id: object, field: str) -> None:
-    """Raise InvalidRequestError unless it is None or a non-empty string without NUL."""
-    ok = conversation_id is None or (
-        isinstance(conversation_id, str) and conversation_id and "\0" not in conversation_id
-    )
-    if not ok:
-        raise InvalidRequestError(field, conversation_id, "None or a non-empty string without NUL characters")
+def check_conversation_id(conversation_id: object, field: str = "conversation_id") -> None:
+    """Raise InvalidRequestError unless it is None or a non-empty string of UTF-8 without NUL."""
+    if conversation_id is None:
+        return
+    ok = isinstance(conversation_id, str) and conversation_id != "" and "\0" not in conversation_id
+    if not ok or not _is_utf8(str(conversation_id)):
+        limit = "None or a non-empty string that UTF-8 can hold, without NUL characters"
+        raise InvalidRequestError(field, conversation_id, limit)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return True

@@ -10,11 +10,13 @@ Called by: `LLM`, servers, benchmarks, simulators. One thread drives it.
 from __future__ import annotations
 
 import secrets
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from pensieve_jax.cache import AnalyticCostModel, CacheManager, CostModel, PagePool, make_policy
+from pensieve_jax.cache import CacheManager, CostModel, PagePool, make_policy
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock, WallClock
 from pensieve_jax.core.conversation import PENDING_TOKEN
@@ -27,7 +29,7 @@ from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.validation import ModelLimits, TurnSpec, check_turns
 from pensieve_jax.history import HistoryStore
-from pensieve_jax.scheduler import Planner, Request, RequestStatus, Scheduler, SchedulerOutput, StepResult
+from pensieve_jax.scheduler import Planner, Request, RequestStatus, Scheduler, SchedulerOutput
 from pensieve_jax.text import Tokenizer
 
 
@@ -43,7 +45,6 @@ class Engine:
 
     Attributes:
       limits: what the model and the configuration allow of a turn.
-      conversations: which conversations exist.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class Engine:
         limits: ModelLimits,
         store: HistoryStore,
         *,
+        cost_model: CostModel,
         tokenizer: Tokenizer | None = None,
-        cost_model: CostModel | None = None,
         clock: Clock | None = None,
     ) -> None:
         """An idle engine; the runner must be warmed up. `store` is closed with the engine."""
@@ -62,41 +63,46 @@ class Engine:
         self._runner = runner
         self._config = config
         self._store = store
+        self._cost_model = cost_model
         self._tokenizer = tokenizer
         self._clock = clock or WallClock()
-        cache = config.cache
-        cost_model = cost_model or AnalyticCostModel(
-            cache.chunk_tokens, num_weights=1.3e10, attention_width=2e5
-        )
+        self._stats = EngineStats()
+        self._num_requests = 0
+        self._closed = False
+        self._expiry_due = False
+        self._abandoned: deque[Turn] = deque()
+        self._changing_thread: int | None = None
+        self._interrupted = False  # a change has begun and not ended
+        self._make_state()
+
+    def _make_state(self) -> None:
+        """Everything that the engine knows, apart from the device and the history: empty."""
+        config, cache = self._config, self._config.cache
         self._cache = CacheManager(
             PagePool(cache.gpu_pages),
-            make_policy(cache.policy, cost_model, cache.chunk_tokens),
+            make_policy(cache.policy, self._cost_model, cache.chunk_tokens),
             self._clock,
             chunk_tokens=cache.chunk_tokens,
             reserve_pages=cache.reserve_pages,
         )
         self._scheduler = Scheduler(config.scheduler, self._cache)
         self._planner = Planner(
-            runner.layouts,
-            runner.fill_tiles,
+            self._runner.layouts,
+            self._runner.fill_tiles,
             chunk_tokens=cache.chunk_tokens,
             num_device_pages=cache.gpu_pages + 1,
         )
-        self.conversations = ConversationTable(store, self._cache, self._clock, cache)
-        self._stats = EngineStats()
+        self._conversations = ConversationTable(self._store, self._cache, self._clock, cache)
         self._ledger = TurnLedger(
-            store,
+            self._store,
             self._scheduler,
             self._cache,
-            self.conversations,
+            self._conversations,
             self._stats,
             self._clock,
             stateful=config.stateful,
         )
         self._in_flight: _InFlight | None = None
-        self._interrupted = False  # True while a change is under way
-        self._num_requests = 0
-        self._closed = False
 
     # Turns
 
@@ -110,18 +116,29 @@ class Engine:
         """It takes no more calls."""
         return self._closed
 
-    def check(self, specs: Sequence[TurnSpec]) -> None:
-        """Raise what is wrong with turns that would be submitted together; see `validation`."""
+    @property
+    def conversations(self) -> ConversationTable:
+        """Which conversations exist; raises EngineClosedError."""
         self._check_usable()
-        check_turns(specs, self.limits, self.conversations, self._tokenizer)
+        return self._conversations
+
+    def expire_idle(self) -> None:
+        """End what has been idle for too long, or is too much; do so before a prompt is made for a turn.
+
+        Steps do it as well, after turns that ended. Raises HistoryError.
+        """
+        with self._change():
+            self._conversations.expire_idle()
 
     def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
         """Queue turns, in order. All are checked first: one bad turn and none is queued."""
-        self._check_usable()
-        self.conversations.expire_idle()
-        self.check(specs)
         with self._change():
+            check_turns(specs, self.limits, self._conversations, self._tokenizer)
             return [self._submit(spec) for spec in specs]
+
+    def abandon(self, turn: Turn) -> None:
+        """Cancel a turn at the next call: for destructors, which may run in the middle of a step."""
+        self._abandoned.append(turn)
 
     def cancel(self, turn: Turn) -> None:
         """End a turn as if it had never been sent; nothing happens to one that is done."""
@@ -136,6 +153,10 @@ class Engine:
         turns it hit; conversations survive.
         """
         with self._change():
+            if self._expiry_due:
+                self._expiry_due = False
+                self._conversations.expire_idle()
+                self._conversations.forget_stateless()
             try:
                 output = self._scheduler.schedule()
                 previous, self._in_flight = self._in_flight, None
@@ -153,23 +174,22 @@ class Engine:
     def truncate(self, conversation_id: str, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens of a conversation; see `ConversationTable.truncate`."""
         with self._change():
-            self.conversations.truncate(conversation_id, num_tokens)
+            self._conversations.truncate(conversation_id, num_tokens)
 
     def end(self, conversation_id: str) -> None:
         """Forget a conversation; see `ConversationTable.end`."""
         with self._change():
-            self.conversations.end(conversation_id)
+            self._conversations.end(conversation_id)
 
     def stats(self) -> dict[str, int | float]:
         """Counters since the start, and what is held now."""
         return {
             **self._stats.as_dict(),
-            "num_dropped_chunks": self._cache.num_dropped_chunks,
             "num_compilations": self._runner.num_compilations,
             "num_buckets": len(self._runner.layouts),
             "num_running": len(self._scheduler.running),
             "num_waiting": len(self._scheduler.waiting),
-            "num_live_conversations": len(self.conversations),
+            "num_live_conversations": len(self._conversations),
             "num_gpu_pages": self._cache.num_pages,
             "num_available_gpu_pages": self._cache.num_available(),
         }
@@ -185,43 +205,62 @@ class Engine:
         """Cancel what runs and close the history; a second call does nothing."""
         if self._closed:
             return
-        self._check_usable()
-        for turn in list(self._ledger.turns.values()):
-            self.cancel(turn)
-        self._in_flight = None
-        self._closed = True
-        self._store.close()
+        try:
+            for turn in list(self._ledger.turns.values()):
+                self.cancel(turn)
+        finally:
+            self._closed = True
+            self._store.close()
 
     # Inside
 
     def _check_usable(self) -> None:
-        """Raise once closed; and clear up what an interrupt (Ctrl-C) left half done.
-
-        A step that was interrupted may have granted what was never computed, or committed what was never
-        reported: every turn is lost, and every conversation is read from the history again.
-        """
+        """Raise once closed, or for a second thread; then clear up what interrupts and destructors left."""
         if self._closed:
             raise EngineClosedError("The engine is closed; make a new one.")
+        if self._changing_thread not in (None, threading.get_ident()):
+            raise PensieveError(
+                "Another thread is in the middle of a call; one at a time may use the engine."
+            )
         if self._interrupted:
-            error = StepFailedError("The engine was interrupted; send the turn again.")
-            self._lose_step(error, list(self._ledger.turns.values()))
-            self.conversations.forget_all()
-            self._interrupted = False
+            self._start_over()
+        while self._abandoned:
+            turn = self._abandoned.popleft()
+            if not turn.done:
+                self._ledger.cancel(turn)
 
     @contextmanager
     def _change(self) -> Iterator[None]:
         """A change of state that is whole only if it gets to its end, or refuses with a typed error."""
         self._check_usable()
+        self._changing_thread = threading.get_ident()
         self._interrupted = True
         try:
             yield
+            self._interrupted = False
         except PensieveError:
             self._interrupted = False
             raise
+        finally:
+            self._changing_thread = None
+
+    def _start_over(self) -> None:
+        """After an interrupt (Ctrl-C) in the middle of a change nothing in memory can be trusted.
+
+        A step may have granted what was never computed, or committed what was never reported. Every turn is
+        lost; conversations are read from the history again when they are next used.
+        """
+        error = StepFailedError("The engine was interrupted; send the turn again.")
+        for turn in tuple(self._ledger.turns.values()):
+            if not turn.done:
+                turn.error = error
+                self._stats.num_turns_failed += 1
+        self._runner.reset()
+        self._make_state()
         self._interrupted = False
 
     def _submit(self, spec: TurnSpec) -> Turn:
-        live = self.conversations.get_or_create(spec.conversation_id)
+        live = self._conversations.get_or_create(spec.conversation_id)
         live.busy = True
         live.conversation.token_ids += map(int, spec.prompt_token_ids)  # numpy's ints become Python's
         params = spec.params
@@ -248,19 +287,15 @@ class Engine:
             turn = self._ledger.turns.get(request)
             if turn is None:
                 continue  # it ended one step earlier, or was cancelled: the token is thrown away
-            reason = self._accept(turn, position, result, row)
+            token_id = int(result.token_ids[row])
+            assert request.token_ids[position] == PENDING_TOKEN, f"position {position} was sampled twice"
+            request.token_ids[position] = token_id
+            logprob = float(result.logprobs[row])
+            reason = turn.accept(token_id, logprob, result.top_ids[row], result.top_logprobs[row])
             if reason is not None:
                 endings.append((turn, reason))
+        self._expiry_due |= bool(endings)
         return self._ledger.commit(endings)
-
-    def _accept(self, turn: Turn, position: int, result: StepResult, row: int) -> FinishReason | None:
-        token_id = int(result.token_ids[row])
-        token_ids = turn.request.token_ids
-        assert token_ids[position] == PENDING_TOKEN, f"position {position} was sampled twice"
-        token_ids[position] = token_id
-        return turn.accept(
-            token_id, float(result.logprobs[row]), result.top_ids[row], result.top_logprobs[row]
-        )
 
     def _lose_step(self, error: StepFailedError, lost: Sequence[Turn]) -> list[Turn]:
         """Rebuild the pools, drop every chunk and fail the `lost` turns; conversations survive."""

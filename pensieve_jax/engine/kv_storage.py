@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model_defs.config import ModelConfig
 from model_defs.sharding import KV_PAGES_SPEC
 from pensieve_jax.config import CacheConfig
+from pensieve_jax.core.errors import ConfigError
 
 _NUM_DUMMY_PAGES = 1
 
@@ -35,7 +36,17 @@ class KVStorage:
     """
 
     def __init__(self, model: ModelConfig, cache: CacheConfig, dtype: jnp.dtype, mesh: Mesh) -> None:
-        """Compile the making of empty pools, so that a reset compiles nothing."""
+        """Compile the making of empty pools, so that a reset compiles nothing.
+
+        Raises:
+          ConfigError: a token's slot in the pool would exceed 32 bits.
+        """
+        max_num_pages = np.iinfo(np.int32).max // cache.chunk_tokens - _NUM_DUMMY_PAGES
+        if cache.gpu_pages > max_num_pages:
+            limit = (
+                f"at most {max_num_pages}, since slots of {cache.chunk_tokens} a page are numbered in 32 bits"
+            )
+            raise ConfigError("cache.gpu_pages", cache.gpu_pages, limit)
         self.num_layers = model.num_layers
         self.num_pages = cache.gpu_pages + _NUM_DUMMY_PAGES
         self.shape = (self.num_pages, cache.chunk_tokens, 2 * model.num_kv_heads, model.head_dim)

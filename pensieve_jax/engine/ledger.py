@@ -73,8 +73,6 @@ class TurnLedger:
         for turn, reason in endings:
             if not turn.done:
                 self._settle(turn, reason)
-        if kept:
-            self._conversations.expire_idle()
         return [turn for turn, _ in endings]
 
     def cancel(self, turn: Turn) -> None:

@@ -21,16 +21,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.config import ModelConfig
 from model_defs.registry import Model
-from pallas_kernels.ragged_paged_attention import TileSpec, build_tiles, tile_spec
+from pallas_kernels.ragged_paged_attention import build_tiles
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.engine import sampler, step
-from pensieve_jax.engine.compilation import CompilationCounter, keep_compilations_in
+from pensieve_jax.engine.compilation import CompilationCounter
 from pensieve_jax.engine.kv_storage import KVStorage
+from pensieve_jax.engine.layouts import bucket_layouts, bucket_tile_specs
 from pensieve_jax.engine.runner import Progress
 from pensieve_jax.engine.sampler import SamplerMode, SamplingRows
 from pensieve_jax.engine.step import ForwardStatics, ModelStructure
-from pensieve_jax.scheduler.buckets import token_buckets
 from pensieve_jax.scheduler.plan import (
     FLAG_LOGPROBS,
     FLAG_SAMPLES,
@@ -66,11 +66,10 @@ class ModelRunner:
           mesh: one axis, "tp".
 
         Raises:
-          ConfigError: weights and pools exceed the device's memory, or a limit exceeds the model's.
+          ConfigError: weights and pools exceed the device's memory, a limit exceeds the model's, or the
+            attention back end cannot serve this model on this device.
         """
         self._compilations = CompilationCounter()
-        if config.runner.compilation_cache_dir is not None:
-            keep_compilations_in(config.runner.compilation_cache_dir)
         model_config: ModelConfig = model.config
         self._gpu_pages, self._mesh = config.cache.gpu_pages, mesh
         self._backend = config.runner.attention_backend
@@ -80,19 +79,23 @@ class ModelRunner:
             raise ConfigError("runner.max_logprobs", self._num_top, limit)
         self._structure, self._leaves = ModelStructure.split(model)
         dtype = self._leaves[0].dtype
-        self._tile_specs = _tile_specs(model_config, config, dtype, mesh)
-        self.layouts: Mapping[int, PlanLayout] = _layouts(model_config, config, self._tile_specs)
-        self._max_num_samples = max(layout.max_num_samples for layout in self.layouts.values())
-
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._device = mesh.devices.flat[0]
+        num_shards = mesh.devices.size
+        self._tile_specs = bucket_tile_specs(model_config, config, dtype, self._device, num_shards)
+        self.layouts: Mapping[int, PlanLayout] = bucket_layouts(model_config, config, self._tile_specs)
+        self._max_num_samples = max(layout.max_num_samples for layout in self.layouts.values())
         self.storage = KVStorage(model_config, config.cache, dtype, mesh)
         self._weights_bytes = sum(_bytes_per_device(leaf) for leaf in self._leaves)
         self._check_memory(0)
         self._forward: dict[int, jax.stages.Compiled] = {}
         self._choose: dict[tuple[int, SamplerMode], jax.stages.Compiled] = {}
         self._next_step_id: int | None = None
-        self.reset()
+        try:
+            self.reset()
+        except StepFailedError as error:
+            limit = f"fewer: pools of {self.storage.pool_bytes:,} bytes could not be made"
+            raise ConfigError("cache.gpu_pages", self._gpu_pages, limit, str(error.__cause__)) from error
 
     def fill_tiles(self, plan: StepPlan) -> None:
         """Write `plan.tiles`, the attention kernel's work list, from the lengths of the plan's rows."""
@@ -139,7 +142,10 @@ class ModelRunner:
     def reset(self) -> None:
         """New pools; see `Runner`."""
         self.pools: list[jax.Array] = []  # freed first: two sets may not fit
-        self.pools = self.storage.new_pools()
+        try:
+            self.pools = jax.block_until_ready(self.storage.new_pools())
+        except jax.errors.JaxRuntimeError as error:
+            raise StepFailedError(f"new pools could not be made on the device: {error}") from error
         self._prev_ids = self._no_ids()
         self._next_step_id = None
 
@@ -252,47 +258,6 @@ class ModelRunner:
 def _memory_limit_bytes(device: jax.Device) -> int | None:
     """What JAX may use of the device, or None where the device does not say."""
     return (device.memory_stats() or {}).get("bytes_limit")
-
-
-def _tile_specs(model: ModelConfig, config: EngineConfig, dtype: np.dtype, mesh: Mesh) -> dict[int, TileSpec]:
-    """Per bucket the attention kernel's spec; heads are those of one shard."""
-    num_shards = mesh.devices.size
-    return {
-        bucket: tile_spec(
-            num_tokens=bucket,
-            max_num_seqs=_max_num_rows(config, bucket),
-            num_q_heads=model.num_heads // num_shards,
-            num_kv_heads=model.num_kv_heads // num_shards,
-            head_dim=model.head_dim,
-            page_size=config.cache.chunk_tokens,
-            dtype=dtype,
-            backend=config.runner.attention_backend,
-        )
-        for bucket in token_buckets(config.scheduler)
-    }
-
-
-def _layouts(
-    model: ModelConfig, config: EngineConfig, tile_specs: Mapping[int, TileSpec]
-) -> dict[int, PlanLayout]:
-    """Per bucket the plan's layout; a bucket of T tokens has no more than T rows, nor samples."""
-    context_tokens = config.resolve_context_tokens(model.max_position_embeddings)
-    return {
-        bucket: PlanLayout(
-            num_tokens=bucket,
-            max_num_rows=_max_num_rows(config, bucket),
-            pages_per_row=-(-context_tokens // config.cache.chunk_tokens),
-            max_num_samples=min(config.scheduler.max_num_running, bucket),
-            max_num_banned=config.runner.max_banned_ids,
-            tiles_len=spec.tiles_len,
-        )
-        for bucket, spec in tile_specs.items()
-    }
-
-
-def _max_num_rows(config: EngineConfig, bucket: int) -> int:
-    scheduler = config.scheduler
-    return min(scheduler.max_num_rows or 2 * scheduler.max_num_running, bucket)
 
 
 def _bytes_per_device(leaf: jax.Array) -> int:

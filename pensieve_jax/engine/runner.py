@@ -58,7 +58,11 @@ class Runner(Protocol):
         ...
 
     def reset(self) -> None:
-        """New, empty pages: after a failed step nothing on the device can be trusted but the weights."""
+        """New, empty pages: after a failed step nothing on the device can be trusted but the weights.
+
+        Raises:
+          StepFailedError: the device has no memory for them; `reset` again before the next step.
+        """
         ...
 
     @property

@@ -15,6 +15,7 @@ class EngineStats:
     num_steps: int = 0
     num_step_tokens: int = 0
     num_suspensions: int = 0
+    num_dropped_chunks: int = 0
     num_turns_finished: int = 0
     num_turns_cancelled: int = 0
     num_turns_failed: int = 0
@@ -31,6 +32,7 @@ class EngineStats:
         self.num_steps += bool(output.grants)
         self.num_step_tokens += output.num_tokens
         self.num_suspensions += len(output.suspended)
+        self.num_dropped_chunks += len(output.drops)
 
     def count_turn(self, usage: Usage) -> None:
         """A turn ended and was committed."""

@@ -71,7 +71,9 @@ def check_turns(
         conversation_id = spec.conversation_id
         check_conversation_id(conversation_id, field)
         if conversation_id is not None:
-            if conversation_id in seen or conversations.is_busy(conversation_id):
+            if conversation_id in seen:
+                raise ConversationBusyError(conversation_id, "name it once in a call")
+            if conversations.is_busy(conversation_id):
                 raise ConversationBusyError(conversation_id)
             seen.add(conversation_id)
         field = "prompt" if len(specs) == 1 else f"prompts[{i}]"
@@ -81,7 +83,7 @@ def check_turns(
 
 
 def _check_prompt(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    if not token_ids:
+    if len(token_ids) == 0:
         raise InvalidRequestError(field, token_ids, "at least one token")
     for position, token_id in enumerate(token_ids):
         if not _is_int(token_id) or not 0 <= token_id < vocab_size:

@@ -4,7 +4,7 @@ Owns: the schema, its version and application id, what counts as damaged, and wh
 Does not know: turns, transactions or locks; the caller holds the lock on the path.
 Called by: `sqlite_store`.
 
-Nothing is ever overwritten: a damaged file moves, together with SQLite's own side files, to the first free
+Files of others are never touched. Nothing is ever overwritten: a damaged history moves, together with SQLite's own side files, to the first free
 name `<name>.corrupt-<n>`, where `sqlite3 <name>.corrupt-<n> .recover` finds all of it.
 """
 
@@ -26,6 +26,8 @@ type Synchronous = Literal["normal", "full"]
 APPLICATION_ID: Final = 0x50454E53  # "PENS", at byte 68 of the file
 SCHEMA_VERSION: Final = 1
 BUSY_TIMEOUT_S: Final = 5.0  # a backup tool may hold the file for a moment
+_MAGIC: Final = b"SQLite format 3\0"  # the first bytes of every database that is not empty
+_APPLICATION_ID_BYTES: Final = slice(68, 72)  # big-endian
 _SIDE_FILE_SUFFIXES: Final = ("", "-wal", "-shm", "-journal")
 
 # The CHECKs are part of what quick_check verifies. `conversations` repeats what `turns` implies, so that a
@@ -70,10 +72,12 @@ def open_database(path: Path | None, fingerprint: str, synchronous: Synchronous)
     """A connection in autocommit mode to a checked history, new if there was none; None is in memory.
 
     Reads the whole file once (`PRAGMA quick_check`). Raises HistoryMismatchError for a history of another
-    fingerprint or version and for another application's database (both stay as they are), HistoryCorruptError
+    fingerprint or version and for another application's file (they stay as they are), HistoryCorruptError
     after a damaged file was moved away, HistoryLockedError if some other program keeps the file locked, and
     HistoryError if it cannot be opened at all.
     """
+    if path is not None:
+        _check_is_database(path)
     if path is not None and _size_bytes(path) == 0 and _size_bytes(_side_file(path, "-wal")) > 0:
         # SQLite would delete the log of a missing database, and with it the last commits.
         _set_aside(path, "the file is missing or empty, but its write-ahead log is not")
@@ -147,15 +151,11 @@ def _create(connection: sqlite3.Connection, fingerprint: str) -> None:
 def _check(connection: sqlite3.Connection, path: Path | None, fingerprint: str) -> None:
     is_ours = _pragma(connection, "application_id") == APPLICATION_ID
     version = _pragma(connection, "user_version")
+    if not is_ours:
+        raise _foreign(path)
     findings = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
     if findings != ["ok"]:
         raise _DamageError(f"quick_check says: {' '.join(findings[0].split())}")
-    if not is_ours:
-        raise HistoryMismatchError(
-            f"history is {str(path)!r}, which is a database of another application, but must be a history or "
-            "a new "
-            "file; choose another path. The file was left as it is."
-        )
     if version != SCHEMA_VERSION:
         raise HistoryMismatchError(
             f"history is {str(path)!r}, which has schema version {version}, but this release reads version "
@@ -179,9 +179,15 @@ def _check(connection: sqlite3.Connection, path: Path | None, fingerprint: str) 
 
 
 def _set_aside(path: Path | None, reason: str) -> NoReturn:
-    """Move a damaged file and its side files to a free name and raise HistoryCorruptError."""
+    """Move a damaged history and its side files to a free name and raise HistoryCorruptError.
+
+    A damaged database of another application stays: HistoryMismatchError.
+    """
     if path is None:
         raise HistoryCorruptError(f"The history in memory is damaged: {reason}.")
+    application_id = _head(path)[_APPLICATION_ID_BYTES]
+    if len(application_id) == 4 and int.from_bytes(application_id, "big") != APPLICATION_ID:
+        raise _foreign(path)
     number = 1
     while any(_side_file(_corrupt_name(path, number), suffix).exists() for suffix in _SIDE_FILE_SUFFIXES):
         number += 1
@@ -195,6 +201,37 @@ def _set_aside(path: Path | None, reason: str) -> NoReturn:
         f"history is {str(path)!r}, which is damaged ({reason}); it was set aside as {str(target)!r} and "
         "nothing in "
         "it was changed. Open again to start a new history, or restore that file from a backup."
+    )
+
+
+def _check_is_database(path: Path) -> None:
+    """Raise HistoryMismatchError for a file that SQLite did not write; SQLite takes an empty one as new."""
+    head = _head(path)
+    if head and not head.startswith(_MAGIC):
+        raise HistoryMismatchError(
+            f"history is {str(path)!r}, which is not a history file; give another path. The file was left as "
+            "it is."
+        )
+
+
+def _head(path: Path) -> bytes:
+    """The beginning of the file, empty where there is none; raises HistoryError."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_APPLICATION_ID_BYTES.stop)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise HistoryError(
+            f"history is {str(path)!r}, which cannot be read ({error.strerror}); choose a file that this user "
+            "may read and write."
+        ) from error
+
+
+def _foreign(path: Path | None) -> HistoryMismatchError:
+    return HistoryMismatchError(
+        f"history is {str(path)!r}, which is a database of another application, but must be a history or a "
+        "new file; choose another path. The file was left as it is."
     )
 
 

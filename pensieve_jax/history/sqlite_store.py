@@ -63,7 +63,8 @@ class SQLiteHistoryStore:
           synchronous: "normal" is safe against `kill -9`, "full" against power loss too (one fsync a commit).
 
         Raises:
-          HistoryMismatchError: written by another model, tokenizer, version or application; left as it is.
+          HistoryMismatchError: written by another model, tokenizer, version or application, or no database
+            at all; left as it is.
           HistoryLockedError: open already, in this process or in another.
           HistoryCorruptError: damaged; it has been moved aside (the message says where), and opening the path
             again starts a new history.
@@ -84,7 +85,7 @@ class SQLiteHistoryStore:
             opened = True
         finally:
             if not opened and self._lock is not None:
-                self._lock.release()
+                self._lock.discard()
 
     def conversations(self) -> list[ConversationInfo]:
         """All conversations, the most recently active first, equal times by id."""
@@ -123,7 +124,7 @@ class SQLiteHistoryStore:
             for index, row in enumerate(rows):
                 _append(connection, row, f"turns[{index}].turn_index")
 
-    def truncate(self, conversation_id: str, num_tokens: int) -> None:
+    def truncate(self, conversation_id: str, num_tokens: int) -> int:
         """Keep the first `num_tokens` tokens; `HistoryStore.truncate` says what becomes of a cut turn."""
         with self._transaction() as connection:
             info = _find(connection, conversation_id)
@@ -132,7 +133,7 @@ class SQLiteHistoryStore:
                 raise InvalidRequestError("num_tokens", num_tokens, limit)
             if not 0 <= num_tokens <= info.num_tokens:
                 raise InvalidRequestError("num_tokens", num_tokens, limit)
-            _cut(connection, conversation_id, int(num_tokens))
+            return _cut(connection, conversation_id, int(num_tokens))
 
     def delete(self, conversation_id: str) -> None:
         """Forget a conversation; its space in the file is used again by later ones."""
@@ -220,7 +221,8 @@ def _append(connection: sqlite3.Connection, row: codec.TurnRow, field: str) -> N
     )
 
 
-def _cut(connection: sqlite3.Connection, conversation_id: str, num_tokens: int) -> None:
+def _cut(connection: sqlite3.Connection, conversation_id: str, num_tokens: int) -> int:
+    """Returns the number of turns left."""
     sizes = connection.execute(
         f"SELECT turn_index, length(prompt_ids) / {codec.TOKEN_BYTES}, length(output_ids) / "
         f"{codec.TOKEN_BYTES} "
@@ -243,6 +245,7 @@ def _cut(connection: sqlite3.Connection, conversation_id: str, num_tokens: int) 
         "UPDATE conversations SET num_tokens = ?, num_turns = ? WHERE conversation_id = ?",
         (num_tokens, num_turns, conversation_id),
     )
+    return num_turns
 
 
 def _cut_turn(

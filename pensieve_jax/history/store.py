@@ -98,8 +98,10 @@ class HistoryStore(Protocol):
         """
         ...
 
-    def truncate(self, conversation_id: str, num_tokens: int) -> None:
+    def truncate(self, conversation_id: str, num_tokens: int) -> int:
         """Keep the first `num_tokens` tokens of a conversation; 0 leaves it empty, not deleted.
+
+        Returns how many turns are left, one that was cut through included.
 
         A turn that the cut goes through keeps the part before it and gets `finish_reason = CUT_FINISH_REASON`
         and `output_text = None`; cut within its prompt it also loses its `messages`, which are no longer what

@@ -52,7 +52,7 @@ class Cache:
     def check(self) -> None:
         self.manager.check_integrity()
         assert self.manager.num_available() == self.pool.num_free + sum(
-            sequence.num_resident for sequence in self.manager._sequences if sequence.role is not Role.RUNNING
+            sequence.num_resident for sequence in self.manager._all() if sequence.role is not Role.RUNNING
         )
 
 

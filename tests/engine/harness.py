@@ -95,6 +95,15 @@ class Harness:
         )
         self.scheduled: list[SchedulerOutput] = []
         self.num_granted: Counter[Request] = Counter()
+        self._make_state = self.engine._make_state
+        self.engine._make_state = self._observed_make_state  # after an interrupt the scheduler is a new one
+        self._observe()
+
+    def _observed_make_state(self) -> None:
+        self._make_state()
+        self._observe()
+
+    def _observe(self) -> None:
         self._schedule = self.engine._scheduler.schedule
         self.engine._scheduler.schedule = self._observed_schedule
 
@@ -123,6 +132,7 @@ class Harness:
         return tuple(self.store.load(conversation_id).token_ids.tolist())
 
     def submit(self, facts: TurnFacts, conversation_id: str | None = None) -> Turn:
+        self.engine.expire_idle()
         return self.engine.submit([TurnSpec(facts.prompt, facts.params, conversation_id)])[0]
 
     def step(self, count: int = 1) -> list[Turn]:

@@ -106,7 +106,7 @@ def lost_pin(patch):
     reclaim = CacheManager._reclaim
 
     def reclaimed(self, arrival):
-        for sequence in self._sequences:
+        for sequence in self._all():
             if sequence.role is Role.RUNNING and sequence.num_resident and sequence.arrival != arrival:
                 self._drop(sequence, next(iter(sequence.resident_indices())))
                 return True
@@ -223,7 +223,7 @@ def suspended_token_forgotten(patch):
 
 def lost_pools_still_count(patch):
     def lose_device(self):
-        for sequence in self._sequences:
+        for sequence in self._all():
             self._cancel_reserved(sequence)
 
     patch.setattr(CacheManager, "lose_device", lose_device)

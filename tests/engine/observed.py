@@ -97,8 +97,8 @@ class ObservedStore:
         self.commits.append(list(turns))
         self._raise_fault("committed")
 
-    def truncate(self, conversation_id: str, num_tokens: int) -> None:
-        self.inner.truncate(conversation_id, num_tokens)
+    def truncate(self, conversation_id: str, num_tokens: int) -> int:
+        return self.inner.truncate(conversation_id, num_tokens)
 
     def delete(self, conversation_id: str) -> None:
         self.inner.delete(conversation_id)

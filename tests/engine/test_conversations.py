@@ -14,6 +14,7 @@ from tests.engine.harness import Harness, small_config
 
 
 def listed(harness):
+    harness.engine.expire_idle()
     return [info.conversation_id for info in harness.engine.conversations.listing()]
 
 

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 import pytest
 
-from model_defs import load_model, make_mesh
+from model_defs import load_model, make_mesh, preset, random_model
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.engine import model_runner
+from pensieve_jax.engine import layouts, model_runner
 from pensieve_jax.engine.compilation import keep_compilations_in
 from pensieve_jax.engine.dense_reference import DenseReference
 from pensieve_jax.engine.kv_storage import read_page
@@ -367,6 +367,47 @@ def test_pools_that_cannot_fit_are_refused(monkeypatch):
         runner.warm_up()
 
 
+@pytest.mark.parametrize("gpu_pages", [10**7, 10**9, 10**18])
+def test_pools_beyond_any_memory_are_refused(gpu_pages):
+    """Also where the device names no limit: by the allocation itself, or by what a slot's number can be."""
+    with pytest.raises(ConfigError, match=rf"cache\.gpu_pages is {gpu_pages}, but must be (fewer|at most)"):
+        ModelRunner(_model("llama-tiny", 1), engine_config(gpu_pages=gpu_pages), make_mesh(1))
+
+
+def test_a_reset_that_fails_is_a_failed_step(monkeypatch):
+    """By then the configuration is known to fit; the next reset may succeed."""
+    runner = ModelRunner(_model("llama-tiny", 1), engine_config(), make_mesh(1))
+
+    def fail():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.storage, "new_pools", fail)
+        with pytest.raises(StepFailedError, match=r"new pools.*RESOURCE_EXHAUSTED"):
+            runner.reset()
+    runner.reset()
+    assert not read_page(runner.pools, 1).any()
+
+
+def test_a_back_end_that_cannot_run_here_is_refused():
+    """At construction, saying what would do."""
+    config = EngineConfig(runner=RunnerConfig(attention_backend="pallas_triton"))
+    cpu = make_mesh(1, jax.devices("cpu"))
+    message = r"runner\.attention_backend is 'pallas_triton', but must be 'auto' or 'xla'.*NVIDIA GPU"
+    with pytest.raises(ConfigError, match=message):
+        ModelRunner(_model("llama-tiny", 1), config, cpu)
+
+
+def test_heads_that_the_back_end_does_not_serve_are_refused(monkeypatch):
+    """As on a GPU: the kernel package's own error becomes one that names the option."""
+    monkeypatch.setattr(layouts, "triton_device_limit", lambda device: None)
+    config = EngineConfig(runner=RunnerConfig(attention_backend="pallas_triton"))
+    mesh = make_mesh(1)
+    model = random_model(preset("llama-tiny", head_dim=80), mesh=mesh)
+    with pytest.raises(ConfigError, match=r"runner\.attention_backend .* for this model; head_dim = 80"):
+        ModelRunner(model, config, mesh)
+
+
 def test_more_logprobs_than_ids_are_refused():
     """The model's vocabulary is the limit."""
     config = EngineConfig(runner=RunnerConfig(max_logprobs=321))
@@ -393,15 +434,13 @@ def test_a_failed_step_is_a_typed_error(monkeypatch):
 
 
 def test_compilations_are_kept_on_disk(tmp_path):
-    """A directory given is a directory filled."""
+    """A directory given is a directory filled, by the next runner that is made."""
     options = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = [getattr(jax.config, option) for option in options]
-    config = EngineConfig(
-        cache=CacheConfig(gpu_pages=33), runner=RunnerConfig(compilation_cache_dir=str(tmp_path))
-    )
     try:
         jax.config.update(options[1], 0)
-        ModelRunner(_model("opt-tiny", 1), config, make_mesh(1))
+        keep_compilations_in(str(tmp_path))
+        ModelRunner(_model("opt-tiny", 1), EngineConfig(cache=CacheConfig(gpu_pages=33)), make_mesh(1))
         assert list(tmp_path.iterdir())
     finally:
         keep_compilations_in(before[0])

@@ -11,7 +11,12 @@ import sys
 import pytest
 
 import pensieve_jax
-from pensieve_jax.core.errors import HistoryCorruptError, HistoryLockedError, HistoryMismatchError
+from pensieve_jax.core.errors import (
+    HistoryCorruptError,
+    HistoryError,
+    HistoryLockedError,
+    HistoryMismatchError,
+)
 from pensieve_jax.history import SQLiteHistoryStore, Turn
 
 FINGERPRINT = "model:a tokenizer:b"
@@ -189,6 +194,61 @@ def test_a_database_of_another_application_is_left_alone(path, tmp_path, journal
     assert not list(tmp_path.glob("*corrupt*"))
 
 
+@pytest.mark.parametrize("content", [b'{"turns": []}\n', b"S", b"not a database!!" + bytes(9000)])
+def test_a_file_that_is_no_database_is_left_alone(path, tmp_path, content):
+    path.write_bytes(content)
+    with pytest.raises(HistoryMismatchError, match="is not a history file; give another path"):
+        open_store(path)
+    assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_damaged_database_of_another_application_is_left_alone(path, tmp_path):
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE recipes(name TEXT)")
+        connection.executemany("INSERT INTO recipes VALUES (?)", [("soup" * 200,)] * 100)
+        connection.commit()
+    truncated(path)
+    content = path.read_bytes()
+    with pytest.raises(HistoryMismatchError, match="another application"):
+        open_store(path)
+    assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_refused_path_keeps_a_lock_file_that_was_there(filled):
+    lock = filled.with_name("chats.sqlite.lock")
+    assert lock.exists()
+    with pytest.raises(HistoryMismatchError):
+        open_store(filled, fingerprint="model:z tokenizer:b")
+    assert lock.exists()
+
+
+def test_a_directory_is_refused_without_a_trace(tmp_path):
+    (tmp_path / "chats").mkdir()
+    with pytest.raises(HistoryError, match="Is a directory"):
+        open_store(tmp_path / "chats")
+    assert list(tmp_path.iterdir()) == [tmp_path / "chats"]
+
+
+def test_a_lock_on_a_file_that_was_discarded_meanwhile_is_taken_again(path, monkeypatch):
+    """Between the open and the lock of one process, another one gives its lock up and removes the file."""
+    from pensieve_jax.history import lock
+
+    first, take = lock.FileLock(path), lock._lock
+
+    def late(file_descriptor, locked_path):
+        first.discard()
+        take(file_descriptor, locked_path)
+
+    monkeypatch.setattr(lock, "_lock", late)
+    second = lock.FileLock(path)
+    monkeypatch.undo()
+    with pytest.raises(HistoryLockedError):
+        lock.FileLock(path)
+    second.release()
+
+
 def test_another_schema_version_is_refused(filled):
     with contextlib.closing(sqlite3.connect(filled)) as connection:
         connection.execute("PRAGMA user_version = 9")
@@ -208,12 +268,8 @@ def test_an_empty_file_becomes_a_history(path):
 
 def garbage_header(path):
     content = bytearray(path.read_bytes())
-    content[:16] = b"not a database!!"
+    content[16:32] = b"not a database!!"
     path.write_bytes(content)
-
-
-def text_file(path):
-    path.write_bytes(b"hello")
 
 
 def truncated(path):
@@ -241,7 +297,6 @@ def sql(*statements):
 
 DAMAGES = {
     "garbage_header": garbage_header,
-    "text_file": text_file,
     "truncated": truncated,
     "truncated_within_the_header": truncated_within_the_header,
     "scrambled_pages": scrambled_pages,
@@ -269,12 +324,13 @@ def test_a_damaged_file_is_set_aside_unchanged_and_a_new_one_starts(filled, tmp_
 def test_nothing_that_was_set_aside_is_overwritten(filled, tmp_path):
     (tmp_path / "chats.sqlite.corrupt-1").write_bytes(b"older")
     (tmp_path / "chats.sqlite.corrupt-2-wal").write_bytes(b"older log")
-    text_file(filled)
+    truncated_within_the_header(filled)
+    content = filled.read_bytes()
     with pytest.raises(HistoryCorruptError, match="corrupt-3"):
         open_store(filled)
     assert (tmp_path / "chats.sqlite.corrupt-1").read_bytes() == b"older"
     assert (tmp_path / "chats.sqlite.corrupt-2-wal").read_bytes() == b"older log"
-    assert (tmp_path / "chats.sqlite.corrupt-3").read_bytes() == b"hello"
+    assert (tmp_path / "chats.sqlite.corrupt-3").read_bytes() == content
 
 
 def copy_with_log(filled, tmp_path):
@@ -321,7 +377,7 @@ def test_a_log_without_its_database_is_kept(filled, tmp_path, leave):
 
 
 def test_a_failed_open_gives_the_lock_back(filled):
-    text_file(filled)
+    scrambled_pages(filled)
     for _ in range(2):
         with contextlib.suppress(HistoryCorruptError):
             open_store(filled).close()

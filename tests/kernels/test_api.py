@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from pallas_kernels.ragged_paged_attention import (
     build_tiles,
     ragged_paged_attention,
     tile_spec,
+    triton_device_limit,
 )
 from pallas_kernels.ragged_paged_attention.shapes import Heads
 from tests.kernels.batches import assert_equals_reference, make_batch
@@ -104,3 +106,19 @@ def test_auto_is_xla_on_a_cpu() -> None:
     if jax.default_backend() != "cpu":
         pytest.skip("a CPU's choice")
     assert tile_spec(**SPEC).backend == "xla"
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "says"),
+    [
+        ("gpu", "9.0", None),
+        ("gpu", "8.0", None),
+        ("gpu", "7.5", "capability 8.0 or more, this GPU has 7.5"),
+        ("gpu", "gfx942", "needs an NVIDIA GPU, this device is 'kind'"),
+        ("cpu", None, "needs an NVIDIA GPU, this device is 'kind'"),
+    ],
+)
+def test_devices_that_triton_runs_on(platform: str, capability: str | None, says: str | None) -> None:
+    device = types.SimpleNamespace(platform=platform, device_kind="kind", compute_capability=capability)
+    limit = triton_device_limit(device)
+    assert limit is None if says is None else limit is not None and says in limit

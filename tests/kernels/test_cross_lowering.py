@@ -8,11 +8,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from model_defs import PRESETS
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention, tile_spec, write_kv
-from pallas_kernels.ragged_paged_attention.shapes import MODEL_HEADS, Heads
+from pallas_kernels.ragged_paged_attention.shapes import Heads
 from tests.kernels.cross_lower import lower_for_cuda
 
 SHAPE = jax.ShapeDtypeStruct
+# Every preset on one device; some share their heads.
+MODEL_HEADS = {
+    Heads(config.num_heads, config.num_kv_heads, config.head_dim): name for name, config in PRESETS.items()
+}
 
 
 def lower(
@@ -37,7 +42,7 @@ def lower(
 
 
 @pytest.mark.parametrize(("num_tokens", "max_num_seqs"), [(64, 64), (2048, 256)], ids=["decode", "prefill"])
-@pytest.mark.parametrize("heads", MODEL_HEADS, ids=str)
+@pytest.mark.parametrize("heads", MODEL_HEADS, ids=list(MODEL_HEADS.values()))
 def test_presets(heads: Heads, num_tokens: int, max_num_seqs: int) -> None:
     text = lower(heads, num_tokens, max_num_seqs, "bfloat16")
     # The tiles of every class, and the merge.

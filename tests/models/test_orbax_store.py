@@ -20,8 +20,10 @@ from model_defs import (
     save_parameters,
 )
 from model_defs.parameters import named_parameters
-from scripts.convert_checkpoint import convert
 from tests.models.helpers import GOLDEN, dense_logits, golden
+from tests.scripts.conftest import load
+
+convert = load("convert_checkpoint").convert
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +132,61 @@ def test_missing_or_damaged_data(saved: Path, tmp_path: Path) -> None:
     data.unlink()
     with pytest.raises(CheckpointError, match=rf"{data.name} is missing"):
         load_model(broken, mesh=make_mesh(1))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("config", None, r"model_config\.json: 'config' is missing, must be dict"),
+        ("weights_digest", None, r"model_config\.json: 'weights_digest' is missing"),
+        ("files_bytes", None, r"model_config\.json: 'files_bytes' is missing"),
+        ("files_crc32", None, r"model_config\.json: 'files_crc32' is missing"),
+        ("format_version", None, r"model_config\.json: 'format_version' is missing"),
+        ("config", [1], r"model_config\.json: 'config' is \[1\], must be dict"),
+        ("weights_digest", 7, r"model_config\.json: 'weights_digest' is 7, must be str"),
+    ],
+)
+def test_a_config_file_without_its_keys(
+    saved: Path, tmp_path: Path, key: str, value: object, message: str
+) -> None:
+    """Whoever reads it first: the loader, or the fingerprint."""
+    broken = damage(saved, tmp_path / "copy")
+    values = json.loads((broken / "model_config.json").read_text())
+    config = load_config(broken)
+    if value is None:
+        del values[key]
+    else:
+        values[key] = value
+    (broken / "model_config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=message):
+        load_model(broken, mesh=make_mesh(1))
+    with pytest.raises(CheckpointError, match=message):
+        model_fingerprint(config, broken)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "", "{", "\xff"])
+def test_a_config_file_that_is_no_config(saved: Path, tmp_path: Path, text: str) -> None:
+    broken = damage(saved, tmp_path / "copy")
+    (broken / "model_config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=r"model_config\.json"):
+        load_config(broken)
+
+
+def test_a_changed_byte_in_any_file(saved: Path, tmp_path: Path) -> None:
+    """Sizes agree; Orbax would take changed weights as they are, and fail on the rest without a type."""
+    broken = damage(saved, tmp_path / "copy")
+    files = [
+        path for path in sorted((broken / "params").rglob("*")) if path.stat().st_size and path.is_file()
+    ]
+    assert len(files) > 5
+    for path in files:
+        whole = path.read_bytes()
+        middle = len(whole) // 2
+        path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+        with pytest.raises(CheckpointError, match=rf"{path.name} was changed after it was saved"):
+            load_model(broken, mesh=make_mesh(1))
+        path.write_bytes(whole)
+    load_model(broken, mesh=make_mesh(1))
 
 
 def test_jax_is_left_with_its_devices() -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model_defs import preset
 from pensieve_jax.core.errors import ConfigError, InvalidRequestError
 from pensieve_jax.text import Tokenizer, byte_tokenizer, load_tokenizer
 from tests.text.tokenizer_zoo import NAMES, ZOO, byte_level_backend, metaspace_backend
@@ -19,6 +20,15 @@ def test_byte_tokenizer_ids_are_bytes(text):
     if not any(marker in text for marker in markers):
         assert tokenizer.encode(text, add_bos=False) == list(text.encode())
         assert tokenizer.decode(list(text.encode())) == text
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "opt-tiny"])
+def test_byte_tokenizer_and_tiny_presets_agree_on_the_ends(name):
+    """Or a chat with a random model could not end at its end marker."""
+    tokenizer, config = byte_tokenizer(), preset(name)
+    end_ids = (tokenizer.eos_id, *tokenizer.encode("<|end|>", add_bos=False))
+    assert (config.bos_token_id, config.eos_token_ids) == (tokenizer.bos_id, end_ids)
+    assert tokenizer.vocab_size <= config.vocab_size
 
 
 def test_byte_tokenizer_fits_the_tiny_presets():

@@ -1,0 +1,140 @@
+"""The static spec of a bucket's tile list: how many tiles of each class it can need, and where they lie.
+
+Owns: the arguments that shape a list and the worst-case sizes that follow, so the layout of the flat i32
+array. Does not know: batches, or what a kernel does with a tile. Called by: `api`, which makes specs,
+`metadata` and `tile_lists`, which fill them, and the Triton kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.ragged_paged_attention.block_sizes import (
+    MERGE_ROWS,
+    BlockSizes,
+    TileClass,
+    default_block_sizes,
+)
+from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
+
+NUM_FIELDS = 8  # i32 of a tile or a merge; `tile_lists` names them
+HEADER_LEN = 8  # counts of tiles, class by class, then of merges
+
+
+@dataclass(frozen=True)
+class TileSpec:
+    """What is fixed when a bucket is compiled; hashable. Heads are those of one shard.
+
+    Attributes:
+      num_tokens: padded query tokens.
+      max_num_seqs: rows, padding included.
+      group: query heads per KV head.
+      num_kv_heads: KV heads.
+      page_size: tokens of a page.
+      backend: the back end that serves it.
+      blocks: tile classes; none for back ends without tiles.
+    """
+
+    num_tokens: int
+    max_num_seqs: int
+    group: int
+    num_kv_heads: int
+    page_size: int
+    backend: str
+    blocks: BlockSizes
+
+    def tile_tokens(self, tile_class: TileClass) -> int:
+        """Query tokens that a tile of the class holds."""
+        return tile_class.rows // self.group
+
+    @cached_property
+    def max_num_slots(self) -> tuple[int, ...]:
+        """Slots for partial results, by class."""
+        return tuple(2 * -(-c.target_programs // self.num_kv_heads) for c in self.blocks.classes)
+
+    @cached_property
+    def max_num_q_tiles(self) -> tuple[int, ...]:
+        """Tiles before splitting, by class, for the worst batch of this shape."""
+        sizes, rows = [], min(self.max_num_seqs, self.num_tokens)
+        least = 1  # tokens of the shortest range that goes to the class
+        last = len(self.blocks.classes) - 1
+        for index, tile_class in enumerate(self.blocks.classes):
+            tokens = self.tile_tokens(tile_class)
+            most_rows = min(rows, self.num_tokens // least) + (index == last)  # and the pseudo row
+            # Where the next class takes every longer range, a row has one tile.
+            sizes.append(most_rows if index < last else self.num_tokens // tokens + most_rows)
+            least = tokens + 1
+        return tuple(sizes)
+
+    @cached_property
+    def max_num_tiles(self) -> tuple[int, ...]:
+        """Entries of the tile list, by class."""
+        return tuple(a + b for a, b in zip(self.max_num_q_tiles, self.max_num_slots, strict=True))
+
+    @cached_property
+    def max_num_merges(self) -> int:
+        """Entries of the merge list: a split tile has at least two slots."""
+        return sum(
+            slots // 2 * (c.rows // MERGE_ROWS)
+            for slots, c in zip(self.max_num_slots, self.blocks.classes, strict=True)
+        )
+
+    @cached_property
+    def tiles_len(self) -> int:
+        """Length of the flat array; 0 for back ends without tiles."""
+        if not self.blocks.classes:
+            return 0
+        return HEADER_LEN + NUM_FIELDS * (sum(self.max_num_tiles) + self.max_num_merges)
+
+    def tiles_offset(self, class_index: int) -> int:
+        """Where in the flat array the tiles of a class begin; one past the last class: the merges."""
+        return HEADER_LEN + NUM_FIELDS * sum(self.max_num_tiles[:class_index])
+
+    def partial_begin(self, class_index: int) -> int:
+        """First row of a class's partial results; one past the last class: how many rows there are."""
+        pairs = zip(self.max_num_slots[:class_index], self.blocks.classes[:class_index], strict=True)
+        return sum(slots * self.num_kv_heads * c.rows for slots, c in pairs)
+
+
+def make_tile_spec(
+    *,
+    num_tokens: int,
+    max_num_seqs: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: Any,
+    backend: str,
+    blocks: BlockSizes | None,
+) -> TileSpec:
+    """The spec for arguments that `api` has checked and a back end that it has resolved."""
+    if backend != "pallas_triton":
+        blocks = BlockSizes(())
+    elif blocks is None:
+        blocks = default_block_sizes(
+            num_tokens=num_tokens,
+            max_num_seqs=max_num_seqs,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            itemsize=jnp.dtype(dtype).itemsize,
+        )
+    group = num_q_heads // num_kv_heads
+    if backend == "pallas_triton":
+        _check_blocks(blocks, group)
+    return TileSpec(num_tokens, max_num_seqs, group, num_kv_heads, page_size, backend, blocks)
+
+
+def _check_blocks(blocks: BlockSizes, group: int) -> None:
+    rows = [tile_class.rows for tile_class in blocks.classes]
+    if not rows or rows != sorted(set(rows)) or rows[0] < max(group, MERGE_ROWS):
+        limit = f"tile rows must ascend from {max(group, MERGE_ROWS)} or more, for {group} heads per KV head"
+        raise AttentionArgumentError("blocks", rows, limit)
+    for value in rows + [tile_class.block_kv for tile_class in blocks.classes]:
+        if value < 16 or value & (value - 1):
+            raise AttentionArgumentError("blocks", value, "rows and block_kv must be powers of two from 16")

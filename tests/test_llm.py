@@ -1,0 +1,211 @@
+"""The public API, on a tiny random model with a byte tokenizer."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pensieve_jax import (
+    LLM,
+    CacheConfig,
+    ConfigError,
+    ContextLengthError,
+    ConversationBusyError,
+    EngineClosedError,
+    EngineConfig,
+    InvalidRequestError,
+    RunnerConfig,
+    SamplingParams,
+    SchedulerConfig,
+    UnknownConversationError,
+    UnsupportedFeatureError,
+)
+from pensieve_jax.core.clock import VirtualClock
+from pensieve_jax.engine.dense_reference import DenseReference
+
+BOS, END = 256, 261
+SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def clock() -> VirtualClock:
+    return VirtualClock(1000.0)
+
+
+@pytest.fixture(scope="module")
+def llm(clock: VirtualClock) -> Iterator[LLM]:
+    config = EngineConfig(
+        cache=CacheConfig(gpu_pages=24, chunk_tokens=16, idle_ttl_s=1000.0),
+        scheduler=SchedulerConfig(max_num_running=4, max_num_batched_tokens=64, token_buckets=(64,)),
+        runner=RunnerConfig(max_logprobs=3),
+    )
+    with LLM(config=config, progress=False, clock=clock) as llm:
+        yield llm
+
+
+def prompt_of(llm: LLM, conversation_id: str, turn: int = 0) -> tuple[int, ...]:
+    return llm.history(conversation_id).turns[turn].prompt_token_ids
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 2, 5)]
+    outputs = llm.generate(["a", [15, 27, 3], np.array([5, 6])], params, conversation_ids=["x", None, "y"])
+    assert [len(output.token_ids) for output in outputs] == [9, 2, 5]
+    assert [output.conversation_id for output in outputs] == ["x", None, "y"]
+    assert prompt_of(llm, "x") == (BOS, ord("a")) and prompt_of(llm, "y") == (5, 6)
+
+
+def test_the_beginning_of_sequence_stands_at_the_start_only(llm: LLM, clock: VirtualClock) -> None:
+    for _ in range(2):
+        llm.generate(["hi"], SHORT, conversation_ids=["bos"])
+    assert prompt_of(llm, "bos", 0) == (BOS, *b"hi") and prompt_of(llm, "bos", 1) == tuple(b"hi")
+    clock.advance(2000.0)  # it expires: what follows is a new conversation, in text and in chat
+    llm.generate(["hi"], SHORT, conversation_ids=["bos"])
+    assert prompt_of(llm, "bos", 0) == (BOS, *b"hi")
+    llm.chat([{"role": "user", "content": "hi"}], SHORT, conversation_id="chat")
+    first = prompt_of(llm, "chat")
+    assert first[0] == BOS and END in first
+    clock.advance(2000.0)
+    llm.chat([{"role": "user", "content": "hi"}], SHORT, conversation_id="chat")
+    assert prompt_of(llm, "chat") == first and len(llm.history("chat").turns) == 1
+
+
+def test_a_chat_turn_closes_the_reply_that_was_cut(llm: LLM) -> None:
+    for _ in range(2):
+        llm.chat([{"role": "user", "content": "hi"}], SHORT, conversation_id="cut")
+    assert prompt_of(llm, "cut", 1)[0] == END
+
+
+def test_logprobs_equal_the_dense_reference(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=6.0, seed=5, logprobs=2, ignore_eos=True)
+    output = llm.generate([[9, 8, 7]], params)[0]
+    assert output.logprobs is not None
+    replay = DenseReference(_model(llm)).replay_turn([], [9, 8, 7], output.token_ids, params, seed=5)
+    assert tuple(replay.token_ids.tolist()) == output.token_ids
+    np.testing.assert_allclose([one.logprob for one in output.logprobs], replay.logprobs, atol=1e-4)
+    assert all(len(one.top) == 2 and max(one.top.values()) >= one.logprob for one in output.logprobs)
+
+
+def _model(llm: LLM) -> Any:
+    from model_defs import load_model, make_mesh
+
+    return load_model("random:llama-tiny", dtype="float32", mesh=make_mesh(1))
+
+
+BAD_CALLS: dict[str, tuple[Any, type[Exception], str]] = {
+    "an empty turn": (lambda llm: llm.generate([""]), InvalidRequestError, "prompt"),
+    "no ids": (lambda llm: llm.generate([[]]), InvalidRequestError, "prompt"),
+    "bytes": (lambda llm: llm.generate([b"abc"]), InvalidRequestError, "prompt"),
+    "a string of prompts": (lambda llm: llm.generate("abc"), InvalidRequestError, "prompts"),
+    "no prompts": (lambda llm: llm.generate(5), InvalidRequestError, "prompts"),
+    "too long": (lambda llm: llm.generate([[1] * 384]), ContextLengthError, "383"),
+    "outside the vocabulary": (lambda llm: llm.generate([[1, 320]]), InvalidRequestError, "319"),
+    "parameters of another kind": (
+        lambda llm: llm.stream("a", {"top_k": 1}),
+        InvalidRequestError,
+        "sampling_",
+    ),
+    "none for one": (lambda llm: llm.generate(["a"], [None]), InvalidRequestError, "sampling_params"),
+    "too few parameters": (lambda llm: llm.generate(["a", "b"], [SHORT]), InvalidRequestError, "sampling_"),
+    "too many logprobs": (
+        lambda llm: llm.generate(["a"], SamplingParams(logprobs=4)),
+        InvalidRequestError,
+        "3",
+    ),
+    "a surrogate id": (lambda llm: llm.history("\ud800"), InvalidRequestError, "conversation_id"),
+    "a list for an id": (lambda llm: llm.truncate(["t"], 1), InvalidRequestError, "conversation_id"),
+    "an unknown conversation": (lambda llm: llm.end("nobody"), UnknownConversationError, "nobody"),
+    "one id twice": (
+        lambda llm: llm.generate(["a", "b"], SHORT, conversation_ids=["i", "i"]),
+        ConversationBusyError,
+        "once",
+    ),
+    "a prefix": (lambda llm: llm.generate(["a"], prefix="p"), UnsupportedFeatureError, "prefix"),
+    "a shared prefix": (lambda llm: llm.share_prefix("p"), UnsupportedFeatureError, "prefix"),
+    "a message without a role": (lambda llm: llm.chat([{"content": "a"}]), InvalidRequestError, "role"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls_are_typed_errors_and_harm_nobody(llm: LLM, name: str) -> None:
+    call, kind, words = BAD_CALLS[name]
+    stream = llm.stream([1, 2, 3], SHORT)
+    with pytest.raises(kind, match=words):
+        call(llm)
+    assert sum(len(delta.token_ids) for delta in stream) == 4
+
+
+def test_a_second_turn_while_one_runs_is_busy(llm: LLM) -> None:
+    with llm.stream("a", SHORT, conversation_id="busy"):
+        for call in (
+            lambda: llm.generate(["b"], SHORT, conversation_ids=["busy"]),
+            lambda: llm.truncate("busy", 0),
+            lambda: llm.end("busy"),
+        ):
+            with pytest.raises(ConversationBusyError):
+                call()
+    with pytest.raises(UnknownConversationError):
+        llm.history("busy")
+
+
+def test_a_closed_stream_says_nothing_more(llm: LLM) -> None:
+    stream = llm.stream("a", SHORT, conversation_id="closed")
+    llm.generate(["b"], SHORT)
+    stream.close()
+    assert list(stream) == []
+
+
+def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody(llm: LLM, monkeypatch: Any) -> None:
+    dropped = llm.stream("a", SamplingParams(max_tokens=50, ignore_eos=True), conversation_id="dropped")
+    scheduler = llm.engine._scheduler
+    schedule = scheduler.schedule
+    holder = [dropped]
+    del dropped
+
+    def collect() -> Any:
+        output = schedule()
+        holder.clear()
+        gc.collect()
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", collect)
+    assert len(llm.generate(["b"], SHORT)[0].token_ids) == 4
+    with pytest.raises(UnknownConversationError):
+        llm.history("dropped")
+    assert llm.stats()["num_turns_failed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"config": CacheConfig()}, "EngineConfig"),
+        ({"model": 5}, "model"),
+        ({"model": "./no/such/directory"}, "no such directory"),
+        ({"config": EngineConfig(scheduler=SchedulerConfig(max_context_tokens=4096))}, "positions"),
+    ],
+)
+def test_what_cannot_be_started(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM(**arguments, progress=False)
+
+
+def test_a_closed_llm_says_so() -> None:
+    config = EngineConfig(
+        cache=CacheConfig(gpu_pages=4),
+        scheduler=SchedulerConfig(max_num_running=2, max_num_batched_tokens=64, token_buckets=(64,)),
+    )
+    llm = LLM("random:opt-tiny", config=config, progress=False)
+    llm.close()
+    llm.close()
+    for call in (
+        lambda: llm.history("a"),
+        llm.conversations,
+        lambda: llm.generate(["a"]),
+        lambda: llm.end("a"),
+    ):
+        with pytest.raises(EngineClosedError):
+            call()
