@@ -12,6 +12,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	python=$$(sh scripts/find_python.sh) && "$$python" -m venv $(VENV)
+	@echo "installing (about a minute)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
 	touch $@
 

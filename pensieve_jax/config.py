@@ -116,6 +116,11 @@ class SchedulerConfig:
     token_buckets: tuple[int, ...] | None = None
     max_num_buckets: int = 4
 
+    @property
+    def row_limit(self) -> int:
+        """Sub-requests of a step: `max_num_rows`, or what it stands for."""
+        return self.max_num_rows or 2 * self.max_num_running
+
     def __post_init__(self) -> None:
         """Refuse what cannot work by itself."""
         for name in ("max_num_running", "max_num_batched_tokens", "max_num_buckets"):

@@ -3,7 +3,7 @@
 Owns: how a kernel is timed and checked. Every case is checked before it is timed: whole against the `xla`
 back end on the device, and one row against the dense reference. Many iterations run inside one jitted call,
 each tied to the one before, so that neither dispatch nor overlap shows. The pools are larger than any
-cache.
+cache. Exit status 1 if a kernel is wrong, 2 for flags that cannot work.
 
     python scripts/benchmark_kernels.py --cases=all
     python scripts/benchmark_kernels.py --cases=decode_64x4096_gqa10,prefill_4x2048_gqa10 --sweep
@@ -24,9 +24,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
+from common.launch import EXIT_FAILED, run
 
 from pallas_kernels.ragged_paged_attention import (
+    AttentionArgumentError,
     BlockSizes,
     TileClass,
     build_tiles,
@@ -37,9 +39,9 @@ from pallas_kernels.ragged_paged_attention.reference import reference_attention
 from pallas_kernels.ragged_paged_attention.shapes import CASES, Case, draw_metadata
 
 _CASES = flags.DEFINE_list("cases", None, "Names, or 'all'; default: all on a GPU, tiny elsewhere.")
-_BACKEND = flags.DEFINE_string("backend", "auto", "auto, xla or pallas_triton.")
+_BACKEND = flags.DEFINE_enum("backend", "auto", ["auto", "xla", "pallas_triton"], "What is timed.")
 _SWEEP = flags.DEFINE_bool("sweep", False, "Time many block sizes for every case, best first.")
-_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "bfloat16, float16 or float32.")
+_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of pages and values.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of pages and values.")
 _TARGET_MS = flags.DEFINE_float("target_ms", 40.0, "Device time of one timed call, about.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Timed calls, of which the median is taken.", lower_bound=1)
@@ -63,6 +65,10 @@ _LARGE_SWEEP = (
     (128, 128, 8, 2, 1024, 528, True), (128, 32, 8, 4, 1024, 528, True), (64, 64, 4, 3, 1024, 528, True),
     (64, 64, 4, 2, 1024, 528, True), (64, 128, 4, 2, 1024, 528, True), (128, 64, 4, 3, 1024, 528, True),
 )  # fmt: skip
+
+
+class MismatchError(Exception):
+    """A kernel computed something else than the references."""
 
 
 class Inputs(NamedTuple):
@@ -204,13 +210,12 @@ def measure(
         float(largest_difference(out, expected)), check_row(case, inputs, out, int(inputs.host[0].argmax()))
     )
     if not error < _TOLERANCE[_DTYPE.value]:
-        raise AssertionError(f"{case.name}, {describe(spec.blocks)}: differs by {error}")
+        raise MismatchError(f"{case.name}, {describe(spec.blocks)}: differs by {error}")
     itemsize = q.dtype.itemsize
     num_bytes = case.kv_bytes * itemsize // 2 + 2 * q.size * itemsize
     bound_s = max(num_bytes / copy_rate, case.flops / 8e14)
-    num_iterations = (
-        int(np.clip(_TARGET_MS.value * 1e-3 / bound_s, 1, 400)) if jax.default_backend() == "gpu" else 2
-    )
+    on_gpu = jax.default_backend() == "gpu"
+    num_iterations = int(np.clip(_TARGET_MS.value * 1e-3 / bound_s, 1, 400)) if on_gpu else 2
     seconds = seconds_per_iteration(attend, q, rest, num_iterations, _REPEATS.value)
     return {
         "case": case.name,
@@ -237,36 +242,47 @@ def run_case(case: Case, copy_rate: float) -> list[dict[str, Any]]:
         for blocks in block_variants(case, spec):
             try:
                 results.append(one(blocks))
-            except (
-                jax.errors.JaxRuntimeError,
-                AssertionError,
-            ) as error:  # too much shared memory, say: not a choice
+            except (jax.errors.JaxRuntimeError, MismatchError) as error:  # too much shared memory, say
                 print(f"{case.name} {describe(blocks)}: {str(error).splitlines()[0][:150]}", flush=True)
     return sorted(results, key=lambda result: result["time_us"])
 
 
-def main(argv: list[str]) -> None:
+def main() -> int:
     """Prints results case by case, then the document."""
     on_gpu = jax.default_backend() == "gpu"
     names = _CASES.value or (["all"] if on_gpu else ["tiny"])
     names = list(CASES) if names == ["all"] else names
     unknown = sorted(set(names) - set(CASES))
     if unknown:
-        raise app.UsageError(f"--cases: unknown {unknown}; known: {sorted(CASES)}")
+        raise AttentionArgumentError("--cases", unknown, f"known are {sorted(CASES)}")
+    if _BACKEND.value == "pallas_triton" and not on_gpu:
+        raise AttentionArgumentError("--backend", _BACKEND.value, "needs a GPU; give xla or auto")
     copy_rate = copy_bandwidth(2 << 30 if on_gpu else 32 << 20, _REPEATS.value)
     device = jax.devices()[0]
     print(f"{device.device_kind}: copy {copy_rate / 1e9:.0f} GB/s, {_DTYPE.value}")
     print(f"{'case':28} {'us':>9} {'GB/s':>7} {'TFLOP/s':>8} {'error':>8}  blocks")
     results = []
     for name in names:
-        for result in run_case(CASES[name], copy_rate):
+        try:
+            of_case = run_case(CASES[name], copy_rate)
+        except MismatchError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return EXIT_FAILED
+        for result in of_case:
             results.append(result)
             print(
                 f"{name:28} {result['time_us']:9.1f} {result['gb_per_s']:7.0f} {result['tflop_per_s']:8.1f} "
                 f"{result['max_abs_error']:8.1e}  {result['backend']} {result['label']}",
                 flush=True,
             )
-    document = {
+    print(json.dumps(document(device, copy_rate, results)))
+    return 0
+
+
+def document(device: jax.Device, copy_rate: float, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was measured, in what units, where and how."""
+    units = {"time_us": "median microseconds a call", "gb_per_s": "1e9 byte/s", "tflop_per_s": "1e12 FLOP/s"}
+    return {
         "benchmark": "ragged_paged_attention",
         "command": " ".join(sys.argv),
         "device": device.device_kind,
@@ -274,15 +290,10 @@ def main(argv: list[str]) -> None:
         "versions": {"jax": jax.__version__, "numpy": np.__version__, "python": sys.version.split()[0]},
         "dtype": _DTYPE.value,
         "copy_gb_per_s": round(copy_rate / 1e9, 1),
-        "units": {
-            "time_us": "median microseconds a call",
-            "gb_per_s": "1e9 byte/s",
-            "tflop_per_s": "1e12 FLOP/s",
-        },
+        "units": units,
         "results": results,
     }
-    print(json.dumps(document))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

@@ -10,7 +10,9 @@ so that a busy machine does not count against it; the wall clock stands beside i
   decode  every request decodes one token;
   mixed   replies end and turns of idle conversations arrive all the time, into a pool so small that the
           idle ones lose chunks and returning ones recompute.
-Prints a table, and one JSON document as the last line. `--profile` adds cProfile's hot spots.
+Prints a table, which load missed the target, and one JSON document as the last line. `--profile` adds
+cProfile's hot spots. It reports and does not judge: the exit status is 0 also where the target is missed,
+since that depends on the machine, and 2 for flags that cannot work.
 """
 
 from __future__ import annotations
@@ -21,95 +23,27 @@ import os
 import pstats
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from absl import app, flags
+from absl import flags
+from common.launch import run
+from common.null_runner import NullRunner
 from common.report import json_line, table
 
-from model_defs import ModelConfig, preset
-from pallas_kernels.ragged_paged_attention import TileSpec, build_tiles, tile_spec
+from model_defs import PRESETS, num_parameters, preset
 from pensieve_jax import CacheConfig, EngineConfig, SamplingParams, SchedulerConfig
+from pensieve_jax.cache import AnalyticCostModel
+from pensieve_jax.config import POLICIES
 from pensieve_jax.engine.engine import Engine
-from pensieve_jax.engine.runner import Progress
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.validation import ModelLimits, TurnSpec
 from pensieve_jax.history import SQLiteHistoryStore
-from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult, token_buckets
 
 FLAGS = flags.FLAGS
 TARGET_MS = 2.0
 _PROMPT_TOKENS, _REPLY_TOKENS = 38, 205  # of a turn in the traces, on average
-
-
-class NullRunner:
-    """A `Runner` without a device: made-up ids, and the times at which it was called.
-
-    Attributes:
-      layouts: as the real runner makes them for this model.
-      dispatch_s, dispatch_wall_s: when the last step was dispatched, in CPU time and by the wall clock.
-      tiles_s: how long its tile list took.
-      num_rows, num_tokens: of the last step.
-    """
-
-    def __init__(self, config: EngineConfig, model: ModelConfig, context_tokens: int, backend: str) -> None:
-        """Layouts and tile specs for heads of this model."""
-        scheduler = config.scheduler
-        max_num_rows = scheduler.max_num_rows or 2 * scheduler.max_num_running
-        self._specs: dict[int, TileSpec] = {}
-        layouts: dict[int, PlanLayout] = {}
-        for bucket in token_buckets(scheduler):
-            spec = self._specs[bucket] = tile_spec(
-                num_tokens=bucket,
-                max_num_seqs=min(max_num_rows, bucket),
-                num_q_heads=model.num_heads,
-                num_kv_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
-                page_size=config.cache.chunk_tokens,
-                dtype="bfloat16",
-                backend=backend,
-            )
-            layouts[bucket] = PlanLayout(
-                num_tokens=bucket,
-                max_num_rows=min(max_num_rows, bucket),
-                pages_per_row=-(-context_tokens // config.cache.chunk_tokens),
-                max_num_samples=min(scheduler.max_num_running, bucket),
-                max_num_banned=config.runner.max_banned_ids,
-                tiles_len=spec.tiles_len,
-            )
-        self.layouts: Mapping[int, PlanLayout] = layouts
-        self.num_compilations = 0
-        self.dispatch_s = self.dispatch_wall_s = self.tiles_s = 0.0
-        self.num_rows = self.num_tokens = 0
-
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Nothing to compile."""
-
-    def reset(self) -> None:
-        """Nothing to lose."""
-
-    def memory_analysis(self) -> dict[str, Any]:
-        """Nothing is held."""
-        return {}
-
-    def fill_tiles(self, plan: StepPlan) -> None:
-        """As the real runner does."""
-        start_s = time.thread_time()
-        spec = self._specs[plan.layout.num_tokens]
-        build_tiles(spec, plan.cu_q_lens, plan.kv_lens, int(plan.num_rows[0]), out=plan.tiles)
-        self.tiles_s = time.thread_time() - start_s
-
-    def dispatch(self, plan: StepPlan) -> int:
-        """Note the time."""
-        self.dispatch_s, self.dispatch_wall_s = time.thread_time(), time.perf_counter()
-        self.num_rows, self.num_tokens = int(plan.num_rows[0]), int(plan.cu_q_lens[-1])
-        return plan.layout.max_num_samples
-
-    def fetch(self, handle: int) -> StepResult:
-        """Any ids do."""
-        nothing = np.zeros((handle, 8), np.int32)
-        return StepResult(nothing[:, 0] + 7, np.zeros(handle, np.float32), nothing, nothing.view(np.float32))
 
 
 class Times(NamedTuple):
@@ -142,7 +76,13 @@ class Load:
         )
         limits = ModelLimits(vocab_size=model.vocab_size, max_context_tokens=context_tokens)
         self.runner = NullRunner(config, model, context_tokens, FLAGS.attention_backend)
-        self.engine = Engine(self.runner, config, limits, SQLiteHistoryStore(None, fingerprint="benchmark"))
+        cost_model = AnalyticCostModel(
+            config.cache.chunk_tokens,
+            num_weights=num_parameters(model),
+            attention_width=model.num_layers * model.num_heads * model.head_dim,
+        )
+        store = SQLiteHistoryStore(None, fingerprint="benchmark")
+        self.engine = Engine(self.runner, config, limits, store, cost_model=cost_model)
         self.random = np.random.default_rng(0)
         self.idle = [f"idle-{i}" for i in range(num_idle)]
 
@@ -251,9 +191,7 @@ def summary(times: Sequence[Times]) -> dict[str, float]:
     }
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+def main() -> int:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # one core, as the target says
     results = {}
@@ -266,16 +204,18 @@ def main(argv: list[str]) -> None:
             pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(25)
     columns = ["load", *next(iter(results.values()))]
     print(table(columns, [[name, *values.values()] for name, values in results.items()]))
-    ok = all(values["mean_ms"] <= TARGET_MS for values in results.values())
-    print(f"target: schedule + plan at most {TARGET_MS} ms a step on one core: {'met' if ok else 'missed'}")
+    missed = [name for name, values in results.items() if values["mean_ms"] > TARGET_MS]
+    outcome = f"missed by {' and '.join(missed)}" if missed else "met"
+    print(f"target: schedule + plan at most {TARGET_MS} ms a step on one core, on average: {outcome}")
     settings = {name: FLAGS[name].value for name in ("num_running", "context_tokens", "num_idle", "policy")}
     units = {
         "*_ms": "milliseconds of CPU time a step (wall_*: of the wall clock)",
         "num_rows": "sub-requests a step",
         "num_tokens": "tokens a step",
     }
-    document = {"target_ms": TARGET_MS, "target_met": ok, "settings": settings, **results}
+    document = {"target_ms": TARGET_MS, "target_met": not missed, "settings": settings, **results}
     print(json_line("scheduler", document, units=units, device="none (host only, one core)"))
+    return 0
 
 
 def define_flags() -> None:
@@ -284,12 +224,13 @@ def define_flags() -> None:
     flags.DEFINE_integer("context_tokens", 2000, "Tokens of each running request.", lower_bound=256)
     flags.DEFINE_integer("num_idle", 1000, "Idle conversations of the mixed load.", lower_bound=1)
     flags.DEFINE_integer("num_steps", 200, "Steps measured for each load.", lower_bound=1)
-    flags.DEFINE_string("model", "llama2-13b-gqa10", "Preset whose heads shape the tile list.")
-    flags.DEFINE_string("policy", "retention", "Eviction policy.")
-    flags.DEFINE_string("attention_backend", "pallas_triton", "Whose tile list is built.")
+    flags.DEFINE_enum("model", "llama2-13b-gqa10", list(PRESETS), "Preset whose heads shape the tile list.")
+    flags.DEFINE_enum("policy", "retention", POLICIES, "Eviction policy.")
+    backends = ["xla", "pallas_triton"]
+    flags.DEFINE_enum("attention_backend", "pallas_triton", backends, "Whose tile list is built.")
     flags.DEFINE_bool("profile", False, "Profile as many steps again, and print the hot spots.")
 
 
 if __name__ == "__main__":
     define_flags()
-    app.run(main)
+    run(main)

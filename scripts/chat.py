@@ -26,9 +26,10 @@ from common.report import table
 
 from pensieve_jax import LLM, Output, PensieveError, SamplingParams, Stream, TokenizerMissingError
 from pensieve_jax import UnknownConversationError as UnknownConversation
-from pensieve_jax.history import ConversationRecord
+from pensieve_jax.history import Turn
 
 FLAGS = flags.FLAGS
+NO_TURNS = "this conversation has no turns yet"
 HELP = """\
 /help            this text
 /history         the turns of this conversation
@@ -110,11 +111,18 @@ class Chat:
         self._last = output
         self._say("")
 
-    def _record(self) -> ConversationRecord:
-        return self._llm.history(self.conversation_id)
+    def _turns(self) -> tuple[Turn, ...]:
+        """Those of this conversation; none before its first one."""
+        try:
+            return self._llm.history(self.conversation_id).turns
+        except UnknownConversation:
+            return ()
 
     def _show_history(self) -> None:
-        for turn in self._record().turns:
+        turns = self._turns()
+        if not turns:
+            self._say(NO_TURNS)
+        for turn in turns:
             assert self._llm.tokenizer is not None
             prompts = [f"{message['role']}: {message['content']}" for message in turn.messages or ()]
             prompts = prompts or [f"text: {self._llm.tokenizer.decode(turn.prompt_token_ids)}"]
@@ -123,7 +131,10 @@ class Chat:
             self._say(printable(f"[{turn.turn_index + 1}] reply: {turn.output_text or ''}"))
 
     def _truncate(self, argument: str) -> None:
-        turns = self._record().turns
+        turns = self._turns()
+        if not turns:
+            self._say(NO_TURNS)
+            return
         if not argument.isdecimal() or int(argument) > len(turns):
             self._say(f"/truncate takes the number of turns to keep, from 0 to {len(turns)}")
             return
@@ -133,9 +144,9 @@ class Chat:
         self._say(f"kept {len(kept)} turns, {num_tokens} tokens")
 
     def _regenerate(self) -> None:
-        turns = self._record().turns
+        turns = self._turns()
         if not turns:
-            self._say("there is no turn to answer once more")
+            self._say(NO_TURNS)
             return
         last = turns[-1]
         self._truncate(str(len(turns) - 1))
@@ -158,6 +169,9 @@ class Chat:
             ]
             for info in self._llm.conversations()
         ]
+        if not rows:
+            self._say("there are no conversations yet; the first line that you send begins one")
+            return
         self._say(table(["", "conversation", "turns", "tokens", "last active"], rows))
 
     def _switch(self, argument: str) -> None:
@@ -166,12 +180,16 @@ class Chat:
             return
         self.conversation_id = argument
         try:
-            self._say(f"in {argument}, {len(self._record().turns)} turns")
+            self._say(f"in {argument}, {len(self._llm.history(argument).turns)} turns")
         except UnknownConversation:
             self._say(f"in {argument}, a new conversation")
 
     def _end(self) -> None:
-        self._llm.end(self.conversation_id)
+        try:
+            self._llm.end(self.conversation_id)
+        except UnknownConversation:
+            self._say(NO_TURNS)
+            return
         self._say(f"forgot {self.conversation_id}")
 
     def _stats(self) -> None:

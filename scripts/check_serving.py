@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from absl import flags
-from common.engine_flags import define_engine_flags, engine_config, open_llm
+from common.engine_flags import define_engine_flags, engine_config, model_limits, open_llm
 from common.launch import EXIT_FAILED, run
 from common.report import json_line, table
 from tqdm import tqdm
@@ -166,10 +166,18 @@ def check_flags() -> None:
         value: int = getattr(FLAGS, name)
         if value < minimum:
             raise ConfigError(f"--{name}", value, f"at least {minimum}")
+    tokens = FLAGS.num_turns * (FLAGS.prompt_tokens * 5 // 4 + FLAGS.output_tokens)
     if FLAGS["gpu_pages"].using_default_value:
-        tokens = FLAGS.num_turns * (FLAGS.prompt_tokens * 5 // 4 + FLAGS.output_tokens)
         pages_each = -(-tokens // FLAGS.chunk_tokens)
         FLAGS.gpu_pages = max(int(FLAGS.pool_fraction * FLAGS.num_conversations * pages_each), 2 * pages_each)
+    _, max_context_tokens = model_limits()
+    if tokens > max_context_tokens:
+        raise ConfigError(
+            "--num_turns",
+            FLAGS.num_turns,
+            f"few enough for the context of {max_context_tokens} tokens",
+            f"a conversation may come to {tokens} tokens; fewer turns, --prompt_tokens or --output_tokens do",
+        )
 
 
 def check(results: dict[str, Any]) -> dict[str, bool]:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import jax
-from absl import flags, logging
+from absl import flags
 from common.launch import run
 from tqdm import tqdm
 
@@ -60,8 +60,6 @@ def convert(source: str, target: Path, dtype: str, seed: int = 0) -> None:
 
 
 def main() -> int:
-    if not FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # Orbax reports every stage of a save
     convert(FLAGS.source, Path(FLAGS.target), FLAGS.dtype, FLAGS.seed)
     return 0
 

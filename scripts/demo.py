@@ -32,6 +32,7 @@ from pensieve_jax import (
     UnknownConversationError,
 )
 from pensieve_jax.assembly import resolve_model
+from pensieve_jax.config import POLICIES
 from pensieve_jax.engine.dense_reference import DenseReference
 
 FLAGS = flags.FLAGS
@@ -216,7 +217,7 @@ def define_flags() -> None:
     """The command line."""
     flags.DEFINE_string("model", "random:llama-tiny", "A model with a tokenizer.")
     flags.DEFINE_integer("gpu_pages", 24, "Pages of device memory, of 32 tokens each.")
-    flags.DEFINE_string("policy", "retention", "retention, lru, conversation or trailing.")
+    flags.DEFINE_enum("policy", "retention", POLICIES, "Whose state is dropped first.")
 
 
 if __name__ == "__main__":

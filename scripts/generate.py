@@ -7,10 +7,13 @@ Input: `common/conversations_file.py` has the format; a line is, for example,
 Output: a line for every turn, in the order in which they end, with `conversation_id`, `turn` (from 0),
 `prompt`, `token_ids`, `text`, `finish_reason`, `usage`, `seed`, and `logprobs` where asked for.
 
-First turns of all conversations come first, then second ones, with up to `--concurrency` at a time. The
-file is checked whole before anything runs: bad lines are reported by number, with exit status 2, and the
-output is left as it is. A turn that is refused or lost while running ends its own conversation only; the
-exit status is then 1. Ctrl-C cancels what runs and keeps what has ended (exit status 130).
+First turns of all conversations come first, then second ones, with up to `--concurrency` at a time.
+
+The file is checked whole before any turn runs: its format, ids and lengths before the model is loaded, text
+and messages as soon as its tokenizer is there. Bad lines are reported by number, with exit status 2, and the
+output is left as it is. Whether a later turn still fits depends on the replies: a turn that is refused or
+lost while running ends its own conversation only, and the exit status is then 1. Ctrl-C cancels what runs
+and keeps what has ended (exit status 130).
 
 With `--history`, turns that the history holds are not run again: start an interrupted run once more, and
 it goes on. Their lines are kept, or written anew with `usage` null. Without it, the output starts afresh.
@@ -19,8 +22,10 @@ it goes on. Their lines are kept, or written anew with `usage` null. Without it,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,41 +38,74 @@ from common.engine_flags import (
     define_engine_flags,
     define_history_flag,
     define_sampling_flags,
+    model_limits,
     open_llm,
     sampling_params,
     shows_progress,
 )
 from common.launch import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, Interrupt, run
 from common.report import table
-from common.turns_file import Line, finished_turns, output_line, start_output
+from common.turns_file import Line, finished_turns, output_line, partial_path, start_output
 from tqdm import tqdm
 
-from pensieve_jax import LLM, InvalidRequestError, Output, PensieveError, Stream
+from pensieve_jax import LLM, ContextLengthError, InvalidRequestError, Output, PensieveError, Stream
 
 FLAGS = flags.FLAGS
 
 
-def check_prompts(llm: LLM, conversations: Sequence[InputConversation], path: str) -> None:
-    """Raise InputFileError for prompts that this model cannot take."""
+def check_paths(source: Path, output: Path, history: str | None) -> None:
+    """Raise InvalidRequestError for an output that would overwrite something else, or cannot be written."""
+    directory = output.parent
+    if not directory.is_dir():
+        raise InvalidRequestError("--output", str(output), "in an existing directory")
+    if output.exists() and not output.is_file():
+        raise InvalidRequestError("--output", str(output), "a file")
+    if not os.access(directory, os.W_OK):
+        raise InvalidRequestError("--output", str(output), "in a directory that this user may write to")
+    others = {"--input": source} | ({"--history": Path(history)} if history else {})
+    for name, other in others.items():
+        # By path too: the history may not be there yet.
+        if output.resolve() == other.resolve() or (
+            output.exists() and other.exists() and output.samefile(other)
+        ):
+            raise InvalidRequestError("--output", str(output), f"another file than {name}")
+    if partial_path(output).resolve() == source.resolve():
+        raise InvalidRequestError(
+            "--input", str(source), "another file", "the output is begun under this name"
+        )
+
+
+def check_prompts(
+    conversations: Sequence[InputConversation], path: str, check: Callable[[InputTurn], None]
+) -> None:
+    """Raise InputFileError for every prompt at which `check` raises a PensieveError."""
     problems = []
     for conversation in conversations:
         for index, turn in enumerate(conversation.turns):
             try:
-                check_prompt(llm, turn)
+                check(turn)
             except PensieveError as error:
                 problems.append((conversation.line_number, f"turns[{index}]: {error}"))
     if problems:
         raise InputFileError(path, problems)
 
 
-def check_prompt(llm: LLM, turn: InputTurn) -> None:
-    """Raise a PensieveError for ids outside the vocabulary, or text without a tokenizer or a template."""
+def check_ids(vocab_size: int, max_context_tokens: int, turn: InputTurn) -> None:
+    """Raise a PensieveError for ids outside the vocabulary, or more of them than ever fit."""
     if isinstance(turn.prompt, list):
-        vocab_size = llm.model_config.vocab_size
         for token_id in turn.prompt:
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequestError("prompt", token_id, f"ids from 0 to {vocab_size - 1}")
-    elif llm.tokenizer is None:
+        if len(turn.prompt) >= max_context_tokens:
+            limit = f"fewer ids than the {max_context_tokens} tokens of the context"
+            raise ContextLengthError("prompt", f"{len(turn.prompt)} ids", limit)
+
+
+def check_text(llm: LLM, turn: InputTurn) -> None:
+    """Raise a PensieveError for text or messages without a tokenizer or a template."""
+    if isinstance(turn.prompt, list):
+        return
+    if llm.tokenizer is None:
         raise InvalidRequestError("prompt", turn.prompt, "token ids", "the model has no tokenizer")
     elif isinstance(turn.prompt, str):
         llm.tokenizer.encode(turn.prompt, add_bos=False)
@@ -179,7 +217,7 @@ def summary(outputs: Sequence[Output], num_resumed: int, seconds: float, num_com
 
 def generate(llm: LLM, conversations: Sequence[InputConversation], output: Path, concurrency: int) -> int:
     """Run everything that is left to run; returns the exit status."""
-    check_prompts(llm, conversations, FLAGS.input)
+    check_prompts(conversations, FLAGS.input, functools.partial(check_text, llm))
     done = finished_turns(llm, conversations)
     start_output(output, done)
     num_done = {key: len(list(group)) for key, group in itertools.groupby(done, key=lambda pair: pair[0])}
@@ -211,12 +249,22 @@ def main() -> int:
     if FLAGS.concurrency < 1:
         raise InvalidRequestError("--concurrency", FLAGS.concurrency, "at least 1")
     try:
+        output = Path(FLAGS.output)
+        check_paths(Path(FLAGS.input), output, FLAGS.history)
         params = dataclasses.replace(sampling_params(), logprobs=FLAGS.logprobs)
         conversations = read_conversations(FLAGS.input, params)
+        model, max_context_tokens = model_limits()
+        check_prompts(
+            conversations,
+            FLAGS.input,
+            functools.partial(check_ids, model.vocab_size, max_context_tokens),
+        )
         with open_llm(history=FLAGS.history) as llm:
-            return generate(llm, conversations, Path(FLAGS.output), FLAGS.concurrency)
+            return generate(llm, conversations, output, FLAGS.concurrency)
+    except BrokenPipeError:
+        raise  # nobody reads what is printed; not one of the files
     except (InputFileError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
 
 

@@ -84,4 +84,4 @@ def bucket_layouts(
 
 def _max_num_rows(config: EngineConfig, bucket: int) -> int:
     scheduler = config.scheduler
-    return min(scheduler.max_num_rows or 2 * scheduler.max_num_running, bucket)
+    return min(scheduler.row_limit, bucket)

@@ -4,8 +4,9 @@ Owns: the schema, its version and application id, what counts as damaged, and wh
 Does not know: turns, transactions or locks; the caller holds the lock on the path.
 Called by: `sqlite_store`.
 
-Files of others are never touched. Nothing is ever overwritten: a damaged history moves, together with SQLite's own side files, to the first free
-name `<name>.corrupt-<n>`, where `sqlite3 <name>.corrupt-<n> .recover` finds all of it.
+Files of others are never touched. Nothing is ever overwritten: a damaged history moves, together with
+SQLite's own side files, to the first free name `<name>.corrupt-<n>`, where
+`sqlite3 <name>.corrupt-<n> .recover` finds all of it.
 """
 
 from __future__ import annotations
@@ -207,7 +208,9 @@ def _set_aside(path: Path | None, reason: str) -> NoReturn:
 def _check_is_database(path: Path) -> None:
     """Raise HistoryMismatchError for a file that SQLite did not write; SQLite takes an empty one as new."""
     head = _head(path)
-    if head and not head.startswith(_MAGIC):
+    # A kill while the tables are made may leave the first page unwritten, with a journal to roll back by.
+    is_unfinished = not any(head) and _size_bytes(_side_file(path, "-journal")) > 0
+    if head and not head.startswith(_MAGIC) and not is_unfinished:
         raise HistoryMismatchError(
             f"history is {str(path)!r}, which is not a history file; give another path. The file was left as "
             "it is."
@@ -223,8 +226,8 @@ def _head(path: Path) -> bytes:
         return b""
     except OSError as error:
         raise HistoryError(
-            f"history is {str(path)!r}, which cannot be read ({error.strerror}); choose a file that this user "
-            "may read and write."
+            f"history is {str(path)!r}, which cannot be read ({error.strerror}); choose a file that this "
+            "user may read and write."
         ) from error
 
 

@@ -7,7 +7,8 @@ Called by: `sqlite_store`.
 The kernel drops the lock when the holder dies in whatever way, so there is no stale lock to clean up. The
 side file of a history stays behind; one that was made for a path that turned out to be no history goes
 again (`discard`). Whoever locks checks that the file it locked still has the name, since two processes could
-otherwise hold two files of one name. A child made by a bare fork (without exec) shares its parent's lock until both are gone.
+otherwise hold two files of one name. A child made by a bare fork (without exec)
+shares its parent's lock until both are gone.
 """
 
 from __future__ import annotations

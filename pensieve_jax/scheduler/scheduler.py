@@ -47,7 +47,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self._config = config
         self._cache = cache
-        self._max_num_rows = config.max_num_rows or 2 * config.max_num_running
+        self._max_num_rows = config.row_limit
 
     def add(self, request: Request) -> None:
         """Queue a request; its conversation's chunks give way to earlier arrivals only."""

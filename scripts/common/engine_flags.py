@@ -1,7 +1,8 @@
 """The command-line flags that a launcher turns into an `LLM` and `SamplingParams`.
 
 Owns: names, defaults and help of these flags, and the way back from flags to configuration.
-Does not know: what a launcher does with the model. Called by: generate, chat, check_serving.
+Does not know: what a launcher does with the model. Called by: generate, chat, check_serving. The flags are
+those of whoever calls, so that its `--help` lists them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 
 from absl import flags
 
+from model_defs import ModelConfig, source_config
 from pensieve_jax import (
     LLM,
     CacheConfig,
@@ -19,8 +21,12 @@ from pensieve_jax import (
     SamplingParams,
     SchedulerConfig,
 )
+from pensieve_jax.assembly import resolve_model
+from pensieve_jax.config import POLICIES
 
 FLAGS = flags.FLAGS
+flags.disclaim_key_flags()
+BACKENDS = ["auto", "xla", "pallas_triton"]
 _CACHE, _SCHEDULER, _RUNNER = CacheConfig(), SchedulerConfig(), RunnerConfig()
 
 
@@ -31,7 +37,7 @@ def define_engine_flags(*, model: str = "random:llama-tiny") -> None:
     flags.DEFINE_bool("stateful", True, "Keep KV state between turns.")
     flags.DEFINE_integer("gpu_pages", _CACHE.gpu_pages, "Pages of device memory.")
     flags.DEFINE_integer("chunk_tokens", _CACHE.chunk_tokens, "Tokens of a page: 16, 32 or 64.")
-    flags.DEFINE_string("policy", _CACHE.policy, "retention, lru, conversation or trailing.")
+    flags.DEFINE_enum("policy", _CACHE.policy, POLICIES, "Whose state is dropped first.")
     flags.DEFINE_integer("max_num_running", _SCHEDULER.max_num_running, "Requests in the batch at once.")
     flags.DEFINE_integer("max_num_batched_tokens", None, "Query tokens of a step.")
     flags.DEFINE_integer("max_num_buckets", _SCHEDULER.max_num_buckets, "Step sizes compiled, if derived.")
@@ -39,7 +45,7 @@ def define_engine_flags(*, model: str = "random:llama-tiny") -> None:
     flags.DEFINE_integer(
         "max_context_tokens", None, "Longest history + turn; default: what model and pool allow."
     )
-    flags.DEFINE_string("attention_backend", _RUNNER.attention_backend, "auto, xla or pallas_triton.")
+    flags.DEFINE_enum("attention_backend", _RUNNER.attention_backend, BACKENDS, "What computes attention.")
     flags.DEFINE_integer(
         "tensor_parallel_size", _RUNNER.tensor_parallel_size, "Devices that share each layer."
     )
@@ -94,6 +100,16 @@ def engine_config() -> EngineConfig:
             compilation_cache_dir=FLAGS.compilation_cache_dir,
         ),
     )
+
+
+def model_limits() -> tuple[ModelConfig, int]:
+    """The model's configuration and the longest context in tokens, before anything is loaded.
+
+    Raises ConfigError or ModelError. Fetches a model that has only a hub name.
+    """
+    config = engine_config()
+    model = source_config(resolve_model(FLAGS.model), config.runner.max_position_embeddings)
+    return model, config.resolve_context_tokens(model.max_position_embeddings)
 
 
 def sampling_params() -> SamplingParams:

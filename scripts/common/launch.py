@@ -2,47 +2,74 @@
 
 Owns: exit statuses, the one line in which a typed error is reported, and Ctrl-C that waits for the end of
 the step: an engine that is interrupted within a step gives up all state on the device, so launchers ask
-`Interrupt.requested` between steps instead.
+`Interrupt.requested` between steps instead. Warnings of the libraries are shown, and what they do is not,
+unless `--verbosity` says otherwise.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
 
-from absl import app
+from absl import app, flags, logging
 
 from model_defs import ModelError
+from pallas_kernels.ragged_paged_attention import AttentionArgumentError
 from pensieve_jax import PensieveError
 
+FLAGS = flags.FLAGS
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_NO_READER = 128 + signal.SIGPIPE
 
 
 def run(main: Callable[[], int]) -> None:
-    """Parse flags, run `main` and exit with its status; typed errors become one line and status 2."""
+    """Parse flags, run `main` and exit with its status; bad flags and typed errors: one line and status 2.
+
+    When whoever reads the output has gone, that is the end, without a word.
+    """
 
     def guarded(argv: list[str]) -> int:
         if len(argv) > 1:
-            raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+            print(f"error: unexpected arguments: {' '.join(argv[1:])}", file=sys.stderr)
+            return EXIT_BAD_INPUT
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # replies may not fit the terminal's encoding
+        if not FLAGS["verbosity"].present:
+            logging.set_verbosity(logging.WARNING)
         try:
-            return main()
-        except (PensieveError, ModelError) as error:
+            status = main()
+            sys.stdout.flush()
+            return status
+        except BrokenPipeError:
+            # Python flushes once more at exit: that must find a reader.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_NO_READER
+        except (PensieveError, ModelError, AttentionArgumentError) as error:
             print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
             return EXIT_BAD_INPUT
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return EXIT_INTERRUPTED
 
-    app.run(guarded)
+    app.run(guarded, flags_parser=_parse)
+
+
+def _parse(argv: list[str]) -> list[str]:
+    """The arguments that are no flags; ends the process for flags that cannot be read."""
+    try:
+        rest: list[str] = FLAGS(argv)
+    except flags.Error as error:
+        print(f"error: {error}\n--help lists the flags.", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+    return rest
 
 
 class Interrupt:

@@ -62,6 +62,11 @@ def read_output(path: Path) -> Iterator[Line]:
             continue
 
 
+def partial_path(path: Path) -> Path:
+    """Where `start_output` writes before it renames."""
+    return path.with_name(f"{path.name}.partial")
+
+
 def start_output(path: Path, done: Mapping[tuple[str, int], Line]) -> None:
     """Replace the file, in one go, by the lines of finished turns: old ones where they are the same turn."""
     old = {(line["conversation_id"], line["turn"]): line for line in read_output(path)} if done else {}
@@ -69,9 +74,12 @@ def start_output(path: Path, done: Mapping[tuple[str, int], Line]) -> None:
     for key, line in done.items():
         kept = old.get(key)
         lines.append(kept if kept is not None and kept["token_ids"] == list(line["token_ids"]) else line)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    os.replace(partial, path)
+    partial = partial_path(path)
+    try:
+        partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # the name that the user knows
 
 
 def output_line(turn: InputTurn, index: int, output: Output) -> Line:

@@ -129,7 +129,7 @@ class FakeRunner:
         self.num_compilations = 0
         self.num_top = config.runner.max_logprobs
         scheduler = config.scheduler
-        max_num_rows = scheduler.max_num_rows or 2 * scheduler.max_num_running
+        max_num_rows = scheduler.row_limit
         self.layouts = {
             bucket: PlanLayout(
                 num_tokens=bucket,

@@ -34,7 +34,7 @@ def random_ids(num_ids, seed=0):
     return np.random.default_rng(seed).integers(3, 320, num_ids).tolist()
 
 
-def free_run(reference, context_ids, params, seed, eos_token_ids=(2,)):
+def free_run(reference, context_ids, params, seed, eos_token_ids=(257, 261)):
     """Generate token by token; every step is a whole forward pass and one call of the sampler."""
     output_ids, logprobs = [], []
     for num_done in range(params.max_tokens):

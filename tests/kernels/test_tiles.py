@@ -21,6 +21,7 @@ from pallas_kernels.ragged_paged_attention import (
 from pallas_kernels.ragged_paged_attention import tile_lists as fields
 from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, MERGE_ROWS
 from pallas_kernels.ragged_paged_attention.metadata import build_tiles_traced
+from pallas_kernels.ragged_paged_attention.tile_specs import HEADER_LEN, NUM_FIELDS
 
 TWO = BlockSizes((TileClass(16, 64, 4, 3, 128, 40), TileClass(64, 32, 4, 3, 256, 20)))
 ONE = BlockSizes((TileClass(32, 64, 4, 3, 128, 40),))
@@ -66,9 +67,7 @@ def check(
     for index, tile_class in enumerate(spec.blocks.classes):
         count = tiles[index]
         assert count <= spec.max_num_tiles[index]
-        for tile in tiles[spec.tiles_offset(index) :][: count * fields.NUM_FIELDS].reshape(
-            -1, fields.NUM_FIELDS
-        ):
+        for tile in tiles[spec.tiles_offset(index) :][: count * NUM_FIELDS].reshape(-1, NUM_FIELDS):
             row, token, num_tokens, position, begin, end, slot, _ = tile.tolist()
             assert 0 < num_tokens * spec.group <= tile_class.rows
             for t in range(token, token + num_tokens):
@@ -90,7 +89,7 @@ def check(
             last = kv_lens[row] - (cu[row + 1] - t)
             assert ranges[0][0] == 0 and ranges[-1][1] > last and len(ranges) <= MAX_NUM_SPLITS
             assert all(a[1] == b[0] for a, b in pairwise(ranges))
-    merges = tiles[spec.tiles_offset(num_classes) :].reshape(-1, fields.NUM_FIELDS)
+    merges = tiles[spec.tiles_offset(num_classes) :].reshape(-1, NUM_FIELDS)
     assert tiles[num_classes] <= len(merges) == spec.max_num_merges
     used: set[tuple[int, int]] = set()
     for merge in merges[: tiles[num_classes]]:
@@ -129,7 +128,7 @@ def test_host_and_device_builders_agree(blocks: BlockSizes) -> None:
         host, device = build_tiles(spec, *batch), np.array(traced(*batch))
         check(spec, device, *batch)
         for index, count in enumerate(host[: len(blocks.classes) + 1]):
-            part = slice(spec.tiles_offset(index), spec.tiles_offset(index) + count * fields.NUM_FIELDS)
+            part = slice(spec.tiles_offset(index), spec.tiles_offset(index) + count * NUM_FIELDS)
             np.testing.assert_array_equal(host[part], device[part], err_msg=f"seed {seed}, list {index}")
 
 
@@ -148,7 +147,7 @@ def test_longest_tiles_come_first() -> None:
     spec = spec_for(64, 64, ONE)
     kv_lens = np.arange(1, 65, dtype=np.int32) * 64
     tiles = build_tiles(spec, np.arange(65, dtype=np.int32), kv_lens, np.array([64], np.int32))
-    rows = tiles[fields.HEADER_LEN :][: tiles[0] * fields.NUM_FIELDS].reshape(-1, fields.NUM_FIELDS)
+    rows = tiles[HEADER_LEN:][: tiles[0] * NUM_FIELDS].reshape(-1, NUM_FIELDS)
     widths = rows[:, fields.KV_END] - rows[:, fields.KV_BEGIN]
     assert (np.diff(-(-widths // 64)) <= 0).all()
 

@@ -7,6 +7,9 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from pensieve_jax import ConfigError
 from tests.scripts.conftest import ROOT, load
 
 SIZES = {"num_conversations": 6, "num_turns": 3, "prompt_tokens": 12, "output_tokens": 24}
@@ -39,6 +42,12 @@ def test_check_serving_finds_a_difference(launch, llm, monkeypatch, capsys):
     assert results["logprobs"]["p99_abs_difference"] > script.FLAGS.tolerance
 
 
+def test_check_serving_refuses_more_than_the_context_before_loading(launch, monkeypatch):
+    monkeypatch.setattr(load("check_serving"), "open_llm", lambda **_: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match="--num_turns is 500"):
+        launch("check_serving", shared_llm=False, **(SIZES | ENGINE | {"num_turns": 500}))
+
+
 def test_benchmark_scheduler():
     """In a process of its own, since it takes one core for itself."""
     sizes = ["--num_running=8", "--context_tokens=600", "--num_idle=64", "--num_steps=8"]
@@ -54,4 +63,4 @@ def test_benchmark_scheduler():
     results = last_line(done.stdout)["results"]
     assert results["decode"]["num_rows"] == 8
     assert results["mixed"]["num_drops"] > 0
-    assert "target: " in done.stdout
+    assert "on average: met" in done.stdout or "on average: missed by " in done.stdout

@@ -69,10 +69,20 @@ def test_other_conversations(chat, llm, text):
 
 def test_errors_are_told_and_the_chat_goes_on(chat, text):
     assert "unknown command /hlp" in said(chat, text, "/hlp")
-    assert "error: conversation_id" in said(chat, text, "/history")
     assert "error: " in said(chat, text, "x" * 3000)
     assert "/regenerate" in said(chat, text, "/help")
     assert not chat.handle("/quit")
+
+
+@pytest.mark.parametrize("line", ["/history", "/regenerate", "/truncate 5", "/truncate x", "/end"])
+def test_an_empty_conversation_is_told_in_one_line(chat, text, line):
+    assert said(chat, text, line) == "this conversation has no turns yet\n"
+
+
+def test_no_conversations(chat, llm, text, monkeypatch):
+    monkeypatch.setattr(llm, "conversations", list)
+    listing = said(chat, text, "/list")
+    assert "no conversations yet" in listing and listing.count("\n") == 1
 
 
 def test_an_interrupt_cancels_the_reply(chat, llm, text, monkeypatch):
@@ -112,4 +122,5 @@ def test_through_a_pipe(tmp_path, compilation_cache):
     assert "[1] user: hello" in done.stdout
     assert "unknown command /nonsense" in done.stdout
     assert "*  default" in done.stdout
+    assert done.stderr == ""
     assert (tmp_path / "chats.sqlite").exists()

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from pensieve_jax import SamplingParams
+from pensieve_jax import InvalidRequestError, SamplingParams
 from tests.scripts.conftest import load
 
 generate = load("generate")
@@ -65,7 +65,14 @@ def test_first_turns_come_before_second_ones(launch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"prompt": [320]}, {"prompt": [-1]}, {"prompt": "x", "top_k": -1}, {"prompt": "\ud800"}]
+    "bad",
+    [
+        {"prompt": [9] * 5000},
+        {"prompt": [320]},
+        {"prompt": [-1]},
+        {"prompt": "x", "top_k": -1},
+        {"prompt": "\ud800"},
+    ],
 )
 def test_a_bad_line_runs_nothing_and_touches_nothing(launch, llm, tmp_path, capsys, bad):
     path = write_input(tmp_path, *three("bad"), {"turns": [bad]})
@@ -78,13 +85,61 @@ def test_a_bad_line_runs_nothing_and_touches_nothing(launch, llm, tmp_path, caps
     assert llm.stats()["num_steps"] == num_steps
 
 
+@pytest.mark.parametrize("bad", [{"prompt": [320]}, {"prompt": [9] * 5000}])
+def test_ids_and_lengths_are_checked_before_the_model_is_loaded(launch, tmp_path, monkeypatch, bad):
+    monkeypatch.setattr(generate, "open_llm", lambda **_: pytest.fail("loaded"))
+    path = write_input(tmp_path, {"turns": [bad]})
+    assert launch("generate", shared_llm=False, input=path, output=tmp_path / "out") == 2
+
+
+def refusal(launch, monkeypatch, **flags):
+    """The message, of a run that must not load anything."""
+    monkeypatch.setattr(generate, "open_llm", lambda **_: pytest.fail("loaded"))
+    with pytest.raises(InvalidRequestError) as caught:
+        launch("generate", shared_llm=False, **flags)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["same", "relative", "symlink", "hard link", "partial"])
+def test_the_input_is_never_overwritten(launch, tmp_path, monkeypatch, how):
+    path = write_input(tmp_path, *three("kept"))
+    content, output = path.read_bytes(), tmp_path / "out"
+    if how == "same":
+        output = path
+    elif how == "relative":
+        monkeypatch.chdir(tmp_path)
+        output = "./in.jsonl"
+    elif how == "symlink":
+        output.symlink_to(path)
+    elif how == "hard link":
+        output.hardlink_to(path)
+    else:
+        path = path.rename(tmp_path / "out.partial")
+    assert "another file" in refusal(launch, monkeypatch, input=path, output=output)
+    assert path.read_bytes() == content
+
+
+def test_the_history_is_never_overwritten(launch, tmp_path, monkeypatch):
+    path, history = write_input(tmp_path, *three("kept")), tmp_path / "chats.sqlite"
+    message = refusal(launch, monkeypatch, input=path, output=history, history=history)
+    assert "another file than --history" in message
+    assert not history.exists()
+
+
+def test_an_output_that_cannot_be_written_is_refused_at_once(launch, tmp_path, monkeypatch):
+    path = write_input(tmp_path, *three("nowhere"))
+    message = refusal(launch, monkeypatch, input=path, output=tmp_path / "no" / "x.jsonl")
+    assert message.startswith("--output is ") and "existing directory" in message and "partial" not in message
+    assert "must be a file" in refusal(launch, monkeypatch, input=path, output=tmp_path)
+
+
 def test_no_input_file(launch, tmp_path, capsys):
     assert launch("generate", input=tmp_path / "none", output=tmp_path / "out") == 2
     assert "none" in capsys.readouterr().err
 
 
 def test_a_turn_that_does_not_fit_ends_its_conversation_only(launch, tmp_path, capsys):
-    long = {"conversation_id": "long", "turns": [{"prompt": [9]}, {"prompt": [9] * 4000}, {"prompt": [9]}]}
+    long = {"conversation_id": "long", "turns": [{"prompt": [9]}, {"prompt": [9] * 767}, {"prompt": [9]}]}
     path = write_input(tmp_path, *three("fits"), long)
     assert launch("generate", input=path, output=tmp_path / "out", max_tokens=3, ignore_eos=True) == 1
     counts = Counter(line["conversation_id"] for line in read(tmp_path / "out"))

@@ -1,0 +1,88 @@
+"""A runner that computes nothing, for measuring what the host does.
+
+Owns: answers of made-up ids, and the times at which it was called. Does not know: models beyond the shapes of
+their heads. Called by: benchmark_scheduler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from model_defs import ModelConfig
+from pallas_kernels.ragged_paged_attention import TileSpec, build_tiles, tile_spec
+from pensieve_jax import EngineConfig
+from pensieve_jax.engine.runner import Progress
+from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult, token_buckets
+
+
+class NullRunner:
+    """A `Runner` without a device: made-up ids, and the times at which it was called.
+
+    Attributes:
+      layouts: as the real runner makes them for this model.
+      dispatch_s, dispatch_wall_s: when the last step was dispatched, in CPU time and by the wall clock.
+      tiles_s: how long its tile list took.
+      num_rows, num_tokens: of the last step.
+    """
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, context_tokens: int, backend: str) -> None:
+        """Layouts and tile specs for heads of this model."""
+        scheduler = config.scheduler
+        max_num_rows = scheduler.max_num_rows or 2 * scheduler.max_num_running
+        self._specs: dict[int, TileSpec] = {}
+        layouts: dict[int, PlanLayout] = {}
+        for bucket in token_buckets(scheduler):
+            spec = self._specs[bucket] = tile_spec(
+                num_tokens=bucket,
+                max_num_seqs=min(max_num_rows, bucket),
+                num_q_heads=model.num_heads,
+                num_kv_heads=model.num_kv_heads,
+                head_dim=model.head_dim,
+                page_size=config.cache.chunk_tokens,
+                dtype="bfloat16",
+                backend=backend,
+            )
+            layouts[bucket] = PlanLayout(
+                num_tokens=bucket,
+                max_num_rows=min(max_num_rows, bucket),
+                pages_per_row=-(-context_tokens // config.cache.chunk_tokens),
+                max_num_samples=min(scheduler.max_num_running, bucket),
+                max_num_banned=config.runner.max_banned_ids,
+                tiles_len=spec.tiles_len,
+            )
+        self.layouts: Mapping[int, PlanLayout] = layouts
+        self.num_compilations = 0
+        self.dispatch_s = self.dispatch_wall_s = self.tiles_s = 0.0
+        self.num_rows = self.num_tokens = 0
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Nothing to compile."""
+
+    def reset(self) -> None:
+        """Nothing to lose."""
+
+    def memory_analysis(self) -> dict[str, Any]:
+        """Nothing is held."""
+        return {}
+
+    def fill_tiles(self, plan: StepPlan) -> None:
+        """As the real runner does."""
+        start_s = time.thread_time()
+        spec = self._specs[plan.layout.num_tokens]
+        build_tiles(spec, plan.cu_q_lens, plan.kv_lens, int(plan.num_rows[0]), out=plan.tiles)
+        self.tiles_s = time.thread_time() - start_s
+
+    def dispatch(self, plan: StepPlan) -> int:
+        """Note the time."""
+        self.dispatch_s, self.dispatch_wall_s = time.thread_time(), time.perf_counter()
+        self.num_rows, self.num_tokens = int(plan.num_rows[0]), int(plan.cu_q_lens[-1])
+        return plan.layout.max_num_samples
+
+    def fetch(self, handle: int) -> StepResult:
+        """Any ids do."""
+        nothing = np.zeros((handle, 8), np.int32)
+        return StepResult(nothing[:, 0] + 7, np.zeros(handle, np.float32), nothing, nothing.view(np.float32))
