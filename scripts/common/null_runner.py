@@ -32,7 +32,7 @@ class NullRunner:
     def __init__(self, config: EngineConfig, model: ModelConfig, context_tokens: int, backend: str) -> None:
         """Layouts and tile specs for heads of this model."""
         scheduler = config.scheduler
-        max_num_rows = scheduler.max_num_rows or 2 * scheduler.max_num_running
+        max_num_rows = scheduler.row_limit
         self._specs: dict[int, TileSpec] = {}
         layouts: dict[int, PlanLayout] = {}
         for bucket in token_buckets(scheduler):

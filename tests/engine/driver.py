@@ -170,7 +170,7 @@ class Driver:
 
     def _recover(self, committed_ids: set[str]) -> None:
         """After an interrupt every turn is lost, but for those that were committed: they are history."""
-        self.engine.check([])
+        self.engine.expire_idle()
         self.engine.check_integrity()
         for running in self.running:
             assert running.turn.done, "a turn outlived an interrupted step"
