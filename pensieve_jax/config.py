@@ -2,7 +2,7 @@
 
 Owns: every tunable with its default, unit and limit. A value that cannot work is a `ConfigError` that
 names the field, at construction; what depends on the model (context length against pages, heads against
-devices) is checked where both are known, in `resolve_limits` and in the runner.
+devices) is checked where both are known, in `resolve_context_tokens` and in the runner.
 Does not know: models, devices, policies' code.
 Called by: people, scripts, and every layer above `core`.
 """

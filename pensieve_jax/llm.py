@@ -112,7 +112,8 @@ class LLM:
 
         Everything is checked before anything runs. Raises InvalidRequestError, ContextLengthError,
         ConversationBusyError or TokenizerMissingError, and StepFailedError or HistoryError for a turn that
-        was lost on the way. An interrupt cancels the turns that have not ended.
+        was lost on the way. An interrupt cancels the turns that have not ended; one that falls into the
+        middle of a step loses those of other streams as well.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidRequestError("prompts", prompts, "a list of prompts", "put the prompt into a list")

@@ -101,6 +101,7 @@ class ConversationTable:
             raise ConversationBusyError(conversation_id)
         live = self.get(conversation_id)
         num_turns = self._store.truncate(conversation_id, num_tokens)
+        num_tokens = int(num_tokens)  # the store takes numpy's ints as well
         self._cache.truncate(live.sequence, num_tokens)
         live.conversation.truncate(num_tokens, num_turns)
 

@@ -69,10 +69,10 @@ class Engine:
         self._stats = EngineStats()
         self._num_requests = 0
         self._closed = False
-        self._expiry_due = False
         self._abandoned: deque[Turn] = deque()
         self._changing_thread: int | None = None
         self._interrupted = False  # a change has begun and not ended
+        self._lost_pools = False  # a step failed, and new pools could not be made
         self._make_state()
 
     def _make_state(self) -> None:
@@ -123,9 +123,9 @@ class Engine:
         return self._conversations
 
     def expire_idle(self) -> None:
-        """End what has been idle for too long, or is too much; do so before a prompt is made for a turn.
+        """End what has been idle for too long, or is too much; raises HistoryError.
 
-        Steps do it as well, after turns that ended. Raises HistoryError.
+        A front end does this before it makes a prompt, so that none goes on from what is gone.
         """
         with self._change():
             self._conversations.expire_idle()
@@ -134,7 +134,15 @@ class Engine:
         """Queue turns, in order. All are checked first: one bad turn and none is queued."""
         with self._change():
             check_turns(specs, self.limits, self._conversations, self._tokenizer)
-            return [self._submit(spec) for spec in specs]
+            turns: list[Turn] = []
+            try:
+                for spec in specs:
+                    turns.append(self._submit(spec))
+            except PensieveError:
+                for turn in turns:
+                    self._ledger.cancel(turn)
+                raise
+            return turns
 
     def abandon(self, turn: Turn) -> None:
         """Cancel a turn at the next call: for destructors, which may run in the middle of a step."""
@@ -153,16 +161,12 @@ class Engine:
         turns it hit; conversations survive.
         """
         with self._change():
-            if self._expiry_due:
-                self._expiry_due = False
-                self._conversations.expire_idle()
-                self._conversations.forget_stateless()
             try:
                 output = self._scheduler.schedule()
+                self._stats.count_step(output)
                 previous, self._in_flight = self._in_flight, None
                 if output.grants:
                     self._in_flight = _InFlight(output, self._runner.dispatch(self._planner.plan(output)))
-                self._stats.count_step(output)
                 return [] if previous is None else self._finish(previous)
             except StepFailedError as error:
                 turns = self._ledger.turns.values()
@@ -205,6 +209,7 @@ class Engine:
         """Cancel what runs and close the history; a second call does nothing."""
         if self._closed:
             return
+        self._check_thread()
         try:
             for turn in list(self._ledger.turns.values()):
                 self.cancel(turn)
@@ -218,16 +223,19 @@ class Engine:
         """Raise once closed, or for a second thread; then clear up what interrupts and destructors left."""
         if self._closed:
             raise EngineClosedError("The engine is closed; make a new one.")
-        if self._changing_thread not in (None, threading.get_ident()):
-            raise PensieveError(
-                "Another thread is in the middle of a call; one at a time may use the engine."
-            )
-        if self._interrupted:
+        self._check_thread()
+        if self._interrupted or self._lost_pools:
             self._start_over()
         while self._abandoned:
+            self._interrupted = True  # until the turn is gone
             turn = self._abandoned.popleft()
             if not turn.done:
                 self._ledger.cancel(turn)
+            self._interrupted = False
+
+    def _check_thread(self) -> None:
+        if self._changing_thread not in (None, threading.get_ident()):
+            raise PensieveError("Another thread is in a call of the engine; one at a time may use it.")
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -250,14 +258,17 @@ class Engine:
         A step may have granted what was never computed, or committed what was never reported. Every turn is
         lost; conversations are read from the history again when they are next used.
         """
-        error = StepFailedError("The engine was interrupted; send the turn again.")
+        error = StepFailedError(
+            "The engine was interrupted. The history may hold this turn already: look there before sending "
+            "it again."
+        )
         for turn in tuple(self._ledger.turns.values()):
             if not turn.done:
                 turn.error = error
                 self._stats.num_turns_failed += 1
         self._runner.reset()
         self._make_state()
-        self._interrupted = False
+        self._interrupted = self._lost_pools = False
 
     def _submit(self, spec: TurnSpec) -> Turn:
         live = self._conversations.get_or_create(spec.conversation_id)
@@ -294,12 +305,14 @@ class Engine:
             reason = turn.accept(token_id, logprob, result.top_ids[row], result.top_logprobs[row])
             if reason is not None:
                 endings.append((turn, reason))
-        self._expiry_due |= bool(endings)
-        return self._ledger.commit(endings)
+        ended = self._ledger.commit(endings)
+        self._conversations.forget_stateless()
+        return ended
 
     def _lose_step(self, error: StepFailedError, lost: Sequence[Turn]) -> list[Turn]:
         """Rebuild the pools, drop every chunk and fail the `lost` turns; conversations survive."""
         self._in_flight = None
+        self._lost_pools = True  # where this reset fails as well, the next call starts over
         self._runner.reset()
         self._cache.lose_device()
         for turn in lost:
@@ -308,4 +321,5 @@ class Engine:
             # Suspended with a token in flight: it is sampled again, to the same id.
             if request.token_ids[-1] == PENDING_TOKEN:
                 request.token_ids.pop()
+        self._lost_pools = False
         return list(lost)

@@ -28,7 +28,7 @@ class EngineStats:
     resume_recomputed_tokens: int = 0
 
     def count_step(self, output: SchedulerOutput) -> None:
-        """A step was dispatched, unless it was empty."""
+        """A step was scheduled; empty ones do not count."""
         self.num_steps += bool(output.grants)
         self.num_step_tokens += output.num_tokens
         self.num_suspensions += len(output.suspended)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pensieve_jax.core.errors import EngineClosedError, HistoryError, StepFailedError
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.validation import TurnSpec
 from tests.engine.harness import Harness, small_config
 
 
@@ -173,3 +175,38 @@ def test_a_closed_engine_takes_no_more_calls():
     for call in (harness.engine.step, lambda: harness.engine.end("a"), lambda: harness.engine.submit([])):
         with pytest.raises(EngineClosedError):
             call()
+
+
+def test_pools_that_cannot_be_made_again_are_tried_again_at_the_next_call():
+    harness = Harness()
+    turns, facts = two_running_turns(harness)
+    reset = harness.runner.reset
+
+    def fail() -> None:
+        harness.runner.reset = reset
+        raise StepFailedError("no memory for new pools")
+
+    harness.runner.reset = fail
+    harness.runner.faults["dispatch"] = lambda: StepFailedError("the device failed")
+    with pytest.raises(StepFailedError, match="no memory"):
+        harness.engine.step()
+    harness.step()
+    assert all(isinstance(turn.error, StepFailedError) for turn in turns)
+    check_usable(harness, facts)
+
+
+def test_a_submission_that_fails_half_way_queues_nothing(monkeypatch):
+    harness = Harness()
+    submit = harness.engine._submit
+    specs = [TurnSpec(harness.prompt(5), SamplingParams(), name) for name in "ab"]
+
+    def fail_on_the_second(spec):
+        if spec.conversation_id == "b":
+            raise HistoryError("the history cannot be read")
+        return submit(spec)
+
+    monkeypatch.setattr(harness.engine, "_submit", fail_on_the_second)
+    with pytest.raises(HistoryError):
+        harness.engine.submit(specs)
+    assert not harness.engine.has_unfinished
+    harness.check_empty()

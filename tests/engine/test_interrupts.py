@@ -48,6 +48,7 @@ def act(harness: Harness, turns: list) -> None:
     for _ in range(3):
         harness.engine.step()
     harness.engine.cancel(turns[0])
+    harness.engine.abandon(harness.submit(harness.facts(harness.prompt(9, seed=9)), None))
     for _ in range(12):
         harness.engine.step()
     harness.engine.truncate("b", 30)
