@@ -261,7 +261,7 @@ class LLM:
         if conversation_id is None:
             return []
         try:
-            turns = self.history(conversation_id).turns
+            turns = self.engine.conversations.record(conversation_id).turns
         except UnknownConversationError:
             return []
         return [

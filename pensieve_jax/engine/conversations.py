@@ -96,9 +96,7 @@ class ConversationTable:
         Raises UnknownConversationError, ConversationBusyError, or InvalidRequestError for a length that the
         history does not have.
         """
-        check_conversation_id(conversation_id)
-        if self.is_busy(conversation_id):
-            raise ConversationBusyError(conversation_id)
+        self._check_idle(conversation_id)
         live = self.get(conversation_id)
         num_turns = self._store.truncate(conversation_id, num_tokens)
         num_tokens = int(num_tokens)  # the store takes numpy's ints as well
@@ -107,9 +105,7 @@ class ConversationTable:
 
     def end(self, conversation_id: str) -> None:
         """Forget a conversation; raises UnknownConversationError or ConversationBusyError."""
-        check_conversation_id(conversation_id)
-        if self.is_busy(conversation_id):
-            raise ConversationBusyError(conversation_id)
+        self._check_idle(conversation_id)
         self._store.delete(conversation_id)
         live = self._live.get(conversation_id)
         if live is not None:
@@ -141,6 +137,11 @@ class ConversationTable:
             if not live.busy and not live.sequence.num_resident:
                 self.forget(live)
         self._num_live_to_sweep = 2 * len(self._live) + _MIN_LIVE_TO_SWEEP
+
+    def _check_idle(self, conversation_id: str) -> None:
+        check_conversation_id(conversation_id)
+        if self.is_busy(conversation_id):
+            raise ConversationBusyError(conversation_id)
 
     def _load(self, record: ConversationRecord) -> LiveConversation:
         token_ids = record.token_ids.tolist()
