@@ -2,7 +2,8 @@
 
 Owns the forward pass over a flat, ragged batch: the model sees tokens and positions, never rows,
 pages or sequences; who attends to what is the business of the `attention` callable it is given.
-Layers are unrolled. Built by registry; its weights are filled by weights.
+Layers are unrolled. The call is three parts that can also run apart, by runs of layers, each with its
+own arrays only. Built by registry; its weights are filled by weights.
 """
 
 import jax
@@ -55,7 +56,11 @@ class LlamaLayer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """The whole model. `config` is its ModelConfig."""
+    """The whole model. `config` is its ModelConfig.
+
+    `front` and `back` name the attributes, beside `layers`, that `embed_tokens` reads, and those that
+    `normalize` and `compute_logits` read.
+    """
 
     def __init__(self, build: Build) -> None:
         """Declare every array; values come from weights."""
@@ -66,13 +71,37 @@ class Llama(nnx.Module):
         self.final_norm = RMSNorm(build)
         self.head = None if config.tie_word_embeddings else Embedding(build, config.hidden_size)
 
+    @property
+    def front(self) -> tuple[str, ...]:
+        """See the class."""
+        return ("embed",)
+
+    @property
+    def back(self) -> tuple[str, ...]:
+        """See the class."""
+        return "final_norm", "embed" if self.head is None else "head"
+
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attention: Attention) -> jax.Array:
         """token_ids i32[T], positions i32[T] -> normed hidden states f32[T, hidden_size]."""
+        x = self.embed_tokens(token_ids, positions)
+        return self.normalize(self.run_layers(x, positions, attention, 0, self.config.num_layers))
+
+    def embed_tokens(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """token_ids i32[T], positions i32[T] -> what the first layer takes, f32[T, hidden_size]."""
+        return self.embed(token_ids)
+
+    def run_layers(
+        self, x: jax.Array, positions: jax.Array, attention: Attention, start: int, stop: int
+    ) -> jax.Array:
+        """f32[T, hidden_size] -> the same, through layers [start, stop)."""
         rope = self.config.rope
         rotation = cos_sin(positions, inverse_frequencies(rope, self.config.head_dim), rope.attention_factor)
-        x = self.embed(token_ids)
-        for layer_index, layer in enumerate(self.layers):
-            x = layer(layer_index, x, rotation, attention)
+        for layer_index in range(start, stop):
+            x = self.layers[layer_index](layer_index, x, rotation, attention)
+        return x
+
+    def normalize(self, x: jax.Array) -> jax.Array:
+        """The last layer's f32[T, hidden_size] -> what `compute_logits` takes."""
         return self.final_norm(x)
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:

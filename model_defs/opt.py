@@ -2,7 +2,8 @@
 
 Covers the published variants: pre-norm (all but 350m), post-norm with an embedding table narrower than
 the hidden size (350m), and models without biases or without affine norms. Same contract as llama: flat
-tokens and an `attention` callable. Built by registry; its weights are filled by weights.
+tokens, an `attention` callable, and parts that can run apart. Built by registry; its weights are filled by
+weights.
 """
 
 import jax
@@ -46,7 +47,11 @@ class OPTLayer(nnx.Module):
 
 
 class OPT(nnx.Module):
-    """The whole model. `config` is its ModelConfig."""
+    """The whole model. `config` is its ModelConfig.
+
+    `front` and `back` name the attributes, beside `layers`, that `embed_tokens` reads, and those that
+    `normalize` and `compute_logits` read.
+    """
 
     def __init__(self, build: Build) -> None:
         """Declare every array; values come from weights."""
@@ -62,15 +67,39 @@ class OPT(nnx.Module):
         self.project_out = None if width == hidden else Linear(build, (hidden,), (width,))
         self.head = None if config.tie_word_embeddings else Embedding(build, width)
 
+    @property
+    def front(self) -> tuple[str, ...]:
+        """See the class."""
+        return "embed", "position_table", "project_in"
+
+    @property
+    def back(self) -> tuple[str, ...]:
+        """See the class."""
+        return "final_norm", "project_out", "embed" if self.head is None else "head"
+
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attention: Attention) -> jax.Array:
         """token_ids i32[T], positions i32[T] (inside the table) -> hidden states f32[T, hidden_size]."""
+        x = self.embed_tokens(token_ids, positions)
+        return self.normalize(self.run_layers(x, positions, attention, 0, self.config.num_layers))
+
+    def embed_tokens(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """token_ids i32[T], positions i32[T] -> what the first layer takes, f32[T, hidden_size]."""
         x = self.embed(token_ids)
         if self.project_in is not None:
             x = self.project_in(x).astype(jnp.float32)
         rows = jnp.take(self.position_table[...], positions + POSITION_OFFSET, axis=0, mode="clip")
-        x = constrain(x + rows, self.build.mesh)
-        for layer_index, layer in enumerate(self.layers):
-            x = layer(layer_index, x, attention)
+        return constrain(x + rows, self.build.mesh)
+
+    def run_layers(
+        self, x: jax.Array, positions: jax.Array, attention: Attention, start: int, stop: int
+    ) -> jax.Array:
+        """f32[T, hidden_size] -> the same, through layers [start, stop); positions are not read again."""
+        for layer_index in range(start, stop):
+            x = self.layers[layer_index](layer_index, x, attention)
+        return x
+
+    def normalize(self, x: jax.Array) -> jax.Array:
+        """The last layer's f32[T, hidden_size] -> what `compute_logits` takes."""
         return x if self.final_norm is None else self.final_norm(x)
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:

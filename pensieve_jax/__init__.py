@@ -17,9 +17,9 @@ from pensieve_jax.core.errors import (
     StepFailedError,
     TokenizerMissingError,
     UnknownConversationError,
-    UnsupportedFeatureError,
 )
 from pensieve_jax.core.outputs import Delta, Output, TokenLogprob, Usage
+from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.llm import LLM
 from pensieve_jax.stream import Stream
@@ -45,11 +45,11 @@ __all__ = [
     "RunnerConfig",
     "SamplingParams",
     "SchedulerConfig",
+    "SharedPrefix",
     "StepFailedError",
     "Stream",
     "TokenLogprob",
     "TokenizerMissingError",
     "UnknownConversationError",
-    "UnsupportedFeatureError",
     "Usage",
 ]

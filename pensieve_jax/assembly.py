@@ -18,6 +18,7 @@ from typing import Literal
 
 import huggingface_hub
 import jax
+from flax import nnx
 from tqdm import tqdm
 
 from model_defs import (
@@ -28,12 +29,14 @@ from model_defs import (
     num_parameters,
     source_config,
 )
-from pensieve_jax.cache import AnalyticCostModel
+from pensieve_jax.cache import AnalyticCostModel, CostModel
+from pensieve_jax.cache.cost import CostSubject, MeasuredCostModel
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.engine.compilation import keep_compilations_in
 from pensieve_jax.engine.engine import Engine
+from pensieve_jax.engine.kv_storage import chunk_bytes
 from pensieve_jax.engine.model_runner import ModelRunner
 from pensieve_jax.engine.validation import ModelLimits
 from pensieve_jax.history import SQLiteHistoryStore, history_fingerprint
@@ -71,6 +74,7 @@ def assemble(
     source = resolve_model(model)
     model_config = source_config(source, config.runner.max_position_embeddings)
     limits = _limits(model_config, config)
+    cost_model = _cost_model(model_config, config, dtype)
     tokenizer = _tokenizer(source, model_config)
     fingerprint = history_fingerprint(
         {"model": model_fingerprint(model_config, source, seed=config.runner.random_seed)},
@@ -79,22 +83,24 @@ def assemble(
     with contextlib.ExitStack() as undo:
         store = SQLiteHistoryStore(history, fingerprint=fingerprint, synchronous=synchronous)
         undo.callback(store.close)
-        runner = _make_runner(source, dtype, config, progress)
+        runner, config = _make_runner(source, dtype, config, progress)
         engine = Engine(
             runner,
             config,
             limits,
             store,
             tokenizer=tokenizer,
-            cost_model=_cost_model(model_config, config),
+            cost_model=cost_model,
             clock=clock,
         )
         undo.pop_all()
     return Assembled(engine, runner, model_config, tokenizer)
 
 
-def _make_runner(source: str, dtype: str, config: EngineConfig, progress: bool) -> ModelRunner:
-    """Load the weights and compile every bucket."""
+def _make_runner(
+    source: str, dtype: str, config: EngineConfig, progress: bool
+) -> tuple[ModelRunner, EngineConfig]:
+    """Load the weights, take host memory and compile every bucket; the config has its size in pages."""
     if config.runner.compilation_cache_dir is not None:
         keep_compilations_in(config.runner.compilation_cache_dir)
     mesh = make_mesh(config.runner.tensor_parallel_size)
@@ -107,6 +113,8 @@ def _make_runner(source: str, dtype: str, config: EngineConfig, progress: bool) 
             max_position_embeddings=config.runner.max_position_embeddings,
             progress=bar,
         )
+    weights_dtype = jax.tree.leaves(nnx.state(model))[0].dtype
+    config = config.with_cpu_pages(chunk_bytes(model.config, config.cache.chunk_tokens, weights_dtype))
     runner = ModelRunner(model, config, mesh)
     sizes = ", ".join(str(size) for size in sorted(runner.layouts))
     title = f"{len(runner.layouts)} buckets to compile: steps of up to {sizes} tokens"
@@ -115,7 +123,7 @@ def _make_runner(source: str, dtype: str, config: EngineConfig, progress: bool) 
         tqdm.write(title, file=sys.stderr)
     with _Progress("compiling", progress) as bar:
         runner.warm_up(bar)
-    return runner
+    return runner, config
 
 
 def _limits(model: ModelConfig, config: EngineConfig) -> ModelLimits:
@@ -163,9 +171,41 @@ def _tokenizer(source: str, model_config: ModelConfig) -> Tokenizer | None:
     return tokenizer
 
 
-def _cost_model(model: ModelConfig, config: EngineConfig) -> AnalyticCostModel:
+def cost_subject(
+    model: ModelConfig, *, dtype: str, tensor_parallel_size: int, chunk_tokens: int
+) -> CostSubject:
+    """What a profile of costs is measured of, and must have been measured of, on this machine."""
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else model.dtype
+    return CostSubject(
+        architecture=model.architecture,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        intermediate_size=model.intermediate_size,
+        vocab_size=model.vocab_size,
+        dtype=dtype,
+        device=jax.devices()[0].device_kind,
+        tensor_parallel_size=tensor_parallel_size,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def _cost_model(model: ModelConfig, config: EngineConfig, dtype: str) -> CostModel:
+    """What was measured, if a profile is given; raises ConfigError if it was measured of something else."""
+    cache = config.cache
+    if cache.cost_profile is not None:
+        subject = cost_subject(
+            model,
+            dtype=dtype,
+            tensor_parallel_size=config.runner.tensor_parallel_size,
+            chunk_tokens=cache.chunk_tokens,
+        )
+        return MeasuredCostModel.load(cache.cost_profile, subject)
     return AnalyticCostModel(
-        config.cache.chunk_tokens,
+        cache.chunk_tokens,
         num_weights=num_parameters(model),
         attention_width=model.num_layers * model.num_heads * model.head_dim,
     )

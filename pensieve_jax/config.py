@@ -9,7 +9,7 @@ Called by: people, scripts, and every layer above `core`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from pensieve_jax.core.errors import ConfigError
@@ -37,12 +37,20 @@ class CacheConfig:
 
     Attributes:
       gpu_pages: pages of device memory for KV state; a page holds one chunk. A dummy page comes on top.
-      cpu_pages: pages of pinned host memory. The host tier is not built yet: only 0 is accepted.
+      cpu_pages: chunks that pinned host memory holds beside them; 0 is no host tier (the paper's
+        "Pensieve (GPU cache)").
+      cpu_bytes: the same as bytes of host memory, all devices together; give one of the two.
       chunk_tokens: consecutive tokens of a chunk, the unit of caching and eviction: 16, 32 or 64.
-      policy: whose chunks are dropped first: "retention" (the paper's section 4.3.1), "lru",
+      policy: whose chunks leave a tier first: "retention" (the paper's section 4.3.1), "lru",
         "conversation" (whole histories, as CachedAttention) or "trailing" (tail first, as prefix caches).
+      cost_profile: what `scripts/profile_costs.py` measured, as a JSON file; None is an analytic estimate.
       reserve_fraction: new requests join only while more than this share of `gpu_pages` stays available
         (the paper's section 4.3.5); waived while nothing runs.
+      swap_out_fraction: while less than this share of `gpu_pages` is free or has a copy in host memory,
+        idle chunks are copied out ahead of time (the paper's section 4.3.2).
+      retrieval_priority: no chunk is copied out ahead of time while one is being copied in (the paper's
+        section 5).
+      prefetch: copy in what queued requests will need while others run.
       max_idle_conversations: conversations kept while no turn of theirs runs; the least recently active
         is ended, history included, when one more goes idle. None keeps all.
       idle_ttl_s: a conversation idle for longer is ended, history included. None keeps it for ever.
@@ -50,20 +58,26 @@ class CacheConfig:
 
     gpu_pages: int = 512
     cpu_pages: int = 0
+    cpu_bytes: int | None = None
     chunk_tokens: int = 32
     policy: str = "retention"
+    cost_profile: str | None = None
     reserve_fraction: float = 0.10
+    swap_out_fraction: float = 0.25
+    retrieval_priority: bool = True
+    prefetch: bool = True
     max_idle_conversations: int | None = None
     idle_ttl_s: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot work by itself."""
         _require(_is_count(self.gpu_pages, 2), "cache.gpu_pages", self.gpu_pages, "an integer of at least 2")
+        _require(_is_count(self.cpu_pages, 0), "cache.cpu_pages", self.cpu_pages, "an integer of at least 0")
         _require(
-            _is_count(self.cpu_pages, 0) and self.cpu_pages == 0,
-            "cache.cpu_pages",
-            self.cpu_pages,
-            "0: this version keeps state in device memory only",
+            self.cpu_bytes is None or (_is_count(self.cpu_bytes, 0) and not self.cpu_pages),
+            "cache.cpu_bytes",
+            self.cpu_bytes,
+            "None or an integer of at least 0, and not beside cache.cpu_pages",
         )
         _require(
             _is_count(self.chunk_tokens, 1) and self.chunk_tokens in CHUNK_SIZES_TOKENS,
@@ -72,8 +86,19 @@ class CacheConfig:
             f"one of {CHUNK_SIZES_TOKENS}",
         )
         _require(self.policy in POLICIES, "cache.policy", self.policy, f"one of {POLICIES}")
-        fraction = self.reserve_fraction
-        _require(_is_number(fraction) and 0 <= fraction < 1, "cache.reserve_fraction", fraction, "in [0, 1)")
+        for name in ("reserve_fraction", "swap_out_fraction"):
+            fraction = getattr(self, name)
+            _require(_is_number(fraction) and 0 <= fraction < 1, f"cache.{name}", fraction, "in [0, 1)")
+        for name in ("retrieval_priority", "prefetch"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"cache.{name}", value, "True or False")
+        profile = self.cost_profile
+        _require(
+            profile is None or isinstance(profile, str),
+            "cache.cost_profile",
+            profile,
+            "None or a path as a string",
+        )
         bound, ttl_s = self.max_idle_conversations, self.idle_ttl_s
         _require(
             bound is None or _is_count(bound, 1),
@@ -92,6 +117,11 @@ class CacheConfig:
     def reserve_pages(self) -> int:
         """Pages that stay available when a request joins running ones."""
         return int(self.gpu_pages * self.reserve_fraction)
+
+    @property
+    def clean_pages(self) -> int:
+        """Pages that swapping out ahead of time keeps free or copied."""
+        return int(self.gpu_pages * self.swap_out_fraction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +190,10 @@ class RunnerConfig:
     Attributes:
       attention_backend: "auto", "xla" or "pallas_triton".
       tensor_parallel_size: devices that share each layer (axis `tp` of the mesh).
+      num_layer_groups: parts of a step, each with its share of the layers, at most as many as there are
+        layers. Chunks move between tiers in as many pieces, so that a part computes while the next one's
+        pieces are copied.
+      max_num_staged_pages: chunks on their way in, or out, at once; device memory beside the pool.
       max_logprobs: the most top alternatives that a request may ask logprobs for.
       max_banned_ids: the most ids that `min_tokens` may have to keep from being sampled (end-of-sequence
         and stop ids of one request).
@@ -170,6 +204,8 @@ class RunnerConfig:
 
     attention_backend: str = "auto"
     tensor_parallel_size: int = 1
+    num_layer_groups: int = 1
+    max_num_staged_pages: int = 64
     max_logprobs: int = 8
     max_banned_ids: int = 8
     max_position_embeddings: int | None = None
@@ -187,6 +223,8 @@ class RunnerConfig:
         )
         for name, at_least in (
             ("tensor_parallel_size", 1),
+            ("num_layer_groups", 1),
+            ("max_num_staged_pages", 1),
             ("max_logprobs", 1),
             ("max_banned_ids", 1),
             ("random_seed", 0),
@@ -237,6 +275,23 @@ class EngineConfig:
             self.scheduler.max_num_batched_tokens,
             f"at least max_num_running + cache.chunk_tokens ({least}), so that the oldest request advances",
         )
+
+    def with_cpu_pages(self, page_bytes: int) -> EngineConfig:
+        """The same with `cache.cpu_bytes` turned into pages of `page_bytes`, all devices together.
+
+        Raises:
+          ConfigError: `cpu_bytes` does not hold a single page.
+        """
+        num_bytes = self.cache.cpu_bytes
+        if num_bytes is None:
+            return self
+        _require(
+            num_bytes == 0 or num_bytes >= page_bytes,
+            "cache.cpu_bytes",
+            num_bytes,
+            f"0 or at least the {page_bytes:,} bytes of a chunk",
+        )
+        return replace(self, cache=replace(self.cache, cpu_pages=num_bytes // page_bytes, cpu_bytes=None))
 
     def resolve_context_tokens(self, model_max_tokens: int) -> int:
         """The longest context served, in tokens: what is asked for, else what model and pool allow.

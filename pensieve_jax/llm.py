@@ -21,9 +21,9 @@ from pensieve_jax.core.errors import (
     InvalidRequestError,
     TokenizerMissingError,
     UnknownConversationError,
-    UnsupportedFeatureError,
 )
 from pensieve_jax.core.outputs import Output
+from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
@@ -31,10 +31,6 @@ from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history import ConversationInfo, ConversationRecord
 from pensieve_jax.stream import Stream, result_of
 from pensieve_jax.text import ChatFormat, EarlierTurn, check_messages
-
-_NO_PREFIX = (
-    "Shared prefixes are not part of this version; send the text with each conversation's first turn."
-)
 
 type Prompt = str | Sequence[int]
 """The NEW turn only: text, or token ids."""
@@ -99,7 +95,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         conversation_ids: Sequence[str | None] | None = None,
-        prefix: None = None,
+        prefix: SharedPrefix | None = None,
     ) -> list[Output]:
         """Run one turn of each conversation, and return the outputs in the order of the prompts.
 
@@ -108,7 +104,8 @@ class LLM:
           sampling_params: for all of them, or one each.
           conversation_ids: a new id begins a conversation; None is a one-off request, whose state is
             freed at its end.
-          prefix: what `share_prefix` returns; in this version only None is accepted.
+          prefix: what `share_prefix` returned: each of these conversations begins with it, before its
+            prompt. For first turns only.
 
         Everything is checked before anything runs. Raises InvalidRequestError, ContextLengthError,
         ConversationBusyError or TokenizerMissingError, and StepFailedError or HistoryError for a turn that
@@ -117,11 +114,11 @@ class LLM:
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidRequestError("prompts", prompts, "a list of prompts", "put the prompt into a list")
-        self._prepare(prefix)
+        self.engine.expire_idle()
         params = _one_each("sampling_params", sampling_params, SamplingParams(), len(prompts))
         ids: list[str | None] = _one_each("conversation_ids", conversation_ids, None, len(prompts))
         specs = [
-            TurnSpec(self._encode(prompt, conversation_id, i), one, conversation_id)
+            TurnSpec(self._encode(prompt, conversation_id, i, prefix), one, conversation_id, prefix=prefix)
             for i, (prompt, one, conversation_id) in enumerate(zip(prompts, params, ids, strict=True))
         ]
         return self._run(self.engine.submit(specs))
@@ -132,12 +129,13 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         conversation_id: str | None = None,
-        prefix: None = None,
+        prefix: SharedPrefix | None = None,
     ) -> Stream:
         """Start one turn and iterate over what it says; see `generate` for arguments and errors."""
-        self._prepare(prefix)
-        token_ids = self._encode(prompt, conversation_id, None)
-        return self._stream(TurnSpec(token_ids, sampling_params or SamplingParams(), conversation_id))
+        self.engine.expire_idle()
+        token_ids = self._encode(prompt, conversation_id, None, prefix)
+        params = sampling_params or SamplingParams()
+        return self._stream(TurnSpec(token_ids, params, conversation_id, prefix=prefix))
 
     def chat(
         self,
@@ -145,14 +143,13 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         conversation_id: str | None = None,
-        prefix: None = None,
     ) -> Output:
         """Run a turn of the NEW messages, in the model's chat template; earlier ones are remembered.
 
         Raises ChatTemplateError for a model without a template or one that cannot be continued, and what
         `generate` raises.
         """
-        self._prepare(prefix)
+        self.engine.expire_idle()
         spec = self._chat_spec(messages, sampling_params, conversation_id)
         return self._run(self.engine.submit([spec]))[0]
 
@@ -162,15 +159,20 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         conversation_id: str | None = None,
-        prefix: None = None,
     ) -> Stream:
         """`chat`, as a stream."""
-        self._prepare(prefix)
+        self.engine.expire_idle()
         return self._stream(self._chat_spec(messages, sampling_params, conversation_id))
 
-    def share_prefix(self, text: str) -> None:
-        """A system prompt shared by conversations: raises UnsupportedFeatureError in this version."""
-        raise UnsupportedFeatureError(_NO_PREFIX)
+    def share_prefix(self, prefix: Prompt) -> SharedPrefix:
+        """A beginning that conversations share, such as a system prompt: text, or token ids.
+
+        Its KV state is computed by the first turn that is given it, and kept once for all of them. A
+        conversation that is loaded from the history after a restart has its own copy.
+
+        Raises InvalidRequestError, ContextLengthError or TokenizerMissingError.
+        """
+        return self.engine.share_prefix(self._encode(prefix, None, None))
 
     # Conversations
 
@@ -221,13 +223,13 @@ class LLM:
 
     # Inside
 
-    def _prepare(self, prefix: None) -> None:
-        """Before any prompt is made: what has expired must not be taken for a history to go on from."""
-        if prefix is not None:
-            raise UnsupportedFeatureError(_NO_PREFIX)
-        self.engine.expire_idle()
-
-    def _encode(self, prompt: Prompt, conversation_id: str | None, index: int | None) -> Sequence[int]:
+    def _encode(
+        self,
+        prompt: Prompt,
+        conversation_id: str | None,
+        index: int | None,
+        prefix: SharedPrefix | None = None,
+    ) -> Sequence[int]:
         field = "prompt" if index is None else f"prompts[{index}]"
         if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str | bytes):
             return list(prompt)
@@ -237,7 +239,7 @@ class LLM:
             raise TokenizerMissingError
         if not prompt:
             raise InvalidRequestError(field, prompt, "at least one token")
-        is_start = self.engine.conversations.num_tokens(conversation_id) == 0
+        is_start = prefix is None and self.engine.conversations.num_tokens(conversation_id) == 0
         return self.tokenizer.encode(prompt, add_bos=is_start)
 
     def _chat_spec(

@@ -18,6 +18,7 @@ since that depends on the machine, and 2 for flags that cannot work.
 from __future__ import annotations
 
 import cProfile
+import functools
 import gc
 import os
 import pstats
@@ -62,12 +63,12 @@ class Times(NamedTuple):
 class Load:
     """An engine with conversations of given lengths, ready to be measured."""
 
-    def __init__(self, *, gpu_pages: int, num_idle: int) -> None:
+    def __init__(self, *, gpu_pages: int, num_idle: int, cpu_pages: int = 0) -> None:
         """An idle engine."""
         model = preset(FLAGS.model)
         num_running, context_tokens = FLAGS.num_running, 2 * FLAGS.context_tokens
         config = EngineConfig(
-            cache=CacheConfig(gpu_pages=gpu_pages, policy=FLAGS.policy),
+            cache=CacheConfig(gpu_pages=gpu_pages, cpu_pages=cpu_pages, policy=FLAGS.policy),
             scheduler=SchedulerConfig(
                 max_num_running=num_running,
                 max_num_batched_tokens=8 * num_running + 32,
@@ -145,11 +146,15 @@ def decode_load() -> Callable[[], Times]:
     return lambda: load.step()[0]
 
 
-def mixed_load() -> Callable[[], Times]:
-    """Turns end and begin, in a pool for the running requests and half of the idle conversations."""
+def mixed_load(*, cpu_share: float = 0.0) -> Callable[[], Times]:
+    """Turns end and begin, in a pool for the running requests and half of the idle conversations.
+
+    Host memory holds `cpu_share` of the idle conversations.
+    """
     num_running, pages_each = FLAGS.num_running, FLAGS.context_tokens // 32
     gpu_pages = num_running * (pages_each + 8) + FLAGS.num_idle * pages_each // 2
-    load = Load(gpu_pages=gpu_pages, num_idle=FLAGS.num_idle + num_running)
+    cpu_pages = int(cpu_share * FLAGS.num_idle * pages_each)
+    load = Load(gpu_pages=gpu_pages, num_idle=FLAGS.num_idle + num_running, cpu_pages=cpu_pages)
     load.fill_idle()
 
     def submit(num_turns: int) -> None:
@@ -195,7 +200,12 @@ def main() -> int:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # one core, as the target says
     results = {}
-    for name, make in (("decode", decode_load), ("mixed", mixed_load)):
+    loads: dict[str, Callable[[], Callable[[], Times]]] = {
+        "decode": decode_load,
+        "mixed": mixed_load,
+        "mixed, two tiers": functools.partial(mixed_load, cpu_share=0.4),
+    }
+    for name, make in loads.items():
         step = make()
         results[name] = summary(measure(step, FLAGS.num_steps))
         if FLAGS.profile:

@@ -15,6 +15,8 @@ output is left as it is. Whether a later turn still fits depends on the replies:
 lost while running ends its own conversation only, and the exit status is then 1. Ctrl-C cancels what runs
 and keeps what has ended (exit status 130).
 
+`--timeline=out.png` draws where the pages of both tiers were while this ran; it takes matplotlib.
+
 With `--history`, turns that the history holds are not run again: start an interrupted run once more, and
 it goes on. Their lines are kept, or written anew with `usage` null. Without it, the output starts afresh.
 """
@@ -44,8 +46,9 @@ from common.engine_flags import (
     shows_progress,
 )
 from common.launch import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, Interrupt, run
-from common.report import table
+from common.timeline import Recorder, check_timeline
 from common.turns_file import Line, finished_turns, output_line, partial_path, start_output
+from common.usage_tables import summary
 from tqdm import tqdm
 
 from pensieve_jax import LLM, ContextLengthError, InvalidRequestError, Output, PensieveError, Stream
@@ -144,14 +147,22 @@ class Batch:
         return len(self._pending)
 
     def run(
-        self, *, concurrency: int, write: Callable[[Line], object], interrupt: Interrupt, bar: Any
+        self,
+        *,
+        concurrency: int,
+        write: Callable[[Line], object],
+        after_step: Callable[[], object],
+        interrupt: Interrupt,
+        bar: Any,
     ) -> None:
         """Until all have ended, or an interrupt: then what has not is cancelled."""
         try:
             while (self._pending or self._active) and not interrupt.requested:
                 while len(self._active) < concurrency and self._submit_next():
                     pass
-                for turn in self._llm.engine.step():
+                ended = self._llm.engine.step()
+                after_step()
+                for turn in ended:
                     conversation_id = turn.request.conversation.conversation_id
                     conversation, _ = self._active.pop(conversation_id)
                     index = self._next[conversation_id]
@@ -193,28 +204,6 @@ class Batch:
         self._pending = [pair for pair in self._pending if pair[0] is not conversation]
 
 
-def summary(outputs: Sequence[Output], num_resumed: int, seconds: float, num_compilations: int) -> str:
-    """The table at the end."""
-    totals = [
-        sum(getattr(output.usage, name) for output in outputs)
-        for name in ("reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens", "prefilled_tokens")
-    ]
-    num_output = sum(output.usage.output_tokens for output in outputs)
-    num_suspensions = sum(output.usage.num_suspensions for output in outputs)
-    columns = ["turns", "from history", "reused", "swapped in", "recomputed", "prefilled", "output"]
-    columns += ["output tokens/s", "suspensions", "compilations"]
-    row = [
-        len(outputs),
-        num_resumed,
-        *totals,
-        num_output,
-        num_output / seconds,
-        num_suspensions,
-        num_compilations,
-    ]
-    return table(columns, [row])
-
-
 def generate(llm: LLM, conversations: Sequence[InputConversation], output: Path, concurrency: int) -> int:
     """Run everything that is left to run; returns the exit status."""
     check_prompts(conversations, FLAGS.input, functools.partial(check_text, llm))
@@ -222,7 +211,8 @@ def generate(llm: LLM, conversations: Sequence[InputConversation], output: Path,
     start_output(output, done)
     num_done = {key: len(list(group)) for key, group in itertools.groupby(done, key=lambda pair: pair[0])}
     batch = Batch(llm, conversations, num_done)
-    num_compilations, start_s = llm.stats()["num_compilations"], time.perf_counter()
+    before, start_s = llm.stats(), time.perf_counter()
+    recorder = Recorder(llm.engine)
     with (
         output.open("ab", buffering=0) as file,  # a line is one write: whole, or not there
         tqdm(total=batch.num_left, desc="turns", unit="turn", disable=not shows_progress()) as bar,
@@ -231,12 +221,14 @@ def generate(llm: LLM, conversations: Sequence[InputConversation], output: Path,
         batch.run(
             concurrency=concurrency,
             write=lambda line: file.write((json.dumps(line) + "\n").encode()),
+            after_step=recorder.after_step if FLAGS.timeline else lambda: None,
             interrupt=interrupt,
             bar=bar,
         )
     seconds = time.perf_counter() - start_s
-    num_compilations = int(llm.stats()["num_compilations"] - num_compilations)
-    print(summary(batch.outputs, len(done), seconds, num_compilations))
+    print(summary(batch.outputs, len(done), seconds, before, llm.stats()))
+    if FLAGS.timeline:
+        recorder.draw(FLAGS.timeline)
     for line_number, index, error in batch.failures:
         print(f"{FLAGS.input}:{line_number}: turns[{index}]: {error}", file=sys.stderr)
     if interrupt.requested:
@@ -251,6 +243,7 @@ def main() -> int:
     try:
         output = Path(FLAGS.output)
         check_paths(Path(FLAGS.input), output, FLAGS.history)
+        check_timeline(FLAGS.timeline, others=[Path(FLAGS.input), output, Path(FLAGS.history or output)])
         params = dataclasses.replace(sampling_params(), logprobs=FLAGS.logprobs)
         conversations = read_conversations(FLAGS.input, params)
         model, max_context_tokens = model_limits()
@@ -274,6 +267,7 @@ def define_flags() -> None:
     flags.DEFINE_string("output", None, "JSON lines of turns.", required=True)
     flags.DEFINE_integer("concurrency", 64, "Turns in the engine at once.")
     flags.DEFINE_integer("logprobs", None, "Write logprobs of the chosen tokens and of so many others.")
+    flags.DEFINE_string("timeline", None, "Picture of pages by state over time: .png, .svg or .pdf.")
     define_engine_flags()
     define_history_flag()
     define_sampling_flags(max_tokens=64)

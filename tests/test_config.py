@@ -17,7 +17,12 @@ from pensieve_jax.core.errors import ConfigError
 
 BAD = [
     *[(CacheConfig, "gpu_pages", value, "at least 2") for value in (1, 0, -3, 2.5, True, None, "8")],
-    *[(CacheConfig, "cpu_pages", value, "0") for value in (1, 256, -1, None, 0.5)],
+    *[(CacheConfig, "cpu_pages", value, "at least 0") for value in (-1, None, 0.5, True)],
+    *[(CacheConfig, "cpu_bytes", value, "at least 0") for value in (-1, 1e9, True, "1GB")],
+    *[(CacheConfig, "swap_out_fraction", value, r"\[0, 1\)") for value in (-0.1, 1, math.nan, "a", None)],
+    *[(CacheConfig, "retrieval_priority", value, "True or False") for value in (0, None)],
+    *[(CacheConfig, "prefetch", value, "True or False") for value in (1, "yes")],
+    *[(CacheConfig, "cost_profile", value, "path") for value in (3, True)],
     *[(CacheConfig, "chunk_tokens", value, "16, 32, 64") for value in (0, 8, 33, 128, 32.0, True)],
     *[(CacheConfig, "policy", value, "retention") for value in ("", "LRU", "fifo", None, 3)],
     *[(CacheConfig, "reserve_fraction", value, r"\[0, 1\)") for value in (-0.1, 1, 1.5, math.nan, "a", None)],
@@ -34,6 +39,8 @@ BAD = [
     *[(SchedulerConfig, "max_num_buckets", value, "at least 1") for value in (0, -1, True, None)],
     *[(RunnerConfig, "attention_backend", value, "xla") for value in ("", "cuda", None)],
     *[(RunnerConfig, "tensor_parallel_size", value, "at least 1") for value in (0, -2, 1.0, True)],
+    *[(RunnerConfig, "num_layer_groups", value, "at least 1") for value in (0, 1.5)],
+    *[(RunnerConfig, "max_num_staged_pages", value, "at least 1") for value in (0, None)],
     *[(RunnerConfig, "max_logprobs", value, "at least 1") for value in (0, -1, 2.0)],
     *[(RunnerConfig, "max_banned_ids", value, "at least 1") for value in (0, -1, None)],
     *[(RunnerConfig, "random_seed", value, "at least 0") for value in (-1, 0.5, None, True)],

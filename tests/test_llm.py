@@ -22,9 +22,9 @@ from pensieve_jax import (
     SamplingParams,
     SchedulerConfig,
     UnknownConversationError,
-    UnsupportedFeatureError,
 )
 from pensieve_jax.core.clock import VirtualClock
+from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.engine.dense_reference import DenseReference
 
 BOS, END = 256, 261
@@ -124,10 +124,27 @@ BAD_CALLS: dict[str, tuple[Any, type[Exception], str]] = {
         ConversationBusyError,
         "once",
     ),
-    "a prefix": (lambda llm: llm.generate(["a"], prefix="p"), UnsupportedFeatureError, "prefix"),
-    "a shared prefix": (lambda llm: llm.share_prefix("p"), UnsupportedFeatureError, "prefix"),
+    "a prefix that is text": (
+        lambda llm: llm.generate(["a"], prefix="p"),
+        InvalidRequestError,
+        "share_prefix",
+    ),
+    "an empty prefix": (lambda llm: llm.share_prefix([]), InvalidRequestError, "prefix"),
+    "a prefix of strange ids": (lambda llm: llm.share_prefix([3, 10**6]), InvalidRequestError, "prefix"),
+    "a long prefix": (lambda llm: llm.share_prefix([5] * 5000), ContextLengthError, "prefix"),
+    "a late prefix": (
+        lambda llm: [llm.generate(["a"], SHORT, conversation_ids=["late"], prefix=p) for p in prefixes(llm)],
+        InvalidRequestError,
+        "first turn",
+    ),
     "a message without a role": (lambda llm: llm.chat([{"content": "a"}]), InvalidRequestError, "role"),
 }
+
+
+def prefixes(llm: LLM) -> Iterator[SharedPrefix | None]:
+    """For a first turn, and for a second one, which may have none."""
+    yield None
+    yield llm.share_prefix("p")
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
@@ -177,6 +194,22 @@ def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody(llm: LLM, monke
     with pytest.raises(UnknownConversationError):
         llm.history("dropped")
     assert llm.stats()["num_turns_failed"] == 0
+
+
+def test_a_shared_prefix_is_computed_once(llm: LLM) -> None:
+    """Full chunks are shared, by whoever begins with it; the reply is that of the whole text."""
+    text = "You are a helpful assistant, and you answer in riddles only. "
+    prefix = llm.share_prefix(text)
+    alone = llm.generate([text + "hello"], SHORT, conversation_ids=["alone"])[0]
+    first, second = llm.generate(["hello"] * 2, SHORT, conversation_ids=["p1", "p2"], prefix=prefix)
+    third = llm.generate(["hello"], SHORT, prefix=prefix)[0]
+    assert first.token_ids == second.token_ids == third.token_ids == alone.token_ids
+    assert prompt_of(llm, "p1") == prompt_of(llm, "alone") and prompt_of(llm, "p1")[0] == BOS
+    num_shared = len(prefix.token_ids) // 16 * 16
+    assert [one.usage.reused_gpu_tokens for one in (first, second, third)] == [0, num_shared, num_shared]
+    assert llm.stats()["num_shared_prefixes"] >= 1
+    again = llm.generate(["more"], SHORT, conversation_ids=["p1"])[0]
+    assert again.usage.reused_gpu_tokens == len(first.token_ids) + len(prompt_of(llm, "p1")) - 1
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """Where the KV state of every conversation is, and what gives way when room runs out. No jax here."""
 
+from pensieve_jax.cache.copies import Copy
 from pensieve_jax.cache.cost import AnalyticCostModel, CostModel
 from pensieve_jax.cache.manager import CacheManager
 from pensieve_jax.cache.page_pool import PagePool
-from pensieve_jax.cache.policies import EvictionPolicy, make_policy
+from pensieve_jax.cache.policies import EvictionPolicy, VictimQueue, make_policy
 from pensieve_jax.cache.sequence import CachedSequence, Role
-from pensieve_jax.cache.states import TRANSITIONS, ChunkEvent, ChunkState
-from pensieve_jax.cache.tiers import Tier
+from pensieve_jax.cache.states import TRANSITIONS, ChunkEvent, ChunkState, Shelf
 
 __all__ = [
     "TRANSITIONS",
@@ -15,10 +15,12 @@ __all__ = [
     "CachedSequence",
     "ChunkEvent",
     "ChunkState",
+    "Copy",
     "CostModel",
     "EvictionPolicy",
     "PagePool",
     "Role",
-    "Tier",
+    "Shelf",
+    "VictimQueue",
     "make_policy",
 ]

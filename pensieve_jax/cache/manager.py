@@ -1,22 +1,26 @@
-"""The cache of conversation state: who holds which pages, and who gives way.
+"""The cache of conversation state: who may join, and what a request finds of its history.
 
-Owns: every `CachedSequence`, pinning and reserving at admission, growing, dropping by policy, and the
-count of pages that are *available* (free, or held by somebody who must give way).
+Owns: every `CachedSequence`, pinning and reserving at admission, growing, copying in, shared prefixes, and
+the count of pages that are *available* (free, or held by somebody who must give way).
 Does not know: tokens, batches, devices. It changes host state only; that a page may be written again at
-once follows from program order, since every step is dispatched by one thread.
+once follows from program order, since every step and every copy is dispatched by one thread.
 Called by: the scheduler for requests, the engine for what happens between turns.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 
-from pensieve_jax.cache.policies import EvictionPolicy, VictimGroup
-from pensieve_jax.cache.sequence import CachedSequence, Chunk, Role
-from pensieve_jax.cache.states import ChunkEvent, ChunkState
-from pensieve_jax.cache.tiers import Tier
+from pensieve_jax.cache.chunk_store import ChunkStore
+from pensieve_jax.cache.copies import Copy
+from pensieve_jax.cache.cost import CostModel
+from pensieve_jax.cache.evictor import Evictor
+from pensieve_jax.cache.integrity import check_store
+from pensieve_jax.cache.policies import make_policy
+from pensieve_jax.cache.sequence import CachedSequence, Role
+from pensieve_jax.cache.states import ChunkState, Shelf
+from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.clock import Clock
 
 
@@ -25,122 +29,190 @@ class CacheManager:
 
     Attributes:
       chunk_tokens: tokens of a chunk, and of a page.
+      prefetch: as configured; it may be changed between steps.
+      num_prefetched_chunks: chunks copied in for requests that were still queued.
     """
 
     def __init__(
-        self, pool: Tier, policy: EvictionPolicy, clock: Clock, *, chunk_tokens: int, reserve_pages: int
+        self, config: CacheConfig, cost_model: CostModel, clock: Clock, *, max_num_copies: int
     ) -> None:
-        """An empty cache over `pool`; `reserve_pages` stay available when a request joins running ones."""
-        self.chunk_tokens = chunk_tokens
-        self._pool = pool
-        self._policy = policy
+        """An empty cache; `max_num_copies` chunks are on their way in, or out, ahead of need."""
+        self.chunk_tokens = config.chunk_tokens
+        self.num_prefetched_chunks = 0
+        self._store = ChunkStore(config.gpu_pages, config.cpu_pages, config.chunk_tokens)
         self._clock = clock
-        self._reserve_pages = reserve_pages
-        # In the order in which they took the role, which makes ties reproducible.
-        self._sequences: dict[Role, dict[CachedSequence, None]] = {role: {} for role in Role}
-        self._num_resident = dict.fromkeys(Role, 0)
-        self._idle_victims: Iterator[VictimGroup] = iter(())
-        self._queued_victims: Iterator[CachedSequence] = iter(())
-        self._drops: list[tuple[str, int]] = []
+        self._reserve_pages = config.reserve_pages
+        self.prefetch = config.prefetch
+        self._max_num_copies = max_num_copies
+        self._evictor = Evictor(
+            self._store,
+            make_policy(config.policy, cost_model, config.chunk_tokens),
+            clock,
+            num_clean_pages=config.clean_pages,
+            max_num_copies=max_num_copies,
+            retrieval_priority=config.retrieval_priority,
+        )
 
     # Sequences
 
     def open(self, sequence_id: str) -> CachedSequence:
         """A new, empty, idle sequence."""
         sequence = CachedSequence(sequence_id)
-        self._sequences[sequence.role][sequence] = None
+        self._store.add(sequence)
         return sequence
 
     def close(self, sequence: CachedSequence) -> None:
-        """Forget a sequence and free its pages."""
+        """Forget a sequence and free what it holds."""
         self.truncate(sequence, 0)
-        del self._sequences[sequence.role][sequence]
+        self._store.remove(sequence)
+
+    def open_prefix(self, sequence_id: str, num_tokens: int) -> CachedSequence:
+        """A sequence of the full chunks of `num_tokens` tokens, for others to share; nothing is computed."""
+        prefix = CachedSequence(sequence_id, is_prefix=True)
+        self._store.add(prefix)
+        self._store.extend(prefix, num_tokens // self.chunk_tokens)
+        prefix.num_kv_tokens = len(prefix.chunks) * self.chunk_tokens
+        self.touch(prefix)
+        return prefix
+
+    def share(self, sequence: CachedSequence, prefix: CachedSequence) -> None:
+        """An empty, idle sequence begins with the chunks of a prefix from here on."""
+        assert not sequence.chunks and sequence.role is Role.IDLE and prefix.is_prefix
+        sequence.begin_with(prefix)
 
     def truncate(self, sequence: CachedSequence, num_tokens: int) -> None:
         """Keep the KV of the first `num_tokens` tokens at most; what is reserved is given back."""
-        self._cancel_reserved(sequence)
+        self._store.cancel_reserved(sequence)
         sequence.num_kv_tokens = min(sequence.num_kv_tokens, num_tokens)
-        self._trim(sequence)
+        self._store.trim(sequence)
+        if sequence.num_kv_tokens < sequence.num_shared * self.chunk_tokens:
+            self._unshare(sequence)
 
     def touch(self, sequence: CachedSequence) -> None:
-        """Record activity now."""
+        """Record activity now; a prefix is as active as its most recent user."""
         sequence.last_active_s = self._clock.now()
+        if sequence.prefix is not None:
+            sequence.prefix.last_active_s = sequence.last_active_s
+
+    def push_out(self, sequence: CachedSequence, max_num_chunks: int | None = None) -> int:
+        """Have an idle sequence's pages, or the leading ones of them, copied to the host and freed now.
+
+        Returns how many; without a host tier they are dropped.
+        """
+        assert sequence.role is Role.IDLE
+        self._evictor.begin_pass()
+        return self._evictor.push_out(sequence, max_num_chunks or len(sequence.chunks))
 
     # Room
 
-    @property
-    def num_pages(self) -> int:
-        """Pages of the device tier."""
-        return self._pool.num_pages
-
     def num_available(self, requester: CachedSequence | None = None) -> int:
-        """Pages that are free or held by idle or queued sequences other than `requester`."""
-        available = self._pool.num_free + self._num_resident[Role.IDLE] + self._num_resident[Role.QUEUED]
-        if requester is not None and requester.role is not Role.RUNNING:
-            available -= requester.num_resident
+        """Pages that are free or held by idle or queued sequences, not by `requester` or its prefix."""
+        num_on = self._store.num_on
+        available = self._store.pages.num_free
+        for role in (Role.IDLE, Role.QUEUED):
+            available += num_on[role][Shelf.DIRTY] + num_on[role][Shelf.CLEAN]
+        for own in (requester, requester and requester.prefix):
+            if own is not None and own.role is not Role.RUNNING:
+                available -= own.num_resident
         return available
 
     def begin_step(self) -> None:
-        """Start a scheduling pass: the order of victims is made afresh when the first is needed.
+        """Start a scheduling pass."""
+        self._evictor.begin_pass()
 
-        Conversations that go idle within the pass were active just now: they come last, when the others
-        have nothing left.
-        """
-        self._idle_victims = iter(())
-        self._queued_victims = iter(())
+    def end_step(self) -> None:
+        """Copy what the passes to come will want where they will want it."""
+        if self.prefetch:
+            self._prefetch_for_queued()
+        self._evictor.swap_out_ahead()
+
+    def complete(self, copy_ids: Iterable[int]) -> None:
+        """These copies are complete: steps that are granted from here on may read, and give away, either."""
+        self._store.complete(copy_ids)
+
+    def take_copies(self) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
+        """Copies out and copies in that began since the last call, to be carried out before the next step."""
+        return self._store.take_copies()
 
     def take_drops(self) -> tuple[tuple[str, int], ...]:
-        """(sequence id, chunk index) of what was evicted since the last call."""
-        drops, self._drops = tuple(self._drops), []
-        return drops
+        """(sequence id, chunk index) of what was dropped to make room since the last call."""
+        return self._store.take_drops()
 
     # The life of a request
 
     def enqueue(self, sequence: CachedSequence, arrival: int) -> None:
         """A request waits for its turn: its chunks give way to earlier arrivals only."""
         sequence.arrival = arrival
-        self._set_role(sequence, Role.QUEUED)
+        sequence.fetched.clear()
+        self._store.set_role(sequence, Role.QUEUED)
 
     def try_admit(self, sequence: CachedSequence, num_tokens: int, *, waive_reserve: bool) -> bool:
-        """Pin a queued sequence and reserve pages for all of `num_tokens` tokens that have none.
+        """Pin a queued sequence, set pages aside for all of `num_tokens` tokens, and copy in what it has.
 
         Returns False, with nothing changed, while fewer pages than it needs are available, or fewer than
-        the reserve would stay so (the paper's section 4.3.5).
+        the reserve would stay so (the paper's section 4.3.5), or a chunk of it is on its way out.
         """
         assert sequence.role is Role.QUEUED
-        num_chunks = -(-num_tokens // self.chunk_tokens)
-        num_left = self.num_available(sequence) - (num_chunks - sequence.num_resident)
+        prefix = sequence.prefix
+        if any(own is not None and own.num_on[Shelf.DEPARTING] for own in (sequence, prefix)):
+            return False
+        num_chunks = max(-(-num_tokens // self.chunk_tokens), len(sequence.chunks))
+        num_needed = num_chunks - sum(chunk.page != 0 for chunk in sequence.chunks)
+        num_left = self.num_available(sequence) - num_needed
         if num_left < (0 if waive_reserve else self._reserve_pages):
             return False
-        self._set_role(sequence, Role.RUNNING)
-        sequence.chunks += (Chunk() for _ in range(num_chunks - len(sequence.chunks)))
+        self._pin(sequence)
+        self._store.extend(sequence, num_chunks)
         for index, chunk in enumerate(sequence.chunks):
-            if chunk.state is ChunkState.DROPPED:
-                reserved = self._reserve(sequence, index)
-                assert reserved, "available pages were miscounted"
+            if not chunk.page:
+                self._set_page_aside(sequence, index)
+            elif index < sequence.num_shared:
+                sequence.set_row(index, chunk.page)
         return True
 
     def grow(self, sequence: CachedSequence, num_tokens: int) -> bool:
         """Reserve the pages that a running sequence of `num_tokens` lacks; False where none gives way."""
         assert sequence.role is Role.RUNNING
         while len(sequence.chunks) * self.chunk_tokens < num_tokens:
-            sequence.chunks.append(Chunk())
-            if not self._reserve(sequence, len(sequence.chunks) - 1):
-                sequence.chunks.pop()
+            page = self._evictor.take_page(sequence.arrival)
+            if page is None:
                 return False
+            self._store.extend(sequence, len(sequence.chunks) + 1)
+            self._store.reserve(sequence, len(sequence.chunks) - 1, page)
         return True
 
     def fill(self, sequence: CachedSequence, start: int, end: int) -> None:
         """A step that computes tokens [start, end) was granted: their KV counts from here on."""
         for index in range(start // self.chunk_tokens, -(-end // self.chunk_tokens)):
-            chunk = sequence.chunks[index]
-            if chunk.state is ChunkState.RESERVED:
-                self._apply(sequence, chunk, ChunkEvent.FILL)
-                sequence.on_filled(index)
+            self._store.write(self._owner(sequence, index), index)
         sequence.num_kv_tokens = max(sequence.num_kv_tokens, end)
 
+    def rush(self, sequence: CachedSequence) -> tuple[int, ...]:
+        """Let the next step read what is being copied in for a running sequence, whenever it arrives.
+
+        Returns the ids of the copies, for `Transfers.rush`. Nothing, while more is on its way than a step
+        can wait for.
+        """
+        if self._store.num_copies_in > self._max_num_copies:
+            return ()
+        copy_ids = [
+            chunk.copy_id for chunk in sequence.chunks if chunk.state is ChunkState.COPYING_IN
+        ]  # the prefix's included
+        self._store.complete(copy_ids)
+        return tuple(copy_ids)
+
+    def blocking_copies(self, sequence: CachedSequence) -> list[int]:
+        """The copies in flight that a request's sequence waits for, if it waits for any."""
+        copy_ids = self._store.copies_of(sequence)
+        if sequence.prefix is not None:
+            copy_ids += self._store.copies_of(sequence.prefix)
+        if sequence.role is Role.QUEUED:
+            copy_ids += self._store.copies_that_hold_pages()
+        return copy_ids
+
     def suspend(self, sequence: CachedSequence) -> None:
-        """A running sequence gives way: unpinned and queued again; what it computed stays while it can."""
+        """A running sequence gives way: queued again. What it computed goes to the host as others need it."""
+        sequence.fetched.clear()
         self._unpin(sequence, Role.QUEUED)
 
     def release(self, sequence: CachedSequence) -> None:
@@ -149,126 +221,94 @@ class CacheManager:
         self._unpin(sequence, Role.IDLE)
 
     def lose_device(self) -> None:
-        """The device pools were rebuilt: every chunk is dropped."""
-        for sequence in self._all():
-            self._cancel_reserved(sequence)
-            for index in sequence.resident_indices():
-                self._drop(sequence, index)
-            if sequence.role is not Role.RUNNING:
-                self._trim(sequence)
+        """The device pools were rebuilt: what no slot holds is dropped."""
+        self._store.lose_device()
+
+    # For reports
+
+    def census(self) -> dict[str, int]:
+        """Chunks by state, and what is free of either tier."""
+        states = Counter(
+            chunk.state for sequence in self._store for chunk in sequence.chunks[sequence.num_shared :]
+        )
+        counts = {state.value: states[state] for state in ChunkState if state is not ChunkState.DROPPED}
+        return counts | {"free pages": self._store.pages.num_free, "free slots": self._store.slots.num_free}
+
+    def stats(self) -> dict[str, int]:
+        """Sizes, what is free of them, and what was done to make room."""
+        return {
+            "num_gpu_pages": self._store.pages.num_pages,
+            "num_available_gpu_pages": self.num_available(),
+            "num_free_gpu_pages": self._store.pages.num_free,
+            "num_cpu_pages": self._store.slots.num_pages,
+            "num_free_cpu_pages": self._store.slots.num_free,
+            "num_forced_swap_outs": self._evictor.num_forced_swap_outs,
+            "num_prefetched_chunks": self.num_prefetched_chunks,
+        }
+
+    def check_integrity(self) -> None:
+        """Assert that states, places, copies, counts and roles agree."""
+        check_store(self._store, self.chunk_tokens)
 
     # Inside
 
-    def _all(self) -> Iterator[CachedSequence]:
-        return itertools.chain.from_iterable(self._sequences.values())
+    @staticmethod
+    def _owner(sequence: CachedSequence, index: int) -> CachedSequence:
+        if index >= sequence.num_shared:
+            return sequence
+        assert sequence.prefix is not None
+        return sequence.prefix
 
-    def _set_role(self, sequence: CachedSequence, role: Role) -> None:
-        del self._sequences[sequence.role][sequence]
-        self._sequences[role][sequence] = None
-        self._num_resident[sequence.role] -= sequence.num_resident
-        self._num_resident[role] += sequence.num_resident
-        sequence.role = role
+    def _set_page_aside(self, sequence: CachedSequence, index: int) -> None:
+        page = self._evictor.take_page(sequence.arrival)
+        assert page is not None, "available pages were miscounted"
+        owner = self._owner(sequence, index)
+        if owner.chunks[index].state is ChunkState.ON_CPU:
+            self._store.swap_in(owner, index, page)
+        else:
+            self._store.reserve(owner, index, page)
+        sequence.set_row(index, page)
+
+    def _pin(self, sequence: CachedSequence) -> None:
+        self._store.set_role(sequence, Role.RUNNING)
+        prefix = sequence.prefix
+        if prefix is not None:
+            prefix.num_running_users += 1
+            if prefix.role is not Role.RUNNING:
+                self._store.set_role(prefix, Role.RUNNING)
 
     def _unpin(self, sequence: CachedSequence, role: Role) -> None:
-        self._cancel_reserved(sequence)
-        self._trim(sequence)
-        self._set_role(sequence, role)
+        if sequence.role is Role.RUNNING and sequence.prefix is not None:
+            self._unpin_prefix(sequence.prefix)
+        self._store.cancel_reserved(sequence)
+        self._store.trim(sequence)
+        self._store.set_role(sequence, role)
 
-    def _apply(self, sequence: CachedSequence, chunk: Chunk, event: ChunkEvent) -> None:
-        was_resident = chunk.state is ChunkState.ON_GPU
-        chunk.apply(event)
-        change = (chunk.state is ChunkState.ON_GPU) - was_resident
-        sequence.num_resident += change
-        self._num_resident[sequence.role] += change
+    def _unpin_prefix(self, prefix: CachedSequence) -> None:
+        prefix.num_running_users -= 1
+        if not prefix.num_running_users:
+            self._store.cancel_reserved(prefix)
+            self._store.set_role(prefix, Role.IDLE)
 
-    def _free(self, sequence: CachedSequence, index: int, event: ChunkEvent) -> None:
-        chunk = sequence.chunks[index]
-        self._apply(sequence, chunk, event)
-        self._pool.free(chunk.page)
-        sequence.set_page(index, 0)
+    def _unshare(self, sequence: CachedSequence) -> None:
+        """Leave the prefix: a sequence that was cut inside it begins anew, with chunks of its own."""
+        assert sequence.prefix is not None and len(sequence.chunks) == sequence.num_shared
+        if sequence.role is Role.RUNNING:
+            self._unpin_prefix(sequence.prefix)
+        sequence.begin_with(None)
 
-    def _drop(self, sequence: CachedSequence, index: int) -> None:
-        self._free(sequence, index, ChunkEvent.DROP)
-        self._drops.append((sequence.sequence_id, index))
-
-    def _reserve(self, sequence: CachedSequence, index: int) -> bool:
-        if not self._pool.num_free and not self._reclaim(sequence.arrival):
-            return False
-        self._apply(sequence, sequence.chunks[index], ChunkEvent.RESERVE)
-        sequence.set_page(index, self._pool.allocate())
-        return True
-
-    def _cancel_reserved(self, sequence: CachedSequence) -> None:
-        for index, chunk in enumerate(sequence.chunks):
-            if chunk.state is ChunkState.RESERVED:
-                self._free(sequence, index, ChunkEvent.CANCEL)
-
-    def _trim(self, sequence: CachedSequence) -> None:
-        """Restore the invariant at the tail: no chunk past the computed length, none dropped at the end."""
-        chunks = sequence.chunks
-        while chunks:
-            start = (len(chunks) - 1) * self.chunk_tokens
-            if start < sequence.num_kv_tokens and chunks[-1].state is not ChunkState.DROPPED:
-                return
-            if chunks[-1].state is ChunkState.ON_GPU:
-                self._free(sequence, len(chunks) - 1, ChunkEvent.DROP)
-            chunks.pop()
-            sequence.num_kv_tokens = min(sequence.num_kv_tokens, start)
-
-    def _reclaim(self, arrival: int) -> bool:
-        """Drop the next victim group, idle chunks before those of later arrivals; False where none is."""
-        while self._num_resident[Role.IDLE]:
-            for sequence, indices in self._idle_victims:
-                if sequence.role is Role.IDLE:
-                    self._drop_group(sequence, indices)
-                    return True
-            idle = tuple(self._sequences[Role.IDLE])
-            self._idle_victims = self._policy.victims(idle, self._clock.now())
-        while self._num_resident[Role.QUEUED]:
-            for sequence in self._queued_victims:
-                if sequence.role is Role.QUEUED:
-                    assert sequence.arrival > arrival, "a queued request arrived before one that runs"
-                    self._drop_group(sequence, self._policy.frontier(sequence))
-                    return True
-            self._queued_victims = self._latest_first(tuple(self._sequences[Role.QUEUED]))
-        return False
-
-    @staticmethod
-    def _latest_first(queued: Sequence[CachedSequence]) -> Iterator[CachedSequence]:
-        """Each sequence again and again while it has something to give, the latest arrival first."""
-        for sequence in sorted(queued, key=lambda s: -s.arrival):
-            while sequence.num_resident and sequence.role is Role.QUEUED:
-                yield sequence
-
-    def _drop_group(self, sequence: CachedSequence, indices: Sequence[int]) -> None:
-        for index in indices:
-            self._drop(sequence, index)
-        self._trim(sequence)
-
-    def check_integrity(self) -> None:
-        """Assert that states, pages, counts and roles agree, here and in the pool."""
-        owners: Counter[int] = Counter()
-        num_resident = dict.fromkeys(Role, 0)
-        assert all(s.role is role for role, members in self._sequences.items() for s in members)
-        for sequence in self._all():
-            row = sequence.page_row
-            for index, chunk in enumerate(sequence.chunks):
-                assert (chunk.page != 0) == (chunk.state is not ChunkState.DROPPED), (
-                    f"{sequence.sequence_id}[{index}] is {chunk.state.value} with page {chunk.page}"
-                )
-                assert row[index] == chunk.page, "the page row and a chunk disagree"
-                if chunk.page:
-                    owners[chunk.page] += 1
-                if chunk.state is ChunkState.RESERVED:
-                    assert sequence.role is Role.RUNNING, "an unpinned sequence holds a reserved page"
-            assert sequence.num_resident == len(sequence.resident_indices())
-            num_resident[sequence.role] += sequence.num_resident
-            num_computed_chunks = -(-sequence.num_kv_tokens // self.chunk_tokens)
-            assert num_computed_chunks <= len(sequence.chunks), "computed tokens without a chunk"
-            if sequence.role is not Role.RUNNING:
-                assert num_computed_chunks == len(sequence.chunks), "a chunk past the computed tokens"
-                last = sequence.chunks[-1] if sequence.chunks else None
-                assert last is None or last.state is ChunkState.ON_GPU, "the last chunk is dropped"
-        assert num_resident == self._num_resident, f"{num_resident} resident, counted {self._num_resident}"
-        assert all(count == 1 for count in owners.values()), "a page has two owners"
-        self._pool.check_integrity(dict(owners))
+    def _prefetch_for_queued(self) -> None:
+        """Copy in for queued requests, by arrival, into pages that cost nobody anything."""
+        store = self._store
+        queued = store.members[Role.QUEUED] if store.num_on[Role.QUEUED][Shelf.HOST] else ()
+        for sequence in sorted(queued, key=lambda s: s.arrival):
+            while sequence.num_on[Shelf.HOST]:
+                if store.num_copies_in >= self._max_num_copies or self.num_available() <= self._reserve_pages:
+                    return
+                index = sequence.first_on(Shelf.HOST)
+                page = self._evictor.take_spare_page()
+                if page is None:
+                    return
+                store.swap_in(sequence, index, page)
+                sequence.fetched.add(index)
+                self.num_prefetched_chunks += 1

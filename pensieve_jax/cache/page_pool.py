@@ -1,7 +1,8 @@
-"""The pages of device memory: which are free, and how many chunks refer to the others.
+"""The places of one tier of memory: which are free, and how many chunks refer to the others.
 
-Owns: page numbers 1 .. num_pages and their reference counts. Page 0 is a dummy that padding points at.
-Does not know: whose page it is, or when it is safe to write: pages freed while a step is in flight may be
+Owns: the numbers 1 .. num_pages of a tier (pages of device memory, slots of host memory) and their reference
+counts. Number 0 means none; on the device it is a dummy page that padding points at.
+Does not know: whose place it is, or when it is safe to write: pages freed while a step is in flight may be
 given away at once, because a later step's writes come after it in program order.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 
 class PagePool:
-    """A `Tier` over device pages; last freed, first reused."""
+    """A fixed number of places, each for one chunk's KV over all layers; last freed, first reused."""
 
     def __init__(self, num_pages: int) -> None:
         """All of 1 .. num_pages free."""

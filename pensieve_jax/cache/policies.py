@@ -1,11 +1,10 @@
 """Whose chunks go first: four orders behind one contract.
 
-Owns: the order of victims among unpinned sequences. A policy sees sequences and the time and yields
-victims; it counts nothing, frees nothing and keeps no state between passes.
-Called by: `CacheManager`, which drops a group before it asks for the next, and passes over sequences that
-were pinned since.
+Owns: the order of victims among idle sequences. A policy sees sequences, a shelf and the time; it counts
+nothing, frees nothing and keeps no state between passes.
+Called by: `CacheManager`, through a `VictimQueue` for each shelf that it needs room on.
 
-A pass over thousands of conversations drops a few chunks: one number is computed for each of them, and only
+A pass over thousands of conversations takes a few chunks: one number is computed for each of them, and only
 those that gave something are looked at again.
 """
 
@@ -13,48 +12,61 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from pensieve_jax.cache.cost import CostModel
-from pensieve_jax.cache.sequence import CachedSequence
+from pensieve_jax.cache.sequence import CachedSequence, Role
+from pensieve_jax.cache.states import Shelf
 
 _MIN_IDLE_S = 1e-3  # a conversation that was active just now has a finite value
 
-VictimGroup = tuple[CachedSequence, Sequence[int]]
-
 
 class EvictionPolicy(ABC):
-    """The order in which unpinned chunks are dropped."""
+    """The order in which idle chunks leave a shelf: one frontier a sequence, the lowest worth first."""
 
     name: str
 
-    def victims(self, sequences: Sequence[CachedSequence], now_s: float) -> Iterator[VictimGroup]:
-        """Groups of chunks to drop together, lowest worth first, until nothing is resident.
+    @abstractmethod
+    def frontier(self, sequence: CachedSequence, shelf: Shelf) -> Sequence[int]:
+        """The chunks of a sequence that leave the shelf next, together; there is at least one on it."""
 
-        One frontier a sequence: `frontier` says what goes next of it, and sequences interleave by `worth`.
-        Ties fall to the sequence that was given first. The caller drops each group before it goes on; a
-        sequence whose group is still there when the iterator is resumed is passed over.
-        """
-        worth = self.worth
-        heap = [(worth(s, now_s), order, s) for order, s in enumerate(sequences) if s.num_resident]
-        heapq.heapify(heap)
+    @abstractmethod
+    def worth(self, sequence: CachedSequence, index: int, now_s: float) -> float:
+        """What keeping chunk `index` is worth; comparable across sequences and shelves."""
+
+
+class VictimQueue:
+    """The idle sequences with chunks on one shelf, by the worth of what goes next of each.
+
+    Ties fall to the sequence that was given first. What was true of a sequence when the queue was made may
+    have changed since: it is looked at again when it comes to the front.
+    """
+
+    def __init__(
+        self, policy: EvictionPolicy, sequences: Iterable[CachedSequence], shelf: Shelf, now_s: float
+    ) -> None:
+        """Look at every sequence once."""
+        self._policy, self._shelf, self._now_s = policy, shelf, now_s
+        self._heap = [(self._worth(s), order, s) for order, s in enumerate(sequences) if s.num_on[shelf]]
+        heapq.heapify(self._heap)
+
+    def peek(self) -> tuple[CachedSequence, Sequence[int], float] | None:
+        """The sequence that gives way next, which chunks of it, and their worth; None: nobody has any."""
+        heap = self._heap
         while heap:
-            _, order, sequence = heap[0]
-            num_resident = sequence.num_resident
-            if num_resident:
-                yield sequence, self.frontier(sequence)
-            if 0 < sequence.num_resident < num_resident:
-                heapq.heapreplace(heap, (worth(sequence, now_s), order, sequence))
-            else:
+            worth, order, sequence = heap[0]
+            if sequence.role is not Role.IDLE or not sequence.num_on[self._shelf]:
                 heapq.heappop(heap)
+                continue
+            worth_now = self._worth(sequence)
+            if worth_now == worth:
+                return sequence, self._policy.frontier(sequence, self._shelf), worth
+            heapq.heapreplace(heap, (worth_now, order, sequence))
+        return None
 
-    @abstractmethod
-    def frontier(self, sequence: CachedSequence) -> Sequence[int]:
-        """The chunks of a sequence that go next, together; it has at least one resident."""
-
-    @abstractmethod
-    def worth(self, sequence: CachedSequence, now_s: float) -> float:
-        """What keeping the frontier of a sequence is worth; the lowest goes first."""
+    def _worth(self, sequence: CachedSequence) -> float:
+        index = self._policy.frontier(sequence, self._shelf)[0]
+        return self._policy.worth(sequence, index, self._now_s)
 
 
 class RetentionPolicy(EvictionPolicy):
@@ -68,13 +80,13 @@ class RetentionPolicy(EvictionPolicy):
         self._chunk_tokens = chunk_tokens
         self._costs_s: list[float] = []  # by chunk index
 
-    def frontier(self, sequence: CachedSequence) -> Sequence[int]:
+    def frontier(self, sequence: CachedSequence, shelf: Shelf) -> Sequence[int]:
         """The leading chunk: the cost never decreases towards the tail."""
-        return (sequence.first_resident,)
+        return (sequence.first_on(shelf),)
 
-    def worth(self, sequence: CachedSequence, now_s: float) -> float:
+    def worth(self, sequence: CachedSequence, index: int, now_s: float) -> float:
         """Seconds to recompute, over seconds since the conversation was active."""
-        index, costs_s = sequence.first_resident, self._costs_s
+        costs_s = self._costs_s
         while index >= len(costs_s):
             costs_s.append(self._cost_model.chunk_cost_s((len(costs_s) + 1) * self._chunk_tokens))
         idle_s = now_s - sequence.last_active_s
@@ -84,19 +96,19 @@ class RetentionPolicy(EvictionPolicy):
 class _LeastRecentlyUsed(EvictionPolicy):
     """Oldest activity first, whatever recomputing would cost."""
 
-    def worth(self, sequence: CachedSequence, now_s: float) -> float:
-        """When the conversation was last active, in seconds."""
+    def worth(self, sequence: CachedSequence, index: int, now_s: float) -> float:
+        """When it was last active."""
         return sequence.last_active_s
 
 
 class LruPolicy(_LeastRecentlyUsed):
-    """By chunk, ties from the leading end: differs from `retention` by the cost alone."""
+    """Least recently active conversation first, from its leading end: differs by cost alone."""
 
     name = "lru"
 
-    def frontier(self, sequence: CachedSequence) -> Sequence[int]:
+    def frontier(self, sequence: CachedSequence, shelf: Shelf) -> Sequence[int]:
         """The leading chunk."""
-        return (sequence.first_resident,)
+        return (sequence.first_on(shelf),)
 
 
 class ConversationPolicy(_LeastRecentlyUsed):
@@ -104,9 +116,9 @@ class ConversationPolicy(_LeastRecentlyUsed):
 
     name = "conversation"
 
-    def frontier(self, sequence: CachedSequence) -> Sequence[int]:
-        """All resident chunks."""
-        return sequence.resident_indices()
+    def frontier(self, sequence: CachedSequence, shelf: Shelf) -> Sequence[int]:
+        """All chunks on the shelf."""
+        return sequence.indices_on(shelf)
 
 
 class TrailingPolicy(_LeastRecentlyUsed):
@@ -114,9 +126,9 @@ class TrailingPolicy(_LeastRecentlyUsed):
 
     name = "trailing"
 
-    def frontier(self, sequence: CachedSequence) -> Sequence[int]:
-        """The last chunk; an unpinned sequence's last chunk is never dropped."""
-        return (len(sequence.chunks) - 1,)
+    def frontier(self, sequence: CachedSequence, shelf: Shelf) -> Sequence[int]:
+        """The last chunk."""
+        return (sequence.last_on(shelf),)
 
 
 def make_policy(name: str, cost_model: CostModel, chunk_tokens: int) -> EvictionPolicy:

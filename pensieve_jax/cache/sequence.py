@@ -1,12 +1,15 @@
-"""The cached state of one conversation: its chunks, their pages, and how far it was computed.
+"""The cached state of one conversation: its chunks, where they are, and how far it was computed.
 
 Owns: the chunk list with its states, and the row of page numbers that steps read.
-Does not know: tokens, policies, or other sequences. Only `CacheManager` changes it.
+Does not know: tokens, policies, or other sequences but the prefix it shares. Only `CacheManager` changes it.
 
 Invariants: there is a chunk for every started `chunk_tokens` of `num_kv_tokens`, and further ones only
 while they are reserved; the last chunk of an unpinned sequence is never dropped (losing it shortens
 `num_kv_tokens` instead), so holes have computed tokens behind them; only the last computed chunk can be
 partly valid.
+
+A shared prefix is a sequence of full chunks. Sequences that begin with it have its chunks, the same objects,
+at the front of their own list; they are counted, evicted and moved as the prefix's only.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from enum import Enum
 
 import numpy as np
 
-from pensieve_jax.cache.states import ChunkEvent, ChunkState, next_state
+from pensieve_jax.cache.states import SHELF, ChunkEvent, ChunkState, Shelf, next_state
+
+NUM_SHELVES = len(Shelf)
 
 
 class Role(Enum):
@@ -29,14 +34,26 @@ class Role(Enum):
 
 
 class Chunk:
-    """One chunk: its state, and its page (0 where it has none)."""
+    """One chunk: its state, and its page, slot and copy in flight (0 where it has none)."""
 
-    __slots__ = ("page", "state")
+    __slots__ = ("copy_id", "page", "slot", "state")
 
     def __init__(self) -> None:
-        """Dropped, without a page."""
+        """Dropped, without a page or a slot."""
         self.state = ChunkState.DROPPED
         self.page = 0
+        self.slot = 0
+        self.copy_id = 0
+
+    @property
+    def shelf(self) -> Shelf:
+        """What its state means to whoever needs room."""
+        return SHELF[self.state]
+
+    @property
+    def readable(self) -> bool:
+        """Steps that are dispatched now can read it."""
+        return SHELF[self.state] in (Shelf.DIRTY, Shelf.CLEAN)
 
     def apply(self, event: ChunkEvent) -> None:
         """Follow the transition table."""
@@ -44,65 +61,120 @@ class Chunk:
 
 
 class CachedSequence:
-    """One conversation in the cache.
+    """One conversation in the cache, or a prefix that several share.
 
     Attributes:
-      chunks: by position.
+      chunks: by position; the first `num_shared` are the prefix's.
       num_kv_tokens: tokens [0, num_kv_tokens) were computed; those of dropped and reserved chunks are
         lost again.
-      num_resident: chunks that are on the gpu.
+      num_on: own chunks by shelf.
+      fetched: chunks copied in for its queued request, before that was admitted.
       last_active_s: when its last turn ended, or began.
       arrival: arrival number of its queued or running request.
       role: who may take its pages.
+      prefix: the sequence of the prefix, if it has one.
+      is_prefix: others share its chunks: they are full, and it keeps its length whatever is dropped.
+      num_running_users: of a prefix, the running sequences that begin with it.
     """
 
-    def __init__(self, sequence_id: str) -> None:
+    def __init__(self, sequence_id: str, *, is_prefix: bool = False) -> None:
         """Empty."""
         self.sequence_id = sequence_id
         self.chunks: list[Chunk] = []
         self.num_kv_tokens = 0
-        self.num_resident = 0
+        self.num_on = [0] * NUM_SHELVES
+        self.fetched: set[int] = set()
         self.last_active_s = 0.0
         self.arrival = -1
         self.role = Role.IDLE
+        self.prefix: CachedSequence | None = None
+        self.num_shared = 0
+        self.is_prefix = is_prefix
+        self.num_running_users = 0
         self._page_row = np.zeros(16, np.int32)
-        self._first_resident = 0  # no chunk before it is on the gpu
+        self._first_on = [0] * NUM_SHELVES  # no own chunk before it is on that shelf
 
     @property
     def page_row(self) -> np.ndarray:
-        """Page of every chunk, 0 where it has none: i32[num_chunks]."""
+        """Page of every chunk, 0 where it has none: i32[num_chunks]. Shared ones count while it runs."""
         return self._page_row[: len(self.chunks)]
 
+    @property
+    def num_resident(self) -> int:
+        """Own chunks that steps can read."""
+        return self.num_on[Shelf.DIRTY] + self.num_on[Shelf.CLEAN]
+
+    @property
+    def holds_state(self) -> bool:
+        """Some own chunk is in some tier, or on its way."""
+        return len(self.chunks) - self.num_shared > self.num_on[Shelf.ABSENT]
+
     def set_page(self, index: int, page: int) -> None:
-        """Record that chunk `index` owns `page` (0: none)."""
+        """Record that chunk `index` has `page` (0: none)."""
         self.chunks[index].page = page
-        if index >= len(self._page_row):
+        self.set_row(index, page)
+
+    def set_row(self, index: int, page: int) -> None:
+        """What steps read as the page of chunk `index`."""
+        while index >= len(self._page_row):
             self._page_row = np.concatenate([self._page_row, np.zeros_like(self._page_row)])
         self._page_row[index] = page
 
-    def resident_indices(self) -> list[int]:
-        """Chunks on the gpu, leading first."""
-        return [i for i, chunk in enumerate(self.chunks) if chunk.state is ChunkState.ON_GPU]
+    def begin_with(self, prefix: CachedSequence | None) -> None:
+        """Have the chunks of `prefix` and no others, or none at all."""
+        self.prefix = prefix
+        self.chunks = [] if prefix is None else list(prefix.chunks)
+        self.num_shared = len(self.chunks)
+        self.num_kv_tokens = 0 if prefix is None else prefix.num_kv_tokens
+        self._first_on = [self.num_shared] * NUM_SHELVES
 
-    @property
-    def first_resident(self) -> int:
-        """The leading chunk on the gpu; `len(chunks)` where none is. Cheap: the answer mostly moves on."""
-        i, chunks = self._first_resident, self.chunks
-        while i < len(chunks) and chunks[i].state is not ChunkState.ON_GPU:
+    def indices_on(self, shelf: Shelf) -> list[int]:
+        """Own chunks on a shelf, leading first."""
+        chunks = self.chunks
+        return [i for i in range(self.num_shared, len(chunks)) if chunks[i].shelf is shelf]
+
+    def first_on(self, shelf: Shelf) -> int:
+        """The leading own chunk on a shelf; `len(chunks)` where none is. Cheap: it mostly moves on."""
+        chunks, i = self.chunks, self._first_on[shelf]
+        num_chunks = len(chunks)
+        while i < num_chunks and SHELF[chunks[i].state] is not shelf:
             i += 1
-        self._first_resident = i
+        self._first_on[shelf] = i
         return i
 
-    def on_filled(self, index: int) -> None:
-        """Chunk `index` is on the gpu now, perhaps before the leading one so far."""
-        self._first_resident = min(self._first_resident, index)
+    def last_on(self, shelf: Shelf) -> int:
+        """The last own chunk on a shelf; -1 where none is."""
+        for i in range(len(self.chunks) - 1, self.num_shared - 1, -1):
+            if self.chunks[i].shelf is shelf:
+                return i
+        return -1
+
+    def count(self, index: int, shelf: Shelf, change: int) -> None:
+        """Own chunk `index` came to a shelf, or left it."""
+        self.num_on[shelf] += change
+        if change > 0 and index < self._first_on[shelf]:
+            self._first_on[shelf] = index
+
+    @property
+    def first_arriving(self) -> int | None:
+        """The leading chunk that is being copied in, the prefix's included."""
+        prefix = self.prefix
+        if prefix is not None and prefix.num_on[Shelf.ARRIVING]:
+            index = prefix.first_on(Shelf.ARRIVING)
+            if index < self.num_shared:
+                return index
+        return self.first_on(Shelf.ARRIVING) if self.num_on[Shelf.ARRIVING] else None
+
+    def num_tokens_of(self, index: int, chunk_tokens: int) -> int:
+        """Computed tokens of chunk `index`, whether they are lost or not."""
+        return max(min(chunk_tokens, self.num_kv_tokens - index * chunk_tokens), 0)
 
     def holes(self, chunk_tokens: int) -> list[tuple[int, int]]:
-        """Token intervals below `num_kv_tokens` without valid KV, ascending and merged."""
+        """Token intervals below `num_kv_tokens` that must be computed again, ascending and merged."""
         intervals: list[tuple[int, int]] = []
         for i, chunk in enumerate(self.chunks):
             start, end = i * chunk_tokens, min((i + 1) * chunk_tokens, self.num_kv_tokens)
-            if chunk.state is ChunkState.ON_GPU or start >= end:
+            if chunk.shelf is not Shelf.ABSENT or start >= end:
                 continue
             if intervals and intervals[-1][1] == start:
                 intervals[-1] = (intervals[-1][0], end)

@@ -27,7 +27,6 @@ __all__ = [
     "StepFailedError",
     "TokenizerMissingError",
     "UnknownConversationError",
-    "UnsupportedFeatureError",
 ]
 
 
@@ -160,7 +159,3 @@ class StepFailedError(PensieveError):
 
 class EngineClosedError(PensieveError):
     """The engine has been closed and takes no more calls."""
-
-
-class UnsupportedFeatureError(PensieveError, NotImplementedError):
-    """A part of the public API that this version does not have."""

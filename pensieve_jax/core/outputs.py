@@ -31,6 +31,7 @@ class Usage:
       output_tokens: ids of the reply.
       num_suspensions: times that the turn was taken out of the batch under memory pressure.
       resume_recomputed_tokens: computed once more because of suspensions; not part of the sum.
+      resume_swapped_in_tokens: copied back from host memory after suspensions; not part of the sum.
     """
 
     prompt_tokens: int
@@ -41,6 +42,7 @@ class Usage:
     output_tokens: int
     num_suspensions: int = 0
     resume_recomputed_tokens: int = 0
+    resume_swapped_in_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,19 @@ class ConversationTable:
         self._cache.truncate(live.sequence, num_tokens)
         live.conversation.truncate(num_tokens, num_turns)
 
+    def push_out(self, conversation_id: str, max_num_chunks: int | None = None) -> int:
+        """Copy a conversation's state to host memory before anybody needs the room; returns the chunks.
+
+        Raises UnknownConversationError or ConversationBusyError.
+        """
+        self._check_idle(conversation_id)
+        return self._cache.push_out(self.get(conversation_id).sequence, max_num_chunks)
+
+    def forget_state(self, conversation_id: str) -> None:
+        """Drop a conversation's state and keep its history; see `push_out` for errors."""
+        self._check_idle(conversation_id)
+        self._cache.truncate(self.get(conversation_id).sequence, 0)
+
     def end(self, conversation_id: str) -> None:
         """Forget a conversation; raises UnknownConversationError or ConversationBusyError."""
         self._check_idle(conversation_id)
@@ -134,7 +147,7 @@ class ConversationTable:
         if len(self._live) < self._num_live_to_sweep:
             return
         for live in list(self._live.values()):
-            if not live.busy and not live.sequence.num_resident:
+            if not live.busy and not live.sequence.holds_state and live.sequence.prefix is None:
                 self.forget(live)
         self._num_live_to_sweep = 2 * len(self._live) + _MIN_LIVE_TO_SWEEP
 

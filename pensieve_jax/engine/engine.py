@@ -16,18 +16,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from pensieve_jax.cache import CacheManager, CostModel, PagePool, make_policy
+from pensieve_jax.cache import CacheManager, CostModel
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock, WallClock
 from pensieve_jax.core.conversation import PENDING_TOKEN
-from pensieve_jax.core.errors import EngineClosedError, PensieveError, StepFailedError
+from pensieve_jax.core.errors import ContextLengthError, EngineClosedError, PensieveError, StepFailedError
 from pensieve_jax.core.outputs import FinishReason
+from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.ledger import TurnLedger
+from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.engine.turn import Turn
-from pensieve_jax.engine.validation import ModelLimits, TurnSpec, check_turns
+from pensieve_jax.engine.validation import ModelLimits, TurnSpec, check_token_ids, check_turns
 from pensieve_jax.history import HistoryStore
 from pensieve_jax.scheduler import Planner, Request, RequestStatus, Scheduler, SchedulerOutput
 from pensieve_jax.text import Tokenizer
@@ -79,12 +81,9 @@ class Engine:
         """Everything that the engine knows, apart from the device and the history: empty."""
         config, cache = self._config, self._config.cache
         self._cache = CacheManager(
-            PagePool(cache.gpu_pages),
-            make_policy(cache.policy, self._cost_model, cache.chunk_tokens),
-            self._clock,
-            chunk_tokens=cache.chunk_tokens,
-            reserve_pages=cache.reserve_pages,
+            cache, self._cost_model, self._clock, max_num_copies=config.runner.max_num_staged_pages
         )
+        self._prefixes = PrefixTable(self._cache)
         self._scheduler = Scheduler(config.scheduler, self._cache)
         self._planner = Planner(
             self._runner.layouts,
@@ -121,6 +120,12 @@ class Engine:
         """Which conversations exist; raises EngineClosedError."""
         self._check_usable()
         return self._conversations
+
+    @property
+    def cache(self) -> CacheManager:
+        """Where the KV state of conversations is; raises EngineClosedError."""
+        self._check_usable()
+        return self._cache
 
     def expire_idle(self) -> None:
         """End what has been idle for too long, or is too much; raises HistoryError.
@@ -162,16 +167,20 @@ class Engine:
         """
         with self._change():
             try:
-                output = self._scheduler.schedule()
-                self._stats.count_step(output)
-                previous, self._in_flight = self._in_flight, None
-                if output.grants:
-                    self._in_flight = _InFlight(output, self._runner.dispatch(self._planner.plan(output)))
-                return [] if previous is None else self._finish(previous)
+                return self._step()
             except StepFailedError as error:
                 turns = self._ledger.turns.values()
                 ran = [turn for turn in turns if turn.request.status is not RequestStatus.WAITING]
                 return self._lose_step(error, ran)
+
+    def share_prefix(self, token_ids: Sequence[int]) -> SharedPrefix:
+        """A beginning for conversations to share; raises InvalidRequestError or ContextLengthError."""
+        self._check_usable()
+        check_token_ids("prefix", token_ids, self.limits.vocab_size)
+        if len(token_ids) + 2 > self.limits.max_context_tokens:
+            limit = f"at most {self.limits.max_context_tokens - 2}, to leave room for a prompt and a reply"
+            raise ContextLengthError("prefix", f"{len(token_ids)} tokens", limit)
+        return SharedPrefix(tuple(map(int, token_ids)))
 
     # Between turns
 
@@ -185,18 +194,36 @@ class Engine:
         with self._change():
             self._conversations.end(conversation_id)
 
+    def push_out(self, conversation_id: str, max_num_chunks: int | None = None) -> int:
+        """Send a conversation's state to host memory with the next step; returns how many chunks.
+
+        For servers that know that it will be away for long, and for benchmarks; see `ConversationTable`.
+        """
+        with self._change():
+            return self._conversations.push_out(conversation_id, max_num_chunks)
+
+    def forget_state(self, conversation_id: str) -> None:
+        """Drop a conversation's state in every tier; its next turn recomputes it from the history."""
+        with self._change():
+            self._conversations.forget_state(conversation_id)
+
     def stats(self) -> dict[str, int | float]:
         """Counters since the start, and what is held now."""
         return {
             **self._stats.as_dict(),
+            **self._cache.stats(),
+            **self._runner.transfers.stats(),
             "num_compilations": self._runner.num_compilations,
             "num_buckets": len(self._runner.layouts),
             "num_running": len(self._scheduler.running),
             "num_waiting": len(self._scheduler.waiting),
             "num_live_conversations": len(self._conversations),
-            "num_gpu_pages": self._cache.num_pages,
-            "num_available_gpu_pages": self._cache.num_available(),
+            "num_shared_prefixes": len(self._prefixes),
         }
+
+    def census(self) -> dict[str, int]:
+        """Chunks by the name of their state, and free pages and slots, as they are now."""
+        return self._cache.census()
 
     def check_integrity(self) -> None:
         """Assert that pages, chunks, conversations and requests agree (for tests)."""
@@ -266,6 +293,7 @@ class Engine:
             if not turn.done:
                 turn.error = error
                 self._stats.num_turns_failed += 1
+        self._runner.transfers.reset()
         self._runner.reset()
         self._make_state()
         self._interrupted = self._lost_pools = False
@@ -273,6 +301,10 @@ class Engine:
     def _submit(self, spec: TurnSpec) -> Turn:
         live = self._conversations.get_or_create(spec.conversation_id)
         live.busy = True
+        if spec.prefix is not None:
+            live.conversation.token_ids += spec.prefix.token_ids
+            if self._config.stateful and not live.sequence.chunks:
+                self._prefixes.begin(live.sequence, spec.prefix)
         live.conversation.token_ids += map(int, spec.prompt_token_ids)  # numpy's ints become Python's
         params = spec.params
         request = Request(
@@ -288,6 +320,24 @@ class Engine:
         turn = Turn(request, self._tokenizer, spec.messages)
         self._ledger.enter(turn)
         return turn
+
+    def _step(self) -> list[Turn]:
+        """See `step`; the order of these lines is program order on the device."""
+        transfers = self._runner.transfers
+        self._cache.complete(transfers.completed())
+        output = self._scheduler.schedule()
+        self._stats.count_step(output)
+        previous, self._in_flight = self._in_flight, None
+        transfers.swap_out(output.swap_outs)
+        transfers.swap_in(output.swap_ins)
+        transfers.rush(output.rushed)
+        if output.grants:
+            self._in_flight = _InFlight(output, self._runner.dispatch(self._planner.plan(output)))
+        if previous is not None:
+            return self._finish(previous)
+        if self._in_flight is None and self._ledger.turns:
+            transfers.wait()  # no turn can go on before a copy is complete
+        return []
 
     def _finish(self, step: _InFlight) -> list[Turn]:
         """Fetch a step's ids, give them to their turns, and settle the turns that end with them."""
@@ -310,9 +360,10 @@ class Engine:
         return ended
 
     def _lose_step(self, error: StepFailedError, lost: Sequence[Turn]) -> list[Turn]:
-        """Rebuild the pools, drop every chunk and fail the `lost` turns; conversations survive."""
+        """Rebuild the pools, keep what host memory has, and fail the `lost` turns; conversations survive."""
         self._in_flight = None
         self._lost_pools = True  # where this reset fails as well, the next call starts over
+        self._runner.transfers.reset()
         self._runner.reset()
         self._cache.lose_device()
         for turn in lost:

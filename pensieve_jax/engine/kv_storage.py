@@ -1,16 +1,19 @@
-"""The device's pages: one pool of KV state per layer.
+"""What KV state looks like in memory: pages of the device's pools, and chunks of host memory.
 
-Owns: the shape, dtype and placement of the pools, and how new ones are made.
+Owns: the shape, dtype and placement of both, the groups of layers they are cut into, and how new pools are
+made.
 Does not know: which page holds what (the cache manager does), or how attention reads one.
-Called by: `model_runner`; tests read single pages.
+Called by: `device_pools`, `host_pool` and `page_copies`; tests read single pages.
 
 Pools are separate arrays, one per layer, because each is updated in place by its layer's KV write; a page
-has the same index in all of them. Page 0 is a dummy on top of the pages that the cache manages.
+has the same index in all of them. Page 0 is a dummy on top of the pages that the cache manages. Outside the
+pools a chunk is one array per group of layers, since small copies are slow ones.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -32,11 +35,22 @@ class KVStorage:
     Attributes:
       shape: (num_pages, page_size, 2 * num_kv_heads, head_dim) of every pool, the dummy page included.
       dtype: of the pools; the model's.
-      sharding: split by KV head over the mesh axis "tp".
+      sharding: of pools, and of chunks on the device: split by KV head over the mesh axis "tp".
+      host_sharding: the same split in pinned host memory.
+      groups: the layers of every group, in order.
     """
 
-    def __init__(self, model: ModelConfig, cache: CacheConfig, dtype: jnp.dtype, mesh: Mesh) -> None:
+    def __init__(
+        self, model: ModelConfig, cache: CacheConfig, dtype: jnp.dtype, mesh: Mesh, num_layer_groups: int = 1
+    ) -> None:
         """Compile the making of empty pools, so that a reset compiles nothing.
+
+        Args:
+          model: its layers and KV heads.
+          cache: numbers and sizes of pages.
+          dtype: of the state.
+          mesh: one axis, "tp".
+          num_layer_groups: at most the model's layers; more are as many.
 
         Raises:
           ConfigError: a token's slot in the pool would exceed 32 bits.
@@ -52,6 +66,8 @@ class KVStorage:
         self.shape = (self.num_pages, cache.chunk_tokens, 2 * model.num_kv_heads, model.head_dim)
         self.dtype = dtype
         self.sharding = NamedSharding(mesh, PartitionSpec(*KV_PAGES_SPEC))
+        self.host_sharding = self.sharding.with_memory_kind("pinned_host")
+        self.groups = layer_groups(model.num_layers, num_layer_groups)
         self._make = _make_pools.lower(self.num_layers, self.shape, self.dtype, self.sharding).compile()
 
     @property
@@ -66,6 +82,15 @@ class KVStorage:
         return self.num_pages * self.page_bytes
 
     @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one page over all layers and all devices: what a host slot takes."""
+        return self.page_bytes * self.sharding.mesh.devices.size
+
+    def chunk_shape(self, group: int) -> tuple[int, ...]:
+        """(layers of the group, page_size, 2 * num_kv_heads, head_dim)."""
+        return (len(self.groups[group]), *self.shape[1:])
+
+    @property
     def padding_slot(self) -> int:
         """The write slot of a padded token: just past the pool, so that its write is dropped."""
         return self.num_pages * self.shape[1]
@@ -73,6 +98,22 @@ class KVStorage:
     def new_pools(self) -> list[jax.Array]:
         """Pools of zeros, one per layer, made on the device."""
         return self._make()
+
+
+def layer_groups(num_layers: int, num_groups: int) -> tuple[range, ...]:
+    """`num_groups` runs of layers, or one per layer if there are fewer.
+
+    As equal as can be, and none shorter than the one before: nothing hides the copy of the first.
+    """
+    num_groups = min(num_groups, num_layers)
+    ends = [num_layers * i // num_groups for i in range(num_groups + 1)]
+    return tuple(range(start, stop) for start, stop in itertools.pairwise(ends))
+
+
+def chunk_bytes(model: ModelConfig, chunk_tokens: int, dtype: jnp.dtype) -> int:
+    """Bytes of a chunk over all layers and devices, known before any pool is made."""
+    per_layer = chunk_tokens * 2 * model.num_kv_heads * model.head_dim
+    return model.num_layers * per_layer * jnp.dtype(dtype).itemsize
 
 
 def read_page(pools: Sequence[jax.Array], page: int) -> np.ndarray:

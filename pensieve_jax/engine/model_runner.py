@@ -1,12 +1,13 @@
-"""The runner that executes steps with JAX: one forward executable per bucket, compiled before serving.
+"""The runner that executes steps with JAX, with executables that are compiled before serving.
 
-Owns: the pools, the previous step's sampled ids (they never leave the device between steps), the
-executables, and the refusal of a pool that cannot fit.
+Owns: the pools and the transfers to and from them, the previous step's sampled ids (they never leave the
+device between steps), and the executables: one per bucket and group of layers, and the samplers.
 Does not know: requests, conversations or which page holds what; a plan says everything.
 Called by: the engine loop, from one thread, through the `Runner` protocol.
 
-A step is one copy of the packed plan to the device, the bucket's forward executable, the sampler of the
-batch's mode, and one packed copy back that is started at once and awaited only by `fetch`.
+A step is one copy of the packed plan to the device, the bucket's forward executables, group by group, the
+sampler of the batch's mode, and one packed copy back that is started at once and awaited only by `fetch`.
+Right before a group, chunks that the step cannot do without are scattered into its pools.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.engine import sampler, step
 from pensieve_jax.engine.compilation import CompilationCounter
+from pensieve_jax.engine.device_memory import bytes_per_device, check_pools_fit, step_memory
+from pensieve_jax.engine.device_pools import DevicePools
+from pensieve_jax.engine.device_transfers import DeviceTransfers
 from pensieve_jax.engine.kv_storage import KVStorage
 from pensieve_jax.engine.layouts import bucket_layouts, bucket_tile_specs
 from pensieve_jax.engine.runner import Progress
 from pensieve_jax.engine.sampler import SamplerMode, SamplingRows
-from pensieve_jax.engine.step import ForwardStatics, ModelStructure
+from pensieve_jax.engine.step import Between, ForwardStatics, ModelStructure, Scores, Start
+from pensieve_jax.engine.transfers import Transfers
 from pensieve_jax.scheduler.plan import (
     FLAG_LOGPROBS,
     FLAG_SAMPLES,
@@ -54,7 +59,8 @@ class ModelRunner:
     Attributes:
       layouts: the plan layout of every bucket, by its number of tokens.
       storage: shape and size of the pools.
-      pools: the pools of every layer, as the last dispatched step leaves them.
+      device_pools: the pools, as the last dispatched program leaves them.
+      transfers: of chunks between the pools and host memory; without `cache.cpu_pages` it moves nothing.
     """
 
     def __init__(self, model: Model, config: EngineConfig, mesh: Mesh) -> None:
@@ -62,12 +68,12 @@ class ModelRunner:
 
         Args:
           model: with its arrays on `mesh`; `model.config` says what it is.
-          config: of the engine.
+          config: of the engine, `cache.cpu_bytes` already turned into pages.
           mesh: one axis, "tp".
 
         Raises:
-          ConfigError: weights and pools exceed the device's memory, a limit exceeds the model's, or the
-            attention back end cannot serve this model on this device.
+          ConfigError: weights and pools exceed the device's memory, or `cache.cpu_pages` the machine's, a
+            limit exceeds the model's, or the attention back end cannot serve this model on this device.
         """
         self._compilations = CompilationCounter()
         model_config: ModelConfig = model.config
@@ -77,18 +83,23 @@ class ModelRunner:
         if self._num_top > model_config.vocab_size:
             limit = f"at most the model's {model_config.vocab_size} ids"
             raise ConfigError("runner.max_logprobs", self._num_top, limit)
-        self._structure, self._leaves = ModelStructure.split(model)
-        dtype = self._leaves[0].dtype
+        every_leaf = ModelStructure.split(model)[1]
+        dtype = every_leaf[0].dtype
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._device = mesh.devices.flat[0]
         num_shards = mesh.devices.size
         self._tile_specs = bucket_tile_specs(model_config, config, dtype, self._device, num_shards)
         self.layouts: Mapping[int, PlanLayout] = bucket_layouts(model_config, config, self._tile_specs)
         self._max_num_samples = max(layout.max_num_samples for layout in self.layouts.values())
-        self.storage = KVStorage(model_config, config.cache, dtype, mesh)
-        self._weights_bytes = sum(_bytes_per_device(leaf) for leaf in self._leaves)
+        self.storage = KVStorage(model_config, config.cache, dtype, mesh, config.runner.num_layer_groups)
+        self._parts = [ModelStructure.split(model, layers) for layers in self.storage.groups]
+        self._weights_bytes = sum(bytes_per_device(leaf) for leaf in every_leaf)
+        self._hidden_size = model_config.hidden_size
+        self.device_pools = DevicePools(self.storage)
+        self._transfers = self._new_transfers(config)
+        self.transfers: Transfers = self._transfers
         self._check_memory(0)
-        self._forward: dict[int, jax.stages.Compiled] = {}
+        self._forward: dict[int, list[jax.stages.Compiled]] = {}
         self._choose: dict[tuple[int, SamplerMode], jax.stages.Compiled] = {}
         self._next_step_id: int | None = None
         try:
@@ -106,16 +117,21 @@ class ModelRunner:
         """Compile every executable and run each once on an empty plan; see `Runner`.
 
         Raises:
-          ConfigError: weights, pools and a step's temporaries exceed the device's memory.
+          ConfigError: weights, pools and a step's temporaries exceed the device's memory, or the host
+            memory for `cache.cpu_pages` cannot be had.
         """
         num_samplers = len({layout.max_num_samples for layout in self.layouts.values()})
-        num_all = len(self.layouts) + num_samplers * len(sampler.all_modes())
-        for num_done, name in enumerate(self._compile_all(), start=1):
+        num_all = (
+            self._transfers.num_preparations
+            + len(self.layouts) * len(self._parts)
+            + num_samplers * len(sampler.all_modes())
+        )
+        parts = itertools.chain(self._transfers.prepare(), self._compile_all())
+        for num_done, name in enumerate(parts, start=1):
             if progress is not None:
                 progress(num_done, num_all, name)
         buckets = self.memory_analysis()["buckets"].values()
-        step_bytes = (bucket["temp_bytes"] + bucket["new_output_bytes"] for bucket in buckets)
-        self._check_memory(max(step_bytes, default=0))
+        self._check_memory(max((bucket["step_bytes"] for bucket in buckets), default=0))
         # A first run loads kernels and allocates workspaces; requests should not pay for that.
         for layout, mode in itertools.product(self.layouts.values(), sampler.all_modes()):
             self.fetch(self._launch(self._empty_plan(layout), mode))
@@ -141,13 +157,15 @@ class ModelRunner:
 
     def reset(self) -> None:
         """New pools; see `Runner`."""
-        self.pools: list[jax.Array] = []  # freed first: two sets may not fit
-        try:
-            self.pools = jax.block_until_ready(self.storage.new_pools())
-        except jax.errors.JaxRuntimeError as error:
-            raise StepFailedError(f"new pools could not be made on the device: {error}") from error
+        self._transfers.reset()  # its staging is freed first as well
+        self.device_pools.reset()
         self._prev_ids = self._no_ids()
         self._next_step_id = None
+
+    @property
+    def pools(self) -> list[jax.Array]:
+        """The pools of every layer, as the last dispatched program leaves them."""
+        return self.device_pools.by_layer
 
     @property
     def num_compilations(self) -> int:
@@ -157,67 +175,78 @@ class ModelRunner:
     def memory_analysis(self) -> dict[str, Any]:
         """Bytes per device: of weights and pools, and of every compiled bucket what XLA says.
 
-        A bucket's `peak_bytes` is weights + pools + temporaries + outputs that are not the donated pools.
+        See `step_memory` for those.
         """
-        resident = self._weights_bytes + self.storage.pool_bytes
+        resident_bytes = self._weights_bytes + self.storage.pool_bytes
         buckets = {}
-        for bucket, executable in self._forward.items():
-            stats = executable.memory_analysis()
-            if stats is None:
-                continue
-            new_output = stats.output_size_in_bytes - stats.alias_size_in_bytes
-            buckets[bucket] = {
-                "argument_bytes": stats.argument_size_in_bytes,
-                "output_bytes": stats.output_size_in_bytes,
-                "alias_bytes": stats.alias_size_in_bytes,
-                "new_output_bytes": new_output,
-                "temp_bytes": stats.temp_size_in_bytes,
-                "peak_bytes": resident + stats.temp_size_in_bytes + new_output,
-            }
+        for bucket, executables in self._forward.items():
+            # Float32, as the models' residual stream; the plan goes from group to group as well.
+            handed_bytes = 4 * (bucket * self._hidden_size + self.layouts[bucket].size)
+            buckets[bucket] = step_memory(executables, resident_bytes, handed_bytes)
         return {
             "weights_bytes": self._weights_bytes,
             "kv_pool_bytes": self.storage.pool_bytes,
             "page_bytes": self.storage.page_bytes,
-            "buckets": buckets,
+            "buckets": {bucket: sizes for bucket, sizes in buckets.items() if sizes},
         }
 
     def _launch(self, plan: StepPlan, mode: SamplerMode) -> StepHandle:
         layout = plan.layout
         try:
-            # The executable takes the numpy buffer itself: a `device_put` before it costs the host as much
-            # again as the whole launch.
-            self.pools, logits, rows = self._forward[layout.num_tokens](
-                self._leaves, self.pools, self._prev_ids, plan.buffer
-            )
-            self._prev_ids, words = self._choose[layout.max_num_samples, mode](logits, rows)
-            words.copy_to_host_async()
+            # Before any chunk is on its way: the plan would arrive behind all of them, and the step with it.
+            words = jax.device_put(plan.buffer, self._replicated)
+            self._transfers.start()
+            state: Start | Between | Scores = Start(self._prev_ids, words)
+            for group, executable in enumerate(self._forward[layout.num_tokens]):
+                self._transfers.land(group)
+                pools = self.device_pools.groups[group]
+                self.device_pools.groups[group], state = executable(self._parts[group][1], pools, state)
+            self._prev_ids, result = self._choose[layout.max_num_samples, mode](*state)
+            result.copy_to_host_async()
         except jax.errors.JaxRuntimeError as error:
             raise StepFailedError(f"a step could not be started: {error}") from error
-        return StepHandle(words, layout.max_num_samples)
+        return StepHandle(result, layout.max_num_samples)
 
     def _compile_all(self) -> Iterator[str]:
         """Compile every executable, the largest bucket first; yields the name of each when it is ready."""
         for bucket in sorted(self.layouts, reverse=True):
-            layout = self.layouts[bucket]
-            words = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._replicated)
-            statics = ForwardStatics(
-                self._structure, layout, self._tile_specs[bucket], self._mesh, self._backend
+            self._forward[bucket] = []
+            words: Any = jax.ShapeDtypeStruct(
+                (self.layouts[bucket].size,), np.int32, sharding=self._replicated
             )
-            lowered = step.forward.lower(self._leaves, self.pools, self._prev_ids, words, statics=statics)
-            self._forward[bucket] = lowered.compile()
-            yield f"step of {bucket} tokens"
-        vocab_size = lowered.out_info[1].shape[1]
+            state: Any = Start(self._prev_ids, words)
+            for group in range(len(self._parts)):
+                lowered = self._lower(bucket, group, state)
+                self._forward[bucket].append(lowered.compile())
+                state = jax.tree.map(self._abstract, lowered.out_info[1])
+                yield f"step of {bucket} tokens, group {group}"
+        vocab_size = state.logits.shape[1]
         for layout in {layout.max_num_samples: layout for layout in self.layouts.values()}.values():
             for mode in sampler.all_modes():
                 self._compile_sampler(layout, mode, vocab_size)
                 yield f"sampler of {layout.max_num_samples} rows"
 
+    def _lower(self, bucket: int, group: int, state: Start | Between) -> jax.stages.Lowered:
+        structure, leaves = self._parts[group]
+        statics = ForwardStatics(
+            structure,
+            self.storage.groups[group],
+            self.storage.num_layers,
+            self.layouts[bucket],
+            self._tile_specs[bucket],
+            self._mesh,
+            self._backend,
+        )
+        return step.forward.lower(leaves, self.device_pools.groups[group], state, statics=statics)
+
+    def _abstract(self, like: Any) -> jax.ShapeDtypeStruct:
+        """What one executable hands to the next lies on every device."""
+        return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=self._replicated)
+
     def _compile_sampler(self, layout: PlanLayout, mode: SamplerMode, vocab_size: int) -> None:
         num_samples = layout.max_num_samples
         fields = [layout.fields[name] for name in SamplingRows._fields]
-        rows = SamplingRows(
-            *(jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=self._replicated) for field in fields)
-        )
+        rows = SamplingRows(*(self._abstract(field) for field in fields))
         logits = jax.ShapeDtypeStruct((num_samples, vocab_size), np.float32, sharding=self._replicated)
         lowered = step.choose.lower(
             logits, rows, mode=mode, num_top=self._num_top, max_num_samples=self._max_num_samples
@@ -240,25 +269,21 @@ class ModelRunner:
 
     def _check_memory(self, step_bytes: int) -> None:
         """Refuse pools that do not fit beside the weights and `step_bytes`, where the limit is known."""
-        limit_bytes = _memory_limit_bytes(self._device)
-        if limit_bytes is None:
-            return
-        free_bytes = limit_bytes - self._weights_bytes - step_bytes
-        num_pages = free_bytes // self.storage.page_bytes - 1
-        if self._gpu_pages > num_pages:
-            raise ConfigError(
-                "cache.gpu_pages",
-                self._gpu_pages,
-                f"at most {max(num_pages, 0)}: of the device's {limit_bytes:,} bytes, weights take "
-                f"{self._weights_bytes:,}, a step {step_bytes:,}, and a page {self.storage.page_bytes:,}",
-                "lower it, or raise runner.tensor_parallel_size or the share of memory that JAX may use",
-            )
+        check_pools_fit(
+            self._device,
+            self._gpu_pages,
+            self.storage.page_bytes,
+            weights_bytes=self._weights_bytes,
+            step_bytes=step_bytes,
+            staging_bytes=self._transfers.staging_bytes,
+        )
 
-
-def _memory_limit_bytes(device: jax.Device) -> int | None:
-    """What JAX may use of the device, or None where the device does not say."""
-    return (device.memory_stats() or {}).get("bytes_limit")
-
-
-def _bytes_per_device(leaf: jax.Array) -> int:
-    return int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+    def _new_transfers(self, config: EngineConfig) -> DeviceTransfers:
+        assert config.cache.cpu_bytes is None, "whoever knows the size of a page turns bytes into pages"
+        return DeviceTransfers(
+            self.storage,
+            self.device_pools,
+            cpu_pages=config.cache.cpu_pages,
+            max_num_staged_pages=config.runner.max_num_staged_pages,
+            retrieval_priority=config.cache.retrieval_priority,
+        )

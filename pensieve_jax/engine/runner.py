@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from pensieve_jax.engine.transfers import Transfers
 from pensieve_jax.scheduler.plan import PlanLayout, StepPlan, StepResult
 
 type Progress = Callable[[int, int, str], None]
@@ -22,9 +23,11 @@ class Runner(Protocol):
 
     Attributes:
       layouts: the plan layout of every bucket, by its number of tokens.
+      transfers: what moves chunks between its pages and host memory.
     """
 
     layouts: Mapping[int, PlanLayout]
+    transfers: Transfers
 
     def fill_tiles(self, plan: StepPlan) -> None:
         """Write `plan.tiles` from the lengths of its rows, in a form that only the runner knows."""

@@ -16,6 +16,8 @@ class EngineStats:
     num_step_tokens: int = 0
     num_suspensions: int = 0
     num_dropped_chunks: int = 0
+    num_swapped_out_chunks: int = 0
+    num_swapped_in_chunks: int = 0
     num_turns_finished: int = 0
     num_turns_cancelled: int = 0
     num_turns_failed: int = 0
@@ -26,6 +28,7 @@ class EngineStats:
     prefilled_tokens: int = 0
     output_tokens: int = 0
     resume_recomputed_tokens: int = 0
+    resume_swapped_in_tokens: int = 0
 
     def count_step(self, output: SchedulerOutput) -> None:
         """A step was scheduled; empty ones do not count."""
@@ -33,6 +36,8 @@ class EngineStats:
         self.num_step_tokens += output.num_tokens
         self.num_suspensions += len(output.suspended)
         self.num_dropped_chunks += len(output.drops)
+        self.num_swapped_out_chunks += len(output.swap_outs)
+        self.num_swapped_in_chunks += len(output.swap_ins)
 
     def count_turn(self, usage: Usage) -> None:
         """A turn ended and was committed."""
@@ -44,7 +49,13 @@ class EngineStats:
         self.prefilled_tokens += usage.prefilled_tokens
         self.output_tokens += usage.output_tokens
         self.resume_recomputed_tokens += usage.resume_recomputed_tokens
+        self.resume_swapped_in_tokens += usage.resume_swapped_in_tokens
 
-    def as_dict(self) -> dict[str, int]:
-        """By name."""
-        return asdict(self)
+    def as_dict(self) -> dict[str, int | float]:
+        """By name, with the hit rate of each tier: its share of the tokens that had KV state once."""
+        num_returned = self.reused_gpu_tokens + self.swapped_in_tokens + self.recomputed_tokens
+        return {
+            **asdict(self),
+            "gpu_hit_rate": self.reused_gpu_tokens / num_returned if num_returned else 0.0,
+            "cpu_hit_rate": self.swapped_in_tokens / num_returned if num_returned else 0.0,
+        }

@@ -1,37 +1,74 @@
-"""The seam for moving chunks between tiers.
+"""What the engine asks of whatever moves chunks between device pages and host slots.
 
-Device memory is the only tier in this version, so nothing implements the protocol yet; it fixes what the
-engine will ask of a host tier, so that `CacheManager` and the loop need not change shape for it.
+Owns: the `Transfers` protocol. The JAX one is `device_transfers.DeviceTransfers`; tests have one that
+delays and reorders.
+Does not know: conversations, policies, or why a chunk moves.
+Called by: the engine loop, from one thread, around every step:
+
+    completed() -> schedule -> swap_out(), swap_in(), rush() -> dispatch the step
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
+
+from pensieve_jax.cache.copies import Copy
 
 
 class Transfers(Protocol):
-    """Copies chunks between the device pool and another tier, beside the steps.
+    """Copies chunks beside the steps, in program order with them.
 
-    Every copy is prepared in program order with the steps around it and completes on its own; nobody
-    waits for one outside `completed`.
+    A copy's page and slot belong to it from the call that starts it until it is complete.
     """
 
-    def prepare_swap_out(self, pages: Sequence[int], slots: Sequence[int]) -> int:
-        """Start copying device pages to the tier's slots; returns a transfer id.
+    def swap_out(self, copies: Sequence[Copy]) -> None:
+        """Start copying pages to slots; blocks only while there is no room to stage them. Called every step.
 
-        When it returns the gather is dispatched: the pages may be written by later steps. The copies count
-        only once `completed` names the transfer.
+        On return the pages have been read, in program order: steps dispatched later may write them. A
+        slot holds the chunk once `completed` names its copy, and not before.
+
+        Raises:
+          StepFailedError: the copies could not be started.
         """
         ...
 
-    def prepare_swap_in(self, slots: Sequence[int], pages: Sequence[int]) -> int:
-        """Start copying slots to device pages; returns a transfer id.
+    def swap_in(self, copies: Sequence[Copy]) -> None:
+        """Copy slots to pages, beside the steps to come; never waits. See `swap_out` for errors."""
+        ...
 
-        Steps dispatched later read the pages' new contents.
+    def rush(self, copy_ids: Collection[int]) -> None:
+        """Let the step that is dispatched next read these copies to pages, whenever they arrive.
+
+        No more copies to pages may be in flight than can be staged at once. They count as complete at
+        once, and `completed` does not name them. The device waits for them, by groups of layers; the host
+        does not.
         """
         ...
 
     def completed(self) -> Sequence[int]:
-        """Transfer ids that have completed since the last call, without waiting."""
+        """Ids of the copies that completed since the last call; never waits.
+
+        Steps dispatched from here on read the pages of completed copies to pages.
+
+        Raises:
+          StepFailedError: a copy failed on the device.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Block until `completed` can name a copy; there must be one in flight."""
+        ...
+
+    def reset(self) -> None:
+        """Forget what is in flight: the pools were made anew. What slots hold already stays good."""
+        ...
+
+    def stats(self) -> dict[str, int | float]:
+        """Since the start: bytes and arrays moved each way, and host seconds spent on it.
+
+        `swapped_out_bytes`, `swapped_in_bytes`: all devices together. `num_swap_out_copies`,
+        `num_swap_in_copies`: arrays. `swap_dispatch_s`: starting copies. `transfer_stall_s`: blocked in
+        `wait`, or for room to stage.
+        """
         ...

@@ -18,6 +18,7 @@ from pensieve_jax.core.errors import (
     InvalidRequestError,
     TokenizerMissingError,
 )
+from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.conversations import ConversationTable, check_conversation_id
 from pensieve_jax.text import Message, Tokenizer
@@ -50,12 +51,19 @@ class TurnSpec:
       params: how to sample.
       conversation_id: None for a one-off request.
       messages: the chat messages that the prompt was rendered from, kept with the turn.
+      prefix: what the conversation begins with, before the prompt; on a first turn only.
     """
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     conversation_id: str | None = None
     messages: tuple[Message, ...] | None = None
+    prefix: SharedPrefix | None = None
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens of the prefix and the prompt."""
+        return len(self.prompt_token_ids) + (0 if self.prefix is None else len(self.prefix.token_ids))
 
 
 def check_turns(
@@ -77,12 +85,15 @@ def check_turns(
                 raise ConversationBusyError(conversation_id)
             seen.add(conversation_id)
         field = "prompt" if len(specs) == 1 else f"prompts[{i}]"
-        _check_prompt(field, spec.prompt_token_ids, limits.vocab_size)
+        check_token_ids(field, spec.prompt_token_ids, limits.vocab_size)
+        if spec.prefix is not None:
+            _check_prefix(spec, limits, conversations)
         _check_length(field, spec, limits, conversations)
         _check_params(spec.params, limits, tokenizer)
 
 
-def _check_prompt(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidRequestError unless there is a token, and all are of the vocabulary."""
     if len(token_ids) == 0:
         raise InvalidRequestError(field, token_ids, "at least one token")
     for position, token_id in enumerate(token_ids):
@@ -91,12 +102,26 @@ def _check_prompt(field: str, token_ids: Sequence[int], vocab_size: int) -> None
             raise InvalidRequestError(f"{field}[{position}]", token_id, limit)
 
 
+def _check_prefix(spec: TurnSpec, limits: ModelLimits, conversations: ConversationTable) -> None:
+    if not isinstance(spec.prefix, SharedPrefix):
+        raise InvalidRequestError("prefix", spec.prefix, "what share_prefix returned, or None")
+    check_token_ids("prefix", spec.prefix.token_ids, limits.vocab_size)
+    history_len = conversations.num_tokens(spec.conversation_id)
+    if history_len:
+        raise InvalidRequestError(
+            "prefix",
+            f"given to {spec.conversation_id!r}, which has {history_len} tokens",
+            "None but on the first turn of a conversation",
+            "leave it out: the conversation begins as its first turn did",
+        )
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _check_length(field: str, spec: TurnSpec, limits: ModelLimits, conversations: ConversationTable) -> None:
-    history_len, prompt_len = conversations.num_tokens(spec.conversation_id), len(spec.prompt_token_ids)
+    history_len, prompt_len = conversations.num_tokens(spec.conversation_id), spec.num_new_tokens
     if history_len + prompt_len + 1 > limits.max_context_tokens:
         raise ContextLengthError(
             field,

@@ -5,14 +5,15 @@ its history came from.
 Does not know: text, the device, or other requests.
 
 The length invariant, between steps: `holes` and [sequence.num_kv_tokens, len(token_ids)) are the tokens
-without KV; a request that is not exhausted always misses at least its last token.
+without KV, apart from chunks on their way into device memory; a request that is not exhausted always misses
+at least its last token.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-from pensieve_jax.cache import CachedSequence
+from pensieve_jax.cache import CachedSequence, Shelf
 from pensieve_jax.core.conversation import Conversation
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.sampling_params import SamplingParams
@@ -42,9 +43,11 @@ class Request:
     """
 
     __slots__ = (
-        "_num_valid_before",
+        "_num_kv_before",
         "_recomputed_tokens",
         "_reused_tokens",
+        "_swapped_in_tokens",
+        "_uncomputed",
         "_was_admitted",
         "conversation",
         "ending_ids",
@@ -56,6 +59,7 @@ class Request:
         "params",
         "request_id",
         "resume_recomputed_tokens",
+        "resume_swapped_in_tokens",
         "sample_row",
         "seed",
         "sequence",
@@ -90,10 +94,13 @@ class Request:
         self.sample_row = -1
         self.num_suspensions = 0
         self.resume_recomputed_tokens = 0
+        self.resume_swapped_in_tokens = 0
         self._reused_tokens = 0
+        self._swapped_in_tokens = 0
         self._recomputed_tokens = 0
         self._was_admitted = False
-        self._num_valid_before = 0
+        self._num_kv_before = 0
+        self._uncomputed: list[tuple[int, int]] = []
 
     @property
     def num_output_tokens(self) -> int:
@@ -111,34 +118,73 @@ class Request:
         return self.num_output_tokens <= self.params.min_tokens
 
     def on_admitted(self, chunk_tokens: int) -> None:
-        """Take stock, now that the sequence is pinned: what is valid, what must be computed."""
+        """Take stock, now that the sequence is pinned: what is there, what arrives, what must be computed."""
         sequence = self.sequence
         self.holes = sequence.holes(chunk_tokens)
-        lost = sum(end - start for start, end in self.holes)
-        valid = sequence.num_kv_tokens - lost
+        held = sequence.num_kv_tokens - sum(end - start for start, end in self.holes)
+        swapped_in = sum(
+            sequence.num_tokens_of(index, chunk_tokens)
+            for index, chunk in enumerate(sequence.chunks)
+            if chunk.shelf is Shelf.ARRIVING or (index in sequence.fetched and chunk.readable)
+        )
         if self._was_admitted:
-            self.resume_recomputed_tokens += max(self._num_valid_before - valid, 0)
+            had = _tokens_outside(self._uncomputed, self._num_kv_before)
+            has = _tokens_outside(self.holes, sequence.num_kv_tokens)
+            self.resume_recomputed_tokens += len(had - has)
+            self.resume_swapped_in_tokens += swapped_in
+            for position in has - had:  # in a shared prefix, and another request has computed it
+                self._count_as_reused(position, 1)
             return
         self._was_admitted = True
-        self._reused_tokens = valid
-        self._recomputed_tokens = max(self.conversation.num_computed_tokens - valid, 0)
+        self._uncomputed = list(self.holes)
+        self._reused_tokens = held - swapped_in
+        self._swapped_in_tokens = swapped_in
+        self._recomputed_tokens = max(self.conversation.num_computed_tokens - held, 0)
 
     def on_suspended(self) -> None:
-        """Remember how much was valid, before others take pages."""
+        """Remember how much there was, before others take pages."""
         self.num_suspensions += 1
-        lost = sum(end - start for start, end in self.holes)
-        self._num_valid_before = self.sequence.num_kv_tokens - lost
-        self.holes = []
+        self._num_kv_before = self.sequence.num_kv_tokens
+        self._uncomputed, self.holes = self.holes, []
+
+    def skip_filled(self, chunk_tokens: int) -> None:
+        """Leave out what another request has computed since: holes in a prefix that both begin with."""
+        sequence = self.sequence
+        while self.holes:
+            start, end = self.holes[0]
+            index = start // chunk_tokens
+            if index >= sequence.num_shared or not sequence.chunks[index].readable:
+                return
+            next_start = min((index + 1) * chunk_tokens, end)
+            self.holes[:1] = [(next_start, end)] if next_start < end else []
+            self._count_as_reused(start, next_start - start)
+
+    def _count_as_reused(self, start: int, count: int) -> None:
+        """These tokens were to be computed, and are there."""
+        if not any(a <= start < b for a, b in self._uncomputed):
+            self.resume_recomputed_tokens -= count  # it had them when it was suspended
+            return
+        self._reused_tokens += count
+        if start < self.conversation.num_computed_tokens:
+            self._recomputed_tokens -= count
 
     def usage(self, num_output_tokens: int) -> Usage:
         """The accounting of a reply of `num_output_tokens`."""
         return Usage(
             prompt_tokens=self.num_prompt_end - self.num_history_tokens,
             reused_gpu_tokens=self._reused_tokens,
-            swapped_in_tokens=0,
+            swapped_in_tokens=self._swapped_in_tokens,
             recomputed_tokens=self._recomputed_tokens,
-            prefilled_tokens=self.num_prompt_end - self._reused_tokens - self._recomputed_tokens,
+            prefilled_tokens=self.num_prompt_end
+            - self._reused_tokens
+            - self._swapped_in_tokens
+            - self._recomputed_tokens,
             output_tokens=num_output_tokens,
             num_suspensions=self.num_suspensions,
             resume_recomputed_tokens=self.resume_recomputed_tokens,
+            resume_swapped_in_tokens=self.resume_swapped_in_tokens,
         )
+
+
+def _tokens_outside(holes: list[tuple[int, int]], num_tokens: int) -> set[int]:
+    return set(range(num_tokens)).difference(*(range(start, end) for start, end in holes))

@@ -7,8 +7,9 @@ Does not know: the device, text, or how a step is laid out (`planner`).
 
 Rules: first come, first served, one decode token for each running request set aside first; intervals of a
 request in ascending position, a later one only in a step in which the earlier one ends; a grant inside
-recomputed history ends on a chunk boundary, so that only the tail chunk is ever half valid. Every running
-request arrived before every waiting one, and the oldest request gains a token in every step.
+recomputed history ends on a chunk boundary, so that only the tail chunk is ever half valid; nothing behind a
+chunk that is being copied in before that is complete. Every running request arrived before every waiting one,
+and in every step the oldest request gains a token or waits for a copy.
 """
 
 from __future__ import annotations
@@ -86,16 +87,26 @@ class Scheduler:
         step = _Step(self._config.max_num_batched_tokens, self._max_num_rows)
         self._grant_running(step)
         admitted = [] if suspended else self._admit(step)
-        grants = tuple(step.grants)
-        oldest = self.running[0] if self.running else self.waiting[0] if self.waiting else None
-        assert oldest is None or (grants and grants[0].request is oldest), "the oldest request is stuck"
+        self._cache.end_step()
+        rushed = () if step.grants else self._rush(step)  # last, since nobody may take its slots in this pass
+        self._check_liveness(step)
+        swap_outs, swap_ins = self._cache.take_copies()
         return SchedulerOutput(
-            grants=grants,
+            grants=tuple(step.grants),
             num_tokens=self._config.max_num_batched_tokens - step.num_tokens_left,
             admitted=tuple(admitted),
             suspended=tuple(suspended),
             drops=self._cache.take_drops(),
+            swap_outs=swap_outs,
+            swap_ins=swap_ins,
+            rushed=rushed,
         )
+
+    def _check_liveness(self, step: _Step) -> None:
+        oldest = self.running[0] if self.running else self.waiting[0] if self.waiting else None
+        if oldest is None or (step.grants and step.grants[0].request is oldest):
+            return
+        assert self._cache.blocking_copies(oldest.sequence), "the oldest request is stuck"
 
     def _retire_exhausted(self) -> None:
         """Unpin requests whose last token is on its way: a stop by length launches no extra step."""
@@ -122,13 +133,19 @@ class Scheduler:
     def _suspend_latest(self) -> Request:
         request = self.running.pop()
         request.status = RequestStatus.WAITING
+        request.skip_filled(self._cache.chunk_tokens)
         request.on_suspended()
         self._cache.suspend(request.sequence)
         self.waiting.appendleft(request)
         return request
 
     def _grant_running(self, step: _Step) -> None:
-        decodes = [not r.holes and len(r.token_ids) == r.sequence.num_kv_tokens + 1 for r in self.running]
+        decodes = [
+            not r.holes
+            and len(r.token_ids) == r.sequence.num_kv_tokens + 1
+            and r.sequence.first_arriving is None
+            for r in self.running
+        ]
         num_decodes_left = sum(decodes)
         for request, is_decode in zip(self.running, decodes, strict=True):
             if is_decode:
@@ -154,24 +171,40 @@ class Scheduler:
             self._grant_missing(step, request, num_set_aside=0)
         return admitted
 
+    def _rush(self, step: _Step) -> tuple[int, ...]:
+        """Nobody can compute: let the oldest request's copies take effect with a step that waits for them."""
+        if not self.running:
+            return ()
+        oldest = self.running[0]
+        rushed = self._cache.rush(oldest.sequence)
+        if rushed:
+            self._grant_missing(step, oldest, num_set_aside=0)
+        return rushed
+
     def _grant_missing(self, step: _Step, request: Request, num_set_aside: int) -> None:
         """Grant what fits, with `num_set_aside` tokens and rows left for decodes of later arrivals."""
         num_tokens, num_rows = step.num_tokens_left - num_set_aside, step.num_rows_left - num_set_aside
-        chunk_tokens, sequence, holes = self._cache.chunk_tokens, request.sequence, request.holes
+        chunk_tokens, sequence = self._cache.chunk_tokens, request.sequence
+        request.skip_filled(chunk_tokens)
+        holes, arriving = request.holes, sequence.first_arriving
+        limit = len(request.token_ids) if arriving is None else arriving * chunk_tokens
         while holes and num_rows > 0:
-            start, end = holes[0]
+            start, hole_end = holes[0]
+            end = min(hole_end, limit)
             if end - start > num_tokens:
-                granted_end = (start + num_tokens) // chunk_tokens * chunk_tokens
-                if granted_end > start:
-                    holes[0] = (granted_end, end)
-                    self._grant(step, request, start, granted_end)
+                end = (start + num_tokens) // chunk_tokens * chunk_tokens
+            if end <= start:
                 return
-            holes.pop(0)
             self._grant(step, request, start, end)
             num_tokens -= end - start
             num_rows -= 1
+            if end < hole_end:
+                holes[0] = (end, hole_end)
+                return
+            holes.pop(0)
+            request.skip_filled(chunk_tokens)
         start = sequence.num_kv_tokens
-        end = min(len(request.token_ids), start + num_tokens)
+        end = min(limit, start + num_tokens)
         if not holes and num_rows > 0 and end > start:
             self._grant(step, request, start, end)
 

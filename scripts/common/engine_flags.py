@@ -1,12 +1,13 @@
 """The command-line flags that a launcher turns into an `LLM` and `SamplingParams`.
 
 Owns: names, defaults and help of these flags, and the way back from flags to configuration.
-Does not know: what a launcher does with the model. Called by: generate, chat, check_serving. The flags are
-those of whoever calls, so that its `--help` lists them.
+Does not know: what a launcher does with the model. Called by: every launcher that opens a model. The flags
+are those of whoever calls, so that its `--help` lists them.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 
 from absl import flags
@@ -28,6 +29,11 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 BACKENDS = ["auto", "xla", "pallas_triton"]
 _CACHE, _SCHEDULER, _RUNNER = CacheConfig(), SchedulerConfig(), RunnerConfig()
+_BYTES_OF = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for unit, base in (("B", 1000), ("iB", 1024))
+}
 
 
 def define_engine_flags(*, model: str = "random:llama-tiny") -> None:
@@ -37,7 +43,7 @@ def define_engine_flags(*, model: str = "random:llama-tiny") -> None:
     flags.DEFINE_bool("stateful", True, "Keep KV state between turns.")
     flags.DEFINE_integer("gpu_pages", _CACHE.gpu_pages, "Pages of device memory.")
     flags.DEFINE_integer("chunk_tokens", _CACHE.chunk_tokens, "Tokens of a page: 16, 32 or 64.")
-    flags.DEFINE_enum("policy", _CACHE.policy, POLICIES, "Whose state is dropped first.")
+    _define_tier_flags()
     flags.DEFINE_integer("max_num_running", _SCHEDULER.max_num_running, "Requests in the batch at once.")
     flags.DEFINE_integer("max_num_batched_tokens", None, "Query tokens of a step.")
     flags.DEFINE_integer("max_num_buckets", _SCHEDULER.max_num_buckets, "Step sizes compiled, if derived.")
@@ -53,6 +59,37 @@ def define_engine_flags(*, model: str = "random:llama-tiny") -> None:
     flags.DEFINE_integer("random_seed", _RUNNER.random_seed, "Of random: weights and of drawn seeds.")
     flags.DEFINE_string("compilation_cache_dir", None, "Directory where compiled steps outlive the process.")
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
+
+
+def _define_tier_flags() -> None:
+    """Flags of the host tier, and of how chunks move between it and the device."""
+    flags.DEFINE_integer(
+        "cpu_pages", None, "Pages of pinned host memory; with neither this nor --cpu_bytes there are none."
+    )
+    flags.DEFINE_string("cpu_bytes", None, "The same as memory of all devices together, e.g. 16GiB or 40GB.")
+    flags.DEFINE_enum("policy", _CACHE.policy, POLICIES, "Whose state leaves a tier first.")
+    flags.DEFINE_string(
+        "cost_profile",
+        None,
+        "JSON file that profile_costs.py measured, for --policy=retention; default: an analytic estimate.",
+    )
+    flags.DEFINE_float(
+        "swap_out_fraction",
+        _CACHE.swap_out_fraction,
+        "Idle chunks are copied out ahead of time while less than this share of pages is free or copied.",
+    )
+    flags.DEFINE_bool(
+        "retrieval_priority", _CACHE.retrieval_priority, "Copy nothing out ahead of time while copying in."
+    )
+    flags.DEFINE_bool("prefetch", _CACHE.prefetch, "Copy in what queued requests need while others run.")
+    flags.DEFINE_integer(
+        "max_num_staged_pages", _RUNNER.max_num_staged_pages, "Chunks on their way in, or out, at once."
+    )
+    flags.DEFINE_integer(
+        "num_layer_groups",
+        _RUNNER.num_layer_groups,
+        "Parts of a step: one computes while the next one's pieces of chunks are copied in.",
+    )
 
 
 def define_history_flag() -> None:
@@ -82,8 +119,14 @@ def engine_config() -> EngineConfig:
         stateful=FLAGS.stateful,
         cache=CacheConfig(
             gpu_pages=FLAGS.gpu_pages,
+            cpu_pages=FLAGS.cpu_pages or 0,
+            cpu_bytes=_cpu_bytes(),
             chunk_tokens=FLAGS.chunk_tokens,
             policy=FLAGS.policy,
+            cost_profile=FLAGS.cost_profile,
+            swap_out_fraction=FLAGS.swap_out_fraction,
+            retrieval_priority=FLAGS.retrieval_priority,
+            prefetch=FLAGS.prefetch,
         ),
         scheduler=SchedulerConfig(
             max_num_running=FLAGS.max_num_running,
@@ -95,6 +138,8 @@ def engine_config() -> EngineConfig:
         runner=RunnerConfig(
             attention_backend=FLAGS.attention_backend,
             tensor_parallel_size=FLAGS.tensor_parallel_size,
+            num_layer_groups=FLAGS.num_layer_groups,
+            max_num_staged_pages=FLAGS.max_num_staged_pages,
             max_position_embeddings=FLAGS.max_position_embeddings,
             random_seed=FLAGS.random_seed,
             compilation_cache_dir=FLAGS.compilation_cache_dir,
@@ -143,6 +188,30 @@ def open_llm(*, config: EngineConfig | None = None, history: str | None = None) 
         config=config or engine_config(),
         progress=shows_progress(),
     )
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "16GiB", "40 GB", "1.5e9" or "4096"; raises ValueError."""
+    found = re.fullmatch(r"([\d_.]+(?:e\d+)?)\s*([KMGT]?i?B?)", text.strip(), re.IGNORECASE)
+    units = {unit.lower(): size for unit, size in _BYTES_OF.items()}
+    unit = None if found is None else units.get(found[2].lower())
+    if found is None or unit is None:
+        raise ValueError(f"{text!r} is no number of bytes")
+    return int(float(found[1]) * unit)
+
+
+def _cpu_bytes() -> int | None:
+    text = FLAGS.cpu_bytes
+    if text is None:
+        return None
+    if FLAGS.cpu_pages:
+        raise ConfigError("--cpu_bytes", text, "left out beside --cpu_pages")
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(
+            "--cpu_bytes", text, "a number of bytes such as 16GiB, 40GB or 17179869184"
+        ) from error
 
 
 def _token_buckets(words: list[str] | None) -> tuple[int, ...] | None:

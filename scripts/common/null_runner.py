@@ -7,7 +7,7 @@ their heads. Called by: benchmark_scheduler.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,45 @@ import numpy as np
 from model_defs import ModelConfig
 from pallas_kernels.ragged_paged_attention import TileSpec, build_tiles, tile_spec
 from pensieve_jax import EngineConfig
+from pensieve_jax.cache import Copy
 from pensieve_jax.engine.runner import Progress
+from pensieve_jax.engine.transfers import Transfers
 from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult, token_buckets
+
+
+class NullTransfers:
+    """`Transfers` that move nothing: every copy is complete one step later."""
+
+    def __init__(self) -> None:
+        """Nothing in flight."""
+        self._in_flight: list[int] = []
+
+    def swap_out(self, copies: Sequence[Copy]) -> None:
+        """Note the ids."""
+        self._in_flight += (copy.copy_id for copy in copies)
+
+    swap_in = swap_out
+
+    def rush(self, copy_ids: Collection[int]) -> None:
+        """They are complete."""
+        if copy_ids:
+            self._in_flight = [copy_id for copy_id in self._in_flight if copy_id not in set(copy_ids)]
+
+    def completed(self) -> list[int]:
+        """All that was started."""
+        done, self._in_flight = self._in_flight, []
+        return done
+
+    def wait(self) -> None:
+        """Everything is complete already."""
+
+    def reset(self) -> None:
+        """Forget the ids."""
+        self._in_flight = []
+
+    def stats(self) -> dict[str, int | float]:
+        """Nothing was moved."""
+        return {}
 
 
 class NullRunner:
@@ -24,6 +61,7 @@ class NullRunner:
 
     Attributes:
       layouts: as the real runner makes them for this model.
+      transfers: complete at once.
       dispatch_s, dispatch_wall_s: when the last step was dispatched, in CPU time and by the wall clock.
       tiles_s: how long its tile list took.
       num_rows, num_tokens: of the last step.
@@ -55,6 +93,7 @@ class NullRunner:
                 tiles_len=spec.tiles_len,
             )
         self.layouts: Mapping[int, PlanLayout] = layouts
+        self.transfers: Transfers = NullTransfers()
         self.num_compilations = 0
         self.dispatch_s = self.dispatch_wall_s = self.tiles_s = 0.0
         self.num_rows = self.num_tokens = 0

@@ -2,24 +2,70 @@
 
 from __future__ import annotations
 
-from pensieve_jax.cache import AnalyticCostModel, CachedSequence, CacheManager, PagePool, Role, make_policy
+from collections.abc import Sequence
+
+from pensieve_jax.cache import (
+    AnalyticCostModel,
+    CachedSequence,
+    CacheManager,
+    Copy,
+    PagePool,
+    Role,
+    Shelf,
+    make_policy,
+)
+from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.clock import VirtualClock
 
 CHUNK = 16
 
 
 class Cache:
-    """A manager with its pool and clock, and shorthands for what requests do."""
+    """A manager with its pools and clock, and shorthands for what requests and transfers do.
 
-    def __init__(self, num_pages: int = 20, *, policy: str = "retention", reserve_pages: int = 0) -> None:
+    Attributes:
+      copies_out, copies_in: begun and not complete, by copy id.
+    """
+
+    def __init__(
+        self,
+        num_pages: int = 20,
+        cpu_pages: int = 0,
+        *,
+        policy: str = "retention",
+        reserve_pages: int = 0,
+        clean_pages: int = 0,
+        retrieval_priority: bool = True,
+        prefetch: bool = True,
+        max_num_copies: int = 64,
+    ) -> None:
         self.clock = VirtualClock(100.0)
-        self.pool = PagePool(num_pages)
+        config = CacheConfig(
+            gpu_pages=num_pages,
+            cpu_pages=cpu_pages,
+            chunk_tokens=CHUNK,
+            policy=policy,
+            reserve_fraction=(reserve_pages + 0.5) / num_pages,
+            swap_out_fraction=min((clean_pages + 0.5) / num_pages, 0.999),
+            retrieval_priority=retrieval_priority,
+            prefetch=prefetch,
+        )
         cost_model = AnalyticCostModel(CHUNK, num_weights=1e3, attention_width=1e3)
         self.policy = make_policy(policy, cost_model, CHUNK)
-        self.manager = CacheManager(
-            self.pool, self.policy, self.clock, chunk_tokens=CHUNK, reserve_pages=reserve_pages
-        )
+        self.manager = CacheManager(config, cost_model, self.clock, max_num_copies=max_num_copies)
+        self.copies_out: dict[int, Copy] = {}
+        self.copies_in: dict[int, Copy] = {}
         self._num_arrivals = 0
+
+    @property
+    def pool(self) -> PagePool:
+        return self.manager._store.pages
+
+    @property
+    def slots(self) -> PagePool:
+        return self.manager._store.slots
+
+    # Sequences
 
     def queued(self, name: str, sequence: CachedSequence | None = None) -> CachedSequence:
         sequence = sequence or self.manager.open(name)
@@ -44,18 +90,75 @@ class Cache:
         self.check()
         return sequence
 
+    def on_both(
+        self, name: str, num_tokens: int, idle_s: float = 0.0, *, but: Sequence[int] = ()
+    ) -> CachedSequence:
+        """An idle sequence with a complete copy of every chunk but some."""
+        sequence = self.idle(name, num_tokens, idle_s)
+        for index in range(len(sequence.chunks)):
+            if index not in but:
+                self.manager._store.swap_out(sequence, index, self.slots.allocate())
+        self.complete()
+        return sequence
+
+    def on_cpu(
+        self, name: str, num_tokens: int, idle_s: float = 0.0, *, but: Sequence[int] = ()
+    ) -> CachedSequence:
+        """An idle sequence that is in host memory only, but for some chunks, which are on the gpu only."""
+        sequence = self.on_both(name, num_tokens, idle_s, but=but)
+        for index in sequence.indices_on(Shelf.CLEAN):
+            self.manager._store.give_page(sequence, index)
+        self.check()
+        return sequence
+
     def drop(self, sequence: CachedSequence, *chunks: int) -> None:
         for chunk in chunks:
-            self.manager._drop(sequence, chunk)
+            self.manager._store.drop(sequence, chunk)
         self.check()
+
+    # Copies
+
+    def begin(self) -> tuple[list[Copy], list[Copy]]:
+        """Take the copies that began, out and in."""
+        outs, ins = self.manager.take_copies()
+        self.copies_out.update((copy.copy_id, copy) for copy in outs)
+        self.copies_in.update((copy.copy_id, copy) for copy in ins)
+        return list(outs), list(ins)
+
+    def complete(self, *copy_ids: int) -> None:
+        """These copies end, or all that began."""
+        self.begin()
+        done = copy_ids or (*self.copies_out, *self.copies_in)
+        for copy_id in done:
+            self.copies_out.pop(copy_id, None)
+            self.copies_in.pop(copy_id, None)
+        self.manager.complete(done)
+        self.check()
+
+    def end_step(self) -> tuple[list[Copy], list[Copy]]:
+        """A pass in which nobody asks for anything; the copies that it began."""
+        self.manager.begin_step()
+        self.manager.end_step()
+        self.check()
+        return self.begin()
 
     def check(self) -> None:
         self.manager.check_integrity()
         assert self.manager.num_available() == self.pool.num_free + sum(
-            sequence.num_resident for sequence in self.manager._all() if sequence.role is not Role.RUNNING
+            sequence.num_resident for sequence in self.manager._store if sequence.role is not Role.RUNNING
         )
 
 
 def resident(sequence: CachedSequence) -> list[int]:
-    """Chunks on the gpu."""
-    return list(sequence.resident_indices())
+    """Chunks that steps can read."""
+    return [index for index, chunk in enumerate(sequence.chunks) if chunk.readable]
+
+
+def states(sequence: CachedSequence) -> list[str]:
+    """By chunk."""
+    return [chunk.state.value for chunk in sequence.chunks]
+
+
+def pages_of(sequence: CachedSequence) -> list[int]:
+    """By chunk."""
+    return [chunk.page for chunk in sequence.chunks]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve_jax.cache import AnalyticCostModel, make_policy
+from pensieve_jax.cache import AnalyticCostModel, Shelf, VictimQueue, make_policy
 from pensieve_jax.config import POLICIES
 from tests.cache.helpers import CHUNK, Cache, resident
 
@@ -24,14 +24,23 @@ def cache_with(policy, sizes, holes=()):
     return cache, sequences
 
 
-def order_of(cache, sequences):
-    """[(sequence's number, chunk)] in the order in which the manager drops them, until none is left."""
-    order = []
-    for sequence, group in cache.policy.victims(sequences, cache.clock.now()):
-        order += [(sequences.index(sequence), chunk) for chunk in group]
-        cache.manager._drop_group(sequence, group)
+def victims_of(cache, sequences, shelf=Shelf.DIRTY):
+    """(sequence, chunks) in the order in which they leave the gpu; each group is dropped before the next."""
+    queue = VictimQueue(cache.policy, sequences, shelf, cache.clock.now())
+    while (victim := queue.peek()) is not None:
+        sequence, group, worth = victim
+        assert worth == cache.policy.worth(sequence, group[0], cache.clock.now())
+        yield sequence, tuple(group)
+        for chunk in group:
+            cache.manager._store.drop(sequence, chunk)
+        cache.manager._store.trim(sequence)
         cache.check()
-    return order
+
+
+def order_of(cache, sequences, shelf=Shelf.DIRTY):
+    """[(sequence's number, chunk)] in the order in which they are dropped, until none is left."""
+    victims = victims_of(cache, sequences, shelf)
+    return [(sequences.index(sequence), chunk) for sequence, group in victims for chunk in group]
 
 
 sizes_strategy = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 50)), min_size=1, max_size=6)
@@ -90,10 +99,7 @@ def test_retention_takes_cheap_chunks_of_many_before_dear_ones_of_one():
 
 def test_conversation_takes_whole_histories():
     cache, sequences = cache_with("conversation", [(3, 1.0), (2, 5.0)])
-    groups = []
-    for sequence, group in cache.policy.victims(sequences, cache.clock.now()):
-        groups.append((sequence.sequence_id, tuple(group)))
-        cache.manager._drop_group(sequence, group)
+    groups = [(sequence.sequence_id, group) for sequence, group in victims_of(cache, sequences)]
     assert groups == [("s1", (0, 1)), ("s0", (0, 1, 2))]
 
 
@@ -108,28 +114,31 @@ def test_ties_fall_to_the_sequence_given_first(policy):
 def test_chunks_dropped_by_others_do_not_break_the_order(policy):
     """A truncation between two victims: the rest still comes, once."""
     cache, (one, two) = cache_with(policy, [(4, 3.0), (4, 3.0)])
-    victims = cache.policy.victims([one, two], cache.clock.now())
-    cache.manager._drop_group(*next(victims))
-    cache.manager.truncate(one, CHUNK)
-    left = {(sequence.sequence_id, chunk) for sequence in (one, two) for chunk in resident(sequence)}
-    for sequence, group in victims:
-        assert {(sequence.sequence_id, chunk) for chunk in group} <= left
-        left -= {(sequence.sequence_id, chunk) for chunk in group}
-        cache.manager._drop_group(sequence, group)
-        cache.check()
-    assert not left
+    victims = victims_of(cache, [one, two])
+    next(victims)
+    cache.manager.truncate(two, CHUNK)
+    order = [(sequence.sequence_id, chunk) for sequence, group in victims for chunk in group]
+    assert len(set(order)) == len(order) and not resident(one) and not resident(two)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_not_dropped_is_passed_over(policy):
+def test_who_is_pinned_since_is_passed_over(policy):
     """A conversation that was pinned since does not stop the others from giving way."""
     cache, (one, two) = cache_with(policy, [(3, 9.0), (3, 1.0)])
-    dropped = []
-    for sequence, group in cache.policy.victims([one, two], cache.clock.now()):
-        if sequence is two:
-            dropped += group
-            cache.manager._drop_group(sequence, group)
-    assert sorted(dropped) == [0, 1, 2]
+    queue = VictimQueue(cache.policy, [one, two], Shelf.DIRTY, cache.clock.now())
+    assert queue.peek()[0] is one
+    cache.queued("s0", one)
+    assert queue.peek()[0] is two
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_shelf_has_an_order_of_its_own(policy):
+    """Chunks 1 and 2 are on the cpu, 0 and 3 on the gpu."""
+    cache = Cache(20, 20, policy=policy)
+    sequence = cache.on_cpu("a", 4 * CHUNK, but=[0, 3])
+    on_cpu = order_of(cache, [sequence], Shelf.HOST)
+    assert on_cpu == ([(0, 2), (0, 1)] if policy == "trailing" else [(0, 1), (0, 2)])
+    assert resident(sequence) == [0, 3] and order_of(cache, [sequence], Shelf.CLEAN) == []
 
 
 def test_an_unknown_policy_is_an_error():

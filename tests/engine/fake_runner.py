@@ -21,14 +21,16 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.runner import Progress
 from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult, token_buckets
 from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES
+from tests.engine.fake_transfers import IMMEDIATE, POISON_64, Delays, FakeTransfers
 
 VOCAB_SIZE = 997
 EOS_TOKEN_IDS = tuple(range(0, VOCAB_SIZE, 40))  # a reply ends by itself after 40 tokens or so
 NUM_LAYERS = 3
-_POISON = 0xDEADBEEFDEADBEEF
 _WORD = (1 << 64) - 1
 _POSITION, _TOKEN, _START = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_POSITION_64, _TOKEN_64, _START_64 = np.uint64(_POSITION), np.uint64(_TOKEN), np.uint64(_START)
+_FIRST_64, _SECOND_64 = np.uint64(_FIRST), np.uint64(_SECOND)
 
 
 def mix(position: int, token_id: int, total: int) -> int:
@@ -39,13 +41,21 @@ def mix(position: int, token_id: int, total: int) -> int:
     return x ^ (x >> 33)
 
 
-def mix_arrays(positions: np.ndarray, token_ids: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """u64[n]: `mix` of each."""
-    x = totals ^ (positions.astype(np.uint64) * np.uint64(_POSITION))
-    x = x + token_ids.astype(np.uint64) * np.uint64(_TOKEN) + np.uint64(_START)
-    x = (x ^ (x >> np.uint64(31))) * np.uint64(_FIRST)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)
-    return x ^ (x >> np.uint64(33))
+def parts_of_mix(positions: np.ndarray, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Two u64[n]: what `finish_mix` needs of positions and ids, the same in every layer."""
+    return positions.astype(np.uint64) * _POSITION_64, token_ids.astype(np.uint64) * _TOKEN_64 + _START_64
+
+
+def finish_mix(of_positions: np.ndarray, of_token_ids: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """u64[n]: `mix` of each, from `parts_of_mix`."""
+    x = totals ^ of_positions
+    x += of_token_ids
+    x ^= x >> np.uint64(31)
+    x *= _FIRST_64
+    x ^= x >> np.uint64(27)
+    x *= _SECOND_64
+    x ^= x >> np.uint64(33)
+    return x
 
 
 class Choice(NamedTuple):
@@ -95,10 +105,10 @@ def dense_continuation(
 
     `may_end(n)`: the n-th may be an ending id, and is then the last.
     """
-    ids, positions = np.asarray(token_ids), np.arange(len(token_ids))
+    parts = parts_of_mix(np.arange(len(token_ids)), np.asarray(token_ids))
     layers = [np.zeros(len(token_ids), np.uint64)]
     for _ in range(NUM_LAYERS):
-        layers.append(np.cumsum(mix_arrays(positions, ids, layers[-1]), dtype=np.uint64))
+        layers.append(finish_mix(*parts, layers[-1]).cumsum())
     totals = [int(layer[-1]) for layer in layers[1:]]
     ending_ids = frozenset(params.ending_ids(EOS_TOKEN_IDS))
     found = Continuation([], [])
@@ -121,9 +131,13 @@ def _choice(params: SamplingParams, seed: int, position: int, banned_ids: frozen
 
 
 class FakeRunner:
-    """Computes a step when it is dispatched, as program order on a device would."""
+    """Computes a step when it is dispatched, as program order on a device would.
 
-    def __init__(self, config: EngineConfig, max_context_tokens: int) -> None:
+    Attributes:
+      transfers: what moves chunks between its pages and host slots.
+    """
+
+    def __init__(self, config: EngineConfig, max_context_tokens: int, delays: Delays = IMMEDIATE) -> None:
         self.page_size = config.cache.chunk_tokens
         self.num_pages = config.cache.gpu_pages + 1
         self.num_compilations = 0
@@ -142,6 +156,9 @@ class FakeRunner:
             for bucket in token_buckets(scheduler)
         }
         self.reset()
+        self.transfers = FakeTransfers(
+            self, config.cache.cpu_pages, NUM_LAYERS, config.runner.max_num_staged_pages, delays
+        )
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Nothing to prepare."""
@@ -154,24 +171,37 @@ class FakeRunner:
 
     def reset(self) -> None:
         num_slots = self.num_pages * self.page_size
-        self.pools = [np.full(num_slots, _POISON, np.uint64) for _ in range(NUM_LAYERS)]
+        self.pools = [np.full(num_slots, POISON_64) for _ in range(NUM_LAYERS)]
+        self._offsets = np.arange(self.page_size)
         self._prev_ids = np.zeros(0, np.int32)
         self._next_step_id: int | None = None
 
     def dispatch(self, plan: StepPlan) -> StepResult:
         self._check(plan)
         self._next_step_id = plan.step_id + 1
-        from_prev = plan.prev_samples >= 0
-        token_ids = plan.token_ids.copy()
-        token_ids[from_prev] = self._prev_ids[plan.prev_samples[from_prev]]
-        rows = [self._row(plan, row) for row in range(int(plan.num_rows[0]))]
-        written = plan.write_slots < len(self.pools[0])
-        totals = np.zeros(plan.layout.num_tokens, np.uint64)
+        rows, pages = [], set()
+        for row in range(int(plan.num_rows[0])):
+            tokens, row_pages = self._row(plan, row)
+            pages.update(row_pages.tolist())
+            slots = (row_pages[:, None] * self.page_size + self._offsets).reshape(-1)
+            rows.append((tokens, slots[: plan.kv_lens[row]]))
+        num_tokens = int(plan.cu_q_lens[-1])
+        pages.update((plan.write_slots[:num_tokens] // self.page_size).tolist())
+        self.transfers.before_step(pages)
+        prev_samples = plan.prev_samples[:num_tokens]
+        token_ids = plan.token_ids[:num_tokens].copy()
+        from_prev = prev_samples >= 0
+        token_ids[from_prev] = self._prev_ids[prev_samples[from_prev]]
+        parts = parts_of_mix(plan.positions[:num_tokens], token_ids)
+        totals = np.zeros(num_tokens, np.uint64)
         for pool in self.pools:
-            pool[plan.write_slots[written]] = mix_arrays(plan.positions, token_ids, totals)[written]
+            pool[plan.write_slots[:num_tokens]] = finish_mix(*parts, totals)
             for tokens, slots in rows:
-                totals[tokens] = np.cumsum(pool[slots], dtype=np.uint64)[len(slots) - _len(tokens) :]
-        result = self._sample(plan, totals[plan.sample_tokens].tolist())
+                entries = pool[slots]
+                assert not (entries == POISON_64).any(), f"step {plan.step_id} reads what nobody wrote"
+                totals[tokens] = entries.cumsum()[len(slots) - _len(tokens) :]
+        num_samples = int(plan.num_samples[0])
+        result = self._sample(plan, totals[plan.sample_tokens[:num_samples]].tolist())
         self._prev_ids = result.token_ids
         return result
 
@@ -179,11 +209,10 @@ class FakeRunner:
         return handle
 
     def _row(self, plan: StepPlan, row: int) -> tuple[slice, np.ndarray]:
-        """The row's tokens, and the slots of all entries that the last of them attends to."""
-        kv_len = int(plan.kv_lens[row])
-        pages = plan.page_indices[row, : -(-kv_len // self.page_size)].astype(np.int64)
-        slots = (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)[:kv_len]
-        return slice(int(plan.cu_q_lens[row]), int(plan.cu_q_lens[row + 1])), slots
+        """The row's tokens, and the pages of all entries that the last of them attends to."""
+        num_pages = -(-int(plan.kv_lens[row]) // self.page_size)
+        tokens = slice(int(plan.cu_q_lens[row]), int(plan.cu_q_lens[row + 1]))
+        return tokens, plan.page_indices[row, :num_pages].astype(np.int64)
 
     def _sample(self, plan: StepPlan, totals: list[int]) -> StepResult:
         num_samples, flags = int(plan.num_samples[0]), plan.flags
@@ -193,7 +222,7 @@ class FakeRunner:
             np.full((num_samples, self.num_top), -1, np.int32),  # undefined unless asked for
             np.zeros((num_samples, self.num_top), np.float32),
         )
-        for row, total in enumerate(totals[:num_samples]):
+        for row, total in enumerate(totals):
             draws, truncates = flags[FLAG_SAMPLES], flags[FLAG_TRUNCATES]
             how = Choice(
                 temperature=float(plan.temperature[row]) if draws else 0.0,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from pensieve_jax.cache import AnalyticCostModel
+from pensieve_jax.cache import AnalyticCostModel, CachedSequence, ChunkState, Shelf
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.outputs import Output
@@ -17,8 +17,9 @@ from pensieve_jax.engine.validation import ModelLimits, TurnSpec
 from pensieve_jax.history import SQLiteHistoryStore
 from pensieve_jax.scheduler import Request, SchedulerOutput
 from pensieve_jax.text import Tokenizer
+from tests.engine.fake_transfers import IMMEDIATE, Delays
 from tests.engine.observed import ObservedRunner, ObservedStore
-from tests.engine.oracles import Bench, FakeBench, TurnFacts, prompt_ids
+from tests.engine.oracles import Bench, FakeBench, TurnFacts, prompt_ids, spec_of
 
 MAX_STEPS = 20_000
 
@@ -55,6 +56,8 @@ class Harness:
     Attributes:
       scheduled: what the scheduler decided, by step, empty steps included.
       num_granted: tokens computed so far, by request.
+      swapped_in: history tokens that had been copied in, and not dropped since, when a request was first
+        admitted; None for one that begins with a shared prefix.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Harness:
         clock: VirtualClock | None = None,
         max_model_tokens: int = 2000,
         tokenizer: Tokenizer | None = None,
+        delays: Delays = IMMEDIATE,
     ) -> None:
         config = config or small_config()
         self.bench = bench or FakeBench()
@@ -73,7 +77,7 @@ class Harness:
         self.clock = clock or VirtualClock(1000.0)
         self.store = ObservedStore(SQLiteHistoryStore(path, fingerprint="test"))
         self.max_context_tokens = config.resolve_context_tokens(max_model_tokens)
-        self.runner = ObservedRunner(self.bench.new_runner(config, self.max_context_tokens))
+        self.runner = ObservedRunner(self.bench.new_runner(config, self.max_context_tokens, delays))
         limits = ModelLimits(
             vocab_size=self.bench.vocab_size,
             max_context_tokens=self.max_context_tokens,
@@ -95,6 +99,10 @@ class Harness:
         )
         self.scheduled: list[SchedulerOutput] = []
         self.num_granted: Counter[Request] = Counter()
+        self.swapped_in: dict[Request, int | None] = {}
+        # By sequence, while its turn waits: tokens with KV, and chunks on their way in.
+        self._before: dict[str, tuple[int, Sequence[int]]] = {}
+        self._copied_in: dict[str, set[int]] = defaultdict(set)  # by sequence, since its latest turn was sent
         self._make_state = self.engine._make_state
         self.engine._make_state = self._observed_make_state  # after an interrupt the scheduler is a new one
         self._observe()
@@ -108,11 +116,38 @@ class Harness:
         self.engine._scheduler.schedule = self._observed_schedule
 
     def _observed_schedule(self) -> SchedulerOutput:
+        for request in self.engine._scheduler.waiting:
+            self._look_at(request.sequence)
         output = self._schedule()
         self.scheduled.append(output)
         for grant in output.grants:
             self.num_granted[grant.request] += grant.end - grant.start
+        for sequence_id, index in output.drops:
+            self._copied_in[sequence_id].discard(index)
+        if output.swap_ins:
+            self._record_swap_ins({copy.page for copy in output.swap_ins})
+        for request in output.admitted:
+            self.swapped_in.setdefault(request, self._num_tokens_copied_in(request))
         return output
+
+    def _look_at(self, sequence: CachedSequence) -> None:
+        """Just before it may be admitted; a turn that was cancelled may have left copies in flight."""
+        arriving = sequence.indices_on(Shelf.ARRIVING) if sequence.num_on[Shelf.ARRIVING] else ()
+        self._before[sequence.sequence_id] = sequence.num_kv_tokens, arriving
+
+    def _num_tokens_copied_in(self, request: Request) -> int | None:
+        if request.sequence.num_shared:
+            return None
+        chunk_tokens, sequence_id = self.config.cache.chunk_tokens, request.sequence.sequence_id
+        num_tokens, arriving = self._before[sequence_id]
+        indices = self._copied_in[sequence_id].union(arriving)
+        return sum(max(min(chunk_tokens, num_tokens - i * chunk_tokens), 0) for i in indices)
+
+    def _record_swap_ins(self, pages: set[int]) -> None:
+        for sequence in self.engine._cache._store:
+            own_pages = sequence.page_row[sequence.num_shared :].tolist()
+            found = (i for i, page in enumerate(own_pages, sequence.num_shared) if page in pages)
+            self._copied_in[sequence.sequence_id].update(found)
 
     def facts(
         self, prompt: Sequence[int], conversation_id: str | None = None, seed: int = 0, **params: object
@@ -133,7 +168,13 @@ class Harness:
 
     def submit(self, facts: TurnFacts, conversation_id: str | None = None) -> Turn:
         self.engine.expire_idle()
-        return self.engine.submit([TurnSpec(facts.prompt, facts.params, conversation_id)])[0]
+        return self.submit_all([spec_of(facts, conversation_id)])[0]
+
+    def submit_all(self, specs: Sequence[TurnSpec]) -> list[Turn]:
+        turns = self.engine.submit(specs)
+        for turn in turns:
+            self._copied_in.pop(turn.request.sequence.sequence_id, None)
+        return turns
 
     def step(self, count: int = 1) -> list[Turn]:
         """Steps, with the engine's integrity checked after each; the turns that ended in the last."""
@@ -176,16 +217,49 @@ class Harness:
         cache = self.engine._cache
         sequence = self.engine.conversations.get(conversation_id).sequence
         for chunk in chunks:
-            cache._drop(sequence, chunk)
-        cache._trim(sequence)
+            cache._store.drop(sequence, chunk)
+        cache._store.trim(sequence)
         cache.check_integrity()
 
+    @property
+    def cpu_tier_is_full(self) -> bool:
+        """There is one, and no slot of it is free."""
+        slots = self.engine._cache._store.slots
+        return slots.num_pages > 0 and not slots.num_free
+
+    @property
+    def num_copies(self) -> int:
+        """In flight."""
+        store = self.engine._cache._store
+        return store.num_copies_in + store.num_copies_out
+
+    def finish_copies(self) -> None:
+        """Wait for every copy in flight."""
+        for _ in range(MAX_STEPS):
+            if not self.num_copies:
+                return
+            self.runner.transfers.wait()
+            self.step()
+        raise AssertionError("copies do not end")
+
+    def _drop_prefixes(self) -> None:
+        """Nobody uses them any more: evict what is left of them."""
+        store = self.engine._cache._store
+        for sequence in store:
+            if sequence.is_prefix:
+                for index in range(len(sequence.chunks)):
+                    if sequence.chunks[index].state is not ChunkState.DROPPED:
+                        store.drop(sequence, index)
+
     def check_empty(self) -> None:
-        """Nothing runs; ending every conversation frees every page."""
+        """Nothing runs; ending every conversation frees every page and every slot."""
         for info in self.store.conversations():
             self.engine.end(info.conversation_id)
+        self._drop_prefixes()
         self.engine.check_integrity()
+        self.finish_copies()
         stats = self.engine.stats()
         assert stats["num_available_gpu_pages"] == stats["num_gpu_pages"], "a page was lost"
-        assert self.engine._cache._pool.num_free == stats["num_gpu_pages"], "a page was not freed"
+        assert stats["num_free_gpu_pages"] == stats["num_gpu_pages"], "a page was not freed"
+        assert stats["num_free_cpu_pages"] == stats["num_cpu_pages"], "a slot was not freed"
         assert stats["num_live_conversations"] == 0, "a conversation was left in memory"

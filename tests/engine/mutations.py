@@ -1,4 +1,7 @@
-"""Bugs to plant, one a function: each takes a monkeypatch and breaks one class the way a slip would."""
+"""Bugs to plant, one a function: each takes a monkeypatch and breaks one class the way a slip would.
+
+These need one tier only; `tier_mutations` has those around the second.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,16 @@ from collections.abc import Callable
 
 import pytest
 
-from pensieve_jax.cache import CachedSequence, CacheManager, PagePool, Role
+from pensieve_jax.cache import (
+    CachedSequence,
+    CacheManager,
+    ChunkState,
+    PagePool,
+    Role,
+    Shelf,
+)
+from pensieve_jax.cache.chunk_store import ChunkStore
+from pensieve_jax.cache.evictor import Evictor
 from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.ledger import TurnLedger
@@ -103,16 +115,16 @@ def skipped_hole(patch):
 
 
 def lost_pin(patch):
-    reclaim = CacheManager._reclaim
+    free_page = Evictor._free_page
 
-    def reclaimed(self, arrival):
-        for sequence in self._all():
-            if sequence.role is Role.RUNNING and sequence.num_resident and sequence.arrival != arrival:
-                self._drop(sequence, next(iter(sequence.resident_indices())))
+    def freed(self, arrival):
+        for sequence in self._store.members[Role.RUNNING]:
+            if sequence.num_on[Shelf.DIRTY] and sequence.arrival != arrival:
+                self._store.drop(sequence, sequence.first_on(Shelf.DIRTY))
                 return True
-        return reclaim(self, arrival)
+        return free_page(self, arrival)
 
-    patch.setattr(CacheManager, "_reclaim", reclaimed)
+    patch.setattr(Evictor, "_free_page", freed)
 
 
 def page_freed_twice(patch):
@@ -165,10 +177,16 @@ def truncate_keeps_kv(patch):
 
 
 def drop_without_marking(patch):
-    def drop(self, sequence, index):
-        self._pool.free(sequence.chunks[index].page)
+    drop = ChunkStore.drop
 
-    patch.setattr(CacheManager, "_drop", drop)
+    def dropped(self, sequence, index):
+        page = sequence.chunks[index].page
+        if page:
+            self.pages.free(page)
+        else:
+            drop(self, sequence, index)
+
+    patch.setattr(ChunkStore, "drop", dropped)
 
 
 class _ChunksOfOne:
@@ -222,11 +240,13 @@ def suspended_token_forgotten(patch):
 
 
 def lost_pools_still_count(patch):
-    def lose_device(self):
-        for sequence in self._all():
-            self._cancel_reserved(sequence)
+    lose_page = ChunkStore._lose_page
 
-    patch.setattr(CacheManager, "lose_device", lose_device)
+    def lost(self, sequence, index):
+        if sequence.chunks[index].state is not ChunkState.ON_GPU:
+            lose_page(self, sequence, index)
+
+    patch.setattr(ChunkStore, "_lose_page", lost)
 
 
 def ending_id_allowed_too_early(patch):

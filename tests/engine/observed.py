@@ -2,14 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from pensieve_jax.cache.copies import Copy
 from pensieve_jax.engine.runner import Progress, Runner
+from pensieve_jax.engine.transfers import Transfers
 from pensieve_jax.history import ConversationInfo, ConversationRecord, HistoryStore, Turn
 from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult
 
 Fault = Callable[[], BaseException]
+
+
+class _Faults(dict[str, Fault]):
+    """What the next call of a place raises, once; "PLACE done" raises after the call took effect."""
+
+    def raise_at(self, place: str) -> None:
+        fault = self.pop(place, None)
+        if fault is not None:
+            raise fault()
+
+
+class ObservedTransfers:
+    """Transfers that record their calls and fail when told to.
+
+    Attributes:
+      events: (name of the call, what it was given or gave), in order; calls for nothing are left out.
+      num_calls: by name, all of them.
+      faults: what the next call of that name raises.
+    """
+
+    def __init__(self, inner: Transfers, faults: _Faults) -> None:
+        self.inner = inner
+        self.events: list[tuple[str, tuple[Any, ...]]] = []
+        self.num_calls: Counter[str] = Counter()
+        self.faults = faults
+
+    def swap_out(self, copies: Sequence[Copy]) -> None:
+        self._call("swap_out", copies)
+
+    def swap_in(self, copies: Sequence[Copy]) -> None:
+        self._call("swap_in", copies)
+
+    def rush(self, copy_ids: Collection[int]) -> None:
+        self._call("rush", copy_ids)
+
+    def wait(self) -> None:
+        self._call("wait")
+
+    def completed(self) -> Sequence[int]:
+        self.num_calls["completed"] += 1
+        self.faults.raise_at("completed")
+        copy_ids = self.inner.completed()
+        if copy_ids:
+            self.events.append(("completed", tuple(copy_ids)))
+        self.faults.raise_at("completed done")
+        return copy_ids
+
+    def reset(self) -> None:
+        self.inner.reset()
+
+    def stats(self) -> dict[str, int | float]:
+        return self.inner.stats()
+
+    def _call(self, name: str, *arguments: Collection[Any]) -> None:
+        self.num_calls[name] += 1
+        self.faults.raise_at(name)
+        if not arguments or arguments[0]:
+            self.events.append((name, tuple(*arguments)))
+        getattr(self.inner, name)(*arguments)
+        self.faults.raise_at(f"{name} done")
 
 
 class ObservedRunner:
@@ -18,16 +81,18 @@ class ObservedRunner:
     Attributes:
       events: ("dispatch" | "fetch", step id), in order.
       rows: by step, (start, end) of the tokens that every row computes.
-      faults: what the next call of "dispatch" or "fetch" raises, once.
+      transfers: its transfers, observed.
+      faults: what the next call of "dispatch", "fetch" or one of the transfers' raises, once.
     """
 
     def __init__(self, inner: Runner) -> None:
         self.inner = inner
+        self.faults = _Faults()
+        self.transfers = ObservedTransfers(inner.transfers, self.faults)
         self.events: list[tuple[str, int]] = []
         self.rows: list[list[tuple[int, int]]] = []
         self.plans: list[StepPlan] = []
         self.num_resets = 0
-        self.faults: dict[str, Fault] = {}
 
     @property
     def layouts(self) -> Mapping[int, PlanLayout]:
@@ -51,7 +116,7 @@ class ObservedRunner:
         self.inner.reset()
 
     def dispatch(self, plan: StepPlan) -> tuple[int, Any]:
-        self._raise_fault("dispatch")
+        self.faults.raise_at("dispatch")
         self.events.append(("dispatch", plan.step_id))
         num_rows = int(plan.num_rows[0])
         q_lens = (plan.cu_q_lens[1 : num_rows + 1] - plan.cu_q_lens[:num_rows]).tolist()
@@ -61,15 +126,10 @@ class ObservedRunner:
         return plan.step_id, self.inner.dispatch(plan)
 
     def fetch(self, handle: tuple[int, Any]) -> StepResult:
-        self._raise_fault("fetch")
+        self.faults.raise_at("fetch")
         step_id, inner_handle = handle
         self.events.append(("fetch", step_id))
         return self.inner.fetch(inner_handle)
-
-    def _raise_fault(self, where: str) -> None:
-        fault = self.faults.pop(where, None)
-        if fault is not None:
-            raise fault()
 
 
 class ObservedStore:
@@ -83,7 +143,7 @@ class ObservedStore:
     def __init__(self, inner: HistoryStore) -> None:
         self.inner = inner
         self.commits: list[list[Turn]] = []
-        self.faults: dict[str, Fault] = {}
+        self.faults = _Faults()
 
     def conversations(self) -> list[ConversationInfo]:
         return self.inner.conversations()
@@ -92,10 +152,10 @@ class ObservedStore:
         return self.inner.load(conversation_id)
 
     def commit(self, turns: Sequence[Turn]) -> None:
-        self._raise_fault("commit")
+        self.faults.raise_at("commit")
         self.inner.commit(turns)
         self.commits.append(list(turns))
-        self._raise_fault("committed")
+        self.faults.raise_at("committed")
 
     def truncate(self, conversation_id: str, num_tokens: int) -> int:
         return self.inner.truncate(conversation_id, num_tokens)
@@ -105,8 +165,3 @@ class ObservedStore:
 
     def close(self) -> None:
         self.inner.close()
-
-    def _raise_fault(self, where: str) -> None:
-        fault = self.faults.pop(where, None)
-        if fault is not None:
-            raise fault()

@@ -13,8 +13,10 @@ import numpy as np
 
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.outputs import TokenLogprob
+from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.runner import Runner
+from pensieve_jax.engine.validation import TurnSpec
 from tests.engine.fake_runner import (
     EOS_TOKEN_IDS,
     VOCAB_SIZE,
@@ -24,17 +26,19 @@ from tests.engine.fake_runner import (
     logprob_of,
     top_of,
 )
+from tests.engine.fake_transfers import Delays
 
 
 @dataclass(frozen=True)
 class TurnFacts:
-    """What a turn's tokens are a function of."""
+    """What a turn's tokens are a function of. The first `num_prefix_tokens` of a first prompt are shared."""
 
     history: tuple[int, ...]
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int
     max_total_tokens: int
+    num_prefix_tokens: int = 0
 
     @property
     def max_output_len(self) -> int:
@@ -60,8 +64,8 @@ class Bench(Protocol):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
-    def new_runner(self, config: EngineConfig, max_context_tokens: int) -> Runner:
-        """A runner with empty pages."""
+    def new_runner(self, config: EngineConfig, max_context_tokens: int, delays: Delays) -> Runner:
+        """A runner with empty pages, whose copies take as long as `delays` say, or as they do."""
         ...
 
     def stop_id(self, facts: TurnFacts) -> int:
@@ -83,8 +87,8 @@ class FakeBench:
     vocab_size = VOCAB_SIZE
     eos_token_ids = EOS_TOKEN_IDS
 
-    def new_runner(self, config: EngineConfig, max_context_tokens: int) -> FakeRunner:
-        return FakeRunner(config, max_context_tokens)
+    def new_runner(self, config: EngineConfig, max_context_tokens: int, delays: Delays) -> FakeRunner:
+        return FakeRunner(config, max_context_tokens, delays)
 
     def stop_id(self, facts: TurnFacts) -> int:
         found = self.continuation(facts)
@@ -109,6 +113,13 @@ class FakeBench:
 def _dense(facts: TurnFacts) -> Continuation:
     ids = (*facts.history, *facts.prompt)
     return dense_continuation(ids, facts.params, facts.seed, facts.max_output_len, facts.may_end)
+
+
+def spec_of(facts: TurnFacts, conversation_id: str | None) -> TurnSpec:
+    """How the turn is sent."""
+    cut = facts.num_prefix_tokens
+    prefix = SharedPrefix(facts.prompt[:cut]) if cut else None
+    return TurnSpec(facts.prompt[cut:], facts.params, conversation_id, prefix=prefix)
 
 
 def prompt_ids(seed: int, length: int, vocab_size: int) -> tuple[int, ...]:

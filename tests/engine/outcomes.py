@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pensieve_jax.cache import ChunkState
+from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.turn import Turn
 from tests.engine.oracles import Bench, TurnFacts, prompt_ids
-from tests.engine.scenarios import Draft
+from tests.engine.scenarios import PREFIX_LENS, Draft
 
-COUNTED = ("reused_gpu_tokens", "recomputed_tokens", "num_suspensions", "resume_recomputed_tokens")
+COUNTED = (
+    "reused_gpu_tokens",
+    "swapped_in_tokens",
+    "recomputed_tokens",
+    "num_suspensions",
+    "resume_recomputed_tokens",
+    "resume_swapped_in_tokens",
+)
+TIERS = {
+    ChunkState.DROPPED: "dropped",
+    ChunkState.RESERVED: "dropped",
+    ChunkState.ON_GPU: "gpu",
+    ChunkState.COPYING_OUT: "gpu",
+    ChunkState.ON_BOTH: "gpu",
+    ChunkState.LEAVING: "cpu",
+    ChunkState.ON_CPU: "cpu",
+    ChunkState.COPYING_IN: "cpu",
+}
 
 
 @dataclass(frozen=True)
@@ -24,9 +43,11 @@ class Running:
 def facts_of(draft: Draft, history: tuple[int, ...], bench: Bench, max_total_tokens: int) -> TurnFacts:
     """The turn that a draft means, for a conversation with this history."""
     seed = draft.seed * (2**40 + 1)  # both words of it
+    prefix_len = PREFIX_LENS[draft.prefix] if draft.prefix >= 0 and not history else 0
+    prefix = prompt_ids(draft.prefix, prefix_len, bench.vocab_size) if prefix_len else ()
     facts = TurnFacts(
         history=history,
-        prompt=prompt_ids(draft.seed, draft.prompt_len, bench.vocab_size),
+        prompt=(*prefix, *prompt_ids(draft.seed, draft.prompt_len, bench.vocab_size)),
         params=SamplingParams(
             max_tokens=draft.max_tokens,
             min_tokens=draft.min_tokens,
@@ -39,6 +60,7 @@ def facts_of(draft: Draft, history: tuple[int, ...], bench: Bench, max_total_tok
         ),
         seed=seed,
         max_total_tokens=max_total_tokens,
+        num_prefix_tokens=prefix_len,
     )
     if draft.ending == "stop" and facts.max_output_len > 0:
         return replace(facts, params=replace(facts.params, stop_token_ids=(bench.stop_id(facts),)))
@@ -60,10 +82,11 @@ def check_cancelled(running: Running, bench: Bench) -> None:
     bench.check_tokens(running.facts, output.token_ids, whole=False)
 
 
-def check_usage(running: Running, num_granted: int, *, stateful: bool) -> None:
-    """Assert the sum rule, and that what counts as computed was computed: no more, no less.
+def check_usage(running: Running, num_granted: int, num_copied: int | None, config: EngineConfig) -> None:
+    """Assert the sum rule, and that what counts as computed was computed, and as copied in was copied in.
 
-    `num_granted` tokens entered the model for this turn.
+    `num_granted` tokens entered the model for this turn, and `num_copied` of its history were copied in
+    before it was admitted (None: that is not known).
     """
     output, facts = running.turn.output, running.facts
     usage = output.usage
@@ -71,9 +94,17 @@ def check_usage(running: Running, num_granted: int, *, stateful: bool) -> None:
     computed = usage.recomputed_tokens + usage.prefilled_tokens
     known = usage.reused_gpu_tokens + usage.swapped_in_tokens
     assert known + computed == len(facts.history) + len(facts.prompt), usage
-    assert min(usage.reused_gpu_tokens, usage.recomputed_tokens, usage.resume_recomputed_tokens) >= 0, usage
-    assert usage.swapped_in_tokens == 0 and usage.prefilled_tokens >= len(facts.prompt), usage
-    assert stateful or usage.reused_gpu_tokens == 0, "the stateless baseline kept state"
+    assert min(getattr(usage, name) for name in COUNTED) >= 0, usage
+    assert usage.prefilled_tokens >= len(facts.prompt) - facts.num_prefix_tokens, usage
+    assert config.stateful or known == 0, "the stateless baseline kept state"
     num_extra = num_granted - computed - usage.resume_recomputed_tokens - (usage.output_tokens - 1)
     # The step of look-ahead is thrown away where an id ends the reply; by length there is none.
     assert num_extra in ((0, 1) if output.finish_reason == "stop" else (0,)), (num_extra, usage)
+    assert num_copied in (usage.swapped_in_tokens, None), (num_copied, usage)
+    assert usage.num_suspensions or not usage.resume_recomputed_tokens + usage.resume_swapped_in_tokens, usage
+
+
+def mixture_of(turn: Turn) -> str:
+    """In which tiers the history of a new turn is: "cpu + dropped + gpu", say."""
+    tiers = {TIERS[chunk.state] for chunk in turn.request.sequence.chunks}
+    return " + ".join(sorted(tiers)) or "nothing"

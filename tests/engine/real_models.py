@@ -14,6 +14,7 @@ from pensieve_jax.core.outputs import TokenLogprob
 from pensieve_jax.engine.dense_reference import DenseReference, Replay
 from pensieve_jax.engine.model_runner import ModelRunner, StepHandle
 from pensieve_jax.scheduler import StepPlan, StepResult
+from tests.engine.fake_transfers import Delays
 from tests.engine.oracles import TurnFacts
 
 MIN_MARGIN = 1e-3  # closer than this, the two best tokens are a matter of rounding
@@ -21,17 +22,19 @@ MAX_CONTEXT_TOKENS = 128
 
 
 def real_config(policy: str = "retention", *, stateful: bool = True) -> EngineConfig:
-    """The one shape that the runners are compiled for; the policy is the host's business."""
+    """The one shape that the runners are compiled for, with both tiers; the policy is the host's business."""
     return EngineConfig(
         stateful=stateful,
-        cache=CacheConfig(gpu_pages=14, chunk_tokens=16, policy=policy),
+        cache=CacheConfig(gpu_pages=14, cpu_pages=10, chunk_tokens=16, policy=policy),
         scheduler=SchedulerConfig(
             max_num_running=4,
             max_num_batched_tokens=48,
             max_context_tokens=MAX_CONTEXT_TOKENS,
             token_buckets=(8, 48),
         ),
-        runner=RunnerConfig(attention_backend="xla", max_logprobs=4),
+        runner=RunnerConfig(
+            attention_backend="xla", max_logprobs=4, max_num_staged_pages=6, num_layer_groups=2
+        ),
     )
 
 
@@ -53,7 +56,9 @@ class PoisonedRunner(ModelRunner):
     def reset(self) -> None:
         super().reset()
         nan = np.full(self.storage.shape, np.nan, self.storage.dtype)
-        self.pools = [jax.device_put(nan, self.storage.sharding, may_alias=False) for _ in self.pools]
+        self.device_pools.replace(
+            [jax.device_put(nan, self.storage.sharding, may_alias=False) for _ in self.pools]
+        )
 
 
 @dataclass
@@ -78,7 +83,8 @@ class RealBench:
         self.runner.warm_up()
         self._reference = DenseReference(model)
 
-    def new_runner(self, config: EngineConfig, max_context_tokens: int) -> ModelRunner:
+    def new_runner(self, config: EngineConfig, max_context_tokens: int, delays: Delays) -> ModelRunner:
+        """The one runner; its copies take as long as they do."""
         assert max_context_tokens == MAX_CONTEXT_TOKENS
         self.runner.reset()
         return self.runner

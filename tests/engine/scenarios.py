@@ -14,14 +14,25 @@ from typing import Protocol
 from hypothesis import strategies as st
 
 from pensieve_jax.config import POLICIES, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from tests.engine.fake_transfers import IMMEDIATE, Delays
 
 NUM_CONVERSATIONS = 6
+PREFIX_LENS = (5, 16, 50, 85)  # of the prefixes that conversations may begin with
 CALM_OPS = (*["submit"] * 12, *["step"] * 12, *["think"] * 2, "cancel", "truncate")
-HASTY_OPS = (*CALM_OPS, *["cancel"] * 8)  # many are cancelled in the middle of their recompute
+HASTY_OPS = (
+    *CALM_OPS,
+    *["cancel"] * 6,
+    *["retract"] * 2,
+)  # many are cancelled in the middle of their recompute
 OPS = (*CALM_OPS, "end", "fail", "interrupt", "restart")  # each of the last three empties every page
 KINDS = (CALM_OPS, CALM_OPS, HASTY_OPS, OPS)
 MODEL_TOKENS = (300, 400, 600, 600, 50)
-FAULT_PLACES = ("dispatch", "fetch", "commit", "committed")
+LAZINESS = (0.0, 0.3, 0.7, 0.9)
+FAILING_PLACES = ("dispatch", "fetch", "commit", "completed", "swap_out", "swap_in")
+INTERRUPTED_PLACES = (
+    *("dispatch", "fetch", "commit", "committed", "completed", "completed done"),
+    *("swap_out", "swap_out done", "swap_in", "swap_in done", "rush", "rush done", "wait"),
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,7 @@ class Draft:
       conversation: which one, or -1 for a one-off request.
       ending: how the reply may end before its length: "none", "eos", or "stop" (an id that will come).
       seed: of the prompt's ids, and of sampling.
+      prefix: which one a first turn begins with, or -1.
     """
 
     conversation: int
@@ -41,6 +53,7 @@ class Draft:
     ending: str
     temperature: float
     seed: int
+    prefix: int = -1
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,7 @@ class Scenario:
     max_model_tokens: int
     durable: bool
     ops: tuple[Op, ...]
+    delays: Delays = IMMEDIATE
 
 
 class Chooser(Protocol):
@@ -101,13 +115,18 @@ def make_config(choose: Chooser) -> EngineConfig:
     chunk_tokens = choose.pick((16, 16, 16, 16, 32, 64))
     max_num_running = choose.integer(1, 8)
     extra_tokens, extra_rows = choose.pick((0, 1, 7, 40, 100)), choose.pick((None, 0, 1, 5))
+    gpu_pages = choose.pick((12, 8, 16, 20, 24, 30, 4, 2))
     return EngineConfig(
         stateful=choose.pick((*[True] * 7, False)),
         cache=CacheConfig(
-            gpu_pages=choose.pick((12, 8, 16, 20, 24, 30, 4, 2)),
+            gpu_pages=gpu_pages,
+            cpu_pages=choose.pick((0, gpu_pages, gpu_pages // 2, 3, 1, 200, gpu_pages // 2)),
             chunk_tokens=chunk_tokens,
             policy=choose.pick(("retention", "retention", *POLICIES)),
             reserve_fraction=choose.pick((0.1, 0.0, 0.0, 0.3)),
+            swap_out_fraction=choose.pick((0.25, 0.25, 0.0, 0.6, 0.99)),
+            retrieval_priority=choose.pick((True, False)),
+            prefetch=choose.pick((True, True, False)),
         ),
         scheduler=SchedulerConfig(
             max_num_running=max_num_running,
@@ -115,8 +134,20 @@ def make_config(choose: Chooser) -> EngineConfig:
             max_num_rows=None if extra_rows is None else max_num_running + extra_rows,
             max_num_buckets=choose.integer(1, 3),
         ),
-        runner=RunnerConfig(max_banned_ids=32, max_logprobs=4),
+        runner=make_runner_config(choose),
     )
+
+
+def make_runner_config(choose: Chooser) -> RunnerConfig:
+    """Room for few copies at once, or many."""
+    return RunnerConfig(
+        max_banned_ids=32, max_logprobs=4, max_num_staged_pages=choose.pick((64, 64, 64, 8, 3, 1))
+    )
+
+
+def make_delays(choose: Chooser) -> Delays:
+    """How long copies take."""
+    return Delays(seed=choose.integer(0, 2**16), laziness=choose.pick(LAZINESS))
 
 
 def make_draft(choose: Chooser, max_len: int) -> Draft:
@@ -130,6 +161,7 @@ def make_draft(choose: Chooser, max_len: int) -> Draft:
         ending=choose.pick(("none", "eos", "stop")),
         temperature=choose.pick((0.0, 0.7, 1.5)),
         seed=choose.integer(0, 2**16),
+        prefix=choose.pick((-1, -1, -1, *range(len(PREFIX_LENS)))),
     )
 
 
@@ -144,16 +176,19 @@ def make_op(choose: Chooser, kinds: Sequence[str], max_len: int = 150) -> Op:
 
 
 def random_scenario(seed: int) -> Scenario:
-    """The scenario of a seed: every fourth is a `hole_scenario`, the others are anything at all."""
+    """The scenario of a seed: a half is made to meet holes or both tiers, the others are anything."""
     choose = RandomChooser(seed)
     if seed % 4 == 3:
         return hole_scenario(choose)
+    if seed % 4 == 1:
+        return tier_scenario(choose)
     kinds = choose.pick(KINDS)
     return Scenario(
         config=make_config(choose),
         max_model_tokens=choose.pick(MODEL_TOKENS),
         durable=kinds is OPS and choose.pick((True, False)),
-        ops=tuple(make_op(choose, kinds) for _ in range(choose.integer(10, 120))),
+        ops=tuple(make_op(choose, kinds) for _ in range(choose.integer(10, 100))),
+        delays=make_delays(choose),
     )
 
 
@@ -161,12 +196,14 @@ def hole_scenario(choose: Chooser) -> Scenario:
     """Long histories that come back in turn to a pool that holds half of them, often cancelled half-way."""
     max_num_running = choose.integer(1, 3)
     config = EngineConfig(
-        cache=CacheConfig(gpu_pages=choose.pick((16, 20, 24)), chunk_tokens=16),
+        cache=CacheConfig(
+            gpu_pages=choose.pick((16, 20, 24)), cpu_pages=choose.pick((0, 4, 8)), chunk_tokens=16
+        ),
         scheduler=SchedulerConfig(
             max_num_running=max_num_running,
             max_num_batched_tokens=max_num_running + 16 + choose.pick((0, 3, 15)),
         ),
-        runner=RunnerConfig(max_banned_ids=32, max_logprobs=4),
+        runner=make_runner_config(choose),
     )
     ops: list[Op] = []
     for _ in range(choose.integer(6, 20)):
@@ -176,7 +213,59 @@ def hole_scenario(choose: Chooser) -> Scenario:
         if choose.pick((True, False)):
             ops += (Op("submit", 0, (draft,)), Op("step", choose.integer(1, 4)), Op("cancel", 0))
         ops += (Op("think", 5), Op("submit", 0, (draft,)), Op("step", choose.pick((2, 40, 40))))
-    return Scenario(config, 300, False, tuple(ops))
+    return Scenario(config, 300, False, tuple(ops), make_delays(choose))
+
+
+def tier_scenario(choose: Chooser) -> Scenario:
+    """Conversations that return after a while, several at a time, to pools that hold some of them.
+
+    Their histories are on the gpu, on the cpu, dropped, and on the way between, all at once; the batch grows
+    beyond the pool, so that some are suspended.
+    """
+    gpu_pages, max_num_running = choose.pick((12, 16, 20, 24, 30)), choose.integer(1, 5)
+    config = EngineConfig(
+        cache=CacheConfig(
+            gpu_pages=gpu_pages,
+            cpu_pages=choose.pick((gpu_pages // 4, gpu_pages // 2, gpu_pages, 3 * gpu_pages)),
+            chunk_tokens=16,
+            policy=choose.pick(("retention", "retention", *POLICIES)),
+            reserve_fraction=choose.pick((0.1, 0.0, 0.3)),
+            swap_out_fraction=choose.pick((0.25, 0.5, 0.9)),
+            retrieval_priority=choose.pick((True, False)),
+            prefetch=choose.pick((True, True, False)),
+        ),
+        scheduler=SchedulerConfig(
+            max_num_running=max_num_running,
+            max_num_batched_tokens=max_num_running + 16 + choose.pick((0, 20, 60)),
+        ),
+        runner=make_runner_config(choose),
+    )
+    return Scenario(config, 400, False, tier_ops(choose, choose.integer(6, 22)), make_delays(choose))
+
+
+def tier_ops(choose: Chooser, num_rounds: int, max_len: int = 120) -> tuple[Op, ...]:
+    """A few turns a round, some of which something happens to, and a while to think."""
+    events = choose.pick(
+        (("end", "retract"), ("cancel", "truncate", "retract"), ("retract",), ("fail", "interrupt"))
+    )
+    ops: list[Op] = []
+    for _ in range(num_rounds):
+        for conversation in {choose.integer(-1, NUM_CONVERSATIONS - 1) for _ in range(choose.integer(1, 3))}:
+            draft = Draft(
+                conversation=conversation,
+                prompt_len=choose.integer(5, choose.pick((20, 60, max_len))),
+                max_tokens=choose.pick((2, 6, 25, 70)),
+                min_tokens=0,
+                ending=choose.pick(("none", "none", "stop")),
+                temperature=choose.pick((0.0, 1.0)),
+                seed=choose.integer(0, 2**16),
+                prefix=choose.pick((-1, -1, 2, 3)),
+            )
+            ops.append(Op("submit", 0, (draft,)))
+        if choose.pick((True, False)):
+            ops += (Op("step", choose.integer(0, 3)), Op(choose.pick(events), choose.integer(0, 99)))
+        ops += (Op("step", choose.pick((2, 10, 50))), Op("think", choose.integer(1, 40)))
+    return tuple(ops)
 
 
 @st.composite
@@ -190,4 +279,5 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         max_model_tokens=choose.pick(MODEL_TOKENS),
         durable=kinds is OPS and choose.pick((True, False)),
         ops=tuple(draw(st.lists(one_op(), min_size=1, max_size=80))),
+        delays=make_delays(choose),
     )

@@ -29,14 +29,16 @@ def _turns(vocab_size: int) -> list[list[tuple[list[int], SamplingParams]]]:
     ]
 
 
-def _run(model: str, gpu_pages: int, *, stateful: bool) -> tuple[list[list[tuple[int, ...]]], dict]:
+def _run(
+    model: str, gpu_pages: int, cpu_pages: int = 0, *, stateful: bool
+) -> tuple[list[list[tuple[int, ...]]], dict]:
     config = EngineConfig(
         stateful=stateful,
-        cache=CacheConfig(gpu_pages=gpu_pages),
+        cache=CacheConfig(gpu_pages=gpu_pages, cpu_pages=cpu_pages),
         scheduler=SchedulerConfig(
             max_num_running=8, max_num_batched_tokens=128, max_context_tokens=1024, token_buckets=(16, 128)
         ),
-        runner=RunnerConfig(attention_backend="pallas_triton"),
+        runner=RunnerConfig(attention_backend="pallas_triton", num_layer_groups=2, max_num_staged_pages=16),
     )
     with LLM(model, dtype="float32", config=config, progress=False) as llm:
         num_compilations = llm.stats()["num_compilations"]
@@ -58,6 +60,9 @@ def test_stateful_equals_stateless_and_dense(model: str) -> None:
     stateless, stats = _run(model, 200, stateful=False)
     assert stats["reused_gpu_tokens"] == 0
     assert stateful == stateless
+    both_tiers, stats = _run(model, 40, 60, stateful=True)
+    assert stats["swapped_in_tokens"] > 0 and stats["swapped_out_bytes"] > 0
+    assert both_tiers == stateful
 
     loaded = load_model(model, dtype="float32", mesh=make_mesh(1))
     reference, turns = DenseReference(loaded), _turns(loaded.config.vocab_size)

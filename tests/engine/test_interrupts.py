@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
+from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import PensieveError, StepFailedError
-from tests.engine.harness import Harness
+from tests.engine.fake_transfers import Delays
+from tests.engine.harness import Harness, small_config
 from tests.engine.test_failures import two_running_turns
 
 LAYERS = tuple(f"pensieve_jax/{layer}/" for layer in ("engine", "scheduler", "cache"))
-NUM_POINTS = 150
+NUM_POINTS = 120
+TWO_TIERS = small_config(gpu_pages=8, cpu_pages=6, swap_out_fraction=0.5)
+DELAYS = Delays(seed=1, laziness=0.5)
 
 
 class Interrupt:
@@ -55,15 +59,16 @@ def act(harness: Harness, turns: list) -> None:
     harness.engine.end("a")
 
 
-def test_an_interrupt_at_any_line_leaves_a_usable_engine() -> None:
-    harness = Harness()
+@pytest.mark.parametrize("config", [small_config(), TWO_TIERS], ids=["one tier", "two tiers"])
+def test_an_interrupt_at_any_line_leaves_a_usable_engine(config: EngineConfig) -> None:
+    harness = Harness(config, delays=DELAYS)
     turns, _ = two_running_turns(harness)
     with Interrupt(None) as lines:
         act(harness, turns)
     assert lines.num_lines > 1000
     stride = max(lines.num_lines // NUM_POINTS, 1)
     for at in range(1, lines.num_lines, stride):
-        harness = Harness()
+        harness = Harness(config, delays=DELAYS)
         turns, _ = two_running_turns(harness)
         with pytest.raises(KeyboardInterrupt), Interrupt(at):
             act(harness, turns)

@@ -6,6 +6,7 @@ shows at once.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from model_defs import load_model, make_mesh, preset, random_model
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.engine import layouts, model_runner
+from pensieve_jax.engine import device_memory, layouts
 from pensieve_jax.engine.compilation import keep_compilations_in
 from pensieve_jax.engine.dense_reference import DenseReference
 from pensieve_jax.engine.kv_storage import read_page
@@ -68,7 +69,8 @@ def runner_for(preset="llama-tiny", num_devices=1):
     runner = _warm_runner(preset, num_devices)
     runner.reset()
     nan = np.full(runner.storage.shape, np.nan, runner.storage.dtype)
-    runner.pools = [jax.device_put(nan, runner.storage.sharding, may_alias=False) for _ in runner.pools]
+    pools = [jax.device_put(nan, runner.storage.sharding, may_alias=False) for _ in runner.pools]
+    runner.device_pools.replace(pools)
     return runner
 
 
@@ -334,6 +336,30 @@ def test_memory_analysis(num_devices):
         assert bucket["peak_bytes"] >= analysis["weights_bytes"] + pool_bytes + bucket["temp_bytes"]
 
 
+@pytest.mark.parametrize("preset", ["llama-tiny", "opt-tiny"])
+def test_groups_of_layers_are_one_model(preset):
+    """One group or two, which take no arrays twice but a tied head's, and at most as many as layers."""
+    talks, leaves = [], []
+    for num_groups in (1, 9):
+        config = engine_config()
+        config = dataclasses.replace(
+            config, runner=dataclasses.replace(config.runner, num_layer_groups=num_groups)
+        )
+        runner = ModelRunner(_model(preset, 1), config, make_mesh(1))
+        runner.warm_up()
+        assert len(runner.storage.groups) == len(runner.device_pools.groups) == min(num_groups, 2)
+        leaves.append([len(part[1]) for part in runner._parts])
+        stepper, talk = Stepper(runner), Talk(random_ids(30, seed=12), pages=[3, 6, 8])
+        stepper.step(Row(talk, 0, 30, samples=True))
+        stepper.step(Row(talk, 30, 31, samples=True))
+        talks.append(talk)
+    assert talks[0].outputs == talks[1].outputs
+    assert_equals_reference(preset, talks[1])
+    (whole,), (first, last) = leaves
+    assert first + last == whole + _model(preset, 1).config.tie_word_embeddings
+    assert first < whole and last < whole
+
+
 def test_layouts():
     """Rows, samples and the context's pages, capped by the bucket."""
     small, large = (runner_for().layouts[bucket] for bucket in BUCKETS)
@@ -343,7 +369,7 @@ def test_layouts():
 
 
 def test_warm_up_reports_progress():
-    """One call per executable: two buckets, and six sampler modes for four rows. Equal models share them."""
+    """One call per executable: two buckets, six sampler modes. Equal models share them."""
     runner_for()
     runner = ModelRunner(_model("llama-tiny", 1), engine_config(), make_mesh(1))
     calls = []
@@ -358,10 +384,10 @@ def test_pools_that_cannot_fit_are_refused(monkeypatch):
     model, mesh = _model("llama-tiny", 1), make_mesh(1)
     analysis = runner_for().memory_analysis()
     resident_bytes = analysis["weights_bytes"] + analysis["kv_pool_bytes"]
-    monkeypatch.setattr(model_runner, "_memory_limit_bytes", lambda device: resident_bytes - 1)
+    monkeypatch.setattr(device_memory, "memory_limit_bytes", lambda device: resident_bytes - 1)
     with pytest.raises(ConfigError, match=rf"cache\.gpu_pages is {GPU_PAGES}.*at most {GPU_PAGES - 1}"):
         ModelRunner(model, engine_config(), mesh)
-    monkeypatch.setattr(model_runner, "_memory_limit_bytes", lambda device: resident_bytes + 100)
+    monkeypatch.setattr(device_memory, "memory_limit_bytes", lambda device: resident_bytes + 100)
     runner = ModelRunner(model, engine_config(), mesh)
     with pytest.raises(ConfigError, match=r"cache\.gpu_pages"):
         runner.warm_up()
@@ -425,7 +451,7 @@ def test_a_failed_step_is_a_typed_error(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setitem(runner._forward, 64, fail)
+        patch.setitem(runner._forward, 64, [fail])
         with pytest.raises(StepFailedError, match="RESOURCE_EXHAUSTED"):
             stepper.step(Row(talk, 0, 9, samples=True))
     runner.reset()

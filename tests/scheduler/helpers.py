@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pensieve_jax.config import SchedulerConfig
 from pensieve_jax.core.conversation import PENDING_TOKEN, Conversation
 from pensieve_jax.core.sampling_params import SamplingParams
@@ -19,13 +21,14 @@ class Desk:
     def __init__(
         self,
         num_pages: int = 40,
+        cpu_pages: int = 0,
         *,
         max_num_running: int = 4,
         max_num_batched_tokens: int = 64,
         max_num_rows: int | None = None,
-        reserve_pages: int = 0,
+        **cache: Any,
     ) -> None:
-        self.cache = Cache(num_pages, reserve_pages=reserve_pages)
+        self.cache = Cache(num_pages, cpu_pages, **cache)
         config = SchedulerConfig(
             max_num_running=max_num_running,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -130,7 +130,7 @@ def outputs(draw):
             grants.append(Grant(request, draw(st.integers(0, first_end - 1)), first_end, False))
         grants.append(Grant(request, start, end, end == length))
     num_tokens = sum(grant.end - grant.start for grant in grants)
-    return SchedulerOutput(tuple(grants), num_tokens, (), (), ())
+    return SchedulerOutput(tuple(grants), num_tokens, (), (), (), (), (), ())
 
 
 @settings(max_examples=200, deadline=None)

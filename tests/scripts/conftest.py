@@ -41,7 +41,7 @@ def llm(compilation_cache) -> Iterator[LLM]:
 
 
 @pytest.fixture
-def launch(llm, monkeypatch) -> Iterator[Launch]:
+def launch(request, monkeypatch) -> Iterator[Launch]:
     """Run a script's `main` with flags given by name, on the shared model if it opens one by `open_llm`."""
     before = set(flags.FLAGS)
 
@@ -55,6 +55,7 @@ def launch(llm, monkeypatch) -> Iterator[Launch]:
         module.define_flags()
         flags.FLAGS([script, *(f"--{name}={value}" for name, value in values.items())])
         if shared_llm:
+            llm = request.getfixturevalue("llm")
             monkeypatch.setattr(module, "open_llm", lambda **_: contextlib.nullcontext(llm))
         status: int = module.main()
         return status

@@ -187,3 +187,20 @@ def test_another_prompt_in_the_history_is_refused(launch, llm, tmp_path):
     with pytest.raises(ValueError, match="what the history has as turn 0 of 'other'"):
         launch("generate", input=path, output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_timeline_is_drawn(launch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path, picture = write_input(tmp_path, *three("drawn")), tmp_path / "out.png"
+    flags = {"max_tokens": 6, "ignore_eos": True, "timeline": picture}
+    assert launch("generate", input=path, output=tmp_path / "out", **flags) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "swapped in" in out and "MB out" in out and "stalled s" in out
+
+
+def test_a_timeline_without_matplotlib_is_refused_before_the_model_is_loaded(launch, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate.check_timeline.__globals__["importlib"].util, "find_spec", lambda _: None)
+    path = write_input(tmp_path, *three("undrawn"))
+    flags = {"input": path, "output": tmp_path / "out", "timeline": tmp_path / "out.png"}
+    assert "pip install matplotlib" in refusal(launch, monkeypatch, **flags)

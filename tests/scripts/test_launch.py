@@ -25,10 +25,12 @@ def start(*command, **options):
     )
 
 
-@pytest.mark.parametrize("script", ["generate", "chat", "check_serving"])
+@pytest.mark.parametrize(
+    "script", ["generate", "chat", "check_serving", "compare_variants", "benchmark_swaps"]
+)
 def test_help_shows_the_shared_flags(script):
     done = start(f"scripts/{script}.py", "--help", stdout=subprocess.PIPE)
-    for flag in ("--model", "--gpu_pages", "--policy", "--[no]progress"):
+    for flag in ("--model", "--gpu_pages", "--cpu_bytes", "--policy", "--[no]progress"):
         assert f"  {flag}: " in done.stdout
 
 
@@ -39,6 +41,8 @@ def test_help_shows_the_shared_flags(script):
         ("benchmark_scheduler", "--model=nope", "llama2-13b"),
         ("benchmark_scheduler", "--attention_backend=q", "pallas_triton"),
         ("benchmark_kernels", "--dtype=int8", "bfloat16"),
+        ("benchmark_swaps", "--parts=x", "beside"),
+        ("compare_variants", "--cpu_bytes=lots", "16GiB"),
         ("benchmark_kernels", "--backend=pallas_triton", "xla"),
         ("benchmark_kernels", "--cases=nope", "tiny"),
         ("generate", "--nope", "--help"),

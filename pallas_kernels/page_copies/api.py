@@ -1,0 +1,123 @@
+"""The two copies, their checks, the choice of a back end, and the back end that always works.
+
+Owns: what a batch of pages and its padding mean. Does not know what pages hold, or where the arrays go.
+Called by: the engine's transfers, inside a jit and, with several devices, inside `shard_map`, so shapes are
+one shard's.
+
+A page of several layers lies in as many pools; a *chunk* here is the same page of all of them as one array
+[num_layers, page_size, 2 * num_kv_heads, head_dim], which is what moves between memories in one piece.
+Batches have fixed sizes: page 0 is padding. Gathering it reads the pool's dummy page, whatever that holds;
+scattering to it writes nothing, as to any page past the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.page_copies.pallas_triton import triton_gather, triton_scatter
+from pallas_kernels.ragged_paged_attention import triton_device_limit
+
+_BACKENDS = ("xla", "pallas_triton")
+_MIN_LANES = 16  # Triton's blocks are powers of two; narrower rows are not worth a kernel
+
+
+class PageCopyError(ValueError):
+    """An argument that does not fit the pools; the message says which, and what would."""
+
+
+def choose_backend(page_shape: tuple[int, ...], device: jax.Device) -> str:
+    """The fastest back end for pages of [page_size, 2 * num_kv_heads, head_dim] on `device`."""
+    served = _triton_serves(page_shape) and triton_device_limit(device) is None
+    return "pallas_triton" if served else "xla"
+
+
+def gather_pages(
+    pools: Sequence[jax.Array], pages: jax.Array, *, backend: str = "xla", interpret: bool = False
+) -> list[jax.Array]:
+    """One chunk for every entry of `pages`.
+
+    Args:
+      pools: one per layer, [num_pages, page_size, 2 * num_kv_heads, head_dim] each.
+      pages: i32[num_chunks], inside the pools.
+      backend: "xla" or "pallas_triton"; see `choose_backend`.
+      interpret: run the Triton kernel without a GPU, slowly.
+
+    Returns:
+      num_chunks arrays [num_layers, page_size, 2 * num_kv_heads, head_dim].
+
+    Raises:
+      PageCopyError: shapes that do not belong together, or that the back end does not serve.
+    """
+    _check(pools, pages, backend)
+    if backend == "pallas_triton":
+        return triton_gather(pools, pages, interpret=interpret)
+    chunks = jnp.stack([pool.at[pages].get(mode="promise_in_bounds") for pool in pools], axis=1)
+    return [chunks[i] for i in range(pages.shape[0])]
+
+
+def scatter_pages(
+    pools: Sequence[jax.Array],
+    chunks: Sequence[jax.Array],
+    pages: jax.Array,
+    *,
+    backend: str = "xla",
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """The pools with every chunk written to its page, in place where the pools are donated.
+
+    Args:
+      pools: as in `gather_pages`.
+      chunks: arrays [num_layers, page_size, 2 * num_kv_heads, head_dim]; the same one may stand for padding.
+      pages: i32[len(chunks)], different from each other but for padding: 0, or past the pool.
+      backend: as in `gather_pages`.
+      interpret: as in `gather_pages`.
+
+    Raises:
+      PageCopyError: shapes that do not belong together, or that the back end does not serve.
+    """
+    _check(pools, pages, backend)
+    expected = (len(pools), *pools[0].shape[1:])
+    for i, chunk in enumerate(chunks):
+        if chunk.shape != expected or chunk.dtype != pools[0].dtype:
+            raise PageCopyError(
+                f"chunks[{i}] is {chunk.dtype.name}{list(chunk.shape)}, but must be "
+                f"{pools[0].dtype.name}{list(expected)} as the pools are"
+            )
+    if len(chunks) != pages.shape[0]:
+        raise PageCopyError(f"{len(chunks)} chunks are given for {pages.shape[0]} pages")
+    num_pages = pools[0].shape[0]
+    if backend == "pallas_triton":
+        return triton_scatter(pools, chunks, pages, interpret=interpret)
+    stacked = jnp.stack(chunks)
+    pages = jnp.where(pages > 0, pages, num_pages)
+    return [
+        pool.at[pages].set(stacked[:, layer], mode="drop", unique_indices=True)
+        for layer, pool in enumerate(pools)
+    ]
+
+
+def _triton_serves(page_shape: tuple[int, ...]) -> bool:
+    page_size, _, head_dim = page_shape
+    powers_of_two = page_size & (page_size - 1) == 0 and head_dim & (head_dim - 1) == 0
+    return powers_of_two and page_size >= _MIN_LANES and head_dim >= _MIN_LANES
+
+
+def _check(pools: Sequence[jax.Array], pages: jax.Array, backend: str) -> None:
+    shapes = {(pool.shape, pool.dtype.name) for pool in pools}
+    if len(shapes) != 1 or pools[0].ndim != 4:
+        raise PageCopyError(
+            f"pools are {sorted(shapes)}, but must be one or more of one shape "
+            "(num_pages, page_size, 2 * num_kv_heads, head_dim) and one dtype"
+        )
+    if pages.ndim != 1 or pages.dtype != jnp.int32:
+        raise PageCopyError(f"pages are {pages.dtype.name}{list(pages.shape)}, but must be int32[num_chunks]")
+    if backend not in _BACKENDS:
+        raise PageCopyError(f"backend is {backend!r}, but must be one of {_BACKENDS}")
+    if backend == "pallas_triton" and not _triton_serves(pools[0].shape[1:]):
+        raise PageCopyError(
+            f"pallas_triton copies pages of {_MIN_LANES} or more tokens and head_dim, powers of two; "
+            f"use backend 'xla' for {pools[0].shape[1:]}"
+        )

@@ -1,0 +1,124 @@
+"""Page copies through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
+
+Owns: the two kernels and their launches. Does not know what a page number means beyond its range.
+Called by: `api`. Upstream has deprecated this back end, so nothing outside this file imports from it.
+
+XLA must stack the chunks before it can scatter them, or copies layer by layer: many small operations. Here
+one launch moves a few chunks, between their own arrays and all pools. The pools are separate buffers, so a
+program compares its layer with each of them; a program moves one layer and one head row of every chunk of the
+launch, so that several loads are in flight. Which chunks of the batch a launch moves comes as an array, so
+that all launches of an executable are one and the same kernel, compiled once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+_MAX_CHUNKS_PER_LAUNCH = 4
+_MAX_TILE_BYTES = 32 * 1024  # of all chunks that a program moves at once: what its registers hold
+_NUM_WARPS = 4
+
+
+def triton_gather(pools: Sequence[jax.Array], pages: jax.Array, *, interpret: bool) -> list[jax.Array]:
+    """See `api.gather_pages`; arguments are already checked."""
+    chunks: list[jax.Array] = []
+    for first, num_chunks in _launches(pools[0], pages.shape[0]):
+        chunks += _gather(list(pools), pages, first, num_chunks=num_chunks, interpret=interpret)
+    return chunks
+
+
+def triton_scatter(
+    pools: Sequence[jax.Array], chunks: Sequence[jax.Array], pages: jax.Array, *, interpret: bool
+) -> list[jax.Array]:
+    """See `api.scatter_pages`; arguments are already checked."""
+    updated, rest = list(pools), list(chunks)
+    for first, num_chunks in _launches(pools[0], len(chunks)):
+        updated = _scatter(updated, rest[:num_chunks], pages, first, interpret=interpret)
+        rest = rest[num_chunks:]
+    return updated
+
+
+@functools.partial(jax.jit, static_argnames=("num_chunks", "interpret"))  # lowered once for all launches
+def _gather(
+    pools: list[jax.Array], pages: jax.Array, first: jax.Array, *, num_chunks: int, interpret: bool
+) -> list[jax.Array]:
+    """One launch."""
+    shape = (len(pools), *pools[0].shape[1:])
+    return pl.pallas_call(
+        functools.partial(_gather_kernel, num_pools=len(pools)),
+        out_shape=[_like(pools[0], shape)] * num_chunks,
+        grid=(len(pools), shape[2]),
+        compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
+        interpret=interpret,
+        name=f"gather_pages_{num_chunks}",
+    )(pages, first, *pools)
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def _scatter(
+    pools: list[jax.Array], chunks: list[jax.Array], pages: jax.Array, first: jax.Array, *, interpret: bool
+) -> list[jax.Array]:
+    """One launch."""
+    num_inputs = 2 + len(chunks)
+    written = pl.pallas_call(
+        functools.partial(_scatter_kernel, num_chunks=len(chunks)),
+        out_shape=[_like(pool, pool.shape) for pool in pools],
+        grid=(len(pools), pools[0].shape[2]),
+        input_output_aliases={num_inputs + i: i for i in range(len(pools))},
+        compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
+        interpret=interpret,
+        name=f"scatter_pages_{len(chunks)}",
+    )(pages, first, *chunks, *pools)
+    return list(written)  # as `pools`: a compiled caller tells lists from tuples
+
+
+def _launches(pool: jax.Array, num_chunks: int) -> Iterator[tuple[jax.Array, int]]:
+    """i32[1] first chunk and number of chunks of every launch."""
+    _, page_size, _, head_dim = pool.shape
+    tile_bytes = page_size * head_dim * pool.dtype.itemsize
+    step = max(1, min(_MAX_CHUNKS_PER_LAUNCH, _MAX_TILE_BYTES // tile_bytes))
+    for first in range(0, num_chunks, step):
+        yield jnp.full((1,), first, jnp.int32), min(step, num_chunks - first)
+
+
+def _like(pool: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    manual = jax.typeof(pool).manual_axis_type
+    return jax.ShapeDtypeStruct(shape, pool.dtype, manual_axis_type=manual)
+
+
+def _gather_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_pools: int) -> None:
+    """One layer and one head row of every chunk; `refs` are the pools, then the chunks."""
+    pool_refs, chunk_refs = refs[:num_pools], refs[num_pools:]
+    layer, head, first = pl.program_id(0), pl.program_id(1), first_ref[0]
+    for pool_index, pool_ref in enumerate(pool_refs):
+
+        @pl.when(layer == pool_index)
+        def copy(pool_index: int = pool_index, pool_ref: Any = pool_ref) -> None:
+            rows = [pool_ref[pages_ref[first + i], :, head, :] for i in range(len(chunk_refs))]
+            for chunk_ref, row in zip(chunk_refs, rows, strict=True):
+                chunk_ref[pool_index, :, head, :] = row
+
+
+def _scatter_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_chunks: int) -> None:
+    """The same the other way; `refs` are the chunks, the aliased pools (unused), then the pools."""
+    chunk_refs, pool_refs = refs[:num_chunks], refs[num_chunks + (len(refs) - num_chunks) // 2 :]
+    layer, head, first = pl.program_id(0), pl.program_id(1), first_ref[0]
+    num_pages = pool_refs[0].shape[0]
+    for pool_index, pool_ref in enumerate(pool_refs):
+
+        @pl.when(layer == pool_index)
+        def copy(pool_index: int = pool_index, pool_ref: Any = pool_ref) -> None:
+            rows = [chunk_ref[pool_index, :, head, :] for chunk_ref in chunk_refs]
+            for i, row in enumerate(rows):
+                page = pages_ref[first + i]
+
+                @pl.when((page > 0) & (page < num_pages))
+                def store(page: Any = page, row: Any = row) -> None:
+                    pool_ref[page, :, head, :] = row

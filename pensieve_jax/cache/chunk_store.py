@@ -1,0 +1,285 @@
+"""What can be done to one chunk, in both tiers, and the counts that follow from it.
+
+Owns: the pages and slots, who is idle, queued or running, how many chunks of each stand on which shelf, and
+the copies in flight, with what they still use of chunks that have gone on without them (orphans).
+Does not know: why: who gives way is the evictor's business, who may join is the manager's.
+Called by: `Evictor` and `CacheManager`. A chunk is named by the sequence that owns it and its index there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from pensieve_jax.cache.copies import Copy
+from pensieve_jax.cache.page_pool import PagePool
+from pensieve_jax.cache.sequence import NUM_SHELVES, CachedSequence, Chunk, Role
+from pensieve_jax.cache.states import ChunkEvent, ChunkState, Shelf
+
+
+@dataclass(slots=True)
+class Flight:
+    """A copy in flight. An orphan has no owner, and keeps the page and slot that nobody else may use yet."""
+
+    owner: CachedSequence | None
+    index: int
+    is_in: bool
+    page: int = 0
+    slot: int = 0
+
+
+class ChunkStore:
+    """All chunks.
+
+    Attributes:
+      pages: of device memory.
+      slots: of host memory.
+      members: sequences by role, in the order in which they took it, which makes ties reproducible.
+      num_on: own chunks of the members of a role, by shelf.
+      num_copies_in, num_copies_out: in flight, orphans included.
+    """
+
+    def __init__(self, num_pages: int, num_slots: int, chunk_tokens: int) -> None:
+        """Everything free."""
+        self.pages = PagePool(num_pages)
+        self.slots = PagePool(num_slots)
+        self.members: dict[Role, dict[CachedSequence, None]] = {role: {} for role in Role}
+        self.num_on: dict[Role, list[int]] = {role: [0] * NUM_SHELVES for role in Role}
+        self.num_copies_in = 0
+        self.num_copies_out = 0
+        self._chunk_tokens = chunk_tokens
+        self._flights: dict[int, Flight] = {}
+        self._num_copies = 0
+        self._swap_outs: list[Copy] = []
+        self._swap_ins: list[Copy] = []
+        self._drops: list[tuple[str, int]] = []
+
+    # Sequences
+
+    def __iter__(self) -> Iterator[CachedSequence]:
+        """Every sequence."""
+        for members in self.members.values():
+            yield from members
+
+    def add(self, sequence: CachedSequence) -> None:
+        """A new sequence, without chunks."""
+        self.members[sequence.role][sequence] = None
+
+    def remove(self, sequence: CachedSequence) -> None:
+        """Forget a sequence that has no chunks of its own left."""
+        del self.members[sequence.role][sequence]
+
+    def set_role(self, sequence: CachedSequence, role: Role) -> None:
+        """Move a sequence, with its counts, to the end of a role's members."""
+        del self.members[sequence.role][sequence]
+        self.members[role][sequence] = None
+        before, after = self.num_on[sequence.role], self.num_on[role]
+        for shelf, number in enumerate(sequence.num_on):
+            before[shelf] -= number
+            after[shelf] += number
+        sequence.role = role
+
+    def extend(self, sequence: CachedSequence, num_chunks: int) -> None:
+        """Give a sequence chunks that are dropped, up to `num_chunks` in all."""
+        while len(sequence.chunks) < num_chunks:
+            sequence.chunks.append(Chunk())
+            sequence.set_row(len(sequence.chunks) - 1, 0)
+            self._count(sequence, len(sequence.chunks) - 1, Shelf.ABSENT, 1)
+
+    def shorten(self, sequence: CachedSequence) -> None:
+        """Take the last own chunk away."""
+        index = len(sequence.chunks) - 1
+        if sequence.chunks[index].state is not ChunkState.DROPPED:
+            self._discard(sequence, index)
+        self._count(sequence, index, Shelf.ABSENT, -1)
+        sequence.chunks.pop()
+
+    def trim(self, sequence: CachedSequence) -> None:
+        """Restore the invariant at the tail: no chunk past the computed length, none dropped at the end."""
+        chunks = sequence.chunks
+        while len(chunks) > sequence.num_shared and not sequence.is_prefix:
+            start = (len(chunks) - 1) * self._chunk_tokens
+            if start < sequence.num_kv_tokens and chunks[-1].state is not ChunkState.DROPPED:
+                return
+            self.shorten(sequence)
+            sequence.num_kv_tokens = min(sequence.num_kv_tokens, start)
+
+    # One chunk
+
+    def reserve(self, sequence: CachedSequence, index: int, page: int) -> None:
+        """A dropped chunk gets a page to be computed into."""
+        self._apply(sequence, index, ChunkEvent.RESERVE)
+        sequence.set_page(index, page)
+
+    def cancel_reserved(self, sequence: CachedSequence) -> None:
+        """Free the pages that were set aside and not written."""
+        for index in range(sequence.num_shared, len(sequence.chunks)):
+            if sequence.chunks[index].state is ChunkState.RESERVED:
+                self._apply(sequence, index, ChunkEvent.CANCEL)
+                self._free_page(sequence, index)
+
+    def write(self, sequence: CachedSequence, index: int) -> None:
+        """A step that writes the chunk was granted: it is readable, and a copy of it out of date."""
+        chunk = sequence.chunks[index]
+        if chunk.state is ChunkState.RESERVED:
+            self._apply(sequence, index, ChunkEvent.FILL)
+        elif chunk.slot:
+            self.give_slot(sequence, index)
+
+    def swap_out(self, sequence: CachedSequence, index: int, slot: int) -> None:
+        """Begin to copy a page to `slot`."""
+        self._apply(sequence, index, ChunkEvent.SWAP_OUT)
+        sequence.chunks[index].slot = slot
+        self._swap_outs.append(self._take_off(sequence, index, is_in=False))
+
+    def swap_in(self, sequence: CachedSequence, index: int, page: int) -> None:
+        """Begin to copy a slot to `page`."""
+        self._apply(sequence, index, ChunkEvent.SWAP_IN)
+        sequence.set_page(index, page)
+        self._swap_ins.append(self._take_off(sequence, index, is_in=True))
+
+    def give_page(self, sequence: CachedSequence, index: int) -> None:
+        """Free the page of a chunk that is copied, or was read by its copy."""
+        self._apply(sequence, index, ChunkEvent.GIVE_PAGE)
+        self._free_page(sequence, index)
+
+    def give_slot(self, sequence: CachedSequence, index: int) -> None:
+        """Free the slot of a chunk that is on the gpu as well; a copy in flight keeps it until its end."""
+        self._apply(sequence, index, ChunkEvent.GIVE_SLOT)
+        self._orphan(sequence.chunks[index])
+        self._free_slot(sequence.chunks[index])
+
+    def drop(self, sequence: CachedSequence, index: int) -> None:
+        """Forget a chunk to make room."""
+        self._discard(sequence, index)
+        self._drops.append((sequence.sequence_id, index))
+
+    # Copies
+
+    def take_copies(self) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
+        """Copies out and copies in that began since the last call."""
+        outs, ins = tuple(self._swap_outs), tuple(self._swap_ins)
+        self._swap_outs, self._swap_ins = [], []
+        return outs, ins
+
+    def take_drops(self) -> tuple[tuple[str, int], ...]:
+        """(sequence id, chunk index) of what was dropped to make room since the last call."""
+        drops, self._drops = tuple(self._drops), []
+        return drops
+
+    def complete(self, copy_ids: Iterable[int]) -> None:
+        """These copies are complete; what orphans kept is free."""
+        for copy_id in copy_ids:
+            flight = self._flights.pop(copy_id)
+            self._count_flight(flight, -1)
+            if flight.owner is None:
+                self._free_orphan(flight)
+            else:
+                flight.owner.chunks[flight.index].copy_id = 0
+                self._apply(flight.owner, flight.index, ChunkEvent.ARRIVE)
+
+    def copies_of(self, sequence: CachedSequence) -> list[int]:
+        """Copies in flight of a sequence's own chunks that it cannot be read without."""
+        shelves = (Shelf.ARRIVING, Shelf.DEPARTING)
+        if not any(sequence.num_on[shelf] for shelf in shelves):
+            return []
+        return [chunk.copy_id for chunk in sequence.chunks[sequence.num_shared :] if chunk.shelf in shelves]
+
+    def copies_that_hold_pages(self) -> list[int]:
+        """Copies in flight whose pages nobody can take before they are complete."""
+        return [copy_id for copy_id, flight in self._flights.items() if flight.is_in]
+
+    @property
+    def flights(self) -> Iterable[tuple[int, Flight]]:
+        """Copies in flight by id, for checks."""
+        return self._flights.items()
+
+    def lose_device(self) -> None:
+        """The device's pages are gone, with everything in flight: what is left is what slots hold."""
+        self._swap_outs, self._swap_ins = [], []
+        for flight in self._flights.values():
+            if flight.owner is None:
+                self._free_orphan(flight)
+            else:
+                flight.owner.chunks[flight.index].copy_id = 0
+        self._flights.clear()
+        self.num_copies_in = self.num_copies_out = 0
+        for sequence in self:
+            self.cancel_reserved(sequence)
+            for index in range(sequence.num_shared, len(sequence.chunks)):
+                self._lose_page(sequence, index)
+            if sequence.role is not Role.RUNNING:
+                self.trim(sequence)
+
+    # Inside
+
+    def _apply(self, sequence: CachedSequence, index: int, event: ChunkEvent) -> None:
+        chunk = sequence.chunks[index]
+        before = chunk.shelf
+        chunk.apply(event)
+        if chunk.shelf is not before:
+            self._count(sequence, index, before, -1)
+            self._count(sequence, index, chunk.shelf, 1)
+
+    def _count(self, sequence: CachedSequence, index: int, shelf: Shelf, change: int) -> None:
+        sequence.count(index, shelf, change)
+        self.num_on[sequence.role][shelf] += change
+
+    def _count_flight(self, flight: Flight, change: int) -> None:
+        if flight.is_in:
+            self.num_copies_in += change
+        else:
+            self.num_copies_out += change
+
+    def _take_off(self, sequence: CachedSequence, index: int, *, is_in: bool) -> Copy:
+        chunk = sequence.chunks[index]
+        self._num_copies += 1
+        chunk.copy_id = self._num_copies
+        flight = self._flights[chunk.copy_id] = Flight(sequence, index, is_in)
+        self._count_flight(flight, 1)
+        return Copy(chunk.copy_id, chunk.page, chunk.slot)
+
+    def _orphan(self, chunk: Chunk) -> None:
+        """Leave to a chunk's copy, if one is in flight, what it uses."""
+        if not chunk.copy_id:
+            return
+        flight = self._flights[chunk.copy_id]
+        flight.owner, chunk.copy_id = None, 0
+        flight.slot, chunk.slot = chunk.slot, 0
+        if flight.is_in:
+            flight.page, chunk.page = chunk.page, 0
+
+    def _discard(self, sequence: CachedSequence, index: int) -> None:
+        """Forget a chunk, whatever it is."""
+        chunk = sequence.chunks[index]
+        reserved = chunk.state is ChunkState.RESERVED
+        self._apply(sequence, index, ChunkEvent.CANCEL if reserved else ChunkEvent.DROP)
+        self._orphan(chunk)
+        self._free_page(sequence, index)
+        self._free_slot(chunk)
+
+    def _lose_page(self, sequence: CachedSequence, index: int) -> None:
+        state = sequence.chunks[index].state
+        if state is ChunkState.ON_BOTH:
+            self.give_page(sequence, index)
+        elif state is ChunkState.COPYING_IN:
+            self._apply(sequence, index, ChunkEvent.CANCEL)
+            self._free_page(sequence, index)
+        elif state not in (ChunkState.ON_CPU, ChunkState.DROPPED):
+            self.drop(sequence, index)
+
+    def _free_page(self, sequence: CachedSequence, index: int) -> None:
+        if sequence.chunks[index].page:
+            self.pages.free(sequence.chunks[index].page)
+        sequence.set_page(index, 0)
+
+    def _free_slot(self, chunk: Chunk) -> None:
+        if chunk.slot:
+            self.slots.free(chunk.slot)
+            chunk.slot = 0
+
+    def _free_orphan(self, flight: Flight) -> None:
+        if flight.page:
+            self.pages.free(flight.page)
+        if flight.slot:
+            self.slots.free(flight.slot)

@@ -1,0 +1,223 @@
+"""Who gives way when a page or a slot is needed, and what is copied out before anybody needs room.
+
+Owns: the order among idle sequences (the policy's), then queued ones (the latest arrival first), and which
+kind of place goes first: pages with a copy, then pages that must be copied or dropped.
+Does not know: what the room is for.
+Called by: `CacheManager`, within a scheduling pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pensieve_jax.cache.chunk_store import ChunkStore
+from pensieve_jax.cache.policies import EvictionPolicy, VictimQueue
+from pensieve_jax.cache.sequence import CachedSequence, Role
+from pensieve_jax.cache.states import ChunkState, Shelf
+from pensieve_jax.core.clock import Clock
+
+_MAX_AHEAD = 16  # pages copied beyond the threshold at a time, so that idle chunks are not ordered every step
+
+
+class Evictor:
+    """Finds pages and slots.
+
+    Attributes:
+      num_forced_swap_outs: chunks whose page was needed before they had been copied out.
+    """
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        policy: EvictionPolicy,
+        clock: Clock,
+        *,
+        num_clean_pages: int,
+        max_num_copies: int,
+        retrieval_priority: bool,
+    ) -> None:
+        """`num_clean_pages` are kept free or copied, by at most `max_num_copies` copies in flight."""
+        self._store = store
+        self._policy = policy
+        self._clock = clock
+        self._num_clean_pages = num_clean_pages
+        self._num_ahead = max(1, min(_MAX_AHEAD, num_clean_pages // 4))
+        self._max_num_copies = max_num_copies
+        self._retrieval_priority = retrieval_priority
+        self._queues: dict[Shelf, VictimQueue] = {}
+        self._lenders: Iterator[tuple[CachedSequence, int]] = self._chunks_on_both()
+        self.num_forced_swap_outs = 0
+
+    def begin_pass(self) -> None:
+        """Order victims afresh when the first is needed; who goes idle within the pass comes last."""
+        self._queues.clear()
+        self._lenders = self._chunks_on_both()
+
+    def take_page(self, arrival: int) -> int | None:
+        """A page for a request; None where nobody gives way to it."""
+        if not self._store.pages.num_free and not self._free_page(arrival):
+            return None
+        return self._store.pages.allocate()
+
+    def take_spare_page(self) -> int | None:
+        """A page that costs nobody anything: free, or of an idle chunk that has a copy."""
+        if not self._store.pages.num_free and not self._free_clean_page():
+            return None
+        return self._store.pages.allocate()
+
+    def swap_out_ahead(self) -> None:
+        """Copy out the idle chunks of the lowest worth while too few pages are free or copied (4.3.2).
+
+        Their pages stay valid, and go to whoever needs them later; a conversation that comes back before
+        that has lost nothing. Retrieval comes first: nothing begins while a chunk is being copied in.
+        """
+        store = self._store
+        if not store.slots.num_pages or (self._retrieval_priority and store.num_copies_in):
+            return
+        num_clean = store.pages.num_free + sum(
+            store.num_on[role][Shelf.CLEAN] for role in (Role.IDLE, Role.QUEUED)
+        )
+        if num_clean >= self._num_clean_pages:
+            return
+        num_missing = self._num_clean_pages + self._num_ahead - num_clean
+        for _ in range(min(num_missing, self._max_num_copies - store.num_copies_out)):
+            victim = self._victim(Shelf.DIRTY)
+            if victim is None:
+                return
+            sequence, indices, worth = victim
+            slot = self._take_slot(worth, sequence)
+            if slot is None:
+                return  # everything in host memory is worth more: this chunk is dropped when its turn comes
+            store.swap_out(sequence, indices[0], slot)
+            store.trim(sequence)
+
+    def push_out(self, sequence: CachedSequence, max_num_chunks: int) -> int:
+        """Take pages of an idle sequence, leading first, as if they were needed; returns how many."""
+        indices = sorted(sequence.indices_on(Shelf.CLEAN) + sequence.indices_on(Shelf.DIRTY))[:max_num_chunks]
+        for index in indices:
+            if sequence.chunks[index].shelf is Shelf.CLEAN:
+                self._store.give_page(sequence, index)
+            else:
+                self._push_out(sequence, index, None)
+        self._store.trim(sequence)
+        return len(indices)
+
+    # Pages
+
+    def _free_page(self, arrival: int) -> bool:
+        """Free the pages of one victim group, idle chunks before those of later arrivals."""
+        if self._free_clean_page():
+            return True
+        victim = self._victim(Shelf.DIRTY)
+        if victim is not None:
+            sequence, indices, worth = victim
+            for index in indices:
+                self._push_out(sequence, index, worth)
+            self._store.trim(sequence)
+            return True
+        for sequence in self._latest_queued(arrival):
+            for shelf in (Shelf.CLEAN, Shelf.DIRTY):
+                if sequence.num_on[shelf]:
+                    self._free_page_of_queued(sequence, shelf)
+                    return True
+        return False
+
+    def _free_clean_page(self) -> bool:
+        victim = self._victim(Shelf.CLEAN)
+        if victim is None:
+            return False
+        sequence, indices, _ = victim
+        for index in indices:
+            self._store.give_page(sequence, index)
+        return True
+
+    def _free_page_of_queued(self, sequence: CachedSequence, shelf: Shelf) -> None:
+        for index in self._policy.frontier(sequence, shelf):
+            if shelf is Shelf.CLEAN:
+                self._store.give_page(sequence, index)
+            else:
+                self._push_out(sequence, index, None)
+        self._store.trim(sequence)
+
+    def _push_out(self, sequence: CachedSequence, index: int, worth: float | None) -> None:
+        """Take the page of a chunk that has no copy: the copy begins now, or the chunk is dropped."""
+        slot = self._take_slot(worth, sequence)
+        if slot is None:
+            self._store.drop(sequence, index)
+            return
+        self._store.swap_out(sequence, index, slot)
+        self._store.give_page(sequence, index)
+        self.num_forced_swap_outs += 1
+
+    # Slots
+
+    def _take_slot(self, worth: float | None, sequence: CachedSequence) -> int | None:
+        """A slot for a chunk of `sequence`; None where everything there is worth more.
+
+        `worth` None is a chunk of a queued request, which is worth more than anything idle.
+        """
+        slots = self._store.slots
+        if not slots.num_pages:
+            return None
+        if slots.num_free or self._borrow_slot() or self._drop_idle(worth, sequence):
+            return slots.allocate()
+        if worth is None and self._drop_queued(sequence):
+            return slots.allocate()
+        return None
+
+    def _borrow_slot(self) -> bool:
+        """Free the slot of a chunk that is on the gpu as well and does not give way before others."""
+        for sequence, index in self._lenders:
+            self._store.give_slot(sequence, index)
+            return True
+        return False
+
+    def _chunks_on_both(self) -> Iterator[tuple[CachedSequence, int]]:
+        """Chunks of running, then of queued sequences that are on the gpu as well, one look at each."""
+        for role in (Role.RUNNING, Role.QUEUED):
+            if not self._store.num_on[role][Shelf.CLEAN]:
+                continue
+            for sequence in tuple(self._store.members[role]):
+                for index in sequence.indices_on(Shelf.CLEAN) if sequence.num_on[Shelf.CLEAN] else ():
+                    if sequence.role is not role or index >= len(sequence.chunks):
+                        break  # it was suspended or cut since
+                    if sequence.chunks[index].state is ChunkState.ON_BOTH:
+                        yield sequence, index
+
+    def _drop_idle(self, worth: float | None, keep: CachedSequence) -> bool:
+        """Drop what is worth least in host memory, if it is not worth more than what wants its slot."""
+        victim = self._victim(Shelf.HOST)
+        if victim is None or (worth is not None and victim[2] > worth):
+            return False
+        sequence, indices, _ = victim
+        for index in indices:
+            self._store.drop(sequence, index)
+        if sequence is not keep:  # the caller restores that one's tail
+            self._store.trim(sequence)
+        return True
+
+    def _drop_queued(self, keep: CachedSequence) -> bool:
+        for sequence in self._latest_queued(keep.arrival):
+            if sequence.num_on[Shelf.HOST]:
+                for index in self._policy.frontier(sequence, Shelf.HOST):
+                    self._store.drop(sequence, index)
+                self._store.trim(sequence)
+                return True
+        return False
+
+    # Order
+
+    def _victim(self, shelf: Shelf) -> tuple[CachedSequence, tuple[int, ...], float] | None:
+        """The next idle victim on a shelf: its sequence, chunks and worth."""
+        queue = self._queues.get(shelf)
+        victim = None if queue is None else queue.peek()
+        if victim is None and self._store.num_on[Role.IDLE][shelf]:
+            idle = self._store.members[Role.IDLE]
+            queue = self._queues[shelf] = VictimQueue(self._policy, idle, shelf, self._clock.now())
+            victim = queue.peek()
+        return None if victim is None else (victim[0], tuple(victim[1]), victim[2])
+
+    def _latest_queued(self, arrival: int) -> Iterator[CachedSequence]:
+        """Queued sequences that arrived after `arrival`, the latest first."""
+        queued = sorted(self._store.members[Role.QUEUED], key=lambda s: -s.arrival)
+        return (sequence for sequence in queued if sequence.arrival > arrival)

@@ -1,0 +1,80 @@
+"""What must hold of the cache between any two calls; tests ask after every step.
+
+Owns: the checks. Does not know how what they check came about.
+Called by: `CacheManager.check_integrity`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pensieve_jax.cache.chunk_store import ChunkStore
+from pensieve_jax.cache.sequence import NUM_SHELVES, CachedSequence, Role
+from pensieve_jax.cache.states import IN_FLIGHT, WITH_PAGE, WITH_SLOT, ChunkState, Shelf
+
+
+def check_store(store: ChunkStore, chunk_tokens: int) -> None:
+    """Assert that states, places, copies, counts and roles agree, in the store and in both its pools."""
+    pages: list[int] = []
+    slots: list[int] = []
+    num_on = {role: [0] * NUM_SHELVES for role in Role}
+    flying: set[int] = set()
+    assert all(s.role is role for role, members in store.members.items() for s in members)
+    for sequence in store:
+        _check_sequence(sequence, chunk_tokens)
+        for chunk in sequence.chunks[sequence.num_shared :]:
+            num_on[sequence.role][chunk.shelf] += 1
+            pages.append(chunk.page)
+            slots.append(chunk.slot)
+            flying.add(chunk.copy_id)
+    flying.discard(0)
+    flights = dict(store.flights)
+    for copy_id, flight in flights.items():
+        owner = flight.owner
+        assert (owner is not None) == (copy_id in flying), f"copy {copy_id} lost its chunk"
+        assert owner is None or owner.chunks[flight.index].copy_id == copy_id
+        pages.append(flight.page)
+        slots.append(flight.slot)
+    assert flying <= flights.keys(), "a chunk waits for a copy that is not in flight"
+    assert store.num_copies_in == sum(flight.is_in for flight in flights.values())
+    assert store.num_copies_in + store.num_copies_out == len(flights)
+    assert num_on == store.num_on, f"{num_on} on shelves, counted {store.num_on}"
+    for places, pool in ((pages, store.pages), (slots, store.slots)):
+        owners = Counter(place for place in places if place)
+        assert all(count == 1 for count in owners.values()), "a place has two owners"
+        pool.check_integrity(dict(owners))
+    _check_prefixes(store)
+
+
+def _check_sequence(sequence: CachedSequence, chunk_tokens: int) -> None:
+    name = sequence.sequence_id
+    own_counts = [0] * NUM_SHELVES
+    row = sequence.page_row.tolist()
+    for index, chunk in enumerate(sequence.chunks):
+        state = chunk.state
+        assert (chunk.page != 0) == (state in WITH_PAGE), f"{name}[{index}] {state.value}, page {chunk.page}"
+        assert (chunk.slot != 0) == (state in WITH_SLOT), f"{name}[{index}] {state.value}, slot {chunk.slot}"
+        assert (chunk.copy_id != 0) == (state in IN_FLIGHT), f"{name}[{index}] {state.value}, a copy?"
+        if index < sequence.num_shared:
+            assert sequence.prefix is not None and chunk is sequence.prefix.chunks[index]
+            assert sequence.role is not Role.RUNNING or row[index] == chunk.page
+            continue
+        own_counts[chunk.shelf] += 1
+        assert row[index] == chunk.page, "the page row and a chunk disagree"
+        if state is ChunkState.RESERVED:
+            assert sequence.role is Role.RUNNING, "an unpinned sequence holds a reserved page"
+    assert own_counts == sequence.num_on, f"{name}: {own_counts} on shelves, counted {sequence.num_on}"
+    num_computed_chunks = -(-sequence.num_kv_tokens // chunk_tokens)
+    assert num_computed_chunks <= len(sequence.chunks), "computed tokens without a chunk"
+    if sequence.role is not Role.RUNNING:
+        assert num_computed_chunks == len(sequence.chunks), "a chunk past the computed tokens"
+        own = sequence.chunks[sequence.num_shared :]
+        assert not own or sequence.is_prefix or own[-1].shelf is not Shelf.ABSENT, "the tail is dropped"
+
+
+def _check_prefixes(store: ChunkStore) -> None:
+    for prefix in store:
+        if prefix.is_prefix:
+            num_users = sum(sequence.prefix is prefix for sequence in store.members[Role.RUNNING])
+            assert prefix.num_running_users == num_users
+            assert (prefix.role is Role.RUNNING) == (num_users > 0), "a prefix in use is not pinned"

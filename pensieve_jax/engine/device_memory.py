@@ -1,0 +1,90 @@
+"""What weights, pools and steps take of the device's memory, and the refusal of what cannot fit.
+
+Owns: the sums, over the executables of a step, and the device's own limit.
+Does not know: what the executables compute.
+Called by: `model_runner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from pensieve_jax.core.errors import ConfigError
+
+
+def memory_limit_bytes(device: jax.Device) -> int | None:
+    """What JAX may use of the device, or None where the device does not say."""
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def bytes_per_device(array: jax.Array) -> int:
+    """Bytes of one device's share of `array`."""
+    return int(np.prod(array.sharding.shard_shape(array.shape))) * array.dtype.itemsize
+
+
+def check_pools_fit(
+    device: jax.Device,
+    gpu_pages: int,
+    page_bytes: int,
+    *,
+    weights_bytes: int,
+    step_bytes: int,
+    staging_bytes: int,
+) -> None:
+    """Refuse pools that do not fit beside everything else, where the limit is known.
+
+    Raises:
+      ConfigError: names `cache.gpu_pages`, and the most that would fit.
+    """
+    limit_bytes = memory_limit_bytes(device)
+    if limit_bytes is None:
+        return
+    free_bytes = limit_bytes - weights_bytes - step_bytes - staging_bytes
+    num_pages = free_bytes // page_bytes - 1
+    if gpu_pages > num_pages:
+        staging = f"chunks in transit {staging_bytes:,}, " if staging_bytes else ""
+        raise ConfigError(
+            "cache.gpu_pages",
+            gpu_pages,
+            f"at most {max(num_pages, 0)}: of the device's {limit_bytes:,} bytes, weights take "
+            f"{weights_bytes:,}, a step {step_bytes:,}, {staging}and a page {page_bytes:,}",
+            "lower it, or raise runner.tensor_parallel_size or the share of memory that JAX may use",
+        )
+
+
+def step_memory(
+    groups: Sequence[jax.stages.Compiled], resident_bytes: int, handed_bytes: int
+) -> dict[str, int]:
+    """Bytes per device of one step, whose groups of layers run one after the other.
+
+    Args:
+      groups: the executables, in order.
+      resident_bytes: weights and pools, which are there anyway.
+      handed_bytes: the hidden state that every group but the first takes over from the one before.
+
+    Returns:
+      `argument_bytes`, `output_bytes` and `alias_bytes` summed over the groups, so that `alias_bytes` of at
+      least the pools' says that all are updated in place; of the rest the most that one group takes beside
+      what is resident: `temp_bytes`, `new_output_bytes` (no pools), both and what was handed over as
+      `step_bytes`, and `peak_bytes`, which is that and what is resident. Empty where XLA does not say.
+    """
+    stats = [each for each in (executable.memory_analysis() for executable in groups) if each is not None]
+    if len(stats) < len(groups):
+        return {}
+    new = [each.output_size_in_bytes - each.alias_size_in_bytes for each in stats]
+    step_bytes = max(
+        each.temp_size_in_bytes + new_bytes + (handed_bytes if i else 0)
+        for i, (each, new_bytes) in enumerate(zip(stats, new, strict=True))
+    )
+    return {
+        "argument_bytes": sum(each.argument_size_in_bytes for each in stats),
+        "output_bytes": sum(each.output_size_in_bytes for each in stats),
+        "alias_bytes": sum(each.alias_size_in_bytes for each in stats),
+        "new_output_bytes": max(new),
+        "temp_bytes": max(each.temp_size_in_bytes for each in stats),
+        "step_bytes": step_bytes,
+        "peak_bytes": resident_bytes + step_bytes,
+    }

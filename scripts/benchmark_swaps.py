@@ -1,0 +1,348 @@
+"""What moving chunks between the tiers costs the steps around it, on the engine itself.
+
+    python scripts/benchmark_swaps.py --model=random:llama2-13b-gqa10 --dtype=bfloat16
+
+- Bulk copies through the runner's transfers, against pinned ceilings of the same run.
+- A history that is swapped in while a crowd decodes, against the same turn with its history on the device.
+- Swap-outs at the rate at which the crowd fills pages, and in bursts.
+- Retrieval priority and prefetch, on and off.
+- An idle engine: the time to the first token with the history swapped in, on the device, and recomputed.
+
+Whatever is compared is measured in turn, in one process; figures are medians. Pages of both tiers and step
+sizes follow from the sizes asked for. The last line is one JSON document; the exit status is 1 if a target is
+missed, unless `--noenforce`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from absl import flags
+from common.bulk_copies import chunk_arrays, large_array, through_transfers
+from common.engine_flags import define_engine_flags, engine_config, shows_progress
+from common.launch import EXIT_FAILED, run
+from common.report import json_line, table
+from common.spread import Spread
+from common.swap_windows import RETURNER, Return, Stage
+
+from pensieve_jax import EngineConfig
+from pensieve_jax.assembly import Assembled, assemble
+from pensieve_jax.engine.device_transfers import DeviceTransfers
+
+FLAGS = flags.FLAGS
+Figures = dict[str, Any]
+
+
+def sized_config() -> EngineConfig:
+    """The flags' engine with room for the crowd, the donors and the returning conversation."""
+    config = engine_config()
+    chunk_tokens, chunks = config.cache.chunk_tokens, FLAGS.num_chunks
+    max_context = max(
+        FLAGS.context_tokens + FLAGS.max_crowd_tokens, chunks * chunk_tokens + FLAGS.prompt_tokens + 64
+    )
+    crowd_pages = FLAGS.num_decodes * -(-(FLAGS.context_tokens + FLAGS.max_crowd_tokens) // chunk_tokens)
+    donor_chunks = num_donors() * chunks
+    longest_step = chunks * chunk_tokens + FLAGS.prompt_tokens + 16
+    cache = dataclasses.replace(
+        config.cache,
+        gpu_pages=int((crowd_pages + donor_chunks + 4 * chunks) / 0.85),
+        cpu_pages=donor_chunks + 4 * chunks,
+        swap_out_fraction=0.0,  # nothing moves but what is asked for
+    )
+    scheduler = dataclasses.replace(
+        config.scheduler,
+        max_num_running=FLAGS.num_decodes + 1,
+        max_num_rows=None,
+        max_context_tokens=max_context,
+        max_num_batched_tokens=max(longest_step, FLAGS.num_decodes + 1 + chunk_tokens),
+        token_buckets=None,
+    )
+    small = -(-(FLAGS.prompt_tokens + 8) // 16) * 16
+    beside = -(-(FLAGS.num_decodes + FLAGS.prompt_tokens + 8) // 16) * 16
+    buckets = sorted({small, beside, scheduler.max_num_batched_tokens})
+    scheduler = dataclasses.replace(scheduler, token_buckets=tuple(buckets))
+    return dataclasses.replace(config, cache=cache, scheduler=scheduler)
+
+
+def num_donors() -> int:
+    """Conversations of `num_chunks` chunks that all windows with swap-outs take."""
+    rate = FLAGS.num_repeats * FLAGS.num_steps * chunks_per_step()
+    bursts = 2 * (FLAGS.num_repeats + 1) * FLAGS.num_chunks
+    return -(-(rate + bursts) // FLAGS.num_chunks) + 1
+
+
+def chunks_per_step() -> int:
+    """Pages that the crowd fills in a step."""
+    return max(FLAGS.num_decodes // FLAGS.chunk_tokens, 1)
+
+
+def bulk(parts: Assembled) -> Figures:
+    """Bytes a second each way: one large array, arrays like chunks, and chunks through the transfers."""
+    runner, repeats = parts.runner, FLAGS.num_repeats
+    num_bulk = 4 * FLAGS.num_chunks
+    found = {
+        "one large array": large_array(runner, num_bulk * runner.storage.chunk_bytes, repeats),
+        "arrays of the history": chunk_arrays(runner, FLAGS.num_chunks, repeats),
+        "transfers": through_transfers(runner, num_bulk, repeats),
+    }
+    return {
+        name: {
+            "num_bytes": one.num_bytes,
+            "to_host_s": one.to_host_s.as_dict(),
+            "to_device_s": one.to_device_s.as_dict(),
+            "bytes_per_s": one.bytes_per_s(),
+        }
+        for name, one in found.items()
+    }
+
+
+def idle_engine(stage: Stage) -> Figures:
+    """First tokens of a turn that nobody else delays."""
+    kinds: dict[str, list[Return]] = {"swapped in": [], "on the device": [], "recomputed": []}
+    engine = stage.engine
+    for _ in range(FLAGS.num_repeats + 1):  # the first of each warms up
+        stage.away()
+        kinds["swapped in"].append(stage.comes_back(0))
+        kinds["on the device"].append(stage.comes_back(0))
+        engine.forget_state(RETURNER)
+        kinds["recomputed"].append(stage.comes_back(0))
+        # The recomputed history is computed up to its last token, as the first one was.
+    return {
+        name: {
+            "first_token_s": Spread.of([one.first_token_s for one in returns[1:]]).as_dict(),
+            "swapped_in_tokens": returns[-1].swapped_in_tokens,
+            "recomputed_tokens": returns[-1].recomputed_tokens,
+        }
+        for name, returns in kinds.items()
+    }
+
+
+def compared(with_s: list[float], without_s: list[float], num_steps: int) -> Figures:
+    """Of windows in turn: what a window with is longer by."""
+    extra = Spread.of([a - b for a, b in zip(with_s, without_s, strict=True)])
+    step = Spread.of([seconds / num_steps for seconds in without_s])
+    return {
+        "step_without_s": step.as_dict(),
+        "extra_per_window_s": extra.as_dict(),
+        "slowdown": extra.median / num_steps / step.median,
+    }
+
+
+def beside_decoding(stage: Stage, transfers: DeviceTransfers) -> Figures:
+    """Swap-ins and swap-outs while the crowd decodes."""
+    steps, chunks, found = FLAGS.num_steps, FLAGS.num_chunks, {}
+    cold, hot, before = [], [], transfers.stats()
+    for _ in range(FLAGS.num_repeats + 1):
+        stage.away(pieces=1)
+        cold.append(stage.comes_back(steps))
+        hot.append(stage.comes_back(steps))
+    after = transfers.stats()
+    cold, hot = cold[1:], hot[1:]
+    returns = FLAGS.num_repeats + 1
+    found["swap-in"] = compared([r.window_s for r in cold], [r.window_s for r in hot], steps) | {
+        "swapped_in_tokens": cold[0].swapped_in_tokens,
+        "steps_to_first_token": Spread.of([r.num_steps for r in cold]).as_dict(),
+        "steps_to_first_token_without": Spread.of([r.num_steps for r in hot]).as_dict(),
+        "first_token_s": Spread.of([r.first_token_s for r in cold]).as_dict(),
+        "first_token_without_s": Spread.of([r.first_token_s for r in hot]).as_dict(),
+        "num_copies": (after["num_swap_in_copies"] - before["num_swap_in_copies"]) / returns,
+        "dispatch_s": (after["swap_dispatch_s"] - before["swap_dispatch_s"]) / returns,
+    }
+    actions: dict[str, Callable[[int], None]] = {
+        "swap-out at the rate of decoding": lambda number: stage.push_out(chunks_per_step()),
+        "swap-out of a burst": lambda number: stage.push_out(0 if number else chunks),
+    }
+    for name, action in actions.items():
+        before = transfers.stats()
+        pairs = [
+            (stage.window(steps, action), stage.window(steps, lambda _: None))
+            for _ in range(FLAGS.num_repeats)
+        ]
+        after = transfers.stats()
+        found[name] = compared([a for a, _ in pairs], [b for _, b in pairs], steps) | {
+            "num_copies_per_window": (after["num_swap_out_copies"] - before["num_swap_out_copies"])
+            / FLAGS.num_repeats,
+            "dispatch_per_window_s": (after["swap_dispatch_s"] - before["swap_dispatch_s"])
+            / FLAGS.num_repeats,
+        }
+    return found
+
+
+def ablations(stage: Stage, transfers: DeviceTransfers) -> Figures:
+    """What retrieval priority and prefetch change, beside the crowd."""
+    chunks, found = FLAGS.num_chunks, {}
+    for name in ("retrieval_priority", "prefetch"):
+        owner = transfers if name == "retrieval_priority" else stage.engine.cache
+        returns: dict[bool, list[Return]] = {True: [], False: []}
+        for _ in range((FLAGS.num_repeats + 1) // 2):
+            for value in (True, False):
+                setattr(owner, name, value)
+                stage.away(pieces=1)
+                if name == "prefetch":
+                    returns[value].append(stage.comes_back_to_a_full_batch(FLAGS.num_steps))
+                else:
+                    push = lambda: stage.push_out(chunks)  # noqa: E731
+                    returns[value].append(stage.comes_back(FLAGS.num_steps, begin=push))
+        setattr(owner, name, True)
+        found[name] = {
+            "on" if value else "off": {
+                "steps_to_first_token": Spread.of([r.num_steps for r in some]).as_dict(),
+                "first_token_s": Spread.of([r.first_token_s for r in some]).as_dict(),
+                "window_s": Spread.of([r.window_s for r in some]).as_dict(),
+            }
+            for value, some in returns.items()
+        }
+    return found
+
+
+def targets(found: Figures) -> list[Figures]:
+    """Each with its value and bound; those of parts that were left out are not there."""
+    rows: list[tuple[str, float, float, bool]] = []
+    rates = {name: one["bytes_per_s"] for name, one in found["bulk"].items()}
+    for way, rate in rates["transfers"].items():
+        rows.append((f"bulk {way}, share of the ceiling", rate / rates["one large array"][way], 0.8, True))
+    copy_s = found["bulk"]["arrays of the history"]["to_device_s"]["median"]
+    beside = found.get("beside decoding")
+    if beside:
+        swap_in = beside["swap-in"]
+        extra_steps = (
+            swap_in["steps_to_first_token"]["median"] - swap_in["steps_to_first_token_without"]["median"]
+        )
+        rate = beside["swap-out at the rate of decoding"]
+        share = swap_in["extra_per_window_s"]["median"] / copy_s
+        rows += [
+            ("swap-in, extra time as a share of its copy", share, 0.15, False),
+            ("swap-in, more steps to the first token", extra_steps, 1, False),
+            ("swap-out at the rate of decoding, slowdown", rate["slowdown"], 0.05, False),
+            (
+                "dispatch of a swap-in, share of a step",
+                swap_in["dispatch_s"] / swap_in["step_without_s"]["median"],
+                1,
+                False,
+            ),
+        ]
+    idle = found.get("idle engine")
+    if idle:
+        first = {name: one["first_token_s"]["median"] for name, one in idle.items()}
+        both = copy_s + first["on the device"]
+        rows += [
+            ("idle engine, first token / (copy + compute)", first["swapped in"] / both, 0.8, False),
+            ("recomputing / swapping in", first["recomputed"] / first["swapped in"], 4, True),
+        ]
+    return [
+        {
+            "target": name,
+            "value": value,
+            "bound": bound,
+            "met": value >= bound if at_least else value <= bound,
+        }
+        for name, value, bound, at_least in rows
+    ]
+
+
+def figures_table(found: Figures) -> str:
+    """Medians in milliseconds, with quartiles."""
+    rows = []
+    for part, kinds in found.items():
+        for kind, one in kinds.items():
+            for name, value in one.items():
+                spreads = value if name in ("on", "off") else {name: value}
+                for inner, spread in spreads.items():
+                    if isinstance(spread, dict) and "median" in spread and inner.endswith("_s"):
+                        label = inner if inner == name else f"{name}: {inner}"
+                        rows.append(
+                            [part, kind, label, *(1e3 * spread[key] for key in ("median", "low", "high"))]
+                        )
+    return table(["part", "what", "figure", "median ms", "low", "high"], rows)
+
+
+def measure(parts: Assembled) -> Figures:
+    """All parts that the flags ask for."""
+    found: Figures = {"bulk": bulk(parts)}
+    transfers = parts.runner.transfers
+    assert isinstance(transfers, DeviceTransfers)
+    stage = Stage(
+        parts.engine,
+        parts.model_config.vocab_size,
+        chunk_tokens=FLAGS.chunk_tokens,
+        prompt_tokens=FLAGS.prompt_tokens,
+    )
+    stage.make_history(RETURNER, FLAGS.num_chunks * FLAGS.chunk_tokens)
+    gc.collect()
+    gc.freeze()  # what a server does with its start-up objects
+    if "idle" in FLAGS.parts:
+        found["idle engine"] = idle_engine(stage)
+    if "beside" in FLAGS.parts:
+        stage.make_donors(num_donors(), FLAGS.num_chunks)
+        stage.start_crowd(FLAGS.num_decodes, FLAGS.context_tokens, FLAGS.max_crowd_tokens)
+        found["beside decoding"] = beside_decoding(stage, transfers)
+        found["ablations"] = ablations(stage, transfers)
+        stage.end_crowd()
+    gc.unfreeze()
+    parts.engine.check_integrity()
+    return found
+
+
+def main() -> int:
+    config = sized_config()
+    start_s = time.perf_counter()
+    parts = assemble(
+        FLAGS.model,
+        dtype=FLAGS.dtype,
+        history=None,
+        synchronous="normal",
+        config=config,
+        progress=shows_progress(),
+    )
+    start_up_s = time.perf_counter() - start_s
+    found = measure(parts)
+    checks = targets(found)
+    parts.engine.close()
+    print(figures_table(found))
+    print(table(["target", "value", "bound", "met"], [list(check.values()) for check in checks]))
+    document = {
+        "model": FLAGS.model,
+        "dtype": FLAGS.dtype,
+        "config": dataclasses.asdict(config),
+        "chunk_bytes": parts.runner.storage.chunk_bytes,
+        "num_layer_groups": len(parts.runner.storage.groups),
+        "start_up_s": start_up_s,
+        **found,
+        "targets": checks,
+    }
+    units = {
+        "*_s": "seconds",
+        "*_bytes": "bytes of all devices",
+        "bytes_per_s": "bytes a second, all devices",
+    }
+    device = jax.devices()[0]
+    print(json_line("swaps", document, units=units, device=f"{device.platform}: {device.device_kind}"))
+    return 0 if all(check["met"] for check in checks) or not FLAGS.enforce else EXIT_FAILED
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_multi_enum(
+        "parts", ["idle", "beside"], ["idle", "beside"], "What to measure beside bulk copies."
+    )
+    flags.DEFINE_integer("num_decodes", 128, "Sequences that decode beside the swaps.", lower_bound=1)
+    flags.DEFINE_integer("context_tokens", 800, "Context that each of them begins with.", lower_bound=1)
+    flags.DEFINE_integer("max_crowd_tokens", 1400, "The most that each of them may add to it.", lower_bound=1)
+    flags.DEFINE_integer(
+        "num_chunks", 62, "Chunks of the history that returns, and of a burst out.", lower_bound=1
+    )
+    flags.DEFINE_integer("prompt_tokens", 38, "New tokens of the returning turn.", lower_bound=1)
+    flags.DEFINE_integer("num_steps", 12, "Steps of a window.", lower_bound=2)
+    flags.DEFINE_integer("num_repeats", 7, "Windows of each kind.", lower_bound=1)
+    flags.DEFINE_bool("enforce", True, "Exit with 1 if a target is missed.")
+    define_engine_flags()
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

@@ -1,0 +1,175 @@
+"""Steps that recompute chunks, and how long they take: what `profile_costs` measures.
+
+Owns: sequences that grow on a runner, the plans of their steps, and how a launch is timed.
+Does not know: flags, files, or what a cost is used for. Called by: profile_costs.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from model_defs import KV_PAGES_SPEC, TENSOR_AXIS, ModelConfig
+from pallas_kernels.ragged_paged_attention import TileSpec, ragged_paged_attention
+from pensieve_jax import EngineConfig
+from pensieve_jax.engine.layouts import bucket_tile_specs
+from pensieve_jax.engine.model_runner import ModelRunner
+from pensieve_jax.scheduler import StepPlan
+
+_HEADS = PartitionSpec(None, TENSOR_AXIS, None)
+
+
+class Timed(NamedTuple):
+    """Something on the device: how to launch it, and how to wait for the last launch."""
+
+    launch: Callable[[], Any]
+    wait: Callable[[Any], Any]
+
+    def sample_s(self, num_launches: int) -> float:
+        """Seconds a launch, of several in a row."""
+        start_s = time.perf_counter()
+        for _ in range(num_launches):
+            last = self.launch()
+        self.wait(last)
+        return (time.perf_counter() - start_s) / num_launches
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "mesh"))
+def attend_all_layers(
+    pools: Sequence[jax.Array], q: jax.Array, rows: Sequence[jax.Array], *, spec: TileSpec, mesh: Mesh
+) -> jax.Array:
+    """The attention of every layer, one after the other, for one step's rows and tiles."""
+
+    def one_shard(pools: Sequence[jax.Array], q: jax.Array, rows: Sequence[jax.Array]) -> jax.Array:
+        *metadata, tiles = rows
+        out = q
+        for pages in pools:
+            q, _ = jax.lax.optimization_barrier((q, out))  # in the order of layers, each of them computed
+            out = ragged_paged_attention(
+                q, pages, *metadata, sm_scale=q.shape[-1] ** -0.5, metadata=(spec, tiles)
+            )
+        return out
+
+    specs = ([KV_PAGES_SPEC] * len(pools), _HEADS, [PartitionSpec()] * len(rows))
+    return jax.shard_map(one_shard, mesh=mesh, in_specs=specs, out_specs=_HEADS, check_vma=False)(
+        pools, q, rows
+    )
+
+
+class ChunkSteps:
+    """Sequences that grow together on a runner, and the steps that recompute their last chunks."""
+
+    def __init__(self, model: ModelConfig, config: EngineConfig, runner: ModelRunner, mesh: Mesh) -> None:
+        """Random tokens in scattered pages."""
+        self._model, self._runner, self._mesh = model, runner, mesh
+        self._chunk_tokens = config.cache.chunk_tokens
+        self._dtype = runner.storage.dtype
+        self._specs = bucket_tile_specs(model, config, self._dtype, mesh.devices.flat[0], mesh.devices.size)
+        self._step_id = 0
+        random = np.random.default_rng(0)
+        pages = 1 + random.permutation(config.cache.gpu_pages)
+        self._pages = pages.reshape(config.scheduler.max_num_running, -1)
+        num_tokens = self._pages.shape[1] * self._chunk_tokens
+        self._token_ids = random.integers(0, model.vocab_size, (len(self._pages), num_tokens))
+
+    def plan(self, num_chunks: int, end: int) -> StepPlan:
+        """The step that recomputes the chunk that ends at `end` of the first `num_chunks` sequences."""
+        chunk, num_tokens = self._chunk_tokens, num_chunks * self._chunk_tokens
+        plan = StepPlan(self._runner.layouts[num_tokens], 0)
+        positions = np.arange(end - chunk, end)
+        plan.token_ids[:] = self._token_ids[:num_chunks, positions].ravel()
+        plan.prev_samples[:] = -1
+        plan.positions[:] = np.tile(positions, num_chunks)
+        last_pages = self._pages[:num_chunks, end // chunk - 1, None]
+        plan.write_slots[:] = (last_pages * chunk + np.arange(chunk)).ravel()
+        plan.cu_q_lens[:] = np.minimum(np.arange(len(plan.cu_q_lens)) * chunk, num_tokens)
+        plan.kv_lens[:num_chunks] = end
+        plan.page_indices[:num_chunks, : end // chunk] = self._pages[:num_chunks, : end // chunk]
+        plan.num_rows[0] = num_chunks
+        plan.top_p[:] = 1.0
+        plan.banned_ids[:] = -1
+        self._runner.fill_tiles(plan)
+        return plan
+
+    def whole(self, plan: StepPlan) -> Timed:
+        """The step as the engine runs it; it writes the KV state that is there already."""
+
+        def launch() -> Any:
+            plan.step_id, self._step_id = self._step_id, self._step_id + 1
+            return self._runner.dispatch(plan)
+
+        return Timed(launch, self._runner.fetch)
+
+    def attention(self, plan: StepPlan) -> Timed:
+        """The attention of all its layers for random queries, by itself, over the pools as they are."""
+        num_tokens = plan.layout.num_tokens
+        shape = (num_tokens, self._model.num_heads, self._model.head_dim)
+        values = np.random.default_rng(0).standard_normal(shape, np.float32)
+        q = jax.device_put(values, NamedSharding(self._mesh, _HEADS)).astype(self._dtype)
+        metadata = [plan.kv_lens, plan.page_indices, plan.cu_q_lens, plan.num_rows, plan.tiles]
+        rows = jax.device_put(metadata, NamedSharding(self._mesh, PartitionSpec()))
+        spec, mesh = self._specs[num_tokens], self._mesh
+
+        def launch() -> jax.Array:
+            # Every step replaces the pools, so they are looked up each time.
+            return attend_all_layers(self._runner.pools, q, rows, spec=spec, mesh=mesh)
+
+        return Timed(launch, jax.block_until_ready)
+
+
+class Sampling(NamedTuple):
+    """How many samples are taken, and how long one should be."""
+
+    repeats: int
+    sample_s: float
+
+
+class Measured(NamedTuple):
+    """Of one step at one context length: medians, for the whole step, and how far samples spread."""
+
+    context_len: int
+    attention_s: float
+    total_s: float
+    spread: float  # interquartile range of the whole step over its median
+
+
+def measure(
+    steps: ChunkSteps,
+    sampling: Sampling,
+    num_chunks: Sequence[int],
+    lengths: Sequence[int],
+    progress: Callable[[int, int, str], None],
+) -> list[list[Measured]]:
+    """One for each context length, of which `lengths` ascend from one chunk, for each number of chunks.
+
+    Everything is sampled in rounds, so that whatever else the machine does, and a device that warms up or
+    slows down, falls on all of it alike. The first round is thrown away. `progress` takes (number done,
+    number in all, what was done).
+    """
+    chunk, longest = lengths[0], lengths[-1]
+    num_steps, num_rounds = longest // chunk, sampling.repeats + 1
+    for end in range(chunk, longest + 1, chunk):
+        grow = steps.whole(steps.plan(max(num_chunks), end))
+        grow.wait(grow.launch())
+        progress(end // chunk, num_steps + num_rounds, "state to attend to")
+    plans = [steps.plan(count, end) for count in num_chunks for end in lengths]
+    timed = [make(plan) for plan in plans for make in (steps.attention, steps.whole)]
+    for one in timed:
+        one.sample_s(1)  # compiles, or loads what was compiled
+    num_launches = [max(1, round(sampling.sample_s / one.sample_s(2))) for one in timed]
+    rounds = []
+    for i in range(num_rounds):
+        rounds.append([one.sample_s(n) for one, n in zip(timed, num_launches, strict=True)])
+        progress(num_steps + i + 1, num_steps + num_rounds, "rounds of samples")
+    lower, medians, upper = np.percentile(rounds[1:], [25, 50, 75], axis=0).tolist()
+    measured = [
+        Measured(end, medians[i], medians[i + 1], (upper[i + 1] - lower[i + 1]) / medians[i + 1])
+        for i, end in zip(range(0, len(timed), 2), len(num_chunks) * list(lengths), strict=True)
+    ]
+    return [measured[i : i + len(lengths)] for i in range(0, len(measured), len(lengths))]

@@ -1,0 +1,227 @@
+"""What recomputing a chunk costs, by context length: the profile behind `Cost(l)` (the paper's 4.3.1).
+
+    python scripts/profile_costs.py --model=random:llama2-13b-gqa10 --dtype=bfloat16 \\
+        --output=costs.json --plot=costs.png
+
+Times steps of the real runner that recompute a chunk which ends at context length l, for l = one chunk and
+its doublings. Sequences grow chunk by chunk, so that attention reads KV state that the model wrote, out of
+scattered pages. At each l two steps are timed:
+  alone     one chunk and nothing else, as the paper profiles it: mostly the reading of the weights;
+  in_batch  a chunk of each of `--num_batched_chunks` sequences, divided by their number: what one chunk
+            more costs in the batches that the engine runs.
+and of both the attention of all layers by itself, with the same kernel, pages and work list. Launches follow
+each other without waiting, as the engine's do; all are sampled in turn, and medians count. `rest` is the
+whole step less its attention at the shortest context; `--cost` says which of the two the cache takes.
+Prints a table and, as the last line, one JSON document. Give the file to `CacheConfig.cost_profile`.
+"""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+from common.chunk_steps import ChunkSteps, Measured, Sampling, measure
+from common.cost_plot import check_can_plot, plot_costs
+from common.launch import run
+from common.report import json_line, table
+from tqdm import tqdm
+
+from model_defs import ModelConfig, load_model, make_mesh, source_config
+from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
+from pensieve_jax.assembly import cost_subject, resolve_model
+from pensieve_jax.cache.cost import COST_KINDS, DEFAULT_COST_KIND, CostPoint, CostProfile, CostSubject
+from pensieve_jax.engine.compilation import keep_compilations_in
+from pensieve_jax.engine.model_runner import ModelRunner
+
+FLAGS = flags.FLAGS
+_DEFAULT_MAX_CONTEXT_TOKENS = 16384
+
+
+def cost_points(measured: Sequence[Measured], num_chunks: int) -> tuple[CostPoint, ...]:
+    """Per chunk; the rest of a step is what its attention leaves of it at the shortest context."""
+    rest_s = max(measured[0].total_s - measured[0].attention_s, 0.0)
+    return tuple(
+        CostPoint(m.context_len, m.attention_s / num_chunks, rest_s / num_chunks, m.total_s / num_chunks)
+        for m in measured
+    )
+
+
+def context_lengths(model: ModelConfig) -> list[int]:
+    """One chunk and its doublings, as far as flags and model go; raises ConfigError for fewer than two."""
+    chunk, wanted = FLAGS.chunk_tokens, FLAGS.max_context_tokens
+    most = model.max_position_embeddings
+    longest = min(most, _DEFAULT_MAX_CONTEXT_TOKENS) if wanted is None else wanted
+    if not 2 * chunk <= longest <= most:
+        limit = f"from 2 chunks ({2 * chunk}) to the model's {most} positions"
+        raise ConfigError("--max_context_tokens", longest, limit)
+    return [chunk << i for i in range((longest // chunk).bit_length())]
+
+
+def engine_config(longest: int) -> EngineConfig:
+    """Two buckets, and pages for as many sequences of that length as a step has chunks."""
+    chunk, num_chunks = FLAGS.chunk_tokens, FLAGS.num_batched_chunks
+    return EngineConfig(
+        cache=CacheConfig(chunk_tokens=chunk, gpu_pages=num_chunks * longest // chunk),
+        scheduler=SchedulerConfig(
+            max_num_running=num_chunks,
+            max_num_rows=num_chunks,
+            max_num_batched_tokens=num_chunks * chunk,
+            token_buckets=(chunk, num_chunks * chunk),
+            max_context_tokens=longest,
+        ),
+        runner=RunnerConfig(
+            attention_backend=FLAGS.attention_backend,
+            tensor_parallel_size=FLAGS.tensor_parallel_size,
+            max_position_embeddings=FLAGS.max_position_embeddings,
+            random_seed=FLAGS.random_seed,
+            compilation_cache_dir=FLAGS.compilation_cache_dir,
+        ),
+    )
+
+
+def make_steps(model: ModelConfig, source: str, config: EngineConfig) -> ChunkSteps:
+    """Weights loaded and both buckets compiled; raises ConfigError or ModelError."""
+    if FLAGS.compilation_cache_dir is not None:
+        keep_compilations_in(FLAGS.compilation_cache_dir)
+    mesh = make_mesh(FLAGS.tensor_parallel_size)
+    dtype = subject_of(model).dtype
+    with bar("loading weights") as progress:
+        loaded = load_model(
+            source,
+            dtype=dtype,
+            mesh=mesh,
+            seed=FLAGS.random_seed,
+            max_position_embeddings=FLAGS.max_position_embeddings,
+            progress=functools.partial(advance, progress),
+        )
+    try:
+        runner = ModelRunner(loaded, config, mesh)
+        with bar("compiling") as progress:
+            runner.warm_up(functools.partial(advance, progress))
+    except ConfigError as error:
+        if error.field != "cache.gpu_pages":
+            raise
+        limit = f"fewer than the pages of {FLAGS.num_batched_chunks} sequences of --max_context_tokens"
+        raise ConfigError("--num_batched_chunks", FLAGS.num_batched_chunks, limit, str(error)) from error
+    return ChunkSteps(model, config, runner, mesh)
+
+
+def subject_of(model: ModelConfig) -> CostSubject:
+    return cost_subject(
+        model,
+        dtype=FLAGS.dtype,
+        tensor_parallel_size=FLAGS.tensor_parallel_size,
+        chunk_tokens=FLAGS.chunk_tokens,
+    )
+
+
+def bar(title: str) -> tqdm:
+    shown = sys.stderr.isatty() if FLAGS.progress is None else FLAGS.progress
+    return tqdm(desc=title, disable=not shown, leave=False)
+
+
+def advance(progress: tqdm, num_done: int, num_all: int, name: str) -> None:
+    progress.total = num_all
+    progress.set_postfix_str(name, refresh=False)
+    progress.update(num_done - progress.n)
+
+
+def check_files() -> None:
+    """Raise ConfigError, before anything is measured, for a file that could not be written afterwards."""
+    for flag, path in (("--output", FLAGS.output), ("--plot", FLAGS.plot)):
+        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise ConfigError(flag, path, "a file in a directory that exists")
+    if FLAGS.plot is not None:
+        check_can_plot("--plot", Path(FLAGS.plot))
+
+
+def profile_of(
+    model: ModelConfig, steps: ChunkSteps, lengths: Sequence[int]
+) -> tuple[CostProfile, list[Any]]:
+    """The measurement, and rows of a table."""
+    num_chunks = {"alone": 1, "in_batch": FLAGS.num_batched_chunks}
+    sampling = Sampling(FLAGS.repeats, 1e-3 * FLAGS.sample_ms)
+    with bar("measuring") as progress:
+        measured = measure(
+            steps, sampling, list(num_chunks.values()), lengths, functools.partial(advance, progress)
+        )
+    by_kind = dict(zip(num_chunks, measured, strict=True))
+    profile = CostProfile(
+        subject=subject_of(model),
+        model=FLAGS.model,
+        jax_version=jax.__version__,
+        command=shlex.join([Path(sys.executable).name, *sys.argv]),
+        num_batched_chunks=FLAGS.num_batched_chunks,
+        cost=FLAGS.cost,
+        curves={kind: cost_points(by_kind[kind], count) for kind, count in num_chunks.items()},
+    )
+    rows = [
+        [kind, point.context_len, *(1e3 * seconds for seconds in point[1:]), 100 * one.spread]
+        for kind, points in profile.curves.items()
+        for point, one in zip(points, by_kind[kind], strict=True)
+    ]
+    return profile, rows
+
+
+def main() -> int:
+    check_files()
+    source = resolve_model(FLAGS.model)
+    model = source_config(source, FLAGS.max_position_embeddings)
+    lengths = context_lengths(model)
+    profile, rows = profile_of(model, make_steps(model, source, engine_config(lengths[-1])), lengths)
+    columns = ["cost", "context_len", "attention ms", "rest ms", "total ms", "spread %"]
+    print(table(columns, rows))
+    print(f"Cost(l) is {profile.cost}: {COST_KINDS[profile.cost]}")
+    if FLAGS.output is not None:
+        profile.save(FLAGS.output)
+    if FLAGS.plot is not None:
+        plot_costs(profile, Path(FLAGS.plot))
+    document = profile.to_json()
+    units = {**document.pop("units"), "spread_percent": "interquartile range of total_s over its median"}
+    document["spread_percent"] = {
+        kind: [row[-1] for row in rows if row[0] == kind] for kind in profile.curves
+    }
+    device = jax.devices()[0]
+    print(
+        json_line("recompute_costs", document, units=units, device=f"{device.platform}: {device.device_kind}")
+    )
+    return 0
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_string("model", "random:llama-tiny", "Model directory, hub name, or random:<preset>.")
+    flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "Of weights and KV state.")
+    flags.DEFINE_integer("chunk_tokens", 32, "Tokens of a chunk: 16, 32 or 64.", lower_bound=1)
+    flags.DEFINE_integer(
+        "max_context_tokens", None, "The longest context measured; default: the model's, at most 16,384."
+    )
+    flags.DEFINE_integer(
+        "num_batched_chunks", 16, "Chunks of the larger step, each of another sequence.", lower_bound=2
+    )
+    kinds = "; ".join(f"{kind}: {meaning}" for kind, meaning in COST_KINDS.items())
+    flags.DEFINE_enum(
+        "cost", DEFAULT_COST_KIND, list(COST_KINDS), f"What the cache takes for Cost(l). {kinds}."
+    )
+    flags.DEFINE_string("output", None, "Where the profile is written, as JSON.")
+    flags.DEFINE_string("plot", None, "Where the picture is written, e.g. costs.png; needs matplotlib.")
+    flags.DEFINE_integer("repeats", 9, "Samples, of which the median is taken.", lower_bound=1)
+    flags.DEFINE_float("sample_ms", 50.0, "How long a sample takes, about.", lower_bound=0.0)
+    backends = ["auto", "xla", "pallas_triton"]
+    flags.DEFINE_enum("attention_backend", "auto", backends, "What computes attention.")
+    flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that share each layer.", lower_bound=1)
+    flags.DEFINE_integer("max_position_embeddings", None, "Raises the context of a random: preset.")
+    flags.DEFINE_integer("random_seed", 0, "Of random: weights.", lower_bound=0)
+    flags.DEFINE_string("compilation_cache_dir", None, "Directory where compiled steps outlive the process.")
+    flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

@@ -1,0 +1,276 @@
+"""Chunks out to pinned memory and back: contents, order with the steps, bounds, failures."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model_defs import make_mesh
+from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.engine import batched_copies, device_transfers
+from pensieve_jax.engine.batched_copies import copy_arrays
+from pensieve_jax.engine.device_pools import DevicePools
+from pensieve_jax.engine.device_transfers import DeviceTransfers
+from pensieve_jax.engine.in_flight import InFlight
+from pensieve_jax.engine.kv_storage import KVStorage, chunk_bytes
+from tests.engine.transfer_bench import CACHE, MODEL, Bench, failing
+
+
+@pytest.fixture
+def never_ready(monkeypatch):
+    monkeypatch.setattr(InFlight, "is_ready", lambda self: False)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 3])
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_there_and_back(dtype, num_devices, num_groups):
+    """To other pages, unchanged, in batches of every size, and nothing is compiled for it."""
+    bench = Bench(num_devices, dtype, num_groups)
+    origin = {}
+    for num_chunks in (1, 4, 5, 13, 19):
+        pages = [page + num_chunks for page in range(1, num_chunks + 1)]
+        bench.store(zip(pages, range(1, num_chunks + 1), strict=True))
+        expected = [origin.get(page, page) for page in pages]
+        bench.step(pages)
+        back = bench.copies((page, slot) for slot, page in enumerate(range(num_chunks, 0, -1), start=1))
+        bench.transfers.swap_in(back)
+        bench.step()
+        assert sorted(bench.transfers.completed()) == [copy.copy_id for copy in back]
+        origin |= {page: None for page in pages} | dict(zip(range(num_chunks, 0, -1), expected, strict=True))
+        bench.check(origin)
+    for arrays in (bench.transfers._host.get(1), bench.transfers._host.get(19)):
+        assert [len(array) for array in arrays] == [len(layers) for layers in bench.storage.groups]
+        for array in arrays:
+            assert array.sharding.memory_kind == "pinned_host"
+            assert array.addressable_shards[0].data.shape[2] == 2 * MODEL.num_kv_heads // num_devices
+    assert bench.counter.value == 0
+
+
+def test_a_page_may_be_written_right_after():
+    """The step dispatched next destroys the pages; the slots hold what was there before."""
+    bench = Bench()
+    out = bench.copies([(5, 1), (6, 2)])
+    bench.transfers.swap_out(out)
+    bench.step([5, 6])
+    bench.finish(out)
+    back = bench.copies([(6, 1), (7, 2)])
+    bench.transfers.swap_in(back)
+    bench.finish(back)
+    bench.check({5: None, 6: 5, 7: 6})
+
+
+def test_a_copy_takes_effect_with_the_step_after(never_ready):
+    """The step beside it leaves the page alone; then it is named, ready or not."""
+    bench = Bench()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InFlight, "is_ready", lambda self: bool(self.target))
+        bench.store([(5, 1)])
+    (back,) = bench.copies([(7, 1)])
+    bench.transfers.swap_in([back])
+    assert not bench.transfers.completed() and not bench.transfers.completed()
+    bench.check({})
+    bench.step()
+    bench.check({})
+    assert bench.transfers.completed() == [back.copy_id]
+    bench.check({7: 5})
+    assert not bench.transfers.completed()
+
+
+def test_without_a_step_a_copy_is_named_when_it_has_ended():
+    bench = Bench()
+    bench.store([(5, 1)])
+    (back,) = bench.copies([(7, 1)])
+    bench.transfers.swap_in([back])
+    bench.transfers.wait()
+    assert bench.transfers.completed() == [back.copy_id]
+    bench.check({7: 5})
+
+
+@pytest.mark.parametrize("is_earlier", [False, True])
+def test_rushed_copies_land_group_by_group(never_ready, is_earlier):
+    """In the step right after, each before its group's program, though they are not ready; never named."""
+    bench = Bench()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InFlight, "is_ready", lambda self: bool(self.target))
+        bench.store([(5, 1), (6, 2)])
+    rushed, calm = bench.copies([(7, 1), (8, 2)])
+    bench.transfers.swap_in([rushed, calm])
+    if is_earlier:
+        bench.transfers.start()
+        assert not bench.transfers.completed()
+    bench.transfers.rush([rushed.copy_id])
+    bench.transfers.start()
+    assert bench.storage.groups == (range(0, 1), range(1, 3))
+    np.testing.assert_array_equal(bench.page(7), bench.content[7])
+    bench.transfers.land(0)
+    np.testing.assert_array_equal(bench.page(7), np.concatenate([bench.content[5, :1], bench.content[7, 1:]]))
+    bench.transfers.land(1)
+    bench.check({7: 5})
+    assert bench.transfers.completed() == [calm.copy_id]
+    bench.check({7: 5, 8: 6})
+
+
+def test_copies_beyond_staging_wait_their_turn(never_ready):
+    """A bound's worth per step, in order."""
+    bench = Bench(bound=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InFlight, "is_ready", lambda self: bool(self.target))
+        bench.store([(page, page) for page in range(1, 11)])
+    back = bench.copies((page + 20, page) for page in range(1, 11))
+    ids = [copy.copy_id for copy in back]
+    bench.transfers.swap_in(back)
+    named = []
+    for num_named in (0, 4, 8, 10):
+        named += bench.transfers.completed()
+        assert named == ids[:num_named]
+        bench.check({copy.page: copy.slot for copy in back[:num_named]})
+        bench.step()
+        assert bench.transfers.stats()["num_swap_in_copies"] == 2 * min(num_named + 4, 10)
+
+
+def test_full_staging_blocks():
+    """Ten chunks through room for four: counted as stall, and none is lost."""
+    bench = Bench(bound=4)
+    out = bench.copies((page, page) for page in range(1, 11))
+    bench.transfers.swap_out(out)
+    assert len(bench.transfers._outgoing) <= 4
+    stats = bench.transfers.stats()
+    assert stats["transfer_stall_s"] > 0 and 2 * 6 <= stats["num_swap_out_copies"] <= 2 * 10
+    bench.step(range(1, 11))
+    bench.finish(out)
+    back = bench.copies((page + 20, page) for page in range(1, 11))
+    bench.transfers.swap_in(back)
+    bench.finish(back)
+    bench.check({page: None for page in range(1, 11)} | {page + 20: page for page in range(1, 11)})
+
+
+@pytest.mark.parametrize("priority", [True, False])
+def test_retrieval_priority(never_ready, priority):
+    """Nothing starts towards the host while a chunk comes from there, unless somebody needs the room."""
+    bench = Bench(bound=4, priority=priority)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InFlight, "is_ready", lambda self: bool(self.target))
+        bench.store([(5, 1)])
+    (back,) = bench.copies([(7, 1)])
+    bench.transfers.swap_in([back])
+    bench.transfers.swap_out(bench.copies([(9, 2), (10, 3)]))
+    num_before, num_both = 2 * 1, 2 * 3
+    started = bench.transfers.stats()["num_swap_out_copies"]
+    assert started == (num_before if priority else num_both)
+    bench.step()
+    bench.transfers.completed()
+    jax.block_until_ready(bench.transfers._last_in)
+    bench.transfers.swap_out([])
+    assert bench.transfers.stats()["num_swap_out_copies"] == num_both
+
+
+def test_held_back_copies_go_when_staging_is_full():
+    bench = Bench(bound=4)
+    bench.store([(5, 1)])
+    bench.transfers.swap_in(bench.copies([(7, 1)]))
+    for pairs in ([(8, 2), (9, 3), (10, 4)], [(11, 5), (12, 6)]):
+        bench.transfers.swap_out(bench.copies(pairs))
+    assert bench.transfers.stats()["num_swap_out_copies"] == 2 * (1 + 3)
+
+
+def test_reset_forgets_what_is_in_flight():
+    """Nothing of it is named, its slots hold nothing; slots of completed copies stay good."""
+    bench = Bench(bound=4)
+    bench.store([(page, page) for page in range(1, 8)])
+    bench.transfers.swap_out(bench.copies([(30, 7), (31, 8)]))
+    back = bench.copies((page + 20, page) for page in range(1, 7))
+    bench.transfers.swap_in(back)
+    bench.transfers.rush([back[0].copy_id, back[1].copy_id])
+    bench.transfers.start()
+    bench.transfers.reset()
+    bench.pools.reset()
+    bench.step()
+    assert not bench.transfers.completed()
+    assert not any(np.asarray(pool).any() for pool in bench.pools.by_layer)
+    for slot in (7, 8):
+        with pytest.raises(AssertionError, match=f"slot {slot} holds no chunk"):
+            bench.transfers.swap_in(bench.copies([(1, slot)]))
+    back = bench.copies((page + 10, page) for page in range(1, 7))
+    bench.transfers.swap_in(back)
+    bench.finish(back)
+    for page in range(1, 7):
+        np.testing.assert_array_equal(bench.page(page + 10), bench.content[page])
+    assert bench.counter.value == 0
+
+
+def test_a_slot_is_not_read_before_its_copy_has_ended():
+    bench = Bench()
+    out = bench.copies([(5, 1)])
+    bench.transfers.swap_out(out)
+    bench.step()
+    with pytest.raises(AssertionError, match="slot 1 holds no chunk"):
+        bench.transfers.swap_in(bench.copies([(7, 1)]))
+
+
+def test_stats_count_chunks_of_all_devices():
+    bench = Bench(num_devices=2, dtype="bfloat16")
+    bench.store([(5, 1), (6, 2), (7, 3)])
+    back = bench.copies([(8, 1), (9, 2)])
+    bench.transfers.swap_in(back)
+    bench.finish(back)
+    stats = bench.transfers.stats()
+    num_bytes = 3 * 16 * 2 * 2 * 32 * 2
+    assert bench.storage.chunk_bytes == 2 * bench.storage.page_bytes == num_bytes
+    assert chunk_bytes(MODEL, 16, "bfloat16") == num_bytes
+    assert (stats["swapped_out_bytes"], stats["swapped_in_bytes"]) == (3 * num_bytes, 2 * num_bytes)
+    assert (stats["num_swap_out_copies"], stats["num_swap_in_copies"]) == (6, 4)
+    assert stats["swap_dispatch_s"] > 0
+
+
+def test_copies_that_fail_are_failed_steps(monkeypatch):
+    """Where they cannot be started, and where they end badly."""
+    bench = Bench()
+    bench.store([(5, 1)])
+    with monkeypatch.context() as patch:
+        patch.setattr(device_transfers, "copy_arrays", failing)
+        bench.transfers.swap_in(bench.copies([(7, 1)]))
+        with pytest.raises(StepFailedError, match=r"could not be started.*RESOURCE_EXHAUSTED"):
+            bench.transfers.start()
+    bench.transfers.reset()
+    for call in (bench.transfers.swap_in, bench.transfers.swap_out):
+        call(bench.copies([(7, 1)]))
+        bench.transfers.start()
+        jax.block_until_ready([t.target for t in (*bench.transfers._staged, *bench.transfers._outgoing)])
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "block_until_ready", failing)
+            bench.transfers.wait()
+            with pytest.raises(StepFailedError, match=r"failed on the device.*RESOURCE_EXHAUSTED"):
+                bench.transfers.completed()
+        bench.transfers.reset()
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("has_batch_call", [True, False])
+def test_a_batch_is_copied_as_device_put_copies_it(num_devices, has_batch_call, monkeypatch):
+    if not has_batch_call:
+        monkeypatch.setattr(batched_copies, "_copy_batch", None)
+    storage = KVStorage(MODEL, CACHE, jnp.dtype("bfloat16"), make_mesh(num_devices))
+    arrays = [jnp.full(storage.shape, i, jnp.bfloat16, device=storage.sharding) for i in range(3)]
+    pinned = copy_arrays(arrays, storage.host_sharding)
+    back = copy_arrays(pinned, storage.sharding)
+    assert all(array.sharding == storage.host_sharding for array in pinned)
+    assert all(array.sharding == storage.sharding for array in back)
+    for i, array in enumerate(back):
+        np.testing.assert_array_equal(np.asarray(array, np.float32), np.full(storage.shape, i))
+    assert copy_arrays([], storage.sharding) == []
+
+
+def test_without_slots_there_is_nothing_to_prepare():
+    storage = KVStorage(MODEL, CACHE, jnp.dtype("float32"), make_mesh(1))
+    transfers = DeviceTransfers(
+        storage, DevicePools(storage), cpu_pages=0, max_num_staged_pages=4, retrieval_priority=True
+    )
+    assert (transfers.num_preparations, transfers.staging_bytes, list(transfers.prepare())) == (0, 0, [])
+    for call in (transfers.swap_out, transfers.swap_in, transfers.rush):
+        call([])
+    transfers.start()
+    transfers.land(0)
+    assert not transfers.completed()

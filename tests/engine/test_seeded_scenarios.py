@@ -1,0 +1,53 @@
+"""Random lives of an engine with fixed seeds: reproducible, and proof that they reach what they are for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.engine.driver import run_scenario
+from tests.engine.scenarios import random_scenario
+
+NUM_SCENARIOS = 900  # with the 1,200 of `test_random_scenarios`, which another process runs, over 2,000
+LEAST = {
+    # Where histories were when their turns came, dropped chunks among them or not.
+    "gpu": 1000,
+    "cpu": 100,
+    "dropped": 100,
+    "cpu + gpu": 100,
+    "cpu + dropped": 80,
+    "dropped + gpu": 100,
+    "cpu + dropped + gpu": 100,
+    # Tokens.
+    "reused_gpu_tokens": 10_000,
+    "swapped_in_tokens": 10_000,
+    "recomputed_tokens": 10_000,
+    "resume_swapped_in_tokens": 1000,
+    "resume_recomputed_tokens": 100,
+    # Events.
+    "num_suspensions": 50,
+    "num_swapped_out_chunks": 10_000,
+    "num_swapped_in_chunks": 2000,
+    "num_forced_swap_outs": 1000,
+    "num_prefetched_chunks": 500,
+    "num_dropped_chunks": 10_000,
+    "num_rushed_copies": 500,
+    "num_steps_with_a_full_cpu_tier": 1000,
+    "num_turns_with_a_prefix": 1000,
+}
+
+
+def test_seeded_scenarios_reach_what_they_are_for():
+    """Everything that can happen to a history happens, often; and every turn equals the reference."""
+    num_turns, totals = 0, Counter()
+    for seed in range(NUM_SCENARIOS):
+        try:
+            driver = run_scenario(random_scenario(seed))
+        except BaseException:
+            print(f"failed: run_scenario(random_scenario({seed}))")
+            raise
+        num_turns += driver.num_checked
+        totals += driver.totals
+    print(f"{num_turns} turns equal, {dict(totals)}")
+    assert num_turns > 8 * NUM_SCENARIOS
+    rare = {name: totals[name] for name, least in LEAST.items() if totals[name] < least}
+    assert not rare, f"{rare} is less than {LEAST}"

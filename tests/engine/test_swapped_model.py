@@ -1,0 +1,81 @@
+"""A real model whose pages leave for host memory in the middle of a sequence, and come back elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from model_defs import make_mesh
+from pensieve_jax.cache.copies import Copy
+from pensieve_jax.engine.model_runner import ModelRunner
+from tests.engine.test_model_runner import Row, Stepper, Talk, _model, engine_config, random_ids
+
+
+@functools.cache
+def warm_runner(num_devices):
+    config = engine_config(num_devices, cpu_pages=8)
+    runner = ModelRunner(_model("llama-tiny", num_devices), config, make_mesh(num_devices))
+    runner.warm_up()
+    return runner
+
+
+def fill_with_nan(runner):
+    nan = np.full(runner.storage.shape, np.nan, runner.storage.dtype)
+    runner.device_pools.replace(
+        [jax.device_put(nan, runner.storage.sharding, may_alias=False) for _ in runner.pools]
+    )
+
+
+@pytest.mark.parametrize("is_rushed", [False, True])
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_model_goes_on_as_if_nothing_had_moved(num_devices, is_rushed):
+    """All pages of a sequence leave, the pools are wrecked, other pages take it in: equal bit by bit."""
+    runner = warm_runner(num_devices)
+    results = [
+        decode_after(runner, leave)
+        for leave in (None, functools.partial(leave_and_return, is_rushed=is_rushed))
+    ]
+    for plain, swapped in zip(*results, strict=True):
+        for one, other in zip(plain, swapped, strict=True):
+            np.testing.assert_array_equal(one[:1], other[:1])  # the other rows are padding
+
+
+def decode_after(runner, leave):
+    """The results of a prompt's step and of six more, with something in between that moves the pages."""
+    runner.reset()
+    fill_with_nan(runner)
+    stepper, talk = Stepper(runner), Talk(random_ids(60, seed=2), pages=[4, 9, 2, 7])
+    results = [stepper.step(Row(talk, 0, 60, samples=True), logprobs=True)]
+    num_before = runner.num_compilations
+    if leave is not None:
+        leave(runner, talk)
+    talk.pages = [*talk.pages, 20]
+    for length in range(61, 67):
+        results.append(stepper.step(Row(talk, length - 1, length, samples=True), logprobs=True))
+    assert runner.num_compilations == num_before
+    return results
+
+
+def leave_and_return(runner, talk, *, is_rushed):
+    """All pages out to host memory, and in to other pages of pools that hold nothing."""
+    ids, transfers = itertools.count(), runner.transfers
+    transfers.swap_out([Copy(next(ids), page, slot) for slot, page in enumerate(talk.pages, start=1)])
+    complete(transfers, 4)
+    fill_with_nan(runner)
+    talk.pages = [12, 4, 15, 1]
+    back = [Copy(next(ids), page, slot) for slot, page in enumerate(talk.pages, start=1)]
+    transfers.swap_in(back)
+    if is_rushed:
+        transfers.rush([copy.copy_id for copy in back])
+    else:
+        complete(transfers, 4)
+
+
+def complete(transfers, num_copies):
+    while num_copies:
+        transfers.wait()
+        num_copies -= len(transfers.completed())

@@ -1,0 +1,247 @@
+"""Two tiers under the engine: what a returning turn moves, computes, waits for and reports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pensieve_jax.core.errors import InvalidRequestError, StepFailedError
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.validation import TurnSpec
+from tests.engine.fake_transfers import IMMEDIATE, Delays
+from tests.engine.harness import Harness, small_config
+from tests.engine.oracles import spec_of
+
+NEVER = Delays(laziness=1.0)  # copies complete when they are waited for, and else long after the test
+
+
+def two_tiers(*, delays=IMMEDIATE, **options):
+    """12 pages and 24 slots; nothing is copied ahead of time unless asked for."""
+    config = {"gpu_pages": 12, "cpu_pages": 24, "reserve_fraction": 0.0, "swap_out_fraction": 0.0} | options
+    return Harness(small_config(**config), delays=delays)
+
+
+def push_out(harness):
+    """Another conversation takes every page, and ends: what was on the gpu is on the cpu, the pages free."""
+    harness.turn("other", 16 * harness.config.cache.gpu_pages - 5, seed=77, max_tokens=5)
+    harness.engine.end("other")
+    harness.finish_copies()
+
+
+def on_cpu(harness, conversation_id="a", prompt_len=60):
+    """A conversation with all of its history on the cpu, but for the last token."""
+    harness.turn(conversation_id, prompt_len, max_tokens=4)
+    push_out(harness)
+
+
+def submit(harness, conversation_id, prompt_len=7, seed=1, **params):
+    facts = harness.facts(harness.prompt(prompt_len, seed), conversation_id, seed, **params)
+    return harness.submit(facts, conversation_id), facts
+
+
+def test_a_history_on_the_cpu_is_copied_in_and_nothing_of_it_is_computed():
+    harness = two_tiers()
+    on_cpu(harness)
+    assert harness.engine.census()["on cpu"] == 4
+    num_steps = len(harness.runner.rows)
+    usage = harness.turn("a", 7, seed=1, max_tokens=1).usage
+    assert [row for rows in harness.runner.rows[num_steps:] for row in rows] == [(63, 71)]
+    assert (usage.swapped_in_tokens, usage.recomputed_tokens, usage.prefilled_tokens) == (63, 0, 8)
+    stats = harness.engine.stats()
+    assert stats["num_swapped_in_chunks"] == 4 and stats["num_swapped_out_chunks"] == 4
+    assert stats["swapped_in_bytes"] == stats["swapped_out_bytes"] > 0
+    assert stats["cpu_hit_rate"] == 1.0 and stats["gpu_hit_rate"] == 0.0
+    harness.check_empty()
+
+
+def test_a_mixture_of_all_three_is_put_together():
+    """Of seven chunks 0 and 3 are dropped, 1 and 2 on the cpu, and 4 to 6 on the gpu."""
+    harness = two_tiers(policy="lru")
+    harness.turn("a", 108, max_tokens=4)
+    harness.turn("b", 120, seed=2, max_tokens=2)  # takes 8 pages, of which 5 are free
+    harness.engine.end("b")
+    harness.finish_copies()
+    harness.drop("a", 0, 3)
+    states = [chunk.state.value for chunk in harness.engine.conversations.get("a").sequence.chunks]
+    assert states == ["dropped", "on cpu", "on cpu", "dropped", *["on gpu"] * 3]
+    num_steps = len(harness.runner.rows)
+    usage = harness.turn("a", 9, seed=1, max_tokens=1).usage
+    assert [row for rows in harness.runner.rows[num_steps:] for row in rows] == [
+        (0, 16),
+        (48, 64),
+        (111, 121),
+    ]
+    assert (usage.reused_gpu_tokens, usage.swapped_in_tokens, usage.recomputed_tokens) == (47, 32, 32)
+    assert usage.prefilled_tokens == 10
+    harness.check_empty()
+
+
+def test_an_idle_engine_lets_the_step_wait_and_not_the_host():
+    """The copies begin, are rushed, and are read by the step, all in one."""
+    harness = two_tiers()
+    on_cpu(harness)
+    transfers = harness.runner.transfers
+    transfers.events.clear()
+    num_waits, num_steps = transfers.num_calls["wait"], len(harness.runner.rows)
+    turn, facts = submit(harness, "a", max_tokens=1)
+    harness.step()
+    assert [name for name, _ in transfers.events] == ["swap_in", "rush"]
+    assert len(harness.runner.rows) == num_steps + 1 and len(harness.scheduled[-1].rushed) == 4
+    assert harness.run(turn)[0].token_ids == harness.expected(facts)
+    assert transfers.num_calls["wait"] == num_waits
+
+
+def test_others_go_on_while_a_history_is_copied_in():
+    """Every step has a token for who runs; the one that returns computes what it can, up to what arrives."""
+    harness = two_tiers(delays=NEVER, gpu_pages=20)
+    on_cpu(harness, prompt_len=60)
+    runs, _ = submit(harness, None, 5, max_tokens=40)
+    harness.step(2)
+    turn, facts = submit(harness, "a", max_tokens=3)
+    for _ in range(10):
+        harness.step()
+        assert [grant.request for grant in harness.scheduled[-1].grants] == [runs.request]
+        assert not harness.scheduled[-1].rushed
+    harness.engine.cancel(runs)
+    harness.step()
+    assert len(harness.scheduled[-1].rushed) == 4, "nobody else is left to compute"
+    assert harness.run(turn)[0].token_ids == harness.expected(facts)
+    harness.check_empty()
+
+
+def test_the_oldest_waits_for_what_is_on_its_way_out():
+    """Its pages were given away before the copies out were complete: the engine waits for one, by name."""
+    harness = two_tiers(delays=NEVER)
+    harness.turn("a", 60, max_tokens=4)
+    harness.turn("b", 187, seed=2, max_tokens=5)
+    turn, facts = submit(harness, "a", max_tokens=2)
+    num_waits = harness.runner.transfers.num_calls["wait"]
+    assert harness.run(turn)[0].token_ids == harness.expected(facts)
+    assert harness.runner.transfers.num_calls["wait"] > num_waits
+    assert turn.output.usage.swapped_in_tokens == 63
+    harness.check_empty()
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_queued_turns_are_prefetched(prefetch):
+    """When its turn comes everything is there, without a copy more."""
+    harness = two_tiers(gpu_pages=20, max_num_running=1, prefetch=prefetch)
+    on_cpu(harness)
+    first, _ = submit(harness, None, 5, max_tokens=8)
+    turn, facts = submit(harness, "a", max_tokens=2)
+    harness.step(5)
+    assert (harness.engine.census()["on both"] == 4) is prefetch and not first.done
+    assert harness.engine.stats()["num_prefetched_chunks"] == (4 if prefetch else 0)
+    num_copies = harness.engine.stats()["num_swapped_in_chunks"]
+    harness.drain()
+    assert turn.output.token_ids == harness.expected(facts) and turn.output.usage.swapped_in_tokens == 63
+    assert harness.engine.stats()["num_swapped_in_chunks"] - num_copies == (0 if prefetch else 4)
+    harness.check_empty()
+
+
+def test_a_suspended_turn_resumes_from_the_cpu_tier():
+    harness = two_tiers(gpu_pages=6)
+    early, first = submit(harness, "early", 30, seed=1, max_tokens=50)
+    late, second = submit(harness, "late", 40, seed=2, max_tokens=30)
+    outputs = harness.run(early, late)
+    assert [output.token_ids for output in outputs] == [harness.expected(first), harness.expected(second)]
+    usage = outputs[1].usage
+    assert usage.num_suspensions >= 1 and usage.resume_swapped_in_tokens > 0
+    assert usage.resume_recomputed_tokens == 0, "its work was kept"
+    assert harness.engine.stats()["num_dropped_chunks"] == 0
+    harness.check_empty()
+
+
+def test_what_the_cpu_tier_holds_survives_a_failed_step():
+    harness = two_tiers()
+    on_cpu(harness)
+    turn, facts = submit(harness, "a")
+    harness.runner.faults["dispatch"] = lambda: StepFailedError("the device failed")
+    assert harness.step() == [turn] and turn.error is not None
+    (output,) = harness.run(harness.submit(facts, "a"))
+    assert output.token_ids == harness.expected(facts)
+    usage = output.usage  # the tail was to be appended to, which had made its copy stale
+    assert (usage.swapped_in_tokens, usage.recomputed_tokens) == (48, 15)
+    harness.check_empty()
+
+
+def test_an_interrupt_forgets_both_tiers():
+    harness = two_tiers()
+    on_cpu(harness)
+    harness.runner.faults["completed"] = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        harness.step()
+    output = harness.turn("a", 7, seed=1, max_tokens=2)
+    assert output.usage.recomputed_tokens == 63 and output.usage.swapped_in_tokens == 0
+    harness.check_empty()
+
+
+# Shared prefixes
+
+
+def prefix_facts(harness, prompt_len, seed):
+    """A turn that begins with 50 shared tokens."""
+    prompt = (*harness.prompt(50, 9), *harness.prompt(prompt_len, seed))
+    return replace(harness.facts(prompt, None, seed, max_tokens=4), num_prefix_tokens=50)
+
+
+def run_with_prefix(harness, conversation_id, prompt_len, seed):
+    facts = prefix_facts(harness, prompt_len, seed)
+    (output,) = harness.run(harness.submit(facts, conversation_id))
+    assert output.token_ids == harness.expected(facts)
+    return output
+
+
+def test_full_chunks_of_a_prefix_are_computed_once():
+    harness = two_tiers(gpu_pages=30)
+    usages = [run_with_prefix(harness, name, 10, seed).usage for seed, name in enumerate(("a", "b", None))]
+    assert [usage.reused_gpu_tokens for usage in usages] == [0, 48, 48]
+    assert [usage.prefilled_tokens for usage in usages] == [60, 12, 12]
+    assert harness.engine.stats()["num_shared_prefixes"] == 1
+    assert harness.turn("b", 5, seed=7).usage.reused_gpu_tokens == 63
+    harness.check_empty()
+
+
+def test_a_prefix_comes_back_from_the_cpu_for_everybody():
+    harness = two_tiers()
+    run_with_prefix(harness, "a", 10, 1)
+    push_out(harness)
+    assert run_with_prefix(harness, "b", 10, 2).usage.swapped_in_tokens == 48
+    assert harness.turn("a", 5, seed=7).usage.reused_gpu_tokens == 48
+    harness.check_empty()
+
+
+def test_turns_that_begin_together_compute_a_prefix_once():
+    """The second one reads what the first computes, in the same step."""
+    harness = two_tiers(gpu_pages=30)
+    facts = [prefix_facts(harness, 10, seed) for seed in (1, 2)]
+    turns = [harness.submit(one, name) for one, name in zip(facts, "ab", strict=True)]
+    harness.step()
+    assert harness.runner.rows[-1] == [(0, 48), (48, 60), (48, 60)]
+    assert [output.token_ids for output in harness.run(*turns)] == [harness.expected(one) for one in facts]
+    harness.check_empty()
+
+
+def test_a_prefix_is_for_first_turns_only():
+    harness = two_tiers()
+    harness.turn("a", 10)
+    spec = spec_of(prefix_facts(harness, 10, 1), "a")
+    with pytest.raises(InvalidRequestError, match="first turn"):
+        harness.engine.submit([spec])
+    harness.check_empty()
+
+
+def test_the_stateless_baseline_shares_nothing():
+    harness = two_tiers(stateful=False, gpu_pages=30)
+    usages = [run_with_prefix(harness, name, 10, seed).usage for seed, name in enumerate("ab")]
+    assert all(usage.reused_gpu_tokens == 0 and usage.prefilled_tokens == 60 for usage in usages)
+    assert harness.engine.stats()["num_shared_prefixes"] == 0
+
+
+def test_a_refused_prefix_is_named():
+    harness = two_tiers()
+    with pytest.raises(InvalidRequestError, match="prefix"):
+        harness.engine.share_prefix([])
+    with pytest.raises(InvalidRequestError, match="share_prefix"):
+        harness.engine.submit([TurnSpec((1, 2), SamplingParams(), "a", prefix=(1, 2, 3))])

@@ -1,0 +1,261 @@
+"""Bugs to plant around two tiers: slips in the cache, and faults of what moves chunks. See `mutations`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pensieve_jax.cache import CachedSequence, CacheManager, ChunkEvent, ChunkState, Role, Shelf
+from pensieve_jax.cache.chunk_store import ChunkStore
+from pensieve_jax.scheduler import Request, Scheduler
+from tests.engine.fake_runner import FakeRunner
+from tests.engine.fake_transfers import FakeTransfers
+from tests.engine.mutations import Mutation
+from tests.engine.observed import ObservedTransfers
+
+# Slips with two tiers
+
+
+def stale_copy_of_a_tail_kept(patch):
+    """Appending to a chunk leaves its copy in host memory as it was."""
+
+    def write(self, sequence, index):
+        if sequence.chunks[index].state is ChunkState.RESERVED:
+            self._apply(sequence, index, ChunkEvent.FILL)
+
+    patch.setattr(ChunkStore, "write", write)
+
+
+def _after_orphan(patch, let_go):
+    orphan = ChunkStore._orphan
+
+    def orphaned(self, chunk):
+        flight = self._flights.get(chunk.copy_id)
+        orphan(self, chunk)
+        if flight is not None:
+            let_go(self, flight)
+
+    patch.setattr(ChunkStore, "_orphan", orphaned)
+
+
+def slot_freed_while_in_flight(patch):
+    def let_go(store, flight):
+        if flight.slot:
+            store.slots.free(flight.slot)
+            flight.slot = 0
+
+    _after_orphan(patch, let_go)
+
+
+def page_freed_while_in_flight(patch):
+    def let_go(store, flight):
+        if flight.page:
+            store.pages.free(flight.page)
+            flight.page = 0
+
+    _after_orphan(patch, let_go)
+
+
+def orphan_forgotten(patch):
+    patch.setattr(ChunkStore, "_free_orphan", lambda self, flight: None)
+
+
+def arriving_chunks_are_read(patch):
+    patch.setattr(CachedSequence, "first_arriving", property(lambda self: None))
+
+
+def a_rush_is_not_passed_on(patch):
+    patch.setattr(ObservedTransfers, "rush", lambda self, copy_ids: None)
+
+
+def copies_out_are_left_out(patch):
+    """One in five is never carried out, and counts as done."""
+    swap_out, completed = ObservedTransfers.swap_out, ObservedTransfers.completed
+
+    def swapped_out(self, copies):
+        left_out = [copy.copy_id for copy in copies if copy.copy_id % 5 == 0]
+        self.__dict__.setdefault("left_out", []).extend(left_out)
+        swap_out(self, [copy for copy in copies if copy.copy_id % 5])
+
+    def named(self):
+        return [*completed(self), *self.__dict__.pop("left_out", ())]
+
+    patch.setattr(ObservedTransfers, "swap_out", swapped_out)
+    patch.setattr(ObservedTransfers, "completed", named)
+
+
+def lost_copies_still_count(patch):
+    """After a failed step a chunk that was on its way out has arrived."""
+    lose_page = ChunkStore._lose_page
+
+    def lost(self, sequence, index):
+        if sequence.chunks[index].state is ChunkState.LEAVING:
+            self._apply(sequence, index, ChunkEvent.ARRIVE)
+        else:
+            lose_page(self, sequence, index)
+
+    patch.setattr(ChunkStore, "_lose_page", lost)
+
+
+def chunks_on_their_way_out_are_admitted(patch):
+    """Admission does not wait for them, and computes them again in place of the copy."""
+    try_admit = CacheManager.try_admit
+
+    def admitted(self, sequence, num_tokens, *, waive_reserve):
+        num_departing, sequence.num_on[Shelf.DEPARTING] = sequence.num_on[Shelf.DEPARTING], 0
+        try:
+            return try_admit(self, sequence, num_tokens, waive_reserve=waive_reserve)
+        finally:
+            sequence.num_on[Shelf.DEPARTING] += num_departing
+
+    patch.setattr(CacheManager, "try_admit", admitted)
+
+
+def slots_of_rushed_copies_are_given_away(patch):
+    """In the same pass, whose copies out are carried out before its copies in."""
+    rush = Scheduler._rush
+
+    def rushed(self, step):
+        copy_ids = rush(self, step)
+        if copy_ids:
+            self._cache.end_step()
+        return copy_ids
+
+    patch.setattr(Scheduler, "_rush", rushed)
+
+
+def copied_in_counts_as_reused(patch):
+    on_admitted = Request.on_admitted
+
+    def admitted(self, chunk_tokens):
+        on_admitted(self, chunk_tokens)
+        self._reused_tokens += self._swapped_in_tokens
+        self._swapped_in_tokens = 0
+
+    patch.setattr(Request, "on_admitted", admitted)
+
+
+def a_prefix_in_use_is_evicted(patch):
+    def pin(self, sequence):
+        self._store.set_role(sequence, Role.RUNNING)
+
+    patch.setattr(CacheManager, "_pin", pin)
+    patch.setattr(CacheManager, "_unpin_prefix", lambda self, prefix: None)
+
+
+def holes_in_a_prefix_are_left_to_others(patch):
+    def skip_filled(self, chunk_tokens):
+        while self.holes and self.holes[0][1] <= self.sequence.num_shared * chunk_tokens:
+            self.holes.pop(0)
+
+    patch.setattr(Request, "skip_filled", skip_filled)
+
+
+# Faults of what moves chunks between the tiers: the five of the two-tier cache's issue
+
+
+def a_byte_of_the_cpu_tier_is_flipped(patch):
+    complete = FakeTransfers._complete
+
+    def completed(self, found):
+        complete(self, found)
+        if not found.is_swap_in and found.copy.copy_id % 5 == 0:
+            self.host[found.copy.slot, -1, 7] ^= np.uint64(1 << 16)
+
+    patch.setattr(FakeTransfers, "_complete", completed)
+
+
+def a_copy_goes_into_the_wrong_page(patch):
+    """Now and then the page is the next one, which may be anybody's."""
+    complete = FakeTransfers._complete
+
+    def completed(self, found):
+        page = found.copy.page
+        if found.is_swap_in and found.copy.copy_id % 3 == 0:
+            self._read_slot(found)
+            self._write(page % (self._pages.num_pages - 1) + 1, found.data)
+            self._leave(found)
+        else:
+            complete(self, found)
+
+    patch.setattr(FakeTransfers, "_complete", completed)
+
+
+def a_copy_is_read_before_it_is_ready(patch):
+    """`completed` names swap-ins at the first call, whatever is still on its way."""
+    completed = FakeTransfers.completed
+
+    def named(self):
+        named_early = self.__dict__.setdefault("named_early", set())
+        early = [found for found in self._in_flight.values() if found.is_swap_in]
+        early = [found.copy.copy_id for found in early if found.copy.copy_id not in named_early]
+        copy_ids = [copy_id for copy_id in completed(self) if copy_id not in named_early]
+        named_early.update(early)
+        return copy_ids + [copy_id for copy_id in early if copy_id not in copy_ids]
+
+    patch.setattr(FakeTransfers, "completed", named)
+
+
+def a_copy_is_lost(patch):
+    """Every seventh completes without having done anything."""
+    complete = FakeTransfers._complete
+
+    def completed(self, found):
+        if found.copy.copy_id % 7:
+            complete(self, found)
+            return
+        self._leave(found)
+        if not found.is_swap_in:
+            self._good_slots.add(found.copy.slot)
+
+    patch.setattr(FakeTransfers, "_complete", completed)
+
+
+def a_page_is_reused_before_it_was_read(patch):
+    """A swap-out reads its page when it completes, and not when it starts."""
+    complete = FakeTransfers._complete
+
+    def completed(self, found):
+        if not found.is_swap_in:
+            found.data = np.stack([pool[self._span(found.copy.page)] for pool in self._pages.pools])
+        complete(self, found)
+
+    patch.setattr(FakeTransfers, "_complete", completed)
+
+
+def a_rushed_copy_comes_after_its_step(patch):
+    before_step, dispatch = FakeTransfers.before_step, FakeRunner.dispatch
+
+    def dispatched(self, plan):
+        rushed, self.transfers._rushed = self.transfers._rushed, []
+        handle = dispatch(self, plan)
+        self.transfers._rushed = rushed
+        before_step(self.transfers, set())
+        return handle
+
+    patch.setattr(FakeRunner, "dispatch", dispatched)
+
+
+TIER_MUTATIONS: dict[str, Mutation] = {
+    mutation.__name__.replace("_", " "): mutation
+    for mutation in (
+        stale_copy_of_a_tail_kept,
+        slot_freed_while_in_flight,
+        page_freed_while_in_flight,
+        orphan_forgotten,
+        arriving_chunks_are_read,
+        a_rush_is_not_passed_on,
+        copies_out_are_left_out,
+        lost_copies_still_count,
+        chunks_on_their_way_out_are_admitted,
+        slots_of_rushed_copies_are_given_away,
+        copied_in_counts_as_reused,
+        a_prefix_in_use_is_evicted,
+        holes_in_a_prefix_are_left_to_others,
+        a_byte_of_the_cpu_tier_is_flipped,
+        a_copy_goes_into_the_wrong_page,
+        a_copy_is_read_before_it_is_ready,
+        a_copy_is_lost,
+        a_page_is_reused_before_it_was_read,
+        a_rushed_copy_comes_after_its_step,
+    )
+}

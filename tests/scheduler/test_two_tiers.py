@@ -1,0 +1,119 @@
+"""Steps around chunks that are on their way: what is granted before they arrive, and who waits for what."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.scheduler import RequestStatus
+from tests.scheduler.helpers import CHUNK, Desk
+
+
+def returning(desk, name, history_len, *holes):
+    """A conversation with its history on the cpu, but for its last token and what is dropped."""
+    desk.conversation(name, history_len)
+    sequence, cache = desk.sequences[name][1], desk.cache
+    for index in range(len(sequence.chunks)):
+        cache.manager._store.swap_out(sequence, index, cache.slots.allocate())
+    cache.complete()
+    for index in range(len(sequence.chunks)):
+        cache.manager._store.give_page(sequence, index)
+    cache.drop(sequence, *holes)
+
+
+def test_nothing_behind_an_arriving_chunk_is_granted():
+    """Chunks 0 and 3 are dropped, 1 and 2 arrive: the leading one is computed beside the copy, no more."""
+    desk = Desk(40, 40)
+    desk.add("runs", 5, max_tokens=50)
+    desk.step()
+    returning(desk, "a", 81, 0, 3)
+    desk.add("a", 7)
+    output = desk.step()
+    assert desk.steps[-1] == [("runs", 5, 6, True), ("a", 0, 16, False)]
+    assert len(output.swap_ins) == 3 and output.rushed == ()
+    desk.step()
+    assert desk.steps[-1] == [("runs", 6, 7, True)]
+    desk.cache.complete(output.swap_ins[0].copy_id)
+    desk.step()
+    assert desk.steps[-1] == [("runs", 7, 8, True)], "chunk 2 still arrives"
+    desk.cache.complete(output.swap_ins[1].copy_id)
+    desk.step()
+    assert desk.steps[-1] == [("runs", 8, 9, True), ("a", 48, 64, False)]
+    desk.cache.complete(output.swap_ins[2].copy_id)
+    desk.step()
+    assert desk.steps[-1] == [("runs", 9, 10, True), ("a", 80, 88, True)]
+
+
+def test_what_can_be_computed_meanwhile_goes_before_a_rush():
+    desk = Desk(40, 40, max_num_batched_tokens=32)
+    returning(desk, "a", 81, 0, 1, 2)
+    desk.add("a", 7)
+    rushed = [desk.step().rushed for _ in range(3)]
+    assert desk.steps == [
+        [("a", 0, 32, False)],
+        [("a", 32, 48, False)],
+        [("a", 80, 88, True)],
+    ]
+    assert [len(copy_ids) for copy_ids in rushed] == [0, 0, 2]
+
+
+def test_only_the_oldest_is_rushed():
+    desk = Desk(40, 40)
+    returning(desk, "a", 49)
+    returning(desk, "b", 49)
+    first, second = desk.add("a", 5), desk.add("b", 5)
+    output = desk.step()
+    assert len(output.swap_ins) == 6 and output.rushed == tuple(copy.copy_id for copy in output.swap_ins[:3])
+    assert [grant.request for grant in output.grants] == [first]
+    assert first.status is second.status is RequestStatus.RUNNING
+
+
+def test_no_more_is_rushed_than_fits_into_staging():
+    """Six copies, room for four: the step waits until two of them are complete."""
+    desk = Desk(40, 40, max_num_copies=4)
+    returning(desk, "a", 97)
+    desk.add("a", 5)
+    output = desk.step()
+    assert len(output.swap_ins) == 6 and output.rushed == () and output.grants == ()
+    desk.cache.begin()
+    desk.cache.manager.complete([copy.copy_id for copy in output.swap_ins[:2]])
+    assert len(desk.step().rushed) == 4
+
+
+def test_slots_of_rushed_copies_are_not_given_away_in_the_same_step():
+    """Copies out are carried out before copies in: host memory is full, and somebody must be copied out."""
+    desk = Desk(12, 4, clean_pages=6)
+    returning(desk, "a", 65)
+    desk.cache.idle("idle", 6 * CHUNK, 5.0)
+    desk.add("a", 5)
+    output = desk.step()
+    assert len(output.rushed) == 4
+    assert not {copy.slot for copy in output.swap_outs} & {copy.slot for copy in output.swap_ins}
+
+
+@pytest.mark.parametrize("num_waiting", [1, 2])
+def test_who_waits_for_a_copy_out_is_not_stuck(num_waiting):
+    """Its chunks are leaving: nobody is admitted before it, and nothing is granted until they have left."""
+    desk = Desk(6, 6)
+    desk.conversation("a", 65)
+    sequence = desk.sequences["a"][1]
+    desk.cache.running("other", 4 * CHUNK)
+    outs, _ = desk.cache.begin()
+    assert len(outs) == 2
+    other = next(s for s in desk.cache.manager._store if s.sequence_id == "other")
+    desk.cache.manager.truncate(other, 0)
+    desk.cache.manager.release(other)
+    requests = [desk.add("a", 5), *[desk.add(f"new{i}", 5) for i in range(1, num_waiting)]]
+    output = desk.step()
+    assert output.grants == () and output.admitted == () and sequence.first_arriving is None
+    desk.cache.complete()
+    assert desk.step().admitted == tuple(requests)
+
+
+def test_usage_counts_what_was_copied_in():
+    desk = Desk(40, 40)
+    returning(desk, "a", 100, 0, 1)
+    request = desk.add("a", 7)
+    desk.step()
+    usage = request.usage(num_output_tokens=4)
+    assert (usage.reused_gpu_tokens, usage.swapped_in_tokens) == (0, 67)
+    assert (usage.recomputed_tokens, usage.prefilled_tokens) == (32, 8)

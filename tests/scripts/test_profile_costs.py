@@ -1,0 +1,151 @@
+"""The profiler on a tiny model: what it measures, what it writes, and that the engine takes it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+
+from model_defs import DenseAttention, load_model, make_mesh, preset
+from pensieve_jax import LLM, CacheConfig, ConfigError, EngineConfig, SchedulerConfig, assembly
+from pensieve_jax.assembly import cost_subject
+from pensieve_jax.cache.cost import AnalyticCostModel, CostProfile, MeasuredCostModel
+from pensieve_jax.engine.compilation import keep_compilations_in
+from pensieve_jax.engine.model_runner import ModelRunner
+from tests.scripts.conftest import load
+
+SIZES = {"max_context_tokens": 127, "num_batched_chunks": 4, "repeats": 2, "sample_ms": 1, "chunk_tokens": 32}
+LENS = [32, 64]
+
+
+@pytest.fixture
+def files(tmp_path):
+    return {"output": tmp_path / "costs.json", "plot": tmp_path / "costs.png"}
+
+
+def test_measures_writes_and_draws(launch, compilation_cache, files, capsys):
+    """And what it wrote is what the engine reads, of this model alone."""
+    pytest.importorskip("matplotlib")
+    flags = SIZES | files | {"compilation_cache_dir": compilation_cache, "cost": "alone"}
+    assert launch("profile_costs", shared_llm=False, **flags) == 0
+    out = capsys.readouterr().out
+    document = json.loads(out.splitlines()[-1])
+    assert document["benchmark"] == "recompute_costs" and "Cost(l) is alone: " in out
+    assert {"versions", "hardware", "command", "units"} <= document.keys()
+
+    profile = CostProfile.load(files["output"])
+    assert profile.to_json()["curves"] == document["results"]["curves"] and profile.cost == "alone"
+    assert profile.model == "random:llama-tiny" and profile.num_batched_chunks == 4
+    for points in profile.curves.values():
+        assert [point.context_len for point in points] == LENS
+        assert len({point.rest_s for point in points}) == 1 and min(p.attention_s for p in points) > 0
+        assert points[0].total_s >= points[0].rest_s
+    assert files["plot"].read_bytes().startswith(b"\x89PNG") and files["plot"].stat().st_size > 10_000
+    check_engine_takes(str(files["output"]), profile)
+
+
+def check_engine_takes(path, profile):
+    """Of this model and dtype it becomes the cost model; of another it is refused before loading."""
+    config = EngineConfig(cache=CacheConfig(cost_profile=path))
+    cost_model = assembly._cost_model(preset("llama-tiny"), config, "auto")
+    assert isinstance(cost_model, MeasuredCostModel)
+    assert cost_model.chunk_cost_s(32) == profile.points[0].total_s
+    for name, dtype, says in (
+        ("random:llama-tiny", "bfloat16", "a profile of dtype='bfloat16'"),
+        ("random:opt-tiny", "float32", "a profile of architecture='opt', num_kv_heads=4"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            LLM(name, dtype=dtype, config=config, progress=False)
+
+
+def test_analytic_without_a_profile():
+    model = preset("llama-tiny")
+    assert isinstance(assembly._cost_model(model, EngineConfig(), "auto"), AnalyticCostModel)
+    subject = cost_subject(model, dtype="bfloat16", tensor_parallel_size=2, chunk_tokens=16)
+    assert (subject.dtype, subject.tensor_parallel_size, subject.chunk_tokens) == ("bfloat16", 2, 16)
+
+
+def test_launches_follow_each_other_and_the_last_is_awaited():
+    events = []
+    timed = load("common.chunk_steps").Timed(lambda: events.append("launch"), lambda _: events.append("wait"))
+    assert timed.sample_s(3) > 0
+    assert events == ["launch"] * 3 + ["wait"]
+
+
+@pytest.fixture
+def steps(compilation_cache):
+    """Three sequences of up to three chunks, the model they run on, and its runner."""
+    keep_compilations_in(compilation_cache)
+    mesh = make_mesh(1)
+    model = load_model("random:llama-tiny", dtype="float32", mesh=mesh)
+    config = EngineConfig(
+        cache=CacheConfig(gpu_pages=9),
+        scheduler=SchedulerConfig(
+            max_num_running=3, max_num_rows=3, max_num_batched_tokens=96, token_buckets=(32, 96),
+            max_context_tokens=96,
+        ),
+    )  # fmt: skip
+    runner = ModelRunner(model, config, mesh)
+    runner.warm_up()
+    return load("common.chunk_steps").ChunkSteps(model.config, config, runner, mesh), model, runner
+
+
+def test_steps_compute_what_the_dense_model_does(steps):
+    """Chunk by chunk, alone and in a batch: the next token of the whole sequence so far."""
+    steps, model, _ = steps
+    for end in (32, 64, 96):
+        expected = []
+        for ids in steps._token_ids[:, :end] if end != 64 else []:
+            hidden = model(ids, np.arange(end), DenseAttention())
+            expected.append(int(model.compute_logits(hidden[-1:]).argmax()))
+        for num_chunks in (3, 1):
+            plan = steps.plan(num_chunks, end)
+            plan.num_samples[0] = num_chunks
+            plan.sample_tokens[:num_chunks] = 32 * np.arange(num_chunks) + 31
+            step = steps.whole(plan)
+            ids = step.wait(step.launch()).token_ids[:num_chunks].tolist()
+            assert not expected or ids == expected[:num_chunks]
+
+
+def test_attention_by_itself_reads_the_pages_of_the_step(steps):
+    """Its answer is the last layer's, over the whole context."""
+    steps, _, runner = steps
+    for end in (32, 64, 96):
+        steps.whole(steps.plan(3, end)).sample_s(1)
+    plan = steps.plan(3, 96)
+    attention = steps.attention(plan)
+    out = np.asarray(attention.launch())
+    pages, length = np.asarray(runner.pools[-1]), 64 + 1  # keys that the second row's first query sees
+    keys = pages[plan.page_indices[1]].reshape(96, 4, 32)[:length]
+    q = np.random.default_rng(0).standard_normal((96, 4, 32), np.float32)[32]  # its queries
+    k, v = (keys[:, i::2].repeat(2, axis=1) for i in (0, 1))  # two query heads a KV head
+    weights = np.exp(np.einsum("hd,shd->hs", q, k) / 32**0.5)
+    expected = np.einsum("hs,shd->hd", weights, v) / weights.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(out[32], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"max_context_tokens": 63}, "--max_context_tokens is 63"),
+        ({"max_context_tokens": 0}, "--max_context_tokens is 0"),
+        ({"max_context_tokens": 4096}, "the model's 2048 positions"),
+        ({"chunk_tokens": 48, "max_context_tokens": 480}, "cache.chunk_tokens is 48"),
+        ({"output": "/nowhere/costs.json"}, "--output is '/nowhere/costs.json'"),
+        ({"plot": "/nowhere/costs.png"}, "--plot is '/nowhere/costs.png'"),
+        ({"plot": "costs.exe"}, "--plot is 'costs.exe'"),
+    ],
+)
+def test_refused_before_anything_is_loaded(launch, monkeypatch, flags, says):
+    monkeypatch.setattr(load("profile_costs"), "load_model", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=says):
+        launch("profile_costs", shared_llm=False, **flags)
+
+
+def test_without_matplotlib_it_says_so_first(launch, monkeypatch, tmp_path):
+    monkeypatch.setattr(load("profile_costs"), "load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        launch("profile_costs", shared_llm=False, plot=tmp_path / "costs.png")

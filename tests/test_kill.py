@@ -1,0 +1,140 @@
+"""SIGKILL of real generating processes: what was reported is there, and what comes after is right."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import sys
+
+import numpy as np
+import pytest
+
+from model_defs import load_model, make_mesh
+from pensieve_jax.engine.dense_reference import DenseReference
+from tests.kill.lives import NUM_MOMENTS, Death, Life, live, start_process
+from tests.kill.process import CPU_PAGES, MODEL, Task
+from tests.kill.script import MAX_CONTEXT_TOKENS, NUM_LANES, Script, TurnKey
+
+NUM_LIVES = 5
+MIN_MARGIN = 1e-3  # closer than this, the two best tokens are a matter of rounding
+
+
+@pytest.fixture(scope="module")
+def context():
+    """Processes are forked from one that has imported everything and touched no device."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pensieve_jax", "tests.kill.process"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # the server takes no other path
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+@pytest.fixture(scope="module")
+def lives(context, tmp_path_factory):
+    """All lives, lived: 50 kills. Whatever must hold after each death was asserted on the way."""
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    cache_dir = tmp_path_factory.mktemp("compiled")
+    fingerprint = compile_once(context, cache_dir)
+    lives = [
+        Life(
+            context,
+            tmp_path_factory.mktemp("life") / "chats.sqlite",
+            cache_dir,
+            fingerprint,
+            seed=seed + i,
+        )
+        for i in range(NUM_LIVES)
+    ]
+    live(lives, num_at_once=2)
+    return lives
+
+
+def compile_once(context, cache_dir):
+    """Fill the compilation cache, by a process that nobody kills; returns the history's fingerprint."""
+    process, pipe = start_process(context, Task(None, str(cache_dir), Script(0), "nothing"))
+    marks = []
+    while not marks or marks[-1][0] != "finished":
+        marks.append(pipe.recv())
+    process.join()
+    return dict(mark for mark in marks if len(mark) == 2)["opening"]
+
+
+def test_fifty_kills_lose_nothing_that_was_reported(lives, record_property):
+    """Each death was checked as it came; this is about how many there were, and that all went on."""
+    deaths = [death for life in lives for death in life.deaths if death.moment is not None]
+    assert len(deaths) == NUM_LIVES * NUM_MOMENTS == 50
+    num_reported = sum(len(death.reports) for death in deaths)
+    num_unreported = sum(len(death.committed) - len(death.reports) for death in deaths)
+    record_property("note", f"{num_reported} turns reported, {num_unreported} more were committed")
+    assert num_reported > 50
+
+
+def test_the_moments_are_spread_over_the_life_of_a_process(lives, record_property):
+    """While starting, in the middle of turns, around commits, after reports, while closing."""
+    deaths = [death for life in lives for death in life.deaths if death.moment is not None]
+    counts = {
+        "while starting": sum("ready" not in death.marks for death in deaths),
+        "before the first report": sum(not death.reports for death in deaths),
+        "later": sum(bool(death.reports) for death in deaths),
+        "with turns in progress": sum(bool(death.unfinished) for death in deaths),
+        "between the begin of a commit and its reports": sum(map(Death.is_at_commit, deaths)),
+        "inside a transaction": sum("halted" in death.marks for death in deaths),
+        "while closing": sum("closing" in death.marks for death in deaths),
+    }
+    num_groups = sum(len(group) > 1 for life in lives for death in life.deaths for group in death.announced)
+    killed = ", ".join(f"{count} {when}" for when, count in counts.items())
+    record_property("note", f"killed {killed}; {num_groups} commits of several turns")
+    # Each is a third or less of what is usual.
+    assert counts["while starting"] >= 3
+    assert counts["later"] >= 10
+    assert counts["with turns in progress"] >= 10
+    assert counts["between the begin of a commit and its reports"] >= 1
+    assert counts["inside a transaction"] == counts["while closing"] == NUM_LIVES
+
+
+def test_all_turns_equal_the_reference(lives, record_property):
+    """Over all deaths, greedy and seeded: the tokens of one model over whole sequences."""
+    reference = DenseReference(
+        load_model(MODEL, dtype="float32", mesh=make_mesh(1)), min_padded_tokens=MAX_CONTEXT_TOKENS
+    )
+    num_tokens = num_uncertain = 0
+    for life in lives:
+        history: list[int] = []
+        for key in sorted(life.turns):
+            history = [] if key.turn_index == 0 else history
+            turn = life.turns[key]
+            prompt_ids, output_ids = turn.prompt_token_ids, np.array(turn.output_token_ids)
+            params = life.script.turn(key).params
+            replay = reference.replay_turn(history, prompt_ids, output_ids.tolist(), params, turn.seed)
+            certain = replay.margins >= MIN_MARGIN
+            assert (replay.token_ids == output_ids)[certain].all(), f"{key} of seed {life.script.seed}"
+            num_tokens += len(output_ids)
+            num_uncertain += int((~certain).sum())
+            history += [*prompt_ids, *turn.output_token_ids]
+    record_property("note", f"{num_tokens} tokens, {num_uncertain} of them too close to call")
+    assert num_uncertain < num_tokens / 100
+
+
+def test_the_last_process_goes_on_where_the_killed_ones_stopped(lives):
+    """It was not killed: one turn of every lane, on top of what was there, and all of it is kept."""
+    for life in lives:
+        last = life.deaths[-1]
+        assert last.marks[-1] == "finished" and not last.unfinished
+        assert len(last.reports) == NUM_LANES
+        num_before = {key: index for key, index in (report.key for report in last.reports)}
+        assert all(TurnKey(key, i) in life.turns for key, index in num_before.items() for i in range(index))
+        # Nothing is resident after a start: whatever had a history had it computed again.
+        assert all(bool(report.recomputed_tokens) == (report.key.turn_index > 0) for report in last.reports)
+
+
+def test_state_left_the_device_on_the_way(lives, record_property):
+    """The kills fell among swaps and drops, not on an engine with room for everything."""
+    reports = [report for life in lives for death in life.deaths for report in death.reports]
+    num_recomputed = sum(report.recomputed_tokens for report in reports)
+    num_swapped_in = sum(report.swapped_in_tokens for report in reports)
+    record_property("note", f"{num_recomputed} tokens recomputed, {num_swapped_in} swapped in")
+    assert num_recomputed > 0
+    assert num_swapped_in > 0 or not CPU_PAGES
