@@ -135,12 +135,17 @@ def compared(with_s: list[float], without_s: list[float], num_steps: int) -> Fig
 
 def beside_decoding(stage: Stage, transfers: DeviceTransfers) -> Figures:
     """Swap-ins and swap-outs while the crowd decodes."""
-    steps, chunks, found = FLAGS.num_steps, FLAGS.num_chunks, {}
-    cold, hot, before = [], [], transfers.stats()
-    for _ in range(FLAGS.num_repeats + 1):
-        stage.away(pieces=1)
-        cold.append(stage.comes_back(steps))
-        hot.append(stage.comes_back(steps))
+    steps, chunks = FLAGS.num_steps, FLAGS.num_chunks
+    found: Figures = {}
+    cold: list[Return] = []
+    hot: list[Return] = []
+    before = transfers.stats()
+    for number in range(FLAGS.num_repeats + 1):
+        # In turn A B B A, since steps get longer as the crowd's contexts grow; the first two warm up.
+        for is_cold in (True, False) if number % 2 == 0 else (False, True):
+            if is_cold:
+                stage.away(pieces=1)
+            (cold if is_cold else hot).append(stage.comes_back(steps))
     after = transfers.stats()
     cold, hot = cold[1:], hot[1:]
     returns = FLAGS.num_repeats + 1
@@ -159,12 +164,14 @@ def beside_decoding(stage: Stage, transfers: DeviceTransfers) -> Figures:
     }
     for name, action in actions.items():
         before = transfers.stats()
-        pairs = [
-            (stage.window(steps, action), stage.window(steps, lambda _: None))
-            for _ in range(FLAGS.num_repeats)
-        ]
+        with_s: list[float] = []
+        without_s: list[float] = []
+        for number in range(FLAGS.num_repeats):
+            for is_with in (True, False) if number % 2 == 0 else (False, True):
+                seconds = stage.window(steps, action if is_with else lambda _: None)
+                (with_s if is_with else without_s).append(seconds)
         after = transfers.stats()
-        found[name] = compared([a for a, _ in pairs], [b for _, b in pairs], steps) | {
+        found[name] = compared(with_s, without_s, steps) | {
             "num_copies_per_window": (after["num_swap_out_copies"] - before["num_swap_out_copies"])
             / FLAGS.num_repeats,
             "dispatch_per_window_s": (after["swap_dispatch_s"] - before["swap_dispatch_s"])

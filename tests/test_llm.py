@@ -129,6 +129,8 @@ BAD_CALLS: dict[str, tuple[Any, type[Exception], str]] = {
         InvalidRequestError,
         "share_prefix",
     ),
+    "a prefix of no text": (lambda llm: llm.share_prefix(""), InvalidRequestError, "^prefix"),
+    "a prefix of another kind": (lambda llm: llm.share_prefix(5), InvalidRequestError, "^prefix"),
     "an empty prefix": (lambda llm: llm.share_prefix([]), InvalidRequestError, "prefix"),
     "a prefix of strange ids": (lambda llm: llm.share_prefix([3, 10**6]), InvalidRequestError, "prefix"),
     "a long prefix": (lambda llm: llm.share_prefix([5] * 5000), ContextLengthError, "prefix"),

@@ -241,3 +241,27 @@ def test_rushed_copies_count_as_complete():
     assert cache.manager.rush(sequence) == tuple(copy.copy_id for copy in ins)
     assert resident(sequence) == [0, 1, 2] and cache.manager.rush(sequence) == ()
     cache.check()
+
+
+# Pushed out
+
+
+def test_what_is_pushed_out_takes_no_slot_of_a_queued_request():
+    """It displaces what is idle, whatever that is worth; without such it is dropped."""
+    cache = Cache(16, 5)
+    away = cache.idle("away", 3 * CHUNK)
+    idle = cache.on_cpu("idle", CHUNK, 0.5)
+    waits = cache.queued("waits", cache.on_cpu("waits", 4 * CHUNK))
+    assert waits.arrival > away.arrival
+    assert cache.manager.push_out(away) == 3
+    assert states(waits) == ["on cpu"] * 4 and states(idle) == []
+    assert states(away) == [] and len(cache.begin()[0]) == 1
+    cache.complete()
+
+
+def test_no_more_is_pushed_out_than_asked_for():
+    cache = Cache(12, 12)
+    sequence = cache.idle("a", 3 * CHUNK)
+    assert [cache.manager.push_out(sequence, number) for number in (0, 1)] == [0, 1]
+    assert states(sequence) == ["leaving", "on gpu", "on gpu"]
+    assert cache.manager.push_out(sequence) == 2

@@ -245,3 +245,15 @@ def test_a_refused_prefix_is_named():
         harness.engine.share_prefix([])
     with pytest.raises(InvalidRequestError, match="share_prefix"):
         harness.engine.submit([TurnSpec((1, 2), SamplingParams(), "a", prefix=(1, 2, 3))])
+
+
+@pytest.mark.parametrize("number", [-1, 1.5, "2", True])
+def test_a_bad_number_to_push_out_is_named_and_harms_nobody(number):
+    harness = two_tiers()
+    harness.turn("a", 20)
+    turn, facts = submit(harness, "b")
+    harness.step()
+    with pytest.raises(InvalidRequestError, match="max_num_chunks"):
+        harness.engine.push_out("a", number)
+    assert harness.run(turn)[0].token_ids == harness.expected(facts)
+    harness.check_empty()
