@@ -39,7 +39,8 @@ class CacheConfig:
       gpu_pages: pages of device memory for KV state; a page holds one chunk. A dummy page comes on top.
       cpu_pages: chunks that pinned host memory holds beside them; 0 is no host tier (the paper's
         "Pensieve (GPU cache)").
-      cpu_bytes: the same as bytes of host memory, all devices together; give one of the two.
+      cpu_bytes: the same as bytes of host memory, all devices together; give one of the two. Chunks in
+        transit come on top, up to `runner.max_num_staged_pages` of them.
       chunk_tokens: consecutive tokens of a chunk, the unit of caching and eviction: 16, 32 or 64.
       policy: whose chunks leave a tier first: "retention" (the paper's section 4.3.1), "lru",
         "conversation" (whole histories, as CachedAttention) or "trailing" (tail first, as prefix caches).

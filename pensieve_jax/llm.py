@@ -118,8 +118,8 @@ class LLM:
         params = _one_each("sampling_params", sampling_params, SamplingParams(), len(prompts))
         ids: list[str | None] = _one_each("conversation_ids", conversation_ids, None, len(prompts))
         specs = [
-            TurnSpec(self._encode(prompt, conversation_id, i, prefix), one, conversation_id, prefix=prefix)
-            for i, (prompt, one, conversation_id) in enumerate(zip(prompts, params, ids, strict=True))
+            TurnSpec(self._encode(prompt, name, f"prompts[{i}]", prefix), one, name, prefix=prefix)
+            for i, (prompt, one, name) in enumerate(zip(prompts, params, ids, strict=True))
         ]
         return self._run(self.engine.submit(specs))
 
@@ -133,7 +133,7 @@ class LLM:
     ) -> Stream:
         """Start one turn and iterate over what it says; see `generate` for arguments and errors."""
         self.engine.expire_idle()
-        token_ids = self._encode(prompt, conversation_id, None, prefix)
+        token_ids = self._encode(prompt, conversation_id, "prompt", prefix)
         params = sampling_params or SamplingParams()
         return self._stream(TurnSpec(token_ids, params, conversation_id, prefix=prefix))
 
@@ -172,7 +172,7 @@ class LLM:
 
         Raises InvalidRequestError, ContextLengthError or TokenizerMissingError.
         """
-        return self.engine.share_prefix(self._encode(prefix, None, None))
+        return self.engine.share_prefix(self._encode(prefix, None, "prefix"))
 
     # Conversations
 
@@ -200,7 +200,7 @@ class LLM:
     # The rest
 
     def stats(self) -> dict[str, int | float]:
-        """Counters since the start: steps, compilations, tokens by origin, pages, conversations."""
+        """Counters: steps, compilations, tokens by origin, copies between tiers, pages, conversations."""
         return self.engine.stats()
 
     def memory_analysis(self) -> dict[str, Any]:
@@ -227,10 +227,9 @@ class LLM:
         self,
         prompt: Prompt,
         conversation_id: str | None,
-        index: int | None,
+        field: str,
         prefix: SharedPrefix | None = None,
     ) -> Sequence[int]:
-        field = "prompt" if index is None else f"prompts[{index}]"
         if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str | bytes):
             return list(prompt)
         if not isinstance(prompt, str):

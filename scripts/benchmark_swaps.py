@@ -30,7 +30,7 @@ from common.report import json_line, table
 from common.spread import Spread
 from common.swap_windows import RETURNER, Return, Stage
 
-from pensieve_jax import EngineConfig
+from pensieve_jax import ConfigError, EngineConfig
 from pensieve_jax.assembly import Assembled, assemble
 from pensieve_jax.engine.device_transfers import DeviceTransfers
 
@@ -74,6 +74,16 @@ def num_donors() -> int:
     rate = FLAGS.num_repeats * FLAGS.num_steps * chunks_per_step()
     bursts = 2 * (FLAGS.num_repeats + 1) * FLAGS.num_chunks
     return -(-(rate + bursts) // FLAGS.num_chunks) + 1
+
+
+def crowd_steps() -> int:
+    """Steps that the crowd decodes for, with some to spare."""
+    if "beside" not in FLAGS.parts:
+        return 0
+    steps, repeats, settling = FLAGS.num_steps, FLAGS.num_repeats, 6
+    swap_ins = (repeats + 1) * (2 * (steps + settling) + settling)
+    swap_outs = 4 * repeats * (steps + settling)
+    return swap_ins + swap_outs + 4 * ((repeats + 1) // 2) * (steps + 3 * settling)
 
 
 def chunks_per_step() -> int:
@@ -265,7 +275,7 @@ def figures_table(found: Figures) -> str:
                         rows.append(
                             [part, kind, label, *(1e3 * spread[key] for key in ("median", "low", "high"))]
                         )
-    return table(["part", "what", "figure", "median ms", "low", "high"], rows)
+    return table(["part", "what", "figure", "median, in ms", "low", "high"], rows)
 
 
 def measure(parts: Assembled) -> Figures:
@@ -297,6 +307,10 @@ def measure(parts: Assembled) -> Figures:
 
 def main() -> int:
     config = sized_config()
+    needed = crowd_steps()
+    if FLAGS.max_crowd_tokens < needed:
+        limit = f"at least {needed}, about as many steps as all windows and what settles between them take"
+        raise ConfigError("--max_crowd_tokens", FLAGS.max_crowd_tokens, limit)
     start_s = time.perf_counter()
     parts = assemble(
         FLAGS.model,

@@ -196,8 +196,9 @@ class Chat:
         if self._last is not None:
             usage = self._last.usage
             self._say(
-                f"last turn: {usage.reused_gpu_tokens} tokens reused, {usage.recomputed_tokens} recomputed, "
-                f"{usage.prefilled_tokens} prefilled, {usage.output_tokens} output, seed {self._last.seed}"
+                f"last turn: {usage.reused_gpu_tokens} tokens reused, {usage.swapped_in_tokens} swapped in, "
+                f"{usage.recomputed_tokens} recomputed, {usage.prefilled_tokens} prefilled, "
+                f"{usage.output_tokens} output, seed {self._last.seed}"
             )
         self._say(table(["counter", "value"], list(self._llm.stats().items())))
 

@@ -111,7 +111,14 @@ def check_text(llm: LLM, turn: InputTurn) -> None:
     if llm.tokenizer is None:
         raise InvalidRequestError("prompt", turn.prompt, "token ids", "the model has no tokenizer")
     elif isinstance(turn.prompt, str):
-        llm.tokenizer.encode(turn.prompt, add_bos=False)
+        count, room = (
+            len(llm.tokenizer.encode(turn.prompt, add_bos=False)),
+            llm.engine.limits.max_context_tokens,
+        )
+        if count >= room:
+            raise ContextLengthError(
+                "prompt", f"{count} tokens", f"fewer than the {room} tokens of the context"
+            )
     elif llm.tokenizer.chat_template is None:
         raise InvalidRequestError("messages", turn.prompt, "a prompt", "the model has no chat template")
 

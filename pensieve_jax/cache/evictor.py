@@ -8,6 +8,7 @@ Called by: `CacheManager`, within a scheduling pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from pensieve_jax.cache.chunk_store import ChunkStore
@@ -92,13 +93,16 @@ class Evictor:
             store.trim(sequence)
 
     def push_out(self, sequence: CachedSequence, max_num_chunks: int) -> int:
-        """Take pages of an idle sequence, leading first, as if they were needed; returns how many."""
+        """Take pages of an idle sequence, leading first, as if they were needed; returns how many.
+
+        What they hold displaces anything idle in host memory, and nothing of a queued request.
+        """
         indices = sorted(sequence.indices_on(Shelf.CLEAN) + sequence.indices_on(Shelf.DIRTY))[:max_num_chunks]
         for index in indices:
             if sequence.chunks[index].shelf is Shelf.CLEAN:
                 self._store.give_page(sequence, index)
             else:
-                self._push_out(sequence, index, None)
+                self._push_out(sequence, index, math.inf)
         self._store.trim(sequence)
         return len(indices)
 

@@ -42,7 +42,7 @@ def check_store(store: ChunkStore, chunk_tokens: int) -> None:
     for places, pool in ((pages, store.pages), (slots, store.slots)):
         owners = Counter(place for place in places if place)
         assert all(count == 1 for count in owners.values()), "a place has two owners"
-        pool.check_integrity(dict(owners))
+        pool.check_integrity(owners.keys())
     _check_prefixes(store)
 
 

@@ -97,11 +97,13 @@ class CacheManager:
     def push_out(self, sequence: CachedSequence, max_num_chunks: int | None = None) -> int:
         """Have an idle sequence's pages, or the leading ones of them, copied to the host and freed now.
 
-        Returns how many; without a host tier they are dropped.
+        Returns how many. What host memory has no room for is dropped.
         """
         assert sequence.role is Role.IDLE
         self._evictor.begin_pass()
-        return self._evictor.push_out(sequence, max_num_chunks or len(sequence.chunks))
+        return self._evictor.push_out(
+            sequence, len(sequence.chunks) if max_num_chunks is None else max_num_chunks
+        )
 
     # Room
 

@@ -1,12 +1,14 @@
-"""The places of one tier of memory: which are free, and how many chunks refer to the others.
+"""The places of one tier of memory: which are free.
 
-Owns: the numbers 1 .. num_pages of a tier (pages of device memory, slots of host memory) and their reference
-counts. Number 0 means none; on the device it is a dummy page that padding points at.
+Owns: the numbers 1 .. num_pages of a tier (pages of device memory, slots of host memory), and that each is
+given to one owner at a time. Number 0 means none; on the device it is a dummy page that padding points at.
 Does not know: whose place it is, or when it is safe to write: pages freed while a step is in flight may be
 given away at once, because a later step's writes come after it in program order.
 """
 
 from __future__ import annotations
+
+from collections.abc import Set
 
 
 class PagePool:
@@ -16,7 +18,7 @@ class PagePool:
         """All of 1 .. num_pages free."""
         self._num_pages = num_pages
         self._free = list(range(num_pages, 0, -1))
-        self._num_references = [0] * (num_pages + 1)
+        self._is_used = [False] * (num_pages + 1)
 
     @property
     def num_pages(self) -> int:
@@ -29,33 +31,25 @@ class PagePool:
         return len(self._free)
 
     def allocate(self) -> int:
-        """Take a free page, with one reference; `IndexError` where there is none."""
+        """Take a free page; `IndexError` where there is none."""
         page = self._free.pop()
-        self._num_references[page] = 1
+        self._is_used[page] = True
         return page
 
-    def share(self, page: int) -> None:
-        """Add a reference to a page in use."""
-        assert self._num_references[page] > 0, f"page {page} is free and cannot be shared"
-        self._num_references[page] += 1
-
     def free(self, page: int) -> None:
-        """Give up one reference; the last one frees the page."""
-        assert self._num_references[page] > 0, f"page {page} is freed twice"
-        self._num_references[page] -= 1
-        if self._num_references[page] == 0:
-            self._free.append(page)
+        """Give a page back."""
+        assert self._is_used[page], f"page {page} is freed twice"
+        self._is_used[page] = False
+        self._free.append(page)
 
-    def check_integrity(self, owners: dict[int, int]) -> None:
-        """Assert free + used = total and that each page has as many references as owners."""
+    def check_integrity(self, owned: Set[int]) -> None:
+        """Assert free + used = total, and that the pages in use are those that have an owner."""
         free = set(self._free)
         assert len(free) == len(self._free), "a page is in the free list twice"
-        assert 0 not in free and 0 not in owners, "the dummy page was given away"
-        assert not free & owners.keys(), f"pages both free and owned: {sorted(free & owners.keys())}"
-        assert len(free) + len(owners) == self._num_pages, (
-            f"{len(free)} free + {len(owners)} owned pages are not {self._num_pages}"
+        assert 0 not in free and 0 not in owned, "the dummy page was given away"
+        assert not free & owned, f"pages both free and owned: {sorted(free & owned)}"
+        assert len(free) + len(owned) == self._num_pages, (
+            f"{len(free)} free + {len(owned)} owned pages are not {self._num_pages}"
         )
-        for page, num_owners in owners.items():
-            assert self._num_references[page] == num_owners, (
-                f"page {page} has {self._num_references[page]} references and {num_owners} owners"
-            )
+        used = {page for page, is_used in enumerate(self._is_used) if is_used}
+        assert used == owned, f"pages in use, or owned, but not both: {sorted(used ^ owned)}"

@@ -2,7 +2,7 @@
 
 Owns: the order of victims among idle sequences. A policy sees sequences, a shelf and the time; it counts
 nothing, frees nothing and keeps no state between passes.
-Called by: `CacheManager`, through a `VictimQueue` for each shelf that it needs room on.
+Called by: `Evictor`, through a `VictimQueue` for each shelf that it needs room on.
 
 A pass over thousands of conversations takes a few chunks: one number is computed for each of them, and only
 those that gave something are looked at again.

@@ -1,7 +1,8 @@
 """The cached state of one conversation: its chunks, where they are, and how far it was computed.
 
 Owns: the chunk list with its states, and the row of page numbers that steps read.
-Does not know: tokens, policies, or other sequences but the prefix it shares. Only `CacheManager` changes it.
+Does not know: tokens, policies, or other sequences but the prefix it shares. Only `ChunkStore`
+and `CacheManager` change it.
 
 Invariants: there is a chunk for every started `chunk_tokens` of `num_kv_tokens`, and further ones only
 while they are reserved; the last chunk of an unpinned sequence is never dropped (losing it shortens

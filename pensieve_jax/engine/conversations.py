@@ -104,11 +104,14 @@ class ConversationTable:
         live.conversation.truncate(num_tokens, num_turns)
 
     def push_out(self, conversation_id: str, max_num_chunks: int | None = None) -> int:
-        """Copy a conversation's state to host memory before anybody needs the room; returns the chunks.
+        """Copy a conversation's state to host memory before anybody needs the room; returns how many chunks.
 
-        Raises UnknownConversationError or ConversationBusyError.
+        Raises InvalidRequestError, UnknownConversationError or ConversationBusyError.
         """
         self._check_idle(conversation_id)
+        number = max_num_chunks
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+            raise InvalidRequestError("max_num_chunks", number, "None or an integer of at least 0")
         return self._cache.push_out(self.get(conversation_id).sequence, max_num_chunks)
 
     def forget_state(self, conversation_id: str) -> None:

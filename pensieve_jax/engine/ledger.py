@@ -107,7 +107,7 @@ class TurnLedger:
         request, conversation = turn.request, turn.request.conversation
         # A step of look-ahead may have computed one token more than the reply has; it never counts.
         del conversation.token_ids[request.num_prompt_end + len(turn.token_ids) :]
-        self._stats.count_turn(turn.finish(reason))
+        self._stats.count_turn(turn.finish(reason), has_history=request.num_history_tokens > 0)
         conversation.commit()
         self._cache.truncate(request.sequence, conversation.num_computed_tokens)
         self._leave(turn, forget=conversation.one_off)

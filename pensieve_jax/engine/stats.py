@@ -10,7 +10,10 @@ from pensieve_jax.scheduler import SchedulerOutput
 
 @dataclass(slots=True)
 class EngineStats:
-    """What was done so far; tokens are counted when their turn ends well, as in its `usage`."""
+    """What was done so far; tokens are counted when their turn ends well, as in its `usage`.
+
+    `history_*_tokens` are of returning turns alone: all that had KV state once, and what each tier had of it.
+    """
 
     num_steps: int = 0
     num_step_tokens: int = 0
@@ -29,6 +32,9 @@ class EngineStats:
     output_tokens: int = 0
     resume_recomputed_tokens: int = 0
     resume_swapped_in_tokens: int = 0
+    history_tokens: int = 0
+    history_gpu_tokens: int = 0
+    history_cpu_tokens: int = 0
 
     def count_step(self, output: SchedulerOutput) -> None:
         """A step was scheduled; empty ones do not count."""
@@ -39,8 +45,13 @@ class EngineStats:
         self.num_swapped_out_chunks += len(output.swap_outs)
         self.num_swapped_in_chunks += len(output.swap_ins)
 
-    def count_turn(self, usage: Usage) -> None:
-        """A turn ended and was committed."""
+    def count_turn(self, usage: Usage, *, has_history: bool) -> None:
+        """A turn ended and was committed; `has_history` if its conversation had returned."""
+        if has_history:
+            found = usage.reused_gpu_tokens, usage.swapped_in_tokens
+            self.history_tokens += sum(found) + usage.recomputed_tokens
+            self.history_gpu_tokens += found[0]
+            self.history_cpu_tokens += found[1]
         self.num_turns_finished += 1
         self.prompt_tokens += usage.prompt_tokens
         self.reused_gpu_tokens += usage.reused_gpu_tokens
@@ -52,10 +63,10 @@ class EngineStats:
         self.resume_swapped_in_tokens += usage.resume_swapped_in_tokens
 
     def as_dict(self) -> dict[str, int | float]:
-        """By name, with the hit rate of each tier: its share of the tokens that had KV state once."""
-        num_returned = self.reused_gpu_tokens + self.swapped_in_tokens + self.recomputed_tokens
+        """By name, with the hit rate of each tier: its share of the history of turns that returned."""
+        num_tokens = max(self.history_tokens, 1)
         return {
             **asdict(self),
-            "gpu_hit_rate": self.reused_gpu_tokens / num_returned if num_returned else 0.0,
-            "cpu_hit_rate": self.swapped_in_tokens / num_returned if num_returned else 0.0,
+            "gpu_hit_rate": self.history_gpu_tokens / num_tokens,
+            "cpu_hit_rate": self.history_cpu_tokens / num_tokens,
         }

@@ -7,6 +7,7 @@ are those of whoever calls, so that its `--help` lists them.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 
@@ -195,9 +196,10 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"([\d_.]+(?:e\d+)?)\s*([KMGT]?i?B?)", text.strip(), re.IGNORECASE)
     units = {unit.lower(): size for unit, size in _BYTES_OF.items()}
     unit = None if found is None else units.get(found[2].lower())
-    if found is None or unit is None:
+    size = math.inf if found is None or unit is None else float(found[1]) * unit
+    if not math.isfinite(size):
         raise ValueError(f"{text!r} is no number of bytes")
-    return int(float(found[1]) * unit)
+    return int(size)
 
 
 def _cpu_bytes() -> int | None:

@@ -1,7 +1,7 @@
 """Several engines on one model, one after the other: what comparing configurations takes.
 
 Owns: loading and compiling once, and beginning anew on the same weights, pages and slots.
-Does not know: what an engine is asked to do. Called by: compare_variants, benchmark_swaps.
+Does not know: what an engine is asked to do. Called by: compare_variants.
 
 Whatever a step's shape depends on (the model, `RunnerConfig`, `SchedulerConfig`, `gpu_pages`, the most
 `cpu_pages`) is that of the runner and stays; policies, priorities, `stateful` and fewer `cpu_pages` are the
@@ -11,7 +11,6 @@ engine's own and may differ between engines.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -23,7 +22,6 @@ from pensieve_jax.assembly import Assembled, assemble
 from pensieve_jax.engine.device_transfers import DeviceTransfers
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.model_runner import ModelRunner
-from pensieve_jax.engine.runner import Runner
 from pensieve_jax.history import SQLiteHistoryStore
 
 FLAGS = flags.FLAGS
@@ -60,16 +58,8 @@ class EngineFactory:
         assert self._parts is not None, "the factory is closed"
         return self._parts.runner
 
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-        return self._limits.vocab_size
-
-    def start(self, config: EngineConfig, wrap: Callable[[ModelRunner], Runner] | None = None) -> Engine:
-        """An engine without conversations; the one before is closed.
-
-        `wrap` may put something between the engine and the runner, to watch it.
-        """
+    def start(self, config: EngineConfig) -> Engine:
+        """An engine without conversations; the one before is closed."""
         self._end()
         runner = self.runner
         runner.reset()
@@ -77,7 +67,7 @@ class EngineFactory:
         assert isinstance(transfers, DeviceTransfers)
         transfers.retrieval_priority = config.cache.retrieval_priority
         self._engine = Engine(
-            runner if wrap is None else wrap(runner),
+            runner,
             config,
             self._limits,
             SQLiteHistoryStore(None, fingerprint="a benchmark"),

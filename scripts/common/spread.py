@@ -35,9 +35,3 @@ class Spread(NamedTuple):
             name: None if isinstance(value, float) and math.isnan(value) else value
             for name, value in self._asdict().items()
         }
-
-    def in_ms(self) -> str:
-        """Seconds as milliseconds: `12.31 (12.25 to 12.40)`."""
-        if not self.num_values:
-            return "-"
-        return f"{self.median * 1e3:.2f} ({self.low * 1e3:.2f} to {self.high * 1e3:.2f})"

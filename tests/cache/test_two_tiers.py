@@ -255,8 +255,8 @@ def test_what_is_pushed_out_takes_no_slot_of_a_queued_request():
     assert waits.arrival > away.arrival
     assert cache.manager.push_out(away) == 3
     assert states(waits) == ["on cpu"] * 4 and states(idle) == []
-    assert states(away) == [] and len(cache.begin()[0]) == 1
-    cache.complete()
+    assert states(away) == ["leaving"] and len(cache.begin()[0]) == 1
+    cache.check()
 
 
 def test_no_more_is_pushed_out_than_asked_for():

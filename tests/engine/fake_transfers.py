@@ -81,10 +81,6 @@ class FakeTransfers:
         self._used_ids: set[int] = set()
         self._num_copies = {True: 0, False: 0}
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
     # What the engine calls
 
     def swap_out(self, copies: Sequence[Copy]) -> None:
