@@ -52,6 +52,7 @@ def sized_config() -> EngineConfig:
         config.cache,
         gpu_pages=int((crowd_pages + donor_chunks + 4 * chunks) / 0.85),
         cpu_pages=donor_chunks + 4 * chunks,
+        cpu_bytes=None,
         swap_out_fraction=0.0,  # nothing moves but what is asked for
     )
     scheduler = dataclasses.replace(

@@ -13,6 +13,7 @@ The default model has random weights and a byte tokenizer: its replies are noise
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -21,6 +22,7 @@ import numpy as np
 from absl import flags
 from common.launch import EXIT_FAILED, one_line, run
 from common.report import table
+from tqdm import tqdm
 
 from model_defs import load_model, make_mesh
 from pensieve_jax import (
@@ -152,7 +154,7 @@ def replay(model: str, turns: Sequence[DemoTurn]) -> tuple[list[bool], float]:
     """Whether each turn's tokens are the dense reference's, and the smallest margin of any choice."""
     reference = DenseReference(load_model(resolve_model(model), dtype="float32", mesh=make_mesh(1)))
     equal, smallest = [], np.inf
-    for turn in turns:
+    for turn in tqdm(turns, desc="replaying", disable=None, leave=False):
         token_ids = turn.output.token_ids
         found = reference.replay_turn(
             turn.history_ids, turn.prompt_ids, token_ids, turn.params, turn.output.seed
@@ -220,7 +222,7 @@ def print_movements(stats: Mapping[str, int | float]) -> None:
 
 def main() -> int:
     start_s = time.perf_counter()
-    with LLM(FLAGS.model, dtype="float32", config=config(), progress=False) as llm:
+    with LLM(FLAGS.model, dtype="float32", config=config(), progress=sys.stderr.isatty()) as llm:
         ready_s = time.perf_counter()
         turns = serve(llm)
         stats = llm.stats()

@@ -75,6 +75,7 @@ def _check_sequence(sequence: CachedSequence, chunk_tokens: int) -> None:
 def _check_prefixes(store: ChunkStore) -> None:
     for prefix in store:
         if prefix.is_prefix:
-            num_users = sum(sequence.prefix is prefix for sequence in store.members[Role.RUNNING])
-            assert prefix.num_running_users == num_users
-            assert (prefix.role is Role.RUNNING) == (num_users > 0), "a prefix in use is not pinned"
+            users = [sequence for sequence in store if sequence.prefix is prefix]
+            num_running = sum(sequence.role is Role.RUNNING for sequence in users)
+            assert (prefix.num_users, prefix.num_running_users) == (len(users), num_running)
+            assert (prefix.role is Role.RUNNING) == (num_running > 0), "a prefix in use is not pinned"

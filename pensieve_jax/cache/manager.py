@@ -75,10 +75,18 @@ class CacheManager:
         self.touch(prefix)
         return prefix
 
+    def close_prefix(self, prefix: CachedSequence) -> None:
+        """Forget a prefix that no sequence begins with."""
+        assert not prefix.num_users
+        while prefix.chunks:
+            self._store.shorten(prefix)
+        self._store.remove(prefix)
+
     def share(self, sequence: CachedSequence, prefix: CachedSequence) -> None:
         """An empty, idle sequence begins with the chunks of a prefix from here on."""
         assert not sequence.chunks and sequence.role is Role.IDLE and prefix.is_prefix
         sequence.begin_with(prefix)
+        prefix.num_users += 1
 
     def truncate(self, sequence: CachedSequence, num_tokens: int) -> None:
         """Keep the KV of the first `num_tokens` tokens at most; what is reserved is given back."""
@@ -233,6 +241,9 @@ class CacheManager:
         states = Counter(
             chunk.state for sequence in self._store for chunk in sequence.chunks[sequence.num_shared :]
         )
+        for _, flight in self._store.flights:  # what the copies of forgotten chunks still hold
+            if flight.owner is None:
+                states[ChunkState.COPYING_IN if flight.is_in else ChunkState.LEAVING] += 1
         counts = {state.value: states[state] for state in ChunkState if state is not ChunkState.DROPPED}
         return counts | {"free pages": self._store.pages.num_free, "free slots": self._store.slots.num_free}
 
@@ -295,6 +306,7 @@ class CacheManager:
     def _unshare(self, sequence: CachedSequence) -> None:
         """Leave the prefix: a sequence that was cut inside it begins anew, with chunks of its own."""
         assert sequence.prefix is not None and len(sequence.chunks) == sequence.num_shared
+        sequence.prefix.num_users -= 1
         if sequence.role is Role.RUNNING:
             self._unpin_prefix(sequence.prefix)
         sequence.begin_with(None)

@@ -75,7 +75,7 @@ class CachedSequence:
       role: who may take its pages.
       prefix: the sequence of the prefix, if it has one.
       is_prefix: others share its chunks: they are full, and it keeps its length whatever is dropped.
-      num_running_users: of a prefix, the running sequences that begin with it.
+      num_users, num_running_users: of a prefix, the sequences that begin with it, and those that run.
     """
 
     def __init__(self, sequence_id: str, *, is_prefix: bool = False) -> None:
@@ -91,6 +91,7 @@ class CachedSequence:
         self.prefix: CachedSequence | None = None
         self.num_shared = 0
         self.is_prefix = is_prefix
+        self.num_users = 0
         self.num_running_users = 0
         self._page_row = np.zeros(16, np.int32)
         self._first_on = [0] * NUM_SHELVES  # no own chunk before it is on that shelf

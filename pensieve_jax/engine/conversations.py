@@ -18,6 +18,7 @@ from pensieve_jax.core.errors import (
     InvalidRequestError,
     UnknownConversationError,
 )
+from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.history import ConversationInfo, ConversationRecord, HistoryStore
 
 _MIN_LIVE_TO_SWEEP = 64
@@ -35,10 +36,18 @@ class LiveConversation:
 class ConversationTable:
     """Conversations by id. One-off ones are in nobody's listing and leave with their only turn."""
 
-    def __init__(self, store: HistoryStore, cache: CacheManager, clock: Clock, config: CacheConfig) -> None:
+    def __init__(
+        self,
+        store: HistoryStore,
+        cache: CacheManager,
+        prefixes: PrefixTable,
+        clock: Clock,
+        config: CacheConfig,
+    ) -> None:
         """Nothing in memory; `store` decides which conversations exist."""
         self._store = store
         self._cache = cache
+        self._prefixes = prefixes
         self._clock = clock
         self._config = config
         self._live: dict[str, LiveConversation] = {}
@@ -150,8 +159,9 @@ class ConversationTable:
         if len(self._live) < self._num_live_to_sweep:
             return
         for live in list(self._live.values()):
-            if not live.busy and not live.sequence.holds_state and live.sequence.prefix is None:
+            if not live.busy and not live.sequence.holds_state:
                 self.forget(live)
+        self._prefixes.forget_unused()
         self._num_live_to_sweep = 2 * len(self._live) + _MIN_LIVE_TO_SWEEP
 
     def _check_idle(self, conversation_id: str) -> None:
@@ -165,6 +175,7 @@ class ConversationTable:
         conversation.num_history_tokens = len(token_ids)
         conversation.num_computed_tokens = max(len(token_ids) - 1, 0)
         live = self._enter(conversation)
+        self._prefixes.rejoin(live.sequence, token_ids)
         live.sequence.last_active_s = record.last_active_s
         return live
 

@@ -34,6 +34,8 @@ from pensieve_jax.engine.in_flight import InFlight, is_ready, part
 from pensieve_jax.engine.kv_storage import KVStorage
 from pensieve_jax.engine.page_copies import PageCopies, Targets
 
+_MAX_HELD_STEPS = 4
+
 
 class DeviceTransfers:
     """See `Transfers` for the protocol and the module for how it is kept.
@@ -61,7 +63,7 @@ class DeviceTransfers:
           cpu_pages: host slots; without any nothing is compiled, and nothing may be copied.
           max_num_staged_pages: chunks that are in flight at once, each way.
           retrieval_priority: start no copy to the host while one from it is in flight, unless staging is
-            full (the paper's section 5, prioritized retrieval).
+            full or it has waited for some steps (the paper's section 5, prioritized retrieval).
 
         Raises:
           ConfigError: the machine has less memory than that.
@@ -115,8 +117,8 @@ class DeviceTransfers:
                 chunks = self._copies.gather([copy.page for copy in batch])
             for copy, chunk in zip(batch, chunks, strict=True):
                 self._host.clear(copy.slot)
-                self._outgoing.append(InFlight(copy, chunk))
-        if not (self.retrieval_priority and self._is_arriving()):
+                self._outgoing.append(InFlight(copy, chunk, start_step=self._num_steps))
+        if not (self.retrieval_priority and self._is_arriving()) or self._held_long():
             self._start_out()
 
     def swap_in(self, copies: Sequence[Copy]) -> None:
@@ -198,6 +200,11 @@ class DeviceTransfers:
             "swap_dispatch_s": self._dispatch_s,
             "transfer_stall_s": self._stall_s,
         }
+
+    def _held_long(self) -> bool:
+        """Whether a copy out has waited for retrieval so long that somebody may be waiting for it."""
+        waiting = (transfer for transfer in self._outgoing if not transfer.target)
+        return any(self._num_steps - transfer.start_step >= _MAX_HELD_STEPS for transfer in waiting)
 
     def _is_arriving(self) -> bool:
         if is_ready(self._last_in):

@@ -91,7 +91,7 @@ class Engine:
             chunk_tokens=cache.chunk_tokens,
             num_device_pages=cache.gpu_pages + 1,
         )
-        self._conversations = ConversationTable(self._store, self._cache, self._clock, cache)
+        self._conversations = ConversationTable(self._store, self._cache, self._prefixes, self._clock, cache)
         self._ledger = TurnLedger(
             self._store,
             self._scheduler,

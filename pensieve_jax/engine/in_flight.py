@@ -25,7 +25,7 @@ class InFlight:
       copy: the page and the slot.
       source: kept alive until the copy has ended.
       target: what it is copied to; empty before it is started.
-      start_step: the number of steps that were dispatched before it was started.
+      start_step: the number of steps that were dispatched before it was started, or was gathered.
     """
 
     copy: Copy

@@ -2,10 +2,12 @@
 
 Owns: one cached sequence per prefix; it holds the full chunks, and each conversation the rest.
 Does not know: conversations, or where the state is. Nothing is computed before the first turn that uses it.
-Called by: the engine.
+Called by: the engine for first turns, and the table of conversations for what it loads and forgets.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from pensieve_jax.cache import CachedSequence, CacheManager
 from pensieve_jax.core.prefix import SharedPrefix
@@ -18,6 +20,7 @@ class PrefixTable:
         """None."""
         self._cache = cache
         self._sequences: dict[SharedPrefix, CachedSequence] = {}
+        self._num_opened = 0
 
     def __len__(self) -> int:
         """Prefixes."""
@@ -29,6 +32,22 @@ class PrefixTable:
             return
         shared = self._sequences.get(prefix)
         if shared is None:
-            name = f"\0prefix-{len(self._sequences)}"  # never a caller's id: those have no NUL
+            name = f"\0prefix-{self._num_opened}"  # never a caller's id: those have no NUL
+            self._num_opened += 1
             shared = self._sequences[prefix] = self._cache.open_prefix(name, len(prefix.token_ids))
         self._cache.share(sequence, shared)
+
+    def rejoin(self, sequence: CachedSequence, token_ids: Sequence[int]) -> None:
+        """Let the empty, idle sequence of a loaded history share the prefix that the history begins with."""
+        for prefix, shared in self._sequences.items():
+            count = len(prefix.token_ids)
+            if shared.num_kv_tokens < len(token_ids) and tuple(token_ids[:count]) == prefix.token_ids:
+                self._cache.share(sequence, shared)
+                return
+
+    def forget_unused(self) -> None:
+        """Forget prefixes that have no state left and that no conversation in memory begins with."""
+        for prefix, shared in list(self._sequences.items()):
+            if not shared.num_users and not shared.holds_state:
+                self._cache.close_prefix(shared)
+                del self._sequences[prefix]

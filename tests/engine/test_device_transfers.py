@@ -167,6 +167,19 @@ def test_retrieval_priority(never_ready, priority):
     assert bench.transfers.stats()["num_swap_out_copies"] == num_both
 
 
+def test_held_back_copies_go_after_some_steps():
+    """Somebody may wait for them while others are fetched all the time."""
+    bench = Bench(bound=4)
+    bench.store([(5, 1)])
+    for number in range(6):
+        bench.transfers.swap_in(bench.copies([(7 + number, 1)]))
+        bench.transfers.swap_out([] if number else bench.copies([(20, 2)]))
+        started = bench.transfers.stats()["num_swap_out_copies"] - 2
+        assert started == (0 if number < 4 else 2), number
+        bench.step()
+        bench.transfers.completed()
+
+
 def test_held_back_copies_go_when_staging_is_full():
     bench = Bench(bound=4)
     bench.store([(5, 1)])

@@ -232,6 +232,40 @@ def test_a_prefix_is_for_first_turns_only():
     harness.check_empty()
 
 
+def test_a_conversation_that_left_memory_finds_its_prefix_again():
+    harness = two_tiers(cpu_pages=0, gpu_pages=30)
+    run_with_prefix(harness, "a", 10, 1)
+    live = harness.engine.conversations.get("a")
+    harness.drop("a", 3)
+    assert not live.sequence.holds_state
+    harness.engine.conversations.forget(live)
+    again = harness.turn("a", 5, seed=7).usage
+    assert (again.reused_gpu_tokens, again.recomputed_tokens) == (48, 15)
+    harness.engine.end("a")
+    # Cut to less than the prefix, it is a history like any other.
+    run_with_prefix(harness, "b", 10, 2)
+    harness.engine.truncate("b", 40)
+    harness.engine.conversations.forget(harness.engine.conversations.get("b"))
+    assert harness.turn("b", 5, seed=8).usage.recomputed_tokens == 39
+    harness.check_empty()
+
+
+def test_what_began_with_a_prefix_leaves_memory_and_so_does_the_prefix():
+    """As other conversations without state do; and a prefix that nobody has, once its state is gone."""
+    harness = two_tiers(cpu_pages=0)
+    for number in range(200):
+        run_with_prefix(harness, f"c{number}", 10, number)
+    stats = harness.engine.stats()
+    assert stats["num_live_conversations"] < 150 and stats["num_shared_prefixes"] == 1
+    for info in harness.store.conversations():
+        harness.engine.end(info.conversation_id)
+    harness._drop_prefixes()
+    for number in range(200):  # until the next sweep
+        harness.turn(f"d{number}", 60, seed=number, max_tokens=2)
+    assert harness.engine.stats()["num_shared_prefixes"] == 0
+    harness.check_empty()
+
+
 def test_the_stateless_baseline_shares_nothing():
     harness = two_tiers(stateful=False, gpu_pages=30)
     usages = [run_with_prefix(harness, name, 10, seed).usage for seed, name in enumerate("ab")]
