@@ -75,10 +75,16 @@ class CacheConfig:
         _require(_is_count(self.gpu_pages, 2), "cache.gpu_pages", self.gpu_pages, "an integer of at least 2")
         _require(_is_count(self.cpu_pages, 0), "cache.cpu_pages", self.cpu_pages, "an integer of at least 0")
         _require(
-            self.cpu_bytes is None or (_is_count(self.cpu_bytes, 0) and not self.cpu_pages),
+            self.cpu_bytes is None or _is_count(self.cpu_bytes, 0),
             "cache.cpu_bytes",
             self.cpu_bytes,
-            "None or an integer of at least 0, and not beside cache.cpu_pages",
+            "None or an integer number of bytes, at least 0",
+        )
+        _require(
+            self.cpu_bytes is None or not self.cpu_pages,
+            "cache.cpu_bytes",
+            self.cpu_bytes,
+            f"None beside cache.cpu_pages ({self.cpu_pages}): give one of the two",
         )
         _require(
             _is_count(self.chunk_tokens, 1) and self.chunk_tokens in CHUNK_SIZES_TOKENS,

@@ -110,8 +110,8 @@ def _check_prefix(spec: TurnSpec, limits: ModelLimits, conversations: Conversati
     if history_len:
         raise InvalidRequestError(
             "prefix",
-            f"given to {spec.conversation_id!r}, which has {history_len} tokens",
-            "None but on the first turn of a conversation",
+            spec.prefix,
+            f"None: {spec.conversation_id!r} has {history_len} tokens, and only a first turn takes a prefix",
             "leave it out: the conversation begins as its first turn did",
         )
 
