@@ -29,6 +29,7 @@ from model_defs import (
     num_parameters,
     source_config,
 )
+from model_defs.registry import resolve_dtype
 from pensieve_jax.cache import AnalyticCostModel, CostModel
 from pensieve_jax.cache.cost import CostSubject, MeasuredCostModel
 from pensieve_jax.config import EngineConfig
@@ -50,10 +51,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Assembled:
-    """An engine and what it was made of."""
+    """An engine and what it was made of; `config` has `cache.cpu_bytes` turned into pages."""
 
     engine: Engine
     runner: ModelRunner
+    config: EngineConfig
+    cost_model: CostModel
     model_config: ModelConfig
     tokenizer: Tokenizer | None
 
@@ -83,7 +86,7 @@ def assemble(
     with contextlib.ExitStack() as undo:
         store = SQLiteHistoryStore(history, fingerprint=fingerprint, synchronous=synchronous)
         undo.callback(store.close)
-        runner, config = _make_runner(source, dtype, config, progress)
+        runner, config = make_runner(source, dtype, config, progress)
         engine = Engine(
             runner,
             config,
@@ -94,20 +97,20 @@ def assemble(
             clock=clock,
         )
         undo.pop_all()
-    return Assembled(engine, runner, model_config, tokenizer)
+    return Assembled(engine, runner, config, cost_model, model_config, tokenizer)
 
 
-def _make_runner(
+def make_runner(
     source: str, dtype: str, config: EngineConfig, progress: bool
 ) -> tuple[ModelRunner, EngineConfig]:
     """Load the weights, take host memory and compile every bucket; the config has its size in pages."""
     if config.runner.compilation_cache_dir is not None:
         keep_compilations_in(config.runner.compilation_cache_dir)
     mesh = make_mesh(config.runner.tensor_parallel_size)
-    with _Progress("loading weights", progress) as bar:
+    with ProgressBar("loading weights", progress) as bar:
         model = load_model(
             source,
-            dtype="float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype,
+            dtype=serving_dtype(dtype),
             mesh=mesh,
             seed=config.runner.random_seed,
             max_position_embeddings=config.runner.max_position_embeddings,
@@ -121,9 +124,14 @@ def _make_runner(
     _log.info(title)
     if progress:
         tqdm.write(title, file=sys.stderr)
-    with _Progress("compiling", progress) as bar:
+    with ProgressBar("compiling", progress) as bar:
         runner.warm_up(bar)
     return runner, config
+
+
+def serving_dtype(dtype: str) -> str:
+    """What a model is loaded with: "auto" is float32 on a CPU, and elsewhere left to the checkpoint."""
+    return "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
 
 
 def _limits(model: ModelConfig, config: EngineConfig) -> ModelLimits:
@@ -175,8 +183,6 @@ def cost_subject(
     model: ModelConfig, *, dtype: str, tensor_parallel_size: int, chunk_tokens: int
 ) -> CostSubject:
     """What a profile of costs is measured of, and must have been measured of, on this machine."""
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else model.dtype
     return CostSubject(
         architecture=model.architecture,
         num_layers=model.num_layers,
@@ -186,7 +192,7 @@ def cost_subject(
         head_dim=model.head_dim,
         intermediate_size=model.intermediate_size,
         vocab_size=model.vocab_size,
-        dtype=dtype,
+        dtype=resolve_dtype(serving_dtype(dtype), model).name,
         device=jax.devices()[0].device_kind,
         tensor_parallel_size=tensor_parallel_size,
         chunk_tokens=chunk_tokens,
@@ -211,19 +217,23 @@ def _cost_model(model: ModelConfig, config: EngineConfig, dtype: str) -> CostMod
     )
 
 
-class _Progress:
+class ProgressBar:
     """A progress bar that is fed (number done, number in all, what was done)."""
 
     def __init__(self, title: str, shown: bool) -> None:
+        """Nothing shows unless `shown`."""
         self._bar = tqdm(desc=title, disable=not shown, leave=False)
 
     def __call__(self, num_done: int, num_all: int, name: str) -> None:
+        """So much is done."""
         self._bar.total = num_all
         self._bar.set_postfix_str(name, refresh=False)
         self._bar.update(num_done - self._bar.n)
 
     def __enter__(self) -> Callable[[int, int, str], None]:
+        """The bar itself, to be called."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Take it away."""
         self._bar.close()

@@ -21,17 +21,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from absl import flags
 from common.bulk_copies import chunk_arrays, large_array, through_transfers
-from common.engine_flags import define_engine_flags, engine_config, shows_progress
+from common.engine_flags import define_engine_flags, engine_config, open_parts
 from common.launch import EXIT_FAILED, run
-from common.report import json_line, table
+from common.report import device_name, json_line, table
 from common.spread import Spread
 from common.swap_windows import RETURNER, Return, Stage
 
 from pensieve_jax import ConfigError, EngineConfig
-from pensieve_jax.assembly import Assembled, assemble
+from pensieve_jax.assembly import Assembled
 from pensieve_jax.engine.device_transfers import DeviceTransfers
 
 FLAGS = flags.FLAGS
@@ -313,14 +312,7 @@ def main() -> int:
         limit = f"at least {needed}, about as many steps as all windows and what settles between them take"
         raise ConfigError("--max_crowd_tokens", FLAGS.max_crowd_tokens, limit)
     start_s = time.perf_counter()
-    parts = assemble(
-        FLAGS.model,
-        dtype=FLAGS.dtype,
-        history=None,
-        synchronous="normal",
-        config=config,
-        progress=shows_progress(),
-    )
+    parts = open_parts(config)
     start_up_s = time.perf_counter() - start_s
     found = measure(parts)
     checks = targets(found)
@@ -342,8 +334,7 @@ def main() -> int:
         "*_bytes": "bytes of all devices",
         "bytes_per_s": "bytes a second, all devices",
     }
-    device = jax.devices()[0]
-    print(json_line("swaps", document, units=units, device=f"{device.platform}: {device.device_kind}"))
+    print(json_line("swaps", document, units=units, device=device_name()))
     return 0 if all(check["met"] for check in checks) or not FLAGS.enforce else EXIT_FAILED
 
 

@@ -21,12 +21,12 @@ import numpy as np
 from absl import flags
 from common.engine_flags import define_engine_flags, engine_config, model_limits, open_llm
 from common.launch import EXIT_FAILED, run
-from common.report import json_line, table
+from common.report import device_name, json_line, table
 from tqdm import tqdm
 
 from model_defs import load_model, make_mesh
 from pensieve_jax import LLM, ConfigError, Output, SamplingParams
-from pensieve_jax.assembly import resolve_model
+from pensieve_jax.assembly import resolve_model, serving_dtype
 from pensieve_jax.engine.dense_reference import DenseReference
 
 FLAGS = flags.FLAGS
@@ -98,7 +98,7 @@ def compare(served: Sequence[ServedConversation]) -> dict[str, float]:
     mesh = make_mesh(config.runner.tensor_parallel_size)
     model = load_model(
         resolve_model(FLAGS.model),
-        dtype="float32" if FLAGS.dtype == "auto" and jax.default_backend() == "cpu" else FLAGS.dtype,
+        dtype=serving_dtype(FLAGS.dtype),
         mesh=mesh,
         seed=config.runner.random_seed,
         max_position_embeddings=config.runner.max_position_embeddings,
@@ -230,9 +230,7 @@ def main() -> int:
     print(table(["memory", "value"], [[key, str(value)] for key, value in results["memory"].items()]))
     print(table(["check", "result"], [[name, "met" if ok else "MISSED"] for name, ok in checks.items()]))
     units = {"*_bytes": "bytes per device", "*_s": "seconds", "*_difference": "nats", "*_per_s": "1/second"}
-    device = jax.devices()[0]
-    name = f"{device.platform}: {device.device_kind}"
-    print(json_line("serving", {**results, "checks": checks}, units=units, device=name))
+    print(json_line("serving", {**results, "checks": checks}, units=units, device=device_name()))
     return 0 if all(checks.values()) else EXIT_FAILED
 
 

@@ -15,19 +15,20 @@ The last line is one JSON document. Exit status 1 if two variants of a float32 e
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from absl import flags
 from common.engine_flags import define_engine_flags, engine_config, model_limits
 from common.engines import EngineFactory
 from common.launch import EXIT_FAILED, run
-from common.report import json_line, table
+from common.report import device_name, json_line, table
 from common.workload import Served, Workload, make_workload, serve
 
 from pensieve_jax import ConfigError, EngineConfig
+from pensieve_jax.assembly import serving_dtype
 from pensieve_jax.config import POLICIES
 
 FLAGS = flags.FLAGS
@@ -130,7 +131,7 @@ def measure() -> tuple[EngineConfig, dict[str, dict[str, Any]], dict[str, bool]]
     )
     config = sizes(config, workload, max_context_tokens)
     served = {}
-    with EngineFactory(config) as factory:
+    with contextlib.closing(EngineFactory(config)) as factory:
         for name, variant in variants(factory.config).items():
             engine = factory.start(variant)
             served[name] = serve(engine, workload, FLAGS.concurrency)
@@ -148,10 +149,9 @@ def main() -> int:
     print(table(["variant", *COLUMNS, *BYTES], [a + b for a, b in zip(rows, gigabytes, strict=True)]))
     print(f"{config.cache.gpu_pages:,} pages on the device, {config.cache.cpu_pages:,} in host memory")
     different = [name for name, is_same in same.items() if not is_same]
-    exact = FLAGS.dtype == "float32" or (FLAGS.dtype == "auto" and jax.default_backend() == "cpu")
+    exact = serving_dtype(FLAGS.dtype) == "float32"
     for name in different:
         print(f"{name}: tokens differ" + ("" if exact else f", as rounding in {FLAGS.dtype} makes them"))
-    device = jax.devices()[0]
     results = {
         "model": FLAGS.model,
         "dtype": FLAGS.dtype,
@@ -164,8 +164,7 @@ def main() -> int:
     }
     units = {"*_tokens": "tokens", "*_bytes": "bytes of all devices", "*_s": "seconds", "*_per_s": "1/second"}
     units["*_rate"] = "share of the history tokens of returning turns"
-    name = f"{device.platform}: {device.device_kind}"
-    print(json_line("variants", results, units=units, device=name))
+    print(json_line("variants", results, units=units, device=device_name()))
     return EXIT_FAILED if different and exact else 0
 
 

@@ -17,7 +17,6 @@ Prints a table and, as the last line, one JSON document. Give the file to `Cache
 
 from __future__ import annotations
 
-import functools
 import shlex
 import sys
 from collections.abc import Sequence
@@ -28,16 +27,14 @@ import jax
 from absl import flags
 from common.chunk_steps import ChunkSteps, Measured, Sampling, measure
 from common.cost_plot import check_can_plot, plot_costs
+from common.engine_flags import shows_progress
 from common.launch import run
-from common.report import json_line, table
-from tqdm import tqdm
+from common.report import device_name, json_line, table
 
-from model_defs import ModelConfig, load_model, make_mesh, source_config
+from model_defs import ModelConfig, make_mesh, source_config
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
-from pensieve_jax.assembly import cost_subject, resolve_model
+from pensieve_jax.assembly import ProgressBar, cost_subject, make_runner, resolve_model
 from pensieve_jax.cache.cost import COST_KINDS, DEFAULT_COST_KIND, CostPoint, CostProfile, CostSubject
-from pensieve_jax.engine.compilation import keep_compilations_in
-from pensieve_jax.engine.model_runner import ModelRunner
 
 FLAGS = flags.FLAGS
 _DEFAULT_MAX_CONTEXT_TOKENS = 16384
@@ -87,29 +84,14 @@ def engine_config(longest: int) -> EngineConfig:
 
 def make_steps(model: ModelConfig, source: str, config: EngineConfig) -> ChunkSteps:
     """Weights loaded and both buckets compiled; raises ConfigError or ModelError."""
-    if FLAGS.compilation_cache_dir is not None:
-        keep_compilations_in(FLAGS.compilation_cache_dir)
-    mesh = make_mesh(FLAGS.tensor_parallel_size)
-    dtype = subject_of(model).dtype
-    with bar("loading weights") as progress:
-        loaded = load_model(
-            source,
-            dtype=dtype,
-            mesh=mesh,
-            seed=FLAGS.random_seed,
-            max_position_embeddings=FLAGS.max_position_embeddings,
-            progress=functools.partial(advance, progress),
-        )
     try:
-        runner = ModelRunner(loaded, config, mesh)
-        with bar("compiling") as progress:
-            runner.warm_up(functools.partial(advance, progress))
+        runner, config = make_runner(source, FLAGS.dtype, config, shows_progress())
     except ConfigError as error:
         if error.field != "cache.gpu_pages":
             raise
         limit = f"fewer than the pages of {FLAGS.num_batched_chunks} sequences of --max_context_tokens"
         raise ConfigError("--num_batched_chunks", FLAGS.num_batched_chunks, limit, str(error)) from error
-    return ChunkSteps(model, config, runner, mesh)
+    return ChunkSteps(model, config, runner, make_mesh(FLAGS.tensor_parallel_size))
 
 
 def subject_of(model: ModelConfig) -> CostSubject:
@@ -119,17 +101,6 @@ def subject_of(model: ModelConfig) -> CostSubject:
         tensor_parallel_size=FLAGS.tensor_parallel_size,
         chunk_tokens=FLAGS.chunk_tokens,
     )
-
-
-def bar(title: str) -> tqdm:
-    shown = sys.stderr.isatty() if FLAGS.progress is None else FLAGS.progress
-    return tqdm(desc=title, disable=not shown, leave=False)
-
-
-def advance(progress: tqdm, num_done: int, num_all: int, name: str) -> None:
-    progress.total = num_all
-    progress.set_postfix_str(name, refresh=False)
-    progress.update(num_done - progress.n)
 
 
 def check_files() -> None:
@@ -147,10 +118,8 @@ def profile_of(
     """The measurement, and rows of a table."""
     num_chunks = {"alone": 1, "in_batch": FLAGS.num_batched_chunks}
     sampling = Sampling(FLAGS.repeats, 1e-3 * FLAGS.sample_ms)
-    with bar("measuring") as progress:
-        measured = measure(
-            steps, sampling, list(num_chunks.values()), lengths, functools.partial(advance, progress)
-        )
+    with ProgressBar("measuring", shows_progress()) as progress:
+        measured = measure(steps, sampling, list(num_chunks.values()), lengths, progress)
     by_kind = dict(zip(num_chunks, measured, strict=True))
     profile = CostProfile(
         subject=subject_of(model),
@@ -187,10 +156,7 @@ def main() -> int:
     document["spread_percent"] = {
         kind: [row[-1] for row in rows if row[0] == kind] for kind in profile.curves
     }
-    device = jax.devices()[0]
-    print(
-        json_line("recompute_costs", document, units=units, device=f"{device.platform}: {device.device_kind}")
-    )
+    print(json_line("recompute_costs", document, units=units, device=device_name()))
     return 0
 
 

@@ -9,7 +9,7 @@ Called by: `CacheManager`, within a scheduling pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pensieve_jax.cache.chunk_store import ChunkStore
 from pensieve_jax.cache.policies import EvictionPolicy, VictimQueue
@@ -17,6 +17,7 @@ from pensieve_jax.cache.sequence import CachedSequence, Role
 from pensieve_jax.cache.states import ChunkState, Shelf
 from pensieve_jax.core.clock import Clock
 
+_BY_PRICE = (Shelf.CLEAN, Shelf.DIRTY)  # shelves with pages to take: for nothing, then for a copy or a loss
 _MAX_AHEAD = 16  # pages copied beyond the threshold at a time, so that idle chunks are not ordered every step
 
 
@@ -62,8 +63,11 @@ class Evictor:
 
     def take_spare_page(self) -> int | None:
         """A page that costs nobody anything: free, or of an idle chunk that has a copy."""
-        if not self._store.pages.num_free and not self._free_clean_page():
-            return None
+        if not self._store.pages.num_free:
+            victim = self._victim(Shelf.CLEAN)
+            if victim is None:
+                return None
+            self._take_pages(*victim)
         return self._store.pages.allocate()
 
     def swap_out_ahead(self) -> None:
@@ -98,52 +102,35 @@ class Evictor:
         What they hold displaces anything idle in host memory, and nothing of a queued request.
         """
         indices = sorted(sequence.indices_on(Shelf.CLEAN) + sequence.indices_on(Shelf.DIRTY))[:max_num_chunks]
-        for index in indices:
-            if sequence.chunks[index].shelf is Shelf.CLEAN:
-                self._store.give_page(sequence, index)
-            else:
-                self._push_out(sequence, index, math.inf)
-        self._store.trim(sequence)
+        self._take_pages(sequence, indices, math.inf)
         return len(indices)
 
     # Pages
 
     def _free_page(self, arrival: int) -> bool:
         """Free the pages of one victim group, idle chunks before those of later arrivals."""
-        if self._free_clean_page():
-            return True
-        victim = self._victim(Shelf.DIRTY)
-        if victim is not None:
-            sequence, indices, worth = victim
-            for index in indices:
-                self._push_out(sequence, index, worth)
-            self._store.trim(sequence)
-            return True
+        for shelf in _BY_PRICE:
+            victim = self._victim(shelf)
+            if victim is not None:
+                self._take_pages(*victim)
+                return True
         for sequence in self._latest_queued(arrival):
-            for shelf in (Shelf.CLEAN, Shelf.DIRTY):
+            for shelf in _BY_PRICE:
                 if sequence.num_on[shelf]:
-                    self._free_page_of_queued(sequence, shelf)
+                    self._take_pages(sequence, self._policy.frontier(sequence, shelf), math.inf)
                     return True
         return False
 
-    def _free_clean_page(self) -> bool:
-        victim = self._victim(Shelf.CLEAN)
-        if victim is None:
-            return False
-        sequence, indices, _ = victim
+    def _take_pages(self, sequence: CachedSequence, indices: Sequence[int], worth: float) -> None:
+        """Free the pages of chunks that are worth `worth`; those without a copy begin one, or are dropped."""
         for index in indices:
-            self._store.give_page(sequence, index)
-        return True
-
-    def _free_page_of_queued(self, sequence: CachedSequence, shelf: Shelf) -> None:
-        for index in self._policy.frontier(sequence, shelf):
-            if shelf is Shelf.CLEAN:
+            if sequence.chunks[index].shelf is Shelf.CLEAN:
                 self._store.give_page(sequence, index)
             else:
-                self._push_out(sequence, index, None)
+                self._push_out(sequence, index, worth)
         self._store.trim(sequence)
 
-    def _push_out(self, sequence: CachedSequence, index: int, worth: float | None) -> None:
+    def _push_out(self, sequence: CachedSequence, index: int, worth: float) -> None:
         """Take the page of a chunk that has no copy: the copy begins now, or the chunk is dropped."""
         slot = self._take_slot(worth, sequence)
         if slot is None:
@@ -155,17 +142,17 @@ class Evictor:
 
     # Slots
 
-    def _take_slot(self, worth: float | None, sequence: CachedSequence) -> int | None:
+    def _take_slot(self, worth: float, sequence: CachedSequence) -> int | None:
         """A slot for a chunk of `sequence`; None where everything there is worth more.
 
-        `worth` None is a chunk of a queued request, which is worth more than anything idle.
+        A queued request's is worth more than anything idle, and than what later arrivals have.
         """
         slots = self._store.slots
         if not slots.num_pages:
             return None
         if slots.num_free or self._borrow_slot() or self._drop_idle(worth, sequence):
             return slots.allocate()
-        if worth is None and self._drop_queued(sequence):
+        if sequence.role is Role.QUEUED and self._drop_queued(sequence):
             return slots.allocate()
         return None
 
@@ -188,10 +175,10 @@ class Evictor:
                     if sequence.chunks[index].state is ChunkState.ON_BOTH:
                         yield sequence, index
 
-    def _drop_idle(self, worth: float | None, keep: CachedSequence) -> bool:
+    def _drop_idle(self, worth: float, keep: CachedSequence) -> bool:
         """Drop what is worth least in host memory, if it is not worth more than what wants its slot."""
         victim = self._victim(Shelf.HOST)
-        if victim is None or (worth is not None and victim[2] > worth):
+        if victim is None or victim[2] > worth:
             return False
         sequence, indices, _ = victim
         for index in indices:

@@ -98,11 +98,12 @@ class DeviceTransfers:
         yield from self._host.grow()
         yield from self._copies.compile_all()
         for num_chunks in self._copies.sizes:  # a first run loads kernels; page 0 keeps its contents
-            pieces = [piece for chunk in self._copies.gather([0] * num_chunks) for piece in chunk]
-            pinned = jax.device_put(pieces, self._storage.host_sharding)
-            staged = jax.block_until_ready(jax.device_put(pinned, self._storage.sharding))
+            pages = [0] * num_chunks
+            pieces = [piece for chunk in self._copies.gather(pages) for piece in chunk]
+            pinned = copy_arrays(pieces, self._storage.host_sharding)
+            staged = jax.block_until_ready(copy_arrays(pinned, self._storage.sharding))
+            targets = self._copies.stage(pages)
             for group in range(self._num_groups):
-                targets = self._copies.stage([0] * num_chunks)
                 self._copies.scatter(group, staged[group :: self._num_groups], targets)
 
     def swap_out(self, copies: Sequence[Copy]) -> None:
@@ -184,7 +185,7 @@ class DeviceTransfers:
         self._block(oldest)
 
     def reset(self) -> None:
-        """Forget what is in flight; see `Transfers`. The runner calls it as well, before new pools."""
+        """Forget what is in flight; what slots hold stays good. The runner calls it, before new pools."""
         for queue in (self._outgoing, self._queued, self._staged):
             queue.clear()
         self._rushed, self._rushed_targets, self._done, self._last_in = [], None, [], None

@@ -293,7 +293,6 @@ class Engine:
             if not turn.done:
                 turn.error = error
                 self._stats.num_turns_failed += 1
-        self._runner.transfers.reset()
         self._runner.reset()
         self._make_state()
         self._interrupted = self._lost_pools = False
@@ -363,7 +362,6 @@ class Engine:
         """Rebuild the pools, keep what host memory has, and fail the `lost` turns; conversations survive."""
         self._in_flight = None
         self._lost_pools = True  # where this reset fails as well, the next call starts over
-        self._runner.transfers.reset()
         self._runner.reset()
         self._cache.lose_device()
         for turn in lost:

@@ -63,6 +63,8 @@ class Runner(Protocol):
     def reset(self) -> None:
         """New, empty pages: after a failed step nothing on the device can be trusted but the weights.
 
+        Its transfers forget what is in flight as well; what host slots hold already stays good.
+
         Raises:
           StepFailedError: the device has no memory for them; `reset` again before the next step.
         """

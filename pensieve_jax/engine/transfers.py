@@ -60,10 +60,6 @@ class Transfers(Protocol):
         """Block until `completed` can name a copy; there must be one in flight."""
         ...
 
-    def reset(self) -> None:
-        """Forget what is in flight: the pools were made anew. What slots hold already stays good."""
-        ...
-
     def stats(self) -> dict[str, int | float]:
         """Since the start: bytes and arrays moved each way, and host seconds spent on it.
 

@@ -23,7 +23,7 @@ from pensieve_jax import (
     SamplingParams,
     SchedulerConfig,
 )
-from pensieve_jax.assembly import resolve_model
+from pensieve_jax.assembly import Assembled, assemble, resolve_model
 from pensieve_jax.config import POLICIES
 
 FLAGS = flags.FLAGS
@@ -187,6 +187,18 @@ def open_llm(*, config: EngineConfig | None = None, history: str | None = None) 
         dtype=FLAGS.dtype,
         history=history,
         config=config or engine_config(),
+        progress=shows_progress(),
+    )
+
+
+def open_parts(config: EngineConfig) -> Assembled:
+    """An engine of the flags' model without a history file, and its parts; errors as of `open_llm`."""
+    return assemble(
+        FLAGS.model,
+        dtype=FLAGS.dtype,
+        history=None,
+        synchronous="normal",
+        config=config,
         progress=shows_progress(),
     )
 

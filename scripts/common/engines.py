@@ -10,21 +10,11 @@ engine's own and may differ between engines.
 
 from __future__ import annotations
 
-import dataclasses
-from types import TracebackType
-from typing import Self
-
-from absl import flags
-
-from common.engine_flags import shows_progress
+from common.engine_flags import open_parts
 from pensieve_jax import EngineConfig
-from pensieve_jax.assembly import Assembled, assemble
 from pensieve_jax.engine.device_transfers import DeviceTransfers
 from pensieve_jax.engine.engine import Engine
-from pensieve_jax.engine.model_runner import ModelRunner
 from pensieve_jax.history import SQLiteHistoryStore
-
-FLAGS = flags.FLAGS
 
 
 class EngineFactory:
@@ -36,32 +26,14 @@ class EngineFactory:
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the model of the flags and compile; raises PensieveError or ModelError."""
-        self._parts: Assembled | None = assemble(
-            FLAGS.model,
-            dtype=FLAGS.dtype,
-            history=None,
-            synchronous="normal",
-            config=config,
-            progress=shows_progress(),
-        )
-        engine = self._parts.engine
-        cpu_pages = int(engine.stats()["num_cpu_pages"])
-        cache = dataclasses.replace(config.cache, cpu_pages=cpu_pages, cpu_bytes=None)
-        self.config = dataclasses.replace(config, cache=cache)
-        self._cost_model = engine._cost_model
-        self._limits = engine.limits
-        self._engine: Engine | None = engine
-
-    @property
-    def runner(self) -> ModelRunner:
-        """What all engines run on."""
-        assert self._parts is not None, "the factory is closed"
-        return self._parts.runner
+        self._parts = open_parts(config)
+        self.config = self._parts.config
+        self._engine = self._parts.engine
 
     def start(self, config: EngineConfig) -> Engine:
         """An engine without conversations; the one before is closed."""
-        self._end()
-        runner = self.runner
+        self.close()
+        runner = self._parts.runner
         runner.reset()
         transfers = runner.transfers
         assert isinstance(transfers, DeviceTransfers)
@@ -69,28 +41,12 @@ class EngineFactory:
         self._engine = Engine(
             runner,
             config,
-            self._limits,
+            self._parts.engine.limits,
             SQLiteHistoryStore(None, fingerprint="a benchmark"),
-            cost_model=self._cost_model,
+            cost_model=self._parts.cost_model,
         )
         return self._engine
 
     def close(self) -> None:
-        """Let go of everything, so that another factory finds the memory free."""
-        self._end()
-        self._parts = None
-
-    def __enter__(self) -> Self:
-        """The factory itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close it."""
-        self.close()
-
-    def _end(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        """Close the engine that is open; a second call does nothing."""
+        self._engine.close()

@@ -93,7 +93,8 @@ class NullRunner:
                 tiles_len=spec.tiles_len,
             )
         self.layouts: Mapping[int, PlanLayout] = layouts
-        self.transfers: Transfers = NullTransfers()
+        self._transfers = NullTransfers()
+        self.transfers: Transfers = self._transfers
         self.num_compilations = 0
         self.dispatch_s = self.dispatch_wall_s = self.tiles_s = 0.0
         self.num_rows = self.num_tokens = 0
@@ -102,7 +103,8 @@ class NullRunner:
         """Nothing to compile."""
 
     def reset(self) -> None:
-        """Nothing to lose."""
+        """Nothing to lose but the ids of copies."""
+        self._transfers.reset()
 
     def memory_analysis(self) -> dict[str, Any]:
         """Nothing is held."""

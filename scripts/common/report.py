@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 _PACKAGES = ("pensieve-jax", "jax", "jaxlib", "flax", "numpy")
 
 
@@ -46,6 +48,12 @@ def json_line(benchmark: str, results: Mapping[str, Any], *, units: Mapping[str,
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
     }
     return json.dumps(document)
+
+
+def device_name() -> str:
+    """The kind of the first device, for `json_line`."""
+    device = jax.devices()[0]
+    return f"{device.platform}: {device.device_kind}"
 
 
 def _cell(value: object) -> str:

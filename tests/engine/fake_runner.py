@@ -155,10 +155,10 @@ class FakeRunner:
             )
             for bucket in token_buckets(scheduler)
         }
-        self.reset()
         self.transfers = FakeTransfers(
             self, config.cache.cpu_pages, NUM_LAYERS, config.runner.max_num_staged_pages, delays
         )
+        self.reset()
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Nothing to prepare."""
@@ -170,6 +170,7 @@ class FakeRunner:
         return {}
 
     def reset(self) -> None:
+        self.transfers.reset()
         num_slots = self.num_pages * self.page_size
         self.pools = [np.full(num_slots, POISON_64) for _ in range(NUM_LAYERS)]
         self._offsets = np.arange(self.page_size)

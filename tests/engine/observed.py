@@ -60,9 +60,6 @@ class ObservedTransfers:
         self.faults.raise_at("completed done")
         return copy_ids
 
-    def reset(self) -> None:
-        self.inner.reset()
-
     def stats(self) -> dict[str, int | float]:
         return self.inner.stats()
 

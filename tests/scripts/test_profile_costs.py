@@ -139,13 +139,13 @@ def test_attention_by_itself_reads_the_pages_of_the_step(steps):
     ],
 )
 def test_refused_before_anything_is_loaded(launch, monkeypatch, flags, says):
-    monkeypatch.setattr(load("profile_costs"), "load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(load("profile_costs"), "make_runner", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match=says):
         launch("profile_costs", shared_llm=False, **flags)
 
 
 def test_without_matplotlib_it_says_so_first(launch, monkeypatch, tmp_path):
-    monkeypatch.setattr(load("profile_costs"), "load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(load("profile_costs"), "make_runner", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
         launch("profile_costs", shared_llm=False, plot=tmp_path / "costs.png")

@@ -112,7 +112,7 @@ def test_swaps(launch, compilation_cache, monkeypatch, capsys):
     assert len(found["targets"]) == 8
 
     # The exit status follows from the targets, if they are enforced.
-    monkeypatch.setattr(benchmark_swaps, "assemble", lambda *_, **__: _Parts())
+    monkeypatch.setattr(benchmark_swaps, "open_parts", lambda *_, **__: _Parts())
     monkeypatch.setattr(benchmark_swaps, "measure", lambda _: {})
     for is_met in (True, False):
         checks = [{"target": "a", "value": 1.0, "bound": 1.0, "met": is_met}]
