@@ -11,7 +11,7 @@ what is small and urgent (a step's plan, page numbers) goes first. Out: pages ar
 arrays, in program order with the steps, and copied to the host from there. In: chunks are copied into staging
 arrays beside one step and scattered into the pools before the next. Rushed copies are scattered before the
 very next step, group by group of layers: the first computes while the next one's chunks arrive (the paper's
-section 5, pipelined transfer). Every direction's copies are one batched call.
+section 5, pipelined transfer). Copies that start together are one batched call.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from pensieve_jax.engine.kv_storage import KVStorage
 from pensieve_jax.engine.page_copies import PageCopies, Targets
 
 _MAX_HELD_STEPS = 4
+_OUT_WINDOW = 16  # chunks that leave staging before others are gathered into it, while the rest still moves
 
 
 class DeviceTransfers:
@@ -110,10 +111,11 @@ class DeviceTransfers:
         """Gather pages into staging, blocking where that is full, and copy them out; see `Transfers`."""
         assert not self._rushed, "no step was dispatched for rushed copies"
         rest = list(copies)
+        window = min(_OUT_WINDOW, self._max_num_staged)
         while rest:
-            batch = rest[: self._max_num_staged]
-            rest = rest[len(batch) :]
-            self._make_room_out(len(batch))
+            self._make_room_out(min(len(rest), window))
+            room = self._max_num_staged - len(self._outgoing)
+            batch, rest = rest[:room], rest[room:]
             with self._dispatching():
                 chunks = self._copies.gather([copy.page for copy in batch])
             for copy, chunk in zip(batch, chunks, strict=True):
@@ -134,6 +136,9 @@ class DeviceTransfers:
         waiting, self._queued = part(self._queued, wanted)
         self._rushed += [*started, *waiting]
         assert len(self._staged) + len(self._rushed) <= self._max_num_staged
+        if self._num_groups == 1:
+            # Nothing of the step can begin before the last of them: its plan may well arrive after them.
+            self._start_rushed()
 
     def start(self) -> None:
         """Start what is queued, as far as there is room; rushed copies first.
@@ -144,9 +149,7 @@ class DeviceTransfers:
         Raises:
           StepFailedError: the copies could not be started.
         """
-        if self._rushed:
-            self._rushed_targets = self._copies.stage([transfer.copy.page for transfer in self._rushed])
-            self._start_in([transfer for transfer in self._rushed if not transfer.target])
+        self._start_rushed()
         self._start_queued()
 
     def land(self, group: int) -> None:
@@ -229,6 +232,11 @@ class DeviceTransfers:
         waiting = [transfer for transfer in self._outgoing if not transfer.target]
         self._start(waiting, self._storage.host_sharding)
         self._num_chunks_out += len(waiting)
+
+    def _start_rushed(self) -> None:
+        if self._rushed and self._rushed_targets is None:
+            self._rushed_targets = self._copies.stage([transfer.copy.page for transfer in self._rushed])
+            self._start_in([transfer for transfer in self._rushed if not transfer.target])
 
     def _start_queued(self) -> None:
         batch = [self._queued.popleft() for _ in range(min(self._room_in(), len(self._queued)))]

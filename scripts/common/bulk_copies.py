@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from common.spread import Spread
 from pensieve_jax.cache.copies import Copy
+from pensieve_jax.engine.batched_copies import copy_arrays
 from pensieve_jax.engine.model_runner import ModelRunner
 
 _NUM_WARM_UPS = 2
@@ -65,9 +66,9 @@ def _both_ways(arrays: list[jax.Array], pinned: NamedSharding, repeats: int) -> 
     jax.block_until_ready(arrays)
     for _ in range(_NUM_WARM_UPS + repeats):
         start_s = time.perf_counter()
-        on_host = jax.block_until_ready(jax.device_put(arrays, pinned))
+        on_host = jax.block_until_ready(copy_arrays(arrays, pinned))
         middle_s = time.perf_counter()
-        arrays = jax.block_until_ready(jax.device_put(on_host, sharding))
+        arrays = jax.block_until_ready(copy_arrays(on_host, sharding))
         out.append(middle_s - start_s)
         back.append(time.perf_counter() - middle_s)
         del on_host  # its memory is recycled by the next round

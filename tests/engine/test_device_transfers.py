@@ -147,6 +147,36 @@ def test_full_staging_blocks():
     bench.check({page: None for page in range(1, 11)} | {page + 20: page for page in range(1, 11)})
 
 
+def test_staging_is_left_and_filled_by_windows(monkeypatch):
+    """What has room goes at once; then others follow as soon as a window of the oldest has left."""
+    monkeypatch.setattr(device_transfers, "_OUT_WINDOW", 2)
+    bench = Bench(bound=6)
+    ended, gathered = set(), []
+    gather, block = bench.transfers._copies.gather, bench.transfers._block
+    monkeypatch.setattr(InFlight, "is_ready", lambda self: self in ended)
+    monkeypatch.setattr(bench.transfers, "_block", lambda transfer: (block(transfer), ended.add(transfer)))
+    monkeypatch.setattr(
+        bench.transfers._copies, "gather", lambda pages: (gathered.append(len(pages)), gather(pages))[1]
+    )
+    bench.transfers.swap_out(bench.copies((page, page) for page in range(1, 12)))
+    assert gathered == [6, 2, 2, 1]
+    assert len(ended) == 5 and len(bench.transfers._outgoing) == 6
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_rushed_copies_start_before_the_plan_where_nothing_can_begin_earlier(num_groups):
+    """With several groups the first needs the plan before the last group's chunks have arrived."""
+    bench = Bench(num_groups=num_groups)
+    bench.store([(5, 1)])
+    (back,) = bench.copies([(7, 1)])
+    bench.transfers.swap_in([back])
+    bench.transfers.rush([back.copy_id])
+    assert bench.transfers.stats()["num_swap_in_copies"] == (1 if num_groups == 1 else 0)
+    bench.step()
+    assert bench.transfers.stats()["num_swap_in_copies"] == num_groups
+    bench.check({7: 5})
+
+
 @pytest.mark.parametrize("priority", [True, False])
 def test_retrieval_priority(never_ready, priority):
     """Nothing starts towards the host while a chunk comes from there, unless somebody needs the room."""
