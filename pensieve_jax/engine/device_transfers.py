@@ -17,7 +17,6 @@ section 5, pipelined transfer). Copies that start together are one batched call.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -132,8 +131,12 @@ class DeviceTransfers:
         """Have the next step wait for these copies; see `Transfers`."""
         wanted = set(copy_ids)
         self._done = [copy_id for copy_id in self._done if copy_id not in wanted]
-        started, self._staged = part(self._staged, wanted)
-        waiting, self._queued = part(self._queued, wanted)
+
+        def is_wanted(transfer: InFlight) -> bool:
+            return transfer.copy.copy_id in wanted
+
+        started, self._staged = part(self._staged, is_wanted)
+        waiting, self._queued = part(self._queued, is_wanted)
         self._rushed += [*started, *waiting]
         assert len(self._staged) + len(self._rushed) <= self._max_num_staged
         if self._num_groups == 1:
@@ -221,11 +224,9 @@ class DeviceTransfers:
     def _make_room_out(self, num_chunks: int) -> None:
         """Block until `num_chunks` more can be staged on their way out."""
         self._finish_out()
-        num_over = len(self._outgoing) + num_chunks - self._max_num_staged
-        if num_over > 0:
+        while len(self._outgoing) + num_chunks > self._max_num_staged:
             self._start_out()
-            for transfer in itertools.islice(self._outgoing, num_over):
-                self._block(transfer)
+            self._block(self._outgoing[0])
             self._finish_out()
 
     def _start_out(self) -> None:
@@ -276,10 +277,8 @@ class DeviceTransfers:
                 self._copies.scatter(group, [transfer.target[group] for transfer in batch], targets)
 
     def _finish_out(self) -> None:
-        """Let slots hold what has arrived in host memory; copies end in the order of their starts."""
-        ended: list[InFlight] = []
-        while self._outgoing and self._outgoing[0].is_ready():
-            ended.append(self._outgoing.popleft())
+        """Let slots hold what has arrived in host memory, which may be in another order than it was sent."""
+        ended, self._outgoing = part(self._outgoing, InFlight.is_ready)
         self._check(ended)
         for transfer in ended:
             self._host.put(transfer.copy.slot, transfer.target)

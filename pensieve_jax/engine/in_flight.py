@@ -8,7 +8,7 @@ Called by: `device_transfers`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,10 +43,12 @@ def is_ready(array: Any) -> bool:
     return array is None or array.is_ready()
 
 
-def part(transfers: Iterable[InFlight], wanted: Collection[int]) -> tuple[deque[InFlight], deque[InFlight]]:
-    """Those whose ids are wanted, and the others, both in order."""
+def part(
+    transfers: Iterable[InFlight], is_chosen: Callable[[InFlight], bool]
+) -> tuple[deque[InFlight], deque[InFlight]]:
+    """Those that are chosen, and the others, both in order."""
     chosen: deque[InFlight] = deque()
     others: deque[InFlight] = deque()
     for transfer in transfers:
-        (chosen if transfer.copy.copy_id in wanted else others).append(transfer)
+        (chosen if is_chosen(transfer) else others).append(transfer)
     return chosen, others

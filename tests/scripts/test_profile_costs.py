@@ -110,20 +110,21 @@ def test_steps_compute_what_the_dense_model_does(steps):
 
 
 def test_attention_by_itself_reads_the_pages_of_the_step(steps):
-    """Its answer is the last layer's, over the whole context."""
+    """Every layer's answer, over the whole context, is the next one's query: none of them can be left out."""
     steps, _, runner = steps
     for end in (32, 64, 96):
         steps.whole(steps.plan(3, end)).sample_s(1)
     plan = steps.plan(3, 96)
     attention = steps.attention(plan)
     out = np.asarray(attention.launch())
-    pages, length = np.asarray(runner.pools[-1]), 64 + 1  # keys that the second row's first query sees
-    keys = pages[plan.page_indices[1]].reshape(96, 4, 32)[:length]
-    q = np.random.default_rng(0).standard_normal((96, 4, 32), np.float32)[32]  # its queries
-    k, v = (keys[:, i::2].repeat(2, axis=1) for i in (0, 1))  # two query heads a KV head
-    weights = np.exp(np.einsum("hd,shd->hs", q, k) / 32**0.5)
-    expected = np.einsum("hs,shd->hd", weights, v) / weights.sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(out[32], expected, atol=1e-5)
+    length = 64 + 1  # keys that the second row's first query sees
+    values = np.random.default_rng(0).standard_normal((96, 4, 32), np.float32)[32]
+    for pool in runner.pools:
+        keys = np.asarray(pool)[plan.page_indices[1]].reshape(96, 4, 32)[:length]
+        k, v = (keys[:, i::2].repeat(2, axis=1) for i in (0, 1))  # two query heads a KV head
+        weights = np.exp(np.einsum("hd,shd->hs", values, k) / 32**0.5)
+        values = np.einsum("hs,shd->hd", weights, v) / weights.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(out[32], values, atol=1e-5)
 
 
 @pytest.mark.parametrize(
