@@ -11,7 +11,7 @@ what is small and urgent (a step's plan, page numbers) goes first. Out: pages ar
 arrays, in program order with the steps, and copied to the host from there. In: chunks are copied into staging
 arrays beside one step and scattered into the pools before the next. Rushed copies are scattered before the
 very next step, group by group of layers: the first computes while the next one's chunks arrive (the paper's
-section 5, pipelined transfer). Copies that start together are one batched call.
+section 5, pipelined transfer). Copies that start together are one batched call, and arrive in no order.
 """
 
 from __future__ import annotations
@@ -139,20 +139,26 @@ class DeviceTransfers:
         waiting, self._queued = part(self._queued, is_wanted)
         self._rushed += [*started, *waiting]
         assert len(self._staged) + len(self._rushed) <= self._max_num_staged
-        if self._num_groups == 1:
-            # Nothing of the step can begin before the last of them: its plan may well arrive after them.
-            self._start_rushed()
+        if self._rushed:
+            # Before the step is planned: it can begin no earlier, and its plan may well arrive after them.
+            self._rushed_targets = self._copies.stage([transfer.copy.page for transfer in self._rushed])
+            self._start_in(waiting, range(1))
 
     def start(self) -> None:
-        """Start what is queued, as far as there is room; rushed copies first.
+        """Start what is queued, as far as there is room; what is left of rushed copies first.
 
         Called by the runner when the little that the step itself needs is on its way to the device: what is
-        started later arrives later.
+        started later arrives later. Blocks until all but the last group of rushed copies have arrived.
 
         Raises:
           StepFailedError: the copies could not be started.
         """
-        self._start_rushed()
+        for group in range(1, self._num_groups):
+            # The copy engine takes turns between streams: started together, all groups would arrive together.
+            behind = [transfer for transfer in self._rushed if len(transfer.target) == group]
+            for transfer in behind:
+                self._block(transfer)
+            self._start_in(behind, range(group, group + 1))
         self._start_queued()
 
     def land(self, group: int) -> None:
@@ -231,34 +237,29 @@ class DeviceTransfers:
 
     def _start_out(self) -> None:
         waiting = [transfer for transfer in self._outgoing if not transfer.target]
-        self._start(waiting, self._storage.host_sharding)
+        self._start(waiting, self._storage.host_sharding, range(self._num_groups))
         self._num_chunks_out += len(waiting)
-
-    def _start_rushed(self) -> None:
-        if self._rushed and self._rushed_targets is None:
-            self._rushed_targets = self._copies.stage([transfer.copy.page for transfer in self._rushed])
-            self._start_in([transfer for transfer in self._rushed if not transfer.target])
 
     def _start_queued(self) -> None:
         batch = [self._queued.popleft() for _ in range(min(self._room_in(), len(self._queued)))]
-        self._start_in(batch)
+        self._start_in(batch, range(self._num_groups))
         self._staged.extend(batch)
 
-    def _start_in(self, batch: Sequence[InFlight]) -> None:
+    def _start_in(self, batch: Sequence[InFlight], groups: range) -> None:
         if batch:
-            self._start(batch, self._storage.sharding)
-            self._num_chunks_in += len(batch)
+            self._start(batch, self._storage.sharding, groups)
+            self._num_chunks_in += len(batch) if groups.stop == self._num_groups else 0
             self._last_in = batch[-1].target[-1]
 
-    def _start(self, batch: Sequence[InFlight], sharding: jax.sharding.NamedSharding) -> None:
-        """Copy every piece of `batch` to `sharding` in one call, the first group's of all chunks first."""
+    def _start(self, batch: Sequence[InFlight], sharding: jax.sharding.NamedSharding, groups: range) -> None:
+        """Copy the pieces of `groups`, which are the next of all in `batch`, to `sharding` in one call."""
         if not batch:
             return
-        sources = [transfer.source[group] for group in range(self._num_groups) for transfer in batch]
+        sources = [transfer.source[group] for group in groups for transfer in batch]
         with self._dispatching():
             targets = copy_arrays(sources, sharding)
         for i, transfer in enumerate(batch):
-            transfer.target = targets[i :: len(batch)]
+            transfer.target += targets[i :: len(batch)]
             transfer.start_step = self._num_steps
 
     def _scatter(

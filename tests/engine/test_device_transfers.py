@@ -163,18 +163,24 @@ def test_staging_is_left_and_filled_by_windows(monkeypatch):
     assert len(ended) == 5 and len(bench.transfers._outgoing) == 6
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_rushed_copies_start_before_the_plan_where_nothing_can_begin_earlier(num_groups):
-    """With several groups the first needs the plan before the last group's chunks have arrived."""
+@pytest.mark.parametrize("num_groups", [1, 2, 3])
+def test_rushed_copies_start_before_the_plan_and_group_by_group(num_groups, monkeypatch):
+    """A group's pieces start when those of the group before have arrived, so they arrive in order."""
     bench = Bench(num_groups=num_groups)
-    bench.store([(5, 1)])
-    (back,) = bench.copies([(7, 1)])
-    bench.transfers.swap_in([back])
-    bench.transfers.rush([back.copy_id])
-    assert bench.transfers.stats()["num_swap_in_copies"] == (1 if num_groups == 1 else 0)
-    bench.step()
-    assert bench.transfers.stats()["num_swap_in_copies"] == num_groups
-    bench.check({7: 5})
+    bench.store([(5, 1), (6, 2)])
+    back = bench.copies([(7, 1), (8, 2)])
+    bench.transfers.swap_in(back)
+    bench.transfers.rush([copy.copy_id for copy in back])
+    rushed, blocked = tuple(bench.transfers._rushed), []
+    assert [len(transfer.target) for transfer in rushed] == [1, 1]
+    monkeypatch.setattr(bench.transfers, "_block", lambda transfer: blocked.append(len(transfer.target)))
+    bench.transfers.start()
+    assert blocked == [number for number in range(1, num_groups) for _ in rushed]
+    assert [len(transfer.target) for transfer in rushed] == [num_groups] * 2
+    for group in range(num_groups):
+        bench.transfers.land(group)
+    bench.check({7: 5, 8: 6})
+    assert bench.transfers.stats()["num_swap_in_copies"] == 2 * num_groups
 
 
 @pytest.mark.parametrize("priority", [True, False])
