@@ -145,20 +145,20 @@ class DeviceTransfers:
             self._start_in(waiting, range(1))
 
     def start(self) -> None:
-        """Start what is queued, as far as there is room; what is left of rushed copies first.
+        """Let the first group of rushed copies land; start the others, and what is queued and has room.
 
         Called by the runner when the little that the step itself needs is on its way to the device: what is
-        started later arrives later. Blocks until all but the last group of rushed copies have arrived.
+        started later arrives later.
 
         Raises:
-          StepFailedError: the copies could not be started.
+          StepFailedError: the copies could not be started, or rushed ones not be scattered.
         """
-        for group in range(1, self._num_groups):
-            # The copy engine takes turns between streams: started together, all groups would arrive together.
-            behind = [transfer for transfer in self._rushed if len(transfer.target) == group]
-            for transfer in behind:
-                self._block(transfer)
-            self._start_in(behind, range(group, group + 1))
+        if self._rushed:
+            # Copies wait for computation that was dispatched before them, so those that start now wait for
+            # this scatter. Started together, all groups would arrive together: copies take turns.
+            self._scatter(self._rushed, self._rushed_targets, range(1))
+            behind = [transfer for transfer in self._rushed if len(transfer.target) < self._num_groups]
+            self._start_in(behind, range(1, self._num_groups))
         self._start_queued()
 
     def land(self, group: int) -> None:
@@ -167,8 +167,8 @@ class DeviceTransfers:
         Raises:
           StepFailedError: rushed copies could not be scattered.
         """
-        if self._rushed:
-            self._scatter(self._rushed, self._rushed_targets, [group])
+        if self._rushed and group:
+            self._scatter(self._rushed, self._rushed_targets, range(group, group + 1))
         if group == self._num_groups - 1:
             self._rushed, self._rushed_targets = [], None
             self._num_steps += 1
@@ -246,9 +246,11 @@ class DeviceTransfers:
         self._staged.extend(batch)
 
     def _start_in(self, batch: Sequence[InFlight], groups: range) -> None:
-        if batch:
+        if batch and groups:
             self._start(batch, self._storage.sharding, groups)
-            self._num_chunks_in += len(batch) if groups.stop == self._num_groups else 0
+            self._num_chunks_in += (
+                len(batch) if groups.stop == self._num_groups else 0
+            )  # by their last pieces
             self._last_in = batch[-1].target[-1]
 
     def _start(self, batch: Sequence[InFlight], sharding: jax.sharding.NamedSharding, groups: range) -> None:
@@ -266,7 +268,7 @@ class DeviceTransfers:
         self,
         batch: Sequence[InFlight],
         targets: Targets | None = None,
-        groups: Collection[int] | None = None,
+        groups: range | None = None,
     ) -> None:
         """Write the pieces of `groups`, or of all, to their pages, which `targets` are if given."""
         if not batch:

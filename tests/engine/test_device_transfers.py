@@ -102,9 +102,9 @@ def test_rushed_copies_land_group_by_group(never_ready, is_earlier):
         bench.transfers.start()
         assert not bench.transfers.completed()
     bench.transfers.rush([rushed.copy_id])
-    bench.transfers.start()
     assert bench.storage.groups == (range(0, 1), range(1, 3))
     np.testing.assert_array_equal(bench.page(7), bench.content[7])
+    bench.transfers.start()
     bench.transfers.land(0)
     np.testing.assert_array_equal(bench.page(7), np.concatenate([bench.content[5, :1], bench.content[7, 1:]]))
     bench.transfers.land(1)
@@ -164,23 +164,34 @@ def test_staging_is_left_and_filled_by_windows(monkeypatch):
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 3])
-def test_rushed_copies_start_before_the_plan_and_group_by_group(num_groups, monkeypatch):
-    """A group's pieces start when those of the group before have arrived, so they arrive in order."""
+def test_rushed_copies_start_before_the_plan_and_the_first_group_by_itself(num_groups, monkeypatch):
+    """On a GPU a copy waits for what was dispatched before it: here for the first group's scatter."""
     bench = Bench(num_groups=num_groups)
-    bench.store([(5, 1), (6, 2)])
-    back = bench.copies([(7, 1), (8, 2)])
+    bench.store([(5, 1), (6, 2), (9, 3)])
+    back = bench.copies([(7, 1), (8, 2), (10, 3)])
+    calls = []
+    start, scatter = bench.transfers._start, bench.transfers._copies.scatter
+    monkeypatch.setattr(
+        bench.transfers,
+        "_start",
+        lambda batch, *to: (calls.append(("start", len(batch), to[1])), start(batch, *to)),
+    )
+    monkeypatch.setattr(
+        bench.transfers._copies,
+        "scatter",
+        lambda group, *rest: (calls.append(("scatter", group)), scatter(group, *rest)),
+    )
     bench.transfers.swap_in(back)
-    bench.transfers.rush([copy.copy_id for copy in back])
-    rushed, blocked = tuple(bench.transfers._rushed), []
-    assert [len(transfer.target) for transfer in rushed] == [1, 1]
-    monkeypatch.setattr(bench.transfers, "_block", lambda transfer: blocked.append(len(transfer.target)))
+    bench.transfers.rush([copy.copy_id for copy in back[:2]])
+    assert calls == [("start", 2, range(1))]
     bench.transfers.start()
-    assert blocked == [number for number in range(1, num_groups) for _ in rushed]
-    assert [len(transfer.target) for transfer in rushed] == [num_groups] * 2
+    others = [("start", 2, range(1, num_groups))] if num_groups > 1 else []
+    assert calls[1:] == [("scatter", 0), *others, ("start", 1, range(num_groups))]
     for group in range(num_groups):
         bench.transfers.land(group)
+    assert calls[-num_groups:][1:] == [("scatter", group) for group in range(1, num_groups)]
     bench.check({7: 5, 8: 6})
-    assert bench.transfers.stats()["num_swap_in_copies"] == 2 * num_groups
+    assert bench.transfers.stats()["num_swap_in_copies"] == 3 * num_groups
 
 
 @pytest.mark.parametrize("priority", [True, False])
