@@ -34,7 +34,6 @@ from pensieve_jax.engine.kv_storage import KVStorage
 from pensieve_jax.engine.page_copies import PageCopies, Targets
 
 _MAX_HELD_STEPS = 4
-_OUT_WINDOW = 16  # chunks that leave staging before others are gathered into it, while the rest still moves
 
 
 class DeviceTransfers:
@@ -70,6 +69,8 @@ class DeviceTransfers:
         """
         self._storage, self._num_groups = storage, len(storage.groups)
         self._max_num_staged, self.retrieval_priority = max_num_staged_pages, retrieval_priority
+        # Where nothing else goes on, one half of staging is refilled at a time while the other half moves.
+        self._window = max(max_num_staged_pages // 2, 1)
         self._host = HostPool(storage, cpu_pages, num_spare=min(max_num_staged_pages, cpu_pages))
         self._copies = PageCopies(storage, pools, max_num_staged_pages)
         is_used = cpu_pages > 0
@@ -110,9 +111,8 @@ class DeviceTransfers:
         """Gather pages into staging, blocking where that is full, and copy them out; see `Transfers`."""
         assert not self._rushed, "no step was dispatched for rushed copies"
         rest = list(copies)
-        window = min(_OUT_WINDOW, self._max_num_staged)
         while rest:
-            self._make_room_out(min(len(rest), window))
+            self._make_room_out(min(len(rest), self._window))
             room = self._max_num_staged - len(self._outgoing)
             batch, rest = rest[:room], rest[room:]
             with self._dispatching():
@@ -176,10 +176,12 @@ class DeviceTransfers:
     def completed(self) -> list[int]:
         """Scatter what was copied beside the last step, and name it; see `Transfers`."""
         self._finish_out()
-        landed: list[InFlight] = []
-        # Beside a step a copy costs the next one no more than its rest; with none, the next need not wait.
-        while self._staged and (self._staged[0].start_step < self._num_steps or self._staged[0].is_ready()):
-            landed.append(self._staged.popleft())
+
+        def has_landed(transfer: InFlight) -> bool:
+            # Beside a step a copy costs the next one only its rest; with none, the next need not wait.
+            return transfer.start_step < self._num_steps or transfer.is_ready()
+
+        landed, self._staged = part(self._staged, has_landed)
         self._check([transfer for transfer in landed if transfer.is_ready()])
         self._scatter(landed)
         self._done += [transfer.copy.copy_id for transfer in landed]
@@ -187,14 +189,14 @@ class DeviceTransfers:
         return done
 
     def wait(self) -> None:
-        """Block until a copy has ended; see `Transfers`."""
+        """Block until some copies have ended; see `Transfers`."""
         if self._done:
             return
         self._start_queued()
         if not self._staged:
             self._start_out()
-        oldest = (self._staged or self._outgoing)[0]
-        self._block(oldest)
+        moving = self._staged or self._outgoing
+        self._await(moving, min(len(moving), self._window))
 
     def reset(self) -> None:
         """Forget what is in flight; what slots hold stays good. The runner calls it, before new pools."""
@@ -230,9 +232,10 @@ class DeviceTransfers:
     def _make_room_out(self, num_chunks: int) -> None:
         """Block until `num_chunks` more can be staged on their way out."""
         self._finish_out()
-        while len(self._outgoing) + num_chunks > self._max_num_staged:
+        num_over = len(self._outgoing) + num_chunks - self._max_num_staged
+        if num_over > 0:
             self._start_out()
-            self._block(self._outgoing[0])
+            self._await(self._outgoing, num_over)
             self._finish_out()
 
     def _start_out(self) -> None:
@@ -294,11 +297,15 @@ class DeviceTransfers:
         except jax.errors.JaxRuntimeError as error:
             raise StepFailedError(f"a copy between tiers failed on the device: {error}") from error
 
-    def _block(self, transfer: InFlight) -> None:
-        """Wait for the end of a copy; whether it ended well is for `completed` to say."""
+    def _await(self, moving: Collection[InFlight], count: int) -> None:
+        """Block until `count` of them have ended, whichever; whether well is for `completed` to say."""
         start = time.perf_counter()
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            jax.block_until_ready(transfer.target)
+        while True:
+            waiting = [transfer for transfer in moving if not transfer.is_ready()]
+            if len(moving) - len(waiting) >= count:
+                break
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                jax.block_until_ready(waiting[0].target)
         self._stall_s += time.perf_counter() - start
 
     @contextlib.contextmanager

@@ -147,20 +147,40 @@ def test_full_staging_blocks():
     bench.check({page: None for page in range(1, 11)} | {page + 20: page for page in range(1, 11)})
 
 
-def test_staging_is_left_and_filled_by_windows(monkeypatch):
-    """What has room goes at once; then others follow as soon as a window of the oldest has left."""
-    monkeypatch.setattr(device_transfers, "_OUT_WINDOW", 2)
-    bench = Bench(bound=6)
-    ended, gathered = set(), []
-    gather, block = bench.transfers._copies.gather, bench.transfers._block
-    monkeypatch.setattr(InFlight, "is_ready", lambda self: self in ended)
-    monkeypatch.setattr(bench.transfers, "_block", lambda transfer: (block(transfer), ended.add(transfer)))
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """Copies end when somebody blocks on them, and not before."""
+    ended = []
+    monkeypatch.setattr(InFlight, "is_ready", lambda self: any(self.target is target for target in ended))
+    monkeypatch.setattr(jax, "block_until_ready", lambda target: (ended.append(target), target)[1])
+    return ended
+
+
+def test_staging_is_left_and_filled_by_halves(one_by_one, monkeypatch):
+    """What has room goes at once; then others follow as soon as half of the room is left again."""
+    bench, gathered = Bench(bound=6), []
+    one_by_one.clear()
+    gather = bench.transfers._copies.gather
     monkeypatch.setattr(
         bench.transfers._copies, "gather", lambda pages: (gathered.append(len(pages)), gather(pages))[1]
     )
-    bench.transfers.swap_out(bench.copies((page, page) for page in range(1, 12)))
-    assert gathered == [6, 2, 2, 1]
-    assert len(ended) == 5 and len(bench.transfers._outgoing) == 6
+    bench.transfers.swap_out(bench.copies((page, page) for page in range(1, 15)))
+    assert gathered == [6, 3, 3, 2]
+    assert len(bench.transfers._outgoing) == 6
+
+
+def test_waiting_is_for_half_of_staging(one_by_one):
+    """Then all that have ended take effect together, whatever was started before them."""
+    bench = Bench(bound=6)
+    bench.store([(page, page) for page in range(1, 7)])
+    one_by_one.clear()
+    back = bench.copies((page + 20, page) for page in range(1, 7))
+    bench.transfers.swap_in(back)
+    bench.transfers.wait()
+    assert bench.transfers.completed() == [copy.copy_id for copy in back[:3]]
+    one_by_one.append(bench.transfers._staged[-1].target)
+    assert bench.transfers.completed() == [back[-1].copy_id]
+    assert len(bench.transfers._staged) == 2
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 3])
