@@ -1,20 +1,25 @@
-"""A chunk on its way between tiers, as the transfers' queues hold it.
+"""Chunks on their way between tiers, whichever way they go.
 
-Owns: what is kept until the copy has ended, and how that is seen without waiting.
-Does not know: directions, steps or queues.
-Called by: `device_transfers`.
+Owns: what is kept until a copy has ended, how copies are started and awaited, and the host's seconds for it.
+Does not know: pages, slots, or in what order with the steps things happen.
+Called by: `outgoing`, `incoming` and `device_transfers`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from pensieve_jax.cache.copies import Copy
+from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.engine.batched_copies import copy_arrays
 
 
 @dataclass(eq=False)
@@ -24,7 +29,7 @@ class InFlight:
     Attributes:
       copy: the page and the slot.
       source: kept alive until the copy has ended.
-      target: what it is copied to; empty before it is started.
+      target: what it is copied to, of the groups that were started.
       start_step: the number of steps that were dispatched before it was started, or was gathered.
     """
 
@@ -36,6 +41,66 @@ class InFlight:
     def is_ready(self) -> bool:
         """Whether the copy was started and has ended, well or badly."""
         return bool(self.target) and all(map(is_ready, self.target))
+
+
+class Mover:
+    """Starts copies and waits for them.
+
+    Attributes:
+      num_steps: dispatched so far; whoever dispatches them counts.
+      dispatch_s: host seconds spent on dispatching copies, gathers and scatters.
+      stall_s: host seconds blocked.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has moved."""
+        self.num_steps = 0
+        self.dispatch_s = 0.0
+        self.stall_s = 0.0
+
+    def start(self, batch: Sequence[InFlight], sharding: NamedSharding, groups: range) -> None:
+        """Copy the pieces of `groups`, which are the next of all in `batch`, to `sharding` in one call.
+
+        Raises:
+          StepFailedError: the copies could not be started.
+        """
+        if not batch or not groups:
+            return
+        sources = [transfer.source[group] for group in groups for transfer in batch]
+        with self.dispatching():
+            targets = copy_arrays(sources, sharding)
+        for i, transfer in enumerate(batch):
+            transfer.target += targets[i :: len(batch)]
+            transfer.start_step = self.num_steps
+
+    def wait_for(self, moving: Collection[InFlight], count: int) -> None:
+        """Block until `count` of them have ended, whichever; `check` says whether they ended well."""
+        start = time.perf_counter()
+        while True:
+            waiting = [transfer for transfer in moving if not transfer.is_ready()]
+            if len(moving) - len(waiting) >= count:
+                break
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                jax.block_until_ready(waiting[0].target)
+        self.stall_s += time.perf_counter() - start
+
+    def check(self, ended: Iterable[InFlight]) -> None:
+        """Raise StepFailedError if one of them ended badly."""
+        try:
+            jax.block_until_ready([transfer.target for transfer in ended])
+        except jax.errors.JaxRuntimeError as error:
+            raise StepFailedError(f"a copy between tiers failed on the device: {error}") from error
+
+    @contextlib.contextmanager
+    def dispatching(self) -> Iterator[None]:
+        """Count the host's time; a refusal of the device is a failed step."""
+        start = time.perf_counter()
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            raise StepFailedError(f"a copy between tiers could not be started: {error}") from error
+        finally:
+            self.dispatch_s += time.perf_counter() - start
 
 
 def is_ready(array: Any) -> bool:

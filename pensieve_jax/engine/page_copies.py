@@ -3,7 +3,7 @@
 Owns: the executables, one per group of layers, direction and batch size, and how a number of chunks is cut
 into batches of those sizes.
 Does not know: host memory, or why a chunk moves.
-Called by: `device_transfers`.
+Called by: `outgoing` and `incoming`.
 """
 
 from __future__ import annotations

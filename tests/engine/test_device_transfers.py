@@ -9,7 +9,7 @@ import pytest
 
 from model_defs import make_mesh
 from pensieve_jax.core.errors import StepFailedError
-from pensieve_jax.engine import batched_copies, device_transfers
+from pensieve_jax.engine import batched_copies, in_flight
 from pensieve_jax.engine.batched_copies import copy_arrays
 from pensieve_jax.engine.device_pools import DevicePools
 from pensieve_jax.engine.device_transfers import DeviceTransfers
@@ -136,7 +136,7 @@ def test_full_staging_blocks():
     bench = Bench(bound=4)
     out = bench.copies((page, page) for page in range(1, 11))
     bench.transfers.swap_out(out)
-    assert len(bench.transfers._outgoing) <= 4
+    assert len(bench.transfers._outgoing.in_flight) <= 4
     stats = bench.transfers.stats()
     assert stats["transfer_stall_s"] > 0 and 2 * 6 <= stats["num_swap_out_copies"] <= 2 * 10
     bench.step(range(1, 11))
@@ -166,7 +166,7 @@ def test_staging_is_left_and_filled_by_halves(one_by_one, monkeypatch):
     )
     bench.transfers.swap_out(bench.copies((page, page) for page in range(1, 15)))
     assert gathered == [6, 3, 3, 2]
-    assert len(bench.transfers._outgoing) == 6
+    assert len(bench.transfers._outgoing.in_flight) == 6
 
 
 def test_waiting_is_for_half_of_staging(one_by_one):
@@ -178,9 +178,9 @@ def test_waiting_is_for_half_of_staging(one_by_one):
     bench.transfers.swap_in(back)
     bench.transfers.wait()
     assert bench.transfers.completed() == [copy.copy_id for copy in back[:3]]
-    one_by_one.append(bench.transfers._staged[-1].target)
+    one_by_one.append(bench.transfers._incoming.staged[-1].target)
     assert bench.transfers.completed() == [back[-1].copy_id]
-    assert len(bench.transfers._staged) == 2
+    assert len(bench.transfers._incoming.staged) == 2
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 3])
@@ -190,17 +190,19 @@ def test_rushed_copies_start_before_the_plan_and_the_first_group_by_itself(num_g
     bench.store([(5, 1), (6, 2), (9, 3)])
     back = bench.copies([(7, 1), (8, 2), (10, 3)])
     calls = []
-    start, scatter = bench.transfers._start, bench.transfers._copies.scatter
-    monkeypatch.setattr(
-        bench.transfers,
-        "_start",
-        lambda batch, *to: (calls.append(("start", len(batch), to[1])), start(batch, *to)),
-    )
-    monkeypatch.setattr(
-        bench.transfers._copies,
-        "scatter",
-        lambda group, *rest: (calls.append(("scatter", group)), scatter(group, *rest)),
-    )
+    mover, copies = bench.transfers._mover, bench.transfers._copies
+    start, scatter = mover.start, copies.scatter
+
+    def noted_start(batch, sharding, groups):
+        calls.append(("start", len(batch), groups))
+        start(batch, sharding, groups)
+
+    def noted_scatter(group, *rest):
+        calls.append(("scatter", group))
+        scatter(group, *rest)
+
+    monkeypatch.setattr(mover, "start", noted_start)
+    monkeypatch.setattr(copies, "scatter", noted_scatter)
     bench.transfers.swap_in(back)
     bench.transfers.rush([copy.copy_id for copy in back[:2]])
     assert calls == [("start", 2, range(1))]
@@ -229,7 +231,7 @@ def test_retrieval_priority(never_ready, priority):
     assert started == (num_before if priority else num_both)
     bench.step()
     bench.transfers.completed()
-    jax.block_until_ready(bench.transfers._last_in)
+    jax.block_until_ready(bench.transfers._incoming._last)
     bench.transfers.swap_out([])
     assert bench.transfers.stats()["num_swap_out_copies"] == num_both
 
@@ -310,7 +312,7 @@ def test_copies_that_fail_are_failed_steps(monkeypatch):
     bench = Bench()
     bench.store([(5, 1)])
     with monkeypatch.context() as patch:
-        patch.setattr(device_transfers, "copy_arrays", failing)
+        patch.setattr(in_flight, "copy_arrays", failing)
         bench.transfers.swap_in(bench.copies([(7, 1)]))
         with pytest.raises(StepFailedError, match=r"could not be started.*RESOURCE_EXHAUSTED"):
             bench.transfers.start()
@@ -318,7 +320,9 @@ def test_copies_that_fail_are_failed_steps(monkeypatch):
     for call in (bench.transfers.swap_in, bench.transfers.swap_out):
         call(bench.copies([(7, 1)]))
         bench.transfers.start()
-        jax.block_until_ready([t.target for t in (*bench.transfers._staged, *bench.transfers._outgoing)])
+        jax.block_until_ready(
+            [t.target for t in (*bench.transfers._incoming.staged, *bench.transfers._outgoing.in_flight)]
+        )
         with monkeypatch.context() as patch:
             patch.setattr(jax, "block_until_ready", failing)
             bench.transfers.wait()
