@@ -1,20 +1,57 @@
-"""What the runner needs to know about XLA's compilations: how many there were, and where they are kept.
+"""XLA's compilations: several at a time, how many there were, and where they are kept.
 
-Owns: the process-wide count, and the switch of the persistent cache.
+Owns: the threads that compile, the process-wide count, and the switch of the persistent cache.
 Does not know: what is compiled.
-Called by: `model_runner`.
+Called by: `model_runner`, `device_transfers`.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import NamedTuple
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 # Recorded by JAX around every compilation, also around one that the persistent cache answers.
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+_MAX_NUM_THREADS = 8  # each holds a whole program in several forms
+
+
+class CompilationJob(NamedTuple):
+    """A lowered program, its name for whoever shows progress, and what takes the executable."""
+
+    name: str
+    lowered: jax.stages.Lowered
+    keep: Callable[[jax.stages.Compiled], None]
+
+
+def compile_all(jobs: Iterable[CompilationJob]) -> Iterator[str]:
+    """Compile every job, several at a time while later ones are being lowered; yields names as they end."""
+    pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_NUM_THREADS), thread_name_prefix="compile")
+    try:
+        running: dict[Future[jax.stages.Compiled], CompilationJob] = {}
+        for job in jobs:
+            running[pool.submit(job.lowered.compile)] = job
+            yield from _finish(running, [future for future in running if future.done()])
+        yield from _finish(running, as_completed(tuple(running)))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _finish(
+    running: dict[Future[jax.stages.Compiled], CompilationJob], futures: Iterable[Future[jax.stages.Compiled]]
+) -> Iterator[str]:
+    for future in futures:
+        job = running.pop(future)
+        job.keep(future.result())
+        yield job.name
 
 
 class CompilationCounter:

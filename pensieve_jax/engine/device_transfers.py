@@ -18,6 +18,7 @@ import jax
 
 from pensieve_jax.cache.copies import Copy
 from pensieve_jax.engine.batched_copies import copy_arrays
+from pensieve_jax.engine.compilation import CompilationJob
 from pensieve_jax.engine.device_pools import DevicePools
 from pensieve_jax.engine.host_pool import HostPool
 from pensieve_jax.engine.in_flight import Mover
@@ -35,7 +36,7 @@ class DeviceTransfers:
     Attributes:
       retrieval_priority: as given; it may be changed between steps.
       staging_bytes: the most device memory, per device, that copies in flight take.
-      num_preparations: parts of `prepare`, for whoever shows progress.
+      num_preparations: parts of `grow`, and `jobs`, for whoever shows progress.
     """
 
     def __init__(
@@ -72,17 +73,22 @@ class DeviceTransfers:
         self.staging_bytes = 3 * max_num_staged_pages * storage.page_bytes if is_used else 0
         self.num_preparations = self._host.num_pieces + self._copies.num_executables if is_used else 0
 
-    def prepare(self) -> Iterator[str]:
-        """Take all host memory and compile all there is; yields the name of every part when it is done.
+    def grow(self) -> Iterator[str]:
+        """Take all host memory; yields after every part of it.
 
         Raises:
-          ConfigError: the runtime does not get the host memory.
+          ConfigError: the runtime does not get it.
         """
-        if not self._host.num_slots:
-            return
         yield from self._host.grow()
-        yield from self._copies.compile_all()
-        for num_chunks in self._copies.sizes:  # a first run loads kernels; page 0 keeps its contents
+
+    def jobs(self) -> Iterator[CompilationJob]:
+        """What is to be compiled before anything moves."""
+        if self._host.num_slots:
+            yield from self._copies.jobs()
+
+    def rehearse(self) -> None:
+        """Run every executable once, which loads its kernels; page 0 keeps its contents."""
+        for num_chunks in self._copies.sizes if self._host.num_slots else ():
             pages = [0] * num_chunks
             pieces = [piece for chunk in self._copies.gather(pages) for piece in chunk]
             pinned = copy_arrays(pieces, self._storage.host_sharding)

@@ -12,6 +12,7 @@ Right before a group, chunks that the step cannot do without are scattered into 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from pallas_kernels.ragged_paged_attention import build_tiles
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.engine import sampler, step
-from pensieve_jax.engine.compilation import CompilationCounter
+from pensieve_jax.engine.compilation import CompilationCounter, CompilationJob, compile_all
 from pensieve_jax.engine.device_memory import bytes_per_device, check_pools_fit, step_memory
 from pensieve_jax.engine.device_pools import DevicePools
 from pensieve_jax.engine.device_transfers import DeviceTransfers
@@ -99,7 +100,7 @@ class ModelRunner:
         self._transfers = self._new_transfers(config)
         self.transfers: Transfers = self._transfers
         self._check_memory(0)
-        self._forward: dict[int, list[jax.stages.Compiled]] = {}
+        self._forward: dict[tuple[int, int], jax.stages.Compiled] = {}  # by bucket and group of layers
         self._choose: dict[tuple[int, SamplerMode], jax.stages.Compiled] = {}
         self._next_step_id: int | None = None
         try:
@@ -126,13 +127,15 @@ class ModelRunner:
             + len(self.layouts) * len(self._parts)
             + num_samplers * len(sampler.all_modes())
         )
-        parts = itertools.chain(self._transfers.prepare(), self._compile_all())
+        jobs = itertools.chain(self._jobs(), self._transfers.jobs())
+        parts = itertools.chain(self._transfers.grow(), compile_all(jobs))
         for num_done, name in enumerate(parts, start=1):
             if progress is not None:
                 progress(num_done, num_all, name)
         buckets = self.memory_analysis()["buckets"].values()
         self._check_memory(max((bucket["step_bytes"] for bucket in buckets), default=0))
         # A first run loads kernels and allocates workspaces; requests should not pay for that.
+        self._transfers.rehearse()
         for layout, mode in itertools.product(self.layouts.values(), sampler.all_modes()):
             self.fetch(self._launch(self._empty_plan(layout), mode))
         self._prev_ids = self._no_ids()
@@ -179,7 +182,8 @@ class ModelRunner:
         """
         resident_bytes = self._weights_bytes + self.storage.pool_bytes
         buckets = {}
-        for bucket, executables in self._forward.items():
+        for bucket in self.layouts if self._forward else ():
+            executables = [self._forward[bucket, group] for group in range(len(self._parts))]
             # Float32, as the models' residual stream; the plan goes from group to group as well.
             handed_bytes = 4 * (bucket * self._hidden_size + self.layouts[bucket].size)
             buckets[bucket] = step_memory(executables, resident_bytes, handed_bytes)
@@ -197,34 +201,36 @@ class ModelRunner:
             words = jax.device_put(plan.buffer, self._replicated)
             self._transfers.start()
             state: Start | Between | Scores = Start(self._prev_ids, words)
-            for group, executable in enumerate(self._forward[layout.num_tokens]):
+            for group, (_, leaves) in enumerate(self._parts):
                 self._transfers.land(group)
+                executable = self._forward[layout.num_tokens, group]
                 pools = self.device_pools.groups[group]
-                self.device_pools.groups[group], state = executable(self._parts[group][1], pools, state)
+                self.device_pools.groups[group], state = executable(leaves, pools, state)
             self._prev_ids, result = self._choose[layout.max_num_samples, mode](*state)
             result.copy_to_host_async()
         except jax.errors.JaxRuntimeError as error:
             raise StepFailedError(f"a step could not be started: {error}") from error
         return StepHandle(result, layout.max_num_samples)
 
-    def _compile_all(self) -> Iterator[str]:
-        """Compile every executable, the largest bucket first; yields the name of each when it is ready."""
+    def _jobs(self) -> Iterator[CompilationJob]:
+        """Every executable of a step, the largest bucket first."""
         for bucket in sorted(self.layouts, reverse=True):
-            self._forward[bucket] = []
             words: Any = jax.ShapeDtypeStruct(
                 (self.layouts[bucket].size,), np.int32, sharding=self._replicated
             )
             state: Any = Start(self._prev_ids, words)
             for group in range(len(self._parts)):
                 lowered = self._lower(bucket, group, state)
-                self._forward[bucket].append(lowered.compile())
+                keep = functools.partial(self._forward.__setitem__, (bucket, group))
+                yield CompilationJob(f"step of {bucket} tokens, group {group}", lowered, keep)
                 state = jax.tree.map(self._abstract, lowered.out_info[1])
-                yield f"step of {bucket} tokens, group {group}"
         vocab_size = state.logits.shape[1]
         for layout in {layout.max_num_samples: layout for layout in self.layouts.values()}.values():
             for mode in sampler.all_modes():
-                self._compile_sampler(layout, mode, vocab_size)
-                yield f"sampler of {layout.max_num_samples} rows"
+                key = (layout.max_num_samples, mode)
+                keep = functools.partial(self._choose.__setitem__, key)
+                lowered = self._lower_sampler(layout, mode, vocab_size)
+                yield CompilationJob(f"sampler of {layout.max_num_samples} rows", lowered, keep)
 
     def _lower(self, bucket: int, group: int, state: Start | Between) -> jax.stages.Lowered:
         structure, leaves = self._parts[group]
@@ -243,15 +249,14 @@ class ModelRunner:
         """What one executable hands to the next lies on every device."""
         return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=self._replicated)
 
-    def _compile_sampler(self, layout: PlanLayout, mode: SamplerMode, vocab_size: int) -> None:
+    def _lower_sampler(self, layout: PlanLayout, mode: SamplerMode, vocab_size: int) -> jax.stages.Lowered:
         num_samples = layout.max_num_samples
         fields = [layout.fields[name] for name in SamplingRows._fields]
         rows = SamplingRows(*(self._abstract(field) for field in fields))
         logits = jax.ShapeDtypeStruct((num_samples, vocab_size), np.float32, sharding=self._replicated)
-        lowered = step.choose.lower(
+        return step.choose.lower(
             logits, rows, mode=mode, num_top=self._num_top, max_num_samples=self._max_num_samples
         )
-        self._choose[num_samples, mode] = lowered.compile()
 
     def _empty_plan(self, layout: PlanLayout) -> StepPlan:
         """A plan of no rows, which writes and samples nothing."""

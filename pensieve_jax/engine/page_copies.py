@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.sharding import KV_PAGES_SPEC
 from pallas_kernels.page_copies import choose_backend, gather_pages, scatter_pages
+from pensieve_jax.engine.compilation import CompilationJob
 from pensieve_jax.engine.device_pools import DevicePools
 from pensieve_jax.engine.kv_storage import KVStorage
 
@@ -37,7 +38,7 @@ class PageCopies:
 
     Attributes:
       sizes: of batches, ascending.
-      num_executables: that `compile_all` makes.
+      num_executables: the number of `jobs`.
     """
 
     def __init__(self, storage: KVStorage, pools: DevicePools, max_num_chunks: int) -> None:
@@ -49,8 +50,8 @@ class PageCopies:
         self._scatters: dict[tuple[int, int], jax.stages.Compiled] = {}
         self.num_executables = 2 * len(self.sizes) * len(storage.groups)
 
-    def compile_all(self) -> Iterator[str]:
-        """Compile every executable; yields the name of each when it is ready."""
+    def jobs(self) -> Iterator[CompilationJob]:
+        """Everything that is to be compiled before anything moves."""
         storage = self._storage
         shard = storage.sharding.shard_shape(storage.shape)
         mesh = storage.sharding.mesh
@@ -60,12 +61,15 @@ class PageCopies:
             chunk = jax.ShapeDtypeStruct(storage.chunk_shape(group), storage.dtype, sharding=storage.sharding)
             for size in self.sizes:
                 pages = jax.ShapeDtypeStruct((size,), np.int32, sharding=self._replicated)
+                key, suffix = (group, size), f"of {size} chunks, group {group}"
                 gather = _gather.lower(pools, pages, mesh=mesh, backend=backend)
-                self._gathers[group, size] = gather.compile()
-                yield f"gather of {size} chunks, group {group}"
+                yield CompilationJob(
+                    f"gather {suffix}", gather, functools.partial(self._gathers.__setitem__, key)
+                )
                 scatter = _scatter.lower(pools, [chunk] * size, pages, mesh=mesh, backend=backend)
-                self._scatters[group, size] = scatter.compile()
-                yield f"scatter of {size} chunks, group {group}"
+                yield CompilationJob(
+                    f"scatter {suffix}", scatter, functools.partial(self._scatters.__setitem__, key)
+                )
 
     def gather(self, pages: Sequence[int]) -> list[list[jax.Array]]:
         """A new array per page and group of layers: [page][group]."""

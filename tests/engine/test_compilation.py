@@ -1,63 +1,55 @@
-"""Compiled programs outlive the memory of a process."""
+"""Several programs are compiled at a time, and none is lost."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pensieve_jax.engine.compilation import CompilationCounter, keep_compilations_in
-
-OPTIONS = ("jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
+from pensieve_jax.engine.compilation import CompilationCounter, CompilationJob, compile_all
 
 
-@pytest.fixture
-def restored():
-    """The process-wide switches as they were."""
-    directory = jax.config.jax_compilation_cache_dir
-    values = {name: getattr(jax.config, name) for name in OPTIONS}
-    yield
-    keep_compilations_in(directory)
-    for name, value in values.items():
-        jax.config.update(name, value)
+class Program:
+    """Compiles when `meet` lets it."""
+
+    def __init__(self, number, meet):
+        self.number, self.meet = number, meet
+
+    def compile(self):
+        self.meet()
+        return self.number
 
 
-@pytest.fixture
-def hits():
-    """One entry for every program that was found in the directory."""
-    found: list[str] = []
-
-    def on_event(event, **_):
-        if event == "/jax/compilation_cache/cache_hits":
-            found.append(event)
-
-    jax.monitoring.register_event_listener(on_event)
-    yield found
-    jax.monitoring.unregister_event_listener(on_event)
+def test_programs_are_compiled_at_a_time(monkeypatch):
+    """Two and two that wait for each other all get to their end."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    barrier, kept = threading.Barrier(2, timeout=60), []
+    programs = (Program(number, barrier.wait) for number in range(4))
+    names = list(compile_all(CompilationJob(str(one.number), one, kept.append) for one in programs))
+    assert sorted(names) == ["0", "1", "2", "3"] and sorted(kept) == [0, 1, 2, 3]
 
 
-def test_a_small_program_is_found_again(tmp_path, restored, hits):
-    program = jax.jit(lambda x: x * 3 + 1)
-    argument = jnp.arange(7)
-    keep_compilations_in(str(tmp_path))
-    program(argument).block_until_ready()
-    files = sorted(path.name for path in tmp_path.iterdir() if path.name.endswith("-cache"))
-    assert files and not hits
-    program(argument).block_until_ready()
-    assert not hits  # that one was still in memory
-    jax.clear_caches()
-    counter = CompilationCounter()
-    assert program(argument).tolist() == [1, 4, 7, 10, 13, 16, 19]
-    assert len(hits) == 1
-    assert counter.value == 1  # an answer of the cache counts too
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.endswith("-cache")) == files
+def test_a_failure_is_raised():
+    kept = []
+
+    def fail():
+        raise ValueError("no memory")
+
+    programs = Program(0, lambda: None), Program(1, fail)
+    with pytest.raises(ValueError, match="no memory"):
+        list(compile_all(CompilationJob("", one, kept.append) for one in programs))
+    assert kept in ([], [0])
 
 
-def test_another_directory_starts_empty(tmp_path, restored):
-    program, argument = jax.jit(lambda x: x * 5 + 2), jnp.arange(7)
-    stored = []
-    for name in ("first", "second"):
-        keep_compilations_in(str(tmp_path / name))
-        jax.clear_caches()
-        program(argument).block_until_ready()
-        stored.append({path.name for path in (tmp_path / name).iterdir() if path.name.endswith("-cache")})
-    assert any("lambda" in name for name in stored[0])
-    assert {name for name in stored[0] if "lambda" in name} <= stored[1]  # compiled and kept anew
+def test_real_programs_are_counted_and_run():
+    counter, kept = CompilationCounter(), {}
+    lowered = {n: jax.jit(lambda x, n=n: x * n + 1).lower(jnp.ones(n)) for n in (2, 3, 5)}
+    before = counter.value
+    jobs = (CompilationJob(str(n), one, functools.partial(kept.__setitem__, n)) for n, one in lowered.items())
+    assert sorted(compile_all(jobs)) == ["2", "3", "5"] and counter.value - before == 3
+    for n, compiled in kept.items():
+        assert compiled(jnp.ones(n)).tolist() == [n + 1] * n

@@ -352,7 +352,9 @@ def test_without_slots_there_is_nothing_to_prepare():
     transfers = DeviceTransfers(
         storage, DevicePools(storage), cpu_pages=0, max_num_staged_pages=4, retrieval_priority=True
     )
-    assert (transfers.num_preparations, transfers.staging_bytes, list(transfers.prepare())) == (0, 0, [])
+    assert (transfers.num_preparations, transfers.staging_bytes) == (0, 0)
+    assert not list(transfers.grow()) and not list(transfers.jobs())
+    transfers.rehearse()
     for call in (transfers.swap_out, transfers.swap_in, transfers.rush):
         call([])
     transfers.start()

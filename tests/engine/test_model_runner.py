@@ -451,7 +451,7 @@ def test_a_failed_step_is_a_typed_error(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setitem(runner._forward, 64, [fail])
+        patch.setitem(runner._forward, (64, 0), fail)
         with pytest.raises(StepFailedError, match="RESOURCE_EXHAUSTED"):
             stepper.step(Row(talk, 0, 9, samples=True))
     runner.reset()

@@ -15,7 +15,7 @@ import numpy as np
 from model_defs import make_mesh, preset
 from pensieve_jax.cache.copies import Copy
 from pensieve_jax.config import CacheConfig
-from pensieve_jax.engine.compilation import CompilationCounter
+from pensieve_jax.engine.compilation import CompilationCounter, compile_all
 from pensieve_jax.engine.device_pools import DevicePools
 from pensieve_jax.engine.device_transfers import DeviceTransfers
 from pensieve_jax.engine.kv_storage import KVStorage
@@ -45,7 +45,8 @@ class Bench:
             max_num_staged_pages=bound,
             retrieval_priority=priority,
         )
-        self.preparations = list(self.transfers.prepare())
+        self.preparations = [*self.transfers.grow(), *compile_all(self.transfers.jobs())]
+        self.transfers.rehearse()
         rng = np.random.default_rng(3)
         values = [rng.standard_normal(self.storage.shape).astype(dtype) for _ in range(MODEL.num_layers)]
         self.pools.replace([jax.device_put(value, self.storage.sharding) for value in values])
