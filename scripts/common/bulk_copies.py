@@ -44,7 +44,7 @@ def large_array(runner: ModelRunner, num_bytes: int, repeats: int) -> BothWays:
     num_elements = num_bytes // 4 // len(mesh.devices.flat) * len(mesh.devices.flat)
     array = jnp.zeros(num_elements, jnp.float32, device=sharding)
     pinned = sharding.with_memory_kind("pinned_host")
-    return _both_ways([array], pinned, repeats)
+    return _both_ways([array], sharding, pinned, repeats)
 
 
 def chunk_arrays(runner: ModelRunner, num_chunks: int, repeats: int) -> BothWays:
@@ -56,11 +56,12 @@ def chunk_arrays(runner: ModelRunner, num_chunks: int, repeats: int) -> BothWays
         for shape in shapes
         for _ in range(num_chunks)
     ]
-    return _both_ways(arrays, storage.host_sharding, repeats)
+    return _both_ways(arrays, storage.sharding, storage.host_sharding, repeats)
 
 
-def _both_ways(arrays: list[jax.Array], pinned: NamedSharding, repeats: int) -> BothWays:
-    sharding = arrays[0].sharding
+def _both_ways(
+    arrays: list[jax.Array], sharding: NamedSharding, pinned: NamedSharding, repeats: int
+) -> BothWays:
     out: list[float] = []
     back: list[float] = []
     jax.block_until_ready(arrays)

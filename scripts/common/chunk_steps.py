@@ -1,20 +1,20 @@
 """Steps that recompute chunks, and how long they take: what `profile_costs` measures.
 
-Owns: sequences that grow on a runner, the plans of their steps, and how a launch is timed.
+Owns: which rows such steps have, their attention by itself, and the order of measurements.
 Does not know: flags, files, or what a cost is used for. Called by: profile_costs.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from common.row_steps import Row, RowSteps, Timed
 from model_defs import KV_PAGES_SPEC, TENSOR_AXIS, ModelConfig
 from pallas_kernels.ragged_paged_attention import TileSpec, ragged_paged_attention
 from pensieve_jax import EngineConfig
@@ -23,21 +23,6 @@ from pensieve_jax.engine.model_runner import ModelRunner
 from pensieve_jax.scheduler import StepPlan
 
 _HEADS = PartitionSpec(None, TENSOR_AXIS, None)
-
-
-class Timed(NamedTuple):
-    """Something on the device: how to launch it, and how to wait for the last launch."""
-
-    launch: Callable[[], Any]
-    wait: Callable[[Any], Any]
-
-    def sample_s(self, num_launches: int) -> float:
-        """Seconds a launch, of several in a row."""
-        start_s = time.perf_counter()
-        for _ in range(num_launches):
-            last = self.launch()
-        self.wait(last)
-        return (time.perf_counter() - start_s) / num_launches
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "mesh"))
@@ -64,7 +49,11 @@ def attend_all_layers(
 
 
 class ChunkSteps:
-    """Sequences that grow together on a runner, and the steps that recompute their last chunks."""
+    """Sequences that grow together on a runner, and the steps that recompute their last chunks.
+
+    Attributes:
+      rows: the sequences.
+    """
 
     def __init__(self, model: ModelConfig, config: EngineConfig, runner: ModelRunner, mesh: Mesh) -> None:
         """Random tokens in scattered pages."""
@@ -72,40 +61,11 @@ class ChunkSteps:
         self._chunk_tokens = config.cache.chunk_tokens
         self._dtype = runner.storage.dtype
         self._specs = bucket_tile_specs(model, config, self._dtype, mesh.devices.flat[0], mesh.devices.size)
-        self._step_id = 0
-        random = np.random.default_rng(0)
-        pages = 1 + random.permutation(config.cache.gpu_pages)
-        self._pages = pages.reshape(config.scheduler.max_num_running, -1)
-        num_tokens = self._pages.shape[1] * self._chunk_tokens
-        self._token_ids = random.integers(0, model.vocab_size, (len(self._pages), num_tokens))
+        self.rows = RowSteps(config, runner, model.vocab_size, config.scheduler.max_num_running)
 
     def plan(self, num_chunks: int, end: int) -> StepPlan:
         """The step that recomputes the chunk that ends at `end` of the first `num_chunks` sequences."""
-        chunk, num_tokens = self._chunk_tokens, num_chunks * self._chunk_tokens
-        plan = StepPlan(self._runner.layouts[num_tokens], 0)
-        positions = np.arange(end - chunk, end)
-        plan.token_ids[:] = self._token_ids[:num_chunks, positions].ravel()
-        plan.prev_samples[:] = -1
-        plan.positions[:] = np.tile(positions, num_chunks)
-        last_pages = self._pages[:num_chunks, end // chunk - 1, None]
-        plan.write_slots[:] = (last_pages * chunk + np.arange(chunk)).ravel()
-        plan.cu_q_lens[:] = np.minimum(np.arange(len(plan.cu_q_lens)) * chunk, num_tokens)
-        plan.kv_lens[:num_chunks] = end
-        plan.page_indices[:num_chunks, : end // chunk] = self._pages[:num_chunks, : end // chunk]
-        plan.num_rows[0] = num_chunks
-        plan.top_p[:] = 1.0
-        plan.banned_ids[:] = -1
-        self._runner.fill_tiles(plan)
-        return plan
-
-    def whole(self, plan: StepPlan) -> Timed:
-        """The step as the engine runs it; it writes the KV state that is there already."""
-
-        def launch() -> Any:
-            plan.step_id, self._step_id = self._step_id, self._step_id + 1
-            return self._runner.dispatch(plan)
-
-        return Timed(launch, self._runner.fetch)
+        return self.rows.plan([Row(i, end - self._chunk_tokens, end) for i in range(num_chunks)])
 
     def attention(self, plan: StepPlan) -> Timed:
         """The attention of all its layers for random queries, by itself, over the pools as they are."""
@@ -156,11 +116,11 @@ def measure(
     chunk, longest = lengths[0], lengths[-1]
     num_steps, num_rounds = longest // chunk, sampling.repeats + 1
     for end in range(chunk, longest + 1, chunk):
-        grow = steps.whole(steps.plan(max(num_chunks), end))
+        grow = steps.rows.whole(steps.plan(max(num_chunks), end))
         grow.wait(grow.launch())
         progress(end // chunk, num_steps + num_rounds, "state to attend to")
     plans = [steps.plan(count, end) for count in num_chunks for end in lengths]
-    timed = [make(plan) for plan in plans for make in (steps.attention, steps.whole)]
+    timed = [make(plan) for plan in plans for make in (steps.attention, steps.rows.whole)]
     for one in timed:
         one.sample_s(1)  # compiles, or loads what was compiled
     num_launches = [max(1, round(sampling.sample_s / one.sample_s(2))) for one in timed]

@@ -69,7 +69,7 @@ def test_analytic_without_a_profile():
 
 def test_launches_follow_each_other_and_the_last_is_awaited():
     events = []
-    timed = load("common.chunk_steps").Timed(lambda: events.append("launch"), lambda _: events.append("wait"))
+    timed = load("common.row_steps").Timed(lambda: events.append("launch"), lambda _: events.append("wait"))
     assert timed.sample_s(3) > 0
     assert events == ["launch"] * 3 + ["wait"]
 
@@ -97,14 +97,14 @@ def test_steps_compute_what_the_dense_model_does(steps):
     steps, model, _ = steps
     for end in (32, 64, 96):
         expected = []
-        for ids in steps._token_ids[:, :end] if end != 64 else []:
+        for ids in steps.rows.token_ids[:, :end] if end != 64 else []:
             hidden = model(ids, np.arange(end), DenseAttention())
             expected.append(int(model.compute_logits(hidden[-1:]).argmax()))
         for num_chunks in (3, 1):
             plan = steps.plan(num_chunks, end)
             plan.num_samples[0] = num_chunks
             plan.sample_tokens[:num_chunks] = 32 * np.arange(num_chunks) + 31
-            step = steps.whole(plan)
+            step = steps.rows.whole(plan)
             ids = step.wait(step.launch()).token_ids[:num_chunks].tolist()
             assert not expected or ids == expected[:num_chunks]
 
@@ -113,7 +113,7 @@ def test_attention_by_itself_reads_the_pages_of_the_step(steps):
     """Every layer's answer, over the whole context, is the next one's query: none of them can be left out."""
     steps, _, runner = steps
     for end in (32, 64, 96):
-        steps.whole(steps.plan(3, end)).sample_s(1)
+        steps.rows.whole(steps.plan(3, end)).sample_s(1)
     plan = steps.plan(3, 96)
     attention = steps.attention(plan)
     out = np.asarray(attention.launch())

@@ -1,0 +1,285 @@
+"""Whole steps of a model against what the device could do at best, and the engine against its own steps.
+
+    python scripts/benchmark_step.py --model=random:llama2-13b-gqa10 --dtype=bfloat16
+
+- Ceilings of this device, measured in the same run: reading, copying, multiplying.
+- Decode steps, a step of prompt tokens, and both in one step, each launched in a row as the engine would;
+  the bound of each is the sum over its operations of what limits them, memory or arithmetic.
+- What sampling adds to a decode step, by what is asked of it.
+- An engine that decodes, against a bare loop over the same compiled step: tokens a second, the host's time,
+  and with `--trace` what the device did, kernel by kernel, and where it stood idle.
+
+Page and bucket sizes follow from the cases asked for. KV state is random numbers. Figures are medians. The
+last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax.numpy as jnp
+from absl import flags
+from common.ceilings import Ceilings, measure_ceilings
+from common.device_trace import summary, trace_kernels
+from common.engine_flags import define_engine_flags, engine_config, open_parts, shows_progress
+from common.launch import run
+from common.report import device_name, json_line, table
+from common.row_steps import Row, RowSteps, Sampled
+from common.spread import Spread
+from common.step_bounds import bound_s, operations
+from common.swap_windows import Stage
+
+from pensieve_jax import ConfigError, EngineConfig
+from pensieve_jax.assembly import Assembled, ProgressBar
+
+FLAGS = flags.FLAGS
+Figures = dict[str, Any]
+_BUCKET_STEP = 16
+_NUM_TRACED_STEPS = 5
+SAMPLERS: dict[str, Sampled | None] = {
+    "nothing is sampled": None,
+    "greedy": Sampled(),
+    "temperature": Sampled(temperature=0.8),
+    "top-k and top-p": Sampled(temperature=0.8, top_k=50, top_p=0.9),
+    "greedy, with log-probabilities": Sampled(logprobs=True),
+}
+
+
+def cases() -> dict[str, list[Row]]:
+    """Rows by name, as the flags ask for them; raises ConfigError."""
+    context = FLAGS.context_tokens
+
+    def decode(count: int) -> list[Row]:
+        return [Row(i, context - 1, context) for i in range(count)]
+
+    found = {f"decode {count} x {context}": decode(count) for count in numbers("--decodes", FLAGS.decodes)}
+    found |= {f"prompt of {count}": [Row(0, 0, count)] for count in numbers("--prompts", FLAGS.prompts)}
+    for text in FLAGS.mixed:
+        try:
+            count, prompt = map(int, text.split("+"))
+        except ValueError as error:
+            raise ConfigError("--mixed", text, "decodes+prompt tokens, as in 128+512") from error
+        found[f"decode {count} x {context} + prompt of {prompt}"] = [*decode(count), Row(count, 0, prompt)]
+    if not found:
+        limit = "at least one case, here or in --prompts or --mixed"
+        raise ConfigError("--decodes", ",".join(FLAGS.decodes), limit)
+    return found
+
+
+def numbers(flag: str, texts: list[str]) -> list[int]:
+    """The integers of a list flag; raises ConfigError."""
+    limit = "integers of at least 1 with commas between them"
+    try:
+        found = [int(text) for text in texts]
+    except ValueError as error:
+        raise ConfigError(flag, ",".join(texts), limit) from error
+    if any(number < 1 for number in found):
+        raise ConfigError(flag, ",".join(texts), limit)
+    return found
+
+
+def sized_config(found: dict[str, list[Row]]) -> EngineConfig:
+    """The flags' engine with pages and buckets for these cases, and for the crowd."""
+    config = engine_config()
+    chunk = config.cache.chunk_tokens
+    num_sequences = max(len(rows) for rows in found.values())
+    num_sequences = max(num_sequences, FLAGS.num_serving)
+    longest = max(row.end for rows in found.values() for row in rows)
+    longest = max(longest, FLAGS.context_tokens + crowd_tokens() + chunk)
+    num_tokens = {sum(row.end - row.begin for row in rows) for rows in found.values()}
+    num_tokens |= {FLAGS.num_serving} if FLAGS.num_serving else set()
+    buckets = sorted({-(-number // _BUCKET_STEP) * _BUCKET_STEP for number in num_tokens})
+    cache = dataclasses.replace(config.cache, gpu_pages=num_sequences * -(-longest // chunk))
+    scheduler = dataclasses.replace(
+        config.scheduler,
+        max_num_running=num_sequences,
+        max_num_rows=None,
+        max_num_batched_tokens=buckets[-1],
+        token_buckets=tuple(buckets),
+        max_context_tokens=longest,
+    )
+    return dataclasses.replace(config, cache=cache, scheduler=scheduler)
+
+
+def crowd_tokens() -> int:
+    """The most that a sequence of the crowd decodes, while the others' prompts are computed and after."""
+    return FLAGS.num_steps + 3 * FLAGS.num_serving + 3 * _NUM_TRACED_STEPS if FLAGS.num_serving else 0
+
+
+def measure_steps(
+    parts: Assembled, steps: RowSteps, found: dict[str, list[Row]], ceilings: Ceilings
+) -> Figures:
+    """Every case in turn, several times over."""
+    plans = {name: steps.plan(rows, Sampled()) for name, rows in found.items()}
+    samples: dict[str, list[float]] = {name: [] for name in plans}
+    num_rounds = FLAGS.num_repeats + 1
+    with ProgressBar("steps", shows_progress()) as progress:
+        for number in range(num_rounds):  # the first warms up
+            for name, plan in plans.items():
+                samples[name].append(steps.whole(plan).sample_s(FLAGS.num_launches))
+            progress(number + 1, num_rounds, "")
+    figures = {}
+    for name, rows in found.items():
+        step = Spread.of(samples[name][1:])
+        todo = operations(
+            parts.model_config,
+            rows,
+            num_samples=len(rows),
+            bytes_per_number=jnp.dtype(parts.runner.storage.dtype).itemsize,
+            num_devices=FLAGS.tensor_parallel_size,
+        )
+        bound = bound_s(todo, ceilings)
+        figures[name] = {
+            "num_tokens": sum(row.end - row.begin for row in rows),
+            "bucket": plans[name].layout.num_tokens,
+            "step_s": step.as_dict(),
+            "bound_s": bound,
+            "share_of_bound": bound / step.median,
+            "operations_s": {one.name: one.seconds(ceilings) for one in todo},
+        }
+    return figures
+
+
+def measure_sampling(steps: RowSteps, rows: list[Row]) -> Figures:
+    """The same step with one sampler after the other."""
+    plans = {name: steps.plan(rows, sampled) for name, sampled in SAMPLERS.items()}
+    samples: dict[str, list[float]] = {name: [] for name in plans}
+    for _ in range(FLAGS.num_repeats + 1):
+        for name, plan in plans.items():
+            samples[name].append(steps.whole(plan).sample_s(FLAGS.num_launches))
+    return {name: {"step_s": Spread.of(values[1:]).as_dict()} for name, values in samples.items()}
+
+
+@contextlib.contextmanager
+def fetches_timed(parts: Assembled) -> Iterator[list[float]]:
+    """Seconds of every wait for a step's results."""
+    waits: list[float] = []
+    fetch = parts.runner.fetch
+
+    def timed_fetch(handle: Any) -> Any:
+        start_s = time.perf_counter()
+        try:
+            return fetch(handle)
+        finally:
+            waits.append(time.perf_counter() - start_s)
+
+    with mock.patch.object(parts.runner, "fetch", timed_fetch):
+        yield waits
+
+
+def measure_serving(parts: Assembled, steps: RowSteps) -> Figures:
+    """A crowd that decodes, around the context for which the bare loop is timed."""
+    engine, count, num_steps = parts.engine, FLAGS.num_serving, FLAGS.num_steps
+    context = FLAGS.context_tokens
+    bare = steps.whole(steps.plan([Row(i, context - 1, context) for i in range(count)], Sampled()))
+    bare_s = [bare.sample_s(num_steps) for _ in range(3)][-1]
+    parts.runner.reset()  # an engine counts its steps from 0
+    stage = Stage(engine, parts.model_config.vocab_size, chunk_tokens=FLAGS.chunk_tokens, prompt_tokens=1)
+    settling = 2 * _NUM_TRACED_STEPS
+    begin = max(context - num_steps // 2 - settling, 1)
+    stage.start_crowd(count, begin, crowd_tokens())
+    for _ in range(settling):
+        engine.step()
+    num_compilations = engine.stats()["num_compilations"]
+    with fetches_timed(parts) as waits:
+        start_s = time.perf_counter()
+        for _ in range(num_steps):
+            engine.step()
+        step_s = (time.perf_counter() - start_s) / num_steps
+    assert engine.stats()["num_compilations"] == num_compilations, "something was compiled while serving"
+    figures = {
+        "num_sequences": count,
+        "bare_step_s": bare_s,
+        "engine_step_s": step_s,
+        "wait_s": Spread.of(waits).as_dict(),
+        "host_s": step_s - sum(waits) / num_steps,
+        "bare_tokens_per_s": count / bare_s,
+        "engine_tokens_per_s": count / step_s,
+        "share_of_bare": bare_s / step_s,
+    }
+    if FLAGS.trace:
+        kernels = trace_kernels(lambda: [engine.step() for _ in range(_NUM_TRACED_STEPS)])
+        figures["trace"] = summary(kernels, _NUM_TRACED_STEPS)
+    stage.end_crowd()
+    engine.check_integrity()
+    return figures
+
+
+def print_tables(found: Figures) -> None:
+    """What a reader looks at first."""
+    rows = [
+        [name, one["bucket"], 1e3 * one["step_s"]["median"], 1e3 * one["bound_s"], one["share_of_bound"]]
+        for name, one in found["steps"].items()
+    ]
+    print(table(["step", "bucket", "median, ms", "bound, ms", "share of the bound"], rows))
+    least = found["sampling"]["nothing is sampled"]["step_s"]["median"]
+    rows = [
+        [name, 1e3 * one["step_s"]["median"], 100 * (one["step_s"]["median"] / least - 1)]
+        for name, one in found["sampling"].items()
+    ]
+    print(table(["sampler", "median, ms", "extra, %"], rows))
+    serving = found.get("serving")
+    if serving:
+        shown = ("bare_step_s", "engine_step_s", "host_s")
+        print(table(["serving", "ms"], [[name, 1e3 * serving[name]] for name in shown]))
+        print(f"engine / bare loop: {serving['share_of_bare']:.3f}")
+        kernels = serving.get("trace", {}).get("kernels_s", {})
+        if kernels:
+            print(table(["kernel", "us a step"], [[name[:70], 1e6 * one] for name, one in kernels.items()]))
+
+
+def main() -> int:
+    found_cases = cases()
+    config = sized_config(found_cases)
+    start_s = time.perf_counter()
+    parts = open_parts(config)
+    start_up_s = time.perf_counter() - start_s
+    ceilings = measure_ceilings(
+        num_bytes=FLAGS.ceiling_bytes, matrix_size=FLAGS.ceiling_matrix, repeats=FLAGS.num_repeats
+    )
+    num_sequences = config.scheduler.max_num_running
+    steps = RowSteps(config, parts.runner, parts.model_config.vocab_size, num_sequences)
+    steps.fill()
+    found: Figures = {
+        "ceilings": ceilings._asdict(),
+        "start_up_s": start_up_s,
+        "steps": measure_steps(parts, steps, found_cases, ceilings),
+        "sampling": measure_sampling(steps, next(iter(found_cases.values()))),
+    }
+    if FLAGS.num_serving:
+        found["serving"] = measure_serving(parts, steps)
+    parts.engine.close()
+    print(
+        table(["ceiling", "10^12 a second"], [[name, 1e-12 * one] for name, one in found["ceilings"].items()])
+    )
+    print_tables(found)
+    document = {"model": FLAGS.model, "dtype": FLAGS.dtype, "config": dataclasses.asdict(config), **found}
+    units = {"*_s": "seconds", "*_bytes_per_s": "bytes a second", "flop_per_s": "operations a second"}
+    print(json_line("steps", document, units=units, device=device_name()))
+    return 0
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_list("decodes", ["128", "1", "32", "180"], "Numbers of sequences in decode steps.")
+    flags.DEFINE_list("prompts", ["2048"], "Tokens of a prompt that is a step by itself.")
+    flags.DEFINE_list("mixed", ["128+512"], "Decodes and prompt tokens of a step that has both.")
+    flags.DEFINE_integer("context_tokens", 1024, "Context of sequences that decode.", lower_bound=1)
+    flags.DEFINE_integer("num_repeats", 7, "Samples of everything.", lower_bound=1)
+    flags.DEFINE_integer("num_launches", 10, "Launches in a row that a sample is of.", lower_bound=1)
+    flags.DEFINE_integer("num_serving", 128, "Sequences that an engine decodes; 0: none.", lower_bound=0)
+    flags.DEFINE_integer("num_steps", 100, "Steps of the engine, and of the bare loop.", lower_bound=1)
+    flags.DEFINE_bool("trace", False, "Trace some steps of the engine.")
+    flags.DEFINE_integer("ceiling_bytes", 2**32, "Of the array that is read and copied.", lower_bound=2**20)
+    flags.DEFINE_integer("ceiling_matrix", 8192, "Rows and columns of the matrices.", lower_bound=16)
+    define_engine_flags()
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)
