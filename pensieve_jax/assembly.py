@@ -19,6 +19,7 @@ from typing import Literal
 import huggingface_hub
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from model_defs import (
@@ -36,6 +37,7 @@ from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.engine.compilation import keep_compilations_in
+from pensieve_jax.engine.device_memory import num_pages_in, staging_bytes
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.kv_storage import chunk_bytes
 from pensieve_jax.engine.model_runner import ModelRunner
@@ -51,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Assembled:
-    """An engine and what it was made of; `config` has `cache.cpu_bytes` turned into pages."""
+    """An engine and what it was made of; `config` has both tiers' sizes turned into pages."""
 
     engine: Engine
     runner: ModelRunner
@@ -76,7 +78,7 @@ def assemble(
         raise ConfigError("config", config, "an EngineConfig", "wrap the group: EngineConfig(cache=...)")
     source = resolve_model(model)
     model_config = source_config(source, config.runner.max_position_embeddings)
-    limits = _limits(model_config, config)
+    config.resolve_context_tokens(model_config.max_position_embeddings)  # refused before anything is loaded
     cost_model = _cost_model(model_config, config, dtype)
     tokenizer = _tokenizer(source, model_config)
     fingerprint = history_fingerprint(
@@ -90,7 +92,7 @@ def assemble(
         engine = Engine(
             runner,
             config,
-            limits,
+            _limits(model_config, config),
             store,
             tokenizer=tokenizer,
             cost_model=cost_model,
@@ -103,7 +105,7 @@ def assemble(
 def make_runner(
     source: str, dtype: str, config: EngineConfig, progress: bool
 ) -> tuple[ModelRunner, EngineConfig]:
-    """Load the weights, take host memory and compile every bucket; the config has its size in pages."""
+    """Load the weights, take memory and compile every bucket; the config has both tiers' sizes in pages."""
     if config.runner.compilation_cache_dir is not None:
         keep_compilations_in(config.runner.compilation_cache_dir)
     mesh = make_mesh(config.runner.tensor_parallel_size)
@@ -117,7 +119,7 @@ def make_runner(
             progress=bar,
         )
     weights_dtype = jax.tree.leaves(nnx.state(model))[0].dtype
-    config = config.with_cpu_pages(chunk_bytes(model.config, config.cache.chunk_tokens, weights_dtype))
+    config = _in_pages(config, chunk_bytes(model.config, config.cache.chunk_tokens, weights_dtype), mesh)
     runner = ModelRunner(model, config, mesh)
     sizes = ", ".join(str(size) for size in sorted(runner.layouts))
     title = f"{len(runner.layouts)} buckets to compile: steps of up to {sizes} tokens"
@@ -127,6 +129,17 @@ def make_runner(
     with ProgressBar("compiling", progress) as bar:
         runner.warm_up(bar)
     return runner, config
+
+
+def _in_pages(config: EngineConfig, all_bytes: int, mesh: Mesh) -> EngineConfig:
+    """Sizes of tiers as pages, of `all_bytes` on all devices together, which have the weights already."""
+    config = config.with_cpu_pages(all_bytes)
+    fraction = config.cache.gpu_memory_fraction
+    if fraction is None:
+        return config
+    page_bytes = all_bytes // mesh.devices.size
+    staging = staging_bytes(config.runner.max_num_staged_pages, page_bytes) if config.cache.cpu_pages else 0
+    return config.with_gpu_pages(num_pages_in(fraction, list(mesh.devices.flat), page_bytes, staging))
 
 
 def serving_dtype(dtype: str) -> str:

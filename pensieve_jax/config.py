@@ -27,6 +27,9 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+_DEFAULT_GPU_PAGES = 512
+
+
 def _is_count(value: object, at_least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
@@ -37,6 +40,8 @@ class CacheConfig:
 
     Attributes:
       gpu_pages: pages of device memory for KV state; a page holds one chunk. A dummy page comes on top.
+      gpu_memory_fraction: instead of `gpu_pages`, the share of a device's memory that weights, pages and
+        chunks in transit may take; what is left is for a step's temporaries. 0.9 is a good start.
       cpu_pages: chunks that pinned host memory holds beside them; 0 is no host tier (the paper's
         "Pensieve (GPU cache)").
       cpu_bytes: the same as bytes of host memory, all devices together; give one of the two. Chunks in
@@ -57,7 +62,8 @@ class CacheConfig:
       idle_ttl_s: a conversation idle for longer is ended, history included. None keeps it for ever.
     """
 
-    gpu_pages: int = 512
+    gpu_pages: int = _DEFAULT_GPU_PAGES
+    gpu_memory_fraction: float | None = None
     cpu_pages: int = 0
     cpu_bytes: int | None = None
     chunk_tokens: int = 32
@@ -73,6 +79,19 @@ class CacheConfig:
     def __post_init__(self) -> None:
         """Refuse what cannot work by itself."""
         _require(_is_count(self.gpu_pages, 2), "cache.gpu_pages", self.gpu_pages, "an integer of at least 2")
+        fraction = self.gpu_memory_fraction
+        _require(
+            fraction is None or (_is_number(fraction) and 0 < fraction <= 1),
+            "cache.gpu_memory_fraction",
+            fraction,
+            "None, or above 0 and at most 1",
+        )
+        _require(
+            fraction is None or self.gpu_pages == _DEFAULT_GPU_PAGES,
+            "cache.gpu_memory_fraction",
+            fraction,
+            f"None beside cache.gpu_pages ({self.gpu_pages}): give one of the two",
+        )
         _require(_is_count(self.cpu_pages, 0), "cache.cpu_pages", self.cpu_pages, "an integer of at least 0")
         _require(
             self.cpu_bytes is None or _is_count(self.cpu_bytes, 0),
@@ -283,6 +302,10 @@ class EngineConfig:
             f"at least max_num_running + cache.chunk_tokens ({least}), so that the oldest request advances",
         )
 
+    def with_gpu_pages(self, num_pages: int) -> EngineConfig:
+        """The same with `cache.gpu_memory_fraction` turned into pages."""
+        return replace(self, cache=replace(self.cache, gpu_pages=num_pages, gpu_memory_fraction=None))
+
     def with_cpu_pages(self, page_bytes: int) -> EngineConfig:
         """The same with `cache.cpu_bytes` turned into pages of `page_bytes`, all devices together.
 
@@ -303,10 +326,13 @@ class EngineConfig:
     def resolve_context_tokens(self, model_max_tokens: int) -> int:
         """The longest context served, in tokens: what is asked for, else what model and pool allow.
 
+        A pool that is still to be sized (`cache.gpu_memory_fraction`) allows anything.
+
         Raises:
           ConfigError: `max_context_tokens` exceeds the model's positions or the whole page pool.
         """
-        pool_tokens = self.cache.gpu_pages * self.cache.chunk_tokens
+        is_sized = self.cache.gpu_memory_fraction is None
+        pool_tokens = self.cache.gpu_pages * self.cache.chunk_tokens if is_sized else model_max_tokens
         wanted = self.scheduler.max_context_tokens
         if wanted is None:
             return min(model_max_tokens, pool_tokens)

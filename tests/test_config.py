@@ -17,6 +17,10 @@ from pensieve_jax.core.errors import ConfigError
 
 BAD = [
     *[(CacheConfig, "gpu_pages", value, "at least 2") for value in (1, 0, -3, 2.5, True, None, "8")],
+    *[
+        (CacheConfig, "gpu_memory_fraction", value, "above 0")
+        for value in (0, -0.5, 1.01, math.nan, "a", True)
+    ],
     *[(CacheConfig, "cpu_pages", value, "at least 0") for value in (-1, None, 0.5, True)],
     *[(CacheConfig, "cpu_bytes", value, "at least 0") for value in (-1, 1e9, True, "1GB")],
     *[(CacheConfig, "swap_out_fraction", value, r"\[0, 1\)") for value in (-0.1, 1, math.nan, "a", None)],
@@ -55,6 +59,14 @@ def test_an_impossible_value_names_its_field_and_limit(kind, field, value, limit
         kind(**{field: value})
     assert caught.value.field == f"{group}.{field}" and caught.value.value is value
     assert f"{group}.{field} is {value!r}" in str(caught.value)
+
+
+def test_the_device_tier_has_one_size():
+    with pytest.raises(ConfigError, match=r"gpu_memory_fraction is 0\.9.*beside cache\.gpu_pages \(64\)"):
+        CacheConfig(gpu_memory_fraction=0.9, gpu_pages=64)
+    config = EngineConfig(cache=CacheConfig(gpu_memory_fraction=0.9))
+    assert config.resolve_context_tokens(10**6) == 10**6, "the pool is still to be sized"
+    assert config.with_gpu_pages(100).resolve_context_tokens(10**6) == 3200
 
 
 def test_defaults_and_limits_work():

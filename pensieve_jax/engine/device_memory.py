@@ -1,8 +1,8 @@
-"""What weights, pools and steps take of the device's memory, and the refusal of what cannot fit.
+"""What weights, pools and steps take of the device's memory: how many pages fit, and refusals.
 
 Owns: the sums, over the executables of a step, and the device's own limit.
 Does not know: what the executables compute.
-Called by: `model_runner`.
+Called by: `model_runner`, `device_transfers`, and `assembly`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,52 @@ import numpy as np
 
 from pensieve_jax.core.errors import ConfigError
 
+_LEAST_PAGES = 2
+
 
 def memory_limit_bytes(device: jax.Device) -> int | None:
     """What JAX may use of the device, or None where the device does not say."""
     return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def staging_bytes(num_staged_pages: int, page_bytes: int) -> int:
+    """The most that chunks in transit take of a device: one set out, and two in.
+
+    What a step scatters is freed after it, and the next copies are started before it.
+    """
+    return 3 * num_staged_pages * page_bytes
+
+
+def num_pages_in(fraction: float, devices: Sequence[jax.Device], page_bytes: int, staging_bytes: int) -> int:
+    """Pages that fit into `fraction` of every device's memory beside what is in use there already.
+
+    Args:
+      fraction: `cache.gpu_memory_fraction`.
+      devices: with the weights on them, and nothing that goes away.
+      page_bytes: a device's share of a page.
+      staging_bytes: that chunks in transit will take of each.
+
+    Raises:
+      ConfigError: a device does not say what memory it has, or not even two pages fit.
+    """
+    field = "cache.gpu_memory_fraction"
+    found = []
+    for device in devices:
+        limit_bytes = memory_limit_bytes(device)
+        if limit_bytes is None:
+            limit = f"None: {device.device_kind!r} does not say how much memory it has"
+            raise ConfigError(field, fraction, limit, "give cache.gpu_pages")
+        used_bytes = (device.memory_stats() or {}).get("bytes_in_use", 0)
+        num_pages = (int(fraction * limit_bytes) - used_bytes - staging_bytes) // page_bytes - 1
+        if num_pages < _LEAST_PAGES:
+            staging = f", chunks in transit {staging_bytes:,}" if staging_bytes else ""
+            limit = (
+                f"more: of the device's {limit_bytes:,} bytes, what is loaded takes {used_bytes:,}{staging}, "
+                f"and a page {page_bytes:,}"
+            )
+            raise ConfigError(field, fraction, limit, "or raise runner.tensor_parallel_size")
+        found.append(num_pages)
+    return min(found)
 
 
 def bytes_per_device(array: jax.Array) -> int:
@@ -51,7 +93,8 @@ def check_pools_fit(
             gpu_pages,
             f"at most {max(num_pages, 0)}: of the device's {limit_bytes:,} bytes, weights take "
             f"{weights_bytes:,}, a step {step_bytes:,}, {staging}and a page {page_bytes:,}",
-            "lower it, or raise runner.tensor_parallel_size or the share of memory that JAX may use",
+            "lower it (or cache.gpu_memory_fraction), or raise runner.tensor_parallel_size or the share of "
+            "memory that JAX may use",
         )
 
 

@@ -19,6 +19,7 @@ import jax
 from pensieve_jax.cache.copies import Copy
 from pensieve_jax.engine.batched_copies import copy_arrays
 from pensieve_jax.engine.compilation import CompilationJob
+from pensieve_jax.engine.device_memory import staging_bytes
 from pensieve_jax.engine.device_pools import DevicePools
 from pensieve_jax.engine.host_pool import HostPool
 from pensieve_jax.engine.in_flight import Mover
@@ -69,8 +70,7 @@ class DeviceTransfers:
         parts = storage, self._host, self._copies, self._mover, max_num_staged_pages
         self._outgoing, self._incoming = OutgoingCopies(*parts), IncomingCopies(*parts)
         is_used = cpu_pages > 0
-        # In: what a step scatters is freed after it, and the next copies are started before it.
-        self.staging_bytes = 3 * max_num_staged_pages * storage.page_bytes if is_used else 0
+        self.staging_bytes = staging_bytes(max_num_staged_pages, storage.page_bytes) if is_used else 0
         self.num_preparations = self._host.num_pieces + self._copies.num_executables if is_used else 0
 
     def grow(self) -> Iterator[str]:

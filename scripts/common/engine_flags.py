@@ -43,6 +43,11 @@ def define_engine_flags(*, model: str = "random:llama-tiny") -> None:
     flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "Of weights and KV state.")
     flags.DEFINE_bool("stateful", True, "Keep KV state between turns.")
     flags.DEFINE_integer("gpu_pages", _CACHE.gpu_pages, "Pages of device memory.")
+    flags.DEFINE_float(
+        "gpu_memory_fraction",
+        None,
+        "Instead of --gpu_pages, the share of device memory that weights, pages and chunks in transit take.",
+    )
     flags.DEFINE_integer("chunk_tokens", _CACHE.chunk_tokens, "Tokens of a page: 16, 32 or 64.")
     _define_tier_flags()
     flags.DEFINE_integer("max_num_running", _SCHEDULER.max_num_running, "Requests in the batch at once.")
@@ -120,6 +125,7 @@ def engine_config() -> EngineConfig:
         stateful=FLAGS.stateful,
         cache=CacheConfig(
             gpu_pages=FLAGS.gpu_pages,
+            gpu_memory_fraction=FLAGS.gpu_memory_fraction,
             cpu_pages=FLAGS.cpu_pages or 0,
             cpu_bytes=_cpu_bytes(),
             chunk_tokens=FLAGS.chunk_tokens,

@@ -76,6 +76,10 @@ def test_pages_and_bytes_are_one_too_many(config):
         config(cpu_bytes="2GiB", cpu_pages=4)
 
 
+def test_device_memory_may_be_given_as_a_share(config):
+    assert config(gpu_memory_fraction=0.8).cache.gpu_memory_fraction == 0.8
+
+
 def test_unreadable_bytes_name_the_flag(config):
     with pytest.raises(ConfigError, match=r"--cpu_bytes is 'much'.*16GiB"):
         config(cpu_bytes="much")

@@ -1,0 +1,55 @@
+"""How many pages fit into a share of a device's memory, and what is said where that cannot work."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from pensieve_jax import CacheConfig, ConfigError, EngineConfig
+from pensieve_jax.assembly import make_runner
+from pensieve_jax.engine import device_memory
+from pensieve_jax.engine.device_memory import num_pages_in
+
+
+def device(limit_bytes, used_bytes):
+    stats = None if limit_bytes is None else {"bytes_limit": limit_bytes, "bytes_in_use": used_bytes}
+    return SimpleNamespace(memory_stats=lambda: stats, device_kind="a device")
+
+
+def test_pages_are_what_the_weights_leave():
+    """Of the fullest device, beside chunks in transit and the dummy page."""
+    assert num_pages_in(0.9, [device(1000, 100)], 10, 0) == 79
+    assert num_pages_in(0.9, [device(1000, 100)], 10, 300) == 49
+    assert num_pages_in(1.0, [device(1000, 100), device(1000, 505)], 10, 0) == 48
+
+
+def test_what_cannot_work_is_refused_with_numbers():
+    with pytest.raises(
+        ConfigError, match=r"gpu_memory_fraction is 0\.9, .*'a device' does not say.*gpu_pages"
+    ):
+        num_pages_in(0.9, [device(None, 0)], 10, 0)
+    numbers = r"of the device's 1,000 bytes, what is loaded takes 600, chunks in transit 280, and a page 10"
+    with pytest.raises(ConfigError, match=numbers):
+        num_pages_in(0.9, [device(1000, 600)], 10, 280)
+
+
+def test_a_runner_has_as_many_pages_as_fit(monkeypatch):
+    """The config that comes back has them, and the weights are counted."""
+    limit_bytes = 2**28
+
+    monkeypatch.setattr(device_memory, "memory_limit_bytes", lambda device: limit_bytes)
+    config = EngineConfig(cache=CacheConfig(gpu_memory_fraction=0.125))
+    runner, sized = make_runner("random:llama-tiny", "float32", config, progress=False)
+    page_bytes = runner.memory_analysis()["page_bytes"]
+    assert sized.cache.gpu_pages == limit_bytes // 8 // page_bytes - 1
+    assert sized.cache.gpu_memory_fraction is None
+    assert runner.storage.num_pages == sized.cache.gpu_pages + 1
+
+
+def test_a_cpu_does_not_say():
+    assert jax.default_backend() != "cpu" or device_memory.memory_limit_bytes(jax.devices()[0]) is None
+    config = EngineConfig(cache=CacheConfig(gpu_memory_fraction=0.125))
+    with pytest.raises(ConfigError, match=r"cache\.gpu_memory_fraction is 0\.125.*give cache\.gpu_pages"):
+        make_runner("random:llama-tiny", "float32", config, progress=False)
