@@ -32,6 +32,7 @@ from pallas_kernels.ragged_paged_attention import (
     BlockSizes,
     TileClass,
     build_tiles,
+    mosaic_class,
     ragged_paged_attention,
     tile_spec,
 )
@@ -39,7 +40,9 @@ from pallas_kernels.ragged_paged_attention.reference import reference_attention
 from pallas_kernels.ragged_paged_attention.shapes import CASES, Case, draw_metadata
 
 _CASES = flags.DEFINE_list("cases", None, "Names, or 'all'; default: all on a GPU, tiny elsewhere.")
-_BACKEND = flags.DEFINE_enum("backend", "auto", ["auto", "xla", "pallas_triton"], "What is timed.")
+_BACKEND = flags.DEFINE_enum(
+    "backend", "auto", ["auto", "xla", "pallas_triton", "pallas_mosaic_gpu"], "What is timed."
+)
 _SWEEP = flags.DEFINE_bool("sweep", False, "Time many block sizes for every case, best first.")
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of pages and values.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of pages and values.")
@@ -63,6 +66,15 @@ _LARGE_SWEEP = (
     (128, 64, 8, 3, 1024, 528, True), (128, 64, 8, 2, 1024, 528, True), (128, 64, 8, 4, 1024, 528, True),
     (128, 128, 8, 2, 1024, 528, True), (128, 32, 8, 4, 1024, 528, True), (64, 64, 4, 3, 1024, 528, True),
     (64, 64, 4, 2, 1024, 528, True), (64, 128, 4, 2, 1024, 528, True), (128, 64, 4, 3, 1024, 528, True),
+)  # fmt: skip
+# rows, block_kv, num_stages, min_split_kv, target_programs
+_MOSAIC_SMALL_SWEEP = (
+    (64, 128, 3, 256, 528), (64, 64, 5, 256, 528), (64, 128, 3, 256, 1056), (64, 64, 6, 256, 528),
+    (64, 128, 3, 256, 264), (64, 128, 2, 256, 528),
+)  # fmt: skip
+_MOSAIC_LARGE_SWEEP = (
+    (128, 128, 2, 1024, 528), (128, 64, 4, 1024, 528), (128, 64, 5, 1024, 528), (128, 64, 3, 1024, 528),
+    (128, 128, 2, 1024, 264), (64, 128, 3, 1024, 528),
 )  # fmt: skip
 
 
@@ -181,8 +193,11 @@ def block_variants(case: Case, spec: Any) -> Iterator[BlockSizes]:
     """Block sizes to try: those of the class that does the case's work; the other class keeps its own."""
     default = spec.blocks.classes
     mostly_short = max(q_len for q_len, _ in case.rows) * spec.group <= 32
-    for values in _SMALL_SWEEP if mostly_short else _LARGE_SWEEP:
-        tried = TileClass(*values)
+    tried_classes = [TileClass(*values) for values in (_SMALL_SWEEP if mostly_short else _LARGE_SWEEP)]
+    if spec.backend == "pallas_mosaic_gpu":
+        sweep = _MOSAIC_SMALL_SWEEP if mostly_short else _MOSAIC_LARGE_SWEEP
+        tried_classes = [mosaic_class(*values) for values in sweep]
+    for tried in tried_classes:
         others = [c for c in default if (c.rows > tried.rows if mostly_short else c is default[0])]
         classes = sorted({tried, *others}, key=lambda c: c.rows)
         if tried.rows >= spec.group and len({c.rows for c in classes}) == len(classes):
@@ -190,9 +205,10 @@ def block_variants(case: Case, spec: Any) -> Iterator[BlockSizes]:
 
 
 def describe(blocks: BlockSizes) -> str:
-    """rows x block_kv, warps, stages, least split, programs, of every class."""
+    """rows x block_kv, warps, stages, least split, programs, of every class; M: of the Mosaic kernel."""
     return " ".join(
-        f"{c.rows}x{c.block_kv}w{c.num_warps}s{c.num_stages}/{c.min_split_kv}/{c.target_programs}"
+        ("M" if c.mosaic else "")
+        + f"{c.rows}x{c.block_kv}w{c.num_warps}s{c.num_stages}/{c.min_split_kv}/{c.target_programs}"
         + ("" if c.whole_loop else "m")
         for c in blocks.classes
     )
@@ -254,7 +270,7 @@ def main() -> int:
     unknown = sorted(set(names) - set(CASES))
     if unknown:
         raise AttentionArgumentError("--cases", unknown, f"known are {sorted(CASES)}")
-    if _BACKEND.value == "pallas_triton" and not on_gpu:
+    if _BACKEND.value.startswith("pallas") and not on_gpu:
         raise AttentionArgumentError("--backend", _BACKEND.value, "needs a GPU; give xla or auto")
     copy_rate = copy_bandwidth(2 << 30 if on_gpu else 32 << 20, _REPEATS.value)
     device = jax.devices()[0]

@@ -3,11 +3,12 @@
 from pallas_kernels.ragged_paged_attention.api import (
     BACKENDS,
     PAGE_SIZES,
+    mosaic_device_limit,
     ragged_paged_attention,
     tile_spec,
     triton_device_limit,
 )
-from pallas_kernels.ragged_paged_attention.block_sizes import BlockSizes, TileClass
+from pallas_kernels.ragged_paged_attention.block_sizes import BlockSizes, TileClass, mosaic_class
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 from pallas_kernels.ragged_paged_attention.kv_write import write_kv
 from pallas_kernels.ragged_paged_attention.metadata import build_tiles
@@ -21,6 +22,8 @@ __all__ = [
     "TileClass",
     "TileSpec",
     "build_tiles",
+    "mosaic_class",
+    "mosaic_device_limit",
     "ragged_paged_attention",
     "tile_spec",
     "triton_device_limit",

@@ -17,15 +17,21 @@ from pallas_kernels.ragged_paged_attention.block_sizes import BlockSizes
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 from pallas_kernels.ragged_paged_attention.metadata import build_tiles_traced
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
-from pallas_kernels.ragged_paged_attention.tile_specs import TileSpec, make_tile_spec
+from pallas_kernels.ragged_paged_attention.tile_specs import TILED_BACKENDS, TileSpec, make_tile_spec
 from pallas_kernels.ragged_paged_attention.xla import xla_attention
 
-BACKENDS = ("auto", "xla", "pallas_triton", "reference")
+BACKENDS = ("auto", "xla", "pallas_triton", "pallas_mosaic_gpu", "reference")
+# What "auto" tries before xla, best first. Not pallas_mosaic_gpu: its present form has not run on a GPU yet.
+AUTO_BACKENDS: tuple[str, ...] = ("pallas_triton",)
 PAGE_SIZES = (16, 32, 64)
 DTYPES = ("bfloat16", "float16", "float32")
 TRITON_HEAD_DIMS = (32, 64, 128, 256)
 TRITON_MAX_GROUP = 64
-_MIN_CAPABILITY = 8.0
+MOSAIC_DTYPES = ("bfloat16", "float16")
+MOSAIC_HEAD_DIMS = (64, 128)
+MOSAIC_GROUPS = (1, 2, 4, 8, 16)  # divisors of a tile's rows that leave a warpgroup a few rows of each head
+_TRITON_CAPABILITY = 8.0
+_MOSAIC_CAPABILITY = 9.0
 
 
 def ragged_paged_attention(
@@ -114,11 +120,21 @@ def _dispatch(
         raise AttentionArgumentError(
             "metadata", metadata[0], f"was made for another call; this one needs {spec}"
         )
-    # Imported late: upstream calls the Triton back end deprecated, and only its own file may depend on it.
+    # Imported late: upstream calls the Triton back end deprecated and the Mosaic one unstable, and only their
+    # own files may depend on them.
     from pallas_kernels.ragged_paged_attention.pallas_triton import triton_attention
 
     tiles = metadata[1] if metadata is not None else build_tiles_traced(spec, cu_q_lens, kv_lens, num_seqs)
-    return triton_attention(spec, q, kv_pages, page_indices, tiles, sm_scale=sm_scale, interpret=interpret)
+    buffers: list[jax.Array] = []
+    if spec.backend == "pallas_mosaic_gpu":
+        from pallas_kernels.ragged_paged_attention.pallas_mosaic_gpu import mosaic_attention
+
+        buffers = mosaic_attention(
+            spec, q, kv_pages, page_indices, tiles, sm_scale=sm_scale, interpret=interpret
+        )
+    return triton_attention(
+        spec, q, kv_pages, page_indices, tiles, sm_scale=sm_scale, interpret=interpret, buffers=buffers
+    )
 
 
 def tile_spec(
@@ -151,11 +167,10 @@ def tile_spec(
         raise AttentionArgumentError("dtype", jnp.dtype(dtype).name, f"must be one of {DTYPES}")
     if backend not in BACKENDS:
         raise AttentionArgumentError("backend", backend, f"must be one of {BACKENDS}")
-    unserved = _triton_limit(num_q_heads // num_kv_heads, head_dim)
+    group = num_q_heads // num_kv_heads
     if backend == "auto":
-        served = unserved is None and triton_device_limit(jax.devices()[0]) is None
-        backend = "pallas_triton" if served else "xla"
-    elif backend == "pallas_triton" and unserved is not None:
+        backend = _best_backend(group, head_dim, dtype)
+    elif (unserved := _unserved(backend, group, head_dim, dtype)) is not None:
         raise unserved
     return make_tile_spec(
         num_tokens=num_tokens,
@@ -170,6 +185,24 @@ def tile_spec(
     )
 
 
+def _best_backend(group: int, head_dim: int, dtype: Any) -> str:
+    """What "auto" takes on this device."""
+    device = jax.devices()[0]
+    device_limits = {"pallas_mosaic_gpu": mosaic_device_limit, "pallas_triton": triton_device_limit}
+    for backend in AUTO_BACKENDS:
+        if _unserved(backend, group, head_dim, dtype) is None and device_limits[backend](device) is None:
+            return backend
+    return "xla"
+
+
+def _unserved(backend: str, group: int, head_dim: int, dtype: Any) -> AttentionArgumentError | None:
+    """Why a back end cannot serve these heads; None: it can."""
+    unserved = _mosaic_limit(group, head_dim, dtype) if backend == "pallas_mosaic_gpu" else None
+    if backend in TILED_BACKENDS:  # the Triton kernel serves the small tiles of both
+        unserved = unserved or _triton_limit(group, head_dim)
+    return unserved
+
+
 def _triton_limit(group: int, head_dim: int) -> AttentionArgumentError | None:
     """Why `pallas_triton` cannot serve these heads; None: it can."""
     if head_dim not in TRITON_HEAD_DIMS:
@@ -181,15 +214,46 @@ def _triton_limit(group: int, head_dim: int) -> AttentionArgumentError | None:
     return None
 
 
+def _mosaic_limit(group: int, head_dim: int, dtype: Any) -> AttentionArgumentError | None:
+    """Why `pallas_mosaic_gpu` cannot serve these heads; None: it can."""
+    if (name := jnp.dtype(dtype).name) not in MOSAIC_DTYPES:
+        limit = f"pallas_mosaic_gpu serves {MOSAIC_DTYPES}; use backend 'pallas_triton' or 'xla'"
+        return AttentionArgumentError("dtype", name, limit)
+    if head_dim not in MOSAIC_HEAD_DIMS:
+        limit = f"pallas_mosaic_gpu serves {MOSAIC_HEAD_DIMS}; use backend 'pallas_triton' or 'xla'"
+        return AttentionArgumentError("head_dim", head_dim, limit)
+    if group not in MOSAIC_GROUPS:
+        limit = f"pallas_mosaic_gpu serves {MOSAIC_GROUPS} heads per KV head; use backend 'pallas_triton'"
+        return AttentionArgumentError("num_q_heads / num_kv_heads", group, limit)
+    return None
+
+
 def triton_device_limit(device: jax.Device) -> str | None:
     """Why `pallas_triton` does not run on `device` except in interpret mode; None: it does."""
+    capability = _compute_capability(device)
+    if capability is None:
+        return f"pallas_triton needs an NVIDIA GPU, this device is {device.device_kind!r}"
+    if capability < _TRITON_CAPABILITY:
+        limit = f"pallas_triton needs compute capability {_TRITON_CAPABILITY} or more"
+        return f"{limit}, this GPU has {capability}"
+    return None
+
+
+def mosaic_device_limit(device: jax.Device) -> str | None:
+    """Why `pallas_mosaic_gpu` does not run on `device` except in interpret mode; None: it does."""
+    capability = _compute_capability(device)
+    if capability == _MOSAIC_CAPABILITY:
+        return None
+    has = f"{device.device_kind!r} has {capability}"
+    return f"pallas_mosaic_gpu needs an NVIDIA GPU of compute capability {_MOSAIC_CAPABILITY}, {has}"
+
+
+def _compute_capability(device: jax.Device) -> float | None:
+    """Of an NVIDIA GPU; a ROCm device names an architecture such as "gfx942" there."""
     capability = getattr(device, "compute_capability", None)
-    # A ROCm device names an architecture such as "gfx942" here.
     if device.platform == "gpu" and isinstance(capability, str) and capability[:1].isdigit():
-        if float(capability) >= _MIN_CAPABILITY:
-            return None
-        return f"pallas_triton needs compute capability {_MIN_CAPABILITY} or more, this GPU has {capability}"
-    return f"pallas_triton needs an NVIDIA GPU, this device is {device.device_kind!r}"
+        return float(capability)
+    return None
 
 
 def _check_arrays(

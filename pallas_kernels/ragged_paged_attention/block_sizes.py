@@ -21,6 +21,7 @@ class TileClass:
       min_split_kv: keys below which a tile's key range is never split.
       target_programs: programs, over all KV heads, beyond which splitting further gains nothing.
       whole_loop: blocks that every query sees whole take a loop of their own, without masks.
+      mosaic: its kernel is the Mosaic one, and its rows lie head by head (see `mosaic_class`).
     """
 
     rows: int
@@ -30,6 +31,7 @@ class TileClass:
     min_split_kv: int
     target_programs: int
     whole_loop: bool = True
+    mosaic: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,22 @@ class BlockSizes:
     """The tile classes of a step, ascending in rows; a query range goes to the first that holds it whole."""
 
     classes: tuple[TileClass, ...]
+
+
+def mosaic_class(
+    rows: int, block_kv: int, num_stages: int, min_split_kv: int, target_programs: int
+) -> TileClass:
+    """A class of the Mosaic kernel: 64 rows for each computing warpgroup, and one warpgroup that fetches.
+
+    Args:
+      rows: 64 or 128.
+      block_kv: keys per iteration, 64 or 128.
+      num_stages: blocks of keys and of values in shared memory.
+      min_split_kv: as in `TileClass`.
+      target_programs: as in `TileClass`; here the items that a fixed number of programs shares.
+    """
+    num_warps = 4 * (rows // 64 + 1)
+    return TileClass(rows, block_kv, num_warps, num_stages, min_split_kv, target_programs, mosaic=True)
 
 
 # A range is cut in at most this many parts: merging them is serial.
@@ -50,12 +68,20 @@ def _power_of_two(value: int) -> int:
 
 
 def default_block_sizes(
-    *, num_tokens: int, max_num_seqs: int, num_q_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
+    *,
+    num_tokens: int,
+    max_num_seqs: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    mosaic: bool = False,
 ) -> BlockSizes:
     """The measured choice for a step of this shape.
 
     Small tiles serve decoding and a few tokens at once, and are bound by memory; large ones serve prompts and
-    are bound by arithmetic. A step with very few tokens has small tiles only and saves a launch.
+    are bound by arithmetic, and so are the ones that the Mosaic kernel takes where `mosaic` is set. A step
+    with very few tokens has small tiles only and saves a launch.
     """
     group = num_q_heads // num_kv_heads
     small_rows = max(16, _power_of_two(group))
@@ -75,6 +101,9 @@ def default_block_sizes(
     )
     if num_tokens * group <= 4 * small_rows or small_rows >= 128:
         return BlockSizes((small,))
+    if mosaic:
+        # Two computing warpgroups, two blocks each of 128 keys and values: what shared memory holds.
+        return BlockSizes((small, mosaic_class(128, 128, 2, 1024, 528)))
     large_rows = max(128 if head_dim <= 128 else 64, 2 * small_rows)
     large = TileClass(
         rows=large_rows,

@@ -1,8 +1,8 @@
 """Ragged paged attention through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
 
-Owns: three kernels' bodies and their launches: attention over the tiles of one class, once per class, and
-the merge of split key ranges. Does not know how tiles are chosen (`tile_lists`). Called by: `api`. Upstream
-has deprecated this back end, so nothing outside this file imports from it.
+Owns: two kernels' bodies and their launches: attention over the tiles of one class, once per class that is
+not `mosaic`, and the merge of the split key ranges of all. Does not know how tiles are chosen (`tile_lists`).
+Called by: `api`. Upstream has deprecated this back end, so nothing outside this file imports from it.
 
 One program serves one tile and one KV head. The query heads of that KV head and the tile's tokens fold into
 the rows of one matrix, whatever their number. Keys come `block_kv` at a time by a gather over row
@@ -55,8 +55,12 @@ def triton_attention(
     *,
     sm_scale: float,
     interpret: bool,
+    buffers: list[jax.Array],
 ) -> jax.Array:
-    """See `api.ragged_paged_attention`; arguments are already checked, `tiles` is i32[spec.tiles_len]."""
+    """See `api.ragged_paged_attention`; arguments are already checked, `tiles` is i32[spec.tiles_len].
+
+    buffers: what `mosaic_attention` returned for the classes that are its own; none if there are none.
+    """
     num_tokens, num_q_heads, head_dim = q.shape
     # Rows of head_dim elements: a 32-bit row number addresses any pool, and only its offset needs 64 bits.
     flat_q = q.reshape(num_tokens * num_q_heads, head_dim)
@@ -69,8 +73,11 @@ def triton_attention(
         shard((num_partial_rows,), jnp.float32),
     ]
     inputs = [tiles, page_indices.reshape(-1), flat_q, flat_kv]
-    buffers: list[jax.Array] = []
+    if buffers:
+        buffers = [buffers[0].reshape(flat_q.shape), *buffers[1:]]
     for index, tile_class in enumerate(spec.blocks.classes):
+        if tile_class.mosaic:
+            continue
         kernel = functools.partial(
             _attention_kernel, spec=spec, index=index, pages_per_seq=page_indices.shape[1],
             scale=sm_scale * math.log2(math.e), num_buffers=len(buffers), interpret=interpret,
@@ -227,7 +234,12 @@ def _merge_kernel(
         )
         rows = tiles_ref[first + MERGE_FIRST_ROW] + jnp.arange(MERGE_ROWS)
         lanes = jnp.arange(head_dim)[None, :]
-        q_tokens = jax.lax.div(rows, group)
+        q_tokens, heads = jax.lax.div(rows, group), jax.lax.rem(rows, group)
+        if spec.head_major_rows:
+            head_major = class_rows >= spec.head_major_rows
+            tile_tokens = jax.lax.div(class_rows, group)
+            q_tokens = jnp.where(head_major, jax.lax.rem(rows, tile_tokens), q_tokens)
+            heads = jnp.where(head_major, jax.lax.div(rows, tile_tokens), heads)
         is_row = q_tokens < num_tokens
 
         parts = jnp.arange(MAX_NUM_SPLITS)[:, None]
@@ -253,7 +265,7 @@ def _merge_kernel(
 
         acc = jnp.zeros((MERGE_ROWS, head_dim), jnp.float32)
         acc = jax.lax.fori_loop(0, pl.cdiv(num_splits, _MERGE_UNROLL), step, acc) / total[:, None]
-        q_rows = (token + q_tokens) * (spec.num_kv_heads * group) + head * group + jax.lax.rem(rows, group)
+        q_rows = (token + q_tokens) * (spec.num_kv_heads * group) + head * group + heads
         plgpu.store(out_ref.at[q_rows[:, None], lanes], acc.astype(out_ref.dtype), mask=is_row[:, None])
 
 

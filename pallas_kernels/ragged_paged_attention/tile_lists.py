@@ -110,7 +110,8 @@ def _class_lists(
     q_tiles = _table(xp, [real_row, token, num_tokens, position])
     tiles = _table(xp, [kv_begin, kv_begin + width.take(order), slot], q_tiles.take(tile, axis=0))
     # Merges: one per MERGE_ROWS query rows of a split tile.
-    blocks = (num_slots > 0) * -(-num_tokens * spec.group // MERGE_ROWS)
+    used_rows = tile_class.rows if tile_class.mosaic else num_tokens * spec.group
+    blocks = (num_slots > 0) * -(-used_rows // MERGE_ROWS)
     size = spec.max_num_slots[index] // 2 * (tile_class.rows // MERGE_ROWS) if fixed else None
     num_merges, tile, part = _expand(xp, blocks, size)
     if not fixed and not num_merges:

@@ -2,7 +2,7 @@
 
 Owns: the arguments that shape a list and the worst-case sizes that follow, so the layout of the flat i32
 array. Does not know: batches, or what a kernel does with a tile. Called by: `api`, which makes specs,
-`metadata` and `tile_lists`, which fill them, and the Triton kernel.
+`metadata` and `tile_lists`, which fill them, and the kernels.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from pallas_kernels.ragged_paged_attention.block_sizes import (
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 
 NUM_FIELDS = 8  # i32 of a tile or a merge; `tile_lists` names them
+WARPGROUP_ROWS = 64  # that one computing warpgroup of a Mosaic kernel serves
+TILED_BACKENDS = ("pallas_triton", "pallas_mosaic_gpu")
 HEADER_LEN = 8  # counts of tiles, class by class, then of merges
 
 
@@ -46,6 +48,11 @@ class TileSpec:
     page_size: int
     backend: str
     blocks: BlockSizes
+
+    @property
+    def head_major_rows(self) -> int:
+        """Rows of the smallest class whose tiles lie head by head, not token by token; 0: no class's do."""
+        return min((c.rows for c in self.blocks.classes if c.mosaic), default=0)
 
     def tile_tokens(self, tile_class: TileClass) -> int:
         """Query tokens that a tile of the class holds."""
@@ -113,7 +120,7 @@ def make_tile_spec(
     blocks: BlockSizes | None,
 ) -> TileSpec:
     """The spec for arguments that `api` has checked and a back end that it has resolved."""
-    if backend != "pallas_triton":
+    if backend not in TILED_BACKENDS:
         blocks = BlockSizes(())
     elif blocks is None:
         blocks = default_block_sizes(
@@ -123,14 +130,15 @@ def make_tile_spec(
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             itemsize=jnp.dtype(dtype).itemsize,
+            mosaic=backend == "pallas_mosaic_gpu",
         )
     group = num_q_heads // num_kv_heads
-    if backend == "pallas_triton":
-        _check_blocks(blocks, group)
+    if backend in TILED_BACKENDS:
+        _check_blocks(blocks, group, backend)
     return TileSpec(num_tokens, max_num_seqs, group, num_kv_heads, page_size, backend, blocks)
 
 
-def _check_blocks(blocks: BlockSizes, group: int) -> None:
+def _check_blocks(blocks: BlockSizes, group: int, backend: str) -> None:
     rows = [tile_class.rows for tile_class in blocks.classes]
     if not rows or rows != sorted(set(rows)) or rows[0] < max(group, MERGE_ROWS):
         limit = f"tile rows must ascend from {max(group, MERGE_ROWS)} or more, for {group} heads per KV head"
@@ -138,3 +146,10 @@ def _check_blocks(blocks: BlockSizes, group: int) -> None:
     for value in rows + [tile_class.block_kv for tile_class in blocks.classes]:
         if value < 16 or value & (value - 1):
             raise AttentionArgumentError("blocks", value, "rows and block_kv must be powers of two from 16")
+    if [c.mosaic for c in blocks.classes] != sorted(c.mosaic for c in blocks.classes):
+        raise AttentionArgumentError("blocks", rows, "mosaic classes must be the last ones")
+    for tile_class in blocks.classes:
+        sizes = (tile_class.rows, tile_class.block_kv)
+        if tile_class.mosaic and not (backend == "pallas_mosaic_gpu" and {*sizes} <= {64, 128}):
+            limit = "a mosaic class needs backend pallas_mosaic_gpu, and 64 or 128 rows and keys"
+            raise AttentionArgumentError("blocks", sizes, limit)

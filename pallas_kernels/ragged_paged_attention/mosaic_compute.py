@@ -1,0 +1,277 @@
+"""The half of the Mosaic kernel that computes: products, online softmax, masks.
+
+Owns: what a computing warpgroup does with its 64 rows of every item. Does not know how queries, keys and
+values come to shared memory (`pallas_mosaic_gpu`), nor how results leave (`mosaic_results`). Called by:
+`pallas_mosaic_gpu`.
+
+Scores, weights and sums stay in registers. While a warpgroup works on the softmax of one block, the weighted
+values of the block before are still being summed on the tensor cores; and of two warpgroups one computes the
+softmax while the other's products run, since they take turns at issuing them. The order of the lines that
+issue, wait and hold registers is what makes this so; `step` says why each stands where it does.
+
+Blocks are walked from the last to the first, so that all masking happens in the beginning. Slots past a
+row's keys may hold anything, NaN included. Their scores are masked, but a weight of zero does not silence
+NaN, so their values are zeroed in shared memory before the first use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.ragged_paged_attention.mosaic_launch import (
+    COLUMNS,
+    Inputs,
+    Item,
+    Launch,
+    Shared,
+    for_each_item,
+)
+from pallas_kernels.ragged_paged_attention.mosaic_results import store_rows
+from pallas_kernels.ragged_paged_attention.tile_specs import WARPGROUP_ROWS
+
+# Hidden scores, and a maximum that lies above them and below all visible ones: a row that has seen hidden
+# scores only has weights of zero.
+_MASKED, _NO_MAXIMUM = -1e30, -1e29
+_LAYOUT = plgpu.Layout.WGMMA
+
+
+def compute(launch: Launch, inputs: Inputs, shared: Shared, program: Any, warpgroup: Any) -> None:
+    """One warpgroup's rows of all items of a program."""
+    plgpu.barrier_arrive(shared.q_free.at[0])
+    for stage in range(launch.tile_class.num_stages):
+        plgpu.barrier_arrive(shared.k_free.at[stage])
+        plgpu.barrier_arrive(shared.v_free.at[stage])
+    if launch.num_warpgroups > 1:
+        pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(shared.turn.at[0]))
+
+    def compute_item(i: Any, item: Item, blocks_before: Any) -> None:
+        rows = _Rows(launch, shared, item, warpgroup, lax.rem(i, 2), blocks_before)
+        plgpu.barrier_wait(shared.q_ready.at[rows.buffer])
+        acc, m, total = lax.cond(rows.num_blocks > 0, rows.attend, rows.without_keys)
+        total = jnp.where(total == 0, jnp.ones_like(total), total)  # no keys: the result is zero
+        acc = acc * _in_columns(1 / total, acc)
+        store = functools.partial(store_rows, launch, inputs, shared, item, warpgroup, rows.buffer)
+        store(acc, m * launch.scale + jnp.log2(total))
+
+    for_each_item(launch, inputs, program, compute_item)
+    plgpu.wait_smem_to_gmem(0)
+    if launch.num_warpgroups > 1:
+        pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(shared.turn.at[0]))
+
+
+def _in_columns(per_row: Any, like: Any) -> Any:
+    return lax.broadcast_in_dim(per_row, like.shape, (0,))
+
+
+def _full(shape: tuple[int, ...], value: float) -> Any:
+    """Registers of rows and columns, or of rows."""
+    layout = _LAYOUT if len(shape) == 2 else _LAYOUT.reduce(1)
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One warpgroup's rows of one item; blocks are counted in the order in which they are walked."""
+
+    launch: Launch
+    shared: Shared
+    item: Item
+    warpgroup: Any
+    buffer: Any  # of the queries
+    blocks_before: Any  # of earlier items
+
+    @property
+    def num_blocks(self) -> Any:
+        return self.item.num_blocks(self.launch)
+
+    def stage_of(self, block: Any) -> Any:
+        return self.launch.stage_of(self.blocks_before + block)
+
+    def first_key(self, block: Any) -> Any:
+        return self.item.kv_begin + (self.num_blocks - 1 - block) * self.launch.tile_class.block_kv
+
+    def attend(self) -> tuple[Any, Any, Any]:
+        """Weighted values f32[64, head_dim], unscaled maximum f32[64] and total weight f32[64]."""
+        item, block_kv = self.item, self.launch.tile_class.block_kv
+        seen_by_all = jnp.minimum(item.position + 1, item.kv_end) - item.kv_begin
+        num_whole = lax.div(jnp.maximum(seen_by_all, 0), block_kv)
+        acc, m = _full((WARPGROUP_ROWS, self.launch.head_dim), 0), _full((WARPGROUP_ROWS,), _NO_MAXIMUM)
+        self.await_keys(0)
+        scores = lax.optimization_barrier(self.scores(0))
+        self.free_other_queries()
+        m, _, weights, total = self.weigh(scores, m, 0, masked=True)
+        plgpu.barrier_wait(self.shared.v_ready.at[self.stage_of(0)])
+        self.zero_hidden_values()
+        self.await_keys(1)
+        num_masked = jnp.maximum(self.num_blocks - num_whole, 1)
+        carry = (acc, m, total, weights.astype(self.launch.dtype))
+        carry = lax.fori_loop(1, num_masked, functools.partial(self.step, masked=True), carry)
+        carry = lax.fori_loop(num_masked, self.num_blocks, functools.partial(self.step, masked=False), carry)
+        acc, m, total, weights = carry
+        last = self.num_blocks - 1
+        self.await_values(last)
+        acc = self.add_values(acc, weights, last)
+        plgpu.barrier_arrive(self.shared.v_free.at[self.stage_of(last)])
+        return acc, m, total
+
+    def without_keys(self) -> tuple[Any, Any, Any]:
+        """As `attend`, for tokens that belong to no row."""
+        self.free_other_queries()
+        per_row = _full((WARPGROUP_ROWS,), 0)
+        return _full((WARPGROUP_ROWS, self.launch.head_dim), 0), per_row, per_row
+
+    def step(self, block: Any, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
+        """Adds the values of the block before, and weighs the keys of this one meanwhile."""
+        acc, m, total, weights = carry
+        weigh = functools.partial(self.weigh, m=m, block=block, masked=masked)
+        if self.launch.interpret:
+            acc, (m, alpha, new_weights, weight) = self.one_by_one(acc, weights, block, weigh)
+        else:
+            shape = (WARPGROUP_ROWS, self.launch.tile_class.block_kv)
+            blank = (m, m, _full(shape, 0), m)
+            overlapped = functools.partial(self.overlapped, weights=weights, block=block, weigh=weigh)
+            acc, *results = pl.run_state(overlapped)((plgpu.ACC.init(acc), *blank))
+            # The old weights are an operand in registers: they are held until the products are done, and only
+            # then may the new ones be packed, or the assembler would run all products one after another.
+            acc, results, _ = lax.optimization_barrier((acc, results, weights))
+            m, alpha, new_weights, weight = results
+        plgpu.barrier_arrive(self.shared.v_free.at[self.stage_of(block - 1)])
+        new_weights = new_weights.astype(self.launch.dtype)
+        return acc * _in_columns(alpha, acc), m, total * alpha + weight, new_weights
+
+    def overlapped(
+        self, refs: tuple[Any, ...], *, weights: Any, block: Any, weigh: Callable[[Any], tuple[Any, ...]]
+    ) -> None:
+        """Both products of a step, and its softmax between the end of the first and that of the second."""
+        acc_ref, *result_refs = refs
+
+        def issue(scores_ref: Any) -> Any:
+            self.take_turn()
+            self.multiply_keys(scores_ref, block)
+            self.await_values(block - 1)
+            plgpu.wgmma(acc_ref, weights, self.shared.v.at[self.stage_of(block - 1)])
+            self.give_turn()
+            return plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+
+        shape = (WARPGROUP_ROWS, self.launch.tile_class.block_kv)
+        scores = pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
+        # The compiler moves nothing over these barriers: not the softmax before the first wait, nor behind
+        # the second, which comes when this function ends.
+        results = lax.optimization_barrier(weigh(lax.optimization_barrier(scores)))
+        # The assembler does move waits, but not over a jump, and there is one in here.
+        self.await_keys(block + 1)
+        for ref, result in zip(result_refs, results, strict=True):
+            ref[...] = result
+
+    def one_by_one(
+        self, acc: Any, weights: Any, block: Any, weigh: Callable[[Any], tuple[Any, ...]]
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """As `overlapped`, for the interpreter, which has no state of accumulators."""
+        self.take_turn()
+        scores = self.scores(block)
+        self.await_values(block - 1)
+        acc = self.add_values(acc, weights, block - 1)
+        self.give_turn()
+        results = weigh(scores)
+        self.await_keys(block + 1)
+        return acc, results
+
+    def await_keys(self, block: Any) -> None:
+        ready = self.shared.k_ready.at[self.stage_of(block)]
+        pl.when(block < self.num_blocks)(lambda: plgpu.barrier_wait(ready))
+
+    def await_values(self, block: Any) -> None:
+        """The first block's were waited for when they were cleaned."""
+        ready = self.shared.v_ready.at[self.stage_of(block)]
+        pl.when(block > 0)(lambda: plgpu.barrier_wait(ready))
+
+    def take_turn(self) -> None:
+        if self.launch.num_warpgroups > 1:
+            plgpu.barrier_wait(self.shared.turn.at[self.warpgroup])
+
+    def give_turn(self) -> None:
+        if self.launch.num_warpgroups > 1:
+            plgpu.barrier_arrive(self.shared.turn.at[1 - self.warpgroup])
+
+    def free_other_queries(self) -> None:
+        """The buffer that the item before used is free when its result has left, or was never used."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(self.shared.q_free.at[1 - self.buffer])
+
+    def multiply_keys(self, scores_ref: Any, block: Any) -> None:
+        keys = self.shared.k.at[self.stage_of(block)]
+        for square, column in enumerate(self.launch.column_starts):
+            queries = self.shared.q_tiles(self.launch).at[self.buffer, self.warpgroup, square]
+            plgpu.wgmma(scores_ref, queries, keys.at[:, pl.ds(column, COLUMNS)].T)
+
+    def scores(self, block: Any) -> Any:
+        """f32[64, block_kv]."""
+
+        def multiply(scores_ref: Any) -> Any:
+            self.multiply_keys(scores_ref, block)
+            return scores_ref[...]
+
+        shape = (WARPGROUP_ROWS, self.launch.tile_class.block_kv)
+        return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+    def add_values(self, acc: Any, weights: Any, block: Any) -> Any:
+        values = self.shared.v.at[self.stage_of(block)]
+        if self.launch.interpret:  # takes no operand in registers
+            copy = values[...].astype(jnp.float32)
+            plgpu.commit_smem()
+            return acc + jnp.dot(weights.astype(jnp.float32), copy)
+        acc = pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(acc))
+        return lax.optimization_barrier((acc, weights))[0]  # holds the weights, as in `step`
+
+    def weigh(self, scores: Any, m: Any, block: Any, *, masked: bool) -> tuple[Any, Any, Any, Any]:
+        """New maximum, factor for sums under the old one, weights f32[64, block_kv] and their sum."""
+        plgpu.barrier_arrive(self.shared.k_free.at[self.stage_of(block)])
+        scale = self.launch.scale
+        if masked:
+            scores = self.mask(scores, block)
+        m_new = jnp.maximum(m, scores.max(axis=1))
+        # The scale is positive, so it may follow the maximum and become one multiply-add with it.
+        weights = jnp.exp2(scores * scale - _in_columns(m_new * scale, scores))
+        return m_new, jnp.exp2((m - m_new) * scale), weights, weights.sum(axis=1)
+
+    def mask(self, scores: Any, block: Any) -> Any:
+        iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, scores.shape, layout=_LAYOUT)
+        tokens = lax.rem(iota(0) + self.warpgroup * WARPGROUP_ROWS, self.launch.tile_tokens)
+        last_key = jnp.minimum(self.item.position + tokens, self.item.kv_end - 1)
+        return jnp.where(iota(1) + self.first_key(block) <= last_key, scores, _MASKED)
+
+    def zero_hidden_values(self) -> None:
+        """Zeroes what lies past the range among the first block's values.
+
+        Where the range ends with a page there is nothing to do: behind it that page was fetched again.
+        """
+        squares = [
+            (key, column)
+            for key in range(0, self.launch.tile_class.block_kv, COLUMNS)
+            for column in self.launch.column_starts
+        ]
+
+        @pl.when(lax.rem(self.item.kv_end, self.launch.spec.page_size) != 0)
+        def zero() -> None:
+            for n, (key, column) in enumerate(squares):
+                pl.when(self.warpgroup == n % self.launch.num_warpgroups)(
+                    functools.partial(self.zero_square, key, column)
+                )
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.shared.values_clean)
+            plgpu.barrier_wait(self.shared.values_clean)
+
+    def zero_square(self, key: int, column: int) -> None:
+        square = self.shared.v.at[self.stage_of(0), pl.ds(key, COLUMNS), pl.ds(column, COLUMNS)]
+        values = plgpu.layout_cast(square[...], _LAYOUT)
+        keys = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=_LAYOUT)
+        is_visible = keys + (self.first_key(0) + key) < self.item.kv_end
+        square[...] = jnp.where(is_visible, values, jnp.zeros_like(values))

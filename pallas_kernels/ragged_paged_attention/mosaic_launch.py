@@ -1,0 +1,180 @@
+"""What the two kinds of warpgroup of the Mosaic kernel share: sizes, references, the order of the items.
+
+Owns: the static description of a launch, the named references to global and shared memory, and the walk over
+a program's items, an item being one tile and one KV head. Does not know what is done with an item. Called by:
+`pallas_mosaic_gpu`, which fetches, and `mosaic_compute`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ragged_paged_attention.block_sizes import TileClass
+from pallas_kernels.ragged_paged_attention.tile_lists import (
+    KV_BEGIN,
+    KV_END,
+    NUM_TOKENS,
+    POSITION,
+    ROW,
+    SLOT,
+    TOKEN,
+)
+from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, WARPGROUP_ROWS, TileSpec
+
+# 128 bytes of a 16-bit type: the widest row of shared memory that the hardware swizzles.
+COLUMNS = 64
+# Programs of a launch: one for each multiprocessor of an H100 or H200. With fewer, some run after others.
+NUM_PROGRAMS = 132
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is fixed when the kernel of one tile class is compiled.
+
+    Attributes:
+      spec: the step's spec.
+      index: the tile class.
+      pages_per_seq: columns of the page table.
+      head_dim: elements of a head.
+      scale: factor on the scores, for base 2.
+      dtype: of queries, pages and results.
+      interpret: for the interpreter, which lacks a few of the operations.
+    """
+
+    spec: TileSpec
+    index: int
+    pages_per_seq: int
+    head_dim: int
+    scale: float
+    dtype: Any
+    interpret: bool
+
+    @property
+    def tile_class(self) -> TileClass:
+        """Its sizes."""
+        return self.spec.blocks.classes[self.index]
+
+    @property
+    def num_warpgroups(self) -> int:
+        """Those that compute."""
+        return self.tile_class.rows // WARPGROUP_ROWS
+
+    @property
+    def tile_tokens(self) -> int:
+        """Query tokens of a whole tile."""
+        return self.spec.tile_tokens(self.tile_class)
+
+    @property
+    def run_rows(self) -> int:
+        """Rows of one warpgroup that belong to one query head."""
+        return min(self.tile_tokens, WARPGROUP_ROWS)
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages of a block of keys."""
+        return self.tile_class.block_kv // self.spec.page_size
+
+    @property
+    def column_starts(self) -> range:
+        """A head's elements lie in shared memory in squares of so many columns."""
+        return range(0, self.head_dim, COLUMNS)
+
+    def runs(self, warpgroup: Any) -> list[tuple[int, Any, Any]]:
+        """Of each run of a warpgroup's rows: its first row there, its query head, its first token."""
+        firsts = range(0, WARPGROUP_ROWS, self.run_rows)
+        rows = [warpgroup * WARPGROUP_ROWS + first for first in firsts]
+        tokens = self.tile_tokens
+        return [(f, lax.div(r, tokens), lax.rem(r, tokens)) for f, r in zip(firsts, rows, strict=True)]
+
+    def stage_of(self, block: Any) -> Any:
+        """Where in the ring a block lies; blocks are counted over all items of a program."""
+        return lax.rem(block, self.tile_class.num_stages)
+
+
+class Item(NamedTuple):
+    """One tile and one KV head; the fields of the tile are those of `tile_lists`."""
+
+    head: Any
+    row: Any
+    token: Any
+    num_tokens: Any
+    position: Any
+    kv_begin: Any
+    kv_end: Any
+    slot: Any
+
+    def num_blocks(self, launch: Launch) -> Any:
+        """Blocks of its key range; none for tokens that belong to no row."""
+        block_kv = launch.tile_class.block_kv
+        return lax.div(jnp.maximum(self.kv_end - self.kv_begin, 0) + (block_kv - 1), block_kv)
+
+
+class Inputs(NamedTuple):
+    """References to global memory."""
+
+    tiles: Any  # i32[tiles_len]
+    pages: Any  # i32[max_num_seqs * pages_per_seq]
+    q: Any  # [num_tokens, num_q_heads, head_dim]
+    kv: Any  # [num_pages * page_size, 2 * num_kv_heads * head_dim]
+    out: Any  # like q
+    partial_out: Any  # f32[num_partial_rows, head_dim]
+    partial_lse: Any  # f32[num_partial_rows], base 2
+
+
+class Shared(NamedTuple):
+    """References to shared memory, and the barriers over it: `ready` to be read, `free` to be written."""
+
+    q: Any  # two buffers of [num_warpgroups, head_dim // 64, 64, 64]; an item's result leaves through its own
+    k: Any  # [num_stages, block_kv, head_dim]
+    v: Any
+    q_ready: Any  # by buffer
+    q_free: Any
+    k_ready: Any  # by stage
+    k_free: Any
+    v_ready: Any
+    v_free: Any
+    turn: Any  # by warpgroup: it may issue its products
+    values_clean: Any
+
+    def q_tiles(self, launch: Launch) -> Any:
+        """Queries as operand of a product: tiles of eight rows."""
+        return self.q if launch.interpret else self.q[0]
+
+    def q_rows(self, launch: Launch) -> Any:
+        """The same memory row by row, so that a copy may begin at any token."""
+        return self.q if launch.interpret else self.q[1]
+
+
+ItemBody = Callable[[Any, Item, Any], None]
+
+
+def for_each_item(launch: Launch, inputs: Inputs, program: Any, body: ItemBody) -> Any:
+    """Calls body(i, i-th item of this program, blocks of all its earlier items); returns how many there are.
+
+    Tiles come widest first, and are dealt in alternating directions: every program gets about the same work.
+    """
+    spec = launch.spec
+    num_items = inputs.tiles[launch.index] * spec.num_kv_heads
+
+    def place(i: Any) -> Any:
+        return jnp.where(lax.rem(i, 2) == 0, program, NUM_PROGRAMS - 1 - program)
+
+    def step(i: Any, blocks_before: Any) -> Any:
+        index = i * NUM_PROGRAMS + place(i)
+        tile = lax.div(index, spec.num_kv_heads)
+        first = spec.tiles_offset(launch.index) + tile * NUM_FIELDS
+        fields = (ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT)
+        item = Item(index - tile * spec.num_kv_heads, *(inputs.tiles[first + field] for field in fields))
+        body(i, item, blocks_before)
+        return blocks_before + item.num_blocks(launch)
+
+    num_rounds = lax.div(num_items, NUM_PROGRAMS)
+    one_more = place(num_rounds) < lax.rem(num_items, NUM_PROGRAMS)
+    count = num_rounds + one_more.astype(jnp.int32)
+    lax.fori_loop(0, count, step, jnp.int32(0))
+    return count

@@ -1,0 +1,222 @@
+"""Ragged paged attention through Pallas' Mosaic GPU back end: NVIDIA Hopper, 16-bit types.
+
+Owns: the launches of the tile classes marked `mosaic`, and the half of their kernel that fetches. Does not
+know how tiles are chosen (`tile_lists`), how attention is computed (`mosaic_compute`), nor how split key
+ranges are merged. Called by: `api`, which hands the buffers that come back to `pallas_triton` for the rest.
+
+A program stays on its multiprocessor and serves many items, an item being one tile and one KV head. One
+warpgroup fetches: keys and values come page by page through the tensor memory accelerator (TMA) into a ring
+of blocks that goes on across items, so the next item's keys arrive while this one ends. The others compute,
+64 rows each.
+
+Rows lie query head by query head, not token by token as in the Triton kernel: one head's tokens are then a
+run of rows, which a single copy moves.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.ragged_paged_attention import mosaic_launch
+from pallas_kernels.ragged_paged_attention.mosaic_compute import compute
+from pallas_kernels.ragged_paged_attention.mosaic_launch import (
+    COLUMNS,
+    Inputs,
+    Item,
+    Launch,
+    Shared,
+    for_each_item,
+)
+from pallas_kernels.ragged_paged_attention.tile_specs import WARPGROUP_ROWS, TileSpec
+
+# Registers of a thread that computes, and of one that fetches: two warpgroups of the first kind and one of
+# the second use up the register file.
+_COMPUTE_REGISTERS, _FETCH_REGISTERS = 240, 24
+
+
+# Two views of the same bytes: as operand of a product, in tiles of eight rows, and row by row. (Upstream's
+# annotations make these classes abstract.)
+_TILES = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+_ROWS = (plgpu.TilingTransform((COLUMNS,)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+
+
+def mosaic_attention(
+    spec: TileSpec,
+    q: jax.Array,
+    kv_pages: jax.Array,
+    page_indices: jax.Array,
+    tiles: jax.Array,
+    *,
+    sm_scale: float,
+    interpret: bool,
+) -> list[jax.Array]:
+    """Attention over the tiles of every `mosaic` class; none: nothing.
+
+    Arguments as in `api.ragged_paged_attention`, already checked; `tiles` is i32[spec.tiles_len].
+
+    Returns:
+      Results like q, partial results f32[num_partial_rows, head_dim] and their log-sum-exps in base 2
+      f32[num_partial_rows]; rows that are not these classes' hold anything.
+    """
+    head_dim = q.shape[2]
+    num_partial_rows = spec.partial_begin(len(spec.blocks.classes))
+    shard = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
+    shapes = (
+        shard(q.shape, q.dtype),
+        shard((num_partial_rows, head_dim), jnp.float32),
+        shard((num_partial_rows,), jnp.float32),
+    )
+    # Two dimensions: a page is a run of rows, a head's keys or values are a run of columns.
+    flat_kv = kv_pages.reshape(-1, kv_pages.shape[2] * head_dim)
+    inputs = (tiles, page_indices.reshape(-1), q, flat_kv)
+    buffers: list[jax.Array] = []
+    for index, tile_class in enumerate(spec.blocks.classes):
+        if not tile_class.mosaic:
+            continue
+        scale = sm_scale * math.log2(math.e)
+        launch = Launch(spec, index, page_indices.shape[1], head_dim, scale, q.dtype, interpret)
+        # A class writes its own rows only; the second goes on in the buffers of the first.
+        refs = [jax.new_ref(buffer) for buffer in buffers]
+        outputs = _attention_of(launch, () if refs else shapes)(*inputs, *refs)
+        buffers = [jax.freeze(ref) for ref in refs] or list(outputs)
+    return buffers
+
+
+@functools.cache
+def _attention_of(launch: Launch, out_type: Any) -> Callable[..., Any]:
+    """The kernel of a class, as a function of `Inputs`; `out_type` stands for those that are not given.
+
+    Kept, and a jit of its own: a model calls it once a layer, but it is traced and lowered, which takes a
+    second, once.
+    """
+    num_warpgroups, tile_class = launch.num_warpgroups, launch.tile_class
+    num_squares, num_stages = len(launch.column_starts), tile_class.num_stages
+    q_shape = (2, num_warpgroups, num_squares, WARPGROUP_ROWS, COLUMNS)
+    kv_shape = (num_stages, tile_class.block_kv, launch.head_dim)
+    q: Any = plgpu.SMEM(q_shape, launch.dtype, transforms=_TILES)
+    if not launch.interpret:  # where the members of a union do not share memory
+        q = plgpu.RefUnion(q, plgpu.SMEM(q_shape, launch.dtype, transforms=_ROWS))
+    num_runs = num_warpgroups * (WARPGROUP_ROWS // launch.run_rows)
+    pages_fetched = plgpu.Barrier(num_arrivals=launch.pages_per_block, num_barriers=num_stages)
+    read_by_all = functools.partial(plgpu.Barrier, num_arrivals=num_warpgroups)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, launch=launch),
+        out_type=out_type,
+        scratch_types=Shared(
+            q=q,
+            k=plgpu.SMEM(kv_shape, launch.dtype, transforms=_TILES),
+            v=plgpu.SMEM(kv_shape, launch.dtype, transforms=_TILES),
+            q_ready=plgpu.Barrier(num_arrivals=num_runs * num_squares, num_barriers=2),
+            q_free=read_by_all(num_barriers=2),
+            k_ready=pages_fetched,
+            k_free=read_by_all(num_barriers=num_stages),
+            v_ready=pages_fetched,
+            v_free=read_by_all(num_barriers=num_stages),
+            turn=plgpu.Barrier(num_barriers=num_warpgroups),
+            values_clean=read_by_all(),
+        )._asdict(),
+        grid=(mosaic_launch.NUM_PROGRAMS,),
+        grid_names=("program",),
+        num_threads=num_warpgroups + 1,
+        thread_name="warpgroup",
+        # Where a warpgroup reads or overwrites by plain accesses what it used before, a barrier stands.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=plgpu.InterpretGPUParams() if launch.interpret else None,
+        kernel_name=f"ragged_paged_attention_mosaic_{tile_class.rows}",
+    )
+    return jax.jit(kernel)
+
+
+def _kernel(*refs: Any, launch: Launch, **scratch: Any) -> None:
+    """One program: the last of its warpgroups fetches, the others compute."""
+    inputs, shared = Inputs(*refs), Shared(**scratch)
+    program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    # With one warpgroup of each kind every thread has as many registers as a thread can have.
+    moves_registers = launch.num_warpgroups > 1 and not launch.interpret
+
+    @pl.when(warpgroup < launch.num_warpgroups)
+    def compute_items() -> None:
+        if moves_registers:
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+        compute(launch, inputs, shared, program, warpgroup)
+
+    @pl.when(warpgroup == launch.num_warpgroups)
+    def fetch_items() -> None:
+        if moves_registers:
+            plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
+        _fetch(launch, inputs, shared, program)
+
+
+def _fetch(launch: Launch, inputs: Inputs, shared: Shared, program: Any) -> None:
+    """Copies the queries, keys and values of all items to shared memory, as room comes free."""
+
+    def fetch_item(i: Any, item: Item, blocks_before: Any) -> None:
+        num_blocks = item.num_blocks(launch)
+        ids = _page_ids(launch, inputs, item, num_blocks - 1)
+        _fetch_queries(launch, inputs, shared, item, lax.rem(i, 2))
+
+        def fetch_block(n: Any, ids: tuple[Any, ...]) -> tuple[Any, ...]:
+            next_ids = _page_ids(launch, inputs, item, num_blocks - 2 - n)
+            _fetch_pages(launch, inputs, shared, item, launch.stage_of(blocks_before + n), ids)
+            return next_ids
+
+        lax.fori_loop(0, num_blocks, fetch_block, ids)
+
+    num_items = for_each_item(launch, inputs, program, fetch_item)
+    # Every arrival is waited for, the last ones too.
+    plgpu.barrier_wait(shared.q_free.at[lax.rem(num_items, 2)])
+    for stage in range(launch.tile_class.num_stages):
+        plgpu.barrier_wait(shared.k_free.at[stage])
+        plgpu.barrier_wait(shared.v_free.at[stage])
+
+
+def _page_ids(launch: Launch, inputs: Inputs, item: Item, block: Any) -> tuple[Any, ...]:
+    """Pages of a block of the item's range.
+
+    Columns stay inside the range: an id behind it may be anything, and "before the first block" is asked for
+    at the end of a loop. So the last page is repeated where the range ends inside a block.
+    """
+    page_size = launch.spec.page_size
+    begin = lax.div(item.kv_begin, page_size) + block * launch.pages_per_block
+    last = lax.div(jnp.maximum(item.kv_end - 1, 0), page_size)
+    columns = [jnp.clip(begin + p, 0, last) for p in range(launch.pages_per_block)]
+    return tuple(inputs.pages[item.row * launch.pages_per_seq + column] for column in columns)
+
+
+def _fetch_queries(launch: Launch, inputs: Inputs, shared: Shared, item: Item, buffer: Any) -> None:
+    plgpu.barrier_wait(shared.q_free.at[buffer])
+    for warpgroup in range(launch.num_warpgroups):
+        for row, head, token in launch.runs(warpgroup):
+            # Tokens past the tile's are another's, or zeros past the last of all: those rows are not stored.
+            tokens = pl.ds(item.token + token, launch.run_rows)
+            for square, column in enumerate(launch.column_starts):
+                plgpu.copy_gmem_to_smem(
+                    inputs.q.at[tokens, item.head * launch.spec.group + head, pl.ds(column, COLUMNS)],
+                    shared.q_rows(launch).at[buffer, warpgroup, square, pl.ds(row, launch.run_rows)],
+                    shared.q_ready.at[buffer],
+                )
+
+
+def _fetch_pages(
+    launch: Launch, inputs: Inputs, shared: Shared, item: Item, stage: Any, ids: tuple[Any, ...]
+) -> None:
+    page_size, head_dim = launch.spec.page_size, launch.head_dim
+    rings = ((shared.k, shared.k_ready, shared.k_free), (shared.v, shared.v_ready, shared.v_free))
+    for is_value, (smem, ready, free) in enumerate(rings):
+        plgpu.barrier_wait(free.at[stage])
+        columns = pl.ds((2 * item.head + is_value) * head_dim, head_dim)
+        for p, page in enumerate(ids):
+            plgpu.copy_gmem_to_smem(
+                inputs.kv.at[pl.ds(page * page_size, page_size), columns],
+                smem.at[stage, pl.ds(p * page_size, page_size)],
+                ready.at[stage],
+            )

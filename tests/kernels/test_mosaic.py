@@ -1,0 +1,156 @@
+"""The Mosaic kernel in interpret mode against the dense reference, with its races and barriers checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.ragged_paged_attention import (
+    AttentionArgumentError,
+    BlockSizes,
+    TileClass,
+    api,
+    build_tiles,
+    mosaic_class,
+    mosaic_device_limit,
+    mosaic_launch,
+    ragged_paged_attention,
+    tile_spec,
+)
+from pallas_kernels.ragged_paged_attention.block_sizes import MERGE_ROWS
+from pallas_kernels.ragged_paged_attention.metadata import build_tiles_traced
+from pallas_kernels.ragged_paged_attention.shapes import Heads
+from pallas_kernels.ragged_paged_attention.tile_lists import MERGE_FIRST_ROW
+from tests.kernels.batches import assert_equals_reference, make_batch
+
+SCALE = 0.13
+SMALL = TileClass(16, 32, 4, 2, 64, 8)
+# Whole tiles and partial ones, one key and none, ends inside and at the end of pages; some are split.
+ROWS = [(70, 70), (33, 200), (5, 320), (1, 1), (0, 12), (64, 128)]
+
+
+@pytest.fixture(autouse=True)
+def checked_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs instead of one for each multiprocessor, and the interpreter's race detector on."""
+    checked = plgpu.InterpretGPUParams(detect_races=True)
+    monkeypatch.setattr(plgpu, "InterpretGPUParams", lambda: checked)
+    monkeypatch.setattr(mosaic_launch, "NUM_PROGRAMS", 2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "page_size", "dtype", "classes"),
+    [
+        (Heads(4, 1, 128), 32, "bfloat16", (SMALL, mosaic_class(128, 128, 2, 128, 8))),
+        (
+            Heads(2, 2, 64),
+            16,
+            "float16",
+            (mosaic_class(64, 64, 3, 64, 8), mosaic_class(128, 64, 2, 128, 8)),
+        ),
+        (Heads(8, 1, 128), 64, "bfloat16", (mosaic_class(64, 128, 2, 128, 8),)),
+    ],
+    ids=["with_triton", "two_classes", "one_class"],
+)
+def test_equals_reference(heads: Heads, page_size: int, dtype: str, classes: tuple[TileClass, ...]) -> None:
+    batch = make_batch(np.random.default_rng(page_size), ROWS, heads, page_size=page_size, dtype=dtype)
+    spec = tile_spec(
+        num_tokens=batch.q.shape[0], max_num_seqs=len(batch.kv_lens), num_q_heads=heads.num_q_heads,
+        num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, page_size=page_size, dtype=dtype,
+        backend="pallas_mosaic_gpu", blocks=BlockSizes(classes),
+    )  # fmt: skip
+    tiles = build_tiles(spec, batch.cu_q_lens, batch.kv_lens, batch.num_seqs)
+    assert tiles[len(classes)]  # something is merged
+
+    def attend(tiles: Any, *batch: Any) -> Any:
+        return ragged_paged_attention(*batch, sm_scale=SCALE, metadata=(spec, tiles), interpret=True)
+
+    # Interpreted kernels are large programs that run once: compile them fast rather than well.
+    jitted = jax.jit(attend, compiler_options={"xla_backend_optimization_level": 0})
+    assert_equals_reference(jitted(jnp.asarray(tiles), *batch), batch, SCALE)
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"dtype": "float32"}, "dtype"),
+        ({"head_dim": 256}, "head_dim"),
+        ({"num_q_heads": 6}, "num_q_heads / num_kv_heads"),
+        ({"num_q_heads": 64}, "num_q_heads / num_kv_heads"),
+        ({"blocks": BlockSizes((mosaic_class(128, 32, 2, 128, 8),))}, "blocks"),
+        ({"blocks": BlockSizes((mosaic_class(64, 64, 2, 64, 8), TileClass(128, 64, 8, 3, 64, 8)))}, "blocks"),
+        ({"blocks": BlockSizes((mosaic_class(64, 64, 2, 64, 8),)), "backend": "pallas_triton"}, "blocks"),
+    ],
+    ids=["dtype", "head_dim", "group3", "group32", "keys", "order", "backend"],
+)
+def test_what_is_not_served_is_refused_by_name(changed: dict[str, Any], field: str) -> None:
+    served = {
+        "num_tokens": 256, "max_num_seqs": 8, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128,
+        "page_size": 32, "dtype": "bfloat16", "backend": "pallas_mosaic_gpu",
+    }  # fmt: skip
+    assert [c.mosaic for c in tile_spec(**served).blocks.classes] == [False, True]
+    with pytest.raises(AttentionArgumentError) as error:
+        tile_spec(**served | changed)
+    assert error.value.field == field
+
+
+class Device:
+    platform, device_kind = "gpu", "NVIDIA H200"
+
+    def __init__(self, capability: str) -> None:
+        self.compute_capability = capability
+
+
+def test_device_limit() -> None:
+    assert mosaic_device_limit(Device("9.0")) is None
+    assert "8.0" in str(mosaic_device_limit(Device("8.0")))
+    assert "10.0" in str(mosaic_device_limit(Device("10.0")))
+    assert "cpu" in str(mosaic_device_limit(jax.devices("cpu")[0]))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "expected"),
+    [
+        ("9.0", "bfloat16", 128, "pallas_mosaic_gpu"),
+        ("9.0", "float32", 128, "pallas_triton"),
+        ("9.0", "bfloat16", 256, "pallas_triton"),
+        ("9.0", "bfloat16", 80, "xla"),
+        ("8.0", "bfloat16", 128, "pallas_triton"),
+        ("10.0", "bfloat16", 128, "pallas_triton"),
+        ("7.5", "bfloat16", 128, "xla"),
+    ],
+)
+def test_what_auto_would_take(
+    capability: str, dtype: str, head_dim: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the Mosaic back end is among those that "auto" tries."""
+    monkeypatch.setattr(api, "AUTO_BACKENDS", ("pallas_mosaic_gpu", "pallas_triton"))
+    monkeypatch.setattr(jax, "devices", lambda: [Device(capability)])
+    spec = tile_spec(
+        num_tokens=256, max_num_seqs=8, num_q_heads=4, num_kv_heads=2, head_dim=head_dim, page_size=32,
+        dtype=dtype,
+    )  # fmt: skip
+    assert spec.backend == expected
+
+
+def test_merges_cover_all_rows_of_a_tile() -> None:
+    """Rows lie head by head, so a partial tile's are spread over all of it; host and device lists agree."""
+    spec = tile_spec(
+        num_tokens=64, max_num_seqs=4, num_q_heads=8, num_kv_heads=2, head_dim=128, page_size=32,
+        dtype="bfloat16", backend="pallas_mosaic_gpu",
+        blocks=BlockSizes((SMALL, mosaic_class(128, 64, 2, 64, 8))),
+    )  # fmt: skip
+    batch = np.array([0, 9, 9, 9, 9], np.int32), np.array([500, 0, 0, 0], np.int32), np.array([1], np.int32)
+    tiles = build_tiles(spec, *batch)
+    first = spec.tiles_offset(2)
+    merges = tiles[first : first + 8 * tiles[2]].reshape(-1, 8)
+    np.testing.assert_array_equal(merges[:, MERGE_FIRST_ROW], np.arange(0, 128, MERGE_ROWS))
+    traced = np.asarray(jax.jit(lambda *batch: build_tiles_traced(spec, *batch))(*batch))
+    np.testing.assert_array_equal(traced[:3], tiles[:3])
+    np.testing.assert_array_equal(traced[first : first + merges.size], merges.ravel())

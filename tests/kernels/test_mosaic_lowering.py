@@ -1,0 +1,86 @@
+"""The Mosaic kernel lowers for an H200 on a machine without a GPU: shapes, layouts, shared memory."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from model_defs import PRESETS
+from pallas_kernels.ragged_paged_attention import (
+    AttentionArgumentError,
+    BlockSizes,
+    mosaic_class,
+    ragged_paged_attention,
+    tile_spec,
+)
+from pallas_kernels.ragged_paged_attention.shapes import Heads
+from tests.kernels.cross_lower import lower_for_cuda
+
+SHAPE = jax.ShapeDtypeStruct
+MODEL_HEADS = {
+    Heads(config.num_heads, config.num_kv_heads, config.head_dim): name for name, config in PRESETS.items()
+}
+SERVED = {heads: name for heads, name in MODEL_HEADS.items() if heads.head_dim in (64, 128)}
+
+
+def lower(
+    heads: Heads, page_size: int = 32, dtype: str = "bfloat16", blocks: BlockSizes | None = None
+) -> str:
+    num_tokens, max_num_seqs = 2048, 256
+    spec = tile_spec(
+        num_tokens=num_tokens, max_num_seqs=max_num_seqs, num_q_heads=heads.num_q_heads,
+        num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, page_size=page_size, dtype=dtype,
+        backend="pallas_mosaic_gpu", blocks=blocks,
+    )  # fmt: skip
+
+    def attend(*args: jax.Array) -> jax.Array:
+        return ragged_paged_attention(*args[:-1], sm_scale=0.1, metadata=(spec, args[-1]))
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return SHAPE(shape, jnp.int32)
+
+    pool = SHAPE((40_000, page_size, 2 * heads.num_kv_heads, heads.head_dim), dtype)  # over 2**31 elements
+    q = SHAPE((num_tokens, heads.num_q_heads, heads.head_dim), dtype)
+    rows = (array(max_num_seqs), array(max_num_seqs, 128), array(max_num_seqs + 1), array(1))
+    return lower_for_cuda(attend, q, pool, *rows, array(spec.tiles_len))
+
+
+@pytest.mark.parametrize("heads", SERVED, ids=list(SERVED.values()))
+def test_every_preset(heads: Heads) -> None:
+    """Prompts through the Mosaic kernel; decoding and the merge through Triton."""
+    text = lower(heads)
+    assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == 1
+    assert text.count("xla.gpu.triton") == 2
+
+
+def test_other_presets_are_refused() -> None:
+    for heads in MODEL_HEADS.keys() - SERVED.keys():
+        with pytest.raises(AttentionArgumentError, match="head_dim"):
+            lower(heads)
+
+
+@pytest.mark.parametrize(
+    ("heads", "page_size", "dtype"),
+    [
+        (Heads(16, 1, 128), 16, "bfloat16"),
+        (Heads(8, 4, 64), 64, "float16"),
+        (Heads(8, 1, 128), 64, "float16"),
+    ],
+)
+def test_groups_pages_and_types(heads: Heads, page_size: int, dtype: str) -> None:
+    assert "mosaic_gpu_v2" in lower(heads, page_size, dtype)
+
+
+def test_two_mosaic_classes() -> None:
+    """The second launch goes on in the buffers of the first; only the merge is left to Triton."""
+    blocks = BlockSizes((mosaic_class(64, 64, 5, 256, 528), mosaic_class(128, 64, 4, 1024, 528)))
+    text = lower(Heads(40, 10, 128), blocks=blocks)
+    assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == 2
+    assert text.count("xla.gpu.triton") == 1
+
+
+def test_more_stages_than_shared_memory_holds() -> None:
+    blocks = BlockSizes((mosaic_class(128, 128, 3, 1024, 528),))
+    with pytest.raises(ValueError, match="shared memory"):
+        lower(Heads(40, 10, 128), blocks=blocks)
