@@ -15,6 +15,7 @@ from typing import TypeGuard
 from pensieve_jax.core.errors import ConfigError
 
 CHUNK_SIZES_TOKENS = (16, 32, 64)
+ATTENTION_BACKENDS = ("auto", "xla", "pallas_triton", "pallas_mosaic_gpu")
 POLICIES = ("retention", "lru", "conversation", "trailing")
 
 
@@ -214,7 +215,8 @@ class RunnerConfig:
     """How steps run on the device.
 
     Attributes:
-      attention_backend: "auto", "xla" or "pallas_triton".
+      attention_backend: "auto" (the fastest that serves this model here), "xla", "pallas_triton" or
+        "pallas_mosaic_gpu" (NVIDIA Hopper).
       tensor_parallel_size: devices that share each layer (axis `tp` of the mesh).
       num_layer_groups: parts of a step, each with its share of the layers, at most as many as there are
         layers. Chunks move between tiers in as many pieces, so that a part computes while the next one's
@@ -240,12 +242,11 @@ class RunnerConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work by itself."""
-        backends = ("auto", "xla", "pallas_triton")
         _require(
-            self.attention_backend in backends,
+            self.attention_backend in ATTENTION_BACKENDS,
             "runner.attention_backend",
             self.attention_backend,
-            f"one of {backends}",
+            f"one of {ATTENTION_BACKENDS}",
         )
         for name, at_least in (
             ("tensor_parallel_size", 1),

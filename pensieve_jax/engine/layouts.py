@@ -17,6 +17,7 @@ from model_defs.config import ModelConfig
 from pallas_kernels.ragged_paged_attention import (
     AttentionArgumentError,
     TileSpec,
+    mosaic_device_limit,
     tile_spec,
     triton_device_limit,
 )
@@ -26,6 +27,7 @@ from pensieve_jax.scheduler.buckets import token_buckets
 from pensieve_jax.scheduler.plan import PlanLayout
 
 _BACKEND_FIELD = "runner.attention_backend"
+_DEVICE_LIMITS = {"pallas_triton": triton_device_limit, "pallas_mosaic_gpu": mosaic_device_limit}
 
 
 def bucket_tile_specs(
@@ -38,8 +40,8 @@ def bucket_tile_specs(
         this model.
     """
     backend = config.runner.attention_backend
-    device_limit = triton_device_limit(device)
-    if backend == "pallas_triton" and device_limit is not None:
+    limit_of = _DEVICE_LIMITS.get(backend)
+    if limit_of is not None and (device_limit := limit_of(device)) is not None:
         raise ConfigError(_BACKEND_FIELD, backend, "'auto' or 'xla' on this device", device_limit)
     try:
         return {
@@ -56,7 +58,7 @@ def bucket_tile_specs(
             for bucket in token_buckets(config.scheduler)
         }
     except AttentionArgumentError as error:
-        # Sizes, dtypes and pages are checked elsewhere: what is left is heads that Triton does not serve.
+        # Sizes and pages are checked elsewhere: what is left is heads or a dtype that no kernel serves.
         raise ConfigError(_BACKEND_FIELD, backend, "'auto' or 'xla' for this model", str(error)) from error
 
 

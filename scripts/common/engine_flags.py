@@ -24,11 +24,10 @@ from pensieve_jax import (
     SchedulerConfig,
 )
 from pensieve_jax.assembly import Assembled, assemble, resolve_model
-from pensieve_jax.config import POLICIES
+from pensieve_jax.config import ATTENTION_BACKENDS, POLICIES
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
-BACKENDS = ["auto", "xla", "pallas_triton"]
 _CACHE, _SCHEDULER, _RUNNER = CacheConfig(), SchedulerConfig(), RunnerConfig()
 _BYTES_OF = {"": 1, "B": 1} | {
     f"{prefix}{unit}": base**power
@@ -57,7 +56,9 @@ def define_engine_flags(*, model: str = "random:llama-tiny") -> None:
     flags.DEFINE_integer(
         "max_context_tokens", None, "Longest history + turn; default: what model and pool allow."
     )
-    flags.DEFINE_enum("attention_backend", _RUNNER.attention_backend, BACKENDS, "What computes attention.")
+    flags.DEFINE_enum(
+        "attention_backend", _RUNNER.attention_backend, ATTENTION_BACKENDS, "What computes attention."
+    )
     flags.DEFINE_integer(
         "tensor_parallel_size", _RUNNER.tensor_parallel_size, "Devices that share each layer."
     )

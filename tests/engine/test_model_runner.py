@@ -415,22 +415,26 @@ def test_a_reset_that_fails_is_a_failed_step(monkeypatch):
     assert not read_page(runner.pools, 1).any()
 
 
-def test_a_back_end_that_cannot_run_here_is_refused():
+@pytest.mark.parametrize("backend", ["pallas_triton", "pallas_mosaic_gpu"])
+def test_a_back_end_that_cannot_run_here_is_refused(backend):
     """At construction, saying what would do."""
-    config = EngineConfig(runner=RunnerConfig(attention_backend="pallas_triton"))
+    config = EngineConfig(runner=RunnerConfig(attention_backend=backend))
     cpu = make_mesh(1, jax.devices("cpu"))
-    message = r"runner\.attention_backend is 'pallas_triton', but must be 'auto' or 'xla'.*NVIDIA GPU"
+    message = rf"runner\.attention_backend is '{backend}', but must be 'auto' or 'xla'.*NVIDIA GPU"
     with pytest.raises(ConfigError, match=message):
         ModelRunner(_model("llama-tiny", 1), config, cpu)
 
 
-def test_heads_that_the_back_end_does_not_serve_are_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("backend", "says"), [("pallas_triton", "head_dim = 80"), ("pallas_mosaic_gpu", "dtype = 'float32'")]
+)
+def test_what_the_back_end_does_not_serve_is_refused(backend, says, monkeypatch):
     """As on a GPU: the kernel package's own error becomes one that names the option."""
-    monkeypatch.setattr(layouts, "triton_device_limit", lambda device: None)
-    config = EngineConfig(runner=RunnerConfig(attention_backend="pallas_triton"))
+    monkeypatch.setitem(layouts._DEVICE_LIMITS, backend, lambda device: None)
+    config = EngineConfig(runner=RunnerConfig(attention_backend=backend))
     mesh = make_mesh(1)
     model = random_model(preset("llama-tiny", head_dim=80), mesh=mesh)
-    with pytest.raises(ConfigError, match=r"runner\.attention_backend .* for this model; head_dim = 80"):
+    with pytest.raises(ConfigError, match=rf"runner\.attention_backend .* for this model; {says}"):
         ModelRunner(model, config, mesh)
 
 
