@@ -1,0 +1,91 @@
+"""Public workload files as traces.
+
+Owns: the list of formats and the one function that reads them all.
+Does not know: any format's fields; each family has a module.
+Called by: scripts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from pensieve_jax.workload.errors import TraceError, WorkloadError
+from pensieve_jax.workload.readers.agents import read_agent_sessions
+from pensieve_jax.workload.readers.bailian import read_bailian
+from pensieve_jax.workload.readers.burstgpt import read_burstgpt
+from pensieve_jax.workload.readers.chats import (
+    CountTokens,
+    OnSkip,
+    read_dialogues,
+    read_openai,
+    read_sharegpt,
+    read_ultrachat,
+    read_vllm,
+)
+from pensieve_jax.workload.readers.mooncake import read_mooncake
+from pensieve_jax.workload.readers.single_turns import read_azure, read_lengths
+from pensieve_jax.workload.trace import ConversationTrace, Trace
+
+type _TextReader = Callable[[Path, CountTokens, OnSkip | None], Iterator[ConversationTrace]]
+type _LengthReader = Callable[[Path], Iterator[ConversationTrace]]
+
+_TEXT_READERS: Final[dict[str, _TextReader]] = {
+    "sharegpt": read_sharegpt,
+    "ultrachat": read_ultrachat,
+    "openai": read_openai,
+    "vllm": read_vllm,
+    "dialogues": read_dialogues,
+}
+_LENGTH_READERS: Final[dict[str, _LengthReader]] = {
+    "mooncake": read_mooncake,
+    "bailian": read_bailian,
+    "burstgpt": read_burstgpt,
+    "agent-sessions": read_agent_sessions,
+    "azure": read_azure,
+    "lengths": read_lengths,
+}
+_OWN_FORMAT: Final = "pensieve"
+
+FORMATS: Final = (_OWN_FORMAT, *_TEXT_READERS, *_LENGTH_READERS)
+"""What `read_trace` takes as `format`; "pensieve" is what `Trace.save` writes."""
+
+__all__ = ["FORMATS", "CountTokens", "OnSkip", "read_trace"]
+
+
+def read_trace(
+    path: str | Path,
+    *,
+    format: str,
+    count_tokens: CountTokens | None = None,
+    on_skip: OnSkip | None = None,
+) -> Trace:
+    """A trace file as a trace; `.gz` files are decompressed.
+
+    Args:
+      path: the file.
+      format: one of FORMATS.
+      count_tokens: measures a text; needed by the formats of texts, unused by those of lengths.
+      on_skip: called with file, line and reason for each conversation of texts that is left out because
+        nothing in it can be served.
+
+    Raises TraceError for a file that is not of that format or holds no conversation, WorkloadError for an
+    unknown format or a missing `count_tokens`, OSError for a file that cannot be opened.
+    """
+    path = Path(path)
+    if format == _OWN_FORMAT:
+        return Trace.load(path)
+    conversations: Iterable[ConversationTrace]
+    if format in _TEXT_READERS:
+        if count_tokens is None:
+            raise WorkloadError("count_tokens", None, f"given for {format!r}, whose files hold texts")
+        conversations = _TEXT_READERS[format](path, count_tokens, on_skip)
+    elif format in _LENGTH_READERS:
+        conversations = _LENGTH_READERS[format](path)
+    else:
+        raise WorkloadError("format", format, f"one of {', '.join(FORMATS)}")
+    trace = Trace(path.name, tuple(conversations))
+    if not trace.conversations:
+        raise TraceError(path, None, "holds no conversation that can be served")
+    return trace
