@@ -2,7 +2,7 @@
 
 Owns: the threads that compile, the process-wide count, and the switch of the persistent cache.
 Does not know: what is compiled.
-Called by: `model_runner`, `device_transfers`.
+Called by: `model_runner`, `page_copies` for its jobs, and `assembly`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
@@ -32,8 +32,11 @@ class CompilationJob(NamedTuple):
     keep: Callable[[jax.stages.Compiled], None]
 
 
-def compile_all(jobs: Iterable[CompilationJob]) -> Iterator[str]:
-    """Compile every job, several at a time while later ones are being lowered; yields names as they end."""
+def compile_all(jobs: Iterable[CompilationJob]) -> Generator[str]:
+    """Compile every job, several at a time while later ones are being lowered; yields names as they end.
+
+    Closing it drops what has not begun and waits for what has.
+    """
     pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_NUM_THREADS), thread_name_prefix="compile")
     try:
         running: dict[Future[jax.stages.Compiled], CompilationJob] = {}

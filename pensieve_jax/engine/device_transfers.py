@@ -98,17 +98,20 @@ class DeviceTransfers:
                 self._copies.scatter(group, staged[group :: self._num_groups], targets)
 
     def swap_out(self, copies: Sequence[Copy]) -> None:
-        """Gather pages into staging, blocking where that is full, and copy them out; see `Transfers`."""
+        """Gather pages into staging, blocking where that is full; see `Transfers`."""
         assert not self._incoming.rushed, "no step was dispatched for rushed copies"
         self._outgoing.gather(copies)
+
+    def swap_in(self, copies: Sequence[Copy]) -> None:
+        """Queue copies, to be started right before the next step is dispatched; see `Transfers`.
+
+        What was gathered is copied out now that it is known whether anything is on its way in.
+        """
+        self._incoming.queue(copies)
         is_held = self.retrieval_priority and self._incoming.is_arriving()
         # Somebody may wait for what is held back, while others are fetched all the time.
         if not is_held or self._outgoing.num_held_steps() >= _MAX_HELD_STEPS:
             self._outgoing.start()
-
-    def swap_in(self, copies: Sequence[Copy]) -> None:
-        """Queue copies, to be started right before the next step is dispatched; see `Transfers`."""
-        self._incoming.queue(copies)
 
     def rush(self, copy_ids: Collection[int]) -> None:
         """Have the next step wait for these copies; see `Transfers`."""

@@ -64,7 +64,7 @@ class Mover:
         Raises:
           StepFailedError: the copies could not be started.
         """
-        if not batch or not groups:
+        if not batch:
             return
         sources = [transfer.source[group] for group in groups for transfer in batch]
         with self.dispatching():

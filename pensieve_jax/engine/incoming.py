@@ -66,7 +66,7 @@ class IncomingCopies:
         self.rushed += [*started, *waiting]
         assert len(self.staged) + len(self.rushed) <= self._max_num_staged
         if self.rushed:
-            self._rushed_targets = self._copies.stage([transfer.copy.page for transfer in self.rushed])
+            self._rushed_targets = self._stage(self.rushed)
             self._start(waiting, self._groups[:1])
 
     def land_first_group(self) -> None:
@@ -103,11 +103,14 @@ class IncomingCopies:
         landed, self.staged = part(self.staged, self._may_land)
         self._mover.check(transfer for transfer in landed if transfer.is_ready())
         if landed:
-            self._scatter(landed, self._copies.stage([one.copy.page for one in landed]), self._groups)
+            self._scatter(landed, self._stage(landed), self._groups)
         return [transfer.copy.copy_id for transfer in landed]
 
     def is_arriving(self) -> bool:
-        """Whether a chunk is on its way from the host, or waits for it."""
+        """Whether a chunk waits to be copied from the host, or is in staging, or may still be on its way.
+
+        The last is told by one piece of what was started last: the others arrive at about that time.
+        """
         if is_ready(self._last):
             self._last = None
         return bool(self._queued or self.staged or self.rushed) or self._last is not None
@@ -128,6 +131,11 @@ class IncomingCopies:
             self._last = batch[-1].target[-1]
         if groups.stop == self._groups.stop:
             self.num_chunks += len(batch)
+
+    def _stage(self, batch: Sequence[InFlight]) -> Targets:
+        """Their pages, for `_scatter`."""
+        with self._mover.dispatching():
+            return self._copies.stage([transfer.copy.page for transfer in batch])
 
     def _scatter(self, batch: Sequence[InFlight], targets: Targets | None, groups: range) -> None:
         """Write the pieces of `groups` to their pages."""

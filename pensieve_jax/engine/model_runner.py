@@ -12,6 +12,7 @@ Right before a group, chunks that the step cannot do without are scattered into 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
@@ -45,6 +46,8 @@ from pensieve_jax.scheduler.plan import (
     StepPlan,
     StepResult,
 )
+
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how the runtime's errors of this kind begin
 
 
 class StepHandle(NamedTuple):
@@ -128,16 +131,17 @@ class ModelRunner:
             + num_samplers * len(sampler.all_modes())
         )
         jobs = itertools.chain(self._jobs(), self._transfers.jobs())
-        parts = itertools.chain(self._transfers.grow(), compile_all(jobs))
-        for num_done, name in enumerate(parts, start=1):
-            if progress is not None:
-                progress(num_done, num_all, name)
+        with self._refusing_for_memory(), contextlib.closing(compile_all(jobs)) as compiled:
+            for num_done, name in enumerate(itertools.chain(self._transfers.grow(), compiled), start=1):
+                if progress is not None:
+                    progress(num_done, num_all, name)
         buckets = self.memory_analysis()["buckets"].values()
         self._check_memory(max((bucket["step_bytes"] for bucket in buckets), default=0))
         # A first run loads kernels and allocates workspaces; requests should not pay for that.
-        self._transfers.rehearse()
-        for layout, mode in itertools.product(self.layouts.values(), sampler.all_modes()):
-            self.fetch(self._launch(self._empty_plan(layout), mode))
+        with self._refusing_for_memory():
+            self._transfers.rehearse()
+            for layout, mode in itertools.product(self.layouts.values(), sampler.all_modes()):
+                self.fetch(self._launch(self._empty_plan(layout), mode))
         self._prev_ids = self._no_ids()
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
@@ -194,23 +198,46 @@ class ModelRunner:
             "buckets": {bucket: sizes for bucket, sizes in buckets.items() if sizes},
         }
 
-    def _launch(self, plan: StepPlan, mode: SamplerMode) -> StepHandle:
-        layout = plan.layout
+    def forward(self, plan: StepPlan) -> Scores:
+        """Start a step's layers without its sampler: what `dispatch` does first, and measurements do alone.
+
+        Raises:
+          StepFailedError: as of `dispatch`.
+        """
+        bucket = plan.layout.num_tokens
         try:
-            # Before any chunk is on its way: the plan would arrive behind all of them, and the step with it.
+            # Before chunks are on their way that the step does not wait for: it would arrive behind them all.
             words = jax.device_put(plan.buffer, self._replicated)
             self._transfers.start()
-            state: Start | Between | Scores = Start(self._prev_ids, words)
+            state: Any = Start(self._prev_ids, words)
             for group, (_, leaves) in enumerate(self._parts):
                 self._transfers.land(group)
-                executable = self._forward[layout.num_tokens, group]
                 pools = self.device_pools.groups[group]
-                self.device_pools.groups[group], state = executable(leaves, pools, state)
-            self._prev_ids, result = self._choose[layout.max_num_samples, mode](*state)
+                self.device_pools.groups[group], state = self._forward[bucket, group](leaves, pools, state)
+        except jax.errors.JaxRuntimeError as error:
+            raise StepFailedError(f"a step could not be started: {error}") from error
+        scores: Scores = state
+        return scores
+
+    def _launch(self, plan: StepPlan, mode: SamplerMode) -> StepHandle:
+        scores, layout = self.forward(plan), plan.layout
+        try:
+            self._prev_ids, result = self._choose[layout.max_num_samples, mode](*scores)
             result.copy_to_host_async()
         except jax.errors.JaxRuntimeError as error:
             raise StepFailedError(f"a step could not be started: {error}") from error
         return StepHandle(result, layout.max_num_samples)
+
+    @contextlib.contextmanager
+    def _refusing_for_memory(self) -> Iterator[None]:
+        """A device that runs out of memory while all is got ready has too many pages."""
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, StepFailedError) as error:
+            if _OUT_OF_MEMORY not in str(error):
+                raise
+            limit = "fewer: beside them the device has no memory to compile and run the steps"
+            raise ConfigError("cache.gpu_pages", self._gpu_pages, limit, str(error)) from error
 
     def _jobs(self) -> Iterator[CompilationJob]:
         """Every executable of a step, the largest bucket first."""

@@ -34,7 +34,10 @@ class Transfers(Protocol):
         ...
 
     def swap_in(self, copies: Sequence[Copy]) -> None:
-        """Copy slots to pages, beside the steps to come; never waits. See `swap_out` for errors."""
+        """Copy slots to pages, beside the steps to come; never waits. See `swap_out` for errors.
+
+        Called every step, right after `swap_out`: a page may be read by that and written by this.
+        """
         ...
 
     def rush(self, copy_ids: Collection[int]) -> None:
@@ -57,7 +60,7 @@ class Transfers(Protocol):
         ...
 
     def wait(self) -> None:
-        """Block until `completed` can name a copy; there must be one in flight."""
+        """Block until `completed` can name a copy, or several; there must be one in flight."""
         ...
 
     def stats(self) -> dict[str, int | float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,36 @@ def test_a_failure_is_raised():
     with pytest.raises(ValueError, match="no memory"):
         list(compile_all(CompilationJob("", one, kept.append) for one in programs))
     assert kept in ([], [0])
+
+
+def test_what_has_not_begun_is_dropped_when_nobody_wants_it(monkeypatch):
+    """As by Ctrl-C while it is shown how far things are: the one that is being compiled is waited for."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    all_there, begun, dropped = threading.Event(), threading.Event(), threading.Event()
+    kept = []
+
+    def hold():
+        begun.set()
+        assert dropped.wait(timeout=60)
+
+    def jobs():
+        meets = (lambda: all_there.wait(timeout=60)), hold, (lambda: None), (lambda: None)
+        for number, meet in enumerate(meets):
+            yield CompilationJob(str(number), Program(number, meet), kept.append)
+        all_there.set()
+
+    submit = ThreadPoolExecutor.submit
+
+    def noted_submit(pool, fn):
+        future = submit(pool, fn)
+        future.add_done_callback(lambda future: dropped.set() if future.cancelled() else None)
+        return future
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", noted_submit)
+    names = compile_all(jobs())
+    assert next(names) == "0" and begun.wait(timeout=60)
+    names.close()
+    assert dropped.is_set() and kept == [0]
 
 
 def test_real_programs_are_counted_and_run():

@@ -224,8 +224,8 @@ def test_retrieval_priority(never_ready, priority):
         patch.setattr(InFlight, "is_ready", lambda self: bool(self.target))
         bench.store([(5, 1)])
     (back,) = bench.copies([(7, 1)])
+    bench.transfers.swap_out(bench.copies([(9, 2), (10, 3)]))  # what is swapped in with it goes first
     bench.transfers.swap_in([back])
-    bench.transfers.swap_out(bench.copies([(9, 2), (10, 3)]))
     num_before, num_both = 2 * 1, 2 * 3
     started = bench.transfers.stats()["num_swap_out_copies"]
     assert started == (num_before if priority else num_both)
@@ -233,6 +233,7 @@ def test_retrieval_priority(never_ready, priority):
     bench.transfers.completed()
     jax.block_until_ready(bench.transfers._incoming._last)
     bench.transfers.swap_out([])
+    bench.transfers.swap_in([])
     assert bench.transfers.stats()["num_swap_out_copies"] == num_both
 
 
@@ -241,8 +242,8 @@ def test_held_back_copies_go_after_some_steps():
     bench = Bench(bound=4)
     bench.store([(5, 1)])
     for number in range(6):
-        bench.transfers.swap_in(bench.copies([(7 + number, 1)]))
         bench.transfers.swap_out([] if number else bench.copies([(20, 2)]))
+        bench.transfers.swap_in(bench.copies([(7 + number, 1)]))
         started = bench.transfers.stats()["num_swap_out_copies"] - 2
         assert started == (0 if number < 4 else 2), number
         bench.step()
@@ -316,6 +317,20 @@ def test_copies_that_fail_are_failed_steps(monkeypatch):
         bench.transfers.swap_in(bench.copies([(7, 1)]))
         with pytest.raises(StepFailedError, match=r"could not be started.*RESOURCE_EXHAUSTED"):
             bench.transfers.start()
+    bench.transfers.reset()
+    (back,) = bench.copies([(7, 1)])
+    bench.transfers.swap_in([back])
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.transfers._copies, "stage", failing)
+        with pytest.raises(StepFailedError, match=r"could not be started.*RESOURCE_EXHAUSTED"):
+            bench.transfers.rush([back.copy_id])
+    bench.transfers.reset()
+    bench.transfers.swap_in(bench.copies([(7, 1)]))
+    bench.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.transfers._copies, "stage", failing)
+        with pytest.raises(StepFailedError, match=r"could not be started.*RESOURCE_EXHAUSTED"):
+            bench.transfers.completed()
     bench.transfers.reset()
     for call in (bench.transfers.swap_in, bench.transfers.swap_out):
         call(bench.copies([(7, 1)]))
