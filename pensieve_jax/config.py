@@ -28,9 +28,6 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-_DEFAULT_GPU_PAGES = 512
-
-
 def _is_count(value: object, at_least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
@@ -41,8 +38,9 @@ class CacheConfig:
 
     Attributes:
       gpu_pages: pages of device memory for KV state; a page holds one chunk. A dummy page comes on top.
-      gpu_memory_fraction: instead of `gpu_pages`, the share of a device's memory that weights, pages and
-        chunks in transit may take; what is left is for a step's temporaries. 0.9 is a good start.
+      gpu_memory_fraction: instead of `gpu_pages`, which is not looked at then: the share that weights, pages
+        and chunks in transit may take of what JAX may use of a device (75% of a GPU, unless the environment
+        variable XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise). The rest is for a step's temporaries.
       cpu_pages: chunks that pinned host memory holds beside them; 0 is no host tier (the paper's
         "Pensieve (GPU cache)").
       cpu_bytes: the same as bytes of host memory, all devices together; give one of the two. Chunks in
@@ -63,7 +61,7 @@ class CacheConfig:
       idle_ttl_s: a conversation idle for longer is ended, history included. None keeps it for ever.
     """
 
-    gpu_pages: int = _DEFAULT_GPU_PAGES
+    gpu_pages: int = 512
     gpu_memory_fraction: float | None = None
     cpu_pages: int = 0
     cpu_bytes: int | None = None
@@ -86,12 +84,6 @@ class CacheConfig:
             "cache.gpu_memory_fraction",
             fraction,
             "None, or above 0 and at most 1",
-        )
-        _require(
-            fraction is None or self.gpu_pages == _DEFAULT_GPU_PAGES,
-            "cache.gpu_memory_fraction",
-            fraction,
-            f"None beside cache.gpu_pages ({self.gpu_pages}): give one of the two",
         )
         _require(_is_count(self.cpu_pages, 0), "cache.cpu_pages", self.cpu_pages, "an integer of at least 0")
         _require(

@@ -5,12 +5,12 @@
 - Ceilings of this device, measured in the same run: reading, copying, multiplying.
 - Decode steps, a step of prompt tokens, and both in one step, each launched in a row as the engine would;
   the bound of each is the sum over its operations of what limits them, memory or arithmetic.
-- What sampling adds to a decode step, by what is asked of it.
-- An engine that decodes, against a bare loop over the same compiled step: tokens a second, the host's time,
-  and with `--trace` what the device did, kernel by kernel, and where it stood idle.
+- What sampling adds to a step of the first case, by what is asked of it.
+- An engine that decodes, against a bare loop over the same compiled step at the same contexts: tokens a
+  second, the host's time, and with `--trace` what the device did, kernel by kernel, and where it stood idle.
 
-Page and bucket sizes follow from the cases asked for. KV state is random numbers. Figures are medians. The
-last line is one JSON document.
+Page and bucket sizes follow from the cases asked for. KV state of bare steps is random numbers. Figures are
+medians. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ import jax.numpy as jnp
 from absl import flags
 from common.ceilings import Ceilings, measure_ceilings
 from common.device_trace import summary, trace_kernels
-from common.engine_flags import define_engine_flags, engine_config, open_parts, shows_progress
+from common.engine_flags import (
+    define_engine_flags,
+    engine_config,
+    open_parts,
+    refuse_sizes,
+    shows_progress,
+)
 from common.launch import run
 from common.report import device_name, json_line, table
 from common.row_steps import Row, RowSteps, Sampled
@@ -35,14 +41,14 @@ from common.step_bounds import bound_s, operations
 from common.swap_windows import Stage
 
 from pensieve_jax import ConfigError, EngineConfig
-from pensieve_jax.assembly import Assembled, ProgressBar
+from pensieve_jax.assembly import Assembled, ProgressBar, serving_dtype
 
 FLAGS = flags.FLAGS
 Figures = dict[str, Any]
 _BUCKET_STEP = 16
 _NUM_TRACED_STEPS = 5
-SAMPLERS: dict[str, Sampled | None] = {
-    "nothing is sampled": None,
+_NUM_WINDOWS = 5  # of the engine's steps
+SAMPLERS = {
     "greedy": Sampled(),
     "temperature": Sampled(temperature=0.8),
     "top-k and top-p": Sampled(temperature=0.8, top_k=50, top_p=0.9),
@@ -60,10 +66,9 @@ def cases() -> dict[str, list[Row]]:
     found = {f"decode {count} x {context}": decode(count) for count in numbers("--decodes", FLAGS.decodes)}
     found |= {f"prompt of {count}": [Row(0, 0, count)] for count in numbers("--prompts", FLAGS.prompts)}
     for text in FLAGS.mixed:
-        try:
-            count, prompt = map(int, text.split("+"))
-        except ValueError as error:
-            raise ConfigError("--mixed", text, "decodes+prompt tokens, as in 128+512") from error
+        count, prompt = numbers("--mixed", text.split("+"))[:2] if text.count("+") == 1 else (0, 0)
+        if not count:
+            raise ConfigError("--mixed", text, "decodes+prompt tokens, as in 128+512")
         found[f"decode {count} x {context} + prompt of {prompt}"] = [*decode(count), Row(count, 0, prompt)]
     if not found:
         limit = "at least one case, here or in --prompts or --mixed"
@@ -85,15 +90,18 @@ def numbers(flag: str, texts: list[str]) -> list[int]:
 
 def sized_config(found: dict[str, list[Row]]) -> EngineConfig:
     """The flags' engine with pages and buckets for these cases, and for the crowd."""
+    refuse_sizes("gpu_pages", "gpu_memory_fraction", "cpu_pages", "cpu_bytes")
+    refuse_sizes("token_buckets", "max_num_running", "max_num_batched_tokens", "max_context_tokens")
     config = engine_config()
     chunk = config.cache.chunk_tokens
-    num_sequences = max(len(rows) for rows in found.values())
-    num_sequences = max(num_sequences, FLAGS.num_serving)
-    longest = max(row.end for rows in found.values() for row in rows)
-    longest = max(longest, FLAGS.context_tokens + crowd_tokens() + chunk)
+    num_sequences = max(max(len(rows) for rows in found.values()), FLAGS.num_serving)
     num_tokens = {sum(row.end - row.begin for row in rows) for rows in found.values()}
+    num_tokens |= {num_sequences + chunk}  # the least that an engine of so many has to have
     num_tokens |= {FLAGS.num_serving} if FLAGS.num_serving else set()
     buckets = sorted({-(-number // _BUCKET_STEP) * _BUCKET_STEP for number in num_tokens})
+    longest = max(row.end for rows in found.values() for row in rows)
+    if FLAGS.num_serving:
+        longest = max(longest, FLAGS.context_tokens + crowd_tokens(buckets[-1]) + chunk)
     cache = dataclasses.replace(config.cache, gpu_pages=num_sequences * -(-longest // chunk))
     scheduler = dataclasses.replace(
         config.scheduler,
@@ -106,9 +114,11 @@ def sized_config(found: dict[str, list[Row]]) -> EngineConfig:
     return dataclasses.replace(config, cache=cache, scheduler=scheduler)
 
 
-def crowd_tokens() -> int:
+def crowd_tokens(max_num_batched_tokens: int) -> int:
     """The most that a sequence of the crowd decodes, while the others' prompts are computed and after."""
-    return FLAGS.num_steps + 3 * FLAGS.num_serving + 3 * _NUM_TRACED_STEPS if FLAGS.num_serving else 0
+    count = FLAGS.num_serving
+    num_prompt_steps = -(-count * FLAGS.context_tokens // (max_num_batched_tokens - count))
+    return num_prompt_steps + FLAGS.num_steps + 4 * _NUM_TRACED_STEPS
 
 
 def measure_steps(
@@ -146,13 +156,19 @@ def measure_steps(
 
 
 def measure_sampling(steps: RowSteps, rows: list[Row]) -> Figures:
-    """The same step with one sampler after the other."""
-    plans = {name: steps.plan(rows, sampled) for name, sampled in SAMPLERS.items()}
-    samples: dict[str, list[float]] = {name: [] for name in plans}
+    """The same step without a sampler and with one after the other, and what each adds."""
+    timed = {"no sampler": steps.layers(steps.plan(rows, Sampled()))}
+    timed |= {name: steps.whole(steps.plan(rows, sampled)) for name, sampled in SAMPLERS.items()}
+    samples: dict[str, list[float]] = {name: [] for name in timed}
     for _ in range(FLAGS.num_repeats + 1):
-        for name, plan in plans.items():
-            samples[name].append(steps.whole(plan).sample_s(FLAGS.num_launches))
-    return {name: {"step_s": Spread.of(values[1:]).as_dict()} for name, values in samples.items()}
+        for name, one in timed.items():
+            samples[name].append(one.sample_s(FLAGS.num_launches))
+    spreads = {name: Spread.of(values[1:]) for name, values in samples.items()}
+    least = spreads["no sampler"].median
+    return {
+        name: {"step_s": spread.as_dict(), "extra": spread.median / least - 1}
+        for name, spread in spreads.items()
+    }
 
 
 @contextlib.contextmanager
@@ -173,41 +189,48 @@ def fetches_timed(parts: Assembled) -> Iterator[list[float]]:
 
 
 def measure_serving(parts: Assembled, steps: RowSteps) -> Figures:
-    """A crowd that decodes, around the context for which the bare loop is timed."""
-    engine, count, num_steps = parts.engine, FLAGS.num_serving, FLAGS.num_steps
-    context = FLAGS.context_tokens
-    bare = steps.whole(steps.plan([Row(i, context - 1, context) for i in range(count)], Sampled()))
-    bare_s = [bare.sample_s(num_steps) for _ in range(3)][-1]
-    parts.runner.reset()  # an engine counts its steps from 0
+    """A crowd that decodes, and a bare loop at the contexts that the crowd had meanwhile."""
+    engine, count = parts.engine, FLAGS.num_serving
     stage = Stage(engine, parts.model_config.vocab_size, chunk_tokens=FLAGS.chunk_tokens, prompt_tokens=1)
-    settling = 2 * _NUM_TRACED_STEPS
-    begin = max(context - num_steps // 2 - settling, 1)
-    stage.start_crowd(count, begin, crowd_tokens())
-    for _ in range(settling):
+    parts.runner.reset()  # an engine counts its steps from 0
+    stage.start_crowd(count, FLAGS.context_tokens, crowd_tokens(max(parts.runner.layouts)))
+    for _ in range(_NUM_TRACED_STEPS):
         engine.step()
     num_compilations = engine.stats()["num_compilations"]
+    windows, num_steps = [], -(-FLAGS.num_steps // _NUM_WINDOWS)
+    first_tokens = stage.crowd_tokens()
     with fetches_timed(parts) as waits:
-        start_s = time.perf_counter()
-        for _ in range(num_steps):
-            engine.step()
-        step_s = (time.perf_counter() - start_s) / num_steps
+        for _ in range(_NUM_WINDOWS):
+            start_s = time.perf_counter()
+            for _ in range(num_steps):
+                engine.step()
+            windows.append((time.perf_counter() - start_s) / num_steps)
+    contexts = [
+        FLAGS.context_tokens + (a + b) // 2 for a, b in zip(first_tokens, stage.crowd_tokens(), strict=True)
+    ]
     assert engine.stats()["num_compilations"] == num_compilations, "something was compiled while serving"
-    figures = {
-        "num_sequences": count,
-        "bare_step_s": bare_s,
-        "engine_step_s": step_s,
-        "wait_s": Spread.of(waits).as_dict(),
-        "host_s": step_s - sum(waits) / num_steps,
-        "bare_tokens_per_s": count / bare_s,
-        "engine_tokens_per_s": count / step_s,
-        "share_of_bare": bare_s / step_s,
-    }
+    found: Figures = {}
     if FLAGS.trace:
         kernels = trace_kernels(lambda: [engine.step() for _ in range(_NUM_TRACED_STEPS)])
-        figures["trace"] = summary(kernels, _NUM_TRACED_STEPS)
+        found["trace"] = summary(kernels, _NUM_TRACED_STEPS)
     stage.end_crowd()
     engine.check_integrity()
-    return figures
+    parts.runner.reset()
+    steps.fill()
+    bare = steps.whole(steps.plan([Row(i, end - 1, end) for i, end in enumerate(contexts)], Sampled()))
+    bare_s = [bare.sample_s(num_steps) for _ in range(_NUM_WINDOWS + 1)][1:]
+    step, loop = Spread.of(windows), Spread.of(bare_s)
+    return found | {
+        "num_sequences": count,
+        "mean_context_tokens": sum(contexts) / count,
+        "engine_step_s": step.as_dict(),
+        "bare_step_s": loop.as_dict(),
+        "wait_s": Spread.of(waits).as_dict(),
+        "host_s": sum(windows) / len(windows) - sum(waits) / len(waits),
+        "engine_tokens_per_s": count / step.median,
+        "bare_tokens_per_s": count / loop.median,
+        "share_of_bare": loop.median / step.median,
+    }
 
 
 def print_tables(found: Figures) -> None:
@@ -217,16 +240,14 @@ def print_tables(found: Figures) -> None:
         for name, one in found["steps"].items()
     ]
     print(table(["step", "bucket", "median, ms", "bound, ms", "share of the bound"], rows))
-    least = found["sampling"]["nothing is sampled"]["step_s"]["median"]
     rows = [
-        [name, 1e3 * one["step_s"]["median"], 100 * (one["step_s"]["median"] / least - 1)]
-        for name, one in found["sampling"].items()
+        [name, 1e3 * one["step_s"]["median"], 100 * one["extra"]] for name, one in found["sampling"].items()
     ]
     print(table(["sampler", "median, ms", "extra, %"], rows))
     serving = found.get("serving")
     if serving:
-        shown = ("bare_step_s", "engine_step_s", "host_s")
-        print(table(["serving", "ms"], [[name, 1e3 * serving[name]] for name in shown]))
+        shown = [[name, 1e3 * serving[name]["median"]] for name in ("bare_step_s", "engine_step_s", "wait_s")]
+        print(table(["serving", "ms"], [*shown, ["host_s", 1e3 * serving["host_s"]]]))
         print(f"engine / bare loop: {serving['share_of_bare']:.3f}")
         kernels = serving.get("trace", {}).get("kernels_s", {})
         if kernels:
@@ -236,12 +257,16 @@ def print_tables(found: Figures) -> None:
 def main() -> int:
     found_cases = cases()
     config = sized_config(found_cases)
+    dtype = "bfloat16" if serving_dtype(FLAGS.dtype) == "auto" else serving_dtype(FLAGS.dtype)
+    ceilings = measure_ceilings(
+        num_bytes=FLAGS.ceiling_bytes,
+        matrix_size=FLAGS.ceiling_matrix,
+        dtype=dtype,
+        repeats=FLAGS.num_repeats,
+    )  # before anything else takes memory
     start_s = time.perf_counter()
     parts = open_parts(config)
     start_up_s = time.perf_counter() - start_s
-    ceilings = measure_ceilings(
-        num_bytes=FLAGS.ceiling_bytes, matrix_size=FLAGS.ceiling_matrix, repeats=FLAGS.num_repeats
-    )
     num_sequences = config.scheduler.max_num_running
     steps = RowSteps(config, parts.runner, parts.model_config.vocab_size, num_sequences)
     steps.fill()

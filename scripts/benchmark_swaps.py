@@ -23,7 +23,7 @@ from typing import Any
 
 from absl import flags
 from common.bulk_copies import chunk_arrays, large_array, through_transfers
-from common.engine_flags import define_engine_flags, engine_config, open_parts
+from common.engine_flags import define_engine_flags, engine_config, open_parts, refuse_sizes
 from common.launch import EXIT_FAILED, run
 from common.report import device_name, json_line, table
 from common.spread import Spread
@@ -39,6 +39,8 @@ Figures = dict[str, Any]
 
 def sized_config() -> EngineConfig:
     """The flags' engine with room for the crowd, the donors and the returning conversation."""
+    refuse_sizes("gpu_pages", "gpu_memory_fraction", "cpu_pages", "cpu_bytes")
+    refuse_sizes("token_buckets", "max_num_running", "max_num_batched_tokens", "max_context_tokens")
     config = engine_config()
     chunk_tokens, chunks = config.cache.chunk_tokens, FLAGS.num_chunks
     max_context = max(
@@ -149,14 +151,17 @@ def beside_decoding(stage: Stage, transfers: DeviceTransfers) -> Figures:
     found: Figures = {}
     cold: list[Return] = []
     hot: list[Return] = []
-    before = transfers.stats()
+    swapping = {"num_swap_in_copies": 0.0, "swap_dispatch_s": 0.0}
     for number in range(FLAGS.num_repeats + 1):
         # In turn A B B A, since steps get longer as the crowd's contexts grow; the first two warm up.
         for is_cold in (True, False) if number % 2 == 0 else (False, True):
             if is_cold:
                 stage.away(pieces=1)
+            before = transfers.stats()
             (cold if is_cold else hot).append(stage.comes_back(steps))
-    after = transfers.stats()
+            after = transfers.stats()
+            for figure in swapping:
+                swapping[figure] += after[figure] - before[figure]
     cold, hot = cold[1:], hot[1:]
     returns = FLAGS.num_repeats + 1
     found["swap-in"] = compared([r.window_s for r in cold], [r.window_s for r in hot], steps) | {
@@ -165,8 +170,8 @@ def beside_decoding(stage: Stage, transfers: DeviceTransfers) -> Figures:
         "steps_to_first_token_without": Spread.of([r.num_steps for r in hot]).as_dict(),
         "first_token_s": Spread.of([r.first_token_s for r in cold]).as_dict(),
         "first_token_without_s": Spread.of([r.first_token_s for r in hot]).as_dict(),
-        "num_copies": (after["num_swap_in_copies"] - before["num_swap_in_copies"]) / returns,
-        "dispatch_s": (after["swap_dispatch_s"] - before["swap_dispatch_s"]) / returns,
+        "num_copies": swapping["num_swap_in_copies"] / returns,
+        "dispatch_s": swapping["swap_dispatch_s"] / returns,
     }
     actions: dict[str, Callable[[int], None]] = {
         "swap-out at the rate of decoding": lambda number: stage.push_out(chunks_per_step()),

@@ -35,6 +35,7 @@ from model_defs import ModelConfig, make_mesh, source_config
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.assembly import ProgressBar, cost_subject, make_runner, resolve_model
 from pensieve_jax.cache.cost import COST_KINDS, DEFAULT_COST_KIND, CostPoint, CostProfile, CostSubject
+from pensieve_jax.config import ATTENTION_BACKENDS
 
 FLAGS = flags.FLAGS
 _DEFAULT_MAX_CONTEXT_TOKENS = 16384
@@ -179,8 +180,7 @@ def define_flags() -> None:
     flags.DEFINE_string("plot", None, "Where the picture is written, e.g. costs.png; needs matplotlib.")
     flags.DEFINE_integer("repeats", 9, "Samples, of which the median is taken.", lower_bound=1)
     flags.DEFINE_float("sample_ms", 50.0, "How long a sample takes, about.", lower_bound=0.0)
-    backends = ["auto", "xla", "pallas_triton"]
-    flags.DEFINE_enum("attention_backend", "auto", backends, "What computes attention.")
+    flags.DEFINE_enum("attention_backend", "auto", ATTENTION_BACKENDS, "What computes attention.")
     flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that share each layer.", lower_bound=1)
     flags.DEFINE_integer("max_position_embeddings", None, "Raises the context of a random: preset.")
     flags.DEFINE_integer("random_seed", 0, "Of random: weights.", lower_bound=0)

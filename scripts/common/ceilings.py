@@ -24,7 +24,7 @@ class Ceilings(NamedTuple):
     Attributes:
       read_bytes_per_s: reading alone.
       copy_bytes_per_s: bytes read plus bytes written.
-      flop_per_s: products of matrices of 16-bit numbers, of which a multiply and an add are two.
+      flop_per_s: products of matrices, of which a multiply and an add are two.
     """
 
     read_bytes_per_s: float
@@ -32,13 +32,15 @@ class Ceilings(NamedTuple):
     flop_per_s: float
 
 
-def measure_ceilings(*, num_bytes: int, matrix_size: int, repeats: int) -> Ceilings:
-    """Medians on the first device, of an array of `num_bytes` and of square matrices."""
-    array = jax.random.normal(jax.random.key(0), (num_bytes // 2 // 1024, 1024), jnp.bfloat16)
-    matrix = jax.random.normal(jax.random.key(1), (matrix_size, matrix_size), jnp.bfloat16)
+def measure_ceilings(*, num_bytes: int, matrix_size: int, dtype: str, repeats: int) -> Ceilings:
+    """Medians on the first device, of an array of `num_bytes` and of square matrices of `dtype`."""
+    num_rows = num_bytes // jnp.dtype(dtype).itemsize // 1024
+    array = jax.random.normal(jax.random.key(0), (num_rows, 1024), dtype)
+    matrix = jax.random.normal(jax.random.key(1), (matrix_size, matrix_size), dtype)
     read = jax.jit(lambda x: jnp.max(x, axis=1))
     copy = jax.jit(lambda x: x * 2)
-    multiply = jax.jit(functools.partial(jnp.matmul, preferred_element_type=jnp.bfloat16))
+    # Float32 is float32 in the models: never the device's TF32.
+    multiply = jax.jit(functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST))
     return Ceilings(
         array.nbytes / _seconds(lambda: read(array), repeats),
         2 * array.nbytes / _seconds(lambda: copy(array), repeats),

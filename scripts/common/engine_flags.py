@@ -45,7 +45,7 @@ def define_engine_flags(*, model: str = "random:llama-tiny") -> None:
     flags.DEFINE_float(
         "gpu_memory_fraction",
         None,
-        "Instead of --gpu_pages, the share of device memory that weights, pages and chunks in transit take.",
+        "Instead of --gpu_pages: the share of what JAX may use that weights, pages and copies take.",
     )
     flags.DEFINE_integer("chunk_tokens", _CACHE.chunk_tokens, "Tokens of a page: 16, 32 or 64.")
     _define_tier_flags()
@@ -97,6 +97,13 @@ def _define_tier_flags() -> None:
         _RUNNER.num_layer_groups,
         "Parts of a step: one computes while the next one's pieces of chunks are copied in.",
     )
+
+
+def refuse_sizes(*names: str) -> None:
+    """For launchers that choose these sizes themselves; raises ConfigError for one that was given."""
+    for name in names:
+        if not FLAGS[name].using_default_value:
+            raise ConfigError(f"--{name}", FLAGS[name].value, "left out: it follows from what is measured")
 
 
 def define_history_flag() -> None:

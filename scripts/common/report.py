@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,7 @@ def json_line(benchmark: str, results: Mapping[str, Any], *, units: Mapping[str,
         "units": units,
         "hardware": {"device": device, "cpu": _cpu_name(), "num_cpus": os.cpu_count()},
         "versions": {"python": platform.python_version(), **_versions()},
+        "revision": _revision(),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
     }
     return json.dumps(document)
@@ -54,6 +56,17 @@ def device_name() -> str:
     """The kind of the first device, for `json_line`."""
     device = jax.devices()[0]
     return f"{device.platform}: {device.device_kind}"
+
+
+def _revision() -> str | None:
+    """The commit of the source tree, with a + where files differ from it; None outside a git checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run([*git, "status", "-s", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.stdout.strip() + ("+" if changes.stdout else "")
 
 
 def _cell(value: object) -> str:

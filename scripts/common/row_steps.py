@@ -121,6 +121,10 @@ class RowSteps:
 
         return Timed(launch, self._runner.fetch)
 
+    def layers(self, plan: StepPlan) -> Timed:
+        """The same without its sampler."""
+        return Timed(lambda: self._runner.forward(plan), jax.block_until_ready)
+
 
 def _let_sample(plan: StepPlan, rows: Sequence[Row], sampled: Sampled) -> None:
     num = len(rows)

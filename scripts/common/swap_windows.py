@@ -75,6 +75,10 @@ class Stage:
         while not all(turn.token_ids for turn in self._crowd):
             self.engine.step()
 
+    def crowd_tokens(self) -> list[int]:
+        """Tokens that each of the crowd's turns has decoded."""
+        return [len(turn.token_ids) for turn in self._crowd]
+
     def end_crowd(self) -> None:
         """Take the crowd's turns back."""
         for turn in self._crowd:

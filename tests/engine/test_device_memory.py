@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from pensieve_jax import CacheConfig, ConfigError, EngineConfig
+from pensieve_jax import CacheConfig, ConfigError, EngineConfig, assembly
 from pensieve_jax.assembly import make_runner
 from pensieve_jax.engine import device_memory
 from pensieve_jax.engine.device_memory import num_pages_in
@@ -36,16 +36,20 @@ def test_what_cannot_work_is_refused_with_numbers():
 
 
 def test_a_runner_has_as_many_pages_as_fit(monkeypatch):
-    """The config that comes back has them, and the weights are counted."""
-    limit_bytes = 2**28
-
-    monkeypatch.setattr(device_memory, "memory_limit_bytes", lambda device: limit_bytes)
+    """The config that comes back has them. What is in use there already, as weights are, is counted."""
+    limit_bytes, used_bytes = 2**28, 5 * 2**20
+    sized = assembly.num_pages_in
+    monkeypatch.setattr(
+        assembly,
+        "num_pages_in",
+        lambda fraction, devices, *sizes: sized(fraction, [device(limit_bytes, used_bytes)], *sizes),
+    )
     config = EngineConfig(cache=CacheConfig(gpu_memory_fraction=0.125))
-    runner, sized = make_runner("random:llama-tiny", "float32", config, progress=False)
+    runner, config = make_runner("random:llama-tiny", "float32", config, progress=False)
     page_bytes = runner.memory_analysis()["page_bytes"]
-    assert sized.cache.gpu_pages == limit_bytes // 8 // page_bytes - 1
-    assert sized.cache.gpu_memory_fraction is None
-    assert runner.storage.num_pages == sized.cache.gpu_pages + 1
+    assert config.cache.gpu_pages == (limit_bytes // 8 - used_bytes) // page_bytes - 1
+    assert config.cache.gpu_memory_fraction is None
+    assert runner.storage.num_pages == config.cache.gpu_pages + 1
 
 
 def test_a_cpu_does_not_say():

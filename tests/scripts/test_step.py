@@ -70,7 +70,7 @@ def test_idle_time_of_a_trace():
 
 
 def test_steps(launch, compilation_cache, capsys):
-    """Every case is there, in the smallest bucket that holds it, and no faster than its bound."""
+    """Every case is there, in the smallest bucket that holds it; the crowd is timed at its own contexts."""
     launch("benchmark_step", shared_llm=False, compilation_cache_dir=compilation_cache, trace=True, **STEPS)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     expected = {"decode 4 x 40": (4, 16), "decode 1 x 40": (1, 16), "prompt of 40": (40, 48)}
@@ -79,12 +79,18 @@ def test_steps(launch, compilation_cache, capsys):
     for one in found["steps"].values():
         assert one["bound_s"] == pytest.approx(sum(one["operations_s"].values()))
         assert one["share_of_bound"] == pytest.approx(one["bound_s"] / one["step_s"]["median"])
-    assert len(found["sampling"]) == 5
+    assert len(found["sampling"]) == 5 and found["sampling"]["no sampler"]["extra"] == 0
     serving = found["serving"]
-    assert serving["wait_s"]["num_values"] == 3 and serving["host_s"] < serving["engine_step_s"]
-    assert serving["share_of_bare"] == pytest.approx(
-        serving["engine_tokens_per_s"] / serving["bare_tokens_per_s"]
-    )
+    assert serving["wait_s"]["num_values"] == 5 and serving["engine_step_s"]["num_values"] == 5
+    assert serving["num_sequences"] == 4 and 40 < serving["mean_context_tokens"] < 70
+
+
+def test_decodes_alone(launch, compilation_cache, capsys):
+    """The engine needs a bucket for more than them, which they do not use."""
+    alone = STEPS | {"prompts": "", "mixed": "", "num_serving": 0, "compilation_cache_dir": compilation_cache}
+    launch("benchmark_step", shared_llm=False, **alone)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert {one["bucket"] for one in found["steps"].values()} == {16} and "serving" not in found
 
 
 @pytest.mark.parametrize(
@@ -93,7 +99,10 @@ def test_steps(launch, compilation_cache, capsys):
         ({"decodes": "4,x"}, "--decodes is '4,x'"),
         ({"prompts": "0"}, "--prompts is '0'"),
         ({"mixed": "128"}, "--mixed is '128'"),
+        ({"mixed": "0+12"}, "--mixed is '0,12'"),
         ({"decodes": "", "prompts": "", "mixed": ""}, "at least one case"),
+        ({"gpu_pages": 100}, "--gpu_pages is 100.*left out"),
+        ({"gpu_memory_fraction": 0.5}, "--gpu_memory_fraction is 0.5.*left out"),
     ],
 )
 def test_refused_before_anything_is_loaded(launch, monkeypatch, flags, says):
