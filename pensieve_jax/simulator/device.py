@@ -1,0 +1,53 @@
+"""A device that computes nothing and takes its time.
+
+Owns: when a step that was dispatched runs, and when its ids are on the host.
+Does not know: what a step computes, or who waits for it.
+Called by: `replica`, as the engine calls its runner: step N+1 is dispatched before step N is fetched.
+"""
+
+from __future__ import annotations
+
+from pensieve_jax.simulator.clock import Timeline
+from pensieve_jax.simulator.profile import DeviceProfile
+from pensieve_jax.simulator.step_time import StepLoad, StepTime
+from pensieve_jax.simulator.transfers import SimulatedTransfers
+
+
+class SimulatedDevice:
+    """One device (or several that work as one), and the host that feeds it.
+
+    Attributes:
+      busy_s: time that steps took, so far.
+      num_padded_tokens: query tokens that steps were padded with.
+    """
+
+    def __init__(
+        self,
+        profile: DeviceProfile,
+        buckets: tuple[int, ...],
+        timeline: Timeline,
+        transfers: SimulatedTransfers,
+    ) -> None:
+        """Idle. `buckets`: the padded step sizes."""
+        self._step_time = StepTime(profile.step, buckets)
+        self._host_step_s, self._fetch_s = profile.host_step_s, profile.fetch_s
+        self._timeline = timeline
+        self._transfers = transfers
+        self.busy_s = 0.0
+        self.num_padded_tokens = 0
+
+    def dispatch(self, load: StepLoad) -> float:
+        """Launch a step behind everything that was dispatched; returns when it will have ended."""
+        timeline = self._timeline
+        self._transfers.before_dispatch()
+        timeline.advance(self._host_step_s)
+        seconds = self._step_time.seconds(load)
+        self.busy_s += seconds
+        self.num_padded_tokens += self._step_time.num_padded_tokens(load.num_tokens)
+        end_s = max(timeline.now(), timeline.device_free_s) + seconds
+        timeline.occupy_device(end_s)
+        return end_s
+
+    def fetch(self, end_s: float) -> None:
+        """Wait for the ids of a step that ends at `end_s`."""
+        self._timeline.advance_to(end_s + self._fetch_s)

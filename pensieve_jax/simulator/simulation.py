@@ -1,0 +1,210 @@
+"""A run: users, a router and replicas, in the order of virtual time.
+
+Owns: what happens next, what a run is made of, and which part of it counts.
+Does not know: how a replica serves, or what is reported (`figures`).
+Called by: `scripts/simulate.py`, experiments and tests.
+
+A replica takes the turns that were sent by the time at which its loop comes round. The replica that is
+furthest behind goes first, so a turn meets every replica as it is when the turn is sent, give or take a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pensieve_jax.cache import CostModel
+from pensieve_jax.config import EngineConfig
+from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.simulator.client import Client
+from pensieve_jax.simulator.clock import Timeline
+from pensieve_jax.simulator.profile import DeviceProfile
+from pensieve_jax.simulator.replica import Replica
+from pensieve_jax.simulator.routing import ROUTERS, Load, Router
+from pensieve_jax.simulator.turns import Answer, Turn
+from pensieve_jax.workload import Session
+
+
+class Server(Load, Protocol):
+    """What serves turns: a `Replica`, or in tests an engine on the same clock."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """Its clock."""
+        ...
+
+    @property
+    def has_unfinished(self) -> bool:
+        """There is something to step for."""
+        ...
+
+    def submit(self, turn: Turn) -> None:
+        """Queue a turn."""
+        ...
+
+    def step(self, until_s: float) -> list[Answer]:
+        """Go on by a step, or by several while the clock is before `until_s`; returns what was answered."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What is simulated.
+
+    Attributes:
+      config: of every replica; `cache.cpu_bytes` must be turned into pages.
+      profile: of every replica's device.
+      cost_model: what the retention policy goes by.
+      max_context_tokens: history + turn.
+      num_replicas, routing: how many, and which one a turn goes to: a key of `ROUTERS`.
+      seed: of the routing.
+      warm_up_s: virtual time before anything counts.
+      window_s: how long it counts; None goes on until every turn is answered.
+      stretches: see `Replica`.
+    """
+
+    config: EngineConfig
+    profile: DeviceProfile
+    cost_model: CostModel
+    max_context_tokens: int
+    num_replicas: int = 1
+    routing: str = "affinity"
+    seed: int = 0
+    warm_up_s: float = 0.0
+    window_s: float | None = None
+    stretches: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for what cannot be simulated."""
+        if self.num_replicas < 1:
+            raise ConfigError("num_replicas", self.num_replicas, "at least 1")
+        if self.routing not in ROUTERS:
+            raise ConfigError("routing", self.routing, f"one of {', '.join(ROUTERS)}")
+        if not 0 <= self.warm_up_s < math.inf:
+            raise ConfigError("warm_up_s", self.warm_up_s, "a number of seconds from 0 on")
+        if self.window_s is not None and not 0 < self.window_s < math.inf:
+            raise ConfigError("window_s", self.window_s, "a number of seconds above 0, or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run showed, in the part of it that counts.
+
+    Attributes:
+      answers: that were completed.
+      counters: how `Replica.stats` changed, all replicas together.
+      seconds: of virtual time.
+      num_unfinished: turns that were sent and not answered at its end.
+      num_refused: sessions that ended early because they had outgrown the context, warm-up included.
+    """
+
+    answers: Sequence[Answer]
+    counters: dict[str, float]
+    seconds: float
+    num_unfinished: int
+    num_refused: int
+
+
+def simulate(
+    scenario: Scenario,
+    sessions: Sequence[Session],
+    on_answer: Callable[[Answer], None] | None = None,
+) -> Outcome:
+    """Serve sessions; those in mid-life find their history where it would be.
+
+    `on_answer` sees every answer, those of the warm-up included.
+    """
+    router = ROUTERS[scenario.routing](scenario.seed)
+    client = Client(sessions, scenario.max_context_tokens)
+    mid_life = [session for session in sessions if session.first_turn] if scenario.config.stateful else []
+    mid_life.sort(key=lambda session: session.last_active_s)
+    start_s = min(mid_life[0].last_active_s, 0.0) if mid_life else 0.0
+    replicas = [_replica(scenario, number, start_s) for number in range(scenario.num_replicas)]
+    for session in mid_life:
+        _place(session, replicas, router)
+    for replica in replicas:
+        replica.timeline.advance_to(0.0)
+
+    def serve(until_s: float) -> list[Answer]:
+        answers = []
+        for answer in run(client, replicas, router, until_s=until_s):
+            answers.append(answer)
+            if on_answer is not None:
+                on_answer(answer)
+        return answers
+
+    serve(scenario.warm_up_s)
+    before = _counters(replicas)
+    end_s = math.inf if scenario.window_s is None else scenario.warm_up_s + scenario.window_s
+    answers = serve(end_s)
+    after = _counters(replicas)
+    if scenario.window_s is None:
+        end_s = max((answer.end_s for answer in answers), default=scenario.warm_up_s)
+    return Outcome(
+        answers=answers,
+        counters={name: after[name] - before[name] for name in after},
+        seconds=end_s - scenario.warm_up_s,
+        num_unfinished=sum(replica.num_unfinished for replica in replicas),
+        num_refused=client.num_refused,
+    )
+
+
+def run(
+    client: Client, servers: Sequence[Server], router: Router, *, until_s: float = math.inf
+) -> Iterator[Answer]:
+    """Serve until every turn is answered, or every clock has reached `until_s`; yields answers as they come.
+
+    It can be called again, to go on.
+    """
+    while True:
+        busy = [server for server in servers if server.has_unfinished]
+        behind = min(busy, key=lambda server: server.timeline.now(), default=None)
+        now_s = math.inf if behind is None else behind.timeline.now()
+        if min(now_s, client.next_s) >= until_s:
+            return
+        if client.next_s <= now_s:
+            _send(client.take(), servers, router)
+            continue
+        assert behind is not None
+        others_s = (server.timeline.now() for server in busy if server is not behind)
+        for answer in behind.step(min(client.next_s, until_s, *others_s)):
+            client.receive(answer)
+            yield answer
+
+
+def _send(turn: Turn, servers: Sequence[Server], router: Router) -> None:
+    server = servers[router.choose(turn.conversation_id, servers)]
+    if not server.has_unfinished:
+        server.timeline.advance_to(turn.arrival_s)
+    server.submit(turn)
+
+
+def _replica(scenario: Scenario, number: int, start_s: float) -> Replica:
+    return Replica(
+        scenario.config,
+        scenario.profile,
+        scenario.cost_model,
+        number=number,
+        start_s=start_s,
+        stretches=scenario.stretches,
+    )
+
+
+def _place(session: Session, replicas: Sequence[Replica], router: Router) -> None:
+    """Have the state of a session that began before the run, as of when its last answer ended."""
+    conversation_id = session.conversation.conversation_id
+    replica = replicas[router.place(conversation_id, replicas)]
+    replica.timeline.advance_to(min(session.last_active_s, 0.0))
+    replica.remember(
+        conversation_id, session.num_history_tokens - 1
+    )  # the last token of a reply has no KV yet
+
+
+def _counters(replicas: Sequence[Replica]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for replica in replicas:
+        total.update(replica.stats())
+    return dict(total)

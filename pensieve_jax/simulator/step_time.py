@@ -1,0 +1,82 @@
+"""How long a step takes on the device.
+
+Owns: the model of a step's time. Three parts follow one another through the layers, so they add up:
+  dense      reading all weights, or arithmetic for every padded token, whichever is longer (a smooth
+             maximum);
+  attention  for every row reading its KV state or arithmetic for its pairs of query and key, whichever is
+             longer; all rows together no less than what is serial in the longest context;
+  the rest   a constant, and a share for every padded token: norms, rotations, writing KV, sampling.
+Does not know: requests, pages, or what comes before and after a step.
+Called by: `device`, for every step; `stretch` steps change a `StepLoad` a little at a time.
+"""
+
+from __future__ import annotations
+
+from pensieve_jax.scheduler import bucket_for
+from pensieve_jax.simulator.profile import StepCosts
+
+
+class StepLoad:
+    """What a step computes, as far as it takes time.
+
+    Attributes:
+      num_tokens: query tokens of all rows.
+      num_single_kv: context tokens of all rows of one query token together.
+      rows: (query tokens, context tokens) of the other rows.
+      longest_kv: context tokens of the longest row.
+    """
+
+    __slots__ = ("longest_kv", "num_single_kv", "num_tokens", "rows")
+
+    def __init__(self) -> None:
+        """Nothing."""
+        self.num_tokens = self.num_single_kv = self.longest_kv = 0
+        self.rows: list[tuple[int, int]] = []
+
+    def add(self, q_len: int, kv_len: int) -> None:
+        """One more row: its query tokens, and the context tokens at its end."""
+        self.num_tokens += q_len
+        if kv_len > self.longest_kv:
+            self.longest_kv = kv_len
+        if q_len == 1:
+            self.num_single_kv += kv_len
+        else:
+            self.rows.append((q_len, kv_len))
+
+    def lengthen(self) -> None:
+        """The same rows of one query token each, one token further on."""
+        self.num_single_kv += self.num_tokens
+        self.longest_kv += 1
+
+
+class StepTime:
+    """Seconds of a step, by its load."""
+
+    def __init__(self, costs: StepCosts, buckets: tuple[int, ...]) -> None:
+        """`buckets`: the padded step sizes, ascending."""
+        self._costs = costs
+        self._buckets = buckets
+        self._dense_and_rest_s = {bucket: self._of_bucket(bucket) for bucket in buckets}
+
+    def seconds(self, load: StepLoad) -> float:
+        """Time on the device; `IndexError` for more tokens than the largest bucket holds."""
+        bucket = bucket_for(self._buckets, load.num_tokens)
+        return self._dense_and_rest_s[bucket] + self._attention_s(load)
+
+    def num_padded_tokens(self, num_tokens: int) -> int:
+        """Query tokens that a step of `num_tokens` is padded with."""
+        return bucket_for(self._buckets, num_tokens) - num_tokens
+
+    def _of_bucket(self, num_tokens: int) -> float:
+        costs = self._costs
+        read_s, compute_s, power = costs.weight_read_s, costs.token_s * num_tokens, costs.overlap
+        dense_s: float = (read_s**power + compute_s**power) ** (1 / power)
+        return dense_s + costs.step_s + costs.padded_token_s * num_tokens
+
+    def _attention_s(self, load: StepLoad) -> float:
+        costs = self._costs
+        work_s = costs.kv_read_s * load.num_single_kv
+        for q_len, kv_len in load.rows:
+            num_pairs = q_len * (kv_len - (q_len - 1) / 2)
+            work_s += max(costs.kv_read_s * kv_len, costs.pair_s * num_pairs)
+        return max(work_s, costs.span_s * load.longest_kv)

@@ -1,0 +1,110 @@
+"""Profiles: the measurements that they must reproduce, what a step's time does, and files that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pensieve_jax import ConfigError
+from pensieve_jax.simulator import DeviceProfile, profile_names
+from pensieve_jax.simulator import profile as profile_module
+from pensieve_jax.simulator.step_time import StepLoad, StepTime
+
+H200 = DeviceProfile.load("h200_llama2-13b-gqa10")
+PATH = Path(profile_module.__file__).parent / "profiles" / "h200_llama2-13b-gqa10.json"
+
+
+def load_of(rows):
+    load = StepLoad()
+    for count, q_len, kv_len in rows:
+        for _ in range(count):
+            load.add(q_len, kv_len)
+    return load
+
+
+def seconds(*rows, bucket=2048, profile=H200):
+    return StepTime(profile.step, (bucket,)).seconds(load_of(rows))
+
+
+@pytest.mark.parametrize("figure", H200.figures, ids=lambda figure: figure.what[:40])
+def test_reproduces_what_was_measured(figure):
+    modelled_s = seconds(*figure.rows, bucket=figure.bucket_tokens)
+    assert modelled_s == pytest.approx(figure.measured_s, rel=figure.tolerance)
+    assert figure.tolerance <= 0.1
+
+
+def test_reproduces_the_parts_of_a_step():
+    """Attention, and matrix products with the rest, of the steps that were taken apart."""
+    time = StepTime(H200.step, (176, 2038))
+    decode, prompt = load_of([(128, 1, 1100)]), load_of([(1, 1984, 1984)])
+    for load, attention_s, others_s in ((decode, 6.93e-3, 8.55e-3), (prompt, 7.3e-3, 67.6e-3)):
+        assert time._attention_s(load) == pytest.approx(attention_s, rel=0.12)
+        assert time.seconds(load) - time._attention_s(load) == pytest.approx(others_s, rel=0.1)
+
+
+def test_every_profile_says_where_it_is_from():
+    assert set(profile_names()) >= {"h200_llama2-13b-gqa10", "a100_llama2-13b-gqa10", "a100_opt-13b"}
+    for name in profile_names():
+        profile = DeviceProfile.load(name)
+        assert profile.provenance and profile.model in name
+        assert (profile.source == "measured") == bool(profile.figures), name
+        assert 5e-3 < seconds((1, 1, 100), bucket=16, profile=profile) < 30e-3
+
+
+def test_more_takes_longer():
+    base = seconds((64, 1, 1000), bucket=512)
+    assert seconds((64, 1, 1000)) > seconds((64, 1, 1000), bucket=1024) > base
+    assert seconds((64, 1, 2000), bucket=512) > base
+    assert seconds((64, 1, 1000), (1, 256, 256), bucket=512) > base
+    assert seconds((1, 256, 4096), bucket=512) > seconds((1, 256, 256), bucket=512)
+    assert seconds((1, 1, 16384), bucket=16) > seconds((1, 1, 16), bucket=16) + 3e-3  # serial, not bandwidth
+
+
+def test_lengthening_is_looking_again():
+    load = load_of([(3, 1, 10), (1, 1, 40)])
+    load.lengthen()
+    assert (load.num_tokens, load.num_single_kv, load.longest_kv) == (4, 74, 41)
+    again = load_of([(3, 1, 11), (1, 1, 41)])
+    assert StepTime(H200.step, (16,)).seconds(load) == StepTime(H200.step, (16,)).seconds(again)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"format": "another"}, "a file of format"),
+        ({"source": "guessed"}, "source is one of"),
+        ({"provenance": []}, "provenance"),
+        ({"model": 3}, "a text 'model'"),
+        ({"kv_token_bytes": 0}, "'kv_token_bytes' above 0"),
+        ({"step": 1}, "an object 'step'"),
+        ({"step": {"weight_read_s": "long"}}, "'weight_read_s' from 0 on"),
+        ({"to_host": {"bytes_per_s": 0, "latency_s": 0}}, "'bytes_per_s' above 0"),
+        ({"both_ways_share": 0}, "both_ways_share above 0"),
+        ({"host_step_s": True}, "'host_step_s'"),
+        ({"fetch_s": float("nan")}, "'fetch_s'"),
+        ({"figures": {}}, "a list 'figures'"),
+        ({"figures": [1]}, "figures are objects"),
+        ({"figures": [{"rows": [[1, 2]]}]}, "rows of three numbers"),
+    ],
+)
+def test_refuses_other_files(tmp_path, change, says):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(json.loads(PATH.read_text()) | change))
+    with pytest.raises(ConfigError, match=says):
+        DeviceProfile.load(path)
+
+
+def test_refuses_what_is_no_file_and_an_overlap_below_1(tmp_path):
+    with pytest.raises(ConfigError, match="or one of a100_llama2-13b-gqa10"):
+        DeviceProfile.load("b200")
+    (tmp_path / "text").write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        DeviceProfile.load(tmp_path / "text")
+    values = json.loads(PATH.read_text())
+    values["step"]["overlap"] = 0.5
+    (tmp_path / "overlap").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"step\.overlap"):
+        DeviceProfile.load(tmp_path / "overlap")
+    assert DeviceProfile.load(PATH) == H200

@@ -1,0 +1,200 @@
+"""When copies start, end and are named, computed by hand: a chunk takes 1 s, the latency is a quarter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pensieve_jax.cache import Copy
+from pensieve_jax.simulator.clock import Timeline
+from pensieve_jax.simulator.device import SimulatedDevice
+from pensieve_jax.simulator.profile import LinkCosts, StepCosts
+from pensieve_jax.simulator.step_time import StepLoad
+from pensieve_jax.simulator.transfers import SimulatedTransfers
+from tests.simulator.workloads import PROFILE
+
+LINK = LinkCosts(bytes_per_s=8.0, latency_s=0.25)
+STEP = StepCosts(
+    weight_read_s=10.0, token_s=0, overlap=1, kv_read_s=0, pair_s=0, span_s=0, step_s=0, padded_token_s=0
+)
+SLOW = dataclasses.replace(
+    PROFILE, to_device=LINK, to_host=LINK, both_ways_share=0.5, host_step_s=1.0, fetch_s=0.5, step=STEP
+)
+
+
+class Machine:
+    """Transfers, and a device whose steps take 10 s and its host 1 s for each."""
+
+    def __init__(self, *, max_num_staged: int = 4, retrieval_priority: bool = True) -> None:
+        self.timeline = Timeline()
+        self.transfers = SimulatedTransfers(
+            SLOW,
+            self.timeline,
+            chunk_bytes=8,
+            max_num_staged=max_num_staged,
+            retrieval_priority=retrieval_priority,
+        )
+        self.device = SimulatedDevice(SLOW, (16,), self.timeline, self.transfers)
+
+    def swap_out(self, out: list[Copy]) -> None:
+        """As in every step: then it is known what is swapped in, here nothing."""
+        self.transfers.swap_out(out)
+        self.transfers.swap_in([])
+
+    def dispatch(self) -> float:
+        load = StepLoad()
+        load.add(1, 1)
+        return self.device.dispatch(load)
+
+
+def copies(*copy_ids: int) -> list[Copy]:
+    return [Copy(copy_id, copy_id, copy_id) for copy_id in copy_ids]
+
+
+def test_steps_follow_each_other_and_the_host_is_hidden():
+    machine = Machine()
+    assert machine.dispatch() == 11
+    assert machine.dispatch() == 21 and machine.timeline.now() == 2
+    machine.device.fetch(11)
+    assert machine.timeline.now() == 11.5
+    machine.device.fetch(1)
+    assert machine.timeline.now() == 11.5
+    assert machine.device.busy_s == 20 and machine.device.num_padded_tokens == 30
+
+
+def test_a_copy_to_the_host_is_named_when_it_has_ended_in_order():
+    machine = Machine()
+    machine.swap_out(copies(1, 2))
+    assert machine.transfers.completed() == []
+    machine.timeline.advance_to(1.25)
+    assert machine.transfers.completed() == [1]
+    machine.timeline.advance_to(9)
+    assert machine.transfers.completed() == [2] and machine.transfers.completed() == []
+
+
+def test_a_copy_waits_for_what_was_dispatched_before():
+    machine = Machine()
+    machine.dispatch()  # until 11
+    machine.swap_out(copies(1))
+    machine.timeline.advance_to(12.2)
+    assert machine.transfers.completed() == []
+    machine.timeline.advance_to(12.25)
+    assert machine.transfers.completed() == [1]
+
+
+def test_a_copy_to_the_device_is_named_a_step_later_and_awaited_by_the_one_after():
+    machine = Machine()
+    machine.transfers.swap_in(copies(*range(1, 13)))
+    machine.timeline.advance_to(50)
+    assert machine.transfers.completed() == []  # nothing was dispatched that they could start beside
+    assert machine.dispatch() == 61  # four start, from 50.25 to 54.25
+    assert machine.transfers.completed() == [1, 2, 3, 4]
+    assert machine.dispatch() == 71  # the next four, behind that step: 61.25 to 65.25
+    assert machine.transfers.completed() == [5, 6, 7, 8]
+    assert machine.dispatch() == 81
+
+
+def test_a_step_waits_for_the_rest_of_a_copy():
+    machine = Machine(max_num_staged=20)
+    machine.transfers.swap_in(copies(*range(1, 16)))
+    assert machine.dispatch() == 11  # beside copies that end at 15.25
+    assert len(machine.transfers.completed()) == 15
+    assert machine.dispatch() == 25.25
+
+
+def test_rushed_copies_hold_the_very_next_step():
+    machine = Machine()
+    machine.transfers.swap_in(copies(1, 2, 3))
+    machine.transfers.rush([1, 2, 3])
+    assert machine.dispatch() == 13.25  # at 3.25, not at 1
+    assert machine.transfers.completed() == []
+    assert machine.transfers.stats()["swapped_in_bytes"] == 24
+
+
+def test_rushing_what_has_started_already():
+    machine = Machine()
+    machine.transfers.swap_in(copies(1, 2))
+    machine.dispatch()
+    machine.transfers.swap_in(copies(3))
+    machine.transfers.rush([2, 3])
+    assert machine.dispatch() == 12.25 + 10  # copy 3 begins at 11
+    assert machine.transfers.completed() == [1]
+    with pytest.raises(AssertionError, match="not on its way"):
+        machine.transfers.rush([2])
+
+
+def test_swapping_out_blocks_while_staging_is_full():
+    machine = Machine()
+    machine.swap_out(copies(1, 2, 3))
+    machine.swap_out(copies(4, 5))  # room for two when the first has ended
+    assert machine.timeline.now() == 1.25
+    machine.swap_out(copies(6, 7, 8, 9))  # by halves of the staging
+    assert machine.timeline.now() == 5.25
+    assert machine.transfers.stats()["transfer_stall_s"] == 5.25
+    assert machine.transfers.completed() == [1, 2, 3, 4, 5]
+
+
+def test_both_directions_at_once_share():
+    machine = Machine(retrieval_priority=False)
+    machine.transfers.swap_in(copies(1, 2, 3))
+    machine.dispatch()  # copies in from 0 to 3.25, the step until 11
+    machine.timeline.device_free_s = 0.0
+    machine.swap_out(copies(4, 5, 6))  # from 1 on, at half the speed until 3.25
+    machine.timeline.advance_to(4.25)
+    assert machine.transfers.completed() == [4, 5, 1, 2, 3]  # until 3.25 and 4.25; and those with the step
+    machine.timeline.advance_to(5.25)
+    assert machine.transfers.completed() == [6]
+
+
+def test_copies_to_the_device_go_first_for_some_steps():
+    machine = Machine()
+    machine.transfers.swap_in(copies(1))
+    machine.swap_out(copies(2))  # held back
+    machine.timeline.advance_to(5)
+    assert machine.transfers.completed() == []
+    machine.dispatch()
+    machine.transfers.completed()
+    machine.swap_out(copies())  # copy 1 has been named, but is on the link until 6.25
+    machine.timeline.advance_to(30)
+    assert machine.transfers.completed() == []
+    machine.swap_out(copies())  # now it starts
+    machine.timeline.advance_to(31.25)
+    assert machine.transfers.completed() == [2]
+
+
+def test_copies_to_the_device_of_the_same_pass_go_first():
+    machine = Machine()
+    machine.transfers.swap_out(copies(1))
+    machine.transfers.swap_in(copies(2))
+    machine.timeline.advance_to(5)
+    assert machine.transfers.completed() == []
+
+
+def test_nothing_is_held_back_for_ever():
+    machine = Machine(max_num_staged=16)
+    machine.swap_out(copies(99))  # starts at once
+    machine.transfers.swap_in(copies(1))
+    machine.swap_out(copies(2))
+    for step in range(5):
+        machine.timeline.advance_to(20 * step)
+        machine.transfers.swap_in(copies(3 + step))
+        machine.swap_out(copies())
+        machine.dispatch()
+        machine.transfers.completed()
+    machine.timeline.advance_to(200)
+    assert machine.transfers.completed()[:1] == [2]
+
+
+def test_waiting_moves_the_clock_to_half_of_what_is_staged():
+    machine = Machine()
+    machine.transfers.swap_in(copies(1, 2, 3, 4, 5))
+    machine.transfers.wait()
+    assert machine.timeline.now() == 2.25
+    assert machine.transfers.completed() == [1, 2]
+    machine.transfers.wait()
+    assert machine.timeline.now() == 4.25 and machine.transfers.completed() == [3, 4]
+    machine.transfers.wait()
+    assert machine.transfers.completed() == [5]
+    with pytest.raises(AssertionError, match="nothing in flight"):
+        machine.transfers.wait()
