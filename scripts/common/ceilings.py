@@ -1,6 +1,7 @@
 """What this device can do at most: bytes a second read and copied, operations a second multiplied.
 
-Owns: the programs that find out. Does not know: what is compared with them. Called by: benchmark_step.
+Owns: the programs that find out. Does not know: what is compared with them. Called by: benchmark_step,
+benchmark_kernels.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Draws what a chunk costs to recompute, attention and the rest apart (the paper's Figure 4).
 
-Owns: the picture. Does not know: how costs are measured. Called by: profile_costs.
+Owns: the picture, and whether one can be drawn. Does not know: how costs are measured. Called by: profile_costs,
+benchmark_kernels, simulate.
 """
 
 from __future__ import annotations
