@@ -1,0 +1,139 @@
+"""Whether the conversation so far matters to a model: loss and recall, with the history and without it.
+
+Owns: the two measurements and their names. Does not know: training.
+Called by: `train_chat_model`.
+
+  history loss   the loss per token of recorded replies from the fourth turn on, each once behind its whole
+                 conversation and once behind its own user message alone
+  recall         the share of questions about something told earlier whose greedy answer holds it, once in the
+                 conversation and once asked out of nowhere
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import jax
+import numpy as np
+
+from common.chat_training_data import Conversation
+from common.chat_training_examples import ConversationEncoder, Example, all_batches
+from common.chat_training_recall import RecallCase
+from common.chat_training_step import Network, Parameters, batch_loss, greedy_tokens
+from pensieve_jax import ConfigError
+from pensieve_jax.text import Tokenizer
+
+FIRST_TURN: Final = 4
+_NUM_NEW: Final = 24  # tokens of an answer
+_LENGTH_STEP: Final = 64  # prompts are padded to a multiple of it: one shape for the whole set
+
+
+class Compared(NamedTuple):
+    """One figure of a model that has the history, and of the same model without it."""
+
+    with_history: float
+    without_history: float
+
+
+class Figures(NamedTuple):
+    """Both measurements: nats per token, and percent of the questions."""
+
+    history_loss: Compared
+    recall_percent: Compared
+
+
+class Evaluation:
+    """Both measurements on one set of held-out data."""
+
+    def __init__(
+        self,
+        network: Network,
+        tokenizer: Tokenizer,
+        dialogues: Sequence[Conversation],
+        cases: Sequence[RecallCase],
+        *,
+        num_rows: int,
+        row_len: int,
+    ) -> None:
+        """Encode the data; what is measured runs in batches of `num_rows` rows of `row_len` tokens.
+
+        Raises ConfigError if no dialogue is long enough, or a question does not fit into a row.
+        """
+        encoder = ConversationEncoder(tokenizer, user_weight=0.0)
+        self._network, self._tokenizer, self._num_rows, self._row_len = network, tokenizer, num_rows, row_len
+        self._replies = _history_examples(encoder, dialogues)
+        self._questions = _recall_prompts(encoder, cases)
+        self._values = [case.value for case in cases]
+        needed = max(map(len, self._questions[0])) + _NUM_NEW
+        if needed > row_len:
+            raise ConfigError("--context_tokens", row_len, f"at least {needed}, for the recall questions")
+
+    def __call__(self, parameters: Parameters) -> Figures:
+        """Measure a model."""
+        losses = [self._loss_per_token(parameters, examples) for examples in self._replies]
+        return Figures(Compared(*losses), Compared(*(self._recalled(parameters, p) for p in self._questions)))
+
+    def _loss_per_token(self, parameters: Parameters, examples: Sequence[Example]) -> float:
+        losses = [
+            batch_loss(parameters, batch, network=self._network)
+            for batch in all_batches(examples, num_rows=self._num_rows, row_len=self._row_len)
+        ]
+        nll, weight = (sum(map(float, parts)) for parts in zip(*jax.device_get(losses), strict=True))
+        return nll / max(weight, 1.0)
+
+    def _recalled(self, parameters: Parameters, prompts: Sequence[Sequence[int]]) -> float:
+        answers = self.answers(parameters, prompts)
+        right = [holds(answer, value) for answer, value in zip(answers, self._values, strict=True)]
+        return 100 * sum(right) / len(right)
+
+    def answers(self, parameters: Parameters, prompts: Sequence[Sequence[int]]) -> list[str]:
+        """Greedy replies, up to the end marker; no prompt may be longer than the longest question."""
+        longest = max(map(len, prompts)) + _NUM_NEW
+        row_len = min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, self._row_len)
+        replies = []
+        for some in itertools.batched(prompts, self._num_rows):
+            token_ids = np.zeros((self._num_rows, row_len), np.int32)
+            lengths = np.ones(self._num_rows, np.int32)  # rows without a prompt say something nobody reads
+            for row, prompt in enumerate(some):
+                token_ids[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+            new = greedy_tokens(parameters, token_ids, lengths, network=self._network, num_new=_NUM_NEW)
+            replies += [self._text(ids) for ids in np.asarray(new)[: len(some)].tolist()]
+        return replies
+
+    def _text(self, token_ids: list[int]) -> str:
+        end_id = self._tokenizer.eos_id
+        return self._tokenizer.decode(list(itertools.takewhile(lambda i: i != end_id, token_ids)))
+
+
+def holds(answer: str, value: str) -> bool:
+    """Whether `value` stands in the answer, as words of its own."""
+    return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", answer) is not None
+
+
+def _history_examples(
+    encoder: ConversationEncoder, dialogues: Sequence[Conversation]
+) -> tuple[list[Example], list[Example]]:
+    """Examples in which only replies from turn `FIRST_TURN` on count: whole conversations, and each alone."""
+    first = FIRST_TURN - 1
+    long = [dialogue for dialogue in dialogues if len(dialogue.exchanges) > first]
+    if not long:
+        raise ConfigError("--dev_dialogues", len(dialogues), f"dialogues, some of {FIRST_TURN} turns or more")
+    whole = [encoder.encode(one, [0.0] * first + [1.0] * (len(one.exchanges) - first)) for one in long]
+    alone = [
+        encoder.encode(Conversation((exchange,)), [1.0]) for one in long for exchange in one.exchanges[first:]
+    ]
+    return whole, alone
+
+
+def _recall_prompts(
+    encoder: ConversationEncoder, cases: Sequence[RecallCase]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Ids that end where the answer begins, with the conversation before the question and without."""
+    whole = []
+    for case in cases:
+        history = encoder.encode(case.history, [0.0] * len(case.history.exchanges))
+        whole.append([*history.token_ids.tolist(), *encoder.turn_ids(case.question, is_first=False)])
+    return whole, [list(encoder.turn_ids(case.question, is_first=True)) for case in cases]

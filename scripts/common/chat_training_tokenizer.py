@@ -1,0 +1,70 @@
+"""The small chat model's tokenizer: byte-level BPE with chat markers, and its chat template.
+
+Owns: the markers, the template, how the vocabulary is learned, and the files it is kept in.
+Does not know: conversations or the model.
+Called by: `train_chat_model`; `pensieve_jax.text.load_tokenizer` reads the files back.
+
+Every digit is a token of its own, so that a number or a time that was told is copied digit by digit instead
+of being looked up among learned pieces.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+BEGIN: Final = "<|begin|>"
+END: Final = "<|end|>"
+MARKERS: Final = (BEGIN, END, "<|system|>", "<|user|>", "<|assistant|>")
+MIN_VOCAB_SIZE: Final = len(MARKERS) + 256
+
+CHAT_TEMPLATE: Final = """\
+{{ bos_token }}
+{%- for message in messages %}
+    {%- if message.role not in ("system", "user", "assistant") %}
+        {{- raise_exception("this template knows the roles system, user and assistant") }}
+    {%- endif %}
+    {{- "<|" + message.role + "|>" + message.content + "<|end|>" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|assistant|>" }}
+{%- endif %}
+"""
+
+
+def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """A tokenizer of at most `vocab_size` ids (at least `MIN_VOCAB_SIZE`), markers first, then bytes."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(MARKERS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return backend
+
+
+def save_tokenizer(backend: tokenizers.Tokenizer, directory: Path, max_tokens: int) -> None:
+    """Write the files of a Hugging Face tokenizer for a model of so many positions."""
+    backend.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BEGIN,
+        "eos_token": END,
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_tokens,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    text = json.dumps(config, indent=2) + "\n"
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")

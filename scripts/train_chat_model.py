@@ -1,0 +1,285 @@
+"""Train the small chat model: a Llama with its own tokenizer, of dialogues and of facts to remember.
+
+    python scripts/train_chat_model.py --work_dir=chat-model --task_dialogues=sgd_train.jsonl.gz \\
+        --assistant_dialogues=oasst_seed.jsonl.gz --dev_dialogues=sgd_dev.jsonl.gz
+
+On one H200 the defaults take a few minutes. The dialogue files are JSON lines of
+{"turns": [["U", text], ["S", text], ...]}; any letter but U is the assistant. From them and from generated
+conversations in which facts are told and later asked for, a byte-level BPE vocabulary is learned and the
+project's own Llama is trained, by the forward pass that serves it, on the token ids that `LLM.chat` sends.
+
+`--work_dir` takes
+  model/         an ordinary Hugging Face directory, for `LLM(...)` and everything else that reads one
+  checkpoints/   Orbax; the same command goes on from the newest, and says which flag differs if it is another
+  settings.json  the flags of the training
+While it trains, and at its end, it measures whether history matters: the loss of recorded replies from the
+fourth turn on, and recall of facts whose values and wordings training never saw, each with the history and
+without. The last line is one JSON document.
+
+The data, its order and the first weights follow from `--seed`. On a CPU the result does too, to the bit; on a
+GPU sums of gradients may come in any order unless XLA_FLAGS=--xla_gpu_deterministic_ops=true.
+Exit status 130: interrupted by Ctrl-C, with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+from absl import flags
+from common.chat_training_checkpoints import Checkpoints, check_settings
+from common.chat_training_corpus import Mixture, training_examples, vocabulary_texts
+from common.chat_training_data import Conversation, read_dialogues
+from common.chat_training_evaluation import FIRST_TURN, Evaluation, Figures
+from common.chat_training_examples import ConversationEncoder, Example
+from common.chat_training_export import export_model
+from common.chat_training_loop import Schedule, Trained, train
+from common.chat_training_recall import recall_case
+from common.chat_training_step import Network, Parameters, TrainState, make_optimizer
+from common.chat_training_tokenizer import MIN_VOCAB_SIZE, learn_tokenizer, save_tokenizer
+from common.launch import EXIT_INTERRUPTED, Interrupt, run
+from common.report import device_name, json_line, table
+from tqdm import tqdm
+
+from model_defs import ModelConfig, num_parameters
+from pensieve_jax import ConfigError
+from pensieve_jax.text import Tokenizer, load_tokenizer
+
+FLAGS = flags.FLAGS
+HEAD_DIM = 64
+BETWEEN = (3, 6)  # turns between telling and asking, in the test
+_INITIAL_DEVIATION = 0.04  # of weights; 0.02 is made for models several times as wide
+_UNRECORDED_FLAGS = ("work_dir", "progress", "log_steps", "checkpoint_steps", "evaluation_steps")
+_UNITS = {
+    "history_loss": f"nats per token of recorded replies from turn {FIRST_TURN} on",
+    "history_reduction_percent": "how much lower the loss is with the history than without",
+    "recall_percent": f"greedy answers that hold what was told, {BETWEEN[0]} to {BETWEEN[1]} turns before",
+    "tokens_per_s": "of training, padding left out; the median of the log lines",
+    "weights_bytes": "size of model.safetensors",
+    "seconds": "from the start of this process to the end of the last evaluation",
+}
+
+
+class Dialogues(NamedTuple):
+    """The files."""
+
+    tasks: list[Conversation]
+    assistants: list[Conversation]
+    dev: list[Conversation]
+
+
+def read_files() -> Dialogues:
+    """Raises ConfigError naming the flag of a file that cannot be used."""
+    names = ("task_dialogues", "assistant_dialogues", "dev_dialogues")
+    return Dialogues(*(read_dialogues(f"--{name}", getattr(FLAGS, name)) for name in names))
+
+
+def make_tokenizer(directory: Path, dialogues: Dialogues) -> Tokenizer:
+    """That of an interrupted training, or a new one, in either case as the engine reads it."""
+    if not (directory / "tokenizer_config.json").is_file():
+        texts = vocabulary_texts(dialogues.tasks, dialogues.assistants)
+        backend: tokenizers.Tokenizer = learn_tokenizer(texts, FLAGS.vocab_size)
+        save_tokenizer(backend, directory, FLAGS.context_tokens)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def model_config(tokenizer: Tokenizer) -> ModelConfig:
+    """The model that the flags describe; raises UnsupportedModelError."""
+    assert tokenizer.eos_id is not None
+    return ModelConfig(
+        architecture="llama",
+        num_layers=FLAGS.num_layers,
+        hidden_size=FLAGS.hidden_size,
+        num_heads=FLAGS.num_heads,
+        num_kv_heads=FLAGS.num_kv_heads,
+        head_dim=HEAD_DIM,
+        intermediate_size=FLAGS.intermediate_size,
+        vocab_size=tokenizer.vocab_size,
+        max_position_embeddings=FLAGS.context_tokens,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_ids=(tokenizer.eos_id,),
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        initializer_range=_INITIAL_DEVIATION,
+    )
+
+
+def make_examples(tokenizer: Tokenizer, dialogues: Dialogues) -> list[Example]:
+    """An epoch."""
+    encoder = ConversationEncoder(tokenizer, user_weight=FLAGS.user_weight)
+    mix = Mixture(
+        recall_ratio=FLAGS.recall_ratio,
+        assistant_repeats=FLAGS.assistant_repeats,
+        fact_weight=FLAGS.fact_weight,
+        talk_weight=FLAGS.talk_weight,
+        seed=FLAGS.seed,
+    )
+    examples = training_examples(encoder, dialogues.tasks, dialogues.assistants, mix)
+    return list(tqdm(examples, desc="encoding", unit="conversation", disable=not shows_progress()))
+
+
+def make_evaluation(network: Network, tokenizer: Tokenizer, dialogues: Sequence[Conversation]) -> Evaluation:
+    """On dialogues, and facts told among them, that are not trained on."""
+    rng = random.Random(FLAGS.seed)
+    cases = [recall_case(rng, dialogues, BETWEEN) for _ in range(FLAGS.num_recall_cases)]
+    size = {"num_rows": FLAGS.num_rows, "row_len": FLAGS.context_tokens}
+    return Evaluation(network, tokenizer, dialogues, cases, **size)
+
+
+def train_by_flags(
+    directory: Path, network: Network, config: ModelConfig, examples: list[Example], evaluation: Evaluation
+) -> Trained:
+    """Until the last step or Ctrl-C."""
+
+    def evaluate(num_steps: int, parameters: Parameters) -> None:
+        show(num_steps, evaluation(parameters))
+
+    optimizer = make_optimizer(
+        learning_rate=FLAGS.learning_rate, warmup_steps=FLAGS.warmup_steps, num_steps=FLAGS.num_steps
+    )
+    with Checkpoints(directory) as checkpoints, Interrupt() as interrupt:
+        return train(
+            examples,
+            network,
+            optimizer,
+            TrainState.first(config, FLAGS.seed, optimizer),
+            checkpoints,
+            Schedule(
+                num_steps=FLAGS.num_steps,
+                num_rows=FLAGS.num_rows,
+                row_len=FLAGS.context_tokens,
+                seed=FLAGS.seed,
+                log_steps=FLAGS.log_steps,
+                checkpoint_steps=FLAGS.checkpoint_steps,
+                evaluation_steps=FLAGS.evaluation_steps,
+            ),
+            evaluate=evaluate,
+            stopping=interrupt,
+            progress=shows_progress(),
+        )
+
+
+def show(num_steps: int, figures: Figures) -> None:
+    """A table of what was measured."""
+    loss, recall = figures
+    rows = [
+        ["with history", loss.with_history, recall.with_history],
+        ["without", loss.without_history, recall.without_history],
+    ]
+    print(f"after step {num_steps}:\n{table(['', 'loss per token', 'recall %'], rows)}", flush=True)
+
+
+def report(trained: Trained, figures: Figures, config: ModelConfig, weights_bytes: int, began: float) -> str:
+    """The last line."""
+    rates = sorted(rate for _, _, rate in trained.log)
+    loss = figures.history_loss
+    results = {
+        "history_loss": loss._asdict(),
+        "history_reduction_percent": 100 * (1 - loss.with_history / loss.without_history),
+        "recall_percent": figures.recall_percent._asdict(),
+        "num_steps": trained.num_steps,
+        "num_parameters": num_parameters(config),
+        "weights_bytes": weights_bytes,
+        "training_loss": trained.log[-1][1] if trained.log else None,
+        "tokens_per_s": rates[len(rates) // 2] if rates else None,
+        "seconds": time.perf_counter() - began,
+    }
+    return json_line("train_chat_model", results, units=_UNITS, device=device_name())
+
+
+def recorded_flags() -> dict[str, Any]:
+    """What makes a training the one it is."""
+    return {
+        flag.name: flag.value
+        for flag in FLAGS.get_key_flags_for_module(sys.modules[__name__])
+        if flag.name not in _UNRECORDED_FLAGS
+    }
+
+
+def shows_progress() -> bool:
+    """Whether there are progress bars."""
+    return sys.stderr.isatty() if FLAGS.progress is None else bool(FLAGS.progress)
+
+
+def main() -> int:
+    began = time.perf_counter()
+    directory = Path(FLAGS.work_dir)
+    dialogues = read_files()
+    model_directory = directory / "model"
+    try:
+        model_directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            "--work_dir", str(directory), "a directory that can be written", str(error)
+        ) from error
+    check_settings(directory, recorded_flags())
+    tokenizer = make_tokenizer(model_directory, dialogues)
+    config = model_config(tokenizer)
+    network = Network.of(config, FLAGS.dtype)
+    evaluation = make_evaluation(network, tokenizer, dialogues.dev)
+    examples = make_examples(tokenizer, dialogues)
+    num_tokens = sum(len(example.token_ids) for example in examples)
+    print(f"{num_parameters(config):,} parameters, {len(examples):,} conversations of {num_tokens:,} tokens")
+    print(f"ready to train after {time.perf_counter() - began:.0f} s", flush=True)
+    trained = train_by_flags(directory, network, config, examples, evaluation)
+    if trained.num_steps < FLAGS.num_steps:
+        print(f"interrupted after step {trained.num_steps}; the same command goes on", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    weights_bytes = export_model(model_directory, config, trained.state.parameters)
+    figures = evaluation(trained.state.parameters)
+    show(trained.num_steps, figures)
+    print(report(trained, figures, config, weights_bytes, began))
+    return 0
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_string("work_dir", None, "Directory of the training; made if missing.", required=True)
+    flags.DEFINE_string("task_dialogues", None, "Dialogues to train on (JSON lines, .gz).", required=True)
+    flags.DEFINE_string("assistant_dialogues", None, "More of them, of another kind.", required=True)
+    flags.DEFINE_string("dev_dialogues", None, "Dialogues to evaluate on.", required=True)
+    _define_model_flags()
+    _define_training_flags()
+    flags.DEFINE_integer("num_recall_cases", 512, "Questions of the recall test.", lower_bound=1)
+    flags.DEFINE_integer("log_steps", 50, "Steps between lines, or updates of the bar.", lower_bound=1)
+    flags.DEFINE_integer("checkpoint_steps", 500, "Steps between checkpoints.", lower_bound=1)
+    flags.DEFINE_integer(
+        "evaluation_steps", 1250, "Steps between evaluations; there is one at the end.", lower_bound=1
+    )
+    flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
+
+
+def _define_model_flags() -> None:
+    flags.DEFINE_integer("num_layers", 6, "Layers.", lower_bound=1)
+    flags.DEFINE_integer("hidden_size", 256, "Width.", lower_bound=1)
+    flags.DEFINE_integer("num_heads", 4, f"Query heads of {HEAD_DIM} dimensions.", lower_bound=1)
+    flags.DEFINE_integer("num_kv_heads", 2, "Key and value heads.", lower_bound=1)
+    flags.DEFINE_integer("intermediate_size", 704, "Width of the MLP.", lower_bound=1)
+    flags.DEFINE_integer("vocab_size", 4096, "Most ids of the tokenizer.", lower_bound=MIN_VOCAB_SIZE)
+    flags.DEFINE_integer("context_tokens", 1024, "Positions, and the length of a row.", lower_bound=2)
+
+
+def _define_training_flags() -> None:
+    flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "What the model computes in.")
+    flags.DEFINE_integer("seed", 0, "Of data, order and first weights.", lower_bound=0)
+    flags.DEFINE_integer("num_steps", 2500, "Training steps.", lower_bound=1)
+    flags.DEFINE_integer("num_rows", 64, "Rows of a batch.", lower_bound=1)
+    flags.DEFINE_float("learning_rate", 2e-3, "The highest.", lower_bound=0.0)
+    flags.DEFINE_integer("warmup_steps", 100, "Steps until then.", lower_bound=0)
+    flags.DEFINE_float("recall_ratio", 2.5, "Recall conversations per task dialogue.", lower_bound=0.0)
+    flags.DEFINE_integer("assistant_repeats", 2, "Assistant conversations in an epoch.", lower_bound=0)
+    flags.DEFINE_float("fact_weight", 2.0, "What replies about facts count.", lower_bound=0.0)
+    flags.DEFINE_float("talk_weight", 0.1, "What talk around facts counts.", lower_bound=0.0)
+    flags.DEFINE_float("user_weight", 0.1, "What a token of a prompt counts.", lower_bound=0.0)
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)
