@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 from absl import flags
 from common.ceilings import Ceilings, measure_ceilings
@@ -29,6 +30,7 @@ from common.device_trace import summary, trace_kernels
 from common.engine_flags import (
     define_engine_flags,
     engine_config,
+    model_limits,
     open_parts,
     refuse_sizes,
     shows_progress,
@@ -47,6 +49,7 @@ FLAGS = flags.FLAGS
 Figures = dict[str, Any]
 _BUCKET_STEP = 16
 _NUM_TRACED_STEPS = 5
+_CPU_CEILING_BYTES, _CPU_CEILING_MATRIX = 32 << 20, 256
 _NUM_WINDOWS = 5  # of the engine's steps
 SAMPLERS = {
     "greedy": Sampled(),
@@ -257,10 +260,12 @@ def print_tables(found: Figures) -> None:
 def main() -> int:
     found_cases = cases()
     config = sized_config(found_cases)
+    model_limits()  # a model that is not there is refused before anything is measured
+    is_gpu = jax.default_backend() == "gpu"
     dtype = "bfloat16" if serving_dtype(FLAGS.dtype) == "auto" else serving_dtype(FLAGS.dtype)
     ceilings = measure_ceilings(
-        num_bytes=FLAGS.ceiling_bytes,
-        matrix_size=FLAGS.ceiling_matrix,
+        num_bytes=FLAGS.ceiling_bytes if is_gpu else min(FLAGS.ceiling_bytes, _CPU_CEILING_BYTES),
+        matrix_size=FLAGS.ceiling_matrix if is_gpu else min(FLAGS.ceiling_matrix, _CPU_CEILING_MATRIX),
         dtype=dtype,
         repeats=FLAGS.num_repeats,
     )  # before anything else takes memory

@@ -106,9 +106,9 @@ def subject_of(model: ModelConfig) -> CostSubject:
 
 def check_files() -> None:
     """Raise ConfigError, before anything is measured, for a file that could not be written afterwards."""
-    for flag, path in (("--output", FLAGS.output), ("--plot", FLAGS.plot)):
-        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-            raise ConfigError(flag, path, "a file in a directory that exists")
+    path = FLAGS.output
+    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        raise ConfigError("--output", path, "a file in a directory that exists")
     if FLAGS.plot is not None:
         check_can_plot("--plot", Path(FLAGS.plot))
 

@@ -12,7 +12,8 @@ and counts for `--window_s`. Systems:
 Every eviction policy of `--policies` is run with each of the first two. `--replicas` engines share the load
 as `--routing` says: `affinity` (a conversation stays where it began), `random` or `least-loaded` (turn by
 turn; what other replicas had answered is computed again). The first of two tables says how the load was
-served, the second where history was found and what moved; the last line is one JSON document.
+served, the second where history was found and what moved; the last line is one JSON document. A rate takes
+some seconds for each system where memory suffices, and a minute where it does not: see `--progress`.
 """
 
 from __future__ import annotations
@@ -106,9 +107,14 @@ def systems(profile: DeviceProfile) -> list[System]:
 def engine_config(profile: DeviceProfile) -> EngineConfig:
     """The engine with both tiers; raises ConfigError."""
     page_bytes = FLAGS.chunk_tokens * profile.kv_token_bytes
+    gpu_bytes = _num_bytes("--gpu_bytes", FLAGS.gpu_bytes)
+    least_bytes = max(-(-FLAGS.max_context_tokens // FLAGS.chunk_tokens), 2) * page_bytes
+    if gpu_bytes < least_bytes:
+        limit = f"at least {least_bytes:,} bytes, the state of one sequence of --max_context_tokens"
+        raise ConfigError("--gpu_bytes", FLAGS.gpu_bytes, limit)
     config = EngineConfig(
         cache=CacheConfig(
-            gpu_pages=_num_bytes("--gpu_bytes", FLAGS.gpu_bytes) // page_bytes,
+            gpu_pages=gpu_bytes // page_bytes,
             cpu_bytes=_num_bytes("--cpu_bytes", FLAGS.cpu_bytes),
             chunk_tokens=FLAGS.chunk_tokens,
         ),
@@ -237,6 +243,12 @@ def report(profile: DeviceProfile, trace: Trace, results: dict[str, list[dict[st
     print(table(columns, [found_row(*pair) for pair in pairs]))
     device = f"simulated: {FLAGS.replicas} x {profile.device}, {profile.model}, profile {profile.source}"
     print(f"{device}; {trace.name}, {trace.digest[:12]}")
+    document = {
+        "profile": {"name": FLAGS.profile, "source": profile.source, "provenance": profile.provenance},
+        "trace": {"name": trace.name, "digest": trace.digest},
+        "settings": {name: FLAGS[name].value for name in _SETTINGS},
+        "systems": results,
+    }
     if FLAGS.plot is not None:
         curves = {
             name: [
@@ -247,12 +259,6 @@ def report(profile: DeviceProfile, trace: Trace, results: dict[str, list[dict[st
             for name, found in results.items()
         }
         plot_latency(curves, f"{device}\n{trace.name}, think {FLAGS.think}", Path(FLAGS.plot))
-    document = {
-        "profile": {"name": FLAGS.profile, "source": profile.source, "provenance": profile.provenance},
-        "trace": {"name": trace.name, "digest": trace.digest},
-        "settings": {name: FLAGS[name].value for name in _SETTINGS},
-        "systems": results,
-    }
     print(json_line("simulation", document, units=UNITS, device=device))
 
 

@@ -7,7 +7,7 @@ Called by: scripts and `pensieve_jax.simulator`.
 
 from pensieve_jax.workload.arrivals import Session, make_sessions, start_mid_life
 from pensieve_jax.workload.errors import TraceError, WorkloadError
-from pensieve_jax.workload.readers import FORMATS, CountTokens, OnSkip, read_trace
+from pensieve_jax.workload.readers import FORMATS, TEXT_FORMATS, CountTokens, OnSkip, read_trace
 from pensieve_jax.workload.summary import Distribution, TraceSummary, summarize
 from pensieve_jax.workload.synthetic import (
     SHAPES,
@@ -25,6 +25,7 @@ __all__ = [
     "FORMATS",
     "SHAPES",
     "SHAREGPT",
+    "TEXT_FORMATS",
     "ULTRACHAT",
     "ConversationShape",
     "ConversationTrace",

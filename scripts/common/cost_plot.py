@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def check_can_plot(flag: str, path: Path) -> None:
-    """Raise ConfigError where there is no matplotlib, or it cannot write such a file."""
+    """Raise ConfigError where there is no matplotlib, or no such file could be written afterwards."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(flag, str(path), "a file in a directory that exists")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(flag, str(path), "left out where matplotlib is missing", "pip install matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -13,6 +13,7 @@ from pensieve_jax.text import load_tokenizer
 from pensieve_jax.workload import (
     FORMATS,
     SHAPES,
+    TEXT_FORMATS,
     CountTokens,
     ExponentialThink,
     LognormalThink,
@@ -75,6 +76,9 @@ def load_trace(max_context_tokens: int) -> Trace:
         )
     if FLAGS["workload"].present:
         raise ConfigError("--workload", FLAGS.workload, "left out beside --trace")
+    if FLAGS.tokenizer is None and FLAGS.trace_format in TEXT_FORMATS:
+        limit = f"given for --trace_format={FLAGS.trace_format}, whose files hold texts"
+        raise ConfigError("--tokenizer", None, limit)
     try:
         trace = read_trace(FLAGS.trace, format=FLAGS.trace_format, count_tokens=_count_tokens())
     except OSError as error:

@@ -50,8 +50,10 @@ _OWN_FORMAT: Final = "pensieve"
 
 FORMATS: Final = (_OWN_FORMAT, *_TEXT_READERS, *_LENGTH_READERS)
 """What `read_trace` takes as `format`; "pensieve" is what `Trace.save` writes."""
+TEXT_FORMATS: Final = tuple(_TEXT_READERS)
+"""Those whose files hold texts, which somebody has to measure."""
 
-__all__ = ["FORMATS", "CountTokens", "OnSkip", "read_trace"]
+__all__ = ["FORMATS", "TEXT_FORMATS", "CountTokens", "OnSkip", "read_trace"]
 
 
 def read_trace(
