@@ -139,7 +139,8 @@ class Request:
         self._uncomputed = list(self.holes)
         self._reused_tokens = held - swapped_in
         self._swapped_in_tokens = swapped_in
-        self._recomputed_tokens = max(self.conversation.num_computed_tokens - held, 0)
+        missing = [*self.holes, (sequence.num_kv_tokens, self.num_prompt_end)]
+        self._recomputed_tokens = sum(self._num_computed_before(start, end) for start, end in missing)
 
     def on_suspended(self) -> None:
         """Remember how much there was, before others take pages."""
@@ -165,8 +166,14 @@ class Request:
             self.resume_recomputed_tokens -= count  # it had them when it was suspended
             return
         self._reused_tokens += count
-        if start < self.conversation.num_computed_tokens:
-            self._recomputed_tokens -= count
+        self._recomputed_tokens -= self._num_computed_before(start, start + count)
+
+    def _num_computed_before(self, start: int, end: int) -> int:
+        """How many of the tokens in [start, end) an earlier turn computed.
+
+        A shared chunk can hold the last token of the history, which no turn of this conversation computed.
+        """
+        return max(min(end, self.conversation.num_computed_tokens) - start, 0)
 
     def usage(self, num_output_tokens: int) -> Usage:
         """The accounting of a reply of `num_output_tokens`."""

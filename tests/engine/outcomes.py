@@ -96,6 +96,8 @@ def check_usage(running: Running, num_granted: int, num_copied: int | None, conf
     assert known + computed == len(facts.history) + len(facts.prompt), usage
     assert min(getattr(usage, name) for name in COUNTED) >= 0, usage
     assert usage.prefilled_tokens >= len(facts.prompt) - facts.num_prefix_tokens, usage
+    # Of the history, only the last token was never computed before.
+    assert usage.prefilled_tokens <= len(facts.prompt) + 1, usage
     assert config.stateful or known == 0, "the stateless baseline kept state"
     num_extra = num_granted - computed - usage.resume_recomputed_tokens - (usage.output_tokens - 1)
     # The step of look-ahead is thrown away where an id ends the reply; by length there is none.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from tests.engine.driver import run_scenario
 from tests.engine.scenarios import random_scenario
 
@@ -34,6 +36,16 @@ LEAST = {
     "num_steps_with_a_full_cpu_tier": 1000,
     "num_turns_with_a_prefix": 1000,
 }
+
+
+# The last token of a history lies in a prefix that another conversation has computed: recomputed was -1.
+PAST_FAILURES = (490242, 499438)
+
+
+@pytest.mark.parametrize("seed", PAST_FAILURES)
+def test_a_scenario_that_failed_once(seed: int):
+    """What a longer search found stays found."""
+    run_scenario(random_scenario(seed))
 
 
 def test_seeded_scenarios_reach_what_they_are_for():
