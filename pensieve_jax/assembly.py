@@ -138,7 +138,7 @@ def _in_pages(config: EngineConfig, all_bytes: int, mesh: Mesh) -> EngineConfig:
     if fraction is None:
         return config
     page_bytes = all_bytes // mesh.devices.size
-    staging = staging_bytes(config.runner.max_num_staged_pages, page_bytes) if config.cache.cpu_pages else 0
+    staging = staging_bytes(config.cache.cpu_pages, config.runner.max_num_staged_pages, page_bytes)
     return config.with_gpu_pages(num_pages_in(fraction, list(mesh.devices.flat), page_bytes, staging))
 
 

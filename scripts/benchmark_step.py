@@ -93,8 +93,7 @@ def numbers(flag: str, texts: list[str]) -> list[int]:
 
 def sized_config(found: dict[str, list[Row]]) -> EngineConfig:
     """The flags' engine with pages and buckets for these cases, and for the crowd."""
-    refuse_sizes("gpu_pages", "gpu_memory_fraction", "cpu_pages", "cpu_bytes")
-    refuse_sizes("token_buckets", "max_num_running", "max_num_batched_tokens", "max_context_tokens")
+    refuse_sizes()
     config = engine_config()
     chunk = config.cache.chunk_tokens
     num_sequences = max(max(len(rows) for rows in found.values()), FLAGS.num_serving)

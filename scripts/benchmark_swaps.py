@@ -39,8 +39,7 @@ Figures = dict[str, Any]
 
 def sized_config() -> EngineConfig:
     """The flags' engine with room for the crowd, the donors and the returning conversation."""
-    refuse_sizes("gpu_pages", "gpu_memory_fraction", "cpu_pages", "cpu_bytes")
-    refuse_sizes("token_buckets", "max_num_running", "max_num_batched_tokens", "max_context_tokens")
+    refuse_sizes()
     config = engine_config()
     chunk_tokens, chunks = config.cache.chunk_tokens, FLAGS.num_chunks
     max_context = max(

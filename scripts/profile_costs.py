@@ -28,7 +28,7 @@ from absl import flags
 from common.chunk_steps import ChunkSteps, Measured, Sampling, measure
 from common.cost_plot import check_can_plot, plot_costs
 from common.engine_flags import shows_progress
-from common.launch import run
+from common.launch import check_can_write, run
 from common.report import device_name, json_line, table
 
 from model_defs import ModelConfig, make_mesh, source_config
@@ -106,9 +106,8 @@ def subject_of(model: ModelConfig) -> CostSubject:
 
 def check_files() -> None:
     """Raise ConfigError, before anything is measured, for a file that could not be written afterwards."""
-    path = FLAGS.output
-    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise ConfigError("--output", path, "a file in a directory that exists")
+    if FLAGS.output is not None:
+        check_can_write("--output", Path(FLAGS.output))
     if FLAGS.plot is not None:
         check_can_plot("--plot", Path(FLAGS.plot))
 

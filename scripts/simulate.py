@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 from common.cost_plot import check_can_plot
-from common.engine_flags import parse_bytes
+from common.engine_flags import parse_bytes, shows_progress
 from common.latency_plot import Point, plot_latency
 from common.launch import run
 from common.live_figures import LiveFigures
@@ -166,7 +166,7 @@ def measure(name: str, what: Scenario, who: list[Session], rate: float | None) -
     gc.collect()
     gc.freeze()  # sessions stay: no need to look at them again and again
     start_wall_s, start_s = time.perf_counter(), time.process_time()
-    with LiveFigures(title, end_s, shown=FLAGS.progress) as live:
+    with LiveFigures(title, end_s, shown=shows_progress()) as live:
         outcome = simulate(what, who, live.see)
     seconds, wall_s = time.process_time() - start_s, time.perf_counter() - start_wall_s
     gc.unfreeze()

@@ -42,6 +42,7 @@ from common.chat_training_loop import Schedule, Trained, train
 from common.chat_training_recall import recall_case
 from common.chat_training_step import Network, Parameters, TrainState, make_optimizer
 from common.chat_training_tokenizer import MIN_VOCAB_SIZE, learn_tokenizer, save_tokenizer
+from common.engine_flags import shows_progress
 from common.launch import EXIT_INTERRUPTED, Interrupt, run
 from common.report import device_name, json_line, table
 from tqdm import tqdm
@@ -201,11 +202,6 @@ def recorded_flags() -> dict[str, Any]:
         for flag in FLAGS.get_key_flags_for_module(sys.modules[__name__])
         if flag.name not in _UNRECORDED_FLAGS
     }
-
-
-def shows_progress() -> bool:
-    """Whether there are progress bars."""
-    return sys.stderr.isatty() if FLAGS.progress is None else bool(FLAGS.progress)
 
 
 def main() -> int:

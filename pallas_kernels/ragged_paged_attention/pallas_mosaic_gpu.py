@@ -36,7 +36,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_launch import (
     Shared,
     for_each_item,
 )
-from pallas_kernels.ragged_paged_attention.tile_specs import WARPGROUP_ROWS, TileSpec
+from pallas_kernels.ragged_paged_attention.tile_specs import WARPGROUP_ROWS, TileSpec, result_shapes
 
 # Registers of a thread that computes, and of one that fetches: two warpgroups of the first kind and one of
 # the second use up the register file.
@@ -68,13 +68,6 @@ def mosaic_attention(
       f32[num_partial_rows]; rows that are not these classes' hold anything.
     """
     head_dim = q.shape[2]
-    num_partial_rows = spec.partial_begin(len(spec.blocks.classes))
-    shard = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
-    shapes = (
-        shard(q.shape, q.dtype),
-        shard((num_partial_rows, head_dim), jnp.float32),
-        shard((num_partial_rows,), jnp.float32),
-    )
     # Two dimensions: a page is a run of rows, a head's keys or values are a run of columns.
     flat_kv = kv_pages.reshape(-1, kv_pages.shape[2] * head_dim)
     inputs = (tiles, page_indices.reshape(-1), q, flat_kv)
@@ -86,7 +79,7 @@ def mosaic_attention(
         launch = Launch(spec, index, page_indices.shape[1], head_dim, scale, q.dtype, interpret)
         # A class writes its own rows only; the second goes on in the buffers of the first.
         refs = [jax.new_ref(buffer) for buffer in buffers]
-        outputs = _attention_of(launch, () if refs else shapes)(*inputs, *refs)
+        outputs = _attention_of(launch, () if refs else result_shapes(spec, q))(*inputs, *refs)
         buffers = [jax.freeze(ref) for ref in refs] or list(outputs)
     return buffers
 

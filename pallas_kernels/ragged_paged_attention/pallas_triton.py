@@ -38,7 +38,7 @@ from pallas_kernels.ragged_paged_attention.tile_lists import (
     SLOT,
     TOKEN,
 )
-from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, TileSpec
+from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, TileSpec, result_shapes
 
 # Finite, so that a row which has seen no visible key yet yields no NaN; the first visible one wipes its
 # sums out.
@@ -65,13 +65,7 @@ def triton_attention(
     # Rows of head_dim elements: a 32-bit row number addresses any pool, and only its offset needs 64 bits.
     flat_q = q.reshape(num_tokens * num_q_heads, head_dim)
     flat_kv = kv_pages.reshape(-1, head_dim)
-    num_partial_rows = spec.partial_begin(len(spec.blocks.classes))
-    shard = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
-    state = [
-        shard(flat_q.shape, q.dtype),
-        shard((num_partial_rows, head_dim), jnp.float32),
-        shard((num_partial_rows,), jnp.float32),
-    ]
+    state = list(result_shapes(spec, flat_q))
     inputs = [tiles, page_indices.reshape(-1), flat_q, flat_kv]
     if buffers:
         buffers = [buffers[0].reshape(flat_q.shape), *buffers[1:]]

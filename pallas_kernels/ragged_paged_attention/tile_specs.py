@@ -7,10 +7,12 @@ array. Does not know: batches, or what a kernel does with a tile. Called by: `ap
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention.block_sizes import (
@@ -105,6 +107,20 @@ class TileSpec:
         """First row of a class's partial results; one past the last class: how many rows there are."""
         pairs = zip(self.max_num_slots[:class_index], self.blocks.classes[:class_index], strict=True)
         return sum(slots * self.num_kv_heads * c.rows for slots, c in pairs)
+
+
+def result_shapes(spec: TileSpec, q: jax.Array) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What the kernels of all classes write, each its own rows: results like `q`, and parts of split ranges.
+
+    Parts are sums f32[num_partial_rows, head_dim] and their log-sum-exps in base 2 f32[num_partial_rows].
+    """
+    shard = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
+    num_partial_rows = spec.partial_begin(len(spec.blocks.classes))
+    return (
+        shard(q.shape, q.dtype),
+        shard((num_partial_rows, q.shape[-1]), jnp.float32),
+        shard((num_partial_rows,), jnp.float32),
+    )
 
 
 def make_tile_spec(

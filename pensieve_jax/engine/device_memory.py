@@ -22,12 +22,12 @@ def memory_limit_bytes(device: jax.Device) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def staging_bytes(num_staged_pages: int, page_bytes: int) -> int:
-    """The most that chunks in transit take of a device: one set out, and two in.
+def staging_bytes(cpu_pages: int, num_staged_pages: int, page_bytes: int) -> int:
+    """The most that chunks in transit take of a device: one set out, and two in; none without a host tier.
 
     What a step scatters is freed after it, and the next copies are started before it.
     """
-    return 3 * num_staged_pages * page_bytes
+    return 3 * num_staged_pages * page_bytes if cpu_pages else 0
 
 
 def num_pages_in(fraction: float, devices: Sequence[jax.Device], page_bytes: int, staging_bytes: int) -> int:

@@ -63,15 +63,14 @@ class DeviceTransfers:
           ConfigError: the machine has less memory than that.
         """
         self._storage, self._num_groups = storage, len(storage.groups)
-        self._max_num_staged, self.retrieval_priority = max_num_staged_pages, retrieval_priority
+        self.retrieval_priority = retrieval_priority
         self._host = HostPool(storage, cpu_pages, num_spare=min(max_num_staged_pages, cpu_pages))
         self._copies = PageCopies(storage, pools, max_num_staged_pages)
         self._mover = Mover()
         parts = storage, self._host, self._copies, self._mover, max_num_staged_pages
         self._outgoing, self._incoming = OutgoingCopies(*parts), IncomingCopies(*parts)
-        is_used = cpu_pages > 0
-        self.staging_bytes = staging_bytes(max_num_staged_pages, storage.page_bytes) if is_used else 0
-        self.num_preparations = self._host.num_pieces + self._copies.num_executables if is_used else 0
+        self.staging_bytes = staging_bytes(cpu_pages, max_num_staged_pages, storage.page_bytes)
+        self.num_preparations = self._host.num_pieces + self._copies.num_executables if cpu_pages else 0
 
     def grow(self) -> Iterator[str]:
         """Take all host memory; yields after every part of it.
@@ -151,8 +150,7 @@ class DeviceTransfers:
         if not self._incoming.staged:
             self._outgoing.start()
         moving = self._incoming.staged or self._outgoing.in_flight
-        # Half of what can be staged, so that the other half moves while what has ended is dealt with.
-        self._mover.wait_for(moving, min(len(moving), max(self._max_num_staged // 2, 1)))
+        self._mover.wait_for(moving, min(len(moving), self._outgoing.window))
 
     def reset(self) -> None:
         """Forget what is in flight; what slots hold stays good. The runner calls it, before new pools."""

@@ -27,6 +27,7 @@ class OutgoingCopies:
       in_flight: in the order of their gathers, started or not.
       done: ids of copies that slots hold now and `completed` has not named yet.
       num_chunks: started so far.
+      window: half of what can be staged: where there are many, it is refilled while the other half moves.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class OutgoingCopies:
         """Nothing on its way; at most `max_num_staged` chunks will be at a time."""
         self._host_sharding, self._groups = storage.host_sharding, range(len(storage.groups))
         self._host, self._copies, self._mover = host, copies, mover
-        self._max_num_staged = max_num_staged
+        self._max_num_staged, self.window = max_num_staged, max(max_num_staged // 2, 1)
         self.in_flight: deque[InFlight] = deque()
         self.done: list[int] = []
         self.num_chunks = 0
@@ -48,8 +49,7 @@ class OutgoingCopies:
         """
         rest = list(copies)
         while rest:
-            # Where there are many, one half of staging is refilled while the other half moves.
-            self._make_room(min(len(rest), max(self._max_num_staged // 2, 1)))
+            self._make_room(min(len(rest), self.window))
             room = self._max_num_staged - len(self.in_flight)
             batch, rest = rest[:room], rest[room:]
             with self._mover.dispatching():

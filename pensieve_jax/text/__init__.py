@@ -7,11 +7,12 @@ Called by: `pensieve_jax.llm` and the engine loop.
 
 from pensieve_jax.text.chat import ChatFormat, EarlierTurn
 from pensieve_jax.text.detokenizer import IncrementalDetokenizer
-from pensieve_jax.text.loading import byte_tokenizer, load_tokenizer
+from pensieve_jax.text.loading import CHAT_TEMPLATE, byte_tokenizer, load_tokenizer
 from pensieve_jax.text.messages import ROLES, Message, check_messages
 from pensieve_jax.text.tokenizer import Tokenizer
 
 __all__ = [
+    "CHAT_TEMPLATE",
     "ROLES",
     "ChatFormat",
     "EarlierTurn",

@@ -19,7 +19,7 @@ from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.text.tokenizer import Tokenizer
 
 _BYTE_SPECIALS: Final = ("<bos>", "<eos>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
-_BYTE_CHAT_TEMPLATE: Final = """\
+CHAT_TEMPLATE: Final = """\
 {{ bos_token }}
 {%- for message in messages %}
     {%- if message.role not in ("system", "user", "assistant") %}
@@ -71,7 +71,7 @@ def byte_tokenizer() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(_BYTE_SPECIALS))
     return Tokenizer(
-        backend, bos_token="<bos>", eos_token="<eos>", wants_bos=True, chat_template=_BYTE_CHAT_TEMPLATE
+        backend, bos_token="<bos>", eos_token="<eos>", wants_bos=True, chat_template=CHAT_TEMPLATE
     )
 
 

@@ -1,6 +1,6 @@
-"""The small chat model's tokenizer: byte-level BPE with chat markers, and its chat template.
+"""The small chat model's tokenizer: byte-level BPE with the markers of the project's chat template.
 
-Owns: the markers, the template, how the vocabulary is learned, and the files it is kept in.
+Owns: the markers, how the vocabulary is learned, and the files it is kept in.
 Does not know: conversations or the model.
 Called by: `train_chat_model`; `pensieve_jax.text.load_tokenizer` reads the files back.
 
@@ -18,23 +18,12 @@ from typing import Final
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from pensieve_jax.text import CHAT_TEMPLATE
+
 BEGIN: Final = "<|begin|>"
 END: Final = "<|end|>"
 MARKERS: Final = (BEGIN, END, "<|system|>", "<|user|>", "<|assistant|>")
 MIN_VOCAB_SIZE: Final = len(MARKERS) + 256
-
-CHAT_TEMPLATE: Final = """\
-{{ bos_token }}
-{%- for message in messages %}
-    {%- if message.role not in ("system", "user", "assistant") %}
-        {{- raise_exception("this template knows the roles system, user and assistant") }}
-    {%- endif %}
-    {{- "<|" + message.role + "|>" + message.content + "<|end|>" }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- "<|assistant|>" }}
-{%- endif %}
-"""
 
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:

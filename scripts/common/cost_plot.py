@@ -10,6 +10,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.launch import check_can_write
 from pensieve_jax import ConfigError
 from pensieve_jax.cache.cost import CostPoint, CostProfile
 
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
 
 def check_can_plot(flag: str, path: Path) -> None:
     """Raise ConfigError where there is no matplotlib, or no such file could be written afterwards."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(flag, str(path), "a file in a directory that exists")
+    check_can_write(flag, path)
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(flag, str(path), "left out where matplotlib is missing", "pip install matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg

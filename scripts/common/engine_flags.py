@@ -29,6 +29,10 @@ from pensieve_jax.config import ATTENTION_BACKENDS, POLICIES
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 _CACHE, _SCHEDULER, _RUNNER = CacheConfig(), SchedulerConfig(), RunnerConfig()
+_SIZES = (
+    *("gpu_pages", "gpu_memory_fraction", "cpu_pages", "cpu_bytes"),
+    *("token_buckets", "max_num_running", "max_num_batched_tokens", "max_context_tokens"),
+)
 _BYTES_OF = {"": 1, "B": 1} | {
     f"{prefix}{unit}": base**power
     for power, prefix in enumerate("KMGT", start=1)
@@ -99,9 +103,9 @@ def _define_tier_flags() -> None:
     )
 
 
-def refuse_sizes(*names: str) -> None:
-    """For launchers that choose these sizes themselves; raises ConfigError for one that was given."""
-    for name in names:
+def refuse_sizes() -> None:
+    """For launchers whose cases say how large tiers and steps are; raises ConfigError if a flag does, too."""
+    for name in _SIZES:
         if not FLAGS[name].using_default_value:
             raise ConfigError(f"--{name}", FLAGS[name].value, "left out: it follows from what is measured")
 

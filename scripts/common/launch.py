@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -20,13 +21,19 @@ from absl import app, flags, logging
 
 from model_defs import ModelError
 from pallas_kernels.ragged_paged_attention import AttentionArgumentError
-from pensieve_jax import PensieveError
+from pensieve_jax import ConfigError, PensieveError
 
 FLAGS = flags.FLAGS
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_NO_READER = 128 + signal.SIGPIPE
+
+
+def check_can_write(flag: str, path: Path) -> None:
+    """Raise ConfigError, before hours of work, for a file that could not be written after them."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(flag, str(path), "a file in a directory that exists")
 
 
 def run(main: Callable[[], int]) -> None:

@@ -5,7 +5,6 @@ Owns: which figures, and over how many answers. Does not know: who answers. Call
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from types import TracebackType
 from typing import Self
@@ -25,11 +24,10 @@ class LiveFigures:
       num_answers: seen so far.
     """
 
-    def __init__(self, title: str, end_s: float | None, *, shown: bool | None) -> None:
-        """Up to `end_s`, if that is known; `shown` None is: on a terminal."""
-        hidden = not (sys.stderr.isatty() if shown is None else shown)
+    def __init__(self, title: str, end_s: float | None, *, shown: bool) -> None:
+        """Up to `end_s`, if that is known; nothing shows unless `shown`."""
         layout = "{desc}: {n:.0f}/{total_fmt} s [{elapsed}]{postfix}"
-        self._bar = tqdm(desc=title, total=end_s, disable=hidden, leave=False, bar_format=layout)
+        self._bar = tqdm(desc=title, total=end_s, disable=not shown, leave=False, bar_format=layout)
         self._latest: deque[Answer] = deque(maxlen=_NUM_LATEST)
         self.num_answers = 0
 
