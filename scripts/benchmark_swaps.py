@@ -16,6 +16,7 @@ missed, unless `--noenforce`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import time
 from collections.abc import Callable
@@ -78,13 +79,14 @@ def num_donors() -> int:
 
 
 def crowd_steps() -> int:
-    """Steps that the crowd decodes for, with some to spare."""
+    """Steps that a crowd decodes for, in the longest of the parts that begin with a fresh one."""
     if "beside" not in FLAGS.parts:
         return 0
     steps, repeats, settling = FLAGS.num_steps, FLAGS.num_repeats, 6
     swap_ins = (repeats + 1) * (2 * (steps + settling) + settling)
-    swap_outs = 4 * repeats * (steps + settling)
-    return swap_ins + swap_outs + 4 * ((repeats + 1) // 2) * (steps + 3 * settling)
+    swap_outs = 2 * repeats * (steps + settling)
+    ablation = 2 * ((repeats + 1) // 2) * (steps + 3 * settling)
+    return max(swap_ins, swap_outs, ablation)
 
 
 def chunks_per_step() -> int:
@@ -144,10 +146,9 @@ def compared(with_s: list[float], without_s: list[float], num_steps: int) -> Fig
     }
 
 
-def beside_decoding(stage: Stage, transfers: DeviceTransfers) -> Figures:
-    """Swap-ins and swap-outs while the crowd decodes."""
-    steps, chunks = FLAGS.num_steps, FLAGS.num_chunks
-    found: Figures = {}
+def swap_ins(stage: Stage, transfers: DeviceTransfers) -> Figures:
+    """A history that comes back from the CPU tier, against the same one on the device."""
+    steps = FLAGS.num_steps
     cold: list[Return] = []
     hot: list[Return] = []
     swapping = {"num_swap_in_copies": 0.0, "swap_dispatch_s": 0.0}
@@ -163,7 +164,7 @@ def beside_decoding(stage: Stage, transfers: DeviceTransfers) -> Figures:
                 swapping[figure] += after[figure] - before[figure]
     cold, hot = cold[1:], hot[1:]
     returns = FLAGS.num_repeats + 1
-    found["swap-in"] = compared([r.window_s for r in cold], [r.window_s for r in hot], steps) | {
+    return compared([r.window_s for r in cold], [r.window_s for r in hot], steps) | {
         "swapped_in_tokens": cold[0].swapped_in_tokens,
         "steps_to_first_token": Spread.of([r.num_steps for r in cold]).as_dict(),
         "steps_to_first_token_without": Spread.of([r.num_steps for r in hot]).as_dict(),
@@ -172,53 +173,67 @@ def beside_decoding(stage: Stage, transfers: DeviceTransfers) -> Figures:
         "num_copies": swapping["num_swap_in_copies"] / returns,
         "dispatch_s": swapping["swap_dispatch_s"] / returns,
     }
+
+
+def swap_outs(stage: Stage, transfers: DeviceTransfers, action: Callable[[int], None]) -> Figures:
+    """Windows of steps that each begin with `action`, of the step's number, against windows without."""
+    steps, repeats = FLAGS.num_steps, FLAGS.num_repeats
+    before = transfers.stats()
+    with_s: list[float] = []
+    without_s: list[float] = []
+    for number in range(repeats):
+        for is_with in (True, False) if number % 2 == 0 else (False, True):
+            seconds = stage.window(steps, action if is_with else lambda _: None)
+            (with_s if is_with else without_s).append(seconds)
+    after = transfers.stats()
+    return compared(with_s, without_s, steps) | {
+        "num_copies_per_window": (after["num_swap_out_copies"] - before["num_swap_out_copies"]) / repeats,
+        "dispatch_per_window_s": (after["swap_dispatch_s"] - before["swap_dispatch_s"]) / repeats,
+    }
+
+
+def ablation(stage: Stage, transfers: DeviceTransfers, name: str) -> Figures:
+    """What `name`, retrieval priority or prefetch, changes."""
+    owner = transfers if name == "retrieval_priority" else stage.engine.cache
+    returns: dict[bool, list[Return]] = {True: [], False: []}
+    for number in range((FLAGS.num_repeats + 1) // 2):
+        for value in (True, False) if number % 2 == 0 else (False, True):
+            setattr(owner, name, value)
+            stage.away(pieces=1)
+            if name == "prefetch":
+                returns[value].append(stage.comes_back_to_a_full_batch(FLAGS.num_steps))
+            else:
+                burst = lambda: stage.push_out(FLAGS.num_chunks)  # noqa: E731
+                returns[value].append(stage.comes_back(FLAGS.num_steps, begin=burst))
+    setattr(owner, name, True)
+    return {
+        "on" if value else "off": {
+            "steps_to_first_token": Spread.of([r.num_steps for r in some]).as_dict(),
+            "first_token_s": Spread.of([r.first_token_s for r in some]).as_dict(),
+            "window_s": Spread.of([r.window_s for r in some]).as_dict(),
+        }
+        for value, some in returns.items()
+    }
+
+
+def beside_decoding(stage: Stage, transfers: DeviceTransfers) -> tuple[Figures, Figures]:
+    """Swap-ins and swap-outs while a crowd decodes; and what two switches change."""
+
+    def beside(part: Callable[[], Figures]) -> Figures:
+        stage.start_crowd(FLAGS.num_decodes, FLAGS.context_tokens, FLAGS.max_crowd_tokens)
+        found = part()
+        stage.end_crowd()
+        return found
+
     actions: dict[str, Callable[[int], None]] = {
         "swap-out at the rate of decoding": lambda number: stage.push_out(chunks_per_step()),
-        "swap-out of a burst": lambda number: stage.push_out(0 if number else chunks),
+        "swap-out of a burst": lambda number: stage.push_out(0 if number else FLAGS.num_chunks),
     }
+    decoding = {"swap-in": beside(lambda: swap_ins(stage, transfers))}
     for name, action in actions.items():
-        before = transfers.stats()
-        with_s: list[float] = []
-        without_s: list[float] = []
-        for number in range(FLAGS.num_repeats):
-            for is_with in (True, False) if number % 2 == 0 else (False, True):
-                seconds = stage.window(steps, action if is_with else lambda _: None)
-                (with_s if is_with else without_s).append(seconds)
-        after = transfers.stats()
-        found[name] = compared(with_s, without_s, steps) | {
-            "num_copies_per_window": (after["num_swap_out_copies"] - before["num_swap_out_copies"])
-            / FLAGS.num_repeats,
-            "dispatch_per_window_s": (after["swap_dispatch_s"] - before["swap_dispatch_s"])
-            / FLAGS.num_repeats,
-        }
-    return found
-
-
-def ablations(stage: Stage, transfers: DeviceTransfers) -> Figures:
-    """What retrieval priority and prefetch change, beside the crowd."""
-    chunks, found = FLAGS.num_chunks, {}
-    for name in ("retrieval_priority", "prefetch"):
-        owner = transfers if name == "retrieval_priority" else stage.engine.cache
-        returns: dict[bool, list[Return]] = {True: [], False: []}
-        for _ in range((FLAGS.num_repeats + 1) // 2):
-            for value in (True, False):
-                setattr(owner, name, value)
-                stage.away(pieces=1)
-                if name == "prefetch":
-                    returns[value].append(stage.comes_back_to_a_full_batch(FLAGS.num_steps))
-                else:
-                    push = lambda: stage.push_out(chunks)  # noqa: E731
-                    returns[value].append(stage.comes_back(FLAGS.num_steps, begin=push))
-        setattr(owner, name, True)
-        found[name] = {
-            "on" if value else "off": {
-                "steps_to_first_token": Spread.of([r.num_steps for r in some]).as_dict(),
-                "first_token_s": Spread.of([r.first_token_s for r in some]).as_dict(),
-                "window_s": Spread.of([r.window_s for r in some]).as_dict(),
-            }
-            for value, some in returns.items()
-        }
-    return found
+        decoding[name] = beside(functools.partial(swap_outs, stage, transfers, action))
+    switches = ("retrieval_priority", "prefetch")
+    return decoding, {name: beside(functools.partial(ablation, stage, transfers, name)) for name in switches}
 
 
 def targets(found: Figures) -> list[Figures]:
@@ -300,10 +315,7 @@ def measure(parts: Assembled) -> Figures:
         found["idle engine"] = idle_engine(stage)
     if "beside" in FLAGS.parts:
         stage.make_donors(num_donors(), FLAGS.num_chunks)
-        stage.start_crowd(FLAGS.num_decodes, FLAGS.context_tokens, FLAGS.max_crowd_tokens)
-        found["beside decoding"] = beside_decoding(stage, transfers)
-        found["ablations"] = ablations(stage, transfers)
-        stage.end_crowd()
+        found["beside decoding"], found["ablations"] = beside_decoding(stage, transfers)
     gc.unfreeze()
     parts.engine.check_integrity()
     return found
@@ -313,7 +325,7 @@ def main() -> int:
     config = sized_config()
     needed = crowd_steps()
     if FLAGS.max_crowd_tokens < needed:
-        limit = f"at least {needed}, about as many steps as all windows and what settles between them take"
+        limit = f"at least {needed}, about as many steps as the windows of one part take"
         raise ConfigError("--max_crowd_tokens", FLAGS.max_crowd_tokens, limit)
     start_s = time.perf_counter()
     parts = open_parts(config)
@@ -349,13 +361,13 @@ def define_flags() -> None:
     )
     flags.DEFINE_integer("num_decodes", 128, "Sequences that decode beside the swaps.", lower_bound=1)
     flags.DEFINE_integer("context_tokens", 800, "Context that each of them begins with.", lower_bound=1)
-    flags.DEFINE_integer("max_crowd_tokens", 1400, "The most that each of them may add to it.", lower_bound=1)
+    flags.DEFINE_integer("max_crowd_tokens", 1000, "The most that each of them may add to it.", lower_bound=1)
     flags.DEFINE_integer(
         "num_chunks", 62, "Chunks of the history that returns, and of a burst out.", lower_bound=1
     )
     flags.DEFINE_integer("prompt_tokens", 38, "New tokens of the returning turn.", lower_bound=1)
-    flags.DEFINE_integer("num_steps", 12, "Steps of a window.", lower_bound=2)
-    flags.DEFINE_integer("num_repeats", 7, "Windows of each kind.", lower_bound=1)
+    flags.DEFINE_integer("num_steps", 8, "Steps of a window.", lower_bound=2)
+    flags.DEFINE_integer("num_repeats", 21, "Windows of each kind.", lower_bound=1)
     flags.DEFINE_bool("enforce", True, "Exit with 1 if a target is missed.")
     define_engine_flags()
 
