@@ -133,7 +133,7 @@ def make_runner(
 
 def _in_pages(config: EngineConfig, all_bytes: int, mesh: Mesh) -> EngineConfig:
     """Sizes of tiers as pages, of `all_bytes` on all devices together, which have the weights already."""
-    config = config.with_cpu_pages(all_bytes)
+    config = config.with_cpu_pages(all_bytes).with_staged_pages(all_bytes)
     fraction = config.cache.gpu_memory_fraction
     if fraction is None:
         return config

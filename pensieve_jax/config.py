@@ -15,6 +15,8 @@ from typing import TypeGuard
 from pensieve_jax.core.errors import ConfigError
 
 CHUNK_SIZES_TOKENS = (16, 32, 64)
+_STAGED_BYTES = 10**9  # of chunks in transit, each way: some 20 ms of copying
+_LEAST_STAGED_PAGES = 16
 ATTENTION_BACKENDS = ("auto", "xla", "pallas_triton", "pallas_mosaic_gpu")
 POLICIES = ("retention", "lru", "conversation", "trailing")
 
@@ -156,6 +158,8 @@ class SchedulerConfig:
       token_buckets: padded step sizes, ascending, the last one `max_num_batched_tokens`; None derives
         `max_num_buckets` of them, geometrically.
       max_num_buckets: how many sizes are derived. Each is one executable, compiled before serving.
+      unified: False pauses generation while a new or returning request can compute what it misses: a step
+        holds prompts and recomputation, or decodes, never both. For comparison (the paper's Figure 13).
     """
 
     max_num_running: int = 64
@@ -164,6 +168,7 @@ class SchedulerConfig:
     max_context_tokens: int | None = None
     token_buckets: tuple[int, ...] | None = None
     max_num_buckets: int = 4
+    unified: bool = True
 
     @property
     def row_limit(self) -> int:
@@ -200,6 +205,7 @@ class SchedulerConfig:
                 "a tuple of ascending integers that ends with max_num_batched_tokens "
                 f"({self.max_num_batched_tokens})",
             )
+        _require(isinstance(self.unified, bool), "scheduler.unified", self.unified, "True or False")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,8 +218,9 @@ class RunnerConfig:
       tensor_parallel_size: devices that share each layer (axis `tp` of the mesh).
       num_layer_groups: parts of a step, each with its share of the layers, at most as many as there are
         layers. Chunks move between tiers in as many pieces, so that a part computes while the next one's
-        pieces are copied.
-      max_num_staged_pages: chunks on their way in, or out, at once; device memory beside the pool.
+        pieces are copied; more and smaller pieces cost the host more, and bulk copies are slower.
+      max_num_staged_pages: the most chunks on their way in, or out, at once, which take device memory beside
+        the pool: with a real model as many of them as 1 GB holds, but 16 in any case.
       max_logprobs: the most top alternatives that a request may ask logprobs for.
       max_banned_ids: the most ids that `min_tokens` may have to keep from being sampled (end-of-sequence
         and stop ids of one request).
@@ -224,8 +231,8 @@ class RunnerConfig:
 
     attention_backend: str = "auto"
     tensor_parallel_size: int = 1
-    num_layer_groups: int = 1
-    max_num_staged_pages: int = 64
+    num_layer_groups: int = 2
+    max_num_staged_pages: int = 128
     max_logprobs: int = 8
     max_banned_ids: int = 8
     max_position_embeddings: int | None = None
@@ -298,6 +305,12 @@ class EngineConfig:
     def with_gpu_pages(self, num_pages: int) -> EngineConfig:
         """The same with `cache.gpu_memory_fraction` turned into pages."""
         return replace(self, cache=replace(self.cache, gpu_pages=num_pages, gpu_memory_fraction=None))
+
+    def with_staged_pages(self, page_bytes: int) -> EngineConfig:
+        """The same with `runner.max_num_staged_pages` lowered to what keeps transfers of such pages busy."""
+        enough = max(_STAGED_BYTES // page_bytes, _LEAST_STAGED_PAGES)
+        num_pages = min(self.runner.max_num_staged_pages, enough)
+        return replace(self, runner=replace(self.runner, max_num_staged_pages=num_pages))
 
     def with_cpu_pages(self, page_bytes: int) -> EngineConfig:
         """The same with `cache.cpu_bytes` turned into pages of `page_bytes`, all devices together.

@@ -106,6 +106,15 @@ def test_the_context_is_what_is_asked_for_or_what_model_and_pool_allow():
         few.resolve_context_tokens(1000)
 
 
+def test_staging_holds_a_gigabyte():
+    """Of small pages as many as are asked for, of large ones fewer, but enough to keep copies going."""
+    config = EngineConfig(runner=RunnerConfig(max_num_staged_pages=100))
+    held = [config.with_staged_pages(size).runner.max_num_staged_pages for size in (10**6, 2 * 10**7, 10**9)]
+    assert held == [100, 50, 16]
+    few = EngineConfig(runner=RunnerConfig(max_num_staged_pages=4))
+    assert few.with_staged_pages(10**9) == few
+
+
 def test_the_reserve_is_a_share_of_the_pool():
     assert CacheConfig(gpu_pages=40).reserve_pages == 4
     assert CacheConfig(gpu_pages=9).reserve_pages == 0

@@ -5,8 +5,8 @@ Does not know: whose chunks they are, or what a step computes.
 Called by: the engine, through the `Transfers` protocol, and by `model_runner`, which lets rushed copies land.
 
 Every copy is enqueued before a step is dispatched and runs beside it, because the runtime lets a copy into a
-new buffer wait for whatever computation was dispatched before it; and the copy engines serve in order, so
-what is small and urgent (a step's plan, page numbers) goes first. `outgoing` and `incoming` are the two ways.
+new buffer wait for whatever computation was dispatched before it. What is small and urgent (a step's plan,
+page numbers) goes first. `outgoing` and `incoming` are the two ways.
 Copies that start together are one batched call, and arrive in no order.
 """
 
@@ -70,7 +70,7 @@ class DeviceTransfers:
         parts = storage, self._host, self._copies, self._mover, max_num_staged_pages
         self._outgoing, self._incoming = OutgoingCopies(*parts), IncomingCopies(*parts)
         self.staging_bytes = staging_bytes(cpu_pages, max_num_staged_pages, storage.page_bytes)
-        self.num_preparations = self._host.num_pieces + self._copies.num_executables if cpu_pages else 0
+        self.num_preparations = self._host.num_pieces + self._copies.num_executables + 1 if cpu_pages else 0
 
     def grow(self) -> Iterator[str]:
         """Take all host memory; yields after every part of it.
@@ -83,11 +83,15 @@ class DeviceTransfers:
     def jobs(self) -> Iterator[CompilationJob]:
         """What is to be compiled before anything moves."""
         if self._host.num_slots:
+            yield self._incoming.mark.job()
             yield from self._copies.jobs()
 
     def rehearse(self) -> None:
         """Run every executable once, which loads its kernels; page 0 keeps its contents."""
-        for num_chunks in self._copies.sizes if self._host.num_slots else ():
+        if not self._host.num_slots:
+            return
+        self._incoming.mark.place()
+        for num_chunks in self._copies.sizes:
             pages = [0] * num_chunks
             pieces = [piece for chunk in self._copies.gather(pages) for piece in chunk]
             pinned = copy_arrays(pieces, self._storage.host_sharding)

@@ -21,6 +21,8 @@ from pensieve_jax.cache.copies import Copy
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.engine.batched_copies import copy_arrays
 
+_POLL_S = 5e-5
+
 
 @dataclass(eq=False)
 class InFlight:
@@ -74,14 +76,13 @@ class Mover:
             transfer.start_step = self.num_steps
 
     def wait_for(self, moving: Collection[InFlight], count: int) -> None:
-        """Block until `count` of them have ended, whichever; `check` says whether they ended well."""
+        """Block until `count` of them have ended, whichever; `check` says whether they ended well.
+
+        It polls: the runtime can wait for a given array only, and any given one may be the last to end.
+        """
         start = time.perf_counter()
-        while True:
-            waiting = [transfer for transfer in moving if not transfer.is_ready()]
-            if len(moving) - len(waiting) >= count:
-                break
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                jax.block_until_ready(waiting[0].target)
+        while sum(transfer.is_ready() for transfer in moving) < count:
+            time.sleep(_POLL_S)
         self.stall_s += time.perf_counter() - start
 
     def check(self, ended: Iterable[InFlight]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from pensieve_jax.cache.copies import Copy
+from pensieve_jax.engine.arrival_mark import ArrivalMark
 from pensieve_jax.engine.host_pool import HostPool
 from pensieve_jax.engine.in_flight import InFlight, Mover, is_ready, part
 from pensieve_jax.engine.kv_storage import KVStorage
@@ -28,6 +29,7 @@ class IncomingCopies:
     Attributes:
       staged: started, to be scattered before a later step.
       rushed: started in part or whole, to be scattered with the next step.
+      mark: has the step's plan arrive before the chunks that are copied beside it.
       num_chunks: started so far.
     """
 
@@ -35,6 +37,7 @@ class IncomingCopies:
         self, storage: KVStorage, host: HostPool, copies: PageCopies, mover: Mover, max_num_staged: int
     ) -> None:
         """Nothing on its way; at most `max_num_staged` chunks will be at a time."""
+        self.mark = ArrivalMark(storage.sharding)
         self._sharding, self._groups = storage.sharding, range(len(storage.groups))
         self._host, self._copies, self._mover = host, copies, mover
         self._max_num_staged = max_num_staged
@@ -92,9 +95,12 @@ class IncomingCopies:
             self.rushed, self._rushed_targets = [], None
 
     def start_queued(self) -> None:
-        """Copy what is queued, as far as there is room; raises StepFailedError."""
+        """Copy what is queued and has room, behind what was sent before; raises StepFailedError."""
         room = self._max_num_staged - len(self.staged) - len(self.rushed)
         batch = [self._queued.popleft() for _ in range(min(room, len(self._queued)))]
+        if batch:
+            with self._mover.dispatching():
+                self.mark.place()
         self._start(batch, self._groups)
         self.staged.extend(batch)
 

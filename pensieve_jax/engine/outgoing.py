@@ -19,6 +19,8 @@ from pensieve_jax.engine.in_flight import InFlight, Mover, part
 from pensieve_jax.engine.kv_storage import KVStorage
 from pensieve_jax.engine.page_copies import PageCopies
 
+_WINDOW = 16  # a size of `PageCopies`: one gather
+
 
 class OutgoingCopies:
     """Copies from pages to host slots.
@@ -27,7 +29,8 @@ class OutgoingCopies:
       in_flight: in the order of their gathers, started or not.
       done: ids of copies that slots hold now and `completed` has not named yet.
       num_chunks: started so far.
-      window: half of what can be staged: where there are many, it is refilled while the other half moves.
+      window: chunks that are awaited and staged together where there are more than can be staged: a small
+        part of what moves meanwhile, and few enough that the first are on their way soon.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class OutgoingCopies:
         """Nothing on its way; at most `max_num_staged` chunks will be at a time."""
         self._host_sharding, self._groups = storage.host_sharding, range(len(storage.groups))
         self._host, self._copies, self._mover = host, copies, mover
-        self._max_num_staged, self.window = max_num_staged, max(max_num_staged // 2, 1)
+        self._max_num_staged, self.window = max_num_staged, min(_WINDOW, -(-max_num_staged // 2))
         self.in_flight: deque[InFlight] = deque()
         self.done: list[int] = []
         self.num_chunks = 0
@@ -47,16 +50,19 @@ class OutgoingCopies:
         Raises:
           StepFailedError: the device refused, or an earlier copy has failed.
         """
-        rest = list(copies)
-        while rest:
-            self._make_room(min(len(rest), self.window))
-            room = self._max_num_staged - len(self.in_flight)
-            batch, rest = rest[:room], rest[room:]
+        self._finish()
+        fits = len(self.in_flight) + len(copies) <= self._max_num_staged
+        size = max(len(copies), 1) if fits else self.window
+        for start in range(0, len(copies), size):
+            batch = copies[start : start + size]
+            self._make_room(len(batch))
             with self._mover.dispatching():
                 chunks = self._copies.gather([copy.page for copy in batch])
             for copy, chunk in zip(batch, chunks, strict=True):
                 self._host.clear(copy.slot)
                 self.in_flight.append(InFlight(copy, chunk, start_step=self._mover.num_steps))
+            if not fits:
+                self.start()
 
     def start(self) -> None:
         """Copy what is held back; raises StepFailedError."""
@@ -82,7 +88,6 @@ class OutgoingCopies:
 
     def _make_room(self, num_chunks: int) -> None:
         """Block until `num_chunks` more can be staged."""
-        self._finish()
         num_over = len(self.in_flight) + num_chunks - self._max_num_staged
         if num_over > 0:
             self.start()

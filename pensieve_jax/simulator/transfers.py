@@ -23,6 +23,7 @@ from pensieve_jax.simulator.clock import Timeline
 from pensieve_jax.simulator.profile import DeviceProfile, LinkCosts
 
 _MAX_HELD_STEPS = 4  # as of `engine.device_transfers`
+_WINDOW = 16  # as of `engine.outgoing`
 
 
 class _Moving:
@@ -82,7 +83,7 @@ class SimulatedTransfers:
         self._timeline = timeline
         self._chunk_bytes = chunk_bytes
         self._max_num_staged = max_num_staged
-        self._window = max(max_num_staged // 2, 1)
+        self._window = min(_WINDOW, -(-max_num_staged // 2))
         self._retrieval_priority = retrieval_priority
         self._in = _Link(profile.to_device, chunk_bytes, profile.both_ways_share)
         self._out = _Link(profile.to_host, chunk_bytes, profile.both_ways_share)

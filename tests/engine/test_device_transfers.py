@@ -149,15 +149,22 @@ def test_full_staging_blocks():
 
 @pytest.fixture
 def one_by_one(monkeypatch):
-    """Copies end when somebody blocks on them, and not before."""
-    ended = []
-    monkeypatch.setattr(InFlight, "is_ready", lambda self: any(self.target is target for target in ended))
-    monkeypatch.setattr(jax, "block_until_ready", lambda target: (ended.append(target), target)[1])
+    """Copies end while somebody waits, one at a time from the last one looked at, and not before."""
+    ended, looked_at = [], []
+
+    def is_ready(transfer):
+        if any(transfer.target is target for target in ended):
+            return True
+        looked_at.append(transfer.target)
+        return False
+
+    monkeypatch.setattr(InFlight, "is_ready", is_ready)
+    monkeypatch.setattr(in_flight.time, "sleep", lambda _: ended.append(looked_at.pop()))
     return ended
 
 
-def test_staging_is_left_and_filled_by_halves(one_by_one, monkeypatch):
-    """What has room goes at once; then others follow as soon as half of the room is left again."""
+def test_staging_is_left_and_filled_by_windows(one_by_one, monkeypatch):
+    """What is more than has room goes window by window, so that the first are on their way at once."""
     bench, gathered = Bench(bound=6), []
     one_by_one.clear()
     gather = bench.transfers._copies.gather
@@ -165,11 +172,12 @@ def test_staging_is_left_and_filled_by_halves(one_by_one, monkeypatch):
         bench.transfers._copies, "gather", lambda pages: (gathered.append(len(pages)), gather(pages))[1]
     )
     bench.transfers.swap_out(bench.copies((page, page) for page in range(1, 15)))
-    assert gathered == [6, 3, 3, 2]
+    assert gathered == [3, 3, 3, 3, 2]
     assert len(bench.transfers._outgoing.in_flight) == 6
+    assert bench.transfers.stats()["num_swap_out_copies"] == 2 * 14  # none is held back
 
 
-def test_waiting_is_for_half_of_staging(one_by_one):
+def test_waiting_is_for_a_window(one_by_one):
     """Then all that have ended take effect together, whatever was started before them."""
     bench = Bench(bound=6)
     bench.store([(page, page) for page in range(1, 7)])
@@ -177,9 +185,9 @@ def test_waiting_is_for_half_of_staging(one_by_one):
     back = bench.copies((page + 20, page) for page in range(1, 7))
     bench.transfers.swap_in(back)
     bench.transfers.wait()
-    assert bench.transfers.completed() == [copy.copy_id for copy in back[:3]]
-    one_by_one.append(bench.transfers._incoming.staged[-1].target)
-    assert bench.transfers.completed() == [back[-1].copy_id]
+    assert bench.transfers.completed() == [copy.copy_id for copy in back[3:]]
+    one_by_one.append(bench.transfers._incoming.staged[0].target)
+    assert bench.transfers.completed() == [back[0].copy_id]
     assert len(bench.transfers._incoming.staged) == 2
 
 
@@ -214,6 +222,25 @@ def test_rushed_copies_start_before_the_plan_and_the_first_group_by_itself(num_g
     assert calls[-num_groups:][1:] == [("scatter", group) for group in range(1, num_groups)]
     bench.check({7: 5, 8: 6})
     assert bench.transfers.stats()["num_swap_in_copies"] == 3 * num_groups
+
+
+def test_copies_start_behind_a_mark(monkeypatch):
+    """So that the step's plan, which was sent before, arrives first; without copies there is no mark."""
+    bench = Bench()
+    bench.store([(5, 1), (6, 2)])
+    calls = []
+    mark, mover = bench.transfers._incoming.mark, bench.transfers._mover
+    place, start = mark.place, mover.start
+    monkeypatch.setattr(mark, "place", lambda: (calls.append("mark"), place()))
+    monkeypatch.setattr(mover, "start", lambda *rest: (calls.extend(["start"] * bool(rest[0])), start(*rest)))
+    bench.step()
+    assert not calls
+    bench.transfers.swap_in(bench.copies([(7, 1), (8, 2)]))
+    assert not calls
+    bench.step()
+    assert calls == ["mark", "start"]
+    bench.step()
+    assert calls == ["mark", "start"] and bench.counter.value == 0
 
 
 @pytest.mark.parametrize("priority", [True, False])
@@ -256,7 +283,7 @@ def test_held_back_copies_go_when_staging_is_full():
     bench.transfers.swap_in(bench.copies([(7, 1)]))
     for pairs in ([(8, 2), (9, 3), (10, 4)], [(11, 5), (12, 6)]):
         bench.transfers.swap_out(bench.copies(pairs))
-    assert bench.transfers.stats()["num_swap_out_copies"] == 2 * (1 + 3)
+    assert bench.transfers.stats()["num_swap_out_copies"] == 2 * (1 + 5)  # the first, and what made room
 
 
 def test_reset_forgets_what_is_in_flight():

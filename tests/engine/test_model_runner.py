@@ -369,12 +369,12 @@ def test_layouts():
 
 
 def test_warm_up_reports_progress():
-    """One call per executable: two buckets, six sampler modes. Equal models share them."""
+    """One call per executable: two buckets in two groups, six sampler modes. Equal models share them."""
     runner_for()
     runner = ModelRunner(_model("llama-tiny", 1), engine_config(), make_mesh(1))
     calls = []
     runner.warm_up(lambda *call: calls.append(call))
-    assert [call[:2] for call in calls] == [(i, 8) for i in range(1, 9)]
+    assert [call[:2] for call in calls] == [(i, 10) for i in range(1, 11)]
     assert runner.num_compilations == 0
     assert not any(np.asarray(pool).any() for pool in runner.pools), "a plan of no rows writes nothing"
 

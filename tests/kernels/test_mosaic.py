@@ -15,7 +15,6 @@ from pallas_kernels.ragged_paged_attention import (
     AttentionArgumentError,
     BlockSizes,
     TileClass,
-    api,
     build_tiles,
     mosaic_class,
     mosaic_device_limit,
@@ -129,8 +128,7 @@ def test_device_limit() -> None:
 def test_what_auto_would_take(
     capability: str, dtype: str, head_dim: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once the Mosaic back end is among those that "auto" tries."""
-    monkeypatch.setattr(api, "AUTO_BACKENDS", ("pallas_mosaic_gpu", "pallas_triton"))
+    """The Hopper kernel where it serves; see `AUTO_BACKENDS`."""
     monkeypatch.setattr(jax, "devices", lambda: [Device(capability)])
     spec = tile_spec(
         num_tokens=256, max_num_seqs=8, num_q_heads=4, num_kv_heads=2, head_dim=head_dim, page_size=32,

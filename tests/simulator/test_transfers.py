@@ -186,7 +186,7 @@ def test_nothing_is_held_back_for_ever():
     assert machine.transfers.completed()[:1] == [2]
 
 
-def test_waiting_moves_the_clock_to_half_of_what_is_staged():
+def test_waiting_moves_the_clock_to_the_end_of_a_window():
     machine = Machine()
     machine.transfers.swap_in(copies(1, 2, 3, 4, 5))
     machine.transfers.wait()
