@@ -9,7 +9,8 @@ Rules: first come, first served, one decode token for each running request set a
 request in ascending position, a later one only in a step in which the earlier one ends; a grant inside
 recomputed history ends on a chunk boundary, so that only the tail chunk is ever half valid; nothing behind a
 chunk that is being copied in before that is complete. Every running request arrived before every waiting one,
-and in every step the oldest request gains a token or waits for a copy.
+and in every step the oldest request gains a token or waits for a copy. Where batches are not unified
+(`SchedulerConfig.unified`), decodes pause while anybody else has something to compute.
 """
 
 from __future__ import annotations
@@ -85,8 +86,11 @@ class Scheduler:
         self._retire_exhausted()
         suspended = self._make_room()
         step = _Step(self._config.max_num_batched_tokens, self._max_num_rows)
-        self._grant_running(step)
+        unified = self._config.unified
+        self._grant_running(step, with_decodes=unified)
         admitted = [] if suspended else self._admit(step)
+        if not unified and not step.grants:
+            self._grant_running(step, with_decodes=True)
         self._cache.end_step()
         rushed = () if step.grants else self._rush(step)  # last, since nobody may take its slots in this pass
         self._check_liveness(step)
@@ -106,6 +110,8 @@ class Scheduler:
         oldest = self.running[0] if self.running else self.waiting[0] if self.waiting else None
         if oldest is None or (step.grants and step.grants[0].request is oldest):
             return
+        if step.grants and not self._config.unified:
+            return  # generation is paused; it goes on when those who joined have computed what they missed
         assert self._cache.blocking_copies(oldest.sequence), "the oldest request is stuck"
 
     def _retire_exhausted(self) -> None:
@@ -139,20 +145,20 @@ class Scheduler:
         self.waiting.appendleft(request)
         return request
 
-    def _grant_running(self, step: _Step) -> None:
+    def _grant_running(self, step: _Step, *, with_decodes: bool) -> None:
         decodes = [
             not r.holes
             and len(r.token_ids) == r.sequence.num_kv_tokens + 1
             and r.sequence.first_arriving is None
             for r in self.running
         ]
-        num_decodes_left = sum(decodes)
+        num_decodes_left = sum(decodes) if with_decodes else 0
         for request, is_decode in zip(self.running, decodes, strict=True):
-            if is_decode:
+            if is_decode and with_decodes:
                 num_decodes_left -= 1
                 end = len(request.token_ids)
                 self._grant(step, request, end - 1, end)
-            else:
+            elif not is_decode:
                 self._grant_missing(step, request, num_set_aside=num_decodes_left)
 
     def _admit(self, step: _Step) -> list[Request]:

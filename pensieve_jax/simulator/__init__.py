@@ -6,7 +6,7 @@ Called by: `scripts/simulate.py` and experiments.
 """
 
 from pensieve_jax.simulator.client import Client
-from pensieve_jax.simulator.figures import UNITS, figures
+from pensieve_jax.simulator.figures import UNITS, answer_figures, figures, throughput
 from pensieve_jax.simulator.profile import DeviceProfile, profile_names
 from pensieve_jax.simulator.replica import Replica
 from pensieve_jax.simulator.routing import ROUTERS
@@ -23,8 +23,10 @@ __all__ = [
     "Replica",
     "Scenario",
     "Turn",
+    "answer_figures",
     "figures",
     "profile_names",
     "run",
     "simulate",
+    "throughput",
 ]

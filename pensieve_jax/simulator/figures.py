@@ -3,7 +3,7 @@
 Owns: the definitions. A turn counts where it was answered within the part of the run that counts; its latency
 runs from its arrival, so waiting for the engine's loop is part of it.
 Does not know: where answers come from, tables or files.
-Called by: `scripts/simulate.py` and experiments.
+Called by: `scripts/simulate.py` and experiments; `scripts/benchmark_serving.py` for what it measures.
 """
 
 from __future__ import annotations
@@ -45,25 +45,39 @@ _COUNTERS = (
 def figures(outcome: Outcome, num_replicas: int) -> dict[str, Any]:
     """By name; see `UNITS`. Values of nothing are None."""
     answers, counters, seconds = outcome.answers, outcome.counters, outcome.seconds
-    num_output = sum(answer.usage.output_tokens for answer in answers)
-    several = [answer for answer in answers if answer.usage.output_tokens > 1]
     return {
         "num_requests": len(answers),
         "num_unfinished": outcome.num_unfinished,
         "num_refused": outcome.num_refused,
         "seconds": seconds,
+        **throughput(answers, seconds),
+        **answer_figures(answers),
+        **{name: counters[name] for name in _COUNTERS},
+        "tokens_per_step": counters["num_step_tokens"] / max(counters["num_steps"], 1),
+        # Steps count when they are dispatched, so a little more than all of the time may be busy.
+        "device_busy": min(counters["device_busy_s"] / (seconds * num_replicas), 1.0) if seconds else None,
+    }
+
+
+def throughput(answers: Sequence[Answer], seconds: float) -> dict[str, float | None]:
+    """What was answered in a second, of `answers` that came within `seconds`; None for no time."""
+    num_output = sum(answer.usage.output_tokens for answer in answers)
+    return {
         "requests_per_s": len(answers) / seconds if seconds else None,
         "output_tokens_per_s": num_output / seconds if seconds else None,
+    }
+
+
+def answer_figures(answers: Sequence[Answer]) -> dict[str, Any]:
+    """How long these answers took, and where their tokens came from; see `UNITS`."""
+    several = [answer for answer in answers if answer.usage.output_tokens > 1]
+    return {
         "normalized_latency_s": _spread([_latency_s(a) / a.usage.output_tokens for a in answers]),
         "first_token_s": _spread([a.first_token_s - a.turn.arrival_s for a in answers]),
         "output_token_s": _spread(
             [(a.end_s - a.first_token_s) / (a.usage.output_tokens - 1) for a in several]
         ),
         **_tokens(answers),
-        **{name: counters[name] for name in _COUNTERS},
-        "tokens_per_step": counters["num_step_tokens"] / max(counters["num_steps"], 1),
-        # Steps count when they are dispatched, so a little more than all of the time may be busy.
-        "device_busy": min(counters["device_busy_s"] / (seconds * num_replicas), 1.0) if seconds else None,
     }
 
 

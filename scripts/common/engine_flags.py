@@ -57,6 +57,9 @@ def define_engine_flags(*, model: str = "random:llama-tiny") -> None:
     flags.DEFINE_integer("max_num_batched_tokens", None, "Query tokens of a step.")
     flags.DEFINE_integer("max_num_buckets", _SCHEDULER.max_num_buckets, "Step sizes compiled, if derived.")
     flags.DEFINE_list("token_buckets", None, "Step sizes compiled, ascending, e.g. 64,256,1024.")
+    flags.DEFINE_bool(
+        "unified", _SCHEDULER.unified, "Put prompts and decodes into one step; --nounified pauses decodes."
+    )
     flags.DEFINE_integer(
         "max_context_tokens", None, "Longest history + turn; default: what model and pool allow."
     )
@@ -153,6 +156,7 @@ def engine_config() -> EngineConfig:
             max_num_buckets=FLAGS.max_num_buckets,
             token_buckets=buckets,
             max_context_tokens=FLAGS.max_context_tokens,
+            unified=FLAGS.unified,
         ),
         runner=RunnerConfig(
             attention_backend=FLAGS.attention_backend,

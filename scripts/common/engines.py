@@ -1,7 +1,7 @@
 """Several engines on one model, one after the other: what comparing configurations takes.
 
 Owns: loading and compiling once, and beginning anew on the same weights, pages and slots.
-Does not know: what an engine is asked to do. Called by: compare_variants.
+Does not know: what an engine is asked to do. Called by: compare_variants, and `serving_engine`.
 
 Whatever a step's shape depends on (the model, `RunnerConfig`, `SchedulerConfig`, `gpu_pages`, the most
 `cpu_pages`) is that of the runner and stays; policies, priorities, `stateful` and fewer `cpu_pages` are the
@@ -10,11 +10,15 @@ engine's own and may differ between engines.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from common.engine_flags import open_parts
 from pensieve_jax import EngineConfig
+from pensieve_jax.core.clock import Clock
 from pensieve_jax.engine.device_transfers import DeviceTransfers
 from pensieve_jax.engine.engine import Engine
-from pensieve_jax.history import SQLiteHistoryStore
+from pensieve_jax.engine.runner import Runner
+from pensieve_jax.history import HistoryStore, SQLiteHistoryStore
 
 
 class EngineFactory:
@@ -30,8 +34,19 @@ class EngineFactory:
         self.config = self._parts.config
         self._engine = self._parts.engine
 
-    def start(self, config: EngineConfig) -> Engine:
-        """An engine without conversations; the one before is closed."""
+    def start(
+        self,
+        config: EngineConfig,
+        *,
+        clock: Clock | None = None,
+        store: HistoryStore | None = None,
+        wrap: Callable[[Runner], Runner] = lambda runner: runner,
+    ) -> Engine:
+        """An engine on empty pools; the one before is closed.
+
+        It has no conversations, or those of `store`, which is closed with it. `wrap` may put something
+        between engine and runner.
+        """
         self.close()
         runner = self._parts.runner
         runner.reset()
@@ -39,11 +54,12 @@ class EngineFactory:
         assert isinstance(transfers, DeviceTransfers)
         transfers.retrieval_priority = config.cache.retrieval_priority
         self._engine = Engine(
-            runner,
+            wrap(runner),
             config,
             self._parts.engine.limits,
-            SQLiteHistoryStore(None, fingerprint="a benchmark"),
+            store or SQLiteHistoryStore(None, fingerprint="a benchmark"),
             cost_model=self._parts.cost_model,
+            clock=clock,
         )
         return self._engine
 

@@ -1,6 +1,7 @@
-"""A progress bar over virtual time that shows what the latest answers were like.
+"""A progress bar over the time of a run, virtual or real, that shows what the latest answers were like.
 
-Owns: which figures, and over how many answers. Does not know: who answers. Called by: simulate.
+Owns: which figures, and over how many answers. Does not know: who answers.
+Called by: simulate, benchmark_serving.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ class LiveFigures:
       num_answers: seen so far.
     """
 
-    def __init__(self, title: str, end_s: float | None, *, shown: bool) -> None:
-        """Up to `end_s`, if that is known; nothing shows unless `shown`."""
+    def __init__(
+        self, title: str, end_s: float | None, *, shown: bool, refresh_every: int = _REFRESH_EVERY
+    ) -> None:
+        """Up to `end_s`, if that is known, with every so many answers; nothing shows unless `shown`."""
         layout = "{desc}: {n:.0f}/{total_fmt} s [{elapsed}]{postfix}"
         self._bar = tqdm(desc=title, total=end_s, disable=not shown, leave=False, bar_format=layout)
         self._latest: deque[Answer] = deque(maxlen=_NUM_LATEST)
+        self._refresh_every = refresh_every
         self.num_answers = 0
 
     def __enter__(self) -> Self:
@@ -45,7 +49,7 @@ class LiveFigures:
         """One more."""
         self.num_answers += 1
         self._latest.append(answer)
-        if not self._bar.disable and self.num_answers % _REFRESH_EVERY == 0:
+        if not self._bar.disable and self.num_answers % self._refresh_every == 0:
             self._bar.n = max(answer.end_s, self._bar.n)  # replicas answer in no strict order
             self._bar.set_postfix_str(self._text())
 

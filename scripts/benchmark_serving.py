@@ -1,0 +1,278 @@
+r"""How fast conversations are served, in real time: the latency of answers over the load, system by system.
+
+    python scripts/benchmark_serving.py --model=random:llama2-13b-gqa10 --dtype=bfloat16 --system=pensieve \
+        --gpu_pages=6103 --cpu_bytes=60GB --think=exponential:20 --rates=1,2,3 --output_json=pensieve.json
+    python scripts/benchmark_serving.py --curves=pensieve.json,stateless.json --plot=curves.png
+
+Open loop: users in a thread of their own send a turn when it is due, whatever the server does: conversations
+begin at random (`--rates`) or as recorded, and turn k + 1 follows when turn k was answered and its user has
+thought. The run begins in mid-life (`--mid_life_s`), with the histories of its conversations computed before
+the clock starts. What arrives in the window counts; the run ends when all of that was answered, or after
+`--drain_s`. If users were late (99th percentile over `--max_client_lag_s`) the run is void, and the exit
+status 1. Answers have the lengths of the trace; no scheduler is told.
+
+Closed loop (`--closed_loop`): `--num_conversations` of `--num_turns` turns at once, the next turn right after
+the answer, and the seconds that all of it takes.
+
+Systems, one to a process, on the same memory:
+  pensieve       state in device and host memory (`--policy`, `--noprefetch`, `--noretrieval_priority` and
+                 `--nounified` take parts of it away);
+  pensieve-gpu   in device memory alone (the paper's "Pensieve (GPU cache)");
+  stateless      every turn computes its whole history, by the same kernels in the same batches;
+  transformers   Hugging Face's continuous batching, if it can be imported;
+  vllm, vllm-no-prefix, vllm-offload
+                 vLLM, if it can be imported: with its prefix cache, without, and with host memory as well.
+The last line is one JSON document; docs/serving_benchmark.md defines every figure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import flags
+from common.cost_plot import check_can_plot
+from common.engine_flags import define_engine_flags, engine_config, model_limits, shows_progress
+from common.launch import EXIT_FAILED, check_can_write, run
+from common.live_figures import LiveFigures
+from common.report import json_line
+from common.serving_client import InlineClient, Prompts, ThreadedClient
+from common.serving_clock import RunClock
+from common.serving_engine import SYSTEMS as ENGINE_SYSTEMS
+from common.serving_engine import EngineSystem, system_config
+from common.serving_figures import UNITS, figures
+from common.serving_report import BENCHMARK, append_line, curve, draw, read_curves, tables
+from common.serving_run import History, System, Window, serve
+from common.serving_transformers import TransformersSystem
+from common.serving_vllm import SYSTEMS as VLLM_SYSTEMS
+from common.serving_vllm import VllmSystem
+from common.session_flags import define_session_flags, load_trace, rates, sessions
+from tqdm import tqdm
+
+from model_defs import ModelConfig
+from pensieve_jax import ConfigError
+from pensieve_jax.assembly import resolve_model
+from pensieve_jax.simulator import Client
+from pensieve_jax.workload import ConversationTrace, Session, Trace, TurnTrace
+
+FLAGS = flags.FLAGS
+SYSTEMS = (*ENGINE_SYSTEMS, "transformers", *VLLM_SYSTEMS)
+Point = dict[str, Any]
+_NUM_CLOSED = 200  # conversations of a closed loop, unless --num_conversations says otherwise
+_USERS = ("think", "time_scale", "mid_life_s", "warm_up_s", "window_s", "drain_s", "recorded_arrivals")
+_OPEN_FLAGS = ("trace", "workload", "rates", *_USERS)
+_CLOSED_FLAGS = ("num_turns", "prompt_tokens", "output_tokens")
+_SETTINGS = {"open loop": (*_USERS, "seed"), "closed loop": ("num_conversations", *_CLOSED_FLAGS, "seed")}
+
+
+class Load(NamedTuple):
+    """One load point: conversations that begin in a second (None: as recorded, or at once), and who comes."""
+
+    rate: float | None
+    sessions: list[Session]
+    window: Window
+
+
+def closed_loop() -> tuple[Trace, list[Load]]:
+    """Conversations of one shape, all at once, whose users do not think."""
+    turns = (TurnTrace(FLAGS.prompt_tokens, FLAGS.output_tokens),) * FLAGS.num_turns
+    count = FLAGS.num_conversations
+    conversations = tuple(ConversationTrace(f"conversation-{i}", turns) for i in range(count))
+    what = f"{FLAGS.num_turns} turns of {FLAGS.prompt_tokens} + {FLAGS.output_tokens} tokens"
+    trace = Trace(f"closed loop: {count} conversations of {what}", conversations)
+    think_s = (0.0,) * (FLAGS.num_turns - 1)
+    who = [Session(conversation, 0.0, think_s) for conversation in conversations]
+    return trace, [Load(None, who, Window())]
+
+
+def open_loop(max_context_tokens: int) -> tuple[Trace, list[Load]]:
+    """The trace of the flags at every rate of theirs; raises ConfigError or a workload's error."""
+    trace = load_trace(max_context_tokens)
+    if not FLAGS.window_s:
+        return trace, [Load(rate, sessions(trace, rate, None), Window()) for rate in rates()]
+    start_s, end_s = FLAGS.warm_up_s, FLAGS.warm_up_s + FLAGS.window_s
+    window = Window(start_s, end_s, FLAGS.drain_s)
+    run_s = end_s + FLAGS.drain_s
+    return trace, [Load(rate, sessions(trace, rate, run_s), window) for rate in rates()]
+
+
+def open_system(model: ModelConfig) -> System:
+    """Load what `--system` names; raises ConfigError, PensieveError or ModelError."""
+    name, config = FLAGS.system, engine_config()
+    if name in ENGINE_SYSTEMS:
+        return EngineSystem(name, system_config(name, config))
+    source = resolve_model(FLAGS.model)
+    dtype = model.dtype if FLAGS.dtype == "auto" else FLAGS.dtype
+    if name == "transformers":
+        return TransformersSystem(source, model, dtype, config, FLAGS.transformers_attention)
+    return VllmSystem(name, source, model, dtype, config)
+
+
+def histories(load: Load, prompts: Prompts) -> Iterator[History]:
+    """Of the conversations that begin in mid-life, in the order of their last answers."""
+    begun = (session for session in load.sessions if session.first_turn)
+    for session in sorted(begun, key=lambda session: session.last_active_s):
+        name = session.conversation.conversation_id
+        token_ids = prompts.of_history(name, session.num_history_tokens)
+        yield History(name, token_ids, min(session.last_active_s, 0.0))
+
+
+def measure(system: System, load: Load, number: int, model: ModelConfig, max_context_tokens: int) -> Point:
+    """One load point, the `number`-th of this process: its figures."""
+    clock, users = RunClock(), Client(load.sessions, max_context_tokens)
+    prompts = Prompts(model.vocab_size, FLAGS.seed, number)
+    client = (InlineClient if FLAGS.closed_loop else ThreadedClient)(users, prompts, clock)
+    title = system.label if load.rate is None else f"{system.label}, {load.rate:g}/s"
+    start_s, shown = time.perf_counter(), shows_progress()
+    server = system.start(clock)
+    num_begun = sum(1 for session in load.sessions if session.first_turn)
+    with tqdm(
+        histories(load, prompts), f"{title}: histories", num_begun, leave=False, disable=not shown
+    ) as bar:
+        server.remember(bar)
+    end_s = load.window.end_s if math.isfinite(load.window.end_s) else None
+    preparation_s = time.perf_counter() - start_s
+    num_compilations = server.counters().get("num_compilations")
+    gc.collect()
+    gc.freeze()  # models and sessions stay: no need to look at them again and again, for long
+    with LiveFigures(title, end_s, shown=shown, refresh_every=1) as live:
+        seen = serve(server, client, clock, load.window, live.see)
+    gc.unfreeze()
+    return {
+        "rate": load.rate,
+        "num_mid_life": num_begun,
+        "preparation_s": preparation_s,
+        "num_compilations_before": num_compilations,
+        **figures(seen, FLAGS.max_client_lag_s),
+    }
+
+
+def check_flags() -> None:
+    """Raise ConfigError for what no run can be made of, before anything is loaded."""
+    for name in ("warm_up_s", "window_s", "drain_s", "mid_life_s"):
+        if not 0 <= getattr(FLAGS, name) < 1e9:
+            raise ConfigError(f"--{name}", getattr(FLAGS, name), "a number of seconds from 0 on")
+    if not FLAGS.max_client_lag_s > 0:
+        raise ConfigError("--max_client_lag_s", FLAGS.max_client_lag_s, "above 0")
+    if not FLAGS.stateful:
+        raise ConfigError("--stateful", False, "left out: --system says it")
+    if FLAGS.output_json is not None:
+        check_can_write("--output_json", Path(FLAGS.output_json))
+    if FLAGS.plot is not None:
+        check_can_plot("--plot", Path(FLAGS.plot))
+    for name in _OPEN_FLAGS if FLAGS.closed_loop else _CLOSED_FLAGS:
+        if FLAGS[name].present:
+            loop = "beside" if FLAGS.closed_loop else "without"
+            raise ConfigError(f"--{name}", FLAGS[name].value, f"left out {loop} --closed_loop")
+    if FLAGS.closed_loop:
+        _check_closed_loop()
+
+
+def _check_closed_loop() -> None:
+    FLAGS.set_default("num_conversations", _NUM_CLOSED)
+    for name in ("num_conversations", *_CLOSED_FLAGS):
+        if getattr(FLAGS, name) < 1:
+            raise ConfigError(f"--{name}", getattr(FLAGS, name), "at least 1")
+    _, max_context_tokens = model_limits()
+    num_tokens = FLAGS.num_turns * (FLAGS.prompt_tokens + FLAGS.output_tokens)
+    if num_tokens > max_context_tokens:
+        raise ConfigError(
+            "--num_turns",
+            FLAGS.num_turns,
+            f"few enough for the context of {max_context_tokens} tokens",
+            f"a conversation comes to {num_tokens} tokens; lower this, --prompt_tokens or --output_tokens",
+        )
+
+
+def main() -> int:
+    if FLAGS.curves:
+        return draw_curves()
+    check_flags()
+    model, max_context_tokens = model_limits()
+    trace, loads = closed_loop() if FLAGS.closed_loop else open_loop(max_context_tokens)
+    start_s = time.perf_counter()
+    points: list[Point] = []
+    with contextlib.closing(open_system(model)) as system:
+        start_up_s = time.perf_counter() - start_s
+        for number, load in enumerate(loads):
+            point = measure(system, load, number, model, max_context_tokens)
+            points.append(point)
+            line = document(system, trace, start_up_s, [point])
+            if FLAGS.output_json is not None:
+                append_line(Path(FLAGS.output_json), line)
+            _say(system.label, point)
+        print(tables(system.label, points))
+        print(f"{trace.name}, {trace.digest[:12]}")
+        if FLAGS.plot is not None:
+            title = f"{FLAGS.model}, {system.device_name()}\n{trace.name}"
+            draw({system.label: curve(points)}, title, Path(FLAGS.plot))
+        print(document(system, trace, start_up_s, points))
+    return EXIT_FAILED if any(point["void"] for point in points) else 0
+
+
+def document(system: System, trace: Trace, start_up_s: float, points: list[Point]) -> str:
+    """Load points with all that they depend on, as a JSON line."""
+    loop = "closed loop" if FLAGS.closed_loop else "open loop"
+    results = {
+        "system": system.label,
+        "model": FLAGS.model,
+        "dtype": FLAGS.dtype,
+        **system.describe(),
+        "trace": {"name": trace.name, "digest": trace.digest},
+        "loop": loop,
+        "settings": {name: FLAGS[name].value for name in _SETTINGS[loop]},
+        "start_up_s": start_up_s,
+        "points": points,
+    }
+    return json_line(BENCHMARK, results, units=UNITS, device=system.device_name())
+
+
+def _say(label: str, point: Point) -> None:
+    """What is worth knowing before the run is over."""
+    rate = "" if point["rate"] is None else f", {point['rate']:g}/s"
+    print(f"{label}{rate}: {point['num_requests']} requests in {point['seconds']:.1f} s", flush=True)
+    if point["void"]:
+        late_s = point["client_lag_s"]["p99"]
+        print(f"VOID: users were {1e3 * late_s:.1f} ms late (99th percentile)", flush=True)
+
+
+def draw_curves() -> int:
+    """`--curves`: nothing is run."""
+    if FLAGS.plot is None:
+        raise ConfigError("--plot", None, "given beside --curves: where the curves are drawn")
+    check_can_plot("--plot", Path(FLAGS.plot))
+    curves = read_curves([Path(name) for name in FLAGS.curves])
+    draw(curves, ", ".join(Path(name).name for name in FLAGS.curves), Path(FLAGS.plot))
+    print(
+        json_line(BENCHMARK, {"curves": curves, "plot": FLAGS.plot}, units=UNITS, device="none: files read")
+    )
+    return 0
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_enum("system", "pensieve", SYSTEMS, "What serves; see above.")
+    flags.DEFINE_float("warm_up_s", 60.0, "Seconds before anything counts.")
+    flags.DEFINE_float("window_s", 150.0, "Seconds whose arrivals count; 0 serves the trace to its end.")
+    flags.DEFINE_float("drain_s", 60.0, "Seconds after the window in which its last requests may end.")
+    flags.DEFINE_float("max_client_lag_s", 0.010, "A run is void if users were later (99th percentile).")
+    flags.DEFINE_bool("closed_loop", False, "All conversations at once, next turns right after answers.")
+    flags.DEFINE_integer("num_turns", 5, "Turns of each conversation of a closed loop.")
+    flags.DEFINE_integer("prompt_tokens", 38, "New tokens of a turn of a closed loop.")
+    flags.DEFINE_integer("output_tokens", 205, "Tokens of an answer of a closed loop.")
+    flags.DEFINE_string("output_json", None, "File to which every load point is appended as it is done.")
+    flags.DEFINE_string("plot", None, "Where throughput-latency curves are drawn, e.g. curves.png.")
+    flags.DEFINE_list("curves", [], "Draw --plot from such files, and run nothing.")
+    flags.DEFINE_string("transformers_attention", "sdpa", "Attention of --system=transformers.")
+    define_session_flags()
+    define_engine_flags()
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

@@ -1,0 +1,134 @@
+"""Load points for people and for files: tables, JSON lines, and the curves of several systems.
+
+Owns: columns, what a file of points holds, and reading it back.
+Does not know: how points are measured. Called by: benchmark_serving.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.latency_plot import Point, plot_latency
+from common.report import table
+from pensieve_jax import ConfigError
+
+BENCHMARK = "serving_benchmark"
+_SERVED = {
+    "sent/s": "sent_requests_per_s",
+    "requests/s": "requests_per_s",
+    "tokens/s": "output_tokens_per_s",
+    "seconds": "seconds",
+}
+_SPREADS = {
+    "ms/token": ("normalized_latency_s", ("mean", "p50", "p90", "p99")),
+    "ttft ms": ("first_token_s", ("mean", "p90", "p99")),
+    "tpot ms": ("output_token_s", ("mean", "p99")),
+    "lag ms": ("client_lag_s", ("p99",)),
+}
+_FOUND = {
+    "gpu hits": ("gpu_hit_rate", 1.0),
+    "cpu hits": ("cpu_hit_rate", 1.0),
+    "recomputed": ("recomputed_tokens", 1),
+    "wasted": ("wasted_tokens", 1),
+    "suspended": ("num_suspensions", 1),
+    "GB out": ("swapped_out_bytes", 1e-9),
+    "GB in": ("swapped_in_bytes", 1e-9),
+    "stalled s": ("transfer_stall_s", 1.0),
+    "steps": ("num_steps", 1),
+    "tokens/step": ("tokens_per_step", 1.0),
+    "host ms/step": ("host_step_s", 1e3),
+    "compiled": ("num_compilations", 1),
+    "unfinished": ("num_unfinished", 1),
+}
+
+
+def tables(system: str, points: Sequence[Mapping[str, Any]]) -> str:
+    """How the load was served; where history was found, and what it took. A dash for what is not known."""
+    spreads = [f"{name} {part}" for name, (_, parts) in _SPREADS.items() for part in parts]
+    served = table(["system", "rate", *_SERVED, *spreads], [_served_row(system, point) for point in points])
+    found = table(["system", "rate", *_FOUND], [_found_row(system, point) for point in points])
+    return f"{served}\n\n{found}"
+
+
+def _served_row(system: str, point: Mapping[str, Any]) -> list[object]:
+    cells = [system, _rate(point), *(_cell(point[key], 1.0) for key in _SERVED.values())]
+    for key, parts in _SPREADS.values():
+        cells += [_cell(point[key] and point[key][part], 1e3) for part in parts]
+    return cells
+
+
+def _found_row(system: str, point: Mapping[str, Any]) -> list[object]:
+    return [system, _rate(point), *(_cell(point[key], factor) for key, factor in _FOUND.values())]
+
+
+def _rate(point: Mapping[str, Any]) -> str:
+    return "-" if point["rate"] is None else f"{point['rate']:g}"
+
+
+def _cell(value: float | None, factor: float) -> object:
+    return "-" if value is None else value * factor
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a document to a file; raises ConfigError where that cannot be."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        limit = "a file that can be written"
+        raise ConfigError("--output_json", str(path), limit, error.strerror or str(error)) from error
+
+
+def read_curves(paths: Sequence[Path]) -> dict[str, list[Point]]:
+    """By system, what files of `append_line` hold of it, by throughput; void points are left out.
+
+    Raises ConfigError for a file that is no such file, or without a point that counts.
+    """
+    curves: dict[str, list[Point]] = {}
+    for path in paths:
+        for number, text in enumerate(_lines(path), start=1):
+            for system, point in _points(path, number, text):
+                curves.setdefault(system, []).append(point)
+    if not curves:
+        raise ConfigError("--curves", ",".join(map(str, paths)), "files with a point that is not void")
+    return {system: sorted(points) for system, points in curves.items()}
+
+
+def draw(curves: Mapping[str, Sequence[Point]], title: str, path: Path) -> None:
+    """The paper's throughput-latency curves; raises ConfigError where the file cannot be written."""
+    try:
+        plot_latency(curves, title, path)
+    except OSError as error:
+        limit = "a file that can be written"
+        raise ConfigError("--plot", str(path), limit, error.strerror or str(error)) from error
+
+
+def curve(points: Sequence[Mapping[str, Any]]) -> list[Point]:
+    """What is drawn of load points: those that answered something and are not void."""
+    return [
+        Point(point["requests_per_s"], *(point["normalized_latency_s"][part] for part in ("mean", "p90")))
+        for point in points
+        if not point["void"] and point["normalized_latency_s"]
+    ]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--curves", str(path), "files that can be read", str(error)) from error
+
+
+def _points(path: Path, number: int, text: str) -> list[tuple[str, Point]]:
+    try:
+        document = json.loads(text)
+        if document["benchmark"] != BENCHMARK:
+            raise ValueError(f"a document of {document['benchmark']}")
+        results = document["results"]
+        return [(str(results["system"]), point) for point in curve(results["points"])]
+    except (ValueError, KeyError, TypeError) as error:
+        limit = "files that --output_json wrote"
+        raise ConfigError("--curves", f"{path}, line {number}", limit, f"found {error}") from error

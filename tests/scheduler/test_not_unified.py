@@ -1,0 +1,86 @@
+"""Batches that are not unified: a step holds prompts and recomputation, or decodes, and nobody starves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pensieve_jax.config import SchedulerConfig
+from pensieve_jax.scheduler import Scheduler
+from tests.engine.harness import Harness, small_config
+from tests.scheduler.helpers import Desk
+
+
+def apart(**config) -> Desk:
+    """A desk whose scheduler pauses decodes for prompts."""
+    desk = Desk(**config)
+    values = {"max_num_running": 4, "max_num_batched_tokens": 64} | config
+    desk.scheduler = Scheduler(SchedulerConfig(unified=False, **values), desk.cache.manager)
+    return desk
+
+
+def test_decodes_pause_while_a_prompt_is_computed():
+    desk = apart()
+    desk.add("a", 10)
+    desk.step()
+    desk.step()
+    desk.add("b", 100)
+    for _ in range(4):
+        desk.step()
+    assert desk.steps == [
+        [("a", 0, 10, True)],
+        [("a", 10, 11, True)],
+        [("b", 0, 64, False)],
+        [("b", 64, 100, True)],
+        [("a", 11, 12, True), ("b", 100, 101, True)],
+        [("a", 12, 13, True), ("b", 101, 102, True)],
+    ]
+
+
+def test_decodes_pause_while_history_is_recomputed():
+    desk = apart()
+    desk.add("a", 10, max_tokens=9)
+    desk.step()
+    desk.conversation("back", 161, 0, 1, 4)
+    desk.add("back", 3)
+    for _ in range(2):
+        desk.step()
+    assert desk.steps[1] == [
+        ("back", 0, 32, False),
+        ("back", 64, 80, False),
+        ("back", 160, 164, True),
+    ]
+    assert desk.steps[2] == [("a", 10, 11, True), ("back", 164, 165, True)]
+
+
+def test_generation_goes_on_while_nobody_can_join():
+    desk = apart(max_num_running=2)
+    for name in "ab":
+        desk.add(name, 5, max_tokens=3)
+    desk.step()
+    desk.add("c", 5, max_tokens=1)
+    for _ in range(3):
+        desk.step()
+    assert [{name for name, *_ in step} for step in desk.steps] == [{"a", "b"}, {"a", "b"}, {"a", "b"}, {"c"}]
+
+
+@pytest.mark.parametrize("cpu_pages", [0, 24])
+def test_every_token_is_right_where_memory_is_short(cpu_pages):
+    config = small_config(gpu_pages=24, cpu_pages=cpu_pages)
+    scheduler = dataclasses.replace(config.scheduler, unified=False)
+    harness = Harness(dataclasses.replace(config, scheduler=scheduler))
+    for seed in range(3):
+        facts = {
+            name: harness.facts(harness.prompt(20 + 9 * i, seed), name, seed, max_tokens=12 + i)
+            for i, name in enumerate("abcdef")
+        }
+        outputs = harness.run(*(harness.submit(fact, name) for name, fact in facts.items()))
+        for fact, output in zip(facts.values(), outputs, strict=True):
+            harness.bench.check_tokens(fact, output.token_ids, whole=True)
+    kinds = [
+        {grant.request in step.admitted or grant.end - grant.start > 1 for grant in step.grants}
+        for step in harness.scheduled
+    ]
+    assert {True} in kinds and {False} in kinds and {True, False} not in kinds
+    assert sum(len(step.drops) for step in harness.scheduled) > 0

@@ -1,0 +1,217 @@
+"""The serving benchmark's launcher: every system answers everything, and flags that cannot work."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pensieve_jax import ConfigError
+from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.workload import SHAREGPT, ConversationTrace, Trace, TurnTrace, generate_trace
+from tests.scripts.conftest import load
+from tests.scripts.serving_fakes import NullFactory
+
+script = load("benchmark_serving")
+serving_engine = load("common.serving_engine")
+
+# Memory for a part of what is said, so that every system has something to lose.
+MEMORY = {"gpu_pages": 24, "cpu_pages": 24, "chunk_tokens": 16, "max_num_staged_pages": 4}
+STEPS = {"token_buckets": 64, "max_num_running": 8, "dtype": "float32", "progress": "false"}
+CLOSED = {
+    "closed_loop": "true", "num_conversations": 6, "num_turns": 3, "prompt_tokens": 12, "output_tokens": 12,
+}  # fmt: skip
+OPEN = {
+    "max_context_tokens": 300, "rates": "6", "think": "exponential:0.5",
+    "mid_life_s": 20, "warm_up_s": 0.2, "window_s": 1, "drain_s": 20,
+}  # fmt: skip
+PATIENT = {"max_client_lag_s": 1e6}  # a test's machine may be as slow as it likes
+
+
+@pytest.fixture
+def benchmark(launch, capsys, monkeypatch):
+    """Run it on engines that compute nothing, or `real` ones; gives its printout and its document."""
+
+    def benchmark(*, real=False, status=0, **flags):
+        if not real:
+            monkeypatch.setattr(serving_engine, "EngineFactory", NullFactory)
+        given = MEMORY | STEPS | PATIENT | flags
+        assert launch("benchmark_serving", shared_llm=False, **given) == status
+        out = capsys.readouterr().out
+        return out, json.loads(out.splitlines()[-1])
+
+    return benchmark
+
+
+@pytest.fixture
+def conversations(tmp_path) -> dict[str, str]:
+    """Flags of a trace of many short turns."""
+    turns = (TurnTrace(20, 10),) * 6
+    trace = Trace("many turns", tuple(ConversationTrace(f"c{i}", turns) for i in range(50)))
+    trace.save(tmp_path / "turns.jsonl")
+    return OPEN | {"trace": str(tmp_path / "turns.jsonl")}
+
+
+@pytest.mark.parametrize("system", ["pensieve", "pensieve-gpu", "stateless"])
+def test_a_closed_loop_on_a_model(benchmark, compilation_cache, system):
+    """Every conversation takes every turn, with as many tokens as asked for."""
+    flags = CLOSED | {"system": system, "compilation_cache_dir": compilation_cache}
+    out, document = benchmark(real=True, **flags)
+    assert {"versions", "hardware", "command", "units"} <= document.keys()
+    results = document["results"]
+    (point,) = results["points"]
+    assert point["num_requests"] == 6 * 3 and point["output_tokens"] == 6 * 3 * 12
+    assert point["num_unfinished"] == point["num_refused"] == point["num_compilations"] == 0
+    assert point["history_tokens"] == 6 * (23 + 47), "all but the last token of every history"
+    found = point["gpu_hit_rate"] + point["cpu_hit_rate"]
+    lost = point["recomputed_tokens"] / point["history_tokens"]
+    assert found + lost == pytest.approx(1.0)
+    if system == "stateless":
+        assert lost == 1.0
+    else:
+        assert 0 < point["gpu_hit_rate"] < 1 and (point["cpu_hit_rate"] > 0) == (system == "pensieve")
+    assert (point["swapped_in_bytes"] > 0) == (system == "pensieve")
+    assert results["config"]["stateful"] == (system != "stateless")
+    assert results["system"] == system and len(results["trace"]["digest"]) == 64
+    assert sum(bucket["num_steps"] for bucket in point["steps"].values()) >= point["num_steps"] - 1
+    assert point["host_step_s"] > 0 and "GB in" in out and "host ms/step" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "label"),
+    [
+        ({}, "pensieve"),
+        ({"policy": "lru"}, "pensieve, lru eviction"),
+        ({"policy": "conversation"}, "pensieve, conversation eviction"),
+        ({"policy": "trailing"}, "pensieve, trailing eviction"),
+        ({"unified": "false"}, "pensieve, not unified"),
+        ({"prefetch": "false"}, "pensieve, no prefetch"),
+        ({"retrieval_priority": "false"}, "pensieve, no retrieval priority"),
+        ({"system": "stateless", "policy": "lru", "prefetch": "false"}, "stateless"),
+        ({"system": "pensieve-gpu", "policy": "lru"}, "pensieve-gpu, lru eviction"),
+    ],
+)
+def test_ablations_answer_everything(benchmark, flags, label):
+    _, document = benchmark(**CLOSED, **flags)
+    results = document["results"]
+    assert results["system"] == label and results["points"][0]["output_tokens"] == 6 * 3 * 12
+
+
+def test_several_load_points_in_real_time(benchmark, conversations, tmp_path):
+    """Each begins with nothing but the histories of its own conversations in the cache."""
+    pytest.importorskip("matplotlib")
+    file, plot, curves = (tmp_path / name for name in ("points.json", "plot.png", "curves.png"))
+    wide = {"gpu_pages": 600, "cpu_pages": 100, "output_json": file, "plot": plot}
+    _, document = benchmark(**conversations | wide | {"rates": "4,6"})
+    results = document["results"]
+    assert results["loop"] == "open loop" and results["settings"]["think"] == "exponential:0.5"
+    assert [point["rate"] for point in results["points"]] == [4.0, 6.0]
+    for point in results["points"]:
+        assert point["num_mid_life"] > 0 and point["num_requests"] > 0 == point["num_unfinished"]
+        assert point["history_tokens"] > 0 and point["gpu_hit_rate"] == 1.0, "memory suffices for all"
+        assert not point["void"] and point["client_lag_s"]["max"] >= 0
+        assert point["seconds"] == pytest.approx(1.0) and point["num_compilations"] is not None
+    lines = [json.loads(line)["results"] for line in file.read_text().splitlines()]
+    assert [line["points"] for line in lines] == [[point] for point in results["points"]]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    flags = {"curves": file, "plot": curves}
+    _, document = benchmark(**flags)
+    assert len(document["results"]["curves"]["pensieve"]) == 2
+    assert curves.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_stateless_server_in_mid_life_computes_its_histories(benchmark, conversations):
+    _, document = benchmark(**conversations, system="stateless")
+    (point,) = document["results"]["points"]
+    assert point["num_mid_life"] > 0
+    assert point["recomputed_tokens"] == point["history_tokens"] > 0
+
+
+def test_histories_beyond_both_tiers_are_dropped_as_they_would_be(benchmark, conversations):
+    _, document = benchmark(**conversations | {"gpu_pages": 30, "cpu_pages": 4})
+    (point,) = document["results"]["points"]
+    assert point["recomputed_tokens"] > 0 and point["gpu_hit_rate"] < 1
+
+
+def test_late_users_make_a_run_void(benchmark, conversations, tmp_path):
+    file = tmp_path / "points.json"
+    flags = conversations | {"max_client_lag_s": 1e-9, "output_json": file, "mid_life_s": 0}
+    out, document = benchmark(status=1, **flags)
+    assert "VOID: users were" in out and document["results"]["points"][0]["void"]
+    with pytest.raises(ConfigError, match="not void"):
+        benchmark(curves=file, plot=tmp_path / "curves.png")
+
+
+def test_a_trace_to_its_end(benchmark, tmp_path):
+    trace = generate_trace(SHAREGPT, num_conversations=3, seed=0, max_context_tokens=200)
+    trace.save(tmp_path / "trace.jsonl")
+    flags = {"trace": tmp_path / "trace.jsonl", "window_s": 0, "rates": "1000", "think": "exponential:0"}
+    _, document = benchmark(**flags, max_context_tokens=300)
+    results = document["results"]
+    assert results["trace"]["digest"] == trace.digest
+    assert results["points"][0]["num_requests"] == trace.num_turns
+
+
+def test_live_figures(benchmark, conversations, launch, capsys):
+    flags = MEMORY | STEPS | PATIENT | conversations | {"progress": "true"}
+    benchmark(**CLOSED)  # engines that compute nothing, from here on
+    assert launch("benchmark_serving", shared_llm=False, **flags) == 0
+    shown = capsys.readouterr().err
+    assert "requests/s" in shown and "ms/token" in shown and "histories" in shown
+
+
+def test_a_turn_that_fails_ends_the_run(benchmark, monkeypatch):
+    def fail(self, handle):
+        raise StepFailedError("the device is gone")
+
+    monkeypatch.setattr(load("common.null_runner").NullRunner, "fetch", fail)
+    with pytest.raises(StepFailedError, match="device is gone"):
+        benchmark(**CLOSED)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"cpu_pages": 0}, "--cpu_bytes is None"),
+        ({"stateful": "false"}, "--stateful is False"),
+        ({"window_s": -1}, "--window_s is -1"),
+        ({"drain_s": "inf"}, "--drain_s is inf"),
+        ({"max_client_lag_s": 0}, "--max_client_lag_s is 0"),
+        ({"output_json": "/nowhere/x.json"}, "--output_json is '/nowhere/x.json'"),
+        ({"plot": "/nowhere/x.png"}, "--plot is '/nowhere/x.png'"),
+        ({"plot": "x.exe"}, "--plot is 'x.exe'"),
+        ({"num_turns": 3}, "--num_turns is 3, but must be left out without --closed_loop"),
+        ({"curves": "a.json"}, "--plot is None"),
+        ({"curves": "/nowhere/a.json", "plot": "x.png"}, "--curves is '/nowhere/a.json'"),
+        ({"rates": "fast"}, "--rates is 'fast'"),
+        ({"think": "gamma:3"}, "--think is 'gamma:3'"),
+        ({"trace": "/nowhere"}, "--trace is '/nowhere'"),
+        (CLOSED | {"rates": "3"}, "--rates is .* beside --closed_loop"),
+        (CLOSED | {"num_turns": 500}, "--num_turns is 500, but must be few enough"),
+        (CLOSED | {"output_tokens": 0}, "--output_tokens is 0"),
+        ({"system": "vllm"}, "--system is 'vllm', but must be a system that can run here: vllm cannot be"),
+        ({"system": "transformers"}, "--system is 'transformers', but must be a system that can run here"),
+    ],
+)
+def test_refuses(launch, monkeypatch, flags, says):
+    monkeypatch.setattr(serving_engine, "EngineFactory", lambda _: pytest.fail("loaded"))
+    for name in ("vllm", "torch"):
+        monkeypatch.setitem(load("sys").modules, name, None)  # cannot be imported
+    with pytest.raises(ConfigError, match=says):
+        launch("benchmark_serving", shared_llm=False, **(MEMORY | STEPS | flags))
+
+
+def test_two_hundred_conversations_unless_told_otherwise(launch, monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def see(*_):
+        raise Stop
+
+    monkeypatch.setattr(script, "open_system", see)
+    with pytest.raises(Stop):
+        launch("benchmark_serving", shared_llm=False, closed_loop="true")
+    trace, (load_point,) = script.closed_loop()
+    assert len(trace.conversations) == 200 and trace.num_turns == 1000
+    assert {(t.prompt_tokens, t.output_tokens) for c in trace.conversations for t in c.turns} == {(38, 205)}
+    assert all(session.arrival_s == 0 for session in load_point.sessions)

@@ -1,0 +1,279 @@
+"""A load point without a model: users, the clock, the window, figures, and what is written of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+
+import pytest
+
+from pensieve_jax import ConfigError, Usage
+from pensieve_jax.simulator import Answer, Turn
+from tests.scripts.conftest import load
+from tests.scripts.serving_fakes import Ticker, TickServer, session, users
+
+serving_client = load("common.serving_client")
+serving_clock = load("common.serving_clock")
+serving_figures = load("common.serving_figures")
+serving_report = load("common.serving_report")
+serving_run = load("common.serving_run")
+serving_steps = load("common.serving_steps")
+Lag, Prompts, Window = serving_client.Lag, serving_client.Prompts, serving_run.Window
+
+
+def run_ticks(*sessions, window=None, **options):
+    """Serve sessions in virtual time, a second a step."""
+    ticker = Ticker()
+    clock = serving_clock.RunClock(ticker, ticker.sleep)
+    server = TickServer(ticker, clock)
+    client = serving_client.InlineClient(users(*sessions, **options), Prompts(50, 0), clock)
+    return serving_run.serve(server, client, clock, window or Window()), server
+
+
+def test_figures_of_a_timeline_made_by_hand():
+    """a: 3 tokens from 0 to 3, thinks until 5, 2 tokens until 7; b arrives in a step, at 1.5."""
+    a = session("a", 0.0, (10, 3), (4, 2), think_s=[2.0])
+    run, server = run_ticks(a, session("b", 1.5, (6, 4)))
+    assert [(answer.turn.conversation_id, answer.end_s) for answer in run.answers] == [
+        *(("a", 3.0), ("b", 6.0), ("a", 7.0)),
+    ]
+    found = serving_figures.figures(run, max_lag_s=1.0)
+    assert found["num_requests"] == 3 and found["num_unfinished"] == 0 and found["seconds"] == 7.0
+    assert found["requests_per_s"] == found["sent_requests_per_s"] == 3 / 7
+    assert found["output_tokens_per_s"] == 9 / 7
+    # From arrival: 3 s for 3 tokens, 4.5 s for 4, 2 s for 2.
+    assert found["normalized_latency_s"]["mean"] == pytest.approx((1 + 4.5 / 4 + 1) / 3)
+    assert found["normalized_latency_s"]["p50"] == 1.0
+    assert found["first_token_s"]["mean"] == pytest.approx((1 + 1.5 + 1) / 3)
+    assert found["output_token_s"]["mean"] == 1.0
+    assert found["gpu_hit_rate"] == 1.0 and found["history_tokens"] == 13
+    # b was due at 1.5, and a second long nobody looked: handed over at 2.
+    assert found["client_lag_s"] == {"p50": 0.0, "p99": pytest.approx(0.49), "max": 0.5}
+    assert found["num_steps"] == 7 and found["tokens_per_step"] == 3 and found["swapped_in_bytes"] == 0
+    assert found["num_suspensions"] is None and found["host_step_s"] is None
+    assert found["steps"] == {"64": {"num_steps": 7, "mean_s": 1.0, "mean_tokens": 3.0}}
+    assert [ids for _, ids in server.submitted] == [
+        Prompts(50, 0).of_turn(turn) for turn, _ in server.submitted
+    ]
+
+
+def test_only_what_arrives_in_the_window_counts_and_its_last_requests_meet_the_same_load():
+    every_second = [session(f"s{i}", float(i), (5, 3)) for i in range(40)]
+    run, server = run_ticks(*every_second, window=Window(10.0, 20.0, drain_s=8.0))
+    found = serving_figures.figures(run, max_lag_s=1.0)
+    assert found["num_requests"] == 10 and found["num_unfinished"] == 0
+    assert found["requests_per_s"] == 1.0 and found["seconds"] == 10.0
+    assert found["num_steps"] == 10, "steps of the warm-up and of the end do not count"
+    assert run.end_s == 22.0 and len(server.submitted) == 22, "it ends when the last one of the window does"
+
+
+def test_what_the_drain_is_too_short_for_is_unfinished():
+    late = [session("long", 14.0, (5, 100)), session("short", 14.0, (5, 2))]
+    run, _ = run_ticks(*late, window=Window(10.0, 20.0, drain_s=7.0))
+    found = serving_figures.figures(run, max_lag_s=1.0)
+    assert run.end_s == 27.0
+    assert (found["num_requests"], found["num_unfinished"], found["sent_requests_per_s"]) == (1, 1, 0.2)
+
+
+def test_an_empty_window():
+    run, _ = run_ticks(session("a", 0.0, (5, 2)), window=Window(10.0, 20.0, drain_s=5.0))
+    found = serving_figures.figures(run, max_lag_s=1.0)
+    assert found["normalized_latency_s"] is None and found["client_lag_s"] is None and not found["void"]
+    assert found["requests_per_s"] == 0 and "-" in serving_report.tables("x", [{"rate": None, **found}])
+
+
+def test_sessions_that_outgrow_the_context_are_counted():
+    run, _ = run_ticks(session("a", 0.0, (5, 2), (5, 2), think_s=[0.0]), max_context_tokens=12)
+    assert run.num_refused == 1 and len(run.answers) == 1
+
+
+def test_a_run_is_void_if_users_were_late():
+    lags = [Lag(float(i), 0.001) for i in range(98)] + [Lag(98.0, 0.02), Lag(99.0, 0.02), Lag(200.0, 9.0)]
+    values = {"answers": [], "num_unfinished": 0, "num_refused": 0, "counters": {}, "steps": {}, "end_s": 1.0}
+    run = serving_run.Run(window=Window(0.0, 100.0, 0.0), lags=lags, **values)
+    assert serving_figures.figures(run, max_lag_s=0.010)["void"]
+    assert not serving_figures.figures(run, max_lag_s=0.021)["void"]
+
+
+class LastPrompt:
+    """Prompts that tell when the `count`-th was asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.num_left, self.asked = count, threading.Event()
+
+    def of_turn(self, turn: Turn) -> list[int]:
+        self.num_left -= 1
+        if not self.num_left:
+            self.asked.set()
+        return [1] * turn.prompt_tokens
+
+
+def test_users_never_wait_for_the_server():
+    """While its thread is blocked, as in a long step, four turns fall due and are handed over."""
+    prompts, clock = LastPrompt(4), serving_clock.RunClock()
+    due = [session(f"s{i}", 0.01 * i, (3, 2)) for i in range(4)]
+    client = serving_client.ThreadedClient(users(*due), prompts, clock)
+    clock.start()
+    with client:
+        assert prompts.asked.wait(timeout=30), "users waited"
+        sent = client.take()
+        while len(sent) < 4:  # the last one is on its way
+            client.wait(math.inf)
+            sent += client.take()
+        assert [turn.conversation_id for turn, _ in sent] == ["s0", "s1", "s2", "s3"]
+        assert not client.done
+        for turn, _ in sent:
+            client.answer(Answer(turn, 0, 0.1, 0.1, Usage(3, 0, 0, 0, 3, 2)))
+        while not client.done:
+            client.wait(math.inf)
+            client.take()
+    assert [lag.due_s for lag in client.lags] == [0.0, 0.01, 0.02, 0.03]
+    assert all(lag.lag_s >= 0 for lag in client.lags)
+
+
+def test_users_in_a_thread_think_and_stop():
+    clock = serving_clock.RunClock()
+    talk = session("a", 0.0, (3, 2), (3, 2), (3, 2), think_s=[0.0, 1e6])
+    client = serving_client.ThreadedClient(users(talk), Prompts(50, 0), clock)
+    clock.start()
+    with client:
+        for _ in range(2):
+            sent = client.take()
+            while not sent:
+                client.wait(clock.now() + 30)
+                sent = client.take()
+            end_s = clock.now()
+            client.answer(Answer(sent[0].turn, 0, end_s, end_s, Usage(3, 0, 0, 0, 3, 2)))
+        client.wait(clock.now())  # already past: returns at once
+        assert not client.done, "the third turn is a million seconds away"
+    assert len(client.lags) == 2
+
+
+def test_an_error_of_a_user_ends_the_run():
+    class Broken:
+        def of_turn(self, turn):
+            raise ConfigError("prompt", turn.conversation_id, "possible")
+
+    clock = serving_clock.RunClock()
+    client = serving_client.ThreadedClient(users(session("a", 0.0, (3, 2))), Broken(), clock)
+    server = TickServer(Ticker(), clock)
+    with pytest.raises(ConfigError, match="prompt is 'a'"):
+        serving_run.serve(server, client, clock, Window())
+
+
+def test_prompts_are_the_same_for_every_system():
+    turn = Turn("a", 1, 0.0, 10, 30, 5, False)
+    assert Prompts(500, 1, 2).of_turn(turn) == Prompts(500, 1, 2).of_turn(turn)
+    others = (
+        Prompts(500, 1, 3).of_turn(turn),
+        Prompts(500, 1, 2).of_turn(Turn("a", 2, 0.0, 10, 30, 5, False)),
+    )
+    assert Prompts(500, 1, 2).of_turn(turn) not in others
+    assert len(Prompts(500, 1).of_history("a", 77)) == 77
+    assert min(Prompts(5, 1).of_history("a", 77)) == 3
+
+
+def test_the_clock_stands_in_the_past_until_the_run_begins():
+    ticker = Ticker()
+    clock = serving_clock.RunClock(ticker, ticker.sleep)
+    assert clock.now() < -1e6
+    clock.go_to(-5.0)
+    clock.go_to(-7.0)
+    assert clock.now() == -5.0
+    clock.start()
+    ticker.now_s += 2.0
+    clock.sleep_until(3.5)
+    clock.sleep_until(1.0)
+    assert clock.now() == 3.5 and clock.at(ticker.now_s) == 3.5
+
+
+class ScriptedRunner:
+    """Dispatches in 1 s; steps end 10 s after they could begin."""
+
+    transfers, num_compilations = None, 5
+
+    def __init__(self, ticker: Ticker) -> None:
+        self.ticker, self.end_s = ticker, 0.0
+        self.layouts = {16: None, 64: None}
+
+    def dispatch(self, plan):
+        self.end_s = max(self.end_s, self.ticker.now_s) + 10.0
+        self.ticker.now_s += 1.0
+        return self.end_s
+
+    def fetch(self, handle):
+        self.ticker.now_s = max(self.ticker.now_s, handle)
+        return "ids"
+
+
+class Plan:
+    def __init__(self, bucket: int, num_tokens: int) -> None:
+        self.layout = type("Layout", (), {"num_tokens": bucket})
+        self.cu_q_lens = [0, num_tokens]
+
+
+def test_when_steps_begin_and_end():
+    ticker = Ticker()
+    runner = serving_steps.TimedRunner(ScriptedRunner(ticker), ticker)
+    first = runner.dispatch(Plan(64, 40))  # at 100, ends at 110
+    second = runner.dispatch(Plan(16, 2))  # at 101, ends at 120
+    assert runner.fetch(first) == "ids" and ticker.now_s == 110
+    ticker.now_s += 2.0  # the host schedules
+    third = runner.dispatch(Plan(16, 4))  # done at 113, ends at 130
+    runner.fetch(second)
+    runner.fetch(third)
+    ticker.now_s += 500.0  # nobody is there
+    runner.fetch(runner.dispatch(Plan(16, 2)))
+    assert runner.totals[64] == (1, 10.0, 40) and runner.totals[16] == (3, 30.0, 8)
+    assert (runner.host_s, runner.num_host_steps) == (3.0, 1), "idle time is not the host's"
+    assert runner.device_wait_s == 8 + 7 + 10 + 9
+    assert runner.num_compilations == 5
+
+
+def point(rate, latency_s, *, void=False):
+    spread = {"mean": latency_s, "p90": 2 * latency_s}
+    return {"rate": rate, "requests_per_s": rate, "normalized_latency_s": spread, "void": void}
+
+
+def write(path, system, *points, benchmark="serving_benchmark"):
+    document = {"benchmark": benchmark, "results": {"system": system, "points": points}}
+    serving_report.append_line(path, json.dumps(document))
+
+
+def test_curves_of_several_files(tmp_path):
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    write(one, "pensieve", point(4.0, 0.02))
+    write(one, "pensieve", point(2.0, 0.01), point(9.0, 0.5, void=True))
+    write(other, "stateless", point(2.0, 0.03))
+    write(other, "pensieve", point(3.0, 0.015))
+    curves = serving_report.read_curves([one, other])
+    assert {name: [p.requests_per_s for p in found] for name, found in curves.items()} == {
+        "pensieve": [2.0, 3.0, 4.0],
+        "stateless": [2.0],
+    }
+    assert curves["stateless"][0] == (2.0, 0.03, 0.06)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"benchmark": "simulation"}', '{"benchmark": 1, "results": 2}'])
+def test_other_files_are_refused(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="line 1"):
+        serving_report.read_curves([path])
+
+
+def test_files_without_a_point(tmp_path):
+    path = tmp_path / "void.json"
+    write(path, "pensieve", point(2.0, 0.01, void=True))
+    with pytest.raises(ConfigError, match="not void"):
+        serving_report.read_curves([path])
+    with pytest.raises(ConfigError, match="can be read"):
+        serving_report.read_curves([tmp_path / "nowhere.json"])
+    for name in ("append_line", "draw"):
+        arguments = {
+            "append_line": (tmp_path, "x"),
+            "draw": ({"a": []}, "title", tmp_path / "nowhere" / "a.png"),
+        }[name]
+        with pytest.raises(ConfigError, match="can be written"):
+            getattr(serving_report, name)(*arguments)
