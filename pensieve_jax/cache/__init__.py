@@ -4,9 +4,10 @@ from pensieve_jax.cache.copies import Copy
 from pensieve_jax.cache.cost import AnalyticCostModel, CostModel
 from pensieve_jax.cache.manager import CacheManager
 from pensieve_jax.cache.page_pool import PagePool
-from pensieve_jax.cache.policies import EvictionPolicy, VictimQueue, make_policy
+from pensieve_jax.cache.policies import EvictionPolicy, make_policy
 from pensieve_jax.cache.sequence import CachedSequence, Role
 from pensieve_jax.cache.states import TRANSITIONS, ChunkEvent, ChunkState, Shelf
+from pensieve_jax.cache.victims import VictimOrder
 
 __all__ = [
     "TRANSITIONS",
@@ -21,6 +22,6 @@ __all__ = [
     "PagePool",
     "Role",
     "Shelf",
-    "VictimQueue",
+    "VictimOrder",
     "make_policy",
 ]

@@ -53,6 +53,8 @@ class ChunkStore:
         self._swap_outs: list[Copy] = []
         self._swap_ins: list[Copy] = []
         self._drops: list[tuple[str, int]] = []
+        self._num_roles = 0
+        self._changed: dict[CachedSequence, None] = {}
 
     # Sequences
 
@@ -63,7 +65,7 @@ class ChunkStore:
 
     def add(self, sequence: CachedSequence) -> None:
         """A new sequence, without chunks."""
-        self.members[sequence.role][sequence] = None
+        self._enter(sequence, sequence.role)
 
     def remove(self, sequence: CachedSequence) -> None:
         """Forget a sequence that has no chunks of its own left."""
@@ -72,12 +74,17 @@ class ChunkStore:
     def set_role(self, sequence: CachedSequence, role: Role) -> None:
         """Move a sequence, with its counts, to the end of a role's members."""
         del self.members[sequence.role][sequence]
-        self.members[role][sequence] = None
         before, after = self.num_on[sequence.role], self.num_on[role]
         for shelf, number in enumerate(sequence.num_on):
             before[shelf] -= number
             after[shelf] += number
-        sequence.role = role
+        self._enter(sequence, role)
+
+    def set_active(self, sequence: CachedSequence, at_s: float) -> None:
+        """A sequence was active."""
+        sequence.last_active_s = at_s
+        if sequence.role is Role.IDLE:
+            self._changed[sequence] = None
 
     def extend(self, sequence: CachedSequence, num_chunks: int) -> None:
         """Give a sequence chunks that are dropped, up to `num_chunks` in all."""
@@ -211,7 +218,20 @@ class ChunkStore:
             if sequence.role is not Role.RUNNING:
                 self.trim(sequence)
 
+    def take_changed(self) -> tuple[CachedSequence, ...]:
+        """Sequences that since the last call became idle, or were active or got a chunk while they were."""
+        changed = tuple(self._changed)
+        self._changed.clear()
+        return changed
+
     # Inside
+
+    def _enter(self, sequence: CachedSequence, role: Role) -> None:
+        self._num_roles += 1
+        self.members[role][sequence] = None
+        sequence.role, sequence.role_number = role, self._num_roles
+        if role is Role.IDLE:
+            self._changed[sequence] = None
 
     def _apply(self, sequence: CachedSequence, index: int, event: ChunkEvent) -> None:
         chunk = sequence.chunks[index]
@@ -224,6 +244,8 @@ class ChunkStore:
     def _count(self, sequence: CachedSequence, index: int, shelf: Shelf, change: int) -> None:
         sequence.count(index, shelf, change)
         self.num_on[sequence.role][shelf] += change
+        if change > 0 and sequence.role is Role.IDLE:
+            self._changed[sequence] = None
 
     def _count_flight(self, flight: Flight, change: int) -> None:
         if flight.is_in:

@@ -12,9 +12,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from pensieve_jax.cache.chunk_store import ChunkStore
-from pensieve_jax.cache.policies import EvictionPolicy, VictimQueue
+from pensieve_jax.cache.policies import EvictionPolicy
 from pensieve_jax.cache.sequence import CachedSequence, Role
 from pensieve_jax.cache.states import ChunkState, Shelf
+from pensieve_jax.cache.victims import Victim, VictimOrder
 from pensieve_jax.core.clock import Clock
 
 _BY_PRICE = (Shelf.CLEAN, Shelf.DIRTY)  # shelves with pages to take: for nothing, then for a copy or a loss
@@ -46,13 +47,15 @@ class Evictor:
         self._num_ahead = max(1, min(_MAX_AHEAD, num_clean_pages // 4))
         self._max_num_copies = max_num_copies
         self._retrieval_priority = retrieval_priority
-        self._queues: dict[Shelf, VictimQueue] = {}
+        shelves = (*_BY_PRICE, Shelf.HOST)
+        self._orders = {shelf: VictimOrder(policy, shelf, store.members[Role.IDLE]) for shelf in shelves}
+        self._now_s: float | None = None  # the time of the pass, once somebody has asked
         self._lenders: Iterator[tuple[CachedSequence, int]] = self._chunks_on_both()
         self.num_forced_swap_outs = 0
 
     def begin_pass(self) -> None:
-        """Order victims afresh when the first is needed; who goes idle within the pass comes last."""
-        self._queues.clear()
+        """Forget what was true of the pass before."""
+        self._now_s = None
         self._lenders = self._chunks_on_both()
 
     def take_page(self, arrival: int) -> int | None:
@@ -178,7 +181,7 @@ class Evictor:
     def _drop_idle(self, worth: float, keep: CachedSequence) -> bool:
         """Drop what is worth least in host memory, if it is not worth more than what wants its slot."""
         victim = self._victim(Shelf.HOST)
-        if victim is None or victim[2] > worth:
+        if victim is None or victim.worth > worth:
             return False
         sequence, indices, _ = victim
         for index in indices:
@@ -198,15 +201,16 @@ class Evictor:
 
     # Order
 
-    def _victim(self, shelf: Shelf) -> tuple[CachedSequence, tuple[int, ...], float] | None:
-        """The next idle victim on a shelf: its sequence, chunks and worth."""
-        queue = self._queues.get(shelf)
-        victim = None if queue is None else queue.peek()
-        if victim is None and self._store.num_on[Role.IDLE][shelf]:
-            idle = self._store.members[Role.IDLE]
-            queue = self._queues[shelf] = VictimQueue(self._policy, idle, shelf, self._clock.now())
-            victim = queue.peek()
-        return None if victim is None else (victim[0], tuple(victim[1]), victim[2])
+    def _victim(self, shelf: Shelf) -> Victim | None:
+        """The next idle victim on a shelf."""
+        if not self._store.num_on[Role.IDLE][shelf]:
+            return None
+        for sequence in self._store.take_changed():
+            for order in self._orders.values():
+                order.note(sequence)
+        if self._now_s is None:
+            self._now_s = self._clock.now()
+        return self._orders[shelf].peek(self._now_s)
 
     def _latest_queued(self, arrival: int) -> Iterator[CachedSequence]:
         """Queued sequences that arrived after `arrival`, the latest first."""

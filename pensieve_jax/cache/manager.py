@@ -98,9 +98,10 @@ class CacheManager:
 
     def touch(self, sequence: CachedSequence) -> None:
         """Record activity now; a prefix is as active as its most recent user."""
-        sequence.last_active_s = self._clock.now()
+        now_s = self._clock.now()
+        self._store.set_active(sequence, now_s)
         if sequence.prefix is not None:
-            sequence.prefix.last_active_s = sequence.last_active_s
+            self._store.set_active(sequence.prefix, now_s)
 
     def push_out(self, sequence: CachedSequence, max_num_chunks: int | None = None) -> int:
         """Have an idle sequence's pages, or the leading ones of them, copied to the host and freed now.

@@ -2,20 +2,16 @@
 
 Owns: the order of victims among idle sequences. A policy sees sequences, a shelf and the time; it counts
 nothing, frees nothing and keeps no state between passes.
-Called by: `Evictor`, through a `VictimQueue` for each shelf that it needs room on.
-
-A pass over thousands of conversations takes a few chunks: one number is computed for each of them, and only
-those that gave something are looked at again.
+Called by: `Evictor`, through a `VictimOrder` for each shelf that it needs room on.
 """
 
 from __future__ import annotations
 
-import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pensieve_jax.cache.cost import CostModel
-from pensieve_jax.cache.sequence import CachedSequence, Role
+from pensieve_jax.cache.sequence import CachedSequence
 from pensieve_jax.cache.states import Shelf
 
 _MIN_IDLE_S = 1e-3  # a conversation that was active just now has a finite value
@@ -34,39 +30,13 @@ class EvictionPolicy(ABC):
     def worth(self, sequence: CachedSequence, index: int, now_s: float) -> float:
         """What keeping chunk `index` is worth; comparable across sequences and shelves."""
 
+    @abstractmethod
+    def group(self, sequence: CachedSequence, shelf: Shelf) -> int:
+        """Sequences of one group are worth less the earlier they were active, whatever the time is.
 
-class VictimQueue:
-    """The idle sequences with chunks on one shelf, by the worth of what goes next of each.
-
-    Ties fall to the sequence that was given first. What was true of a sequence when the queue was made may
-    have changed since: it is looked at again when it comes to the front.
-    """
-
-    def __init__(
-        self, policy: EvictionPolicy, sequences: Iterable[CachedSequence], shelf: Shelf, now_s: float
-    ) -> None:
-        """Look at every sequence once."""
-        self._policy, self._shelf, self._now_s = policy, shelf, now_s
-        self._heap = [(self._worth(s), order, s) for order, s in enumerate(sequences) if s.num_on[shelf]]
-        heapq.heapify(self._heap)
-
-    def peek(self) -> tuple[CachedSequence, Sequence[int], float] | None:
-        """The sequence that gives way next, which chunks of it, and their worth; None: nobody has any."""
-        heap = self._heap
-        while heap:
-            worth, order, sequence = heap[0]
-            if sequence.role is not Role.IDLE or not sequence.num_on[self._shelf]:
-                heapq.heappop(heap)
-                continue
-            worth_now = self._worth(sequence)
-            if worth_now == worth:
-                return sequence, self._policy.frontier(sequence, self._shelf), worth
-            heapq.heapreplace(heap, (worth_now, order, sequence))
-        return None
-
-    def _worth(self, sequence: CachedSequence) -> float:
-        index = self._policy.frontier(sequence, self._shelf)[0]
-        return self._policy.worth(sequence, index, self._now_s)
+        The group serves as the index of the frontier's first chunk where `worth` asks for one. It may grow
+        by itself, and only falls when a chunk comes to the shelf.
+        """
 
 
 class RetentionPolicy(EvictionPolicy):
@@ -92,6 +62,10 @@ class RetentionPolicy(EvictionPolicy):
         idle_s = now_s - sequence.last_active_s
         return costs_s[index] / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
 
+    def group(self, sequence: CachedSequence, shelf: Shelf) -> int:
+        """Those that would give the same chunk, which costs them the same."""
+        return sequence.first_on(shelf)
+
 
 class _LeastRecentlyUsed(EvictionPolicy):
     """Oldest activity first, whatever recomputing would cost."""
@@ -99,6 +73,10 @@ class _LeastRecentlyUsed(EvictionPolicy):
     def worth(self, sequence: CachedSequence, index: int, now_s: float) -> float:
         """When it was last active."""
         return sequence.last_active_s
+
+    def group(self, sequence: CachedSequence, shelf: Shelf) -> int:
+        """All of them."""
+        return 0
 
 
 class LruPolicy(_LeastRecentlyUsed):

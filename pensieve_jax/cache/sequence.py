@@ -73,6 +73,7 @@ class CachedSequence:
       last_active_s: when its last turn ended, or began.
       arrival: arrival number of its queued or running request.
       role: who may take its pages.
+      role_number: counts up with every sequence that takes a role.
       prefix: the sequence of the prefix, if it has one.
       is_prefix: others share its chunks: they are full, and it keeps its length whatever is dropped.
       num_users, num_running_users: of a prefix, the sequences that begin with it, and those that run.
@@ -88,6 +89,7 @@ class CachedSequence:
         self.last_active_s = 0.0
         self.arrival = -1
         self.role = Role.IDLE
+        self.role_number = 0
         self.prefix: CachedSequence | None = None
         self.num_shared = 0
         self.is_prefix = is_prefix

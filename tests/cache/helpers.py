@@ -86,7 +86,7 @@ class Cache:
         """A sequence whose turn ended `idle_s` seconds ago."""
         sequence = self.running(name, num_tokens)
         self.manager.release(sequence)
-        sequence.last_active_s = self.clock.now() - idle_s
+        self.manager._store.set_active(sequence, self.clock.now() - idle_s)
         self.check()
         return sequence
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve_jax.cache import AnalyticCostModel, Shelf, VictimQueue, make_policy
+from pensieve_jax.cache import AnalyticCostModel, Role, Shelf, VictimOrder, make_policy
 from pensieve_jax.config import POLICIES
 from tests.cache.helpers import CHUNK, Cache, resident
 
@@ -26,11 +26,11 @@ def cache_with(policy, sizes, holes=()):
 
 def victims_of(cache, sequences, shelf=Shelf.DIRTY):
     """(sequence, chunks) in the order in which they leave the gpu; each group is dropped before the next."""
-    queue = VictimQueue(cache.policy, sequences, shelf, cache.clock.now())
-    while (victim := queue.peek()) is not None:
+    order = VictimOrder(cache.policy, shelf, sequences)
+    while (victim := order.peek(cache.clock.now())) is not None:
         sequence, group, worth = victim
         assert worth == cache.policy.worth(sequence, group[0], cache.clock.now())
-        yield sequence, tuple(group)
+        yield sequence, group
         for chunk in group:
             cache.manager._store.drop(sequence, chunk)
         cache.manager._store.trim(sequence)
@@ -125,10 +125,61 @@ def test_chunks_dropped_by_others_do_not_break_the_order(policy):
 def test_who_is_pinned_since_is_passed_over(policy):
     """A conversation that was pinned since does not stop the others from giving way."""
     cache, (one, two) = cache_with(policy, [(3, 9.0), (3, 1.0)])
-    queue = VictimQueue(cache.policy, [one, two], Shelf.DIRTY, cache.clock.now())
-    assert queue.peek()[0] is one
+    order = VictimOrder(cache.policy, Shelf.DIRTY, [one, two])
+    assert order.peek(cache.clock.now()).sequence is one
     cache.queued("s0", one)
-    assert queue.peek()[0] is two
+    assert order.peek(cache.clock.now()).sequence is two
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(sizes=sizes_strategy, changes=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6)), max_size=40))
+def test_the_order_lasts_while_everything_changes(policy, sizes, changes):
+    """Time passes, some give way, are pinned, come back or are cut: it is what a search would find."""
+    cache, sequences = cache_with(policy, sizes)
+    store, order = cache.manager._store, VictimOrder(cache.policy, Shelf.DIRTY, sequences)
+    for number, change in changes:
+        sequence = sequences[number % len(sequences)]
+        if change == 0:
+            cache.clock.advance(7.0)
+        elif change == 1 and sequence.role is Role.IDLE:
+            cache.queued(sequence.sequence_id, sequence)
+        elif change == 2 and sequence.role is Role.QUEUED:
+            cache.manager.release(sequence)
+        elif change == 3 and sequence.role is Role.IDLE:
+            cache.manager.truncate(sequence, max(sequence.num_kv_tokens - CHUNK, 0))
+        elif change == 4 and sequence.role is Role.IDLE:
+            cache.manager.touch(sequence)
+        elif change == 5 and sequence.role is Role.IDLE:
+            cache.running(sequence.sequence_id, 5 * CHUNK, sequence)  # its leading chunks are there again
+            cache.manager.release(sequence)
+        else:
+            victim = order.peek(cache.clock.now())
+            for chunk in () if victim is None else victim.indices:
+                store.drop(victim.sequence, chunk)
+            if victim is not None:
+                store.trim(victim.sequence)
+        for changed in store.take_changed():
+            order.note(changed)
+        victim = order.peek(cache.clock.now())
+        now_s, expected = cache.clock.now(), []
+        for one in sequences:
+            if one.role is Role.IDLE and one.num_on[Shelf.DIRTY]:
+                index = cache.policy.frontier(one, Shelf.DIRTY)[0]
+                expected.append((cache.policy.worth(one, index, now_s), one.role_number, one))
+        found = None if victim is None else (victim.worth, victim.sequence.role_number, victim.sequence)
+        assert found == min(expected, default=None)
+
+
+def test_entries_that_are_not_true_do_not_pile_up():
+    """Behind a conversation that is worth most of all, others come and go for ever."""
+    cache, (one, two) = cache_with("lru", [(1, 50.0), (1, 1.0)])
+    order = VictimOrder(cache.policy, Shelf.DIRTY, [one, two])
+    for _ in range(1000):
+        cache.clock.advance(1.0)
+        cache.manager.touch(two)
+        order.note(two)
+        assert order.peek(cache.clock.now()).sequence is one
+    assert order._num_in_heaps < 100
 
 
 @pytest.mark.parametrize("policy", POLICIES)
