@@ -133,11 +133,11 @@ def make_runner(
 
 def _in_pages(config: EngineConfig, all_bytes: int, mesh: Mesh) -> EngineConfig:
     """Sizes of tiers as pages, of `all_bytes` on all devices together, which have the weights already."""
-    config = config.with_cpu_pages(all_bytes).with_staged_pages(all_bytes)
+    page_bytes = all_bytes // mesh.devices.size
+    config = config.with_cpu_pages(all_bytes).with_staged_pages(page_bytes)
     fraction = config.cache.gpu_memory_fraction
     if fraction is None:
         return config
-    page_bytes = all_bytes // mesh.devices.size
     staging = staging_bytes(config.cache.cpu_pages, config.runner.max_num_staged_pages, page_bytes)
     return config.with_gpu_pages(num_pages_in(fraction, list(mesh.devices.flat), page_bytes, staging))
 

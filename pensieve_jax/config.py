@@ -15,8 +15,8 @@ from typing import TypeGuard
 from pensieve_jax.core.errors import ConfigError
 
 CHUNK_SIZES_TOKENS = (16, 32, 64)
-_STAGED_BYTES = 10**9  # of chunks in transit, each way: some 20 ms of copying
-_LEAST_STAGED_PAGES = 16
+_STAGED_BYTES = 10**9  # of chunks in transit, each way and device: some 20 ms of copying
+_LEAST_STAGED_PAGES = 64  # a history of 2,000 tokens in chunks of 32
 ATTENTION_BACKENDS = ("auto", "xla", "pallas_triton", "pallas_mosaic_gpu")
 POLICIES = ("retention", "lru", "conversation", "trailing")
 
@@ -157,7 +157,8 @@ class SchedulerConfig:
       max_context_tokens: the longest history + turn; None is what the model and the pool allow.
       token_buckets: padded step sizes, ascending, the last one `max_num_batched_tokens`; None derives
         `max_num_buckets` of them, geometrically.
-      max_num_buckets: how many sizes are derived. Each is one executable, compiled before serving.
+      max_num_buckets: how many sizes are derived. Each is compiled before serving, once for every group of
+        layers.
       unified: False pauses generation while a new or returning request can compute what it misses: a step
         holds prompts and recomputation, or decodes, never both. For comparison (the paper's Figure 13).
     """
@@ -219,8 +220,9 @@ class RunnerConfig:
       num_layer_groups: parts of a step, each with its share of the layers, at most as many as there are
         layers. Chunks move between tiers in as many pieces, so that a part computes while the next one's
         pieces are copied; more and smaller pieces cost the host more, and bulk copies are slower.
-      max_num_staged_pages: the most chunks on their way in, or out, at once, which take device memory beside
-        the pool: with a real model as many of them as 1 GB holds, but 16 in any case.
+      max_num_staged_pages: the most chunks on their way in, or out, at once. Three times as many are set
+        aside in device memory beside the pool; so a real model gets no more than 1 GB of a device holds, but
+        64 in any case.
       max_logprobs: the most top alternatives that a request may ask logprobs for.
       max_banned_ids: the most ids that `min_tokens` may have to keep from being sampled (end-of-sequence
         and stop ids of one request).
@@ -307,7 +309,11 @@ class EngineConfig:
         return replace(self, cache=replace(self.cache, gpu_pages=num_pages, gpu_memory_fraction=None))
 
     def with_staged_pages(self, page_bytes: int) -> EngineConfig:
-        """The same with `runner.max_num_staged_pages` lowered to what keeps transfers of such pages busy."""
+        """The same with `runner.max_num_staged_pages` lowered to what keeps a device's transfers busy.
+
+        Args:
+          page_bytes: of a device's share of a page.
+        """
         enough = max(_STAGED_BYTES // page_bytes, _LEAST_STAGED_PAGES)
         num_pages = min(self.runner.max_num_staged_pages, enough)
         return replace(self, runner=replace(self.runner, max_num_staged_pages=num_pages))

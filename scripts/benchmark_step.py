@@ -287,7 +287,12 @@ def main() -> int:
         table(["ceiling", "10^12 a second"], [[name, 1e-12 * one] for name, one in found["ceilings"].items()])
     )
     print_tables(found)
-    document = {"model": FLAGS.model, "dtype": FLAGS.dtype, "config": dataclasses.asdict(config), **found}
+    document = {
+        "model": FLAGS.model,
+        "dtype": FLAGS.dtype,
+        "config": dataclasses.asdict(parts.config),
+        **found,
+    }
     units = {"*_s": "seconds", "*_bytes_per_s": "bytes a second", "flop_per_s": "operations a second"}
     print(json_line("steps", document, units=units, device=device_name()))
     return 0

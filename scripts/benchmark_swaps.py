@@ -48,7 +48,6 @@ def sized_config() -> EngineConfig:
     )
     crowd_pages = FLAGS.num_decodes * -(-(FLAGS.context_tokens + FLAGS.max_crowd_tokens) // chunk_tokens)
     donor_chunks = num_donors() * chunks
-    longest_step = chunks * chunk_tokens + FLAGS.prompt_tokens + 16
     cache = dataclasses.replace(
         config.cache,
         gpu_pages=int((crowd_pages + donor_chunks + 4 * chunks) / 0.85),
@@ -61,7 +60,7 @@ def sized_config() -> EngineConfig:
         max_num_running=FLAGS.num_decodes + 1,
         max_num_rows=None,
         max_context_tokens=max_context,
-        max_num_batched_tokens=max(longest_step, FLAGS.num_decodes + 1 + chunk_tokens),
+        max_num_batched_tokens=longest_step(),
         token_buckets=None,
     )
     small = -(-(FLAGS.prompt_tokens + 8) // 16) * 16
@@ -86,7 +85,15 @@ def crowd_steps() -> int:
     swap_ins = (repeats + 1) * (2 * (steps + settling) + settling)
     swap_outs = 2 * repeats * (steps + settling)
     ablation = 2 * ((repeats + 1) // 2) * (steps + 3 * settling)
-    return max(swap_ins, swap_outs, ablation)
+    # The first of the crowd decode while the last have their prompts computed.
+    joining = FLAGS.num_decodes * FLAGS.context_tokens // (longest_step() - FLAGS.num_decodes) + 1
+    return max(swap_ins, swap_outs, ablation) + joining + 2 * settling
+
+
+def longest_step() -> int:
+    """Tokens: the history recomputed at once, and a chunk's worth of room beside the crowd."""
+    history = FLAGS.num_chunks * FLAGS.chunk_tokens + FLAGS.prompt_tokens + 16
+    return max(history, FLAGS.num_decodes + 1 + FLAGS.chunk_tokens)
 
 
 def chunks_per_step() -> int:
@@ -338,7 +345,7 @@ def main() -> int:
     document = {
         "model": FLAGS.model,
         "dtype": FLAGS.dtype,
-        "config": dataclasses.asdict(config),
+        "config": dataclasses.asdict(parts.config),
         "chunk_bytes": parts.runner.storage.chunk_bytes,
         "num_layer_groups": len(parts.runner.storage.groups),
         "start_up_s": start_up_s,

@@ -23,7 +23,7 @@ def memory_limit_bytes(device: jax.Device) -> int | None:
 
 
 def staging_bytes(cpu_pages: int, num_staged_pages: int, page_bytes: int) -> int:
-    """The most that chunks in transit take of a device: one set out, and two in; none without a host tier.
+    """What is set aside for chunks in transit on a device: one set out, and two in; none without a host tier.
 
     What a step scatters is freed after it, and the next copies are started before it.
     """

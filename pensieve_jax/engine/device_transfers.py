@@ -6,8 +6,8 @@ Called by: the engine, through the `Transfers` protocol, and by `model_runner`, 
 
 Every copy is enqueued before a step is dispatched and runs beside it, because the runtime lets a copy into a
 new buffer wait for whatever computation was dispatched before it. What is small and urgent (a step's plan,
-page numbers) goes first. `outgoing` and `incoming` are the two ways.
-Copies that start together are one batched call, and arrive in no order.
+page numbers) goes first. `outgoing` and `incoming` are the two ways. Copies that start together are one
+batched call, and arrive in no order.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from pensieve_jax.engine.incoming import IncomingCopies
 from pensieve_jax.engine.kv_storage import KVStorage
 from pensieve_jax.engine.outgoing import OutgoingCopies
 from pensieve_jax.engine.page_copies import PageCopies
-
-_MAX_HELD_STEPS = 4
+from pensieve_jax.engine.transfers import MAX_HELD_STEPS, window
 
 
 class DeviceTransfers:
@@ -56,13 +55,15 @@ class DeviceTransfers:
           pools: that chunks come from and go to.
           cpu_pages: host slots; without any nothing is compiled, and nothing may be copied.
           max_num_staged_pages: chunks that are in flight at once, each way.
-          retrieval_priority: start no copy to the host while one from it is in flight, unless staging is
-            full or it has waited for some steps (the paper's section 5, prioritized retrieval).
+          retrieval_priority: start no copy to the host while one from it is in flight, unless others need
+            its room in staging or it has waited for some steps (the paper's section 5, prioritized
+            retrieval).
 
         Raises:
           ConfigError: the machine has less memory than that.
         """
         self._storage, self._num_groups = storage, len(storage.groups)
+        self._window = window(max_num_staged_pages)
         self.retrieval_priority = retrieval_priority
         self._host = HostPool(storage, cpu_pages, num_spare=min(max_num_staged_pages, cpu_pages))
         self._copies = PageCopies(storage, pools, max_num_staged_pages)
@@ -113,7 +114,7 @@ class DeviceTransfers:
         self._incoming.queue(copies)
         is_held = self.retrieval_priority and self._incoming.is_arriving()
         # Somebody may wait for what is held back, while others are fetched all the time.
-        if not is_held or self._outgoing.num_held_steps() >= _MAX_HELD_STEPS:
+        if not is_held or self._outgoing.num_held_steps() >= MAX_HELD_STEPS:
             self._outgoing.start()
 
     def rush(self, copy_ids: Collection[int]) -> None:
@@ -154,7 +155,7 @@ class DeviceTransfers:
         if not self._incoming.staged:
             self._outgoing.start()
         moving = self._incoming.staged or self._outgoing.in_flight
-        self._mover.wait_for(moving, min(len(moving), self._outgoing.window))
+        self._mover.wait_for(moving, min(len(moving), self._window))
 
     def reset(self) -> None:
         """Forget what is in flight; what slots hold stays good. The runner calls it, before new pools."""

@@ -22,6 +22,7 @@ from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.engine.batched_copies import copy_arrays
 
 _POLL_S = 5e-5
+_sleep = time.sleep
 
 
 @dataclass(eq=False)
@@ -80,10 +81,13 @@ class Mover:
 
         It polls: the runtime can wait for a given array only, and any given one may be the last to end.
         """
+        assert count <= len(moving) and all(transfer.target for transfer in moving), "a wait without end"
         start = time.perf_counter()
-        while sum(transfer.is_ready() for transfer in moving) < count:
-            time.sleep(_POLL_S)
-        self.stall_s += time.perf_counter() - start
+        try:
+            while sum(transfer.is_ready() for transfer in moving) < count:
+                _sleep(_POLL_S)
+        finally:
+            self.stall_s += time.perf_counter() - start
 
     def check(self, ended: Iterable[InFlight]) -> None:
         """Raise StepFailedError if one of them ended badly."""

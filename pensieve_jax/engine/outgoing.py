@@ -18,8 +18,7 @@ from pensieve_jax.engine.host_pool import HostPool
 from pensieve_jax.engine.in_flight import InFlight, Mover, part
 from pensieve_jax.engine.kv_storage import KVStorage
 from pensieve_jax.engine.page_copies import PageCopies
-
-_WINDOW = 16  # a size of `PageCopies`: one gather
+from pensieve_jax.engine.transfers import window
 
 
 class OutgoingCopies:
@@ -29,8 +28,6 @@ class OutgoingCopies:
       in_flight: in the order of their gathers, started or not.
       done: ids of copies that slots hold now and `completed` has not named yet.
       num_chunks: started so far.
-      window: chunks that are awaited and staged together where there are more than can be staged: a small
-        part of what moves meanwhile, and few enough that the first are on their way soon.
     """
 
     def __init__(
@@ -39,20 +36,20 @@ class OutgoingCopies:
         """Nothing on its way; at most `max_num_staged` chunks will be at a time."""
         self._host_sharding, self._groups = storage.host_sharding, range(len(storage.groups))
         self._host, self._copies, self._mover = host, copies, mover
-        self._max_num_staged, self.window = max_num_staged, min(_WINDOW, -(-max_num_staged // 2))
+        self._max_num_staged = max_num_staged
         self.in_flight: deque[InFlight] = deque()
         self.done: list[int] = []
         self.num_chunks = 0
 
     def gather(self, copies: Sequence[Copy]) -> None:
-        """Read the pages, in program order; where there is no room, starts what is held back and blocks.
+        """Read the pages, in program order; where there is no room, starts what came before and blocks.
 
         Raises:
           StepFailedError: the device refused, or an earlier copy has failed.
         """
         self._finish()
         fits = len(self.in_flight) + len(copies) <= self._max_num_staged
-        size = max(len(copies), 1) if fits else self.window
+        size = max(len(copies), 1) if fits else window(self._max_num_staged)
         for start in range(0, len(copies), size):
             batch = copies[start : start + size]
             self._make_room(len(batch))
@@ -61,7 +58,7 @@ class OutgoingCopies:
             for copy, chunk in zip(batch, chunks, strict=True):
                 self._host.clear(copy.slot)
                 self.in_flight.append(InFlight(copy, chunk, start_step=self._mover.num_steps))
-            if not fits:
+            if start + size < len(copies):
                 self.start()
 
     def start(self) -> None:

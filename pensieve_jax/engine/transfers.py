@@ -1,7 +1,8 @@
 """What the engine asks of whatever moves chunks between device pages and host slots.
 
-Owns: the `Transfers` protocol. The JAX one is `device_transfers.DeviceTransfers`; tests have one that
-delays and reorders.
+Owns: the `Transfers` protocol, and how much of what is in transit is awaited at a time. The JAX one is
+`device_transfers.DeviceTransfers`; the simulator has one with the same rules, tests one that delays and
+reorders.
 Does not know: conversations, policies, or why a chunk moves.
 Called by: the engine loop, from one thread, around every step:
 
@@ -14,6 +15,14 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from pensieve_jax.cache.copies import Copy
+
+MAX_HELD_STEPS = 4  # that copies to the host wait while others come from it all the time
+_WINDOW = 16  # chunks: one gather, and few enough that the first are on their way soon
+
+
+def window(max_num_staged: int) -> int:
+    """Chunks that are awaited and staged together where there are more than can be staged."""
+    return min(_WINDOW, -(-max_num_staged // 2))
 
 
 class Transfers(Protocol):

@@ -80,13 +80,14 @@ class Replica:
         self.number = number
         self.timeline = Timeline(start_s)
         cache = config.cache
-        max_num_staged = config.runner.max_num_staged_pages
+        chunk_bytes = cache.chunk_tokens * profile.kv_token_bytes
+        max_num_staged = config.with_staged_pages(chunk_bytes).runner.max_num_staged_pages
         self.cache = CacheManager(cache, cost_model, self.timeline, max_num_copies=max_num_staged)
         self._scheduler = Scheduler(config.scheduler, self.cache)
         self._transfers = SimulatedTransfers(
             profile,
             self.timeline,
-            chunk_bytes=cache.chunk_tokens * profile.kv_token_bytes,
+            chunk_bytes=chunk_bytes,
             max_num_staged=max_num_staged,
             retrieval_priority=cache.retrieval_priority,
         )

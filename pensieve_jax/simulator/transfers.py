@@ -9,7 +9,7 @@ What the rules come to: a copy waits for the computation that was dispatched bef
 next step. In each direction copies follow one another in order. A copy to the device is named as complete
 when the step beside which it started has been dispatched; for what is left of it, the step after that waits.
 A copy to the host is named when it has ended. Copies to the device go first: while one is on its way, copies
-to the host are held back, for some steps and until staging is full.
+to the host are held back, for some steps and until others need their room in staging.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from pensieve_jax.cache import Copy
+from pensieve_jax.engine.transfers import MAX_HELD_STEPS, window
 from pensieve_jax.simulator.clock import Timeline
 from pensieve_jax.simulator.profile import DeviceProfile, LinkCosts
-
-_MAX_HELD_STEPS = 4  # as of `engine.device_transfers`
-_WINDOW = 16  # as of `engine.outgoing`
 
 
 class _Moving:
@@ -83,7 +81,7 @@ class SimulatedTransfers:
         self._timeline = timeline
         self._chunk_bytes = chunk_bytes
         self._max_num_staged = max_num_staged
-        self._window = min(_WINDOW, -(-max_num_staged // 2))
+        self._window = window(max_num_staged)
         self._retrieval_priority = retrieval_priority
         self._in = _Link(profile.to_device, chunk_bytes, profile.both_ways_share)
         self._out = _Link(profile.to_host, chunk_bytes, profile.both_ways_share)
@@ -98,13 +96,16 @@ class SimulatedTransfers:
 
     def swap_out(self, copies: Sequence[Copy]) -> None:
         """See `Transfers`; the clock moves on where staging is full."""
-        rest = [_Moving(copy.copy_id, self._num_steps) for copy in copies]
-        while rest:
-            self._make_room_out(min(len(rest), self._window))
-            room = self._max_num_staged - len(self._outgoing)
-            batch, rest = rest[:room], rest[room:]
+        self._finish_out()
+        fits = len(self._outgoing) + len(copies) <= self._max_num_staged
+        size = max(len(copies), 1) if fits else self._window
+        for start in range(0, len(copies), size):
+            batch = [_Moving(copy.copy_id, self._num_steps) for copy in copies[start : start + size]]
+            self._make_room_out(len(batch))
             self._outgoing.extend(batch)
             self._held += batch
+            if start + size < len(copies):
+                self._start_out()
 
     def swap_in(self, copies: Sequence[Copy]) -> None:
         """See `Transfers`; what was gathered starts now, unless it is held back."""
@@ -174,7 +175,7 @@ class SimulatedTransfers:
         return bool(self._queued or self._staged) or self._in.free_s > self._timeline.now()
 
     def _held_long(self) -> bool:
-        return bool(self._held) and self._num_steps - self._held[0].start_step >= _MAX_HELD_STEPS
+        return bool(self._held) and self._num_steps - self._held[0].start_step >= MAX_HELD_STEPS
 
     def _ready_s(self) -> float:
         """When a copy can begin: computation that was dispatched before it comes first."""
@@ -201,7 +202,6 @@ class SimulatedTransfers:
 
     def _make_room_out(self, num_chunks: int) -> None:
         """Block until `num_chunks` more can be staged."""
-        self._finish_out()
         num_over = len(self._outgoing) + num_chunks - self._max_num_staged
         if num_over > 0:
             self._start_out()

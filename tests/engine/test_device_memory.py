@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, assembly
+from pensieve_jax import config as config_module
 from pensieve_jax.assembly import make_runner
 from pensieve_jax.engine import device_memory
 from pensieve_jax.engine.device_memory import num_pages_in
@@ -50,6 +51,15 @@ def test_a_runner_has_as_many_pages_as_fit(monkeypatch):
     assert config.cache.gpu_pages == (limit_bytes // 8 - used_bytes) // page_bytes - 1
     assert config.cache.gpu_memory_fraction is None
     assert runner.storage.num_pages == config.cache.gpu_pages + 1
+
+
+def test_a_runner_stages_what_a_gigabyte_holds(monkeypatch):
+    """The config that comes back says how many; what is asked for is the most."""
+    monkeypatch.setattr(config_module, "_STAGED_BYTES", 0)
+    monkeypatch.setattr(config_module, "_LEAST_STAGED_PAGES", 3)
+    config = EngineConfig(cache=CacheConfig(cpu_pages=8))
+    _, config = make_runner("random:llama-tiny", "float32", config, progress=False)
+    assert config.runner.max_num_staged_pages == 3
 
 
 def test_a_cpu_does_not_say():

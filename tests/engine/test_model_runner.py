@@ -18,7 +18,7 @@ from model_defs import load_model, make_mesh, preset, random_model
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.engine import device_memory, layouts
+from pensieve_jax.engine import device_memory, layouts, model_runner
 from pensieve_jax.engine.compilation import keep_compilations_in
 from pensieve_jax.engine.dense_reference import DenseReference
 from pensieve_jax.engine.kv_storage import read_page
@@ -461,6 +461,18 @@ def test_a_failed_step_is_a_typed_error(monkeypatch):
     runner.reset()
     stepper.step(Row(talk, 0, 9, samples=True))
     assert_equals_reference("llama-tiny", talk)
+
+
+def test_a_plan_is_sent_before_chunks_start(monkeypatch):
+    """They start behind a mark that waits for what was sent before; behind them a plan would be late."""
+    runner = runner_for()
+    calls, put, start = [], jax.device_put, runner.transfers.start
+    monkeypatch.setattr(
+        model_runner.jax, "device_put", lambda *arguments: (calls.append("plan"), put(*arguments))[1]
+    )
+    monkeypatch.setattr(runner.transfers, "start", lambda: (calls.append("chunks"), start()))
+    Stepper(runner).step(Row(Talk(random_ids(9), pages=[1]), 0, 9, samples=True))
+    assert calls == ["plan", "chunks"]
 
 
 def test_compilations_are_kept_on_disk(tmp_path):

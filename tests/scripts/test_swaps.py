@@ -123,6 +123,8 @@ def test_swaps(launch, compilation_cache, monkeypatch, capsys):
 class _Parts:
     """What `assemble` would give, as far as a report needs it."""
 
+    config = EngineConfig()
+
     class engine:
         close = staticmethod(lambda: None)
 

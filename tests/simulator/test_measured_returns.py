@@ -1,4 +1,6 @@
-"""Whole returns of a conversation, as `docs/results/h200_swaps_llama2-13b-gqa10.json` measured them.
+"""Whole returns of a conversation, as `docs/results/h200_swaps_before_groups.json` measured them.
+
+That was with one group of layers and the Triton kernel for prompts, as the profile's single steps were.
 
 The profile was fitted to single steps and copies. What scheduling, copies and look-ahead make of them is not
 fitted to anything.

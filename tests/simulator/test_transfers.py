@@ -129,7 +129,7 @@ def test_swapping_out_blocks_while_staging_is_full():
     machine.swap_out(copies(1, 2, 3))
     machine.swap_out(copies(4, 5))  # room for two when the first has ended
     assert machine.timeline.now() == 1.25
-    machine.swap_out(copies(6, 7, 8, 9))  # by halves of the staging
+    machine.swap_out(copies(6, 7, 8, 9))  # by windows of two
     assert machine.timeline.now() == 5.25
     assert machine.transfers.stats()["transfer_stall_s"] == 5.25
     assert machine.transfers.completed() == [1, 2, 3, 4, 5]
