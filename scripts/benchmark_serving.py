@@ -9,7 +9,7 @@ begin at random (`--rates`) or as recorded, and turn k + 1 follows when turn k w
 thought. The run begins in mid-life (`--mid_life_s`), with the histories of its conversations computed before
 the clock starts. What arrives in the window counts; the run ends when all of that was answered, or after
 `--drain_s`. If users were late (99th percentile over `--max_client_lag_s`) the run is void, and the exit
-status 1. Answers have the lengths of the trace; no scheduler is told.
+status 1. Answers have the lengths of the trace, by which nobody is admitted, evicted or served sooner.
 
 Closed loop (`--closed_loop`): `--num_conversations` of `--num_turns` turns at once, the next turn right after
 the answer, and the seconds that all of it takes.
@@ -18,27 +18,29 @@ Systems, one to a process, on the same memory:
   pensieve       state in device and host memory (`--policy`, `--noprefetch`, `--noretrieval_priority` and
                  `--nounified` take parts of it away);
   pensieve-gpu   in device memory alone (the paper's "Pensieve (GPU cache)");
-  stateless      every turn computes its whole history, by the same kernels in the same batches;
+  stateless      every turn computes its whole history, by the same kernels, batches alike;
   transformers   Hugging Face's continuous batching, if it can be imported;
   vllm, vllm-no-prefix, vllm-offload
                  vLLM, if it can be imported: with its prefix cache, without, and with host memory as well.
-The last line is one JSON document; docs/serving_benchmark.md defines every figure.
+The last line is one JSON document; docs/serving_benchmark.md defines every figure. Ctrl-C ends the run after
+the step; load points that were done are in `--output_json`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from absl import flags
 from common.cost_plot import check_can_plot
 from common.engine_flags import define_engine_flags, engine_config, model_limits, shows_progress
-from common.launch import EXIT_FAILED, check_can_write, run
+from common.launch import EXIT_FAILED, Interrupt, check_can_write, run
 from common.live_figures import LiveFigures
 from common.report import json_line
 from common.serving_client import InlineClient, Prompts, ThreadedClient
@@ -65,7 +67,7 @@ SYSTEMS = (*ENGINE_SYSTEMS, "transformers", *VLLM_SYSTEMS)
 Point = dict[str, Any]
 _NUM_CLOSED = 200  # conversations of a closed loop, unless --num_conversations says otherwise
 _USERS = ("think", "time_scale", "mid_life_s", "warm_up_s", "window_s", "drain_s", "recorded_arrivals")
-_OPEN_FLAGS = ("trace", "workload", "rates", *_USERS)
+_OPEN_FLAGS = ("trace", "trace_format", "tokenizer", "workload", "rates", "max_client_lag_s", *_USERS)
 _CLOSED_FLAGS = ("num_turns", "prompt_tokens", "output_tokens")
 _SETTINGS = {"open loop": (*_USERS, "seed"), "closed loop": ("num_conversations", *_CLOSED_FLAGS, "seed")}
 
@@ -113,17 +115,25 @@ def open_system(model: ModelConfig) -> System:
     return VllmSystem(name, source, model, dtype, config)
 
 
-def histories(load: Load, prompts: Prompts) -> Iterator[History]:
+def histories(load: Load, prompts: Prompts, between_steps: Callable[[], None]) -> Iterator[History]:
     """Of the conversations that begin in mid-life, in the order of their last answers."""
     begun = (session for session in load.sessions if session.first_turn)
     for session in sorted(begun, key=lambda session: session.last_active_s):
+        between_steps()
         name = session.conversation.conversation_id
         token_ids = prompts.of_history(name, session.num_history_tokens)
         yield History(name, token_ids, min(session.last_active_s, 0.0))
 
 
-def measure(system: System, load: Load, number: int, model: ModelConfig, max_context_tokens: int) -> Point:
-    """One load point, the `number`-th of this process: its figures."""
+def measure(
+    system: System,
+    load: Load,
+    number: int,
+    model: ModelConfig,
+    max_context_tokens: int,
+    between_steps: Callable[[], None],
+) -> Point:
+    """One load point, the `number`-th of this process: its figures. What `between_steps` raises ends it."""
     clock, users = RunClock(), Client(load.sessions, max_context_tokens)
     prompts = Prompts(model.vocab_size, FLAGS.seed, number)
     client = (InlineClient if FLAGS.closed_loop else ThreadedClient)(users, prompts, clock)
@@ -131,9 +141,8 @@ def measure(system: System, load: Load, number: int, model: ModelConfig, max_con
     start_s, shown = time.perf_counter(), shows_progress()
     server = system.start(clock)
     num_begun = sum(1 for session in load.sessions if session.first_turn)
-    with tqdm(
-        histories(load, prompts), f"{title}: histories", num_begun, leave=False, disable=not shown
-    ) as bar:
+    said = histories(load, prompts, between_steps)
+    with tqdm(said, f"{title}: histories", num_begun, leave=False, disable=not shown) as bar:
         server.remember(bar)
     end_s = load.window.end_s if math.isfinite(load.window.end_s) else None
     preparation_s = time.perf_counter() - start_s
@@ -141,14 +150,16 @@ def measure(system: System, load: Load, number: int, model: ModelConfig, max_con
     gc.collect()
     gc.freeze()  # models and sessions stay: no need to look at them again and again, for long
     with LiveFigures(title, end_s, shown=shown, refresh_every=1) as live:
-        seen = serve(server, client, clock, load.window, live.see)
+        seen = serve(server, client, clock, load.window, live.see, between_steps)
     gc.unfreeze()
+    # Where users live in the server's thread, what they take is a part of what is measured.
+    max_lag_s = math.inf if FLAGS.closed_loop else FLAGS.max_client_lag_s
     return {
         "rate": load.rate,
         "num_mid_life": num_begun,
         "preparation_s": preparation_s,
         "num_compilations_before": num_compilations,
-        **figures(seen, FLAGS.max_client_lag_s),
+        **figures(seen, max_lag_s),
     }
 
 
@@ -161,6 +172,9 @@ def check_flags() -> None:
         raise ConfigError("--max_client_lag_s", FLAGS.max_client_lag_s, "above 0")
     if not FLAGS.stateful:
         raise ConfigError("--stateful", False, "left out: --system says it")
+    if FLAGS.system not in ENGINE_SYSTEMS and FLAGS.gpu_memory_fraction is not None:
+        limit = f"left out for --system={FLAGS.system}, which gets as much memory as --gpu_pages says"
+        raise ConfigError("--gpu_memory_fraction", FLAGS.gpu_memory_fraction, limit)
     if FLAGS.output_json is not None:
         check_can_write("--output_json", Path(FLAGS.output_json))
     if FLAGS.plot is not None:
@@ -197,10 +211,11 @@ def main() -> int:
     trace, loads = closed_loop() if FLAGS.closed_loop else open_loop(max_context_tokens)
     start_s = time.perf_counter()
     points: list[Point] = []
-    with contextlib.closing(open_system(model)) as system:
+    with contextlib.closing(open_system(model)) as system, Interrupt() as interrupt:
         start_up_s = time.perf_counter() - start_s
+        stop = functools.partial(stop_if_asked, interrupt)
         for number, load in enumerate(loads):
-            point = measure(system, load, number, model, max_context_tokens)
+            point = measure(system, load, number, model, max_context_tokens, stop)
             points.append(point)
             line = document(system, trace, start_up_s, [point])
             if FLAGS.output_json is not None:
@@ -213,6 +228,12 @@ def main() -> int:
             draw({system.label: curve(points)}, title, Path(FLAGS.plot))
         print(document(system, trace, start_up_s, points))
     return EXIT_FAILED if any(point["void"] for point in points) else 0
+
+
+def stop_if_asked(interrupt: Interrupt) -> None:
+    """Raise KeyboardInterrupt here, where no step or thread is half done, and no collector swallows it."""
+    if interrupt.requested:
+        raise KeyboardInterrupt
 
 
 def document(system: System, trace: Trace, start_up_s: float, points: list[Point]) -> str:

@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 from absl import flags
 from common.cost_plot import check_can_plot
 from common.engine_flags import parse_bytes, shows_progress
-from common.latency_plot import Point, plot_latency
 from common.launch import run
 from common.live_figures import LiveFigures
 from common.report import json_line, table
+from common.serving_report import curve, draw
 from common.session_flags import define_session_flags, load_trace, rates, sessions
 
 from model_defs import PRESETS, num_parameters, preset
@@ -73,7 +73,7 @@ _FOUND = {
 _SETTINGS = (
     *("think", "time_scale", "mid_life_s", "warm_up_s", "window_s", "seed", "replicas", "routing"),
     *("gpu_bytes", "cpu_bytes", "chunk_tokens", "max_num_running", "max_num_batched_tokens"),
-    *("max_num_buckets", "max_context_tokens", "stretches"),
+    *("max_num_buckets", "max_context_tokens", "unified", "stretches"),
 )
 
 
@@ -123,6 +123,7 @@ def engine_config(profile: DeviceProfile) -> EngineConfig:
             max_num_batched_tokens=FLAGS.max_num_batched_tokens,
             max_num_buckets=FLAGS.max_num_buckets,
             max_context_tokens=FLAGS.max_context_tokens,
+            unified=FLAGS.unified,
         ),
     )
     return config.with_cpu_pages(page_bytes)
@@ -250,15 +251,8 @@ def report(profile: DeviceProfile, trace: Trace, results: dict[str, list[dict[st
         "systems": results,
     }
     if FLAGS.plot is not None:
-        curves = {
-            name: [
-                Point(one["requests_per_s"], *(one["normalized_latency_s"][key] for key in ("mean", "p90")))
-                for one in found
-                if one["normalized_latency_s"]
-            ]
-            for name, found in results.items()
-        }
-        plot_latency(curves, f"{device}\n{trace.name}, think {FLAGS.think}", Path(FLAGS.plot))
+        curves = {name: curve(found) for name, found in results.items()}
+        draw(curves, f"{device}\n{trace.name}, think {FLAGS.think}", Path(FLAGS.plot))
     print(json_line("simulation", document, units=UNITS, device=device))
 
 
@@ -283,6 +277,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("max_num_running", 256, "Requests in the batch at once.")
     flags.DEFINE_integer("max_num_batched_tokens", 2048, "Query tokens of a step.")
     flags.DEFINE_integer("max_num_buckets", 8, "Step sizes.")
+    flags.DEFINE_bool("unified", True, "Prompts and decodes share steps; --nounified pauses decodes instead.")
     flags.DEFINE_integer("max_context_tokens", 16_384, "Longest history + turn.")
     flags.DEFINE_integer("replicas", 1, "Engines, each on a device of its own.")
     flags.DEFINE_enum("routing", "affinity", sorted(ROUTERS), "Which replica a turn goes to.")

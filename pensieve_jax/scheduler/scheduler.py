@@ -110,8 +110,8 @@ class Scheduler:
         oldest = self.running[0] if self.running else self.waiting[0] if self.waiting else None
         if oldest is None or (step.grants and step.grants[0].request is oldest):
             return
-        if step.grants and not self._config.unified:
-            return  # generation is paused; it goes on when those who joined have computed what they missed
+        if step.grants and not self._config.unified and _is_decode(oldest):
+            return  # paused: it goes on when those who joined have computed what they miss
         assert self._cache.blocking_copies(oldest.sequence), "the oldest request is stuck"
 
     def _retire_exhausted(self) -> None:
@@ -146,12 +146,7 @@ class Scheduler:
         return request
 
     def _grant_running(self, step: _Step, *, with_decodes: bool) -> None:
-        decodes = [
-            not r.holes
-            and len(r.token_ids) == r.sequence.num_kv_tokens + 1
-            and r.sequence.first_arriving is None
-            for r in self.running
-        ]
+        decodes = [_is_decode(request) for request in self.running]
         num_decodes_left = sum(decodes) if with_decodes else 0
         for request, is_decode in zip(self.running, decodes, strict=True):
             if is_decode and with_decodes:
@@ -222,3 +217,10 @@ class Scheduler:
         self._cache.fill(request.sequence, start, end)
         if samples:
             request.token_ids.append(PENDING_TOKEN)
+
+
+def _is_decode(request: Request) -> bool:
+    """It misses its last token alone, and waits for no copy."""
+    sequence = request.sequence
+    is_last = len(request.token_ids) == sequence.num_kv_tokens + 1
+    return is_last and not request.holes and sequence.first_arriving is None

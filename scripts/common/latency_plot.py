@@ -1,6 +1,6 @@
 """Draws latency over throughput, a curve for each system (the paper's Figure 10).
 
-Owns: the picture. Does not know: where figures come from. Called by: simulate, `serving_report`.
+Owns: the picture. Does not know: where figures come from. Called by: `serving_report`.
 """
 
 from __future__ import annotations

@@ -55,9 +55,10 @@ class LiveFigures:
 
     def _text(self) -> str:
         latest = self._latest
-        span_s = max(latest[-1].end_s - latest[0].end_s, 1e-9)
+        span_s = latest[-1].end_s - latest[0].end_s
+        rate = f"{(len(latest) - 1) / span_s:.1f} requests/s, " if span_s > 0 else ""
         latency_s = sum((a.end_s - a.turn.arrival_s) / a.usage.output_tokens for a in latest) / len(latest)
         history = sum(a.turn.num_history_tokens for a in latest)
         found = sum(a.usage.reused_gpu_tokens + a.usage.swapped_in_tokens for a in latest)
         hits = f", {found / history:.0%} of history found" if history else ""
-        return f"{len(latest) / span_s:.1f} requests/s, {1e3 * latency_s:.1f} ms/token{hits}"
+        return f"{rate}{1e3 * latency_s:.1f} ms/token{hits}"

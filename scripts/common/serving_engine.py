@@ -134,9 +134,14 @@ class EngineServer:
     def _answer(self, turn: EngineTurn, now_s: float) -> Answer:
         _check(turn)
         assert turn.output is not None
-        sent = self._turns.pop(turn)
-        assert len(turn.output.token_ids) == sent.output_tokens
-        return Answer(sent, 0, self._first_token_s.pop(turn), now_s, turn.output.usage)
+        sent, usage = self._turns.pop(turn), turn.output.usage
+        assert usage.output_tokens == sent.output_tokens
+        read = (
+            *(usage.reused_gpu_tokens, usage.swapped_in_tokens),
+            *(usage.recomputed_tokens, usage.prefilled_tokens),
+        )
+        assert sum(read) == sent.num_history_tokens + sent.prompt_tokens, "another history than the trace's"
+        return Answer(sent, 0, self._first_token_s.pop(turn), now_s, usage)
 
 
 class EngineSystem:

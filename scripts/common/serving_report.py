@@ -1,7 +1,7 @@
 """Load points for people and for files: tables, JSON lines, and the curves of several systems.
 
-Owns: columns, what a file of points holds, and reading it back.
-Does not know: how points are measured. Called by: benchmark_serving.
+Owns: columns, what a file of points holds, reading it back, and which points may be drawn together.
+Does not know: how points are measured. Called by: benchmark_serving; simulate draws its curves by it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from common.report import table
 from pensieve_jax import ConfigError
 
 BENCHMARK = "serving_benchmark"
+_COMMON = ("model", "dtype", "trace", "loop", "settings")  # of all systems that are compared
+_OWN = (*_COMMON, "config", "options")  # of all points of one system
 _SERVED = {
     "sent/s": "sent_requests_per_s",
     "requests/s": "requests_per_s",
@@ -83,18 +85,25 @@ def append_line(path: Path, line: str) -> None:
 
 
 def read_curves(paths: Sequence[Path]) -> dict[str, list[Point]]:
-    """By system, what files of `append_line` hold of it, by throughput; void points are left out.
+    """By system, what files of `append_line` hold of it, by rate; void points are left out.
 
-    Raises ConfigError for a file that is no such file, or without a point that counts.
+    Raises ConfigError for a file that is no such file, for points that are of different models, traces,
+    users or, within a system, configurations, and without a point that counts.
     """
-    curves: dict[str, list[Point]] = {}
+    found: dict[str, list[tuple[float, Point]]] = {}
+    first: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for path in paths:
         for number, text in enumerate(_lines(path), start=1):
-            for system, point in _points(path, number, text):
-                curves.setdefault(system, []).append(point)
-    if not curves:
+            where = f"{path}, line {number}"
+            results, points = _points(where, text)
+            system = str(results["system"])
+            for key, names in (("all", _COMMON), (f"of {system}", _OWN)):
+                _check_alike((where, results), first.setdefault(key, (where, results)), names)
+            if points:
+                found.setdefault(system, []).extend(points)
+    if not found:
         raise ConfigError("--curves", ",".join(map(str, paths)), "files with a point that is not void")
-    return {system: sorted(points) for system, points in curves.items()}
+    return {system: [point for _, point in sorted(points)] for system, points in found.items()}
 
 
 def draw(curves: Mapping[str, Sequence[Point]], title: str, path: Path) -> None:
@@ -107,11 +116,11 @@ def draw(curves: Mapping[str, Sequence[Point]], title: str, path: Path) -> None:
 
 
 def curve(points: Sequence[Mapping[str, Any]]) -> list[Point]:
-    """What is drawn of load points: those that answered something and are not void."""
+    """What is drawn of load points, simulated ones too: those that answered something and are not void."""
     return [
         Point(point["requests_per_s"], *(point["normalized_latency_s"][part] for part in ("mean", "p90")))
         for point in points
-        if not point["void"] and point["normalized_latency_s"]
+        if point["normalized_latency_s"] and not point.get("void")
     ]
 
 
@@ -122,13 +131,23 @@ def _lines(path: Path) -> list[str]:
         raise ConfigError("--curves", str(path), "files that can be read", str(error)) from error
 
 
-def _points(path: Path, number: int, text: str) -> list[tuple[str, Point]]:
+def _points(where: str, text: str) -> tuple[Mapping[str, Any], list[tuple[float, Point]]]:
+    """What a line says of its points, and those that are drawn, by rate."""
     try:
         document = json.loads(text)
         if document["benchmark"] != BENCHMARK:
             raise ValueError(f"a document of {document['benchmark']}")
-        results = document["results"]
-        return [(str(results["system"]), point) for point in curve(results["points"])]
+        results: Mapping[str, Any] = document["results"]
+        points = [(point["rate"] or 0.0, drawn) for point in results["points"] for drawn in curve([point])]
+        return results, points
     except (ValueError, KeyError, TypeError) as error:
-        limit = "files that --output_json wrote"
-        raise ConfigError("--curves", f"{path}, line {number}", limit, f"found {error}") from error
+        raise ConfigError("--curves", where, "files that --output_json wrote", f"found {error}") from error
+
+
+def _check_alike(
+    this: tuple[str, Mapping[str, Any]], first: tuple[str, Mapping[str, Any]], names: Sequence[str]
+) -> None:
+    different = [name for name in names if this[1].get(name) != first[1].get(name)]
+    if different:
+        limit = f"measured as {first[0]}, to be drawn with it"
+        raise ConfigError("--curves", this[0], limit, f"of another {', '.join(different)}")

@@ -155,11 +155,13 @@ def serve(
     client: ServingClient,
     clock: RunClock,
     window: Window,
-    on_answer: Callable[[Answer], None] | None = None,
+    on_answer: Callable[[Answer], None] = lambda _: None,
+    between_steps: Callable[[], None] = lambda: None,
 ) -> Run:
     """Start the clock, and serve until all of the window is answered, or for as long as that may take.
 
-    Raises PensieveError for a turn that failed.
+    Raises PensieveError for a turn that failed, and whatever `between_steps` raises, which is called at least
+    once a second while there is nothing to do.
     """
     readings: list[Reading] = []
     edges_s = (window.start_s, window.end_s)
@@ -168,6 +170,7 @@ def serve(
     clock.start()
     with client:
         while True:
+            between_steps()
             now_s = clock.now()
             while len(readings) < len(edges_s) and now_s >= edges_s[len(readings)]:
                 readings.append(_read(server))
@@ -181,8 +184,7 @@ def serve(
                     client.answer(answer)
                     answers.append(answer)
                     num_open -= window.has(answer.turn.arrival_s)
-                    if on_answer is not None:
-                        on_answer(answer)
+                    on_answer(answer)
             elif client.done:
                 break
             else:

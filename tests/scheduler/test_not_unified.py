@@ -65,6 +65,20 @@ def test_generation_goes_on_while_nobody_can_join():
     assert [{name for name, *_ in step} for step in desk.steps] == [{"a", "b"}, {"a", "b"}, {"a", "b"}, {"c"}]
 
 
+def test_a_stream_of_prompts_pauses_generation_until_the_batch_is_full_and_not_for_ever():
+    """With every step comes a prompt that fills one; each decode that is paused waits for two of them."""
+    desk = apart(max_num_running=3)
+    first = desk.add("first", 5, max_tokens=5)
+    desk.step()
+    for number in range(12):
+        desk.add(f"prompt {number}", 64, max_tokens=2)
+        desk.step()
+    decodes = [index for index, step in enumerate(desk.steps) if ("first",) in [grant[:1] for grant in step]]
+    assert decodes == [0, 3, 6, 9, 12] and first.exhausted
+    for index in decodes[1:]:
+        assert all(end - start == 1 for _, start, end, _ in desk.steps[index])
+
+
 @pytest.mark.parametrize("cpu_pages", [0, 24])
 def test_every_token_is_right_where_memory_is_short(cpu_pages):
     config = small_config(gpu_pages=24, cpu_pages=cpu_pages)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 
 import pytest
 
@@ -14,18 +16,22 @@ from tests.scripts.serving_fakes import NullFactory
 
 script = load("benchmark_serving")
 serving_engine = load("common.serving_engine")
+Lag = load("common.serving_client").Lag
 
 # Memory for a part of what is said, so that every system has something to lose.
 MEMORY = {"gpu_pages": 24, "cpu_pages": 24, "chunk_tokens": 16, "max_num_staged_pages": 4}
-STEPS = {"token_buckets": 64, "max_num_running": 8, "dtype": "float32", "progress": "false"}
+STEPS = {
+    "model": "random:llama-tiny", "dtype": "float32", "token_buckets": 64, "max_num_running": 8,
+    "progress": "false",
+}  # fmt: skip
 CLOSED = {
     "closed_loop": "true", "num_conversations": 6, "num_turns": 3, "prompt_tokens": 12, "output_tokens": 12,
 }  # fmt: skip
 OPEN = {
     "max_context_tokens": 300, "rates": "6", "think": "exponential:0.5",
     "mid_life_s": 20, "warm_up_s": 0.2, "window_s": 1, "drain_s": 20,
+    "max_client_lag_s": 1e6,  # a test's machine may be as slow as it likes
 }  # fmt: skip
-PATIENT = {"max_client_lag_s": 1e6}  # a test's machine may be as slow as it likes
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def benchmark(launch, capsys, monkeypatch):
     def benchmark(*, real=False, status=0, **flags):
         if not real:
             monkeypatch.setattr(serving_engine, "EngineFactory", NullFactory)
-        given = MEMORY | STEPS | PATIENT | flags
+        given = MEMORY | STEPS | flags
         assert launch("benchmark_serving", shared_llm=False, **given) == status
         out = capsys.readouterr().out
         return out, json.loads(out.splitlines()[-1])
@@ -146,27 +152,68 @@ def test_a_trace_to_its_end(benchmark, tmp_path):
     trace = generate_trace(SHAREGPT, num_conversations=3, seed=0, max_context_tokens=200)
     trace.save(tmp_path / "trace.jsonl")
     flags = {"trace": tmp_path / "trace.jsonl", "window_s": 0, "rates": "1000", "think": "exponential:0"}
-    _, document = benchmark(**flags, max_context_tokens=300)
+    _, document = benchmark(**flags, max_context_tokens=300, max_client_lag_s=1e6)
     results = document["results"]
     assert results["trace"]["digest"] == trace.digest
     assert results["points"][0]["num_requests"] == trace.num_turns
 
 
 def test_live_figures(benchmark, conversations, launch, capsys):
-    flags = MEMORY | STEPS | PATIENT | conversations | {"progress": "true"}
+    flags = MEMORY | STEPS | conversations | {"progress": "true"}
     benchmark(**CLOSED)  # engines that compute nothing, from here on
     assert launch("benchmark_serving", shared_llm=False, **flags) == 0
     shown = capsys.readouterr().err
     assert "requests/s" in shown and "ms/token" in shown and "histories" in shown
 
 
-def test_a_turn_that_fails_ends_the_run(benchmark, monkeypatch):
+@pytest.mark.parametrize("loop", ["closed", "open"])
+def test_a_turn_that_fails_ends_the_run(benchmark, conversations, monkeypatch, loop):
+    """And users who live in a thread of their own, who would wait for an answer for ever."""
+
     def fail(self, handle):
         raise StepFailedError("the device is gone")
 
     monkeypatch.setattr(load("common.null_runner").NullRunner, "fetch", fail)
     with pytest.raises(StepFailedError, match="device is gone"):
-        benchmark(**CLOSED)
+        benchmark(**CLOSED if loop == "closed" else conversations | {"mid_life_s": 0})
+    assert not any(thread.name.startswith("users") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("when", ["histories", "serving"])
+def test_ctrl_c_ends_the_run_between_steps(benchmark, conversations, monkeypatch, tmp_path, when):
+    """It comes in a step, which goes to its end; points that were done are in the file."""
+    runner, steps = load("common.null_runner").NullRunner, []
+    fetch = runner.fetch
+
+    def interrupt(self, handle):
+        if not steps:
+            signal.raise_signal(signal.SIGINT)
+        steps.append(self)
+        return fetch(self, handle)
+
+    file = tmp_path / "points.json"
+    monkeypatch.setattr(runner, "fetch", interrupt)
+    flags = {"mid_life_s": 20 if when == "histories" else 0, "output_json": file, "max_num_running": 1}
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark(**conversations | flags)
+    assert signal.getsignal(signal.SIGINT) is before and not file.exists()
+    assert 1 <= len(steps) <= 9 and not any(t.name.startswith("users") for t in threading.enumerate())
+
+
+def test_users_in_the_servers_own_thread_make_no_run_void(benchmark, monkeypatch):
+    """In a closed loop what they take is a part of what is measured, however many are answered at once."""
+
+    class SlowClient(script.InlineClient):
+        def take(self):
+            found = super().take()
+            self.lags += [Lag(sent.turn.arrival_s, 9.0) for sent in found]
+            return found
+
+    monkeypatch.setattr(script, "InlineClient", SlowClient)
+    _, document = benchmark(**CLOSED)
+    (point,) = document["results"]["points"]
+    assert point["client_lag_s"]["p99"] == 9.0 and not point["void"]
 
 
 @pytest.mark.parametrize(
@@ -187,6 +234,8 @@ def test_a_turn_that_fails_ends_the_run(benchmark, monkeypatch):
         ({"think": "gamma:3"}, "--think is 'gamma:3'"),
         ({"trace": "/nowhere"}, "--trace is '/nowhere'"),
         (CLOSED | {"rates": "3"}, "--rates is .* beside --closed_loop"),
+        (CLOSED | {"max_client_lag_s": 1}, "--max_client_lag_s is 1.0, .* beside --closed_loop"),
+        ({"system": "vllm", "gpu_memory_fraction": 0.9}, "--gpu_memory_fraction is 0.9, .* --gpu_pages says"),
         (CLOSED | {"num_turns": 500}, "--num_turns is 500, but must be few enough"),
         (CLOSED | {"output_tokens": 0}, "--output_tokens is 0"),
         ({"system": "vllm"}, "--system is 'vllm', but must be a system that can run here: vllm cannot be"),
@@ -210,7 +259,7 @@ def test_two_hundred_conversations_unless_told_otherwise(launch, monkeypatch):
 
     monkeypatch.setattr(script, "open_system", see)
     with pytest.raises(Stop):
-        launch("benchmark_serving", shared_llm=False, closed_loop="true")
+        launch("benchmark_serving", shared_llm=False, model="random:llama-tiny", closed_loop="true")
     trace, (load_point,) = script.closed_loop()
     assert len(trace.conversations) == 200 and trace.num_turns == 1000
     assert {(t.prompt_tokens, t.output_tokens) for c in trace.conversations for t in c.turns} == {(38, 205)}

@@ -236,20 +236,21 @@ def point(rate, latency_s, *, void=False):
     return {"rate": rate, "requests_per_s": rate, "normalized_latency_s": spread, "void": void}
 
 
-def write(path, system, *points, benchmark="serving_benchmark"):
-    document = {"benchmark": benchmark, "results": {"system": system, "points": points}}
+def write(path, system, *points, benchmark="serving_benchmark", **results):
+    document = {"benchmark": benchmark, "results": {"system": system, "points": points, **results}}
     serving_report.append_line(path, json.dumps(document))
 
 
 def test_curves_of_several_files(tmp_path):
+    """In the order of the load, so that a curve turns back where a system serves less than before."""
     one, other = tmp_path / "one.json", tmp_path / "other.json"
-    write(one, "pensieve", point(4.0, 0.02))
+    write(one, "pensieve", point(4.0, 0.02) | {"rate": 9.0})
     write(one, "pensieve", point(2.0, 0.01), point(9.0, 0.5, void=True))
     write(other, "stateless", point(2.0, 0.03))
-    write(other, "pensieve", point(3.0, 0.015))
+    write(other, "pensieve", point(4.5, 0.015))
     curves = serving_report.read_curves([one, other])
     assert {name: [p.requests_per_s for p in found] for name, found in curves.items()} == {
-        "pensieve": [2.0, 3.0, 4.0],
+        "pensieve": [2.0, 4.5, 4.0],
         "stateless": [2.0],
     }
     assert curves["stateless"][0] == (2.0, 0.03, 0.06)
@@ -260,6 +261,22 @@ def test_other_files_are_refused(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="line 1"):
+        serving_report.read_curves([path])
+
+
+@pytest.mark.parametrize(
+    ("system", "change", "says"),
+    [
+        ("stateless", {"trace": {"digest": "b"}}, r"line 2.* measured as .*line 1.* of another trace\.$"),
+        ("stateless", {"model": "b", "settings": {"think": 60}}, r"of another model, settings\.$"),
+        ("pensieve", {"config": {"gpu_pages": 9}}, r"of another config\.$"),
+    ],
+)
+def test_points_that_cannot_be_compared_are_not_drawn_together(tmp_path, system, change, says):
+    path, alike = tmp_path / "points.json", {"model": "a", "trace": {"digest": "a"}, "settings": {}}
+    write(path, "pensieve", point(2.0, 0.01), **alike, config={"gpu_pages": 8})
+    write(path, system, point(2.0, 0.01), **alike | change)
+    with pytest.raises(ConfigError, match=says):
         serving_report.read_curves([path])
 
 

@@ -52,8 +52,10 @@ def test_systems_rates_and_the_plot(simulate, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
 
 
-def test_policies_replicas_and_stepping_give_the_same_again(simulate):
+@pytest.mark.parametrize("unified", ["true", "false"])
+def test_policies_replicas_and_stepping_give_the_same_again(simulate, unified):
     flags = {"policies": "retention,trailing", "replicas": 2, "routing": "random", "systems": "pensieve"}
+    flags["unified"] = unified
     documents = [simulate(stretches=stretches, **flags)[1] for stretches in ("true", "false")]
     first, second = (document["results"]["systems"] for document in documents)
     assert list(first) == ["pensieve, retention", "pensieve, trailing"]
@@ -61,6 +63,14 @@ def test_policies_replicas_and_stepping_give_the_same_again(simulate):
         for one, again in zip(first[name], second[name], strict=True):
             same = one.keys() - {"simulation_cpu_s", "simulation_wall_s"}
             assert {key: one[key] for key in same} == {key: again[key] for key in same}
+
+
+def test_decodes_that_pause_for_prompts_make_answers_slower(simulate):
+    mean_s = []
+    for unified in ("true", "false"):
+        _, document = simulate(unified=unified, systems="stateless")
+        mean_s.append(document["results"]["systems"]["stateless"][0]["output_token_s"]["mean"])
+    assert mean_s[0] < mean_s[1]
 
 
 def test_a_trace_with_recorded_times_to_its_end(simulate, tmp_path):
