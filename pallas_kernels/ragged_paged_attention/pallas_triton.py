@@ -40,9 +40,10 @@ from pallas_kernels.ragged_paged_attention.tile_lists import (
 )
 from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, TileSpec, result_shapes
 
-# Finite, so that a row which has seen no visible key yet yields no NaN; the first visible one wipes its
-# sums out.
-_MASKED = -1e30
+# Finite, so that nothing yields NaN; and the maximum of a row that has seen no visible key lies far above
+# hidden scores, so that their weights are zero. Were the two equal, the weights would be exp2(0) in exact
+# arithmetic, and exp2 of a rounding error of some 1e22 where a multiply-add is fused.
+_MASKED, _NO_MAXIMUM = -1e30, -1e29
 _MERGE_UNROLL = 4  # loads in flight: the merge is bound by latency
 
 
@@ -176,7 +177,7 @@ def _attention_kernel(
 
         num_blocks = pl.cdiv(kv_end - kv_begin, block_kv)
         carry = (
-            jnp.full((num_rows,), _MASKED, jnp.float32),
+            jnp.full((num_rows,), _NO_MAXIMUM, jnp.float32),
             jnp.zeros((num_rows,), jnp.float32),
             jnp.zeros((num_rows, head_dim), jnp.float32),
             load_pages(kv_begin),
@@ -188,7 +189,7 @@ def _attention_kernel(
         m, total, acc, _ = jax.lax.fori_loop(
             num_whole, num_blocks, functools.partial(step, masked=True), carry
         )
-        total = jnp.where(total == 0, 1, total)  # the pseudo row has no keys; its result is zero
+        total = jnp.where(total == 0, 1, total)  # of a row that sees no key here; its result is zero
         acc = acc / total[:, None]
 
         @pl.when(slot < 0)

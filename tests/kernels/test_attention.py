@@ -19,6 +19,7 @@ from pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     tile_spec,
 )
+from pallas_kernels.ragged_paged_attention.reference import reference_attention
 from pallas_kernels.ragged_paged_attention.shapes import Heads
 from tests.kernels.batches import Batch, Room, assert_equals_reference, make_batch, random_rows
 
@@ -134,6 +135,20 @@ def test_sub_requests_share_a_page_list(backend: str) -> None:
     got = compiled(backend, blocks)(whole)
     np.testing.assert_allclose(got[:20], out[10:30], atol=1e-5, rtol=0)
     np.testing.assert_allclose(got[90:96], out[:6], atol=1e-5, rtol=0)
+
+
+def test_keys_that_a_part_hides_from_a_query_weigh_nothing() -> None:
+    """The last part of a range has fewer keys than the tile has tokens; the sum of their values overflows."""
+    kv_len = 130
+    batch = make_batch(np.random.default_rng(5), [(8, kv_len)], Heads(1, 1, 32), page_size=32)
+    pages = np.array(batch.kv_pages)
+    for key in (kv_len - 2, kv_len - 1):
+        pages[batch.page_indices[0, key // 32], key % 32, 1] = 3e38
+    batch = batch._replace(kv_pages=pages)
+    out = np.asarray(compiled("pallas_triton", SMALL_BLOCKS)(batch))[:6]
+    with np.errstate(over="ignore"):  # for the queries that see them
+        expected = reference_attention(*batch, sm_scale=SCALE)[:6]
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["xla", "pallas_triton"])
