@@ -17,7 +17,7 @@ from pensieve_jax.core.errors import ConfigError
 CHUNK_SIZES_TOKENS = (16, 32, 64)
 _STAGED_BYTES = 10**9  # of chunks in transit, each way and device: some 20 ms of copying
 _LEAST_STAGED_PAGES = 64  # a history of 2,000 tokens in chunks of 32
-ATTENTION_BACKENDS = ("auto", "xla", "pallas_triton", "pallas_mosaic_gpu")
+ATTENTION_BACKENDS = ("auto", "xla", "pallas_triton", "pallas_mosaic_gpu", "jax_triton")
 POLICIES = ("retention", "lru", "conversation", "trailing")
 
 
@@ -214,8 +214,8 @@ class RunnerConfig:
     """How steps run on the device.
 
     Attributes:
-      attention_backend: "auto" (the fastest that serves this model here), "xla", "pallas_triton" or
-        "pallas_mosaic_gpu" (NVIDIA Hopper).
+      attention_backend: "auto" (the fastest that serves this model here), "xla", "pallas_triton",
+        "pallas_mosaic_gpu" (NVIDIA Hopper) or "jax_triton" (needs the extra `triton`).
       tensor_parallel_size: devices that share each layer (axis `tp` of the mesh).
       num_layer_groups: parts of a step, each with its share of the layers, at most as many as there are
         layers. Chunks move between tiers in as many pieces, so that a part computes while the next one's

@@ -6,6 +6,7 @@ Called by: model code, inside a jit and, with several devices, inside `shard_map
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
@@ -20,7 +21,7 @@ from pallas_kernels.ragged_paged_attention.reference import reference_attention
 from pallas_kernels.ragged_paged_attention.tile_specs import TILED_BACKENDS, TileSpec, make_tile_spec
 from pallas_kernels.ragged_paged_attention.xla import xla_attention
 
-BACKENDS = ("auto", "xla", "pallas_triton", "pallas_mosaic_gpu", "reference")
+BACKENDS = ("auto", "xla", "pallas_triton", "pallas_mosaic_gpu", "jax_triton", "reference")
 # What "auto" tries before xla, best first: on an H200 the Mosaic kernel serves prompts in 0.7 to 0.75 of the
 # Triton kernel's time, and both serve decoding alike (by the same small tiles).
 AUTO_BACKENDS = ("pallas_mosaic_gpu", "pallas_triton")
@@ -121,11 +122,15 @@ def _dispatch(
         raise AttentionArgumentError(
             "metadata", metadata[0], f"was made for another call; this one needs {spec}"
         )
-    # Imported late: upstream calls the Triton back end deprecated and the Mosaic one unstable, and only their
-    # own files may depend on them.
+    tiles = metadata[1] if metadata is not None else build_tiles_traced(spec, cu_q_lens, kv_lens, num_seqs)
+    # Imported late: jax-triton is an extra, upstream calls Pallas' Triton back end deprecated and its Mosaic
+    # one unstable, and only their own files may depend on them.
+    if spec.backend == "jax_triton":
+        from pallas_kernels.ragged_paged_attention.jax_triton import jax_triton_attention
+
+        return jax_triton_attention(spec, q, kv_pages, page_indices, tiles, sm_scale=sm_scale)
     from pallas_kernels.ragged_paged_attention.pallas_triton import triton_attention
 
-    tiles = metadata[1] if metadata is not None else build_tiles_traced(spec, cu_q_lens, kv_lens, num_seqs)
     buffers: list[jax.Array] = []
     if spec.backend == "pallas_mosaic_gpu":
         from pallas_kernels.ragged_paged_attention.pallas_mosaic_gpu import mosaic_attention
@@ -198,19 +203,22 @@ def _best_backend(group: int, head_dim: int, dtype: Any) -> str:
 
 def _unserved(backend: str, group: int, head_dim: int, dtype: Any) -> AttentionArgumentError | None:
     """Why a back end cannot serve these heads; None: it can."""
+    if backend == "jax_triton" and importlib.util.find_spec("jax_triton") is None:
+        limit = "needs the package jax-triton, which the extra 'triton' of pensieve-jax installs"
+        return AttentionArgumentError("backend", backend, limit)
     unserved = _mosaic_limit(group, head_dim, dtype) if backend == "pallas_mosaic_gpu" else None
-    if backend in TILED_BACKENDS:  # the Triton kernel serves the small tiles of both
-        unserved = unserved or _triton_limit(group, head_dim)
+    if backend in TILED_BACKENDS:  # Triton serves the small tiles of the Mosaic back end, too
+        unserved = unserved or _triton_limit(backend, group, head_dim)
     return unserved
 
 
-def _triton_limit(group: int, head_dim: int) -> AttentionArgumentError | None:
-    """Why `pallas_triton` cannot serve these heads; None: it can."""
+def _triton_limit(backend: str, group: int, head_dim: int) -> AttentionArgumentError | None:
+    """Why a back end of Triton kernels cannot serve these heads; None: it can."""
     if head_dim not in TRITON_HEAD_DIMS:
-        limit = f"pallas_triton serves {TRITON_HEAD_DIMS}; pad the heads or use backend 'xla'"
+        limit = f"{backend} serves {TRITON_HEAD_DIMS}; pad the heads or use backend 'xla'"
         return AttentionArgumentError("head_dim", head_dim, limit)
     if group > TRITON_MAX_GROUP:
-        limit = f"pallas_triton serves at most {TRITON_MAX_GROUP} query heads per KV head; use backend 'xla'"
+        limit = f"{backend} serves at most {TRITON_MAX_GROUP} query heads per KV head; use backend 'xla'"
         return AttentionArgumentError("num_q_heads / num_kv_heads", group, limit)
     return None
 
@@ -230,12 +238,12 @@ def _mosaic_limit(group: int, head_dim: int, dtype: Any) -> AttentionArgumentErr
 
 
 def triton_device_limit(device: jax.Device) -> str | None:
-    """Why `pallas_triton` does not run on `device` except in interpret mode; None: it does."""
+    """Why `pallas_triton` and `jax_triton` do not run on `device`, but to interpret; None: they do."""
     capability = _compute_capability(device)
     if capability is None:
-        return f"pallas_triton needs an NVIDIA GPU, this device is {device.device_kind!r}"
+        return f"the Triton kernel needs an NVIDIA GPU, this device is {device.device_kind!r}"
     if capability < _TRITON_CAPABILITY:
-        limit = f"pallas_triton needs compute capability {_TRITON_CAPABILITY} or more"
+        limit = f"the Triton kernel needs compute capability {_TRITON_CAPABILITY} or more"
         return f"{limit}, this GPU has {capability}"
     return None
 

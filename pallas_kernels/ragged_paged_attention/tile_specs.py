@@ -25,7 +25,7 @@ from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 
 NUM_FIELDS = 8  # i32 of a tile or a merge; `tile_lists` names them
 WARPGROUP_ROWS = 64  # that one computing warpgroup of a Mosaic kernel serves
-TILED_BACKENDS = ("pallas_triton", "pallas_mosaic_gpu")
+TILED_BACKENDS = ("pallas_triton", "pallas_mosaic_gpu", "jax_triton")
 HEADER_LEN = 8  # counts of tiles, class by class, then of merges
 
 

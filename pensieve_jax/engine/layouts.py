@@ -27,7 +27,11 @@ from pensieve_jax.scheduler.buckets import token_buckets
 from pensieve_jax.scheduler.plan import PlanLayout
 
 _BACKEND_FIELD = "runner.attention_backend"
-_DEVICE_LIMITS = {"pallas_triton": triton_device_limit, "pallas_mosaic_gpu": mosaic_device_limit}
+_DEVICE_LIMITS = {
+    "pallas_triton": triton_device_limit,
+    "pallas_mosaic_gpu": mosaic_device_limit,
+    "jax_triton": triton_device_limit,
+}
 
 
 def bucket_tile_specs(

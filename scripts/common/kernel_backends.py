@@ -28,8 +28,12 @@ from pallas_kernels.ragged_paged_attention import (
 )
 from pallas_kernels.ragged_paged_attention.shapes import Case
 
-BACKENDS = ("pallas_mosaic_gpu", "pallas_triton", "xla")
-_DEVICE_LIMITS = {"pallas_mosaic_gpu": mosaic_device_limit, "pallas_triton": triton_device_limit}
+BACKENDS = ("pallas_mosaic_gpu", "pallas_triton", "jax_triton", "xla")
+_DEVICE_LIMITS = {
+    "pallas_mosaic_gpu": mosaic_device_limit,
+    "pallas_triton": triton_device_limit,
+    "jax_triton": triton_device_limit,
+}
 
 # rows, block_kv, num_warps, num_stages, min_split_kv, target_programs, whole_loop
 _SMALL_SWEEP = (

@@ -415,7 +415,7 @@ def test_a_reset_that_fails_is_a_failed_step(monkeypatch):
     assert not read_page(runner.pools, 1).any()
 
 
-@pytest.mark.parametrize("backend", ["pallas_triton", "pallas_mosaic_gpu"])
+@pytest.mark.parametrize("backend", ["pallas_triton", "pallas_mosaic_gpu", "jax_triton"])
 def test_a_back_end_that_cannot_run_here_is_refused(backend):
     """At construction, saying what would do."""
     config = EngineConfig(runner=RunnerConfig(attention_backend=backend))

@@ -238,6 +238,7 @@ def test_a_mistake_of_the_references_ends_no_other_case(launch, small, monkeypat
         ({"peers": "vllm"}, ConfigError, "flash_attention_3"),
         ({"backend": "x"}, AttentionArgumentError, "pallas_mosaic_gpu"),
         ({"backend": "pallas_mosaic_gpu"}, AttentionArgumentError, "give auto or xla"),
+        ({"backend": "jax_triton"}, AttentionArgumentError, "give auto or xla"),
         ({"plot": "/nowhere/x.png"}, ConfigError, "--plot is '/nowhere/x.png'"),
         ({"plot": "x.exe"}, ConfigError, "--plot is 'x.exe'"),
     ],
