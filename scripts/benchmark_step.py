@@ -49,6 +49,7 @@ FLAGS = flags.FLAGS
 Figures = dict[str, Any]
 _BUCKET_STEP = 16
 _NUM_TRACED_STEPS = 5
+_CROWD_PROMPT = 512  # tokens of prompts beside the decodes of an engine whose crowd is still arriving
 _CPU_CEILING_BYTES, _CPU_CEILING_MATRIX = 32 << 20, 256
 _NUM_WINDOWS = 5  # of the engine's steps
 SAMPLERS = {
@@ -98,8 +99,11 @@ def sized_config(found: dict[str, list[Row]]) -> EngineConfig:
     chunk = config.cache.chunk_tokens
     num_sequences = max(max(len(rows) for rows in found.values()), FLAGS.num_serving)
     num_tokens = {sum(row.end - row.begin for row in rows) for rows in found.values()}
-    num_tokens |= {num_sequences + chunk}  # the least that an engine of so many has to have
-    num_tokens |= {FLAGS.num_serving} if FLAGS.num_serving else set()
+    if FLAGS.num_serving:
+        num_tokens |= {FLAGS.num_serving}
+        if max(num_tokens) < FLAGS.num_serving + _CROWD_PROMPT:
+            num_tokens |= {FLAGS.num_serving + _CROWD_PROMPT}
+    num_tokens |= {max(*num_tokens, num_sequences + chunk)}  # the least that an engine of so many has to have
     buckets = sorted({-(-number // _BUCKET_STEP) * _BUCKET_STEP for number in num_tokens})
     longest = max(row.end for rows in found.values() for row in rows)
     if FLAGS.num_serving:

@@ -57,6 +57,8 @@ def mosaic_class(
     return TileClass(rows, block_kv, num_warps, num_stages, min_split_kv, target_programs, mosaic=True)
 
 
+# Query tokens of a step up to which the smaller Mosaic class serves prompts as well.
+_MOSAIC_FEW_TOKENS = 256
 # A range is cut in at most this many parts: merging them is serial.
 MAX_NUM_SPLITS = 32
 # Query rows that one program of the merge kernel handles.
@@ -80,8 +82,9 @@ def default_block_sizes(
     """The measured choice for a step of this shape.
 
     Small tiles serve decoding and a few tokens at once, and are bound by memory; large ones serve prompts and
-    are bound by arithmetic, and so are the ones that the Mosaic kernel takes where `mosaic` is set. A step
-    with very few tokens has small tiles only and saves a launch.
+    are bound by arithmetic. A step with very few tokens has small tiles only and saves a launch. Where
+    `mosaic` is set, the Mosaic kernel takes both, but for steps with hardly any tokens; in small steps its
+    small tiles do for short prompts.
     """
     group = num_q_heads // num_kv_heads
     small_rows = max(16, _power_of_two(group))
@@ -102,8 +105,10 @@ def default_block_sizes(
     if num_tokens * group <= 4 * small_rows or small_rows >= 128:
         return BlockSizes((small,))
     if mosaic:
-        # Two computing warpgroups, two blocks each of 128 keys and values: what shared memory holds.
-        return BlockSizes((small, mosaic_class(128, 128, 2, 1024, 528)))
+        # One computing warpgroup and three blocks each of 128 keys and values, or two and two: what shared
+        # memory holds.
+        few, many = mosaic_class(64, 128, 3, 256, 528), mosaic_class(128, 128, 2, 1024, 528)
+        return BlockSizes((few,) if num_tokens <= _MOSAIC_FEW_TOKENS else (few, many))
     large_rows = max(128 if head_dim <= 128 else 64, 2 * small_rows)
     large = TileClass(
         rows=large_rows,

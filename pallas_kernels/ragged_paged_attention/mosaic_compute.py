@@ -41,6 +41,8 @@ from pallas_kernels.ragged_paged_attention.tile_specs import WARPGROUP_ROWS
 # scores only has weights of zero.
 _MASKED, _NO_MAXIMUM = -1e30, -1e29
 _LAYOUT = plgpu.Layout.WGMMA
+# A thread holds two neighbours of every eight columns.
+_OWN_COLUMNS = 8
 
 
 def compute(launch: Launch, inputs: Inputs, shared: Shared, program: Any, warpgroup: Any) -> None:
@@ -71,6 +73,14 @@ def _in_columns(per_row: Any, like: Any) -> Any:
     return lax.broadcast_in_dim(per_row, like.shape, (0,))
 
 
+def _in_threads(combine: Callable[[Any, Any], Any], values: Any) -> Any:
+    """f32[64, n] to f32[64, 8] with what every thread has, pair by pair: no long chain, nothing exchanged."""
+    parts = [values[:, c : c + _OWN_COLUMNS] for c in range(0, values.shape[1], _OWN_COLUMNS)]
+    while len(parts) > 1:
+        parts = [combine(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
 def _full(shape: tuple[int, ...], value: float) -> Any:
     """Registers of rows and columns, or of rows."""
     layout = _LAYOUT if len(shape) == 2 else _LAYOUT.reduce(1)
@@ -99,7 +109,10 @@ class _Rows:
         return self.item.kv_begin + (self.num_blocks - 1 - block) * self.launch.tile_class.block_kv
 
     def attend(self) -> tuple[Any, Any, Any]:
-        """Weighted values f32[64, head_dim], unscaled maximum f32[64] and total weight f32[64]."""
+        """Weighted values f32[64, head_dim], unscaled maximum f32[64] and total weight f32[64].
+
+        The total is summed up in each thread for itself until the end.
+        """
         item, block_kv = self.item, self.launch.tile_class.block_kv
         seen_by_all = jnp.minimum(item.position + 1, item.kv_end) - item.kv_begin
         num_whole = lax.div(jnp.maximum(seen_by_all, 0), block_kv)
@@ -120,7 +133,7 @@ class _Rows:
         self.await_values(last)
         acc = self.add_values(acc, weights, last)
         plgpu.barrier_arrive(self.shared.v_free.at[self.stage_of(last)])
-        return acc, m, total
+        return acc, m, total.sum(axis=1)
 
     def without_keys(self) -> tuple[Any, Any, Any]:
         """As `attend`, for tokens that belong to no row."""
@@ -136,7 +149,7 @@ class _Rows:
             acc, (m, alpha, new_weights, weight) = self.one_by_one(acc, weights, block, weigh)
         else:
             shape = (WARPGROUP_ROWS, self.launch.tile_class.block_kv)
-            blank = (m, m, _full(shape, 0), m)
+            blank = (m, m, _full(shape, 0), _full(total.shape, 0))
             overlapped = functools.partial(self.overlapped, weights=weights, block=block, weigh=weigh)
             acc, *results = pl.run_state(overlapped)((plgpu.ACC.init(acc), *blank))
             # The old weights are an operand in registers: they are held until the products are done, and only
@@ -145,7 +158,8 @@ class _Rows:
             m, alpha, new_weights, weight = results
         plgpu.barrier_arrive(self.shared.v_free.at[self.stage_of(block - 1)])
         new_weights = new_weights.astype(self.launch.dtype)
-        return acc * _in_columns(alpha, acc), m, total * alpha + weight, new_weights
+        total = total * _in_columns(alpha, total) + weight
+        return acc * _in_columns(alpha, acc), m, total, new_weights
 
     def overlapped(
         self, refs: tuple[Any, ...], *, weights: Any, block: Any, weigh: Callable[[Any], tuple[Any, ...]]
@@ -232,15 +246,15 @@ class _Rows:
         return lax.optimization_barrier((acc, weights))[0]  # holds the weights, as in `step`
 
     def weigh(self, scores: Any, m: Any, block: Any, *, masked: bool) -> tuple[Any, Any, Any, Any]:
-        """New maximum, factor for sums under the old one, weights f32[64, block_kv] and their sum."""
+        """New maximum, factor for older sums, weights f32[64, block_kv], and their sums f32[64, 8]."""
         plgpu.barrier_arrive(self.shared.k_free.at[self.stage_of(block)])
         scale = self.launch.scale
         if masked:
             scores = self.mask(scores, block)
-        m_new = jnp.maximum(m, scores.max(axis=1))
+        m_new = jnp.maximum(m, _in_threads(jnp.maximum, scores).max(axis=1))
         # The scale is positive, so it may follow the maximum and become one multiply-add with it.
         weights = jnp.exp2(scores * scale - _in_columns(m_new * scale, scores))
-        return m_new, jnp.exp2((m - m_new) * scale), weights, weights.sum(axis=1)
+        return m_new, jnp.exp2((m - m_new) * scale), weights, _in_threads(jnp.add, weights)
 
     def mask(self, scores: Any, block: Any) -> Any:
         iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, scores.shape, layout=_LAYOUT)

@@ -44,7 +44,10 @@ from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, TileSpe
 # hidden scores, so that their weights are zero. Were the two equal, the weights would be exp2(0) in exact
 # arithmetic, and exp2 of a rounding error of some 1e22 where a multiply-add is fused.
 _MASKED, _NO_MAXIMUM = -1e30, -1e29
-_MERGE_UNROLL = 4  # loads in flight: the merge is bound by latency
+_MERGE_UNROLL = 8  # loads in flight: the merge is bound by latency
+# Programs of a merge at most, several for each multiprocessor: a step rarely has as many merges as its list
+# has room for, and thousands of programs that find nothing to do take longer than those that do.
+_MERGE_PROGRAMS = 1056
 
 
 def triton_attention(
@@ -106,7 +109,7 @@ def _merge(
     return pl.pallas_call(
         functools.partial(_merge_kernel, spec=spec, interpret=interpret),
         out_shape=shape,
-        grid=(spec.num_kv_heads, spec.max_num_merges),
+        grid=(spec.num_kv_heads, min(spec.max_num_merges, -(-_MERGE_PROGRAMS // spec.num_kv_heads))),
         input_output_aliases={3: 0},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
@@ -213,20 +216,17 @@ def _merge_kernel(
     spec: TileSpec,
     interpret: bool,
 ) -> None:
-    """The weighted mean of a split tile's parts, for MERGE_ROWS of its query rows and one KV head."""
-    head, merge = pl.program_id(0), pl.program_id(1)
+    """The weighted means of split tiles' parts, for merges `stride` apart and one KV head."""
+    head, begin, stride = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
     num_classes, group, head_dim = len(spec.blocks.classes), spec.group, out_ref.shape[1]
     exp2 = functools.partial(_exp2, interpret=interpret)
 
-    @pl.when(merge < tiles_ref[num_classes])
-    def combine() -> None:
-        first = spec.tiles_offset(num_classes) + merge * NUM_FIELDS
+    def combine(i: Any, nothing: Any) -> Any:
+        first = spec.tiles_offset(num_classes) + (begin + i * stride) * NUM_FIELDS
         token, num_tokens = tiles_ref[first + MERGE_TOKEN], tiles_ref[first + MERGE_NUM_TOKENS]
         num_splits, class_rows = tiles_ref[first + MERGE_NUM_SPLITS], tiles_ref[first + MERGE_CLASS_ROWS]
-        partial_row, stride = (
-            tiles_ref[first + MERGE_PARTIAL] + head * class_rows,
-            spec.num_kv_heads * class_rows,
-        )
+        partial_row = tiles_ref[first + MERGE_PARTIAL] + head * class_rows
+        part_stride = spec.num_kv_heads * class_rows
         rows = tiles_ref[first + MERGE_FIRST_ROW] + jnp.arange(MERGE_ROWS)
         lanes = jnp.arange(head_dim)[None, :]
         q_tokens, heads = jax.lax.div(rows, group), jax.lax.rem(rows, group)
@@ -239,7 +239,7 @@ def _merge_kernel(
 
         parts = jnp.arange(MAX_NUM_SPLITS)[:, None]
         lse = plgpu.load(
-            partial_lse_ref.at[partial_row + parts * stride + rows[None, :]],
+            partial_lse_ref.at[partial_row + parts * part_stride + rows[None, :]],
             mask=(parts < num_splits) & is_row[None, :],
             other=_MASKED,
         )
@@ -249,7 +249,7 @@ def _merge_kernel(
         def step(i: Any, acc: Any) -> Any:
             for k in range(_MERGE_UNROLL):
                 part = i * _MERGE_UNROLL + k
-                part_rows = partial_row + part * stride + rows
+                part_rows = partial_row + part * part_stride + rows
                 mask = is_row & (part < num_splits)
                 part_lse = plgpu.load(partial_lse_ref.at[part_rows], mask=mask, other=_MASKED)
                 part_out = plgpu.load(
@@ -262,6 +262,10 @@ def _merge_kernel(
         acc = jax.lax.fori_loop(0, pl.cdiv(num_splits, _MERGE_UNROLL), step, acc) / total[:, None]
         q_rows = (token + q_tokens) * (spec.num_kv_heads * group) + head * group + heads
         plgpu.store(out_ref.at[q_rows[:, None], lanes], acc.astype(out_ref.dtype), mask=is_row[:, None])
+        return nothing
+
+    num_merges = jax.lax.div(tiles_ref[num_classes] - begin + stride - 1, stride)  # or none, if it is less
+    jax.lax.fori_loop(0, num_merges, combine, 0)
 
 
 def _load_rows(ref: Any, mask: Any) -> Any:

@@ -24,6 +24,9 @@ _WORD = np.uint32
 # number, summed over a vocabulary of up to 2**19 ids, fits in 32 bits.
 _MASS_BITS = 24
 _MASS_LOW_BITS = 12
+# Of a cutoff, settled by one look at all scores; divides 32. On an H200 two bits take 0.53 ms for 128 rows of
+# 32,000 ids, one bit takes 0.74 and four 0.99: fewer looks, but of more sums each.
+_BITS_A_PASS = 2
 
 
 class SamplingRows[A](NamedTuple):
@@ -153,14 +156,17 @@ def _ordered_keys(scores: jax.Array) -> jax.Array:
 def _largest_cutoff(keys: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """u32[S]: per row the largest c for which the ids with `keys >= c` are enough; 0 where none is.
 
-    Bit by bit from the top: 32 passes of counting, with no sort and no data-dependent loop length.
+    A few bits at a time from the top: passes of counting, with no sort and no data-dependent loop length.
     """
 
-    def settle_bit(i: jax.Array, cutoff: jax.Array) -> jax.Array:
-        candidate = cutoff | (_WORD(1 << 31) >> i.astype(jnp.uint32))
-        return jnp.where(is_enough(keys >= candidate[:, None]), candidate, cutoff)
+    def settle_bits(i: jax.Array, cutoff: jax.Array) -> jax.Array:
+        shift = _WORD(32 - _BITS_A_PASS) - _WORD(_BITS_A_PASS) * i.astype(jnp.uint32)
+        # Whatever is enough for a cutoff is enough for any below it: the digit is how many are enough.
+        candidates = [cutoff | (_WORD(digit) << shift) for digit in range(1, 2**_BITS_A_PASS)]
+        digit = sum(is_enough(keys >= candidate[:, None]).astype(jnp.uint32) for candidate in candidates)
+        return cutoff | (digit << shift)
 
-    return lax.fori_loop(0, 32, settle_bit, jnp.zeros(keys.shape[0], jnp.uint32))
+    return lax.fori_loop(0, 32 // _BITS_A_PASS, settle_bits, jnp.zeros(keys.shape[0], jnp.uint32))
 
 
 def _gumbel(seed: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:

@@ -15,6 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 NUM_FLAGS = 4
+# Fields begin at multiples of 256 bytes: XLA hands a kernel a slice of the buffer as it lies, without a copy,
+# and Mosaic GPU kernels refuse arguments that are not aligned so.
+_ALIGNMENT = 64
 FLAG_SAMPLES, FLAG_TRUNCATES, FLAG_LOGPROBS = range(3)
 
 
@@ -79,13 +82,14 @@ class PlanLayout:
         fields, offset = {}, 0
         for name, shape, dtype in shapes:
             fields[name] = Field(offset, shape, dtype)
-            offset += prod(shape)
+            offset += -(-prod(shape) // _ALIGNMENT) * _ALIGNMENT
         return fields
 
     @cached_property
     def size(self) -> int:
         """Elements of the whole buffer, 32 bits each."""
-        return sum(field.size for field in self.fields.values())
+        last = list(self.fields.values())[-1]
+        return last.offset + last.size
 
 
 class StepPlan:

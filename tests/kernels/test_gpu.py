@@ -30,12 +30,13 @@ pytestmark = [
 SCALE = 0.11
 
 
-# What the Mosaic kernel is tuned to, alone and beside the Triton one; the last splits everything.
+# What the Mosaic kernel is tuned to, for steps of few tokens and of many; beside the Triton one, with blocks
+# of 64 keys; and everything split.
 SMALL = TileClass(16, 32, 2, 4, 256, 2048)
 MOSAIC_BLOCKS = (
-    BlockSizes((SMALL, mosaic_class(128, 128, 2, 1024, 528))),
-    BlockSizes((SMALL, mosaic_class(128, 64, 4, 1024, 528))),
+    BlockSizes((mosaic_class(64, 128, 3, 256, 528),)),
     BlockSizes((mosaic_class(64, 128, 3, 256, 528), mosaic_class(128, 128, 2, 1024, 528))),
+    BlockSizes((SMALL, mosaic_class(128, 64, 4, 1024, 528))),
     BlockSizes((mosaic_class(64, 64, 5, 256, 528), mosaic_class(128, 64, 5, 128, 2048))),
 )
 
@@ -88,7 +89,7 @@ def test_many_seeds(heads: Heads, page_size: int, dtype: str, backend: str) -> N
             raise AssertionError(f"seed {seed}") from error
 
 
-@pytest.mark.parametrize("blocks", MOSAIC_BLOCKS, ids=["128x128", "128x64", "both128", "both64"])
+@pytest.mark.parametrize("blocks", MOSAIC_BLOCKS, ids=["few", "both", "beside", "split"])
 @pytest.mark.parametrize(
     ("heads", "page_size", "dtype"),
     [
