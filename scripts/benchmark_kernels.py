@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -182,6 +183,7 @@ def check_flags(found: list[Case]) -> None:
 
 def main() -> int:
     """Prints results case by case, then the document."""
+    began = time.perf_counter()
     found = cases()
     check_flags(found)
     is_gpu = jax.default_backend() == "gpu"
@@ -193,14 +195,19 @@ def main() -> int:
     # Not earlier: JAX takes its memory when it is first used.
     check_torch_has_room(chosen_peers(FLAGS.peers), max(case.kv_bytes for case in found) * itemsize // 2)
     print(f"{device_name()}, {FLAGS.dtype}; {ceilings_line(ceilings)}\n{HEADER}")
-    results, num_mismatches = [], 0
+    results, left_out, num_mismatches = [], [], 0
     for case in found:
+        if FLAGS.time_limit_s is not None and time.perf_counter() - began > FLAGS.time_limit_s:
+            left_out.append(case.name)
+            continue
         try:
             results += run_case(case, ceilings)
         except MismatchError as error:
             num_mismatches += 1
             print(f"error: {error}", file=sys.stderr)
     print(summary(results))
+    if left_out:
+        print(f"left out, for time: {', '.join(left_out)}")
     if FLAGS.plot is not None:
         title = f"Ragged paged attention, {FLAGS.dtype}, {device_name()}"
         plot_roofline(results, ceilings, title, Path(FLAGS.plot))
@@ -209,6 +216,7 @@ def main() -> int:
         "platform": jax.devices()[0].client.platform_version,
         "ceilings": ceilings._asdict(),
         "peer_versions": peer_versions(),
+        "left_out": left_out,
         "measurements": [result.as_dict() for result in results],
     }
     print(json_line("ragged_paged_attention", document, units=UNITS, device=device_name()))
@@ -239,6 +247,9 @@ def define_flags() -> None:
     flags.DEFINE_enum("dtype", "bfloat16", list(TOLERANCE), "Of pages and values.")
     flags.DEFINE_integer("seed", 0, "Seed of pages and values.")
     flags.DEFINE_float("target_ms", 40.0, "Device time of one timed call, about.", lower_bound=0.001)
+    flags.DEFINE_float(
+        "time_limit_s", None, "No case begins after so long; the document is whole.", lower_bound=0.0
+    )
     flags.DEFINE_integer("repeats", 5, "Timed calls, of which the median is taken.", lower_bound=1)
 
 

@@ -57,6 +57,8 @@ def mosaic_class(
     return TileClass(rows, block_kv, num_warps, num_stages, min_split_kv, target_programs, mosaic=True)
 
 
+# Steps that are left to Triton: of so few tokens, or with fewer decoding tiles than keep all programs busy.
+_MOSAIC_HARDLY_ANY_TOKENS, _MOSAIC_MIN_TILES = 16, 264
 # Query tokens of a step up to which the smaller Mosaic class serves prompts as well.
 _MOSAIC_FEW_TOKENS = 256
 # A range is cut in at most this many parts: merging them is serial.
@@ -102,13 +104,14 @@ def default_block_sizes(
         target_programs=2048,
         whole_loop=True,
     )
-    if num_tokens * group <= 4 * small_rows or small_rows >= 128:
-        return BlockSizes((small,))
-    if mosaic:
+    enough = num_tokens > _MOSAIC_HARDLY_ANY_TOKENS and num_tokens * num_kv_heads >= _MOSAIC_MIN_TILES
+    if mosaic and enough:
         # One computing warpgroup and three blocks each of 128 keys and values, or two and two: what shared
         # memory holds.
         few, many = mosaic_class(64, 128, 3, 256, 528), mosaic_class(128, 128, 2, 1024, 528)
         return BlockSizes((few,) if num_tokens <= _MOSAIC_FEW_TOKENS else (few, many))
+    if num_tokens * group <= 4 * small_rows or small_rows >= 128:
+        return BlockSizes((small,))
     large_rows = max(128 if head_dim <= 128 else 64, 2 * small_rows)
     large = TileClass(
         rows=large_rows,

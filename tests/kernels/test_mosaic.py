@@ -93,7 +93,7 @@ def test_what_is_not_served_is_refused_by_name(changed: dict[str, Any], field: s
         "num_tokens": 256, "max_num_seqs": 8, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128,
         "page_size": 32, "dtype": "bfloat16", "backend": "pallas_mosaic_gpu",
     }  # fmt: skip
-    for num_tokens, classes in ((8, [False]), (256, [True]), (272, [True, True])):
+    for num_tokens, classes in ((16, [False]), (256, [True]), (272, [True, True])):
         blocks = tile_spec(**served | {"num_tokens": num_tokens}).blocks
         assert [c.mosaic for c in blocks.classes] == classes
     with pytest.raises(AttentionArgumentError) as error:

@@ -425,3 +425,12 @@ def test_pytorch_without_memory_is_refused(torch, monkeypatch):
         kernel_torch_peers.check_torch_has_room(["rounds", "flashinfer"], 2 << 30)
     monkeypatch.setitem(sys.modules, "torch", None)
     kernel_torch_peers.check_torch_has_room(["flashinfer"], 2 << 30)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_run_that_is_out_of_time_still_reports(launch, capsys):
+    """What it had no time for is named."""
+    assert launch("benchmark_kernels", shared_llm=False, time_limit_s=0, **QUICK) == 0
+    out = capsys.readouterr().out
+    document, found = documented(out)
+    assert document["results"]["left_out"] == ["tiny"] and not found and "left out, for time: tiny" in out
