@@ -45,8 +45,7 @@ from common.live_figures import LiveFigures
 from common.report import json_line
 from common.serving_client import InlineClient, Prompts, ThreadedClient
 from common.serving_clock import RunClock
-from common.serving_engine import SYSTEMS as ENGINE_SYSTEMS
-from common.serving_engine import EngineSystem, system_config
+from common.serving_engine import EngineSystem
 from common.serving_figures import UNITS, figures
 from common.serving_report import BENCHMARK, append_line, curve, draw, read_curves, tables
 from common.serving_run import History, System, Window, serve
@@ -54,6 +53,8 @@ from common.serving_transformers import TransformersSystem
 from common.serving_vllm import SYSTEMS as VLLM_SYSTEMS
 from common.serving_vllm import VllmSystem
 from common.session_flags import define_session_flags, load_trace, rates, sessions
+from common.systems import SYSTEMS as ENGINE_SYSTEMS
+from common.systems import system_config
 from tqdm import tqdm
 
 from model_defs import ModelConfig

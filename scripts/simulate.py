@@ -33,6 +33,7 @@ from common.live_figures import LiveFigures
 from common.report import json_line, table
 from common.serving_report import curve, draw
 from common.session_flags import define_session_flags, load_trace, rates, sessions
+from common.systems import STATELESS, SYSTEMS, system_config
 
 from model_defs import PRESETS, num_parameters, preset
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
@@ -51,7 +52,6 @@ from pensieve_jax.simulator import (
 from pensieve_jax.workload import Session, Trace
 
 FLAGS = flags.FLAGS
-SYSTEMS = ("pensieve", "pensieve-gpu", "stateless")
 _SPREADS = {"ms/token": "normalized_latency_s", "ttft ms": "first_token_s", "tpot ms": "output_token_s"}
 _SERVED = {
     "requests/s": "requests_per_s",
@@ -95,12 +95,10 @@ def systems(profile: DeviceProfile) -> list[System]:
     base = engine_config(profile)
     found = []
     for name in FLAGS.systems:
-        for policy in FLAGS.policies if name != "stateless" else FLAGS.policies[:1]:
-            cpu_pages = base.cache.cpu_pages if name == "pensieve" else 0
-            cache = dataclasses.replace(base.cache, policy=policy, cpu_pages=cpu_pages)
-            config = dataclasses.replace(base, cache=cache, stateful=name != "stateless")
-            label = name if len(FLAGS.policies) == 1 or name == "stateless" else f"{name}, {policy}"
-            found.append(System(label, config))
+        for policy in FLAGS.policies if name != STATELESS else FLAGS.policies[:1]:
+            config = dataclasses.replace(base, cache=dataclasses.replace(base.cache, policy=policy))
+            label = name if len(FLAGS.policies) == 1 or name == STATELESS else f"{name}, {policy}"
+            found.append(System(label, system_config(name, config)))
     return found
 
 

@@ -1,8 +1,7 @@
 """This project's engine as a server of a benchmark: with both tiers, with one, and without state.
 
-Owns: what tells the three systems and their ablations apart, when tokens are seen, and how conversations
-come into an engine before a run.
-Does not know: users, rates or figures. Called by: benchmark_serving.
+Owns: the names of ablations, when tokens are seen, and how conversations come into an engine before a run.
+Does not know: users, rates or figures, or what the systems are (`systems`). Called by: benchmark_serving.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from common.report import device_name
 from common.serving_clock import RunClock
 from common.serving_run import History, StepTotals
 from common.serving_steps import TimedRunner
-from pensieve_jax import ConfigError, EngineConfig, SamplingParams
+from pensieve_jax import EngineConfig, SamplingParams
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.engine.turn import Turn as EngineTurn
@@ -25,20 +24,6 @@ from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history import HistoryStore, SQLiteHistoryStore
 from pensieve_jax.history import Turn as TurnRecord
 from pensieve_jax.simulator import Answer, Turn
-
-SYSTEMS = ("pensieve", "pensieve-gpu", "stateless")
-
-
-def system_config(name: str, config: EngineConfig) -> EngineConfig:
-    """The configuration of one of `SYSTEMS`, from one with both tiers; raises ConfigError without them."""
-    cache = config.cache
-    if name == "pensieve":
-        if not cache.cpu_pages and not cache.cpu_bytes:
-            limit = "given, or --cpu_pages, for --system=pensieve; without host memory it is pensieve-gpu"
-            raise ConfigError("--cpu_bytes", cache.cpu_bytes, limit)
-        return config
-    cache = dataclasses.replace(cache, cpu_pages=0, cpu_bytes=None)
-    return dataclasses.replace(config, cache=cache, stateful=name != "stateless")
 
 
 def label(name: str, config: EngineConfig) -> str:

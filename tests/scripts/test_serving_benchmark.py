@@ -219,7 +219,7 @@ def test_users_in_the_servers_own_thread_make_no_run_void(benchmark, monkeypatch
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"cpu_pages": 0}, "--cpu_bytes is None"),
+        ({"cpu_pages": 0}, "--cpu_bytes is 0"),
         ({"stateful": "false"}, "--stateful is False"),
         ({"window_s": -1}, "--window_s is -1"),
         ({"drain_s": "inf"}, "--drain_s is inf"),

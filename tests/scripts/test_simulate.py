@@ -118,6 +118,7 @@ def test_shows_live_figures(launch, capsys):
         ({"trace": "/nowhere", "trace_format": "sharegpt"}, "--tokenizer is None"),
         ({"plot": "/nowhere/curves.png"}, "a directory that exists"),
         ({"cpu_bytes": "1MB"}, "cache.cpu_bytes is 1000000"),
+        ({"cpu_bytes": "0GB"}, "--cpu_bytes is 0"),
         ({"window_s": -1}, "--window_s is -1"),
         ({"profile": "tpu"}, "device_profile is 'tpu'"),
         ({"trace": "/nowhere"}, "--trace is '/nowhere'"),

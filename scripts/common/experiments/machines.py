@@ -1,0 +1,119 @@
+"""The machines that experiments simulate: one GPU as its profile says, or four that serve a larger model.
+
+Owns: which devices and models there are, the memory they have for KV state, and the arithmetic that makes a
+profile of several GPUs out of one GPU's.
+Does not know: workloads or systems.
+Called by: `systems`, `points`, and experiments that ask a profile directly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+
+from model_defs import ModelConfig, kv_bytes_per_token, num_parameters, preset
+from pensieve_jax.simulator import DeviceProfile, profile_names
+
+DEVICES = ("a100", "h200")
+MEMORY_BYTES = (40_000_000_000, 220_000_000_000)
+"""For KV state, device and host, of each GPU: what the paper's section 6.1 gives, whatever the device."""
+
+_NUM_DEVICES = {"opt-66b": 4, "llama2-70b": 4}  # the paper's Table 1; other models have one
+_SMALLER_MODEL = {"opt-66b": "opt-13b", "llama2-70b": "llama2-13b-gqa10"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Interconnect:
+    """What all-reduces of a tensor-parallel layer cost; assumed, not measured.
+
+    Attributes:
+      bytes_per_s: of one GPU's link, one way.
+      latency_s: of a small all-reduce among four.
+      what: in words.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+    what: str
+
+
+_INTERCONNECTS = {
+    "a100": _Interconnect(20e9, 20e-6, "PCIe 4 between pairs of GPUs, 20 GB/s one way"),
+    "h200": _Interconnect(350e9, 10e-6, "NVLink 4, 350 GB/s one way"),
+}
+
+
+def num_devices(model: str) -> int:
+    """GPUs that serve a model together."""
+    return _NUM_DEVICES.get(model, 1)
+
+
+def profile_name(device: str, model: str) -> str:
+    """As it stands in reports; `x4` says that it was derived here."""
+    count = num_devices(model)
+    return f"{device}{f'x{count}' if count > 1 else ''}_{model}"
+
+
+@lru_cache(maxsize=8)
+def load_profile(device: str, model: str) -> DeviceProfile:
+    """One that comes with the simulator, or one derived from the same family's on one GPU."""
+    if f"{device}_{model}" in profile_names():
+        return DeviceProfile.load(f"{device}_{model}")
+    base = DeviceProfile.load(f"{device}_{_SMALLER_MODEL[model]}")
+    return _of_several(base, model, num_devices(model), _INTERCONNECTS[device])
+
+
+def memory_bytes(model: str) -> tuple[int, int]:
+    """Device and host memory for KV state, of all GPUs together."""
+    gpu_bytes, cpu_bytes = MEMORY_BYTES
+    count = num_devices(model)
+    return count * gpu_bytes, count * cpu_bytes
+
+
+def _of_several(base: DeviceProfile, model: str, count: int, link: _Interconnect) -> DeviceProfile:
+    """Tensor parallelism over `count` GPUs: weights, heads and KV state are split, norms are not.
+
+    Reading weights and products go by parameters, reading KV state by its bytes, attention by layers times
+    heads, each over `count`; what is left goes by layers or by layers times width, undivided. Two all-reduces
+    a layer come on top.
+    """
+    small, large = preset(base.model), preset(model)
+    weights = num_parameters(large) / num_parameters(small) / count
+    state = _kv_bytes(large) / _kv_bytes(small) / count
+    heads = (large.num_layers * large.num_heads) / (small.num_layers * small.num_heads) / count
+    layers = large.num_layers / small.num_layers
+    width = layers * large.hidden_size / small.hidden_size
+    num_reductions = 2 * large.num_layers
+    reduced_bytes = 2 * large.hidden_size  # of a token, in 16 bits
+    reduction_s = reduced_bytes * 2 * (count - 1) / count / link.bytes_per_s
+    costs = base.step
+    return dataclasses.replace(
+        base,
+        model=model,
+        device=f"{count} x {base.device}",
+        source="derived",
+        provenance={
+            "base": f"the profile of {base.model} on one {base.device}, which is {base.source}",
+            "derivation": f"by counts, for {count} GPUs: weights x {weights:.3f} each, KV state x "
+            f"{state:.3f}, attention x {heads:.3f}, layers x {layers:.3f}. Nothing of it was measured",
+            "interconnect": f"assumed: {link.what}, {1e6 * link.latency_s:.0f} us an all-reduce, two a layer",
+        },
+        kv_token_bytes=_kv_bytes(large),
+        step=dataclasses.replace(
+            costs,
+            weight_read_s=costs.weight_read_s * weights,
+            token_s=costs.token_s * weights,
+            kv_read_s=costs.kv_read_s * state,
+            pair_s=costs.pair_s * heads,
+            span_s=costs.span_s * layers,
+            step_s=costs.step_s * layers + num_reductions * link.latency_s,
+            padded_token_s=costs.padded_token_s * width + num_reductions * reduction_s,
+        ),
+        to_device=dataclasses.replace(base.to_device, bytes_per_s=base.to_device.bytes_per_s * count),
+        to_host=dataclasses.replace(base.to_host, bytes_per_s=base.to_host.bytes_per_s * count),
+        figures=(),
+    )
+
+
+def _kv_bytes(model: ModelConfig) -> int:
+    return kv_bytes_per_token(model, dtype="bfloat16")

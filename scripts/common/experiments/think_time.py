@@ -1,0 +1,174 @@
+"""Users who think for longer: the paper's Figure 15.
+
+Owns: think times and loads of that experiment.
+Does not know: how curves are read at a level (`levels`).
+Called by: the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.experiments.levels import throughputs_at
+from common.experiments.machines import memory_bytes, profile_name
+from common.experiments.panels import Panel
+from common.experiments.paper_sweeps import OPT_SHAREGPT
+from common.experiments.points import UNITS, Measured, Point
+from common.experiments.seeds import Group, groups, spread
+from common.experiments.settings import Experiment, Findings, Settings, Table
+from common.experiments.systems import BOTH_TIERS, ONE_TIER, System, engine, memory_of_tokens
+from common.experiments.workloads import Workload
+from pensieve_jax.workload import ExponentialThink
+
+_SYSTEMS = (BOTH_TIERS, ONE_TIER)  # to the stateless one, think times change nothing but who comes when
+_MODEL = OPT_SHAREGPT.model
+_THINK_S = (30, 60, 120, 300, 600)
+_RATES_PER_S = {"a100": (0.25, 0.35, 0.45, 0.55, 0.65), "h200": (0.5, 0.8, 1.1, 1.4)}
+_ONE_TIER_UNTIL_PER_S = {"a100": 0.45, "h200": 1.1}
+_SMALL_THINK_S = (10, 40, 160)
+_SMALL_RATES_PER_S = (0.2,)
+_SMALL_TOKENS = (12_000, 18_000)
+_LIVES = 40  # mean think times of mid-life, as in Figure 10: nearly all conversations are over by then
+
+
+def points(settings: Settings) -> list[Point]:
+    """Systems by think time, over loads."""
+    return [
+        _point(settings, system, think_s, rate, seed)
+        for system in _SYSTEMS
+        for think_s in (_SMALL_THINK_S if settings.small else _THINK_S)
+        for rate in _rates(settings, system)
+        for seed in settings.seeds
+    ]
+
+
+def _rates(settings: Settings, system: System) -> Sequence[float]:
+    """From below the level of latency to above it, for either system."""
+    if settings.small:
+        return _SMALL_RATES_PER_S
+    until = _ONE_TIER_UNTIL_PER_S[settings.device]
+    return [rate for rate in _RATES_PER_S[settings.device] if system.has_host_tier or rate <= until]
+
+
+def _point(settings: Settings, system: System, think_s: float, rate: float, seed: int) -> Point:
+    device, small = settings.device, settings.small
+    max_context_tokens = 2048 if small else 16_384
+    memory = memory_of_tokens(device, _MODEL, *_SMALL_TOKENS) if small else memory_bytes(_MODEL)
+    return Point(
+        panel=f"{rate:g} conversations a second",
+        series=system.name,
+        x=think_s,
+        seed=seed,
+        device=device,
+        model=_MODEL,
+        engine=engine(system, device, _MODEL, memory_bytes=memory, max_context_tokens=max_context_tokens),
+        workload=Workload(
+            shape=OPT_SHAREGPT.shape,
+            max_context_tokens=max_context_tokens,
+            rate_per_s=rate,
+            think=ExponentialThink(think_s),
+            mid_life_s=_LIVES * think_s,
+            warm_up_s=10.0 if small else 90.0,
+            window_s=40.0 if small else 240.0,
+        ),
+    )
+
+
+def findings(settings: Settings, measured: list[Measured]) -> Findings:
+    """Hits by think time at each load, and throughput at a level of latency."""
+    found = groups(measured)
+    level_s = OPT_SHAREGPT.level_s[settings.device]
+    at_level = {
+        (system.name, think_s): list(throughputs_at(level_s, _curve(found, system.name, think_s)).values())
+        for system in _SYSTEMS
+        for think_s in sorted({group.x for group in found})
+    }
+    level = f"{1e3 * level_s:g} ms per token"
+    return Findings(
+        tables=[
+            Table(title="By think time", columns=_COLUMNS, rows=[_row(group) for group in found]),
+            Table(
+                title=f"Requests a second at {level}, mean and range over seeds",
+                columns=["system", "think s", "requests/s"],
+                rows=[
+                    [name, f"{think_s:g}", str(spread(values)) if values else "-"]
+                    for (name, think_s), values in at_level.items()
+                ],
+            ),
+        ],
+        panels=_panels(found, at_level, f"at {level}"),
+        results={
+            "points": [group.as_dict() for group in found],
+            "at_level": [
+                {"system": name, "think_s": think_s, "level_s": level_s, "requests_per_s_by_seed": values}
+                for (name, think_s), values in at_level.items()
+            ],
+        },
+        profiles=[profile_name(settings.device, _MODEL)],
+        units=UNITS | {"x": "mean think time in seconds"},
+    )
+
+
+_COLUMNS = ("system", "think s", "rate", "requests/s", "ms/token", "gpu hits", "cpu hits", "share")
+
+
+def _row(group: Group) -> list[object]:
+    return [
+        *(group.series, f"{group.x:g}", f"{group.rate_per_s:g}", group.mean("requests_per_s")),
+        f"{1e3 * group.latency_s:.1f}",
+        *(group.mean(name) for name in ("gpu_hit_rate", "cpu_hit_rate", "recompute_share")),
+    ]
+
+
+def _curve(found: Sequence[Group], series: str, think_s: float) -> list[Group]:
+    """By load."""
+    of_series = (group for group in found if (group.series, group.x) == (series, think_s))
+    return sorted(of_series, key=lambda group: group.rate_per_s or 0.0)
+
+
+def _panels(
+    found: Sequence[Group], at_level: dict[tuple[str, float], list[float]], level: str
+) -> list[Panel]:
+    busiest = max(
+        (group for group in found if group.series == ONE_TIER.name), key=lambda group: group.rate_per_s or 0.0
+    ).panel
+    x_label = "mean think time in seconds"
+    return [
+        Panel(
+            title=level,
+            x_label=x_label,
+            y_label="requests answered a second",
+            curves={
+                system.name: [
+                    (think_s, sum(values) / len(values))
+                    for (name, think_s), values in at_level.items()
+                    if name == system.name and values
+                ]
+                for system in _SYSTEMS
+            },
+            log_x=True,
+        ),
+        Panel(
+            title=busiest,
+            x_label=x_label,
+            y_label="share of history tokens found",
+            curves={
+                system.name: [
+                    (group.x, group.mean("found_rate"))
+                    for group in found
+                    if (group.panel, group.series) == (busiest, system.name)
+                ]
+                for system in _SYSTEMS
+            },
+            log_x=True,
+        ),
+    ]
+
+
+THINK_TIME = Experiment(
+    name="fig15",
+    title="Mean think times from 30 to 600 seconds",
+    paper="Throughput falls as users think for longer, from 60 to 600 s on average: less history is found.",
+    points=points,
+    findings=findings,
+)

@@ -1,0 +1,138 @@
+"""One figure of the paper, remade: simulated on a profile of a device, or from committed measurements.
+
+    python scripts/reproduce.py --experiment=fig10b --plot=fig10b.png
+    python scripts/reproduce.py --experiment=traces --traces=mooncake:conversation_trace.jsonl
+
+Experiments: fig3 and fig4 (single steps), fig10a to fig10d, fig11, fig13 and thesis3.15 (latency over
+throughput), fig12 (the kernel, from committed measurements), fig14 (eviction policies), fig15 (think times),
+and traces, which compares eviction policies on recorded traces that you have. Scheduler, cache and policies
+are the engine's own under a virtual clock; a step and a copy take what the profile of `--device` says: `a100`
+is the paper's machine, from published figures of the hardware, `h200` goes back to measurements. Every point
+is simulated once for each of `--seeds`, `--num_processes` at a time; the same seeds give the same figures.
+`--small` is a version on little memory that takes seconds. Tables come first, then one JSON document as the
+last line. `docs/evaluation.md` has the results beside the paper's.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from common.cost_plot import check_can_plot
+from common.engine_flags import shows_progress
+from common.experiments.machines import DEVICES, load_profile
+from common.experiments.panels import draw_panels
+from common.experiments.pool import measure_all
+from common.experiments.registry import EXPERIMENTS
+from common.experiments.settings import Experiment, Findings, Settings, TraceFile
+from common.launch import run
+from common.report import json_line, table
+
+from pensieve_jax import ConfigError
+
+FLAGS = flags.FLAGS
+
+
+def settings() -> Settings:
+    """What the flags ask for; raises ConfigError."""
+    return Settings(device=FLAGS.device, seeds=_seeds(), small=FLAGS.small, traces=_traces())
+
+
+def _seeds() -> tuple[int, ...]:
+    try:
+        seeds = tuple(int(word) for word in FLAGS.seeds)
+    except ValueError:
+        seeds = ()
+    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        limit = "different numbers from 0 on, with commas between them"
+        raise ConfigError("--seeds", ",".join(FLAGS.seeds), limit)
+    return seeds
+
+
+def _traces() -> tuple[TraceFile, ...]:
+    found = []
+    for word in FLAGS.traces:
+        format, colon, name = word.partition(":")
+        if not colon or not Path(name).is_file():
+            raise ConfigError("--traces", word, "FORMAT:FILE with a file that exists")
+        found.append(TraceFile(Path(name), format))
+    return tuple(found)
+
+
+def report(experiment: Experiment, asked: Settings, findings: Findings) -> None:
+    """Tables for people, the plot, and the JSON line."""
+    for one in findings.tables:
+        print(f"{one.title}\n{table(one.columns, one.rows)}", end="\n\n")
+    print(f"The paper: {experiment.paper}")
+    origin = _origin(findings)
+    print(f"{experiment.name}, {experiment.title}: {origin}")
+    if FLAGS.plot is not None:
+        draw_panels(findings.panels, f"{experiment.title}: {origin}", Path(FLAGS.plot))
+    document = {
+        "experiment": experiment.name,
+        "title": experiment.title,
+        "paper": experiment.paper,
+        "simulated": bool(findings.profiles),
+        "profiles": _profiles(findings, asked),
+        "seeds": list(asked.seeds),
+        "small": asked.small,
+        **findings.results,
+    }
+    print(json_line("reproduction", document, units=findings.units, device=origin))
+
+
+def _origin(findings: Findings) -> str:
+    """In words, for whoever looks at a figure alone."""
+    if not findings.profiles:
+        return "measured on NVIDIA H200"
+    return f"simulated, {', '.join(dict.fromkeys(findings.profiles))}"
+
+
+def _profiles(findings: Findings, asked: Settings) -> dict[str, Any]:
+    """Where the times of steps and copies are from."""
+    found = {}
+    for name in findings.profiles:
+        profile = load_profile(asked.device, name.partition("_")[2])
+        found[name] = {
+            "model": profile.model,
+            "device": profile.device,
+            "source": profile.source,
+            "provenance": profile.provenance,
+        }
+    return found
+
+
+def main() -> int:
+    experiment = EXPERIMENTS[FLAGS.experiment]
+    asked = settings()
+    if FLAGS.num_processes < 1:
+        raise ConfigError("--num_processes", FLAGS.num_processes, "at least 1")
+    if FLAGS.plot is not None:
+        check_can_plot("--plot", Path(FLAGS.plot))
+    measured = measure_all(
+        experiment.points(asked),
+        num_processes=FLAGS.num_processes,
+        title=experiment.name,
+        shown=shows_progress(),
+    )
+    report(experiment, asked, experiment.findings(asked, measured))
+    return 0
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_enum("experiment", None, list(EXPERIMENTS), "What is remade.", required=True)
+    flags.DEFINE_enum("device", "a100", list(DEVICES), "Whose profiles are simulated.")
+    flags.DEFINE_list("seeds", ["0", "1", "2"], "Of workloads; every point is simulated for each.")
+    flags.DEFINE_bool("small", False, "A version that takes seconds, on little memory.")
+    flags.DEFINE_integer("num_processes", os.cpu_count() or 1, "Points that are simulated at a time.")
+    flags.DEFINE_list("traces", [], "Recorded traces for --experiment=traces: FORMAT:FILE, ...")
+    flags.DEFINE_string("plot", None, "Where the figure is drawn, e.g. fig10b.png; needs matplotlib.")
+    flags.DEFINE_bool("progress", None, "Show a progress bar; default: on a terminal.")
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

@@ -1,0 +1,134 @@
+"""Small versions of every simulated experiment: the orderings that the paper is about, over five seeds.
+
+Times are virtual, so nothing here depends on the machine; magnitudes are in `docs/evaluation.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import pytest
+
+from pensieve_jax.workload import SHAREGPT, Trace, generate_trace
+
+SMALL = {"small": "true", "seeds": "0,1,2,3,4", "device": "h200", "num_processes": 1, "progress": "false"}
+SYSTEMS = ("pensieve", "pensieve-gpu", "stateless")
+
+
+@pytest.fixture
+def reproduce(launch, capsys):
+    """Run an experiment; gives its results."""
+
+    def reproduce(experiment, **flags):
+        assert launch("reproduce", shared_llm=False, experiment=experiment, **SMALL | flags) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+
+    return reproduce
+
+
+def by_series(results):
+    """Points by panel, then by series and x."""
+    found = {}
+    for point in results["points"]:
+        found.setdefault(point["panel"], {})[point["series"], point["x"]] = point
+    return found
+
+
+@pytest.mark.parametrize(
+    "experiment", ["fig10a", "fig10b", "fig10c", "fig10d", "fig11", "thesis3.15"], ids=lambda name: name
+)
+def test_state_is_found_in_two_tiers_more_than_in_one_and_in_one_more_than_in_none(reproduce, experiment):
+    results = reproduce(experiment)
+    assert results["simulated"] and results["seeds"] == [0, 1, 2, 3, 4]
+    for points in by_series(results).values():
+        (rate,) = {x for _, x in points}
+        both, gpu, none = (points[system, rate] for system in SYSTEMS)
+        assert len(both["found_rate_by_seed"]) == 5
+        for key, sign in (("found_rate_by_seed", 1), ("recompute_share_by_seed", -1)):
+            for most, some, least in zip(both[key], gpu[key], none[key], strict=True):
+                assert sign * most > sign * some > sign * least
+        assert set(none["found_rate_by_seed"]) == {0.0}
+        assert none["recompute_share_by_seed"] == pytest.approx([1.0] * 5)
+        assert both["normalized_latency_s"]["mean"] < none["normalized_latency_s"]["mean"]
+
+
+def test_prompts_beside_decodes_are_no_slower_than_apart(reproduce):
+    for points in by_series(reproduce("fig13")).values():
+        (rate,) = {x for _, x in points}
+        unified, apart = points["pensieve", rate], points["not unified", rate]
+        assert unified["normalized_latency_s"]["mean"] < apart["normalized_latency_s"]["mean"]
+
+
+def test_retention_recomputes_least(reproduce):
+    """In seconds by the cost model, over what a stateless system recomputes for the same answers."""
+    results = reproduce("fig14")
+    (points,) = by_series(results).values()
+    share = {
+        series: sum(point["recompute_share_by_seed"]) / len(point["recompute_share_by_seed"])
+        for (series, _), point in points.items()
+    }
+    assert 0.05 < share["retention"] < 0.5, "memory is neither plentiful nor hopeless"
+    assert share["retention"] <= 1.02 * share["lru"]
+    assert share["retention"] < 0.90 * share["conversation"]
+    assert share["retention"] < 0.95 * share["trailing"]
+    assert {one["policy"] for one in results["retention_over"]} == {"lru", "conversation", "trailing"}
+
+
+def test_who_thinks_for_longer_finds_less(reproduce):
+    (*points,) = by_series(reproduce("fig15")).values()
+    for at_rate in points:
+        for system in SYSTEMS[:2]:
+            found = [
+                point["found_rate_by_seed"] for (series, _), point in at_rate.items() if series == system
+            ]
+            assert len(found) == 3
+            for short, middle, long in zip(*found, strict=True):
+                assert short > middle > long
+
+
+def recorded_trace(num_conversations):
+    """Conversations of the synthetic shape, with arrivals and think times as if they had been recorded."""
+    rng = random.Random(0)
+    made = generate_trace(
+        SHAREGPT, num_conversations=num_conversations, seed=0, max_context_tokens=2048
+    ).conversations
+    return Trace(
+        "recorded",
+        tuple(
+            dataclasses.replace(
+                conversation,
+                arrival_s=rng.uniform(0, 600),
+                turns=(
+                    conversation.turns[0],
+                    *(
+                        dataclasses.replace(turn, think_s=rng.expovariate(1 / 60))
+                        for turn in conversation.turns[1:]
+                    ),
+                ),
+            )
+            for conversation in made
+        ),
+    )
+
+
+def test_recorded_traces_under_every_order_and_with_both_tiers(reproduce, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    trace = recorded_trace(60)
+    trace.save(path)
+    results = reproduce("traces", traces=f"pensieve:{path}", seeds="0")
+    (described,) = results["traces"]
+    assert described["file"] == "chats.jsonl" and described["digest"] == trace.digest
+    assert str(tmp_path) not in json.dumps(results)
+    found = by_series(results)
+    both, alone = found["chats.jsonl, both tiers"], found["chats.jsonl, device alone"]
+    policies = {"retention", "lru", "conversation", "trailing"}
+    assert {series for series, _ in both} == policies == {series for series, _ in alone}
+    small, large = sorted({x for _, x in both})
+    for policy in policies:
+        assert both[policy, large]["found_rate"] > both[policy, small]["found_rate"]
+        assert (
+            both[policy, small]["cpu_hit_rate"] > 0 == alone[policy, min(x for _, x in alone)]["cpu_hit_rate"]
+        )
+        assert both[policy, large]["num_requests"] == trace.num_turns
