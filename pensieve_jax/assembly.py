@@ -45,7 +45,9 @@ from pensieve_jax.engine.validation import ModelLimits
 from pensieve_jax.history import SQLiteHistoryStore, history_fingerprint
 from pensieve_jax.text import Tokenizer, byte_tokenizer, load_tokenizer
 
-DEFAULT_MODEL = "random:llama-tiny"
+DEFAULT_MODEL = "chat"
+"""The small chat model that comes with this package."""
+_INCLUDED = {DEFAULT_MODEL: Path(__file__).parent / "chat_model"}
 _RANDOM = "random:"
 _HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.json")
 _log = logging.getLogger(__name__)
@@ -158,14 +160,18 @@ def _limits(model: ModelConfig, config: EngineConfig) -> ModelLimits:
 
 
 def resolve_model(model: str | Path) -> str:
-    """A local directory or `random:<preset>` as it is; a hub name is fetched, and its directory returned.
+    """What a model's name stands for: a local directory, or `random:<preset>`, which stays as it is.
 
-    Raises ConfigError where there is no such directory and the hub has no such model or cannot be reached.
+    `DEFAULT_MODEL` is the directory in this package (`./chat` is one of that name elsewhere); a hub name is
+    fetched. Raises ConfigError where there is no such directory and the hub has no such model or cannot be
+    reached.
     """
-    expected = "a model directory, a hub name such as 'org/model', or 'random:<preset>'"
+    expected = "'chat', a model directory, a hub name such as 'org/model', or 'random:<preset>'"
     if not isinstance(model, str | Path):
         raise ConfigError("model", model, expected)
     name = str(model)
+    if model in _INCLUDED:
+        return str(_INCLUDED[name])
     if name.startswith(_RANDOM) or Path(name).is_dir():
         return name
     if name.startswith(("/", ".", "~")):

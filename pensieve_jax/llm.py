@@ -56,9 +56,10 @@ class LLM:
         """Load a model and compile its steps.
 
         Args:
-          model: a Hugging Face directory (config.json, safetensors, tokenizer files), an Orbax directory
-            made from one by `scripts/convert_checkpoint.py`, a hub name, or `random:<preset>` for seeded
-            random weights of a known shape.
+          model: "chat", the small chat model that comes with the package; a Hugging Face directory
+            (config.json, safetensors, tokenizer files), an Orbax directory made from one by
+            `scripts/convert_checkpoint.py`, a hub name, or `random:<preset>` for seeded random weights of a
+            known shape.
           dtype: "float32", "bfloat16", "float16", or "auto": the checkpoint's, and float32 on a CPU.
           history: SQLite file that turns are committed to; None keeps them in memory.
           config: sizes and limits.

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 from common.cost_plot import check_can_plot
-from common.engine_flags import define_engine_flags, engine_config, model_limits, shows_progress
+from common.engine_flags import TINY_MODEL, define_engine_flags, engine_config, model_limits, shows_progress
 from common.launch import EXIT_FAILED, Interrupt, check_can_write, run
 from common.live_figures import LiveFigures
 from common.report import json_line
@@ -292,7 +292,7 @@ def define_flags() -> None:
     flags.DEFINE_list("curves", [], "Draw --plot from such files, and run nothing.")
     flags.DEFINE_string("transformers_attention", "sdpa", "Attention of --system=transformers.")
     define_session_flags()
-    define_engine_flags()
+    define_engine_flags(model=TINY_MODEL)
 
 
 if __name__ == "__main__":

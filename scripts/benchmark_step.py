@@ -28,6 +28,7 @@ from absl import flags
 from common.ceilings import Ceilings, measure_ceilings
 from common.device_trace import summary, trace_kernels
 from common.engine_flags import (
+    TINY_MODEL,
     define_engine_flags,
     engine_config,
     model_limits,
@@ -275,6 +276,7 @@ def main() -> int:
     start_s = time.perf_counter()
     parts = open_parts(config)
     start_up_s = time.perf_counter() - start_s
+    print(f"ready after {start_up_s:.0f} s", flush=True)
     num_sequences = config.scheduler.max_num_running
     steps = RowSteps(config, parts.runner, parts.model_config.vocab_size, num_sequences)
     steps.fill()
@@ -315,7 +317,7 @@ def define_flags() -> None:
     flags.DEFINE_bool("trace", False, "Trace some steps of the engine.")
     flags.DEFINE_integer("ceiling_bytes", 2**32, "Of the array that is read and copied.", lower_bound=2**20)
     flags.DEFINE_integer("ceiling_matrix", 8192, "Rows and columns of the matrices.", lower_bound=16)
-    define_engine_flags()
+    define_engine_flags(model=TINY_MODEL)
 
 
 if __name__ == "__main__":

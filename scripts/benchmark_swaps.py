@@ -24,7 +24,7 @@ from typing import Any
 
 from absl import flags
 from common.bulk_copies import chunk_arrays, large_array, through_transfers
-from common.engine_flags import define_engine_flags, engine_config, open_parts, refuse_sizes
+from common.engine_flags import TINY_MODEL, define_engine_flags, engine_config, open_parts, refuse_sizes
 from common.launch import EXIT_FAILED, run
 from common.report import device_name, json_line, table
 from common.spread import Spread
@@ -43,9 +43,8 @@ def sized_config() -> EngineConfig:
     refuse_sizes()
     config = engine_config()
     chunk_tokens, chunks = config.cache.chunk_tokens, FLAGS.num_chunks
-    max_context = max(
-        FLAGS.context_tokens + FLAGS.max_crowd_tokens, chunks * chunk_tokens + FLAGS.prompt_tokens + 64
-    )
+    returning = chunks * chunk_tokens + FLAGS.prompt_tokens + FLAGS.num_steps + 16
+    max_context = max(FLAGS.context_tokens + FLAGS.max_crowd_tokens, returning)
     crowd_pages = FLAGS.num_decodes * -(-(FLAGS.context_tokens + FLAGS.max_crowd_tokens) // chunk_tokens)
     donor_chunks = num_donors() * chunks
     cache = dataclasses.replace(
@@ -376,7 +375,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("num_steps", 8, "Steps of a window.", lower_bound=2)
     flags.DEFINE_integer("num_repeats", 21, "Windows of each kind.", lower_bound=1)
     flags.DEFINE_bool("enforce", True, "Exit with 1 if a target is missed.")
-    define_engine_flags()
+    define_engine_flags(model=TINY_MODEL)
 
 
 if __name__ == "__main__":

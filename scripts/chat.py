@@ -1,6 +1,12 @@
 """A chat in the terminal, with replies as they come.
 
+    python scripts/chat.py
     python scripts/chat.py --model=path/to/model --history=chats.sqlite --temperature=0.7
+
+Without a model it is the small one that comes with the library, which talks about restaurants, music, flights
+and the like, and remembers what it is told. A step is one token of one conversation, or a part of a prompt:
+there are `--token_buckets` for both. Compiled steps are kept for the next start in `--compilation_cache_dir`
+(empty: nowhere).
 
 Lines are sent in the model's chat template where it has one, else as plain text. Ctrl-C cancels a reply, as
 if its line had never been sent; at the prompt it quits. `/help` lists the commands. Input may be a pipe.
@@ -8,9 +14,11 @@ if its line had never been sent; at the prompt it quits. `/help` lists the comma
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
 
 from absl import flags
@@ -24,12 +32,33 @@ from common.engine_flags import (
 from common.launch import Interrupt, one_line, printable, run
 from common.report import table
 
-from pensieve_jax import LLM, Output, PensieveError, SamplingParams, Stream, TokenizerMissingError
+from pensieve_jax import (
+    LLM,
+    ContextLengthError,
+    Output,
+    PensieveError,
+    SamplingParams,
+    Stream,
+    TokenizerMissingError,
+)
 from pensieve_jax import UnknownConversationError as UnknownConversation
+from pensieve_jax.assembly import DEFAULT_MODEL
 from pensieve_jax.history import Turn
 
 FLAGS = flags.FLAGS
+CACHE_DIR = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pensieve_jax"
+DEFAULTS = {
+    "max_num_running": 1,
+    "token_buckets": "1,32,256",
+    "num_layer_groups": 1,
+    "compilation_cache_dir": str(CACHE_DIR),
+}
 NO_TURNS = "this conversation has no turns yet"
+FULL = "/truncate N keeps the first N turns, /end begins again, /switch ID begins another conversation"
+INTRODUCTION = """\
+A small model. Ask it for a restaurant, music, a flight, a movie, a hotel or the weather, as in "Hi! My name
+is Ada. I am looking for a place to eat in San Jose." Some turns later, ask: "What is my name?"\
+"""
 HELP = """\
 /help            this text
 /history         the turns of this conversation
@@ -83,6 +112,10 @@ class Chat:
                     command(argument.strip())
             else:
                 self._send(line.removeprefix("/"))
+        except ContextLengthError as error:
+            self._say(f"error: {error}")
+            if self._turns():
+                self._say(FULL)
         except PensieveError as error:
             self._say(f"error: {error}")
         return True
@@ -209,7 +242,9 @@ def main() -> int:
         chat = Chat(llm, params, FLAGS.conversation_id, sys.stdout)
         is_terminal = sys.stdin.isatty()
         if is_terminal:
-            print(f"{FLAGS.model}, conversation {chat.conversation_id}; /help lists commands")
+            print(f"model {FLAGS.model}, conversation {chat.conversation_id}; /help lists commands")
+            if FLAGS.model == DEFAULT_MODEL:
+                print(INTRODUCTION)
         while True:
             try:
                 line = input(f"{chat.conversation_id}> " if is_terminal else "")
@@ -224,6 +259,8 @@ def define_flags() -> None:
     """The command line."""
     flags.DEFINE_string("conversation_id", "default", "The conversation to begin with.")
     define_engine_flags()
+    for name, value in DEFAULTS.items():
+        FLAGS.set_default(name, value)
     define_history_flag()
     define_sampling_flags(max_tokens=512)
 

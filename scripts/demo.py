@@ -1,18 +1,17 @@
 """Conversations that lose part of their state and answer as if they had not: what `make demo` runs.
 
-Six conversations of four turns share a system prompt and take turns on memory too small for them all: a few
+Eight conversations of six turns share a system prompt and take turns on memory too small for them all: a few
 device pages, and a few more in host memory. Idle chunks are copied out ahead of time and copied back when
 their conversation returns; what fits into neither tier is dropped, leading chunks first, and recomputed; a
-running request that finds no page is suspended and goes on later. Then every turn is replayed by the dense
-reference: the model over the whole token sequence, with no pages, no scheduler and no kernel. In float32
-each token must be the same. Exit status 1 if one is not, or if something of the above did not happen.
-
-The default model has random weights and a byte tokenizer: its replies are noise, printed escaped. Give
-`--model` a real one to read sense.
+running request that finds no page is suspended and goes on later. Whoever tells something in the first turn
+asks for it in the last one. Then every turn is replayed by the dense reference: the model over the whole
+token sequence, with no pages, no scheduler and no kernel. In float32 each token must be the same. Exit status
+1 if one is not, or if something of the above did not happen.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 from absl import flags
+from common.demo_conversations import CONVERSATIONS, SYSTEM_PROMPT
+from common.engine_flags import define_model_flag
 from common.launch import EXIT_FAILED, one_line, run
 from common.report import table
 from tqdm import tqdm
@@ -33,73 +34,18 @@ from pensieve_jax import (
     RunnerConfig,
     SamplingParams,
     SchedulerConfig,
-    UnknownConversationError,
 )
 from pensieve_jax.assembly import resolve_model
 from pensieve_jax.config import POLICIES
 from pensieve_jax.engine.dense_reference import DenseReference
+from pensieve_jax.text import ChatFormat, EarlierTurn
 
 FLAGS = flags.FLAGS
-SYSTEM_PROMPT = "You answer in two short sentences, and you ask back when something is missing. "
-GREEDY = SamplingParams(max_tokens=56, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=56, ignore_eos=True, temperature=0.8, top_p=0.95, seed=7)
-
-CONVERSATIONS: dict[str, tuple[SamplingParams, tuple[str, ...]]] = {
-    "ada": (
-        GREEDY,
-        (
-            "I have three evenings to learn how to juggle. Where should I begin?",
-            "Two balls feel fine now, but the third one always flies forward.",
-            "Facing a wall helped. How do I keep going for longer than ten throws?",
-            "Thank you! Which trick would impress my niece most on Sunday?",
-        ),
-    ),
-    "boris": (
-        SAMPLED,
-        (
-            "My sourdough starter smells of apples and does not rise. Is it dead?",
-            "It is winter and the kitchen has seventeen degrees.",
-            "I moved it next to the oven and it doubled overnight!",
-            "Then I bake tomorrow. Give me the shortest recipe you have.",
-        ),
-    ),
-    "chen": (
-        GREEDY,
-        (
-            "Explain to a ten year old why the sea is salty but rivers are not.",
-            "So do rivers carry salt as well, only less of it?",
-            "And where does the water go, if the salt stays behind?",
-            "She wants to try it in the kitchen. What do we need?",
-        ),
-    ),
-    "dora": (
-        SAMPLED,
-        (
-            "Plan a walk of two hours in a town I do not know, in the rain.",
-            "I like old bridges, and I would rather not buy anything.",
-            "One of them is closed. Is there a way around along the river?",
-            "Make it a loop, so that I end up where I started.",
-        ),
-    ),
-    "emil": (
-        GREEDY,
-        (
-            "Here is my riddle: what has keys and opens no lock?",
-            "Right, it was too easy. Now you: ask me one about time.",
-            "An hourglass? Give me a hint, but a small one.",
-            "I give up. Tell me, and explain why I should have known.",
-        ),
-    ),
-    "fay": (
-        SAMPLED,
-        (
-            "Write the first line of a story in which nobody speaks.",
-            "Good. The second line must bring in a red umbrella.",
-            "Now somebody loses it, and we must not learn how.",
-            "End it in one more line, and make that line a question.",
-        ),
-    ),
-}
+INTRODUCTION = """\
+Eight people tell something about themselves and ask for it five turns later. Meanwhile the state of each
+conversation makes room for that of the others: it is swapped out and in again, or dropped and recomputed.
+In brackets is where it was; the last token of a history has no state yet.
+"""
 
 
 class DemoTurn(NamedTuple):
@@ -115,39 +61,58 @@ class DemoTurn(NamedTuple):
 
 
 def config() -> EngineConfig:
-    """An engine with far fewer pages than the conversations fill in the end."""
+    """An engine with far fewer pages than the conversations fill in the end.
+
+    Nothing is kept in reserve for who runs already: replies are short, and nobody would be suspended.
+    """
     return EngineConfig(
-        cache=CacheConfig(gpu_pages=FLAGS.gpu_pages, cpu_pages=FLAGS.cpu_pages, policy=FLAGS.policy),
+        cache=CacheConfig(
+            gpu_pages=FLAGS.gpu_pages, cpu_pages=FLAGS.cpu_pages, policy=FLAGS.policy, reserve_fraction=0.0
+        ),
         scheduler=SchedulerConfig(max_num_running=8, max_num_batched_tokens=128, token_buckets=(8, 128)),
         runner=RunnerConfig(max_logprobs=1, max_num_staged_pages=8),
     )
 
 
 def serve(llm: LLM) -> list[DemoTurn]:
-    """Run all conversations, a turn of each at a time."""
+    """Run all conversations, a turn of each at a time.
+
+    Raises ChatTemplateError or TokenizerMissingError for a model that is none for chats.
+    """
     turns: list[DemoTurn] = []
-    system_prompt = llm.share_prefix(SYSTEM_PROMPT)
+    template = ChatFormat(llm.tokenizer)
     names = list(CONVERSATIONS)
-    params = [CONVERSATIONS[name][0] for name in names]
-    num_rounds = max(len(prompts) for _, prompts in CONVERSATIONS.values())
-    for index in range(num_rounds):
-        prompts = [CONVERSATIONS[name][1][index] for name in names]
-        histories = [_token_ids(llm, name) for name in names]
-        prefix = None if index else system_prompt
-        outputs = llm.generate(prompts, params, conversation_ids=names, prefix=prefix)
-        for name, prompt, history, one, output in zip(
-            names, prompts, histories, params, outputs, strict=True
+    params = [script.params for script in CONVERSATIONS.values()]
+    system = {"role": "system", "content": SYSTEM_PROMPT}
+    earlier: dict[str, list[EarlierTurn]] = {name: [] for name in names}
+    for index in range(max(len(script.messages) for script in CONVERSATIONS.values())):
+        said = [CONVERSATIONS[name].messages[index] for name in names]
+        messages = [[*([] if index else [system]), {"role": "user", "content": text}] for text in said]
+        prompts = [
+            template.turn_token_ids(earlier[name], one) for name, one in zip(names, messages, strict=True)
+        ]
+        shared = [] if index else common_beginning(prompts)
+        histories = [tuple(llm.history(name).token_ids.tolist()) if index else () for name in names]
+        outputs = llm.generate(
+            [ids[len(shared) :] for ids in prompts],
+            params,
+            conversation_ids=names,
+            prefix=llm.share_prefix(shared) if shared else None,
+        )
+        for name, text, sent, history, ids, output in zip(
+            names, said, messages, histories, prompts, outputs, strict=True
         ):
-            prompt_ids = llm.history(name).turns[index].prompt_token_ids
-            turns.append(DemoTurn(name, index + 1, prompt, history, prompt_ids, one, output))
+            turns.append(
+                DemoTurn(name, index + 1, text, history, tuple(ids), CONVERSATIONS[name].params, output)
+            )
+            earlier[name].append(EarlierTurn(sent, output.text, output.token_ids, output.finish_reason))
     return turns
 
 
-def _token_ids(llm: LLM, name: str) -> tuple[int, ...]:
-    try:
-        return tuple(llm.history(name).token_ids.tolist())
-    except UnknownConversationError:
-        return ()
+def common_beginning(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """What they all begin with: the system prompt as the template writes it."""
+    columns = itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*prompts, strict=False))
+    return [ids[0] for ids in columns]
 
 
 def replay(model: str, turns: Sequence[DemoTurn]) -> tuple[list[bool], float]:
@@ -164,12 +129,42 @@ def replay(model: str, turns: Sequence[DemoTurn]) -> tuple[list[bool], float]:
     return equal, smallest
 
 
-def usage_table(turns: Sequence[DemoTurn]) -> str:
-    """Where the tokens of every turn came from."""
+def print_conversations(turns: Sequence[DemoTurn]) -> None:
+    """What was said and where the state was by then, one conversation after the other.
+
+    Ends with how much of what was told came back.
+    """
+    num_recalled = 0
+    for name, script in CONVERSATIONS.items():
+        for turn in turns:
+            if turn.conversation_id == name:
+                print(f"{name:>9}> {turn.prompt}")
+                if turn.history_ids:
+                    print(f"           ({whereabouts(turn)})")
+                print(f"assistant> {one_line(turn.output.text, 200)}")
+                num_recalled += turn.turn == len(script.messages) and script.told in turn.output.text
+        print()
+    print(f"{num_recalled} of {len(CONVERSATIONS)} last replies hold what was told in the first turn.")
+
+
+def whereabouts(turn: DemoTurn) -> str:
+    """Where the state of a turn's history was; its last token has none before the turn."""
+    usage = turn.output.usage
+    parts = {
+        "on the device": usage.reused_gpu_tokens,
+        "swapped in": usage.swapped_in_tokens,
+        "recomputed": usage.recomputed_tokens,
+    }
+    found = ", ".join(f"{number} {where}" for where, number in parts.items() if number)
+    return f"{len(turn.history_ids)} tokens of history: {found}"
+
+
+def usage_table(turns: Sequence[DemoTurn], equal: Sequence[bool]) -> str:
+    """Where the tokens of every turn came from, and whether what came out is the dense reference's."""
     columns = ["conversation", "turn", "history", "prompt", "reused", "swapped in", "recomputed", "prefilled"]
-    columns += ["output", "suspensions"]
+    columns += ["output", "suspensions", "equal"]
     rows = []
-    for turn in turns:
+    for turn, is_equal in zip(turns, equal, strict=True):
         usage = turn.output.usage
         rows.append(
             [
@@ -183,6 +178,7 @@ def usage_table(turns: Sequence[DemoTurn]) -> str:
                 usage.prefilled_tokens,
                 usage.output_tokens,
                 usage.num_suspensions,
+                "yes" if is_equal else "NO",
             ]
         )
     return table(columns, rows)
@@ -222,25 +218,22 @@ def print_movements(stats: Mapping[str, int | float]) -> None:
 
 def main() -> int:
     start_s = time.perf_counter()
+    print(INTRODUCTION, flush=True)
     with LLM(FLAGS.model, dtype="float32", config=config(), progress=sys.stderr.isatty()) as llm:
         ready_s = time.perf_counter()
         turns = serve(llm)
         stats = llm.stats()
     served_s = time.perf_counter()
-    if FLAGS.model.startswith("random:"):
-        print("The model has random weights: replies are noise, and bytes that are no text are escaped.")
-    for turn in turns:
-        print(f"{turn.conversation_id}[{turn.turn}] > {turn.prompt}")
-        print(f"{turn.conversation_id}[{turn.turn}] < {one_line(turn.output.text, 96)}")
-    print(
-        "\nWhere the tokens of every turn came from; the first turns reuse the system prompt that they share:"
-    )
-    print(f"{usage_table(turns)}\n")
-    print_movements(stats)
-    all_happened = check_happenings(turns)
-
+    print_conversations(turns)
     equal, margin = replay(FLAGS.model, turns)
     replayed_s = time.perf_counter()
+    print(
+        "\nWhere the tokens of every turn came from, and whether the reply equals the dense reference's; "
+        "the first\nturns reuse the system prompt that they share:"
+    )
+    print(f"{usage_table(turns, equal)}\n")
+    print_movements(stats)
+    all_happened = check_happenings(turns)
     print(
         f"compiling took {ready_s - start_s:.1f} s, serving {served_s - ready_s:.1f} s, replaying "
         f"{replayed_s - served_s:.1f} s; the closest choice between two tokens was {margin:.2g} apart"
@@ -254,9 +247,9 @@ def main() -> int:
 
 def define_flags() -> None:
     """The command line."""
-    flags.DEFINE_string("model", "random:llama-tiny", "A model with a tokenizer.")
-    flags.DEFINE_integer("gpu_pages", 24, "Pages of device memory, of 32 tokens each.")
-    flags.DEFINE_integer("cpu_pages", 20, "Pages of host memory beside them.")
+    define_model_flag()
+    flags.DEFINE_integer("gpu_pages", 16, "Pages of device memory, of 32 tokens each.")
+    flags.DEFINE_integer("cpu_pages", 12, "Pages of host memory beside them.")
     flags.DEFINE_enum("policy", "retention", POLICIES, "Whose state leaves a tier first.")
 
 

@@ -27,7 +27,7 @@ import jax
 from absl import flags
 from common.chunk_steps import ChunkSteps, Measured, Sampling, measure
 from common.cost_plot import check_can_plot, plot_costs
-from common.engine_flags import shows_progress
+from common.engine_flags import define_model_flag, shows_progress
 from common.launch import check_can_write, run
 from common.report import device_name, json_line, table
 
@@ -162,7 +162,7 @@ def main() -> int:
 
 def define_flags() -> None:
     """The command line."""
-    flags.DEFINE_string("model", "random:llama-tiny", "Model directory, hub name, or random:<preset>.")
+    define_model_flag()
     flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "Of weights and KV state.")
     flags.DEFINE_integer("chunk_tokens", 32, "Tokens of a chunk: 16, 32 or 64.", lower_bound=1)
     flags.DEFINE_integer(

@@ -7,6 +7,8 @@ On one H200 the defaults take a few minutes. The dialogue files are JSON lines o
 {"turns": [["U", text], ["S", text], ...]}; any letter but U is the assistant. From them and from generated
 conversations in which facts are told and later asked for, a byte-level BPE vocabulary is learned and the
 project's own Llama is trained, by the forward pass that serves it, on the token ids that `LLM.chat` sends.
+Recorded dialogues are seen a few times, since a model of this size learns them by heart otherwise; every
+conversation around facts is a new one.
 
 `--work_dir` takes
   model/         an ordinary Hugging Face directory, for `LLM(...)` and everything else that reads one
@@ -23,25 +25,27 @@ Exit status 130: interrupted by Ctrl-C, with a checkpoint.
 
 from __future__ import annotations
 
-import random
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import optax
 import tokenizers
 from absl import flags
-from common.chat_training_checkpoints import Checkpoints, check_settings
-from common.chat_training_corpus import Mixture, training_examples, vocabulary_texts
-from common.chat_training_data import Conversation, read_dialogues
-from common.chat_training_evaluation import FIRST_TURN, Evaluation, Figures
-from common.chat_training_examples import ConversationEncoder, Example
-from common.chat_training_export import export_model
-from common.chat_training_loop import Schedule, Trained, train
-from common.chat_training_recall import recall_case
-from common.chat_training_step import Network, Parameters, TrainState, make_optimizer
-from common.chat_training_tokenizer import MIN_VOCAB_SIZE, learn_tokenizer, save_tokenizer
+from common.chat_training.checkpoints import Checkpoints, has_training, record_settings
+from common.chat_training.corpus import Corpus, Weights, vocabulary_texts
+from common.chat_training.data import Conversation, read_dialogues
+from common.chat_training.evaluation import FIRST_TURN, Evaluation, Figures
+from common.chat_training.examples import ConversationEncoder
+from common.chat_training.export import export_model
+from common.chat_training.feed import Feed
+from common.chat_training.loop import Schedule, Trained, train
+from common.chat_training.recall import BETWEEN, recall_cases
+from common.chat_training.step import Network, Parameters, TrainState, make_optimizer
+from common.chat_training.tokenizer import MIN_VOCAB_SIZE, learn_tokenizer, save_tokenizer
 from common.engine_flags import shows_progress
 from common.launch import EXIT_INTERRUPTED, Interrupt, run
 from common.report import device_name, json_line, table
@@ -53,9 +57,12 @@ from pensieve_jax.text import Tokenizer, load_tokenizer
 
 FLAGS = flags.FLAGS
 HEAD_DIM = 64
-BETWEEN = (3, 6)  # turns between telling and asking, in the test
 _INITIAL_DEVIATION = 0.04  # of weights; 0.02 is made for models several times as wide
-_UNRECORDED_FLAGS = ("work_dir", "progress", "log_steps", "checkpoint_steps", "evaluation_steps")
+_MAX_FEED_WORKERS = 6  # two keep up with an H200 if nobody else is on their cores
+_UNRECORDED_FLAGS = (
+    *("work_dir", "progress", "feed_workers"),
+    *("log_steps", "checkpoint_steps", "evaluation_steps"),
+)
 _UNITS = {
     "history_loss": f"nats per token of recorded replies from turn {FIRST_TURN} on",
     "history_reduction_percent": "how much lower the loss is with the history than without",
@@ -80,9 +87,9 @@ def read_files() -> Dialogues:
     return Dialogues(*(read_dialogues(f"--{name}", getattr(FLAGS, name)) for name in names))
 
 
-def make_tokenizer(directory: Path, dialogues: Dialogues) -> Tokenizer:
+def make_tokenizer(directory: Path, dialogues: Dialogues, *, is_there: bool) -> Tokenizer:
     """That of an interrupted training, or a new one, in either case as the engine reads it."""
-    if not (directory / "tokenizer_config.json").is_file():
+    if not is_there:
         texts = vocabulary_texts(dialogues.tasks, dialogues.assistants)
         backend: tokenizers.Tokenizer = learn_tokenizer(texts, FLAGS.vocab_size)
         save_tokenizer(backend, directory, FLAGS.context_tokens)
@@ -112,55 +119,61 @@ def model_config(tokenizer: Tokenizer) -> ModelConfig:
     )
 
 
-def make_examples(tokenizer: Tokenizer, dialogues: Dialogues) -> list[Example]:
-    """An epoch."""
+def make_feed(tokenizer: Tokenizer, dialogues: Dialogues) -> Feed:
+    """What is trained on; raises ConfigError."""
     encoder = ConversationEncoder(tokenizer, user_weight=FLAGS.user_weight)
-    mix = Mixture(
-        recall_ratio=FLAGS.recall_ratio,
-        assistant_repeats=FLAGS.assistant_repeats,
-        fact_weight=FLAGS.fact_weight,
-        talk_weight=FLAGS.talk_weight,
+    weights = Weights(fact=FLAGS.fact_weight, talk=FLAGS.talk_weight)
+    corpus = Corpus(encoder, dialogues.tasks, dialogues.assistants, weights)
+    num_all = len(dialogues.tasks) + len(dialogues.assistants)
+    hidden = not shows_progress()
+    recorded = list(tqdm(corpus.recorded(FLAGS.seed), "encoding", num_all, unit="dialogue", disable=hidden))
+    num_tokens = sum(len(example.token_ids) for example in recorded)
+    num_epochs = FLAGS.num_steps * FLAGS.recorded_per_step / len(recorded)
+    print(f"{len(recorded):,} dialogues of {num_tokens:,} tokens, {num_epochs:.1f} times each")
+    return Feed(
+        recorded,
+        corpus.fresh,
+        recorded_per_step=FLAGS.recorded_per_step,
+        num_rows=FLAGS.num_rows,
+        row_len=FLAGS.context_tokens,
         seed=FLAGS.seed,
     )
-    examples = training_examples(encoder, dialogues.tasks, dialogues.assistants, mix)
-    return list(tqdm(examples, desc="encoding", unit="conversation", disable=not shows_progress()))
 
 
 def make_evaluation(network: Network, tokenizer: Tokenizer, dialogues: Sequence[Conversation]) -> Evaluation:
     """On dialogues, and facts told among them, that are not trained on."""
-    rng = random.Random(FLAGS.seed)
-    cases = [recall_case(rng, dialogues, BETWEEN) for _ in range(FLAGS.num_recall_cases)]
+    cases = recall_cases(FLAGS.num_recall_cases, dialogues, FLAGS.seed)
     size = {"num_rows": FLAGS.num_rows, "row_len": FLAGS.context_tokens}
     return Evaluation(network, tokenizer, dialogues, cases, **size)
 
 
 def train_by_flags(
-    directory: Path, network: Network, config: ModelConfig, examples: list[Example], evaluation: Evaluation
+    directory: Path,
+    network: Network,
+    optimizer: optax.GradientTransformation,
+    config: ModelConfig,
+    feed: Feed,
+    evaluation: Evaluation,
 ) -> Trained:
     """Until the last step or Ctrl-C."""
 
     def evaluate(num_steps: int, parameters: Parameters) -> None:
         show(num_steps, evaluation(parameters))
 
-    optimizer = make_optimizer(
-        learning_rate=FLAGS.learning_rate, warmup_steps=FLAGS.warmup_steps, num_steps=FLAGS.num_steps
-    )
     with Checkpoints(directory) as checkpoints, Interrupt() as interrupt:
         return train(
-            examples,
+            feed,
             network,
             optimizer,
             TrainState.first(config, FLAGS.seed, optimizer),
             checkpoints,
             Schedule(
                 num_steps=FLAGS.num_steps,
-                num_rows=FLAGS.num_rows,
-                row_len=FLAGS.context_tokens,
-                seed=FLAGS.seed,
                 log_steps=FLAGS.log_steps,
                 checkpoint_steps=FLAGS.checkpoint_steps,
                 evaluation_steps=FLAGS.evaluation_steps,
             ),
+            num_workers=FLAGS.feed_workers,
             evaluate=evaluate,
             stopping=interrupt,
             progress=shows_progress(),
@@ -207,6 +220,12 @@ def recorded_flags() -> dict[str, Any]:
 def main() -> int:
     began = time.perf_counter()
     directory = Path(FLAGS.work_dir)
+    optimizer = make_optimizer(
+        learning_rate=FLAGS.learning_rate,
+        warmup_steps=FLAGS.warmup_steps,
+        num_steps=FLAGS.num_steps,
+        weight_decay=FLAGS.weight_decay,
+    )
     dialogues = read_files()
     model_directory = directory / "model"
     try:
@@ -215,16 +234,15 @@ def main() -> int:
         raise ConfigError(
             "--work_dir", str(directory), "a directory that can be written", str(error)
         ) from error
-    check_settings(directory, recorded_flags())
-    tokenizer = make_tokenizer(model_directory, dialogues)
+    tokenizer = make_tokenizer(model_directory, dialogues, is_there=has_training(directory, recorded_flags()))
     config = model_config(tokenizer)
     network = Network.of(config, FLAGS.dtype)
     evaluation = make_evaluation(network, tokenizer, dialogues.dev)
-    examples = make_examples(tokenizer, dialogues)
-    num_tokens = sum(len(example.token_ids) for example in examples)
-    print(f"{num_parameters(config):,} parameters, {len(examples):,} conversations of {num_tokens:,} tokens")
-    print(f"ready to train after {time.perf_counter() - began:.0f} s", flush=True)
-    trained = train_by_flags(directory, network, config, examples, evaluation)
+    feed = make_feed(tokenizer, dialogues)
+    print(f"{num_parameters(config):,} parameters; ready to train after {time.perf_counter() - began:.0f} s")
+    sys.stdout.flush()
+    record_settings(directory, recorded_flags())  # not before: flags that were refused may be corrected
+    trained = train_by_flags(directory, network, optimizer, config, feed, evaluation)
     if trained.num_steps < FLAGS.num_steps:
         print(f"interrupted after step {trained.num_steps}; the same command goes on", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -247,7 +265,13 @@ def define_flags() -> None:
     flags.DEFINE_integer("log_steps", 50, "Steps between lines, or updates of the bar.", lower_bound=1)
     flags.DEFINE_integer("checkpoint_steps", 500, "Steps between checkpoints.", lower_bound=1)
     flags.DEFINE_integer(
-        "evaluation_steps", 1250, "Steps between evaluations; there is one at the end.", lower_bound=1
+        "evaluation_steps", 1000, "Steps between evaluations; there is one at the end.", lower_bound=1
+    )
+    flags.DEFINE_integer(
+        "feed_workers",
+        min(_MAX_FEED_WORKERS, (os.cpu_count() or 1) // 2),
+        "Processes that make batches; 0: this one does.",
+        lower_bound=0,
     )
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
 
@@ -265,14 +289,19 @@ def _define_model_flags() -> None:
 def _define_training_flags() -> None:
     flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "What the model computes in.")
     flags.DEFINE_integer("seed", 0, "Of data, order and first weights.", lower_bound=0)
-    flags.DEFINE_integer("num_steps", 2500, "Training steps.", lower_bound=1)
+    flags.DEFINE_integer("num_steps", 2000, "Training steps.", lower_bound=1)
     flags.DEFINE_integer("num_rows", 64, "Rows of a batch.", lower_bound=1)
     flags.DEFINE_float("learning_rate", 2e-3, "The highest.", lower_bound=0.0)
     flags.DEFINE_integer("warmup_steps", 100, "Steps until then.", lower_bound=0)
-    flags.DEFINE_float("recall_ratio", 2.5, "Recall conversations per task dialogue.", lower_bound=0.0)
-    flags.DEFINE_integer("assistant_repeats", 2, "Assistant conversations in an epoch.", lower_bound=0)
+    flags.DEFINE_float("weight_decay", 0.3, "Of AdamW; against learning dialogues by heart.", lower_bound=0.0)
+    flags.DEFINE_integer(
+        "recorded_per_step",
+        34,
+        "Recorded dialogues of a step; facts and talk around them fill the rest.",
+        lower_bound=0,
+    )
     flags.DEFINE_float("fact_weight", 2.0, "What replies about facts count.", lower_bound=0.0)
-    flags.DEFINE_float("talk_weight", 0.1, "What talk around facts counts.", lower_bound=0.0)
+    flags.DEFINE_float("talk_weight", 0.05, "What talk around facts counts.", lower_bound=0.0)
     flags.DEFINE_float("user_weight", 0.1, "What a token of a prompt counts.", lower_bound=0.0)
 
 

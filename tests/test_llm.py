@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import pensieve_jax
 from pensieve_jax import (
     LLM,
     CacheConfig,
@@ -23,6 +26,7 @@ from pensieve_jax import (
     SchedulerConfig,
     UnknownConversationError,
 )
+from pensieve_jax.assembly import DEFAULT_MODEL, resolve_model
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.engine.dense_reference import DenseReference
@@ -43,7 +47,7 @@ def llm(clock: VirtualClock) -> Iterator[LLM]:
         scheduler=SchedulerConfig(max_num_running=4, max_num_batched_tokens=64, token_buckets=(64,)),
         runner=RunnerConfig(max_logprobs=3),
     )
-    with LLM(config=config, progress=False, clock=clock) as llm:
+    with LLM("random:llama-tiny", config=config, progress=False, clock=clock) as llm:
         yield llm
 
 
@@ -226,6 +230,18 @@ def test_a_shared_prefix_is_computed_once(llm: LLM) -> None:
 def test_what_cannot_be_started(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(**arguments, progress=False)
+
+
+def test_the_default_model_comes_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever this runs, and although a directory of its name is there."""
+    (tmp_path / DEFAULT_MODEL).mkdir()
+    monkeypatch.chdir(tmp_path)
+    directory = Path(resolve_model(DEFAULT_MODEL))
+    assert directory.parent == Path(pensieve_jax.__file__).parent
+    assert sum(file.stat().st_size for file in directory.iterdir()) <= 12e6
+    assert "CC-BY-SA-4.0" in (directory / "README.md").read_text(encoding="utf-8")
+    assert resolve_model(f"./{DEFAULT_MODEL}") == f"./{DEFAULT_MODEL}"
+    assert inspect.signature(LLM).parameters["model"].default == DEFAULT_MODEL
 
 
 def test_a_closed_llm_says_so() -> None:

@@ -23,11 +23,13 @@ from pensieve_jax import (
     SamplingParams,
     SchedulerConfig,
 )
-from pensieve_jax.assembly import Assembled, assemble, resolve_model
+from pensieve_jax.assembly import DEFAULT_MODEL, Assembled, assemble, resolve_model
 from pensieve_jax.config import ATTENTION_BACKENDS, POLICIES
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
+TINY_MODEL = "random:llama-tiny"
+"""The default of launchers whose own sizes outgrow the 1,024 tokens of the library's default model."""
 _CACHE, _SCHEDULER, _RUNNER = CacheConfig(), SchedulerConfig(), RunnerConfig()
 _SIZES = (
     *("gpu_pages", "gpu_memory_fraction", "cpu_pages", "cpu_bytes"),
@@ -40,9 +42,9 @@ _BYTES_OF = {"": 1, "B": 1} | {
 }
 
 
-def define_engine_flags(*, model: str = "random:llama-tiny") -> None:
-    """Flags of the model and the engine; those left out keep the library's defaults."""
-    flags.DEFINE_string("model", model, "Model directory, hub name, or random:<preset>.")
+def define_engine_flags(*, model: str = DEFAULT_MODEL) -> None:
+    """Flags of the model and the engine; those left out keep the library's defaults, but for `model`."""
+    define_model_flag(model)
     flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "Of weights and KV state.")
     flags.DEFINE_bool("stateful", True, "Keep KV state between turns.")
     flags.DEFINE_integer("gpu_pages", _CACHE.gpu_pages, "Pages of device memory.")
@@ -73,6 +75,11 @@ def define_engine_flags(*, model: str = "random:llama-tiny") -> None:
     flags.DEFINE_integer("random_seed", _RUNNER.random_seed, "Of random: weights and of drawn seeds.")
     flags.DEFINE_string("compilation_cache_dir", None, "Directory where compiled steps outlive the process.")
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
+
+
+def define_model_flag(default: str = DEFAULT_MODEL) -> None:
+    """Which model; by default the small chat model that comes with the library."""
+    flags.DEFINE_string("model", default, "chat, a directory, a hub name, or random:<preset>.")
 
 
 def _define_tier_flags() -> None:
@@ -165,7 +172,7 @@ def engine_config() -> EngineConfig:
             max_num_staged_pages=FLAGS.max_num_staged_pages,
             max_position_embeddings=FLAGS.max_position_embeddings,
             random_seed=FLAGS.random_seed,
-            compilation_cache_dir=FLAGS.compilation_cache_dir,
+            compilation_cache_dir=FLAGS.compilation_cache_dir or None,
         ),
     )
 

@@ -15,8 +15,10 @@ import pytest
 from absl import flags
 
 from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from pensieve_jax.assembly import DEFAULT_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
+TINY_MODEL = "random:llama-tiny"
 sys.path.insert(0, str(ROOT / "scripts"))  # as for `python scripts/x.py`
 
 type Launch = Callable[..., int]
@@ -36,13 +38,16 @@ def llm(compilation_cache) -> Iterator[LLM]:
         scheduler=SchedulerConfig(max_num_running=8, max_num_batched_tokens=64, token_buckets=(64,)),
         runner=RunnerConfig(compilation_cache_dir=compilation_cache),
     )
-    with LLM("random:llama-tiny", dtype="float32", config=config, progress=False) as llm:
+    with LLM(TINY_MODEL, dtype="float32", config=config, progress=False) as llm:
         yield llm
 
 
 @pytest.fixture
 def launch(request, monkeypatch) -> Iterator[Launch]:
-    """Run a script's `main` with flags given by name, on the shared model if it opens one by `open_llm`."""
+    """Run a script's `main` with flags given by name, on the shared model if it opens one by `open_llm`.
+
+    Where a script would take the default model, it gets a smaller one unless `model` is given.
+    """
     before = set(flags.FLAGS)
 
     def forget() -> None:
@@ -53,6 +58,8 @@ def launch(request, monkeypatch) -> Iterator[Launch]:
         module = load(script)
         forget()
         module.define_flags()
+        if "model" in flags.FLAGS and flags.FLAGS["model"].default == DEFAULT_MODEL:
+            values = {"model": TINY_MODEL} | values
         flags.FLAGS([script, *(f"--{name}={value}" for name, value in values.items())])
         if shared_llm:
             llm = request.getfixturevalue("llm")

@@ -10,9 +10,10 @@ import sys
 import pytest
 
 from pensieve_jax import SamplingParams, TokenizerMissingError, UnknownConversationError
-from tests.scripts.conftest import ROOT, load
+from tests.scripts.conftest import ROOT, TINY_MODEL, load
 
 chat_script = load("chat")
+engine_config = load("common.engine_flags").engine_config
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
@@ -96,15 +97,31 @@ def test_an_interrupt_cancels_the_reply(chat, llm, text, monkeypatch):
     assert len(llm.history(chat.conversation_id).turns) == 2
 
 
+def test_a_full_conversation_says_what_can_be_done(chat, text):
+    too_long = "x" * 3000
+    assert chat_script.FULL not in said(chat, text, too_long)  # too long for any conversation
+    assert said(chat, text, "hello", too_long).endswith(f"{chat_script.FULL}\n")
+
+
 def test_a_model_of_ids_only_is_refused(llm, text, monkeypatch):
     monkeypatch.setattr(llm, "tokenizer", None)
     with pytest.raises(TokenizerMissingError):
         chat_script.Chat(llm, PARAMS, "ids", text)
 
 
+def test_by_default_a_step_is_one_token_of_one_conversation(launch, monkeypatch):
+    seen = []
+    monkeypatch.setattr(chat_script, "main", lambda: seen.append(engine_config()) or 0)
+    assert launch("chat", shared_llm=False) == 0
+    assert seen[0].scheduler.token_buckets == (1, 32, 256)
+    assert seen[0].scheduler.max_num_running == 1
+    assert seen[0].runner.compilation_cache_dir == str(chat_script.CACHE_DIR)
+
+
 def test_through_a_pipe(tmp_path, compilation_cache):
     """The whole program, with a history that a second run would find."""
-    command = [sys.executable, "scripts/chat.py", "--token_buckets=64", "--max_num_running=8"]
+    command = [sys.executable, "scripts/chat.py", f"--model={TINY_MODEL}", "--token_buckets=64"]
+    command += ["--max_num_running=8"]
     command += ["--gpu_pages=24", "--max_tokens=4", f"--history={tmp_path / 'chats.sqlite'}"]
     command += [f"--compilation_cache_dir={compilation_cache}"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from absl import flags
 
+from model_defs import source_config
 from pensieve_jax import ConfigError
+from pensieve_jax.assembly import DEFAULT_MODEL, resolve_model
 from tests.scripts.conftest import load
 
 engine_flags = load("common.engine_flags")
@@ -49,6 +51,30 @@ def test_defaults_are_the_library_s(config):
     made = config()
     assert made.cache.cpu_pages == 0 and made.cache.cpu_bytes is None
     assert made.cache.prefetch and made.cache.retrieval_priority
+
+
+def test_a_launcher_may_have_a_default_model_of_its_own(launch):
+    engine_flags.define_engine_flags(model="random:opt-tiny")
+    assert flags.FLAGS["model"].default == "random:opt-tiny"
+
+
+@pytest.mark.parametrize("script", ["benchmark_step", "benchmark_swaps"])
+def test_sizes_that_a_benchmark_derives_fit_its_default_model(launch, monkeypatch, script):
+    """Without `--model`; the contexts are longer than those of the library's default model."""
+    module = load(script)
+    seen = []
+
+    def main():
+        assert flags.FLAGS["model"].using_default_value  # `launch` put no smaller one in its place
+        config = module.sized_config(*([module.cases()] if script == "benchmark_step" else []))
+        model, _ = engine_flags.model_limits()
+        seen.append(config.resolve_context_tokens(model.max_position_embeddings))
+        return 0
+
+    monkeypatch.setattr(module, "main", main)
+    assert launch(script, shared_llm=False) == 0
+    library = source_config(resolve_model(DEFAULT_MODEL))
+    assert seen[0] > library.max_position_embeddings
 
 
 def test_every_flag_arrives(config):

@@ -259,7 +259,10 @@ def test_two_hundred_conversations_unless_told_otherwise(launch, monkeypatch):
 
     monkeypatch.setattr(script, "open_system", see)
     with pytest.raises(Stop):
-        launch("benchmark_serving", shared_llm=False, model="random:llama-tiny", closed_loop="true")
+        launch("benchmark_serving", shared_llm=False, closed_loop="true")
+    assert script.FLAGS[
+        "model"
+    ].using_default_value  # whose context is long enough; `launch` put none in its place
     trace, (load_point,) = script.closed_loop()
     assert len(trace.conversations) == 200 and trace.num_turns == 1000
     assert {(t.prompt_tokens, t.output_tokens) for c in trace.conversations for t in c.turns} == {(38, 205)}

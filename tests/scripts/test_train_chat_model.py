@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import random
@@ -10,16 +11,18 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from common.chat_training_checkpoints import Checkpoints, check_settings
-from common.chat_training_corpus import Mixture, training_examples, vocabulary_texts
-from common.chat_training_data import Conversation, Exchange, read_dialogues
-from common.chat_training_evaluation import FIRST_TURN, Evaluation, holds
-from common.chat_training_examples import ConversationEncoder, Example, all_batches, batches
-from common.chat_training_export import export_model
-from common.chat_training_facts import KINDS, wordings
-from common.chat_training_loop import Schedule, TrainingDivergedError, train
-from common.chat_training_recall import recall_case, recall_conversation
-from common.chat_training_step import (
+from common.chat_training.checkpoints import Checkpoints, has_training, record_settings
+from common.chat_training.corpus import Corpus, Weights, vocabulary_texts
+from common.chat_training.data import Conversation, Exchange, read_dialogues
+from common.chat_training.evaluation import FIRST_TURN, Evaluation
+from common.chat_training.examples import ConversationEncoder, Example, all_batches
+from common.chat_training.export import export_model
+from common.chat_training.facts import held_out_wordings, training_wordings
+from common.chat_training.feed import Feed
+from common.chat_training.kinds import KINDS
+from common.chat_training.loop import Schedule, TrainingDivergedError, train
+from common.chat_training.recall import Role, holds, recall_case, recall_conversation
+from common.chat_training.step import (
     Network,
     TrainState,
     greedy_tokens,
@@ -27,8 +30,8 @@ from common.chat_training_step import (
     make_optimizer,
     train_step,
 )
-from common.chat_training_tokenizer import MARKERS, learn_tokenizer, save_tokenizer
-from common.chat_training_values import is_held_out
+from common.chat_training.tokenizer import MARKERS, learn_tokenizer, save_tokenizer
+from common.chat_training.values import is_held_out
 
 from model_defs import ModelConfig, load_config, load_model, make_mesh
 from model_defs.parameters import named_parameters
@@ -106,7 +109,7 @@ def network(config):
 @pytest.fixture(scope="module")
 def optimizer():
     """One for all tests: a step is compiled for its optimizer."""
-    return make_optimizer(learning_rate=1e-2, warmup_steps=2, num_steps=40)
+    return make_optimizer(learning_rate=1e-2, warmup_steps=2, num_steps=40, weight_decay=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -209,15 +212,39 @@ def test_rows_hold_every_conversation_once_and_nothing_is_predicted_across_them(
         )
 
 
-def test_a_batch_depends_on_the_seed_and_the_step_alone():
-    examples = numbered_examples(*range(2, 9))
-    size = {"num_rows": 2, "row_len": 8}
-    straight = list(itertools.islice(batches(examples, **size, seed=3, start_step=0), 9))
-    resumed = list(itertools.islice(batches(examples, **size, seed=3, start_step=4), 5))
+def numbered_feed(seed=3, **sizes):
+    """Seven recorded dialogues of 2 to 8 tokens, numbered from 1; fresh conversations are 3 tokens of 99."""
+    fresh = Example(np.full(3, 99, np.int32), np.ones(3, np.float32))
+    sizes = {"recorded_per_step": 2, "num_rows": 4, "row_len": 8, "seed": seed} | sizes
+    return Feed(numbered_examples(*range(2, 9)), lambda rng: fresh, **sizes)
+
+
+def test_a_batch_depends_on_the_seed_and_the_step_alone(encoder, talks):
+    def feed(seed):
+        corpus = Corpus(encoder, talks, talks[:2], Weights(2.0, 0.1))
+        size = {"recorded_per_step": 3, "num_rows": 4, "row_len": 400, "seed": seed}
+        return Feed(list(corpus.recorded(seed)), corpus.fresh, **size)
+
+    straight = list(itertools.islice(feed(3).batches(0), 7))
+    with contextlib.closing(feed(3).batches(4, num_workers=1)) as from_another_process:
+        resumed = list(itertools.islice(from_another_process, 3))
     for one, other in zip(straight[4:], resumed, strict=True):
         jax.tree.map(np.testing.assert_array_equal, one, other)
-    other_seed = next(batches(examples, **size, seed=4, start_step=0))
-    assert not np.array_equal(straight[0].token_ids, other_seed.token_ids)
+    assert not np.array_equal(straight[0].token_ids, next(feed(4).batches(0)).token_ids)
+
+
+def test_an_epoch_holds_every_recorded_dialogue_once_and_fresh_ones_fill_the_rest():
+    seen = []
+    for batch in itertools.islice(numbered_feed().batches(0), 7):  # two epochs
+        ids = batch.token_ids[batch.segments > 0]
+        seen += [i for i in np.unique(ids) if i != 99]
+        assert ((batch.segments == 0).sum(axis=1) < 3).all()  # no room for another
+    assert sorted(seen) == sorted([*range(1, 8)] * 2)
+
+
+def test_recorded_dialogues_leave_room_for_facts():
+    with pytest.raises(ConfigError, match="--recorded_per_step is 4, but must be at most 3"):
+        numbered_feed(recorded_per_step=4)
 
 
 def test_packed_conversations_compute_what_they_do_alone(network, parameters, encoder, talks):
@@ -250,16 +277,20 @@ def test_packed_conversations_compute_what_they_do_alone(network, parameters, en
 
 def test_training_never_tells_held_out_values_in_held_out_words(talks):
     rng = random.Random(1)
-    hidden = [text for kind in KINDS for text in (*wordings(kind.asks, held_out=True), *kind.tells[-2:])]
+    hidden = [
+        text for kind in KINDS for every in (kind.asks, kind.tells) for text in held_out_wordings(every)
+    ]
     pieces = [max(text.split("{}"), key=len).strip(" .").lower() for text in hidden]
     talked = {exchange for talk in talks for exchange in talk.exchanges}
+    replies = {exchange.reply for exchange in talked}
     num_told = 0
     for _ in range(400):
-        conversation, about_facts = recall_conversation(rng, talks)
+        conversation, roles = recall_conversation(rng, talks)
         told = ""
-        for index, exchange in enumerate(conversation.exchanges):
-            assert (exchange in talked) == (index not in about_facts)
-            if index in about_facts:
+        for exchange, role in zip(conversation.exchanges, roles, strict=True):
+            assert (exchange in talked) == (role is Role.TALK)
+            assert (exchange.reply in replies) == (role is not Role.FACT)
+            if role is not Role.TALK:
                 assert not [piece for piece in pieces if len(piece) > 9 and piece in exchange.user.lower()]
                 value = answered_value(exchange.reply)
                 if value is not None:
@@ -289,7 +320,7 @@ def test_a_test_case_asks_for_a_held_out_fact_told_first(talks):
         assert holds(case.history.exchanges[0].user, case.value)
         assert not holds(case.question, case.value)
         assert 4 <= len(case.history.exchanges) <= 7
-        asks = [text.lower() for text in wordings(kinds[case.kind].asks, held_out=True)]
+        asks = [text.lower() for text in held_out_wordings(kinds[case.kind].asks)]
         assert case.question.lower().endswith(tuple(asks))
     assert seen == kinds.keys()
 
@@ -299,25 +330,23 @@ def test_wordings_are_many_and_none_is_there_twice():
         assert all(text.count("{}") == 1 for text in (*kind.tells, *kind.answers))
         for every in (kind.tells, kind.asks):
             assert len(set(every)) == len(every) >= 9
-            assert not set(wordings(every, held_out=True)) & set(wordings(every, held_out=False))
+            assert not set(held_out_wordings(every)) & set(training_wordings(every))
 
 
-def test_the_mixture_follows_its_ratios_and_its_seed(encoder, talks):
-    def examples(seed):
-        mix = Mixture(recall_ratio=1.5, assistant_repeats=3, fact_weight=2.0, talk_weight=0.1, seed=seed)
-        return list(training_examples(encoder, talks, talks[:2], mix))
-
-    first, again, other = examples(0), examples(0), examples(1)
-    assert len(first) == 8 + 3 * 2 + 12
-    jax.tree.map(np.testing.assert_array_equal, first, again)
-    assert [len(one.token_ids) for one in first] != [len(one.token_ids) for one in other]
+def test_replies_count_by_what_they_are_for(encoder, talks):
+    corpus = Corpus(encoder, talks, talks[:2], Weights(fact=4.0, talk=0.5))
+    assert len(list(corpus.recorded(0))) == 8 + 2
+    fresh = [corpus.fresh(random.Random(0)) for _ in range(2)]
+    jax.tree.map(np.testing.assert_array_equal, *fresh)
+    weights = {weight for seed in range(20) for weight in corpus.fresh(random.Random(seed)).weights}
+    assert weights == {4.0, 1.0, 0.5, 0.25, 0.125}  # prompts of requests, and of talk; 4 * 0.25 is a reply's
 
 
 # Training
 
 
 @pytest.fixture
-def run_training(examples, network, config, optimizer):
+def run_training(feed, network, config, optimizer):
     """Train to `num_steps` in a directory; `stop_after` asks for an end after so many, an even number."""
 
     def run_training(directory, num_steps, *, stop_after=None, state=None):
@@ -328,13 +357,14 @@ def run_training(examples, network, config, optimizer):
 
         with Checkpoints(directory) as checkpoints:
             return train(
-                examples,
+                feed,
                 network,
                 optimizer,
                 state or TrainState.first(config, 0, optimizer),
                 checkpoints,
-                Schedule(num_steps, 2, 128, 0, log_steps=10, checkpoint_steps=100, evaluation_steps=2),
+                Schedule(num_steps, log_steps=10, checkpoint_steps=100, evaluation_steps=2),
                 evaluate=evaluate,
+                num_workers=0,
                 stopping=stopping,
                 progress=False,
             )
@@ -343,8 +373,11 @@ def run_training(examples, network, config, optimizer):
 
 
 @pytest.fixture(scope="module")
-def examples(encoder, talks):
-    return [encoder.encode(talk, [1.0] * len(talk.exchanges)) for talk in talks]
+def feed(encoder, talks):
+    """Of eight dialogues alone."""
+    examples = [encoder.encode(talk, [1.0] * len(talk.exchanges)) for talk in talks]
+    size = {"recorded_per_step": 0, "num_rows": 2, "row_len": 128, "seed": 0}
+    return Feed(examples, lambda rng: rng.choice(examples), **size)
 
 
 def test_a_training_that_was_interrupted_ends_as_if_it_had_not_been(run_training, tmp_path):
@@ -373,10 +406,12 @@ def test_a_training_that_diverges_says_so_and_keeps_no_checkpoint(run_training, 
 
 
 def test_other_settings_than_those_of_the_training_are_refused(tmp_path):
-    check_settings(tmp_path, {"seed": 1, "num_steps": 5})
-    check_settings(tmp_path, {"seed": 1, "num_steps": 5})
+    settings = {"seed": 1, "num_steps": 5}
+    assert not has_training(tmp_path, settings)
+    record_settings(tmp_path, settings)
+    assert has_training(tmp_path, settings)
     with pytest.raises(ConfigError, match="--num_steps is 6, but must be 5"):
-        check_settings(tmp_path, {"seed": 1, "num_steps": 6})
+        has_training(tmp_path, settings | {"num_steps": 6})
 
 
 # Evaluation
@@ -427,22 +462,37 @@ def test_what_is_exported_is_the_trained_model(config, network, parameters, tmp_
     np.testing.assert_allclose(DenseReference(loaded).logits(ids), trained, atol=0.02 * np.abs(trained).max())
 
 
-def test_the_script_makes_a_model_that_llm_serves_as_it_was_trained(launch, tmp_path, talks, capsys):
+@pytest.fixture
+def train_tiny(launch, tmp_path, talks):
+    """Run the script for a tiny model in `tmp_path / "work"`; more flags by name."""
     dialogues = write_dialogues(tmp_path / "talk.jsonl", talks)
-    flags = {
-        **dict.fromkeys(("task_dialogues", "assistant_dialogues", "dev_dialogues"), dialogues),
-        **{"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32},
-        **{"vocab_size": VOCAB_SIZE, "context_tokens": 512, "num_rows": 2, "num_steps": 2},
-        **{"num_recall_cases": 2, "warmup_steps": 1, "dtype": "float32", "work_dir": tmp_path / "work"},
-    }
-    assert launch("train_chat_model", shared_llm=False, **flags) == 0
+    model = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
+    sizes = {"vocab_size": VOCAB_SIZE, "context_tokens": 512, "num_rows": 2, "recorded_per_step": 2}
+    steps = {"num_steps": 2, "warmup_steps": 1, "feed_workers": 0, "num_recall_cases": 2, "dtype": "float32"}
+    files = dict.fromkeys(("task_dialogues", "assistant_dialogues", "dev_dialogues"), dialogues)
+    flags = {**model, **sizes, **steps, **files, "work_dir": tmp_path / "work"}
+    return lambda **more: launch("train_chat_model", shared_llm=False, **flags | more)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "limit"),
+    [("warmup_steps", 2, "below --num_steps, which is 2"), ("recorded_per_step", 1000, "at most")],
+)
+def test_a_flag_that_is_refused_may_be_corrected(train_tiny, tmp_path, flag, value, limit):
+    with pytest.raises(ConfigError, match=f"--{flag} is {value}, but must be {limit}"):
+        train_tiny(**{flag: value})
+    assert not (tmp_path / "work" / "settings.json").exists()  # which would bind the next command
+
+
+def test_the_script_makes_a_model_that_llm_serves_as_it_was_trained(train_tiny, tmp_path, capsys):
+    assert train_tiny() == 0
     first = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    assert launch("train_chat_model", shared_llm=False, **flags) == 0  # goes on from the end
+    assert train_tiny() == 0  # goes on from the end
     again = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     assert again["history_loss"] == first["history_loss"]
     assert (again["training_loss"], first["num_steps"]) == (None, 2)
     with pytest.raises(ConfigError, match="--learning_rate"):
-        launch("train_chat_model", shared_llm=False, **flags, learning_rate=0.5)
+        train_tiny(learning_rate=0.5)
     check_served(tmp_path / "work" / "model")
 
 
@@ -460,4 +510,7 @@ def check_served(model):
     for index, (message, turn) in enumerate(zip(messages, turns, strict=True)):
         cut = index > 0 and turns[index - 1].output_token_ids[-1] != end_id
         closing = (end_id,) if cut else ()  # of a reply that the limit cut, where training has none
-        assert tuple(turn.prompt_token_ids) == closing + encoder.turn_ids(message, is_first=index == 0)
+        assert tuple(turn.prompt_token_ids) == (
+            *closing,
+            *encoder.turn_ids(message, is_first=index == 0),
+        )

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import safetensors.numpy
 
-from common.chat_training_step import Parameters
+from common.chat_training.step import Parameters
 from model_defs import ModelConfig
 from model_defs.hf_recipes import recipe
 from model_defs.registry import resolve_dtype

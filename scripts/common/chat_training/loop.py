@@ -7,18 +7,19 @@ Called by: `train_chat_model`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
 import optax
 from tqdm import tqdm
 
-from common.chat_training_checkpoints import Checkpoints
-from common.chat_training_examples import Example, batches
-from common.chat_training_step import Network, Parameters, TrainState, train_step
+from common.chat_training.checkpoints import Checkpoints
+from common.chat_training.feed import Feed
+from common.chat_training.step import Network, Parameters, TrainState, train_step
 from pensieve_jax import PensieveError
 
 
@@ -27,12 +28,9 @@ class TrainingDivergedError(PensieveError):
 
 
 class Schedule(NamedTuple):
-    """How many steps of which size, and after how many of them something else is done."""
+    """How many steps, and after how many of them something else is done."""
 
     num_steps: int
-    num_rows: int
-    row_len: int
-    seed: int
     log_steps: int
     checkpoint_steps: int
     evaluation_steps: int
@@ -95,41 +93,41 @@ class _Meter:
 
 
 def train(
-    examples: Sequence[Example],
+    feed: Feed,
     network: Network,
     optimizer: optax.GradientTransformation,
     start: TrainState,
     checkpoints: Checkpoints,
     schedule: Schedule,
     *,
+    num_workers: int,
     evaluate: Callable[[int, Parameters], object],
     stopping: Stopping,
     progress: bool,
 ) -> Trained:
     """Go on from the newest checkpoint, or from `start` (which is given up), to the last step.
 
-    Ends early when `stopping.requested`, in either case with a checkpoint. `evaluate(step, parameters)` is
-    called every `evaluation_steps`, but not at the end. Raises TrainingDivergedError.
+    `num_workers` processes make the batches. Ends early when `stopping.requested`, in either case with a
+    checkpoint. `evaluate(step, parameters)` is called every `evaluation_steps`, but not at the end. Raises
+    TrainingDivergedError.
     """
     done = checkpoints.last_step
     state = checkpoints.restore(start) if done else start
-    feed = batches(
-        examples, num_rows=schedule.num_rows, row_len=schedule.row_len, seed=schedule.seed, start_step=done
-    )
     meter = _Meter(schedule.num_steps, done, progress)
     pauses = schedule.log_steps, schedule.checkpoint_steps, schedule.evaluation_steps
-    while done < schedule.num_steps and not stopping.requested:
-        batch = next(feed)
-        state, loss = train_step(state, batch, network=network, optimizer=optimizer)
-        meter.add(loss, int((batch.segments > 0).sum()))
-        done += 1
-        if any(done % steps == 0 for steps in pauses):
-            meter.line(done)  # first of all: a checkpoint of a training that diverged would be of no use
-        if done % schedule.checkpoint_steps == 0:
-            checkpoints.save(done, state)
-        if done % schedule.evaluation_steps == 0 and done < schedule.num_steps:
-            evaluate(done, state.parameters)
-            meter.restart()
+    with contextlib.closing(feed.batches(done, num_workers=num_workers)) as batches:
+        while done < schedule.num_steps and not stopping.requested:
+            batch = next(batches)
+            state, loss = train_step(state, batch, network=network, optimizer=optimizer)
+            meter.add(loss, int((batch.segments > 0).sum()))
+            done += 1
+            if any(done % steps == 0 for steps in pauses):
+                meter.line(done)  # first of all: a checkpoint of a training that diverged would be of no use
+            if done % schedule.checkpoint_steps == 0:
+                checkpoints.save(done, state)
+            if done % schedule.evaluation_steps == 0 and done < schedule.num_steps:
+                evaluate(done, state.parameters)
+                meter.restart()
     meter.line(done)
     meter.close()
     checkpoints.save(done, state)

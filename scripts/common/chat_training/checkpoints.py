@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 import jax
 import orbax.checkpoint as ocp
 
-from common.chat_training_step import TrainState
+from common.chat_training.step import TrainState
 from pensieve_jax import ConfigError
 
 _SETTINGS_FILE: Final = "settings.json"
@@ -59,8 +59,8 @@ class Checkpoints:
         self._manager.close()
 
 
-def check_settings(directory: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings of a new training; raise ConfigError if the one there has others.
+def has_training(directory: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether a training of these settings was begun there; raises ConfigError if one of others was.
 
     Args:
       directory: of the training.
@@ -68,8 +68,7 @@ def check_settings(directory: Path, settings: Mapping[str, Any]) -> None:
     """
     path = directory / _SETTINGS_FILE
     if not path.is_file():
-        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        return
+        return False
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -78,3 +77,9 @@ def check_settings(directory: Path, settings: Mapping[str, Any]) -> None:
         if saved.get(name) != value:
             hint = "the training in --work_dir has that; give it, or take an empty directory"
             raise ConfigError(f"--{name}", value, repr(saved.get(name)), hint)
+    return True
+
+
+def record_settings(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Say that a training of these settings begins there."""
+    (directory / _SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

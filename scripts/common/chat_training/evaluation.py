@@ -12,17 +12,16 @@ Called by: `train_chat_model`.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import jax
 import numpy as np
 
-from common.chat_training_data import Conversation
-from common.chat_training_examples import ConversationEncoder, Example, all_batches
-from common.chat_training_recall import RecallCase
-from common.chat_training_step import Network, Parameters, batch_loss, greedy_tokens
+from common.chat_training.data import Conversation
+from common.chat_training.examples import ConversationEncoder, Example, all_batches
+from common.chat_training.recall import RecallCase, holds
+from common.chat_training.step import Network, Parameters, batch_loss, greedy_tokens
 from pensieve_jax import ConfigError
 from pensieve_jax.text import Tokenizer
 
@@ -106,11 +105,6 @@ class Evaluation:
     def _text(self, token_ids: list[int]) -> str:
         end_id = self._tokenizer.eos_id
         return self._tokenizer.decode(list(itertools.takewhile(lambda i: i != end_id, token_ids)))
-
-
-def holds(answer: str, value: str) -> bool:
-    """Whether `value` stands in the answer, as words of its own."""
-    return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", answer) is not None
 
 
 def _history_examples(

@@ -2,7 +2,7 @@
 
 Owns: attention within the conversations of a row, the loss, the optimizer, and what changes in a step.
 Does not know: text, files, or when steps run.
-Called by: `train_chat_model` and `chat_training_evaluation`.
+Called by: `train_chat_model` and `evaluation`.
 
 The model is `model_defs`' own, which knows tokens, positions and an `attention` callable: a batch of rows is
 one flat list of tokens to it, as a batch of requests is to the engine, and only who attends to what is said
@@ -23,15 +23,15 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from common.chat_training_examples import Batch
+from common.chat_training.examples import Batch
 from model_defs import Model, ModelConfig, abstract_model, make_mesh, random_model
 from model_defs.registry import resolve_dtype
+from pensieve_jax import ConfigError
 
 type Parameters = dict[str, jax.Array]
 """Float32 arrays by the names of `model_defs`, e.g. layers.0.qkv.proj.kernel."""
 
 _CLIP_NORM = 1.0
-_WEIGHT_DECAY = 0.1
 _BETAS = 0.9, 0.95
 _LAST_RATE = 0.05  # of the highest learning rate, where the cosine ends
 
@@ -123,9 +123,14 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def make_optimizer(
-    *, learning_rate: float, warmup_steps: int, num_steps: int
+    *, learning_rate: float, warmup_steps: int, num_steps: int, weight_decay: float
 ) -> optax.GradientTransformation:
-    """AdamW with a warm-up, a cosine and clipped gradients; norm scales do not decay."""
+    """AdamW with a warm-up, a cosine and clipped gradients; norm scales do not decay.
+
+    Raises ConfigError naming the flag if the warm-up leaves no step for the cosine.
+    """
+    if warmup_steps >= num_steps:
+        raise ConfigError("--warmup_steps", warmup_steps, f"below --num_steps, which is {num_steps}")
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, learning_rate, warmup_steps, num_steps, end_value=_LAST_RATE * learning_rate
     )
@@ -134,7 +139,7 @@ def make_optimizer(
         optax.adamw(
             schedule,
             *_BETAS,
-            weight_decay=_WEIGHT_DECAY,
+            weight_decay=weight_decay,
             mask=lambda parameters: jax.tree.map(lambda x: x.ndim > 1, parameters),
         ),
     )

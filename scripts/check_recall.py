@@ -1,0 +1,137 @@
+"""Tell a chat model facts, and ask for them some turns later, wherever their state has been meanwhile.
+
+    python scripts/check_recall.py
+    python scripts/check_recall.py --num_cases=512 --dialogues=sgd_dev.jsonl.gz
+
+Held-out facts are told in the first turn of many conversations and asked for in the last one, three to six
+turns later. The user's side of the talk in between is that of `--dialogues`, or a few lines of ours; the
+model answers it. The same conversations are served three times, in float32: with memory for all of them, with
+tiers so small that every return has its state swapped in or recomputed, and with nothing but the question.
+The last line is one JSON document; exit status 1 if a target is missed: the share of right answers, state in
+the small tiers that was in place, or replies that depend on where it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from absl import flags
+from common.chat_training.data import read_dialogues
+from common.chat_training.recall import BETWEEN, RecallCase, recall_cases
+from common.chat_training.served_recall import Served, serve_cases, written_talks
+from common.engine_flags import define_model_flag, shows_progress
+from common.launch import EXIT_FAILED, run
+from common.report import device_name, json_line, table
+
+from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+
+FLAGS = flags.FLAGS
+MIN_RECALL_PERCENT = 95
+MAX_RECALL_PERCENT_WITHOUT_HISTORY = 30
+_UNITS = {
+    "recall_percent": f"greedy answers that hold what was told, {BETWEEN[0]} to {BETWEEN[1]} turns before",
+    "num_returns": "turns of conversations that had turns before",
+    "num_swapped_in, num_recomputed, num_in_place": "returns of which some state was, or all of it was",
+    "seconds": "from the first request to the last answer",
+}
+
+
+class Timed(NamedTuple):
+    """What was served, and how long it took."""
+
+    served: Served
+    seconds: float
+
+
+def serve(cases: Sequence[RecallCase], cache: CacheConfig, *histories: bool) -> list[Timed]:
+    """All cases on tiers of these sizes, once for each of `histories`: whether they have theirs."""
+    config = EngineConfig(
+        cache=cache,
+        scheduler=SchedulerConfig(
+            max_num_running=16,
+            max_num_batched_tokens=128,
+            token_buckets=(16, 128),
+            max_context_tokens=FLAGS.max_context_tokens,
+        ),
+        runner=RunnerConfig(num_layer_groups=1),
+    )
+    all_timed = []
+    with LLM(FLAGS.model, dtype="float32", config=config, progress=shows_progress()) as llm:
+        for with_history in histories:
+            began = time.perf_counter()
+            served = serve_cases(llm, cases, with_history=with_history, progress=shows_progress())
+            all_timed.append(Timed(served, time.perf_counter() - began))
+    return all_timed
+
+
+def figures(timed: Timed) -> dict[str, Any]:
+    """What is reported of one way to serve the cases."""
+    returns = timed.served.returns
+    return {
+        "recall_percent": timed.served.recall_percent,
+        "num_returns": len(returns),
+        "num_swapped_in": sum(usage.swapped_in_tokens > 0 for usage in returns),
+        "num_recomputed": sum(usage.recomputed_tokens > 0 for usage in returns),
+        "num_in_place": sum(usage.swapped_in_tokens + usage.recomputed_tokens == 0 for usage in returns),
+        "seconds": timed.seconds,
+    }
+
+
+def missed_targets(results: dict[str, dict[str, Any]], *, num_different: int) -> list[str]:
+    """A sentence for each."""
+    missed = []
+    for name in ("ample", "small"):
+        if results[name]["recall_percent"] < MIN_RECALL_PERCENT:
+            missed.append(f"with {name} tiers fewer than {MIN_RECALL_PERCENT}% of the answers are right")
+    if results["alone"]["recall_percent"] >= MAX_RECALL_PERCENT_WITHOUT_HISTORY:
+        missed.append(f"without the history {MAX_RECALL_PERCENT_WITHOUT_HISTORY}% of them or more are right")
+    if results["small"]["num_in_place"]:
+        missed.append("some state was in place with small tiers: give fewer --gpu_pages")
+    if num_different:
+        missed.append(f"{num_different} conversations differ between ample and small tiers")
+    return missed
+
+
+def main() -> int:
+    talks = read_dialogues("--dialogues", FLAGS.dialogues) if FLAGS.dialogues else written_talks()
+    cases = recall_cases(FLAGS.num_cases, talks, FLAGS.seed)
+    ample, alone = serve(cases, CacheConfig(gpu_pages=FLAGS.ample_gpu_pages), True, False)
+    [small] = serve(cases, CacheConfig(gpu_pages=FLAGS.gpu_pages, cpu_pages=FLAGS.cpu_pages), True)
+    pairs = zip(ample.served.token_ids, small.served.token_ids, strict=True)
+    num_different = sum(one != other for one, other in pairs)
+    for case, answer in small.served.wrong:
+        print(f"wrong: {case.history.exchanges[0].user!r} ... {case.question!r}: {answer!r}")
+    results = {"ample": figures(ample), "small": figures(small), "alone": figures(alone)}
+    columns = ["tiers", *results["ample"]]
+    print(table(columns, [[name, *row.values()] for name, row in results.items()]))
+    missed = missed_targets(results, num_different=num_different)
+    for sentence in missed:
+        print(f"missed: {sentence}")
+    document = {
+        "num_cases": len(cases),
+        "num_different": num_different,
+        "pages": {"ample": [FLAGS.ample_gpu_pages, 0], "small": [FLAGS.gpu_pages, FLAGS.cpu_pages]},
+        **results,
+    }
+    print(json_line("check_recall", document, units=_UNITS, device=device_name()))
+    return EXIT_FAILED if missed else 0
+
+
+def define_flags() -> None:
+    """The command line."""
+    define_model_flag()
+    flags.DEFINE_string("dialogues", None, "Whose talk stands in between (JSON lines, .gz); default: ours.")
+    flags.DEFINE_integer("num_cases", 128, "Conversations.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Of the facts and the talk.", lower_bound=0)
+    flags.DEFINE_integer("max_context_tokens", None, "Longest history + turn; default: the model's.")
+    flags.DEFINE_integer("ample_gpu_pages", 1024, "Pages of device memory where there is enough.")
+    flags.DEFINE_integer("gpu_pages", 32, "Pages of device memory where there is not.")
+    flags.DEFINE_integer("cpu_pages", 120, "Pages of host memory beside them.")
+    flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

@@ -1,0 +1,13 @@
+"""The training of the small chat model, in parts; `scripts/train_chat_model.py` puts them together.
+
+    data, tokenizer                   recorded dialogues; the vocabulary
+    values, facts, kind_families,     what can be told, and in which words
+      kinds, recall                   conversations around it, and tests of remembering it
+    examples, corpus, feed            conversations as ids with weights; the mixture; batches
+    step, loop, checkpoints           a step on the serving forward pass; many of them; going on later
+    evaluation, export                what was learned; a Hugging Face directory of it
+    served_recall                     the tests again, as the engine serves them (`scripts/check_recall.py`)
+
+Imports point up this list, as far as they go. Nothing here reads flags or chooses a file; errors name the
+flag that is to blame.
+"""

@@ -1,0 +1,120 @@
+"""Names, places, numbers and times that a conversation may tell, and which of them training never sees.
+
+Owns: the pools, how a value is drawn, and the held-out part: the values whose checksum falls into one class
+of five. It is one rule for all kinds, and no seed changes it. Most names are invented, or no names at all:
+a model copies what it has seen copied, and learns to copy anything only where anything may come.
+Does not know: what the values stand for.
+Called by: `facts`.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from typing import Final
+
+_VALUE_CLASSES: Final = 5
+_NO_NAME_SHARE: Final = 0.3  # of names, in training
+_LISTED_SHARE: Final = 0.4  # of the rest
+_CONSONANT_SHARE: Final = 0.75  # of beginnings of invented names
+_ODD_MINUTE_SHARE: Final = 0.3
+_LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_NAMES: Final = _words(
+    "Ada Adam Aisha Alan Alice Amara Amir Ana Anders Andrea Anika Anton Arjun Astrid Aylin Beatrice Ben "
+    "Bianca Boris Bruno Carla Carlos Cecilia Chen Chloe Clara Colin Daniel Daria David Deniz Diana Diego "
+    "Dmitri Edith Elena Eli Elif Emil Emma Enzo Erik Esther Eva Fatima Felix Fiona Florian Frank Freya "
+    "Gabriel George Grace Greta Hana Hannah Hassan Heidi Helena Henry Hugo Ibrahim Ida Igor Ines Ingrid "
+    "Irene Isaac Ivan Jack Jamal James Jana Jasmine Joanna Joel Jonas Julia Kai Karim Kate Kenji Kira Klara "
+    "Lars Laura Layla Lena Leo Liam Lina Linus Lucas Lucia Luis Lydia Maria Marco Martha Martin Maya Mei "
+    "Mia Milan Mina Miriam Mohammed Nadia Naomi Nathan Nico Nina Noah Nora Oliver Olga Omar Oscar Otto Paul "
+    "Pedro Petra Priya Quentin Rachel Rahul Rafael Rebecca Rita Robin Rosa Ruth Samir Samuel Sara Sergei "
+    "Silvia Simon Sofia Stella Sven Tamara Tariq Theo Thomas Tina Tom Ursula Valentina Vera Victor Viktor "
+    "Wanda William Xenia Yara Yusuf Yuki Zara Zoe "
+    "Abigail Albert Alexander Amy Andrew Angela Anthony Barbara Betty Brian Charles Charlotte Christine "
+    "Daisy Dennis Donna Dorothy Douglas Edward Elizabeth Emily Eric Ethan Evelyn Francis Gloria Harold "
+    "Harry Isabella Jacob Janet Jason Jeffrey Jennifer Jeremy Jessica John Jordan Joseph Joshua Joyce Judith "
+    "Justin Karen Keith Kevin Kimberly Larry Lauren Linda Lisa Logan Louis Madison Margaret Mark Mary "
+    "Matthew Megan Melissa Michael Michelle Nancy Natalie Nicholas Nicole Pamela Patrick Peter Philip Ralph "
+    "Randy Raymond Richard Robert Roger Ronald Roy Russell Ryan Samantha Sandra Scott Sean Sharon Sophia "
+    "Stephen Steven Susan Teresa Terry Timothy Tyler Vincent Virginia Walter Wayne Zachary "
+    "Amber Bella Biscuit Blue Buddy Charlie Cherry Coco Cookie Dusty Echo Ginger Happy Honey Jasper Jazz "
+    "Lucky Luna Max Midnight Misty Monty Olive Oreo Pebbles Pepper Rain River Rocky Rose Ruby Rusty Scout "
+    "Shadow Silver Simba Sky Smokey Snow Sparky Spot Star Storm Sugar Sunny Teddy Tiger Toby Whiskers Willow"
+)
+_PLACES: Final = _words(
+    "Accra Ankara Antwerp Athens Austin Bangkok Barcelona Basel Beirut Belfast Bergen Berlin Bilbao Bologna "
+    "Bordeaux Boston Bremen Brighton Brisbane Bristol Brussels Budapest Cairo Cardiff Casablanca Chennai "
+    "Chicago Cologne Copenhagen Cordoba Cork Dakar Dallas Delhi Denver Dresden Dublin Edinburgh Florence "
+    "Geneva Genoa Ghent Glasgow Granada Hamburg Hanoi Havana Helsinki Houston Istanbul Jakarta Kigali "
+    "Krakow Kyoto Lagos Leeds Leipzig Lima Lisbon Liverpool London Lyon Madrid Malmo Manila Marseille "
+    "Melbourne Miami Milan Montreal Mumbai Munich Nairobi Nantes Naples Odense Osaka Oslo Oxford Palermo "
+    "Paris Perth Porto Prague Quito Reykjavik Riga Rome Rotterdam Salzburg Santiago Seattle Seoul Seville "
+    "Sofia Stockholm Sydney Tallinn Tampere Tokyo Toronto Toulouse Trieste Tunis Turin Utrecht Valencia "
+    "Vancouver Verona Vienna Vilnius Warsaw York Zagreb Zurich"
+)
+_ONSETS: Final = _words(
+    "b bl br c ch cr d dr f fl fr g gl gr h j k kl kr l m n p ph pl pr qu r s sc sh sl sp st t "
+    "th tr v w wh y z"
+)
+_VOWELS: Final = _words("a e i o u a e i o u ai au ay ea ee ey ia ie io oo ou ue")
+_CODAS: Final = ("", "", "", "", *_words("ck d g l ll m n nd ng nt p r rt s st t th x y z"))
+_INNER_CODAS: Final = ("", "", "", "", "", *_words("l m n r s"))
+_PLACE_ENDINGS: Final = (*_words("ville ton field bridge haven stad burg ford mouth wick"), "")
+
+
+def is_held_out(value: str) -> bool:
+    """Whether training must never tell `value`."""
+    return zlib.crc32(value.encode()) % _VALUE_CLASSES == 0
+
+
+def _invented(rng: random.Random, num_syllables: int) -> str:
+    first = rng.choice(_ONSETS) if rng.random() < _CONSONANT_SHARE else ""
+    parts = [first + rng.choice(_VOWELS)]
+    for _ in range(num_syllables - 1):
+        parts.append(rng.choice(_INNER_CODAS) + rng.choice(_ONSETS) + rng.choice(_VOWELS))
+    return ("".join(parts) + rng.choice(_CODAS)).capitalize()
+
+
+def _a_name(rng: random.Random, listed: Sequence[str], text: str, endings: Sequence[str]) -> str:
+    """One of a list or an invented one; with a `text` also any word of it, or any letters."""
+    if text and rng.random() < _NO_NAME_SHARE:
+        letters = "".join(rng.choices(_LETTERS, k=rng.randint(3, 7)))
+        words = [word for word in text.split() if word.isalpha() and word.islower() and len(word) > 4]
+        return rng.choice([letters, *words]).capitalize()
+    if rng.random() < _LISTED_SHARE:
+        return rng.choice(listed)
+    return _invented(rng, rng.randint(1, 3)) + rng.choice(endings)
+
+
+def a_person(rng: random.Random, text: str) -> str:
+    """A first name, or what could be one; `text`: whose words may be, too."""
+    return _a_name(rng, _NAMES, text, ("",))
+
+
+def a_place(rng: random.Random, text: str) -> str:
+    """A city, or what could be one; `text`: whose words may be, too."""
+    return _a_name(rng, _PLACES, text, _PLACE_ENDINGS)
+
+
+def a_street(rng: random.Random, text: str) -> str:
+    """A street called after a place."""
+    return f"{a_place(rng, text)} {rng.choice(('Street', 'Road', 'Square', 'Avenue', 'Lane'))}"
+
+
+def a_time(rng: random.Random, text: str) -> str:
+    """A time of day, more often than not in steps of five minutes; `text` is of no use."""
+    minute = rng.randrange(60) if rng.random() < _ODD_MINUTE_SHARE else 5 * rng.randrange(12)
+    return f"{rng.randint(1, 12)}:{minute:02d} {rng.choice(('am', 'pm'))}"
+
+
+def a_number(rng: random.Random, text: str) -> str:
+    """A number of two to five digits, as many of each length; `text` is of no use."""
+    num_digits = rng.randint(2, 5)
+    return str(rng.randrange(10 ** (num_digits - 1), 10**num_digits))

@@ -1,0 +1,129 @@
+"""What the people of the demonstration say.
+
+Owns: the system prompt, every user message, and what of it the last reply should hold.
+Does not know: the engine, or what the model answers. Called by: `demo`.
+
+Each tells something about themselves in the first turn and asks for it in the last one; half of them get
+greedy replies, half of them sampled ones.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from pensieve_jax import SamplingParams
+
+SYSTEM_PROMPT: Final = (
+    "You are a friendly assistant who answers in short sentences. You help people with restaurants, music, "
+    "travel and appointments. Answer briefly, and remember what the user tells you."
+)
+_GREEDY: Final = SamplingParams(max_tokens=56)
+_SAMPLED: Final = SamplingParams(max_tokens=56, temperature=0.6, top_p=0.9, seed=7)
+
+
+class Script(NamedTuple):
+    """What somebody says, how they are answered, and what the last reply should hold."""
+
+    params: SamplingParams
+    told: str
+    messages: tuple[str, ...]
+
+
+CONVERSATIONS: Final[dict[str, Script]] = {
+    "ada": Script(
+        _GREEDY,
+        "Ada",
+        (
+            "Hi! My name is Ada. I am looking for a place to eat in San Jose.",
+            "I would like some Italian food, please.",
+            "That sounds good. Can you reserve a table for two people at 7 pm?",
+            "Yes, that is right.",
+            "What is their phone number?",
+            "Thanks! By the way, what is my name?",
+        ),
+    ),
+    "boris": Script(
+        _SAMPLED,
+        "Vienna",
+        (
+            "Hello. I live in Vienna. Can you find me some music?",
+            "I like pop songs.",
+            "Do you have another one?",
+            "Great, please play it in the kitchen.",
+            "Yes, that is correct.",
+            "One more thing: where do I live?",
+        ),
+    ),
+    "chen": Script(
+        _GREEDY,
+        "Pixel",
+        (
+            "Good morning. My dog is called Pixel. I need a one way flight to New York.",
+            "I am leaving from Chicago on the 8th of March.",
+            "How much is the ticket?",
+            "That works for me. Please book it.",
+            "Yes, one ticket please.",
+            "Sorry, what is my dog's name?",
+        ),
+    ),
+    "dora": Script(
+        _SAMPLED,
+        "10:30 am",
+        (
+            "Hi there. My meeting starts at 10:30 am. What will the weather be like in Berkeley on that day?",
+            "It is on the 5th of March.",
+            "How strong is the wind?",
+            "Thank you. I also need a hair salon in Berkeley.",
+            "Is it for women, too?",
+            "Quick question: when is my meeting?",
+        ),
+    ),
+    "emil": Script(
+        _GREEDY,
+        "Greta",
+        (
+            "Hello. I have a sister called Greta. We want to see a movie in Oakland.",
+            "A comedy would be nice.",
+            "When is it shown?",
+            "Please get two tickets for tomorrow evening.",
+            "Yes, please.",
+            "Tell me, what is my sister called?",
+        ),
+    ),
+    "fay": Script(
+        _SAMPLED,
+        "4071",
+        (
+            "Hi! My room number is 4071. I need a bus from Sacramento to Los Angeles.",
+            "I want to travel on March 3rd.",
+            "How long does it take?",
+            "Then I will take two seats.",
+            "Yes, that is all right.",
+            "Okay, what is my room number?",
+        ),
+    ),
+    "gus": Script(
+        _GREEDY,
+        "Harbour Street",
+        (
+            "Hello! I parked my car on Harbour Street. Now I need a hotel in Paris.",
+            "For two nights, from the 10th of March.",
+            "Does it have a pool?",
+            "Okay, please reserve one room.",
+            "Yes, that is correct.",
+            "Before we go on, where is my car?",
+        ),
+    ),
+    "hana": Script(
+        _SAMPLED,
+        "Miro",
+        (
+            "Good evening! My cat is called Miro. I am looking for a dentist in Fremont.",
+            "What is the address?",
+            "Can I have an appointment on the 6th of March?",
+            "In the morning, at 11, please.",
+            "Yes, that suits me.",
+            "Thanks! What is the name of my cat?",
+        ),
+    ),
+}

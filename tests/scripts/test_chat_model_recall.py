@@ -1,0 +1,60 @@
+"""The chat model that comes with the package remembers what it was told, wherever the state has been."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pensieve_jax.assembly import DEFAULT_MODEL
+from tests.scripts.conftest import load
+
+check_recall = load("check_recall")
+NUM_CASES = 32
+_lines: list[str] = []
+
+
+@pytest.fixture
+def document(launch, capsys):
+    """What the script reports of held-out facts among talk that it has itself; it is run once."""
+    if not _lines:
+        sizes = {"ample_gpu_pages": 400, "gpu_pages": 24, "cpu_pages": 56, "max_context_tokens": 512}
+        status = launch("check_recall", shared_llm=False, model=DEFAULT_MODEL, num_cases=NUM_CASES, **sizes)
+        _lines.extend(capsys.readouterr().out.splitlines())
+        assert status == 0, "\n".join(_lines)
+    return json.loads(_lines[-1])["results"]
+
+
+def test_what_was_told_is_recalled_wherever_its_state_has_been(document):
+    ample, small = document["ample"], document["small"]
+    assert min(ample["recall_percent"], small["recall_percent"]) >= 95
+    assert document["num_different"] == 0
+    assert ample["num_returns"] == small["num_returns"] > 4 * NUM_CASES
+    assert ample["num_swapped_in"] == ample["num_recomputed"] == small["num_in_place"] == 0
+    assert small["num_swapped_in"] + small["num_recomputed"] >= small["num_returns"]
+    assert min(small["num_swapped_in"], small["num_recomputed"]) > small["num_returns"] / 4
+
+
+def test_without_the_history_it_is_not(document):
+    assert document["alone"]["recall_percent"] < 30
+    assert document["alone"]["num_returns"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "figure", "value", "says"),
+    [
+        ("ample", "recall_percent", 94, "with ample tiers"),
+        ("small", "recall_percent", 94, "with small tiers"),
+        ("alone", "recall_percent", 30, "without the history"),
+        ("small", "num_in_place", 1, "fewer --gpu_pages"),
+    ],
+)
+def test_a_missed_target_is_told(document, name, figure, value, says):
+    missed = check_recall.missed_targets(document | {name: document[name] | {figure: value}}, num_different=0)
+    assert len(missed) == 1 and says in missed[0]
+
+
+def test_replies_that_depend_on_the_tiers_are_told(document):
+    assert check_recall.missed_targets(document, num_different=0) == []
+    [sentence] = check_recall.missed_targets(document, num_different=1)
+    assert sentence == "1 conversations differ between ample and small tiers"
