@@ -198,6 +198,17 @@ def test_systems_without_host_memory_are_not_simulated_far_beyond_the_level(expe
     assert rates["pensieve"] == list(sweeps.OPT_SHAREGPT.rates_per_s["a100"])
 
 
+@pytest.mark.parametrize(
+    "name", ["fig10a", "fig10b", "fig10c", "fig10d", "fig11", "fig13", "fig14", "fig15", "thesis3.15"]
+)
+def test_runs_begin_when_the_longest_of_the_first_conversations_may_be_over(experiments, name):
+    """Otherwise the longest histories of a steady state would be missing."""
+    settings = experiments("settings").Settings(device="a100", seeds=(0,))
+    for workload in {point.workload for point in experiments("registry").EXPERIMENTS[name].points(settings)}:
+        num_turns = max(len(conversation.turns) for conversation in workload.conversations(0).conversations)
+        assert workload.mid_life_s >= num_turns * workload.think.mean_s
+
+
 def test_memory_for_a_trace_has_room_for_its_longest_conversation_and_a_host_tier(experiments):
     place = experiments("recorded_traces")._place
     assert place(33_333, 1000, 32) == (8256, 33_000 - 8256), "a quarter on the device, in whole chunks"

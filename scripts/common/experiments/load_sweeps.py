@@ -24,6 +24,9 @@ from common.experiments.workloads import Workload
 _SMALL_TOKENS = (12_000, 18_000)  # device and host memory of small versions
 _SMALL_CONTEXT_TOKENS = 2048
 _CUT_AT = 2.5  # times the level: what is drawn of a curve
+# As long as the longest conversations take: 67 turns ShareGPT-like and 34 UltraChat-like, of 60 s of thought
+# and 6 to 8 s of answer. Few are that long, but theirs are the longest histories.
+_MID_LIFE_S = {"sharegpt": 4800.0, "ultrachat": 2400.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +131,7 @@ class LoadSweep:
                 min_turns=panel.min_turns,
                 max_context_tokens=max_context_tokens,
                 rate_per_s=rate,
-                mid_life_s=600.0 if small else 2400.0,
+                mid_life_s=600.0 if small else _MID_LIFE_S[panel.shape],
                 warm_up_s=5.0 if small else 90.0,
                 window_s=40.0 if small else 240.0,
             ),

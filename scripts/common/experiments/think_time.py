@@ -23,12 +23,12 @@ from pensieve_jax.workload import ExponentialThink
 _SYSTEMS = (BOTH_TIERS, ONE_TIER)  # to the stateless one, think times change nothing but who comes when
 _MODEL = OPT_SHAREGPT.model
 _THINK_S = (30, 60, 120, 300, 600)
-_RATES_PER_S = {"a100": (0.25, 0.35, 0.45, 0.55, 0.65), "h200": (0.5, 0.8, 1.1, 1.4)}
+_RATES_PER_S = {"a100": (0.15, 0.25, 0.35, 0.45, 0.55, 0.65), "h200": (0.5, 0.8, 1.1, 1.4)}
 _ONE_TIER_UNTIL_PER_S = {"a100": 0.45, "h200": 1.1}
 _SMALL_THINK_S = (10, 40, 160)
 _SMALL_RATES_PER_S = (0.2,)
 _SMALL_TOKENS = (12_000, 18_000)
-_LIVES = 40  # mean think times of mid-life, as in Figure 10: nearly all conversations are over by then
+_LIVES = 80  # mean think times of mid-life, as in Figure 10: the longest conversations have 67 turns
 
 
 def points(settings: Settings) -> list[Point]:
