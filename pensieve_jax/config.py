@@ -228,8 +228,7 @@ class RunnerConfig:
         and stop ids of one request).
       max_position_embeddings: raises the context of a `random:` preset; None keeps the model's own.
       random_seed: of `random:` weights.
-      compilation_cache_dir: where compiled steps outlive the process; None keeps none. They are run as
-        they are found, so it must be a directory that nobody else can write to.
+      compilation_cache_dir: where compiled steps outlive the process; None keeps none.
     """
 
     attention_backend: str = "auto"

@@ -57,7 +57,7 @@ def mosaic_class(
     return TileClass(rows, block_kv, num_warps, num_stages, min_split_kv, target_programs, mosaic=True)
 
 
-# Steps that are left to Triton: of so few tokens, or with fewer decoding tiles than keep all programs busy.
+# Steps that are left to Triton: of so few tokens, or with fewer decoding tiles than two for each program.
 _MOSAIC_HARDLY_ANY_TOKENS, _MOSAIC_MIN_TILES = 16, 264
 # Query tokens of a step up to which the smaller Mosaic class serves prompts as well.
 _MOSAIC_FEW_TOKENS = 256

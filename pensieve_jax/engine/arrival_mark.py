@@ -29,7 +29,7 @@ class ArrivalMark:
     def job(self) -> CompilationJob:
         """What is to be compiled before the first mark."""
         one = jax.ShapeDtypeStruct((1,), np.int32, sharding=self._replicated)
-        return CompilationJob("mark", f"mark {one}", lambda: _mark.lower(one), self._keep)
+        return CompilationJob("mark", _mark.lower(one), self._keep)
 
     def place(self) -> None:
         """Dispatch the mark; raises jax.errors.JaxRuntimeError where the device refuses."""

@@ -17,8 +17,6 @@ from typing import NamedTuple
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from pensieve_jax.engine.executable_store import ExecutableStore
-
 # Recorded by JAX around every compilation, also around one that the persistent cache answers.
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -27,50 +25,27 @@ _MAX_NUM_THREADS = 8  # each holds a whole program in several forms
 
 
 class CompilationJob(NamedTuple):
-    """A program that is to be compiled.
-
-    Attributes:
-      name: for whoever shows progress.
-      key: tells it from every other program that the same code makes: what its arguments and constants are.
-      lower: traces and lowers it.
-      keep: takes the executable.
-    """
+    """A lowered program, its name for whoever shows progress, and what takes the executable."""
 
     name: str
-    key: str
-    lower: Callable[[], jax.stages.Lowered]
+    lowered: jax.stages.Lowered
     keep: Callable[[jax.stages.Compiled], None]
 
 
-def compile_all(jobs: Iterable[CompilationJob], store: ExecutableStore | None = None) -> Generator[str]:
+def compile_all(jobs: Iterable[CompilationJob]) -> Generator[str]:
     """Compile every job, several at a time while later ones are being lowered; yields names as they end.
 
-    What `store` holds is taken from there, and what it does not hold is put there. Closing the generator
-    drops what has not begun and waits for what has.
+    Closing it drops what has not begun and waits for what has.
     """
     pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_NUM_THREADS), thread_name_prefix="compile")
     try:
         running: dict[Future[jax.stages.Compiled], CompilationJob] = {}
         for job in jobs:
-            is_stored = store is not None and store.holds(job.key)
-            make = functools.partial(_make, job, None if is_stored else job.lower(), store)
-            running[pool.submit(make)] = job
+            running[pool.submit(job.lowered.compile)] = job
             yield from _finish(running, [future for future in running if future.done()])
         yield from _finish(running, as_completed(tuple(running)))
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _make(
-    job: CompilationJob, lowered: jax.stages.Lowered | None, store: ExecutableStore | None
-) -> jax.stages.Compiled:
-    """The executable; without `lowered` it should be in the store."""
-    compiled = store.load(job.key) if store is not None and lowered is None else None
-    if compiled is None:
-        compiled = (job.lower() if lowered is None else lowered).compile()
-        if store is not None:
-            store.save(job.key, compiled)
-    return compiled
 
 
 def _finish(

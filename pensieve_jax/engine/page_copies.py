@@ -62,17 +62,14 @@ class PageCopies:
             for size in self.sizes:
                 pages = jax.ShapeDtypeStruct((size,), np.int32, sharding=self._replicated)
                 key, suffix = (group, size), f"of {size} chunks, group {group}"
-                gather = functools.partial(_gather.lower, pools, pages, mesh=mesh, backend=backend)
-                scatter = functools.partial(
-                    _scatter.lower, pools, [chunk] * size, pages, mesh=mesh, backend=backend
+                gather = _gather.lower(pools, pages, mesh=mesh, backend=backend)
+                yield CompilationJob(
+                    f"gather {suffix}", gather, functools.partial(self._gathers.__setitem__, key)
                 )
-                program = f"{len(pools)} {storage.shape} {chunk} {pages} {backend}"
-                for name, lower, kept in (
-                    ("gather", gather, self._gathers),
-                    ("scatter", scatter, self._scatters),
-                ):
-                    keep = functools.partial(kept.__setitem__, key)
-                    yield CompilationJob(f"{name} {suffix}", f"{name} {program}", lower, keep)
+                scatter = _scatter.lower(pools, [chunk] * size, pages, mesh=mesh, backend=backend)
+                yield CompilationJob(
+                    f"scatter {suffix}", scatter, functools.partial(self._scatters.__setitem__, key)
+                )
 
     def gather(self, pages: Sequence[int]) -> list[list[jax.Array]]:
         """A new array per page and group of layers: [page][group]."""

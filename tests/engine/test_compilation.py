@@ -25,16 +25,12 @@ class Program:
         return self.number
 
 
-def job(program, keep):
-    return CompilationJob(str(program.number), "", lambda: program, keep)
-
-
 def test_programs_are_compiled_at_a_time(monkeypatch):
     """Two and two that wait for each other all get to their end."""
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     barrier, kept = threading.Barrier(2, timeout=60), []
     programs = (Program(number, barrier.wait) for number in range(4))
-    names = list(compile_all(job(one, kept.append) for one in programs))
+    names = list(compile_all(CompilationJob(str(one.number), one, kept.append) for one in programs))
     assert sorted(names) == ["0", "1", "2", "3"] and sorted(kept) == [0, 1, 2, 3]
 
 
@@ -46,7 +42,7 @@ def test_a_failure_is_raised():
 
     programs = Program(0, lambda: None), Program(1, fail)
     with pytest.raises(ValueError, match="no memory"):
-        list(compile_all(job(one, kept.append) for one in programs))
+        list(compile_all(CompilationJob("", one, kept.append) for one in programs))
     assert kept in ([], [0])
 
 
@@ -63,7 +59,7 @@ def test_what_has_not_begun_is_dropped_when_nobody_wants_it(monkeypatch):
     def jobs():
         meets = (lambda: all_there.wait(timeout=60)), hold, (lambda: None), (lambda: None)
         for number, meet in enumerate(meets):
-            yield job(Program(number, meet), kept.append)
+            yield CompilationJob(str(number), Program(number, meet), kept.append)
         all_there.set()
 
     submit = ThreadPoolExecutor.submit
@@ -84,10 +80,7 @@ def test_real_programs_are_counted_and_run():
     counter, kept = CompilationCounter(), {}
     lowered = {n: jax.jit(lambda x, n=n: x * n + 1).lower(jnp.ones(n)) for n in (2, 3, 5)}
     before = counter.value
-    jobs = (
-        CompilationJob(str(n), "", lambda one=one: one, functools.partial(kept.__setitem__, n))
-        for n, one in lowered.items()
-    )
+    jobs = (CompilationJob(str(n), one, functools.partial(kept.__setitem__, n)) for n, one in lowered.items())
     assert sorted(compile_all(jobs)) == ["2", "3", "5"] and counter.value - before == 3
     for n, compiled in kept.items():
         assert compiled(jnp.ones(n)).tolist() == [n + 1] * n

@@ -23,7 +23,6 @@ from pensieve_jax.engine.compilation import keep_compilations_in
 from pensieve_jax.engine.dense_reference import DenseReference
 from pensieve_jax.engine.kv_storage import read_page
 from pensieve_jax.engine.model_runner import ModelRunner
-from pensieve_jax.engine.step_programs import StepPrograms
 from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES, StepPlan
 
 PAGE_SIZE = 16
@@ -488,33 +487,3 @@ def test_compilations_are_kept_on_disk(tmp_path):
     finally:
         keep_compilations_in(before[0])
         jax.config.update(options[1], before[1])
-
-
-def test_a_second_start_takes_every_executable_from_disk(tmp_path, monkeypatch):
-    """Those of steps, samplers and copies; nothing is traced, and what is served is the same."""
-    num_devices = 2
-    config = engine_config(num_devices, cpu_pages=4)
-    runner_config = dataclasses.replace(
-        config.runner, compilation_cache_dir=str(tmp_path), num_layer_groups=2
-    )
-    config = dataclasses.replace(config, runner=runner_config)
-
-    def serve():
-        runner = ModelRunner(_model("llama-tiny", num_devices), config, make_mesh(num_devices))
-        runner.warm_up()
-        talk = Talk(random_ids(40, seed=3), pages=[1, 2, 3])
-        stepper = Stepper(runner)
-        for start, end in ((0, 40), (40, 41), (41, 42)):
-            stepper.step(Row(talk, start, end, samples=True))
-        return talk.outputs, runner.memory_analysis()
-
-    first = serve()
-    num_files = len(list((tmp_path / "executables").iterdir()))
-
-    def refuse(*_):
-        raise AssertionError("lowered again")
-
-    for name in ("_lower_step", "_lower_sampler"):
-        monkeypatch.setattr(StepPrograms, name, refuse)
-    assert serve() == first
-    assert len(list((tmp_path / "executables").iterdir())) == num_files > 6

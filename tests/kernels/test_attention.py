@@ -16,6 +16,7 @@ from pallas_kernels.ragged_paged_attention import (
     BlockSizes,
     TileClass,
     build_tiles,
+    pallas_triton,
     ragged_paged_attention,
     tile_spec,
 )
@@ -87,6 +88,21 @@ def test_xla_16_bits(dtype: str) -> None:
 def test_triton_equals_reference(heads: Heads, page_size: int, dtype: str, blocks: BlockSizes) -> None:
     batch = make_batch(np.random.default_rng(page_size), ROWS, heads, page_size=page_size, dtype=dtype)
     assert_equals_reference(compiled("pallas_triton", blocks)(batch), batch, SCALE)
+
+
+def test_a_program_of_the_merge_walks_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one program for each KV head all merges are its own."""
+    monkeypatch.setattr(pallas_triton, "_MERGE_PROGRAMS", 1)
+    blocks = BlockSizes((TileClass(16, 16, 4, 2, 32, 64),))
+    batch = make_batch(np.random.default_rng(0), ROWS[:4], Heads(4, 2, 32), page_size=16)
+    spec = tile_spec(
+        num_tokens=batch.q.shape[0], max_num_seqs=len(batch.kv_lens), num_q_heads=4, num_kv_heads=2,
+        head_dim=32, dtype=batch.q.dtype, page_size=16, backend="pallas_triton", blocks=blocks,
+    )  # fmt: skip
+    tiles = build_tiles(spec, batch.cu_q_lens, batch.kv_lens, batch.num_seqs)
+    assert tiles[len(spec.blocks.classes)] > 2, "nothing to walk"
+    run = compiled.__wrapped__("pallas_triton", blocks)  # not one that was compiled for others
+    assert_equals_reference(run(batch), batch, SCALE)
 
 
 def test_triton_makes_its_own_tiles() -> None:

@@ -93,9 +93,16 @@ def test_what_is_not_served_is_refused_by_name(changed: dict[str, Any], field: s
         "num_tokens": 256, "max_num_seqs": 8, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128,
         "page_size": 32, "dtype": "bfloat16", "backend": "pallas_mosaic_gpu",
     }  # fmt: skip
-    for num_tokens, classes in ((16, [False]), (256, [True]), (272, [True, True])):
-        blocks = tile_spec(**served | {"num_tokens": num_tokens}).blocks
-        assert [c.mosaic for c in blocks.classes] == classes
+    for num_tokens, heads, classes in (
+        (16, 40, [False]),  # of hardly any tokens
+        (131, 2, [False, False]),  # of too few tiles
+        (132, 2, [True]),
+        (256, 2, [True]),
+        (257, 2, [True, True]),
+    ):
+        sizes = {"num_tokens": num_tokens, "num_q_heads": heads, "num_kv_heads": heads}
+        blocks = tile_spec(**served | sizes).blocks
+        assert [c.mosaic for c in blocks.classes] == classes, sizes
     with pytest.raises(AttentionArgumentError) as error:
         tile_spec(**served | changed)
     assert error.value.field == field
