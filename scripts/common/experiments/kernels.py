@@ -7,16 +7,14 @@ Called by: the registry.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
+from common.experiments.committed import committed_document
 from common.experiments.panels import Panel
 from common.experiments.points import Measured
 from common.experiments.settings import Experiment, Findings, Settings, Table
 
 _DOCUMENT = "h200_kernels.json"
-_RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 _CASES = {1024: "multi_32x8x1024_mha40", 4096: "multi_32x8x4096_mha40", 16_384: "multi_32x8x16384_mha40"}
 # On another machine of the kind, as docs/kernels.md says: us by context. For documents without peers.
 _ELSEWHERE = {
@@ -26,7 +24,7 @@ _ELSEWHERE = {
 
 
 def _findings(settings: Settings, measured: list[Measured]) -> Findings:
-    document = json.loads((_RESULTS / _DOCUMENT).read_text(encoding="utf-8"))
+    document = committed_document(_DOCUMENT)
     elsewhere = {} if _has_peers(document) else _ELSEWHERE
     times_us = _times_us(document) | elsewhere
     return Findings(

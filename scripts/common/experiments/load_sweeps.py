@@ -13,16 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.experiments.levels import throughputs_at
-from common.experiments.machines import memory_bytes, profile_name
+from common.experiments.machines import profile_name
 from common.experiments.panels import Panel
 from common.experiments.points import UNITS, Measured, Point
 from common.experiments.seeds import Group, groups, spread
 from common.experiments.settings import Experiment, Findings, Row, Settings, Table
-from common.experiments.systems import THREE_SYSTEMS, System, engine, memory_of_tokens
+from common.experiments.systems import THREE_SYSTEMS, System, context_tokens_of_paper, engine_of_paper
 from common.experiments.workloads import Workload
 
-_SMALL_TOKENS = (12_000, 18_000)  # device and host memory of small versions
-_SMALL_CONTEXT_TOKENS = 2048
 _CUT_AT = 2.5  # times the level: what is drawn of a curve
 # As long as the longest conversations take: 67 turns ShareGPT-like and 34 UltraChat-like, of 60 s of thought
 # and 6 to 8 s of answer. Few are that long, but theirs are the longest histories.
@@ -116,8 +114,6 @@ class LoadSweep:
 
     def _point(self, settings: Settings, panel: LoadPanel, system: System, rate: float, seed: int) -> Point:
         device, model, small = settings.device, panel.model, settings.small
-        max_context_tokens = _SMALL_CONTEXT_TOKENS if small else 16_384
-        memory = memory_of_tokens(device, model, *_SMALL_TOKENS) if small else memory_bytes(model)
         return Point(
             panel=panel.title,
             series=system.name,
@@ -125,11 +121,11 @@ class LoadSweep:
             seed=seed,
             device=device,
             model=model,
-            engine=engine(system, device, model, memory_bytes=memory, max_context_tokens=max_context_tokens),
+            engine=engine_of_paper(system, device, model, small=small),
             workload=Workload(
                 shape=panel.shape,
                 min_turns=panel.min_turns,
-                max_context_tokens=max_context_tokens,
+                max_context_tokens=context_tokens_of_paper(small=small),
                 rate_per_s=rate,
                 mid_life_s=600.0 if small else _MID_LIFE_S[panel.shape],
                 warm_up_s=5.0 if small else 90.0,

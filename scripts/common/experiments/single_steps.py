@@ -7,10 +7,9 @@ Called by: the registry.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
+from common.experiments.committed import committed_document
 from common.experiments.machines import load_profile, profile_name
 from common.experiments.panels import Panel
 from common.experiments.points import Measured
@@ -20,7 +19,6 @@ from pensieve_jax.cache.cost import CostPoint
 from pensieve_jax.simulator import DeviceProfile
 from pensieve_jax.simulator.step_time import StepLoad, StepTime
 
-_RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 _MODELS = ("opt-13b", "llama2-13b-gqa10")
 
 # Figure 3
@@ -127,7 +125,7 @@ def _chunks(settings: Settings, measured: list[Measured]) -> Findings:
         )
         for model in _MODELS
     }
-    measured_costs = json.loads((_RESULTS / _MEASURED).read_text(encoding="utf-8"))["results"]
+    measured_costs = committed_document(_MEASURED)["results"]
     curves["measured: h200_llama2-13b-gqa10"] = [
         CostPoint(**point) for point in measured_costs["curves"][measured_costs["cost"]]
     ]

@@ -10,8 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.experiments.machines import load_profile
+from common.experiments.machines import memory_bytes as memory_of_paper
 from common.systems import PENSIEVE, SYSTEMS, system_config
 from pensieve_jax import CacheConfig, EngineConfig, SchedulerConfig
+
+_CONTEXT_TOKENS = 16_384  # the paper's longest
+# Of small versions: contexts, and device and host memory.
+_SMALL_CONTEXT_TOKENS, _SMALL_MEMORY_TOKENS = 2048, (12_000, 18_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,18 @@ def engine(
     )
     config.resolve_context_tokens(max_context_tokens)
     return system_config(system.kind, config)
+
+
+def engine_of_paper(system: System, device: str, model: str, *, small: bool) -> EngineConfig:
+    """On the paper's memory, with its contexts; or, `small`, on little of both."""
+    memory = memory_of_tokens(device, model, *_SMALL_MEMORY_TOKENS) if small else memory_of_paper(model)
+    max_context_tokens = context_tokens_of_paper(small=small)
+    return engine(system, device, model, memory_bytes=memory, max_context_tokens=max_context_tokens)
+
+
+def context_tokens_of_paper(*, small: bool) -> int:
+    """The longest context that `engine_of_paper` serves."""
+    return _SMALL_CONTEXT_TOKENS if small else _CONTEXT_TOKENS
 
 
 def memory_of_tokens(device: str, model: str, gpu_tokens: int, cpu_tokens: int) -> tuple[int, int]:

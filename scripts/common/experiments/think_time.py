@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.experiments.levels import throughputs_at
-from common.experiments.machines import memory_bytes, profile_name
+from common.experiments.machines import profile_name
 from common.experiments.panels import Panel
 from common.experiments.paper_sweeps import OPT_SHAREGPT
 from common.experiments.points import UNITS, Measured, Point
 from common.experiments.seeds import Group, groups, spread
 from common.experiments.settings import Experiment, Findings, Settings, Table
-from common.experiments.systems import BOTH_TIERS, ONE_TIER, System, engine, memory_of_tokens
+from common.experiments.systems import BOTH_TIERS, ONE_TIER, System, context_tokens_of_paper, engine_of_paper
 from common.experiments.workloads import Workload
 from pensieve_jax.workload import ExponentialThink
 
@@ -27,7 +27,6 @@ _RATES_PER_S = {"a100": (0.15, 0.25, 0.35, 0.45, 0.55, 0.65), "h200": (0.5, 0.8,
 _ONE_TIER_UNTIL_PER_S = {"a100": 0.45, "h200": 1.1}
 _SMALL_THINK_S = (10, 40, 160)
 _SMALL_RATES_PER_S = (0.2,)
-_SMALL_TOKENS = (12_000, 18_000)
 _LIVES = 80  # mean think times of mid-life, as in Figure 10: the longest conversations have 67 turns
 
 
@@ -52,8 +51,6 @@ def _rates(settings: Settings, system: System) -> Sequence[float]:
 
 def _point(settings: Settings, system: System, think_s: float, rate: float, seed: int) -> Point:
     device, small = settings.device, settings.small
-    max_context_tokens = 2048 if small else 16_384
-    memory = memory_of_tokens(device, _MODEL, *_SMALL_TOKENS) if small else memory_bytes(_MODEL)
     return Point(
         panel=f"{rate:g} conversations a second",
         series=system.name,
@@ -61,10 +58,10 @@ def _point(settings: Settings, system: System, think_s: float, rate: float, seed
         seed=seed,
         device=device,
         model=_MODEL,
-        engine=engine(system, device, _MODEL, memory_bytes=memory, max_context_tokens=max_context_tokens),
+        engine=engine_of_paper(system, device, _MODEL, small=small),
         workload=Workload(
             shape=OPT_SHAREGPT.shape,
-            max_context_tokens=max_context_tokens,
+            max_context_tokens=context_tokens_of_paper(small=small),
             rate_per_s=rate,
             think=ExponentialThink(think_s),
             mid_life_s=_LIVES * think_s,

@@ -1,0 +1,19 @@
+"""Measurements that are committed beside the documents, for experiments that show what was measured.
+
+Owns: where they are. Does not know: what is in them.
+Called by: experiments.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
+
+
+def committed_document(name: str) -> dict[str, Any]:
+    """The document of a file in `docs/results`."""
+    document: dict[str, Any] = json.loads((_RESULTS / name).read_text(encoding="utf-8"))
+    return document
