@@ -5,10 +5,12 @@ Every weight is one array of its own, declared with shape, dtype and sharding be
 float32 means float32: matmuls then ask for HIGHEST precision, because GPUs default to TF32. In bf16 and
 f16 the hardware accumulates in float32. The residual stream and the norms are float32 in every model:
 eighty roundings of the stream to bf16 were half of the noise in OPT-13B's logits, and it is a small part
-of a layer's traffic. A matmul casts its input to its kernel's dtype. Called by llama and opt.
+of a layer's traffic. A matmul casts its input to its kernel's dtype; a norm before one does so itself. Called
+by llama and opt.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +18,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, Mesh, NamedSharding, PartitionSpec
 
 from model_defs.config import ModelConfig
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, constrain, vocabulary_axis
+from pallas_kernels.residual_norms import NormKind, add_and_norm, choose_backend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,39 +114,59 @@ class Embedding(nnx.Module):
         return constrain(scores, self.build.mesh)
 
 
-class RMSNorm(nnx.Module):
+class Norm(nnx.Module):
+    """What both kinds share: the arrays, the norm by itself, and the norm behind a residual addition."""
+
+    def __init__(self, build: Build, kind: NormKind, *, affine: bool) -> None:
+        """Declare the scale, and a layer norm's bias, unless there are none."""
+        shape = (build.config.hidden_size,)
+        self.build, self.kind = build, kind
+        self.scale = declare(build, shape, ones=True) if affine else None
+        self.bias = declare(build, shape) if affine and kind == "layer" else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """f32[T, hidden_size] -> the same, in plain XLA, which fuses it with what picks rows of it."""
+        return self._run(x, None, jnp.dtype(jnp.float32), "xla")[1]
+
+    def add(
+        self, x: jax.Array, y: jax.Array | None, dtype: jnp.dtype | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The stream f32[T, hidden_size] and what is to be added to it -> their sum, and its norm.
+
+        The norm is in `dtype`, by default the one the model runs in, so that a matmul takes it as it is.
+        """
+        dtype = self.build.dtype if dtype is None else jnp.dtype(dtype)
+        return self._run(x, y, dtype, choose_backend(x.shape[1], _device(self.build.mesh)))
+
+    def _run(
+        self, x: jax.Array, y: jax.Array | None, dtype: jnp.dtype, backend: str
+    ) -> tuple[jax.Array, jax.Array]:
+        run = functools.partial(
+            add_and_norm, kind=self.kind, eps=self.build.config.norm_eps, dtype=dtype, backend=backend
+        )
+        if backend != "xla":  # a kernel is opaque to the partitioner: every device runs it on its own copy
+            nowhere = PartitionSpec()
+            run = jax.shard_map(
+                run, mesh=self.build.mesh, in_specs=nowhere, out_specs=nowhere, check_vma=False
+            )
+        scale, bias = (None if part is None else part[...] for part in (self.scale, self.bias))
+        return run(x, y, scale, bias)
+
+
+class RMSNorm(Norm):
     """Root-mean-square norm with a scale."""
 
     def __init__(self, build: Build) -> None:
         """Declare the scale."""
-        self.eps = build.config.norm_eps
-        self.scale = declare(build, (build.config.hidden_size,), ones=True)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, hidden_size] -> f32[T, hidden_size]."""
-        wide = x.astype(jnp.float32)
-        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return wide * self.scale[...].astype(jnp.float32)
+        super().__init__(build, "rms", affine=True)
 
 
-class LayerNorm(nnx.Module):
+class LayerNorm(Norm):
     """Layer norm, with scale and bias unless the config has none."""
 
     def __init__(self, build: Build) -> None:
         """Declare scale and bias."""
-        config = build.config
-        self.eps = config.norm_eps
-        self.scale = declare(build, (config.hidden_size,), ones=True) if config.norm_affine else None
-        self.bias = declare(build, (config.hidden_size,)) if config.norm_affine else None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, hidden_size] -> f32[T, hidden_size]."""
-        wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        if self.scale is not None and self.bias is not None:
-            wide = wide * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
-        return wide
+        super().__init__(build, "layer", affine=build.config.norm_affine)
 
 
 class FusedQKV(nnx.Module):
@@ -179,3 +202,8 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
         "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     }
     return functions[name]
+
+
+def _device(mesh: AnyMesh) -> jax.Device | AbstractDevice | None:
+    """One of the mesh's, all alike; of an abstract mesh the one that it stands for, if that is said."""
+    return mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device

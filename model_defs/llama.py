@@ -26,7 +26,7 @@ class LlamaMLP(nnx.Module):
         self.down = Linear(build, (wide,), hidden, in_axis=0, bias=bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """f32[T, hidden_size] -> [T, hidden_size]."""
+        """[T, hidden_size] -> the same, in the kernels' dtype."""
         gate_up = self.gate_up(x)
         return self.down(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1])
 
@@ -47,12 +47,19 @@ class LlamaLayer(nnx.Module):
         self.mlp = LlamaMLP(build)
 
     def __call__(
-        self, layer_index: int, x: jax.Array, rotation: tuple[jax.Array, jax.Array], attention: Attention
-    ) -> jax.Array:
-        """f32[T, hidden_size] -> the same."""
-        q, k, v = self.qkv(self.input_norm(x))
-        x = x + self.out(attention(layer_index, rotate(q, *rotation), rotate(k, *rotation), v))
-        return x + self.mlp(self.mlp_norm(x))
+        self,
+        layer_index: int,
+        x: jax.Array,
+        y: jax.Array | None,
+        rotation: tuple[jax.Array, jax.Array],
+        attention: Attention,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The stream f32[T, hidden_size] and what is still to be added to it -> the same after the layer."""
+        x, normed = self.input_norm.add(x, y)
+        q, k, v = self.qkv(normed)
+        y = self.out(attention(layer_index, rotate(q, *rotation), rotate(k, *rotation), v))
+        x, normed = self.mlp_norm.add(x, y)
+        return x, self.mlp(normed)
 
 
 class Llama(nnx.Module):
@@ -96,9 +103,10 @@ class Llama(nnx.Module):
         """f32[T, hidden_size] -> the same, through layers [start, stop)."""
         rope = self.config.rope
         rotation = cos_sin(positions, inverse_frequencies(rope, self.config.head_dim), rope.attention_factor)
+        y = None  # what a layer adds is left to the norm of the next, which does both in one pass
         for layer_index in range(start, stop):
-            x = self.layers[layer_index](layer_index, x, rotation, attention)
-        return x
+            x, y = self.layers[layer_index](layer_index, x, y, rotation, attention)
+        return x if y is None else x + y
 
     def normalize(self, x: jax.Array) -> jax.Array:
         """The last layer's f32[T, hidden_size] -> what `compute_logits` takes."""

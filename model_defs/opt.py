@@ -35,15 +35,21 @@ class OPTLayer(nnx.Module):
         self.fc1 = Linear(build, hidden, wide, out_axis=0, bias=config.mlp_bias)
         self.fc2 = Linear(build, wide, hidden, in_axis=0, bias=config.mlp_bias)
 
-    def __call__(self, layer_index: int, x: jax.Array, attention: Attention) -> jax.Array:
-        """f32[T, hidden_size] -> the same."""
-        q, k, v = self.qkv(self.attention_norm(x) if self.pre_norm else x)
-        x = x + self.out(attention(layer_index, q, k, v))
-        if not self.pre_norm:
-            x = self.attention_norm(x)
+    def __call__(
+        self, layer_index: int, x: jax.Array, y: jax.Array | None, attention: Attention
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The stream f32[T, hidden_size] and what is still to be added to it -> the same after the layer.
+
+        After a post-norm there is nothing to be added: the normed sum is the stream.
+        """
         act = activation(self.activation)
-        x = x + self.fc2(act(self.fc1(self.mlp_norm(x) if self.pre_norm else x)))
-        return x if self.pre_norm else self.mlp_norm(x)
+        if self.pre_norm:
+            x, normed = self.attention_norm.add(x, y)
+            x, normed = self.mlp_norm.add(x, self.out(attention(layer_index, *self.qkv(normed))))
+            return x, self.fc2(act(self.fc1(normed)))
+        _, x = self.attention_norm.add(x, self.out(attention(layer_index, *self.qkv(x))), jnp.float32)
+        _, x = self.mlp_norm.add(x, self.fc2(act(self.fc1(x))), jnp.float32)
+        return x, None
 
 
 class OPT(nnx.Module):
@@ -94,9 +100,10 @@ class OPT(nnx.Module):
         self, x: jax.Array, positions: jax.Array, attention: Attention, start: int, stop: int
     ) -> jax.Array:
         """f32[T, hidden_size] -> the same, through layers [start, stop); positions are not read again."""
+        y = None  # what a layer adds is left to the norm of the next, which does both in one pass
         for layer_index in range(start, stop):
-            x = self.layers[layer_index](layer_index, x, attention)
-        return x
+            x, y = self.layers[layer_index](layer_index, x, y, attention)
+        return x if y is None else x + y
 
     def normalize(self, x: jax.Array) -> jax.Array:
         """The last layer's f32[T, hidden_size] -> what `compute_logits` takes."""

@@ -1,0 +1,139 @@
+"""The public call: argument checks, the choice of a back end, dispatch, the derivative.
+
+Owns: what each back end serves, and the error for what none does. Does not know: how any back end works.
+Called by: model code, inside a jit and, with several devices, inside `shard_map` with everything replicated.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice
+
+from pallas_kernels.ragged_paged_attention import triton_device_limit
+from pallas_kernels.residual_norms.specs import KINDS, MAX_WIDTH, NormKind, NormSpec, RowBlock, row_block
+from pallas_kernels.residual_norms.xla import xla_add_and_norm
+
+BACKENDS = ("auto", "xla", "pallas_triton")
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+class NormArgumentError(ValueError):
+    """An argument that no back end serves, or not the one that was named; the message says what would do."""
+
+
+def choose_backend(width: int, device: jax.Device | AbstractDevice | None) -> str:
+    """The fastest back end for rows of `width` elements on `device`.
+
+    An abstract device is what a program is lowered for where there is none; a GPU is taken for one that the
+    kernel runs on. None is a device of which nothing is known.
+    """
+    if device is None or isinstance(device, AbstractDevice):
+        served = device is not None and device.platform == "cuda"
+    else:
+        served = triton_device_limit(device) is None
+    return "pallas_triton" if served and width <= MAX_WIDTH else "xla"
+
+
+def add_and_norm(
+    x: jax.Array,
+    y: jax.Array | None,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    kind: NormKind,
+    eps: float,
+    dtype: Any,
+    backend: str = "auto",
+    block: RowBlock | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`x + y` and its norm over the last dimension, times scale, plus bias; all in float32.
+
+    A row's answer depends on that row alone. The derivative is that of the XLA form, on every back end.
+
+    Args:
+      x: f32[num_rows, width], the residual stream.
+      y: [num_rows, width] of any dtype served, what a block adds to it; None: nothing.
+      scale: [width]; None: one.
+      bias: [width]; None: zero.
+      kind: "rms" or "layer".
+      eps: added to the mean square, or the variance.
+      dtype: of the normed rows, rounded to it once.
+      backend: "auto" takes the fastest that serves this width on the first device.
+      block: for `pallas_triton`, instead of the block chosen by width.
+      interpret: run the Triton kernel without a GPU, slowly.
+
+    Returns:
+      The sum, f32[num_rows, width] (x itself without y), and the normed rows in `dtype`.
+
+    Raises:
+      NormArgumentError: arrays that do not belong together, or what the back end does not serve.
+    """
+    spec = NormSpec(kind, eps, jnp.dtype(dtype))
+    _check(x, y, scale, bias, spec, backend)
+    width = x.shape[1]
+    if backend == "auto":
+        backend = choose_backend(width, jax.devices()[0])
+    if backend == "xla":
+        return xla_add_and_norm(x, y, scale, bias, spec)
+    return _fused(x, y, scale, bias, spec, block or row_block(width), interpret)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6))
+def _fused(
+    x: jax.Array,
+    y: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    spec: NormSpec,
+    block: RowBlock,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    # Imported late: upstream calls this back end deprecated, and only its own file may depend on it.
+    from pallas_kernels.residual_norms.pallas_triton import triton_add_and_norm
+
+    return triton_add_and_norm(x, y, scale, bias, spec=spec, block=block, interpret=interpret)
+
+
+@_fused.defjvp
+def _fused_jvp(
+    spec: NormSpec, block: RowBlock, interpret: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """Kernels have no derivative of their own; training takes this one."""
+    out = _fused(*primals, spec, block, interpret)
+    return out, jax.jvp(functools.partial(xla_add_and_norm, spec=spec), primals, tangents)[1]
+
+
+def _check(
+    x: jax.Array,
+    y: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    spec: NormSpec,
+    backend: str,
+) -> None:
+    if x.ndim != 2 or not x.size or x.dtype != jnp.float32:
+        raise NormArgumentError(f"x is {_named(x)}, but must be float32[num_rows, width], neither of them 0")
+    shapes = {"y": (y, x.shape), "scale": (scale, x.shape[1:]), "bias": (bias, x.shape[1:])}
+    for name, (array, shape) in shapes.items():
+        if array is not None and (array.shape != shape or array.dtype.name not in _DTYPES):
+            limit = f"must be {list(shape)} as x is, of {' or '.join(_DTYPES)}"
+            raise NormArgumentError(f"{name} is {_named(array)}, but {limit}")
+    if spec.kind not in KINDS:
+        raise NormArgumentError(f"kind is {spec.kind!r}, but must be one of {KINDS}")
+    if spec.dtype.name not in _DTYPES:
+        raise NormArgumentError(f"dtype is {spec.dtype.name}, but must be one of {_DTYPES}")
+    if backend not in BACKENDS:
+        raise NormArgumentError(f"backend is {backend!r}, but must be one of {BACKENDS}")
+    if backend == "pallas_triton" and x.shape[1] > MAX_WIDTH:
+        raise NormArgumentError(
+            f"pallas_triton serves rows of at most {MAX_WIDTH} elements; use backend 'xla' for {x.shape[1]}"
+        )
+
+
+def _named(array: jax.Array) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"
