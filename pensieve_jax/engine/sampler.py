@@ -5,28 +5,24 @@ function of (seed, absolute position, logits) alone: nothing here depends on the
 on the batch, on padding, or on how the vocabulary is sharded. Two things make that so. The noise is a
 counter-based hash of (seed, position, token id), written out here because the bits behind `jax.random`
 follow global flags. The top-k and top-p cuts are found by integer sums, which have no rounding order.
-Does not know: requests, plans, models or the KV cache.
+Does not know: requests, plans, models or the KV cache; nor how a cutoff is found (`sampling_cutoffs`).
 Called by: `model_runner` inside its executables, and `dense_reference` for what a turn should have been.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
+
+from pallas_kernels.sampling_cutoffs import MASS_BITS, choose_backend, cutoffs
 
 _WORD = np.uint32
-# Probabilities become integers of this many bits relative to the most likely token; each half of such a
-# number, summed over a vocabulary of up to 2**19 ids, fits in 32 bits.
-_MASS_BITS = 24
-_MASS_LOW_BITS = 12
-# Of a cutoff, settled by one look at all scores; divides 32. On an H200 two bits take 0.53 ms for 128 rows of
-# 32,000 ids, one bit takes 0.74 and four 0.99: fewer looks, but of more sums each.
-_BITS_A_PASS = 2
 
 
 class SamplingRows[A](NamedTuple):
@@ -120,30 +116,34 @@ def decision_scores(logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: S
     temperature = jnp.maximum(rows.temperature, np.finfo(np.float32).tiny)
     scores = (allowed - allowed.max(axis=-1, keepdims=True)) / temperature[:, None]
     if mode.truncates:
-        scores = _truncate(scores, rows.top_k, rows.top_p)
+        # A greedy row has no use for its cuts, and a row without cuts costs next to nothing.
+        draws = rows.temperature > 0
+        scores = _truncate(scores, jnp.where(draws, rows.top_k, 0), jnp.where(draws, rows.top_p, 1.0))
     noise = _gumbel(rows.seed, rows.sample_positions, logits.shape[1])
     return jnp.where(rows.temperature[:, None] > 0, scores + noise, allowed)
 
 
 def _truncate(scores: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """`scores` f32[S, V] (at most 0, the best 0) with -inf for every id that top-k or top-p cuts."""
-    keys = _ordered_keys(scores)
-    num_kept = jnp.where(top_k > 0, top_k, np.iinfo(np.int32).max)
-    by_count = _largest_cutoff(keys, lambda kept: kept.sum(axis=-1, dtype=jnp.int32) >= num_kept)
-    scores = jnp.where(keys >= by_count[:, None], scores, -jnp.inf)
+    # Written out once: were they computed again for the comparison, division might round otherwise there.
+    scores = lax.optimization_barrier(scores)
+    masses = jnp.round(jnp.exp(scores) * 2.0**MASS_BITS).astype(jnp.uint32)
+    least = _scores_of(_find_cutoffs(_ordered_keys(scores), masses, top_k, top_p))
+    # Compared as scores and not as keys: what searches the keys in place would have to copy them first. Where
+    # nothing is cut `least` is a NaN, and nothing is below it.
+    return jnp.where(scores < least[:, None], -jnp.inf, scores)
 
-    mass = jnp.round(jnp.exp(scores) * 2.0**_MASS_BITS).astype(jnp.uint32)
-    high, low = mass >> _WORD(_MASS_LOW_BITS), mass & _WORD(2**_MASS_LOW_BITS - 1)
 
-    def mass_of(kept: jax.Array) -> jax.Array:
-        sums = [jnp.where(kept, part, _WORD(0)).sum(axis=-1, dtype=jnp.uint32) for part in (high, low)]
-        return sums[0].astype(jnp.float32) * 2.0**_MASS_LOW_BITS + sums[1].astype(jnp.float32)
-
-    # At least one unit of mass has to be kept, and the most likely id alone has more than that.
-    wanted = jnp.maximum(top_p * mass_of(jnp.ones_like(keys, bool)), 1.0)
-    by_mass = _largest_cutoff(keys, lambda kept: mass_of(kept) >= wanted)
-    by_mass = jnp.where(top_p < 1, by_mass, _WORD(0))
-    return jnp.where(keys >= by_mass[:, None], scores, -jnp.inf)
+def _find_cutoffs(keys: jax.Array, masses: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """`cutoffs` by the fastest back end here."""
+    backend = choose_backend(jax.devices()[0])
+    find = functools.partial(cutoffs, backend=backend)
+    mesh = jax.typeof(keys).sharding.mesh
+    if backend != "xla" and mesh.size > 1:
+        # A kernel runs on whole rows: every device searches all of them, as it samples all of them.
+        whole = PartitionSpec()
+        find = jax.shard_map(find, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    return find(keys, masses, top_k, top_p)
 
 
 def _ordered_keys(scores: jax.Array) -> jax.Array:
@@ -153,20 +153,10 @@ def _ordered_keys(scores: jax.Array) -> jax.Array:
     return jnp.where(is_negative, ~bits, bits | _WORD(1 << 31))
 
 
-def _largest_cutoff(keys: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """u32[S]: per row the largest c for which the ids with `keys >= c` are enough; 0 where none is.
-
-    A few bits at a time from the top: passes of counting, with no sort and no data-dependent loop length.
-    """
-
-    def settle_bits(i: jax.Array, cutoff: jax.Array) -> jax.Array:
-        shift = _WORD(32 - _BITS_A_PASS) - _WORD(_BITS_A_PASS) * i.astype(jnp.uint32)
-        # Whatever is enough for a cutoff is enough for any below it: the digit is how many are enough.
-        candidates = [cutoff | (_WORD(digit) << shift) for digit in range(1, 2**_BITS_A_PASS)]
-        digit = sum(is_enough(keys >= candidate[:, None]).astype(jnp.uint32) for candidate in candidates)
-        return cutoff | (digit << shift)
-
-    return lax.fori_loop(0, 32 // _BITS_A_PASS, settle_bits, jnp.zeros(keys.shape[0], jnp.uint32))
+def _scores_of(keys: jax.Array) -> jax.Array:
+    """f32 whose `_ordered_keys` these are; a NaN for 0."""
+    bits = jnp.where(keys >> _WORD(31) == 1, keys & _WORD(2**31 - 1), ~keys)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _gumbel(seed: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:

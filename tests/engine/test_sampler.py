@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pensieve_jax.engine import sampler
 from pensieve_jax.engine.sampler import SamplerMode, SamplingRows
+from tests.kernels.cross_lower import lower_for_cuda
 
 VOCAB_SIZE = 101
 NUM_TOP = 5
@@ -149,6 +151,45 @@ def test_independent_of_sharding():
     np.testing.assert_array_equal(found.token_ids, expected.token_ids)
     np.testing.assert_array_equal(found.top_ids, expected.top_ids)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_kernel_gives_the_same_ids(monkeypatch):
+    """Cutoffs by the kernel and by XLA, also with logits on two devices, which each search all rows."""
+    logits = random_logits(16, seed=7, vocab_size=128)
+    rows = make_rows(
+        16, temperature=np.tile([0.9, 0.9, 0.9, 0.0], 4), top_k=np.tile([0, 30], 8),
+        top_p=np.tile([0.9, 0.9, 1.0, 0.5], 4), seeds=np.arange(16), banned=(5,),
+    )  # fmt: skip
+    expected = run(logits, rows)
+    monkeypatch.setattr(sampler, "choose_backend", lambda device: "pallas_triton")
+    monkeypatch.setattr(sampler, "cutoffs", functools.partial(sampler.cutoffs, interpret=True))
+    sample = jax.jit(functools.partial(sampler.sample, num_top=NUM_TOP, mode=EVERYTHING))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    for logits_spec in (None, PartitionSpec(), PartitionSpec(None, "tp")):
+        placed = logits, rows
+        if logits_spec is not None:
+            placed = jax.device_put(
+                placed, (NamedSharding(mesh, logits_spec), NamedSharding(mesh, PartitionSpec()))
+            )
+        found = sample(*placed)
+        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+        np.testing.assert_array_equal(found.top_ids, expected.top_ids)
+
+
+@pytest.mark.parametrize("mode", sampler.all_modes(), ids=str)
+def test_lowers_for_cuda(monkeypatch, mode):
+    """Only a mode that truncates has the kernel."""
+    monkeypatch.setattr(sampler, "choose_backend", lambda device: "pallas_triton")
+    logits, rows = random_logits(4), make_rows(4)
+    text = lower_for_cuda(functools.partial(sampler.sample, num_top=NUM_TOP, mode=mode), logits, rows)
+    assert text.count("xla.gpu.triton") == mode.truncates
+
+
+def test_scores_come_back_from_their_keys():
+    scores = np.array([0, -2e-38, -1e-30, -0.5, -17, -3e38, -np.inf], np.float32)
+    back = sampler._scores_of(sampler._ordered_keys(jnp.asarray(scores)))
+    np.testing.assert_array_equal(back, scores)
+    assert np.isnan(sampler._scores_of(jnp.zeros(1, jnp.uint32)))
 
 
 @settings(max_examples=60, deadline=None)
