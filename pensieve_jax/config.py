@@ -228,7 +228,9 @@ class RunnerConfig:
         and stop ids of one request).
       max_position_embeddings: raises the context of a `random:` preset; None keeps the model's own.
       random_seed: of `random:` weights.
-      compilation_cache_dir: where compiled steps outlive the process; None keeps none.
+      compilation_cache_dir: where compiled steps outlive the process; None keeps none. They are run as they
+        are found, so it must be a directory of one's own that nobody else can write to. Beside the steps of
+        the last start it holds up to 1 GiB of others, the latest, and whatever JAX's own cache keeps.
     """
 
     attention_backend: str = "auto"

@@ -27,7 +27,7 @@ import jax
 from absl import flags
 from common.chunk_steps import ChunkSteps, Measured, Sampling, measure
 from common.cost_plot import check_can_plot, plot_costs
-from common.engine_flags import define_model_flag, shows_progress
+from common.engine_flags import COMPILATION_CACHE_HELP, define_model_flag, shows_progress
 from common.launch import check_can_write, run
 from common.report import device_name, json_line, table
 
@@ -183,7 +183,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that share each layer.", lower_bound=1)
     flags.DEFINE_integer("max_position_embeddings", None, "Raises the context of a random: preset.")
     flags.DEFINE_integer("random_seed", 0, "Of random: weights.", lower_bound=0)
-    flags.DEFINE_string("compilation_cache_dir", None, "Directory where compiled steps outlive the process.")
+    flags.DEFINE_string("compilation_cache_dir", None, COMPILATION_CACHE_HELP)
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
 
 

@@ -3,6 +3,7 @@
 from pallas_kernels.ragged_paged_attention.api import (
     BACKENDS,
     PAGE_SIZES,
+    import_backend,
     mosaic_device_limit,
     ragged_paged_attention,
     tile_spec,
@@ -22,6 +23,7 @@ __all__ = [
     "TileClass",
     "TileSpec",
     "build_tiles",
+    "import_backend",
     "mosaic_class",
     "mosaic_device_limit",
     "ragged_paged_attention",

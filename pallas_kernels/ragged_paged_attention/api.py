@@ -6,6 +6,7 @@ Called by: model code, inside a jit and, with several devices, inside `shard_map
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 from typing import Any
@@ -141,6 +142,15 @@ def _dispatch(
     return triton_attention(
         spec, q, kv_pages, page_indices, tiles, sm_scale=sm_scale, interpret=interpret, buffers=buffers
     )
+
+
+def import_backend(backend: str) -> None:
+    """Import what a compiled program of a spec's back end calls; whoever lowers one has imported it by then.
+
+    Mosaic's runtime, say, is found by a variable of the environment that its module sets.
+    """
+    if backend in TILED_BACKENDS:
+        importlib.import_module(f"{__package__}.{backend}")
 
 
 def tile_spec(

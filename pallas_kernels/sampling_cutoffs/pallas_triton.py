@@ -30,7 +30,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.sampling_cutoffs.rule import halves, total_mass, wanted_mass
 
 NUM_WARPS = 16  # a power of two
-UNROLL = 8  # vectors read at once; at most 15
+UNROLL = 4  # vectors read at once; at most 15
 WAYS = 8  # candidates of a pass; a power of two, 4 at least
 FEW = 128  # ids that are compared pair by pair; a power of two
 # The first pass tries scores of this, below the best, and halves of it: most cutoffs of language models lie

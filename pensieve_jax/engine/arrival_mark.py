@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pensieve_jax.engine.compilation import CompilationJob
+from pensieve_jax.engine.program import Program
 
 
 class ArrivalMark:
@@ -29,7 +30,7 @@ class ArrivalMark:
     def job(self) -> CompilationJob:
         """What is to be compiled before the first mark."""
         one = jax.ShapeDtypeStruct((1,), np.int32, sharding=self._replicated)
-        return CompilationJob("mark", _mark.lower(one), self._keep)
+        return CompilationJob("mark", Program(_mark, (one,), {}), self._keep)
 
     def place(self) -> None:
         """Dispatch the mark; raises jax.errors.JaxRuntimeError where the device refuses."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.engine.host_memory import available_bytes
@@ -62,7 +62,9 @@ class HostPool:
             num_chunks = min(_CHUNKS_PER_PIECE, self._num_chunks - piece * _CHUNKS_PER_PIECE)
             try:
                 for group in range(len(storage.groups)):
-                    zeros = jnp.zeros(storage.chunk_shape(group), storage.dtype, device=storage.sharding)
+                    zeros = jax.device_put(
+                        np.zeros(storage.chunk_shape(group), storage.dtype), storage.sharding
+                    )
                     pinned = jax.device_put([zeros] * num_chunks, storage.host_sharding)
                     held.append(jax.block_until_ready(pinned))
             except jax.errors.JaxRuntimeError as error:

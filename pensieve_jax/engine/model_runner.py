@@ -13,9 +13,9 @@ Right before a group, chunks that the step cannot do without are scattered into 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,19 +24,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.config import ModelConfig
 from model_defs.registry import Model
-from pallas_kernels.ragged_paged_attention import build_tiles
+from pallas_kernels.ragged_paged_attention import build_tiles, import_backend
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.engine import sampler, step
-from pensieve_jax.engine.compilation import CompilationCounter, CompilationJob, compile_all
+from pensieve_jax.engine.compilation import CompilationCounter, compile_all
 from pensieve_jax.engine.device_memory import bytes_per_device, check_pools_fit, step_memory
 from pensieve_jax.engine.device_pools import DevicePools
 from pensieve_jax.engine.device_transfers import DeviceTransfers
+from pensieve_jax.engine.executable_store import ExecutableStore
 from pensieve_jax.engine.kv_storage import KVStorage
 from pensieve_jax.engine.layouts import bucket_layouts, bucket_tile_specs
 from pensieve_jax.engine.runner import Progress
-from pensieve_jax.engine.sampler import SamplerMode, SamplingRows
-from pensieve_jax.engine.step import Between, ForwardStatics, ModelStructure, Scores, Start
+from pensieve_jax.engine.sampler import SamplerMode
+from pensieve_jax.engine.step import ModelStructure, Scores, Start
+from pensieve_jax.engine.step_programs import StepPrograms
 from pensieve_jax.engine.transfers import Transfers
 from pensieve_jax.scheduler.plan import (
     FLAG_LOGPROBS,
@@ -47,6 +49,7 @@ from pensieve_jax.scheduler.plan import (
     StepResult,
 )
 
+_log = logging.getLogger(__name__)
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how the runtime's errors of this kind begin
 
 
@@ -81,8 +84,7 @@ class ModelRunner:
         """
         self._compilations = CompilationCounter()
         model_config: ModelConfig = model.config
-        self._gpu_pages, self._mesh = config.cache.gpu_pages, mesh
-        self._backend = config.runner.attention_backend
+        self._gpu_pages = config.cache.gpu_pages
         self._num_top = config.runner.max_logprobs
         if self._num_top > model_config.vocab_size:
             limit = f"at most the model's {model_config.vocab_size} ids"
@@ -94,11 +96,21 @@ class ModelRunner:
         num_shards = mesh.devices.size
         self._tile_specs = bucket_tile_specs(model_config, config, dtype, self._device, num_shards)
         self.layouts: Mapping[int, PlanLayout] = bucket_layouts(model_config, config, self._tile_specs)
-        self._max_num_samples = max(layout.max_num_samples for layout in self.layouts.values())
         self.storage = KVStorage(model_config, config.cache, dtype, mesh, config.runner.num_layer_groups)
         self._parts = [ModelStructure.split(model, layers) for layers in self.storage.groups]
-        self._weights_bytes = sum(bytes_per_device(leaf) for leaf in every_leaf)
+        self._programs = StepPrograms(
+            model_config,
+            self._parts,
+            self.storage,
+            self.layouts,
+            self._tile_specs,
+            mesh,
+            backend=config.runner.attention_backend,
+            num_top=self._num_top,
+        )
+        self._cache_dir, self._mesh = config.runner.compilation_cache_dir, mesh
         self._hidden_size = model_config.hidden_size
+        self._weights_bytes = sum(bytes_per_device(leaf) for leaf in every_leaf)
         self.device_pools = DevicePools(self.storage)
         self._transfers = self._new_transfers(config)
         self.transfers: Transfers = self._transfers
@@ -118,30 +130,30 @@ class ModelRunner:
         build_tiles(spec, plan.cu_q_lens, plan.kv_lens, int(plan.num_rows[0]), out=plan.tiles)
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every executable and run each once on an empty plan; see `Runner`.
+        """Load or compile every executable and run each once on an empty plan; see `Runner`.
 
         Raises:
-          ConfigError: weights, pools and a step's temporaries exceed the device's memory, or the host
-            memory for `cache.cpu_pages` cannot be had.
+          ConfigError: weights, pools and a step's temporaries exceed the device's memory, the host memory
+            for `cache.cpu_pages` cannot be had, or others may write to `runner.compilation_cache_dir`.
         """
-        num_samplers = len({layout.max_num_samples for layout in self.layouts.values()})
-        num_all = (
-            self._transfers.num_preparations
-            + len(self.layouts) * len(self._parts)
-            + num_samplers * len(sampler.all_modes())
-        )
-        jobs = itertools.chain(self._jobs(), self._transfers.jobs())
-        with self._refusing_for_memory(), contextlib.closing(compile_all(jobs)) as compiled:
-            for num_done, name in enumerate(itertools.chain(self._transfers.grow(), compiled), start=1):
-                if progress is not None:
-                    progress(num_done, num_all, name)
-        buckets = self.memory_analysis()["buckets"].values()
-        self._check_memory(max((bucket["step_bytes"] for bucket in buckets), default=0))
-        # A first run loads kernels and allocates workspaces; requests should not pay for that.
-        with self._refusing_for_memory():
-            self._transfers.rehearse()
-            for layout, mode in itertools.product(self.layouts.values(), sampler.all_modes()):
-                self.fetch(self._launch(self._empty_plan(layout), mode))
+        for spec in self._tile_specs.values():
+            import_backend(spec.backend)
+        store = None
+        if self._cache_dir is not None:
+            store = ExecutableStore(self._cache_dir, list(self._mesh.devices.flat))
+        self._prepare(self._transfers.grow(), store, progress)
+        try:
+            self._rehearse()
+        except (jax.errors.JaxRuntimeError, StepFailedError) as error:
+            if store is None or not store.num_loaded:
+                raise
+            _log.warning("executables from %s do not run here; all are made anew: %s", self._cache_dir, error)
+            store.discard_used()
+            self.reset()
+            self._prepare((), store, progress)
+            self._rehearse()
+        if store is not None:
+            store.tidy()
         self._prev_ids = self._no_ids()
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
@@ -219,6 +231,26 @@ class ModelRunner:
         scores: Scores = state
         return scores
 
+    def _prepare(
+        self, grown: Iterable[str], store: ExecutableStore | None, progress: Progress | None
+    ) -> None:
+        """Take host memory as `grown` goes on, then load or compile every executable."""
+        num_all = self._transfers.num_preparations + self._programs.num_programs
+        jobs = itertools.chain(self._programs.jobs(self._forward, self._choose), self._transfers.jobs())
+        with self._refusing_for_memory(), contextlib.closing(compile_all(jobs, store)) as compiled:
+            for num_done, name in enumerate(itertools.chain(grown, compiled), start=1):
+                if progress is not None:
+                    progress(num_done, num_all, name)
+        buckets = self.memory_analysis()["buckets"].values()
+        self._check_memory(max((bucket["step_bytes"] for bucket in buckets), default=0))
+
+    def _rehearse(self) -> None:
+        """Run every executable once, which loads kernels and allocates workspaces; no request should pay."""
+        with self._refusing_for_memory():
+            self._transfers.rehearse()
+            for layout, mode in itertools.product(self.layouts.values(), sampler.all_modes()):
+                self.fetch(self._launch(self._empty_plan(layout), mode))
+
     def _launch(self, plan: StepPlan, mode: SamplerMode) -> StepHandle:
         scores, layout = self.forward(plan), plan.layout
         try:
@@ -239,52 +271,6 @@ class ModelRunner:
             limit = "fewer: beside them the device has no memory to compile and run the steps"
             raise ConfigError("cache.gpu_pages", self._gpu_pages, limit, str(error)) from error
 
-    def _jobs(self) -> Iterator[CompilationJob]:
-        """Every executable of a step, the largest bucket first."""
-        for bucket in sorted(self.layouts, reverse=True):
-            words: Any = jax.ShapeDtypeStruct(
-                (self.layouts[bucket].size,), np.int32, sharding=self._replicated
-            )
-            state: Any = Start(self._prev_ids, words)
-            for group in range(len(self._parts)):
-                lowered = self._lower(bucket, group, state)
-                keep = functools.partial(self._forward.__setitem__, (bucket, group))
-                yield CompilationJob(f"step of {bucket} tokens, group {group}", lowered, keep)
-                state = jax.tree.map(self._abstract, lowered.out_info[1])
-        vocab_size = state.logits.shape[1]
-        for layout in {layout.max_num_samples: layout for layout in self.layouts.values()}.values():
-            for mode in sampler.all_modes():
-                key = (layout.max_num_samples, mode)
-                keep = functools.partial(self._choose.__setitem__, key)
-                lowered = self._lower_sampler(layout, mode, vocab_size)
-                yield CompilationJob(f"sampler of {layout.max_num_samples} rows", lowered, keep)
-
-    def _lower(self, bucket: int, group: int, state: Start | Between) -> jax.stages.Lowered:
-        structure, leaves = self._parts[group]
-        statics = ForwardStatics(
-            structure,
-            self.storage.groups[group],
-            self.storage.num_layers,
-            self.layouts[bucket],
-            self._tile_specs[bucket],
-            self._mesh,
-            self._backend,
-        )
-        return step.forward.lower(leaves, self.device_pools.groups[group], state, statics=statics)
-
-    def _abstract(self, like: Any) -> jax.ShapeDtypeStruct:
-        """What one executable hands to the next lies on every device."""
-        return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=self._replicated)
-
-    def _lower_sampler(self, layout: PlanLayout, mode: SamplerMode, vocab_size: int) -> jax.stages.Lowered:
-        num_samples = layout.max_num_samples
-        fields = [layout.fields[name] for name in SamplingRows._fields]
-        rows = SamplingRows(*(self._abstract(field) for field in fields))
-        logits = jax.ShapeDtypeStruct((num_samples, vocab_size), np.float32, sharding=self._replicated)
-        return step.choose.lower(
-            logits, rows, mode=mode, num_top=self._num_top, max_num_samples=self._max_num_samples
-        )
-
     def _empty_plan(self, layout: PlanLayout) -> StepPlan:
         """A plan of no rows, which writes and samples nothing."""
         plan = StepPlan(layout, 0)
@@ -297,7 +283,7 @@ class ModelRunner:
 
     def _no_ids(self) -> jax.Array:
         """i32[S_max]: what "the step before" sampled when there was none."""
-        return jax.device_put(np.zeros(self._max_num_samples, np.int32), self._replicated)
+        return jax.device_put(np.zeros(self._programs.max_num_samples, np.int32), self._replicated)
 
     def _check_memory(self, step_bytes: int) -> None:
         """Refuse pools that do not fit beside the weights and `step_bytes`, where the limit is known."""

@@ -21,6 +21,7 @@ from pallas_kernels.page_copies import choose_backend, gather_pages, scatter_pag
 from pensieve_jax.engine.compilation import CompilationJob
 from pensieve_jax.engine.device_pools import DevicePools
 from pensieve_jax.engine.kv_storage import KVStorage
+from pensieve_jax.engine.program import Program
 
 _BATCH_SIZES = (4, 16, 64)
 _LEAST_FILL = 0.75  # a batch with a larger share of padding is cut into smaller ones
@@ -62,14 +63,15 @@ class PageCopies:
             for size in self.sizes:
                 pages = jax.ShapeDtypeStruct((size,), np.int32, sharding=self._replicated)
                 key, suffix = (group, size), f"of {size} chunks, group {group}"
-                gather = _gather.lower(pools, pages, mesh=mesh, backend=backend)
-                yield CompilationJob(
-                    f"gather {suffix}", gather, functools.partial(self._gathers.__setitem__, key)
-                )
-                scatter = _scatter.lower(pools, [chunk] * size, pages, mesh=mesh, backend=backend)
-                yield CompilationJob(
-                    f"scatter {suffix}", scatter, functools.partial(self._scatters.__setitem__, key)
-                )
+                statics = {"mesh": mesh, "backend": backend}
+                gather = Program(_gather, (pools, pages), statics)
+                scatter = Program(_scatter, (pools, [chunk] * size, pages), statics)
+                for name, program, kept in (
+                    ("gather", gather, self._gathers),
+                    ("scatter", scatter, self._scatters),
+                ):
+                    keep = functools.partial(kept.__setitem__, key)
+                    yield CompilationJob(f"{name} {suffix}", program, keep)
 
     def gather(self, pages: Sequence[int]) -> list[list[jax.Array]]:
         """A new array per page and group of layers: [page][group]."""

@@ -30,6 +30,10 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 TINY_MODEL = "random:llama-tiny"
 """The default of launchers whose own sizes outgrow the 1,024 tokens of the library's default model."""
+COMPILATION_CACHE_HELP = (
+    "Directory where compiled steps outlive the process. They are run as they are found, so it must be your "
+    "own, and nobody else may be able to write to it."
+)
 _CACHE, _SCHEDULER, _RUNNER = CacheConfig(), SchedulerConfig(), RunnerConfig()
 _SIZES = (
     *("gpu_pages", "gpu_memory_fraction", "cpu_pages", "cpu_bytes"),
@@ -73,7 +77,7 @@ def define_engine_flags(*, model: str = DEFAULT_MODEL) -> None:
     )
     flags.DEFINE_integer("max_position_embeddings", None, "Raises the context of a random: preset.")
     flags.DEFINE_integer("random_seed", _RUNNER.random_seed, "Of random: weights and of drawn seeds.")
-    flags.DEFINE_string("compilation_cache_dir", None, "Directory where compiled steps outlive the process.")
+    flags.DEFINE_string("compilation_cache_dir", None, COMPILATION_CACHE_HELP)
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
 
 

@@ -12,13 +12,22 @@ import jax.numpy as jnp
 import pytest
 
 from pensieve_jax.engine.compilation import CompilationCounter, CompilationJob, compile_all
+from pensieve_jax.engine.program import Program
 
 
-class Program:
-    """Compiles when `meet` lets it."""
+@jax.jit
+def scaled(x, n):
+    return x * n + 1
+
+
+class Held:
+    """A program that compiles when `meet` lets it."""
 
     def __init__(self, number, meet):
         self.number, self.meet = number, meet
+
+    def lower(self):
+        return self
 
     def compile(self):
         self.meet()
@@ -29,7 +38,7 @@ def test_programs_are_compiled_at_a_time(monkeypatch):
     """Two and two that wait for each other all get to their end."""
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     barrier, kept = threading.Barrier(2, timeout=60), []
-    programs = (Program(number, barrier.wait) for number in range(4))
+    programs = (Held(number, barrier.wait) for number in range(4))
     names = list(compile_all(CompilationJob(str(one.number), one, kept.append) for one in programs))
     assert sorted(names) == ["0", "1", "2", "3"] and sorted(kept) == [0, 1, 2, 3]
 
@@ -40,7 +49,7 @@ def test_a_failure_is_raised():
     def fail():
         raise ValueError("no memory")
 
-    programs = Program(0, lambda: None), Program(1, fail)
+    programs = Held(0, lambda: None), Held(1, fail)
     with pytest.raises(ValueError, match="no memory"):
         list(compile_all(CompilationJob("", one, kept.append) for one in programs))
     assert kept in ([], [0])
@@ -59,7 +68,7 @@ def test_what_has_not_begun_is_dropped_when_nobody_wants_it(monkeypatch):
     def jobs():
         meets = (lambda: all_there.wait(timeout=60)), hold, (lambda: None), (lambda: None)
         for number, meet in enumerate(meets):
-            yield CompilationJob(str(number), Program(number, meet), kept.append)
+            yield CompilationJob(str(number), Held(number, meet), kept.append)
         all_there.set()
 
     submit = ThreadPoolExecutor.submit
@@ -78,9 +87,11 @@ def test_what_has_not_begun_is_dropped_when_nobody_wants_it(monkeypatch):
 
 def test_real_programs_are_counted_and_run():
     counter, kept = CompilationCounter(), {}
-    lowered = {n: jax.jit(lambda x, n=n: x * n + 1).lower(jnp.ones(n)) for n in (2, 3, 5)}
+    programs = {n: Program(scaled, (jnp.ones(n), n), {}) for n in (2, 3, 5)}
     before = counter.value
-    jobs = (CompilationJob(str(n), one, functools.partial(kept.__setitem__, n)) for n, one in lowered.items())
+    jobs = (
+        CompilationJob(str(n), one, functools.partial(kept.__setitem__, n)) for n, one in programs.items()
+    )
     assert sorted(compile_all(jobs)) == ["2", "3", "5"] and counter.value - before == 3
     for n, compiled in kept.items():
-        assert compiled(jnp.ones(n)).tolist() == [n + 1] * n
+        assert compiled(jnp.ones(n), n).tolist() == [n + 1] * n

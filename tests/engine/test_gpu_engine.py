@@ -1,6 +1,11 @@
-"""On a GPU: float32 tokens do not depend on where the state was, with the compiled kernel in the loop."""
+"""On a GPU: float32 tokens do not depend on where the state was, with the compiled kernel in the loop.
 
+And a second start, in a fresh process, makes no executable.
+"""
+
+import dataclasses
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +13,7 @@ import pytest
 from model_defs import load_model, make_mesh
 from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SamplingParams, SchedulerConfig
 from pensieve_jax.engine.dense_reference import DenseReference
+from tests.engine.start_process import Start, run_start
 
 MODELS = ("random:llama-tiny", "random:opt-tiny", "random:opt-125m")
 NUM_CONVERSATIONS, NUM_TURNS = 6, 4
@@ -73,3 +79,18 @@ def test_stateful_equals_stateless_and_dense(model: str) -> None:
             replay = reference.replay_turn(history, prompt, stateful[turn][i], params, seed=params.seed)
             assert tuple(replay.token_ids.tolist()) == stateful[turn][i]
             history += [*prompt, *stateful[turn][i]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("random:opt-125m", "bfloat16"), ("random:llama-tiny", "float32")]
+)
+def test_a_second_start_makes_nothing(tmp_path: Path, model: str, dtype: str) -> None:
+    """By the fastest back end of this GPU (Mosaic's for the first on a Hopper GPU) and by Triton's."""
+    memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process may hold most of the device's
+    start = Start(str(tmp_path), model, dtype, buckets=(32, 128))
+    first = run_start(start, **memory)
+    assert first.events["compiled"] >= len(list((tmp_path / "executables").iterdir())) > 8
+    second = run_start(dataclasses.replace(start, may_save=False), PYTHONHASHSEED="7", **memory)
+    assert second.events == {} and second.warnings == []
+    assert second.token_ids == first.token_ids

@@ -54,7 +54,7 @@ def test_host_memory_that_the_runtime_does_not_get_is_refused(monkeypatch):
     device_put, num_calls = jax.device_put, itertools.count()
 
     def fail_later(*args):
-        return device_put(*args) if next(num_calls) < 3 else failing()
+        return device_put(*args) if next(num_calls) < 5 else failing()
 
     monkeypatch.setattr(host_pool.jax, "device_put", fail_later)
     message = rf"could pin {64 * storage.chunk_bytes:,} of .*XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB.*RESOURCE_EX"

@@ -21,6 +21,7 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine import device_memory, layouts, model_runner
 from pensieve_jax.engine.compilation import keep_compilations_in
 from pensieve_jax.engine.dense_reference import DenseReference
+from pensieve_jax.engine.executable_store import ExecutableStore
 from pensieve_jax.engine.kv_storage import read_page
 from pensieve_jax.engine.model_runner import ModelRunner
 from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES, StepPlan
@@ -487,3 +488,39 @@ def test_compilations_are_kept_on_disk(tmp_path):
     finally:
         keep_compilations_in(before[0])
         jax.config.update(options[1], before[1])
+
+
+def test_executables_that_load_and_do_not_run_are_made_anew(tmp_path, monkeypatch, caplog):
+    """As with a driver that has changed unnoticed, say; what nothing was loaded for is an error."""
+    runner, num_loaded, discards, imported = runner_for(), iter((3, 0, 0)), [], []
+    works = runner._forward[64, 0]
+
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: Function fusion not found")
+
+    fail.memory_analysis = works.memory_analysis
+
+    def compile_all(_, store):
+        assert imported == ["xla"] * len(BUCKETS), "what is loaded may need it"
+        store.num_loaded = next(num_loaded)
+        runner._forward[64, 0] = works if discards else fail
+        yield "a step"
+
+    monkeypatch.setattr(model_runner, "compile_all", compile_all)
+    monkeypatch.setattr(ExecutableStore, "discard_used", lambda store: discards.append(store))
+    monkeypatch.setattr(runner, "_cache_dir", str(tmp_path))
+    monkeypatch.setattr(model_runner, "import_backend", imported.append)
+    runner.warm_up()
+    assert "do not run here; all are made anew: a step could not be started: INTERNAL" in caplog.text
+    assert len(discards) == 1
+    talk = Talk(random_ids(40, seed=3), pages=[1, 2, 3])
+    stepper = Stepper(runner)
+    stepper.step(Row(talk, 0, 40, samples=True))
+    assert_equals_reference("llama-tiny", talk)
+
+    discards.clear()
+    imported.clear()
+    with pytest.raises(StepFailedError, match="INTERNAL"):
+        runner.warm_up()
+    runner._forward[64, 0] = works
+    assert not discards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import jax
@@ -13,15 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.ragged_paged_attention import (
+    BACKENDS,
     BlockSizes,
     TileClass,
     build_tiles,
+    import_backend,
     pallas_triton,
     ragged_paged_attention,
     tile_spec,
 )
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
 from pallas_kernels.ragged_paged_attention.shapes import Heads
+from pallas_kernels.ragged_paged_attention.tile_specs import TILED_BACKENDS
 from tests.kernels.batches import Batch, Room, assert_equals_reference, make_batch, random_rows
 
 SCALE = 0.17
@@ -197,3 +201,15 @@ def test_inside_shard_map() -> None:
         attend, mesh=mesh, in_specs=(heads, pool, none, none, none, none), out_specs=heads
     )
     assert_equals_reference(jax.jit(sharded)(*batch), batch, SCALE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_import_of_a_backend(backend: str) -> None:
+    """Whoever runs what was compiled elsewhere needs what its kernels call."""
+    if backend == "jax_triton":
+        pytest.importorskip("jax_triton", reason="needs the extra 'triton'")
+    import_backend(backend)
+    if backend in TILED_BACKENDS:
+        assert f"pallas_kernels.ragged_paged_attention.{backend}" in sys.modules
+    if backend == "pallas_mosaic_gpu":
+        assert "jax.experimental.mosaic.gpu.core" in sys.modules  # which says where the runtime is

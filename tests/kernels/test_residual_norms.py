@@ -172,7 +172,7 @@ def test_blocks_cover_rows_without_masks_where_they_can():
         assert width % lanes == 0 and (lanes >= 128 or lanes == width)
     for width in (1, 2, 80, 100, 1600, 5121, MAX_WIDTH):
         lanes, num_warps = row_block(width)
-        assert lanes & (lanes - 1) == 0 and lanes < 2 * max(width, 512) and num_warps in (1, 2, 4, 8)
+        assert lanes & (lanes - 1) == 0 and lanes < 2 * max(width, 512) and num_warps in (1, 2, 4, 8, 16)
 
 
 def test_the_back_end_is_chosen_by_device_and_width(monkeypatch):

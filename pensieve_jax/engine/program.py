@@ -1,0 +1,163 @@
+"""A program before it is compiled, and its key: the same in every process, for equal programs and no others.
+
+Owns: how a jitted function and its arguments are told from any others.
+Does not know: what else a compiled program depends on (`executable_environment`), or files.
+Called by: whoever has programs, and `compilation`.
+
+A key names everything that a program is lowered from, since it is made of the very arguments of `lower`.
+Arrays count by what is traced of them: shape, dtype, weak type, layout and placement. Structures are walked
+rather than printed, as what is printed may be cut short, rounded, or an address. What is of an unknown kind
+has no key: a program that nobody can tell from others is compiled, not looked up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Set
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}", re.IGNORECASE)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+class Program(NamedTuple):
+    """A call of a jitted function.
+
+    Attributes:
+      function: of `jax.jit`, defined in a module; donation and static arguments are those of its source.
+      arguments: trees of arrays and `jax.ShapeDtypeStruct`s.
+      statics: static arguments, by name.
+    """
+
+    function: Any
+    arguments: tuple[Any, ...]
+    statics: Mapping[str, Any]
+
+    def lower(self) -> jax.stages.Lowered:
+        """Trace and lower it."""
+        lowered: jax.stages.Lowered = self.function.lower(*self.arguments, **self.statics)
+        return lowered
+
+
+class ProgramKeys:
+    """Keys of programs, which may share large parts: each of those is walked once."""
+
+    def __init__(self) -> None:
+        """Remember nothing yet."""
+        self._known: dict[int, tuple[Any, str]] = {}  # frozen values by id, kept so that ids stay theirs
+
+    def key(self, program: Program) -> str:
+        """A digest of everything that `program` is lowered from.
+
+        Raises:
+          TypeError: it holds something that cannot be named.
+        """
+        return _digest(self._words((program.function, program.arguments, program.statics)))
+
+    def _words(self, value: Any) -> Iterator[str]:
+        """What tells a value from others; that of its parts comes after their number."""
+        kind = _qualified_name(type(value))
+        if isinstance(value, enum.Enum):  # which may be an int, too
+            yield f"{kind}.{value.name}"
+        elif isinstance(value, _PLAIN):
+            yield f"{kind} {value!r}"
+        elif isinstance(value, range | PartitionSpec | jax.tree_util.PyTreeDef):
+            yield f"{kind} {_printed(value)}"
+        elif isinstance(value, np.dtype):
+            yield f"{kind} {value.name} {value.str}"
+        elif isinstance(value, np.ndarray | np.generic):
+            yield _numpy_word(np.asarray(value))
+        elif isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+            yield _array_word(value)
+            yield from self._words(value.sharding)
+        elif isinstance(value, Mesh):
+            yield f"{kind} {value.shape_tuple} {value.axis_types} {value.device_ids.tolist()}"
+        elif isinstance(value, NamedSharding):
+            yield kind
+            yield from self._words((value.mesh, value.spec, value.memory_kind))
+        elif isinstance(value, Sharding):
+            yield f"{kind} {_printed(value)} {_device_ids(value.device_set)}"
+        elif isinstance(value, type) or callable(value):
+            yield _code_word(value)
+        else:
+            yield from self._container_words(kind, value)
+
+    def _container_words(self, kind: str, value: Any) -> Iterator[str]:
+        if dataclasses.is_dataclass(value):
+            yield f"{kind} {self._dataclass_digest(value)}"
+        elif isinstance(value, Mapping):
+            yield f"{kind} {len(value)}"
+            for key, item in value.items():
+                yield from self._words(key)
+                yield from self._words(item)
+        elif isinstance(value, Set):
+            yield f"{kind} {sorted(_digest(self._words(item)) for item in value)}"
+        elif isinstance(value, tuple | list):
+            yield f"{kind} {len(value)}"
+            for item in value:
+                yield from self._words(item)
+        else:
+            raise TypeError(f"no key for a {kind}: {value!r}")
+
+    def _dataclass_digest(self, value: Any) -> str:
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[1]
+        fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        digest = _digest(self._words(fields))
+        if type(value).__dataclass_params__.frozen:
+            self._known[id(value)] = value, digest
+        return digest
+
+
+def _digest(words: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for word in words:
+        data = word.encode("utf-8", "backslashreplace")
+        digest.update(b"%d:" % len(data) + data)  # or the end of one word could be the start of the next
+    return digest.hexdigest()
+
+
+def _array_word(value: Any) -> str:  # upstream's annotations leave out an array's format
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"no key for a traced value: {value!r}")
+    layout, is_committed = value.format.layout, getattr(value, "committed", None)
+    return f"array {value.shape} {value.dtype.name} {value.weak_type} {is_committed} {_printed(layout)}"
+
+
+def _numpy_word(value: np.ndarray) -> str:
+    if value.dtype.hasobject:
+        raise TypeError("no key for an array of objects")
+    content = hashlib.sha256(value.tobytes()).hexdigest()
+    return f"numpy {value.dtype.name} {value.dtype.str} {value.shape} {content}"
+
+
+def _code_word(value: Any) -> str:
+    """A class, or a function of a module, jitted or not: the source says the rest."""
+    code = getattr(value, "__wrapped__", value)
+    if isinstance(code, type) or (isinstance(code, FunctionType) and code.__closure__ is None):
+        return f"code {_qualified_name(code)}"
+    raise TypeError(f"no key for {value!r}, which is neither a class nor a function of a module")
+
+
+def _device_ids(devices: Iterable[Any]) -> list[int]:
+    return sorted(device.id for device in devices)
+
+
+def _qualified_name(code: Any) -> str:
+    return f"{code.__module__}.{code.__qualname__}"
+
+
+def _printed(value: object) -> str:
+    text = repr(value)
+    if _ADDRESS.search(text):
+        raise TypeError(f"no key for what is told apart by an address: {text}")
+    return text
