@@ -44,5 +44,5 @@ def row_block(width: int) -> RowBlock:
     lanes = divisor if divisor >= _MIN_LANES else 1 << (width - 1).bit_length()
     lanes = min(lanes, _MAX_LANES)
     # Two elements of a piece for each thread. On an H200 rows of 5120 take 3.5 us so, 128 of them or one, and
-    # 34 us if they are 2,048; with half or a quarter of the warps some number of rows takes 10% to 25% longer.
+    # 34 us if they are 2,048; with half or a quarter of the warps some number of rows takes 10% to 25% more.
     return RowBlock(lanes, max(1, min(16, lanes // 64)))
