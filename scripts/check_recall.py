@@ -7,6 +7,8 @@ Held-out facts are told in the first turn of many conversations and asked for in
 turns later. The user's side of the talk in between is that of `--dialogues`, or a few lines of ours; the
 model answers it. The same conversations are served three times, in float32: with memory for all of them, with
 tiers so small that every return has its state swapped in or recomputed, and with nothing but the question.
+With memory for all, as many more are told and asked in new constructions (sentences built as none of training
+is), and greetings with nothing before them are answered, perhaps with an invented fact; neither has a target.
 The last line is one JSON document; exit status 1 if a target is missed: the share of right answers, state in
 the small tiers that was in place, or replies that depend on where it was.
 """
@@ -20,7 +22,8 @@ from typing import Any, NamedTuple
 from absl import flags
 from common.chat_training.data import read_dialogues
 from common.chat_training.recall import BETWEEN, RecallCase, recall_cases
-from common.chat_training.served_recall import Served, serve_cases, written_talks
+from common.chat_training.served_recall import Served, serve_cases, serve_greetings, written_talks
+from common.chat_training.wordings import Wordings
 from common.engine_flags import define_model_flag, shows_progress
 from common.launch import EXIT_FAILED, run
 from common.report import device_name, json_line, table
@@ -32,6 +35,8 @@ MIN_RECALL_PERCENT = 95
 MAX_RECALL_PERCENT_WITHOUT_HISTORY = 30
 _UNITS = {
     "recall_percent": f"greedy answers that hold what was told, {BETWEEN[0]} to {BETWEEN[1]} turns before",
+    "new_constructions": "as ample, told and asked in sentences built as none of training is",
+    "greetings": "first messages that tell nothing; num_invented: of them, answered with a fact",
     "num_returns": "turns of conversations that had turns before",
     "num_swapped_in, num_recomputed, num_in_place": "returns of which some state was, or all of it was",
     "seconds": "from the first request to the last answer",
@@ -45,8 +50,8 @@ class Timed(NamedTuple):
     seconds: float
 
 
-def serve(cases: Sequence[RecallCase], cache: CacheConfig, *histories: bool) -> list[Timed]:
-    """All cases on tiers of these sizes, once for each of `histories`: whether they have theirs."""
+def engine(cache: CacheConfig) -> LLM:
+    """One with tiers of these sizes."""
     config = EngineConfig(
         cache=cache,
         scheduler=SchedulerConfig(
@@ -57,13 +62,14 @@ def serve(cases: Sequence[RecallCase], cache: CacheConfig, *histories: bool) -> 
         ),
         runner=RunnerConfig(num_layer_groups=1),
     )
-    all_timed = []
-    with LLM(FLAGS.model, dtype="float32", config=config, progress=shows_progress()) as llm:
-        for with_history in histories:
-            began = time.perf_counter()
-            served = serve_cases(llm, cases, with_history=with_history, progress=shows_progress())
-            all_timed.append(Timed(served, time.perf_counter() - began))
-    return all_timed
+    return LLM(FLAGS.model, dtype="float32", config=config, progress=shows_progress())
+
+
+def serve(llm: LLM, cases: Sequence[RecallCase], *, with_history: bool = True) -> Timed:
+    """All cases, with their history or with the question alone."""
+    began = time.perf_counter()
+    served = serve_cases(llm, cases, with_history=with_history, progress=shows_progress())
+    return Timed(served, time.perf_counter() - began)
 
 
 def figures(timed: Timed) -> dict[str, Any]:
@@ -97,13 +103,24 @@ def missed_targets(results: dict[str, dict[str, Any]], *, num_different: int) ->
 def main() -> int:
     talks = read_dialogues("--dialogues", FLAGS.dialogues) if FLAGS.dialogues else written_talks()
     cases = recall_cases(FLAGS.num_cases, talks, FLAGS.seed)
-    ample, alone = serve(cases, CacheConfig(gpu_pages=FLAGS.ample_gpu_pages), True, False)
-    [small] = serve(cases, CacheConfig(gpu_pages=FLAGS.gpu_pages, cpu_pages=FLAGS.cpu_pages), True)
+    new_cases = recall_cases(FLAGS.num_cases, talks, FLAGS.seed, Wordings.NEW_CONSTRUCTIONS)
+    with engine(CacheConfig(gpu_pages=FLAGS.ample_gpu_pages)) as llm:
+        ample, alone = serve(llm, cases), serve(llm, cases, with_history=False)
+        new, greeted = serve(llm, new_cases), serve_greetings(llm)
+    with engine(CacheConfig(gpu_pages=FLAGS.gpu_pages, cpu_pages=FLAGS.cpu_pages)) as llm:
+        small = serve(llm, cases)
     pairs = zip(ample.served.token_ids, small.served.token_ids, strict=True)
     num_different = sum(one != other for one, other in pairs)
     for case, answer in small.served.wrong:
         print(f"wrong: {case.history.exchanges[0].user!r} ... {case.question!r}: {answer!r}")
-    results = {"ample": figures(ample), "small": figures(small), "alone": figures(alone)}
+    for greeting, reply in greeted.invented:
+        print(f"invented: {greeting!r}: {reply!r}")
+    results = {
+        "ample": figures(ample),
+        "small": figures(small),
+        "alone": figures(alone),
+        "new_constructions": figures(new),
+    }
     columns = ["tiers", *results["ample"]]
     print(table(columns, [[name, *row.values()] for name, row in results.items()]))
     missed = missed_targets(results, num_different=num_different)
@@ -112,6 +129,7 @@ def main() -> int:
     document = {
         "num_cases": len(cases),
         "num_different": num_different,
+        "greetings": {"num": len(greeted.replies), "num_invented": len(greeted.invented)},
         "pages": {"ample": [FLAGS.ample_gpu_pages, 0], "small": [FLAGS.gpu_pages, FLAGS.cpu_pages]},
         **results,
     }

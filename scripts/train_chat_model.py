@@ -15,8 +15,8 @@ conversation around facts is a new one.
   checkpoints/   Orbax; the same command goes on from the newest, and says which flag differs if it is another
   settings.json  the flags of the training
 While it trains, and at its end, it measures whether history matters: the loss of recorded replies from the
-fourth turn on, and recall of facts whose values and wordings training never saw, each with the history and
-without. The last line is one JSON document.
+fourth turn on, and recall of facts whose values and sentences training never saw (once in constructions that
+it knows, once in new ones), each with the history and without. The last line is one JSON document.
 
 The data, its order and the first weights follow from `--seed`. On a CPU the result does too, to the bit; on a
 GPU sums of gradients may come in any order unless XLA_FLAGS=--xla_gpu_deterministic_ops=true.
@@ -45,7 +45,8 @@ from common.chat_training.feed import Feed
 from common.chat_training.loop import Schedule, Trained, train
 from common.chat_training.recall import BETWEEN, recall_cases
 from common.chat_training.step import Network, Parameters, TrainState, make_optimizer
-from common.chat_training.tokenizer import MIN_VOCAB_SIZE, learn_tokenizer, save_tokenizer
+from common.chat_training.tokenizer import FILES, MIN_VOCAB_SIZE, learn_tokenizer, save_tokenizer
+from common.chat_training.wordings import Wordings
 from common.engine_flags import shows_progress
 from common.launch import EXIT_INTERRUPTED, Interrupt, run
 from common.report import device_name, json_line, table
@@ -59,6 +60,7 @@ FLAGS = flags.FLAGS
 HEAD_DIM = 64
 _INITIAL_DEVIATION = 0.04  # of weights; 0.02 is made for models several times as wide
 _MAX_FEED_WORKERS = 6  # two keep up with an H200 if nobody else is on their cores
+_SENTENCES, _CONSTRUCTIONS = "new sentences", "new constructions"
 _UNRECORDED_FLAGS = (
     *("work_dir", "progress", "feed_workers"),
     *("log_steps", "checkpoint_steps", "evaluation_steps"),
@@ -67,6 +69,7 @@ _UNITS = {
     "history_loss": f"nats per token of recorded replies from turn {FIRST_TURN} on",
     "history_reduction_percent": "how much lower the loss is with the history than without",
     "recall_percent": f"greedy answers that hold what was told, {BETWEEN[0]} to {BETWEEN[1]} turns before",
+    "recall_of_new_constructions_percent": "likewise, in sentences built as none of training is",
     "tokens_per_s": "of training, padding left out; the median of the log lines",
     "weights_bytes": "size of model.safetensors",
     "seconds": "from the start of this process to the end of the last evaluation",
@@ -88,7 +91,14 @@ def read_files() -> Dialogues:
 
 
 def make_tokenizer(directory: Path, dialogues: Dialogues, *, is_there: bool) -> Tokenizer:
-    """That of an interrupted training, or a new one, in either case as the engine reads it."""
+    """That of an interrupted training, or a new one, in either case as the engine reads it.
+
+    Raises ConfigError naming --work_dir if an interrupted training has lost it.
+    """
+    missing = [name for name in FILES if not (directory / name).is_file()]
+    if is_there and missing:
+        hint = "the training there cannot go on without its tokenizer; take an empty directory"
+        raise ConfigError("--work_dir", FLAGS.work_dir, f"one that has model/{missing[0]}", hint)
     if not is_there:
         texts = vocabulary_texts(dialogues.tasks, dialogues.assistants)
         backend: tokenizers.Tokenizer = learn_tokenizer(texts, FLAGS.vocab_size)
@@ -142,7 +152,11 @@ def make_feed(tokenizer: Tokenizer, dialogues: Dialogues) -> Feed:
 
 def make_evaluation(network: Network, tokenizer: Tokenizer, dialogues: Sequence[Conversation]) -> Evaluation:
     """On dialogues, and facts told among them, that are not trained on."""
-    cases = recall_cases(FLAGS.num_recall_cases, dialogues, FLAGS.seed)
+    parts = {_SENTENCES: Wordings.NEW_SENTENCES, _CONSTRUCTIONS: Wordings.NEW_CONSTRUCTIONS}
+    cases = {
+        name: recall_cases(FLAGS.num_recall_cases, dialogues, FLAGS.seed, wordings)
+        for name, wordings in parts.items()
+    }
     size = {"num_rows": FLAGS.num_rows, "row_len": FLAGS.context_tokens}
     return Evaluation(network, tokenizer, dialogues, cases, **size)
 
@@ -182,12 +196,13 @@ def train_by_flags(
 
 def show(num_steps: int, figures: Figures) -> None:
     """A table of what was measured."""
-    loss, recall = figures
+    compared = [figures.history_loss, *figures.recall_percent.values()]
     rows = [
-        ["with history", loss.with_history, recall.with_history],
-        ["without", loss.without_history, recall.without_history],
+        ["with history", *(one.with_history for one in compared)],
+        ["without", *(one.without_history for one in compared)],
     ]
-    print(f"after step {num_steps}:\n{table(['', 'loss per token', 'recall %'], rows)}", flush=True)
+    columns = ["", "loss per token", *(f"recall of {name} %" for name in figures.recall_percent)]
+    print(f"after step {num_steps}:\n{table(columns, rows)}", flush=True)
 
 
 def report(trained: Trained, figures: Figures, config: ModelConfig, weights_bytes: int, began: float) -> str:
@@ -197,7 +212,8 @@ def report(trained: Trained, figures: Figures, config: ModelConfig, weights_byte
     results = {
         "history_loss": loss._asdict(),
         "history_reduction_percent": 100 * (1 - loss.with_history / loss.without_history),
-        "recall_percent": figures.recall_percent._asdict(),
+        "recall_percent": figures.recall_percent[_SENTENCES]._asdict(),
+        "recall_of_new_constructions_percent": figures.recall_percent[_CONSTRUCTIONS]._asdict(),
         "num_steps": trained.num_steps,
         "num_parameters": num_parameters(config),
         "weights_bytes": weights_bytes,
@@ -261,7 +277,7 @@ def define_flags() -> None:
     flags.DEFINE_string("dev_dialogues", None, "Dialogues to evaluate on.", required=True)
     _define_model_flags()
     _define_training_flags()
-    flags.DEFINE_integer("num_recall_cases", 512, "Questions of the recall test.", lower_bound=1)
+    flags.DEFINE_integer("num_recall_cases", 512, "Questions of each recall test.", lower_bound=1)
     flags.DEFINE_integer("log_steps", 50, "Steps between lines, or updates of the bar.", lower_bound=1)
     flags.DEFINE_integer("checkpoint_steps", 500, "Steps between checkpoints.", lower_bound=1)
     flags.DEFINE_integer(

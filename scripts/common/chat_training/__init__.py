@@ -1,8 +1,10 @@
 """The training of the small chat model, in parts; `scripts/train_chat_model.py` puts them together.
 
     data, tokenizer                   recorded dialogues; the vocabulary
-    values, facts, kind_families,     what can be told, and in which words
-      kinds, recall                   conversations around it, and tests of remembering it
+    wordings, values, frames, facts,  what can be told, and in which words
+      kind_families, kinds
+    small_talk, recall                greetings and the like; conversations around facts, and tests of
+                                      remembering them
     examples, corpus, feed            conversations as ids with weights; the mixture; batches
     step, loop, checkpoints           a step on the serving forward pass; many of them; going on later
     evaluation, export                what was learned; a Hugging Face directory of it

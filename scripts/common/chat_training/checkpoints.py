@@ -73,6 +73,9 @@ def has_training(directory: Path, settings: Mapping[str, Any]) -> bool:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError("--work_dir", str(directory), "a directory of this script", str(error)) from error
+    if not isinstance(saved, dict):
+        hint = f"{_SETTINGS_FILE} in it is no JSON object"
+        raise ConfigError("--work_dir", str(directory), "a directory of this script", hint)
     for name, value in settings.items():
         if saved.get(name) != value:
             hint = "the training in --work_dir has that; give it, or take an empty directory"

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from common.chat_training import small_talk
 from common.chat_training.data import Conversation
 from common.chat_training.examples import ConversationEncoder, Example
 from common.chat_training.kinds import KINDS
@@ -26,7 +27,7 @@ _SYSTEM_SHARE: Final = 0.1  # of conversations that begin with one of them, so t
 
 
 class Weights(NamedTuple):
-    """What the replies of a conversation around facts count; those of recorded dialogues count 1.
+    """What replies count in a conversation around facts; small talk and recorded dialogues count 1.
 
     Attributes:
       fact: of one that acknowledges facts, or answers a question about them.
@@ -49,7 +50,12 @@ class Corpus:
     ) -> None:
         """`tasks` are also the talk between telling and asking."""
         self._encoder, self._tasks, self._assistants = encoder, tasks, assistants
-        self._weights = {Role.FACT: weights.fact, Role.REQUEST: 1.0, Role.TALK: weights.talk}
+        self._weights = {
+            Role.FACT: weights.fact,
+            Role.REQUEST: 1.0,
+            Role.TALK: weights.talk,
+            Role.SMALL_TALK: 1.0,
+        }
 
     def recorded(self, seed: int) -> Iterator[Example]:
         """Every dialogue once."""
@@ -66,15 +72,17 @@ class Corpus:
 
 
 def vocabulary_texts(tasks: Sequence[Conversation], assistants: Sequence[Conversation]) -> Iterator[str]:
-    """What a vocabulary is learned from: all messages, and the training wordings about facts, without values.
+    """What a vocabulary is learned from: all messages, small talk, and the training wordings about facts.
 
-    Values stay out, so that held-out ones and those of training fall into pieces alike.
+    The latter are without values, so that held-out ones and those of training fall into pieces alike.
     """
     for conversation in (*tasks, *assistants):
         for exchange in conversation.exchanges:
             yield from exchange
     for kind in KINDS:
         yield from kind.training_texts()
+    for exchange in small_talk.training_exchanges():
+        yield from exchange
     yield from SYSTEM_MESSAGES
 
 

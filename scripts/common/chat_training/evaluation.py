@@ -6,13 +6,13 @@ Called by: `train_chat_model`.
   history loss   the loss per token of recorded replies from the fourth turn on, each once behind its whole
                  conversation and once behind its own user message alone
   recall         the share of questions about something told earlier whose greedy answer holds it, once in the
-                 conversation and once asked out of nowhere
+                 conversation and once asked out of nowhere; for each set of questions
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import jax
@@ -38,10 +38,18 @@ class Compared(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Both measurements: nats per token, and percent of the questions."""
+    """Both measurements: nats per token, and percent of the questions of each set."""
 
     history_loss: Compared
-    recall_percent: Compared
+    recall_percent: dict[str, Compared]
+
+
+class _Questions(NamedTuple):
+    """A set of them: prompts with the conversation before and without, and what the answers should hold."""
+
+    whole: list[list[int]]
+    alone: list[list[int]]
+    values: list[str]
 
 
 class Evaluation:
@@ -52,28 +60,30 @@ class Evaluation:
         network: Network,
         tokenizer: Tokenizer,
         dialogues: Sequence[Conversation],
-        cases: Sequence[RecallCase],
+        cases: Mapping[str, Sequence[RecallCase]],
         *,
         num_rows: int,
         row_len: int,
     ) -> None:
         """Encode the data; what is measured runs in batches of `num_rows` rows of `row_len` tokens.
 
+        `cases` are sets of questions by name.
+
         Raises ConfigError if no dialogue is long enough, or a question does not fit into a row.
         """
         encoder = ConversationEncoder(tokenizer, user_weight=0.0)
         self._network, self._tokenizer, self._num_rows, self._row_len = network, tokenizer, num_rows, row_len
         self._replies = _history_examples(encoder, dialogues)
-        self._questions = _recall_prompts(encoder, cases)
-        self._values = [case.value for case in cases]
-        needed = max(map(len, self._questions[0])) + _NUM_NEW
+        self._questions = {name: _recall_questions(encoder, some) for name, some in cases.items()}
+        needed = max(len(prompt) for some in self._questions.values() for prompt in some.whole) + _NUM_NEW
         if needed > row_len:
             raise ConfigError("--context_tokens", row_len, f"at least {needed}, for the recall questions")
 
     def __call__(self, parameters: Parameters) -> Figures:
         """Measure a model."""
         losses = [self._loss_per_token(parameters, examples) for examples in self._replies]
-        return Figures(Compared(*losses), Compared(*(self._recalled(parameters, p) for p in self._questions)))
+        recalled = {name: self._recall_percent(parameters, some) for name, some in self._questions.items()}
+        return Figures(Compared(*losses), recalled)
 
     def _loss_per_token(self, parameters: Parameters, examples: Sequence[Example]) -> float:
         losses = [
@@ -83,10 +93,13 @@ class Evaluation:
         nll, weight = (sum(map(float, parts)) for parts in zip(*jax.device_get(losses), strict=True))
         return nll / max(weight, 1.0)
 
-    def _recalled(self, parameters: Parameters, prompts: Sequence[Sequence[int]]) -> float:
-        answers = self.answers(parameters, prompts)
-        right = [holds(answer, value) for answer, value in zip(answers, self._values, strict=True)]
-        return 100 * sum(right) / len(right)
+    def _recall_percent(self, parameters: Parameters, questions: _Questions) -> Compared:
+        shares = []
+        for prompts in (questions.whole, questions.alone):
+            answers = self.answers(parameters, prompts)
+            right = [holds(answer, value) for answer, value in zip(answers, questions.values, strict=True)]
+            shares.append(100 * sum(right) / len(right))
+        return Compared(*shares)
 
     def answers(self, parameters: Parameters, prompts: Sequence[Sequence[int]]) -> list[str]:
         """Greedy replies, up to the end marker; no prompt may be longer than the longest question."""
@@ -122,12 +135,11 @@ def _history_examples(
     return whole, alone
 
 
-def _recall_prompts(
-    encoder: ConversationEncoder, cases: Sequence[RecallCase]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Ids that end where the answer begins, with the conversation before the question and without."""
+def _recall_questions(encoder: ConversationEncoder, cases: Sequence[RecallCase]) -> _Questions:
+    """Prompts are ids that end where the answer begins."""
     whole = []
     for case in cases:
         history = encoder.encode(case.history, [0.0] * len(case.history.exchanges))
         whole.append([*history.token_ids.tolist(), *encoder.turn_ids(case.question, is_first=False)])
-    return whole, [list(encoder.turn_ids(case.question, is_first=True)) for case in cases]
+    alone = [encoder.turn_ids(case.question, is_first=True) for case in cases]
+    return _Questions(whole, alone, [case.value for case in cases])

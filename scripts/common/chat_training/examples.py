@@ -21,7 +21,7 @@ from common.chat_training.data import Conversation, Exchange
 from pensieve_jax.text import ChatFormat, EarlierTurn, Tokenizer
 
 _MAX_EXCHANGES = 2**18  # remembered; those of recorded dialogues are used again and again
-_MAX_TEXTS = 2**14  # likewise: questions and acknowledgements
+_MAX_TEXTS = 2**16  # likewise: questions and acknowledgements
 
 
 class Example(NamedTuple):

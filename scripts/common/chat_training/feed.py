@@ -45,12 +45,13 @@ class Feed:
     ) -> None:
         """Keep the recorded dialogues; `fresh(rng)` makes another conversation.
 
-        Raises ConfigError naming the flag if a step's dialogues fill its rows by themselves.
+        Raises ConfigError naming the flag if a step's dialogues fill its rows by themselves, or are more than
+        the rows, so that one might find no room.
         """
         mean_len = sum(min(len(one.token_ids), row_len) for one in recorded) / len(recorded)
-        most = int(num_rows * row_len / mean_len / 2)
+        most = min(num_rows, int(num_rows * row_len / mean_len / 2))
         if recorded_per_step > most:
-            limit = f"at most {most}: half of {num_rows} rows is for facts to remember"
+            limit = f"at most {most}, with --num_rows={num_rows}, half of them for facts to remember"
             raise ConfigError("--recorded_per_step", recorded_per_step, limit)
         self._recorded, self._fresh, self._per_step = recorded, fresh, recorded_per_step
         self._size, self._seed = (num_rows, row_len), seed
@@ -77,7 +78,8 @@ class Feed:
         """That of one step, counted from 0."""
         rows = Rows(*self._size)
         for example in self._recorded_of(step):
-            rows.add(example)
+            fits = rows.add(example)
+            assert fits  # one row each would do
         rng = random.Random(f"{self._seed} {step}")
         num_misfits = 0
         while num_misfits < _MAX_MISFITS:

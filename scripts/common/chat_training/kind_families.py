@@ -1,7 +1,8 @@
 """Kinds of facts that share their sentences: names of others, times of day, and numbers.
 
 Owns: the wordings of these families. The last two of every list are for the test: they share words with the
-others, as people's own wordings would, but no sentence.
+others, as people's own wordings would, but no sentence. The two behind each list of statements are for its
+second part: they are built as none of training is.
 Does not know: which members a family has, how sentences are varied, or values drawn.
 Called by: `kinds`.
 """
@@ -18,6 +19,8 @@ def relative(who: str) -> FactKind:
         who.replace(" ", "_"),
         a_person,
         f"the name of your {who}",
+        (f"my {who}'s name", f"the name of my {who}"),
+        (f"what my {who} is called", f"what my {who}'s name is"),
         (
             f"My {who}~ is called {{}}.",
             f"My {who}'s name~ is {{}}.",
@@ -28,6 +31,20 @@ def relative(who: str) -> FactKind:
             f"I am here with my {who}, called {{}}.",
             f"There is my {who}, whose name is {{}}.",
             f"I have a {who} named {{}}.",
+            f"Meet my {who} {{}}.",
+            f"Meet {{}}, my {who}.",
+            f"Say hi to my {who} {{}}.",
+            f"Say good morning to {{}}, my {who}.",
+            f"Greet my {who}, {{}}, for me.",
+            f"Give my regards to my {who} {{}}.",
+            f"Call my {who} {{}}.",
+            f"Please call my {who} by the name of {{}}.",
+            f"Let me introduce my {who}, {{}}.",
+            f"Let me introduce {{}}, who is my {who}.",
+            f"Wish my {who} {{}} a good day.",
+            f"Think of {{}} as my {who}.",
+            f"Look, there is {{}}, my {who}.",
+            f"Imagine a {who} with the name {{}}: that one is mine.",
             f"My {who}~ is named {{}}.",
             f"My {who}~ goes by {{}}.",
             f"My {who}~ goes by the name of {{}}.",
@@ -62,6 +79,10 @@ def relative(who: str) -> FactKind:
             f"My {who}, by the way, has the name {{}}.",
         ),
         (
+            f"Say hello to my {who}, whom we named {{}}.",
+            f"Should you run into my {who}, the right thing to shout is {{}}.",
+        ),
+        (
             f"What is my {who} called?",
             f"What is my {who}'s name?",
             f"What is the name of my {who}?",
@@ -83,6 +104,8 @@ def scheduled(name: str, what: str, starts: str) -> FactKind:
         name,
         a_time,
         f"when your {what} {starts}",
+        (f"the time of my {what}", f"the time when my {what} {starts}"),
+        (f"when my {what} {starts}", f"when my {what} is", f"at what time my {what} {starts}"),
         (
             f"My {what}~ {starts} at {{}}.",
             f"I have a {what} that {starts} at {{}}.",
@@ -94,6 +117,16 @@ def scheduled(name: str, what: str, starts: str) -> FactKind:
             f"{{}} is the time of my {what}.",
             f"{{}} is when my {what} {starts}.",
             f"The time of my {what}~ is {{}}.",
+            f"Do not let me miss my {what} at {{}}.",
+            f"Remind me of my {what} at {{}}.",
+            f"Put my {what} down for {{}}.",
+            f"Make sure that I am at my {what} by {{}}.",
+            f"Get me to my {what} by {{}}.",
+            f"Set an alarm for my {what} at {{}}.",
+            f"Take me to my {what}, which {starts} at {{}}.",
+            f"Plan for my {what} at {{}}.",
+            f"Let us not forget my {what} at {{}}.",
+            f"Keep {{}} free for my {what}.",
             f"My {what}~ is set for {{}}.",
             f"Expect me at my {what} at {{}}.",
             f"I am waiting for my {what} at {{}}.",
@@ -106,6 +139,10 @@ def scheduled(name: str, what: str, starts: str) -> FactKind:
             f"You know, my {what} {starts} at {{}}.",
             f"Today my {what} {starts} at {{}}.",
             f"I need to be at my {what} at {{}}.",
+        ),
+        (
+            f"Wake me well before {{}}, when my {what} {starts}.",
+            f"Were I to come later than {{}}, I would miss my {what}.",
         ),
         (
             f"When is my {what}?",
@@ -129,12 +166,23 @@ def numbered(name: str, what: str) -> FactKind:
         name,
         a_number,
         f"your {what}",
+        (f"my {what}", f"the {what} that I have"),
+        (f"what my {what} is", f"which {what} I have"),
         (
             f"My {what}~ is {{}}.",
             f"The {what} I have~ is {{}}.",
             f"I have the {what} {{}}.",
             f"They gave me the {what} {{}}.",
             f"{{}} is my {what}.",
+            f"Take down my {what}: {{}}.",
+            f"Save {{}} as my {what}.",
+            f"Use {{}} as my {what}.",
+            f"Enter {{}} for my {what}.",
+            f"Read this as my {what}: {{}}.",
+            f"Let {{}} be my {what}.",
+            f"Keep {{}}, that is my {what}.",
+            f"Give them {{}} as my {what}.",
+            f"Please accept {{}} as my {what}.",
             f"I got {what} {{}}.",
             f"Note that my {what} is {{}}.",
             f"My {what}~ happens to be {{}}.",
@@ -153,6 +201,10 @@ def numbered(name: str, what: str) -> FactKind:
             f"You can note {what} {{}} for me.",
             f"I was given {what} {{}}.",
             f"For the record, my {what} is {{}}.",
+        ),
+        (
+            f"Put {{}} wherever a form wants my {what}.",
+            f"Anyone who needs my {what} should be told {{}}.",
         ),
         (
             f"What is my {what}?",

@@ -1,7 +1,8 @@
 """What somebody may tell a chat model about themselves.
 
 Owns: the list of kinds, and the wordings of those that stand alone. The last two of every list of wordings
-are for the test: they share words with the others, as people's own wordings would, but no sentence.
+are for the test: they share words with the others, as people's own wordings would, but no sentence. The two
+behind each list of statements are for its second part: they are built as none of training is.
 Does not know: how sentences are varied or values drawn, or the wordings of whole families (`kind_families`).
 Called by: `recall`, which puts facts into conversations, and `corpus`.
 """
@@ -18,6 +19,8 @@ _OWN_NAME: Final = FactKind(
     "name",
     a_person,
     "your name",
+    ("my name", "the name that I gave you"),
+    ("who I am", "what my name is", "what I am called"),
     (
         "My name~ is {}.",
         "I am {}.",
@@ -30,6 +33,15 @@ _OWN_NAME: Final = FactKind(
         "My first name~ is {}.",
         "It is {} here.",
         "{} is my name.",
+        "Meet {}, that is me.",
+        "Remember me as {}.",
+        "Think of me as {}.",
+        "Put me down as {}.",
+        "Let me introduce myself: {}.",
+        "Write {} on my name tag.",
+        "Use {} when you speak to me.",
+        "Greet me as {} next time.",
+        "Feel free to call me {}.",
         "{} is what people call me.",
         "Everybody knows me as {}.",
         "I go by {}.",
@@ -44,6 +56,7 @@ _OWN_NAME: Final = FactKind(
         "Please call me {}.",
         "My friends call me {}.",
     ),
+    ("Whoever asks for {} is looking for me.", "Begin your letters to me with Dear {}."),
     (
         "What is my name?",
         "What's my name?",
@@ -64,6 +77,8 @@ _HOME: Final = FactKind(
     "home",
     a_place,
     "where you live",
+    ("the place where I live", "my home town"),
+    ("where I live", "where my home is"),
     (
         "I live in {}.",
         "My home~ is in {}.",
@@ -74,6 +89,14 @@ _HOME: Final = FactKind(
         "My flat~ is in {}.",
         "My home town~ is {}.",
         "{} is my home.",
+        "Visit me in {}, my home town.",
+        "Find me in {}, I live there.",
+        "Come to {} and see my home.",
+        "Think of {} as my home.",
+        "Put {} down as my home town.",
+        "Look at {} on the map: I live there.",
+        "Bring it to my home in {}.",
+        "Ask around in {}, it is my home.",
         "I am at home in {}.",
         "My family and I live in {}.",
         "I am from {}.",
@@ -90,6 +113,10 @@ _HOME: Final = FactKind(
         "You can visit me in {}.",
         "I live in the city of {}.",
         "These days I live in {}.",
+    ),
+    (
+        "Send my letters to {}, where I live.",
+        "Anybody who wants to visit me at home has to go to {}.",
     ),
     (
         "Where do I live?",
@@ -110,6 +137,8 @@ _CAR: Final = FactKind(
     "car",
     a_street,
     "where your car is parked",
+    ("the street where my car is", "the place of my car"),
+    ("where my car is", "where I parked"),
     (
         "I parked my car on {}.",
         "My car~ is parked on {}.",
@@ -119,6 +148,13 @@ _CAR: Final = FactKind(
         "I have parked on {}.",
         "My parking spot~ is on {}.",
         "{} is where I parked.",
+        "Meet me at my car on {}.",
+        "Fetch my car from {}.",
+        "Take {} to get to my car.",
+        "Go to {} for my car.",
+        "Walk to {}, my car is there.",
+        "Get my car, it is on {}.",
+        "Pay for my parking on {}.",
         "{} is where my car is.",
         "The car is waiting on {}.",
         "I found a place for my car on {}.",
@@ -132,6 +168,10 @@ _CAR: Final = FactKind(
         "We parked the car on {}.",
         "I left the car parked on {}.",
         "You will find my car on {}.",
+    ),
+    (
+        "Keep an eye on {}, since my car has to stay there overnight.",
+        "Should you look for my car, just follow {} to the end.",
     ),
     (
         "Where did I park?",

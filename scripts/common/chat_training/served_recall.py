@@ -1,6 +1,7 @@
 """Recall as the engine serves it: many conversations are told something first, and asked for it last.
 
-Owns: the talk in between where no dialogues are given, the order of turns, and the figures.
+Owns: the talk in between where no dialogues are given, the order of turns, and the figures; likewise some
+greetings with nothing before them.
 Does not know: how large the tiers are, or what share must be right.
 Called by: `check_recall`.
 
@@ -17,7 +18,8 @@ from typing import Final, NamedTuple
 from tqdm import tqdm
 
 from common.chat_training.data import Conversation, Exchange
-from common.chat_training.recall import RecallCase, holds
+from common.chat_training.recall import RecallCase, gives_a_fact, holds
+from common.chat_training.small_talk import held_out_prompts
 from pensieve_jax import LLM, Output, SamplingParams, Usage
 
 _AT_ONCE: Final = 64  # conversations that take turns; the next ones begin when these have ended
@@ -36,6 +38,23 @@ Get me a cab to the airport. | For two people. | A shared one is fine. | How lon
 Are there any concerts in New York? | Something with rock. | When does it begin? | Where is it? | One ticket.
 I am looking for an apartment in Napa. | Two bedrooms. | May I have pets there? | What is the rent? | Thanks.
 """
+GREETINGS: Final = (
+    *("Hi", "Hello!", "hello", "Hey there", "Good morning", "good evening", "How are you?", "Thanks.", "ok"),
+    *("What can you do?", "Who are you?", "What is your name?", "It is raining.", "Bye!"),
+    *held_out_prompts(),
+)
+"""Messages that tell and ask nothing about anybody; training has some of them."""
+
+
+class Greeted(NamedTuple):
+    """Greetings and their replies."""
+
+    replies: Sequence[tuple[str, str]]
+
+    @property
+    def invented(self) -> list[tuple[str, str]]:
+        """Those whose reply gives a fact, which nobody has told."""
+        return [(greeting, reply) for greeting, reply in self.replies if gives_a_fact(reply)]
 
 
 class Served(NamedTuple):
@@ -90,6 +109,16 @@ def serve_cases(
         for some in itertools.batched(scripts, _AT_ONCE):
             outputs += _serve(llm, some, bar)
     return Served(cases, outputs)
+
+
+def serve_greetings(llm: LLM) -> Greeted:
+    """Each of `GREETINGS` as the only message of a conversation."""
+    outputs: list[list[Output]] = []
+    with tqdm(disable=True) as bar:
+        for some in itertools.batched([[greeting] for greeting in GREETINGS], _AT_ONCE):
+            outputs += _serve(llm, some, bar)
+    replies = [output.text for [output] in outputs]
+    return Greeted(list(zip(GREETINGS, replies, strict=True)))
 
 
 def _serve(llm: LLM, scripts: Sequence[Sequence[str]], bar: tqdm) -> list[list[Output]]:

@@ -24,6 +24,7 @@ BEGIN: Final = "<|begin|>"
 END: Final = "<|end|>"
 MARKERS: Final = (BEGIN, END, "<|system|>", "<|user|>", "<|assistant|>")
 MIN_VOCAB_SIZE: Final = len(MARKERS) + 256
+FILES: Final = ("tokenizer.json", "tokenizer_config.json")
 
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
@@ -45,7 +46,8 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
 
 def save_tokenizer(backend: tokenizers.Tokenizer, directory: Path, max_tokens: int) -> None:
     """Write the files of a Hugging Face tokenizer for a model of so many positions."""
-    backend.save(str(directory / "tokenizer.json"))
+    vocabulary_file, config_file = FILES
+    backend.save(str(directory / vocabulary_file))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BEGIN,
@@ -56,4 +58,4 @@ def save_tokenizer(backend: tokenizers.Tokenizer, directory: Path, max_tokens: i
         "chat_template": CHAT_TEMPLATE,
     }
     text = json.dumps(config, indent=2) + "\n"
-    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    (directory / config_file).write_text(text, encoding="utf-8")
