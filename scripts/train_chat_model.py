@@ -305,14 +305,14 @@ def _define_model_flags() -> None:
 def _define_training_flags() -> None:
     flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "What the model computes in.")
     flags.DEFINE_integer("seed", 0, "Of data, order and first weights.", lower_bound=0)
-    flags.DEFINE_integer("num_steps", 2000, "Training steps.", lower_bound=1)
+    flags.DEFINE_integer("num_steps", 2500, "Training steps.", lower_bound=1)
     flags.DEFINE_integer("num_rows", 64, "Rows of a batch.", lower_bound=1)
     flags.DEFINE_float("learning_rate", 2e-3, "The highest.", lower_bound=0.0)
     flags.DEFINE_integer("warmup_steps", 100, "Steps until then.", lower_bound=0)
     flags.DEFINE_float("weight_decay", 0.3, "Of AdamW; against learning dialogues by heart.", lower_bound=0.0)
     flags.DEFINE_integer(
         "recorded_per_step",
-        34,
+        28,
         "Recorded dialogues of a step; facts and talk around them fill the rest.",
         lower_bound=0,
     )
