@@ -51,8 +51,8 @@ _HELLO: Final = _Topic(
         Hi | Hello | Hey | Hi | Hello | Hey | Hi there | Hello there | Hey there | Hiya | Howdy | Greetings
         Good day | Hello again | Hi again | Hello, assistant | Hi, assistant | Hey, hi | Hi, hello
         Hello, hello | Hi, can you hear me? | Hello, are you there? | Anybody there? | Are you there?
-        Can you hear me? | Hey you | Hi everybody | Hello my friend | Yo | Salutations | Hello, is anybody in?
-        Heya
+        Can you hear me? | Hey you | Hi everybody | Hello my friend | Yo | Salutations
+        Hello, is anybody in? | Heya
         """
     ),
     (
@@ -104,8 +104,8 @@ _ABILITIES: Final = _Topic(
 _IDENTITY: Final = _Topic(
     _prompts(
         """
-        Who are you? | What are you? | Who is this? | Who am I talking to? | Are you a robot? | Are you human?
-        Are you a person? | What is your name? | What's your name? | Hi, who are you?
+        Who are you? | What are you? | Who is this? | Who am I talking to? | Are you a robot?
+        Are you human? | Are you a person? | What is your name? | What's your name? | Hi, who are you?
         Tell me about yourself. | Introduce yourself. | Tell me who you are. | Do you have a name?
         Hello, what is your name? | And who are you? | What should I call you? | Are you a machine?
         May I ask who you are? | With whom do I speak?
@@ -141,7 +141,11 @@ _OKAY: Final = _Topic(
     _prompts(
         """
         Ok | Okay | Alright | All right | Fine | Good | Great | Cool | Nice | I see | Sure | Hmm | Well | So
-        Right | Okay then | Very good | Understood | Wonderful | Ok, good | Excellent | Splendid | Fair enough
+        Right | Okay then | Very good | Understood | Wonderful | Ok, good | Super | Perfect | Amazing
+        Awesome | Lovely | Brilliant | Fantastic | Terrific | Yes | No | Maybe | Yeah | Yep | Nope
+        Sure thing | Indeed | Of course | Really? | Oh | Wow | Aha | Haha | Interesting | Funny | Correct
+        Exactly | Got it | No problem | Sounds good | Whatever | Agreed | Absolutely | Hooray | Oh well
+        Not bad | Good enough | Excellent | Splendid | Fair enough
         """
     ),
     ("All right. What can I do for you?", "Okay. How can I help you?"),
@@ -154,18 +158,46 @@ _REMARKS: Final = _Topic(
         Keep that in mind. | Sorry for the long story. | We have some time. | This is my first visit.
         To be honest, I am in a hurry. | On Monday I was at home. | In the morning I had some tea.
         What a day. | Let us begin. | Well, here we are. | My day was long. | Also, it is cold outside.
-        Some things are easy to forget. | I am tired. | I am bored. | I am happy. | I am here. | I am back.
-        It is raining. | The sun is shining. | I like it here. | Let us talk. | Tell me something.
-        Say something. | Wait a moment. | Give me a second. | Let me think. | Just a minute. | This is a test.
-        Test | I have no idea. | My head hurts. | I slept badly. | Never mind. | I am glad to be here.
-        Hold on, please.
+        Some things are easy to forget. | It is raining. | The sun is shining. | I like it here.
+        Let us talk. | Tell me something. | Say something. | Wait a moment. | Give me a second.
+        Let me think. | Just a minute. | This is a test. | Test | I have no idea. | My head hurts.
+        I slept badly. | The day is young. | My feet are cold. | I had a long day. | I need a break.
+        There is no rush. | My work is done. | I like you. | I love music. | My phone is slow.
+        I read a lot. | Never mind. | Hold on, please.
         """
     ),
     ("I see. What can I do for you?", "I see. How can I help you?"),
 )
+_STATES: Final = _Topic(
+    tuple(
+        f"{start} {state}."
+        for state in _prompts(
+            """
+            tired | bored | happy | here | back | ready | hungry | thirsty | late | sad | new here
+            in a hurry | at home | at work | on my way | fine | well | sorry | excited | busy | lost
+            confused | curious | cold | sick | better | awake | sleepy | lonely | done | finished | not sure
+            only testing | waiting | listening | still here | just looking | worried | nervous | proud
+            angry | glad | so tired | very busy | happy to be here | pleased to hear that | glad to be back
+            not in a hurry | up early | afraid of nothing | looking forward to it | only human | all ears
+            not from here | on holiday | delighted | glad to be here
+            """
+        )
+        for start in ("I am", "I'm")
+    ),
+    _REMARKS.replies,
+)
 _GREETINGS: Final = (_HELLO, _HELLO, *map(_day_part, ("morning", "afternoon", "evening")), _HOW_ARE_YOU)
-_PASSING: Final = (_HOW_ARE_YOU, _NICE_TO_MEET, _ABILITIES, _IDENTITY, _OKAY, _REMARKS, _THANKS)
+_PASSING: Final = (_HOW_ARE_YOU, _NICE_TO_MEET, _ABILITIES, _IDENTITY, _OKAY, _REMARKS, _STATES, _THANKS)
 _ALL: Final = (*dict.fromkeys((*_GREETINGS, *_PASSING)), _GOODBYE)
+_ADDRESSED: Final = (*_GREETINGS, _THANKS, _GOODBYE)
+_ADDRESSES: Final = _prompts(
+    """
+    assistant | friend | dear | my dear | buddy | mate | computer | machine | you | everybody | everyone
+    all | sir | madam | pal | stranger | old friend | robot | helper | dear assistant | dear friend
+    you there | my friend | partner
+    """
+)
+_ADDRESS_SHARE: Final = 0.15
 _GREETING_SHARE: Final = 0.7  # of first messages that are small talk
 _CASUAL_SHARE: Final = 0.3
 _END_MARKS: Final = ("", "", ".", ".", "!", "!", "!!")
@@ -200,7 +232,10 @@ def training_exchanges() -> Iterator[Exchange]:
 
 def _exchange(rng: random.Random, topics: tuple[_Topic, ...]) -> Exchange:
     topic = rng.choice(topics)
-    text = _marked(rng.choice(training_wordings(topic.prompts)), rng.choice(_END_MARKS))
+    text = rng.choice(training_wordings(topic.prompts))
+    if topic in _ADDRESSED and not text.endswith((".", "?")) and rng.random() < _ADDRESS_SHARE:
+        text = f"{text}, {rng.choice(training_wordings(_ADDRESSES))}"
+    text = _marked(text, rng.choice(_END_MARKS))
     return Exchange(perhaps_casual(rng, text, _CASUAL_SHARE), rng.choice(topic.replies))
 
 
