@@ -10,8 +10,8 @@ tiers so small that every return has its state swapped in or recomputed, and wit
 With memory for all, as many more are told and asked in new constructions (sentences built as none of training
 is; they have no target), and greetings with nothing before them are answered.
 The last line is one JSON document; exit status 1 if a target is missed: the share of right answers, state in
-the small tiers that was in place, replies that depend on where it was, or a greeting that is answered with a
-fact that nobody told.
+the small tiers that was in place, replies that depend on where it was, or the share of greetings that are
+answered with a fact that nobody told.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, Scheduler
 FLAGS = flags.FLAGS
 MIN_RECALL_PERCENT = 95
 MAX_RECALL_PERCENT_WITHOUT_HISTORY = 30
+MAX_INVENTED_PERCENT = 5
 _UNITS = {
     "recall_percent": f"greedy answers that hold what was told, {BETWEEN[0]} to {BETWEEN[1]} turns before",
     "new_constructions": "as ample, told and asked in sentences built as none of training is",
@@ -86,7 +87,9 @@ def figures(timed: Timed) -> dict[str, Any]:
     }
 
 
-def missed_targets(results: dict[str, dict[str, Any]], *, num_different: int, num_invented: int) -> list[str]:
+def missed_targets(
+    results: dict[str, dict[str, Any]], *, num_different: int, invented_percent: float
+) -> list[str]:
     """A sentence for each."""
     missed = []
     for name in ("ample", "small"):
@@ -98,8 +101,10 @@ def missed_targets(results: dict[str, dict[str, Any]], *, num_different: int, nu
         missed.append("some state was in place with small tiers: give fewer --gpu_pages")
     if num_different:
         missed.append(f"{num_different} conversations differ between ample and small tiers")
-    if num_invented:
-        missed.append(f"{num_invented} greetings are answered with a fact that nobody told")
+    if invented_percent > MAX_INVENTED_PERCENT:
+        missed.append(
+            f"more than {MAX_INVENTED_PERCENT}% of the greetings are answered with an invented fact"
+        )
     return missed
 
 
@@ -126,14 +131,14 @@ def main() -> int:
     }
     columns = ["tiers", *results["ample"]]
     print(table(columns, [[name, *row.values()] for name, row in results.items()]))
-    num_invented = len(greeted.invented)
-    missed = missed_targets(results, num_different=num_different, num_invented=num_invented)
+    invented_percent = 100 * len(greeted.invented) / len(greeted.replies)
+    missed = missed_targets(results, num_different=num_different, invented_percent=invented_percent)
     for sentence in missed:
         print(f"missed: {sentence}")
     document = {
         "num_cases": len(cases),
         "num_different": num_different,
-        "greetings": {"num": len(greeted.replies), "num_invented": num_invented},
+        "greetings": {"num": len(greeted.replies), "num_invented": len(greeted.invented)},
         "pages": {"ample": [FLAGS.ample_gpu_pages, 0], "small": [FLAGS.gpu_pages, FLAGS.cpu_pages]},
         **results,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from common.chat_training.served_recall import GREETINGS
 
 from pensieve_jax.assembly import DEFAULT_MODEL
 from tests.scripts.conftest import load
@@ -41,9 +42,13 @@ def test_without_the_history_it_is_not(document):
 
 
 def test_a_greeting_is_not_answered_with_a_fact_that_nobody_told(document):
-    assert document["greetings"]["num"] > 30
+    """Hardly ever to one that training never saw, never to the ones that people begin with."""
+    num, num_invented = document["greetings"]["num"], document["greetings"]["num_invented"]
     invented = [line for line in _lines if line.startswith("invented: ")]
-    assert document["greetings"]["num_invented"] == len(invented) == 0, "\n".join(invented)
+    assert num > 30 and num_invented == len(invented) <= 0.05 * num, "\n".join(invented)
+    usual = ("Hi", "Hello!", "hello", "Hey there", "Good morning", "good evening", "How are you?", "Thanks.")
+    assert set(usual) <= set(GREETINGS)
+    assert not [line for line in invented if line.startswith(tuple(f"invented: {one!r}:" for one in usual))]
 
 
 def test_new_constructions_are_reported_beside_the_others(document):
@@ -64,12 +69,12 @@ def test_new_constructions_are_reported_beside_the_others(document):
 )
 def test_a_missed_target_is_told(document, name, figure, value, says):
     changed = document | {name: document[name] | {figure: value}}
-    missed = check_recall.missed_targets(changed, num_different=0, num_invented=0)
+    missed = check_recall.missed_targets(changed, num_different=0, invented_percent=0)
     assert len(missed) == 1 and says in missed[0]
 
 
 def test_replies_that_depend_on_the_tiers_and_invented_facts_are_told(document):
-    assert check_recall.missed_targets(document, num_different=0, num_invented=0) == []
-    [different, invented] = check_recall.missed_targets(document, num_different=1, num_invented=2)
+    assert check_recall.missed_targets(document, num_different=0, invented_percent=0) == []
+    [different, invented] = check_recall.missed_targets(document, num_different=1, invented_percent=6)
     assert different == "1 conversations differ between ample and small tiers"
-    assert invented == "2 greetings are answered with a fact that nobody told"
+    assert invented == "more than 5% of the greetings are answered with an invented fact"
