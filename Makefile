@@ -19,9 +19,10 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	JAX_PLATFORMS=cpu $(BIN)/python scripts/demo.py
 
-# A file's tests share what they compile, so a file stays in one process.
+# A file's tests share what they compile, so a file stays in one process. Files are handed out in the order of
+# `tests/conftest.py`, long ones first; pytest-xdist by itself would keep files of few tests, the longest, for the end.
 test: $(STAMP)
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu

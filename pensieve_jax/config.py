@@ -156,7 +156,7 @@ class SchedulerConfig:
       max_num_rows: sub-requests of a step, at least `max_num_running`; None is twice that.
       max_context_tokens: the longest history + turn; None is what the model and the pool allow.
       token_buckets: padded step sizes, ascending, the last one `max_num_batched_tokens`; None derives
-        `max_num_buckets` of them, geometrically.
+        `max_num_buckets` of them (`scheduler.buckets`).
       max_num_buckets: how many sizes are derived. Each is compiled before serving, once for every group of
         layers.
       unified: False pauses generation while a new or returning request can compute what it misses: a step

@@ -9,8 +9,9 @@ and traces, which compares eviction policies on recorded traces that you have. S
 are the engine's own under a virtual clock; a step and a copy take what the profile of `--device` says: `a100`
 is the paper's machine, from published figures of the hardware, `h200` goes back to measurements. Every point
 is simulated once for each of `--seeds`, `--num_processes` at a time; the same seeds give the same figures.
-`--small` is a version on little memory that takes seconds. Tables come first, then one JSON document as the
-last line. `docs/evaluation.md` has the results beside the paper's.
+`--small` is a version on little memory that takes seconds. A flag that changes nothing of an experiment, such
+as seeds where no workload is simulated, is refused. Tables come first, then one JSON document as the last
+line. `docs/evaluation.md` has the results beside the paper's.
 """
 
 from __future__ import annotations
@@ -35,8 +36,18 @@ from pensieve_jax import ConfigError
 FLAGS = flags.FLAGS
 
 
-def settings() -> Settings:
-    """What the flags ask for; raises ConfigError."""
+_FLAGS_OF_SOME = ("device", "seeds", "small", "traces", "num_processes")
+_KEPT = ("seeds", "small")  # in the document, where an experiment goes by them
+
+
+def settings(experiment: Experiment) -> Settings:
+    """What the flags ask for; raises ConfigError, also for flags that the experiment does not go by."""
+    for name in _FLAGS_OF_SOME:
+        if FLAGS[name].present and name not in experiment.flags:
+            value = FLAGS[name].value
+            shown = ",".join(value) if isinstance(value, list) else value
+            limit = f"left out: --experiment={experiment.name} does not go by it"
+            raise ConfigError(f"--{name}", shown, limit)
     return Settings(device=FLAGS.device, seeds=_seeds(), small=FLAGS.small, traces=_traces())
 
 
@@ -76,8 +87,7 @@ def report(experiment: Experiment, asked: Settings, findings: Findings) -> None:
         "paper": experiment.paper,
         "simulated": bool(findings.profiles),
         "profiles": _profiles(findings, asked),
-        "seeds": list(asked.seeds),
-        "small": asked.small,
+        **{name: getattr(asked, name) for name in _KEPT if name in experiment.flags},
         **findings.results,
     }
     print(json_line("reproduction", document, units=findings.units, device=origin))
@@ -106,7 +116,7 @@ def _profiles(findings: Findings, asked: Settings) -> dict[str, Any]:
 
 def main() -> int:
     experiment = EXPERIMENTS[FLAGS.experiment]
-    asked = settings()
+    asked = settings(experiment)
     if FLAGS.num_processes < 1:
         raise ConfigError("--num_processes", FLAGS.num_processes, "at least 1")
     if FLAGS.plot is not None:

@@ -12,8 +12,9 @@ and counts for `--window_s`. Systems:
 Every eviction policy of `--policies` is run with each of the first two. `--replicas` engines share the load
 as `--routing` says: `affinity` (a conversation stays where it began), `random` or `least-loaded` (turn by
 turn; what other replicas had answered is computed again). The first of two tables says how the load was
-served, the second where history was found and what moved; the last line is one JSON document. A rate takes
-some seconds for each system where memory suffices, and a minute where it does not: see `--progress`.
+served, the second where history was found, what moved, and which share of the steps' time was padding; the
+last line is one JSON document. A rate takes some seconds for each system where memory suffices, and a minute
+where it does not: see `--progress`.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ _FOUND = {
     "recomputed": "recomputed_tokens",
     "wasted": "wasted_tokens",
     "suspended": "num_suspensions",
+    "padding": "padding_share_of_step_time",
 }
 _SETTINGS = (
     *("think", "time_scale", "mid_life_s", "warm_up_s", "window_s", "seed", "replicas", "routing"),
@@ -205,7 +207,8 @@ def found_row(name: str, found: dict[str, Any]) -> list[object]:
     """Where history was, what moved, and how fast that was simulated."""
     moved = [found[key] / 1e9 for key in ("swapped_out_bytes", "swapped_in_bytes")]
     speed = round(found["simulated_requests"] / max(found["simulation_cpu_s"], 1e-9))
-    return [name, _rate(found), *(found[key] for key in _FOUND.values()), *moved, speed]
+    cells = ("-" if found[key] is None else found[key] for key in _FOUND.values())
+    return [name, _rate(found), *cells, *moved, speed]
 
 
 def _rate(found: dict[str, Any]) -> str:

@@ -7,27 +7,30 @@ Called by: the planner, and the runner when it compiles.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 
 from pensieve_jax.config import SchedulerConfig
 
 _MIN_BUCKET_TOKENS = 16
+_GRAIN_TOKENS = 16
 
 
 def token_buckets(config: SchedulerConfig) -> tuple[int, ...]:
     """The padded step sizes in tokens, ascending; the last is `max_num_batched_tokens`.
 
-    Derived sizes are powers of two spread evenly in the logarithm from 16 tokens up, so that padding
-    wastes a bounded factor whatever the load.
+    Derived sizes lie evenly in the logarithm from 16 tokens up, in multiples of 16, so that padding wastes a
+    bounded factor whatever the load. What that costs: `docs/steps.md`.
     """
     largest = config.max_num_batched_tokens
     if config.token_buckets is not None:
         return config.token_buckets
     if largest <= _MIN_BUCKET_TOKENS or config.max_num_buckets == 1:
         return (largest,)
-    low, high = _MIN_BUCKET_TOKENS.bit_length() - 1, (largest - 1).bit_length()
-    steps = config.max_num_buckets - 1
-    sizes = {1 << round(low + (high - low) * i / steps) for i in range(steps)}
+    growth, steps = largest / _MIN_BUCKET_TOKENS, config.max_num_buckets - 1
+    exact = (_MIN_BUCKET_TOKENS * growth ** (i / steps) for i in range(steps))
+    # Rounded first: a power that should be a whole number may be a little above it.
+    sizes = {_GRAIN_TOKENS * math.ceil(round(size / _GRAIN_TOKENS, 6)) for size in exact}
     return (*sorted(size for size in sizes if size < largest), largest)
 
 

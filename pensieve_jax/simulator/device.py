@@ -19,6 +19,7 @@ class SimulatedDevice:
     Attributes:
       busy_s: time that steps took, so far.
       num_padded_tokens: query tokens that steps were padded with.
+      padding_s: time of `busy_s` that they took.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class SimulatedDevice:
         self._transfers = transfers
         self.busy_s = 0.0
         self.num_padded_tokens = 0
+        self.padding_s = 0.0
 
     def dispatch(self, load: StepLoad) -> float:
         """Launch a step behind everything that was dispatched; returns when it will have ended."""
@@ -44,6 +46,7 @@ class SimulatedDevice:
         seconds = self._step_time.seconds(load)
         self.busy_s += seconds
         self.num_padded_tokens += self._step_time.num_padded_tokens(load.num_tokens)
+        self.padding_s += self._step_time.padding_s(load.num_tokens)
         end_s = max(timeline.now(), timeline.device_free_s) + seconds
         timeline.occupy_device(end_s)
         return end_s

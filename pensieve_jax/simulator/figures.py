@@ -27,6 +27,7 @@ UNITS = {
     "output_token_s": "seconds per output token after the first",
     "wasted_tokens": "computed once more because their request was suspended",
     "device_busy": "share of the time in which steps ran, mean over replicas",
+    "padding_share_of_step_time": "time of steps that padding to the bucket took / time of steps",
 }
 """For the JSON line of a report."""
 
@@ -54,6 +55,9 @@ def figures(outcome: Outcome, num_replicas: int) -> dict[str, Any]:
         **answer_figures(answers),
         **{name: counters[name] for name in _COUNTERS},
         "tokens_per_step": counters["num_step_tokens"] / max(counters["num_steps"], 1),
+        "padding_share_of_step_time": counters["padding_s"] / counters["device_busy_s"]
+        if counters["device_busy_s"]
+        else None,
         # Steps count when they are dispatched, so a little more than all of the time may be busy.
         "device_busy": min(counters["device_busy_s"] / (seconds * num_replicas), 1.0) if seconds else None,
     }

@@ -176,6 +176,7 @@ class Replica:
             **self._transfers.stats(),
             "device_busy_s": self._device.busy_s,
             "num_padded_tokens": self._device.num_padded_tokens,
+            "padding_s": self._device.padding_s,
         }
 
     def check_integrity(self) -> None:

@@ -57,11 +57,23 @@ class StepTime:
         self._costs = costs
         self._buckets = buckets
         self._dense_and_rest_s = {bucket: self._of_bucket(bucket) for bucket in buckets}
+        self._padding_s: dict[int, float] = {}
 
     def seconds(self, load: StepLoad) -> float:
         """Time on the device; `IndexError` for more tokens than the largest bucket holds."""
         bucket = bucket_for(self._buckets, load.num_tokens)
         return self._dense_and_rest_s[bucket] + self._attention_s(load)
+
+    def padding_s(self, num_tokens: int) -> float:
+        """What a step of `num_tokens` would take less in a bucket of exactly that size.
+
+        Attention's part is the same: rows, pages and tiles beyond those in use cost nothing.
+        """
+        seconds = self._padding_s.get(num_tokens)
+        if seconds is None:
+            of_bucket = self._dense_and_rest_s[bucket_for(self._buckets, num_tokens)]
+            seconds = self._padding_s[num_tokens] = of_bucket - self._of_bucket(num_tokens)
+        return seconds
 
     def num_padded_tokens(self, num_tokens: int) -> int:
         """Query tokens that a step of `num_tokens` is padded with."""

@@ -13,7 +13,7 @@ from tests.engine.scenarios import Scenario, scenarios
 
 
 @settings(
-    max_examples=1200,
+    max_examples=1100,
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -9,7 +9,7 @@ import pytest
 from tests.engine.driver import run_scenario
 from tests.engine.scenarios import random_scenario
 
-NUM_SCENARIOS = 900  # with the 1,200 of `test_random_scenarios`, which another process runs, over 2,000
+NUM_SCENARIOS = 900  # with the 1,100 of `test_random_scenarios`, which another process runs, 2,000
 LEAST = {
     # Where histories were when their turns came, dropped chunks among them or not.
     "gpu": 1000,

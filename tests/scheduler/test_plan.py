@@ -65,9 +65,17 @@ def test_buckets_are_few_and_cover_every_step(largest, max_num_buckets):
 def test_buckets_that_are_given_are_kept():
     config = SchedulerConfig(max_num_batched_tokens=512, max_num_running=4, token_buckets=(8, 100, 512))
     assert token_buckets(config) == (8, 100, 512)
-    assert token_buckets(SchedulerConfig(max_num_batched_tokens=1024, max_num_buckets=4)) == (
-        16,
-        64,
-        256,
-        1024,
-    )
+
+
+@pytest.mark.parametrize(
+    ("largest", "count", "buckets"),
+    [
+        (1024, 4, (16, 64, 256, 1024)),
+        (2048, 8, (16, 32, 64, 128, 256, 512, 1024, 2048)),
+        (2048, 5, (16, 64, 192, 624, 2048)),
+        (1000, 3, (16, 128, 1000)),
+    ],
+)
+def test_derived_buckets_grow_by_one_factor(largest, count, buckets):
+    config = SchedulerConfig(max_num_batched_tokens=largest, max_num_buckets=count)
+    assert token_buckets(config) == buckets

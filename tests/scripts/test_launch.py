@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.scripts.conftest import ROOT
+from tests.scripts.starts import start_all
 
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"}
 
@@ -25,42 +26,62 @@ def start(*command, **options):
     )
 
 
-@pytest.mark.parametrize(
-    "script", ["generate", "chat", "check_serving", "compare_variants", "benchmark_swaps"]
+HELPFUL = ("generate", "chat", "check_serving", "compare_variants", "benchmark_swaps")
+BAD_FLAGS = (
+    ("benchmark_scheduler", "--policy=x", "retention"),
+    ("benchmark_scheduler", "--model=nope", "llama2-13b"),
+    ("benchmark_scheduler", "--attention_backend=q", "pallas_triton"),
+    ("benchmark_kernels", "--dtype=int8", "bfloat16"),
+    ("benchmark_swaps", "--parts=x", "beside"),
+    ("compare_variants", "--cpu_bytes=lots", "16GiB"),
+    ("benchmark_kernels", "--backend=pallas_triton", "xla"),
+    ("benchmark_kernels", "--cases=nope", "tiny"),
+    ("generate", "--nope", "--help"),
+    ("chat", "what", "unexpected arguments: what"),
 )
-def test_help_shows_the_shared_flags(script):
-    done = start(f"scripts/{script}.py", "--help", stdout=subprocess.PIPE)
+TYPED_ERROR = (
+    "from common.launch import run; from pensieve_jax import ConfigError\n"
+    "def main(): raise ConfigError('x', 1, 'more')\nrun(main)"
+)
+NOISE = (
+    "import logging; from absl import flags; flags.DEFINE_string('model', '', '')\n"
+    "from common.launch import run; run(lambda: logging.getLogger('jax').info('found') or 0)"
+)
+QUIET, LOUD = "--model=x", "--verbosity=0"
+
+
+@pytest.fixture(scope="module")
+def starts():
+    """How all of these ended, by command."""
+    commands = [
+        *((f"scripts/{script}.py", "--help") for script in HELPFUL),
+        *((f"scripts/{script}.py", flag) for script, flag, _ in BAD_FLAGS),
+        ("-c", TYPED_ERROR),
+        *(("-c", NOISE, flag) for flag in (QUIET, LOUD)),
+    ]
+    return start_all(commands, root=ROOT, environment=ENVIRONMENT)
+
+
+@pytest.mark.parametrize("script", HELPFUL)
+def test_help_shows_the_shared_flags(starts, script):
+    done = starts[f"scripts/{script}.py", "--help"]
     for flag in ("--model", "--gpu_pages", "--cpu_bytes", "--policy", "--[no]progress"):
         assert f"  {flag}: " in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("script", "flag", "known"),
-    [
-        ("benchmark_scheduler", "--policy=x", "retention"),
-        ("benchmark_scheduler", "--model=nope", "llama2-13b"),
-        ("benchmark_scheduler", "--attention_backend=q", "pallas_triton"),
-        ("benchmark_kernels", "--dtype=int8", "bfloat16"),
-        ("benchmark_swaps", "--parts=x", "beside"),
-        ("compare_variants", "--cpu_bytes=lots", "16GiB"),
-        ("benchmark_kernels", "--backend=pallas_triton", "xla"),
-        ("benchmark_kernels", "--cases=nope", "tiny"),
-        ("generate", "--nope", "--help"),
-        ("chat", "what", "unexpected arguments: what"),
-    ],
-)
-def test_a_bad_flag_is_told_in_a_line(script, flag, known):
-    done = start(f"scripts/{script}.py", flag, stdout=subprocess.PIPE)
+@pytest.mark.parametrize(("script", "flag", "known"), BAD_FLAGS)
+def test_a_bad_flag_is_told_in_a_line(starts, script, flag, known):
+    done = starts[f"scripts/{script}.py", flag]
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     assert known in done.stderr
 
 
-def test_typed_errors_are_one_line_and_status_2():
-    code = "from common.launch import run; from pensieve_jax import ConfigError\n"
-    code += "def main(): raise ConfigError('x', 1, 'more')\nrun(main)"
-    done = start("-c", code, stdout=subprocess.PIPE)
+def test_typed_errors_are_one_line_and_status_2(starts):
+    """By a process of its own as well: what forks is an import ahead of it, and nothing else."""
+    done = start("-c", TYPED_ERROR, stdout=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (2, "error: ConfigError: x is 1, but must be more.\n")
+    assert starts["-c", TYPED_ERROR] == (done.returncode, done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize("flush", [True, False])
@@ -73,10 +94,8 @@ def test_a_reader_that_has_gone_ends_it_quietly(flush):
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize(("flag", "shown"), [("--verbosity=0", True), ("--model=x", False)])
-def test_what_libraries_do_is_shown_on_demand(flag, shown):
-    code = "import logging; from absl import flags; flags.DEFINE_string('model', '', '')\n"
-    code += "from common.launch import run; run(lambda: logging.getLogger('jax').info('found') or 0)"
-    done = start("-c", code, flag, stdout=subprocess.PIPE)
+@pytest.mark.parametrize(("flag", "shown"), [(LOUD, True), (QUIET, False)])
+def test_what_libraries_do_is_shown_on_demand(starts, flag, shown):
+    done = starts["-c", NOISE, flag]
     assert done.returncode == 0
     assert ("found" in done.stderr) == shown

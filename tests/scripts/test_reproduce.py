@@ -16,6 +16,7 @@ from tests.scripts.conftest import ROOT, load
 from tests.simulator.workloads import MAX_CONTEXT_TOKENS, PROFILE, make_sessions, small_config
 
 SMALL = {"small": "true", "seeds": "0", "device": "h200", "num_processes": 1, "progress": "false"}
+ALONE = {"progress": "false"}  # for experiments that simulate no workload
 
 
 @pytest.fixture
@@ -23,7 +24,8 @@ def reproduce(launch, capsys):
     """Run an experiment; gives what it printed and its document."""
 
     def reproduce(experiment, **flags):
-        assert launch("reproduce", shared_llm=False, experiment=experiment, **SMALL | flags) == 0
+        flags = (ALONE if experiment in ("fig3", "fig4", "fig12") else SMALL) | flags
+        assert launch("reproduce", shared_llm=False, experiment=experiment, **flags) == 0
         out = capsys.readouterr().out
         return out, json.loads(out.splitlines()[-1])
 
@@ -38,7 +40,7 @@ def experiments():
 
 @pytest.mark.parametrize("device", ["a100", "h200"])
 def test_a_history_comes_to_outweigh_the_reply(reproduce, device):
-    out, document = reproduce("fig3", device=device, small="false")
+    out, document = reproduce("fig3", device=device)
     results = document["results"]
     assert "prompt_tokens" in out and f"simulated, {device}_opt-13b" in out
     assert {turn["prompt_tokens"] for turn in results["turns"]} == {32, 200}
@@ -62,7 +64,7 @@ def test_a_batch_that_needs_many_steps_takes_the_sum_of_them(experiments):
 
 
 def test_the_cost_of_a_chunk_by_profile_is_the_measured_one(reproduce, experiments):
-    _, document = reproduce("fig4")
+    _, document = reproduce("fig4", device="h200")
     curves = document["results"]["curves"]
     measured = {p["context_len"]: p["total_s"] for p in curves["measured: h200_llama2-13b-gqa10"]}
     profile = {p["context_len"]: p["total_s"] for p in curves["h200_llama2-13b-gqa10"]}
@@ -77,20 +79,39 @@ def test_kernels_are_those_that_were_measured(reproduce):
     committed = json.loads((ROOT / "docs" / "results" / "h200_kernels.json").read_text())
     results = document["results"]
     assert not results["simulated"] and results["document_command"] == committed["command"]
-    assert "measured on NVIDIA H200" in out and "cuDNN" in out
+    assert "measured on NVIDIA H200" in out
     ours = [times for name, times in results["time_us"].items() if name.startswith("pallas")]
     assert ours and all(set(times) == {"1024", "4096", "16384"} for times in ours)
+    assert results["documents"].keys() == results["time_us"].keys(), "where each is from"
+    assert all((ROOT / path).exists() for path in results["documents"].values())
+
+
+def test_the_figures_of_the_kernel_in_the_text_are_those_of_the_documents(reproduce):
+    """A new document changes the text too, or this fails."""
+    _, document = reproduce("fig12")
+    text = (ROOT / "docs" / "evaluation.md").read_text().partition("## Figure 12")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
+    said = {int(row[0].replace(",", "")): row[1:] for row in rows if row[0][:1].isdigit()}
+    assert set(said) == {1024, 4096, 16384}
+    for context, cells in said.items():
+        figures = [times.get(str(context)) for times in document["results"]["time_us"].values()]
+        measured = sorted(round(us) for us in figures if us is not None)
+        assert sorted(int(cell.replace(",", "")) for cell in cells if cell) == measured
 
 
 def test_kernels_of_a_newer_document(experiments):
-    entry = {"case": "multi_32x8x4096_mha40", "kernel": "rounds", "time_us": 5.0}
+    entry = {"case": "multi_32x8x4096_mha40", "kernel": "flash_attention_3", "time_us": 5.0}
     tried = entry | {"kernel": "pallas_triton", "is_tried": True}
-    failed = {"case": "multi_32x8x4096_mha40", "kernel": "copy_out", "reason": "failed"}
+    failed = {"case": "multi_32x8x4096_mha40", "kernel": "torch_cudnn", "reason": "failed"}
     other = entry | {"case": "tiny"}
     document = {"results": {"measurements": [entry, tried, failed, other]}}
     kernels = experiments("kernels")
-    assert kernels._times_us(document) == {"rounds": {4096: 5.0}}
-    assert kernels._has_peers(document), "figures of another machine are left out"
+    newer = kernels._times_us(document)
+    assert newer == {"flash_attention_3": {4096: 5.0}}
+    earlier = {"flash_attention_3": {1024: 1.0, 4096: 2.0}, "torch_cudnn": {4096: 3.0}}
+    assert kernels._others(newer, earlier) == {"torch_cudnn": {4096: 3.0}}, "the newer one alone"
+    committed = experiments("committed").committed_document(kernels._EARLIER)
+    assert set(kernels._times_us(committed)) <= set(load("common.kernel_peers").PEERS), "named alike"
 
 
 def test_the_document_and_the_plot_for_any_number_of_processes(reproduce, tmp_path):
@@ -120,14 +141,30 @@ def test_shows_progress(launch, capsys):
         ({"num_processes": 0}, "--num_processes is 0"),
         ({"plot": "/nowhere/fig.png"}, "a directory that exists"),
         ({"experiment": "traces"}, "--traces is ''"),
-        ({"traces": "mooncake"}, "--traces is 'mooncake'"),
-        ({"traces": "mooncake:/nowhere"}, "--traces is 'mooncake:/nowhere'"),
+        ({"experiment": "traces", "traces": "mooncake"}, "--traces is 'mooncake'"),
+        ({"experiment": "traces", "traces": "mooncake:/nowhere"}, "--traces is 'mooncake:/nowhere'"),
         ({"experiment": "traces", "traces": f"sharegpt:{__file__}"}, "--traces is 'sharegpt'"),
     ],
 )
 def test_refuses(launch, flags, says):
     with pytest.raises(ConfigError, match=says):
         launch("reproduce", shared_llm=False, **{"experiment": "fig10a"} | SMALL | flags)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "name", "value"),
+    [
+        ("fig3", "seeds", "0,1"),
+        ("fig3", "num_processes", 2),
+        ("fig4", "small", "true"),
+        ("fig12", "device", "a100"),
+        ("fig10a", "traces", f"pensieve:{__file__}"),
+        ("fig15", "traces", ""),
+    ],
+)
+def test_refuses_flags_that_change_nothing(launch, experiment, name, value):
+    with pytest.raises(ConfigError, match=f"--{name} is .* left out: --experiment={experiment}"):
+        launch("reproduce", shared_llm=False, experiment=experiment, **{name: value})
 
 
 @pytest.mark.parametrize("policy", ["retention", "lru", "conversation", "trailing"])
@@ -221,5 +258,11 @@ def test_results_are_of_experiments_that_there_are(experiments):
     assert paths
     for path in paths:
         results = json.loads(path.read_text())["results"]
-        assert results["experiment"] in experiments("registry").EXPERIMENTS, path.name
-        assert not results["small"]
+        experiment = experiments("registry").EXPERIMENTS[results["experiment"]]
+        assert ("small" in results, "seeds" in results) == tuple(
+            name in experiment.flags for name in ("small", "seeds")
+        ), path.name
+        assert not results.get("small")
+        for one in [*results.get("points", ()), *results.get("at_level", ())]:
+            for name in (name for name in one if name.endswith("_by_seed")):
+                assert set(one[name]) <= {str(seed) for seed in results["seeds"]}, (path.name, name)

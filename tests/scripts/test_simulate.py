@@ -48,7 +48,8 @@ def test_systems_rates_and_the_plot(simulate, tmp_path):
         for one in runs:
             assert one["num_requests"] > 5 and one["normalized_latency_s"]["p99"] > 0
             assert one["simulated_requests"] >= one["num_requests"]
-    assert "ms/token p99" in out and "GB out" in out and "NVIDIA H200" in out
+            assert 0 < one["padding_share_of_step_time"] < 0.5
+    assert "ms/token p99" in out and "GB out" in out and "padding" in out and "NVIDIA H200" in out
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
 
 

@@ -53,6 +53,14 @@ def test_every_profile_says_where_it_is_from():
         assert 5e-3 < seconds((1, 1, 100), bucket=16, profile=profile) < 30e-3
 
 
+def test_padding_is_what_a_step_would_take_less_in_a_bucket_of_its_size():
+    time, exact = StepTime(H200.step, (16, 512)), StepTime(H200.step, (300,))
+    load = load_of([(299, 1, 1000), (1, 1, 4000)])
+    assert time.padding_s(300) == pytest.approx(time.seconds(load) - exact.seconds(load))
+    assert time.padding_s(300) > 0 == time.padding_s(512) == time.padding_s(16)
+    assert time.padding_s(17) > time.padding_s(300), "more of it"
+
+
 def test_more_takes_longer():
     base = seconds((64, 1, 1000), bucket=512)
     assert seconds((64, 1, 1000)) > seconds((64, 1, 1000), bucket=1024) > base

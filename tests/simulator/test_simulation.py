@@ -145,7 +145,11 @@ def test_what_is_reported():
     turn = Turn("a", 1, 1.0, 50, 10, 4, is_last=True)
     usage = Usage(10, 20, 10, 19, 11, 4, 1, 7, 0)
     answers = [Answer(turn, 0, 3.0, 9.0, usage), Answer(turn, 0, 2.0, 5.0, usage)]
-    counters = simulate(scenario(), []).counters | {"device_busy_s": 6.0, "num_suspensions": 3.0}
+    counters = simulate(scenario(), []).counters | {
+        "device_busy_s": 6.0,
+        "padding_s": 0.3,
+        "num_suspensions": 3.0,
+    }
     found = figures(
         Outcome(answers=answers, counters=counters, seconds=4.0, num_unfinished=2, num_refused=1), 2
     )
@@ -155,13 +159,14 @@ def test_what_is_reported():
     assert found["gpu_hit_rate"] == pytest.approx(40 / 98)
     assert found["cpu_hit_rate"] == pytest.approx(20 / 98)
     assert (found["recomputed_tokens"], found["wasted_tokens"]) == (38, 14)
+    assert found["padding_share_of_step_time"] == pytest.approx(0.05)
     assert found["device_busy"] == 0.75 and found["num_suspensions"] == 3
 
 
 def test_nothing_to_serve():
     found = figures(simulate(scenario(), []), 1)
     assert found["num_requests"] == 0 and found["normalized_latency_s"] is None
-    assert found["requests_per_s"] is None
+    assert found["requests_per_s"] is None and found["padding_share_of_step_time"] is None
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def test_steps_follow_each_other_and_the_host_is_hidden():
     machine.device.fetch(1)
     assert machine.timeline.now() == 11.5
     assert machine.device.busy_s == 20 and machine.device.num_padded_tokens == 30
+    assert machine.device.padding_s == 0, "tokens take no time on this device"
 
 
 def test_a_copy_to_the_host_is_named_when_it_has_ended_in_order():

@@ -1,7 +1,7 @@
 """The attention kernel on the paper's Figure 12: what `benchmark_kernels.py` measured, put side by side.
 
-Owns: which committed document and cases belong to that figure.
-Does not know: how kernels are measured.
+Owns: which committed documents and cases belong to that figure, and which of two documents a kernel is from.
+Does not know: how kernels are measured, or any figure.
 Called by: the registry.
 """
 
@@ -15,25 +15,25 @@ from common.experiments.points import Measured
 from common.experiments.settings import Experiment, Findings, Settings, Table
 
 _DOCUMENT = "h200_kernels.json"
+_EARLIER = "h200_kernel_peers_earlier.json"
 _CASES = {1024: "multi_32x8x1024_mha40", 4096: "multi_32x8x4096_mha40", 16_384: "multi_32x8x16384_mha40"}
-# On another machine of the kind, as docs/kernels.md says: us by context. For documents without peers.
-_ELSEWHERE = {
-    "FlashAttention-3, paged, another H200": {1024: 181.0, 4096: 618.0, 16_384: 2389.0},
-    "cuDNN, contiguous, another H200": {4096: 901.0, 16_384: 3504.0},
-}
+
+type Times = dict[str, dict[int, float]]
+"""Microseconds a call by kernel and context."""
 
 
 def _findings(settings: Settings, measured: list[Measured]) -> Findings:
-    document = committed_document(_DOCUMENT)
-    elsewhere = {} if _has_peers(document) else _ELSEWHERE
-    times_us = _times_us(document) | elsewhere
+    document, earlier = committed_document(_DOCUMENT), committed_document(_EARLIER)
+    times_us = _times_us(document)
+    others_us = _others(times_us, _times_us(earlier))
+    named_us = times_us | {f"{name}, another {earlier['device']}": of for name, of in others_us.items()}
     return Findings(
         tables=[
             Table(
                 title=f"32 requests of 8 query tokens, 40 heads, microseconds a call; ours: {_DOCUMENT}",
-                columns=["context", *times_us],
+                columns=["context", *named_us],
                 rows=[
-                    [context, *(f"{of[context]:.0f}" if context in of else "-" for of in times_us.values())]
+                    [context, *(f"{of[context]:.0f}" if context in of else "-" for of in named_us.values())]
                     for context in _CASES
                 ],
             )
@@ -43,32 +43,34 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
                 title="NVIDIA H200, measured",
                 x_label="context tokens of each request",
                 y_label="microseconds a call",
-                curves={name: sorted(of.items()) for name, of in times_us.items()},
-                dashed=frozenset(elsewhere),
+                curves={name: sorted(of.items()) for name, of in named_us.items()},
+                dashed=frozenset(named_us) - frozenset(times_us),
                 log_x=True,
             )
         ],
         results={
-            "document": f"docs/results/{_DOCUMENT}",
+            "time_us": {name: {str(n): us for n, us in of.items()} for name, of in named_us.items()},
+            "documents": {
+                name: f"docs/results/{_DOCUMENT if name in times_us else _EARLIER}" for name in named_us
+            },
             "document_command": document["command"],
-            "time_us": {name: {str(n): us for n, us in of.items()} for name, of in times_us.items()},
-            "measured_earlier": sorted(elsewhere),
+            "earlier_source": earlier["source"] if others_us else None,
         },
         units={"time_us": "microseconds a call, by context tokens"},
     )
 
 
-def _has_peers(document: dict[str, Any]) -> bool:
-    """Whether other kernels were measured in the same run; the older form of documents has ours alone."""
-    return isinstance(document["results"], dict)
+def _others(times_us: Times, earlier_us: Times) -> Times:
+    """Kernels that were measured earlier alone: a newer measurement stands instead of them, never beside."""
+    return {name: of for name, of in earlier_us.items() if name not in times_us}
 
 
-def _times_us(document: dict[str, Any]) -> dict[str, dict[int, float]]:
-    """By kernel and context, of the cases of the figure; the document may be of either form."""
+def _times_us(document: dict[str, Any]) -> Times:
+    """Of the cases of the figure; the older form of documents is a list of results of our kernel alone."""
     results = document["results"]
-    entries = results["measurements"] if _has_peers(document) else results
+    entries = results["measurements"] if isinstance(results, dict) else results
     contexts = {case: context for context, case in _CASES.items()}
-    found: dict[str, dict[int, float]] = {}
+    found: Times = {}
     for entry in entries:
         if entry["case"] in contexts and "time_us" in entry and not entry.get("is_tried"):
             name = entry.get("kernel") or entry["backend"]
@@ -83,4 +85,5 @@ KERNELS = Experiment(
     "first and of one round for every prompt token.",
     points=lambda settings: [],
     findings=_findings,
+    flags=frozenset(),
 )

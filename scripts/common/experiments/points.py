@@ -7,7 +7,9 @@ Called by: `pool`, in this process or in others.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +19,9 @@ from common.experiments.workloads import Workload
 from pensieve_jax import EngineConfig
 from pensieve_jax.simulator import UNITS as SIMULATOR_UNITS
 from pensieve_jax.simulator import Scenario, figures, simulate
+from pensieve_jax.workload import Session
+
+_MANY_SESSIONS = 1000
 
 UNITS = {
     **SIMULATOR_UNITS,
@@ -25,6 +30,7 @@ UNITS = {
     "history_s": "the same for whole histories: what a stateless system recomputes for these answers",
     "recompute_share": "recompute_s / history_s",
     "found_rate": "gpu_hit_rate + cpu_hit_rate",
+    "*_by_seed": "the same of every seed, by its number",
 }
 
 
@@ -71,12 +77,8 @@ def measure(point: Point) -> Measured:
         window_s=workload.window_s,
     )
     sessions = workload.sessions(point.seed)
-    gc.collect()
-    gc.freeze()  # sessions stay: no need to look at them again and again
-    try:
+    with _kept(sessions):
         outcome = simulate(scenario, sessions)
-    finally:
-        gc.unfreeze()
     found = figures(outcome, num_replicas=1)
     seconds = RecomputeSeconds(costs, cache.chunk_tokens, workload.max_context_tokens)
     recompute_s, history_s = seconds.of(outcome.answers, cache.policy)
@@ -87,3 +89,20 @@ def measure(point: Point) -> Measured:
         "found_rate": found["gpu_hit_rate"] + found["cpu_hit_rate"],
     }
     return Measured(point, found)
+
+
+@contextlib.contextmanager
+def _kept(sessions: Sequence[Session]) -> Iterator[None]:
+    """Sessions stay for the whole run: the garbage collector need not look at many of them again and again.
+
+    To set aside what is no garbage it looks at everything once, which takes longer than a small run.
+    """
+    if len(sessions) < _MANY_SESSIONS:
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

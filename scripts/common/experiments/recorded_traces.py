@@ -20,7 +20,15 @@ from common.experiments.eviction import RETENTION_OVER, by_policy, policy_panel,
 from common.experiments.machines import profile_name
 from common.experiments.points import UNITS, Measured, Point
 from common.experiments.seeds import Group, groups
-from common.experiments.settings import Experiment, Findings, Row, Settings, Table, TraceFile
+from common.experiments.settings import (
+    SIMULATION_FLAGS,
+    Experiment,
+    Findings,
+    Row,
+    Settings,
+    Table,
+    TraceFile,
+)
 from common.experiments.systems import BOTH_TIERS, ONE_TIER, System, engine, memory_of_tokens
 from common.experiments.workloads import Workload
 from pensieve_jax import ConfigError
@@ -229,4 +237,5 @@ RECORDED_TRACES = Experiment(
     paper="Not in the paper, which had conversations without times.",
     points=points,
     findings=findings,
+    flags=SIMULATION_FLAGS | {"traces"},
 )

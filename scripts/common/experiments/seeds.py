@@ -55,10 +55,14 @@ class Group:
         self.rate_per_s = first.workload.rate_per_s
         self.runs = {run.point.seed: run for run in runs}
 
+    def by_seed(self, get: str | Callable[[dict[str, Any]], float]) -> dict[int, float]:
+        """A figure, by name or by function, of every seed."""
+        found = {seed: run.figures for seed, run in self.runs.items()}
+        return {seed: one[get] if isinstance(get, str) else get(one) for seed, one in found.items()}
+
     def values(self, get: str | Callable[[dict[str, Any]], float]) -> list[float]:
-        """A figure, by name or by function, seed by seed."""
-        found = (run.figures for run in self.runs.values())
-        return [one[get] if isinstance(get, str) else get(one) for one in found]
+        """The same in the order of the seeds."""
+        return list(self.by_seed(get).values())
 
     def mean(self, get: str | Callable[[dict[str, Any]], float]) -> float:
         """Over seeds."""
@@ -71,7 +75,7 @@ class Group:
         return self.mean(latency_s)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: means, and the share of recomputation seed by seed."""
+        """For JSON: means, and by seed what was found and the share of recomputation."""
         latencies = [run.figures["normalized_latency_s"] for run in self.runs.values()]
         return {
             "panel": self.panel,
@@ -84,8 +88,10 @@ class Group:
             }
             if all(latencies)
             else None,
-            "found_rate_by_seed": [_rounded(value) for value in self.values("found_rate")],
-            "recompute_share_by_seed": [_rounded(value) for value in self.values("recompute_share")],
+            **{
+                f"{name}_by_seed": {seed: _rounded(value) for seed, value in self.by_seed(name).items()}
+                for name in ("found_rate", "recompute_share")
+            },
         }
 
 

@@ -17,6 +17,9 @@ from common.experiments.points import Measured, Point
 
 type Row = Sequence[object]
 
+SIMULATION_FLAGS = frozenset({"device", "seeds", "small", "num_processes"})
+"""What an experiment that simulates workloads goes by."""
+
 
 @dataclass(frozen=True)
 class TraceFile:
@@ -91,6 +94,7 @@ class Experiment:
       paper: what the paper says there, in our words.
       points: what is to be simulated; empty where nothing is.
       findings: what the simulated points come to.
+      flags: those of the run that change anything here; others are refused rather than ignored.
     """
 
     name: str
@@ -98,3 +102,4 @@ class Experiment:
     paper: str
     points: Callable[[Settings], list[Point]]
     findings: Callable[[Settings, list[Measured]], Findings]
+    flags: frozenset[str] = SIMULATION_FLAGS

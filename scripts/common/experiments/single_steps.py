@@ -189,6 +189,7 @@ TURNS = Experiment(
     "different prompts, 32 and 200 tokens. The batch and the reply's length here are our choice.",
     points=lambda settings: [],
     findings=_turns,
+    flags=frozenset({"device", "small"}),
 )
 CHUNKS = Experiment(
     name="fig4",
@@ -197,4 +198,5 @@ CHUNKS = Experiment(
     "4K, 0.77 at 8K, 1.53 at 16K tokens (as others read them off the figure; its model is not named).",
     points=lambda settings: [],
     findings=_chunks,
+    flags=frozenset({"device"}),
 )

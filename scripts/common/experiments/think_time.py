@@ -76,7 +76,7 @@ def findings(settings: Settings, measured: list[Measured]) -> Findings:
     found = groups(measured)
     level_s = OPT_SHAREGPT.level_s[settings.device]
     at_level = {
-        (system.name, think_s): list(throughputs_at(level_s, _curve(found, system.name, think_s)).values())
+        (system.name, think_s): throughputs_at(level_s, _curve(found, system.name, think_s))
         for system in _SYSTEMS
         for think_s in sorted({group.x for group in found})
     }
@@ -88,8 +88,8 @@ def findings(settings: Settings, measured: list[Measured]) -> Findings:
                 title=f"Requests a second at {level}, mean and range over seeds",
                 columns=["system", "think s", "requests/s"],
                 rows=[
-                    [name, f"{think_s:g}", str(spread(values)) if values else "-"]
-                    for (name, think_s), values in at_level.items()
+                    [name, f"{think_s:g}", str(spread(list(by_seed.values())) or "-")]
+                    for (name, think_s), by_seed in at_level.items()
                 ],
             ),
         ],
@@ -97,8 +97,8 @@ def findings(settings: Settings, measured: list[Measured]) -> Findings:
         results={
             "points": [group.as_dict() for group in found],
             "at_level": [
-                {"system": name, "think_s": think_s, "level_s": level_s, "requests_per_s_by_seed": values}
-                for (name, think_s), values in at_level.items()
+                {"system": name, "think_s": think_s, "level_s": level_s, "requests_per_s_by_seed": by_seed}
+                for (name, think_s), by_seed in at_level.items()
             ],
         },
         profiles=[profile_name(settings.device, _MODEL)],
@@ -124,7 +124,7 @@ def _curve(found: Sequence[Group], series: str, think_s: float) -> list[Group]:
 
 
 def _panels(
-    found: Sequence[Group], at_level: dict[tuple[str, float], list[float]], level: str
+    found: Sequence[Group], at_level: dict[tuple[str, float], dict[int, float]], level: str
 ) -> list[Panel]:
     busiest = max(
         (group for group in found if group.series == ONE_TIER.name), key=lambda group: group.rate_per_s or 0.0
@@ -137,9 +137,9 @@ def _panels(
             y_label="requests answered a second",
             curves={
                 system.name: [
-                    (think_s, sum(values) / len(values))
-                    for (name, think_s), values in at_level.items()
-                    if name == system.name and values
+                    (think_s, sum(by_seed.values()) / len(by_seed))
+                    for (name, think_s), by_seed in at_level.items()
+                    if name == system.name and by_seed
                 ]
                 for system in _SYSTEMS
             },
