@@ -76,7 +76,7 @@ def test_the_cost_of_a_chunk_by_profile_is_the_measured_one(reproduce, experimen
 
 def test_kernels_are_those_that_were_measured(reproduce):
     out, document = reproduce("fig12")
-    committed = json.loads((ROOT / "docs" / "results" / "h200_kernels.json").read_text())
+    committed = json.loads((ROOT / "docs" / "results" / "h200_kernels_multi.json").read_text())
     results = document["results"]
     assert not results["simulated"] and results["document_command"] == committed["command"]
     assert "measured on NVIDIA H200" in out

@@ -14,7 +14,7 @@ from common.experiments.panels import Panel
 from common.experiments.points import Measured
 from common.experiments.settings import Experiment, Findings, Settings, Table
 
-_DOCUMENT = "h200_kernels.json"
+_DOCUMENT = "h200_kernels_multi.json"
 _EARLIER = "h200_kernel_peers_earlier.json"
 _CASES = {1024: "multi_32x8x1024_mha40", 4096: "multi_32x8x4096_mha40", 16_384: "multi_32x8x16384_mha40"}
 
