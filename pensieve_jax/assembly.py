@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Assembled:
-    """An engine and what it was made of; `config` has both tiers' sizes turned into pages."""
+    """An engine and what it was made of; `config` says what was left to this device, sizes as pages."""
 
     engine: Engine
     runner: ModelRunner
@@ -107,7 +107,7 @@ def assemble(
 def make_runner(
     source: str, dtype: str, config: EngineConfig, progress: bool
 ) -> tuple[ModelRunner, EngineConfig]:
-    """Load the weights, take memory and compile every bucket; the config has both tiers' sizes in pages."""
+    """Load the weights, take memory and compile every bucket; the config is that of `Assembled`."""
     if config.runner.compilation_cache_dir is not None:
         keep_compilations_in(config.runner.compilation_cache_dir)
     mesh = make_mesh(config.runner.tensor_parallel_size)
@@ -122,6 +122,7 @@ def make_runner(
         )
     weights_dtype = jax.tree.leaves(nnx.state(model))[0].dtype
     config = _in_pages(config, chunk_bytes(model.config, config.cache.chunk_tokens, weights_dtype), mesh)
+    config = config.with_num_buckets(on_gpu=mesh.devices.flat[0].platform == "gpu")
     runner = ModelRunner(model, config, mesh)
     sizes = ", ".join(str(size) for size in sorted(runner.layouts))
     title = f"{len(runner.layouts)} buckets to compile: steps of up to {sizes} tokens"

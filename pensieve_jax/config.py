@@ -18,6 +18,8 @@ CHUNK_SIZES_TOKENS = (16, 32, 64)
 _STAGED_BYTES = 10**9  # of chunks in transit, each way and device: some 20 ms of copying
 _LEAST_STAGED_PAGES = 64  # a history of 2,000 tokens in chunks of 32
 ATTENTION_BACKENDS = ("auto", "xla", "pallas_triton", "pallas_mosaic_gpu", "jax_triton")
+_NUM_BUCKETS_GPU = 8  # where 4 would cost twice as much padding or more: docs/steps.md
+_NUM_BUCKETS_ELSEWHERE = 4  # where models are small, and compiling is most of what is waited for
 POLICIES = ("retention", "lru", "conversation", "trailing")
 
 
@@ -158,7 +160,7 @@ class SchedulerConfig:
       token_buckets: padded step sizes, ascending, the last one `max_num_batched_tokens`; None derives
         `max_num_buckets` of them (`scheduler.buckets`).
       max_num_buckets: how many sizes are derived. Each is compiled before serving, once for every group of
-        layers.
+        layers. None is 8 on GPUs, and 4 where an engine is assembled for anything else.
       unified: False pauses generation while a new or returning request can compute what it misses: a step
         holds prompts and recomputation, or decodes, never both. For comparison (the paper's Figure 13).
     """
@@ -168,7 +170,7 @@ class SchedulerConfig:
     max_num_rows: int | None = None
     max_context_tokens: int | None = None
     token_buckets: tuple[int, ...] | None = None
-    max_num_buckets: int = 4
+    max_num_buckets: int | None = None
     unified: bool = True
 
     @property
@@ -176,11 +178,22 @@ class SchedulerConfig:
         """Sub-requests of a step: `max_num_rows`, or what it stands for."""
         return self.max_num_rows or 2 * self.max_num_running
 
+    @property
+    def bucket_limit(self) -> int:
+        """Sizes that are derived: `max_num_buckets`, or what it stands for on GPUs."""
+        return self.max_num_buckets or _NUM_BUCKETS_GPU
+
     def __post_init__(self) -> None:
         """Refuse what cannot work by itself."""
-        for name in ("max_num_running", "max_num_batched_tokens", "max_num_buckets"):
+        for name in ("max_num_running", "max_num_batched_tokens"):
             value = getattr(self, name)
             _require(_is_count(value, 1), f"scheduler.{name}", value, "an integer of at least 1")
+        _require(
+            self.max_num_buckets is None or _is_count(self.max_num_buckets, 1),
+            "scheduler.max_num_buckets",
+            self.max_num_buckets,
+            "None or an integer of at least 1",
+        )
         _require(
             self.max_num_rows is None or _is_count(self.max_num_rows, self.max_num_running),
             "scheduler.max_num_rows",
@@ -309,6 +322,13 @@ class EngineConfig:
     def with_gpu_pages(self, num_pages: int) -> EngineConfig:
         """The same with `cache.gpu_memory_fraction` turned into pages."""
         return replace(self, cache=replace(self.cache, gpu_pages=num_pages, gpu_memory_fraction=None))
+
+    def with_num_buckets(self, *, on_gpu: bool) -> EngineConfig:
+        """The same with what `scheduler.max_num_buckets` stands for here in place of None."""
+        if self.scheduler.max_num_buckets is not None:
+            return self
+        num_buckets = _NUM_BUCKETS_GPU if on_gpu else _NUM_BUCKETS_ELSEWHERE
+        return replace(self, scheduler=replace(self.scheduler, max_num_buckets=num_buckets))
 
     def with_staged_pages(self, page_bytes: int) -> EngineConfig:
         """The same with `runner.max_num_staged_pages` lowered to what keeps a device's transfers busy.

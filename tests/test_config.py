@@ -40,7 +40,7 @@ BAD = [
         (SchedulerConfig, "token_buckets", value, r"ends? with max_num_batched_tokens \(1024\)")
         for value in ((), (16, 512), (1024, 16), (16, 16, 1024), (0, 1024), (16.0, 1024), ("a", 1024), 1024)
     ],
-    *[(SchedulerConfig, "max_num_buckets", value, "at least 1") for value in (0, -1, True, None)],
+    *[(SchedulerConfig, "max_num_buckets", value, "at least 1") for value in (0, -1, True, 2.0)],
     *[(RunnerConfig, "attention_backend", value, "xla") for value in ("", "cuda", None)],
     *[(RunnerConfig, "tensor_parallel_size", value, "at least 1") for value in (0, -2, 1.0, True)],
     *[(RunnerConfig, "num_layer_groups", value, "at least 1") for value in (0, 1.5)],
@@ -113,6 +113,14 @@ def test_staging_holds_a_gigabyte():
     assert held == [110, 100, 64]
     few = EngineConfig(runner=RunnerConfig(max_num_staged_pages=4))
     assert few.with_staged_pages(10**9) == few
+
+
+@pytest.mark.parametrize(("on_gpu", "num_buckets"), [(True, 8), (False, 4)])
+def test_step_sizes_follow_the_device_unless_they_are_given(on_gpu, num_buckets):
+    config = EngineConfig().with_num_buckets(on_gpu=on_gpu)
+    assert config.scheduler.max_num_buckets == config.scheduler.bucket_limit == num_buckets
+    given = EngineConfig(scheduler=SchedulerConfig(max_num_buckets=3))
+    assert given.with_num_buckets(on_gpu=on_gpu) == given and given.scheduler.bucket_limit == 3
 
 
 def test_the_reserve_is_a_share_of_the_pool():

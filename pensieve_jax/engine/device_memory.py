@@ -7,14 +7,16 @@ Called by: `model_runner`, `device_transfers`, and `assembly`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
 
-from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.core.errors import ConfigError, StepFailedError
 
 _LEAST_PAGES = 2
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how the runtime's errors of this kind begin
 
 
 def memory_limit_bytes(device: jax.Device) -> int | None:
@@ -96,6 +98,22 @@ def check_pools_fit(
             "lower it (or cache.gpu_memory_fraction), or raise runner.tensor_parallel_size or the share of "
             "memory that JAX may use",
         )
+
+
+@contextlib.contextmanager
+def refusing_pools(gpu_pages: int) -> Iterator[None]:
+    """Refuse pools beside which the device runs out of memory while steps are got ready.
+
+    Raises:
+      ConfigError: names `cache.gpu_pages`. What else goes wrong is raised as it is.
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, StepFailedError) as error:
+        if _OUT_OF_MEMORY not in str(error):
+            raise
+        limit = "fewer: beside them the device has no memory to compile and run the steps"
+        raise ConfigError("cache.gpu_pages", gpu_pages, limit, str(error)) from error
 
 
 def step_memory(

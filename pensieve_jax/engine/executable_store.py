@@ -94,11 +94,13 @@ class ExecutableStore:
         self._environment = repr(sorted(environment(self._devices).items()))
         self._lock = threading.Lock()
         self._used: set[Path] = set()  # files that were loaded or saved here
+        # A process that has reloaded a module would else be given what its old source made.
+        self._may_load = source_digest() == SOURCE_DIGEST
         self.num_loaded = 0
 
     def holds(self, key: str) -> bool:
-        """Whether there is a file; what is in it shows when it is loaded."""
-        return self._path(key).is_file()
+        """Whether there is a file that may be loaded; what is in it shows when it is."""
+        return self._may_load and self._path(key).is_file()
 
     def load(self, key: str) -> jax.stages.Compiled | None:
         """The program of `key`, ready to run; None where there is none that can be used, which is logged."""
@@ -135,10 +137,11 @@ class ExecutableStore:
         self._mark_used(path)
 
     def discard_used(self) -> None:
-        """Remove what was loaded or saved here: it turned out not to run."""
+        """Remove what was loaded or saved here, and load no more: some of it turned out not to run."""
         with self._lock:
+            self._may_load = False
             for path in self._used:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # on a file system that is read only, say
                     path.unlink(missing_ok=True)
             self._used.clear()
             self.num_loaded = 0

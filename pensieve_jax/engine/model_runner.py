@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.engine import sampler, step
 from pensieve_jax.engine.compilation import CompilationCounter, compile_all
-from pensieve_jax.engine.device_memory import bytes_per_device, check_pools_fit, step_memory
+from pensieve_jax.engine.device_memory import bytes_per_device, check_pools_fit, refusing_pools, step_memory
 from pensieve_jax.engine.device_pools import DevicePools
 from pensieve_jax.engine.device_transfers import DeviceTransfers
 from pensieve_jax.engine.executable_store import ExecutableStore
@@ -50,7 +50,6 @@ from pensieve_jax.scheduler.plan import (
 )
 
 _log = logging.getLogger(__name__)
-_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how the runtime's errors of this kind begin
 
 
 class StepHandle(NamedTuple):
@@ -237,7 +236,7 @@ class ModelRunner:
         """Take host memory as `grown` goes on, then load or compile every executable."""
         num_all = self._transfers.num_preparations + self._programs.num_programs
         jobs = itertools.chain(self._programs.jobs(self._forward, self._choose), self._transfers.jobs())
-        with self._refusing_for_memory(), contextlib.closing(compile_all(jobs, store)) as compiled:
+        with refusing_pools(self._gpu_pages), contextlib.closing(compile_all(jobs, store)) as compiled:
             for num_done, name in enumerate(itertools.chain(grown, compiled), start=1):
                 if progress is not None:
                     progress(num_done, num_all, name)
@@ -246,7 +245,7 @@ class ModelRunner:
 
     def _rehearse(self) -> None:
         """Run every executable once, which loads kernels and allocates workspaces; no request should pay."""
-        with self._refusing_for_memory():
+        with refusing_pools(self._gpu_pages):
             self._transfers.rehearse()
             for layout, mode in itertools.product(self.layouts.values(), sampler.all_modes()):
                 self.fetch(self._launch(self._empty_plan(layout), mode))
@@ -259,17 +258,6 @@ class ModelRunner:
         except jax.errors.JaxRuntimeError as error:
             raise StepFailedError(f"a step could not be started: {error}") from error
         return StepHandle(result, layout.max_num_samples)
-
-    @contextlib.contextmanager
-    def _refusing_for_memory(self) -> Iterator[None]:
-        """A device that runs out of memory while all is got ready has too many pages."""
-        try:
-            yield
-        except (jax.errors.JaxRuntimeError, StepFailedError) as error:
-            if _OUT_OF_MEMORY not in str(error):
-                raise
-            limit = "fewer: beside them the device has no memory to compile and run the steps"
-            raise ConfigError("cache.gpu_pages", self._gpu_pages, limit, str(error)) from error
 
     def _empty_plan(self, layout: PlanLayout) -> StepPlan:
         """A plan of no rows, which writes and samples nothing."""

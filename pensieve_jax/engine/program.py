@@ -16,8 +16,8 @@ import dataclasses
 import enum
 import hashlib
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +32,7 @@ class Program(NamedTuple):
     """A call of a jitted function.
 
     Attributes:
-      function: of `jax.jit`, defined in a module; donation and static arguments are those of its source.
+      function: of `jax.jit`, under its own name in its module, whose source says what is donated and static.
       arguments: trees of arrays and `jax.ShapeDtypeStruct`s.
       statics: static arguments, by name.
     """
@@ -141,11 +141,17 @@ def _numpy_word(value: np.ndarray) -> str:
 
 
 def _code_word(value: Any) -> str:
-    """A class, or a function of a module, jitted or not: the source says the rest."""
-    code = getattr(value, "__wrapped__", value)
-    if isinstance(code, type) or (isinstance(code, FunctionType) and code.__closure__ is None):
-        return f"code {_qualified_name(code)}"
-    raise TypeError(f"no key for {value!r}, which is neither a class nor a function of a module")
+    """A class or a function, jitted or not, that its module has under its name: the source says the rest.
+
+    Others may share their name: lambdas, what a call defines, a second `jax.jit` with options of its own.
+    """
+    module, path = getattr(value, "__module__", None) or "", getattr(value, "__qualname__", "")
+    found = sys.modules.get(module) if module != "__main__" else None  # a script is no part of the source
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    if found is not value:
+        raise TypeError(f"no key for {value!r}, which is not what a module has under its name")
+    return f"code {module}.{path}"
 
 
 def _device_ids(devices: Iterable[Any]) -> list[int]:

@@ -25,9 +25,9 @@ def token_buckets(config: SchedulerConfig) -> tuple[int, ...]:
     largest = config.max_num_batched_tokens
     if config.token_buckets is not None:
         return config.token_buckets
-    if largest <= _MIN_BUCKET_TOKENS or config.max_num_buckets == 1:
+    if largest <= _MIN_BUCKET_TOKENS or config.bucket_limit == 1:
         return (largest,)
-    growth, steps = largest / _MIN_BUCKET_TOKENS, config.max_num_buckets - 1
+    growth, steps = largest / _MIN_BUCKET_TOKENS, config.bucket_limit - 1
     exact = (_MIN_BUCKET_TOKENS * growth ** (i / steps) for i in range(steps))
     # Rounded first: a power that should be a whole number may be a little above it.
     sizes = {_GRAIN_TOKENS * math.ceil(round(size / _GRAIN_TOKENS, 6)) for size in exact}

@@ -61,7 +61,9 @@ def define_engine_flags(*, model: str = DEFAULT_MODEL) -> None:
     _define_tier_flags()
     flags.DEFINE_integer("max_num_running", _SCHEDULER.max_num_running, "Requests in the batch at once.")
     flags.DEFINE_integer("max_num_batched_tokens", None, "Query tokens of a step.")
-    flags.DEFINE_integer("max_num_buckets", _SCHEDULER.max_num_buckets, "Step sizes compiled, if derived.")
+    flags.DEFINE_integer(
+        "max_num_buckets", None, "Step sizes compiled, if derived; default: 8 on GPUs, 4 elsewhere."
+    )
     flags.DEFINE_list("token_buckets", None, "Step sizes compiled, ascending, e.g. 64,256,1024.")
     flags.DEFINE_bool(
         "unified", _SCHEDULER.unified, "Put prompts and decodes into one step; --nounified pauses decodes."

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from pensieve_jax import CacheConfig, ConfigError, EngineConfig, assembly
+from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig, assembly
 from pensieve_jax import config as config_module
 from pensieve_jax.assembly import make_runner
+from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.engine import device_memory
-from pensieve_jax.engine.device_memory import num_pages_in
+from pensieve_jax.engine.device_memory import num_pages_in, refusing_pools
 
 
 def device(limit_bytes, used_bytes):
@@ -50,6 +51,8 @@ def test_a_runner_has_as_many_pages_as_fit(monkeypatch):
     page_bytes = runner.memory_analysis()["page_bytes"]
     assert config.cache.gpu_pages == (limit_bytes // 8 - used_bytes) // page_bytes - 1
     assert config.cache.gpu_memory_fraction is None
+    num_buckets = 8 if jax.default_backend() == "gpu" else 4
+    assert config.scheduler.max_num_buckets == len(runner.layouts) == num_buckets
     assert runner.storage.num_pages == config.cache.gpu_pages + 1
 
 
@@ -57,9 +60,20 @@ def test_a_runner_stages_what_a_gigabyte_holds(monkeypatch):
     """The config that comes back says how many; what is asked for is the most."""
     monkeypatch.setattr(config_module, "_STAGED_BYTES", 0)
     monkeypatch.setattr(config_module, "_LEAST_STAGED_PAGES", 3)
-    config = EngineConfig(cache=CacheConfig(cpu_pages=8))
+    config = EngineConfig(cache=CacheConfig(cpu_pages=8), scheduler=SchedulerConfig(max_num_buckets=1))
     _, config = make_runner("random:llama-tiny", "float32", config, progress=False)
     assert config.runner.max_num_staged_pages == 3
+
+
+@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, StepFailedError])
+def test_pools_that_leave_no_memory_are_refused_and_nothing_else_is(kind):
+    with (
+        pytest.raises(ConfigError, match=r"cache\.gpu_pages is 7, but must be fewer.*2\.5G"),
+        refusing_pools(7),
+    ):
+        raise kind("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.5G")
+    with pytest.raises(kind, match="INTERNAL"), refusing_pools(7):
+        raise kind("INTERNAL: illegal address")
 
 
 def test_a_cpu_does_not_say():

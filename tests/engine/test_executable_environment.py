@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import tomllib
+from pathlib import Path
 
 import jax
 import pytest
@@ -206,5 +208,7 @@ def test_any_source_counts(tmp_path, monkeypatch):
     assert digests[0] == digests[1] and len(set(digests)) == 4
 
 
-def test_which_packages_are_traced():
-    assert set(executable_environment.PACKAGES) == {"pensieve_jax", "model_defs", "pallas_kernels"}
+def test_every_package_counts():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    included = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert {f"{package}*" for package in executable_environment.PACKAGES} == set(included)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
 import pickle
+import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +34,7 @@ class Lowering:
     """A jitted function that notes on which threads it is lowered."""
 
     def __init__(self, function):
-        self.__wrapped__ = function
+        functools.update_wrapper(self, function)
         self._jitted = jax.jit(function, donate_argnums=0)
         self.threads = []
 
@@ -55,7 +58,8 @@ def made(store, function=shifted_product):
     """The program by way of the store, and how often it was lowered for that: always on this thread."""
     lowering, kept = Lowering(function), []
     job = CompilationJob("add", Program(lowering, arguments(), {}), kept.append)
-    assert list(compile_all([job], store)) == ["add"]
+    with mock.patch.object(sys.modules[__name__], function.__name__, lowering, create=True):
+        assert list(compile_all([job], store)) == ["add"]
     assert set(lowering.threads) <= {threading.current_thread()}
     return kept[0], len(lowering.threads)
 
@@ -107,14 +111,17 @@ def test_a_program_has_a_file_for_each_environment(cache_dir, only_file, monkeyp
     assert made(opened(cache_dir))[1] == 0
 
 
-def test_what_jax_has_cached_is_compiled_anew(cache_dir, tmp_path):
+def test_what_jax_has_cached_is_compiled_anew(cache_dir, tmp_path, monkeypatch):
     """What JAX's cache answers with could be written and loaded, but not run."""
 
     def program():
         def mixed(x):  # anew for JAX, and the same for its cache
             return jnp.sort(jnp.sin(x) @ jnp.outer(jnp.arange(64.0), x)) + jnp.cumsum(x)
 
-        return Program(jax.jit(mixed), (jax.ShapeDtypeStruct((64,), jnp.float32),), {})
+        mixed.__qualname__ = "mixed"
+        jitted = jax.jit(mixed)
+        monkeypatch.setattr(sys.modules[__name__], "mixed", jitted, raising=False)
+        return Program(jitted, (jax.ShapeDtypeStruct((64,), jnp.float32),), {})
 
     def compiled(program, store=None):
         kept = []
@@ -143,7 +150,7 @@ def test_what_jax_has_cached_is_compiled_anew(cache_dir, tmp_path):
         compiled(program())
         assert "/jax/compilation_cache/cache_hits" in hits
         store = opened(cache_dir)
-        assert compiled(same, store)(jnp.ones(64)).tolist() == expected and store.num_loaded == 1
+        assert compiled(program(), store)(jnp.ones(64)).tolist() == expected and store.num_loaded == 1
     finally:
         keep_compilations_in(before[0])
         for name, value in zip(settings, before, strict=True):
@@ -159,8 +166,13 @@ def test_jaxs_cache_is_off_until_the_last_has_ended(cache_dir):
     assert jax.config.jax_enable_compilation_cache
 
 
+@jax.jit
+def doubled(x):
+    return 2 * x
+
+
 def two_jobs():
-    return [CompilationJob("add", Program(Lowering(shifted_product), arguments(), {}), [].append)] * 2
+    return [CompilationJob("double", Program(doubled, (jnp.ones(4),), {}), [].append)] * 2
 
 
 DAMAGES = {
@@ -201,6 +213,24 @@ def test_a_file_that_goes_meanwhile(cache_dir, only_file, caplog):
     assert made(store)[1] == 1 and "cannot be used" in caplog.text
 
 
+def test_two_starts_at_a_time(cache_dir, monkeypatch):
+    """One begins and ends just before the other's file gets its name; neither is in the other's way."""
+    replace, others = os.replace, []
+
+    def replace_late(*paths):
+        if not others:
+            others.append(None)
+            others[0] = made(opened(cache_dir))
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", replace_late)
+    late = made(opened(cache_dir))
+    starts = [late, *others, made(opened(cache_dir))]
+    assert [num_lowered for _, num_lowered in starts] == [1, 1, 0] and len(files(cache_dir)) == 1
+    for program, _ in starts:
+        assert_runs(program)
+
+
 def with_callback(x, pair):
     jax.debug.callback(print, x)
     return x + pair["a"]
@@ -228,10 +258,13 @@ def test_a_full_disk_leaves_nothing_behind(cache_dir, monkeypatch, caplog):
     assert "no space left" in caplog.text and files(cache_dir) == []
 
 
-def test_nothing_is_kept_once_the_source_has_changed(cache_dir, monkeypatch, caplog):
+def test_nothing_is_loaded_or_kept_once_the_source_has_changed(cache_dir, only_file, monkeypatch, caplog):
+    before = only_file.stat()
     monkeypatch.setattr(executable_store, "source_digest", lambda: "changed")
-    assert_runs(made(opened(cache_dir))[0])
-    assert "source has changed" in caplog.text and files(cache_dir) == []
+    program, num_lowered = made(opened(cache_dir))
+    assert_runs(program)
+    assert num_lowered == 1 and "source has changed" in caplog.text
+    assert files(cache_dir) == [only_file] and only_file.stat() == before
 
 
 def test_programs_that_do_not_run_are_discarded(cache_dir, only_file):
@@ -242,6 +275,19 @@ def test_programs_that_do_not_run_are_discarded(cache_dir, only_file):
     assert store.num_loaded == 1
     store.discard_used()
     assert files(cache_dir) == [other] and store.num_loaded == 0
+
+
+def test_programs_that_do_not_run_are_not_loaded_again(cache_dir, only_file, monkeypatch):
+    """Not by this process, where their files cannot be removed: on a file system that is read only, say."""
+
+    def fail(*_, **__):
+        raise OSError("read only")
+
+    store = opened(cache_dir)
+    made(store)
+    monkeypatch.setattr(Path, "unlink", fail)
+    store.discard_used()
+    assert only_file.is_file() and made(store)[1] == 1 and store.num_loaded == 0
 
 
 def aged(path, seconds, size=1):

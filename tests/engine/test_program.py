@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from typing import NamedTuple
 
 import jax
@@ -83,7 +84,8 @@ DIFFERENT = {
     "long array": (of(np.zeros(5000)), of(np.eye(1, 5000, 2500)[0])),
     "words that run together": (of(["a", "bc"]), of(["ab", "c"])),
     "treedef": (of(jax.tree.structure({"a": 1})), of(jax.tree.structure({"b": 1}))),
-    "function in statics": (of(np.sort.__wrapped__), of(np.sum.__wrapped__)),
+    "function in statics": (of(np.sort), of(np.sum)),
+    "jitted function in statics": (of(add), of(subtract)),
 }
 
 
@@ -117,16 +119,34 @@ def _closure(value):
     [
         object(),
         _closure(1),
+        lambda: 1,
+        jax.jit(add.__wrapped__, donate_argnums=0),
+        functools.wraps(add)(lambda: 1),
         functools.partial(sum, start=1),
         [].append,
         np.array([object()]),
         iter(()),
     ],
-    ids=["object", "closure", "partial", "method", "objects", "iterator"],
+    ids=[
+        *("object", "closure", "lambda", "second jit", "wrapper"),
+        *("partial", "method", "objects", "iterator"),
+    ],
 )
 def test_what_cannot_be_told_apart_has_no_key(value):
     with pytest.raises(TypeError, match="no key for"):
         of(value)
+
+
+def test_what_a_script_defines_has_no_key(monkeypatch):
+    """Its source is not among what executables depend on."""
+
+    def scripted(x):
+        return x
+
+    scripted.__module__, scripted.__qualname__ = "__main__", "scripted"
+    monkeypatch.setattr(sys.modules["__main__"], "scripted", scripted, raising=False)
+    with pytest.raises(TypeError, match="no key for"):
+        of(scripted)
 
 
 def runner_keys(preset="llama-tiny", dtype="float32", cache=(), scheduler=(), runner=(), **model):
