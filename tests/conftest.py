@@ -10,15 +10,19 @@ jax.config.update("jax_num_cpu_devices", 4)
 # Files that take a worker half a minute or more, the longest first. They begin first, so that two workers end
 # together; at the end of a run one of them would wait for the other. A name that is missing is only later.
 _LONG = (
-    *("engine/test_real_models", "engine/test_seeded_scenarios", "engine/test_random_scenarios"),
-    *("scripts/test_reproduce_orderings", "kernels/test_jax_triton", "kernels/test_mosaic_lowering"),
-    *("engine/test_model_runner", "scripts/test_chat_model_recall", "kernels/test_attention"),
-    *(
-        "kernels/test_mosaic",
-        "engine/test_mutations",
-        "scripts/test_launch",
-        "scripts/test_serving_benchmark",
-    ),
+    "engine/test_real_models",
+    "engine/test_seeded_scenarios",
+    "engine/test_random_scenarios",
+    "scripts/test_reproduce_orderings",
+    "kernels/test_jax_triton",
+    "kernels/test_mosaic_lowering",
+    "engine/test_model_runner",
+    "scripts/test_chat_model_recall",
+    "kernels/test_attention",
+    "kernels/test_mosaic",
+    "engine/test_mutations",
+    "scripts/test_launch",
+    "scripts/test_serving_benchmark",
 )
 _TESTS = Path(__file__).parent
 

@@ -61,6 +61,7 @@ _ACKNOWLEDGEMENTS: Final = (
     "Okay. What would you like to do?",
 )
 _NOT_TOLD: Final = ("You have not told me {} yet.", "I do not know {}, you have not told me.")
+_YOU_ARE: Final = "You are "
 _MAX_FACTS: Final = 4  # in training
 _MAX_FACTS_TESTED: Final = 3
 _MAX_TALK: Final = 8  # exchanges between telling and asking
@@ -201,9 +202,13 @@ def gives_a_fact(answer: str) -> bool:
 
 @functools.cache
 def _answer_pattern() -> re.Pattern[str]:
-    """Any answer about any kind, up to its value: a digit or a capital letter, as nothing else has there."""
-    before = {answer.partition("{}")[0] for kind in KINDS for answer in kind.answers}
-    return re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(before)))})[A-Z0-9]")
+    """Any answer about any kind, up to the first letter or digit of its value.
+
+    A name that the model made of a word of the message may be in lower case ("Your neighbour is called
+    loud."), but "You are welcome." gives none.
+    """
+    before = {answer.partition("{}")[0] for kind in KINDS for answer in kind.answers} - {_YOU_ARE}
+    return re.compile(rf"\b(?:(?:{'|'.join(map(re.escape, sorted(before)))})\w|{_YOU_ARE}[A-Z0-9])")
 
 
 def _talk(rng: random.Random, talks: Sequence[Conversation]) -> Iterator[Exchange]:

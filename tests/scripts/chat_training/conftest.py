@@ -3,11 +3,7 @@
 import pytest
 from common.chat_training.corpus import vocabulary_texts
 from common.chat_training.examples import ConversationEncoder
-from common.chat_training.step import (
-    Network,
-    TrainState,
-    make_optimizer,
-)
+from common.chat_training.step import Network, TrainState, make_optimizer
 from common.chat_training.tokenizer import learn_tokenizer, save_tokenizer
 
 from model_defs import ModelConfig

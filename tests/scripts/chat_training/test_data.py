@@ -5,9 +5,7 @@ import random
 
 import pytest
 from common.chat_training.data import Conversation, Exchange, read_dialogues
-from common.chat_training.recall import (
-    recall_conversation,
-)
+from common.chat_training.recall import recall_conversation
 from common.chat_training.tokenizer import MARKERS
 
 from pensieve_jax import ConfigError

@@ -11,9 +11,7 @@ from common.chat_training.corpus import Corpus, Weights
 from common.chat_training.data import Conversation
 from common.chat_training.examples import Example, all_batches
 from common.chat_training.feed import Feed
-from common.chat_training.step import (
-    hidden_states,
-)
+from common.chat_training.step import hidden_states
 
 from pensieve_jax import ConfigError
 from pensieve_jax.engine.dense_reference import DenseReference

@@ -105,7 +105,7 @@ def test_an_answer_holds_a_value_as_words_of_its_own():
 
 def test_only_answers_about_what_was_told_give_a_fact():
     assert gives_a_fact("I see. Your name is Wiu.") and gives_a_fact("I see. You are 7")
-    assert gives_a_fact("Your train leaves at 4:15 pm.")
+    assert gives_a_fact("Your train leaves at 4:15 pm.") and gives_a_fact("The name of your boss is loud.")
     assert not gives_a_fact("You are welcome.") and not gives_a_fact("You have not told me your name yet.")
     assert not gives_a_fact("Your table is reserved. I am fine, thank you.")
 

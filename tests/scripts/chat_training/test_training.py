@@ -13,14 +13,8 @@ from common.chat_training.examples import ConversationEncoder
 from common.chat_training.export import export_model
 from common.chat_training.feed import Feed
 from common.chat_training.loop import Schedule, TrainingDivergedError, train
-from common.chat_training.recall import (
-    recall_case,
-)
-from common.chat_training.step import (
-    TrainState,
-    greedy_tokens,
-    train_step,
-)
+from common.chat_training.recall import recall_case
+from common.chat_training.step import TrainState, greedy_tokens, train_step
 from common.chat_training.tokenizer import FILES
 from common.chat_training.wordings import Wordings
 
