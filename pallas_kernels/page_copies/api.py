@@ -17,8 +17,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.page_copies.pallas_triton import triton_gather, triton_scatter
-from pallas_kernels.ragged_paged_attention import triton_device_limit
+from pallas_kernels.devices import triton_device_limit
 
 _BACKENDS = ("xla", "pallas_triton")
 _MIN_LANES = 16  # Triton's blocks are powers of two; narrower rows are not worth a kernel
@@ -53,6 +52,9 @@ def gather_pages(
     """
     _check(pools, pages, backend)
     if backend == "pallas_triton":
+        # Imported late: upstream calls this back end deprecated, and only its own file may depend on it.
+        from pallas_kernels.page_copies.pallas_triton import triton_gather
+
         return triton_gather(pools, pages, interpret=interpret)
     chunks = jnp.stack([pool.at[pages].get(mode="promise_in_bounds") for pool in pools], axis=1)
     return [chunks[i] for i in range(pages.shape[0])]
@@ -90,6 +92,8 @@ def scatter_pages(
         raise PageCopyError(f"{len(chunks)} chunks are given for {pages.shape[0]} pages")
     num_pages = pools[0].shape[0]
     if backend == "pallas_triton":
+        from pallas_kernels.page_copies.pallas_triton import triton_scatter
+
         return triton_scatter(pools, chunks, pages, interpret=interpret)
     stacked = jnp.stack(chunks)
     pages = jnp.where(pages > 0, pages, num_pages)

@@ -4,10 +4,8 @@ from pallas_kernels.ragged_paged_attention.api import (
     BACKENDS,
     PAGE_SIZES,
     import_backend,
-    mosaic_device_limit,
     ragged_paged_attention,
     tile_spec,
-    triton_device_limit,
 )
 from pallas_kernels.ragged_paged_attention.block_sizes import BlockSizes, TileClass, mosaic_class
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
@@ -25,9 +23,7 @@ __all__ = [
     "build_tiles",
     "import_backend",
     "mosaic_class",
-    "mosaic_device_limit",
     "ragged_paged_attention",
     "tile_spec",
-    "triton_device_limit",
     "write_kv",
 ]

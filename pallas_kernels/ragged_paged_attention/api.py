@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.devices import mosaic_device_limit, triton_device_limit
 from pallas_kernels.ragged_paged_attention.block_sizes import BlockSizes
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 from pallas_kernels.ragged_paged_attention.metadata import build_tiles_traced
@@ -33,8 +34,6 @@ TRITON_MAX_GROUP = 64
 MOSAIC_DTYPES = ("bfloat16", "float16")
 MOSAIC_HEAD_DIMS = (64, 128)
 MOSAIC_GROUPS = (1, 2, 4, 8, 16)  # divisors of a tile's rows that leave a warpgroup a few rows of each head
-_TRITON_CAPABILITY = 8.0
-_MOSAIC_CAPABILITY = 9.0
 
 
 def ragged_paged_attention(
@@ -244,34 +243,6 @@ def _mosaic_limit(group: int, head_dim: int, dtype: Any) -> AttentionArgumentErr
     if group not in MOSAIC_GROUPS:
         limit = f"pallas_mosaic_gpu serves {MOSAIC_GROUPS} heads per KV head; use backend 'pallas_triton'"
         return AttentionArgumentError("num_q_heads / num_kv_heads", group, limit)
-    return None
-
-
-def triton_device_limit(device: jax.Device) -> str | None:
-    """Why `pallas_triton` and `jax_triton` do not run on `device`, but to interpret; None: they do."""
-    capability = _compute_capability(device)
-    if capability is None:
-        return f"the Triton kernel needs an NVIDIA GPU, this device is {device.device_kind!r}"
-    if capability < _TRITON_CAPABILITY:
-        limit = f"the Triton kernel needs compute capability {_TRITON_CAPABILITY} or more"
-        return f"{limit}, this GPU has {capability}"
-    return None
-
-
-def mosaic_device_limit(device: jax.Device) -> str | None:
-    """Why `pallas_mosaic_gpu` does not run on `device` except in interpret mode; None: it does."""
-    capability = _compute_capability(device)
-    if capability == _MOSAIC_CAPABILITY:
-        return None
-    has = f"{device.device_kind!r} has {capability}"
-    return f"pallas_mosaic_gpu needs an NVIDIA GPU of compute capability {_MOSAIC_CAPABILITY}, {has}"
-
-
-def _compute_capability(device: jax.Device) -> float | None:
-    """Of an NVIDIA GPU; a ROCm device names an architecture such as "gfx942" there."""
-    capability = getattr(device, "compute_capability", None)
-    if device.platform == "gpu" and isinstance(capability, str) and capability[:1].isdigit():
-        return float(capability)
     return None
 
 

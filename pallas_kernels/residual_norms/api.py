@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice
 
-from pallas_kernels.ragged_paged_attention import triton_device_limit
+from pallas_kernels.devices import triton_device_limit
 from pallas_kernels.residual_norms.specs import KINDS, MAX_WIDTH, NormKind, NormSpec, RowBlock, row_block
 from pallas_kernels.residual_norms.xla import xla_add_and_norm
 

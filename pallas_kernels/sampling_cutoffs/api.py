@@ -13,8 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention import triton_device_limit
-from pallas_kernels.sampling_cutoffs.pallas_triton import triton_cutoffs
+from pallas_kernels.devices import triton_device_limit
 from pallas_kernels.sampling_cutoffs.rule import MASS_BITS, MAX_VOCAB_SIZE
 from pallas_kernels.sampling_cutoffs.xla import xla_cutoffs
 
@@ -61,6 +60,9 @@ def cutoffs(
     if backend not in _BACKENDS:
         raise CutoffArgumentError(f"backend is {backend!r}, but must be one of {_BACKENDS}")
     if backend == "pallas_triton":
+        # Imported late: upstream calls this back end deprecated, and only its own file may depend on it.
+        from pallas_kernels.sampling_cutoffs.pallas_triton import triton_cutoffs
+
         return triton_cutoffs(keys, masses, top_k, top_p, interpret=interpret)
     return xla_cutoffs(keys, masses, top_k, top_p)
 

@@ -14,12 +14,11 @@ import jax
 import numpy as np
 
 from model_defs.config import ModelConfig
+from pallas_kernels.devices import mosaic_device_limit, triton_device_limit
 from pallas_kernels.ragged_paged_attention import (
     AttentionArgumentError,
     TileSpec,
-    mosaic_device_limit,
     tile_spec,
-    triton_device_limit,
 )
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from common.kernel_cases import Inputs
 from common.kernel_timing import JaxProgram
+from pallas_kernels.devices import mosaic_device_limit, triton_device_limit
 from pallas_kernels.ragged_paged_attention import (
     AttentionArgumentError,
     BlockSizes,
@@ -21,10 +22,8 @@ from pallas_kernels.ragged_paged_attention import (
     TileSpec,
     build_tiles,
     mosaic_class,
-    mosaic_device_limit,
     ragged_paged_attention,
     tile_spec,
-    triton_device_limit,
 )
 from pallas_kernels.ragged_paged_attention.shapes import Case
 

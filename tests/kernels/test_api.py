@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.devices import triton_device_limit
 from pallas_kernels.ragged_paged_attention import (
     AttentionArgumentError,
     BlockSizes,
@@ -17,7 +18,6 @@ from pallas_kernels.ragged_paged_attention import (
     build_tiles,
     ragged_paged_attention,
     tile_spec,
-    triton_device_limit,
 )
 from pallas_kernels.ragged_paged_attention.shapes import Heads
 from tests.kernels.batches import assert_equals_reference, make_batch

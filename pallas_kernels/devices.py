@@ -1,0 +1,41 @@
+"""Which devices run which kind of kernel.
+
+Owns: the compute capabilities that Triton's and Mosaic's kernels need.
+Does not know: any kernel, or what it serves besides.
+Called by: every package here that chooses a back end, and the engine, which refuses what cannot run.
+"""
+
+from __future__ import annotations
+
+import jax
+
+_TRITON_CAPABILITY = 8.0
+_MOSAIC_CAPABILITY = 9.0
+
+
+def triton_device_limit(device: jax.Device) -> str | None:
+    """Why `pallas_triton` and `jax_triton` do not run on `device`, but to interpret; None: they do."""
+    capability = _compute_capability(device)
+    if capability is None:
+        return f"the Triton kernel needs an NVIDIA GPU, this device is {device.device_kind!r}"
+    if capability < _TRITON_CAPABILITY:
+        limit = f"the Triton kernel needs compute capability {_TRITON_CAPABILITY} or more"
+        return f"{limit}, this GPU has {capability}"
+    return None
+
+
+def mosaic_device_limit(device: jax.Device) -> str | None:
+    """Why `pallas_mosaic_gpu` does not run on `device` except in interpret mode; None: it does."""
+    capability = _compute_capability(device)
+    if capability == _MOSAIC_CAPABILITY:
+        return None
+    has = f"{device.device_kind!r} has {capability}"
+    return f"pallas_mosaic_gpu needs an NVIDIA GPU of compute capability {_MOSAIC_CAPABILITY}, {has}"
+
+
+def _compute_capability(device: jax.Device) -> float | None:
+    """Of an NVIDIA GPU; a ROCm device names an architecture such as "gfx942" there."""
+    capability = getattr(device, "compute_capability", None)
+    if device.platform == "gpu" and isinstance(capability, str) and capability[:1].isdigit():
+        return float(capability)
+    return None
