@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -117,6 +119,8 @@ class ModelRunner:
         self._forward: dict[tuple[int, int], jax.stages.Compiled] = {}  # by bucket and group of layers
         self._choose: dict[tuple[int, SamplerMode], jax.stages.Compiled] = {}
         self._next_step_id: int | None = None
+        self._last_words: deque[jax.Array] = deque(maxlen=1)
+        weakref.finalize(self, _await_copies, self._last_words)
         try:
             self.reset()
         except StepFailedError as error:
@@ -254,7 +258,9 @@ class ModelRunner:
         scores, layout = self.forward(plan), plan.layout
         try:
             self._prev_ids, result = self._choose[layout.max_num_samples, mode](*scores)
-            result.copy_to_host_async()
+            if self._device.platform != "cpu":  # where results are read in place
+                result.copy_to_host_async()
+            self._last_words.append(result)
         except jax.errors.JaxRuntimeError as error:
             raise StepFailedError(f"a step could not be started: {error}") from error
         return StepHandle(result, layout.max_num_samples)
@@ -293,3 +299,14 @@ class ModelRunner:
             max_num_staged_pages=config.runner.max_num_staged_pages,
             retrieval_priority=config.cache.retrieval_priority,
         )
+
+
+def _await_copies(words: Iterable[jax.Array]) -> None:
+    """Wait for the last step, and with it for all before, when its runner or the process ends.
+
+    A step that nobody fetches any more may still be running then, and the thread that ends its copy to the
+    host needs the interpreter: without one it takes the process down.
+    """
+    for each in words:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody is left who wants to know of it
+            np.asarray(each)

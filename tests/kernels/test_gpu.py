@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.devices import mosaic_device_limit
 from pallas_kernels.ragged_paged_attention import (
     BlockSizes,
     TileClass,
     build_tiles,
     mosaic_class,
-    mosaic_device_limit,
     ragged_paged_attention,
     tile_spec,
     write_kv,

@@ -11,13 +11,13 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.devices import mosaic_device_limit
 from pallas_kernels.ragged_paged_attention import (
     AttentionArgumentError,
     BlockSizes,
     TileClass,
     build_tiles,
     mosaic_class,
-    mosaic_device_limit,
     mosaic_launch,
     ragged_paged_attention,
     tile_spec,

@@ -1,0 +1,53 @@
+"""A process may end while steps are running that nobody waits for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CHILD = """
+import numpy
+
+from pensieve_jax import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from pensieve_jax.assembly import make_runner
+from pensieve_jax.engine.sampler import all_modes
+
+runner, _ = make_runner(
+    "random:llama-tiny",
+    "float32",
+    EngineConfig(
+        cache=CacheConfig(gpu_pages=40),
+        scheduler=SchedulerConfig(max_num_running=4, max_num_batched_tokens=1024, token_buckets=(1024,)),
+        runner=RunnerConfig(num_layer_groups=1),
+    ),
+    progress=False,
+)
+[layout] = runner.layouts.values()
+
+for _ in range(30):
+    handle = runner._launch(runner._empty_plan(layout), all_modes()[0])
+assert not handle.words.is_ready() and runner._last_words.pop() is handle.words
+
+
+class Words:
+    def __array__(self, *args, **kwargs):
+        print("waited for")
+        return numpy.zeros(1)
+
+
+class End:
+    def __del__(self, words=handle.words):
+        words.block_until_ready()  # what is torn down after Python has begun to end gives threads that time
+
+
+runner._last_words.append(Words())
+end = End()
+print("dispatched")
+"""
+
+
+def test_steps_that_nobody_fetches_do_not_crash_the_exit():
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (child.returncode, child.stdout.splitlines()) == (0, ["dispatched", "waited for"]), child.stderr
