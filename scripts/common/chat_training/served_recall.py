@@ -104,24 +104,25 @@ def serve_cases(
     scripts = [
         [*(turn.user for turn in case.history.exchanges if with_history), case.question] for case in cases
     ]
-    outputs: list[list[Output]] = []
     with tqdm(total=sum(map(len, scripts)), unit="turn", disable=not progress, leave=False) as bar:
-        for some in itertools.batched(scripts, _AT_ONCE):
-            outputs += _serve(llm, some, bar)
-    return Served(cases, outputs)
+        return Served(cases, _serve(llm, scripts, bar))
 
 
 def serve_greetings(llm: LLM) -> Greeted:
     """Each of `GREETINGS` as the only message of a conversation."""
-    outputs: list[list[Output]] = []
     with tqdm(disable=True) as bar:
-        for some in itertools.batched([[greeting] for greeting in GREETINGS], _AT_ONCE):
-            outputs += _serve(llm, some, bar)
+        outputs = _serve(llm, [[greeting] for greeting in GREETINGS], bar)
     replies = [output.text for [output] in outputs]
     return Greeted(list(zip(GREETINGS, replies, strict=True)))
 
 
 def _serve(llm: LLM, scripts: Sequence[Sequence[str]], bar: tqdm) -> list[list[Output]]:
+    """The outputs of every conversation, some of which take turns at a time."""
+    batches = itertools.batched(scripts, _AT_ONCE)
+    return [outputs for some in batches for outputs in _take_turns(llm, some, bar)]
+
+
+def _take_turns(llm: LLM, scripts: Sequence[Sequence[str]], bar: tqdm) -> list[list[Output]]:
     """A turn of every conversation, then the next one of each."""
     outputs: list[list[Output]] = [[] for _ in scripts]
     names = [f"recall {index}" for index in range(len(scripts))]
