@@ -22,6 +22,7 @@ from jax.sharding import AbstractDevice, Mesh, NamedSharding, PartitionSpec
 
 from model_defs.config import ModelConfig
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, constrain, vocabulary_axis
+from pallas_kernels.devices import on_every_device
 from pallas_kernels.residual_norms import NormKind, add_and_norm, choose_backend
 
 
@@ -144,13 +145,10 @@ class Norm(nnx.Module):
         run = functools.partial(
             add_and_norm, kind=self.kind, eps=self.build.config.norm_eps, dtype=dtype, backend=backend
         )
-        if backend != "xla":  # a kernel is opaque to the partitioner: every device runs it on its own copy
-            nowhere = PartitionSpec()
-            run = jax.shard_map(
-                run, mesh=self.build.mesh, in_specs=nowhere, out_specs=nowhere, check_vma=False
-            )
         scale, bias = (None if part is None else part[...] for part in (self.scale, self.bias))
-        return run(x, y, scale, bias)
+        if backend == "xla":
+            return run(x, y, scale, bias)
+        return on_every_device(run, self.build.mesh)(x, y, scale, bias)
 
 
 class RMSNorm(Norm):

@@ -1,13 +1,17 @@
-"""Which devices run which kind of kernel.
+"""Which devices run which kind of kernel, and how several of them each run one on all of its arrays.
 
 Owns: the compute capabilities that Triton's and Mosaic's kernels need.
 Does not know: any kernel, or what it serves besides.
-Called by: every package here that chooses a back end, and the engine, which refuses what cannot run.
+Called by: every package here that chooses a back end, the engine, which refuses what cannot run, and the
+models and the sampler, whose streams and scores lie on every device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 _TRITON_CAPABILITY = 8.0
 _MOSAIC_CAPABILITY = 9.0
@@ -31,6 +35,16 @@ def mosaic_device_limit(device: jax.Device) -> str | None:
         return None
     has = f"{device.device_kind!r} has {capability}"
     return f"pallas_mosaic_gpu needs an NVIDIA GPU of compute capability {_MOSAIC_CAPABILITY}, {has}"
+
+
+def on_every_device[T](run: Callable[..., T], mesh: Mesh | AbstractMesh) -> Callable[..., T]:
+    """`run` on whole arrays, each device of `mesh` on its own copy: the partitioner cannot split a kernel."""
+    whole = PartitionSpec()
+    # Kernels do not declare over which axes their outputs vary.
+    sharded: Callable[..., T] = jax.shard_map(
+        run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
+    )
+    return sharded
 
 
 def _compute_capability(device: jax.Device) -> float | None:

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
+from pallas_kernels.devices import on_every_device
 from pallas_kernels.sampling_cutoffs import MASS_BITS, choose_backend, cutoffs
 
 _WORD = np.uint32
@@ -139,11 +139,10 @@ def _find_cutoffs(keys: jax.Array, masses: jax.Array, top_k: jax.Array, top_p: j
     backend = choose_backend(jax.devices()[0])
     find = functools.partial(cutoffs, backend=backend)
     mesh = jax.typeof(keys).sharding.mesh
-    if backend != "xla" and mesh.size > 1:
-        # A kernel runs on whole rows: every device searches all of them, as it samples all of them.
-        whole = PartitionSpec()
-        find = jax.shard_map(find, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    return find(keys, masses, top_k, top_p)
+    if backend == "xla" or mesh.size <= 1:
+        return find(keys, masses, top_k, top_p)
+    # A kernel runs on whole rows: every device searches all of them, as it samples all of them.
+    return on_every_device(find, mesh)(keys, masses, top_k, top_p)
 
 
 def _ordered_keys(scores: jax.Array) -> jax.Array:
