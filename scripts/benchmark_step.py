@@ -7,7 +7,9 @@
   the bound of each is the sum over its operations of what limits them, memory or arithmetic.
 - What sampling adds to a step of the first case, by what is asked of it.
 - An engine that decodes, against a bare loop over the same compiled step at the same contexts: tokens a
-  second, the host's time, and with `--trace` what the device did, kernel by kernel, and where it stood idle.
+  second, and the host's time.
+- With `--trace` what the device did in each of the steps and in the engine, kernel by kernel, and where it
+  stood idle.
 
 Page and bucket sizes follow from the cases asked for. KV state of bare steps is random numbers. Figures are
 medians. The last line is one JSON document.
@@ -38,7 +40,7 @@ from common.engine_flags import (
 )
 from common.launch import run
 from common.report import device_name, json_line, table
-from common.row_steps import Row, RowSteps, Sampled
+from common.row_steps import Row, RowSteps, Sampled, Timed
 from common.spread import Spread
 from common.step_bounds import bound_s, operations
 from common.swap_windows import Stage
@@ -159,7 +161,14 @@ def measure_steps(
             "share_of_bound": bound / step.median,
             "operations_s": {one.name: one.seconds(ceilings) for one in todo},
         }
+        if FLAGS.trace:
+            figures[name]["trace"] = traced(steps.whole(plans[name]))
     return figures
+
+
+def traced(step: Timed) -> Figures:
+    """What the device does in a step of several in a row; nothing without a GPU."""
+    return summary(trace_kernels(lambda: step.sample_s(_NUM_TRACED_STEPS)), _NUM_TRACED_STEPS)
 
 
 def measure_sampling(steps: RowSteps, rows: list[Row]) -> Figures:
@@ -314,7 +323,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("num_launches", 10, "Launches in a row that a sample is of.", lower_bound=1)
     flags.DEFINE_integer("num_serving", 128, "Sequences that an engine decodes; 0: none.", lower_bound=0)
     flags.DEFINE_integer("num_steps", 100, "Steps of the engine, and of the bare loop.", lower_bound=1)
-    flags.DEFINE_bool("trace", False, "Trace some steps of the engine.")
+    flags.DEFINE_bool("trace", False, "Trace some of the steps, and of the engine's.")
     flags.DEFINE_integer("ceiling_bytes", 2**32, "Of the array that is read and copied.", lower_bound=2**20)
     flags.DEFINE_integer("ceiling_matrix", 8192, "Rows and columns of the matrices.", lower_bound=16)
     define_engine_flags(model=TINY_MODEL)

@@ -19,6 +19,7 @@ from pallas_kernels.ragged_paged_attention import (
     tile_spec,
     write_kv,
 )
+from pallas_kernels.ragged_paged_attention.block_sizes import default_block_sizes
 from pallas_kernels.ragged_paged_attention.shapes import Heads
 from tests.kernels.batches import Batch, Room, assert_equals_reference, make_batch, random_rows
 
@@ -30,12 +31,21 @@ pytestmark = [
 SCALE = 0.11
 
 
-# What the Mosaic kernel is tuned to, for steps of few tokens and of many; beside the Triton one, with blocks
-# of 64 keys; and everything split.
+def tuned(num_tokens: int) -> BlockSizes:
+    """What the Mosaic kernel is tuned to for steps of so many tokens, whatever the heads."""
+    blocks = default_block_sizes(
+        num_tokens=num_tokens, max_num_seqs=24, num_q_heads=20, num_kv_heads=20, head_dim=128, itemsize=2,
+        mosaic=True,
+    )  # fmt: skip
+    assert all(tile_class.mosaic for tile_class in blocks.classes)
+    return blocks
+
+
+# For steps of few tokens and of many; beside the Triton kernel, with blocks of 64 keys; and everything split.
 SMALL = TileClass(16, 32, 2, 4, 256, 2048)
 MOSAIC_BLOCKS = (
-    BlockSizes((mosaic_class(64, 128, 3, 256, 528),)),
-    BlockSizes((mosaic_class(64, 128, 3, 256, 528), mosaic_class(128, 128, 2, 1024, 528))),
+    tuned(64),
+    tuned(512),
     BlockSizes((SMALL, mosaic_class(128, 64, 4, 1024, 528))),
     BlockSizes((mosaic_class(64, 64, 5, 256, 528), mosaic_class(128, 64, 5, 128, 2048))),
 )
@@ -136,6 +146,23 @@ def test_decode_of_many_rows(heads: Heads, backend: str) -> None:
     room = Room(num_tokens=64, max_num_seqs=64, pages_per_seq=70, num_pages=2200)
     batch = make_batch(np.random.default_rng(1), rows, heads, page_size=32, dtype="bfloat16", room=room)
     assert_equals_reference(compile_attention(batch, backend)(batch), batch, SCALE)
+
+
+@pytest.mark.parametrize("backend", ["auto", "jax_triton"])
+@pytest.mark.parametrize("heads", [Heads(40, 10, 128), Heads(64, 8, 128)], ids=str)
+def test_hardly_any_tokens(heads: Heads, backend: str) -> None:
+    """What Triton serves on a Hopper GPU, too: long contexts in as many parts as there may be."""
+    room = Room(num_tokens=16, max_num_seqs=8, pages_per_seq=512, num_pages=700)
+    attend = None
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        rows = [(1, 16384 - seed), *random_rows(rng, room._replace(num_tokens=15, num_pages=180), 32, 8)][:8]
+        batch = make_batch(rng, rows, heads, page_size=32, dtype="bfloat16", room=room)
+        attend = attend or compile_attention(batch, backend)
+        try:
+            assert_equals_reference(attend(batch), batch, SCALE)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
 
 
 @pytest.mark.parametrize("backend", ["auto", "jax_triton"])

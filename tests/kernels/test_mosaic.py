@@ -26,12 +26,16 @@ from pallas_kernels.ragged_paged_attention.block_sizes import MERGE_ROWS
 from pallas_kernels.ragged_paged_attention.metadata import build_tiles_traced
 from pallas_kernels.ragged_paged_attention.shapes import Heads
 from pallas_kernels.ragged_paged_attention.tile_lists import MERGE_FIRST_ROW
-from tests.kernels.batches import assert_equals_reference, make_batch
+from tests.kernels.batches import Room, assert_equals_reference, make_batch
 
 SCALE = 0.13
 SMALL = TileClass(16, 32, 4, 2, 64, 8)
 # Whole tiles and partial ones, one key and none, ends inside and at the end of pages; some are split.
 ROWS = [(70, 70), (33, 200), (5, 320), (1, 1), (0, 12), (64, 128)]
+SERVED: dict[str, Any] = {
+    "num_tokens": 256, "max_num_seqs": 8, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128,
+    "page_size": 32, "dtype": "bfloat16", "backend": "pallas_mosaic_gpu",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +76,13 @@ def test_equals_reference(heads: Heads, page_size: int, dtype: str, classes: tup
     # Interpreted kernels are large programs that run once: compile them fast rather than well.
     jitted = jax.jit(attend, compiler_options={"xla_backend_optimization_level": 0})
     assert_equals_reference(jitted(jnp.asarray(tiles), *batch), batch, SCALE)
+    # As padded as can be: no rows, one without tokens, one token.
+    for rows in ([], [(0, 0)], [(1, 1)]):
+        room = Room(len(batch.q), len(batch.kv_lens), batch.page_indices.shape[1], len(batch.kv_pages))
+        rng = np.random.default_rng(0)
+        few = make_batch(rng, rows, heads, page_size=page_size, dtype=dtype, room=room)
+        tiles = build_tiles(spec, few.cu_q_lens, few.kv_lens, few.num_seqs)
+        assert_equals_reference(jitted(jnp.asarray(tiles), *few), few, SCALE)
     assert not get_races().races_found
 
 
@@ -89,23 +100,26 @@ def test_equals_reference(heads: Heads, page_size: int, dtype: str, classes: tup
     ids=["dtype", "head_dim", "group3", "group32", "keys", "order", "backend"],
 )
 def test_what_is_not_served_is_refused_by_name(changed: dict[str, Any], field: str) -> None:
-    served = {
-        "num_tokens": 256, "max_num_seqs": 8, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128,
-        "page_size": 32, "dtype": "bfloat16", "backend": "pallas_mosaic_gpu",
-    }  # fmt: skip
-    for num_tokens, heads, classes in (
+    tile_spec(**SERVED)
+    with pytest.raises(AttentionArgumentError) as error:
+        tile_spec(**SERVED | changed)
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "heads", "classes"),
+    [
         (16, 40, [False]),  # of hardly any tokens
         (131, 2, [False, False]),  # of too few tiles
         (132, 2, [True]),
         (256, 2, [True]),
         (257, 2, [True, True]),
-    ):
-        sizes = {"num_tokens": num_tokens, "num_q_heads": heads, "num_kv_heads": heads}
-        blocks = tile_spec(**served | sizes).blocks
-        assert [c.mosaic for c in blocks.classes] == classes, sizes
-    with pytest.raises(AttentionArgumentError) as error:
-        tile_spec(**served | changed)
-    assert error.value.field == field
+    ],
+)
+def test_which_classes_are_its_own(num_tokens: int, heads: int, classes: list[bool]) -> None:
+    sizes = {"num_tokens": num_tokens, "num_q_heads": heads, "num_kv_heads": heads}
+    blocks = tile_spec(**SERVED | sizes).blocks
+    assert [c.mosaic for c in blocks.classes] == classes
 
 
 class Device:
