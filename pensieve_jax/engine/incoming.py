@@ -21,6 +21,7 @@ from pensieve_jax.engine.host_pool import HostPool
 from pensieve_jax.engine.in_flight import InFlight, Mover, is_ready, part
 from pensieve_jax.engine.kv_storage import KVStorage
 from pensieve_jax.engine.page_copies import PageCopies, Targets
+from pensieve_jax.engine.transfers import num_beside_step
 
 
 class IncomingCopies:
@@ -41,6 +42,7 @@ class IncomingCopies:
         self._sharding, self._groups = storage.sharding, range(len(storage.groups))
         self._host, self._copies, self._mover = host, copies, mover
         self._max_num_staged = max_num_staged
+        self._num_beside_step = num_beside_step(max_num_staged, storage.page_bytes)
         self._queued: deque[InFlight] = deque()
         self._rushed_targets: Targets | None = None
         self._last: Any = None  # a piece of what was started last
@@ -96,7 +98,7 @@ class IncomingCopies:
 
     def start_queued(self) -> None:
         """Copy what is queued and has room, behind what was sent before; raises StepFailedError."""
-        room = self._max_num_staged - len(self.staged) - len(self.rushed)
+        room = min(self._num_beside_step, self._max_num_staged - len(self.rushed)) - len(self.staged)
         batch = [self._queued.popleft() for _ in range(min(room, len(self._queued)))]
         if batch:
             with self._mover.dispatching():

@@ -1,6 +1,7 @@
 """What the engine asks of whatever moves chunks between device pages and host slots.
 
-Owns: the `Transfers` protocol, and how much of what is in transit is awaited at a time. The JAX one is
+Owns: the `Transfers` protocol, how much of what is in transit is awaited at a time, and how much travels to
+the device beside a step. The JAX one is
 `device_transfers.DeviceTransfers`; the simulator has one with the same rules, tests one that delays and
 reorders.
 Does not know: conversations, policies, or why a chunk moves.
@@ -17,12 +18,22 @@ from typing import Protocol
 from pensieve_jax.cache.copies import Copy
 
 MAX_HELD_STEPS = 4  # that copies to the host wait while others come from it all the time
+# 9 ms of a PCIe 5 link, 15 where copies go the other way as well; decode steps of a 13B model take 7 to 18.
+_BYTES_BESIDE_STEP = 42 * 10**7
 _WINDOW = 16  # chunks: one gather, and few enough that the first are on their way soon
 
 
 def window(max_num_staged: int) -> int:
     """Chunks that are awaited and staged together where there are more than can be staged."""
     return min(_WINDOW, -(-max_num_staged // 2))
+
+
+def num_beside_step(max_num_staged: int, chunk_bytes: int) -> int:
+    """Chunks that are copied to a device beside a step; what is left of them when it ends, everybody awaits.
+
+    `chunk_bytes`: of a device's share of a chunk.
+    """
+    return max(1, min(max_num_staged, _BYTES_BESIDE_STEP // chunk_bytes))
 
 
 class Transfers(Protocol):

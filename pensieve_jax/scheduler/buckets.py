@@ -1,19 +1,20 @@
 """The bucket lattice: the few padded step sizes for which a step is compiled.
 
-Owns: which sizes exist and which one a step takes. Only query tokens are bucketed; rows, pages and tiles
-have fixed maxima that cost nothing where empty.
-Called by: the planner, and the runner when it compiles.
+Owns: which sizes exist, which one a step takes, and how much a step computes so that it fills one. Only
+query tokens are bucketed; rows, pages and tiles have fixed maxima that cost nothing where empty.
+Called by: the scheduler, the planner, and the runner when it compiles.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 
 from pensieve_jax.config import SchedulerConfig
 
 _MIN_BUCKET_TOKENS = 16
 _GRAIN_TOKENS = 16
+_FILLED_FROM_TOKENS = 256  # where a GPU computes for longer than it reads the weights, whatever the model
 
 
 def token_buckets(config: SchedulerConfig) -> tuple[int, ...]:
@@ -37,3 +38,21 @@ def token_buckets(config: SchedulerConfig) -> tuple[int, ...]:
 def bucket_for(buckets: tuple[int, ...], num_tokens: int) -> int:
     """The smallest bucket that holds `num_tokens`; `IndexError` where none does."""
     return buckets[bisect_left(buckets, num_tokens)]
+
+
+def step_limit(buckets: tuple[int, ...], num_missing: int, num_least: int) -> int:
+    """How many tokens a step computes at most, of `num_missing` that it could.
+
+    In a large step padding takes as long as tokens do. So it fills the largest bucket that it can, and what
+    is left over goes with the next one, which comes the sooner for it. A small step takes as long as the
+    weights are read, and leaves nothing over. What that gains: `docs/steps.md`.
+
+    Args:
+      buckets: as `token_buckets` returns them.
+      num_missing: tokens that are wanted and could be computed now.
+      num_least: a limit below this might let nobody go on.
+    """
+    index = bisect_right(buckets, num_missing) - 1
+    if index >= 0 and buckets[index] >= max(num_least, _FILLED_FROM_TOKENS):
+        return buckets[index]
+    return buckets[min(bisect_left(buckets, num_missing), len(buckets) - 1)]

@@ -117,6 +117,17 @@ class Request:
         """The token granted last may not end the reply: the turn owes more tokens than stand before it."""
         return self.num_output_tokens <= self.params.min_tokens
 
+    def reach(self, chunk_tokens: int) -> int:
+        """The token up to which it can be computed now: where a chunk is being copied in, or its end."""
+        arriving = self.sequence.first_arriving
+        return len(self.token_ids) if arriving is None else arriving * chunk_tokens
+
+    def num_missing(self, chunk_tokens: int) -> int:
+        """Tokens that it lacks within its reach; no fewer than that, where others compute its prefix."""
+        reach = self.reach(chunk_tokens)
+        in_holes = sum(max(min(end, reach) - start, 0) for start, end in self.holes)
+        return in_holes + max(reach - self.sequence.num_kv_tokens, 0)
+
     def on_admitted(self, chunk_tokens: int) -> None:
         """Take stock, now that the sequence is pinned: what is there, what arrives, what must be computed."""
         sequence = self.sequence

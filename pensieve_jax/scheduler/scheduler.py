@@ -20,6 +20,7 @@ from collections import deque
 from pensieve_jax.cache import CacheManager
 from pensieve_jax.config import SchedulerConfig
 from pensieve_jax.core.conversation import PENDING_TOKEN
+from pensieve_jax.scheduler.buckets import step_limit, token_buckets
 from pensieve_jax.scheduler.output import Grant, SchedulerOutput
 from pensieve_jax.scheduler.request import Request, RequestStatus
 
@@ -27,10 +28,11 @@ from pensieve_jax.scheduler.request import Request, RequestStatus
 class _Step:
     """The step being filled: what was granted, and what is left of its limits."""
 
-    __slots__ = ("grants", "num_rows_left", "num_tokens_left")
+    __slots__ = ("grants", "num_rows_left", "num_tokens", "num_tokens_left")
 
     def __init__(self, num_tokens: int, num_rows: int) -> None:
         self.grants: list[Grant] = []
+        self.num_tokens = 0
         self.num_tokens_left = num_tokens
         self.num_rows_left = num_rows
 
@@ -49,6 +51,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self._config = config
         self._cache = cache
+        self._buckets = token_buckets(config)
         self._max_num_rows = config.row_limit
 
     def add(self, request: Request) -> None:
@@ -85,19 +88,19 @@ class Scheduler:
         self._cache.begin_step()
         self._retire_exhausted()
         suspended = self._make_room()
-        step = _Step(self._config.max_num_batched_tokens, self._max_num_rows)
-        unified = self._config.unified
-        self._grant_running(step, with_decodes=unified)
-        admitted = [] if suspended else self._admit(step)
-        if not unified and not step.grants:
-            self._grant_running(step, with_decodes=True)
+        admitted = [] if suspended else self._admit()
+        step = self._grant_running(with_decodes=self._config.unified)
+        if not self._config.unified and not step.grants:
+            step = self._grant_running(with_decodes=True)
         self._cache.end_step()
-        rushed = () if step.grants else self._rush(step)  # last, since nobody may take its slots in this pass
+        rushed: tuple[int, ...] = ()
+        if not step.grants:  # last, since nobody may take its slots in this pass
+            rushed, step = self._rush()
         self._check_liveness(step)
         swap_outs, swap_ins = self._cache.take_copies()
         return SchedulerOutput(
             grants=tuple(step.grants),
-            num_tokens=self._config.max_num_batched_tokens - step.num_tokens_left,
+            num_tokens=step.num_tokens,
             admitted=tuple(admitted),
             suspended=tuple(suspended),
             drops=self._cache.take_drops(),
@@ -145,20 +148,13 @@ class Scheduler:
         self.waiting.appendleft(request)
         return request
 
-    def _grant_running(self, step: _Step, *, with_decodes: bool) -> None:
-        decodes = [_is_decode(request) for request in self.running]
-        num_decodes_left = sum(decodes) if with_decodes else 0
-        for request, is_decode in zip(self.running, decodes, strict=True):
-            if is_decode and with_decodes:
-                num_decodes_left -= 1
-                end = len(request.token_ids)
-                self._grant(step, request, end - 1, end)
-            elif not is_decode:
-                self._grant_missing(step, request, num_set_aside=num_decodes_left)
-
-    def _admit(self, step: _Step) -> list[Request]:
+    def _admit(self) -> list[Request]:
+        """Admit by arrival, while a step might hold more than what those who run are missing."""
         admitted: list[Request] = []
-        while self.waiting and step.num_tokens_left and step.num_rows_left:
+        if not self.waiting:
+            return admitted
+        num_tokens, num_rows = self._num_missing(self.running, with_decodes=self._config.unified)
+        while self.waiting and num_tokens < self._buckets[-1] and num_rows < self._max_num_rows:
             request = self.waiting[0]
             if len(self.running) >= self._config.max_num_running or not self._cache.try_admit(
                 request.sequence, len(request.token_ids), waive_reserve=not self.running
@@ -169,26 +165,58 @@ class Scheduler:
             request.on_admitted(self._cache.chunk_tokens)
             self.running.append(request)
             admitted.append(request)
-            self._grant_missing(step, request, num_set_aside=0)
+            more_tokens, more_rows = self._num_missing([request], with_decodes=True)
+            num_tokens, num_rows = num_tokens + more_tokens, num_rows + more_rows
         return admitted
 
-    def _rush(self, step: _Step) -> tuple[int, ...]:
+    def _num_missing(self, requests: list[Request], *, with_decodes: bool) -> tuple[int, int]:
+        """Tokens that these requests miss and could compute now, and the rows of that, at most."""
+        num_tokens = num_rows = 0
+        for request in requests:
+            if _is_decode(request):
+                num_tokens += with_decodes
+                num_rows += with_decodes
+            else:
+                num_tokens += request.num_missing(self._cache.chunk_tokens)
+                num_rows += len(request.holes) + 1
+        return num_tokens, num_rows
+
+    def _grant_running(self, *, with_decodes: bool) -> _Step:
+        """A step of what those who run are missing, by arrival."""
+        decodes = [_is_decode(request) for request in self.running]
+        num_decodes_left = sum(decodes) if with_decodes else 0
+        num_missing, _ = self._num_missing(self.running, with_decodes=with_decodes)
+        step = self._begin_step(num_missing, num_decodes_left)
+        for request, is_decode in zip(self.running, decodes, strict=True):
+            if is_decode and with_decodes:
+                num_decodes_left -= 1
+                end = len(request.token_ids)
+                self._grant(step, request, end - 1, end)
+            elif not is_decode:
+                self._grant_missing(step, request, num_set_aside=num_decodes_left)
+        return step
+
+    def _begin_step(self, num_missing: int, num_decodes: int) -> _Step:
+        # A chunk beside the decodes lets the oldest request advance, even where it recomputes.
+        num_least = num_decodes + self._cache.chunk_tokens
+        return _Step(step_limit(self._buckets, num_missing, num_least), self._max_num_rows)
+
+    def _rush(self) -> tuple[tuple[int, ...], _Step]:
         """Nobody can compute: let the oldest request's copies take effect with a step that waits for them."""
-        if not self.running:
-            return ()
-        oldest = self.running[0]
-        rushed = self._cache.rush(oldest.sequence)
-        if rushed:
-            self._grant_missing(step, oldest, num_set_aside=0)
-        return rushed
+        rushed = self._cache.rush(self.running[0].sequence) if self.running else ()
+        oldest = self.running[:1] if rushed else []
+        num_missing, _ = self._num_missing(oldest, with_decodes=True)
+        step = self._begin_step(num_missing, 0)
+        for request in oldest:
+            self._grant_missing(step, request, num_set_aside=0)
+        return rushed, step
 
     def _grant_missing(self, step: _Step, request: Request, num_set_aside: int) -> None:
         """Grant what fits, with `num_set_aside` tokens and rows left for decodes of later arrivals."""
         num_tokens, num_rows = step.num_tokens_left - num_set_aside, step.num_rows_left - num_set_aside
         chunk_tokens, sequence = self._cache.chunk_tokens, request.sequence
         request.skip_filled(chunk_tokens)
-        holes, arriving = request.holes, sequence.first_arriving
-        limit = len(request.token_ids) if arriving is None else arriving * chunk_tokens
+        holes, limit = request.holes, request.reach(chunk_tokens)
         while holes and num_rows > 0:
             start, hole_end = holes[0]
             end = min(hole_end, limit)
@@ -212,6 +240,7 @@ class Scheduler:
     def _grant(self, step: _Step, request: Request, start: int, end: int) -> None:
         samples = end == len(request.token_ids)
         step.grants.append(Grant(request, start, end, samples))
+        step.num_tokens += end - start
         step.num_tokens_left -= end - start
         step.num_rows_left -= 1
         self._cache.fill(request.sequence, start, end)

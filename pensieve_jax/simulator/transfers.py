@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from pensieve_jax.cache import Copy
-from pensieve_jax.engine.transfers import MAX_HELD_STEPS, window
+from pensieve_jax.engine.transfers import MAX_HELD_STEPS, num_beside_step, window
 from pensieve_jax.simulator.clock import Timeline
 from pensieve_jax.simulator.profile import DeviceProfile, LinkCosts
 
@@ -81,6 +81,7 @@ class SimulatedTransfers:
         self._timeline = timeline
         self._chunk_bytes = chunk_bytes
         self._max_num_staged = max_num_staged
+        self._num_beside_step = num_beside_step(max_num_staged, chunk_bytes)
         self._window = window(max_num_staged)
         self._retrieval_priority = retrieval_priority
         self._in = _Link(profile.to_device, chunk_bytes, profile.both_ways_share)
@@ -188,7 +189,7 @@ class SimulatedTransfers:
             self._in.carry(batch, self._ready_s(), self._out)
 
     def _start_queued(self) -> None:
-        room = self._max_num_staged - len(self._staged) - self._num_rushed
+        room = min(self._num_beside_step, self._max_num_staged - self._num_rushed) - len(self._staged)
         batch = [self._queued.popleft() for _ in range(min(room, len(self._queued)))]
         self._start_in(batch)
         self._staged.extend(batch)

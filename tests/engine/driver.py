@@ -8,6 +8,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from pensieve_jax.cache import Shelf
 from pensieve_jax.core.errors import (
     ContextLengthError,
@@ -18,6 +20,7 @@ from pensieve_jax.core.errors import (
     StepFailedError,
     UnknownConversationError,
 )
+from pensieve_jax.scheduler import buckets
 from tests.engine.oracles import Bench, FakeBench, TurnFacts, spec_of
 from tests.engine.outcomes import Running, check_cancelled, facts_of, mixture_of
 from tests.engine.scenarios import (
@@ -150,7 +153,9 @@ class Driver(TurnDriver):
 
 def run_scenario(scenario: Scenario, bench: Bench | None = None) -> Driver:
     """Run one scenario from start to end; raises AssertionError for what is wrong."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        if scenario.config.scheduler.max_num_buckets == 3:  # steps fill their buckets, as large ones do
+            patch.setattr(buckets, "_FILLED_FROM_TOKENS", 1)
         driver = Driver(scenario, bench or FakeBench(), Path(folder) if scenario.durable else None)
         for op in scenario.ops:
             driver.apply(op)

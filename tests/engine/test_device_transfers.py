@@ -15,7 +15,7 @@ from pensieve_jax.engine.device_pools import DevicePools
 from pensieve_jax.engine.device_transfers import DeviceTransfers
 from pensieve_jax.engine.in_flight import InFlight
 from pensieve_jax.engine.kv_storage import KVStorage, chunk_bytes
-from pensieve_jax.engine.transfers import window
+from pensieve_jax.engine.transfers import num_beside_step, window
 from tests.engine.transfer_bench import CACHE, MODEL, Bench, failing
 
 
@@ -130,6 +130,32 @@ def test_copies_beyond_staging_wait_their_turn(never_ready):
         bench.check({copy.page: copy.slot for copy in back[:num_named]})
         bench.step()
         assert bench.transfers.stats()["num_swap_in_copies"] == 2 * min(num_named + 4, 10)
+
+
+def test_what_starts_beside_a_step_is_bounded_by_its_bytes(never_ready, monkeypatch):
+    """Two chunks a step, however many could be staged; what is rushed comes on top."""
+    bench = Bench(bound=6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InFlight, "is_ready", lambda self: bool(self.target))
+        bench.store([(page, page) for page in range(1, 7)])
+    monkeypatch.setattr(bench.transfers._incoming, "_num_beside_step", 2)
+    back = bench.copies((page + 20, page) for page in range(1, 7))
+    bench.transfers.swap_in(back)
+    bench.step()
+    assert bench.transfers.completed() == [copy.copy_id for copy in back[:2]]
+    bench.transfers.rush([copy.copy_id for copy in back[2:4]])
+    bench.step()
+    assert bench.transfers.completed() == [copy.copy_id for copy in back[4:]]
+    bench.check({page + 20: page for page in range(1, 7)})
+
+
+@pytest.mark.parametrize(
+    ("max_num_staged", "chunk_bytes", "number"),
+    [(128, 6_553_600, 64), (64, 26_214_400, 16), (20, 1, 20), (9, 10**9, 1)],
+)
+def test_chunks_beside_a_step(max_num_staged, chunk_bytes, number):
+    """Of the 13B presets, of tiny ones, and of a chunk larger than the bound."""
+    assert num_beside_step(max_num_staged, chunk_bytes) == number
 
 
 def test_full_staging_blocks():

@@ -26,6 +26,7 @@ class Desk:
         max_num_running: int = 4,
         max_num_batched_tokens: int = 64,
         max_num_rows: int | None = None,
+        token_buckets: tuple[int, ...] | None = None,
         **cache: Any,
     ) -> None:
         self.cache = Cache(num_pages, cpu_pages, **cache)
@@ -33,6 +34,7 @@ class Desk:
             max_num_running=max_num_running,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_rows=max_num_rows,
+            token_buckets=token_buckets,
         )
         self.scheduler = Scheduler(config, self.cache.manager)
         self.steps: list[list[tuple[str, int, int, bool]]] = []

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pensieve_jax.config import SchedulerConfig
 from pensieve_jax.scheduler import PlanLayout, StepPlan, bucket_for, token_buckets
+from pensieve_jax.scheduler.buckets import step_limit
 
 LAYOUT = PlanLayout(
     num_tokens=64, max_num_rows=8, pages_per_row=5, max_num_samples=4, max_num_banned=3, tiles_len=11
@@ -80,3 +81,23 @@ def test_buckets_that_are_given_are_kept():
 def test_derived_buckets_grow_by_one_factor(largest, count, buckets):
     config = SchedulerConfig(max_num_batched_tokens=largest, max_num_buckets=count)
     assert token_buckets(config) == buckets
+
+
+@pytest.mark.parametrize(
+    ("num_missing", "num_least", "limit"),
+    [
+        (0, 32, 64),
+        (64, 32, 64),
+        (65, 32, 256),  # small steps are padded
+        (255, 32, 256),
+        (256, 32, 256),
+        (511, 32, 256),  # large ones are cut
+        (511, 257, 512),  # unless nobody could go on
+        (512, 513, 512),
+        (1023, 32, 512),
+        (1024, 32, 1024),
+        (5000, 1024, 1024),
+    ],
+)
+def test_a_step_fills_a_bucket_where_padding_would_take_time(num_missing, num_least, limit):
+    assert step_limit((64, 256, 512, 1024), num_missing, num_least) == limit

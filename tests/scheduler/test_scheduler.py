@@ -38,20 +38,6 @@ def test_one_decode_token_for_each_running_request_is_set_aside():
     assert late.status is short.status is RequestStatus.RUNNING
 
 
-def test_decodes_behind_a_recompute_are_not_starved():
-    """The oldest recomputes and reads a prompt; every decode of a later arrival keeps its token."""
-    desk = Desk(max_num_running=3, max_num_batched_tokens=34, max_num_rows=4)
-    desk.conversation("old", 100, 0, 1, 2)
-    desk.add("old", 60, max_tokens=9)
-    for name in "ab":
-        desk.add(name, 1, max_tokens=9)
-    desk.step()
-    desk.step()
-    assert desk.steps[0] == [("old", 0, 32, False), ("a", 0, 1, True), ("b", 0, 1, True)]
-    assert desk.steps[1][:2] == [("old", 32, 48, False), ("old", 99, 115, False)]
-    assert desk.steps[1][2:] == [("a", 1, 2, True), ("b", 1, 2, True)]
-
-
 def test_decodes_behind_many_holes_keep_their_rows():
     desk = Desk(max_num_running=3, max_num_batched_tokens=100, max_num_rows=3)
     desk.add("a", 1, max_tokens=9)
@@ -90,6 +76,32 @@ def test_recompute_is_cut_on_chunk_boundaries_only():
     assert all(end % CHUNK == 0 and start % CHUNK == 0 for _, start, end, _ in history)
     assert sum(end - start for _, start, end, _ in history) == 144
     assert [grant[3] for grant in grants] == [False] * (len(grants) - 1) + [True]
+
+
+def test_large_steps_fill_a_bucket_and_leave_the_rest():
+    """What is left over goes with the next step; below 256 tokens a step takes all that there is."""
+    desk = Desk(80, max_num_batched_tokens=1024, token_buckets=(64, 256, 512, 1024))
+    desk.add("a", 300, max_tokens=9)
+    desk.add("b", 290, max_tokens=9)
+    for _ in range(3):
+        desk.step()
+    assert desk.steps == [
+        [("a", 0, 300, True), ("b", 0, 212, False)],
+        [("a", 300, 301, True), ("b", 212, 290, True)],
+        [("a", 301, 302, True), ("b", 290, 291, True)],
+    ]
+
+
+def test_a_bucket_that_decodes_fill_is_not_one_to_fill():
+    """The oldest of those who recompute would have no chunk: the step goes to the next bucket."""
+    desk = Desk(600, max_num_running=260, max_num_batched_tokens=512, token_buckets=(256, 512))
+    for index in range(250):
+        desk.add(f"decode{index}", 1, max_tokens=50)
+    desk.step()
+    desk.conversation("back", 322, *range(20))
+    desk.add("back", 3)
+    desk.step()
+    assert desk.steps[-1][-1] == ("back", 0, 256, False), "512 tokens: 250 decodes, and 262 in whole chunks"
 
 
 def test_rows_are_a_limit_of_their_own():

@@ -43,6 +43,25 @@ def test_nothing_behind_an_arriving_chunk_is_granted():
     assert desk.steps[-1] == [("runs", 9, 10, True), ("a", 80, 88, True)]
 
 
+def test_decodes_behind_a_recompute_are_not_starved():
+    """The oldest recomputes and reads a prompt after its copies; later arrivals keep their tokens."""
+    desk = Desk(40, 40, max_num_running=3, max_num_batched_tokens=34, max_num_rows=4)
+    returning(desk, "old", 100, 1, 2)
+    desk.add("old", 60, max_tokens=9)
+    for name in "ab":
+        desk.add(name, 1, max_tokens=9)
+    output = desk.step()
+    for copy in output.swap_ins:
+        desk.cache.complete(copy.copy_id)
+    desk.step()
+    desk.step()
+    assert desk.steps == [
+        [("a", 0, 1, True), ("b", 0, 1, True)],
+        [("old", 16, 48, False), ("a", 1, 2, True), ("b", 1, 2, True)],
+        [("old", 99, 131, False), ("a", 2, 3, True), ("b", 2, 3, True)],
+    ]
+
+
 def test_what_can_be_computed_meanwhile_goes_before_a_rush():
     desk = Desk(40, 40, max_num_batched_tokens=32)
     returning(desk, "a", 81, 0, 1, 2)

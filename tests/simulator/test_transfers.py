@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from pensieve_jax.cache import Copy
+from pensieve_jax.engine import transfers
 from pensieve_jax.simulator.clock import Timeline
 from pensieve_jax.simulator.device import SimulatedDevice
 from pensieve_jax.simulator.profile import LinkCosts, StepCosts
@@ -102,6 +103,16 @@ def test_a_step_waits_for_the_rest_of_a_copy():
     assert machine.dispatch() == 11  # beside copies that end at 15.25
     assert len(machine.transfers.completed()) == 15
     assert machine.dispatch() == 25.25
+
+
+def test_what_starts_beside_a_step_is_bounded_by_its_bytes(monkeypatch):
+    monkeypatch.setattr(transfers, "_BYTES_BESIDE_STEP", 25)
+    machine = Machine()
+    machine.transfers.swap_in(copies(*range(1, 6)))
+    assert machine.dispatch() == 11
+    assert machine.transfers.completed() == [1, 2, 3]
+    assert machine.dispatch() == 21
+    assert machine.transfers.completed() == [4, 5]
 
 
 def test_rushed_copies_hold_the_very_next_step():
