@@ -290,7 +290,11 @@ def define_flags() -> None:
     flags.DEFINE_string("output_json", None, "File to which every load point is appended as it is done.")
     flags.DEFINE_string("plot", None, "Where throughput-latency curves are drawn, e.g. curves.png.")
     flags.DEFINE_list("curves", [], "Draw --plot from such files, and run nothing.")
-    flags.DEFINE_string("transformers_attention", "sdpa", "Attention of --system=transformers.")
+    flags.DEFINE_string(
+        "transformers_attention",
+        "paged|sdpa",
+        "Attention of --system=transformers; plain sdpa is flash attention where it finds one.",
+    )
     define_session_flags()
     define_engine_flags(model=TINY_MODEL)
 

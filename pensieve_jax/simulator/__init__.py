@@ -11,6 +11,7 @@ from pensieve_jax.simulator.profile import DeviceProfile, profile_names
 from pensieve_jax.simulator.replica import Replica
 from pensieve_jax.simulator.routing import ROUTERS
 from pensieve_jax.simulator.simulation import Outcome, Scenario, run, simulate
+from pensieve_jax.simulator.step_totals import Steps, StepTotals, add_steps, step_figures
 from pensieve_jax.simulator.turns import Answer, Turn
 
 __all__ = [
@@ -22,11 +23,15 @@ __all__ = [
     "Outcome",
     "Replica",
     "Scenario",
+    "StepTotals",
+    "Steps",
     "Turn",
+    "add_steps",
     "answer_figures",
     "figures",
     "profile_names",
     "run",
     "simulate",
+    "step_figures",
     "throughput",
 ]

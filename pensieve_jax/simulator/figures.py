@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pensieve_jax.simulator.simulation import Outcome
+from pensieve_jax.simulator.step_totals import step_figures
 from pensieve_jax.simulator.turns import Answer
 
 UNITS = {
@@ -26,6 +27,7 @@ UNITS = {
     "first_token_s": "seconds from arrival to the first token",
     "output_token_s": "seconds per output token after the first",
     "wasted_tokens": "computed once more because their request was suspended",
+    "steps": "by bucket (padded query tokens): steps, mean wall seconds and mean query tokens",
     "device_busy": "share of the time in which steps ran, mean over replicas",
     "padding_share_of_step_time": "time of steps that padding to the bucket took / time of steps",
 }
@@ -54,6 +56,7 @@ def figures(outcome: Outcome, num_replicas: int) -> dict[str, Any]:
         **throughput(answers, seconds),
         **answer_figures(answers),
         **{name: counters[name] for name in _COUNTERS},
+        "steps": step_figures(outcome.steps),
         "tokens_per_step": counters["num_step_tokens"] / max(counters["num_steps"], 1),
         "padding_share_of_step_time": counters["padding_s"] / counters["device_busy_s"]
         if counters["device_busy_s"]

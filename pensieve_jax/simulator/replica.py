@@ -22,6 +22,7 @@ from pensieve_jax.simulator.clock import Timeline
 from pensieve_jax.simulator.device import SimulatedDevice
 from pensieve_jax.simulator.profile import DeviceProfile
 from pensieve_jax.simulator.step_time import StepLoad
+from pensieve_jax.simulator.step_totals import Steps
 from pensieve_jax.simulator.stretch import Stretch, is_blocked
 from pensieve_jax.simulator.transfers import SimulatedTransfers
 from pensieve_jax.simulator.turns import Answer, Turn
@@ -178,6 +179,10 @@ class Replica:
             "num_padded_tokens": self._device.num_padded_tokens,
             "padding_s": self._device.padding_s,
         }
+
+    def steps(self) -> Steps:
+        """Steps since the start, by bucket."""
+        return self._device.totals
 
     def check_integrity(self) -> None:
         """Assert that pages, chunks and requests agree (for tests)."""

@@ -24,6 +24,7 @@ from pensieve_jax.simulator.clock import Timeline
 from pensieve_jax.simulator.profile import DeviceProfile
 from pensieve_jax.simulator.replica import Replica
 from pensieve_jax.simulator.routing import ROUTERS, Load, Router
+from pensieve_jax.simulator.step_totals import Steps, StepTotals, add_steps
 from pensieve_jax.simulator.turns import Answer, Turn
 from pensieve_jax.workload import Session
 
@@ -63,6 +64,7 @@ class Scenario:
       seed: of the routing.
       warm_up_s: virtual time before anything counts.
       window_s: how long it counts; None goes on until every turn is answered.
+      drain_s: virtual time after the window, while users go on: late answers, which only `on_answer` sees.
       stretches: see `Replica`.
     """
 
@@ -75,6 +77,7 @@ class Scenario:
     seed: int = 0
     warm_up_s: float = 0.0
     window_s: float | None = None
+    drain_s: float = 0.0
     stretches: bool = True
 
     def __post_init__(self) -> None:
@@ -85,6 +88,8 @@ class Scenario:
             raise ConfigError("routing", self.routing, f"one of {', '.join(ROUTERS)}")
         if not 0 <= self.warm_up_s < math.inf:
             raise ConfigError("warm_up_s", self.warm_up_s, "a number of seconds from 0 on")
+        if not 0 <= self.drain_s < math.inf:
+            raise ConfigError("drain_s", self.drain_s, "a number of seconds from 0 on")
         if self.window_s is not None and not 0 < self.window_s < math.inf:
             raise ConfigError("window_s", self.window_s, "a number of seconds above 0, or None")
 
@@ -96,6 +101,7 @@ class Outcome:
     Attributes:
       answers: that were completed.
       counters: how `Replica.stats` changed, all replicas together.
+      steps: how `Replica.steps` changed, likewise.
       seconds: of virtual time.
       num_unfinished: turns that were sent and not answered at its end.
       num_refused: sessions that ended early because they had outgrown the context, warm-up included.
@@ -103,6 +109,7 @@ class Outcome:
 
     answers: Sequence[Answer]
     counters: dict[str, float]
+    steps: Steps
     seconds: float
     num_unfinished: int
     num_refused: int
@@ -115,7 +122,7 @@ def simulate(
 ) -> Outcome:
     """Serve sessions; those in mid-life find their history where it would be.
 
-    `on_answer` sees every answer, those of the warm-up included.
+    `on_answer` sees every answer, those of the warm-up and of the drain included.
     """
     router = ROUTERS[scenario.routing](scenario.seed)
     client = Client(sessions, scenario.max_context_tokens)
@@ -137,19 +144,23 @@ def simulate(
         return answers
 
     serve(scenario.warm_up_s)
-    before = _counters(replicas)
+    before, steps_before = _counters(replicas), _steps(replicas)
     end_s = math.inf if scenario.window_s is None else scenario.warm_up_s + scenario.window_s
     answers = serve(end_s)
     after = _counters(replicas)
     if scenario.window_s is None:
         end_s = max((answer.end_s for answer in answers), default=scenario.warm_up_s)
-    return Outcome(
+    outcome = Outcome(
         answers=answers,
         counters={name: after[name] - before[name] for name in after},
+        steps=add_steps(_steps(replicas), steps_before, -1),
         seconds=end_s - scenario.warm_up_s,
         num_unfinished=sum(replica.num_unfinished for replica in replicas),
         num_refused=client.num_refused,
     )
+    if scenario.drain_s:
+        serve(end_s + scenario.drain_s)
+    return outcome
 
 
 def run(
@@ -208,3 +219,10 @@ def _counters(replicas: Sequence[Replica]) -> dict[str, float]:
     for replica in replicas:
         total.update(replica.stats())
     return dict(total)
+
+
+def _steps(replicas: Sequence[Replica]) -> Steps:
+    total: dict[int, StepTotals] = {}
+    for replica in replicas:
+        total = add_steps(total, replica.steps())
+    return total

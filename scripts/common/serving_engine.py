@@ -14,7 +14,7 @@ from typing import Any
 from common.engines import EngineFactory
 from common.report import device_name
 from common.serving_clock import RunClock
-from common.serving_run import History, StepTotals
+from common.serving_run import History
 from common.serving_steps import TimedRunner
 from pensieve_jax import EngineConfig, SamplingParams
 from pensieve_jax.engine.engine import Engine
@@ -23,7 +23,7 @@ from pensieve_jax.engine.turn import Turn as EngineTurn
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history import HistoryStore, SQLiteHistoryStore
 from pensieve_jax.history import Turn as TurnRecord
-from pensieve_jax.simulator import Answer, Turn
+from pensieve_jax.simulator import Answer, Steps, Turn
 
 
 def label(name: str, config: EngineConfig) -> str:
@@ -104,7 +104,7 @@ class EngineServer:
             "host_cpu_s": time.thread_time(),
         }
 
-    def steps(self) -> Mapping[int, StepTotals]:
+    def steps(self) -> Steps:
         """See `Server`."""
         return self._runner.totals
 

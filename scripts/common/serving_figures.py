@@ -15,7 +15,7 @@ import numpy as np
 
 from common.serving_run import Run
 from pensieve_jax.simulator import UNITS as ANSWER_UNITS
-from pensieve_jax.simulator import answer_figures, throughput
+from pensieve_jax.simulator import answer_figures, step_figures, throughput
 
 UNITS = ANSWER_UNITS | {
     "*_s": "seconds",
@@ -25,7 +25,6 @@ UNITS = ANSWER_UNITS | {
     "host_step_s": "seconds of the host from a step's ids to the next dispatch, a step in flight meanwhile",
     "host_cpu_step_s": "seconds of CPU of the serving thread, per step",
     "device_wait_s": "seconds blocked until a step's ids came",
-    "steps": "by bucket (padded query tokens): steps, mean wall seconds and mean query tokens",
 }
 """For the JSON line of a report."""
 COUNTERS = (
@@ -67,15 +66,7 @@ def figures(run: Run, max_lag_s: float) -> dict[str, Any]:
         "tokens_per_step": _ratio(run.counters, "num_step_tokens", "num_steps"),
         "host_step_s": _ratio(run.counters, "host_s", "num_host_steps"),
         "host_cpu_step_s": _ratio(run.counters, "host_cpu_s", "num_steps"),
-        "steps": {
-            str(bucket): {
-                "num_steps": total.num_steps,
-                "mean_s": total.seconds / total.num_steps,
-                "mean_tokens": total.num_tokens / total.num_steps,
-            }
-            for bucket, total in run.steps.items()
-            if total.num_steps
-        },
+        "steps": step_figures(run.steps),
     }
 
 

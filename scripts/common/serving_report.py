@@ -1,13 +1,14 @@
 """Load points for people and for files: tables, JSON lines, and the curves of several systems.
 
 Owns: columns, what a file of points holds, reading it back, and which points may be drawn together.
-Does not know: how points are measured. Called by: benchmark_serving; simulate draws its curves by it.
+Does not know: how points are measured. Called by: benchmark_serving; simulate draws its curves by it, and
+validate_simulator reads its files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,19 @@ _FOUND = {
     "compiled": ("num_compilations", 1),
     "unfinished": ("num_unfinished", 1),
 }
+_STEP_COLUMNS = ("system", "rate", "bucket", "steps", "ms/step", "tokens/step", "% of time")
 
 
 def tables(system: str, points: Sequence[Mapping[str, Any]]) -> str:
-    """How the load was served; where history was found, and what it took. A dash for what is not known."""
+    """How the load was served; where history was found, and what it took; which steps the time went to.
+
+    A dash stands for what is not known.
+    """
     spreads = [f"{name} {part}" for name, (_, parts) in _SPREADS.items() for part in parts]
     served = table(["system", "rate", *_SERVED, *spreads], [_served_row(system, point) for point in points])
     found = table(["system", "rate", *_FOUND], [_found_row(system, point) for point in points])
-    return f"{served}\n\n{found}"
+    steps = [row for point in points for row in _step_rows(system, point)]
+    return "\n\n".join([served, found, *([table(_STEP_COLUMNS, steps)] if steps else [])])
 
 
 def _served_row(system: str, point: Mapping[str, Any]) -> list[object]:
@@ -64,6 +70,24 @@ def _served_row(system: str, point: Mapping[str, Any]) -> list[object]:
 
 def _found_row(system: str, point: Mapping[str, Any]) -> list[object]:
     return [system, _rate(point), *(_cell(point[key], factor) for key, factor in _FOUND.values())]
+
+
+def _step_rows(system: str, point: Mapping[str, Any]) -> list[list[object]]:
+    """Steps by bucket, and what is left of the time: nothing to do, or the host alone was busy."""
+    rows: list[list[object]] = []
+    left_s = seconds = point["seconds"]
+    for bucket, steps in point["steps"].items():
+        in_steps_s = steps["num_steps"] * steps["mean_s"]
+        left_s -= in_steps_s
+        cells = [steps["num_steps"], f"{1e3 * steps['mean_s']:.2f}", f"{steps['mean_tokens']:.1f}"]
+        rows.append([system, _rate(point), bucket, *cells, _share(in_steps_s, seconds)])
+    if rows:
+        rows.append([system, _rate(point), "none", "-", "-", "-", _share(max(left_s, 0.0), seconds)])
+    return rows
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}" if whole else "-"
 
 
 def _rate(point: Mapping[str, Any]) -> str:
@@ -92,18 +116,35 @@ def read_curves(paths: Sequence[Path]) -> dict[str, list[Point]]:
     """
     found: dict[str, list[tuple[float, Point]]] = {}
     first: dict[str, tuple[str, Mapping[str, Any]]] = {}
-    for path in paths:
-        for number, text in enumerate(_lines(path), start=1):
-            where = f"{path}, line {number}"
-            results, points = _points(where, text)
-            system = str(results["system"])
-            for key, names in (("all", _COMMON), (f"of {system}", _OWN)):
-                _check_alike((where, results), first.setdefault(key, (where, results)), names)
-            if points:
-                found.setdefault(system, []).extend(points)
+    for where, results in read_results("--curves", paths):
+        system = str(results["system"])
+        for key, names in (("all", _COMMON), (f"of {system}", _OWN)):
+            _check_alike((where, results), first.setdefault(key, (where, results)), names)
+        if points := _drawn("--curves", where, results):
+            found.setdefault(system, []).extend(points)
     if not found:
         raise ConfigError("--curves", ",".join(map(str, paths)), "files with a point that is not void")
     return {system: [point for _, point in sorted(points)] for system, points in found.items()}
+
+
+def read_results(flag: str, paths: Sequence[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Document by document of files of `append_line`: where it stands, and its results.
+
+    Raises ConfigError, which names `flag`, for a file that is no such file.
+    """
+    for path in paths:
+        for number, text in enumerate(_lines(flag, path), start=1):
+            where = f"{path}, line {number}"
+            try:
+                document = json.loads(text)
+                if document["benchmark"] != BENCHMARK:
+                    raise ValueError(f"a document of {document['benchmark']}")
+                results: Mapping[str, Any] = document["results"]
+                if not {"system", "points"} <= results.keys():
+                    raise ValueError("a document without load points")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise _no_document(flag, where, error) from error
+            yield where, results
 
 
 def draw(curves: Mapping[str, Sequence[Point]], title: str, path: Path) -> None:
@@ -124,24 +165,23 @@ def curve(points: Sequence[Mapping[str, Any]]) -> list[Point]:
     ]
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(flag: str, path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--curves", str(path), "files that can be read", str(error)) from error
+        raise ConfigError(flag, str(path), "files that can be read", str(error)) from error
 
 
-def _points(where: str, text: str) -> tuple[Mapping[str, Any], list[tuple[float, Point]]]:
-    """What a line says of its points, and those that are drawn, by rate."""
+def _drawn(flag: str, where: str, results: Mapping[str, Any]) -> list[tuple[float, Point]]:
+    """The points of a document that are drawn, by rate."""
     try:
-        document = json.loads(text)
-        if document["benchmark"] != BENCHMARK:
-            raise ValueError(f"a document of {document['benchmark']}")
-        results: Mapping[str, Any] = document["results"]
-        points = [(point["rate"] or 0.0, drawn) for point in results["points"] for drawn in curve([point])]
-        return results, points
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError("--curves", where, "files that --output_json wrote", f"found {error}") from error
+        return [(point["rate"] or 0.0, drawn) for point in results["points"] for drawn in curve([point])]
+    except (KeyError, TypeError) as error:
+        raise _no_document(flag, where, error) from error
+
+
+def _no_document(flag: str, where: str, error: Exception) -> ConfigError:
+    return ConfigError(flag, where, "files that --output_json wrote", f"found {error}")
 
 
 def _check_alike(

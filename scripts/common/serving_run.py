@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from common.serving_client import Lag, ServingClient
 from common.serving_clock import RunClock
-from pensieve_jax.simulator import Answer, Turn
+from pensieve_jax.simulator import Answer, Steps, Turn, add_steps
 
 # What is due at the very end of the window is handed over by then: ten times the lag that makes a run void.
 _LATE_S = 0.1
@@ -28,22 +28,6 @@ class History(NamedTuple):
     conversation_id: str
     token_ids: list[int]
     last_active_s: float
-
-
-class StepTotals(NamedTuple):
-    """Steps of one bucket: how many, their wall time in seconds, and their query tokens."""
-
-    num_steps: int = 0
-    seconds: float = 0.0
-    num_tokens: int = 0
-
-    def plus(self, other: StepTotals, sign: int = 1) -> StepTotals:
-        """Sums, or differences."""
-        return StepTotals(
-            self.num_steps + sign * other.num_steps,
-            self.seconds + sign * other.seconds,
-            self.num_tokens + sign * other.num_tokens,
-        )
 
 
 class Server(Protocol):
@@ -73,7 +57,7 @@ class Server(Protocol):
         """Numbers that only grow, as of `Engine.stats`; whatever is known."""
         ...
 
-    def steps(self) -> Mapping[int, StepTotals]:
+    def steps(self) -> Steps:
         """Steps so far by bucket; empty where that is not known."""
         ...
 
@@ -123,7 +107,7 @@ class Reading(NamedTuple):
     """A server's counters at one time."""
 
     counters: Mapping[str, float]
-    steps: Mapping[int, StepTotals]
+    steps: Steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +130,7 @@ class Run:
     num_refused: int
     lags: Sequence[Lag]
     counters: Mapping[str, float]
-    steps: Mapping[int, StepTotals]
+    steps: Steps
     end_s: float
 
 
@@ -200,10 +184,7 @@ def serve(
         num_refused=client.num_refused,
         lags=client.lags,
         counters={name: after.counters[name] - before.counters[name] for name in after.counters},
-        steps={
-            bucket: total.plus(before.steps.get(bucket, StepTotals()), -1)
-            for bucket, total in after.steps.items()
-        },
+        steps=add_steps(after.steps, before.steps, -1),
         end_s=end_s,
     )
 

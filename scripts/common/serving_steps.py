@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from common.serving_run import StepTotals
 from pensieve_jax.engine.runner import Progress, Runner
 from pensieve_jax.engine.transfers import Transfers
 from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult
+from pensieve_jax.simulator import StepTotals
 
 
 class _InFlight(NamedTuple):

@@ -16,12 +16,12 @@ from typing import Any
 
 from common.serving_clock import RunClock
 from common.serving_peers import Transcripts, check_length, hf_config, import_peer, usage
-from common.serving_run import History, StepTotals
+from common.serving_run import History
 from model_defs import ModelConfig
 from model_defs.registry import resolve_dtype
 from pensieve_jax import ConfigError, EngineConfig
 from pensieve_jax.engine.kv_storage import chunk_bytes
-from pensieve_jax.simulator import Answer, Turn
+from pensieve_jax.simulator import Answer, Steps, Turn
 
 SYSTEMS = ("vllm", "vllm-no-prefix", "vllm-offload")
 _RANDOM = "random:"
@@ -87,7 +87,7 @@ class VllmServer:
         """See `Server`: nothing is known."""
         return {}
 
-    def steps(self) -> Mapping[int, StepTotals]:
+    def steps(self) -> Steps:
         """See `Server`: nothing is known."""
         return {}
 

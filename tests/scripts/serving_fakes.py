@@ -8,7 +8,7 @@ from pensieve_jax import EngineConfig, Usage
 from pensieve_jax.cache import AnalyticCostModel
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.validation import ModelLimits
-from pensieve_jax.simulator import Answer, Client, Turn
+from pensieve_jax.simulator import Answer, Client, StepTotals, Turn
 from pensieve_jax.workload import ConversationTrace, Session, TurnTrace
 from tests.scripts.conftest import load
 
@@ -75,8 +75,7 @@ class TickServer:
         return {"num_steps": self.num_steps, "num_step_tokens": 3 * self.num_steps, "swapped_in_bytes": 0}
 
     def steps(self) -> dict[int, object]:
-        total = load("common.serving_run").StepTotals
-        return {64: total(self.num_steps, 1.0 * self.num_steps, 3 * self.num_steps)}
+        return {64: StepTotals(self.num_steps, 1.0 * self.num_steps, 3 * self.num_steps)}
 
 
 class NullFactory:

@@ -68,11 +68,19 @@ def serve(system, *sessions):
 # transformers
 
 
+class PagedCache:
+    """Has the first 4 tokens of prompts of 9 and more; what waits is looked up again and again."""
+
+    def search_prefix_match(self, request_id, prompt_ids):
+        return 4 if len(prompt_ids) > 8 else 0
+
+
 class Manager:
     """Answers every request at once, with ids 7, 8, 9, ..."""
 
     def __init__(self, calls):
         self.calls, self.results, self.running, self.error = calls, [], False, None
+        self.batch_processor = SimpleNamespace(cache=PagedCache())
 
     def warmup(self):
         self.calls.append(("warmup", (), {}))
@@ -83,13 +91,15 @@ class Manager:
     def is_running(self):
         return self.running
 
-    def stop(self, *, block, timeout):
-        assert block and timeout
+    def stop(self, *, block, timeout, hard_stop):
+        assert block and timeout and hard_stop, "nobody waits for what is left"
         self.running = False
 
     def add_request(self, input_ids, *, request_id, max_new_tokens, eos_token_id, record_timestamps=False):
         self.calls.append(("add", (list(input_ids),), {"max_new_tokens": max_new_tokens}))
         assert eos_token_id == -1
+        for prompt_ids in (input_ids[:1], input_ids, [*input_ids, *range(99)]):
+            self.batch_processor.cache.search_prefix_match(request_id, prompt_ids)
         stamps = [transformers_now() for _ in range(max_new_tokens)] if record_timestamps else None
         self.results.append(
             SimpleNamespace(
@@ -97,7 +107,7 @@ class Manager:
                 generated_tokens=list(range(7, 7 + max_new_tokens)),
                 timestamps=stamps,
                 error=self.error,
-                is_finished=lambda: self.error is None,
+                is_finished=lambda: True,  # what failed is finished as well
             )
         )
 
@@ -119,7 +129,8 @@ def calls():
 def manager(monkeypatch, calls):
     """What a fake transformers serves with."""
     manager = Manager(calls)
-    model = SimpleNamespace(init_continuous_batching=calls.of("init", manager))
+    shape = SimpleNamespace(_attn_implementation="paged|sdpa")
+    model = SimpleNamespace(init_continuous_batching=calls.of("init", manager), config=shape)
     module(
         monkeypatch,
         "transformers",
@@ -160,9 +171,12 @@ def test_transformers(manager, calls):
     assert second[0][0][:8] == [*first[0][0], 7, 8, 9] and len(second[0][0]) == 12, "the whole history"
     usages = [answer.usage for answer in run.answers]
     assert [usage.output_tokens for usage in usages] == [3, 2]
-    assert (usages[1].recomputed_tokens, usages[1].prefilled_tokens) == (7, 5)
+    assert usages[0].reused_gpu_tokens == 0 and usages[0].prefilled_tokens == 5
+    assert (usages[1].reused_gpu_tokens, usages[1].recomputed_tokens, usages[1].prefilled_tokens) == (4, 3, 5)
     assert all(0 < a.first_token_s <= a.end_s for a in run.answers)
-    assert system.describe()["transformers"] == "5.17" and system.device_name() == "cpu"
+    described = system.describe()
+    assert (described["transformers"], described["attention"]) == ("5.17", "paged|sdpa")
+    assert system.device_name() == "cpu"
     system.close()
     assert not manager.running
 
@@ -170,8 +184,10 @@ def test_transformers(manager, calls):
 def test_transformers_from_a_directory_in_mid_life(manager, calls, tmp_path):
     system = transformers_server.TransformersSystem(str(tmp_path), TINY, "bfloat16", CONFIG, "eager")
     assert calls.named("from_pretrained")[0][0] == (str(tmp_path),)
-    serve(system, session("a", 0.0, (5, 3), (4, 2), think_s=[1.0], first_turn=1))
-    assert calls.named("add")[1][0][0][:8] == [9] * 8
+    run = serve(system, session("a", 0.0, (5, 3), (4, 2), think_s=[1.0], first_turn=1))
+    _, history, turn = calls.named("add")
+    assert history == (([9] * 8,), {"max_new_tokens": 1}), "read once, before the run"
+    assert turn[0][0][:8] == [9] * 8 and len(run.answers) == 1
 
 
 def test_transformers_fails(manager):

@@ -83,6 +83,21 @@ def test_an_empty_window():
     assert found["requests_per_s"] == 0 and "-" in serving_report.tables("x", [{"rate": None, **found}])
 
 
+def test_which_steps_the_time_went_to():
+    """Steps of a second each take all of the time in which there is something to do."""
+    run, _ = run_ticks(session("a", 14.0, (5, 4)), window=Window(10.0, 20.0, drain_s=5.0))
+    found = serving_figures.figures(run, max_lag_s=1.0)
+    text = serving_report.tables("x", [{"rate": 2.0, **found}])
+    rows = [line.split() for line in text.split("\n\n")[-1].splitlines()]
+    assert rows[0] == ["system", "rate", "bucket", "steps", "ms/step", "tokens/step", "%", "of", "time"]
+    assert rows[2:] == [
+        ["x", "2", "64", "4", "1000.00", "3.0", "40.0"],
+        ["x", "2", "none", "-", "-", "-", "60.0"],
+    ]
+    unknown = serving_report.tables("x", [{"rate": 2.0, **found, "steps": {}}])
+    assert "bucket" not in unknown, "of other servers"
+
+
 def test_sessions_that_outgrow_the_context_are_counted():
     run, _ = run_ticks(session("a", 0.0, (5, 2), (5, 2), think_s=[0.0]), max_context_tokens=12)
     assert run.num_refused == 1 and len(run.answers) == 1

@@ -141,6 +141,30 @@ def test_a_window_counts_what_was_answered_in_it():
     assert 0 < part.counters["num_steps"] < whole.counters["num_steps"]
 
 
+def test_steps_by_bucket():
+    """Of a lonely turn: a step for its prompt, and one of a token for each token that follows."""
+    outcome = simulate(scenario(), [session("a", (20, 5))])
+    (answer,), steps = outcome.answers, {b: t for b, t in outcome.steps.items() if t.num_steps}
+    assert sum(total.num_steps for total in steps.values()) == outcome.counters["num_steps"] == 5
+    assert sum(total.num_tokens for total in steps.values()) == 20 + 4
+    seconds = sum(total.seconds for total in steps.values())
+    assert seconds == pytest.approx(answer.end_s - PROFILE.host_step_s), "steps follow one another"
+    reported = figures(outcome, 1)["steps"]
+    assert sum(one["num_steps"] * one["mean_s"] for one in reported.values()) == pytest.approx(seconds)
+
+
+def test_the_drain_changes_nothing_of_the_window():
+    sessions = make_sessions(1, num_sessions=60, gap_s=0.1)
+    plain = simulate(scenario(warm_up_s=2.0, window_s=1.5), sessions)
+    seen = []
+    drained = simulate(scenario(warm_up_s=2.0, window_s=1.5, drain_s=3.0), sessions, seen.append)
+    assert drained.counters == plain.counters and drained.steps == plain.steps
+    assert [answer.end_s for answer in drained.answers] == [answer.end_s for answer in plain.answers]
+    assert sum(answer.end_s > 3.7 for answer in seen) > 0, "whom nothing else shows"
+    steps = simulate(scenario(), sessions).steps
+    assert all(0 <= drained.steps[bucket].num_steps <= steps[bucket].num_steps for bucket in steps)
+
+
 def test_what_is_reported():
     turn = Turn("a", 1, 1.0, 50, 10, 4, is_last=True)
     usage = Usage(10, 20, 10, 19, 11, 4, 1, 7, 0)
@@ -151,7 +175,7 @@ def test_what_is_reported():
         "num_suspensions": 3.0,
     }
     found = figures(
-        Outcome(answers=answers, counters=counters, seconds=4.0, num_unfinished=2, num_refused=1), 2
+        Outcome(answers=answers, counters=counters, steps={}, seconds=4.0, num_unfinished=2, num_refused=1), 2
     )
     assert found["requests_per_s"] == 0.5 and found["output_tokens_per_s"] == 2.0
     assert found["normalized_latency_s"] == pytest.approx({"mean": 1.5, "p50": 1.5, "p90": 1.9, "p99": 1.99})
@@ -171,7 +195,7 @@ def test_nothing_to_serve():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_replicas", 0), ("routing", "nearest"), ("warm_up_s", -1.0), ("window_s", 0.0)],
+    [("num_replicas", 0), ("routing", "nearest"), ("warm_up_s", -1.0), ("window_s", 0.0), ("drain_s", -1.0)],
 )
 def test_refuses(field, value):
     with pytest.raises(ConfigError, match=field):

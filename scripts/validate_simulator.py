@@ -1,0 +1,242 @@
+"""What the simulator makes of load points that were measured, figure by figure, and if that is close enough.
+
+    python scripts/validate_simulator.py --documents=pensieve.json,stateless.json --profile=fitted.json
+
+`--documents` are files of benchmark_serving's `--output_json`: open loops of this project's own systems. Each
+load point is simulated with the trace, users, window, memory, buckets and policy that it was measured with.
+The trace is made (or read) again: flags of it that were given there are given here as well, and its digest
+must be the document's. Criteria:
+  mean step time of each bucket that took 1% of the time   within 10%
+  over the knee (under 95% of what was sent is served)     requests/s within 10%
+  elsewhere                                                mean normalized latency within 20%
+  hit rates of both tiers                                  within 3 points
+The other figures help to see why. Void points are left out. The last line is one JSON document; the exit
+status is 1 if a criterion is missed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import flags
+from common.engine_flags import shows_progress
+from common.launch import EXIT_FAILED, run
+from common.live_figures import LiveFigures
+from common.report import json_line, table
+from common.serving_report import read_results
+from common.serving_run import Window
+from common.session_flags import define_session_flags, load_trace, sessions
+from common.validation_criteria import Criterion, criteria, is_over_the_knee, missed
+
+from model_defs import ModelConfig, num_parameters, source_config
+from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
+from pensieve_jax.assembly import resolve_model
+from pensieve_jax.cache import AnalyticCostModel, CostModel
+from pensieve_jax.cache.cost import CostProfile, MeasuredCostModel
+from pensieve_jax.simulator import (
+    UNITS,
+    Answer,
+    DeviceProfile,
+    Outcome,
+    Scenario,
+    answer_figures,
+    figures,
+    profile_names,
+    simulate,
+    throughput,
+)
+from pensieve_jax.workload import Session, Trace
+
+FLAGS = flags.FLAGS
+_OPEN_LOOP = "open loop"
+_USERS = ("think", "time_scale", "mid_life_s", "recorded_arrivals", "seed")
+_RANDOM = "random:"
+
+
+class Measured(NamedTuple):
+    """A load point, where it stands, and what its document says of how it was measured."""
+
+    where: str
+    results: Mapping[str, Any]
+    point: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Of tables."""
+        rate = "recorded" if self.point["rate"] is None else f"{self.point['rate']:g}/s"
+        return f"{self.results['system']}, {rate}"
+
+
+def measured_points() -> Iterator[Measured]:
+    """Those of `--documents` that are not void; raises ConfigError for what no simulation can be made of."""
+    for where, results in read_results("--documents", [Path(name) for name in FLAGS.documents]):
+        if results.get("loop") != _OPEN_LOOP or "config" not in results:
+            limit = "files of open loops, of this project's own systems"
+            found = f"{results['system']}, {results.get('loop')}"
+            raise ConfigError("--documents", where, limit, f"found {found}")
+        for point in results["points"]:
+            if not point["void"]:
+                yield Measured(where, results, point)
+
+
+def simulate_point(measured: Measured, profile: DeviceProfile) -> dict[str, Any]:
+    """The same load point under virtual time: figures by the definitions of measured ones."""
+    results = measured.results
+    if results["model"].removeprefix(_RANDOM) != profile.model:
+        raise ConfigError("--profile", FLAGS.profile, f"one of {results['model']}, as {measured.where} is")
+    config = engine_config(measured)
+    model = source_config(resolve_model(results["model"]), config.runner.max_position_embeddings)
+    max_context_tokens = config.resolve_context_tokens(model.max_position_embeddings)
+    trace, window, who = users(measured, max_context_tokens)
+    has_end = math.isfinite(window.end_s)
+    scenario = Scenario(
+        config=config,
+        profile=profile,
+        cost_model=cost_model(config, model),
+        max_context_tokens=max_context_tokens,
+        warm_up_s=window.start_s,
+        window_s=window.end_s - window.start_s if has_end else None,
+        drain_s=window.drain_s if has_end else 0.0,
+    )
+    answers: list[Answer] = []
+    end_s = window.end_s + window.drain_s if has_end else None
+    with LiveFigures(measured.name, end_s, shown=shows_progress()) as live:
+
+        def see(answer: Answer) -> None:
+            answers.append(answer)
+            live.see(answer)
+
+        outcome = simulate(scenario, who, see)
+    return {"trace": trace.digest, **_figures(outcome, answers, window)}
+
+
+def _figures(outcome: Outcome, answers: Sequence[Answer], window: Window) -> dict[str, Any]:
+    """As the benchmark's: latencies and hits of requests that arrived in the window, drain included."""
+    arrived = [answer for answer in answers if window.has(answer.turn.arrival_s)]
+    ended = [answer for answer in answers if window.has(answer.end_s)]
+    found = figures(outcome, num_replicas=1)
+    return {**found, **throughput(ended, outcome.seconds), **answer_figures(arrived)}
+
+
+def engine_config(measured: Measured) -> EngineConfig:
+    """What the document says; raises ConfigError where that is of another version of this project."""
+    values = measured.results["config"]
+    try:
+        scheduler = dict(values["scheduler"])
+        if scheduler["token_buckets"] is not None:
+            scheduler["token_buckets"] = tuple(scheduler["token_buckets"])
+        return EngineConfig(
+            stateful=values["stateful"],
+            cache=CacheConfig(**values["cache"]),
+            scheduler=SchedulerConfig(**scheduler),
+            runner=RunnerConfig(**values["runner"]),
+        )
+    except (KeyError, TypeError) as error:
+        limit = "files that this version of benchmark_serving wrote"
+        raise ConfigError("--documents", measured.where, limit, str(error)) from error
+
+
+def cost_model(config: EngineConfig, model: ModelConfig) -> CostModel:
+    """What `retention` went by."""
+    if config.cache.cost_profile is not None:
+        return MeasuredCostModel(CostProfile.load(config.cache.cost_profile).points)
+    return AnalyticCostModel(
+        config.cache.chunk_tokens,
+        num_weights=num_parameters(model),
+        attention_width=model.num_layers * model.num_heads * model.head_dim,
+    )
+
+
+def users(measured: Measured, max_context_tokens: int) -> tuple[Trace, Window, list[Session]]:
+    """The trace, what counts of the run, and who comes; raises ConfigError for another trace."""
+    settings, rate = measured.results["settings"], measured.point["rate"]
+    for name in _USERS:
+        FLAGS[name].value = settings[name]
+    trace, expected = load_trace(max_context_tokens), measured.results["trace"]
+    if trace.digest != expected["digest"]:
+        limit = f"the trace of {measured.where}, {expected['name']} ({expected['digest'][:12]})"
+        hint = "give the flags of the trace that the benchmark was given, such as --num_conversations"
+        raise ConfigError("--trace", f"{trace.name} ({trace.digest[:12]})", limit, hint)
+    if not settings["window_s"]:
+        return trace, Window(), sessions(trace, rate, None)
+    end_s = settings["warm_up_s"] + settings["window_s"]
+    window = Window(settings["warm_up_s"], end_s, settings["drain_s"])
+    return trace, window, sessions(trace, rate, end_s + settings["drain_s"])
+
+
+def check_flags() -> None:
+    """Raise ConfigError for flags that the documents answer, and for none of these."""
+    if not FLAGS.documents:
+        raise ConfigError("--documents", "", "at least one file")
+    for name in ("rates", *_USERS):
+        if FLAGS[name].present:
+            raise ConfigError(f"--{name}", FLAGS[name].value, "left out: --documents say it")
+
+
+def main() -> int:
+    check_flags()
+    profile = DeviceProfile.load(FLAGS.profile)
+    points = list(measured_points())
+    if not points:
+        raise ConfigError("--documents", ",".join(FLAGS.documents), "files with a point that is not void")
+    compared, documents = [], []
+    for measured in points:
+        simulated = simulate_point(measured, profile)
+        compared.append(criteria(measured.point, simulated))
+        documents.append(document(measured, simulated, compared[-1]))
+        print(f"{report(measured, compared[-1])}\n", flush=True)
+    num_missed = missed(compared)
+    print(f"{num_missed} criteria missed" if num_missed else "every criterion passed")
+    device = f"simulated: {profile.device}, {profile.model}, profile {profile.source}"
+    results = {"profile": FLAGS.profile, "num_missed": num_missed, "points": documents}
+    print(json_line("simulator_validation", results, units=UNITS, device=device))
+    return EXIT_FAILED if num_missed else 0
+
+
+def report(measured: Measured, compared: Sequence[Criterion]) -> str:
+    """A load point for people."""
+    where = "over the knee" if is_over_the_knee(measured.point) else "not over the knee"
+    rows = [
+        [
+            one.figure,
+            *("-" if value is None else float(value) for value in (one.measured, one.simulated)),
+            "-" if one.difference is None else f"{100 * one.difference:+.1f}",
+            "-" if one.limit is None else f"{100 * one.limit:.0f}",
+            one.verdict,
+        ]
+        for one in compared
+    ]
+    columns = ["figure", "measured", "simulated", "% off", "limit", "verdict"]
+    return f"{measured.name} ({where})\n{table(columns, rows)}"
+
+
+def document(
+    measured: Measured, simulated: Mapping[str, Any], compared: Sequence[Criterion]
+) -> dict[str, Any]:
+    """A load point for files."""
+    return {
+        "system": measured.results["system"],
+        "rate": measured.point["rate"],
+        "document": measured.where,
+        "over_the_knee": is_over_the_knee(measured.point),
+        "criteria": [{**one._asdict(), "verdict": one.verdict} for one in compared],
+        "simulated": simulated,
+    }
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_list("documents", [], "Files that benchmark_serving's --output_json wrote.")
+    flags.DEFINE_string(
+        "profile", "h200_llama2-13b-gqa10", f"A file, or one of {', '.join(profile_names())}."
+    )
+    flags.DEFINE_bool("progress", None, "Show a progress bar; default: on a terminal.")
+    define_session_flags()
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)
