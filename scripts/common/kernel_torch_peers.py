@@ -140,9 +140,9 @@ def flash_infer(inputs: Inputs) -> Program:
 
 
 def flash_attention_3(inputs: Inputs) -> Program:
-    """FlashAttention-3 over pages, from its own package or out of vLLM."""
+    """FlashAttention-3 over pages, from its own package or out of vLLM, which plans once for all layers."""
     torch, q, pool = _exchanged(inputs)
-    attend, label = _flash_attention_3()
+    attend, label = _flash_attention_3(inputs)
     k, v = _paged(pool)
     lens, table, cu_q_lens = (
         _to(pool, array) for array in (inputs.kv_lens, inputs.readable_pages, inputs.cu_q_lens)
@@ -160,7 +160,7 @@ def flash_attention_3(inputs: Inputs) -> Program:
     return TorchProgram(label, torch, call)
 
 
-def _flash_attention_3() -> tuple[Callable[..., Any], str]:
+def _flash_attention_3(inputs: Inputs) -> tuple[Callable[..., Any], str]:
     """Function of q, K, V and the rows, whoever publishes it; raises ImportError."""
     try:
         own = importlib.import_module("flash_attn_interface")
@@ -170,11 +170,20 @@ def _flash_attention_3() -> tuple[Callable[..., Any], str]:
         except ImportError as error:
             raise ImportError("neither flash_attn_interface nor vllm.vllm_flash_attn") from error
 
+        q, heads = _exchanged(inputs)[1], inputs.case.heads
+        plan = vllm.get_scheduler_metadata(
+            batch_size=len(inputs.kv_lens), max_seqlen_q=max(q_len for q_len, _ in inputs.case.rows),
+            max_seqlen_k=int(inputs.kv_lens.max()), num_heads_q=heads.num_q_heads,
+            num_heads_kv=heads.num_kv_heads, headdim=heads.head_dim, cache_seqlens=_to(q, inputs.kv_lens),
+            qkv_dtype=q.dtype, cu_seqlens_q=_to(q, inputs.cu_q_lens), page_size=inputs.case.page_size,
+            causal=True,
+        )  # fmt: skip
+
         def by_vllm(q: Any, k: Any, v: Any, *, lens: Any, table: Any, cu_q_lens: Any, **rest: Any) -> Any:
             return vllm.flash_attn_varlen_func(
                 q, k, v, max_seqlen_q=rest["max_q_len"], cu_seqlens_q=cu_q_lens,
                 max_seqlen_k=rest["max_kv_len"], seqused_k=lens, block_table=table,
-                softmax_scale=rest["scale"], causal=True, fa_version=3,
+                softmax_scale=rest["scale"], causal=True, scheduler_metadata=plan, fa_version=3,
             )  # fmt: skip
 
         return by_vllm, "out of vllm"

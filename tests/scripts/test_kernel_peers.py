@@ -318,13 +318,23 @@ def test_flash_attention_3_gets_its_arguments(inputs, torch, monkeypatch, name):
         return (out, None) if name == "all" else out
 
     def varlen(q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, block_table, **rest):
-        assert rest.pop("causal") and rest.pop("fa_version") == 3 and rest.keys() == {"softmax_scale"}
-        assert max_seqlen_k == 70
+        assert rest.pop("causal") and rest.pop("fa_version") == 3 and rest.pop("scheduler_metadata") == "plan"
+        assert rest.keys() == {"softmax_scale"} and max_seqlen_k == 70
         return attention_by_pages(q, k, v, seqused_k, block_table, cu_seqlens_q, rest["softmax_scale"])
+
+    def plan(*, batch_size, cache_seqlens, cu_seqlens_q, num_heads_q, num_heads_kv, headdim, **rest):
+        batch = inputs[name]
+        assert batch_size == len(batch.kv_lens)
+        assert Heads(num_heads_q, num_heads_kv, headdim) == batch.case.heads
+        np.testing.assert_array_equal(cache_seqlens, batch.kv_lens)
+        np.testing.assert_array_equal(cu_seqlens_q, batch.cu_q_lens)
+        assert rest.pop("max_seqlen_k") == 70 and rest.pop("page_size") == batch.case.page_size
+        assert rest.pop("causal") and rest.keys() == {"max_seqlen_q", "qkv_dtype"}
+        return "plan"
 
     with pytest.raises(ImportError, match=r"neither flash_attn_interface nor vllm\.vllm_flash_attn"):
         kernel_torch_peers.flash_attention_3(inputs[name])
-    vllm = types.SimpleNamespace(flash_attn_varlen_func=varlen)
+    vllm = types.SimpleNamespace(flash_attn_varlen_func=varlen, get_scheduler_metadata=plan)
     monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", vllm)
     assert check_peer("flash_attention_3", inputs[name]) == "out of vllm"
