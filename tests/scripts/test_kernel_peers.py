@@ -93,9 +93,12 @@ def test_repeating_computes_the_same_again(inputs):
     """And the copy-out is repeated too: its table goes round the loop."""
     batch = inputs["continued"]
     for program in (kernel_backends.backend_program(batch, "xla"), kernel_peers.copy_out(batch)):
-        compiled = program.chained(3).lower(*program.tied, *program.fixed).compile()
-        out = compiled(*program.tied, *program.fixed)
+        queries = [program.tied[0], 2 * program.tied[0]]
+        others = (*program.tied[1:], *program.fixed)
+        compiled = program.chained(3).lower(queries, *others).compile()
+        out, other = compiled(queries, *others)
         np.testing.assert_allclose(out, dense(batch), atol=1e-5)
+        assert not np.allclose(other, out, atol=1e-2)
     loops = [line for line in compiled.as_text().splitlines() if " while(" in line]
     assert any("s32[2,3]" in line for line in loops)
 
