@@ -37,7 +37,7 @@ MERGE_TOKEN, MERGE_NUM_TOKENS, MERGE_PARTIAL, MERGE_NUM_SPLITS, MERGE_CLASS_ROWS
 NUM_FIELDS = tl.constexpr(tile_specs.NUM_FIELDS)
 MERGE_ROWS = tl.constexpr(block_sizes.MERGE_ROWS)
 MAX_NUM_SPLITS = tl.constexpr(block_sizes.MAX_NUM_SPLITS)
-MERGE_UNROLL = tl.constexpr(4)  # loads in flight: the merge is bound by latency
+MERGE_PARTS = tl.constexpr(8)  # loaded together: the merge is bound by latency
 # The maximum of a row that has seen no key. Finite, and above the -inf of a hidden key: the weights of hidden
 # keys are then exactly zero even in a part of a range of which a row sees nothing.
 LEAST = tl.constexpr(-1e30)
@@ -242,13 +242,16 @@ def ragged_paged_attention_merge(
         largest = tl.max(lse, 0)
         total = tl.sum(tl.exp2(lse - largest[None, :]), 0)
         acc = tl.zeros((MERGE_ROWS, head_dim), tl.float32)
-        for part in tl.range(0, num_splits, loop_unroll_factor=MERGE_UNROLL):
-            part_rows = partial_row + part * stride + rows
-            part_lse = tl.load(partial_lse_ptr + part_rows, mask=is_row, other=LEAST)
-            part_out = tl.load(
-                _row_pointers(partial_out_ptr, part_rows, head_dim), mask=is_row[:, None], other=0.0
+        for start in tl.range(0, num_splits, MERGE_PARTS):
+            several = start + tl.arange(0, MERGE_PARTS)
+            part_rows = partial_row + several[:, None] * stride + rows[None, :]
+            mask = (several < num_splits)[:, None] & is_row[None, :]
+            part_lse = tl.load(partial_lse_ptr + part_rows, mask=mask, other=LEAST)
+            pointers = (
+                partial_out_ptr + part_rows[:, :, None] * head_dim + tl.arange(0, head_dim)[None, None, :]
             )
-            acc += part_out * tl.exp2(part_lse - largest)[:, None]
+            part_out = tl.load(pointers, mask=mask[:, :, None], other=0.0)
+            acc += tl.sum(part_out * tl.exp2(part_lse - largest[None, :])[:, :, None], 0)
         acc = acc / total[:, None]
         q_rows = (token + q_tokens) * (num_kv_heads * group) + head * group + rows % group
         result = acc.to(out_ptr.dtype.element_ty)

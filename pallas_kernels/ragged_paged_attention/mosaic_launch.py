@@ -156,7 +156,8 @@ ItemBody = Callable[[Any, Item, Any], None]
 def for_each_item(launch: Launch, inputs: Inputs, program: Any, body: ItemBody) -> Any:
     """Calls body(i, i-th item of this program, blocks of all its earlier items); returns how many there are.
 
-    Tiles come widest first, and are dealt in alternating directions: every program gets about the same work.
+    Tiles come widest first, those of prompts row by row, and are dealt in alternating directions: every
+    program gets about the same work.
     """
     spec = launch.spec
     num_items = inputs.tiles[launch.index] * spec.num_kv_heads

@@ -44,7 +44,7 @@ from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, TileSpe
 # hidden scores, so that their weights are zero. Were the two equal, the weights would be exp2(0) in exact
 # arithmetic, and exp2 of a rounding error of some 1e22 where a multiply-add is fused.
 _MASKED, _NO_MAXIMUM = -1e30, -1e29
-_MERGE_UNROLL = 8  # loads in flight: the merge is bound by latency
+_MERGE_PARTS = 8  # loaded together: the merge is bound by latency
 # Programs of a merge at most, several for each multiprocessor: a step rarely has as many merges as its list
 # has room for, and thousands of programs that find nothing to do take longer than those that do.
 _MERGE_PROGRAMS = 1056
@@ -247,19 +247,19 @@ def _merge_kernel(
         total = exp2(lse - largest[None, :]).sum(axis=0)
 
         def step(i: Any, acc: Any) -> Any:
-            for k in range(_MERGE_UNROLL):
-                part = i * _MERGE_UNROLL + k
-                part_rows = partial_row + part * part_stride + rows
-                mask = is_row & (part < num_splits)
-                part_lse = plgpu.load(partial_lse_ref.at[part_rows], mask=mask, other=_MASKED)
-                part_out = plgpu.load(
-                    partial_out_ref.at[part_rows[:, None], lanes], mask=mask[:, None], other=0.0
-                )
-                acc += part_out * exp2(part_lse - largest)[:, None]
-            return acc
+            # As one block: part by part the weights would go from thread to thread behind a barrier, and
+            # every part would wait for the one before.
+            several = i * _MERGE_PARTS + jnp.arange(_MERGE_PARTS)
+            part_rows = partial_row + several[:, None] * part_stride + rows[None, :]
+            mask = (several < num_splits)[:, None] & is_row[None, :]
+            part_lse = plgpu.load(partial_lse_ref.at[part_rows], mask=mask, other=_MASKED)
+            part_out = plgpu.load(
+                partial_out_ref.at[part_rows[:, :, None], lanes[None]], mask=mask[:, :, None], other=0.0
+            )
+            return acc + (part_out * exp2(part_lse - largest[None, :])[:, :, None]).sum(axis=0)
 
         acc = jnp.zeros((MERGE_ROWS, head_dim), jnp.float32)
-        acc = jax.lax.fori_loop(0, pl.cdiv(num_splits, _MERGE_UNROLL), step, acc) / total[:, None]
+        acc = jax.lax.fori_loop(0, pl.cdiv(num_splits, _MERGE_PARTS), step, acc) / total[:, None]
         q_rows = (token + q_tokens) * (spec.num_kv_heads * group) + head * group + heads
         plgpu.store(out_ref.at[q_rows[:, None], lanes], acc.astype(out_ref.dtype), mask=is_row[:, None])
         return nothing

@@ -19,6 +19,8 @@ import numpy as np
 from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, MERGE_ROWS
 from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, TileSpec
 
+_MAX_BLOCKS = 2**15  # of a key range
+_MANY = 2**30
 # Fields of a tile: row, first query token, number of tokens, the first one's position, key range, slot or -1.
 ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT = range(7)
 # Fields of a merge: the tile's first query token and their number, the row where its partial results begin,
@@ -72,7 +74,7 @@ def build_lists(
 def _class_lists(
     xp: Any, spec: TileSpec, index: int, begins: Any, q_lens: Any, kv_lens: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """Tiles of one class, the widest key range first, and its merges; each with its count."""
+    """Tiles of one class, the widest key range first or (prompts) row by row, and its merges; with counts."""
     tile_class, tokens = spec.blocks.classes[index], spec.tile_tokens(spec.blocks.classes[index])
     fixed = xp is not np
     # Query tiles.
@@ -103,7 +105,10 @@ def _class_lists(
     if fixed:
         width = xp.where(xp.arange(len(part)) < num_tiles, width, -block_kv)
     # In blocks a width fits 16 bits, which numpy sorts by radix, several times faster.
-    order = xp.argsort((-(width // block_kv)).astype(np.int16), stable=True)
+    narrowness = (-(width // block_kv)).astype(np.int16)
+    if 0 < index == len(spec.blocks.classes) - 1:
+        narrowness = _by_row(xp, narrowness, row.take(tile), q_lens, kv_lens)
+    order = xp.argsort(narrowness, stable=True)
     tile, part, kv_begin = tile.take(order), part.take(order), kv_begin.take(order)
     slot = xp.where(num_slots.take(tile) > 0, slot_begin.take(tile) + part, -1)
     real_row = row * (row < len(q_lens) - 1)  # the pseudo row reads no page; row 0 always has some
@@ -119,6 +124,23 @@ def _class_lists(
     partial = spec.partial_begin(index) + slot_begin * (spec.num_kv_heads * tile_class.rows)
     columns = [column.take(tile) for column in (token, num_tokens, partial, num_slots)]
     return num_tiles, tiles, num_merges, _table(xp, [*columns, part * 0 + tile_class.rows, part * MERGE_ROWS])
+
+
+def _by_row(xp: Any, narrowness: Any, row: Any, q_lens: Any, kv_lens: Any) -> Any:
+    """Keys for prompts, which have many tiles each: row after row, the longest first.
+
+    Then the keys of one row come from the L2 cache for all but the first of its tiles, where those of all
+    rows would not fit. In the last row the widest tiles come first, in the one before it last, and so on:
+    neighbours in the list are alike, which is what dealing them out evenly takes. Tiles of less than a
+    block come last, and padding, whose width is -1 block, behind everything.
+    """
+    # 0: the last one. Rows that have no such tiles are left out of the count.
+    lens = xp.where((q_lens > 0) & (kv_lens > 0), kv_lens, _MANY)
+    count = xp.argsort(xp.argsort(lens, stable=True), stable=True)
+    rank = count.take(row).astype(np.int32)
+    widths = -narrowness.astype(np.int32)
+    keys = xp.where(rank % 2 == 0, _MAX_BLOCKS - widths, widths) - rank * _MAX_BLOCKS
+    return xp.where(widths > 0, keys, _MANY - widths)
 
 
 def _pseudo_tiles(begin: int, q_len: int, spec: TileSpec, index: int) -> np.ndarray:
