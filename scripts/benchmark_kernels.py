@@ -163,6 +163,8 @@ def run_case(case: Case, ceilings: Ceilings) -> list[Result]:
 
 def cases() -> list[Case]:
     """Those of `--cases`; raises AttentionArgumentError."""
+    if FLAGS.cases == []:
+        raise AttentionArgumentError("--cases", "", f"known are {sorted(CASES)}")
     names = FLAGS.cases or (["all"] if jax.default_backend() == "gpu" else ["tiny"])
     names = list(CASES) if names == ["all"] else names
     unknown = sorted(set(names) - set(CASES))

@@ -85,8 +85,10 @@ def measured_points() -> Iterator[Measured]:
 def simulate_point(measured: Measured, profile: DeviceProfile) -> dict[str, Any]:
     """The same load point under virtual time: figures by the definitions of measured ones."""
     results = measured.results
-    if results["model"].removeprefix(_RANDOM) != profile.model:
-        raise ConfigError("--profile", FLAGS.profile, f"one of {results['model']}, as {measured.where} is")
+    model_name = results["model"].removeprefix(_RANDOM)
+    if model_name != profile.model:
+        limit = f"a device's profile of the model {model_name!r}, which {measured.where} is of"
+        raise ConfigError("--profile", FLAGS.profile, limit, f"this one is of {profile.model!r}")
     config = engine_config(measured)
     model = source_config(resolve_model(results["model"]), config.runner.max_position_embeddings)
     max_context_tokens = config.resolve_context_tokens(model.max_position_embeddings)

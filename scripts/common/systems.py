@@ -26,7 +26,7 @@ def system_config(name: str, config: EngineConfig) -> EngineConfig:
     cache = config.cache
     if name == PENSIEVE:
         if not cache.cpu_pages and not cache.cpu_bytes:
-            limit = f"above 0 for {PENSIEVE}, which without host memory is {PENSIEVE_GPU}"
+            limit = f"(or --cpu_pages) above 0 for {PENSIEVE}, which without host memory is {PENSIEVE_GPU}"
             raise ConfigError("--cpu_bytes", 0, limit)
         return config
     cache = dataclasses.replace(cache, cpu_pages=0, cpu_bytes=None)
