@@ -20,7 +20,7 @@ from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, ME
 from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, TileSpec
 
 _MAX_BLOCKS = 2**15  # of a key range
-_MANY = 2**30
+_MANY = 2**30  # above every key of a tile, and every length
 # Fields of a tile: row, first query token, number of tokens, the first one's position, key range, slot or -1.
 ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT = range(7)
 # Fields of a merge: the tile's first query token and their number, the row where its partial results begin,
@@ -134,10 +134,10 @@ def _by_row(xp: Any, narrowness: Any, row: Any, q_lens: Any, kv_lens: Any) -> An
     neighbours in the list are alike, which is what dealing them out evenly takes. Tiles of less than a
     block come last, and padding, whose width is -1 block, behind everything.
     """
-    # 0: the last one. Rows that have no such tiles are left out of the count.
+    # Of the shortest row 0, which makes it the last; rows without such tiles come behind the longest.
     lens = xp.where((q_lens > 0) & (kv_lens > 0), kv_lens, _MANY)
-    count = xp.argsort(xp.argsort(lens, stable=True), stable=True)
-    rank = count.take(row).astype(np.int32)
+    ranks = xp.argsort(xp.argsort(lens, stable=True), stable=True)
+    rank = ranks.take(row).astype(np.int32)
     widths = -narrowness.astype(np.int32)
     keys = xp.where(rank % 2 == 0, _MAX_BLOCKS - widths, widths) - rank * _MAX_BLOCKS
     return xp.where(widths > 0, keys, _MANY - widths)

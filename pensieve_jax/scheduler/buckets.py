@@ -15,6 +15,7 @@ from pensieve_jax.config import SchedulerConfig
 _MIN_BUCKET_TOKENS = 16
 _GRAIN_TOKENS = 16
 _FILLED_FROM_TOKENS = 256  # where a GPU computes for longer than it reads the weights, whatever the model
+_NEARLY_FULL = 8  # but for an eighth
 
 
 def token_buckets(config: SchedulerConfig) -> tuple[int, ...]:
@@ -44,15 +45,18 @@ def step_limit(buckets: tuple[int, ...], num_missing: int, num_least: int) -> in
     """How many tokens a step computes at most, of `num_missing` that it could.
 
     In a large step padding takes as long as tokens do. So it fills the largest bucket that it can, and what
-    is left over goes with the next one, which comes the sooner for it. A small step takes as long as the
-    weights are read, and leaves nothing over. What that gains: `docs/steps.md`.
+    is left over goes with the next one, which comes the sooner for it; unless there is as good as a bucket
+    more. A small step takes as long as the weights are read, and leaves nothing over. What that gains:
+    `docs/steps.md`.
 
     Args:
       buckets: as `token_buckets` returns them.
       num_missing: tokens that are wanted and could be computed now.
-      num_least: a limit below this might let nobody go on.
+      num_least: a limit below this would hold up those who wait for more than a token.
     """
-    index = bisect_right(buckets, num_missing) - 1
-    if index >= 0 and buckets[index] >= max(num_least, _FILLED_FROM_TOKENS):
-        return buckets[index]
-    return buckets[min(bisect_left(buckets, num_missing), len(buckets) - 1)]
+    filled = bisect_right(buckets, num_missing) - 1
+    holds_all = min(bisect_left(buckets, num_missing), len(buckets) - 1)
+    is_nearly_full = 0 <= buckets[holds_all] - num_missing <= buckets[holds_all] // _NEARLY_FULL
+    if filled < 0 or is_nearly_full or buckets[filled] < max(num_least, _FILLED_FROM_TOKENS):
+        return buckets[holds_all]
+    return buckets[filled]

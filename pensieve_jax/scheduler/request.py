@@ -122,11 +122,15 @@ class Request:
         arriving = self.sequence.first_arriving
         return len(self.token_ids) if arriving is None else arriving * chunk_tokens
 
-    def num_missing(self, chunk_tokens: int) -> int:
-        """Tokens that it lacks within its reach; no fewer than that, where others compute its prefix."""
+    def num_missing(self, chunk_tokens: int) -> tuple[int, int]:
+        """Tokens that it lacks within its reach, and the intervals (rows of a step) that they lie in.
+
+        More than it will compute, where others compute its prefix.
+        """
         reach = self.reach(chunk_tokens)
-        in_holes = sum(max(min(end, reach) - start, 0) for start, end in self.holes)
-        return in_holes + max(reach - self.sequence.num_kv_tokens, 0)
+        missing = (*self.holes, (self.sequence.num_kv_tokens, reach))
+        lengths = [min(end, reach) - start for start, end in missing if start < reach]
+        return sum(lengths), len(lengths)
 
     def on_admitted(self, chunk_tokens: int) -> None:
         """Take stock, now that the sequence is pinned: what is there, what arrives, what must be computed."""

@@ -24,6 +24,8 @@ from pensieve_jax.scheduler.buckets import step_limit, token_buckets
 from pensieve_jax.scheduler.output import Grant, SchedulerOutput
 from pensieve_jax.scheduler.request import Request, RequestStatus
 
+_LEAST_SHARE = 4
+
 
 class _Step:
     """The step being filled: what was granted, and what is left of its limits."""
@@ -151,41 +153,37 @@ class Scheduler:
     def _admit(self) -> list[Request]:
         """Admit by arrival, while a step might hold more than what those who run are missing."""
         admitted: list[Request] = []
-        if not self.waiting:
+        max_num_running, chunk_tokens = self._config.max_num_running, self._cache.chunk_tokens
+        if not self.waiting or len(self.running) >= max_num_running:
             return admitted
-        num_tokens, num_rows = self._num_missing(self.running, with_decodes=self._config.unified)
+        num_tokens = num_rows = 0
+        for request in self.running:
+            if self._config.unified or not _is_decode(request):
+                more_tokens, more_rows = request.num_missing(chunk_tokens)
+                num_tokens, num_rows = num_tokens + more_tokens, num_rows + more_rows
         while self.waiting and num_tokens < self._buckets[-1] and num_rows < self._max_num_rows:
             request = self.waiting[0]
-            if len(self.running) >= self._config.max_num_running or not self._cache.try_admit(
+            if len(self.running) >= max_num_running or not self._cache.try_admit(
                 request.sequence, len(request.token_ids), waive_reserve=not self.running
             ):
                 break
             self.waiting.popleft()
             request.status = RequestStatus.RUNNING
-            request.on_admitted(self._cache.chunk_tokens)
+            request.on_admitted(chunk_tokens)
             self.running.append(request)
             admitted.append(request)
-            more_tokens, more_rows = self._num_missing([request], with_decodes=True)
+            more_tokens, more_rows = request.num_missing(chunk_tokens)
             num_tokens, num_rows = num_tokens + more_tokens, num_rows + more_rows
         return admitted
-
-    def _num_missing(self, requests: list[Request], *, with_decodes: bool) -> tuple[int, int]:
-        """Tokens that these requests miss and could compute now, and the rows of that, at most."""
-        num_tokens = num_rows = 0
-        for request in requests:
-            if _is_decode(request):
-                num_tokens += with_decodes
-                num_rows += with_decodes
-            else:
-                num_tokens += request.num_missing(self._cache.chunk_tokens)
-                num_rows += len(request.holes) + 1
-        return num_tokens, num_rows
 
     def _grant_running(self, *, with_decodes: bool) -> _Step:
         """A step of what those who run are missing, by arrival."""
         decodes = [_is_decode(request) for request in self.running]
         num_decodes_left = sum(decodes) if with_decodes else 0
-        num_missing, _ = self._num_missing(self.running, with_decodes=with_decodes)
+        num_missing = num_decodes_left
+        for request, is_decode in zip(self.running, decodes, strict=True):
+            if not is_decode:
+                num_missing += request.num_missing(self._cache.chunk_tokens)[0]
         step = self._begin_step(num_missing, num_decodes_left)
         for request, is_decode in zip(self.running, decodes, strict=True):
             if is_decode and with_decodes:
@@ -197,15 +195,17 @@ class Scheduler:
         return step
 
     def _begin_step(self, num_missing: int, num_decodes: int) -> _Step:
-        # A chunk beside the decodes lets the oldest request advance, even where it recomputes.
-        num_least = num_decodes + self._cache.chunk_tokens
+        # A chunk beside the decodes lets the oldest request advance, even where it recomputes. And a quarter
+        # of what others miss, or a prompt beside many decodes would take a step for every few tokens.
+        num_others = num_missing - num_decodes
+        num_least = num_decodes + max(self._cache.chunk_tokens, -(-num_others // _LEAST_SHARE))
         return _Step(step_limit(self._buckets, num_missing, num_least), self._max_num_rows)
 
     def _rush(self) -> tuple[tuple[int, ...], _Step]:
         """Nobody can compute: let the oldest request's copies take effect with a step that waits for them."""
         rushed = self._cache.rush(self.running[0].sequence) if self.running else ()
         oldest = self.running[:1] if rushed else []
-        num_missing, _ = self._num_missing(oldest, with_decodes=True)
+        num_missing = sum(request.num_missing(self._cache.chunk_tokens)[0] for request in oldest)
         step = self._begin_step(num_missing, 0)
         for request in oldest:
             self._grant_missing(step, request, num_set_aside=0)

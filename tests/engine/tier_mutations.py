@@ -114,11 +114,11 @@ def slots_of_rushed_copies_are_given_away(patch):
     """In the same pass, whose copies out are carried out before its copies in."""
     rush = Scheduler._rush
 
-    def rushed(self, step):
-        copy_ids = rush(self, step)
+    def rushed(self):
+        copy_ids, step = rush(self)
         if copy_ids:
             self._cache.end_step()
-        return copy_ids
+        return copy_ids, step
 
     patch.setattr(Scheduler, "_rush", rushed)
 

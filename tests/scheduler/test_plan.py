@@ -91,10 +91,12 @@ def test_derived_buckets_grow_by_one_factor(largest, count, buckets):
         (65, 32, 256),  # small steps are padded
         (255, 32, 256),
         (256, 32, 256),
-        (511, 32, 256),  # large ones are cut
-        (511, 257, 512),  # unless nobody could go on
+        (447, 32, 256),  # large ones are cut
+        (448, 32, 512),  # unless they are full but for an eighth
+        (447, 257, 512),  # or too little would be computed
         (512, 513, 512),
-        (1023, 32, 512),
+        (895, 32, 512),
+        (1023, 32, 1024),
         (1024, 32, 1024),
         (5000, 1024, 1024),
     ],

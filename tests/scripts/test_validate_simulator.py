@@ -143,7 +143,10 @@ def test_buckets_that_took_next_to_no_time_decide_nothing():
         ({"documents": "/nowhere.json"}, "--documents is '/nowhere.json'"),
         ({"rates": "3"}, "--rates is .* left out: --documents say it"),
         ({"seed": 3}, "--seed is 3, but must be left out"),
-        ({"profile": "h200_opt-13b"}, "--profile is 'h200_opt-13b', but must be one of random:llama-tiny"),
+        (
+            {"profile": "h200_opt-13b"},
+            "--profile is 'h200_opt-13b', but must be a device's profile of the model 'llama-tiny'",
+        ),
         ({"num_conversations": 299}, "--trace is .* the trace of .*measured.json, line 1"),
     ],
 )
