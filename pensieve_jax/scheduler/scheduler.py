@@ -24,7 +24,7 @@ from pensieve_jax.scheduler.buckets import step_limit, token_buckets
 from pensieve_jax.scheduler.output import Grant, SchedulerOutput
 from pensieve_jax.scheduler.request import Request, RequestStatus
 
-_LEAST_SHARE = 4
+_LEAST_SHARE = 4  # a quarter of what prompts and recomputation miss is computed beside the decodes, at least
 
 
 class _Step:
