@@ -230,8 +230,13 @@ def _cost_model(model: ModelConfig, config: EngineConfig, dtype: str) -> CostMod
             chunk_tokens=cache.chunk_tokens,
         )
         return MeasuredCostModel.load(cache.cost_profile, subject)
+    return estimated_cost_model(model, cache.chunk_tokens)
+
+
+def estimated_cost_model(model: ModelConfig, chunk_tokens: int) -> CostModel:
+    """What recomputing a chunk costs where nothing was measured: by the model's weights and heads."""
     return AnalyticCostModel(
-        cache.chunk_tokens,
+        chunk_tokens,
         num_weights=num_parameters(model),
         attention_width=model.num_layers * model.num_heads * model.head_dim,
     )

@@ -163,12 +163,11 @@ def run_case(case: Case, ceilings: Ceilings) -> list[Result]:
 
 def cases() -> list[Case]:
     """Those of `--cases`; raises AttentionArgumentError."""
-    if FLAGS.cases == []:
-        raise AttentionArgumentError("--cases", "", f"known are {sorted(CASES)}")
-    names = FLAGS.cases or (["all"] if jax.default_backend() == "gpu" else ["tiny"])
+    default = ["all"] if jax.default_backend() == "gpu" else ["tiny"]
+    names = default if FLAGS.cases is None else FLAGS.cases
     names = list(CASES) if names == ["all"] else names
     unknown = sorted(set(names) - set(CASES))
-    if unknown:
+    if unknown or not names:
         raise AttentionArgumentError("--cases", unknown, f"known are {sorted(CASES)}")
     return [CASES[name] for name in names]
 

@@ -36,9 +36,10 @@ from common.serving_report import curve, draw
 from common.session_flags import define_session_flags, load_trace, rates, sessions
 from common.systems import STATELESS, SYSTEMS, system_config
 
-from model_defs import PRESETS, num_parameters, preset
+from model_defs import PRESETS, preset
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
-from pensieve_jax.cache import AnalyticCostModel, CostModel
+from pensieve_jax.assembly import estimated_cost_model
+from pensieve_jax.cache import CostModel
 from pensieve_jax.cache.cost import CostProfile, MeasuredCostModel
 from pensieve_jax.config import POLICIES
 from pensieve_jax.simulator import (
@@ -136,12 +137,7 @@ def cost_model(profile: DeviceProfile) -> CostModel:
     if profile.model not in PRESETS:
         limit = f"given for a device profile of {profile.model!r}, which is no preset"
         raise ConfigError("--cost_profile", None, limit)
-    model = preset(profile.model)
-    return AnalyticCostModel(
-        FLAGS.chunk_tokens,
-        num_weights=num_parameters(model),
-        attention_width=model.num_layers * model.num_heads * model.head_dim,
-    )
+    return estimated_cost_model(preset(profile.model), FLAGS.chunk_tokens)
 
 
 def scenario(profile: DeviceProfile, config: EngineConfig, costs: CostModel) -> Scenario:

@@ -1,12 +1,12 @@
 """What the simulator makes of load points that were measured, figure by figure, and if that is close enough.
 
-    python scripts/validate_simulator.py --documents=pensieve.json,stateless.json --profile=fitted.json
+    python scripts/validate_simulator.py --documents=pensieve.json --profile=h200_llama2-13b-gqa10
 
 `--documents` are files of benchmark_serving's `--output_json`: open loops of this project's own systems. Each
 load point is simulated with the trace, users, window, memory, buckets and policy that it was measured with.
 The trace is made (or read) again: flags of it that were given there are given here as well, and its digest
 must be the document's. Criteria:
-  mean step time of each bucket that took 1% of the time   within 10%
+  mean step time of buckets with 1% of the steps' time     within 10%
   over the knee (under 95% of what was sent is served)     requests/s within 10%
   elsewhere                                                mean normalized latency within 20%
   hit rates of both tiers                                  within 3 points
@@ -31,10 +31,10 @@ from common.serving_run import Window
 from common.session_flags import define_session_flags, load_trace, sessions
 from common.validation_criteria import Criterion, criteria, is_over_the_knee, missed
 
-from model_defs import ModelConfig, num_parameters, source_config
+from model_defs import ModelConfig, source_config
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
-from pensieve_jax.assembly import resolve_model
-from pensieve_jax.cache import AnalyticCostModel, CostModel
+from pensieve_jax.assembly import estimated_cost_model, resolve_model
+from pensieve_jax.cache import CostModel
 from pensieve_jax.cache.cost import CostProfile, MeasuredCostModel
 from pensieve_jax.simulator import (
     UNITS,
@@ -145,11 +145,7 @@ def cost_model(config: EngineConfig, model: ModelConfig) -> CostModel:
     """What `retention` went by."""
     if config.cache.cost_profile is not None:
         return MeasuredCostModel(CostProfile.load(config.cache.cost_profile).points)
-    return AnalyticCostModel(
-        config.cache.chunk_tokens,
-        num_weights=num_parameters(model),
-        attention_width=model.num_layers * model.num_heads * model.head_dim,
-    )
+    return estimated_cost_model(model, config.cache.chunk_tokens)
 
 
 def users(measured: Measured, max_context_tokens: int) -> tuple[Trace, Window, list[Session]]:

@@ -11,7 +11,7 @@ from pensieve_jax.simulator.profile import DeviceProfile, profile_names
 from pensieve_jax.simulator.replica import Replica
 from pensieve_jax.simulator.routing import ROUTERS
 from pensieve_jax.simulator.simulation import Outcome, Scenario, run, simulate
-from pensieve_jax.simulator.step_totals import Steps, StepTotals, add_steps, step_figures
+from pensieve_jax.simulator.step_totals import StepLog, Steps, StepTotals, add_steps, step_figures
 from pensieve_jax.simulator.turns import Answer, Turn
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Outcome",
     "Replica",
     "Scenario",
+    "StepLog",
     "StepTotals",
     "Steps",
     "Turn",

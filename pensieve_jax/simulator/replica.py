@@ -182,7 +182,7 @@ class Replica:
 
     def steps(self) -> Steps:
         """Steps since the start, by bucket."""
-        return self._device.totals
+        return self._device.steps.totals
 
     def check_integrity(self) -> None:
         """Assert that pages, chunks and requests agree (for tests)."""

@@ -75,10 +75,6 @@ class StepTime:
             seconds = self._padding_s[num_tokens] = of_bucket - self._of_bucket(num_tokens)
         return seconds
 
-    def num_padded_tokens(self, num_tokens: int) -> int:
-        """Query tokens that a step of `num_tokens` is padded with."""
-        return bucket_for(self._buckets, num_tokens) - num_tokens
-
     def _of_bucket(self, num_tokens: int) -> float:
         costs = self._costs
         read_s, compute_s, power = costs.weight_read_s, costs.token_s * num_tokens, costs.overlap

@@ -7,34 +7,23 @@ Does not know: what a step computes. Called by: `serving_engine`; an engine take
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from pensieve_jax.engine.runner import Progress, Runner
 from pensieve_jax.engine.transfers import Transfers
 from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult
-from pensieve_jax.simulator import StepTotals
-
-
-class _InFlight(NamedTuple):
-    """A step whose ids have not been fetched: its bucket and tokens, and when its dispatch began."""
-
-    bucket: int
-    num_tokens: int
-    begun_s: float
+from pensieve_jax.simulator import StepLog, Steps
 
 
 class TimedRunner:
     """Passes everything on to `runner`.
 
-    A step's time runs from its dispatch, or from the end of the step before if that was later, until its ids
-    are on the host. While steps follow one another the host works from a fetch to the next dispatch, beside
-    the step that was dispatched before.
+    A step's time is that of `StepLog`, from when its dispatch begins. While steps follow one another the host
+    works from a fetch to the next dispatch, beside the step that was dispatched before.
 
     Attributes:
       layouts, transfers: the runner's.
-      totals: of fetched steps, by bucket.
       host_s: from fetches to the dispatches that followed, while a step was in flight.
       num_host_steps: dispatches that `host_s` counts.
       device_wait_s: blocked in fetches.
@@ -44,13 +33,16 @@ class TimedRunner:
         """`timer` counts seconds from any origin."""
         self.layouts: Mapping[int, PlanLayout] = runner.layouts
         self.transfers: Transfers = runner.transfers
-        self.totals: dict[int, StepTotals] = {bucket: StepTotals() for bucket in runner.layouts}
+        self._steps = StepLog(runner.layouts)
         self.host_s = self.device_wait_s = 0.0
         self.num_host_steps = 0
         self._runner = runner
         self._timer = timer
-        self._in_flight: deque[_InFlight] = deque()
-        self._fetched_s = 0.0
+
+    @property
+    def totals(self) -> Steps:
+        """Of fetched steps, by bucket."""
+        return self._steps.totals
 
     @property
     def num_compilations(self) -> int:
@@ -69,10 +61,11 @@ class TimedRunner:
         """See `Runner`."""
         begun_s = self._timer()
         handle = self._runner.dispatch(plan)
-        if self._in_flight and self._fetched_s > self._in_flight[0].begun_s:
-            self.host_s += self._timer() - self._fetched_s
+        first_begun_s, fetched_s = self._steps.first_begun_s, self._steps.fetched_s
+        if first_begun_s is not None and fetched_s > first_begun_s:
+            self.host_s += self._timer() - fetched_s
             self.num_host_steps += 1
-        self._in_flight.append(_InFlight(plan.layout.num_tokens, int(plan.cu_q_lens[-1]), begun_s))
+        self._steps.launch(plan.layout.num_tokens, int(plan.cu_q_lens[-1]), begun_s)
         return handle
 
     def fetch(self, handle: Any) -> StepResult:
@@ -80,16 +73,13 @@ class TimedRunner:
         asked_s = self._timer()
         result = self._runner.fetch(handle)
         now_s = self._timer()
-        step = self._in_flight.popleft()
-        seconds = now_s - max(self._fetched_s, step.begun_s)
-        self.totals[step.bucket] = self.totals[step.bucket].plus(StepTotals(1, seconds, step.num_tokens))
+        self._steps.fetch(now_s)
         self.device_wait_s += now_s - asked_s
-        self._fetched_s = now_s
         return result
 
     def reset(self) -> None:
         """See `Runner`."""
-        self._in_flight.clear()
+        self._steps.forget()
         self._runner.reset()
 
     def memory_analysis(self) -> dict[str, Any]:
