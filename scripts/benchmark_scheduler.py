@@ -33,9 +33,9 @@ from common.launch import run
 from common.null_runner import NullRunner
 from common.report import json_line, table
 
-from model_defs import PRESETS, num_parameters, preset
+from model_defs import PRESETS, preset
 from pensieve_jax import CacheConfig, EngineConfig, SamplingParams, SchedulerConfig
-from pensieve_jax.cache import AnalyticCostModel
+from pensieve_jax.assembly import estimated_cost_model
 from pensieve_jax.config import POLICIES
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
@@ -77,11 +77,7 @@ class Load:
         )
         limits = ModelLimits(vocab_size=model.vocab_size, max_context_tokens=context_tokens)
         self.runner = NullRunner(config, model, context_tokens, FLAGS.attention_backend)
-        cost_model = AnalyticCostModel(
-            config.cache.chunk_tokens,
-            num_weights=num_parameters(model),
-            attention_width=model.num_layers * model.num_heads * model.head_dim,
-        )
+        cost_model = estimated_cost_model(model, config.cache.chunk_tokens)
         store = SQLiteHistoryStore(None, fingerprint="benchmark")
         self.engine = Engine(self.runner, config, limits, store, cost_model=cost_model)
         self.random = np.random.default_rng(0)
