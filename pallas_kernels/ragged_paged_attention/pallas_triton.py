@@ -227,14 +227,14 @@ def _merge_kernel(
         num_splits, class_rows = tiles_ref[first + MERGE_NUM_SPLITS], tiles_ref[first + MERGE_CLASS_ROWS]
         partial_row = tiles_ref[first + MERGE_PARTIAL] + head * class_rows
         part_stride = spec.num_kv_heads * class_rows
-        rows = tiles_ref[first + MERGE_FIRST_ROW] + jnp.arange(MERGE_ROWS)
+        # Query rows token by token; where they lie in a tile is up to its class.
+        places = tiles_ref[first + MERGE_FIRST_ROW] + jnp.arange(MERGE_ROWS)
         lanes = jnp.arange(head_dim)[None, :]
-        q_tokens, heads = jax.lax.div(rows, group), jax.lax.rem(rows, group)
+        q_tokens, heads = jax.lax.div(places, group), jax.lax.rem(places, group)
+        rows = places
         if spec.head_major_rows:
             head_major = class_rows >= spec.head_major_rows
-            tile_tokens = jax.lax.div(class_rows, group)
-            q_tokens = jnp.where(head_major, jax.lax.rem(rows, tile_tokens), q_tokens)
-            heads = jnp.where(head_major, jax.lax.div(rows, tile_tokens), heads)
+            rows = jnp.where(head_major, heads * jax.lax.div(class_rows, group) + q_tokens, places)
         is_row = q_tokens < num_tokens
 
         parts = jnp.arange(MAX_NUM_SPLITS)[:, None]

@@ -24,7 +24,8 @@ _MANY = 2**30  # above every key of a tile, and every length
 # Fields of a tile: row, first query token, number of tokens, the first one's position, key range, slot or -1.
 ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT = range(7)
 # Fields of a merge: the tile's first query token and their number, the row where its partial results begin,
-# the number of its parts, the class's rows, and the query row in the tile where this merge begins.
+# the number of its parts, the class's rows, and where this merge begins among the tile's query rows, counted
+# token by token wherever they lie.
 MERGE_TOKEN, MERGE_NUM_TOKENS, MERGE_PARTIAL, MERGE_NUM_SPLITS, MERGE_CLASS_ROWS, MERGE_FIRST_ROW = range(6)
 
 
@@ -115,8 +116,7 @@ def _class_lists(
     q_tiles = _table(xp, [real_row, token, num_tokens, position])
     tiles = _table(xp, [kv_begin, kv_begin + width.take(order), slot], q_tiles.take(tile, axis=0))
     # Merges: one per MERGE_ROWS query rows of a split tile.
-    used_rows = tile_class.rows if tile_class.mosaic else num_tokens * spec.group
-    blocks = (num_slots > 0) * -(-used_rows // MERGE_ROWS)
+    blocks = (num_slots > 0) * -(-(num_tokens * spec.group) // MERGE_ROWS)
     size = spec.max_num_slots[index] // 2 * (tile_class.rows // MERGE_ROWS) if fixed else None
     num_merges, tile, part = _expand(xp, blocks, size)
     if not fixed and not num_merges:

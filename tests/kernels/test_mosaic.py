@@ -160,8 +160,8 @@ def test_what_auto_would_take(
     assert spec.backend == expected
 
 
-def test_merges_cover_all_rows_of_a_tile() -> None:
-    """Rows lie head by head, so a partial tile's are spread over all of it; host and device lists agree."""
+def test_merges_are_of_the_rows_that_count() -> None:
+    """Rows lie head by head, a partial tile's all over it; merges count them token by token, on both sides."""
     spec = tile_spec(
         num_tokens=64, max_num_seqs=4, num_q_heads=8, num_kv_heads=2, head_dim=128, page_size=32,
         dtype="bfloat16", backend="pallas_mosaic_gpu",
@@ -171,7 +171,7 @@ def test_merges_cover_all_rows_of_a_tile() -> None:
     tiles = build_tiles(spec, *batch)
     first = spec.tiles_offset(2)
     merges = tiles[first : first + 8 * tiles[2]].reshape(-1, 8)
-    np.testing.assert_array_equal(merges[:, MERGE_FIRST_ROW], np.arange(0, 128, MERGE_ROWS))
+    np.testing.assert_array_equal(merges[:, MERGE_FIRST_ROW], np.arange(0, 9 * 4, MERGE_ROWS))
     traced = np.asarray(jax.jit(lambda *batch: build_tiles_traced(spec, *batch))(*batch))
     np.testing.assert_array_equal(traced[:3], tiles[:3])
     np.testing.assert_array_equal(traced[first : first + merges.size], merges.ravel())
