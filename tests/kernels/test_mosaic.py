@@ -161,7 +161,7 @@ def test_what_auto_would_take(
 
 
 def test_merges_are_of_the_rows_that_count() -> None:
-    """Rows lie head by head, a partial tile's all over it; merges count them token by token, on both sides."""
+    """Rows lie head by head, a partial tile's all over it, but merges count them token by token."""
     spec = tile_spec(
         num_tokens=64, max_num_seqs=4, num_q_heads=8, num_kv_heads=2, head_dim=128, page_size=32,
         dtype="bfloat16", backend="pallas_mosaic_gpu",
