@@ -93,6 +93,18 @@ def test_copies_in_flight_are_bounded():
     assert len(cache.end_step()[0]) == 1
 
 
+@pytest.mark.parametrize(("num_free", "expected"), [(60, [16, 16, 16, 0]), (20, [46, 16, 16, 16])])
+def test_few_are_copied_at_a_time_unless_more_than_half_is_missing(num_free, expected):
+    """Of 200 pages 100 are to be clean, and 16 more once they are not."""
+    cache = Cache(200, 200, clean_pages=100)
+    cache.idle("idle", (200 - num_free) * CHUNK)
+    num_out = []
+    for _ in expected:
+        num_out.append(len(cache.end_step()[0]))
+        cache.complete()
+    assert num_out == expected
+
+
 @pytest.mark.parametrize(("retrieval_priority", "num_copied"), [(True, 0), (False, 4)])
 def test_nothing_is_copied_ahead_while_a_chunk_is_copied_in(retrieval_priority, num_copied):
     cache = Cache(12, 12, clean_pages=8, retrieval_priority=retrieval_priority)
