@@ -99,6 +99,7 @@ class DeviceProfile:
       host_step_s: scheduling, planning and dispatching a step on the host, which the device hides when busy.
       fetch_s: from the end of a step on the device to its ids on the host.
       figures: measured steps.
+      num_devices: that the model is split over, copies included. One in files: several are derived from one.
     """
 
     model: str
@@ -114,6 +115,7 @@ class DeviceProfile:
     host_step_s: float
     fetch_s: float
     figures: tuple[StepFigure, ...] = ()
+    num_devices: int = 1
 
     @classmethod
     def load(cls, name: str | Path) -> Self:

@@ -82,7 +82,8 @@ class Replica:
         self.timeline = Timeline(start_s)
         cache = config.cache
         chunk_bytes = cache.chunk_tokens * profile.kv_token_bytes
-        max_num_staged = config.with_staged_pages(chunk_bytes).runner.max_num_staged_pages
+        share_bytes = chunk_bytes // profile.num_devices
+        max_num_staged = config.with_staged_pages(share_bytes).runner.max_num_staged_pages
         self.cache = CacheManager(cache, cost_model, self.timeline, max_num_copies=max_num_staged)
         self._scheduler = Scheduler(config.scheduler, self.cache)
         self._transfers = SimulatedTransfers(

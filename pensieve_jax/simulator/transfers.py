@@ -81,7 +81,7 @@ class SimulatedTransfers:
         self._timeline = timeline
         self._chunk_bytes = chunk_bytes
         self._max_num_staged = max_num_staged
-        self._num_beside_step = num_beside_step(max_num_staged, chunk_bytes)
+        self._num_beside_step = num_beside_step(max_num_staged, chunk_bytes // profile.num_devices)
         self._window = window(max_num_staged)
         self._retrieval_priority = retrieval_priority
         self._in = _Link(profile.to_device, chunk_bytes, profile.both_ways_share)

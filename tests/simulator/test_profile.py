@@ -36,11 +36,11 @@ def test_reproduces_what_was_measured(figure):
 
 
 def test_reproduces_the_parts_of_a_step():
-    """Attention, and matrix products with the rest, of the steps that were taken apart."""
-    time = StepTime(H200.step, (176, 2038))
-    decode, prompt = load_of([(128, 1, 1100)]), load_of([(1, 1984, 1984)])
-    for load, attention_s, others_s in ((decode, 6.93e-3, 8.55e-3), (prompt, 7.3e-3, 67.6e-3)):
-        assert time._attention_s(load) == pytest.approx(attention_s, rel=0.12)
+    """Attention with its merges, and the rest, by the traces of whole steps (docs/steps.md)."""
+    time = StepTime(H200.step, (128, 2048))
+    decode, prompt = load_of([(128, 1, 1024)]), load_of([(1, 2048, 2048)])
+    for load, attention_s, others_s in ((decode, 6.76e-3, 7.36e-3), (prompt, 4.31e-3, 71.1e-3)):
+        assert time._attention_s(load) == pytest.approx(attention_s, rel=0.2)
         assert time.seconds(load) - time._attention_s(load) == pytest.approx(others_s, rel=0.1)
 
 

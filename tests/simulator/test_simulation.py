@@ -59,8 +59,8 @@ def test_a_lonely_turn_takes_what_the_profile_says():
     """A prompt of 20 tokens and 5 of a reply: the host before the first step, and five steps behind it."""
     (answer,) = simulate(scenario(), [session("a", (20, 5), arrival_s=3.0)]).answers
     assert answer.usage == Usage(20, 0, 0, 0, 20, 5)
-    assert 3 + PROFILE.host_step_s + 7e-3 < answer.first_token_s < 3 + PROFILE.host_step_s + 9e-3
-    assert (answer.end_s - answer.first_token_s) / 4 == pytest.approx(7.6e-3, rel=0.05)
+    assert 3 + PROFILE.host_step_s + 6.5e-3 < answer.first_token_s < 3 + PROFILE.host_step_s + 8.5e-3
+    assert (answer.end_s - answer.first_token_s) / 4 == pytest.approx(7.2e-3, rel=0.05)
 
 
 @dataclasses.dataclass

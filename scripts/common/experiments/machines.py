@@ -112,6 +112,7 @@ def _of_several(base: DeviceProfile, model: str, count: int, link: _Interconnect
         to_device=dataclasses.replace(base.to_device, bytes_per_s=base.to_device.bytes_per_s * count),
         to_host=dataclasses.replace(base.to_host, bytes_per_s=base.to_host.bytes_per_s * count),
         figures=(),
+        num_devices=count,
     )
 
 
