@@ -35,7 +35,9 @@ def plot_latency(curves: Mapping[str, Sequence[Point]], title: str, path: Path) 
     axes.set_ylabel("milliseconds per output token (dotted: 90th percentile)")
     # Over the knee latencies grow with the run: what matters is where they begin to.
     lowest = [1e3 * min(point.mean_s for point in points) for points in curves.values() if points]
-    axes.set_ylim(0, 10 * max(lowest, default=1.0))
+    highest = [1e3 * max(point.p90_s for point in points) for points in curves.values() if points]
+    top = max(10 * min(lowest, default=1.0), 1.2 * max(lowest, default=1.0))
+    axes.set_ylim(0, min(top, 1.1 * max(highest, default=1.0)))
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

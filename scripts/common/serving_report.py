@@ -19,6 +19,7 @@ from pensieve_jax import ConfigError
 BENCHMARK = "serving_benchmark"
 _COMMON = ("model", "dtype", "trace", "loop", "settings")  # of all systems that are compared
 _OWN = (*_COMMON, "config", "options")  # of all points of one system
+_LOOKED_AT = ("warm_up_s", "window_s", "drain_s")  # settings that say how long, not at what
 _SERVED = {
     "sent/s": "sent_requests_per_s",
     "requests/s": "requests_per_s",
@@ -127,6 +128,12 @@ def read_curves(paths: Sequence[Path]) -> dict[str, list[Point]]:
     return {system: [point for _, point in sorted(points)] for system, points in found.items()}
 
 
+def title_of(path: Path) -> str:
+    """What the points of a file that `read_curves` has read are of."""
+    _, results = next(read_results("--curves", [path]))
+    return f"{results['model']}, {results['trace'].get('name', 'a trace')}"
+
+
 def read_results(flag: str, paths: Sequence[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Document by document of files of `append_line`: where it stands, and its results.
 
@@ -187,7 +194,12 @@ def _no_document(flag: str, where: str, error: Exception) -> ConfigError:
 def _check_alike(
     this: tuple[str, Mapping[str, Any]], first: tuple[str, Mapping[str, Any]], names: Sequence[str]
 ) -> None:
-    different = [name for name in names if this[1].get(name) != first[1].get(name)]
+    def part(results: Mapping[str, Any], name: str) -> Any:
+        if name != "settings" or not isinstance(results.get(name), dict):
+            return results.get(name)
+        return {key: value for key, value in results[name].items() if key not in _LOOKED_AT}
+
+    different = [name for name in names if part(this[1], name) != part(first[1], name)]
     if different:
         limit = f"measured as {first[0]}, to be drawn with it"
         raise ConfigError("--curves", this[0], limit, f"of another {', '.join(different)}")

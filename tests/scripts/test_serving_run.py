@@ -295,6 +295,13 @@ def test_points_that_cannot_be_compared_are_not_drawn_together(tmp_path, system,
         serving_report.read_curves([path])
 
 
+def test_points_may_have_been_looked_at_for_longer(tmp_path):
+    path, alike = tmp_path / "points.json", {"model": "a", "trace": {"digest": "a"}}
+    for rate, window_s in ((2.0, 150.0), (3.0, 90.0)):
+        write(path, "pensieve", point(rate, 0.01), **alike, settings={"think": 20, "window_s": window_s})
+    assert len(serving_report.read_curves([path])["pensieve"]) == 2
+
+
 def test_files_without_a_point(tmp_path):
     path = tmp_path / "void.json"
     write(path, "pensieve", point(2.0, 0.01, void=True))
