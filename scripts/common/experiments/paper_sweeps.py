@@ -48,7 +48,7 @@ LLAMA_ULTRACHAT = dataclasses.replace(
     LLAMA_SHAREGPT,
     title="Llama-2-13B, UltraChat",
     shape="ultrachat",
-    rates_per_s={"a100": (0.6, 1.2, 1.8, 2.4, 3.0, 3.4, 4.0), "h200": (1.5, 2.5, 3.5, 4.5, 5.5)},
+    rates_per_s={"a100": (0.6, 1.2, 1.8, 2.4, 3.0, 3.4, 4.0, 4.4), "h200": (1.5, 2.5, 3.5, 4.5, 5.5)},
     one_tier_until_per_s={"a100": 2.4},
     paper="no figure at hand",
 )
