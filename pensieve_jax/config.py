@@ -56,7 +56,8 @@ class CacheConfig:
       reserve_fraction: new requests join only while more than this share of `gpu_pages` stays available
         (the paper's section 4.3.5); waived while nothing runs.
       swap_out_fraction: while less than this share of `gpu_pages` is free or has a copy in host memory,
-        idle chunks are copied out ahead of time (the paper's section 4.3.2).
+        idle chunks are copied out ahead of time (the paper's section 4.3.2), few a step unless over half of
+        it is missing.
       retrieval_priority: no chunk is copied out ahead of time while one is being copied in (the paper's
         section 5).
       prefetch: copy in what queued requests will need while others run.

@@ -47,7 +47,7 @@ from common.serving_client import InlineClient, Prompts, ThreadedClient
 from common.serving_clock import RunClock
 from common.serving_engine import EngineSystem
 from common.serving_figures import UNITS, figures
-from common.serving_report import BENCHMARK, append_line, curve, draw, read_curves, tables, title_of
+from common.serving_report import BENCHMARK, append_line, curve, draw, read_curves, tables
 from common.serving_run import History, System, Window, serve
 from common.serving_transformers import TransformersSystem
 from common.serving_vllm import SYSTEMS as VLLM_SYSTEMS
@@ -268,9 +268,8 @@ def draw_curves() -> int:
     if FLAGS.plot is None:
         raise ConfigError("--plot", None, "given beside --curves: where the curves are drawn")
     check_can_plot("--plot", Path(FLAGS.plot))
-    paths = [Path(name) for name in FLAGS.curves]
-    curves = read_curves(paths)
-    draw(curves, title_of(paths[0]), Path(FLAGS.plot))
+    title, curves = read_curves([Path(name) for name in FLAGS.curves])
+    draw(curves, title, Path(FLAGS.plot))
     print(
         json_line(BENCHMARK, {"curves": curves, "plot": FLAGS.plot}, units=UNITS, device="none: files read")
     )

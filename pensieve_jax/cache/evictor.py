@@ -20,8 +20,8 @@ from pensieve_jax.core.clock import Clock
 
 _BY_PRICE = (Shelf.CLEAN, Shelf.DIRTY)  # shelves with pages to take: for nothing, then for a copy or a loss
 _MAX_AHEAD = 16  # pages copied beyond the threshold at a time, so that idle chunks are not ordered every step
-# Copies begun ahead of need in one step. Each takes the host a tenth of a millisecond, of the 8 that a decode
-# step of an H200 leaves it: with a hundred at once the device waits for the next step.
+# Copies begun ahead of need in one step. Each takes the host a tenth of a millisecond, of the 5 to 8 that a
+# decode step of 13 leaves it (a 13B model on an H200): with a hundred the device waits for the next step.
 _MAX_A_STEP = 16
 
 

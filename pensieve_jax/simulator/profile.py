@@ -99,7 +99,7 @@ class DeviceProfile:
       host_step_s: scheduling, planning and dispatching a step on the host, which the device hides when busy.
       fetch_s: from the end of a step on the device to its ids on the host.
       figures: measured steps.
-      num_devices: that the model is split over, copies included. One in files: several are derived from one.
+      num_devices: that share weights, KV state and copies; always 1 in files.
     """
 
     model: str

@@ -33,7 +33,8 @@ def plot_latency(curves: Mapping[str, Sequence[Point]], title: str, path: Path) 
         axes.plot(throughput, tail, ":", color=line.get_color(), linewidth=1)
     axes.set_xlabel("requests answered a second")
     axes.set_ylabel("milliseconds per output token (dotted: 90th percentile)")
-    # Over the knee latencies grow with the run: what matters is where they begin to.
+    # Over the knee latencies grow with the run: what matters is where they begin to. So ten times the lowest
+    # latency is seen, the lowest of every system in any case, and no more than there is.
     lowest = [1e3 * min(point.mean_s for point in points) for points in curves.values() if points]
     highest = [1e3 * max(point.p90_s for point in points) for points in curves.values() if points]
     top = max(10 * min(lowest, default=1.0), 1.2 * max(lowest, default=1.0))

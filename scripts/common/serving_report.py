@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.latency_plot import Point, plot_latency
 from common.report import table
@@ -19,7 +19,7 @@ from pensieve_jax import ConfigError
 BENCHMARK = "serving_benchmark"
 _COMMON = ("model", "dtype", "trace", "loop", "settings")  # of all systems that are compared
 _OWN = (*_COMMON, "config", "options")  # of all points of one system
-_LOOKED_AT = ("warm_up_s", "window_s", "drain_s")  # settings that say how long, not at what
+_DURATIONS = ("warm_up_s", "window_s", "drain_s")  # settings that may differ: how long a point was looked at
 _SERVED = {
     "sent/s": "sent_requests_per_s",
     "requests/s": "requests_per_s",
@@ -109,8 +109,15 @@ def append_line(path: Path, line: str) -> None:
         raise ConfigError("--output_json", str(path), limit, error.strerror or str(error)) from error
 
 
-def read_curves(paths: Sequence[Path]) -> dict[str, list[Point]]:
-    """By system, what files of `append_line` hold of it, by rate; void points are left out.
+class Curves(NamedTuple):
+    """What is drawn: what it is of, in words, and the points of every system by rate."""
+
+    title: str
+    by_system: dict[str, list[Point]]
+
+
+def read_curves(paths: Sequence[Path]) -> Curves:
+    """What files of `append_line` hold; void points are left out, and windows may differ in length.
 
     Raises ConfigError for a file that is no such file, for points that are of different models, traces,
     users or, within a system, configurations, and without a point that counts.
@@ -125,13 +132,12 @@ def read_curves(paths: Sequence[Path]) -> dict[str, list[Point]]:
             found.setdefault(system, []).extend(points)
     if not found:
         raise ConfigError("--curves", ",".join(map(str, paths)), "files with a point that is not void")
-    return {system: [point for _, point in sorted(points)] for system, points in found.items()}
-
-
-def title_of(path: Path) -> str:
-    """What the points of a file that `read_curves` has read are of."""
-    _, results = next(read_results("--curves", [path]))
-    return f"{results['model']}, {results['trace'].get('name', 'a trace')}"
+    where, results = first["all"]
+    try:
+        title = f"{results['model']}, {results['trace']['name']}"
+    except (KeyError, TypeError) as error:
+        raise _no_document("--curves", where, error) from error
+    return Curves(title, {system: [point for _, point in sorted(points)] for system, points in found.items()})
 
 
 def read_results(flag: str, paths: Sequence[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -194,12 +200,15 @@ def _no_document(flag: str, where: str, error: Exception) -> ConfigError:
 def _check_alike(
     this: tuple[str, Mapping[str, Any]], first: tuple[str, Mapping[str, Any]], names: Sequence[str]
 ) -> None:
-    def part(results: Mapping[str, Any], name: str) -> Any:
-        if name != "settings" or not isinstance(results.get(name), dict):
-            return results.get(name)
-        return {key: value for key, value in results[name].items() if key not in _LOOKED_AT}
-
-    different = [name for name in names if part(this[1], name) != part(first[1], name)]
+    different = [name for name in names if _compared(this[1], name) != _compared(first[1], name)]
     if different:
         limit = f"measured as {first[0]}, to be drawn with it"
         raise ConfigError("--curves", this[0], limit, f"of another {', '.join(different)}")
+
+
+def _compared(results: Mapping[str, Any], name: str) -> Any:
+    """A part of a document, as far as it must be that of the others."""
+    part = results.get(name)
+    if name == "settings" and isinstance(part, dict):
+        return {key: value for key, value in part.items() if key not in _DURATIONS}
+    return part

@@ -64,7 +64,7 @@ def test_a_batch_that_needs_many_steps_takes_the_sum_of_them(experiments):
 
 
 def test_the_cost_of_a_chunk_by_profile_is_the_measured_one(reproduce, experiments):
-    """Measured with the Triton kernel, whose attention takes longer than that of the profile's."""
+    """Measured with the Triton kernel, whose attention takes longer than the profile's."""
     _, document = reproduce("fig4", device="h200")
     curves = document["results"]["curves"]
     measured = {p["context_len"]: p["total_s"] for p in curves["measured: h200_llama2-13b-gqa10"]}

@@ -252,7 +252,8 @@ def point(rate, latency_s, *, void=False):
 
 
 def write(path, system, *points, benchmark="serving_benchmark", **results):
-    document = {"benchmark": benchmark, "results": {"system": system, "points": points, **results}}
+    named = {"model": "a", "trace": {"name": "talk"}, **results}
+    document = {"benchmark": benchmark, "results": {"system": system, "points": points, **named}}
     serving_report.append_line(path, json.dumps(document))
 
 
@@ -263,7 +264,8 @@ def test_curves_of_several_files(tmp_path):
     write(one, "pensieve", point(2.0, 0.01), point(9.0, 0.5, void=True))
     write(other, "stateless", point(2.0, 0.03))
     write(other, "pensieve", point(4.5, 0.015))
-    curves = serving_report.read_curves([one, other])
+    title, curves = serving_report.read_curves([one, other])
+    assert title == "a, talk"
     assert {name: [p.requests_per_s for p in found] for name, found in curves.items()} == {
         "pensieve": [2.0, 4.5, 4.0],
         "stateless": [2.0],
@@ -296,10 +298,27 @@ def test_points_that_cannot_be_compared_are_not_drawn_together(tmp_path, system,
 
 
 def test_points_may_have_been_looked_at_for_longer(tmp_path):
-    path, alike = tmp_path / "points.json", {"model": "a", "trace": {"digest": "a"}}
-    for rate, window_s in ((2.0, 150.0), (3.0, 90.0)):
-        write(path, "pensieve", point(rate, 0.01), **alike, settings={"think": 20, "window_s": window_s})
-    assert len(serving_report.read_curves([path])["pensieve"]) == 2
+    path, first = (
+        tmp_path / "points.json",
+        {"think": 20, "warm_up_s": 60.0, "window_s": 150.0, "drain_s": 60.0},
+    )
+    write(path, "pensieve", point(2.0, 0.01), settings=first)
+    for name in ("warm_up_s", "window_s", "drain_s"):
+        write(path, "pensieve", point(3.0, 0.01), settings=first | {name: 30.0})
+    assert len(serving_report.read_curves([path]).by_system["pensieve"]) == 4
+    write(path, "pensieve", point(3.0, 0.01), settings=first | {"window_s": 30.0, "think": 60})
+    with pytest.raises(ConfigError, match="of another settings"):
+        serving_report.read_curves([path])
+
+
+def test_documents_that_say_not_what_they_are_of(tmp_path):
+    path, empty = tmp_path / "points.json", tmp_path / "empty.json"
+    empty.write_text("")
+    write(path, "pensieve", point(2.0, 0.01))
+    assert serving_report.read_curves([empty, path]).title == "a, talk"
+    write(nameless := tmp_path / "nameless.json", "pensieve", point(2.0, 0.01), trace=None)
+    with pytest.raises(ConfigError, match=r"nameless\.json, line 1"):
+        serving_report.read_curves([nameless])
 
 
 def test_files_without_a_point(tmp_path):

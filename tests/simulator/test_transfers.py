@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 
-from pensieve_jax.cache import Copy
+from pensieve_jax import CacheConfig, EngineConfig
+from pensieve_jax.cache import AnalyticCostModel, Copy
 from pensieve_jax.engine import transfers
+from pensieve_jax.simulator import Replica
 from pensieve_jax.simulator.clock import Timeline
 from pensieve_jax.simulator.device import SimulatedDevice
 from pensieve_jax.simulator.profile import LinkCosts, StepCosts
@@ -27,10 +29,12 @@ SLOW = dataclasses.replace(
 class Machine:
     """Transfers, and a device whose steps take 10 s and its host 1 s for each."""
 
-    def __init__(self, *, max_num_staged: int = 4, retrieval_priority: bool = True) -> None:
+    def __init__(
+        self, *, max_num_staged: int = 4, retrieval_priority: bool = True, num_devices: int = 1
+    ) -> None:
         self.timeline = Timeline()
         self.transfers = SimulatedTransfers(
-            SLOW,
+            dataclasses.replace(SLOW, num_devices=num_devices),
             self.timeline,
             chunk_bytes=8,
             max_num_staged=max_num_staged,
@@ -113,6 +117,25 @@ def test_what_starts_beside_a_step_is_bounded_by_its_bytes(monkeypatch):
     assert machine.transfers.completed() == [1, 2, 3]
     assert machine.dispatch() == 21
     assert machine.transfers.completed() == [4, 5]
+
+
+def test_several_devices_are_bounded_by_a_devices_share(monkeypatch):
+    """Chunks of 8 bytes, 4 of them on each device: of 25 bytes beside a step there are six chunks."""
+    monkeypatch.setattr(transfers, "_BYTES_BESIDE_STEP", 25)
+    machine = Machine(max_num_staged=20, num_devices=2)
+    machine.transfers.swap_in(copies(*range(1, 11)))
+    machine.dispatch()
+    assert machine.transfers.completed() == [1, 2, 3, 4, 5, 6]
+
+
+def test_several_devices_stage_by_a_devices_share():
+    """Of chunks of 26 MB one device stages 64, the least; four devices have 6.6 MB of each, and stage 128."""
+    large = dataclasses.replace(PROFILE, kv_token_bytes=819_200)
+    config = EngineConfig(cache=CacheConfig(gpu_pages=100, cpu_pages=100))
+    costs = AnalyticCostModel(32, num_weights=1e3, attention_width=1e3)
+    for num_devices, num_staged in ((1, 64), (4, 128)):
+        replica = Replica(config, dataclasses.replace(large, num_devices=num_devices), costs)
+        assert replica._transfers._max_num_staged == replica.cache._max_num_copies == num_staged
 
 
 def test_rushed_copies_hold_the_very_next_step():
