@@ -92,8 +92,8 @@ class Evictor:
         if num_clean >= self._num_clean_pages:
             return
         num_missing = self._num_clean_pages + self._num_ahead - num_clean
-        num_now = min(num_missing, max(_MAX_A_STEP, num_missing - self._num_clean_pages // 2))
-        for _ in range(min(num_now, self._max_num_copies - store.num_copies_out)):
+        num_at_once = max(_MAX_A_STEP, num_missing - self._num_clean_pages // 2)
+        for _ in range(min(num_missing, num_at_once, self._max_num_copies - store.num_copies_out)):
             victim = self._victim(Shelf.DIRTY)
             if victim is None:
                 return

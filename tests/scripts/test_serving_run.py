@@ -298,10 +298,8 @@ def test_points_that_cannot_be_compared_are_not_drawn_together(tmp_path, system,
 
 
 def test_points_may_have_been_looked_at_for_longer(tmp_path):
-    path, first = (
-        tmp_path / "points.json",
-        {"think": 20, "warm_up_s": 60.0, "window_s": 150.0, "drain_s": 60.0},
-    )
+    path = tmp_path / "points.json"
+    first = {"think": 20, "warm_up_s": 60.0, "window_s": 150.0, "drain_s": 60.0}
     write(path, "pensieve", point(2.0, 0.01), settings=first)
     for name in ("warm_up_s", "window_s", "drain_s"):
         write(path, "pensieve", point(3.0, 0.01), settings=first | {name: 30.0})
