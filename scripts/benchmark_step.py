@@ -168,7 +168,8 @@ def measure_steps(
 
 def traced(step: Timed) -> Figures:
     """What the device does in a step of several in a row; nothing without a GPU."""
-    return summary(trace_kernels(lambda: step.sample_s(_NUM_TRACED_STEPS)), _NUM_TRACED_STEPS)
+    num_launches = _NUM_TRACED_STEPS - 1  # and the one before them
+    return summary(trace_kernels(lambda: step.sample_s(num_launches)), _NUM_TRACED_STEPS)
 
 
 def measure_sampling(steps: RowSteps, rows: list[Row]) -> Figures:

@@ -122,7 +122,7 @@ def measure(
     plans = [steps.plan(count, end) for count in num_chunks for end in lengths]
     timed = [make(plan) for plan in plans for make in (steps.attention, steps.rows.whole)]
     for one in timed:
-        one.sample_s(1)  # compiles, or loads what was compiled
+        one.once_s()  # compiles, or loads what was compiled
     num_launches = [max(1, round(sampling.sample_s / one.sample_s(2))) for one in timed]
     rounds = []
     for i in range(num_rounds):

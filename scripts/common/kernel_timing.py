@@ -74,7 +74,7 @@ class JaxProgram:
         arguments = (*self.tied, *self.fixed)
         alone = jax.jit(self.attend)
         launches = Timed(lambda: alone(*arguments), jax.block_until_ready)
-        launches.sample_s(1)
+        launches.once_s()
         num_iterations = _num_iterations(target_s, launches.sample_s(_NUM_PILOTS))
         if jax.default_backend() != "gpu":
             # For CPUs the compiler drops barriers first and then moves what stays the same out of loops.
@@ -85,9 +85,9 @@ class JaxProgram:
         chain = self.chained(num_rounds)
         queries = [jnp.copy(self.tied[0]) for _ in range(num_unrolled)]
         chained = Timed(lambda: chain(queries, *arguments[1:]), jax.block_until_ready)
-        chained.sample_s(1)
+        chained.once_s()
         num_iterations = num_rounds * num_unrolled
-        samples = [chained.sample_s(1) / num_iterations for _ in range(repeats)]
+        samples = [chained.once_s() / num_iterations for _ in range(repeats)]
         return Timing(statistics.median(samples), num_iterations, "one jitted call")
 
     def chained(self, num_rounds: int) -> Callable[..., list[jax.Array]]:

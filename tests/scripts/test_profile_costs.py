@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from model_defs import DenseAttention, load_model, make_mesh, preset
 from pensieve_jax import LLM, CacheConfig, ConfigError, EngineConfig, SchedulerConfig, assembly
 from pensieve_jax.assembly import cost_subject
 from pensieve_jax.cache.cost import AnalyticCostModel, CostProfile, MeasuredCostModel
+from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.engine.compilation import keep_compilations_in
 from pensieve_jax.engine.model_runner import ModelRunner
 from tests.scripts.conftest import load
@@ -67,11 +69,28 @@ def test_analytic_without_a_profile():
     assert (subject.dtype, subject.tensor_parallel_size, subject.chunk_tokens) == ("bfloat16", 2, 16)
 
 
-def test_launches_follow_each_other_and_the_last_is_awaited():
-    events = []
-    timed = load("common.row_steps").Timed(lambda: events.append("launch"), lambda _: events.append("wait"))
-    assert timed.sample_s(3) > 0
-    assert events == ["launch"] * 3 + ["wait"]
+def test_launches_follow_each_other_behind_one_more(monkeypatch):
+    """A host that takes 2 s to launch what takes the device 7 s."""
+    row_steps = load("common.row_steps")
+    clock, events = VirtualClock(), []
+    device_free_s = 0.0
+
+    def launch():
+        nonlocal device_free_s
+        clock.advance(2.0)
+        device_free_s = max(device_free_s, clock.now()) + 7.0
+        events.append("launch")
+        return device_free_s
+
+    def wait(end_s):
+        clock.advance(max(0.0, end_s - clock.now()))
+        events.append("wait")
+
+    monkeypatch.setattr(row_steps, "time", SimpleNamespace(perf_counter=clock.now))
+    timed = row_steps.Timed(launch, wait)
+    assert timed.once_s() == 9.0
+    assert timed.sample_s(3) == 7.0
+    assert events == ["launch", "wait", "launch", "launch", "wait", "launch", "launch", "wait"]
 
 
 @pytest.fixture
