@@ -321,7 +321,7 @@ def define_flags() -> None:
     flags.DEFINE_list("mixed", ["128+512"], "Decodes and prompt tokens of a step that has both.")
     flags.DEFINE_integer("context_tokens", 1024, "Context of sequences that decode.", lower_bound=1)
     flags.DEFINE_integer("num_repeats", 7, "Samples of everything.", lower_bound=1)
-    flags.DEFINE_integer("num_launches", 10, "Launches in a row that a sample is of.", lower_bound=1)
+    flags.DEFINE_integer("num_launches", 20, "Launches in a row that a sample is of.", lower_bound=1)
     flags.DEFINE_integer("num_serving", 128, "Sequences that an engine decodes; 0: none.", lower_bound=0)
     flags.DEFINE_integer("num_steps", 100, "Steps of the engine, and of the bare loop.", lower_bound=1)
     flags.DEFINE_bool("trace", False, "Trace some of the steps, and of the engine's.")

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from common.row_steps import Timed
 from common.spread import Spread
 
+_NUM_LAUNCHES = 16
 _NUM_WARM_UPS = 2
 
 
@@ -50,7 +51,7 @@ def measure_ceilings(*, num_bytes: int, matrix_size: int, dtype: str, repeats: i
 
 
 def _seconds(launch: Callable[[], jax.Array], repeats: int) -> float:
-    """A launch of several in a row, so that their dispatch is hidden."""
+    """A launch of so many in a row that neither their dispatch nor noticing their end counts."""
     timed = Timed(launch, jax.block_until_ready)
-    samples = [timed.sample_s(8) for _ in range(_NUM_WARM_UPS + repeats)]
+    samples = [timed.sample_s(_NUM_LAUNCHES) for _ in range(_NUM_WARM_UPS + repeats)]
     return Spread.of(samples[_NUM_WARM_UPS:]).median
