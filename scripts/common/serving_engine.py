@@ -100,6 +100,7 @@ class EngineServer:
             **self._engine.stats(),
             "host_s": runner.host_s,
             "num_host_steps": runner.num_host_steps,
+            "dispatch_s": runner.dispatch_s,
             "device_wait_s": runner.device_wait_s,
             "host_cpu_s": time.thread_time(),
         }

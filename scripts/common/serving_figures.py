@@ -24,6 +24,7 @@ UNITS = ANSWER_UNITS | {
     "normalized_latency_of_ended_s": "as normalized_latency_s, of answers that ended in the window",
     "host_step_s": "seconds of the host from a step's ids to the next dispatch, a step in flight meanwhile",
     "host_cpu_step_s": "seconds of CPU of the serving thread, per step",
+    "dispatch_step_s": "seconds of the host within a step's dispatch: its programs, and copies that begin with it",
     "device_wait_s": "seconds blocked until a step's ids came",
 }
 """For the JSON line of a report."""
@@ -65,6 +66,7 @@ def figures(run: Run, max_lag_s: float) -> dict[str, Any]:
         **{name: run.counters.get(name) for name in COUNTERS},
         "tokens_per_step": _ratio(run.counters, "num_step_tokens", "num_steps"),
         "host_step_s": _ratio(run.counters, "host_s", "num_host_steps"),
+        "dispatch_step_s": _ratio(run.counters, "dispatch_s", "num_steps"),
         "host_cpu_step_s": _ratio(run.counters, "host_cpu_s", "num_steps"),
         "steps": step_figures(run.steps),
     }

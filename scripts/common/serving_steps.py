@@ -26,6 +26,7 @@ class TimedRunner:
       layouts, transfers: the runner's.
       host_s: from fetches to the dispatches that followed, while a step was in flight.
       num_host_steps: dispatches that `host_s` counts.
+      dispatch_s: within dispatches, copies of chunks that begin with them included.
       device_wait_s: blocked in fetches.
     """
 
@@ -34,7 +35,7 @@ class TimedRunner:
         self.layouts: Mapping[int, PlanLayout] = runner.layouts
         self.transfers: Transfers = runner.transfers
         self._steps = StepLog(runner.layouts)
-        self.host_s = self.device_wait_s = 0.0
+        self.host_s = self.dispatch_s = self.device_wait_s = 0.0
         self.num_host_steps = 0
         self._runner = runner
         self._timer = timer
@@ -61,9 +62,11 @@ class TimedRunner:
         """See `Runner`."""
         begun_s = self._timer()
         handle = self._runner.dispatch(plan)
+        now_s = self._timer()
+        self.dispatch_s += now_s - begun_s
         first_begun_s, fetched_s = self._steps.first_begun_s, self._steps.fetched_s
         if first_begun_s is not None and fetched_s > first_begun_s:
-            self.host_s += self._timer() - fetched_s
+            self.host_s += now_s - fetched_s
             self.num_host_steps += 1
         self._steps.launch(plan.layout.num_tokens, int(plan.cu_q_lens[-1]), begun_s)
         return handle

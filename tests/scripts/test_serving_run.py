@@ -242,6 +242,7 @@ def test_when_steps_begin_and_end():
     runner.fetch(runner.dispatch(Plan(16, 2)))
     assert runner.totals[64] == (1, 10.0, 40) and runner.totals[16] == (3, 30.0, 8)
     assert (runner.host_s, runner.num_host_steps) == (3.0, 1), "idle time is not the host's"
+    assert runner.dispatch_s == 4.0
     assert runner.device_wait_s == 8 + 7 + 10 + 9
     assert runner.num_compilations == 5
 
