@@ -24,7 +24,7 @@ UNITS = ANSWER_UNITS | {
     "normalized_latency_of_ended_s": "as normalized_latency_s, of answers that ended in the window",
     "host_step_s": "seconds of the host from a step's ids to the next dispatch, a step in flight meanwhile",
     "host_cpu_step_s": "seconds of CPU of the serving thread, per step",
-    "dispatch_step_s": "seconds of the host within a step's dispatch: its programs, and copies that begin with it",
+    "dispatch_step_s": "seconds of the host within a step's dispatch: its programs, copies that begin with it",
     "device_wait_s": "seconds blocked until a step's ids came",
 }
 """For the JSON line of a report."""
