@@ -51,7 +51,7 @@ def measure_ceilings(*, num_bytes: int, matrix_size: int, dtype: str, repeats: i
 
 
 def _seconds(launch: Callable[[], jax.Array], repeats: int) -> float:
-    """A launch of so many in a row that neither their dispatch nor noticing their end counts."""
+    """A launch of several in a row."""
     timed = Timed(launch, jax.block_until_ready)
     samples = [timed.sample_s(_NUM_LAUNCHES) for _ in range(_NUM_WARM_UPS + repeats)]
     return Spread.of(samples[_NUM_WARM_UPS:]).median

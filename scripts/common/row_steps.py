@@ -21,7 +21,7 @@ from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCA
 
 
 class Timed(NamedTuple):
-    """Something on the device: how to launch it, and how to wait for the last launch."""
+    """Something on the device: how to launch it, and how to wait for a launch."""
 
     launch: Callable[[], Any]
     wait: Callable[[Any], Any]
@@ -35,8 +35,8 @@ class Timed(NamedTuple):
     def sample_s(self, num_launches: int) -> float:
         """Seconds a launch, of several in a row behind one more: from its end to the end of the last.
 
-        So the device always has something to do, and what the host does before the first begins is not
-        shared out among the others.
+        So what the host does before the first begins is not shared out among them. Where the host takes
+        longer for a launch than the device, the device waits, and one launch of the host's is left out.
         """
         before, last = self.launch(), self.launch()
         self.wait(before)

@@ -22,9 +22,9 @@ UNITS = ANSWER_UNITS | {
     "seconds": "of the window, or until the last answer where there is none",
     "client_lag_s": "seconds from when a turn was due until its user handed it over",
     "normalized_latency_of_ended_s": "as normalized_latency_s, of answers that ended in the window",
-    "host_step_s": "seconds of the host from a step's ids to the next dispatch, a step in flight meanwhile",
+    "host_step_s": "seconds of the host from a step's ids to the end of the next dispatch, a step in flight",
     "host_cpu_step_s": "seconds of CPU of the serving thread, per step",
-    "dispatch_step_s": "seconds of the host within a step's dispatch: its programs, copies that begin with it",
+    "dispatch_step_s": "seconds of the host within a step's dispatch: programs, copies that begin with it",
     "device_wait_s": "seconds blocked until a step's ids came",
 }
 """For the JSON line of a report."""

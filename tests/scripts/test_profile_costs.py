@@ -69,16 +69,19 @@ def test_analytic_without_a_profile():
     assert (subject.dtype, subject.tensor_parallel_size, subject.chunk_tokens) == ("bfloat16", 2, 16)
 
 
-def test_launches_follow_each_other_behind_one_more(monkeypatch):
-    """A host that takes 2 s to launch what takes the device 7 s."""
+@pytest.mark.parametrize(
+    ("host_s", "device_s", "row_s"), [(2.0, 7.0, 7.0), (7.0, 2.0, (2.0 + 2 * 7.0) / 3)]
+)
+def test_launches_follow_each_other_behind_one_more(monkeypatch, host_s, device_s, row_s):
+    """Whether the host that launches them is faster than the device, or slower."""
     row_steps = load("common.row_steps")
     clock, events = VirtualClock(), []
     device_free_s = 0.0
 
     def launch():
         nonlocal device_free_s
-        clock.advance(2.0)
-        device_free_s = max(device_free_s, clock.now()) + 7.0
+        clock.advance(host_s)
+        device_free_s = max(device_free_s, clock.now()) + device_s
         events.append("launch")
         return device_free_s
 
@@ -89,7 +92,7 @@ def test_launches_follow_each_other_behind_one_more(monkeypatch):
     monkeypatch.setattr(row_steps, "time", SimpleNamespace(perf_counter=clock.now))
     timed = row_steps.Timed(launch, wait)
     assert timed.once_s() == 9.0
-    assert timed.sample_s(3) == 7.0
+    assert timed.sample_s(3) == pytest.approx(row_s)
     assert events == ["launch", "wait", "launch", "launch", "wait", "launch", "launch", "wait"]
 
 

@@ -69,6 +69,23 @@ def test_idle_time_of_a_trace():
     assert device_trace.trace_kernels(lambda: None) == []
 
 
+def test_a_trace_is_of_as_many_steps_as_were_launched(monkeypatch):
+    benchmark_step = load("benchmark_step")
+    kernels = []
+
+    def launch():
+        kernels.append(device_trace.Kernel("a step", 10.0 * len(kernels), 10.0))
+
+    def trace_kernels(run):
+        run()
+        return kernels
+
+    monkeypatch.setattr(benchmark_step, "trace_kernels", trace_kernels)
+    found = benchmark_step.traced(row_steps.Timed(launch, lambda _: None))
+    assert len(kernels) > 1 == found["num_kernels"]
+    assert found["span_s"] == pytest.approx(10e-9)
+
+
 def test_steps(launch, compilation_cache, capsys):
     """Every case is there, in the smallest bucket that holds it; the crowd is timed at its own contexts."""
     launch("benchmark_step", shared_llm=False, compilation_cache_dir=compilation_cache, trace=True, **STEPS)

@@ -43,7 +43,7 @@ def test_reproduces_what_was_measured(profile, figure):
 
 
 def test_reproduces_the_parts_of_a_step():
-    """Attention with its merges, and the rest, by the traces of whole steps (docs/steps.md)."""
+    """Attention with its merges, and the rest, by the traces of the steps that it was fitted to."""
     time = StepTime(H200.step, (128, 2048))
     decode, prompt = load_of([(128, 1, 1024)]), load_of([(1, 2048, 2048)])
     for load, attention_s, others_s in ((decode, 6.76e-3, 7.36e-3), (prompt, 4.31e-3, 71.1e-3)):
