@@ -4,7 +4,8 @@
 
 - Ceilings of this device, measured in the same run: reading, copying, multiplying.
 - Decode steps, a step of prompt tokens, and both in one step, each launched in a row as the engine would;
-  the bound of each is the sum over its operations of what limits them, memory or arithmetic.
+  the bound of each is the sum over its operations of what limits them, memory or arithmetic. And what a
+  launch costs the host while the step before runs.
 - What sampling adds to a step of the first case, by what is asked of it.
 - An engine that decodes, against a bare loop over the same compiled step at the same contexts: tokens a
   second, and the host's time.
@@ -157,6 +158,7 @@ def measure_steps(
             "num_tokens": sum(row.end - row.begin for row in rows),
             "bucket": plans[name].layout.num_tokens,
             "step_s": step.as_dict(),
+            "dispatch_s": steps.whole(plans[name]).dispatch_s(FLAGS.num_launches),
             "bound_s": bound,
             "share_of_bound": bound / step.median,
             "operations_s": {one.name: one.seconds(ceilings) for one in todo},
@@ -253,10 +255,13 @@ def measure_serving(parts: Assembled, steps: RowSteps) -> Figures:
 def print_tables(found: Figures) -> None:
     """What a reader looks at first."""
     rows = [
-        [name, one["bucket"], 1e3 * one["step_s"]["median"], 1e3 * one["bound_s"], one["share_of_bound"]]
+        [
+            *(name, one["bucket"], 1e3 * one["step_s"]["median"]),
+            *(1e3 * one["bound_s"], one["share_of_bound"], 1e3 * one["dispatch_s"]),
+        ]
         for name, one in found["steps"].items()
     ]
-    print(table(["step", "bucket", "median, ms", "bound, ms", "share of the bound"], rows))
+    print(table(["step", "bucket", "median, ms", "bound, ms", "share of the bound", "host, ms"], rows))
     rows = [
         [name, 1e3 * one["step_s"]["median"], 100 * one["extra"]] for name, one in found["sampling"].items()
     ]

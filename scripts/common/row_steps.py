@@ -46,6 +46,18 @@ class Timed(NamedTuple):
         self.wait(last)
         return (time.perf_counter() - start_s) / num_launches
 
+    def dispatch_s(self, num_launches: int) -> float:
+        """Seconds of the host for a launch beside the one before, which is awaited next, as engines do."""
+        previous, seconds = self.launch(), 0.0
+        for _ in range(num_launches):
+            start_s = time.perf_counter()
+            last = self.launch()
+            seconds += time.perf_counter() - start_s
+            self.wait(previous)
+            previous = last
+        self.wait(previous)
+        return seconds / num_launches
+
 
 class Row(NamedTuple):
     """Tokens [begin, end) of a sequence, computed over its first `end` tokens."""

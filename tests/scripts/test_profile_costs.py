@@ -69,9 +69,7 @@ def test_analytic_without_a_profile():
     assert (subject.dtype, subject.tensor_parallel_size, subject.chunk_tokens) == ("bfloat16", 2, 16)
 
 
-@pytest.mark.parametrize(
-    ("host_s", "device_s", "row_s"), [(2.0, 7.0, 7.0), (7.0, 2.0, (2.0 + 2 * 7.0) / 3)]
-)
+@pytest.mark.parametrize(("host_s", "device_s", "row_s"), [(2.0, 7.0, 7.0), (7.0, 2.0, (2.0 + 2 * 7.0) / 3)])
 def test_launches_follow_each_other_behind_one_more(monkeypatch, host_s, device_s, row_s):
     """Whether the host that launches them is faster than the device, or slower."""
     row_steps = load("common.row_steps")
@@ -94,6 +92,9 @@ def test_launches_follow_each_other_behind_one_more(monkeypatch, host_s, device_
     assert timed.once_s() == 9.0
     assert timed.sample_s(3) == pytest.approx(row_s)
     assert events == ["launch", "wait", "launch", "launch", "wait", "launch", "launch", "wait"]
+    del events[:]
+    assert timed.dispatch_s(2) == host_s
+    assert events == ["launch", "launch", "wait", "launch", "wait", "wait"]
 
 
 @pytest.fixture
