@@ -116,8 +116,11 @@ class VictimOrder:
         )
 
     def _first(self, group: int) -> _Entry | None:
-        """The first entry of a group that is true; those before it go where they belong now."""
-        heap = self._groups[group]
+        """The first entry of a group that is true; those before it go where they belong now.
+
+        A group without one is forgotten: there are as many as the longest history has chunks.
+        """
+        heap = self._groups.get(group)
         while heap:
             entry = heap[0]
             counts = self._entries.get(entry.sequence) is entry
@@ -128,6 +131,7 @@ class VictimOrder:
             if counts:
                 del self._entries[entry.sequence]
                 self.note(entry.sequence)
+        self._groups.pop(group, None)
         return None
 
     def _begin_anew(self) -> None:

@@ -182,6 +182,19 @@ def test_entries_that_are_not_true_do_not_pile_up():
     assert order._num_in_heaps < 100
 
 
+def test_groups_that_nobody_is_in_are_forgotten():
+    """A long history gives way chunk by chunk: by retention value, each was a group of its own."""
+    cache, (one,) = cache_with("retention", [(10, 50.0)])
+    store, order = cache.manager._store, VictimOrder(cache.policy, Shelf.DIRTY, [one])
+    for index in range(9):
+        cache.clock.advance(1.0)
+        assert order.peek(cache.clock.now()).indices == (index,)
+        store.drop(one, index)
+    cache.clock.advance(1.0)
+    assert order.peek(cache.clock.now()).indices == (9,)
+    assert len(order._groups) == 1
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_each_shelf_has_an_order_of_its_own(policy):
     """Chunks 1 and 2 are on the cpu, 0 and 3 on the gpu."""
