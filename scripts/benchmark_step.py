@@ -136,12 +136,13 @@ def measure_steps(
 ) -> Figures:
     """Every case in turn, several times over."""
     plans = {name: steps.plan(rows, Sampled()) for name, rows in found.items()}
-    samples: dict[str, list[float]] = {name: [] for name in plans}
+    timed = {name: steps.whole(plan) for name, plan in plans.items()}
+    samples: dict[str, list[float]] = {name: [] for name in timed}
     num_rounds = FLAGS.num_repeats + 1
     with ProgressBar("steps", shows_progress()) as progress:
         for number in range(num_rounds):  # the first warms up
-            for name, plan in plans.items():
-                samples[name].append(steps.whole(plan).sample_s(FLAGS.num_launches))
+            for name, one in timed.items():
+                samples[name].append(one.sample_s(FLAGS.num_launches))
             progress(number + 1, num_rounds, "")
     figures = {}
     for name, rows in found.items():
@@ -158,13 +159,13 @@ def measure_steps(
             "num_tokens": sum(row.end - row.begin for row in rows),
             "bucket": plans[name].layout.num_tokens,
             "step_s": step.as_dict(),
-            "dispatch_s": steps.whole(plans[name]).dispatch_s(FLAGS.num_launches),
+            "dispatch_s": timed[name].dispatch_s(FLAGS.num_launches),
             "bound_s": bound,
             "share_of_bound": bound / step.median,
             "operations_s": {one.name: one.seconds(ceilings) for one in todo},
         }
         if FLAGS.trace:
-            figures[name]["trace"] = traced(steps.whole(plans[name]))
+            figures[name]["trace"] = traced(timed[name])
     return figures
 
 
@@ -256,8 +257,12 @@ def print_tables(found: Figures) -> None:
     """What a reader looks at first."""
     rows = [
         [
-            *(name, one["bucket"], 1e3 * one["step_s"]["median"]),
-            *(1e3 * one["bound_s"], one["share_of_bound"], 1e3 * one["dispatch_s"]),
+            name,
+            one["bucket"],
+            1e3 * one["step_s"]["median"],
+            1e3 * one["bound_s"],
+            one["share_of_bound"],
+            1e3 * one["dispatch_s"],
         ]
         for name, one in found["steps"].items()
     ]
