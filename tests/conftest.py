@@ -5,6 +5,8 @@ from pathlib import Path
 import jax
 import pytest
 
+import pensieve_jax  # noqa: F401  # asks for the GPU client that serving has, before JAX makes one
+
 jax.config.update("jax_num_cpu_devices", 4)
 
 # Files that take a worker half a minute or more, the longest first. They begin first, so that two workers end

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 _PACKAGES = ("pensieve-jax", "jax", "jaxlib", "flax", "numpy")
+_VARIABLE_PREFIXES = ("CUDA_", "JAX_", "NVIDIA_TF32", "XLA_")  # of what changes how fast something runs
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -48,6 +49,7 @@ def json_line(benchmark: str, results: Mapping[str, Any], *, units: Mapping[str,
         "versions": {"python": platform.python_version(), **_versions()},
         "revision": _revision(),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "environment": _environment(),
     }
     return json.dumps(document)
 
@@ -84,6 +86,10 @@ def _cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def _environment() -> dict[str, str]:
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLE_PREFIXES)}
 
 
 def _versions() -> dict[str, str]:

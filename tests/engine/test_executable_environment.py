@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from pensieve_jax.core.gpu_client import CLIENT_VARIABLE
 from pensieve_jax.engine import executable_environment
 from pensieve_jax.engine.executable_environment import environment, source_digest
 
@@ -146,9 +147,11 @@ def test_files_that_flags_of_a_file_name(monkeypatch, tmp_path):
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("name", ["NVIDIA_TF32_OVERRIDE", "TRITON_DEFAULT_FP_FUSION", "MOSAIC_GPU_DUMP_PTX"])
+@pytest.mark.parametrize(
+    "name", ["NVIDIA_TF32_OVERRIDE", "TRITON_DEFAULT_FP_FUSION", "MOSAIC_GPU_DUMP_PTX", CLIENT_VARIABLE]
+)
 def test_variables(before, monkeypatch, name):
-    monkeypatch.setenv(name, "1")
+    monkeypatch.setenv(name, "2")
     assert parts_changed(before) == {"variables"}
 
 
