@@ -18,14 +18,14 @@ from pensieve_jax.core.errors import (
     TokenizerMissingError,
     UnknownConversationError,
 )
-from pensieve_jax.core.gpu_client import launch_asynchronously
 from pensieve_jax.core.outputs import Delta, Output, TokenLogprob, Usage
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.asynchronous_launches import ask_for_asynchronous_launches
 from pensieve_jax.llm import LLM
 from pensieve_jax.stream import Stream
 
-launch_asynchronously()  # whoever imports this may have JAX make its client next
+ask_for_asynchronous_launches()  # whoever imports this may have JAX make its client next
 
 __all__ = [
     "LLM",

@@ -1,11 +1,11 @@
-"""Session set-up: four virtual CPU devices for tensor parallelism, long files first, `gpu` markers, notes."""
+"""Session set-up: launches as in serving, four virtual CPU devices, long files first, `gpu` marks, notes."""
 
 from pathlib import Path
 
 import jax
 import pytest
 
-import pensieve_jax  # noqa: F401  # asks for the GPU client that serving has, before JAX makes one
+import pensieve_jax  # noqa: F401  # asks for asynchronous launches, before JAX has a client
 
 jax.config.update("jax_num_cpu_devices", 4)
 

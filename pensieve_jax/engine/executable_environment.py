@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 import jaxlib
 
-from pensieve_jax.core.gpu_client import CLIENT_VARIABLE
+from pensieve_jax.engine.asynchronous_launches import VARIABLE as LAUNCHES_VARIABLE
 
 PACKAGES = ("pensieve_jax", "model_defs", "pallas_kernels")
 """What programs are traced from."""
@@ -29,7 +29,7 @@ PACKAGES = ("pensieve_jax", "model_defs", "pallas_kernels")
 _DISTRIBUTIONS = ("flax", "ml-dtypes", "numpy")
 _DISTRIBUTION_PREFIXES = ("jax", "nvidia-", "triton")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_VARIABLES = (CLIENT_VARIABLE, "NVIDIA_TF32_OVERRIDE")
+_VARIABLES = (LAUNCHES_VARIABLE, "NVIDIA_TF32_OVERRIDE")
 _VARIABLE_PREFIXES = ("MOSAIC_GPU_", "TRITON_")
 _UNUSED_VARIABLE = "TRITON_CACHE_DIR"  # where what was compiled lies changes nothing of it
 _UNUSED_SETTINGS = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")  # for the same reason

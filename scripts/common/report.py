@@ -1,6 +1,6 @@
 """Tables for people, and the one JSON line at the end of a benchmark for machines.
 
-Owns: how both look, and what a report says about the machine and the command it comes from.
+Owns: how both look, and what a report says about the machine, the command and the environment it comes from.
 Called by: every script that prints figures.
 """
 
@@ -20,7 +20,8 @@ from typing import Any
 import jax
 
 _PACKAGES = ("pensieve-jax", "jax", "jaxlib", "flax", "numpy")
-_VARIABLE_PREFIXES = ("CUDA_", "JAX_", "NVIDIA_TF32", "XLA_")  # of what changes how fast something runs
+# Of what may change how something runs.
+_VARIABLE_PREFIXES = ("CUDA_", "JAX_", "MOSAIC_GPU_", "NCCL_", "NVIDIA_TF32", "PJRT_", "TRITON_", "XLA_")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -11,8 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from pensieve_jax.core.gpu_client import CLIENT_VARIABLE
-from pensieve_jax.engine import executable_environment
+from pensieve_jax.engine import asynchronous_launches, executable_environment
 from pensieve_jax.engine.executable_environment import environment, source_digest
 
 
@@ -148,10 +147,16 @@ def test_files_that_flags_of_a_file_name(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["NVIDIA_TF32_OVERRIDE", "TRITON_DEFAULT_FP_FUSION", "MOSAIC_GPU_DUMP_PTX", CLIENT_VARIABLE]
+    "name",
+    [
+        "NVIDIA_TF32_OVERRIDE",
+        "TRITON_DEFAULT_FP_FUSION",
+        "MOSAIC_GPU_DUMP_PTX",
+        asynchronous_launches.VARIABLE,
+    ],
 )
 def test_variables(before, monkeypatch, name):
-    monkeypatch.setenv(name, "2")
+    monkeypatch.setenv(name, "2")  # no value that one of them has
     assert parts_changed(before) == {"variables"}
 
 

@@ -30,7 +30,16 @@ def test_check_serving(launch, compilation_cache, capsys):
     assert results["logprobs"]["max_abs_difference"] < 1e-3
     assert results["logprobs"]["same_choice_fraction"] > 0.99
     assert results["num_dropped_chunks"] > 0
-    assert {"versions", "hardware", "command", "units"} <= document.keys()
+    assert {"versions", "hardware", "command", "environment", "units"} <= document.keys()
+
+
+def test_a_report_names_the_variables_that_matter(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    monkeypatch.setenv("SOMETHING_ELSE", "1")
+    line = load("common.report").json_line("name", {}, units={}, device="none")
+    environment = json.loads(line)["environment"]
+    assert environment["XLA_FLAGS"] == "--xla_gpu_autotune_level=0"
+    assert "SOMETHING_ELSE" not in environment
 
 
 def test_check_serving_finds_a_difference(launch, llm, monkeypatch, capsys):

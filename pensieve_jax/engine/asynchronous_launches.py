@@ -1,0 +1,39 @@
+"""That jaxlib launches a program's kernels from a thread of its own, and not from the one that calls it.
+
+Owns: asking for it, which has to be done before JAX has a client for GPUs.
+Does not know: what is launched.
+Called by: the package, when it is imported.
+
+A step of 40 layers is 540 kernels. To launch them takes the thread that schedules 2 to 5 ms, and 9 where
+chunks are copied meanwhile, in which nothing else is done (docs/log.md, "Open loops on the device"). jaxlib
+0.11.2 has an option for it; the variable that sets it is still named after a client that is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import jax
+from jax._src import xla_bridge
+
+VARIABLE = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
+"""Of jaxlib: "1" for launches from its own thread, "0", its default, for launches from the caller's."""
+
+# JAX publishes no way to ask; without this one the variable may come too late, and nobody is told.
+_has_clients = getattr(xla_bridge, "backends_are_initialized", lambda: False)
+_log = logging.getLogger(__name__)
+
+
+def ask_for_asynchronous_launches() -> None:
+    """Set `VARIABLE`, unless the environment has it. Where JAX has a GPU client already, warn instead."""
+    if VARIABLE in os.environ:
+        return
+    if not _has_clients():
+        os.environ[VARIABLE] = "1"
+    elif jax.default_backend() == "gpu":
+        _log.warning(
+            "JAX was used before pensieve_jax was imported: a step's kernels are launched by the thread that "
+            "schedules. Import pensieve_jax first, or set %s=1.",
+            VARIABLE,
+        )
