@@ -5,8 +5,9 @@ Does not know: what is launched.
 Called by: the package, when it is imported.
 
 A step of 40 layers is 540 kernels. To launch them takes the thread that schedules 2 to 5 ms, and 9 where
-chunks are copied meanwhile, in which nothing else is done (docs/log.md, "Open loops on the device"). jaxlib
-0.11.2 has an option for it; the variable that sets it is still named after a client that is gone.
+chunks are copied meanwhile, in which nothing else is done (docs/log.md, "Open loops on the device"). XLA can
+hand executions and copies to one thread for each device instead, which starts them in the order of the calls.
+In jaxlib 0.11.2 that is an option whose variable is still named after a client that is gone.
 """
 
 from __future__ import annotations
