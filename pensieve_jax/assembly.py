@@ -28,6 +28,7 @@ from model_defs import (
     make_mesh,
     model_fingerprint,
     num_parameters,
+    parameter_bytes,
     source_config,
 )
 from model_defs.registry import resolve_dtype
@@ -37,7 +38,7 @@ from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.engine.compilation import keep_compilations_in
-from pensieve_jax.engine.device_memory import num_pages_in, staging_bytes
+from pensieve_jax.engine.device_memory import check_weights_fit, num_pages_in, staging_bytes
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.kv_storage import chunk_bytes
 from pensieve_jax.engine.model_runner import ModelRunner
@@ -110,18 +111,22 @@ def make_runner(
     """Load the weights, take memory and compile every bucket; the config is that of `Assembled`."""
     if config.runner.compilation_cache_dir is not None:
         keep_compilations_in(config.runner.compilation_cache_dir)
-    mesh = make_mesh(config.runner.tensor_parallel_size)
+    mesh, num_shards = make_mesh(config.runner.tensor_parallel_size), config.runner.tensor_parallel_size
+    model_config = source_config(source, config.runner.max_position_embeddings)
+    weights_dtype = serving_dtype(dtype)
+    weights_bytes = parameter_bytes(model_config, dtype=weights_dtype, tensor_parallel_size=num_shards)
+    check_weights_fit(source, weights_bytes, mesh.devices.flat[0])
     with ProgressBar("loading weights", progress) as bar:
         model = load_model(
             source,
-            dtype=serving_dtype(dtype),
+            dtype=weights_dtype,
             mesh=mesh,
             seed=config.runner.random_seed,
             max_position_embeddings=config.runner.max_position_embeddings,
             progress=bar,
         )
-    weights_dtype = jax.tree.leaves(nnx.state(model))[0].dtype
-    config = _in_pages(config, chunk_bytes(model.config, config.cache.chunk_tokens, weights_dtype), mesh)
+    loaded_dtype = jax.tree.leaves(nnx.state(model))[0].dtype
+    config = _in_pages(config, chunk_bytes(model_config, config.cache.chunk_tokens, loaded_dtype), mesh)
     config = config.with_num_buckets(on_gpu=mesh.devices.flat[0].platform == "gpu")
     runner = ModelRunner(model, config, mesh)
     sizes = ", ".join(str(size) for size in sorted(runner.layouts))
@@ -179,7 +184,11 @@ def resolve_model(model: str | Path) -> str:
         raise ConfigError("model", name, expected, "there is no such directory")
     try:
         return huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_PATTERNS))
-    except (huggingface_hub.errors.HFValidationError, OSError) as error:
+    except huggingface_hub.errors.HFValidationError as error:
+        raise ConfigError(
+            "model", name, expected, "there is no such directory, and no hub name is like it"
+        ) from error
+    except OSError as error:
         # Offline, unknown and forbidden are all OSErrors of the hub's client.
         raise ConfigError("model", model, expected, f"the hub answered: {error}") from error
 

@@ -4,8 +4,8 @@
 
 - Ceilings of this device, measured in the same run: reading, copying, multiplying.
 - Decode steps, a step of prompt tokens, and both in one step, each launched in a row as the engine would;
-  the bound of each is the sum over its operations of what limits them, memory or arithmetic. And what a
-  launch costs the host while the step before runs.
+  the bound of each is the sum over its operations of what limits them, memory or arithmetic. And what
+  calling it costs the host while the step before runs.
 - What sampling adds to a step of the first case, by what is asked of it.
 - An engine that decodes, against a bare loop over the same compiled step at the same contexts: tokens a
   second, and the host's time.

@@ -53,6 +53,7 @@ DEFAULTS = {
     "num_layer_groups": 1,
     "compilation_cache_dir": str(CACHE_DIR),
 }
+CUT = "--max_tokens, or the context is full"
 NO_TURNS = "this conversation has no turns yet"
 FULL = "/truncate N keeps the first N turns, /end begins again, /switch ID begins another conversation"
 INTRODUCTION = """\
@@ -143,6 +144,8 @@ class Chat:
             return
         self._last = output
         self._say("")
+        if output.finish_reason == "length":
+            self._say(f"(cut after {output.usage.output_tokens} tokens: {CUT})")
 
     def _turns(self) -> tuple[Turn, ...]:
         """Those of this conversation; none before its first one."""

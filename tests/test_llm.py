@@ -224,6 +224,7 @@ def test_a_shared_prefix_is_computed_once(llm: LLM) -> None:
         ({"config": CacheConfig()}, "EngineConfig"),
         ({"model": 5}, "model"),
         ({"model": "./no/such/directory"}, "no such directory"),
+        ({"model": "path/to/hf-model"}, "no such directory, and no hub name"),
         ({"config": EngineConfig(scheduler=SchedulerConfig(max_context_tokens=4096))}, "positions"),
     ],
 )

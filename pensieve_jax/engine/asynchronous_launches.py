@@ -4,7 +4,7 @@ Owns: asking for it, which has to be done before JAX has a client for GPUs.
 Does not know: what is launched.
 Called by: the package, when it is imported.
 
-A step of 40 layers is 540 kernels. To launch them takes the thread that schedules 2 to 5 ms, and 9 where
+A step of 40 layers is 540 kernels. To launch them takes the thread that schedules 2 to 6 ms, and 9 where
 chunks are copied meanwhile, in which nothing else is done (docs/log.md, "Open loops on the device"). XLA can
 hand executions and copies to one thread for each device instead, which starts them in the order of the calls.
 In jaxlib 0.11.2 that is an option whose variable is still named after a client that is gone.
@@ -16,13 +16,19 @@ import logging
 import os
 
 import jax
-from jax._src import xla_bridge
 
 VARIABLE = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
 """Of jaxlib: "1" for launches from its own thread, "0", its default, for launches from the caller's."""
 
-# JAX publishes no way to ask; without this one the variable may come too late, and nobody is told.
-_has_clients = getattr(xla_bridge, "backends_are_initialized", lambda: False)
+try:  # JAX publishes no way to ask
+    from jax._src.xla_bridge import backends_are_initialized as _has_clients
+except ImportError:
+
+    def _has_clients() -> bool:
+        """Unknown: the variable may come too late then, and nobody is told."""
+        return False
+
+
 _log = logging.getLogger(__name__)
 
 

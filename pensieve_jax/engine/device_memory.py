@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from pensieve_jax.core.errors import ConfigError, StepFailedError
+from pensieve_jax.engine.host_memory import available_bytes
 
 _LEAST_PAGES = 2
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how the runtime's errors of this kind begin
@@ -67,6 +68,25 @@ def num_pages_in(fraction: float, devices: Sequence[jax.Device], page_bytes: int
 def bytes_per_device(array: jax.Array) -> int:
     """Bytes of one device's share of `array`."""
     return int(np.prod(array.sharding.shard_shape(array.shape))) * array.dtype.itemsize
+
+
+def check_weights_fit(model: str, weights_bytes: int, device: jax.Device) -> None:
+    """Refuse a model before it is loaded, where the device's memory is known; a CPU's is the machine's.
+
+    Args:
+      model: its name.
+      weights_bytes: of all its parameters on `device`.
+
+    Raises:
+      ConfigError: names the model; its parameters alone take more.
+    """
+    is_cpu = device.platform == "cpu"
+    limit_bytes = available_bytes() if is_cpu else memory_limit_bytes(device)
+    if limit_bytes is not None and weights_bytes > limit_bytes:
+        where = "the machine has free" if is_cpu else f"JAX may use of {device.device_kind}"
+        hint = "raise runner.tensor_parallel_size" if not is_cpu else "a smaller model, or dtype='bfloat16'"
+        limit = f"one whose parameters take at most the {limit_bytes:,} bytes that {where}"
+        raise ConfigError("model", model, limit, f"its parameters take {weights_bytes:,} bytes; {hint}")
 
 
 def check_pools_fit(

@@ -31,7 +31,7 @@ def make_private(directory: Path, field: str) -> None:
         hint = f"it belongs to user {status.st_uid}, and what is in it is run as code"
         raise ConfigError(field, str(directory), limit, hint)
     if not is_private(status):
-        hint = f"what is in it is run as code: chmod go-w '{directory}', once you trust every file in it"
+        hint = f"what is in it is run as code: take another, or chmod go-w '{directory}' if it is yours alone"
         raise ConfigError(field, str(directory), limit, hint)
 
 

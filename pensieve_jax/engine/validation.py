@@ -128,7 +128,8 @@ def _check_length(field: str, spec: TurnSpec, limits: ModelLimits, conversations
             f"{prompt_len} tokens after a history of {history_len}",
             f"at most {limits.max_context_tokens - 1} tokens together with the history, to leave room for "
             f"one reply token in the context of {limits.max_context_tokens}",
-            "truncate the conversation, shorten the prompt, or raise max_context_tokens or gpu_pages",
+            "truncate the conversation or shorten the prompt; max_context_tokens and gpu_pages can be raised "
+            "as far as the model has positions",
         )
 
 

@@ -96,7 +96,8 @@ class DeviceProfile:
       step: of a step on the device.
       to_device, to_host: of copies between tiers.
       both_ways_share: of its bandwidth that a copy has left while one runs in the other direction.
-      host_step_s: scheduling, planning and dispatching a step on the host, which the device hides when busy.
+      host_step_s: scheduling, planning and dispatching a step on the host, which the device hides when busy;
+        the launches of its kernels too, as far as its first one waits for them.
       fetch_s: from the end of a step on the device to its ids on the host.
       figures: measured steps.
       num_devices: that share weights, KV state and copies; always 1 in files.

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 _PACKAGES = ("pensieve-jax", "jax", "jaxlib", "flax", "numpy")
-# Of what may change how something runs.
+# Of what may change how something runs; `engine/executable_environment.py` has what changes executables.
 _VARIABLE_PREFIXES = ("CUDA_", "JAX_", "MOSAIC_GPU_", "NCCL_", "NVIDIA_TF32", "PJRT_", "TRITON_", "XLA_")
 
 

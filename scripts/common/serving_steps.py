@@ -26,7 +26,8 @@ class TimedRunner:
       layouts, transfers: the runner's.
       host_s: from fetches to the dispatches that followed, while a step was in flight.
       num_host_steps: dispatches that `host_s` counts.
-      dispatch_s: within dispatches, copies of chunks that begin with them included.
+      dispatch_s: within dispatches, copies of chunks that begin with them included; the launches of kernels
+        are not, where jaxlib makes them in a thread of its own.
       device_wait_s: blocked in fetches.
     """
 

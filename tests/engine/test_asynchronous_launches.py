@@ -34,6 +34,7 @@ options = xla_client.generate_pjrt_gpu_plugin_options()
 print(options["use_tfrt_gpu_client"], {VARIABLE!r} in os.environ, xla_bridge.backends_are_initialized())
 """
     inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    inherited["JAX_PLATFORMS"] = "cpu"  # no second client on a GPU that tests are using
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=inherited | said, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -12,12 +12,12 @@ from pensieve_jax import config as config_module
 from pensieve_jax.assembly import make_runner
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.engine import device_memory
-from pensieve_jax.engine.device_memory import num_pages_in, refusing_pools
+from pensieve_jax.engine.device_memory import check_weights_fit, num_pages_in, refusing_pools
 
 
 def device(limit_bytes, used_bytes):
     stats = None if limit_bytes is None else {"bytes_limit": limit_bytes, "bytes_in_use": used_bytes}
-    return SimpleNamespace(memory_stats=lambda: stats, device_kind="a device")
+    return SimpleNamespace(memory_stats=lambda: stats, device_kind="a device", platform="gpu")
 
 
 def test_pages_are_what_the_weights_leave():
@@ -35,6 +35,21 @@ def test_what_cannot_work_is_refused_with_numbers():
     numbers = r"of the device's 1,000 bytes, what is loaded takes 600, chunks in transit 280, and a page 10"
     with pytest.raises(ConfigError, match=numbers):
         num_pages_in(0.9, [device(1000, 600)], 10, 280)
+
+
+def test_weights_that_do_not_fit_are_refused():
+    check_weights_fit("a model", 1000, device(1000, 0))
+    check_weights_fit("a model", 1000, device(None, 0))
+    with pytest.raises(ConfigError, match=r"model is 'a model'.*1,000 bytes.*'?a device.*take 1,001 bytes"):
+        check_weights_fit("a model", 1001, device(1000, 0))
+
+
+def test_a_model_beyond_the_machine_is_refused_before_it_is_loaded(monkeypatch):
+    """On a CPU, where it would be made until the system ends the process."""
+    monkeypatch.setattr(device_memory, "available_bytes", lambda: 2**20)
+    monkeypatch.setattr(assembly, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=r"model is 'random:opt-125m'.*1,048,576 bytes that the machine"):
+        make_runner("random:opt-125m", "float32", EngineConfig(), progress=False)
 
 
 def test_a_runner_has_as_many_pages_as_fit(monkeypatch):

@@ -103,6 +103,12 @@ def test_a_full_conversation_says_what_can_be_done(chat, text):
     assert said(chat, text, "hello", too_long).endswith(f"{chat_script.FULL}\n")
 
 
+def test_a_reply_that_was_cut_is_marked(chat, text):
+    assert said(chat, text, "hello").endswith(
+        f"\n(cut after {PARAMS.max_tokens} tokens: {chat_script.CUT})\n"
+    )
+
+
 def test_a_model_of_ids_only_is_refused(llm, text, monkeypatch):
     monkeypatch.setattr(llm, "tokenizer", None)
     with pytest.raises(TokenizerMissingError):
