@@ -111,23 +111,25 @@ def make_runner(
     """Load the weights, take memory and compile every bucket; the config is that of `Assembled`."""
     if config.runner.compilation_cache_dir is not None:
         keep_compilations_in(config.runner.compilation_cache_dir)
-    mesh, num_shards = make_mesh(config.runner.tensor_parallel_size), config.runner.tensor_parallel_size
+    mesh = make_mesh(config.runner.tensor_parallel_size)
+    device = mesh.devices.flat[0]
     model_config = source_config(source, config.runner.max_position_embeddings)
-    weights_dtype = serving_dtype(dtype)
-    weights_bytes = parameter_bytes(model_config, dtype=weights_dtype, tensor_parallel_size=num_shards)
-    check_weights_fit(source, weights_bytes, mesh.devices.flat[0])
+    weights_bytes = parameter_bytes(
+        model_config, dtype=serving_dtype(dtype), tensor_parallel_size=mesh.devices.size
+    )
+    check_weights_fit(source, weights_bytes, device)
     with ProgressBar("loading weights", progress) as bar:
         model = load_model(
             source,
-            dtype=weights_dtype,
+            dtype=serving_dtype(dtype),
             mesh=mesh,
             seed=config.runner.random_seed,
             max_position_embeddings=config.runner.max_position_embeddings,
             progress=bar,
         )
-    loaded_dtype = jax.tree.leaves(nnx.state(model))[0].dtype
-    config = _in_pages(config, chunk_bytes(model_config, config.cache.chunk_tokens, loaded_dtype), mesh)
-    config = config.with_num_buckets(on_gpu=mesh.devices.flat[0].platform == "gpu")
+    weights_dtype = jax.tree.leaves(nnx.state(model))[0].dtype
+    config = _in_pages(config, chunk_bytes(model_config, config.cache.chunk_tokens, weights_dtype), mesh)
+    config = config.with_num_buckets(on_gpu=device.platform == "gpu")
     runner = ModelRunner(model, config, mesh)
     sizes = ", ".join(str(size) for size in sorted(runner.layouts))
     title = f"{len(runner.layouts)} buckets to compile: steps of up to {sizes} tokens"

@@ -80,11 +80,13 @@ def check_weights_fit(model: str, weights_bytes: int, device: jax.Device) -> Non
     Raises:
       ConfigError: names the model; its parameters alone take more.
     """
-    is_cpu = device.platform == "cpu"
-    limit_bytes = available_bytes() if is_cpu else memory_limit_bytes(device)
+    if device.platform == "cpu":
+        limit_bytes, where = available_bytes(), "the machine has free"
+        hint = "a smaller model, or dtype='bfloat16'"
+    else:
+        limit_bytes, where = memory_limit_bytes(device), f"JAX may use of {device.device_kind}"
+        hint = "raise runner.tensor_parallel_size"
     if limit_bytes is not None and weights_bytes > limit_bytes:
-        where = "the machine has free" if is_cpu else f"JAX may use of {device.device_kind}"
-        hint = "raise runner.tensor_parallel_size" if not is_cpu else "a smaller model, or dtype='bfloat16'"
         limit = f"one whose parameters take at most the {limit_bytes:,} bytes that {where}"
         raise ConfigError("model", model, limit, f"its parameters take {weights_bytes:,} bytes; {hint}")
 
