@@ -21,8 +21,8 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.outputs import Delta, Output, TokenLogprob, Usage
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.engine.asynchronous_launches import ask_for_asynchronous_launches
 from pensieve_jax.llm import LLM
+from pensieve_jax.runtime.asynchronous_launches import ask_for_asynchronous_launches
 from pensieve_jax.stream import Stream
 
 ask_for_asynchronous_launches()  # whoever imports this may have JAX make its client next

@@ -37,13 +37,13 @@ from pensieve_jax.cache.cost import CostSubject, MeasuredCostModel
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import ConfigError
-from pensieve_jax.engine.compilation import keep_compilations_in
-from pensieve_jax.engine.device_memory import check_weights_fit, num_pages_in, staging_bytes
+from pensieve_jax.device.device_memory import check_weights_fit, num_pages_in, staging_bytes
+from pensieve_jax.device.kv_storage import chunk_bytes
+from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.engine.engine import Engine
-from pensieve_jax.engine.kv_storage import chunk_bytes
-from pensieve_jax.engine.model_runner import ModelRunner
 from pensieve_jax.engine.validation import ModelLimits
 from pensieve_jax.history import SQLiteHistoryStore, history_fingerprint
+from pensieve_jax.runtime.compilation import keep_compilations_in
 from pensieve_jax.text import Tokenizer, byte_tokenizer, load_tokenizer
 
 DEFAULT_MODEL = "chat"

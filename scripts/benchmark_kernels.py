@@ -30,9 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from absl import flags
-from common.ceilings import Ceilings, measure_ceilings
-from common.cost_plot import check_can_plot
-from common.kernel_backends import (
+from kernels.backends import (
     BACKENDS,
     backend_program,
     block_variants,
@@ -40,7 +38,7 @@ from common.kernel_backends import (
     chosen_backends,
     make_spec,
 )
-from common.kernel_cases import (
+from kernels.cases import (
     TOLERANCE,
     Expected,
     Inputs,
@@ -49,16 +47,18 @@ from common.kernel_cases import (
     make_inputs,
     parts,
 )
-from common.kernel_peers import PEERS, chosen_peers
-from common.kernel_plot import plot_roofline
-from common.kernel_table import HEADER, UNITS, Result, ceilings_line, summary
-from common.kernel_timing import Program
-from common.kernel_torch_peers import check_torch_has_room
-from common.launch import EXIT_FAILED, run
-from common.report import device_name, json_line
+from kernels.peers import PEERS, chosen_peers
+from kernels.plot import plot_roofline
+from kernels.table import HEADER, UNITS, Result, ceilings_line, summary
+from kernels.timing import Program
+from kernels.torch_peers import check_torch_has_room
+from steps.ceilings import Ceilings, measure_ceilings
+from steps.cost_plot import check_can_plot
 
 from pallas_kernels.ragged_paged_attention import AttentionArgumentError, BlockSizes, TileClass
 from pallas_kernels.ragged_paged_attention.shapes import CASES, Case
+from pensieve_jax.commands.launch import EXIT_FAILED, run
+from pensieve_jax.commands.report import device_name, json_line
 
 FLAGS = flags.FLAGS
 # Bytes of the array that is read, rows and columns of the matrices that are multiplied.

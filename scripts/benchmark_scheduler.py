@@ -29,13 +29,13 @@ from typing import NamedTuple
 
 import numpy as np
 from absl import flags
-from common.launch import run
-from common.null_runner import NullRunner
-from common.report import json_line, table
+from steps.null_runner import NullRunner
 
 from model_defs import PRESETS, preset
 from pensieve_jax import CacheConfig, EngineConfig, SamplingParams, SchedulerConfig
 from pensieve_jax.assembly import estimated_cost_model
+from pensieve_jax.commands.launch import run
+from pensieve_jax.commands.report import json_line, table
 from pensieve_jax.config import POLICIES
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn

@@ -38,30 +38,35 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from absl import flags
-from common.cost_plot import check_can_plot
-from common.engine_flags import TINY_MODEL, define_engine_flags, engine_config, model_limits, shows_progress
-from common.launch import EXIT_FAILED, Interrupt, check_can_write, run
 from common.live_figures import LiveFigures
-from common.report import json_line
-from common.serving_client import InlineClient, Prompts, ThreadedClient
-from common.serving_clock import RunClock
-from common.serving_engine import EngineSystem
-from common.serving_figures import UNITS, figures
-from common.serving_report import BENCHMARK, append_line, curve, draw, read_curves, tables
-from common.serving_run import History, System, Window, serve
-from common.serving_transformers import TransformersSystem
-from common.serving_vllm import SYSTEMS as VLLM_SYSTEMS
-from common.serving_vllm import VllmSystem
 from common.session_flags import define_session_flags, load_trace, rates, sessions
 from common.systems import SYSTEMS as ENGINE_SYSTEMS
 from common.systems import system_config
+from serving.client import InlineClient, Prompts, ThreadedClient
+from serving.clock import RunClock
+from serving.engine_server import EngineSystem
+from serving.figures import UNITS, figures
+from serving.report import BENCHMARK, append_line, curve, draw, read_curves, tables
+from serving.run import History, System, Window, serve
+from serving.transformers_server import TransformersSystem
+from serving.vllm_server import SYSTEMS as VLLM_SYSTEMS
+from serving.vllm_server import VllmSystem
+from steps.cost_plot import check_can_plot
 from tqdm import tqdm
 
 from model_defs import ModelConfig
 from pensieve_jax import ConfigError
 from pensieve_jax.assembly import resolve_model
-from pensieve_jax.simulator import Client
-from pensieve_jax.workload import ConversationTrace, Session, Trace, TurnTrace
+from pensieve_jax.commands.engine_flags import (
+    TINY_MODEL,
+    define_engine_flags,
+    engine_config,
+    model_limits,
+    shows_progress,
+)
+from pensieve_jax.commands.launch import EXIT_FAILED, Interrupt, check_can_write, run
+from pensieve_jax.commands.report import json_line
+from pensieve_jax.workload import Client, ConversationTrace, Session, Trace, TurnTrace
 
 FLAGS = flags.FLAGS
 SYSTEMS = (*ENGINE_SYSTEMS, "transformers", *VLLM_SYSTEMS)

@@ -28,9 +28,16 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 from absl import flags
-from common.ceilings import Ceilings, measure_ceilings
-from common.device_trace import summary, trace_kernels
-from common.engine_flags import (
+from common.spread import Spread
+from steps.bounds import bound_s, operations
+from steps.ceilings import Ceilings, measure_ceilings
+from steps.device_trace import summary, trace_kernels
+from steps.row_steps import Row, RowSteps, Sampled, Timed
+from steps.swap_windows import Stage
+
+from pensieve_jax import ConfigError, EngineConfig
+from pensieve_jax.assembly import Assembled, ProgressBar, serving_dtype
+from pensieve_jax.commands.engine_flags import (
     TINY_MODEL,
     define_engine_flags,
     engine_config,
@@ -39,15 +46,8 @@ from common.engine_flags import (
     refuse_sizes,
     shows_progress,
 )
-from common.launch import run
-from common.report import device_name, json_line, table
-from common.row_steps import Row, RowSteps, Sampled, Timed
-from common.spread import Spread
-from common.step_bounds import bound_s, operations
-from common.swap_windows import Stage
-
-from pensieve_jax import ConfigError, EngineConfig
-from pensieve_jax.assembly import Assembled, ProgressBar, serving_dtype
+from pensieve_jax.commands.launch import run
+from pensieve_jax.commands.report import device_name, json_line, table
 
 FLAGS = flags.FLAGS
 Figures = dict[str, Any]

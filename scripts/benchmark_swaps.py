@@ -23,16 +23,22 @@ from collections.abc import Callable
 from typing import Any
 
 from absl import flags
-from common.bulk_copies import chunk_arrays, large_array, through_transfers
-from common.engine_flags import TINY_MODEL, define_engine_flags, engine_config, open_parts, refuse_sizes
-from common.launch import EXIT_FAILED, run
-from common.report import device_name, json_line, table
 from common.spread import Spread
-from common.swap_windows import RETURNER, Return, Stage
+from steps.bulk_copies import chunk_arrays, large_array, through_transfers
+from steps.swap_windows import RETURNER, Return, Stage
 
 from pensieve_jax import ConfigError, EngineConfig
 from pensieve_jax.assembly import Assembled
-from pensieve_jax.engine.device_transfers import DeviceTransfers
+from pensieve_jax.commands.engine_flags import (
+    TINY_MODEL,
+    define_engine_flags,
+    engine_config,
+    open_parts,
+    refuse_sizes,
+)
+from pensieve_jax.commands.launch import EXIT_FAILED, run
+from pensieve_jax.commands.report import device_name, json_line, table
+from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
 
 FLAGS = flags.FLAGS
 Figures = dict[str, Any]

@@ -21,15 +21,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from absl import flags
-from common.chat_training.data import read_dialogues
-from common.chat_training.recall import BETWEEN, RecallCase, recall_cases
-from common.chat_training.served_recall import Served, serve_cases, serve_greetings, written_talks
-from common.chat_training.wordings import Wordings
-from common.engine_flags import define_model_flag, shows_progress
-from common.launch import EXIT_FAILED, run
-from common.report import device_name, json_line, table
+from chat_training.data import read_dialogues
+from chat_training.recall import BETWEEN, RecallCase, recall_cases
+from chat_training.served_recall import Served, serve_cases, serve_greetings, written_talks
+from chat_training.wordings import Wordings
 
 from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from pensieve_jax.commands.engine_flags import define_model_flag, shows_progress
+from pensieve_jax.commands.launch import EXIT_FAILED, run
+from pensieve_jax.commands.report import device_name, json_line, table
 
 FLAGS = flags.FLAGS
 MIN_RECALL_PERCENT = 95

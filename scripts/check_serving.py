@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from absl import flags
-from common.engine_flags import define_engine_flags, engine_config, model_limits, open_llm
-from common.launch import EXIT_FAILED, run
-from common.report import device_name, json_line, table
 from tqdm import tqdm
 
 from model_defs import load_model, make_mesh
 from pensieve_jax import LLM, ConfigError, Output, SamplingParams
 from pensieve_jax.assembly import resolve_model, serving_dtype
-from pensieve_jax.engine.dense_reference import DenseReference
+from pensieve_jax.commands.engine_flags import define_engine_flags, engine_config, model_limits, open_llm
+from pensieve_jax.commands.launch import EXIT_FAILED, run
+from pensieve_jax.commands.report import device_name, json_line, table
+from pensieve_jax.device.dense_reference import DenseReference
 
 FLAGS = flags.FLAGS
 SLACK_BYTES = 2 * 10**9

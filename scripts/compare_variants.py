@@ -7,7 +7,7 @@ Three variants of one engine, one after the other on one model: *stateless* (`st
 history with every turn; *gpu only* (`cpu_pages=0`, the paper's "Pensieve (GPU cache)") recomputes what it had
 to drop; *both tiers* copies to host memory and back. `--policies` adds the other eviction policies on both
 tiers. Every variant serves the same turns, in rounds: a conversation returns when about all the others have
-spoken (`common/workload.py`). Memory holds a part of them: `--gpu_fraction` and `--cpu_fraction` of what all
+spoken (`serving/rounds.py`). Memory holds a part of them: `--gpu_fraction` and `--cpu_fraction` of what all
 fill, unless `--gpu_pages` and `--cpu_pages` say it.
 
 The last line is one JSON document. Exit status 1 if two variants of a float32 engine gave different tokens.
@@ -21,14 +21,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from absl import flags
-from common.engine_flags import define_engine_flags, engine_config, model_limits
 from common.engines import EngineFactory
-from common.launch import EXIT_FAILED, run
-from common.report import device_name, json_line, table
-from common.workload import Served, Workload, make_workload, serve
+from serving.rounds import Served, Workload, make_workload, serve
 
 from pensieve_jax import ConfigError, EngineConfig
 from pensieve_jax.assembly import serving_dtype
+from pensieve_jax.commands.engine_flags import define_engine_flags, engine_config, model_limits
+from pensieve_jax.commands.launch import EXIT_FAILED, run
+from pensieve_jax.commands.report import device_name, json_line, table
 from pensieve_jax.config import POLICIES
 
 FLAGS = flags.FLAGS

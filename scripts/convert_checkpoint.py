@@ -14,12 +14,12 @@ from pathlib import Path
 
 import jax
 from absl import flags
-from common.launch import run
 from tqdm import tqdm
 
 from model_defs import load_model, make_mesh, save_parameters, weights_digest
 from model_defs.orbax_store import check_target
 from model_defs.registry import resolve_dtype
+from pensieve_jax.commands.launch import run
 
 FLAGS = flags.FLAGS
 COMPANIONS = (

@@ -25,16 +25,16 @@ from typing import Any
 
 import jax
 from absl import flags
-from common.chunk_steps import ChunkSteps, Measured, Sampling, measure
-from common.cost_plot import check_can_plot, plot_costs
-from common.engine_flags import COMPILATION_CACHE_HELP, define_model_flag, shows_progress
-from common.launch import check_can_write, run
-from common.report import device_name, json_line, table
+from steps.chunk_steps import ChunkSteps, Measured, Sampling, measure
+from steps.cost_plot import check_can_plot, plot_costs
 
 from model_defs import ModelConfig, make_mesh, source_config
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.assembly import ProgressBar, cost_subject, make_runner, resolve_model
 from pensieve_jax.cache.cost import COST_KINDS, DEFAULT_COST_KIND, CostPoint, CostProfile, CostSubject
+from pensieve_jax.commands.engine_flags import COMPILATION_CACHE_HELP, define_model_flag, shows_progress
+from pensieve_jax.commands.launch import check_can_write, run
+from pensieve_jax.commands.report import device_name, json_line, table
 from pensieve_jax.config import ATTENTION_BACKENDS
 
 FLAGS = flags.FLAGS

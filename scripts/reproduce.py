@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
-from common.cost_plot import check_can_plot
-from common.engine_flags import shows_progress
-from common.experiments.machines import DEVICES, load_profile
-from common.experiments.panels import draw_panels
-from common.experiments.pool import measure_all
-from common.experiments.registry import EXPERIMENTS
-from common.experiments.settings import Experiment, Findings, Settings, TraceFile
-from common.launch import run
-from common.report import json_line, table
+from experiments.machines import DEVICES, load_profile
+from experiments.panels import draw_panels
+from experiments.pool import measure_all
+from experiments.registry import EXPERIMENTS
+from experiments.settings import Experiment, Findings, Settings, TraceFile
+from steps.cost_plot import check_can_plot
 
 from pensieve_jax import ConfigError
+from pensieve_jax.commands.engine_flags import shows_progress
+from pensieve_jax.commands.launch import run
+from pensieve_jax.commands.report import json_line, table
 
 FLAGS = flags.FLAGS
 

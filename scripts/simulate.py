@@ -27,31 +27,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from absl import flags
-from common.cost_plot import check_can_plot
-from common.engine_flags import parse_bytes, shows_progress
-from common.launch import run
 from common.live_figures import LiveFigures
-from common.report import json_line, table
-from common.serving_report import curve, draw
 from common.session_flags import define_session_flags, load_trace, rates, sessions
 from common.systems import STATELESS, SYSTEMS, system_config
+from serving.report import curve, draw
+from steps.cost_plot import check_can_plot
 
 from model_defs import PRESETS, preset
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from pensieve_jax.assembly import estimated_cost_model
 from pensieve_jax.cache import CostModel
 from pensieve_jax.cache.cost import CostProfile, MeasuredCostModel
+from pensieve_jax.commands.engine_flags import parse_bytes, shows_progress
+from pensieve_jax.commands.launch import run
+from pensieve_jax.commands.report import json_line, table
 from pensieve_jax.config import POLICIES
-from pensieve_jax.simulator import (
-    ROUTERS,
-    UNITS,
-    DeviceProfile,
-    Scenario,
-    figures,
-    profile_names,
-    simulate,
-)
-from pensieve_jax.workload import Session, Trace
+from pensieve_jax.simulator import ROUTERS, DeviceProfile, Scenario, figures, profile_names, simulate
+from pensieve_jax.workload import UNITS, Session, Trace
 
 FLAGS = flags.FLAGS
 _SPREADS = {"ms/token": "normalized_latency_s", "ttft ms": "first_token_s", "tpot ms": "output_token_s"}

@@ -35,25 +35,25 @@ from typing import Any, NamedTuple
 import optax
 import tokenizers
 from absl import flags
-from common.chat_training.checkpoints import Checkpoints, has_training, record_settings
-from common.chat_training.corpus import Corpus, Weights, vocabulary_texts
-from common.chat_training.data import Conversation, read_dialogues
-from common.chat_training.evaluation import FIRST_TURN, Evaluation, Figures
-from common.chat_training.examples import ConversationEncoder
-from common.chat_training.export import export_model
-from common.chat_training.feed import Feed
-from common.chat_training.loop import Schedule, Trained, train
-from common.chat_training.recall import BETWEEN, recall_cases
-from common.chat_training.step import Network, Parameters, TrainState, make_optimizer
-from common.chat_training.tokenizer import FILES, MIN_VOCAB_SIZE, learn_tokenizer, save_tokenizer
-from common.chat_training.wordings import Wordings
-from common.engine_flags import shows_progress
-from common.launch import EXIT_INTERRUPTED, Interrupt, run
-from common.report import device_name, json_line, table
+from chat_training.checkpoints import Checkpoints, has_training, record_settings
+from chat_training.corpus import Corpus, Weights, vocabulary_texts
+from chat_training.data import Conversation, read_dialogues
+from chat_training.evaluation import FIRST_TURN, Evaluation, Figures
+from chat_training.examples import ConversationEncoder
+from chat_training.export import export_model
+from chat_training.feed import Feed
+from chat_training.loop import Schedule, Trained, train
+from chat_training.recall import BETWEEN, recall_cases
+from chat_training.step import Network, Parameters, TrainState, make_optimizer
+from chat_training.tokenizer import FILES, MIN_VOCAB_SIZE, learn_tokenizer, save_tokenizer
+from chat_training.wordings import Wordings
 from tqdm import tqdm
 
 from model_defs import ModelConfig, num_parameters
 from pensieve_jax import ConfigError
+from pensieve_jax.commands.engine_flags import shows_progress
+from pensieve_jax.commands.launch import EXIT_INTERRUPTED, Interrupt, run
+from pensieve_jax.commands.report import device_name, json_line, table
 from pensieve_jax.text import Tokenizer, load_tokenizer
 
 FLAGS = flags.FLAGS

@@ -22,33 +22,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from absl import flags
-from common.engine_flags import shows_progress
-from common.launch import EXIT_FAILED, run
 from common.live_figures import LiveFigures
-from common.report import json_line, table
-from common.serving_report import read_results
-from common.serving_run import Window
 from common.session_flags import define_session_flags, load_trace, sessions
-from common.validation_criteria import Criterion, criteria, is_over_the_knee, missed
+from serving.report import read_results
+from serving.run import Window
+from serving.validation_criteria import Criterion, criteria, is_over_the_knee, missed
 
 from model_defs import ModelConfig, source_config
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.assembly import estimated_cost_model, resolve_model
 from pensieve_jax.cache import CostModel
 from pensieve_jax.cache.cost import CostProfile, MeasuredCostModel
-from pensieve_jax.simulator import (
-    UNITS,
-    Answer,
-    DeviceProfile,
-    Outcome,
-    Scenario,
-    answer_figures,
-    figures,
-    profile_names,
-    simulate,
-    throughput,
-)
-from pensieve_jax.workload import Session, Trace
+from pensieve_jax.commands.engine_flags import shows_progress
+from pensieve_jax.commands.launch import EXIT_FAILED, run
+from pensieve_jax.commands.report import json_line, table
+from pensieve_jax.simulator import DeviceProfile, Outcome, Scenario, figures, profile_names, simulate
+from pensieve_jax.workload import UNITS, Answer, Session, Trace, answer_figures, throughput
 
 FLAGS = flags.FLAGS
 _OPEN_LOOP = "open loop"

@@ -29,7 +29,7 @@ from pensieve_jax import (
 from pensieve_jax.assembly import DEFAULT_MODEL, resolve_model
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.prefix import SharedPrefix
-from pensieve_jax.engine.dense_reference import DenseReference
+from pensieve_jax.device.dense_reference import DenseReference
 
 BOS, END = 256, 261
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)

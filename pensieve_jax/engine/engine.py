@@ -1,4 +1,4 @@
-"""The loop: the only place where jax meets policy (the paper's Figure 5).
+"""The loop: where policy meets the device (the paper's Figure 5).
 
 Owns: one step of look-ahead (step N+1 is scheduled and dispatched before step N's ids are fetched), who
 gets which fetched id, and what happens when a step fails or is interrupted.

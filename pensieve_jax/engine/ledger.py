@@ -17,8 +17,7 @@ from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.engine.conversations import ConversationTable, LiveConversation
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.engine.turn import Turn
-from pensieve_jax.history import HistoryStore
-from pensieve_jax.history import Turn as TurnRecord
+from pensieve_jax.history import HistoryStore, TurnRecord
 from pensieve_jax.scheduler import Request, Scheduler
 
 Ending = tuple[Turn, FinishReason]

@@ -1,7 +1,7 @@
 """What the engine asks of whatever runs its steps.
 
-Owns: the `Runner` protocol. The JAX one is `model_runner.ModelRunner`; tests have others, which compute
-tokens by hand.
+Owns: the `Runner` protocol. The JAX one is `device.model_runner.ModelRunner`; tests have others, which
+compute tokens by hand.
 Does not know: JAX, models, scheduling.
 Called by: the engine loop, which dispatches and fetches from one thread only.
 """

@@ -1,9 +1,8 @@
 """What the engine asks of whatever moves chunks between device pages and host slots.
 
 Owns: the `Transfers` protocol, how much of what is in transit is awaited at a time, and how much travels to
-the device beside a step. The JAX one is
-`device_transfers.DeviceTransfers`; the simulator has one with the same rules, tests one that delays and
-reorders.
+the device beside a step. The JAX one is `device.transfers.device_transfers.DeviceTransfers`; the simulator
+has one with the same rules, tests one that delays and reorders.
 Does not know: conversations, policies, or why a chunk moves.
 Called by: the engine loop, from one thread, around every step:
 

@@ -12,7 +12,7 @@ from pensieve_jax.history.store import (
     ConversationInfo,
     ConversationRecord,
     HistoryStore,
-    Turn,
+    TurnRecord,
 )
 from pensieve_jax.text.messages import Message
 
@@ -23,6 +23,6 @@ __all__ = [
     "HistoryStore",
     "Message",
     "SQLiteHistoryStore",
-    "Turn",
+    "TurnRecord",
     "history_fingerprint",
 ]

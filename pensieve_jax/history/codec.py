@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pensieve_jax.core.errors import HistoryCorruptError, InvalidRequestError
-from pensieve_jax.history.store import Turn
+from pensieve_jax.history.store import TurnRecord
 
 TOKEN_BYTES: Final = 4
 MAX_TOKEN_ID: Final = 2**31 - 1
@@ -26,7 +26,7 @@ _STORED_IDS: Final = np.dtype("<i4")
 type TurnRow = tuple[str, int, bytes, bytes, int, str, float, str | None, str | None, int]
 
 
-def pack_turn(turn: Turn, field: str) -> TurnRow:
+def pack_turn(turn: TurnRecord, field: str) -> TurnRow:
     """One row of the table `turns`; raises InvalidRequestError naming `field` and the attribute."""
     _check_text(turn.conversation_id, f"{field}.conversation_id")
     if not turn.conversation_id:
@@ -58,7 +58,7 @@ def pack_turn(turn: Turn, field: str) -> TurnRow:
     )
 
 
-def unpack_turn(row: TurnRow) -> Turn:
+def unpack_turn(row: TurnRow) -> TurnRecord:
     """The turn of a row; raises HistoryCorruptError if its ids are not those that were written."""
     conversation_id, turn_index, prompt, output, seed, finish_reason, created_at_s, messages, text, stored = (
         row
@@ -70,7 +70,7 @@ def unpack_turn(row: TurnRow) -> Turn:
             "checksum. Truncate the conversation before that turn or end it; the other conversations are "
             "good."
         )
-    return Turn(
+    return TurnRecord(
         conversation_id=conversation_id,
         turn_index=turn_index,
         prompt_token_ids=tuple(unpack_token_ids(prompt).tolist()),

@@ -31,7 +31,7 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.history import codec, database
 from pensieve_jax.history.lock import FileLock
-from pensieve_jax.history.store import CUT_FINISH_REASON, ConversationInfo, ConversationRecord, Turn
+from pensieve_jax.history.store import CUT_FINISH_REASON, ConversationInfo, ConversationRecord, TurnRecord
 
 _TURN_COLUMNS = (
     "conversation_id, turn_index, prompt_ids, output_ids, seed, finish_reason, created_at_s, messages, "
@@ -115,7 +115,7 @@ class SQLiteHistoryStore:
             )
         return ConversationRecord(conversation_id, token_ids, turns, info.last_active_s)
 
-    def commit(self, turns: Sequence[Turn]) -> None:
+    def commit(self, turns: Sequence[TurnRecord]) -> None:
         """Append finished turns in one transaction: all of them or none."""
         rows = [codec.pack_turn(turn, f"turns[{index}]") for index, turn in enumerate(turns)]
         if not rows:

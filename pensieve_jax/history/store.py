@@ -1,6 +1,6 @@
 """What a conversation's durable history is: its records and the protocol of a store that keeps them.
 
-Owns: `Turn`, `ConversationRecord`, `ConversationInfo`, `HistoryStore` and what its methods promise.
+Owns: `TurnRecord`, `ConversationRecord`, `ConversationInfo`, `HistoryStore` and what its methods promise.
 Does not know: any file format, jax, or KV state.
 Called by: the engine and `pensieve_jax.llm`; implemented by `sqlite_store.SQLiteHistoryStore`.
 """
@@ -21,7 +21,7 @@ CUT_FINISH_REASON: Final = "truncated"
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnRecord:
     """One turn as it is kept: what was sent, what was answered, and what it takes to repeat it.
 
     Attributes:
@@ -60,7 +60,7 @@ class ConversationRecord:
 
     conversation_id: str
     token_ids: NDArray[np.int32]
-    turns: tuple[Turn, ...]
+    turns: tuple[TurnRecord, ...]
     last_active_s: float
 
 
@@ -89,7 +89,7 @@ class HistoryStore(Protocol):
         """Read a whole conversation; raises UnknownConversationError."""
         ...
 
-    def commit(self, turns: Sequence[Turn]) -> None:
+    def commit(self, turns: Sequence[TurnRecord]) -> None:
         """Append finished turns (of one or many conversations) in ONE transaction: all of them or none.
 
         Once it returns, the turns outlive the process. A conversation begins with its turn 0. Raises

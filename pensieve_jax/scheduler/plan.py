@@ -2,7 +2,7 @@
 
 Owns: the layout of the one int32 buffer that goes to the device each step, with a named view on every
 part of it, so that one copy carries all of a step's metadata (a copy costs far more than its bytes).
-Does not know: how a plan comes about (`planner`), or what a device does with it (`engine.model_runner`).
+Does not know: how a plan comes about (`planner`), or what a device does with it (`device.model_runner`).
 """
 
 from __future__ import annotations

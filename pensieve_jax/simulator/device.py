@@ -11,8 +11,8 @@ from pensieve_jax.scheduler import bucket_for
 from pensieve_jax.simulator.clock import Timeline
 from pensieve_jax.simulator.profile import DeviceProfile
 from pensieve_jax.simulator.step_time import StepLoad, StepTime
-from pensieve_jax.simulator.step_totals import StepLog
 from pensieve_jax.simulator.transfers import SimulatedTransfers
+from pensieve_jax.workload.step_totals import StepLog
 
 
 class SimulatedDevice:

@@ -22,10 +22,10 @@ from pensieve_jax.simulator.clock import Timeline
 from pensieve_jax.simulator.device import SimulatedDevice
 from pensieve_jax.simulator.profile import DeviceProfile
 from pensieve_jax.simulator.step_time import StepLoad
-from pensieve_jax.simulator.step_totals import Steps
 from pensieve_jax.simulator.stretch import Stretch, is_blocked
 from pensieve_jax.simulator.transfers import SimulatedTransfers
-from pensieve_jax.simulator.turns import Answer, Turn
+from pensieve_jax.workload.step_totals import Steps
+from pensieve_jax.workload.turns import Answer, UserTurn
 
 _MIN_KNOWN_TO_SWEEP = 64
 _TOKEN_ID = 0  # of every prompt: nobody reads them
@@ -38,7 +38,7 @@ Observe = Callable[[SchedulerOutput], None]
 class _Served:
     """A turn that was submitted, and when its first token came."""
 
-    turn: Turn
+    turn: UserTurn
     first_token_s: float = 0.0
 
 
@@ -118,7 +118,7 @@ class Replica:
         """A turn has no answer yet, or a step is in flight."""
         return bool(self._turns) or self._in_flight is not None
 
-    def submit(self, turn: Turn) -> None:
+    def submit(self, turn: UserTurn) -> None:
         """Queue a turn of a conversation that none is running of; its history may be known or not."""
         self._busy.add(turn.conversation_id)
         num_history = turn.num_history_tokens

@@ -19,14 +19,14 @@ from typing import Protocol
 from pensieve_jax.cache import CostModel
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError
-from pensieve_jax.simulator.client import Client
 from pensieve_jax.simulator.clock import Timeline
 from pensieve_jax.simulator.profile import DeviceProfile
 from pensieve_jax.simulator.replica import Replica
 from pensieve_jax.simulator.routing import ROUTERS, Load, Router
-from pensieve_jax.simulator.step_totals import Steps, StepTotals, add_steps
-from pensieve_jax.simulator.turns import Answer, Turn
 from pensieve_jax.workload import Session
+from pensieve_jax.workload.client import Client
+from pensieve_jax.workload.step_totals import Steps, StepTotals, add_steps
+from pensieve_jax.workload.turns import Answer, UserTurn
 
 
 class Server(Load, Protocol):
@@ -42,7 +42,7 @@ class Server(Load, Protocol):
         """There is something to step for."""
         ...
 
-    def submit(self, turn: Turn) -> None:
+    def submit(self, turn: UserTurn) -> None:
         """Queue a turn."""
         ...
 
@@ -186,7 +186,7 @@ def run(
             yield answer
 
 
-def _send(turn: Turn, servers: Sequence[Server], router: Router) -> None:
+def _send(turn: UserTurn, servers: Sequence[Server], router: Router) -> None:
     server = servers[router.choose(turn.conversation_id, servers)]
     if not server.has_unfinished:
         server.timeline.advance_to(turn.arrival_s)

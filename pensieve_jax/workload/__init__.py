@@ -1,13 +1,17 @@
-"""Workloads: conversations from public traces or made to measure, and when they are sent.
+"""Workloads: conversations from public traces or made to measure, who sends them when, and what came of it.
 
-Owns: the trace type, readers of public formats, the synthetic generator, arrivals and think times.
-Does not know: jax, engines, clocks or token ids: lengths and times only.
+Owns: the trace type, readers of public formats, the synthetic generator, arrivals and think times; users,
+their turns and the answers, and how a run is counted, whether it was measured or simulated.
+Does not know: jax, engines or models.
 Called by: scripts and `pensieve_jax.simulator`.
 """
 
 from pensieve_jax.workload.arrivals import Session, make_sessions, start_mid_life
+from pensieve_jax.workload.client import Client
 from pensieve_jax.workload.errors import TraceError, WorkloadError
+from pensieve_jax.workload.figures import UNITS, answer_figures, throughput
 from pensieve_jax.workload.readers import FORMATS, TEXT_FORMATS, CountTokens, OnSkip, read_trace
+from pensieve_jax.workload.step_totals import StepLog, Steps, StepTotals, add_steps, step_figures
 from pensieve_jax.workload.summary import Distribution, TraceSummary, summarize
 from pensieve_jax.workload.synthetic import (
     SHAPES,
@@ -20,6 +24,7 @@ from pensieve_jax.workload.synthetic import (
 from pensieve_jax.workload.think import ExponentialThink, LognormalThink, RecordedThink, ThinkTime
 from pensieve_jax.workload.trace import ConversationTrace, Trace, TurnTrace
 from pensieve_jax.workload.transforms import cap_context, with_min_turns
+from pensieve_jax.workload.turns import Answer, UserTurn
 
 __all__ = [
     "FORMATS",
@@ -27,6 +32,9 @@ __all__ = [
     "SHAREGPT",
     "TEXT_FORMATS",
     "ULTRACHAT",
+    "UNITS",
+    "Answer",
+    "Client",
     "ConversationShape",
     "ConversationTrace",
     "CountTokens",
@@ -37,17 +45,25 @@ __all__ = [
     "OnSkip",
     "RecordedThink",
     "Session",
+    "StepLog",
+    "StepTotals",
+    "Steps",
     "ThinkTime",
     "Trace",
     "TraceError",
     "TraceSummary",
     "TurnTrace",
+    "UserTurn",
     "WorkloadError",
+    "add_steps",
+    "answer_figures",
     "cap_context",
     "generate_trace",
     "make_sessions",
     "read_trace",
     "start_mid_life",
+    "step_figures",
     "summarize",
+    "throughput",
     "with_min_turns",
 ]

@@ -1,7 +1,7 @@
 """Several engines on one model, one after the other: what comparing configurations takes.
 
 Owns: loading and compiling once, and beginning anew on the same weights, pages and slots.
-Does not know: what an engine is asked to do. Called by: compare_variants, and `serving_engine`.
+Does not know: what an engine is asked to do. Called by: compare_variants, and `serving.engine_server`.
 
 Whatever a step's shape depends on (the model, `RunnerConfig`, `SchedulerConfig`, `gpu_pages`, the most
 `cpu_pages`) is that of the runner and stays; policies, priorities, `stateful` and fewer `cpu_pages` are the
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from common.engine_flags import open_parts
 from pensieve_jax import EngineConfig
+from pensieve_jax.commands.engine_flags import open_parts
 from pensieve_jax.core.clock import Clock
-from pensieve_jax.engine.device_transfers import DeviceTransfers
+from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.history import HistoryStore, SQLiteHistoryStore

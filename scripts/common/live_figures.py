@@ -12,7 +12,7 @@ from typing import Self
 
 from tqdm import tqdm
 
-from pensieve_jax.simulator import Answer
+from pensieve_jax.workload import Answer
 
 _NUM_LATEST = 500
 _REFRESH_EVERY = 50

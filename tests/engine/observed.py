@@ -9,7 +9,7 @@ from typing import Any
 from pensieve_jax.cache.copies import Copy
 from pensieve_jax.engine.runner import Progress, Runner
 from pensieve_jax.engine.transfers import Transfers
-from pensieve_jax.history import ConversationInfo, ConversationRecord, HistoryStore, Turn
+from pensieve_jax.history import ConversationInfo, ConversationRecord, HistoryStore, TurnRecord
 from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult
 
 Fault = Callable[[], BaseException]
@@ -139,7 +139,7 @@ class ObservedStore:
 
     def __init__(self, inner: HistoryStore) -> None:
         self.inner = inner
-        self.commits: list[list[Turn]] = []
+        self.commits: list[list[TurnRecord]] = []
         self.faults = _Faults()
 
     def conversations(self) -> list[ConversationInfo]:
@@ -148,7 +148,7 @@ class ObservedStore:
     def load(self, conversation_id: str) -> ConversationRecord:
         return self.inner.load(conversation_id)
 
-    def commit(self, turns: Sequence[Turn]) -> None:
+    def commit(self, turns: Sequence[TurnRecord]) -> None:
         self.faults.raise_at("commit")
         self.inner.commit(turns)
         self.commits.append(list(turns))

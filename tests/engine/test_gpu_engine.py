@@ -20,8 +20,8 @@ from pensieve_jax import (
     SamplingParams,
     SchedulerConfig,
 )
-from pensieve_jax.engine.dense_reference import DenseReference
-from tests.engine.start_process import Start, run_start
+from pensieve_jax.device.dense_reference import DenseReference
+from tests.runtime.start_process import Start, run_start
 
 MODELS = ("random:llama-tiny", "random:opt-tiny", "random:opt-125m")
 NUM_CONVERSATIONS, NUM_TURNS = 6, 4

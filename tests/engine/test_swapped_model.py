@@ -11,8 +11,8 @@ import pytest
 
 from model_defs import make_mesh
 from pensieve_jax.cache.copies import Copy
-from pensieve_jax.engine.model_runner import ModelRunner
-from tests.engine.test_model_runner import Row, Stepper, Talk, _model, engine_config, random_ids
+from pensieve_jax.device.model_runner import ModelRunner
+from tests.device.test_model_runner import Row, Stepper, Talk, _model, engine_config, random_ids
 
 
 @functools.cache

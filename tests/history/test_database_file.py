@@ -17,7 +17,7 @@ from pensieve_jax.core.errors import (
     HistoryLockedError,
     HistoryMismatchError,
 )
-from pensieve_jax.history import SQLiteHistoryStore, Turn
+from pensieve_jax.history import SQLiteHistoryStore, TurnRecord
 
 FINGERPRINT = "model:a tokenizer:b"
 # The children import the history alone: what the whole package imports would cost each of them seconds.
@@ -29,7 +29,7 @@ PREAMBLE = (
 
 
 def turn(index=0, conversation_id="alice", num_tokens=300):
-    return Turn(conversation_id, index, tuple(range(num_tokens)), (7,), index, "stop", float(index))
+    return TurnRecord(conversation_id, index, tuple(range(num_tokens)), (7,), index, "stop", float(index))
 
 
 def open_store(path, **options):
@@ -50,7 +50,7 @@ def filled(path):
 
 def start_child(code, path, **pipes):
     code = (
-        PREAMBLE + "from pensieve_jax.history import SQLiteHistoryStore, Turn\n"
+        PREAMBLE + "from pensieve_jax.history import SQLiteHistoryStore, TurnRecord\n"
         f"store = SQLiteHistoryStore(sys.argv[1], fingerprint={FINGERPRINT!r})\n" + code
     )
     return subprocess.Popen([sys.executable, "-c", code, os.fspath(path)], stdout=subprocess.PIPE, **pipes)
@@ -108,7 +108,8 @@ def test_what_was_acknowledged_before_a_kill_is_there_afterwards(path):
     # while the child goes on committing, so the kill falls somewhere inside or between later commits.
     child = start_child(
         "for index in range(100_000):\n"
-        "    store.commit([Turn(name, index, tuple(range(300)), (7,), 1, 'stop', 0.0) for name in 'ab'])\n"
+        "    turns = [TurnRecord(name, index, tuple(range(300)), (7,), 1, 'stop', 0.0) for name in 'ab']\n"
+        "    store.commit(turns)\n"
         "    print(index, flush=True)\n",
         path,
     )
@@ -131,7 +132,7 @@ def test_a_kill_inside_a_transaction_leaves_no_half_of_it(path):
     child = start_child(
         "import os, signal\n"
         "from pensieve_jax.history import sqlite_store\n"
-        "make = lambda name: Turn(name, 0, tuple(range(300)), (7,), 0, 'stop', 0.0)\n"
+        "make = lambda name: TurnRecord(name, 0, tuple(range(300)), (7,), 0, 'stop', 0.0)\n"
         "store.commit([make('kept')])\n"
         "append = sqlite_store._append\n"
         "def killed(connection, row, field):\n"

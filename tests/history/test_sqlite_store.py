@@ -22,7 +22,7 @@ from pensieve_jax.history import (
     ConversationInfo,
     HistoryStore,
     SQLiteHistoryStore,
-    Turn,
+    TurnRecord,
     history_fingerprint,
 )
 
@@ -37,7 +37,7 @@ def store(request, tmp_path):
 
 
 def turn(conversation_id="alice", index=0, prompt=(1, 2, 3), output=(4, 5), **fields):
-    base = Turn(conversation_id, index, tuple(prompt), tuple(output), 7, "stop", 1000.0 + index)
+    base = TurnRecord(conversation_id, index, tuple(prompt), tuple(output), 7, "stop", 1000.0 + index)
     return dataclasses.replace(base, **fields)
 
 

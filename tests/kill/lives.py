@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pensieve_jax.history import SQLiteHistoryStore
-from pensieve_jax.history import Turn as TurnRecord
+from pensieve_jax.history import SQLiteHistoryStore, TurnRecord
 from pensieve_jax.history.lock import FileLock
 from tests.kill import process
 from tests.kill.process import Report, Task

@@ -22,10 +22,10 @@ import jax
 from pensieve_jax import LLM, CacheConfig, EngineConfig, SchedulerConfig, assembly
 from pensieve_jax.config import RunnerConfig
 from pensieve_jax.core.outputs import Output
-from pensieve_jax.engine import sampler
-from pensieve_jax.engine.sampler import SamplerMode
+from pensieve_jax.device import sampler
+from pensieve_jax.device.sampler import SamplerMode
 from pensieve_jax.engine.validation import TurnSpec
-from pensieve_jax.history import SQLiteHistoryStore, Turn, sqlite_store
+from pensieve_jax.history import SQLiteHistoryStore, TurnRecord, sqlite_store
 from pensieve_jax.stream import result_of
 from tests.kill.script import MAX_CONTEXT_TOKENS, Script, TurnKey
 
@@ -123,7 +123,7 @@ def _announce_history(pipe: Connection) -> None:
             super().__init__(path, fingerprint=fingerprint, **options)
             pipe.send(("opened",))
 
-        def commit(self, turns: Sequence[Turn]) -> None:
+        def commit(self, turns: Sequence[TurnRecord]) -> None:
             pipe.send(("committing", [TurnKey(turn.conversation_id, turn.turn_index) for turn in turns]))
             super().commit(turns)
 

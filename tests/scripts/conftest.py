@@ -19,6 +19,7 @@ from pensieve_jax.assembly import DEFAULT_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MODEL = "random:llama-tiny"
+COMMANDS = ("chat", "generate", "demo")
 sys.path.insert(0, str(ROOT / "scripts"))  # as for `python scripts/x.py`
 
 type Launch = Callable[..., int]
@@ -72,8 +73,8 @@ def launch(request, monkeypatch) -> Iterator[Launch]:
 
 
 def load(script: str) -> ModuleType:
-    """A script as a module."""
-    return importlib.import_module(script)
+    """A launcher as a module: an installed command's, or a script's."""
+    return importlib.import_module(f"pensieve_jax.commands.{script}" if script in COMMANDS else script)
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from pensieve_jax import EngineConfig, Usage
 from pensieve_jax.cache import AnalyticCostModel
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.validation import ModelLimits
-from pensieve_jax.simulator import Answer, Client, StepTotals, Turn
-from pensieve_jax.workload import ConversationTrace, Session, TurnTrace
+from pensieve_jax.workload import Answer, Client, ConversationTrace, Session, StepTotals, TurnTrace, UserTurn
 from tests.scripts.conftest import load
 
 MODEL_TOKENS = 2048
@@ -43,8 +42,8 @@ class TickServer:
 
     def __init__(self, ticker: Ticker, clock) -> None:
         self.ticker, self.clock = ticker, clock
-        self.running: dict[Turn, list[float]] = {}
-        self.submitted: list[tuple[Turn, list[int]]] = []
+        self.running: dict[UserTurn, list[float]] = {}
+        self.submitted: list[tuple[UserTurn, list[int]]] = []
         self.num_steps = 0
 
     @property
@@ -54,7 +53,7 @@ class TickServer:
     def remember(self, histories: Iterable) -> None:
         assert not list(histories)
 
-    def submit(self, turn: Turn, token_ids: list[int]) -> None:
+    def submit(self, turn: UserTurn, token_ids: list[int]) -> None:
         self.submitted.append((turn, token_ids))
         self.running[turn] = []
 
@@ -82,7 +81,7 @@ class NullFactory:
     """An `EngineFactory` of engines that compute nothing, at once."""
 
     def __init__(self, config: EngineConfig) -> None:
-        flags = load("common.engine_flags")
+        flags = load("pensieve_jax.commands.engine_flags")
         self.model, _ = flags.model_limits()
         config = config.with_cpu_pages(10_000)
         self.context_tokens = config.resolve_context_tokens(MODEL_TOKENS)
@@ -91,7 +90,7 @@ class NullFactory:
 
     def start(self, config, *, clock, store, wrap) -> Engine:
         self.close()
-        runner = load("common.null_runner").NullRunner(config, self.model, self.context_tokens, "xla")
+        runner = load("steps.null_runner").NullRunner(config, self.model, self.context_tokens, "xla")
         self.engine = Engine(
             wrap(runner),
             config,

@@ -13,7 +13,7 @@ from pensieve_jax import SamplingParams, TokenizerMissingError, UnknownConversat
 from tests.scripts.conftest import ROOT, TINY_MODEL, load
 
 chat_script = load("chat")
-engine_config = load("common.engine_flags").engine_config
+engine_config = load("pensieve_jax.commands.engine_flags").engine_config
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
 

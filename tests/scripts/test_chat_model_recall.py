@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from common.chat_training.served_recall import GREETINGS
+from chat_training.served_recall import GREETINGS
 
 from pensieve_jax.assembly import DEFAULT_MODEL
 from tests.scripts.conftest import load

@@ -8,7 +8,7 @@ import pytest
 from pensieve_jax import SamplingParams
 from tests.scripts.conftest import load
 
-conversations_file = load("common.conversations_file")
+conversations_file = load("pensieve_jax.commands.conversations_file")
 DEFAULTS = SamplingParams(max_tokens=5)
 
 

@@ -10,7 +10,7 @@ from pensieve_jax import ConfigError
 from pensieve_jax.assembly import DEFAULT_MODEL, resolve_model
 from tests.scripts.conftest import load
 
-engine_flags = load("common.engine_flags")
+engine_flags = load("pensieve_jax.commands.engine_flags")
 
 
 @pytest.fixture

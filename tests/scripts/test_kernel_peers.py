@@ -17,13 +17,13 @@ from pallas_kernels.ragged_paged_attention.shapes import CASES, Case, Heads, dra
 from pensieve_jax import ConfigError
 from tests.scripts.conftest import load
 
-kernel_backends = load("common.kernel_backends")
-kernel_cases = load("common.kernel_cases")
-kernel_peers = load("common.kernel_peers")
-kernel_table = load("common.kernel_table")
-kernel_timing = load("common.kernel_timing")
-kernel_torch_peers = load("common.kernel_torch_peers")
-step_bounds = load("common.step_bounds")
+kernel_backends = load("kernels.backends")
+kernel_cases = load("kernels.cases")
+kernel_peers = load("kernels.peers")
+kernel_table = load("kernels.table")
+kernel_timing = load("kernels.timing")
+kernel_torch_peers = load("kernels.torch_peers")
+step_bounds = load("steps.bounds")
 
 QUICK = {"target_ms": 0.01, "repeats": 1, "dtype": "float32"}
 BATCHES = {
@@ -175,7 +175,7 @@ def test_all_of_it(launch, monkeypatch, tmp_path, capsys):
 def small(monkeypatch):
     """One small case in place of all, ceilings that need no measuring, and impostors in place of kernels."""
     script = load("benchmark_kernels")
-    ceilings = load("common.ceilings").Ceilings(1e15, 1e15, 1e15)
+    ceilings = load("steps.ceilings").Ceilings(1e15, 1e15, 1e15)
     monkeypatch.setattr(script, "CASES", {"tiny": Case("tiny", ((2, 20),), Heads(2, 1, 32))})
     monkeypatch.setattr(script, "measure_ceilings", lambda **_: ceilings)
 
@@ -219,7 +219,7 @@ def test_ours_is_wrong(launch, small, attend, says, capsys):
 
 
 def test_what_is_too_fast_is_not_believed(launch, small, monkeypatch, capsys):
-    slow = load("common.ceilings").Ceilings(1.0, 1.0, 1.0)
+    slow = load("steps.ceilings").Ceilings(1.0, 1.0, 1.0)
     monkeypatch.setattr(load("benchmark_kernels"), "measure_ceilings", lambda **_: slow)
     assert launch("benchmark_kernels", shared_llm=False, **QUICK) == 1
     assert documented(capsys.readouterr().out)[1]["xla"]["reason"].startswith("not believed")

@@ -40,12 +40,12 @@ BAD_FLAGS = (
     ("chat", "what", "unexpected arguments: what"),
 )
 TYPED_ERROR = (
-    "from common.launch import run; from pensieve_jax import ConfigError\n"
+    "from pensieve_jax.commands.launch import run; from pensieve_jax import ConfigError\n"
     "def main(): raise ConfigError('x', 1, 'more')\nrun(main)"
 )
 NOISE = (
     "import logging; from absl import flags; flags.DEFINE_string('model', '', '')\n"
-    "from common.launch import run; run(lambda: logging.getLogger('jax').info('found') or 0)"
+    "from pensieve_jax.commands.launch import run; run(lambda: logging.getLogger('jax').info('found') or 0)"
 )
 QUIET, LOUD = "--model=x", "--verbosity=0"
 
@@ -88,7 +88,7 @@ def test_typed_errors_are_one_line_and_status_2(starts):
 def test_a_reader_that_has_gone_ends_it_quietly(flush):
     read_end, write_end = os.pipe()
     os.close(read_end)
-    code = f"from common.launch import run; run(lambda: print('hello', flush={flush}) or 0)"
+    code = f"from pensieve_jax.commands.launch import run; run(lambda: print('hello', flush={flush}) or 0)"
     done = start("-c", code, stdout=write_end)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, "")

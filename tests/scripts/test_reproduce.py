@@ -10,8 +10,9 @@ import pytest
 from model_defs import num_parameters, preset
 from pensieve_jax import ConfigError
 from pensieve_jax.cache.cost import CostPoint, MeasuredCostModel
-from pensieve_jax.simulator import Client, DeviceProfile, Replica, run
+from pensieve_jax.simulator import DeviceProfile, Replica, run
 from pensieve_jax.simulator.routing import AffinityRouter
+from pensieve_jax.workload import Client
 from tests.scripts.conftest import ROOT, load
 from tests.simulator.workloads import MAX_CONTEXT_TOKENS, PROFILE, make_sessions, small_config
 
@@ -34,8 +35,8 @@ def reproduce(launch, capsys):
 
 @pytest.fixture
 def experiments():
-    """Modules of `common.experiments`."""
-    return lambda name: load(f"common.experiments.{name}")
+    """Modules of `experiments`."""
+    return lambda name: load(f"experiments.{name}")
 
 
 @pytest.mark.parametrize("device", ["a100", "h200"])

@@ -15,8 +15,8 @@ from tests.scripts.conftest import load
 from tests.scripts.serving_fakes import NullFactory
 
 script = load("benchmark_serving")
-serving_engine = load("common.serving_engine")
-Lag = load("common.serving_client").Lag
+serving_engine = load("serving.engine_server")
+Lag = load("serving.client").Lag
 
 # Memory for a part of what is said, so that every system has something to lose.
 MEMORY = {"gpu_pages": 24, "cpu_pages": 24, "chunk_tokens": 16, "max_num_staged_pages": 4}
@@ -174,7 +174,7 @@ def test_a_turn_that_fails_ends_the_run(benchmark, conversations, monkeypatch, l
     def fail(self, handle):
         raise StepFailedError("the device is gone")
 
-    monkeypatch.setattr(load("common.null_runner").NullRunner, "fetch", fail)
+    monkeypatch.setattr(load("steps.null_runner").NullRunner, "fetch", fail)
     with pytest.raises(StepFailedError, match="device is gone"):
         benchmark(**CLOSED if loop == "closed" else conversations | {"mid_life_s": 0})
     assert not any(thread.name.startswith("users") for thread in threading.enumerate())
@@ -183,7 +183,7 @@ def test_a_turn_that_fails_ends_the_run(benchmark, conversations, monkeypatch, l
 @pytest.mark.parametrize("when", ["histories", "serving"])
 def test_ctrl_c_ends_the_run_between_steps(benchmark, conversations, monkeypatch, tmp_path, when):
     """It comes in a step, which goes to its end; points that were done are in the file."""
-    runner, steps = load("common.null_runner").NullRunner, []
+    runner, steps = load("steps.null_runner").NullRunner, []
     fetch = runner.fetch
 
     def interrupt(self, handle):

@@ -10,16 +10,16 @@ import pytest
 from model_defs import PRESETS, preset
 from model_defs.hf_config import parse_hf_config
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
-from pensieve_jax.simulator import Turn
+from pensieve_jax.workload import UserTurn
 from tests.scripts.conftest import load
 from tests.scripts.serving_fakes import session, users
 
-peers = load("common.serving_peers")
-serving_client = load("common.serving_client")
-serving_clock = load("common.serving_clock")
-serving_run = load("common.serving_run")
-transformers_server = load("common.serving_transformers")
-vllm_server = load("common.serving_vllm")
+peers = load("serving.peers")
+serving_client = load("serving.client")
+serving_clock = load("serving.clock")
+serving_run = load("serving.run")
+transformers_server = load("serving.transformers_server")
+vllm_server = load("serving.vllm_server")
 
 CONFIG = EngineConfig(
     cache=CacheConfig(gpu_pages=64, cpu_pages=32, chunk_tokens=32),
@@ -193,7 +193,7 @@ def test_transformers_from_a_directory_in_mid_life(manager, calls, tmp_path):
 def test_transformers_fails(manager):
     system = transformers_server.TransformersSystem("random:llama-tiny", TINY, "bfloat16", CONFIG, "sdpa")
     server = system.start(serving_clock.RunClock())
-    turn = Turn("a", 0, 0.0, 0, 2, 3, True)
+    turn = UserTurn("a", 0, 0.0, 0, 2, 3, True)
     manager.error = "out of memory"
     server.submit(turn, [1, 2])
     with pytest.raises(peers.PeerError, match="out of memory"):
@@ -289,7 +289,7 @@ def test_vllm_without_a_cache_and_with_host_memory(vllm, calls):
     page_bytes = 2 * 32 * 2 * 2 * 32 * 2  # layers, tokens, K and V, heads, width, bytes
     assert offload["kv_offloading_size"] * 2**30 == 32 * page_bytes
     server = system.start(serving_clock.RunClock())
-    server.submit(Turn("a", 0, 0.0, 0, 2, 3, True), [1, 2])
+    server.submit(UserTurn("a", 0, 0.0, 0, 2, 3, True), [1, 2])
     system.start(serving_clock.RunClock())
     assert not vllm.running, "the load point before was given up"
     with pytest.raises(ConfigError, match="--cpu_bytes"):
@@ -301,13 +301,13 @@ def test_vllm_without_a_cache_and_with_host_memory(vllm, calls):
 
 def test_an_answer_of_another_length():
     with pytest.raises(peers.PeerError, match="2 tokens instead of 3"):
-        peers.check_length(Turn("a", 0, 0.0, 0, 2, 3, True), [1, 2])
+        peers.check_length(UserTurn("a", 0, 0.0, 0, 2, 3, True), [1, 2])
 
 
 def test_where_tokens_came_from():
-    first = peers.usage(Turn("a", 0, 0.0, 0, 20, 3, False), num_found=16)
+    first = peers.usage(UserTurn("a", 0, 0.0, 0, 20, 3, False), num_found=16)
     assert (first.reused_gpu_tokens, first.recomputed_tokens, first.prefilled_tokens) == (0, 0, 20)
-    second = peers.usage(Turn("a", 1, 0.0, 23, 20, 3, True), num_found=16)
+    second = peers.usage(UserTurn("a", 1, 0.0, 23, 20, 3, True), num_found=16)
     assert (second.reused_gpu_tokens, second.recomputed_tokens, second.prefilled_tokens) == (16, 6, 21)
 
 

@@ -9,16 +9,16 @@ import threading
 import pytest
 
 from pensieve_jax import ConfigError, Usage
-from pensieve_jax.simulator import Answer, Turn
+from pensieve_jax.workload import Answer, UserTurn
 from tests.scripts.conftest import load
 from tests.scripts.serving_fakes import Ticker, TickServer, session, users
 
-serving_client = load("common.serving_client")
-serving_clock = load("common.serving_clock")
-serving_figures = load("common.serving_figures")
-serving_report = load("common.serving_report")
-serving_run = load("common.serving_run")
-serving_steps = load("common.serving_steps")
+serving_client = load("serving.client")
+serving_clock = load("serving.clock")
+serving_figures = load("serving.figures")
+serving_report = load("serving.report")
+serving_run = load("serving.run")
+serving_steps = load("serving.timed_runner")
 Lag, Prompts, Window = serving_client.Lag, serving_client.Prompts, serving_run.Window
 
 
@@ -117,7 +117,7 @@ class LastPrompt:
     def __init__(self, count: int) -> None:
         self.num_left, self.asked = count, threading.Event()
 
-    def of_turn(self, turn: Turn) -> list[int]:
+    def of_turn(self, turn: UserTurn) -> list[int]:
         self.num_left -= 1
         if not self.num_left:
             self.asked.set()
@@ -178,11 +178,11 @@ def test_an_error_of_a_user_ends_the_run():
 
 
 def test_prompts_are_the_same_for_every_system():
-    turn = Turn("a", 1, 0.0, 10, 30, 5, False)
+    turn = UserTurn("a", 1, 0.0, 10, 30, 5, False)
     assert Prompts(500, 1, 2).of_turn(turn) == Prompts(500, 1, 2).of_turn(turn)
     others = (
         Prompts(500, 1, 3).of_turn(turn),
-        Prompts(500, 1, 2).of_turn(Turn("a", 2, 0.0, 10, 30, 5, False)),
+        Prompts(500, 1, 2).of_turn(UserTurn("a", 2, 0.0, 10, 30, 5, False)),
     )
     assert Prompts(500, 1, 2).of_turn(turn) not in others
     assert len(Prompts(500, 1).of_history("a", 77)) == 77

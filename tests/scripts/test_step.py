@@ -10,10 +10,10 @@ from model_defs import preset
 from pensieve_jax import ConfigError
 from tests.scripts.conftest import load
 
-step_bounds = load("common.step_bounds")
-row_steps = load("common.row_steps")
-device_trace = load("common.device_trace")
-ceilings = load("common.ceilings")
+step_bounds = load("steps.bounds")
+row_steps = load("steps.row_steps")
+device_trace = load("steps.device_trace")
+ceilings = load("steps.ceilings")
 
 STEPS = {
     "model": "random:llama-tiny",

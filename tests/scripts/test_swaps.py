@@ -13,7 +13,7 @@ from tests.scripts.conftest import load
 compare_variants = load("compare_variants")
 benchmark_swaps = load("benchmark_swaps")
 spread = load("common.spread")
-workload = load("common.workload")
+workload = load("serving.rounds")
 
 LOAD = {
     "num_conversations": 6,

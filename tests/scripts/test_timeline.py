@@ -10,7 +10,7 @@ from pensieve_jax import InvalidRequestError
 from pensieve_jax.cache.states import ChunkState
 from tests.scripts.conftest import load
 
-timeline = load("common.timeline")
+timeline = load("pensieve_jax.commands.timeline")
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an optional extra"
 )

@@ -13,7 +13,7 @@ from tests.scripts.conftest import load
 from tests.scripts.serving_fakes import NullFactory
 
 script = load("validate_simulator")
-validation = load("common.validation_criteria")
+validation = load("serving.validation_criteria")
 
 BENCHMARK = {
     "model": "random:llama-tiny", "dtype": "float32", "token_buckets": "16,64", "max_num_running": 8,
@@ -43,7 +43,7 @@ def measured(launch, capsys, monkeypatch, tmp_path):
     """Measure on engines that compute nothing; gives the file."""
 
     def measured(**flags):
-        monkeypatch.setattr(load("common.serving_engine"), "EngineFactory", NullFactory)
+        monkeypatch.setattr(load("serving.engine_server"), "EngineFactory", NullFactory)
         path = tmp_path / "measured.json"
         path.unlink(missing_ok=True)
         assert launch("benchmark_serving", shared_llm=False, **BENCHMARK | {"output_json": path} | flags) == 0

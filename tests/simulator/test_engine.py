@@ -9,17 +9,17 @@ import pytest
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.engine import Engine
-from pensieve_jax.engine.turn import Turn as EngineTurn
+from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.validation import ModelLimits, TurnSpec
 from pensieve_jax.history import SQLiteHistoryStore
 from pensieve_jax.scheduler import StepPlan, StepResult, token_buckets
-from pensieve_jax.simulator import Answer, Client, Turn, run
+from pensieve_jax.simulator import run
 from pensieve_jax.simulator.clock import Timeline
 from pensieve_jax.simulator.device import SimulatedDevice
 from pensieve_jax.simulator.routing import AffinityRouter
 from pensieve_jax.simulator.step_time import StepLoad
 from pensieve_jax.simulator.transfers import SimulatedTransfers
-from pensieve_jax.workload import Session
+from pensieve_jax.workload import Answer, Client, Session, UserTurn
 from tests.engine.fake_runner import NUM_LAYERS, VOCAB_SIZE, FakeRunner
 from tests.engine.fake_transfers import IMMEDIATE, FakeTransfers
 from tests.simulator.workloads import (
@@ -113,8 +113,8 @@ class EngineServer:
         )
         self._schedule = self.engine._scheduler.schedule
         self.engine._scheduler.schedule = self._observed_schedule
-        self._turns: dict[EngineTurn, Turn] = {}
-        self._first_token_s: dict[EngineTurn, float] = {}
+        self._turns: dict[Turn, UserTurn] = {}
+        self._first_token_s: dict[Turn, float] = {}
 
     @property
     def num_unfinished(self) -> int:
@@ -124,7 +124,7 @@ class EngineServer:
     def has_unfinished(self) -> bool:
         return self.engine.has_unfinished
 
-    def submit(self, turn: Turn) -> None:
+    def submit(self, turn: UserTurn) -> None:
         params = SamplingParams(max_tokens=turn.output_tokens, ignore_eos=True)
         spec = TurnSpec([0] * turn.prompt_tokens, params, turn.conversation_id)
         self._turns[self.engine.submit([spec])[0]] = turn

@@ -12,7 +12,8 @@ import pytest
 
 from pensieve_jax.cache import AnalyticCostModel
 from pensieve_jax.config import CacheConfig, EngineConfig, SchedulerConfig
-from pensieve_jax.simulator import Replica, Turn
+from pensieve_jax.simulator import Replica
+from pensieve_jax.workload import UserTurn
 from tests.simulator.workloads import PROFILE
 
 CONFIG = EngineConfig(
@@ -37,11 +38,11 @@ def first_token_s(where: str, *, num_decoding: int = 0) -> float:
         copies, _ = replica.cache.take_copies()
         replica.cache.complete(copy.copy_id for copy in copies)
     for number in range(num_decoding):
-        replica.submit(Turn(f"crowd{number}", 0, 0.0, 0, 900, 400, is_last=True))
+        replica.submit(UserTurn(f"crowd{number}", 0, 0.0, 0, 900, 400, is_last=True))
     for _ in range(120 if num_decoding else 0):  # until all of them decode
         replica.step(0.0)
     start_s = replica.timeline.now()
-    replica.submit(Turn("back", 1, start_s, NUM_HISTORY + 1, NUM_NEW - 1, 2, is_last=True))
+    replica.submit(UserTurn("back", 1, start_s, NUM_HISTORY + 1, NUM_NEW - 1, 2, is_last=True))
     for _ in range(20):
         for answer in replica.step(0.0):
             if answer.turn.conversation_id == "back":

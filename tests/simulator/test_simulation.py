@@ -9,9 +9,9 @@ import pytest
 
 from pensieve_jax import ConfigError
 from pensieve_jax.core.outputs import Usage
-from pensieve_jax.simulator import Answer, Client, Outcome, Replica, Scenario, Turn, figures, simulate
+from pensieve_jax.simulator import Outcome, Replica, Scenario, figures, simulate
 from pensieve_jax.simulator.routing import AffinityRouter, LeastLoadedRouter, RandomRouter
-from pensieve_jax.workload import ConversationTrace, Session, TurnTrace
+from pensieve_jax.workload import Answer, Client, ConversationTrace, Session, TurnTrace, UserTurn
 from tests.simulator.workloads import COSTS, MAX_CONTEXT_TOKENS, PROFILE, make_sessions, small_config
 
 USAGE = Usage(10, 0, 0, 0, 10, 20)
@@ -166,7 +166,7 @@ def test_the_drain_changes_nothing_of_the_window():
 
 
 def test_what_is_reported():
-    turn = Turn("a", 1, 1.0, 50, 10, 4, is_last=True)
+    turn = UserTurn("a", 1, 1.0, 50, 10, 4, is_last=True)
     usage = Usage(10, 20, 10, 19, 11, 4, 1, 7, 0)
     answers = [Answer(turn, 0, 3.0, 9.0, usage), Answer(turn, 0, 2.0, 5.0, usage)]
     counters = simulate(scenario(), []).counters | {
@@ -207,7 +207,7 @@ def test_forgets_conversations_without_state():
     replica = Replica(small_config(), PROFILE, COSTS)
     for number in range(600):
         replica.timeline.advance(1.0)
-        replica.submit(Turn(f"c{number}", 0, 0.0, 0, 20, 2, is_last=True))
+        replica.submit(UserTurn(f"c{number}", 0, 0.0, 0, 20, 2, is_last=True))
         while replica.has_unfinished:
             replica.step(math.inf)
     assert len(replica._sequences) < 200

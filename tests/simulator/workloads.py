@@ -9,9 +9,9 @@ from typing import Any
 from pensieve_jax.cache import AnalyticCostModel
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.scheduler import SchedulerOutput
-from pensieve_jax.simulator import Answer, Client, DeviceProfile, Replica, run
+from pensieve_jax.simulator import DeviceProfile, Replica, run
 from pensieve_jax.simulator.routing import AffinityRouter
-from pensieve_jax.workload import ConversationTrace, Session, TurnTrace
+from pensieve_jax.workload import Answer, Client, ConversationTrace, Session, TurnTrace
 
 PROFILE = DeviceProfile.load("h200_llama2-13b-gqa10")
 MAX_CONTEXT_TOKENS = 400

@@ -1,10 +1,10 @@
 """A tokenizer, a model and talk, all tiny, for the tests of the chat model's training."""
 
 import pytest
-from common.chat_training.corpus import vocabulary_texts
-from common.chat_training.examples import ConversationEncoder
-from common.chat_training.step import Network, TrainState, make_optimizer
-from common.chat_training.tokenizer import learn_tokenizer, save_tokenizer
+from chat_training.corpus import vocabulary_texts
+from chat_training.examples import ConversationEncoder
+from chat_training.step import Network, TrainState, make_optimizer
+from chat_training.tokenizer import learn_tokenizer, save_tokenizer
 
 from model_defs import ModelConfig
 from pensieve_jax.text import load_tokenizer

@@ -2,7 +2,7 @@
 
 import json
 
-from common.chat_training.data import Conversation, Exchange
+from chat_training.data import Conversation, Exchange
 
 FOODS = ("pizza", "sushi", "curry", "tacos", "soup", "salad")
 VOCAB_SIZE = 400

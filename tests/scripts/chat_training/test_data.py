@@ -4,9 +4,9 @@ import json
 import random
 
 import pytest
-from common.chat_training.data import Conversation, Exchange, read_dialogues
-from common.chat_training.recall import recall_conversation
-from common.chat_training.tokenizer import MARKERS
+from chat_training.data import Conversation, Exchange, read_dialogues
+from chat_training.recall import recall_conversation
+from chat_training.tokenizer import MARKERS
 
 from pensieve_jax import ConfigError
 from pensieve_jax.text import ChatFormat, EarlierTurn

@@ -7,14 +7,14 @@ import random
 import jax
 import numpy as np
 import pytest
-from common.chat_training.corpus import Corpus, Weights
-from common.chat_training.data import Conversation
-from common.chat_training.examples import Example, all_batches
-from common.chat_training.feed import Feed
-from common.chat_training.step import hidden_states
+from chat_training.corpus import Corpus, Weights
+from chat_training.data import Conversation
+from chat_training.examples import Example, all_batches
+from chat_training.feed import Feed
+from chat_training.step import hidden_states
 
 from pensieve_jax import ConfigError
-from pensieve_jax.engine.dense_reference import DenseReference
+from pensieve_jax.device.dense_reference import DenseReference
 
 
 def numbered_examples(*lengths):

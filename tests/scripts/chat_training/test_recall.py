@@ -3,17 +3,17 @@
 import random
 
 import pytest
-from common.chat_training.corpus import vocabulary_texts
-from common.chat_training.frames import CLAUSE_FRAMES, QUESTION_ASKS, TOPIC_ASKS
-from common.chat_training.kinds import KINDS
-from common.chat_training.recall import (
+from chat_training.corpus import vocabulary_texts
+from chat_training.frames import CLAUSE_FRAMES, QUESTION_ASKS, TOPIC_ASKS
+from chat_training.kinds import KINDS
+from chat_training.recall import (
     Role,
     gives_a_fact,
     holds,
     recall_case,
     recall_conversation,
 )
-from common.chat_training.small_talk import (
+from chat_training.small_talk import (
     FILLERS,
     closing,
     held_out_prompts,
@@ -21,8 +21,8 @@ from common.chat_training.small_talk import (
     passing,
     training_exchanges,
 )
-from common.chat_training.values import is_held_out
-from common.chat_training.wordings import Wordings, held_out_wordings, training_wordings
+from chat_training.values import is_held_out
+from chat_training.wordings import Wordings, held_out_wordings, training_wordings
 
 
 def test_training_never_tells_held_out_values_in_held_out_words(talks):

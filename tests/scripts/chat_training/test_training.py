@@ -7,21 +7,21 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from common.chat_training.checkpoints import Checkpoints, has_training, record_settings
-from common.chat_training.evaluation import FIRST_TURN, Evaluation
-from common.chat_training.examples import ConversationEncoder
-from common.chat_training.export import export_model
-from common.chat_training.feed import Feed
-from common.chat_training.loop import Schedule, TrainingDivergedError, train
-from common.chat_training.recall import recall_case
-from common.chat_training.step import TrainState, greedy_tokens, train_step
-from common.chat_training.tokenizer import FILES
-from common.chat_training.wordings import Wordings
+from chat_training.checkpoints import Checkpoints, has_training, record_settings
+from chat_training.evaluation import FIRST_TURN, Evaluation
+from chat_training.examples import ConversationEncoder
+from chat_training.export import export_model
+from chat_training.feed import Feed
+from chat_training.loop import Schedule, TrainingDivergedError, train
+from chat_training.recall import recall_case
+from chat_training.step import TrainState, greedy_tokens, train_step
+from chat_training.tokenizer import FILES
+from chat_training.wordings import Wordings
 
 from model_defs import load_config, load_model, make_mesh
 from model_defs.parameters import named_parameters
 from pensieve_jax import LLM, CacheConfig, ConfigError, EngineConfig, SamplingParams, SchedulerConfig
-from pensieve_jax.engine.dense_reference import DenseReference
+from pensieve_jax.device.dense_reference import DenseReference
 from pensieve_jax.text import load_tokenizer
 from tests.scripts.chat_training.dialogues import VOCAB_SIZE, dialogue, write_dialogues
 

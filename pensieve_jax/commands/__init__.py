@@ -1,0 +1,1 @@
+"""What `pensieve COMMAND` runs: installed launchers, and what they share with `scripts/`."""

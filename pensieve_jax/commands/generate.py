@@ -1,0 +1,287 @@
+"""Conversations in, turns out, both as JSON lines.
+
+    python scripts/generate.py --model=path/to/model --input=prompts.jsonl --output=turns.jsonl
+
+Input: `pensieve_jax/commands/conversations_file.py` has the format; a line is, for example,
+    {"conversation_id": "ada", "turns": [{"prompt": "Hello"}, {"prompt": [15, 27], "max_tokens": 8}]}
+Output: a line for every turn, in the order in which they end, with `conversation_id`, `turn` (from 0),
+`prompt`, `token_ids`, `text`, `finish_reason`, `usage`, `seed`, and `logprobs` where asked for.
+
+First turns of all conversations come first, then second ones, with up to `--concurrency` at a time.
+
+The file is checked whole before any turn runs: its format, ids and lengths before the model is loaded, text
+and messages as soon as its tokenizer is there. Bad lines are reported by number, with exit status 2, and the
+output is left as it is. Whether a later turn still fits depends on the replies: a turn that is refused or
+lost while running ends its own conversation only, and the exit status is then 1. Ctrl-C cancels what runs
+and keeps what has ended (exit status 130).
+
+`--timeline=out.png` draws where the pages of both tiers were while this ran; it takes matplotlib.
+
+With `--history`, turns that the history holds are not run again: start an interrupted run once more, and
+it goes on. Their lines are kept, or written anew with `usage` null. Without it, the output starts afresh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from tqdm import tqdm
+
+from pensieve_jax import LLM, ContextLengthError, InvalidRequestError, Output, PensieveError, Stream
+from pensieve_jax.commands.conversations_file import (
+    InputConversation,
+    InputFileError,
+    InputTurn,
+    read_conversations,
+)
+from pensieve_jax.commands.engine_flags import (
+    define_engine_flags,
+    define_history_flag,
+    define_sampling_flags,
+    model_limits,
+    open_llm,
+    sampling_params,
+    shows_progress,
+)
+from pensieve_jax.commands.launch import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, Interrupt
+from pensieve_jax.commands.timeline import Recorder, check_timeline
+from pensieve_jax.commands.turns_file import Line, finished_turns, output_line, partial_path, start_output
+from pensieve_jax.commands.usage_tables import summary
+
+FLAGS = flags.FLAGS
+flags.disclaim_key_flags()
+
+
+def check_paths(source: Path, output: Path, history: str | None) -> None:
+    """Raise InvalidRequestError for an output that would overwrite something else, or cannot be written."""
+    directory = output.parent
+    if not directory.is_dir():
+        raise InvalidRequestError("--output", str(output), "in an existing directory")
+    if output.exists() and not output.is_file():
+        raise InvalidRequestError("--output", str(output), "a file")
+    if not os.access(directory, os.W_OK):
+        raise InvalidRequestError("--output", str(output), "in a directory that this user may write to")
+    others = {"--input": source} | ({"--history": Path(history)} if history else {})
+    for name, other in others.items():
+        # By path too: the history may not be there yet.
+        if output.resolve() == other.resolve() or (
+            output.exists() and other.exists() and output.samefile(other)
+        ):
+            raise InvalidRequestError("--output", str(output), f"another file than {name}")
+    if partial_path(output).resolve() == source.resolve():
+        raise InvalidRequestError(
+            "--input", str(source), "another file", "the output is begun under this name"
+        )
+
+
+def check_prompts(
+    conversations: Sequence[InputConversation], path: str, check: Callable[[InputTurn], None]
+) -> None:
+    """Raise InputFileError for every prompt at which `check` raises a PensieveError."""
+    problems = []
+    for conversation in conversations:
+        for index, turn in enumerate(conversation.turns):
+            try:
+                check(turn)
+            except PensieveError as error:
+                problems.append((conversation.line_number, f"turns[{index}]: {error}"))
+    if problems:
+        raise InputFileError(path, problems)
+
+
+def check_ids(vocab_size: int, max_context_tokens: int, turn: InputTurn) -> None:
+    """Raise a PensieveError for ids outside the vocabulary, or more of them than ever fit."""
+    if isinstance(turn.prompt, list):
+        for token_id in turn.prompt:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError("prompt", token_id, f"ids from 0 to {vocab_size - 1}")
+        if len(turn.prompt) >= max_context_tokens:
+            limit = f"fewer ids than the {max_context_tokens} tokens of the context"
+            raise ContextLengthError("prompt", f"{len(turn.prompt)} ids", limit)
+
+
+def check_text(llm: LLM, turn: InputTurn) -> None:
+    """Raise a PensieveError for text or messages without a tokenizer or a template."""
+    if isinstance(turn.prompt, list):
+        return
+    if llm.tokenizer is None:
+        raise InvalidRequestError("prompt", turn.prompt, "token ids", "the model has no tokenizer")
+    elif isinstance(turn.prompt, str):
+        count, room = (
+            len(llm.tokenizer.encode(turn.prompt, add_bos=False)),
+            llm.engine.limits.max_context_tokens,
+        )
+        if count >= room:
+            raise ContextLengthError(
+                "prompt", f"{count} tokens", f"fewer than the {room} tokens of the context"
+            )
+    elif llm.tokenizer.chat_template is None:
+        raise InvalidRequestError("messages", turn.prompt, "a prompt", "the model has no chat template")
+
+
+class Batch:
+    """Runs the turns that are left, first turns before second ones.
+
+    Attributes:
+      failures: (line number, turn, error) of conversations that went no further.
+      outputs: of the turns that ended.
+    """
+
+    def __init__(
+        self, llm: LLM, conversations: Sequence[InputConversation], num_done: dict[str, int]
+    ) -> None:
+        """`num_done`: turns of each conversation that need not run."""
+        self.failures: list[tuple[int, int, PensieveError]] = []
+        self.outputs: list[Output] = []
+        self._llm = llm
+        self._next = {c.conversation_id: num_done.get(c.conversation_id, 0) for c in conversations}
+        rounds = itertools.zip_longest(*(enumerate(c.turns) for c in conversations))
+        self._pending = [
+            (conversation, turn[0])
+            for one_round in rounds
+            for conversation, turn in zip(conversations, one_round, strict=True)
+            if turn is not None and turn[0] >= self._next[conversation.conversation_id]
+        ]
+        self._active: dict[str, tuple[InputConversation, Stream]] = {}
+
+    @property
+    def num_left(self) -> int:
+        """Turns to run."""
+        return len(self._pending)
+
+    def run(
+        self,
+        *,
+        concurrency: int,
+        write: Callable[[Line], object],
+        after_step: Callable[[], object],
+        interrupt: Interrupt,
+        bar: Any,
+    ) -> None:
+        """Until all have ended, or an interrupt: then what has not is cancelled."""
+        try:
+            while (self._pending or self._active) and not interrupt.requested:
+                while len(self._active) < concurrency and self._submit_next():
+                    pass
+                ended = self._llm.engine.step()
+                after_step()
+                for turn in ended:
+                    conversation_id = turn.request.conversation.conversation_id
+                    conversation, _ = self._active.pop(conversation_id)
+                    index = self._next[conversation_id]
+                    if turn.error is not None:
+                        self._fail(conversation, turn.error)
+                        continue
+                    assert turn.output is not None
+                    write(output_line(conversation.turns[index], index, turn.output))
+                    self.outputs.append(turn.output)
+                    self._next[conversation_id] += 1
+                    bar.update()
+        finally:
+            for _, stream in self._active.values():
+                stream.close()
+
+    def _submit_next(self) -> bool:
+        """Submit the first turn in line whose conversation is free; False where there is none."""
+        for position, (conversation, index) in enumerate(self._pending):
+            conversation_id = conversation.conversation_id
+            if conversation_id in self._active:
+                continue
+            del self._pending[position]
+            turn = conversation.turns[index]
+            try:
+                if isinstance(turn.prompt, tuple):
+                    stream = self._llm.stream_chat(turn.prompt, turn.params, conversation_id=conversation_id)
+                else:
+                    stream = self._llm.stream(turn.prompt, turn.params, conversation_id=conversation_id)
+            except PensieveError as error:
+                self._fail(conversation, error)
+            else:
+                self._active[conversation_id] = (conversation, stream)
+            return True
+        return False
+
+    def _fail(self, conversation: InputConversation, error: PensieveError) -> None:
+        index = self._next[conversation.conversation_id]
+        self.failures.append((conversation.line_number, index, error))
+        self._pending = [pair for pair in self._pending if pair[0] is not conversation]
+
+
+def generate(llm: LLM, conversations: Sequence[InputConversation], output: Path, concurrency: int) -> int:
+    """Run everything that is left to run; returns the exit status."""
+    check_prompts(conversations, FLAGS.input, functools.partial(check_text, llm))
+    done = finished_turns(llm, conversations)
+    start_output(output, done)
+    num_done = {key: len(list(group)) for key, group in itertools.groupby(done, key=lambda pair: pair[0])}
+    batch = Batch(llm, conversations, num_done)
+    before, start_s = llm.stats(), time.perf_counter()
+    recorder = Recorder(llm.engine)
+    with (
+        output.open("ab", buffering=0) as file,  # a line is one write: whole, or not there
+        tqdm(total=batch.num_left, desc="turns", unit="turn", disable=not shows_progress()) as bar,
+        Interrupt() as interrupt,
+    ):
+        batch.run(
+            concurrency=concurrency,
+            write=lambda line: file.write((json.dumps(line) + "\n").encode()),
+            after_step=recorder.after_step if FLAGS.timeline else lambda: None,
+            interrupt=interrupt,
+            bar=bar,
+        )
+    seconds = time.perf_counter() - start_s
+    print(summary(batch.outputs, len(done), seconds, before, llm.stats()))
+    if FLAGS.timeline:
+        recorder.draw(FLAGS.timeline)
+    for line_number, index, error in batch.failures:
+        print(f"{FLAGS.input}:{line_number}: turns[{index}]: {error}", file=sys.stderr)
+    if interrupt.requested:
+        print(f"interrupted: {len(batch.outputs)} turns are in {output}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return EXIT_FAILED if batch.failures else 0
+
+
+def main() -> int:
+    """Run every turn of the input; the exit status."""
+    if FLAGS.concurrency < 1:
+        raise InvalidRequestError("--concurrency", FLAGS.concurrency, "at least 1")
+    try:
+        output = Path(FLAGS.output)
+        check_paths(Path(FLAGS.input), output, FLAGS.history)
+        check_timeline(FLAGS.timeline, others=[Path(FLAGS.input), output, Path(FLAGS.history or output)])
+        params = dataclasses.replace(sampling_params(), logprobs=FLAGS.logprobs)
+        conversations = read_conversations(FLAGS.input, params)
+        model, max_context_tokens = model_limits()
+        check_prompts(
+            conversations,
+            FLAGS.input,
+            functools.partial(check_ids, model.vocab_size, max_context_tokens),
+        )
+        with open_llm(history=FLAGS.history) as llm:
+            return generate(llm, conversations, output, FLAGS.concurrency)
+    except BrokenPipeError:
+        raise  # nobody reads what is printed; not one of the files
+    except (InputFileError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_string("input", None, "JSON lines of conversations (.gz too).", required=True)
+    flags.DEFINE_string("output", None, "JSON lines of turns.", required=True)
+    flags.DEFINE_integer("concurrency", 64, "Turns in the engine at once.")
+    flags.DEFINE_integer("logprobs", None, "Write logprobs of the chosen tokens and of so many others.")
+    flags.DEFINE_string("timeline", None, "Picture of pages by state over time: .png, .svg or .pdf.")
+    define_engine_flags()
+    define_history_flag()
+    define_sampling_flags(max_tokens=64)

@@ -1,0 +1,103 @@
+"""Tables for people, and the one JSON line at the end of a benchmark for machines.
+
+Owns: how both look, and what a report says about the machine, the command and the environment it comes from.
+Called by: every script that prints figures.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_PACKAGES = ("pensieve-jax", "jax", "jaxlib", "flax", "numpy")
+# Of what may change how something runs; `runtime/executable_environment.py` has what changes executables.
+_VARIABLE_PREFIXES = ("CUDA_", "JAX_", "MOSAIC_GPU_", "NCCL_", "NVIDIA_TF32", "PJRT_", "TRITON_", "XLA_")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Lines of aligned columns: text to the left, numbers to the right."""
+    values = [list(row) for row in rows]
+    cells = [[_cell(value) for value in row] for row in values]
+    is_number = [
+        bool(values) and all(isinstance(row[i], int | float) for row in values) for i in range(len(columns))
+    ]
+    widths = [max(len(row[i]) for row in [list(columns), *cells]) for i in range(len(columns))]
+
+    def line(values: Sequence[str]) -> str:
+        pairs = zip(values, widths, is_number, strict=True)
+        return "  ".join(v.rjust(w) if right else v.ljust(w) for v, w, right in pairs).rstrip()
+
+    return "\n".join([line(columns), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def json_line(benchmark: str, results: Mapping[str, Any], *, units: Mapping[str, str], device: str) -> str:
+    """One line of JSON that can be read on its own: what was measured, in what units, where and how."""
+    document = {
+        "benchmark": benchmark,
+        "results": results,
+        "units": units,
+        "hardware": {"device": device, "cpu": _cpu_name(), "num_cpus": os.cpu_count()},
+        "versions": {"python": platform.python_version(), **_versions()},
+        "revision": _revision(),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "environment": _environment(),
+    }
+    return json.dumps(document)
+
+
+def device_name() -> str:
+    """The kind of the first device, for `json_line`."""
+    device = jax.devices()[0]
+    return f"{device.platform}: {device.device_kind}"
+
+
+def _revision() -> str | None:
+    """The commit of the source tree, with a + where files differ from it; None outside a git checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run([*git, "status", "-s", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.stdout.strip() + ("+" if changes.stdout else "")
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float):
+        return f"{value:,.3f}" if abs(value) >= 0.01 or not value else f"{value:.2g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _environment() -> dict[str, str]:
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLE_PREFIXES)}
+
+
+def _versions() -> dict[str, str]:
+    installed = {}
+    for package in _PACKAGES:
+        try:
+            installed[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            installed[package] = "not installed"
+    return installed

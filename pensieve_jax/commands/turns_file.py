@@ -1,0 +1,99 @@
+"""Turns in JSON lines, as `generate.py` writes them: one line each, whole or not there.
+
+Owns: what a line holds, and how the file of an interrupted run is taken up again from the history.
+Does not know: how turns are run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pensieve_jax import LLM, InvalidRequestError, Output, UnknownConversationError
+from pensieve_jax.commands.conversations_file import InputConversation, InputTurn
+
+type Line = dict[str, Any]
+
+
+def finished_turns(llm: LLM, conversations: Sequence[InputConversation]) -> dict[tuple[str, int], Line]:
+    """Lines of the turns that the history holds; raises InvalidRequestError where it holds other ones."""
+    lines = {}
+    for conversation in conversations:
+        try:
+            stored = llm.history(conversation.conversation_id).turns
+        except UnknownConversationError:
+            continue
+        for index, (turn, past) in enumerate(zip(conversation.turns, stored, strict=False)):
+            prompt: Any = turn.prompt
+            if isinstance(prompt, str):
+                assert llm.tokenizer is not None
+                prompt = llm.tokenizer.encode(prompt, add_bos=index == 0)
+            if prompt != (past.messages if turn.is_chat else list(past.prompt_token_ids)):
+                name = f"line {conversation.line_number}, turns[{index}]"
+                limit = f"what the history has as turn {index} of {conversation.conversation_id!r}"
+                raise InvalidRequestError(name, turn.prompt, limit, "take another history or conversation_id")
+            lines[conversation.conversation_id, index] = {
+                "conversation_id": conversation.conversation_id,
+                "turn": index,
+                "prompt": turn.prompt,
+                "token_ids": past.output_token_ids,
+                "text": past.output_text or "",
+                "finish_reason": past.finish_reason,
+                "usage": None,
+                "seed": past.seed,
+            }
+    return lines
+
+
+def read_output(path: Path) -> Iterator[Line]:
+    """Lines of an earlier run; one that was cut short is left out."""
+    if not path.exists():
+        return
+    for text in path.read_bytes().split(b"\n"):
+        try:
+            line = json.loads(text)
+            if isinstance(line, dict) and {"conversation_id", "turn", "token_ids"} <= line.keys():
+                yield line
+        except ValueError:
+            continue
+
+
+def partial_path(path: Path) -> Path:
+    """Where `start_output` writes before it renames."""
+    return path.with_name(f"{path.name}.partial")
+
+
+def start_output(path: Path, done: Mapping[tuple[str, int], Line]) -> None:
+    """Replace the file, in one go, by the lines of finished turns: old ones where they are the same turn."""
+    old = {(line["conversation_id"], line["turn"]): line for line in read_output(path)} if done else {}
+    lines = []
+    for key, line in done.items():
+        kept = old.get(key)
+        lines.append(kept if kept is not None and kept["token_ids"] == list(line["token_ids"]) else line)
+    partial = partial_path(path)
+    try:
+        partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # the name that the user knows
+
+
+def output_line(turn: InputTurn, index: int, output: Output) -> Line:
+    """What is written for a turn."""
+    line: Line = {
+        "conversation_id": output.conversation_id,
+        "turn": index,
+        "prompt": turn.prompt,
+        "token_ids": output.token_ids,
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        "usage": dataclasses.asdict(output.usage),
+        "seed": output.seed,
+    }
+    if output.logprobs is not None:
+        line["logprobs"] = [entry._asdict() for entry in output.logprobs]
+    return line

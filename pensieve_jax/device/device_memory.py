@@ -1,0 +1,173 @@
+"""What weights, pools and steps take of the device's memory: how many pages fit, and refusals.
+
+Owns: the sums, over the executables of a step, and the device's own limit.
+Does not know: what the executables compute.
+Called by: `model_runner`, `transfers.device_transfers`, and `assembly`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from pensieve_jax.core.errors import ConfigError, StepFailedError
+from pensieve_jax.device.host_memory import available_bytes
+
+_LEAST_PAGES = 2
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how the runtime's errors of this kind begin
+
+
+def memory_limit_bytes(device: jax.Device) -> int | None:
+    """What JAX may use of the device, or None where the device does not say."""
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def staging_bytes(cpu_pages: int, num_staged_pages: int, page_bytes: int) -> int:
+    """What is set aside for chunks in transit on a device: one set out, and two in; none without a host tier.
+
+    What a step scatters is freed after it, and the next copies are started before it.
+    """
+    return 3 * num_staged_pages * page_bytes if cpu_pages else 0
+
+
+def num_pages_in(fraction: float, devices: Sequence[jax.Device], page_bytes: int, staging_bytes: int) -> int:
+    """Pages that fit into `fraction` of every device's memory beside what is in use there already.
+
+    Args:
+      fraction: `cache.gpu_memory_fraction`.
+      devices: with the weights on them, and nothing that goes away.
+      page_bytes: a device's share of a page.
+      staging_bytes: that chunks in transit will take of each.
+
+    Raises:
+      ConfigError: a device does not say what memory it has, or not even two pages fit.
+    """
+    field = "cache.gpu_memory_fraction"
+    found = []
+    for device in devices:
+        limit_bytes = memory_limit_bytes(device)
+        if limit_bytes is None:
+            limit = f"None: {device.device_kind!r} does not say how much memory it has"
+            raise ConfigError(field, fraction, limit, "give cache.gpu_pages")
+        used_bytes = (device.memory_stats() or {}).get("bytes_in_use", 0)
+        num_pages = (int(fraction * limit_bytes) - used_bytes - staging_bytes) // page_bytes - 1
+        if num_pages < _LEAST_PAGES:
+            staging = f", chunks in transit {staging_bytes:,}" if staging_bytes else ""
+            limit = (
+                f"more: of the device's {limit_bytes:,} bytes, what is loaded takes {used_bytes:,}{staging}, "
+                f"and a page {page_bytes:,}"
+            )
+            raise ConfigError(field, fraction, limit, "or raise runner.tensor_parallel_size")
+        found.append(num_pages)
+    return min(found)
+
+
+def bytes_per_device(array: jax.Array) -> int:
+    """Bytes of one device's share of `array`."""
+    return int(np.prod(array.sharding.shard_shape(array.shape))) * array.dtype.itemsize
+
+
+def check_weights_fit(model: str, weights_bytes: int, device: jax.Device) -> None:
+    """Refuse a model before it is loaded, where the device's memory is known; a CPU's is the machine's.
+
+    Args:
+      model: its name.
+      weights_bytes: of all its parameters on `device`.
+
+    Raises:
+      ConfigError: names the model; its parameters alone take more.
+    """
+    if device.platform == "cpu":
+        limit_bytes, where = available_bytes(), "the machine has free"
+        hint = "a smaller model, or dtype='bfloat16'"
+    else:
+        limit_bytes, where = memory_limit_bytes(device), f"JAX may use of {device.device_kind}"
+        hint = "raise runner.tensor_parallel_size"
+    if limit_bytes is not None and weights_bytes > limit_bytes:
+        limit = f"one whose parameters take at most the {limit_bytes:,} bytes that {where}"
+        raise ConfigError("model", model, limit, f"its parameters take {weights_bytes:,} bytes; {hint}")
+
+
+def check_pools_fit(
+    device: jax.Device,
+    gpu_pages: int,
+    page_bytes: int,
+    *,
+    weights_bytes: int,
+    step_bytes: int,
+    staging_bytes: int,
+) -> None:
+    """Refuse pools that do not fit beside everything else, where the limit is known.
+
+    Raises:
+      ConfigError: names `cache.gpu_pages`, and the most that would fit.
+    """
+    limit_bytes = memory_limit_bytes(device)
+    if limit_bytes is None:
+        return
+    free_bytes = limit_bytes - weights_bytes - step_bytes - staging_bytes
+    num_pages = free_bytes // page_bytes - 1
+    if gpu_pages > num_pages:
+        staging = f"chunks in transit {staging_bytes:,}, " if staging_bytes else ""
+        raise ConfigError(
+            "cache.gpu_pages",
+            gpu_pages,
+            f"at most {max(num_pages, 0)}: of the device's {limit_bytes:,} bytes, weights take "
+            f"{weights_bytes:,}, a step {step_bytes:,}, {staging}and a page {page_bytes:,}",
+            "lower it (or cache.gpu_memory_fraction), or raise runner.tensor_parallel_size or the share of "
+            "memory that JAX may use",
+        )
+
+
+@contextlib.contextmanager
+def refusing_pools(gpu_pages: int) -> Iterator[None]:
+    """Refuse pools beside which the device runs out of memory while steps are got ready.
+
+    Raises:
+      ConfigError: names `cache.gpu_pages`. What else goes wrong is raised as it is.
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, StepFailedError) as error:
+        if _OUT_OF_MEMORY not in str(error):
+            raise
+        limit = "fewer: beside them the device has no memory to compile and run the steps"
+        raise ConfigError("cache.gpu_pages", gpu_pages, limit, str(error)) from error
+
+
+def step_memory(
+    groups: Sequence[jax.stages.Compiled], resident_bytes: int, handed_bytes: int
+) -> dict[str, int]:
+    """Bytes per device of one step, whose groups of layers run one after the other.
+
+    Args:
+      groups: the executables, in order.
+      resident_bytes: weights and pools, which are there anyway.
+      handed_bytes: the hidden state that every group but the first takes over from the one before.
+
+    Returns:
+      `argument_bytes`, `output_bytes` and `alias_bytes` summed over the groups, so that `alias_bytes` of at
+      least the pools' says that all are updated in place; of the rest the most that one group takes beside
+      what is resident: `temp_bytes`, `new_output_bytes` (no pools), both and what was handed over as
+      `step_bytes`, and `peak_bytes`, which is that and what is resident. Empty where XLA does not say.
+    """
+    stats = [each for each in (executable.memory_analysis() for executable in groups) if each is not None]
+    if len(stats) < len(groups):
+        return {}
+    new = [each.output_size_in_bytes - each.alias_size_in_bytes for each in stats]
+    step_bytes = max(
+        each.temp_size_in_bytes + new_bytes + (handed_bytes if i else 0)
+        for i, (each, new_bytes) in enumerate(zip(stats, new, strict=True))
+    )
+    return {
+        "argument_bytes": sum(each.argument_size_in_bytes for each in stats),
+        "output_bytes": sum(each.output_size_in_bytes for each in stats),
+        "alias_bytes": sum(each.alias_size_in_bytes for each in stats),
+        "new_output_bytes": max(new),
+        "temp_bytes": max(each.temp_size_in_bytes for each in stats),
+        "step_bytes": step_bytes,
+        "peak_bytes": resident_bytes + step_bytes,
+    }

@@ -1,0 +1,50 @@
+"""The pools of every layer, by group: the one mutable place for KV state on the device.
+
+Owns: which arrays are the pools now. Steps and page copies take a group's pools, donate them, and put the
+updated ones back; whoever runs next takes those, so program order is the order of calls.
+Does not know: what is in a page.
+Called by: `model_runner` and `transfers.page_copies`, from one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.device.kv_storage import KVStorage
+
+
+class DevicePools:
+    """Pools by group of layers.
+
+    Attributes:
+      groups: the pools of every group's layers, as the last dispatched program leaves them.
+    """
+
+    def __init__(self, storage: KVStorage) -> None:
+        """Hold nothing before the first `reset`."""
+        self._storage = storage
+        self.groups: list[list[jax.Array]] = []
+
+    def reset(self) -> None:
+        """New, empty pools.
+
+        Raises:
+          StepFailedError: the device has no memory for them.
+        """
+        self.groups = []  # freed first: two sets may not fit
+        try:
+            self.replace(jax.block_until_ready(self._storage.new_pools()))
+        except jax.errors.JaxRuntimeError as error:
+            raise StepFailedError(f"new pools could not be made on the device: {error}") from error
+
+    def replace(self, pools: Sequence[jax.Array]) -> None:
+        """Take `pools`, one per layer, instead."""
+        self.groups = [[pools[layer] for layer in layers] for layers in self._storage.groups]
+
+    @property
+    def by_layer(self) -> list[jax.Array]:
+        """The pools, one per layer."""
+        return [pool for group in self.groups for pool in group]

@@ -1,0 +1,312 @@
+"""The runner that executes steps with JAX, with executables that are compiled before serving.
+
+Owns: the pools and the transfers to and from them, the previous step's sampled ids (they never leave the
+device between steps), and the executables: one per bucket and group of layers, and the samplers.
+Does not know: requests, conversations or which page holds what; a plan says everything.
+Called by: the engine loop, from one thread, through the `Runner` protocol.
+
+A step is one copy of the packed plan to the device, the bucket's forward executables, group by group, the
+sampler of the batch's mode, and one packed copy back that is started at once and awaited only by `fetch`.
+Right before a group, chunks that the step cannot do without are scattered into its pools.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from model_defs.config import ModelConfig
+from model_defs.registry import Model
+from pallas_kernels.ragged_paged_attention import build_tiles, import_backend
+from pensieve_jax.config import EngineConfig
+from pensieve_jax.core.errors import ConfigError, StepFailedError
+from pensieve_jax.device import sampler, step
+from pensieve_jax.device.device_memory import bytes_per_device, check_pools_fit, refusing_pools, step_memory
+from pensieve_jax.device.device_pools import DevicePools
+from pensieve_jax.device.kv_storage import KVStorage
+from pensieve_jax.device.layouts import bucket_layouts, bucket_tile_specs
+from pensieve_jax.device.sampler import SamplerMode
+from pensieve_jax.device.step import ModelStructure, Scores, Start
+from pensieve_jax.device.step_programs import StepPrograms
+from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
+from pensieve_jax.engine.runner import Progress
+from pensieve_jax.engine.transfers import Transfers
+from pensieve_jax.runtime.compilation import CompilationCounter, compile_all
+from pensieve_jax.runtime.executable_store import ExecutableStore
+from pensieve_jax.scheduler.plan import (
+    FLAG_LOGPROBS,
+    FLAG_SAMPLES,
+    FLAG_TRUNCATES,
+    PlanLayout,
+    StepPlan,
+    StepResult,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class StepHandle(NamedTuple):
+    """A step in flight."""
+
+    words: jax.Array  # i32[S * (2 + 2 * K)], on its way to the host
+    num_samples: int  # S
+
+
+class ModelRunner:
+    """Runs steps of one model on one mesh; see `Runner` for the protocol.
+
+    Attributes:
+      layouts: the plan layout of every bucket, by its number of tokens.
+      storage: shape and size of the pools.
+      device_pools: the pools, as the last dispatched program leaves them.
+      transfers: of chunks between the pools and host memory; without `cache.cpu_pages` it moves nothing.
+    """
+
+    def __init__(self, model: Model, config: EngineConfig, mesh: Mesh) -> None:
+        """Split the model and make the pools; nothing of a step is compiled before `warm_up`.
+
+        Args:
+          model: with its arrays on `mesh`; `model.config` says what it is.
+          config: of the engine, `cache.cpu_bytes` already turned into pages.
+          mesh: one axis, "tp".
+
+        Raises:
+          ConfigError: weights and pools exceed the device's memory, or `cache.cpu_pages` the machine's, a
+            limit exceeds the model's, or the attention back end cannot serve this model on this device.
+        """
+        self._compilations = CompilationCounter()
+        model_config: ModelConfig = model.config
+        self._gpu_pages = config.cache.gpu_pages
+        self._num_top = config.runner.max_logprobs
+        if self._num_top > model_config.vocab_size:
+            limit = f"at most the model's {model_config.vocab_size} ids"
+            raise ConfigError("runner.max_logprobs", self._num_top, limit)
+        every_leaf = ModelStructure.split(model)[1]
+        dtype = every_leaf[0].dtype
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._device = mesh.devices.flat[0]
+        num_shards = mesh.devices.size
+        self._tile_specs = bucket_tile_specs(model_config, config, dtype, self._device, num_shards)
+        self.layouts: Mapping[int, PlanLayout] = bucket_layouts(model_config, config, self._tile_specs)
+        self.storage = KVStorage(model_config, config.cache, dtype, mesh, config.runner.num_layer_groups)
+        self._parts = [ModelStructure.split(model, layers) for layers in self.storage.groups]
+        self._programs = StepPrograms(
+            model_config,
+            self._parts,
+            self.storage,
+            self.layouts,
+            self._tile_specs,
+            mesh,
+            backend=config.runner.attention_backend,
+            num_top=self._num_top,
+        )
+        self._cache_dir, self._mesh = config.runner.compilation_cache_dir, mesh
+        self._hidden_size = model_config.hidden_size
+        self._weights_bytes = sum(bytes_per_device(leaf) for leaf in every_leaf)
+        self.device_pools = DevicePools(self.storage)
+        self._transfers = self._new_transfers(config)
+        self.transfers: Transfers = self._transfers
+        self._check_memory(0)
+        self._forward: dict[tuple[int, int], jax.stages.Compiled] = {}  # by bucket and group of layers
+        self._choose: dict[tuple[int, SamplerMode], jax.stages.Compiled] = {}
+        self._next_step_id: int | None = None
+        self._last_words: deque[jax.Array] = deque(maxlen=1)
+        weakref.finalize(self, _await_copies, self._last_words)
+        try:
+            self.reset()
+        except StepFailedError as error:
+            limit = f"fewer: pools of {self.storage.pool_bytes:,} bytes could not be made"
+            raise ConfigError("cache.gpu_pages", self._gpu_pages, limit, str(error.__cause__)) from error
+
+    def fill_tiles(self, plan: StepPlan) -> None:
+        """Write `plan.tiles`, the attention kernel's work list, from the lengths of the plan's rows."""
+        spec = self._tile_specs[plan.layout.num_tokens]
+        build_tiles(spec, plan.cu_q_lens, plan.kv_lens, int(plan.num_rows[0]), out=plan.tiles)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Load or compile every executable and run each once on an empty plan; see `Runner`.
+
+        Raises:
+          ConfigError: weights, pools and a step's temporaries exceed the device's memory, the host memory
+            for `cache.cpu_pages` cannot be had, or others may write to `runner.compilation_cache_dir`.
+        """
+        for spec in self._tile_specs.values():
+            import_backend(spec.backend)
+        store = None
+        if self._cache_dir is not None:
+            store = ExecutableStore(self._cache_dir, list(self._mesh.devices.flat))
+        self._prepare(self._transfers.grow(), store, progress)
+        try:
+            self._rehearse()
+        except (jax.errors.JaxRuntimeError, StepFailedError) as error:
+            if store is None or not store.num_loaded:
+                raise
+            _log.warning("executables from %s do not run here; all are made anew: %s", self._cache_dir, error)
+            store.discard_used()
+            self.reset()
+            self._prepare((), store, progress)
+            self._rehearse()
+        if store is not None:
+            store.tidy()
+        self._prev_ids = self._no_ids()
+
+    def dispatch(self, plan: StepPlan) -> StepHandle:
+        """Start a step; see `Runner`."""
+        assert self._next_step_id in (None, plan.step_id), (self._next_step_id, plan.step_id)
+        self._next_step_id = plan.step_id + 1
+        flags = plan.flags
+        mode = sampler.mode_for(
+            bool(flags[FLAG_SAMPLES]), bool(flags[FLAG_TRUNCATES]), bool(flags[FLAG_LOGPROBS])
+        )
+        return self._launch(plan, mode)
+
+    def fetch(self, handle: StepHandle) -> StepResult:
+        """Wait for a step; see `Runner`."""
+        try:
+            words = np.asarray(handle.words)
+        except jax.errors.JaxRuntimeError as error:
+            raise StepFailedError(f"a step failed on the device: {error}") from error
+        return step.unpack_result(words, handle.num_samples, self._num_top)
+
+    def reset(self) -> None:
+        """New pools; see `Runner`."""
+        self._transfers.reset()  # its staging is freed first as well
+        self.device_pools.reset()
+        self._prev_ids = self._no_ids()
+        self._next_step_id = None
+
+    @property
+    def pools(self) -> list[jax.Array]:
+        """The pools of every layer, as the last dispatched program leaves them."""
+        return self.device_pools.by_layer
+
+    @property
+    def num_compilations(self) -> int:
+        """See `Runner`."""
+        return self._compilations.value
+
+    def memory_analysis(self) -> dict[str, Any]:
+        """Bytes per device: of weights and pools, and of every compiled bucket what XLA says.
+
+        See `step_memory` for those.
+        """
+        resident_bytes = self._weights_bytes + self.storage.pool_bytes
+        buckets = {}
+        for bucket in self.layouts if self._forward else ():
+            executables = [self._forward[bucket, group] for group in range(len(self._parts))]
+            # Float32, as the models' residual stream; the plan goes from group to group as well.
+            handed_bytes = 4 * (bucket * self._hidden_size + self.layouts[bucket].size)
+            buckets[bucket] = step_memory(executables, resident_bytes, handed_bytes)
+        return {
+            "weights_bytes": self._weights_bytes,
+            "kv_pool_bytes": self.storage.pool_bytes,
+            "page_bytes": self.storage.page_bytes,
+            "buckets": {bucket: sizes for bucket, sizes in buckets.items() if sizes},
+        }
+
+    def forward(self, plan: StepPlan) -> Scores:
+        """Start a step's layers without its sampler: what `dispatch` does first, and measurements do alone.
+
+        Raises:
+          StepFailedError: as of `dispatch`.
+        """
+        bucket = plan.layout.num_tokens
+        try:
+            # Before chunks are on their way that the step does not wait for: it would arrive behind them all.
+            words = jax.device_put(plan.buffer, self._replicated)
+            self._transfers.start()
+            state: Any = Start(self._prev_ids, words)
+            for group, (_, leaves) in enumerate(self._parts):
+                self._transfers.land(group)
+                pools = self.device_pools.groups[group]
+                self.device_pools.groups[group], state = self._forward[bucket, group](leaves, pools, state)
+        except jax.errors.JaxRuntimeError as error:
+            raise StepFailedError(f"a step could not be started: {error}") from error
+        scores: Scores = state
+        return scores
+
+    def _prepare(
+        self, grown: Iterable[str], store: ExecutableStore | None, progress: Progress | None
+    ) -> None:
+        """Take host memory as `grown` goes on, then load or compile every executable."""
+        num_all = self._transfers.num_preparations + self._programs.num_programs
+        jobs = itertools.chain(self._programs.jobs(self._forward, self._choose), self._transfers.jobs())
+        with refusing_pools(self._gpu_pages), contextlib.closing(compile_all(jobs, store)) as compiled:
+            for num_done, name in enumerate(itertools.chain(grown, compiled), start=1):
+                if progress is not None:
+                    progress(num_done, num_all, name)
+        buckets = self.memory_analysis()["buckets"].values()
+        self._check_memory(max((bucket["step_bytes"] for bucket in buckets), default=0))
+
+    def _rehearse(self) -> None:
+        """Run every executable once, which loads kernels and allocates workspaces; no request should pay."""
+        with refusing_pools(self._gpu_pages):
+            self._transfers.rehearse()
+            for layout, mode in itertools.product(self.layouts.values(), sampler.all_modes()):
+                self.fetch(self._launch(self._empty_plan(layout), mode))
+
+    def _launch(self, plan: StepPlan, mode: SamplerMode) -> StepHandle:
+        scores, layout = self.forward(plan), plan.layout
+        try:
+            self._prev_ids, result = self._choose[layout.max_num_samples, mode](*scores)
+            if self._device.platform != "cpu":  # where results are read in place
+                result.copy_to_host_async()
+            self._last_words.append(result)
+        except jax.errors.JaxRuntimeError as error:
+            raise StepFailedError(f"a step could not be started: {error}") from error
+        return StepHandle(result, layout.max_num_samples)
+
+    def _empty_plan(self, layout: PlanLayout) -> StepPlan:
+        """A plan of no rows, which writes and samples nothing."""
+        plan = StepPlan(layout, 0)
+        plan.prev_samples[:] = -1
+        plan.write_slots[:] = self.storage.padding_slot
+        plan.banned_ids[:] = -1
+        plan.top_p[:] = 1.0
+        self.fill_tiles(plan)
+        return plan
+
+    def _no_ids(self) -> jax.Array:
+        """i32[S_max]: what "the step before" sampled when there was none."""
+        return jax.device_put(np.zeros(self._programs.max_num_samples, np.int32), self._replicated)
+
+    def _check_memory(self, step_bytes: int) -> None:
+        """Refuse pools that do not fit beside the weights and `step_bytes`, where the limit is known."""
+        check_pools_fit(
+            self._device,
+            self._gpu_pages,
+            self.storage.page_bytes,
+            weights_bytes=self._weights_bytes,
+            step_bytes=step_bytes,
+            staging_bytes=self._transfers.staging_bytes,
+        )
+
+    def _new_transfers(self, config: EngineConfig) -> DeviceTransfers:
+        assert config.cache.cpu_bytes is None, "whoever knows the size of a page turns bytes into pages"
+        return DeviceTransfers(
+            self.storage,
+            self.device_pools,
+            cpu_pages=config.cache.cpu_pages,
+            max_num_staged_pages=config.runner.max_num_staged_pages,
+            retrieval_priority=config.cache.retrieval_priority,
+        )
+
+
+def _await_copies(words: Iterable[jax.Array]) -> None:
+    """Wait for the last step, and with it for all before, when its runner or the process ends.
+
+    A step that nobody fetches any more may still be running then, and the thread that ends its copy to the
+    host needs the interpreter: without one it takes the process down.
+    """
+    for each in words:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody is left who wants to know of it
+            np.asarray(each)

@@ -1,0 +1,1 @@
+"""Chunks on their way between device pages and pinned host memory."""

@@ -1,0 +1,112 @@
+"""Host slots: what chunks hold in pinned memory, by slot.
+
+Owns: the arrays of every slot, and the one-time growth of the runtime's pinned allocator, with the refusal of
+a size that the machine does not have.
+Does not know: which slot belongs to whom, or how arrays come and go.
+Called by: `outgoing` and `incoming`.
+
+Memory that the runtime has to pin first is filled 15 times slower than recycled memory, so all of it is
+taken once at the start and given back to the runtime, which keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.device.host_memory import available_bytes
+from pensieve_jax.device.kv_storage import KVStorage
+
+_USABLE_FRACTION = 0.9  # of what is available: pinned memory cannot be swapped, and others live here too
+_CHUNKS_PER_PIECE = 64
+
+
+class HostPool:
+    """One array per group of layers in every slot that holds a chunk; slots are 1 .. num_slots.
+
+    Attributes:
+      num_slots: as many as `cache.cpu_pages`.
+      num_pieces: of the growth.
+    """
+
+    def __init__(self, storage: KVStorage, num_slots: int, num_spare: int) -> None:
+        """Hold nothing yet.
+
+        Args:
+          storage: shape and placement of chunks.
+          num_slots: chunks in all.
+          num_spare: chunks that are on their way to a slot whose old memory is not free yet.
+
+        Raises:
+          ConfigError: the machine has less memory than that.
+        """
+        self.num_slots = num_slots
+        self._storage = storage
+        self._num_chunks = num_slots + num_spare if num_slots else 0
+        self.num_pieces = -(-self._num_chunks // _CHUNKS_PER_PIECE)
+        self._arrays: dict[int, list[jax.Array]] = {}
+        self._check_memory()
+
+    def grow(self) -> Iterator[str]:
+        """Have the runtime take the whole pool's memory; yields after every piece of it.
+
+        Raises:
+          ConfigError: the runtime does not get it.
+        """
+        storage, taken = self._storage, 0
+        held = []
+        for piece in range(self.num_pieces):
+            num_chunks = min(_CHUNKS_PER_PIECE, self._num_chunks - piece * _CHUNKS_PER_PIECE)
+            try:
+                for group in range(len(storage.groups)):
+                    zeros = jax.device_put(
+                        np.zeros(storage.chunk_shape(group), storage.dtype), storage.sharding
+                    )
+                    pinned = jax.device_put([zeros] * num_chunks, storage.host_sharding)
+                    held.append(jax.block_until_ready(pinned))
+            except jax.errors.JaxRuntimeError as error:
+                raise self._refusal(
+                    f"less: the runtime could pin {taken:,} of {self._num_bytes:,} bytes of host memory",
+                    "it pins no more than 64 GB on GPUs unless the environment variable "
+                    f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise; it reported: {error}",
+                ) from error
+            taken += num_chunks * storage.chunk_bytes
+            yield f"{taken / 1e9:.1f} GB of host memory"
+
+    def put(self, slot: int, arrays: list[jax.Array]) -> None:
+        """Let `slot` hold a chunk; `arrays` are in pinned memory, one per group."""
+        assert 1 <= slot <= self.num_slots and len(arrays) == len(self._storage.groups)
+        self._arrays[slot] = arrays
+
+    def get(self, slot: int) -> list[jax.Array]:
+        """The arrays of a slot, one per group; it must hold a chunk."""
+        assert slot in self._arrays, f"slot {slot} holds no chunk"
+        return self._arrays[slot]
+
+    def clear(self, slot: int) -> None:
+        """Forget what `slot` holds, if anything."""
+        self._arrays.pop(slot, None)
+
+    @property
+    def _num_bytes(self) -> int:
+        return self._num_chunks * self._storage.chunk_bytes
+
+    def _check_memory(self) -> None:
+        available = available_bytes()
+        if not self._num_chunks or available is None or self._num_bytes <= available * _USABLE_FRACTION:
+            return
+        num_spare = self._num_chunks - self.num_slots
+        num_slots = int(available * _USABLE_FRACTION) // self._storage.chunk_bytes - num_spare
+        raise self._refusal(
+            f"at most {max(num_slots, 0):,} pages ({max(num_slots, 0) * self._storage.chunk_bytes:,} bytes): "
+            f"with {num_spare} pages in transit, of {self._storage.chunk_bytes:,} bytes each, it takes "
+            f"{self._num_bytes:,} bytes, and of the {available:,} bytes that are available here "
+            f"{_USABLE_FRACTION:.0%} may be pinned",
+            "lower it (or cache.cpu_bytes), or free host memory",
+        )
+
+    def _refusal(self, limit: str, hint: str) -> ConfigError:
+        return ConfigError("cache.cpu_pages", self.num_slots, limit, hint)

@@ -1,0 +1,124 @@
+"""Chunks on their way between tiers, whichever way they go.
+
+Owns: what is kept until a copy has ended, how copies are started and awaited, and the host's seconds for it.
+Does not know: pages, slots, or in what order with the steps things happen.
+Called by: `outgoing`, `incoming` and `device_transfers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from pensieve_jax.cache.copies import Copy
+from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.device.transfers.batched_copies import copy_arrays
+
+_POLL_S = 5e-5
+_sleep = time.sleep
+
+
+@dataclass(eq=False)
+class InFlight:
+    """One copy; arrays are one per group of layers.
+
+    Attributes:
+      copy: the page and the slot.
+      source: kept alive until the copy has ended.
+      target: what it is copied to, of the groups that were started.
+      start_step: the number of steps that were dispatched before it was started, or was gathered.
+    """
+
+    copy: Copy
+    source: list[jax.Array]
+    target: list[jax.Array] = field(default_factory=list)
+    start_step: int = 0
+
+    def is_ready(self) -> bool:
+        """Whether the copy was started and has ended, well or badly."""
+        return bool(self.target) and all(map(is_ready, self.target))
+
+
+class Mover:
+    """Starts copies and waits for them.
+
+    Attributes:
+      num_steps: dispatched so far; whoever dispatches them counts.
+      dispatch_s: host seconds spent on dispatching copies, gathers and scatters.
+      stall_s: host seconds blocked.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has moved."""
+        self.num_steps = 0
+        self.dispatch_s = 0.0
+        self.stall_s = 0.0
+
+    def start(self, batch: Sequence[InFlight], sharding: NamedSharding, groups: range) -> None:
+        """Copy the pieces of `groups`, which are the next of all in `batch`, to `sharding` in one call.
+
+        Raises:
+          StepFailedError: the copies could not be started.
+        """
+        if not batch:
+            return
+        sources = [transfer.source[group] for group in groups for transfer in batch]
+        with self.dispatching():
+            targets = copy_arrays(sources, sharding)
+        for i, transfer in enumerate(batch):
+            transfer.target += targets[i :: len(batch)]
+            transfer.start_step = self.num_steps
+
+    def wait_for(self, moving: Collection[InFlight], count: int) -> None:
+        """Block until `count` of them have ended, whichever; `check` says whether they ended well.
+
+        It polls: the runtime can wait for a given array only, and any given one may be the last to end.
+        """
+        assert count <= len(moving) and all(transfer.target for transfer in moving), "a wait without end"
+        start = time.perf_counter()
+        try:
+            while sum(transfer.is_ready() for transfer in moving) < count:
+                _sleep(_POLL_S)
+        finally:
+            self.stall_s += time.perf_counter() - start
+
+    def check(self, ended: Iterable[InFlight]) -> None:
+        """Raise StepFailedError if one of them ended badly."""
+        try:
+            jax.block_until_ready([transfer.target for transfer in ended])
+        except jax.errors.JaxRuntimeError as error:
+            raise StepFailedError(f"a copy between tiers failed on the device: {error}") from error
+
+    @contextlib.contextmanager
+    def dispatching(self) -> Iterator[None]:
+        """Count the host's time; a refusal of the device is a failed step."""
+        start = time.perf_counter()
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            raise StepFailedError(f"a copy between tiers could not be started: {error}") from error
+        finally:
+            self.dispatch_s += time.perf_counter() - start
+
+
+def is_ready(array: Any) -> bool:
+    """Whether `array` holds its value, or the error instead; the published type of arrays cannot say."""
+    return array is None or array.is_ready()
+
+
+def part(
+    transfers: Iterable[InFlight], is_chosen: Callable[[InFlight], bool]
+) -> tuple[deque[InFlight], deque[InFlight]]:
+    """Those that are chosen, and the others, both in order."""
+    chosen: deque[InFlight] = deque()
+    others: deque[InFlight] = deque()
+    for transfer in transfers:
+        (chosen if is_chosen(transfer) else others).append(transfer)
+    return chosen, others

@@ -1,0 +1,99 @@
+"""Chunks on their way to the host: gathered from their pages, held back or copied, put into their slots.
+
+Owns: the staging arrays of copies to the host, and their bound.
+Does not know: copies the other way, or when it is whose turn.
+Called by: `device_transfers`.
+
+Pages are gathered in program order with the steps, so whoever takes a page next may write it at once. The
+copies that follow end in any order: the copy engine takes turns between its streams.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from pensieve_jax.cache.copies import Copy
+from pensieve_jax.device.kv_storage import KVStorage
+from pensieve_jax.device.transfers.host_pool import HostPool
+from pensieve_jax.device.transfers.in_flight import InFlight, Mover, part
+from pensieve_jax.device.transfers.page_copies import PageCopies
+from pensieve_jax.engine.transfers import window
+
+
+class OutgoingCopies:
+    """Copies from pages to host slots.
+
+    Attributes:
+      in_flight: in the order of their gathers, started or not.
+      done: ids of copies that slots hold now and `completed` has not named yet.
+      num_chunks: started so far.
+    """
+
+    def __init__(
+        self, storage: KVStorage, host: HostPool, copies: PageCopies, mover: Mover, max_num_staged: int
+    ) -> None:
+        """Nothing on its way; at most `max_num_staged` chunks will be at a time."""
+        self._host_sharding, self._groups = storage.host_sharding, range(len(storage.groups))
+        self._host, self._copies, self._mover = host, copies, mover
+        self._max_num_staged = max_num_staged
+        self.in_flight: deque[InFlight] = deque()
+        self.done: list[int] = []
+        self.num_chunks = 0
+
+    def gather(self, copies: Sequence[Copy]) -> None:
+        """Read the pages, in program order; where there is no room, starts what came before and blocks.
+
+        Raises:
+          StepFailedError: the device refused, or an earlier copy has failed.
+        """
+        self._finish()
+        fits = len(self.in_flight) + len(copies) <= self._max_num_staged
+        size = max(len(copies), 1) if fits else window(self._max_num_staged)
+        for start in range(0, len(copies), size):
+            batch = copies[start : start + size]
+            self._make_room(len(batch))
+            with self._mover.dispatching():
+                chunks = self._copies.gather([copy.page for copy in batch])
+            for copy, chunk in zip(batch, chunks, strict=True):
+                self._host.clear(copy.slot)
+                self.in_flight.append(InFlight(copy, chunk, start_step=self._mover.num_steps))
+            if start + size < len(copies):
+                self.start()
+
+    def start(self) -> None:
+        """Copy what is held back; raises StepFailedError."""
+        held = [transfer for transfer in self.in_flight if not transfer.target]
+        self._mover.start(held, self._host_sharding, self._groups)
+        self.num_chunks += len(held)
+
+    def num_held_steps(self) -> int:
+        """Steps that were dispatched since the oldest chunk that is held back was gathered."""
+        now = self._mover.num_steps
+        return now - min((one.start_step for one in self.in_flight if not one.target), default=now)
+
+    def completed(self) -> list[int]:
+        """Let slots hold what has arrived; ids since the last call. Raises StepFailedError."""
+        self._finish()
+        done, self.done = self.done, []
+        return done
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self.in_flight.clear()
+        self.done.clear()
+
+    def _make_room(self, num_chunks: int) -> None:
+        """Block until `num_chunks` more can be staged."""
+        num_over = len(self.in_flight) + num_chunks - self._max_num_staged
+        if num_over > 0:
+            self.start()
+            self._mover.wait_for(self.in_flight, num_over)
+            self._finish()
+
+    def _finish(self) -> None:
+        ended, self.in_flight = part(self.in_flight, InFlight.is_ready)
+        self._mover.check(ended)
+        for transfer in ended:
+            self._host.put(transfer.copy.slot, transfer.target)
+            self.done.append(transfer.copy.copy_id)

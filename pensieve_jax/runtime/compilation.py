@@ -1,0 +1,196 @@
+"""XLA's compilations: several at a time, how many there were, and where they are kept.
+
+Owns: the threads that compile and load, the process-wide count, and the switch of JAX's persistent cache.
+Does not know: what is compiled.
+Called by: whoever has programs (`device.model_runner` and its transfers) for its jobs, and `assembly`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from pensieve_jax.runtime.executable_store import ExecutableStore, executables_directory
+from pensieve_jax.runtime.program import Program, ProgramKeys
+
+# Recorded by JAX around every compilation, also around one that the persistent cache answers.
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_MAX_NUM_THREADS = 8  # each holds a whole program in several forms
+# XLA's default. Within a process JAX keeps what it has compiled, by program and options: with options of its
+# own no program of a store is one that JAX's persistent cache has answered with.
+_STORE_OPTIONS = {"xla_embed_ir_in_executable": False}
+_log = logging.getLogger(__name__)
+
+
+class CompilationJob(NamedTuple):
+    """A program to compile, its name for whoever shows progress, and what takes the executable."""
+
+    name: str
+    program: Program
+    keep: Callable[[jax.stages.Compiled], None]
+
+
+def compile_all(jobs: Iterable[CompilationJob], store: ExecutableStore | None = None) -> Generator[str]:
+    """Compile every job, several at a time while later ones are being lowered; yields names as they end.
+
+    What `store` holds is loaded from there instead, neither traced nor lowered, and what it does not hold is
+    put there; JAX's own cache is off meanwhile, in the whole process. Programs are lowered by whoever
+    iterates, under the settings of that thread. Closing the generator drops what has not begun and waits for
+    what has.
+    """
+    with contextlib.ExitStack() as stack:
+        if store is not None:
+            stack.enter_context(_without_jax_cache())
+        pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_NUM_THREADS), thread_name_prefix="compile")
+        stack.callback(pool.shutdown, cancel_futures=True)
+        work = _Work(pool, store)
+        for job in jobs:
+            work.start(job)
+            yield from work.finish(timeout_s=0.0)
+        while work.running:
+            yield from work.finish(timeout_s=None)
+
+
+class _Work:
+    """Jobs on their way through threads."""
+
+    def __init__(self, pool: ThreadPoolExecutor, store: ExecutableStore | None) -> None:
+        self.running: dict[Future[jax.stages.Compiled | None], tuple[CompilationJob, str | None]] = {}
+        self._pool, self._store, self._keys = pool, store, ProgramKeys()
+
+    def start(self, job: CompilationJob) -> None:
+        """Load the job's program in a thread, or lower it here and compile it in one."""
+        key = None if self._store is None else self._key(job)
+        if self._store is not None and key is not None and self._store.holds(key):
+            self.running[self._pool.submit(self._store.load, key)] = job, key
+        else:
+            self._compile(job, key)
+
+    def finish(self, timeout_s: float | None) -> Iterator[str]:
+        """Hand over what has ended, waiting for the first that does; names of these."""
+        for future in wait(self.running, timeout_s, FIRST_COMPLETED).done:
+            job, key = self.running.pop(future)
+            compiled = future.result()
+            if compiled is None:  # what was found could not be used
+                self._compile(job, key)
+            else:
+                job.keep(compiled)
+                yield job.name
+
+    def _compile(self, job: CompilationJob, key: str | None) -> None:
+        store = None if key is None else self._store
+        compile_one = functools.partial(_compile, job.program.lower(), key, store)
+        self.running[self._pool.submit(compile_one)] = job, key
+
+    def _key(self, job: CompilationJob) -> str | None:
+        try:
+            return self._keys.key(job.program)
+        except TypeError as error:
+            _log.warning("%s is not kept on disk: %s", job.name, error)
+            return None
+
+
+def _compile(
+    lowered: jax.stages.Lowered, key: str | None, store: ExecutableStore | None
+) -> jax.stages.Compiled:
+    if store is None or key is None:
+        return lowered.compile()
+    compiled = lowered.compile(_STORE_OPTIONS)
+    store.save(key, compiled)
+    return compiled
+
+
+class CompilationCounter:
+    """Counts the compilations of this process, whoever asks for them, from its making on."""
+
+    def __init__(self) -> None:
+        """Start at 0."""
+        self._num_before = _process_total().value
+
+    @property
+    def value(self) -> int:
+        """Compilations so far."""
+        return _process_total().value - self._num_before
+
+
+class _Total:
+    """The count since the first counter of the process was made."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._lock = threading.Lock()  # JAX calls from whichever thread compiles
+
+    def on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
+        """Count one, if it is a compilation."""
+        if event == _COMPILE_EVENT:
+            with self._lock:
+                self.value += 1
+
+
+@functools.cache
+def _process_total() -> _Total:
+    """The one listener: JAX keeps listeners for ever, so there is no more than one."""
+    total = _Total()
+    jax.monitoring.register_event_duration_secs_listener(total.on_event)
+    return total
+
+
+def keep_compilations_in(directory: str | None) -> None:
+    """Keep compiled programs in `directory` (None: nowhere) and take them from there, process-wide.
+
+    All of them, also those that compile within a second, which JAX would leave out: starting runs many.
+
+    Raises:
+      ConfigError: somebody else may write to the directory, or it cannot be made.
+    """
+    if directory is not None:
+        executables_directory(directory)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if jax.config.jax_compilation_cache_dir == directory:
+        return
+    jax.config.update("jax_compilation_cache_dir", directory)
+    compilation_cache.reset_cache()  # JAX opens its cache once; without this it would stay with the old one
+
+
+class _JaxCacheSwitch:
+    """Whether JAX's cache is off, and for how many."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_users = 0
+        self.was_enabled = True
+
+
+_switch = _JaxCacheSwitch()
+
+
+@contextlib.contextmanager
+def _without_jax_cache() -> Iterator[None]:
+    """Compile everything anew: what JAX's cache answers with cannot be written to a file that would run."""
+    with _switch.lock:
+        if not _switch.num_users:
+            _switch.was_enabled = jax.config.jax_enable_compilation_cache
+            _set_jax_cache(False)
+        _switch.num_users += 1
+    try:
+        yield
+    finally:
+        with _switch.lock:
+            _switch.num_users -= 1
+            if not _switch.num_users:
+                _set_jax_cache(_switch.was_enabled)
+
+
+def _set_jax_cache(is_enabled: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", is_enabled)
+    compilation_cache.reset_cache()  # JAX looks at the setting once

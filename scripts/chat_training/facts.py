@@ -1,0 +1,123 @@
+"""Something that can be told about oneself, and the sentences that tell it or ask for it.
+
+Owns: what a kind of fact is, and how its own wordings and the common frames are drawn and combined.
+Does not know: the wordings (`kinds`), conversations, tokens or models.
+Called by: `kinds`, `recall` and `corpus`.
+
+`~` in a wording marks where an aside may stand.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+from chat_training.frames import (
+    ASIDE_MARK,
+    ASIDES,
+    CLAUSE_FRAMES,
+    CLAUSE_STARTS,
+    HELD_OUT_QUESTION_ASK,
+    HELD_OUT_TOPIC_ASK,
+    LEADS,
+    QUESTION_ASKS,
+    TAILS,
+    TOPIC_ASKS,
+    TOPIC_TELLS,
+)
+from chat_training.values import is_held_out
+from chat_training.wordings import (
+    Wordings,
+    capitalised,
+    held_out_wordings,
+    perhaps_casual,
+    training_wordings,
+    within_sentence,
+)
+
+_ASIDE_SHARE: Final = 0.3  # of sentences with a mark
+_LEAD_SHARE: Final = 0.25
+_TAIL_SHARE: Final = 0.15
+_TOPIC_TELL_SHARE: Final = 0.15  # of sentences that tell
+_CLAUSE_SHARE: Final = 0.3  # of the other ones, where they are statements
+_FRAMED_ASK_SHARE: Final = 0.5
+_TOPIC_ASK_SHARE: Final = 0.5  # of framed ones
+CASUAL_SHARE: Final = 0.12  # of sentences of either sort, in training
+
+
+class FactKind(NamedTuple):
+    """One thing that can be told. `{}` stands for the value.
+
+    `draw(rng, text)` is a value, perhaps one made of `text`. The last two of `tells` and of `asks` are the
+    tests' new sentences; `new_tells` are their new constructions.
+    """
+
+    name: str
+    draw: Callable[[random.Random, str], str]
+    subject: str  # completes "You have not told me"
+    topics: tuple[str, ...]  # what is told by its name: "my dog's name"
+    questions: tuple[str, ...]  # likewise as a question: "what my dog is called"
+    tells: tuple[str, ...]
+    new_tells: tuple[str, ...]
+    asks: tuple[str, ...]
+    answers: tuple[str, ...]
+
+    def value(self, rng: random.Random, text: str, wordings: Wordings) -> str:
+        """A value of the training part, or of the held-out one."""
+        held_out = wordings is not Wordings.TRAINING
+        while is_held_out(value := self.draw(rng, text)) != held_out:
+            pass
+        return value
+
+    def telling(self, rng: random.Random, value: str, wordings: Wordings) -> str:
+        """A sentence that tells the value, as training varies it or in words that training never sees."""
+        if wordings is Wordings.NEW_SENTENCES:
+            return rng.choice(held_out_wordings(self.tells)).format(value)
+        if wordings is Wordings.NEW_CONSTRUCTIONS:
+            return rng.choice(self.new_tells).format(value)
+        if rng.random() < _TOPIC_TELL_SHARE:
+            text = capitalised(rng.choice(TOPIC_TELLS).format(topic=rng.choice(self.topics)))
+        else:
+            text = _perhaps_framed(rng, rng.choice(training_wordings(self.tells)))
+        if rng.random() < _LEAD_SHARE:
+            text = rng.choice(LEADS) + within_sentence(text)
+        if text.endswith(".") and rng.random() < _TAIL_SHARE:
+            text = text.removesuffix(".") + rng.choice(TAILS)
+        return perhaps_casual(rng, text, CASUAL_SHARE).format(value)
+
+    def asking(self, rng: random.Random, wordings: Wordings) -> str:
+        """A sentence that asks for the value, of the same part."""
+        if wordings is Wordings.NEW_SENTENCES:
+            return rng.choice(held_out_wordings(self.asks))
+        if wordings is Wordings.NEW_CONSTRUCTIONS:
+            return rng.choice(self.new_asks)
+        if rng.random() >= _FRAMED_ASK_SHARE:
+            return rng.choice(training_wordings(self.asks))
+        if rng.random() >= _TOPIC_ASK_SHARE:
+            return rng.choice(QUESTION_ASKS).format(question=rng.choice(self.questions))
+        return capitalised(rng.choice(TOPIC_ASKS).format(topic=rng.choice(self.topics)))
+
+    @property
+    def new_asks(self) -> tuple[str, ...]:
+        """Questions of the new constructions."""
+        topic = HELD_OUT_TOPIC_ASK.format(topic=self.topics[0])
+        return HELD_OUT_QUESTION_ASK.format(question=self.questions[0]), capitalised(topic)
+
+    def training_texts(self) -> Iterator[str]:
+        """Every sentence of the training part without its value, the frames once with each of its words."""
+        for text in (*training_wordings(self.tells), *training_wordings(self.asks), *self.answers):
+            yield text.replace(ASIDE_MARK, "").replace("{}", "")
+        for frames, words in ((TOPIC_TELLS + TOPIC_ASKS, self.topics), (QUESTION_ASKS, self.questions)):
+            for index, frame in enumerate(frames):
+                word = words[index % len(words)]
+                yield capitalised(frame.format(topic=word, question=word)).replace("{}", "")
+
+
+def _perhaps_framed(rng: random.Random, text: str) -> str:
+    """A sentence with an aside, or inside another sentence, or as it is."""
+    text = text.replace(ASIDE_MARK, rng.choice(ASIDES) if rng.random() < _ASIDE_SHARE else "")
+    if text.startswith(CLAUSE_STARTS) and rng.random() < _CLAUSE_SHARE:
+        clause = within_sentence(text).removesuffix(".")
+        return rng.choice(CLAUSE_FRAMES).format(clause=clause)
+    return text

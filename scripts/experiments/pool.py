@@ -1,0 +1,32 @@
+"""Points over processes: they are independent, so each is simulated wherever there is room.
+
+Owns: the order of results, which is that of the points, and the progress bar.
+Does not know: what a point is of.
+Called by: `scripts/reproduce.py`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+from tqdm import tqdm
+
+from experiments.points import Measured, Point, measure
+
+
+def measure_all(points: Sequence[Point], *, num_processes: int, title: str, shown: bool) -> list[Measured]:
+    """Their figures, the same for any number of processes; the bar is shown if `shown`."""
+    bar = tqdm(_measured(points, num_processes), title, total=len(points), disable=not shown, leave=False)
+    return list(bar)
+
+
+def _measured(points: Sequence[Point], num_processes: int) -> Iterator[Measured]:
+    if num_processes == 1 or len(points) < 2:
+        yield from map(measure, points)
+        return
+    # Not forked: this process may run the threads of libraries that a child would inherit half of.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(num_processes, len(points)), mp_context=context) as pool:
+        yield from pool.map(measure, points)

@@ -1,0 +1,18 @@
+"""Every experiment by name.
+
+Called by: `scripts/reproduce.py`.
+"""
+
+from __future__ import annotations
+
+from experiments.eviction import EVICTION
+from experiments.kernels import KERNELS
+from experiments.paper_sweeps import LOAD_EXPERIMENTS
+from experiments.recorded_traces import RECORDED_TRACES
+from experiments.single_steps import CHUNKS, TURNS
+from experiments.think_time import THINK_TIME
+
+EXPERIMENTS = {
+    experiment.name: experiment
+    for experiment in (TURNS, CHUNKS, *LOAD_EXPERIMENTS, KERNELS, EVICTION, THINK_TIME, RECORDED_TRACES)
+}

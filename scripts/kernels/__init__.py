@@ -1,0 +1,1 @@
+"""What `benchmark_kernels.py` is made of."""

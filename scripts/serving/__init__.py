@@ -1,0 +1,1 @@
+"""What launchers that serve load are made of: systems, users, runs, reports."""

@@ -1,0 +1,186 @@
+"""This project's engine as a server of a benchmark: with both tiers, with one, and without state.
+
+Owns: the names of ablations, when tokens are seen, and how conversations come into an engine before a run.
+Does not know: users, rates or figures, or what the systems are (`systems`). Called by: benchmark_serving.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from common.engines import EngineFactory
+
+from pensieve_jax import EngineConfig, SamplingParams
+from pensieve_jax.commands.report import device_name
+from pensieve_jax.engine.engine import Engine
+from pensieve_jax.engine.runner import Runner
+from pensieve_jax.engine.turn import Turn
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.history import HistoryStore, SQLiteHistoryStore, TurnRecord
+from pensieve_jax.workload import Answer, Steps, UserTurn
+from serving.clock import RunClock
+from serving.run import History
+from serving.timed_runner import TimedRunner
+
+
+def label(name: str, config: EngineConfig) -> str:
+    """A system's name with what was changed of it."""
+    cache = config.cache
+    changes = {
+        f"{cache.policy} eviction": config.stateful and cache.policy != "retention",
+        "not unified": not config.scheduler.unified,
+        "no prefetch": bool(cache.cpu_pages or cache.cpu_bytes) and not cache.prefetch,
+        "no retrieval priority": bool(cache.cpu_pages or cache.cpu_bytes) and not cache.retrieval_priority,
+    }
+    return ", ".join([name, *(text for text, is_changed in changes.items() if is_changed)])
+
+
+class EngineServer:
+    """A `Server` on an engine."""
+
+    def __init__(
+        self, engine: Engine, runner: TimedRunner, store: HistoryStore, config: EngineConfig, clock: RunClock
+    ) -> None:
+        """`runner`, `store` and `clock` are the engine's."""
+        self._engine = engine
+        self._runner = runner
+        self._store = store
+        self._config = config
+        self._clock = clock
+        self._turns: dict[Turn, UserTurn] = {}
+        self._silent: set[Turn] = set()  # no token yet
+        self._first_token_s: dict[Turn, float] = {}
+
+    @property
+    def has_unfinished(self) -> bool:
+        """See `Server`."""
+        return self._engine.has_unfinished
+
+    def remember(self, histories: Iterable[History]) -> None:
+        """See `Server`: each history is a turn with a reply of one token, computed in bulk as any other.
+
+        What memory is too small for leaves it as it would. A stateless engine needs the ids only.
+        """
+        if not self._config.stateful:
+            self._store.commit([_record(history) for history in histories])
+            return
+        running: dict[Turn, History] = {}
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        for history in histories:
+            spec = TurnSpec(history.token_ids[:-1], params, history.conversation_id)
+            running[self._engine.submit([spec])[0]] = history
+            while len(running) >= self._config.scheduler.max_num_running:
+                self._step_in_the_past(running)
+        while self._engine.has_unfinished:
+            self._step_in_the_past(running)
+
+    def submit(self, turn: UserTurn, token_ids: list[int]) -> None:
+        """See `Server`."""
+        params = SamplingParams(max_tokens=turn.output_tokens, ignore_eos=True)
+        (submitted,) = self._engine.submit([TurnSpec(token_ids, params, turn.conversation_id)])
+        self._turns[submitted] = turn
+        self._silent.add(submitted)
+
+    def step(self) -> list[Answer]:
+        """See `Server`."""
+        ended = self._engine.step()
+        now_s = self._clock.now()
+        for turn in [turn for turn in self._silent if turn.token_ids or turn.done]:
+            self._silent.remove(turn)
+            self._first_token_s[turn] = now_s
+        return [self._answer(turn, now_s) for turn in ended]
+
+    def counters(self) -> Mapping[str, float]:
+        """See `Server`."""
+        runner = self._runner
+        return {
+            **self._engine.stats(),
+            "host_s": runner.host_s,
+            "num_host_steps": runner.num_host_steps,
+            "dispatch_s": runner.dispatch_s,
+            "device_wait_s": runner.device_wait_s,
+            "host_cpu_s": time.thread_time(),
+        }
+
+    def steps(self) -> Steps:
+        """See `Server`."""
+        return self._runner.totals
+
+    def _step_in_the_past(self, running: dict[Turn, History]) -> None:
+        """A step at the time at which the next turn ended; they end in the order of their arrival."""
+        if running:
+            self._clock.go_to(next(iter(running.values())).last_active_s)
+        for turn in self._engine.step():
+            _check(turn)
+            del running[turn]
+
+    def _answer(self, turn: Turn, now_s: float) -> Answer:
+        _check(turn)
+        assert turn.output is not None
+        sent, usage = self._turns.pop(turn), turn.output.usage
+        assert usage.output_tokens == sent.output_tokens
+        read = (
+            *(usage.reused_gpu_tokens, usage.swapped_in_tokens),
+            *(usage.recomputed_tokens, usage.prefilled_tokens),
+        )
+        assert sum(read) == sent.num_history_tokens + sent.prompt_tokens, "another history than the trace's"
+        return Answer(sent, 0, self._first_token_s.pop(turn), now_s, usage)
+
+
+class EngineSystem:
+    """One model and its compiled steps, for one load point after the other.
+
+    Attributes:
+      label: of reports.
+      config: with both tiers' sizes in pages.
+    """
+
+    def __init__(self, name: str, config: EngineConfig) -> None:
+        """Load and compile; raises PensieveError or ModelError."""
+        self._factory = EngineFactory(config)
+        self.config = self._factory.config
+        self.label = label(name, config)
+
+    def start(self, clock: RunClock) -> EngineServer:
+        """An engine without conversations; the one before is closed, and its turns are cancelled."""
+        store = SQLiteHistoryStore(None, fingerprint="a benchmark")
+        runners: list[TimedRunner] = []
+
+        def wrap(runner: Runner) -> Runner:
+            runners.append(TimedRunner(runner))
+            return runners[0]
+
+        engine = self._factory.start(self.config, clock=clock, store=store, wrap=wrap)
+        return EngineServer(engine, runners[0], store, self.config, clock)
+
+    def describe(self) -> dict[str, Any]:
+        """What a report says of it."""
+        return {"config": dataclasses.asdict(self.config)}
+
+    def device_name(self) -> str:
+        """See `System`."""
+        return device_name()
+
+    def close(self) -> None:
+        """Close the engine."""
+        self._factory.close()
+
+
+def _check(turn: Turn) -> None:
+    if turn.error is not None:
+        raise turn.error
+
+
+def _record(history: History) -> TurnRecord:
+    return TurnRecord(
+        conversation_id=history.conversation_id,
+        turn_index=0,
+        prompt_token_ids=tuple(history.token_ids[:-1]),
+        output_token_ids=tuple(history.token_ids[-1:]),
+        seed=0,
+        finish_reason="length",
+        created_at_s=history.last_active_s,
+    )

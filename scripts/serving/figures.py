@@ -1,0 +1,85 @@
+"""What is reported of a load point.
+
+Owns: the figures of a measured run and their units, and when a run is void. Latencies, throughput and hit
+rates are defined in `pensieve_jax.workload.figures`, for simulated and measured runs alike.
+Does not know: how a run came about, tables or files. Called by: benchmark_serving.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from pensieve_jax.workload import UNITS as ANSWER_UNITS
+from pensieve_jax.workload import answer_figures, step_figures, throughput
+from serving.run import Run
+
+UNITS = ANSWER_UNITS | {
+    "*_s": "seconds",
+    "seconds": "of the window, or until the last answer where there is none",
+    "client_lag_s": "seconds from when a turn was due until its user handed it over",
+    "normalized_latency_of_ended_s": "as normalized_latency_s, of answers that ended in the window",
+    "host_step_s": "seconds of the host from a step's ids to the end of the next dispatch, a step in flight",
+    "host_cpu_step_s": "seconds of CPU of the serving thread, per step",
+    "dispatch_step_s": "seconds of the host within a step's dispatch: programs, copies that begin with it",
+    "device_wait_s": "seconds blocked until a step's ids came",
+}
+"""For the JSON line of a report."""
+COUNTERS = (
+    "num_steps",
+    "num_suspensions",
+    "num_dropped_chunks",
+    "num_forced_swap_outs",
+    "num_prefetched_chunks",
+    "swapped_in_bytes",
+    "swapped_out_bytes",
+    "transfer_stall_s",
+    "swap_dispatch_s",
+    "device_wait_s",
+    "num_compilations",
+)
+
+
+def figures(run: Run, max_lag_s: float) -> dict[str, Any]:
+    """By name; see `UNITS`. Values of nothing, or that the server does not know, are None."""
+    window = run.window
+    arrived = [answer for answer in run.answers if window.has(answer.turn.arrival_s)]
+    ended = [answer for answer in run.answers if window.has(answer.end_s)]
+    has_end = math.isfinite(window.end_s)
+    last_s = window.end_s if has_end else max((answer.end_s for answer in ended), default=window.start_s)
+    seconds = last_s - window.start_s
+    lag = _lag(run)
+    return {
+        "void": lag is not None and lag["p99"] > max_lag_s,
+        "client_lag_s": lag,
+        "seconds": seconds,
+        "num_requests": len(arrived),
+        "num_unfinished": run.num_unfinished,
+        "num_refused": run.num_refused,
+        "sent_requests_per_s": (len(arrived) + run.num_unfinished) / seconds if seconds else None,
+        **throughput(ended, seconds),
+        **answer_figures(arrived),
+        "normalized_latency_of_ended_s": answer_figures(ended)["normalized_latency_s"],
+        **{name: run.counters.get(name) for name in COUNTERS},
+        "tokens_per_step": _ratio(run.counters, "num_step_tokens", "num_steps"),
+        "host_step_s": _ratio(run.counters, "host_s", "num_host_steps"),
+        "dispatch_step_s": _ratio(run.counters, "dispatch_s", "num_steps"),
+        "host_cpu_step_s": _ratio(run.counters, "host_cpu_s", "num_steps"),
+        "steps": step_figures(run.steps),
+    }
+
+
+def _lag(run: Run) -> dict[str, float] | None:
+    """Of turns that were due in the window."""
+    lags = [lag.lag_s for lag in run.lags if run.window.has(lag.due_s)]
+    if not lags:
+        return None
+    p50, p99 = np.percentile(lags, [50, 99]).tolist()
+    return {"p50": p50, "p99": p99, "max": max(lags)}
+
+
+def _ratio(counters: Mapping[str, float], name: str, per: str) -> float | None:
+    return counters[name] / counters[per] if name in counters and counters.get(per) else None

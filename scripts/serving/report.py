@@ -1,0 +1,214 @@
+"""Load points for people and for files: tables, JSON lines, and the curves of several systems.
+
+Owns: columns, what a file of points holds, reading it back, and which points may be drawn together.
+Does not know: how points are measured. Called by: benchmark_serving; simulate draws its curves by it, and
+validate_simulator reads its files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pensieve_jax import ConfigError
+from pensieve_jax.commands.report import table
+from serving.latency_plot import Point, plot_latency
+
+BENCHMARK = "serving_benchmark"
+_COMMON = ("model", "dtype", "trace", "loop", "settings")  # of all systems that are compared
+_OWN = (*_COMMON, "config", "options")  # of all points of one system
+_DURATIONS = ("warm_up_s", "window_s", "drain_s")  # settings that may differ: how long a point was looked at
+_SERVED = {
+    "sent/s": "sent_requests_per_s",
+    "requests/s": "requests_per_s",
+    "tokens/s": "output_tokens_per_s",
+    "seconds": "seconds",
+}
+_SPREADS = {
+    "ms/token": ("normalized_latency_s", ("mean", "p50", "p90", "p99")),
+    "ttft ms": ("first_token_s", ("mean", "p90", "p99")),
+    "tpot ms": ("output_token_s", ("mean", "p99")),
+    "lag ms": ("client_lag_s", ("p99",)),
+}
+_FOUND = {
+    "gpu hits": ("gpu_hit_rate", 1.0),
+    "cpu hits": ("cpu_hit_rate", 1.0),
+    "recomputed": ("recomputed_tokens", 1),
+    "wasted": ("wasted_tokens", 1),
+    "suspended": ("num_suspensions", 1),
+    "GB out": ("swapped_out_bytes", 1e-9),
+    "GB in": ("swapped_in_bytes", 1e-9),
+    "stalled s": ("transfer_stall_s", 1.0),
+    "steps": ("num_steps", 1),
+    "tokens/step": ("tokens_per_step", 1.0),
+    "host ms/step": ("host_step_s", 1e3),
+    "compiled": ("num_compilations", 1),
+    "unfinished": ("num_unfinished", 1),
+}
+_STEP_COLUMNS = ("system", "rate", "bucket", "steps", "ms/step", "tokens/step", "% of time")
+
+
+def tables(system: str, points: Sequence[Mapping[str, Any]]) -> str:
+    """How the load was served; where history was found, and what it took; which steps the time went to.
+
+    A dash stands for what is not known.
+    """
+    spreads = [f"{name} {part}" for name, (_, parts) in _SPREADS.items() for part in parts]
+    served = table(["system", "rate", *_SERVED, *spreads], [_served_row(system, point) for point in points])
+    found = table(["system", "rate", *_FOUND], [_found_row(system, point) for point in points])
+    steps = [row for point in points for row in _step_rows(system, point)]
+    return "\n\n".join([served, found, *([table(_STEP_COLUMNS, steps)] if steps else [])])
+
+
+def _served_row(system: str, point: Mapping[str, Any]) -> list[object]:
+    cells = [system, _rate(point), *(_cell(point[key], 1.0) for key in _SERVED.values())]
+    for key, parts in _SPREADS.values():
+        cells += [_cell(point[key] and point[key][part], 1e3) for part in parts]
+    return cells
+
+
+def _found_row(system: str, point: Mapping[str, Any]) -> list[object]:
+    return [system, _rate(point), *(_cell(point[key], factor) for key, factor in _FOUND.values())]
+
+
+def _step_rows(system: str, point: Mapping[str, Any]) -> list[list[object]]:
+    """Steps by bucket, and what is left of the time: nothing to do, or the host alone was busy."""
+    rows: list[list[object]] = []
+    left_s = seconds = point["seconds"]
+    for bucket, steps in point["steps"].items():
+        in_steps_s = steps["num_steps"] * steps["mean_s"]
+        left_s -= in_steps_s
+        cells = [steps["num_steps"], f"{1e3 * steps['mean_s']:.2f}", f"{steps['mean_tokens']:.1f}"]
+        rows.append([system, _rate(point), bucket, *cells, _share(in_steps_s, seconds)])
+    if rows:
+        rows.append([system, _rate(point), "none", "-", "-", "-", _share(max(left_s, 0.0), seconds)])
+    return rows
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}" if whole else "-"
+
+
+def _rate(point: Mapping[str, Any]) -> str:
+    return "-" if point["rate"] is None else f"{point['rate']:g}"
+
+
+def _cell(value: float | None, factor: float) -> object:
+    return "-" if value is None else value * factor
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a document to a file; raises ConfigError where that cannot be."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        limit = "a file that can be written"
+        raise ConfigError("--output_json", str(path), limit, error.strerror or str(error)) from error
+
+
+class Curves(NamedTuple):
+    """What is drawn: what it is of, in words, and the points of every system by rate."""
+
+    title: str
+    by_system: dict[str, list[Point]]
+
+
+def read_curves(paths: Sequence[Path]) -> Curves:
+    """What files of `append_line` hold; void points are left out, and windows may differ in length.
+
+    Raises ConfigError for a file that is no such file, for points that are of different models, traces,
+    users or, within a system, configurations, and without a point that counts.
+    """
+    found: dict[str, list[tuple[float, Point]]] = {}
+    first: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    for where, results in read_results("--curves", paths):
+        system = str(results["system"])
+        for key, names in (("all", _COMMON), (f"of {system}", _OWN)):
+            _check_alike((where, results), first.setdefault(key, (where, results)), names)
+        if points := _drawn("--curves", where, results):
+            found.setdefault(system, []).extend(points)
+    if not found:
+        raise ConfigError("--curves", ",".join(map(str, paths)), "files with a point that is not void")
+    where, results = first["all"]
+    try:
+        title = f"{results['model']}, {results['trace']['name']}"
+    except (KeyError, TypeError) as error:
+        raise _no_document("--curves", where, error) from error
+    return Curves(title, {system: [point for _, point in sorted(points)] for system, points in found.items()})
+
+
+def read_results(flag: str, paths: Sequence[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Document by document of files of `append_line`: where it stands, and its results.
+
+    Raises ConfigError, which names `flag`, for a file that is no such file.
+    """
+    for path in paths:
+        for number, text in enumerate(_lines(flag, path), start=1):
+            where = f"{path}, line {number}"
+            try:
+                document = json.loads(text)
+                if document["benchmark"] != BENCHMARK:
+                    raise ValueError(f"a document of {document['benchmark']}")
+                results: Mapping[str, Any] = document["results"]
+                if not {"system", "points"} <= results.keys():
+                    raise ValueError("a document without load points")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise _no_document(flag, where, error) from error
+            yield where, results
+
+
+def draw(curves: Mapping[str, Sequence[Point]], title: str, path: Path) -> None:
+    """The paper's throughput-latency curves; raises ConfigError where the file cannot be written."""
+    try:
+        plot_latency(curves, title, path)
+    except OSError as error:
+        limit = "a file that can be written"
+        raise ConfigError("--plot", str(path), limit, error.strerror or str(error)) from error
+
+
+def curve(points: Sequence[Mapping[str, Any]]) -> list[Point]:
+    """What is drawn of load points, simulated ones too: those that answered something and are not void."""
+    return [
+        Point(point["requests_per_s"], *(point["normalized_latency_s"][part] for part in ("mean", "p90")))
+        for point in points
+        if point["normalized_latency_s"] and not point.get("void")
+    ]
+
+
+def _lines(flag: str, path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(flag, str(path), "files that can be read", str(error)) from error
+
+
+def _drawn(flag: str, where: str, results: Mapping[str, Any]) -> list[tuple[float, Point]]:
+    """The points of a document that are drawn, by rate."""
+    try:
+        return [(point["rate"] or 0.0, drawn) for point in results["points"] for drawn in curve([point])]
+    except (KeyError, TypeError) as error:
+        raise _no_document(flag, where, error) from error
+
+
+def _no_document(flag: str, where: str, error: Exception) -> ConfigError:
+    return ConfigError(flag, where, "files that --output_json wrote", f"found {error}")
+
+
+def _check_alike(
+    this: tuple[str, Mapping[str, Any]], first: tuple[str, Mapping[str, Any]], names: Sequence[str]
+) -> None:
+    different = [name for name in names if _compared(this[1], name) != _compared(first[1], name)]
+    if different:
+        limit = f"measured as {first[0]}, to be drawn with it"
+        raise ConfigError("--curves", this[0], limit, f"of another {', '.join(different)}")
+
+
+def _compared(results: Mapping[str, Any], name: str) -> Any:
+    """A part of a document, as far as it must be that of the others."""
+    part = results.get(name)
+    if name == "settings" and isinstance(part, dict):
+        return {key: value for key, value in part.items() if key not in _DURATIONS}
+    return part

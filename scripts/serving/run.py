@@ -1,0 +1,199 @@
+"""One load point: a client drives a server, and what was seen of it.
+
+Owns: what is done between steps, which part of a run counts, and when it ends.
+Does not know: what serves (`Server` is a protocol), what figures are made of a run (`figures`).
+Called by: benchmark_serving.
+
+The server runs in the calling thread. What was sent is handed to it between steps, as a front end would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from pensieve_jax.workload import Answer, Steps, UserTurn, add_steps
+from serving.client import Lag, ServingClient
+from serving.clock import RunClock
+
+# What is due at the very end of the window is handed over by then: ten times the lag that makes a run void.
+_LATE_S = 0.1
+
+
+class History(NamedTuple):
+    """What was said in a conversation before the run: its ids, and when its last answer ended (at most 0)."""
+
+    conversation_id: str
+    token_ids: list[int]
+    last_active_s: float
+
+
+class Server(Protocol):
+    """Serves turns, from one thread."""
+
+    @property
+    def has_unfinished(self) -> bool:
+        """There is something to step for."""
+        ...
+
+    def remember(self, histories: Iterable[History]) -> None:
+        """Have had these conversations, in the order of their ends; before the clock starts."""
+        ...
+
+    def submit(self, turn: UserTurn, token_ids: list[int]) -> None:
+        """Queue a turn; `token_ids` are its new ones."""
+        ...
+
+    def step(self) -> list[Answer]:
+        """Go on for a step, or some milliseconds; returns what was answered.
+
+        Raises PensieveError for a turn that failed.
+        """
+        ...
+
+    def counters(self) -> Mapping[str, float]:
+        """Numbers that only grow, as of `Engine.stats`; whatever is known."""
+        ...
+
+    def steps(self) -> Steps:
+        """Steps so far by bucket; empty where that is not known."""
+        ...
+
+
+class System(Protocol):
+    """What is measured: a model that is loaded once, and served from the start at every load point.
+
+    Attributes:
+      label: its name in reports.
+    """
+
+    label: str
+
+    def start(self, clock: RunClock) -> Server:
+        """A server that knows no conversations; the one before is given up, with what it was doing."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What a report says of it: configuration, versions."""
+        ...
+
+    def device_name(self) -> str:
+        """The kind of its device."""
+        ...
+
+    def close(self) -> None:
+        """Give up the server."""
+        ...
+
+
+class Window(NamedTuple):
+    """Which part of a run counts: requests that arrive from `start_s` to `end_s`.
+
+    After `end_s` users go on, so that its last requests meet the same load, for at most `drain_s`.
+    """
+
+    start_s: float = 0.0
+    end_s: float = math.inf
+    drain_s: float = math.inf
+
+    def has(self, time_s: float) -> bool:
+        """`time_s` is within."""
+        return self.start_s <= time_s < self.end_s
+
+
+class Reading(NamedTuple):
+    """A server's counters at one time."""
+
+    counters: Mapping[str, float]
+    steps: Steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What was seen.
+
+    Attributes:
+      window: what counts of it.
+      answers: all, in the order of their ends.
+      num_unfinished: requests that arrived in the window and were not answered.
+      num_refused: sessions that ended early because they had outgrown the context.
+      lags: of all turns.
+      counters, steps: how they changed within the window.
+      end_s: when it was over.
+    """
+
+    window: Window
+    answers: Sequence[Answer]
+    num_unfinished: int
+    num_refused: int
+    lags: Sequence[Lag]
+    counters: Mapping[str, float]
+    steps: Steps
+    end_s: float
+
+
+def serve(
+    server: Server,
+    client: ServingClient,
+    clock: RunClock,
+    window: Window,
+    on_answer: Callable[[Answer], None] = lambda _: None,
+    between_steps: Callable[[], None] = lambda: None,
+) -> Run:
+    """Start the clock, and serve until all of the window is answered, or for as long as that may take.
+
+    Raises PensieveError for a turn that failed, and whatever `between_steps` raises, which is called at least
+    once a second while there is nothing to do.
+    """
+    readings: list[Reading] = []
+    edges_s = (window.start_s, window.end_s)
+    answers: list[Answer] = []
+    num_open = 0  # of the window's requests
+    clock.start()
+    with client:
+        while True:
+            between_steps()
+            now_s = clock.now()
+            while len(readings) < len(edges_s) and now_s >= edges_s[len(readings)]:
+                readings.append(_read(server))
+            if now_s >= window.end_s + (window.drain_s if num_open else min(_LATE_S, window.drain_s)):
+                break
+            for turn, token_ids in client.take():
+                server.submit(turn, token_ids)
+                num_open += window.has(turn.arrival_s)
+            if server.has_unfinished:
+                for answer in server.step():
+                    client.answer(answer)
+                    answers.append(answer)
+                    num_open -= window.has(answer.turn.arrival_s)
+                    on_answer(answer)
+            elif client.done:
+                break
+            else:
+                client.wait(_next_edge_s(now_s, window))
+        end_s = clock.now()
+    while len(readings) < len(edges_s):
+        readings.append(_read(server))
+    before, after = readings
+    return Run(
+        window=window,
+        answers=answers,
+        num_unfinished=num_open,
+        num_refused=client.num_refused,
+        lags=client.lags,
+        counters={name: after.counters[name] - before.counters[name] for name in after.counters},
+        steps=add_steps(after.steps, before.steps, -1),
+        end_s=end_s,
+    )
+
+
+def _read(server: Server) -> Reading:
+    return Reading(dict(server.counters()), dict(server.steps()))
+
+
+def _next_edge_s(now_s: float, window: Window) -> float:
+    """When an idle loop must look again, though nothing was sent."""
+    edges_s = (window.start_s, window.end_s, window.end_s + min(_LATE_S, window.drain_s))
+    return min((edge_s for edge_s in edges_s if edge_s > now_s), default=math.inf)

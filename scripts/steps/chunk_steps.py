@@ -1,0 +1,136 @@
+"""Steps that recompute chunks, and how long they take: what `profile_costs` measures.
+
+Owns: which rows such steps have, their attention by itself, and the order of measurements.
+Does not know: flags, files, or what a cost is used for. Called by: profile_costs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from model_defs import KV_PAGES_SPEC, TENSOR_AXIS, ModelConfig
+from pallas_kernels.ragged_paged_attention import TileSpec, ragged_paged_attention
+from pensieve_jax import EngineConfig
+from pensieve_jax.device.layouts import bucket_tile_specs
+from pensieve_jax.device.model_runner import ModelRunner
+from pensieve_jax.scheduler import StepPlan
+from steps.row_steps import Row, RowSteps, Timed
+
+_HEADS = PartitionSpec(None, TENSOR_AXIS, None)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "mesh"))
+def attend_all_layers(
+    pools: Sequence[jax.Array], q: jax.Array, rows: Sequence[jax.Array], *, spec: TileSpec, mesh: Mesh
+) -> jax.Array:
+    """The attention of every layer for one step's rows and tiles.
+
+    What one layer answers is what the next is asked, or the compiler would leave out all but the last.
+    """
+
+    def one_shard(pools: Sequence[jax.Array], q: jax.Array, rows: Sequence[jax.Array]) -> jax.Array:
+        *metadata, tiles = rows
+        for pages in pools:
+            q = ragged_paged_attention(
+                q, pages, *metadata, sm_scale=q.shape[-1] ** -0.5, metadata=(spec, tiles)
+            )
+        return q
+
+    specs = ([KV_PAGES_SPEC] * len(pools), _HEADS, [PartitionSpec()] * len(rows))
+    return jax.shard_map(one_shard, mesh=mesh, in_specs=specs, out_specs=_HEADS, check_vma=False)(
+        pools, q, rows
+    )
+
+
+class ChunkSteps:
+    """Sequences that grow together on a runner, and the steps that recompute their last chunks.
+
+    Attributes:
+      rows: the sequences.
+    """
+
+    def __init__(self, model: ModelConfig, config: EngineConfig, runner: ModelRunner, mesh: Mesh) -> None:
+        """Random tokens in scattered pages."""
+        self._model, self._runner, self._mesh = model, runner, mesh
+        self._chunk_tokens = config.cache.chunk_tokens
+        self._dtype = runner.storage.dtype
+        self._specs = bucket_tile_specs(model, config, self._dtype, mesh.devices.flat[0], mesh.devices.size)
+        self.rows = RowSteps(config, runner, model.vocab_size, config.scheduler.max_num_running)
+
+    def plan(self, num_chunks: int, end: int) -> StepPlan:
+        """The step that recomputes the chunk that ends at `end` of the first `num_chunks` sequences."""
+        return self.rows.plan([Row(i, end - self._chunk_tokens, end) for i in range(num_chunks)])
+
+    def attention(self, plan: StepPlan) -> Timed:
+        """The attention of all its layers for random queries, by itself, over the pools as they are."""
+        num_tokens = plan.layout.num_tokens
+        shape = (num_tokens, self._model.num_heads, self._model.head_dim)
+        values = np.random.default_rng(0).standard_normal(shape, np.float32)
+        q = jax.device_put(values, NamedSharding(self._mesh, _HEADS)).astype(self._dtype)
+        metadata = [plan.kv_lens, plan.page_indices, plan.cu_q_lens, plan.num_rows, plan.tiles]
+        rows = jax.device_put(metadata, NamedSharding(self._mesh, PartitionSpec()))
+        spec, mesh = self._specs[num_tokens], self._mesh
+
+        def launch() -> jax.Array:
+            # Every step replaces the pools, so they are looked up each time.
+            return attend_all_layers(self._runner.pools, q, rows, spec=spec, mesh=mesh)
+
+        return Timed(launch, jax.block_until_ready)
+
+
+class Sampling(NamedTuple):
+    """How many samples are taken, and how long one should be."""
+
+    repeats: int
+    sample_s: float
+
+
+class Measured(NamedTuple):
+    """Of one step at one context length: medians, for the whole step, and how far samples spread."""
+
+    context_len: int
+    attention_s: float
+    total_s: float
+    spread: float  # interquartile range of the whole step over its median
+
+
+def measure(
+    steps: ChunkSteps,
+    sampling: Sampling,
+    num_chunks: Sequence[int],
+    lengths: Sequence[int],
+    progress: Callable[[int, int, str], None],
+) -> list[list[Measured]]:
+    """One for each context length, of which `lengths` ascend from one chunk, for each number of chunks.
+
+    Everything is sampled in rounds, so that whatever else the machine does, and a device that warms up or
+    slows down, falls on all of it alike. The first round is thrown away. `progress` takes (number done,
+    number in all, what was done).
+    """
+    chunk, longest = lengths[0], lengths[-1]
+    num_steps, num_rounds = longest // chunk, sampling.repeats + 1
+    for end in range(chunk, longest + 1, chunk):
+        grow = steps.rows.whole(steps.plan(max(num_chunks), end))
+        grow.wait(grow.launch())
+        progress(end // chunk, num_steps + num_rounds, "state to attend to")
+    plans = [steps.plan(count, end) for count in num_chunks for end in lengths]
+    timed = [make(plan) for plan in plans for make in (steps.attention, steps.rows.whole)]
+    for one in timed:
+        one.once_s()  # compiles, or loads what was compiled
+    num_launches = [max(1, round(sampling.sample_s / one.sample_s(2))) for one in timed]
+    rounds = []
+    for i in range(num_rounds):
+        rounds.append([one.sample_s(n) for one, n in zip(timed, num_launches, strict=True)])
+        progress(num_steps + i + 1, num_steps + num_rounds, "rounds of samples")
+    lower, medians, upper = np.percentile(rounds[1:], [25, 50, 75], axis=0).tolist()
+    measured = [
+        Measured(end, medians[i], medians[i + 1], (upper[i + 1] - lower[i + 1]) / medians[i + 1])
+        for i, end in zip(range(0, len(timed), 2), len(num_chunks) * list(lengths), strict=True)
+    ]
+    return [measured[i : i + len(lengths)] for i in range(0, len(measured), len(lengths))]

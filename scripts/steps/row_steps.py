@@ -1,0 +1,163 @@
+"""Steps of chosen rows on a runner without an engine, and how long a launch takes.
+
+Owns: sequences of random tokens in scattered pages, the plans of their steps, and how launches are timed.
+Does not know: flags, schedulers, or what a time is used for.
+Called by: chunk_steps, benchmark_step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from pensieve_jax import EngineConfig
+from pensieve_jax.device.model_runner import ModelRunner
+from pensieve_jax.scheduler import StepPlan
+from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES
+
+
+class Timed(NamedTuple):
+    """Something on the device: how to launch it, and how to wait for a launch."""
+
+    launch: Callable[[], Any]
+    wait: Callable[[Any], Any]
+
+    def once_s(self) -> float:
+        """Seconds from a launch to its end, what the host does before the device begins included."""
+        start_s = time.perf_counter()
+        self.wait(self.launch())
+        return time.perf_counter() - start_s
+
+    def sample_s(self, num_launches: int) -> float:
+        """Seconds a launch, of several in a row behind one more: from its end to the end of the last.
+
+        So what the host does before the first begins is not shared out among them. Where the host takes
+        longer for a launch than the device, the device waits, and one launch of the host's is left out.
+        """
+        before, last = self.launch(), self.launch()
+        self.wait(before)
+        start_s = time.perf_counter()
+        for _ in range(num_launches - 1):
+            last = self.launch()
+        self.wait(last)
+        return (time.perf_counter() - start_s) / num_launches
+
+    def dispatch_s(self, num_launches: int) -> float:
+        """Seconds of the host for a launch beside the one before, which is awaited next, as engines do."""
+        previous, seconds = self.launch(), 0.0
+        for _ in range(num_launches):
+            start_s = time.perf_counter()
+            last = self.launch()
+            seconds += time.perf_counter() - start_s
+            self.wait(previous)
+            previous = last
+        self.wait(previous)
+        return seconds / num_launches
+
+
+class Row(NamedTuple):
+    """Tokens [begin, end) of a sequence, computed over its first `end` tokens."""
+
+    sequence: int
+    begin: int
+    end: int
+
+
+class Sampled(NamedTuple):
+    """How every row's next token is sampled; greedily, and nothing is told of it, unless said otherwise."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    logprobs: bool = False
+
+
+class RowSteps:
+    """Sequences on a runner.
+
+    Attributes:
+      pages: of every sequence, [sequence, page]; no page twice.
+      token_ids: of every sequence, [sequence, position].
+    """
+
+    def __init__(
+        self, config: EngineConfig, runner: ModelRunner, vocab_size: int, num_sequences: int
+    ) -> None:
+        """Random tokens in scattered pages, as many for each as there are for all."""
+        self._chunk_tokens = config.cache.chunk_tokens
+        self._runner = runner
+        self._step_id = 0
+        random = np.random.default_rng(0)
+        pages = 1 + random.permutation(config.cache.gpu_pages)
+        num_pages = len(pages) // num_sequences
+        self.pages = pages[: num_sequences * num_pages].reshape(num_sequences, num_pages)
+        self.token_ids = random.integers(0, vocab_size, (num_sequences, num_pages * self._chunk_tokens))
+
+    def fill(self) -> None:
+        """Random KV state in all pools, since a device reads zeros faster than anything else."""
+        storage = self._runner.storage
+        make = jax.jit(
+            lambda key: jax.random.normal(key, storage.shape, storage.dtype), out_shardings=storage.sharding
+        )
+        keys = iter(jax.random.split(jax.random.key(0), storage.num_layers))
+        for pools in self._runner.device_pools.groups:
+            for i in range(len(pools)):
+                pools[i] = make(next(keys))
+
+    def plan(self, rows: Sequence[Row], sampled: Sampled | None = None) -> StepPlan:
+        """A step of these rows, in the smallest bucket that holds them; samples nothing unless told how."""
+        chunk, lengths = self._chunk_tokens, [row.end - row.begin for row in rows]
+        num_tokens = sum(lengths)
+        bucket = min(size for size in self._runner.layouts if size >= num_tokens)
+        plan = StepPlan(self._runner.layouts[bucket], 0)
+        positions = np.concatenate([np.arange(row.begin, row.end) for row in rows])
+        sequences = np.repeat([row.sequence for row in rows], lengths)
+        plan.token_ids[:num_tokens] = self.token_ids[sequences, positions]
+        plan.prev_samples[:] = -1
+        plan.positions[:num_tokens] = positions
+        plan.write_slots[:] = self._runner.storage.padding_slot
+        slots = self.pages[sequences, positions // chunk] * chunk + positions % chunk
+        plan.write_slots[:num_tokens] = slots
+        plan.cu_q_lens[1 : len(rows) + 1] = np.cumsum(lengths)
+        plan.cu_q_lens[len(rows) + 1 :] = num_tokens
+        for i, row in enumerate(rows):
+            plan.kv_lens[i] = row.end
+            num_pages = -(-row.end // chunk)
+            plan.page_indices[i, :num_pages] = self.pages[row.sequence, :num_pages]
+        plan.num_rows[0] = len(rows)
+        plan.top_p[:] = 1.0
+        plan.banned_ids[:] = -1
+        if sampled is not None:
+            _let_sample(plan, rows, sampled)
+        self._runner.fill_tiles(plan)
+        return plan
+
+    def whole(self, plan: StepPlan) -> Timed:
+        """The step as the engine runs it; it writes the KV state of its tokens, the same every time."""
+
+        def launch() -> Any:
+            plan.step_id, self._step_id = self._step_id, self._step_id + 1
+            return self._runner.dispatch(plan)
+
+        return Timed(launch, self._runner.fetch)
+
+    def layers(self, plan: StepPlan) -> Timed:
+        """The same without its sampler."""
+        return Timed(lambda: self._runner.forward(plan), jax.block_until_ready)
+
+
+def _let_sample(plan: StepPlan, rows: Sequence[Row], sampled: Sampled) -> None:
+    num = len(rows)
+    plan.num_samples[0] = num
+    plan.sample_tokens[:num] = plan.cu_q_lens[1 : num + 1] - 1
+    plan.sample_positions[:num] = [row.end for row in rows]
+    plan.temperature[:num] = sampled.temperature
+    plan.top_k[:num] = sampled.top_k
+    plan.top_p[:num] = sampled.top_p
+    plan.flags[FLAG_SAMPLES] = sampled.temperature > 0
+    plan.flags[FLAG_TRUNCATES] = sampled.top_k > 0 or sampled.top_p < 1
+    plan.flags[FLAG_LOGPROBS] = sampled.logprobs

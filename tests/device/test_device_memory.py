@@ -1,0 +1,98 @@
+"""How many pages fit into a share of a device's memory, and what is said where that cannot work."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig, assembly
+from pensieve_jax import config as config_module
+from pensieve_jax.assembly import make_runner
+from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.device import device_memory
+from pensieve_jax.device.device_memory import check_weights_fit, num_pages_in, refusing_pools
+
+
+def device(limit_bytes, used_bytes):
+    stats = None if limit_bytes is None else {"bytes_limit": limit_bytes, "bytes_in_use": used_bytes}
+    return SimpleNamespace(memory_stats=lambda: stats, device_kind="a device", platform="gpu")
+
+
+def test_pages_are_what_the_weights_leave():
+    """Of the fullest device, beside chunks in transit and the dummy page."""
+    assert num_pages_in(0.9, [device(1000, 100)], 10, 0) == 79
+    assert num_pages_in(0.9, [device(1000, 100)], 10, 300) == 49
+    assert num_pages_in(1.0, [device(1000, 100), device(1000, 505)], 10, 0) == 48
+
+
+def test_what_cannot_work_is_refused_with_numbers():
+    with pytest.raises(
+        ConfigError, match=r"gpu_memory_fraction is 0\.9, .*'a device' does not say.*gpu_pages"
+    ):
+        num_pages_in(0.9, [device(None, 0)], 10, 0)
+    numbers = r"of the device's 1,000 bytes, what is loaded takes 600, chunks in transit 280, and a page 10"
+    with pytest.raises(ConfigError, match=numbers):
+        num_pages_in(0.9, [device(1000, 600)], 10, 280)
+
+
+def test_weights_that_do_not_fit_are_refused():
+    check_weights_fit("a model", 1000, device(1000, 0))
+    check_weights_fit("a model", 1000, device(None, 0))
+    with pytest.raises(ConfigError, match=r"model is 'a model'.*1,000 bytes.*'?a device.*take 1,001 bytes"):
+        check_weights_fit("a model", 1001, device(1000, 0))
+
+
+def test_a_model_beyond_the_machine_is_refused_before_it_is_loaded(monkeypatch):
+    """On a CPU, where it would be made until the system ends the process."""
+    monkeypatch.setattr(device_memory, "available_bytes", lambda: 2**20)
+    monkeypatch.setattr(assembly, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=r"model is 'random:opt-125m'.*1,048,576 bytes that the machine"):
+        make_runner("random:opt-125m", "float32", EngineConfig(), progress=False)
+
+
+def test_a_runner_has_as_many_pages_as_fit(monkeypatch):
+    """The config that comes back has them. What is in use there already, as weights are, is counted."""
+    limit_bytes, used_bytes = 2**28, 5 * 2**20
+    sized = assembly.num_pages_in
+    monkeypatch.setattr(
+        assembly,
+        "num_pages_in",
+        lambda fraction, devices, *sizes: sized(fraction, [device(limit_bytes, used_bytes)], *sizes),
+    )
+    config = EngineConfig(cache=CacheConfig(gpu_memory_fraction=0.125))
+    runner, config = make_runner("random:llama-tiny", "float32", config, progress=False)
+    page_bytes = runner.memory_analysis()["page_bytes"]
+    assert config.cache.gpu_pages == (limit_bytes // 8 - used_bytes) // page_bytes - 1
+    assert config.cache.gpu_memory_fraction is None
+    num_buckets = 8 if jax.default_backend() == "gpu" else 4
+    assert config.scheduler.max_num_buckets == len(runner.layouts) == num_buckets
+    assert runner.storage.num_pages == config.cache.gpu_pages + 1
+
+
+def test_a_runner_stages_what_a_gigabyte_holds(monkeypatch):
+    """The config that comes back says how many; what is asked for is the most."""
+    monkeypatch.setattr(config_module, "_STAGED_BYTES", 0)
+    monkeypatch.setattr(config_module, "_LEAST_STAGED_PAGES", 3)
+    config = EngineConfig(cache=CacheConfig(cpu_pages=8), scheduler=SchedulerConfig(max_num_buckets=1))
+    _, config = make_runner("random:llama-tiny", "float32", config, progress=False)
+    assert config.runner.max_num_staged_pages == 3
+
+
+@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, StepFailedError])
+def test_pools_that_leave_no_memory_are_refused_and_nothing_else_is(kind):
+    with (
+        pytest.raises(ConfigError, match=r"cache\.gpu_pages is 7, but must be fewer.*2\.5G"),
+        refusing_pools(7),
+    ):
+        raise kind("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.5G")
+    with pytest.raises(kind, match="INTERNAL"), refusing_pools(7):
+        raise kind("INTERNAL: illegal address")
+
+
+def test_a_cpu_does_not_say():
+    assert jax.default_backend() != "cpu" or device_memory.memory_limit_bytes(jax.devices()[0]) is None
+    config = EngineConfig(cache=CacheConfig(gpu_memory_fraction=0.125))
+    with pytest.raises(ConfigError, match=r"cache\.gpu_memory_fraction is 0\.125.*give cache\.gpu_pages"):
+        make_runner("random:llama-tiny", "float32", config, progress=False)

@@ -1,0 +1,63 @@
+"""The growth of host memory and its refusals, and how layers are cut into groups."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from model_defs import make_mesh
+from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.device.kv_storage import KVStorage, layer_groups
+from pensieve_jax.device.transfers import host_pool
+from pensieve_jax.device.transfers.host_pool import HostPool
+from tests.device.transfer_bench import CACHE, CPU_PAGES, MODEL, Bench, failing
+
+
+def test_groups():
+    assert layer_groups(5, 2) == (range(0, 2), range(2, 5))
+    assert layer_groups(3, 9) == (range(0, 1), range(1, 2), range(2, 3))
+    assert layer_groups(4, 1) == (range(0, 4),)
+
+
+def test_growth_is_shown():
+    """Host memory first, so that what cannot be had is known before anything is compiled."""
+    bench = Bench()
+    assert len(bench.preparations) == bench.transfers.num_preparations
+    num_bytes = (CPU_PAGES + 20) * bench.storage.chunk_bytes
+    assert bench.preparations[0] == f"{num_bytes / 1e9:.1f} GB of host memory"
+    assert "gather of 4 chunks, group 0" in bench.preparations[1:]
+
+
+def test_more_host_memory_than_there_is_is_refused(monkeypatch):
+    """Before any is taken, with the numbers, and what would fit does."""
+    storage = KVStorage(MODEL, CACHE, jnp.dtype("float32"), make_mesh(1), 2)
+    monkeypatch.setattr(host_pool, "available_bytes", lambda: 20 * storage.chunk_bytes)
+    message = r"cache\.cpu_pages is 17, but must be at most 16 pages .* 2 pages in transit.*cache\.cpu_bytes"
+    with pytest.raises(ConfigError, match=message):
+        HostPool(storage, 17, 2)
+    HostPool(storage, 16, 2)
+    monkeypatch.setattr(host_pool, "available_bytes", lambda: 0)
+    with pytest.raises(ConfigError, match="at most 0 pages"):
+        HostPool(storage, 1, 1)
+    HostPool(storage, 0, 1)
+    monkeypatch.setattr(host_pool, "available_bytes", lambda: None)
+    HostPool(storage, 10**12, 1)
+
+
+def test_host_memory_that_the_runtime_does_not_get_is_refused(monkeypatch):
+    """The message names the variable that raises the runtime's own limit, and how far it came."""
+    storage = KVStorage(MODEL, CACHE, jnp.dtype("float32"), make_mesh(1), 2)
+    pool = HostPool(storage, 100, 10)
+    device_put, num_calls = jax.device_put, itertools.count()
+
+    def fail_later(*args):
+        return device_put(*args) if next(num_calls) < 5 else failing()
+
+    monkeypatch.setattr(host_pool.jax, "device_put", fail_later)
+    message = rf"could pin {64 * storage.chunk_bytes:,} of .*XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB.*RESOURCE_EX"
+    with pytest.raises(ConfigError, match=message) as caught:
+        list(pool.grow())
+    assert caught.value.field == "cache.cpu_pages"

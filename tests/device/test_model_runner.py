@@ -1,0 +1,526 @@
+"""Steps planned by hand through the real runner, against the dense reference.
+
+Every scenario runs on pools full of NaN: whatever reads a page, a slot or a padded row that nobody wrote
+shows at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+import pytest
+
+from model_defs import load_model, make_mesh, preset, random_model
+from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from pensieve_jax.core.errors import ConfigError, StepFailedError
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.device import device_memory, layouts, model_runner
+from pensieve_jax.device.dense_reference import DenseReference
+from pensieve_jax.device.kv_storage import read_page
+from pensieve_jax.device.model_runner import ModelRunner
+from pensieve_jax.runtime.compilation import keep_compilations_in
+from pensieve_jax.runtime.executable_store import ExecutableStore
+from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES, StepPlan
+
+PAGE_SIZE = 16
+GPU_PAGES = 24
+BUCKETS = (8, 64)
+EVERY_MODEL = [("llama-tiny", 1), ("opt-tiny", 1), ("llama-tiny", 2)]
+GREEDY = SamplingParams()
+
+
+def engine_config(num_devices=1, **cache):
+    return EngineConfig(
+        cache=CacheConfig(**{"gpu_pages": GPU_PAGES, "chunk_tokens": PAGE_SIZE} | cache),
+        scheduler=SchedulerConfig(
+            max_num_running=4,
+            max_num_batched_tokens=BUCKETS[-1],
+            token_buckets=BUCKETS,
+            max_context_tokens=160,
+        ),
+        runner=RunnerConfig(
+            attention_backend="xla", tensor_parallel_size=num_devices, max_logprobs=3, max_banned_ids=2
+        ),
+    )
+
+
+@functools.cache
+def _model(preset, num_devices):
+    return load_model(f"random:{preset}", dtype="float32", mesh=make_mesh(num_devices), seed=1)
+
+
+@functools.cache
+def _warm_runner(preset, num_devices):
+    runner = ModelRunner(_model(preset, num_devices), engine_config(num_devices), make_mesh(num_devices))
+    runner.warm_up()
+    return runner
+
+
+@functools.cache
+def reference_for(preset):
+    return DenseReference(_model(preset, 1))
+
+
+def runner_for(preset="llama-tiny", num_devices=1):
+    """A warm runner whose pages, the dummy included, hold nothing but NaN."""
+    runner = _warm_runner(preset, num_devices)
+    runner.reset()
+    nan = np.full(runner.storage.shape, np.nan, runner.storage.dtype)
+    pools = [jax.device_put(nan, runner.storage.sharding, may_alias=False) for _ in runner.pools]
+    runner.device_pools.replace(pools)
+    return runner
+
+
+def random_ids(num_ids, seed=0):
+    return np.random.default_rng(seed).integers(3, 320, num_ids).tolist()
+
+
+@dataclass
+class Talk:
+    """A conversation by hand: what is known of its ids, and its pages."""
+
+    ids: list[int]
+    pages: list[int]
+    params: SamplingParams = GREEDY
+    seed: int = 0
+    outputs: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Row:
+    """Tokens [start, end) of a talk; `prev_sample` is the row of the step before that chose the last one."""
+
+    talk: Talk
+    start: int
+    end: int
+    samples: bool = False
+    prev_sample: int = -1
+
+
+class Stepper:
+    """Makes plans and counts them."""
+
+    def __init__(self, runner):
+        self.runner = runner
+        self.num_steps = 0
+
+    def dispatch(self, *rows, logprobs=False):
+        num_tokens = sum(row.end - row.start for row in rows)
+        bucket = min(bucket for bucket in BUCKETS if bucket >= num_tokens)
+        plan = StepPlan(self.runner.layouts[bucket], self.num_steps)
+        self.num_steps += 1
+        self._fill(plan, rows, num_tokens)
+        plan.flags[FLAG_LOGPROBS] = logprobs
+        self.runner.fill_tiles(plan)
+        return self.runner.dispatch(plan)
+
+    def step(self, *rows, logprobs=False):
+        """Run one step and append what was sampled."""
+        result = self.runner.fetch(self.dispatch(*rows, logprobs=logprobs))
+        for row, token_id in zip([row for row in rows if row.samples], result.token_ids, strict=False):
+            row.talk.ids.append(int(token_id))
+            row.talk.outputs.append(int(token_id))
+        return result
+
+    def _fill(self, plan, rows, num_tokens):
+        plan.prev_samples[:] = -1
+        plan.banned_ids[:] = -1
+        plan.top_p[:] = 1.0
+        plan.write_slots[:] = self.runner.storage.padding_slot
+        plan.num_rows[0] = len(rows)
+        at, num_samples = 0, 0
+        for i, row in enumerate(rows):
+            talk, num_new = row.talk, row.end - row.start
+            positions = np.arange(row.start, row.end)
+            plan.positions[at : at + num_new] = positions
+            plan.write_slots[at : at + num_new] = (
+                np.array(talk.pages)[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+            )
+            known = talk.ids[row.start : row.end]
+            plan.token_ids[at : at + len(known)] = known
+            if row.prev_sample >= 0:
+                plan.prev_samples[at + num_new - 1] = row.prev_sample
+                plan.token_ids[at + num_new - 1] = 319  # must not be read
+            plan.page_indices[i, : len(talk.pages)] = talk.pages
+            plan.kv_lens[i] = row.end
+            at += num_new
+            plan.cu_q_lens[i + 1] = at
+            if row.samples:
+                self._fill_sample(plan, num_samples, talk, at - 1, row.end)
+                num_samples += 1
+        plan.cu_q_lens[len(rows) + 1 :] = num_tokens
+        plan.num_samples[0] = num_samples
+
+    @staticmethod
+    def _fill_sample(plan, sample_row, talk, token, position):
+        params = talk.params
+        plan.sample_tokens[sample_row], plan.sample_positions[sample_row] = token, position
+        plan.temperature[sample_row], plan.top_k[sample_row] = params.temperature, params.top_k
+        plan.top_p[sample_row] = params.top_p
+        plan.seed[sample_row] = talk.seed & 0xFFFFFFFF, talk.seed >> 32
+        if len(talk.outputs) < params.min_tokens:
+            plan.banned_ids[sample_row, : len(params.stop_token_ids)] = params.stop_token_ids
+        plan.flags[FLAG_SAMPLES] |= params.temperature > 0
+        plan.flags[FLAG_TRUNCATES] |= params.top_k > 0 or params.top_p < 1
+
+
+def assert_equals_reference(preset, talk):
+    """Every emitted token of the talk is the dense reference's."""
+    context_ids = talk.ids[: len(talk.ids) - len(talk.outputs)]
+    replay = reference_for(preset).replay_turn([], context_ids, talk.outputs, talk.params, talk.seed)
+    assert replay.margins.min() > 1e-3, "pick other prompts: this scenario is too close to call"
+    assert replay.token_ids.tolist() == talk.outputs
+    return replay
+
+
+@pytest.mark.parametrize(("preset", "num_devices"), EVERY_MODEL)
+def test_chunked_prompts_and_mixed_steps(preset, num_devices):
+    """A prompt in three pieces, and decoding beside another conversation's prompt."""
+    stepper = Stepper(runner_for(preset, num_devices))
+    first = Talk(random_ids(50, seed=1), pages=[5, 2, 9, 7, 11])
+    second = Talk(random_ids(37, seed=32), pages=[3, 1, 8])
+    stepper.step(Row(first, 0, 16))
+    stepper.step(Row(first, 16, 43))
+    stepper.step(Row(first, 43, 50, samples=True))
+    for num_done in range(3):  # 20, 8 and 9 tokens of the second beside one of the first
+        start, end = (0, 20, 28, 37)[num_done : num_done + 2]
+        length = len(first.ids)
+        stepper.step(Row(first, length - 1, length, samples=True), Row(second, start, end, samples=end == 37))
+    for _ in range(4):
+        rows = [Row(talk, len(talk.ids) - 1, len(talk.ids), samples=True) for talk in (second, first)]
+        stepper.step(*rows)
+    assert (len(first.outputs), len(second.outputs)) == (8, 5)
+    assert_equals_reference(preset, first)
+    assert_equals_reference(preset, second)
+
+
+@pytest.mark.parametrize(("preset", "num_devices"), EVERY_MODEL)
+def test_dropped_chunks_are_recomputed_as_sub_requests(preset, num_devices):
+    """Chunks 0 and 2 are lost; two rows refill them, on other pages, beside the row of the new prompt."""
+    runner = runner_for(preset, num_devices)
+    stepper = Stepper(runner)
+    talk = Talk(random_ids(60, seed=3), pages=[4, 6, 10, 2, 12])
+    stepper.step(Row(talk, 0, 60, samples=True))
+    assert_equals_reference(preset, talk)
+    talk.ids += random_ids(6, seed=4)  # the next turn
+    talk.outputs.clear()
+    talk.pages[0], talk.pages[2] = 20, 21
+    rows = Row(talk, 0, 16), Row(talk, 32, 48), Row(talk, 60, 67, samples=True)
+    stepper.step(*rows)
+    stepper.step(Row(talk, 67, 68, samples=True))
+    assert_equals_reference(preset, talk)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_steps_chain_without_fetching(num_devices):
+    """Ids go from step to step on the device, to other rows and other buckets; fetched at the end."""
+    stepper = Stepper(runner_for("llama-tiny", num_devices))
+    talks = [Talk(random_ids(12, seed=5), pages=[1, 2]), Talk(random_ids(19, seed=6), pages=[3, 4])]
+    handles = [stepper.dispatch(*(Row(talk, 0, len(talk.ids), samples=True) for talk in talks))]
+    for num_done in range(1, 5):
+        rows = []
+        for i, talk in enumerate(talks):
+            length = len(talk.ids) + num_done
+            prev_sample = i if num_done % 2 else 1 - i  # the rows change places with every step
+            rows.append(Row(talk, length - 1, length, samples=True, prev_sample=prev_sample))
+        handles.append(stepper.dispatch(*(rows[::-1] if num_done % 2 else rows)))
+    results = [stepper.runner.fetch(handle) for handle in handles]
+    for i, talk in enumerate(talks):
+        talk.outputs = [int(result.token_ids[i ^ (step % 2)]) for step, result in enumerate(results)]
+        talk.ids += talk.outputs
+        assert_equals_reference("llama-tiny", talk)
+
+
+@pytest.mark.parametrize(("preset", "num_devices"), EVERY_MODEL)
+def test_sampling_modes_in_one_batch(preset, num_devices):
+    """Greedy, random, cut and banned rows beside each other, and log-probabilities."""
+    stepper = Stepper(runner_for(preset, num_devices))
+    settings = [
+        SamplingParams(),
+        SamplingParams(temperature=1.5),
+        SamplingParams(temperature=0.9, top_k=12, top_p=0.8),
+        SamplingParams(temperature=4.0, min_tokens=3, stop_token_ids=(7, 11)),
+    ]
+    talks = [
+        Talk(random_ids(9 + i, seed=10 + i), pages=[2 * i + 1, 2 * i + 2], params=params, seed=2**33 + i)
+        for i, params in enumerate(settings)
+    ]
+    results = [stepper.step(*(Row(talk, 0, len(talk.ids), samples=True) for talk in talks), logprobs=True)]
+    for _ in range(5):
+        rows = [Row(talk, len(talk.ids) - 1, len(talk.ids), samples=True) for talk in talks]
+        results.append(stepper.step(*rows, logprobs=True))
+    for i, talk in enumerate(talks):
+        replay = assert_equals_reference(preset, talk)
+        logprobs = [result.logprobs[i] for result in results]
+        np.testing.assert_allclose(logprobs, replay.logprobs, atol=1e-3)
+        logits = reference_for(preset).logits(talk.ids)[-len(talk.outputs) - 1 : -1]
+        for result, row in zip(results, logits, strict=True):
+            order = np.argsort(-row)[:3]
+            np.testing.assert_allclose(
+                result.top_logprobs[i], row[order] - np.log(np.exp(row).sum()), atol=1e-3
+            )
+            assert set(result.top_ids[i].tolist()) == set(order.tolist())
+
+
+@pytest.mark.parametrize(("preset", "num_devices"), EVERY_MODEL)
+def test_padding_and_other_pages_are_left_alone(preset, num_devices):
+    """A step writes its own slots and nothing else, in pools that stay where they are."""
+    runner = runner_for(preset, num_devices)
+    talk = Talk(random_ids(21, seed=7), pages=[6, 3])
+    stepper = Stepper(runner)
+    stepper.step(Row(talk, 0, 20))
+    pointers = [pool.addressable_shards[0].data.unsafe_buffer_pointer() for pool in runner.pools]
+    stepper.step(Row(talk, 20, 21, samples=True))
+    assert [pool.addressable_shards[0].data.unsafe_buffer_pointer() for pool in runner.pools] == pointers
+    for page in range(GPU_PAGES + 1):
+        num_written = {6: 16, 3: 5}.get(page, 0)
+        is_nan = np.isnan(read_page(runner.pools, page))
+        assert not is_nan[:, :num_written].any()
+        assert is_nan[:, num_written:].all()
+
+
+def test_no_compilation_after_warm_up():
+    """Not by a step, nor by its copies, nor by a reset; yet the counter sees any stray jit."""
+    runner = runner_for()
+    num_before = runner.num_compilations
+    stepper = Stepper(runner)
+    talk = Talk(random_ids(9, seed=8), pages=[1], params=SamplingParams(temperature=1.0, top_k=5))
+    stepper.step(Row(talk, 0, 9, samples=True), logprobs=True)
+    talk.params = GREEDY
+    stepper.step(Row(talk, 9, 10, samples=True))
+    runner.reset()
+    assert runner.num_compilations == num_before
+    jax.jit(lambda x: x * 3 + 1)(np.arange(7))
+    assert runner.num_compilations == num_before + 1
+
+
+def test_reset_forgets_everything():
+    """New pools hold zeros, and the first step after it may have any number."""
+    runner = runner_for()
+    stepper = Stepper(runner)
+    talk = Talk(random_ids(9, seed=9), pages=[1])
+    stepper.step(Row(talk, 0, 9, samples=True))
+    runner.reset()
+    assert not read_page(runner.pools, 1).any()
+    stepper.num_steps = 17
+    again = Talk(talk.ids[:9], pages=[2])
+    stepper.step(Row(again, 0, 9, samples=True))
+    assert again.outputs == talk.outputs
+
+
+def test_a_skipped_step_is_a_bug():
+    """`prev_samples` would mean another step's rows."""
+    stepper = Stepper(runner_for())
+    talk = Talk(random_ids(9), pages=[1])
+    stepper.step(Row(talk, 0, 9, samples=True))
+    stepper.num_steps += 1
+    with pytest.raises(AssertionError):
+        stepper.step(Row(talk, 9, 10, samples=True))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_memory_analysis(num_devices):
+    """The pools are updated in place: all their bytes are aliased, in every bucket."""
+    runner = runner_for("llama-tiny", num_devices)
+    analysis = runner.memory_analysis()
+    pool_bytes = 2 * (GPU_PAGES + 1) * PAGE_SIZE * 2 * 2 * 32 * 4 // num_devices
+    assert analysis["kv_pool_bytes"] == pool_bytes
+    assert analysis["page_bytes"] * (GPU_PAGES + 1) == pool_bytes
+    assert set(analysis["buckets"]) == set(BUCKETS)
+    for bucket in analysis["buckets"].values():
+        assert bucket["alias_bytes"] >= pool_bytes
+        assert bucket["new_output_bytes"] < 24_000
+        assert bucket["peak_bytes"] >= analysis["weights_bytes"] + pool_bytes + bucket["temp_bytes"]
+
+
+@pytest.mark.parametrize("preset", ["llama-tiny", "opt-tiny"])
+def test_groups_of_layers_are_one_model(preset):
+    """One group or two, which take no arrays twice but a tied head's, and at most as many as layers."""
+    talks, leaves = [], []
+    for num_groups in (1, 9):
+        config = engine_config()
+        config = dataclasses.replace(
+            config, runner=dataclasses.replace(config.runner, num_layer_groups=num_groups)
+        )
+        runner = ModelRunner(_model(preset, 1), config, make_mesh(1))
+        runner.warm_up()
+        assert len(runner.storage.groups) == len(runner.device_pools.groups) == min(num_groups, 2)
+        leaves.append([len(part[1]) for part in runner._parts])
+        stepper, talk = Stepper(runner), Talk(random_ids(30, seed=12), pages=[3, 6, 8])
+        stepper.step(Row(talk, 0, 30, samples=True))
+        stepper.step(Row(talk, 30, 31, samples=True))
+        talks.append(talk)
+    assert talks[0].outputs == talks[1].outputs
+    assert_equals_reference(preset, talks[1])
+    (whole,), (first, last) = leaves
+    assert first + last == whole + _model(preset, 1).config.tie_word_embeddings
+    assert first < whole and last < whole
+
+
+def test_layouts():
+    """Rows, samples and the context's pages, capped by the bucket."""
+    small, large = (runner_for().layouts[bucket] for bucket in BUCKETS)
+    assert (small.num_tokens, small.max_num_rows, small.max_num_samples) == (8, 8, 4)
+    assert (large.num_tokens, large.max_num_rows, large.max_num_samples) == (64, 8, 4)
+    assert small.pages_per_row == large.pages_per_row == 10
+
+
+def test_warm_up_reports_progress():
+    """One call per executable: two buckets in two groups, six sampler modes. Equal models share them."""
+    runner_for()
+    runner = ModelRunner(_model("llama-tiny", 1), engine_config(), make_mesh(1))
+    calls = []
+    runner.warm_up(lambda *call: calls.append(call))
+    assert [call[:2] for call in calls] == [(i, 10) for i in range(1, 11)]
+    assert runner.num_compilations == 0
+    assert not any(np.asarray(pool).any() for pool in runner.pools), "a plan of no rows writes nothing"
+
+
+def test_pools_that_cannot_fit_are_refused(monkeypatch):
+    """Before they are made, and by the temporaries of a step when those are known."""
+    model, mesh = _model("llama-tiny", 1), make_mesh(1)
+    analysis = runner_for().memory_analysis()
+    resident_bytes = analysis["weights_bytes"] + analysis["kv_pool_bytes"]
+    monkeypatch.setattr(device_memory, "memory_limit_bytes", lambda device: resident_bytes - 1)
+    with pytest.raises(ConfigError, match=rf"cache\.gpu_pages is {GPU_PAGES}.*at most {GPU_PAGES - 1}"):
+        ModelRunner(model, engine_config(), mesh)
+    monkeypatch.setattr(device_memory, "memory_limit_bytes", lambda device: resident_bytes + 100)
+    runner = ModelRunner(model, engine_config(), mesh)
+    with pytest.raises(ConfigError, match=r"cache\.gpu_pages"):
+        runner.warm_up()
+
+
+@pytest.mark.parametrize("gpu_pages", [10**7, 10**9, 10**18])
+def test_pools_beyond_any_memory_are_refused(gpu_pages):
+    """Also where the device names no limit: by the allocation itself, or by what a slot's number can be."""
+    with pytest.raises(ConfigError, match=rf"cache\.gpu_pages is {gpu_pages}, but must be (fewer|at most)"):
+        ModelRunner(_model("llama-tiny", 1), engine_config(gpu_pages=gpu_pages), make_mesh(1))
+
+
+def test_a_reset_that_fails_is_a_failed_step(monkeypatch):
+    """By then the configuration is known to fit; the next reset may succeed."""
+    runner = ModelRunner(_model("llama-tiny", 1), engine_config(), make_mesh(1))
+
+    def fail():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.storage, "new_pools", fail)
+        with pytest.raises(StepFailedError, match=r"new pools.*RESOURCE_EXHAUSTED"):
+            runner.reset()
+    runner.reset()
+    assert not read_page(runner.pools, 1).any()
+
+
+@pytest.mark.parametrize("backend", ["pallas_triton", "pallas_mosaic_gpu", "jax_triton"])
+def test_a_back_end_that_cannot_run_here_is_refused(backend):
+    """At construction, saying what would do."""
+    config = EngineConfig(runner=RunnerConfig(attention_backend=backend))
+    cpu = make_mesh(1, jax.devices("cpu"))
+    message = rf"runner\.attention_backend is '{backend}', but must be 'auto' or 'xla'.*NVIDIA GPU"
+    with pytest.raises(ConfigError, match=message):
+        ModelRunner(_model("llama-tiny", 1), config, cpu)
+
+
+@pytest.mark.parametrize(
+    ("backend", "says"), [("pallas_triton", "head_dim = 80"), ("pallas_mosaic_gpu", "dtype = 'float32'")]
+)
+def test_what_the_back_end_does_not_serve_is_refused(backend, says, monkeypatch):
+    """As on a GPU: the kernel package's own error becomes one that names the option."""
+    monkeypatch.setitem(layouts._DEVICE_LIMITS, backend, lambda device: None)
+    config = EngineConfig(runner=RunnerConfig(attention_backend=backend))
+    mesh = make_mesh(1)
+    model = random_model(preset("llama-tiny", head_dim=80), mesh=mesh)
+    with pytest.raises(ConfigError, match=rf"runner\.attention_backend .* for this model; {says}"):
+        ModelRunner(model, config, mesh)
+
+
+def test_more_logprobs_than_ids_are_refused():
+    """The model's vocabulary is the limit."""
+    config = EngineConfig(runner=RunnerConfig(max_logprobs=321))
+    with pytest.raises(ConfigError, match=r"runner\.max_logprobs is 321.*320"):
+        ModelRunner(_model("llama-tiny", 1), config, make_mesh(1))
+
+
+def test_a_failed_step_is_a_typed_error(monkeypatch):
+    """What the device reports becomes a `StepFailedError`, at the start or at the fetch."""
+    runner = runner_for()
+    stepper = Stepper(runner)
+    talk = Talk(random_ids(9), pages=[1])
+
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(runner._forward, (64, 0), fail)
+        with pytest.raises(StepFailedError, match="RESOURCE_EXHAUSTED"):
+            stepper.step(Row(talk, 0, 9, samples=True))
+    runner.reset()
+    stepper.step(Row(talk, 0, 9, samples=True))
+    assert_equals_reference("llama-tiny", talk)
+
+
+def test_a_plan_is_sent_before_chunks_start(monkeypatch):
+    """They start behind a mark that waits for what was sent before; behind them a plan would be late."""
+    runner = runner_for()
+    calls, put, start = [], jax.device_put, runner.transfers.start
+    monkeypatch.setattr(
+        model_runner.jax, "device_put", lambda *arguments: (calls.append("plan"), put(*arguments))[1]
+    )
+    monkeypatch.setattr(runner.transfers, "start", lambda: (calls.append("chunks"), start()))
+    Stepper(runner).step(Row(Talk(random_ids(9), pages=[1]), 0, 9, samples=True))
+    assert calls == ["plan", "chunks"]
+
+
+def test_compilations_are_kept_on_disk(tmp_path):
+    """A directory given is a directory filled, by the next runner that is made."""
+    options = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, option) for option in options]
+    try:
+        jax.config.update(options[1], 0)
+        keep_compilations_in(str(tmp_path))
+        ModelRunner(_model("opt-tiny", 1), EngineConfig(cache=CacheConfig(gpu_pages=33)), make_mesh(1))
+        assert list(tmp_path.iterdir())
+    finally:
+        keep_compilations_in(before[0])
+        jax.config.update(options[1], before[1])
+
+
+def test_executables_that_load_and_do_not_run_are_made_anew(tmp_path, monkeypatch, caplog):
+    """As with a driver that has changed unnoticed, say; what nothing was loaded for is an error."""
+    runner, num_loaded, discards, imported = runner_for(), iter((3, 0, 0)), [], []
+    works = runner._forward[64, 0]
+
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: Function fusion not found")
+
+    fail.memory_analysis = works.memory_analysis
+
+    def compile_all(_, store):
+        assert imported == ["xla"] * len(BUCKETS), "what is loaded may need it"
+        store.num_loaded = next(num_loaded)
+        runner._forward[64, 0] = works if discards else fail
+        yield "a step"
+
+    monkeypatch.setattr(model_runner, "compile_all", compile_all)
+    monkeypatch.setattr(ExecutableStore, "discard_used", lambda store: discards.append(store))
+    monkeypatch.setattr(runner, "_cache_dir", str(tmp_path))
+    monkeypatch.setattr(model_runner, "import_backend", imported.append)
+    runner.warm_up()
+    assert "do not run here; all are made anew: a step could not be started: INTERNAL" in caplog.text
+    assert len(discards) == 1
+    talk = Talk(random_ids(40, seed=3), pages=[1, 2, 3])
+    stepper = Stepper(runner)
+    stepper.step(Row(talk, 0, 40, samples=True))
+    assert_equals_reference("llama-tiny", talk)
+
+    discards.clear()
+    imported.clear()
+    with pytest.raises(StepFailedError, match="INTERNAL"):
+        runner.warm_up()
+    runner._forward[64, 0] = works
+    assert not discards

@@ -1,0 +1,70 @@
+"""How chunks are cut into batches, and the compiled copies of a sharded pool for a GPU that is not there."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+
+from model_defs import KV_PAGES_SPEC, make_mesh
+from pensieve_jax.device.device_pools import DevicePools
+from pensieve_jax.device.kv_storage import KVStorage
+from pensieve_jax.device.transfers import page_copies
+from pensieve_jax.device.transfers.page_copies import PageCopies
+from tests.device.transfer_bench import CACHE, MODEL
+
+
+@pytest.mark.parametrize(
+    ("max_num_chunks", "num_chunks", "sizes"),
+    [
+        (64, 0, []),
+        (64, 1, [4]),
+        (64, 11, [4, 4, 4]),
+        (64, 12, [16]),
+        (64, 17, [16, 4]),
+        (64, 47, [16, 16, 16]),
+        (64, 48, [64]),
+        (64, 130, [64, 64, 4]),
+        (20, 20, [16, 4]),
+        (3, 3, [3]),
+        (1, 2, [1, 1]),
+    ],
+)
+def test_batches(max_num_chunks, num_chunks, sizes):
+    """The largest size that is filled well; every chunk in one batch."""
+    storage = KVStorage(MODEL, CACHE, jnp.dtype("float32"), make_mesh(1), 2)
+    copies = PageCopies(storage, DevicePools(storage), max_num_chunks)
+    batches = list(copies._batches(num_chunks))
+    assert [size for _, _, size in batches] == sizes
+    assert [i for start, stop, _ in batches for i in range(start, stop)] == list(range(num_chunks))
+    assert all(stop - start <= size for start, stop, size in batches)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_copies_lower_for_cuda(num_devices):
+    """Each device copies its own heads; nothing is sent between them."""
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+    mesh = AbstractMesh(
+        (num_devices,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device
+    )
+    sharding = NamedSharding(mesh, KV_PAGES_SPEC)
+    pools = [jax.ShapeDtypeStruct((3000, 32, 20, 128), jnp.bfloat16, sharding=sharding)] * 3
+    chunks = [jax.ShapeDtypeStruct((3, 32, 20, 128), jnp.bfloat16, sharding=sharding)] * 16
+    pages = jax.ShapeDtypeStruct((16,), np.int32)
+    statics = {"mesh": mesh, "backend": "pallas_triton"}
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=".*Triton backend is deprecated", category=DeprecationWarning
+        )
+        for traced in (
+            page_copies._gather.trace(pools, pages, **statics),
+            page_copies._scatter.trace(pools, chunks, pages, **statics),
+        ):
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+            assert "xla.gpu.triton" in text
+            assert f"32x{20 // num_devices}x128" in text
+            assert "all_gather" not in text and "all_reduce" not in text

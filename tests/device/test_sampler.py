@@ -1,0 +1,286 @@
+"""The sampler against numpy and against `jax.random`, and its independence of everything else."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pensieve_jax.device import sampler
+from pensieve_jax.device.sampler import SamplerMode, SamplingRows
+from tests.kernels.cross_lower import lower_for_cuda
+
+VOCAB_SIZE = 101
+NUM_TOP = 5
+NUM_ROWS = 64  # shared by most tests, so that few shapes are compiled
+EVERYTHING = SamplerMode(draws=True, truncates=True, top_logprobs=True)
+
+
+@functools.cache
+def _compiled(num_top, mode):
+    return jax.jit(functools.partial(sampler.sample, num_top=num_top, mode=mode))
+
+
+def run(logits, rows, mode=EVERYTHING, num_top=NUM_TOP):
+    """Samples as numpy arrays."""
+    return jax.tree.map(np.asarray, _compiled(num_top, mode)(np.asarray(logits, np.float32), rows))
+
+
+def make_rows(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, seeds=0, positions=0, banned=()):
+    """Rows of one setting; `seeds` and `positions` may be arrays."""
+    seeds = np.broadcast_to(np.asarray(seeds, np.uint64), num_rows)
+    banned_ids = np.full((num_rows, 4), -1, np.int32)
+    banned_ids[:, : len(banned)] = banned
+    return SamplingRows(
+        temperature=np.broadcast_to(np.float32(temperature), num_rows).copy(),
+        top_k=np.broadcast_to(np.int32(top_k), num_rows).copy(),
+        top_p=np.broadcast_to(np.float32(top_p), num_rows).copy(),
+        seed=np.stack([seeds & np.uint64(0xFFFFFFFF), seeds >> np.uint64(32)], axis=1).astype(np.uint32),
+        sample_positions=np.broadcast_to(np.asarray(positions, np.int32), num_rows).copy(),
+        banned_ids=banned_ids,
+    )
+
+
+def random_logits(num_rows, seed=0, vocab_size=VOCAB_SIZE, scale=3.0):
+    return np.random.default_rng(seed).normal(size=(num_rows, vocab_size), scale=scale).astype(np.float32)
+
+
+def kept_by_numpy(logits, temperature, top_k, top_p):
+    """bool[V] and f64[V]: the ids that survive both cuts, and their probabilities."""
+    scores = logits.astype(np.float64) / temperature
+    kept = np.ones(len(scores), bool)
+    if 0 < top_k < len(scores):
+        kept &= scores >= np.sort(scores)[-top_k]
+    probs = np.where(kept, np.exp(scores - scores.max()), 0)
+    probs /= probs.sum()
+    if top_p < 1:
+        above = np.array([probs[scores > score].sum() for score in scores])
+        kept &= (above < top_p) | (scores == scores.max())
+    probs = np.where(kept, probs, 0)
+    return kept, probs / probs.sum()
+
+
+def chi_square(token_ids, probs):
+    """The statistic and its degrees of freedom, with cells of at least 5 expected draws."""
+    expected = probs * len(token_ids)
+    observed = np.bincount(token_ids, minlength=len(probs))
+    large = expected >= 5
+    cells = [(observed[large], expected[large]), (observed[~large].sum(), expected[~large].sum())]
+    return sum(((o - e) ** 2 / np.maximum(e, 1e-9)).sum() for o, e in cells), large.sum()
+
+
+def test_noise_is_what_jax_random_computes():
+    """Seed, position and token id go through the very hash of a `threefry2x32` key."""
+    seed, position = 0x1234567_89ABCDEF, 77
+    key = jax.random.wrap_key_data(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), impl="threefry2x32")
+    with jax.threefry_partitionable(True):
+        bits = np.asarray(jax.random.bits(jax.random.fold_in(key, position), (VOCAB_SIZE,)))
+    uniform = np.minimum((bits.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32), 1 - 2.0**-24)
+    rows = make_rows(1, seeds=seed, positions=position)
+    noise = np.asarray(sampler._gumbel(rows.seed, rows.sample_positions, VOCAB_SIZE))[0]
+    np.testing.assert_allclose(noise, -np.log(-np.log1p(-uniform.astype(np.float64))), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 7, 1.0), (1.5, 0, 0.8), (1.0, 20, 0.9)]
+)
+def test_distribution(temperature, top_k, top_p):
+    """20,000 fixed seeds follow the softmax of what the cuts leave."""
+    logits = random_logits(1, seed=3, vocab_size=40)[0]
+    num_rows = 20_000
+    rows = make_rows(
+        num_rows, temperature=temperature, top_k=top_k, top_p=top_p, seeds=np.arange(num_rows), positions=9
+    )
+    token_ids = run(np.tile(logits, (num_rows, 1)), rows).token_ids
+    kept, probs = kept_by_numpy(logits, temperature, top_k, top_p)
+    assert kept[token_ids].all()
+    statistic, freedom = chi_square(token_ids, probs)
+    assert statistic < freedom + 5 * np.sqrt(2 * freedom), (statistic, freedom)
+
+
+def test_positions_are_independent_draws():
+    """One seed over many positions is as good as many seeds; so are seeds that differ in the high word."""
+    logits = random_logits(1, seed=4, vocab_size=40)[0]
+    num_rows = 20_000
+    tiled = np.tile(logits, (num_rows, 1))
+    probs = kept_by_numpy(logits, 1.0, 0, 1.0)[1]
+    by_position = run(tiled, make_rows(num_rows, seeds=5, positions=np.arange(num_rows))).token_ids
+    by_high_word = run(tiled, make_rows(num_rows, seeds=np.arange(num_rows, dtype=np.uint64) << 32)).token_ids
+    for token_ids in (by_position, by_high_word):
+        statistic, freedom = chi_square(token_ids, probs)
+        assert statistic < freedom + 5 * np.sqrt(2 * freedom)
+    pairs = np.mean(by_position[1:] == by_position[:-1])
+    assert abs(pairs - (probs**2).sum()) < 0.02
+
+
+@pytest.mark.parametrize("num_rows", [1, 37])
+def test_independent_of_batch(num_rows):
+    """A row's id does not depend on its place, its neighbours, the padding or the mode of the batch."""
+    logits = random_logits(NUM_ROWS, seed=5)
+    rng = np.random.default_rng(6)
+    rows = make_rows(
+        NUM_ROWS, temperature=rng.choice([0.0, 0.7, 1.3], NUM_ROWS), top_k=rng.choice([0, 1, 9], NUM_ROWS),
+        top_p=rng.choice([0.3, 0.9, 1.0], NUM_ROWS), seeds=rng.integers(0, 2**63, NUM_ROWS),
+        positions=rng.integers(0, 4096, NUM_ROWS),
+    )  # fmt: skip
+    expected = run(logits, rows).token_ids
+    order = rng.permutation(NUM_ROWS)[:num_rows]
+    subset = jax.tree.map(lambda leaf: leaf[order], rows)
+    np.testing.assert_array_equal(run(logits[order], subset).token_ids, expected[order])
+    draws_only = order[(rows.top_k[order] == 0) & (rows.top_p[order] == 1)]
+    subset = jax.tree.map(lambda leaf: leaf[draws_only], rows)
+    mode = SamplerMode(draws=True, truncates=False, top_logprobs=False)
+    np.testing.assert_array_equal(run(logits[draws_only], subset, mode).token_ids, expected[draws_only])
+
+
+def test_independent_of_sharding():
+    """A vocabulary sharded over two devices gives the same ids and log-probabilities."""
+    logits = random_logits(16, seed=7, vocab_size=128)
+    rows = make_rows(16, temperature=0.9, top_k=30, top_p=0.9, seeds=np.arange(16), positions=3, banned=(5,))
+    expected = run(logits, rows)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    sharded = jax.device_put(logits, NamedSharding(mesh, PartitionSpec(None, "tp")))
+    replicated = jax.device_put(rows, NamedSharding(mesh, PartitionSpec()))
+    found = _compiled(NUM_TOP, EVERYTHING)(sharded, replicated)
+    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+    np.testing.assert_array_equal(found.top_ids, expected.top_ids)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_kernel_gives_the_same_ids(monkeypatch):
+    """Cutoffs by the kernel and by XLA, also with logits on two devices, which each search all rows."""
+    logits = random_logits(16, seed=7, vocab_size=128)
+    rows = make_rows(
+        16, temperature=np.tile([0.9, 0.9, 0.9, 0.0], 4), top_k=np.tile([0, 30], 8),
+        top_p=np.tile([0.9, 0.9, 1.0, 0.5], 4), seeds=np.arange(16), banned=(5,),
+    )  # fmt: skip
+    expected = run(logits, rows)
+    monkeypatch.setattr(sampler, "choose_backend", lambda device: "pallas_triton")
+    monkeypatch.setattr(sampler, "cutoffs", functools.partial(sampler.cutoffs, interpret=True))
+    sample = jax.jit(functools.partial(sampler.sample, num_top=NUM_TOP, mode=EVERYTHING))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    for logits_spec in (None, PartitionSpec(), PartitionSpec(None, "tp")):
+        placed = logits, rows
+        if logits_spec is not None:
+            placed = jax.device_put(
+                placed, (NamedSharding(mesh, logits_spec), NamedSharding(mesh, PartitionSpec()))
+            )
+        found = sample(*placed)
+        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+        np.testing.assert_array_equal(found.top_ids, expected.top_ids)
+
+
+@pytest.mark.parametrize("mode", sampler.all_modes(), ids=str)
+def test_lowers_for_cuda(monkeypatch, mode):
+    """Only a mode that truncates has the kernel."""
+    monkeypatch.setattr(sampler, "choose_backend", lambda device: "pallas_triton")
+    logits, rows = random_logits(4), make_rows(4)
+    text = lower_for_cuda(functools.partial(sampler.sample, num_top=NUM_TOP, mode=mode), logits, rows)
+    assert text.count("xla.gpu.triton") == mode.truncates
+
+
+def test_scores_come_back_from_their_keys():
+    scores = np.array([0, -2e-38, -1e-30, -0.5, -17, -3e38, -np.inf], np.float32)
+    back = sampler._scores_of(sampler._ordered_keys(jnp.asarray(scores)))
+    np.testing.assert_array_equal(back, scores)
+    assert np.isnan(sampler._scores_of(jnp.zeros(1, jnp.uint32)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    temperature=st.sampled_from([1e-6, 0.3, 1.0, 50.0, 1e4]),
+    top_k=st.sampled_from([0, 1, 2, 17, VOCAB_SIZE, VOCAB_SIZE + 1, 2**31 - 1]),
+    top_p=st.sampled_from([1e-9, 0.05, 0.5, 0.95, 0.9999, 1.0]),
+    ties=st.booleans(),
+)
+def test_cuts_keep_what_numpy_keeps(seed, temperature, top_k, top_p, ties):
+    """The ids left by both cuts, with and without ties."""
+    logits = random_logits(1, seed=seed)
+    if ties:
+        logits = np.round(logits)
+    scores = (logits - logits.max()) / np.float32(temperature)
+    found = np.asarray(
+        jax.jit(sampler._truncate)(scores, np.array([top_k], np.int32), np.array([top_p], np.float32))
+    )[0]
+    kept = kept_by_numpy(scores[0], 1.0, top_k, np.float32(top_p))[0]
+    # Fixed-point masses and numpy's may fall on different sides of top_p, within rounding of the edge.
+    near_edge = kept_by_numpy(scores[0], 1.0, top_k, top_p + 1e-4)[0]
+    near_edge &= ~kept_by_numpy(scores[0], 1.0, top_k, top_p - 1e-4)[0]
+    agree = (found > -np.inf) == kept
+    assert (agree | near_edge).all()
+    assert found.max() == 0
+    if top_k in (1, 2, 17) and top_p == 1.0 and not ties:
+        assert (found > -np.inf).sum() == top_k
+
+
+def test_greedy_takes_the_first_of_equals():
+    """Ties go to the lowest id, with and without the machinery of random choice."""
+    logits = np.zeros((NUM_ROWS, VOCAB_SIZE), np.float32)
+    logits[1, [20, 40]] = 2.0
+    logits[2, [7, 99]] = 3.0
+    for mode in sampler.all_modes():
+        found = run(logits, make_rows(NUM_ROWS, temperature=0.0, banned=(7,)), mode)
+        assert found.token_ids[:3].tolist() == [0, 20, 99]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-40, 1e-6, 0.8])
+def test_banned_ids_are_never_sampled(temperature):
+    """The four best ids are banned; padding (-1) bans nothing, the last id least of all."""
+    logits = np.zeros((NUM_ROWS, VOCAB_SIZE), np.float32)
+    logits[:, :4] = 20.0
+    logits[:, VOCAB_SIZE - 1] = 15.0
+    rows = make_rows(NUM_ROWS, temperature=temperature, seeds=np.arange(NUM_ROWS), banned=(0, 1, 2, 3))
+    found = run(logits, rows)
+    assert found.token_ids.min() >= 4
+    assert (found.token_ids == VOCAB_SIZE - 1).mean() > 0.9
+    rows = make_rows(NUM_ROWS, temperature=temperature, seeds=np.arange(NUM_ROWS), banned=(0, 1, 2))
+    assert (run(logits, rows).token_ids == 3).mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1e-6, 0, 1), (1, 1, 1), (1, 0, 1e-9), (1, 0, 0)]
+)
+def test_extremes_are_greedy(temperature, top_k, top_p):
+    """The smallest temperature, one id, and the smallest mass all leave the most likely id."""
+    logits = random_logits(NUM_ROWS, seed=8, scale=1e3)
+    rows = make_rows(NUM_ROWS, temperature=temperature, top_k=top_k, top_p=top_p, seeds=np.arange(NUM_ROWS))
+    np.testing.assert_array_equal(run(logits, rows).token_ids, logits.argmax(axis=1))
+
+
+def test_infinite_logits_stay_finite():
+    """Minus infinity on every id but one is a certain choice, not a NaN."""
+    logits = np.full((NUM_ROWS, VOCAB_SIZE), -np.inf, np.float32)
+    logits[:, 13] = 1.0
+    found = run(logits, make_rows(NUM_ROWS, temperature=np.tile([0, 1e-6, 1, 1e4], 16), top_k=5, top_p=0.5))
+    assert found.token_ids.tolist() == [13] * NUM_ROWS
+    np.testing.assert_array_equal(found.logprobs, np.zeros(NUM_ROWS))
+
+
+def test_logprobs_are_of_the_raw_distribution():
+    """Neither temperature, nor cuts, nor bans change the log-probabilities reported."""
+    logits = random_logits(NUM_ROWS, seed=9)
+    reference = logits.astype(np.float64)
+    reference = reference - np.log(np.exp(reference).sum(axis=1, keepdims=True))
+    rows = make_rows(
+        NUM_ROWS, temperature=2.0, top_k=50, top_p=0.95, seeds=np.arange(NUM_ROWS), banned=(1, 2)
+    )
+    for mode in (EVERYTHING, EVERYTHING._replace(top_logprobs=False)):
+        found = run(logits, rows, mode)
+        np.testing.assert_allclose(found.logprobs, reference[np.arange(NUM_ROWS), found.token_ids], atol=1e-5)
+    found = run(logits, rows)
+    order = np.argsort(-reference, axis=1)[:, :NUM_TOP]
+    np.testing.assert_array_equal(found.top_ids, order)
+    np.testing.assert_allclose(found.top_logprobs, np.take_along_axis(reference, order, axis=1), atol=1e-5)
+
+
+def test_modes():
+    """Six modes; cuts without a draw are the greedy mode."""
+    assert len(set(sampler.all_modes())) == 6
+    assert {sampler.mode_for(*needs) for needs in np.ndindex(2, 2, 2)} <= set(sampler.all_modes())

@@ -1,0 +1,97 @@
+"""Several programs are compiled at a time, and none is lost."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pensieve_jax.runtime.compilation import CompilationCounter, CompilationJob, compile_all
+from pensieve_jax.runtime.program import Program
+
+
+@jax.jit
+def scaled(x, n):
+    return x * n + 1
+
+
+class Held:
+    """A program that compiles when `meet` lets it."""
+
+    def __init__(self, number, meet):
+        self.number, self.meet = number, meet
+
+    def lower(self):
+        return self
+
+    def compile(self):
+        self.meet()
+        return self.number
+
+
+def test_programs_are_compiled_at_a_time(monkeypatch):
+    """Two and two that wait for each other all get to their end."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    barrier, kept = threading.Barrier(2, timeout=60), []
+    programs = (Held(number, barrier.wait) for number in range(4))
+    names = list(compile_all(CompilationJob(str(one.number), one, kept.append) for one in programs))
+    assert sorted(names) == ["0", "1", "2", "3"] and sorted(kept) == [0, 1, 2, 3]
+
+
+def test_a_failure_is_raised():
+    kept = []
+
+    def fail():
+        raise ValueError("no memory")
+
+    programs = Held(0, lambda: None), Held(1, fail)
+    with pytest.raises(ValueError, match="no memory"):
+        list(compile_all(CompilationJob("", one, kept.append) for one in programs))
+    assert kept in ([], [0])
+
+
+def test_what_has_not_begun_is_dropped_when_nobody_wants_it(monkeypatch):
+    """As by Ctrl-C while it is shown how far things are: the one that is being compiled is waited for."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    all_there, begun, dropped = threading.Event(), threading.Event(), threading.Event()
+    kept = []
+
+    def hold():
+        begun.set()
+        assert dropped.wait(timeout=60)
+
+    def jobs():
+        meets = (lambda: all_there.wait(timeout=60)), hold, (lambda: None), (lambda: None)
+        for number, meet in enumerate(meets):
+            yield CompilationJob(str(number), Held(number, meet), kept.append)
+        all_there.set()
+
+    submit = ThreadPoolExecutor.submit
+
+    def noted_submit(pool, fn):
+        future = submit(pool, fn)
+        future.add_done_callback(lambda future: dropped.set() if future.cancelled() else None)
+        return future
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", noted_submit)
+    names = compile_all(jobs())
+    assert next(names) == "0" and begun.wait(timeout=60)
+    names.close()
+    assert dropped.is_set() and kept == [0]
+
+
+def test_real_programs_are_counted_and_run():
+    counter, kept = CompilationCounter(), {}
+    programs = {n: Program(scaled, (jnp.ones(n), n), {}) for n in (2, 3, 5)}
+    before = counter.value
+    jobs = (
+        CompilationJob(str(n), one, functools.partial(kept.__setitem__, n)) for n, one in programs.items()
+    )
+    assert sorted(compile_all(jobs)) == ["2", "3", "5"] and counter.value - before == 3
+    for n, compiled in kept.items():
+        assert compiled(jnp.ones(n), n).tolist() == [n + 1] * n
