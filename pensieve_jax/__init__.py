@@ -21,6 +21,7 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.outputs import Delta, Output, TokenLogprob, Usage
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.explanation import Explanation
 from pensieve_jax.llm import LLM
 from pensieve_jax.runtime.asynchronous_launches import ask_for_asynchronous_launches
 from pensieve_jax.stream import Stream
@@ -37,6 +38,7 @@ __all__ = [
     "Delta",
     "EngineClosedError",
     "EngineConfig",
+    "Explanation",
     "HistoryCorruptError",
     "HistoryError",
     "HistoryLockedError",

@@ -60,7 +60,7 @@ class Times(NamedTuple):
     num_tokens: int
 
 
-class Load:
+class HostLoad:
     """An engine with conversations of given lengths, ready to be measured."""
 
     def __init__(self, *, gpu_pages: int, num_idle: int, cpu_pages: int = 0) -> None:
@@ -137,7 +137,7 @@ class Load:
 def decode_load() -> Callable[[], Times]:
     """Requests that all decode; the pool is ample."""
     num_pages = FLAGS.num_running * (2 * FLAGS.context_tokens // 32 + 1)
-    load = Load(gpu_pages=num_pages, num_idle=0)
+    load = HostLoad(gpu_pages=num_pages, num_idle=0)
     load.fill_running()
     return lambda: load.step()[0]
 
@@ -150,7 +150,7 @@ def mixed_load(*, cpu_share: float = 0.0) -> Callable[[], Times]:
     num_running, pages_each = FLAGS.num_running, FLAGS.context_tokens // 32
     gpu_pages = num_running * (pages_each + 8) + FLAGS.num_idle * pages_each // 2
     cpu_pages = int(cpu_share * FLAGS.num_idle * pages_each)
-    load = Load(gpu_pages=gpu_pages, num_idle=FLAGS.num_idle + num_running, cpu_pages=cpu_pages)
+    load = HostLoad(gpu_pages=gpu_pages, num_idle=FLAGS.num_idle + num_running, cpu_pages=cpu_pages)
     load.fill_idle()
 
     def submit(num_turns: int) -> None:

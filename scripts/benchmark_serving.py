@@ -47,7 +47,7 @@ from serving.clock import RunClock
 from serving.engine_server import EngineSystem
 from serving.figures import UNITS, figures
 from serving.report import BENCHMARK, append_line, curve, draw, read_curves, tables
-from serving.run import History, System, Window, serve
+from serving.run import System, Window, serve
 from serving.transformers_server import TransformersSystem
 from serving.vllm_server import SYSTEMS as VLLM_SYSTEMS
 from serving.vllm_server import VllmSystem
@@ -66,7 +66,7 @@ from pensieve_jax.commands.engine_flags import (
 )
 from pensieve_jax.commands.launch import EXIT_FAILED, Interrupt, check_can_write, run
 from pensieve_jax.commands.report import json_line
-from pensieve_jax.workload import Client, ConversationTrace, Session, Trace, TurnTrace
+from pensieve_jax.workload import Client, ConversationTrace, History, Session, Trace, TurnTrace
 
 FLAGS = flags.FLAGS
 SYSTEMS = (*ENGINE_SYSTEMS, "transformers", *VLLM_SYSTEMS)
@@ -78,7 +78,7 @@ _CLOSED_FLAGS = ("num_turns", "prompt_tokens", "output_tokens")
 _SETTINGS = {"open loop": (*_USERS, "seed"), "closed loop": ("num_conversations", *_CLOSED_FLAGS, "seed")}
 
 
-class Load(NamedTuple):
+class LoadPoint(NamedTuple):
     """One load point: conversations that begin in a second (None: as recorded, or at once), and who comes."""
 
     rate: float | None
@@ -86,7 +86,7 @@ class Load(NamedTuple):
     window: Window
 
 
-def closed_loop() -> tuple[Trace, list[Load]]:
+def closed_loop() -> tuple[Trace, list[LoadPoint]]:
     """Conversations of one shape, all at once, whose users do not think."""
     turns = (TurnTrace(FLAGS.prompt_tokens, FLAGS.output_tokens),) * FLAGS.num_turns
     count = FLAGS.num_conversations
@@ -95,18 +95,18 @@ def closed_loop() -> tuple[Trace, list[Load]]:
     trace = Trace(f"closed loop: {count} conversations of {what}", conversations)
     think_s = (0.0,) * (FLAGS.num_turns - 1)
     who = [Session(conversation, 0.0, think_s) for conversation in conversations]
-    return trace, [Load(None, who, Window())]
+    return trace, [LoadPoint(None, who, Window())]
 
 
-def open_loop(max_context_tokens: int) -> tuple[Trace, list[Load]]:
+def open_loop(max_context_tokens: int) -> tuple[Trace, list[LoadPoint]]:
     """The trace of the flags at every rate of theirs; raises ConfigError or a workload's error."""
     trace = load_trace(max_context_tokens)
     if not FLAGS.window_s:
-        return trace, [Load(rate, sessions(trace, rate, None), Window()) for rate in rates()]
+        return trace, [LoadPoint(rate, sessions(trace, rate, None), Window()) for rate in rates()]
     start_s, end_s = FLAGS.warm_up_s, FLAGS.warm_up_s + FLAGS.window_s
     window = Window(start_s, end_s, FLAGS.drain_s)
     run_s = end_s + FLAGS.drain_s
-    return trace, [Load(rate, sessions(trace, rate, run_s), window) for rate in rates()]
+    return trace, [LoadPoint(rate, sessions(trace, rate, run_s), window) for rate in rates()]
 
 
 def open_system(model: ModelConfig) -> System:
@@ -121,19 +121,20 @@ def open_system(model: ModelConfig) -> System:
     return VllmSystem(name, source, model, dtype, config)
 
 
-def histories(load: Load, prompts: Prompts, between_steps: Callable[[], None]) -> Iterator[History]:
+def histories(load: LoadPoint, prompts: Prompts, between_steps: Callable[[], None]) -> Iterator[History]:
     """Of the conversations that begin in mid-life, in the order of their last answers."""
     begun = (session for session in load.sessions if session.first_turn)
     for session in sorted(begun, key=lambda session: session.last_active_s):
         between_steps()
         name = session.conversation.conversation_id
-        token_ids = prompts.of_history(name, session.num_history_tokens)
-        yield History(name, token_ids, min(session.last_active_s, 0.0))
+        num_tokens = session.num_history_tokens
+        token_ids = prompts.of_history(name, num_tokens)
+        yield History(name, num_tokens, min(session.last_active_s, 0.0), token_ids)
 
 
 def measure(
     system: System,
-    load: Load,
+    load: LoadPoint,
     number: int,
     model: ModelConfig,
     max_context_tokens: int,

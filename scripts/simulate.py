@@ -72,14 +72,14 @@ _SETTINGS = (
 )
 
 
-class System(NamedTuple):
+class Variant(NamedTuple):
     """What is compared: a name, and an engine's configuration."""
 
     name: str
     config: EngineConfig
 
 
-def systems(profile: DeviceProfile) -> list[System]:
+def systems(profile: DeviceProfile) -> list[Variant]:
     """Those of the flags; raises ConfigError."""
     unknown = [name for name in FLAGS.systems if name not in SYSTEMS]
     if unknown or not FLAGS.systems:
@@ -93,7 +93,7 @@ def systems(profile: DeviceProfile) -> list[System]:
         for policy in FLAGS.policies if name != STATELESS else FLAGS.policies[:1]:
             config = dataclasses.replace(base, cache=dataclasses.replace(base.cache, policy=policy))
             label = name if len(FLAGS.policies) == 1 or name == STATELESS else f"{name}, {policy}"
-            found.append(System(label, system_config(name, config)))
+            found.append(Variant(label, system_config(name, config)))
     return found
 
 
