@@ -138,7 +138,7 @@ def test_users_never_wait_for_the_server():
             sent += client.take()
         assert [turn.conversation_id for turn in sent] == ["s0", "s1", "s2", "s3"]
         assert not client.done
-        for turn, _ in sent:
+        for turn in sent:
             client.answer(Answer(turn, 0, 0.1, 0.1, Usage(3, 0, 0, 0, 3, 2)))
         while not client.done:
             client.wait(math.inf)
