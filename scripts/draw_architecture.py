@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import html
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,8 +45,11 @@ def room_of(module: str) -> str | None:
     return ".".join(parts[:2]) if parts[0] == _FACADE and len(parts) > 1 else parts[0]
 
 
-def imported_modules(path: Path) -> set[str]:
-    """Dotted names of all that a file imports, at any place in it, but for type checkers only."""
+def imported_modules(path: Path, modules: Collection[str] = ()) -> set[str]:
+    """Dotted names of what a file imports, at any place in it, but for type checkers only.
+
+    `from a import b` is an import of `a.b` where that is one of `modules`, else of `a`.
+    """
     found: set[str] = set()
     tree = ast.parse(path.read_text(encoding="utf-8"))
     typing_only = {
@@ -61,13 +64,16 @@ def imported_modules(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
-            found.add(node.module)
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found.update(names.intersection(modules))
+            if not names <= set(modules):
+                found.add(node.module)
     return found
 
 
 def read_rooms(root: Path = ROOT) -> dict[str, Room]:
     """Every room, by name."""
+    rooms = {f"{_FACADE}.{path.stem}" for path in (root / _FACADE).iterdir()}
     imports: dict[str, set[str]] = {}
     purposes: dict[str, str] = {}
     for package in (*PACKAGES, LAUNCHERS):
@@ -78,7 +84,7 @@ def read_rooms(root: Path = ROOT) -> dict[str, Room]:
                 continue
             if name in (module, LAUNCHERS):
                 purposes.setdefault(name, ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "")
-            found = {room_of(imported) for imported in imported_modules(path)}
+            found = {room_of(imported) for imported in imported_modules(path, rooms)}
             imports.setdefault(name, set()).update(one for one in found if one)
     purposes[LAUNCHERS] = "Launchers: benchmarks, simulations, figures, training"
     return {
