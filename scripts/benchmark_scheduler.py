@@ -10,9 +10,9 @@ so that a busy machine does not count against it; the wall clock stands beside i
   decode  every request decodes one token;
   mixed   replies end and turns of idle conversations arrive all the time, into a pool so small that the
           idle ones lose chunks and returning ones recompute.
-Prints a table, which load missed the target, and one JSON document as the last line. `--profile` adds
-cProfile's hot spots. It reports and does not judge: the exit status is 0 also where the target is missed,
-since that depends on the machine, and 2 for flags that cannot work.
+Prints a table, which load missed the target, and one JSON document (see `--json`) as the last line.
+`--profile` adds cProfile's hot spots. It reports and does not judge: the exit status is 0 also where the
+target is missed, since that depends on the machine, and 2 for flags that cannot work.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from model_defs import PRESETS, preset
 from pensieve_jax import CacheConfig, EngineConfig, SamplingParams, SchedulerConfig
 from pensieve_jax.assembly import estimated_cost_model
 from pensieve_jax.commands.launch import run
-from pensieve_jax.commands.report import json_line, table
+from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
 from pensieve_jax.config import POLICIES
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
@@ -220,7 +220,7 @@ def main() -> int:
         "num_tokens": "tokens a step",
     }
     document = {"target_ms": TARGET_MS, "target_met": not missed, "settings": settings, **results}
-    print(json_line("scheduler", document, units=units, device="none (host only, one core)"))
+    print_document(json_line("scheduler", document, units=units, device="none (host only, one core)"))
     return 0
 
 
@@ -235,6 +235,7 @@ def define_flags() -> None:
     backends = ["xla", "pallas_triton"]
     flags.DEFINE_enum("attention_backend", "pallas_triton", backends, "Whose tile list is built.")
     flags.DEFINE_bool("profile", False, "Profile as many steps again, and print the hot spots.")
+    define_document_flag()
 
 
 if __name__ == "__main__":

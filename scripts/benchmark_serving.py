@@ -22,8 +22,8 @@ Systems, one to a process, on the same memory:
   transformers   Hugging Face's continuous batching, if it can be imported;
   vllm, vllm-no-prefix, vllm-offload
                  vLLM, if it can be imported: with its prefix cache, without, and with host memory as well.
-The last line is one JSON document; docs/serving_benchmark.md defines every figure. Ctrl-C ends the run after
-the step; load points that were done are in `--output_json`.
+The last line is one JSON document (see `--json`); docs/serving_benchmark.md defines every figure. Ctrl-C ends
+the run after the step; load points that were done are in `--output_json`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from pensieve_jax.commands.engine_flags import (
     shows_progress,
 )
 from pensieve_jax.commands.launch import EXIT_FAILED, Interrupt, check_can_write, run
-from pensieve_jax.commands.report import json_line
+from pensieve_jax.commands.report import define_document_flag, json_line, print_document
 from pensieve_jax.workload import Client, ConversationTrace, History, Session, Trace, TurnTrace
 
 FLAGS = flags.FLAGS
@@ -233,7 +233,7 @@ def main() -> int:
         if FLAGS.plot is not None:
             title = f"{FLAGS.model}, {system.device_name()}\n{trace.name}"
             draw({system.label: curve(points)}, title, Path(FLAGS.plot))
-        print(document(system, trace, start_up_s, points))
+        print_document(document(system, trace, start_up_s, points))
     return EXIT_FAILED if any(point["void"] for point in points) else 0
 
 
@@ -276,7 +276,8 @@ def draw_curves() -> int:
     check_can_plot("--plot", Path(FLAGS.plot))
     title, curves = read_curves([Path(name) for name in FLAGS.curves])
     draw(curves, title, Path(FLAGS.plot))
-    print(
+    print(f"{', '.join(curves)}: drawn in {FLAGS.plot}")
+    print_document(
         json_line(BENCHMARK, {"curves": curves, "plot": FLAGS.plot}, units=UNITS, device="none: files read")
     )
     return 0
@@ -303,6 +304,7 @@ def define_flags() -> None:
     )
     define_session_flags()
     define_engine_flags(model=TINY_MODEL)
+    define_document_flag()
 
 
 if __name__ == "__main__":

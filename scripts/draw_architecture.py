@@ -11,6 +11,7 @@ line of its docstring begins.
 from __future__ import annotations
 
 import ast
+import functools
 import html
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -65,10 +66,24 @@ def imported_modules(path: Path, modules: Collection[str] = ()) -> set[str]:
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found.update(names.intersection(modules))
-            if not names <= set(modules):
+            names = {_facade().get(name, name) for name in names}
+            known = names.intersection(modules) | (names & set(_facade().values()))
+            found.update(known)
+            if names != known:
                 found.add(node.module)
     return found
+
+
+@functools.cache
+def _facade() -> dict[str, str]:
+    """Where a name stands that `import pensieve_jax` gives."""
+    tree = ast.parse((ROOT / _FACADE / "__init__.py").read_text(encoding="utf-8"))
+    return {
+        f"{_FACADE}.{alias.name}": node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
 
 
 def read_rooms(root: Path = ROOT) -> dict[str, Room]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.conftest import load
+from tests.launching import load
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pensieve_jax", "model_defs", "pallas_kernels")

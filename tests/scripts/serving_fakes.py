@@ -9,7 +9,7 @@ from pensieve_jax.cache import AnalyticCostModel
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.validation import ModelLimits
 from pensieve_jax.workload import Answer, Client, ConversationTrace, Session, StepTotals, TurnTrace, UserTurn
-from tests.scripts.conftest import load
+from tests.launching import load
 
 MODEL_TOKENS = 2048
 

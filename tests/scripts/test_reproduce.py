@@ -13,7 +13,7 @@ from pensieve_jax.cache.cost import CostPoint, MeasuredCostModel
 from pensieve_jax.simulator import DeviceProfile, Replica, run
 from pensieve_jax.simulator.routing import AffinityRouter
 from pensieve_jax.workload import Client
-from tests.scripts.conftest import ROOT, load
+from tests.launching import ROOT, load
 from tests.simulator.workloads import MAX_CONTEXT_TOKENS, PROFILE, make_sessions, small_config
 
 SMALL = {"small": "true", "seeds": "0", "device": "h200", "num_processes": 1, "progress": "false"}

@@ -11,7 +11,7 @@ from model_defs import PRESETS, preset
 from model_defs.hf_config import parse_hf_config
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from pensieve_jax.workload import History, UserTurn
-from tests.scripts.conftest import load
+from tests.launching import load
 from tests.scripts.serving_fakes import session, users
 
 peers = load("serving.peers")

@@ -10,7 +10,7 @@ import pytest
 
 from pensieve_jax import ConfigError, Usage
 from pensieve_jax.workload import Answer, UserTurn
-from tests.scripts.conftest import load
+from tests.launching import load
 from tests.scripts.serving_fakes import Ticker, TickServer, session, users
 
 serving_client = load("serving.client")
