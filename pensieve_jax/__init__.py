@@ -1,7 +1,7 @@
 """Stateful multi-turn LLM serving in JAX: the KV state of a conversation outlives its requests.
 
-JAX and Flax take a second or two to import. They come with `LLM` and `Stream`, when one of these is first
-asked for: whoever only wants configurations, errors or a list of commands does not wait for them.
+JAX and Flax take a second or two to import. They come with `LLM`, when it is first asked for, and with what
+goes with it: whoever only wants configurations, errors or a list of commands does not wait for them.
 """
 
 import importlib
@@ -31,14 +31,24 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.runtime.asynchronous_launches import ask_for_asynchronous_launches
 
 if TYPE_CHECKING:
+    from model_defs.errors import CheckpointError, ModelError, ShardingError, UnsupportedModelError
     from pensieve_jax.engine.explanation import Explanation
+    from pensieve_jax.engine.turn import Turn
     from pensieve_jax.llm import LLM
     from pensieve_jax.stream import Stream
-else:
+
+    __version__: str
+else:  # a type checker would take a `__getattr__` for leave to import any name
     _LATER = {
+        "CheckpointError": "model_defs.errors",
         "Explanation": "pensieve_jax.engine.explanation",
         "LLM": "pensieve_jax.llm",
+        "ModelError": "model_defs.errors",
+        "ShardingError": "model_defs.errors",
         "Stream": "pensieve_jax.stream",
+        "Turn": "pensieve_jax.engine.turn",
+        "UnsupportedModelError": "model_defs.errors",
+        "__version__": "pensieve_jax.version",
     }
 
     def __getattr__(name: str) -> Any:
@@ -55,6 +65,7 @@ __all__ = [
     "LLM",
     "CacheConfig",
     "ChatTemplateError",
+    "CheckpointError",
     "ConfigError",
     "ContextLengthError",
     "ConversationBusyError",
@@ -68,16 +79,21 @@ __all__ = [
     "HistoryMismatchError",
     "InvalidFieldError",
     "InvalidRequestError",
+    "ModelError",
     "Output",
     "PensieveError",
     "RunnerConfig",
     "SamplingParams",
     "SchedulerConfig",
+    "ShardingError",
     "SharedPrefix",
     "StepFailedError",
     "Stream",
     "TokenLogprob",
     "TokenizerMissingError",
+    "Turn",
     "UnknownConversationError",
+    "UnsupportedModelError",
     "Usage",
+    "__version__",
 ]

@@ -1,40 +1,30 @@
 """The public API: multi-turn generation on one model.
 
-Owns: prompts as people give them (text, ids, chat messages), waiting for turns, streams.
-Does not know: batches, pages, or devices; it drives an `Engine`, from one thread.
+Owns: what a caller can ask of a model, in one place.
+Does not know: how prompts become tokens (`PromptEncoder`), how turns are waited for (`stream`), batches,
+pages, or devices; it drives an `Engine`, from one thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
-
-import numpy as np
-from tqdm import tqdm
+from typing import Any, Literal, Self, overload
 
 from pensieve_jax.assembly import DEFAULT_MODEL, assemble
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
-from pensieve_jax.core.errors import (
-    InvalidRequestError,
-    TokenizerMissingError,
-    UnknownConversationError,
-)
+from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.explanation import Explanation
 from pensieve_jax.engine.turn import Turn
-from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history import ConversationInfo, ConversationRecord
-from pensieve_jax.stream import Stream, result_of
-from pensieve_jax.text import ChatFormat, EarlierTurn, check_messages
-
-type Prompt = str | Sequence[int]
-"""The NEW turn only: text, or token ids."""
+from pensieve_jax.prompts import Messages, Prompt, PromptEncoder
+from pensieve_jax.stream import Stream, run_all, submit_all
 
 
 class LLM:
@@ -87,7 +77,7 @@ class LLM:
         self.tokenizer = parts.tokenizer
         self._runner = parts.runner
         self._progress = progress
-        self._chat_format: ChatFormat | None = None
+        self._prompts = PromptEncoder(parts.tokenizer, lambda: self.engine.conversations)
 
     # Generating
 
@@ -102,7 +92,7 @@ class LLM:
         """Run one turn of each conversation, and return the outputs in the order of the prompts.
 
         Args:
-          prompts: the new turns, as text or token ids.
+          prompts: the new turns, as text, token ids or chat messages (for these see `chat`).
           sampling_params: for all of them, or one each.
           conversation_ids: a new id begins a conversation; None is a one-off request, whose state is
             freed at its end.
@@ -114,16 +104,9 @@ class LLM:
         was lost on the way. An interrupt cancels the turns that have not ended; one that falls into the
         middle of a step loses those of other streams as well.
         """
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-            raise InvalidRequestError("prompts", prompts, "a list of prompts", "put the prompt into a list")
         self.engine.expire_idle()
-        params = _one_each("sampling_params", sampling_params, SamplingParams(), len(prompts))
-        ids: list[str | None] = _one_each("conversation_ids", conversation_ids, None, len(prompts))
-        specs = [
-            TurnSpec(self._encode(prompt, name, f"prompts[{i}]", prefix), one, name, prefix=prefix)
-            for i, (prompt, one, name) in enumerate(zip(prompts, params, ids, strict=True))
-        ]
-        return self._run(self.engine.submit(specs))
+        specs = self._prompts.turns(prompts, sampling_params, conversation_ids, prefix=prefix)
+        return run_all(self.engine, specs, progress=self._progress)
 
     def stream(
         self,
@@ -135,46 +118,128 @@ class LLM:
     ) -> Stream:
         """Start one turn and iterate over what it says; see `generate` for arguments and errors."""
         self.engine.expire_idle()
-        token_ids = self._encode(prompt, conversation_id, "prompt", prefix)
-        params = sampling_params or SamplingParams()
-        return self._stream(TurnSpec(token_ids, params, conversation_id, prefix=prefix))
+        return Stream(
+            self.engine, self._prompts.turn(prompt, sampling_params, conversation_id, prefix=prefix)
+        )
 
+    @overload
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         sampling_params: SamplingParams | None = None,
         *,
         conversation_id: str | None = None,
-    ) -> Output:
+        prefix: SharedPrefix | None = None,
+    ) -> Output: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        conversation_ids: Sequence[str | None] | None = None,
+        prefix: SharedPrefix | None = None,
+    ) -> list[Output]: ...
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        *,
+        conversation_id: str | None = None,
+        conversation_ids: Sequence[str | None] | None = None,
+        prefix: SharedPrefix | None = None,
+    ) -> Output | list[Output]:
         """Run a turn of the NEW messages, in the model's chat template; earlier ones are remembered.
 
-        Raises ChatTemplateError for a model without a template or one that cannot be continued, and what
-        `generate` raises.
+        Args:
+          messages: those of one conversation, or a list of such lists, for a list of outputs.
+          sampling_params: for all of them; for several conversations also a list, one each.
+          conversation_id: of the one conversation; see `generate`.
+          conversation_ids: of several.
+          prefix: what `share_prefix` returned of the messages that come before these, for first turns only.
+            One of text or ids must be what the template writes first for these messages.
+
+        Raises ChatTemplateError for a model without a template or one that cannot be continued,
+        InvalidRequestError for messages that a conversation has already, and what `generate` raises.
         """
         self.engine.expire_idle()
-        spec = self._chat_spec(messages, sampling_params, conversation_id)
-        return self._run(self.engine.submit([spec]))[0]
+        several = isinstance(messages, list | tuple) and any(
+            isinstance(one, list | tuple) for one in messages
+        )
+        if several:
+            _check_unused("conversation_id", conversation_id, "conversation_ids, one for each list")
+            specs = self._prompts.chat_turns(messages, sampling_params, conversation_ids, prefix=prefix)
+        else:
+            _check_unused("conversation_ids", conversation_ids, "conversation_id, or give a list of lists")
+            specs = [self._prompts.chat_turn(messages, sampling_params, conversation_id, prefix=prefix)]
+        outputs = run_all(self.engine, specs, progress=self._progress)
+        return outputs if several else outputs[0]
 
     def stream_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         sampling_params: SamplingParams | None = None,
         *,
         conversation_id: str | None = None,
+        prefix: SharedPrefix | None = None,
     ) -> Stream:
-        """`chat`, as a stream."""
+        """`chat` of one conversation, as a stream."""
         self.engine.expire_idle()
-        return self._stream(self._chat_spec(messages, sampling_params, conversation_id))
+        spec = self._prompts.chat_turn(messages, sampling_params, conversation_id, prefix=prefix)
+        return Stream(self.engine, spec)
+
+    # Turns that the caller steps
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        conversation_ids: Sequence[str | None] | None = None,
+        prefix: SharedPrefix | None = None,
+    ) -> list[Turn]:
+        """Queue turns and return at once; see `generate` for arguments, and for what is raised at once.
+
+        They run in the steps that `step`, `generate`, `chat` or any stream takes. A turn has `take_delta()`,
+        what came since the last call; `done`; `output`, `error`; and `result()`, which returns the one or
+        raises the other. Its conversation is busy until it is done: step, or `cancel` it.
+        """
+        self.engine.expire_idle()
+        specs = self._prompts.turns(prompts, sampling_params, conversation_ids, prefix=prefix)
+        return submit_all(self.engine, specs)
+
+    def step(self) -> list[Turn]:
+        """Take one step of all turns in progress; returns those that ended in it, whoever submitted them."""
+        return self.engine.step()
+
+    def cancel(self, turn: Turn) -> None:
+        """End a turn as if it had never been sent; nothing happens to one that is done."""
+        self.engine.cancel(turn)
+
+    @property
+    def unfinished(self) -> tuple[Turn, ...]:
+        """The turns in progress, streams' included, in the order in which they were submitted."""
+        return self.engine.unfinished
+
+    # Beginnings that conversations share
 
     def share_prefix(self, prefix: Prompt) -> SharedPrefix:
-        """A beginning that conversations share, such as a system prompt: text, or token ids.
+        """A beginning that conversations share: text, token ids, or messages such as a system prompt.
 
         Its KV state is computed by the first turn that is given it, and kept once for all of them. A
         conversation that is loaded from the history after a restart has its own copy.
 
-        Raises InvalidRequestError, ContextLengthError or TokenizerMissingError.
+        Raises InvalidRequestError, ContextLengthError or TokenizerMissingError; ChatTemplateError where the
+        template does not write these messages before, and apart from, what follows.
         """
-        return self.engine.share_prefix(self._encode(prefix, None, "prefix"))
+        return self.engine.share_prefix(*self._prompts.prefix(prefix))
+
+    def release_prefix(self, prefix: SharedPrefix) -> None:
+        """Keep a prefix's state for those in memory that begin with it only, and free it with the last.
+
+        No turn takes it any more (InvalidRequestError). A second call does nothing.
+        """
+        self.engine.release_prefix(prefix)
 
     # Conversations
 
@@ -230,80 +295,7 @@ class LLM:
         """Close it."""
         self.close()
 
-    # Inside
 
-    def _encode(
-        self,
-        prompt: Prompt,
-        conversation_id: str | None,
-        field: str,
-        prefix: SharedPrefix | None = None,
-    ) -> Sequence[int]:
-        if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str | bytes):
-            return list(prompt)
-        if not isinstance(prompt, str):
-            raise InvalidRequestError(field, prompt, "text or a list of token ids")
-        if self.tokenizer is None:
-            raise TokenizerMissingError
-        if not prompt:
-            raise InvalidRequestError(field, prompt, "at least one token")
-        is_start = prefix is None and self.engine.conversations.num_tokens(conversation_id) == 0
-        return self.tokenizer.encode(prompt, add_bos=is_start)
-
-    def _chat_spec(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling_params: SamplingParams | None,
-        conversation_id: str | None,
-    ) -> TurnSpec:
-        new_messages = check_messages(messages)
-        token_ids = self._format().turn_token_ids(self._earlier_turns(conversation_id), new_messages)
-        return TurnSpec(token_ids, sampling_params or SamplingParams(), conversation_id, new_messages)
-
-    def _format(self) -> ChatFormat:
-        if self._chat_format is None:
-            if self.tokenizer is None:
-                raise TokenizerMissingError
-            self._chat_format = ChatFormat(self.tokenizer)
-        return self._chat_format
-
-    def _earlier_turns(self, conversation_id: str | None) -> list[EarlierTurn]:
-        if conversation_id is None:
-            return []
-        try:
-            turns = self.engine.conversations.record(conversation_id).turns
-        except UnknownConversationError:
-            return []
-        return [
-            EarlierTurn(turn.messages, turn.output_text, turn.output_token_ids, turn.finish_reason)
-            for turn in turns
-        ]
-
-    def _run(self, turns: Sequence[Turn]) -> list[Output]:
-        """Step until all have ended; whatever interrupts this cancels those that have not."""
-        unfinished = set(turns)
-        try:
-            with tqdm(total=len(turns), desc="turns", disable=not self._progress or len(turns) < 2) as bar:
-                while unfinished and self.engine.has_unfinished:
-                    ended = unfinished.intersection(self.engine.step())
-                    unfinished -= ended
-                    bar.update(len(ended))
-        finally:
-            for turn in turns:
-                if not turn.done:
-                    self.engine.cancel(turn)
-        return [result_of(turn) for turn in turns]
-
-    def _stream(self, spec: TurnSpec) -> Stream:
-        return Stream(self.engine, self.engine.submit([spec])[0])
-
-
-def _one_each[T](field: str, given: T | Sequence[T] | None, default: T, count: int) -> list[T]:
-    """`given` for each of `count` prompts: one value for all of them, or a sequence of that length."""
-    if given is None:
-        return [default] * count
-    if isinstance(given, SamplingParams):
-        return [given] * count
-    if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != count:
-        raise InvalidRequestError(field, given, f"a list of {count}, one for each prompt")
-    return list(given)
+def _check_unused(field: str, value: object, instead: str) -> None:
+    if value is not None:
+        raise InvalidRequestError(field, value, "None for these messages", f"use {instead}")

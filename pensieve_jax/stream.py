@@ -1,50 +1,89 @@
-"""A running turn as an iterator of what it says.
+"""Turns that run: one as an iterator of what it says, or several to their ends.
 
-Owns: stepping the engine until there is something to say, and cancelling a turn that nobody listens to.
-Does not know: prompts, or how a turn came about. Made by `LLM`.
+Owns: stepping the engine for whoever waits, and cancelling turns that nobody listens to any more.
+Does not know: prompts. Called by: `LLM`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
+
+from tqdm import tqdm
 
 from pensieve_jax.core.outputs import Delta, Output
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
+from pensieve_jax.engine.validation import TurnSpec
 
 
-def result_of(turn: Turn) -> Output:
-    """The output of a turn that is done; raises what it failed with."""
-    if turn.error is not None:
-        raise turn.error
-    assert turn.output is not None
-    return turn.output
+def submit_all(engine: Engine, specs: Sequence[TurnSpec]) -> list[Turn]:
+    """Submit turns for a caller who steps; an interrupt before they are returned cancels them."""
+    turns: list[Turn] = []
+    with contextlib.ExitStack() as undo:
+        undo.callback(_cancel, engine, turns)
+        engine.submit(specs, turns)
+        undo.pop_all()
+    return turns
+
+
+def run_all(engine: Engine, specs: Sequence[TurnSpec], *, progress: bool) -> list[Output]:
+    """Submit turns and step until all have ended; raises what the first one that failed, failed with.
+
+    Whatever interrupts this cancels those that have not ended. `progress` shows a bar for several.
+    """
+    turns: list[Turn] = []
+    try:
+        unfinished = set(engine.submit(specs, turns))
+        with tqdm(total=len(turns), desc="turns", disable=not progress or len(turns) < 2) as bar:
+            while unfinished and engine.has_unfinished:
+                ended = unfinished.intersection(engine.step())
+                unfinished -= ended
+                bar.update(len(ended))
+    finally:
+        _cancel(engine, turns)
+    return [turn.result() for turn in turns]
+
+
+def _cancel(engine: Engine, turns: Sequence[Turn]) -> None:
+    """Cancel those that are not done."""
+    for turn in turns:
+        if not turn.done:
+            engine.cancel(turn)
 
 
 class Stream(Iterator[Delta]):
     """A running turn as an iterator of deltas. Closing it, or dropping it, cancels the turn."""
 
-    def __init__(self, engine: Engine, turn: Turn) -> None:
-        """Made by `LLM.stream`; the turn has been submitted."""
+    _turns: Sequence[Turn] = ()  # for the destructor of one whose making was interrupted
+
+    def __init__(self, engine: Engine, spec: TurnSpec) -> None:
+        """Submit the turn; made by `LLM.stream`. Raises what `Engine.submit` does."""
         self._engine = engine
-        self._turn = turn
         self._closed = False
+        turns: list[Turn] = []  # the one turn, from the moment on in which it is accepted
+        self._turns = turns
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            engine.submit([spec], turns)
+            undo.pop_all()
 
     @property
     def output(self) -> Output | None:
         """The result, once the turn has ended."""
-        return self._turn.output
+        return self._turns[0].output
 
     def __next__(self) -> Delta:
         """Step until the turn says something; raises what the turn failed with."""
+        turn = self._turns[0]
         while not self._closed:
-            delta = self._turn.take_delta()
+            delta = turn.take_delta()
             if delta is not None:
                 return delta
-            if self._turn.done:
-                result_of(self._turn)
+            if turn.done:
+                turn.result()
                 raise StopIteration
             self._engine.step()
         raise StopIteration
@@ -52,8 +91,7 @@ class Stream(Iterator[Delta]):
     def close(self) -> None:
         """Cancel the turn, as if it had never been sent, unless it has ended; nothing comes after it."""
         self._closed = True
-        if not self._turn.done:
-            self._engine.cancel(self._turn)
+        _cancel(self._engine, self._turns)
 
     def __enter__(self) -> Self:
         """The stream itself."""
@@ -70,5 +108,6 @@ class Stream(Iterator[Delta]):
 
         The collector may come in the middle of a step, so this only asks the engine to cancel.
         """
-        if not self._turn.done and not self._engine.closed:
-            self._engine.abandon(self._turn)
+        for turn in self._turns:
+            if not turn.done and not self._engine.closed:
+                self._engine.abandon(turn)

@@ -79,3 +79,4 @@ def _check_prefixes(store: ChunkStore) -> None:
             num_running = sum(sequence.role is Role.RUNNING for sequence in users)
             assert (prefix.num_users, prefix.num_running_users) == (len(users), num_running)
             assert (prefix.role is Role.RUNNING) == (num_running > 0), "a prefix in use is not pinned"
+            assert users or not prefix.released, "a released prefix outlived the last that began with it"

@@ -84,9 +84,15 @@ class CacheManager:
             self._store.shorten(prefix)
         self._store.remove(prefix)
 
+    def release_prefix(self, prefix: CachedSequence) -> None:
+        """Forget a prefix as soon as no sequence begins with it; none is to share it from here on."""
+        prefix.released = True
+        if not prefix.num_users:
+            self.close_prefix(prefix)
+
     def share(self, sequence: CachedSequence, prefix: CachedSequence) -> None:
         """An empty, idle sequence begins with the chunks of a prefix from here on."""
-        assert not sequence.chunks and sequence.role is Role.IDLE and prefix.is_prefix
+        assert not sequence.chunks and sequence.role is Role.IDLE and prefix.is_prefix and not prefix.released
         sequence.begin_with(prefix)
         prefix.num_users += 1
 
@@ -316,11 +322,14 @@ class CacheManager:
 
     def _unshare(self, sequence: CachedSequence) -> None:
         """Leave the prefix: a sequence that was cut inside it begins anew, with chunks of its own."""
-        assert sequence.prefix is not None and len(sequence.chunks) == sequence.num_shared
-        sequence.prefix.num_users -= 1
+        prefix = sequence.prefix
+        assert prefix is not None and len(sequence.chunks) == sequence.num_shared
+        prefix.num_users -= 1
         if sequence.role is Role.RUNNING:
-            self._unpin_prefix(sequence.prefix)
+            self._unpin_prefix(prefix)
         sequence.begin_with(None)
+        if prefix.released and not prefix.num_users:
+            self.close_prefix(prefix)
 
     def _prefetch_for_queued(self) -> None:
         """Copy in for queued requests, by arrival, into pages that cost nobody anything."""

@@ -77,6 +77,7 @@ class CachedSequence:
       prefix: the sequence of the prefix, if it has one.
       is_prefix: others share its chunks: they are full, and it keeps its length whatever is dropped.
       num_users, num_running_users: of a prefix, the sequences that begin with it, and those that run.
+      released: of a prefix, that it is to be forgotten with the last of its users.
     """
 
     def __init__(self, sequence_id: str, *, is_prefix: bool = False) -> None:
@@ -95,6 +96,7 @@ class CachedSequence:
         self.is_prefix = is_prefix
         self.num_users = 0
         self.num_running_users = 0
+        self.released = False
         self._page_row = np.zeros(16, np.int32)
         self._first_on = [0] * NUM_SHELVES  # no own chunk before it is on that shelf
 

@@ -9,11 +9,11 @@ Called by: the console script of the package. Nothing here imports JAX: a list o
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import sys
 
 from absl import flags
 
+import pensieve_jax
 from pensieve_jax.commands.launch import EXIT_BAD_INPUT, run, show
 
 flags.disclaim_key_flags()  # a command's flags are those of the program
@@ -31,7 +31,7 @@ def main() -> None:
     if name in _HELP:
         sys.exit(show(overview()))
     if name == "--version":
-        sys.exit(show(importlib.metadata.version("pensieve-jax")))
+        sys.exit(show(pensieve_jax.__version__))
     if name not in COMMANDS:
         known = ", ".join(COMMANDS)
         print(f"error: there is no command {name!r}, but {known}; see pensieve --help", file=sys.stderr)

@@ -32,10 +32,16 @@ from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.engine.turn import Turn
-from pensieve_jax.engine.validation import ModelLimits, TurnSpec, check_token_ids, check_turns
+from pensieve_jax.engine.validation import (
+    ModelLimits,
+    TurnSpec,
+    check_token_ids,
+    check_turns,
+    checked_prefix,
+)
 from pensieve_jax.history import HistoryStore
 from pensieve_jax.scheduler import Planner, RequestStatus, SchedulerOutput
-from pensieve_jax.text import Tokenizer
+from pensieve_jax.text import Message, Tokenizer
 
 
 class _LaunchedStep(NamedTuple):
@@ -116,6 +122,12 @@ class Engine:
         return bool(self._ledger.turns) or self._loop.in_flight is not None
 
     @property
+    def unfinished(self) -> tuple[Turn, ...]:
+        """Turns without an outcome, in the order in which they were submitted; raises EngineClosedError."""
+        self._check_usable()
+        return tuple(self._ledger.turns.values())
+
+    @property
     def closed(self) -> bool:
         """It takes no more calls."""
         return self._closed
@@ -140,8 +152,12 @@ class Engine:
         with self._change():
             self._conversations.expire_idle()
 
-    def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
-        """Queue turns, in order. All are checked first: one bad turn and none is queued."""
+    def submit(self, specs: Sequence[TurnSpec], accepted: list[Turn] | None = None) -> list[Turn]:
+        """Queue turns, in order. All are checked first: one bad turn and none is queued.
+
+        `accepted` gets them as part of the change, so that whoever gave it owns them even if an interrupt
+        (Ctrl-C) keeps this from returning.
+        """
         with self._change():
             check_turns(specs, self.limits, self._conversations, self._tokenizer)
             turns: list[Turn] = []
@@ -152,6 +168,8 @@ class Engine:
                 for turn in turns:
                     self._ledger.cancel(turn)
                 raise
+            if accepted is not None:
+                accepted += turns
             return turns
 
     def abandon(self, turn: Turn) -> None:
@@ -178,14 +196,22 @@ class Engine:
                 ran = [turn for turn in turns if turn.request.status is not RequestStatus.WAITING]
                 return self._lose_step(error, ran)
 
-    def share_prefix(self, token_ids: Sequence[int]) -> SharedPrefix:
+    def share_prefix(
+        self, token_ids: Sequence[int], messages: tuple[Message, ...] | None = None
+    ) -> SharedPrefix:
         """A beginning for conversations to share; raises InvalidRequestError or ContextLengthError."""
         self._check_usable()
         check_token_ids("prefix", token_ids, self.limits.vocab_size)
         if len(token_ids) + 2 > self.limits.max_context_tokens:
             limit = f"at most {self.limits.max_context_tokens - 2}, to leave room for a prompt and a reply"
             raise ContextLengthError("prefix", f"{len(token_ids)} tokens", limit)
-        return SharedPrefix(tuple(map(int, token_ids)))
+        return SharedPrefix(tuple(map(int, token_ids)), messages)
+
+    def release_prefix(self, prefix: SharedPrefix) -> None:
+        """Take no more turns with a prefix; see `PrefixTable.release`. A second call does nothing."""
+        with self._change():
+            if not checked_prefix(prefix).released:
+                self._prefixes.release(prefix)
 
     # Between turns
 

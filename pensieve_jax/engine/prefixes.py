@@ -19,7 +19,7 @@ class PrefixTable:
     def __init__(self, cache: CacheManager) -> None:
         """None."""
         self._cache = cache
-        self._sequences: dict[SharedPrefix, CachedSequence] = {}
+        self._sequences: dict[tuple[int, ...], CachedSequence] = {}  # by tokens
         self._num_opened = 0
 
     def __len__(self) -> int:
@@ -30,24 +30,36 @@ class PrefixTable:
         """Let an empty, idle sequence begin with the full chunks of a prefix, if it has any."""
         if len(prefix.token_ids) < self._cache.chunk_tokens:
             return
-        shared = self._sequences.get(prefix)
+        shared = self._sequences.get(prefix.token_ids)
         if shared is None:
             name = f"\0prefix-{self._num_opened}"  # never a caller's id: those have no NUL
             self._num_opened += 1
-            shared = self._sequences[prefix] = self._cache.open_prefix(name, len(prefix.token_ids))
+            shared = self._cache.open_prefix(name, len(prefix.token_ids))
+            self._sequences[prefix.token_ids] = shared
         self._cache.share(sequence, shared)
 
     def rejoin(self, sequence: CachedSequence, token_ids: Sequence[int]) -> None:
         """Let the empty, idle sequence of a loaded history share the prefix that the history begins with."""
-        for prefix, shared in self._sequences.items():
-            count = len(prefix.token_ids)
-            if shared.num_kv_tokens < len(token_ids) and tuple(token_ids[:count]) == prefix.token_ids:
+        for beginning, shared in self._sequences.items():
+            count = len(beginning)
+            if shared.num_kv_tokens < len(token_ids) and tuple(token_ids[:count]) == beginning:
                 self._cache.share(sequence, shared)
                 return
 
+    def release(self, prefix: SharedPrefix) -> None:
+        """Leave a prefix's state to those in memory that begin with it; it goes with the last of them.
+
+        An equal prefix is another handle and stays good: the next turn that is given it computes the state
+        anew.
+        """
+        prefix.released = True
+        shared = self._sequences.pop(prefix.token_ids, None)
+        if shared is not None:
+            self._cache.release_prefix(shared)
+
     def forget_unused(self) -> None:
         """Forget prefixes that have no state left and that no conversation in memory begins with."""
-        for prefix, shared in list(self._sequences.items()):
+        for beginning, shared in list(self._sequences.items()):
             if not shared.num_users and not shared.holds_state:
                 self._cache.close_prefix(shared)
-                del self._sequences[prefix]
+                del self._sequences[beginning]

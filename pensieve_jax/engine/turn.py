@@ -48,6 +48,14 @@ class Turn:
         """It has an output or an error."""
         return self.output is not None or self.error is not None
 
+    def result(self) -> Output:
+        """The output of a turn that is done; raises what it failed with, and PensieveError before its end."""
+        if self.error is not None:
+            raise self.error
+        if self.output is None:
+            raise PensieveError("The turn has not ended, so it has no output yet; step until it is done.")
+        return self.output
+
     @property
     def token_ids(self) -> Sequence[int]:
         """The reply so far."""

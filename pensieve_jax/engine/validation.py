@@ -87,7 +87,8 @@ def check_turns(
         field = "prompt" if len(specs) == 1 else f"prompts[{i}]"
         check_token_ids(field, spec.prompt_token_ids, limits.vocab_size)
         if spec.prefix is not None:
-            _check_prefix(spec, limits, conversations)
+            check_prefix(spec.prefix, conversation_id, conversations)
+            check_token_ids("prefix", spec.prefix.token_ids, limits.vocab_size)
         _check_length(field, spec, limits, conversations)
         _check_params(spec.params, limits, tokenizer)
 
@@ -102,18 +103,27 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
             raise InvalidRequestError(f"{field}[{position}]", token_id, limit)
 
 
-def _check_prefix(spec: TurnSpec, limits: ModelLimits, conversations: ConversationTable) -> None:
-    if not isinstance(spec.prefix, SharedPrefix):
-        raise InvalidRequestError("prefix", spec.prefix, "what share_prefix returned, or None")
-    check_token_ids("prefix", spec.prefix.token_ids, limits.vocab_size)
-    history_len = conversations.num_tokens(spec.conversation_id)
+def check_prefix(prefix: object, conversation_id: str | None, conversations: ConversationTable) -> None:
+    """Raise InvalidRequestError unless a turn of this conversation may begin with `prefix`."""
+    prefix = checked_prefix(prefix)
+    if prefix.released:
+        hint = "share it again: share_prefix returns a new one"
+        raise InvalidRequestError("prefix", prefix, "one that release_prefix was not called with", hint)
+    history_len = conversations.num_tokens(conversation_id)
     if history_len:
         raise InvalidRequestError(
             "prefix",
-            spec.prefix,
-            f"None: {spec.conversation_id!r} has {history_len} tokens, and only a first turn takes a prefix",
+            prefix,
+            f"None: {conversation_id!r} has {history_len} tokens, and only a first turn takes a prefix",
             "leave it out: the conversation begins as its first turn did",
         )
+
+
+def checked_prefix(prefix: object) -> SharedPrefix:
+    """`prefix` itself; raises InvalidRequestError where it is none."""
+    if not isinstance(prefix, SharedPrefix):
+        raise InvalidRequestError("prefix", prefix, "what share_prefix returned, or None")
+    return prefix
 
 
 def _is_int(value: Any) -> bool:

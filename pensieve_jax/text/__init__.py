@@ -2,7 +2,7 @@
 
 Owns: the tokenizer wrapper, incremental detokenization with stop strings, chat templates.
 Does not know: jax, conversations' KV state, scheduling, or where a history is kept.
-Called by: `pensieve_jax.llm` and the engine loop.
+Called by: `pensieve_jax.prompts`, `pensieve_jax.assembly` and the engine loop.
 """
 
 from pensieve_jax.text.chat import ChatFormat, EarlierTurn
@@ -10,6 +10,7 @@ from pensieve_jax.text.detokenizer import IncrementalDetokenizer
 from pensieve_jax.text.loading import CHAT_TEMPLATE, byte_tokenizer, load_tokenizer
 from pensieve_jax.text.messages import ROLES, Message, check_messages
 from pensieve_jax.text.tokenizer import Tokenizer
+from pensieve_jax.text.transcript import num_messages_held
 
 __all__ = [
     "CHAT_TEMPLATE",
@@ -22,4 +23,5 @@ __all__ = [
     "byte_tokenizer",
     "check_messages",
     "load_tokenizer",
+    "num_messages_held",
 ]

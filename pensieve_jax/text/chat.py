@@ -2,7 +2,7 @@
 
 Owns: rendering of chat templates, and which part of a rendering is new in a turn.
 Does not know: where earlier turns are kept, sampling, KV state.
-Called by: `pensieve_jax.llm` for `chat`.
+Called by: `pensieve_jax.prompts` for messages.
 
 A conversation only ever grows, so a turn sends render(all messages, generation prompt) minus what stands in
 the history already. The history holds the reply as it was sampled, and that is never tokenized again: the
@@ -15,6 +15,8 @@ one.
 - The beginning-of-sequence token is put at a conversation's start, whether the template writes it or not. One
   that the template itself writes at the start of later turns (as Llama 2's does) is part of its format and
   stays.
+- Messages that conversations share as their beginning are a rendering of their own, without a generation
+  prompt, cut where its last ids would be others with a message behind it.
 - Turns without messages (sent as text or ids, or cut within the prompt by `truncate`) have no rendering. They
   stay as they are, before everything: the template starts over behind the last of them, without a
   beginning-of-sequence token, so the model reads them as text that came before the chat.
@@ -22,6 +24,7 @@ one.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -109,6 +112,30 @@ class ChatFormat:
             return self._tokenizer.encode(text, add_bos=True)
         text = text.removeprefix(self._tokenizer.bos_token or "")
         return self._tokenizer.encode_after(_last_id(turns), text)
+
+    def prefix_token_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The ids that every conversation begins with whose first messages are these.
+
+        Args:
+          messages: what conversations share, such as a system message.
+
+        Raises InvalidRequestError for malformed messages, ChatTemplateError if the template refuses them, or
+        does not write them before, and apart from, what follows.
+        """
+        shared, now = check_messages(messages), self._now()
+        next_message = {"role": "user", "content": _placeholder(shared)}
+        text = self._render(shared, now, generation_prompt=False)
+        longer = self._render([*shared, next_message], now, generation_prompt=True)
+        if not longer.startswith(text) or not text.removeprefix(self._tokenizer.bos_token or "").strip():
+            raise ChatTemplateError(
+                "The chat template cannot share these messages, since it does not write them before the "
+                "first user message and apart from it; share the text that it begins with, and send all "
+                "messages in the first turn."
+            )
+        ids, longer_ids = (self._tokenizer.encode(each, add_bos=True) for each in (text, longer))
+        # The last characters may be part of one token with what stands behind them.
+        pairs = zip(ids, longer_ids, strict=False)
+        return [token_id for token_id, other in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
     def _later_turn(self, turns: Sequence[EarlierTurn], new_messages: Sequence[Message]) -> list[int]:
         rendered = self._split_rendering(turns, new_messages)

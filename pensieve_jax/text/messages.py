@@ -2,7 +2,7 @@
 
 Owns: `Message` and what a well-formed list of them is.
 Does not know: templates, tokenizers or conversations.
-Called by: `chat`, `pensieve_jax.llm`; `pensieve_jax.history` keeps messages as they are.
+Called by: `chat`, `pensieve_jax.prompts`; `pensieve_jax.history` keeps messages as they are.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ type Message = Mapping[str, Any]
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
-def check_messages(messages: object) -> tuple[Message, ...]:
+def check_messages(messages: object, field: str = "messages") -> tuple[Message, ...]:
     """Copies of well-formed messages; keys beside `role` and `content` are kept for the template.
 
-    Raises InvalidRequestError naming `messages`, `messages[i]`, `messages[i].role` or `messages[i].content`.
+    Raises InvalidRequestError naming `field`, `field[i]`, `field[i].role` or `field[i].content`.
     """
     if not isinstance(messages, list | tuple):
-        raise InvalidRequestError("messages", messages, 'a list such as [{"role": "user", "content": "Hi"}]')
+        raise InvalidRequestError(field, messages, 'a list such as [{"role": "user", "content": "Hi"}]')
     if not messages:
-        raise InvalidRequestError("messages", messages, "a list of at least one new message")
-    return tuple(_check_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+        raise InvalidRequestError(field, messages, "a list of at least one new message")
+    return tuple(_check_message(message, f"{field}[{index}]") for index, message in enumerate(messages))
 
 
 def _check_message(message: object, field: str) -> Message:

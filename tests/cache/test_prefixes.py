@@ -91,3 +91,31 @@ def test_a_conversation_that_is_cut_behind_its_prefix_keeps_it(num_tokens):
     cache.manager.truncate(one, num_tokens)
     assert one.prefix is prefix and one.num_kv_tokens == num_tokens == len(one.chunks) * CHUNK
     cache.check()
+
+
+def test_a_released_prefix_goes_with_the_last_that_begins_with_it():
+    cache = Cache(12, 12)
+    prefix, (one, two) = users_of_a_prefix(cache, 3 * CHUNK, 3 * CHUNK)
+    cache.manager.release(one)
+    cache.manager.release_prefix(prefix)
+    cache.check()
+    cache.manager.close(one)
+    assert resident(two) == [0, 1, 2] and cache.pool.num_free == 12 - 3
+    cache.manager.truncate(two, 0)  # it runs: the prefix is unpinned, and then forgotten
+    cache.manager.release(two)
+    cache.check()
+    assert two.prefix is None and cache.pool.num_free == 12 and not prefix.chunks
+
+
+def test_a_released_prefix_that_nobody_begins_with_goes_at_once():
+    cache = Cache(4, 4)
+    prefix, (one,) = users_of_a_prefix(cache, 3 * CHUNK)
+    cache.manager.release(one)
+    cache.manager.truncate(one, 0)
+    other = cache.running("other", 4 * CHUNK)  # pushes it out to the host
+    cache.complete()
+    assert states(prefix) == ["on cpu"] * 2
+    cache.manager.release_prefix(prefix)
+    cache.manager.truncate(other, 0)
+    cache.check()
+    assert cache.slots.num_free == 4 and prefix not in list(cache.manager._store)

@@ -99,7 +99,6 @@ class Harness:
             clock=self.clock,
             observe=self._see,
         )
-        self._sent: list[Turn] = []  # and not admitted when it was last looked at
         self.on_step: Observe = unobserved  # a test's own observer
         self.scheduled: list[SchedulerOutput] = []
         self.num_granted: Counter[Request] = Counter()
@@ -111,9 +110,9 @@ class Harness:
 
     def _look_at_waiting(self, copy_ids: Sequence[int]) -> None:
         """Just before the engine schedules: what queued turns have, after these copies."""
-        self._sent = [turn for turn in self._sent if turn.request.status is RequestStatus.WAITING]
-        for turn in self._sent:
-            self._look_at(turn.request.sequence, copy_ids)
+        for request in self.engine._ledger.turns:
+            if request.status is RequestStatus.WAITING:
+                self._look_at(request.sequence, copy_ids)
 
     def _see(self, output: SchedulerOutput) -> None:
         self.scheduled.append(output)
@@ -170,7 +169,6 @@ class Harness:
 
     def submit_all(self, specs: Sequence[TurnSpec]) -> list[Turn]:
         turns = self.engine.submit(specs)
-        self._sent += turns
         for turn in turns:
             self._copied_in.pop(turn.request.sequence.sequence_id, None)
         return turns

@@ -10,6 +10,8 @@ import pytest
 
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import PensieveError, StepFailedError
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.validation import TurnSpec
 from tests.engine.fake_transfers import Delays
 from tests.engine.harness import Harness, small_config
 from tests.engine.test_failures import two_running_turns
@@ -21,11 +23,12 @@ DELAYS = Delays(seed=1, laziness=0.5)
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line that runs in those layers; counts lines where n is None."""
+    """Raises KeyboardInterrupt at the n-th line that runs in some layers; counts lines where n is None."""
 
-    def __init__(self, at: int | None) -> None:
+    def __init__(self, at: int | None, layers: tuple[str, ...] = LAYERS) -> None:
         self.num_lines = 0
         self._at = at
+        self._layers = layers
 
     def __enter__(self) -> Interrupt:
         sys.settrace(self._on_call)
@@ -35,7 +38,7 @@ class Interrupt:
         sys.settrace(None)
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._on_line if any(layer in frame.f_code.co_filename for layer in LAYERS) else None
+        return self._on_line if any(layer in frame.f_code.co_filename for layer in self._layers) else None
 
     def _on_line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
@@ -57,6 +60,12 @@ def act(harness: Harness, turns: list) -> None:
         harness.engine.step()
     harness.engine.truncate("b", 30)
     harness.engine.end("a")
+    prefix = harness.engine.share_prefix(harness.prompt(20, seed=10))
+    spec = TurnSpec(harness.prompt(5, seed=11), SamplingParams(max_tokens=2, ignore_eos=True), prefix=prefix)
+    (turn,) = harness.engine.submit([spec])
+    harness.engine.step()
+    harness.engine.release_prefix(prefix)
+    harness.engine.cancel(turn)
 
 
 @pytest.mark.parametrize("config", [small_config(), TWO_TIERS], ids=["one tier", "two tiers"])

@@ -10,6 +10,7 @@ from pensieve_jax import Stream
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.text import byte_tokenizer
 from tests.engine.harness import Harness
+from tests.engine.oracles import spec_of
 
 TOKENIZER = byte_tokenizer()
 
@@ -20,7 +21,7 @@ def text_harness():
 
 def stream(harness, name, prompt_len=6, *, seed=0, **params):
     facts = harness.facts(harness.prompt(prompt_len, seed), name, seed, **params)
-    return Stream(harness.engine, harness.submit(facts, name)), harness.expected(facts)
+    return Stream(harness.engine, spec_of(facts, name)), harness.expected(facts)
 
 
 def test_text_is_what_the_ids_say():

@@ -26,7 +26,6 @@ from pensieve_jax.device import sampler
 from pensieve_jax.device.sampler import SamplerMode
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history import SQLiteHistoryStore, TurnRecord, sqlite_store
-from pensieve_jax.stream import result_of
 from tests.kill.script import MAX_CONTEXT_TOKENS, Script, TurnKey
 
 MODEL = "random:llama-tiny"
@@ -166,7 +165,7 @@ def _run_steps(llm: LLM, pipe: Connection, script: Script, keys: list[TurnKey]) 
         keys = []
         for turn in ended:
             key = key_of.pop(turn)
-            _report(pipe, key, result_of(turn))
+            _report(pipe, key, turn.result())
             keys.append(script.after(key))
 
 

@@ -1,0 +1,251 @@
+"""Prompts as people give them, to turns as the engine takes them.
+
+Owns: what a prompt may be (text, token ids, chat messages), where the beginning-of-sequence token stands,
+which messages a chat turn is rendered from, and what a shared prefix leaves of it.
+Does not know: jax, batches, how a turn runs or who waits for it. It changes nothing.
+Called by: `LLM`; meant for any other front end of an `Engine` as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeGuard
+
+import numpy as np
+
+from pensieve_jax.core.errors import (
+    InvalidRequestError,
+    TokenizerMissingError,
+    UnknownConversationError,
+)
+from pensieve_jax.core.prefix import SharedPrefix
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.conversations import ConversationTable
+from pensieve_jax.engine.validation import TurnSpec, check_prefix
+from pensieve_jax.text import (
+    ChatFormat,
+    EarlierTurn,
+    Message,
+    Tokenizer,
+    check_messages,
+    num_messages_held,
+)
+
+type Messages = Sequence[Message]
+"""Chat messages: dicts with `role` and `content`."""
+
+type Prompt = str | Sequence[int] | Messages
+"""The NEW turn only: text, token ids, or chat messages."""
+
+
+class PromptEncoder:
+    """Makes the turns of one model's prompts. Used by one thread at a time, as the engine is."""
+
+    def __init__(self, tokenizer: Tokenizer | None, conversations: Callable[[], ConversationTable]) -> None:
+        """For a model with this tokenizer, or none.
+
+        Args:
+          tokenizer: the model's; None serves token ids only.
+          conversations: gives the conversations as they are now; an engine makes its table anew when it
+            starts over.
+        """
+        self._tokenizer = tokenizer
+        self._conversations = conversations
+        self._chat_format: ChatFormat | None = None
+
+    def turn(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        conversation_id: str | None = None,
+        *,
+        prefix: SharedPrefix | None = None,
+        field: str = "prompt",
+    ) -> TurnSpec:
+        """A turn of text, token ids or chat messages.
+
+        Args:
+          prompt: the new turn only.
+          sampling_params: the defaults if None.
+          conversation_id: whose turn it is; None for a one-off request.
+          prefix: what the conversation begins with, before the prompt; on a first turn only.
+          field: what errors call the prompt.
+
+        Raises InvalidRequestError, TokenizerMissingError, and for messages ChatTemplateError. What needs the
+        model's limits is checked by `Engine.submit`.
+        """
+        if _is_messages(prompt):
+            return self.chat_turn(prompt, sampling_params, conversation_id, prefix=prefix, field=field)
+        if prefix is not None:
+            check_prefix(prefix, conversation_id, self._conversations())
+        is_start = prefix is None and self._conversations().num_tokens(conversation_id) == 0
+        token_ids = self._encode(prompt, field, add_bos=is_start)
+        return TurnSpec(token_ids, sampling_params or SamplingParams(), conversation_id, prefix=prefix)
+
+    def chat_turn(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        conversation_id: str | None = None,
+        *,
+        prefix: SharedPrefix | None = None,
+        field: str = "messages",
+    ) -> TurnSpec:
+        """A turn of the NEW messages, rendered by the model's chat template; `turn` has the arguments.
+
+        A prefix must be what the rendering begins with: its own messages are put before the new ones, and
+        kept with the turn.
+        """
+        new_messages = check_messages(messages, field)
+        params = sampling_params or SamplingParams()
+        if prefix is not None:
+            return self._chat_after(prefix, new_messages, params, conversation_id, field)
+        earlier = self._earlier_turns(conversation_id)
+        num_held = num_messages_held(earlier, new_messages)
+        if num_held:
+            _refuse_resent(field, new_messages, num_held, f"conversation {conversation_id!r}")
+        token_ids = self._format().turn_token_ids(earlier, new_messages)
+        return TurnSpec(token_ids, params, conversation_id, new_messages)
+
+    def turns(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        conversation_ids: Sequence[str | None] | None = None,
+        *,
+        prefix: SharedPrefix | None = None,
+    ) -> list[TurnSpec]:
+        """`turn` of each prompt, with one set of parameters for all of them, or one each."""
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise InvalidRequestError("prompts", prompts, "a list of prompts", "put the prompt into a list")
+        params, ids = _for_each(len(prompts), sampling_params, conversation_ids)
+        return [
+            self.turn(prompt, params[i], ids[i], prefix=prefix, field=f"prompts[{i}]")
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def chat_turns(
+        self,
+        conversations: Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        conversation_ids: Sequence[str | None] | None = None,
+        *,
+        prefix: SharedPrefix | None = None,
+    ) -> list[TurnSpec]:
+        """`chat_turn` of each conversation's messages, with parameters for all of them, or one each."""
+        params, ids = _for_each(len(conversations), sampling_params, conversation_ids)
+        return [
+            self.chat_turn(messages, params[i], ids[i], prefix=prefix, field=f"messages[{i}]")
+            for i, messages in enumerate(conversations)
+        ]
+
+    def prefix(self, beginning: Prompt) -> tuple[Sequence[int], tuple[Message, ...] | None]:
+        """Token ids that conversations are to begin with, and the messages they were rendered from, if any.
+
+        Raises InvalidRequestError naming `prefix`, TokenizerMissingError, and for messages
+        ChatTemplateError.
+        """
+        if not _is_messages(beginning):
+            return self._encode(beginning, "prefix", add_bos=True), None
+        messages = check_messages(beginning, "prefix")
+        return self._format().prefix_token_ids(messages), messages
+
+    # Inside
+
+    def _encode(self, prompt: object, field: str, *, add_bos: bool) -> Sequence[int]:
+        if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str | bytes):
+            return list(prompt)
+        if not isinstance(prompt, str):
+            raise InvalidRequestError(field, prompt, "text, a list of token ids, or a list of messages")
+        if self._tokenizer is None:
+            raise TokenizerMissingError
+        if not prompt:
+            raise InvalidRequestError(field, prompt, "at least one token")
+        return self._tokenizer.encode(prompt, add_bos=add_bos)
+
+    def _chat_after(
+        self,
+        prefix: SharedPrefix,
+        new_messages: tuple[Message, ...],
+        params: SamplingParams,
+        conversation_id: str | None,
+        field: str,
+    ) -> TurnSpec:
+        """The first turn of a chat that begins with a prefix.
+
+        The whole is rendered and encoded as without the prefix, so that both are the same conversation.
+        """
+        check_prefix(prefix, conversation_id, self._conversations())
+        shared = prefix.messages or ()
+        if shared and new_messages[: len(shared)] == shared:
+            _refuse_resent(field, new_messages, len(shared), "the prefix")
+        messages = (*shared, *new_messages)
+        token_ids = self._format().turn_token_ids([], messages)
+        num_shared = len(prefix.token_ids)
+        if len(token_ids) <= num_shared or tuple(token_ids[:num_shared]) != prefix.token_ids:
+            raise InvalidRequestError(
+                "prefix",
+                prefix,
+                "what the chat template writes first for these messages",
+                # Templates may write the date, or take a system message into the first user message.
+                "share the messages once more, since the template writes them otherwise now or here"
+                if shared
+                else "share the first messages instead of text or ids, as in "
+                'share_prefix([{"role": "system", "content": "..."}]), and send those behind them',
+            )
+        return TurnSpec(token_ids[num_shared:], params, conversation_id, messages, prefix)
+
+    def _format(self) -> ChatFormat:
+        if self._chat_format is None:
+            self._chat_format = ChatFormat(self._tokenizer)
+        return self._chat_format
+
+    def _earlier_turns(self, conversation_id: str | None) -> list[EarlierTurn]:
+        if conversation_id is None:
+            return []
+        try:
+            turns = self._conversations().record(conversation_id).turns
+        except UnknownConversationError:
+            return []
+        return [
+            EarlierTurn(turn.messages, turn.output_text, turn.output_token_ids, turn.finish_reason)
+            for turn in turns
+        ]
+
+
+def _is_messages(prompt: object) -> TypeGuard[Messages]:
+    """Token ids and messages are both lists; the first item tells."""
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _refuse_resent(field: str, messages: Messages, num_held: int, owner: str) -> NoReturn:
+    rest = "send a new message" if num_held == len(messages) else f"send the messages from [{num_held}] on"
+    raise InvalidRequestError(
+        field,
+        messages,
+        f"new messages only: {owner} holds the first {num_held} of these {len(messages)} already",
+        f"{rest}, or give another conversation_id to begin anew",
+    )
+
+
+def _for_each(
+    count: int, sampling_params: object, conversation_ids: object
+) -> tuple[list[SamplingParams], list[str | None]]:
+    """Parameters and ids of each of `count` prompts."""
+    params: list[SamplingParams] = _one_each("sampling_params", sampling_params, SamplingParams(), count)
+    for i, one in enumerate(params):
+        if one is None:  # the default is for whoever gives none at all
+            raise InvalidRequestError(f"sampling_params[{i}]", one, "SamplingParams")
+    ids: list[str | None] = _one_each("conversation_ids", conversation_ids, None, count)
+    return params, ids
+
+
+def _one_each(field: str, given: Any, default: Any, count: int) -> list[Any]:
+    """`given` for each of `count` prompts: one value for all of them, or a sequence of that length."""
+    if given is None:
+        return [default] * count
+    if isinstance(given, SamplingParams):
+        return [given] * count
+    if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != count:
+        raise InvalidRequestError(field, given, f"a list of {count}, one for each prompt")
+    return list(given)

@@ -1,0 +1,26 @@
+"""An `LLM` on the engine tests' fake runner: everything between a caller and the device, and no model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pensieve_jax import LLM
+from pensieve_jax.text import Tokenizer, byte_tokenizer
+from tests.engine.harness import Harness
+
+TOKENIZER = byte_tokenizer()
+
+
+def fake_llm(
+    monkeypatch: pytest.MonkeyPatch, *, tokenizer: Tokenizer | None = TOKENIZER, path: Path | None = None
+) -> tuple[LLM, Harness]:
+    """An LLM and the harness that its engine is of; `path` is a history file."""
+    harness = Harness(tokenizer=tokenizer, path=path)
+    parts = SimpleNamespace(
+        engine=harness.engine, runner=harness.runner, model_config=None, tokenizer=tokenizer
+    )
+    monkeypatch.setattr("pensieve_jax.llm.assemble", lambda *_, **__: parts)
+    return LLM(progress=False), harness

@@ -1,0 +1,63 @@
+"""What the package says of itself: its names, its version, and that it is typed."""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import model_defs.errors
+import pensieve_jax
+from pensieve_jax import version
+from pensieve_jax.core import errors
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_every_error_that_a_caller_can_meet_has_a_name_here() -> None:
+    found = {
+        name: one
+        for module in (errors, model_defs.errors)
+        for name, one in inspect.getmembers(module, inspect.isclass)
+        if issubclass(one, Exception)
+    }
+    assert {"PensieveError", "ModelError", "CheckpointError"} <= found.keys()
+    for name, one in found.items():
+        assert getattr(pensieve_jax, name) is one and name in pensieve_jax.__all__
+    assert all(hasattr(pensieve_jax, name) for name in pensieve_jax.__all__)
+
+
+def test_the_version_is_that_of_pyproject() -> None:
+    assert pensieve_jax.__version__ == PROJECT["project"]["version"]
+    with pytest.raises(AttributeError, match="no_such_name"):
+        pensieve_jax.no_such_name  # noqa: B018
+
+
+def test_a_version_without_a_checkout_is_that_of_the_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: f"{name} 9")
+    for number, text in enumerate((None, "[project]\nname = 'other'\nversion = '7'\n", "no toml")):
+        root = tmp_path / str(number)
+        root.mkdir()
+        if text is not None:
+            (root / "pyproject.toml").write_text(text, encoding="utf-8")
+        assert version.find_version(root) == "pensieve-jax 9"
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert version.find_version(tmp_path) == version.UNKNOWN
+
+
+def test_every_package_is_typed_and_says_so_in_a_wheel() -> None:
+    setuptools = PROJECT["tool"]["setuptools"]
+    for pattern in setuptools["packages"]["find"]["include"]:
+        package = pattern.removesuffix("*")
+        assert (ROOT / package / "py.typed").is_file()
+        assert "py.typed" in setuptools["package-data"][package]
