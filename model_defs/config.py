@@ -56,7 +56,8 @@ class ModelConfig:
 
     `architecture` is the name of a row in `registry.FAMILIES`; what a family always has (Qwen3's norms of
     queries and keys) is said by its module, not here. `activation` is the MLP's. `attention_bias` is of the
-    projections that have one where the family has any. `word_embed_dim`,
+    projections that have one where the family has any: all four, or (Qwen2) queries, keys and values.
+    `sliding_window` is how many tokens a token sees, itself included; None: all. `word_embed_dim`,
     `pre_norm`, `final_norm`, `norm_affine` are OPT's: width of the token table (0: `hidden_size`), layer
     norm before each block or after it, the norm after the last layer, and whether norms have weights.
     `dtype` is the checkpoint's, not necessarily what the model runs in. `initializer_range` is the standard
@@ -88,6 +89,7 @@ class ModelConfig:
     norm_affine: bool = True
     initializer_range: float = 0.02
     initial_norm_scale: float = 1.0
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         """Check what no implementation could run."""
@@ -99,6 +101,12 @@ class ModelConfig:
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        # Here, and not where a checkpoint is read: whoever raises the context length may pass the window.
+        if self.sliding_window is not None and self.sliding_window < self.max_position_embeddings:
+            raise UnsupportedModelError(
+                f"sliding_window={self.sliding_window} is not supported: it must be null, or at least "
+                f"max_position_embeddings={self.max_position_embeddings}, so that it never hides a token"
             )
         for name, value, allowed in (
             ("activation", self.activation, ACTIVATIONS),
