@@ -1,4 +1,4 @@
-"""OPT and Llama in flax.nnx over a flat, ragged token batch: configs, models, attention, weights.
+"""Model families in flax.nnx over a flat, ragged token batch: configs, models, attention, weights.
 
 Knows the kernels below it and nothing of engines, schedulers or caches above it. The public names are
 those imported here.

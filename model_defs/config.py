@@ -31,7 +31,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding of a Llama model; fields beyond `theta` belong to the kinds named.
+    """Rotary position embedding; fields beyond `theta` belong to the kinds named.
 
     `factor` stretches positions (linear, llama3, yarn); `original_max_positions` is the context the
     model was trained on before stretching (llama3, yarn); `low_freq_factor` and `high_freq_factor`
@@ -54,14 +54,18 @@ class RopeConfig:
 class ModelConfig:
     """A decoder-only transformer. Hashable, so that it can be a static argument of a compiled step.
 
-    `activation` is the MLP's (Llama: silu, gated). `word_embed_dim`, `pre_norm`, `final_norm`,
-    `norm_affine` are OPT's: width of the token table (0: `hidden_size`), layer norm before each block or
-    after it, the norm after the last layer, and whether norms have weights. `dtype` is the
-    checkpoint's, not necessarily what the model runs in. `initializer_range` is the standard deviation
-    of random weights, `initial_norm_scale` the scale of their last norm (it widens gaps between logits).
+    `architecture` is the name of a row in `registry.FAMILIES`; what a family always has (Qwen3's norms of
+    queries and keys) is said by its module, not here. `activation` is the MLP's. `attention_bias` is of the
+    projections that have one where the family has any: all four, or (Qwen2) queries, keys and values.
+    `sliding_window` is how many tokens a token sees, itself included; None: all. `word_embed_dim`,
+    `pre_norm`, `final_norm`, `norm_affine` are OPT's: width of the token table (0: `hidden_size`), layer
+    norm before each block or after it, the norm after the last layer, and whether norms have weights.
+    `dtype` is the checkpoint's, not necessarily what the model runs in. `initializer_range` is the standard
+    deviation of random weights, `initial_norm_scale` the scale of their last norm (it widens gaps between
+    logits).
     """
 
-    architecture: Literal["opt", "llama"]
+    architecture: str
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -85,6 +89,7 @@ class ModelConfig:
     norm_affine: bool = True
     initializer_range: float = 0.02
     initial_norm_scale: float = 1.0
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         """Check what no implementation could run."""
@@ -97,10 +102,13 @@ class ModelConfig:
             raise UnsupportedModelError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        if self.head_dim % 2 and self.architecture == "llama":
-            raise UnsupportedModelError(f"head_dim={self.head_dim} must be even for rotary embeddings")
+        # Here, and not where a checkpoint is read: whoever raises the context length may pass the window.
+        if self.sliding_window is not None and self.sliding_window < self.max_position_embeddings:
+            raise UnsupportedModelError(
+                f"sliding_window={self.sliding_window} is not supported: it must be null, or at least "
+                f"max_position_embeddings={self.max_position_embeddings}, so that it never hides a token"
+            )
         for name, value, allowed in (
-            ("architecture", self.architecture, ("opt", "llama")),
             ("activation", self.activation, ACTIVATIONS),
             ("rope.kind", self.rope.kind, ROPE_KINDS),
             ("dtype", self.dtype, DTYPES),
@@ -112,6 +120,11 @@ class ModelConfig:
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP multiplies two projections of its input; with silu, and only then, it does."""
+        return self.activation == "silu"
 
     @property
     def embed_width(self) -> int:

@@ -21,6 +21,7 @@ _NOT_ARITHMETIC = (
     "eos_token_ids",
     "initializer_range",
     "initial_norm_scale",
+    "sliding_window",  # one that would hide a token is refused
 )
 
 

@@ -16,12 +16,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model_defs.config import ModelConfig
 from model_defs.errors import CheckpointError
-from model_defs.hf_recipes import Recipe, recipe
+from model_defs.hf_recipes import recipe
 from model_defs.parameters import Filler, Parameter
+from model_defs.registry import family
 from model_defs.safetensors_reader import TensorEntry
 from model_defs.sharding import TENSOR_AXIS
+from model_defs.tensor_recipes import Recipe
 
-_PREFIX = {"llama": "model.", "opt": "model.decoder."}
 _MAX_NAMES_SHOWN = 8
 
 
@@ -72,7 +73,7 @@ def _short(name: str) -> str:
 
 def _check(entries: dict[str, TensorEntry], recipes: dict[str, Recipe], config: ModelConfig) -> None:
     """Every tensor that a recipe names is there in its shape, and nothing else is."""
-    prefix = _PREFIX[config.architecture]
+    prefix = family(config.architecture).tensor_prefix
     wanted = {
         name: shape
         for recipe_ in recipes.values()

@@ -1,4 +1,4 @@
-"""The parts both architectures are made of: projections, norms, embeddings, activations.
+"""The parts that models are made of: projections, norms, embeddings, activations.
 
 Every weight is one array of its own, declared with shape, dtype and sharding before any value exists
 (`declare`), so that an abstract model costs nothing and a loader fills each array in place on its devices.
@@ -6,7 +6,7 @@ float32 means float32: matmuls then ask for HIGHEST precision, because GPUs defa
 f16 the hardware accumulates in float32. The residual stream and the norms are float32 in every model:
 eighty roundings of the stream to bf16 were half of the noise in OPT-13B's logits, and it is a small part
 of a layer's traffic. A matmul casts its input to its kernel's dtype; a norm before one does so itself. Called
-by llama and opt.
+by gated_decoder and families.
 """
 
 import dataclasses

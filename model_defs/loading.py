@@ -16,7 +16,7 @@ from model_defs.hf_weights import hf_filler
 from model_defs.orbax_store import restore_parameters
 from model_defs.parameters import Progress, fill_parameters, named_parameters
 from model_defs.random_weights import random_filler
-from model_defs.registry import Model, abstract_model, preset
+from model_defs.registry import Model, abstract_model, family, preset
 from model_defs.safetensors_reader import open_checkpoint
 
 RANDOM_PREFIX = "random:"
@@ -36,7 +36,7 @@ def source_config(source: str | Path, max_position_embeddings: int | None = None
             raise CheckpointError(f"{name!r} is neither a directory nor random:<preset>")
         config = load_config(source)
     wanted = max_position_embeddings or config.max_position_embeddings
-    has_table = config.architecture == "opt" and not name.startswith(RANDOM_PREFIX)
+    has_table = family(config.architecture).has_position_table and not name.startswith(RANDOM_PREFIX)
     if has_table and wanted > config.max_position_embeddings:
         raise UnsupportedModelError(
             f"max_position_embeddings={wanted} exceeds the checkpoint's table of "

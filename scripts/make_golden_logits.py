@@ -1,8 +1,9 @@
-"""Remake tests/models/golden: tiny OPT and Llama checkpoints with the logits transformers computes for them.
+"""Make tests/models/golden: tiny checkpoints of every family with the logits transformers computes for them.
 
 Needs torch and transformers, which the project itself does not: run it in an environment of its own, e.g.
     python -m venv /tmp/golden && /tmp/golden/bin/pip install torch transformers absl-py
-    /tmp/golden/bin/python scripts/make_golden_logits.py --output tests/models/golden
+    /tmp/golden/bin/python scripts/make_golden_logits.py --variants=qwen3_gqa --variants=qwen3_bias
+Without `--variants` all of them are made again, with other files where transformers or torch have changed.
 Each variant is a Hugging Face directory plus logits.npz (input_ids i64[T], logits f32[T, vocab_size]),
 computed in float32 from the weights as saved. The live comparison test builds its models here as well.
 """
@@ -20,9 +21,9 @@ NUM_TOKENS = 40
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One tiny model: its config class, the options on top of the common ones, and how it is saved."""
+    """One tiny model: its `model_type`, the options on top of the common ones, and how it is saved."""
 
-    architecture: str
+    model_type: str
     options: dict[str, Any]
     save_dtype: str = "bfloat16"
     max_shard_size: str = "1GB"
@@ -53,6 +54,15 @@ _ROPE_YARN = {
     "original_max_position_embeddings": 12,
 }
 _GQA = {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 24}
+_QWEN2 = {
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+_QWEN3 = _QWEN2 | {"head_dim": 16}
+_MISTRAL = {"num_key_value_heads": 2, "intermediate_size": 40, "rms_norm_eps": 1e-5}
 
 VARIANTS: dict[str, Variant] = {
     "opt_pre_norm": Variant("opt", {"ffn_dim": 40}),
@@ -78,20 +88,23 @@ VARIANTS: dict[str, Variant] = {
     ),
     "llama3_tied": Variant("llama", _GQA | {"tie_word_embeddings": True, "rope_parameters": _ROPE_LLAMA3}),
     "llama_yarn": Variant("llama", _GQA | {"rope_parameters": _ROPE_YARN}),
+    "qwen2_tied": Variant("qwen2", _QWEN2 | {"tie_word_embeddings": True}),
+    "qwen2_untied": Variant("qwen2", _QWEN2 | {"rope_parameters": _ROPE_YARN}, max_shard_size="15KB"),
+    "qwen3_gqa": Variant("qwen3", _QWEN3),
+    "qwen3_bias": Variant("qwen3", _QWEN3 | {"attention_bias": True, "tie_word_embeddings": True}),
+    "mistral_gqa": Variant("mistral", _MISTRAL | {"sliding_window": None}),
+    "mistral_window": Variant("mistral", _MISTRAL | {"head_dim": 8, "sliding_window": 48}, "float16"),
 }
+"""A seed follows from the place in this table: new ones go to its end."""
 
 
 def build(variant: Variant, seed: int) -> Any:
     """The transformers model of `variant` with seeded weights, in float32, ready for inference."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config_class, model_class = {
-        "opt": (OPTConfig, OPTForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-    }[variant.architecture]
-    config = config_class(**(_COMMON | variant.options), attn_implementation="eager")
-    model = model_class(config)
+    config = AutoConfig.for_model(variant.model_type, **(_COMMON | variant.options))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -128,6 +141,8 @@ def main(argv: list[str]) -> None:
 
     root = Path(FLAGS.output)
     for index, (name, variant) in enumerate(VARIANTS.items()):
+        if FLAGS.variants and name not in FLAGS.variants:
+            continue
         directory = root / name
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
@@ -141,5 +156,6 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("output", "tests/models/golden", "Directory to write the variants into.")
+    flags.DEFINE_multi_enum("variants", [], list(VARIANTS), "Which to make; none given: all of them.")
     flags.DEFINE_integer("seed", 20240501, "Seed of weights and input ids.")
     app.run(main)

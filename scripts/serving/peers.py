@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from model_defs import ModelConfig
+from model_defs import ModelConfig, UnsupportedModelError
+from model_defs.hf_config import hf_config as described
 from pensieve_jax import ConfigError, PensieveError, Usage
 from pensieve_jax.workload import UserTurn
 
@@ -69,38 +70,9 @@ def usage(turn: UserTurn, num_found: int) -> Usage:
 
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """config.json of a preset; raises ConfigError for a shape that presets do not have."""
-    common = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "max_position_embeddings": config.max_position_embeddings,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": list(config.eos_token_ids),
-        "torch_dtype": dtype,
-    }
-    is_plain = not config.word_embed_dim and config.head_dim * config.num_heads == config.hidden_size
-    if config.architecture == "opt" and config.pre_norm and is_plain:
-        return common | {
-            "architectures": ["OPTForCausalLM"],
-            "model_type": "opt",
-            "ffn_dim": config.intermediate_size,
-            "word_embed_proj_dim": config.hidden_size,
-            "activation_function": config.activation,
-            "do_layer_norm_before": True,
-            "enable_bias": config.attention_bias,
-        }
-    if config.architecture == "llama" and config.rope.kind == "default":
-        return common | {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "intermediate_size": config.intermediate_size,
-            "num_key_value_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "hidden_act": config.activation,
-            "rms_norm_eps": config.norm_eps,
-            "rope_theta": config.rope.theta,
-        }
-    raise ConfigError("--model", config.architecture, "a preset of a published shape, or a model directory")
+    """config.json of a preset; raises ConfigError for a shape that config.json has no words for."""
+    try:
+        return described(config) | {"torch_dtype": dtype}
+    except UnsupportedModelError as error:
+        limit = f"a preset of a published shape, or a model directory ({error})"
+        raise ConfigError("--model", config.architecture, limit) from error

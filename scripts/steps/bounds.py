@@ -39,11 +39,10 @@ def operations(
     width, heads = model.hidden_size, model.num_heads * model.head_dim
     kv_width = 2 * model.num_kv_heads * model.head_dim
     inner = model.intermediate_size
-    is_gated = model.architecture == "llama"
     products = {
         "qkv": (width, heads + kv_width),
         "attention out": (heads, width),
-        "mlp in": (width, (2 if is_gated else 1) * inner),
+        "mlp in": (width, (2 if model.is_gated else 1) * inner),
         "mlp out": (inner, width),
     }
     found = [

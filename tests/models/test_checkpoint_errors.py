@@ -194,10 +194,27 @@ def test_fingerprint_sees_other_weights_but_not_other_directories(llama: Path) -
     assert model_fingerprint(config, llama) != original
 
 
-@pytest.mark.parametrize("variant", ["llama_default", "opt_pre_norm"])
-def test_loads_onto_several_devices(variant: str) -> None:
+@pytest.mark.parametrize(
+    ("variant", "tp"),
+    [("llama_default", 4), ("opt_pre_norm", 4), ("qwen2_untied", 2), ("qwen3_bias", 2), ("mistral_gqa", 2)],
+)
+def test_loads_onto_several_devices(variant: str, tp: int) -> None:
     """Tensors are split before they are fused; the values are those of one device."""
-    models = [load_model(GOLDEN / variant, dtype="float32", mesh=make_mesh(tp)) for tp in (1, 4)]
-    for (name, one), (_, four) in zip(*map(named_parameters, models), strict=True):
-        assert four.get_value().sharding.mesh.shape == {"tp": 4}
-        np.testing.assert_array_equal(one.get_value(), four.get_value(), err_msg=name)
+    models = [load_model(GOLDEN / variant, dtype="float32", mesh=make_mesh(size)) for size in (1, tp)]
+    for (name, one), (_, several) in zip(*map(named_parameters, models), strict=True):
+        assert several.get_value().sharding.mesh.shape == {"tp": tp}
+        np.testing.assert_array_equal(one.get_value(), several.get_value(), err_msg=name)
+
+
+def test_a_projection_that_has_a_bias_too_many(tmp_path: Path) -> None:
+    """Which biases there are is the family's, and the checkpoint must have just these."""
+    directory = Path(shutil.copytree(GOLDEN / "qwen2_tied", tmp_path / "model"))
+    tensors = tensors_of(directory)
+    extra = "model.layers.0.self_attn.o_proj.bias"
+    rewrite(directory, tensors | {extra: np.zeros(24, np.float32)})
+    with pytest.raises(CheckpointError, match=rf"1 tensor\(s\) are not part .*'{extra}'"):
+        load(directory)
+    missing = "model.layers.1.self_attn.k_proj.bias"
+    rewrite(directory, {name: value for name, value in tensors.items() if name != missing})
+    with pytest.raises(CheckpointError, match=rf"1 tensor\(s\) are missing: '{missing}'"):
+        load(directory)

@@ -144,7 +144,7 @@ def test_opt_variants() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "MistralForCausalLM"),
+        (LLAMA | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, "GemmaForCausalLM"),
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         (LLAMA | {"model_type": "opt"}, "model_type='opt'"),
         (without(LLAMA, "architectures") | {"model_type": "gpt2"}, "model_type='gpt2'"),

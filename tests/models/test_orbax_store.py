@@ -1,5 +1,6 @@
 """Saving, restoring onto another mesh, converting, and what a damaged save says."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from model_defs import (
     CheckpointError,
+    UnsupportedModelError,
     load_config,
     load_model,
     make_mesh,
@@ -66,6 +68,34 @@ def test_converted_checkpoint_is_the_same_model(tmp_path: Path) -> None:
     model = load_model(tmp_path / "target", mesh=make_mesh(1))
     np.testing.assert_allclose(dense_logits(model, token_ids), expected, atol=1e-4, rtol=0)
     assert (tmp_path / "target" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("variant", ["qwen2_tied", "qwen3_bias", "mistral_window"])
+def test_families_survive_conversion(tmp_path: Path, variant: str) -> None:
+    """There and back with all that the config says, onto one device and onto two."""
+    convert(str(GOLDEN / variant), tmp_path / "target", "float32")
+    config = load_config(tmp_path / "target")
+    assert config == dataclasses.replace(load_config(GOLDEN / variant), dtype="float32")
+    token_ids, expected = golden(variant)
+    for tp in (1, 2):
+        model = load_model(tmp_path / "target", mesh=make_mesh(tp))
+        np.testing.assert_allclose(dense_logits(model, token_ids), expected, atol=1e-4, rtol=0)
+
+
+def test_a_save_from_before_a_field_was_there(saved: Path, tmp_path: Path) -> None:
+    """What it lacks has the default."""
+    older = damage(saved, tmp_path / "copy")
+    values = json.loads((older / "model_config.json").read_text())
+    del values["config"]["sliding_window"]
+    (older / "model_config.json").write_text(json.dumps(values))
+    assert load_config(older) == load_config(saved)
+    assert model_fingerprint(load_config(older), older) == model_fingerprint(load_config(saved), saved)
+    load_model(older, mesh=make_mesh(1))
+
+
+def test_a_save_of_a_family_that_is_not_there(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="architecture='gpt9' is not one of opt, llama"):
+        load_config(damage(saved, tmp_path / "copy", architecture="gpt9"))
 
 
 def test_conversion_keeps_the_fingerprint_unless_it_rounds(tmp_path: Path) -> None:

@@ -39,8 +39,11 @@ BILLIONS = {
     "llama2-13b-gqa10": 11.44,
     "llama2-70b": 68.98,
     "llama3-8b": 8.03,
+    "qwen2.5-7b": 7.62,
+    "qwen3-8b": 8.19,
+    "mistral-7b": 7.25,
 }
-TINY = ["opt-tiny", "llama-tiny"]
+TINY = ["opt-tiny", "llama-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny"]
 RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel")
 
 

@@ -20,6 +20,9 @@ CONFIGS = {
     "opt_post_norm": preset(
         "opt-tiny", pre_norm=False, final_norm=False, word_embed_dim=32, initializer_range=0.1
     ),
+    "qwen2": preset("qwen2-tiny", initial_norm_scale=1.0),
+    "qwen3": preset("qwen3-tiny", num_heads=8, num_kv_heads=4, attention_bias=True, initial_norm_scale=1.0),
+    "mistral": preset("mistral-tiny", initial_norm_scale=1.0),
 }
 PAGES = np.array([5, 2, 7, 1])
 
@@ -37,7 +40,15 @@ def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("llama", (2, 4)), ("opt", (1, 2, 4)), ("llama_tied_odd_vocab", (2,)), ("opt_post_norm", (4,))],
+    [
+        ("llama", (2, 4)),
+        ("opt", (1, 2, 4)),
+        ("llama_tied_odd_vocab", (2,)),
+        ("opt_post_norm", (4,)),
+        ("qwen2", (2,)),
+        ("qwen3", (2,)),
+        ("mistral", (2,)),
+    ],
 )
 def test_logits_are_equal(name: str, sizes: tuple[int, ...]) -> None:
     """Within 1e-5 of the largest logit; that is 9 here, and what another order of sums adds is up to 2e-5."""
@@ -52,7 +63,7 @@ def test_logits_are_equal(name: str, sizes: tuple[int, ...]) -> None:
 
 def test_nothing_large_is_replicated() -> None:
     """Every matrix is split, except what a vocabulary or a learned position table forbids."""
-    for name in ("llama", "opt"):
+    for name in ("llama", "opt", "qwen3"):
         for key, parameter in named_parameters(random_model(CONFIGS[name], mesh=make_mesh(4))):
             value = parameter.get_value()
             if value.ndim > 1 and key != "position_table":

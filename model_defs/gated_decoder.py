@@ -1,21 +1,29 @@
-"""Llama 2 and 3: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""The decoder of Llama's kind: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Owns the forward pass over a flat, ragged batch: the model sees tokens and positions, never rows,
-pages or sequences; who attends to what is the business of the `attention` callable it is given.
-Layers are unrolled. The call is three parts that can also run apart, by runs of layers, each with its
-own arrays only. Built by registry; its weights are filled by weights.
+Owns the forward pass that several families share, over a flat, ragged batch. What a family has of its own
+is a subclass of `GatedLayer`, or which projections have a bias. Layers are unrolled. Built by families.
 """
+
+from collections.abc import Callable
 
 import jax
 from flax import nnx
 
 from model_defs.attention import Attention
 from model_defs.config import ModelConfig
+from model_defs.decoder import Decoder
+from model_defs.errors import UnsupportedModelError
 from model_defs.layers import Build, Embedding, FusedQKV, Linear, RMSNorm
 from model_defs.rope import cos_sin, inverse_frequencies, rotate
 
 
-class LlamaMLP(nnx.Module):
+def check_rotary(config: ModelConfig) -> None:
+    """Raise UnsupportedModelError unless a head's dimensions come in pairs."""
+    if config.head_dim % 2:
+        raise UnsupportedModelError(f"head_dim={config.head_dim} must be even for rotary embeddings")
+
+
+class GatedMLP(nnx.Module):
     """SwiGLU; gate and up are one column-parallel matmul, kernel [hidden_size, 2, intermediate_size]."""
 
     def __init__(self, build: Build) -> None:
@@ -31,20 +39,19 @@ class LlamaMLP(nnx.Module):
         return self.down(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1])
 
 
-class LlamaLayer(nnx.Module):
+class GatedLayer(nnx.Module):
     """One decoder layer."""
 
-    def __init__(self, build: Build) -> None:
-        """Declare the layer's arrays."""
+    def __init__(self, build: Build, *, qkv_bias: bool = False, out_bias: bool = False) -> None:
+        """Declare the layer's arrays; which projections of the attention have a bias is the family's."""
         config = build.config
-        bias = config.attention_bias
         self.input_norm = RMSNorm(build)
-        self.qkv = FusedQKV(build, bias=bias)
+        self.qkv = FusedQKV(build, bias=qkv_bias)
         self.out = Linear(
-            build, (config.num_heads, config.head_dim), (config.hidden_size,), in_axis=0, bias=bias
+            build, (config.num_heads, config.head_dim), (config.hidden_size,), in_axis=0, bias=out_bias
         )
         self.mlp_norm = RMSNorm(build)
-        self.mlp = LlamaMLP(build)
+        self.mlp = GatedMLP(build)
 
     def __call__(
         self,
@@ -56,51 +63,47 @@ class LlamaLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """The stream f32[T, hidden_size] and what is still to be added to it -> the same after the layer."""
         x, normed = self.input_norm.add(x, y)
-        q, k, v = self.qkv(normed)
+        q, k, v = self.project(normed)
         y = self.out(attention(layer_index, rotate(q, *rotation), rotate(k, *rotation), v))
         x, normed = self.mlp_norm.add(x, y)
         return x, self.mlp(normed)
 
+    def project(self, normed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """[T, hidden_size] -> q [T, num_heads, head_dim], k, v [T, num_kv_heads, head_dim]; not rotated."""
+        return self.qkv(normed)
 
-class Llama(nnx.Module):
-    """The whole model. `config` is its ModelConfig.
 
-    `front` and `back` name the attributes, beside `layers`, that `embed_tokens` reads, and those that
-    `normalize` and `compute_logits` read.
-    """
+class GatedDecoder(Decoder):
+    """The whole model; see `Decoder`."""
 
-    def __init__(self, build: Build) -> None:
-        """Declare every array; values come from weights."""
+    def __init__(self, build: Build, make_layer: Callable[[], GatedLayer]) -> None:
+        """Declare every array; values come from whoever loads them. `make_layer` is called once a layer."""
         config = build.config
-        self.config: ModelConfig = config
+        check_rotary(config)
+        self.config = config
         self.embed = Embedding(build, config.hidden_size)
-        self.layers = nnx.List([LlamaLayer(build) for _ in range(config.num_layers)])
+        self.layers = nnx.List([make_layer() for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(build)
         self.head = None if config.tie_word_embeddings else Embedding(build, config.hidden_size)
 
     @property
     def front(self) -> tuple[str, ...]:
-        """See the class."""
+        """See `Decoder`."""
         return ("embed",)
 
     @property
     def back(self) -> tuple[str, ...]:
-        """See the class."""
+        """See `Decoder`."""
         return "final_norm", "embed" if self.head is None else "head"
 
-    def __call__(self, token_ids: jax.Array, positions: jax.Array, attention: Attention) -> jax.Array:
-        """token_ids i32[T], positions i32[T] -> normed hidden states f32[T, hidden_size]."""
-        x = self.embed_tokens(token_ids, positions)
-        return self.normalize(self.run_layers(x, positions, attention, 0, self.config.num_layers))
-
     def embed_tokens(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """token_ids i32[T], positions i32[T] -> what the first layer takes, f32[T, hidden_size]."""
+        """See `Decoder`; positions are not read yet."""
         return self.embed(token_ids)
 
     def run_layers(
         self, x: jax.Array, positions: jax.Array, attention: Attention, start: int, stop: int
     ) -> jax.Array:
-        """f32[T, hidden_size] -> the same, through layers [start, stop)."""
+        """See `Decoder`."""
         rope = self.config.rope
         rotation = cos_sin(positions, inverse_frequencies(rope, self.config.head_dim), rope.attention_factor)
         y = None  # what a layer adds is left to the norm of the next, which does both in one pass
@@ -109,9 +112,5 @@ class Llama(nnx.Module):
         return x if y is None else x + y
 
     def normalize(self, x: jax.Array) -> jax.Array:
-        """The last layer's f32[T, hidden_size] -> what `compute_logits` takes."""
+        """See `Decoder`."""
         return self.final_norm(x)
-
-    def compute_logits(self, hidden: jax.Array) -> jax.Array:
-        """[S, hidden_size] as returned by the call -> f32[S, vocab_size]."""
-        return (self.embed if self.head is None else self.head).logits(hidden)

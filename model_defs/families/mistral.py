@@ -1,0 +1,75 @@
+"""Mistral 7B and its like: the gated decoder with grouped heads and no bias anywhere.
+
+Owns the family's config.json, weight map and presets. A sliding window that could hide a token is refused by
+name; one as long as the context hides none and is accepted. Where config.json does not mention it there is
+one, of 4,096, as in transformers: that is Mistral's first version, and later ones say null. The chat
+templates write `[INST]` around a user's message and an end-of-sequence token behind a reply, and continue a
+conversation as they are, unless a system message is given: later versions move that to the last user's
+message, and `LLM.chat` refuses the second turn. Called by registry.
+"""
+
+from typing import Any
+
+from model_defs.config import ModelConfig, RopeConfig
+from model_defs.family import Family
+from model_defs.gated_checkpoints import (
+    TENSOR_PREFIX,
+    Defaults,
+    gated_weight_map,
+    parse_gated,
+    refuse_sliding_layers,
+    written_gated,
+)
+from model_defs.gated_decoder import GatedDecoder, GatedLayer
+from model_defs.hf_options import integer
+from model_defs.layers import Build
+from model_defs.tiny_preset import tiny_preset
+
+_DEFAULTS = Defaults(max_positions=131072, bos=1, eos=2, num_kv_heads=8)
+_DEFAULT_WINDOW = 4096
+
+_PRESETS = {
+    "mistral-7b": ModelConfig(  # version 0.3
+        architecture="mistral",
+        num_layers=32,
+        hidden_size=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=14336,
+        vocab_size=32768,
+        max_position_embeddings=32768,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+        rope=RopeConfig(theta=1e6),
+    ),
+    "mistral-tiny": tiny_preset("mistral", num_heads=8),
+}
+
+
+def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
+    refuse_sliding_layers(values)
+    window = values.get("sliding_window", _DEFAULT_WINDOW)
+    if window is not None:
+        window = integer(values, "sliding_window", _DEFAULT_WINDOW)
+    return parse_gated("mistral", values, generation, _DEFAULTS, sliding_window=window)
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return written_gated(config) | {"sliding_window": config.sliding_window}
+
+
+def _make_model(build: Build) -> GatedDecoder:
+    return GatedDecoder(build, lambda: GatedLayer(build))
+
+
+FAMILY = Family(
+    name="mistral",
+    hf_architecture="MistralForCausalLM",
+    parse=_parse,
+    write=_write,
+    make_model=_make_model,
+    weight_map=gated_weight_map,
+    tensor_prefix=TENSOR_PREFIX,
+    presets=_PRESETS,
+)

@@ -1,0 +1,231 @@
+"""OPT: learned positions (offset 2), layer norm before or after each block, biases, ReLU MLP.
+
+Covers the published variants: pre-norm (all but 350m), post-norm with an embedding table narrower than
+the hidden size (350m), and models without biases or without affine norms. Owns the modules, and the family's
+config.json, weight map and presets. Its tokenizers have no chat template. Called by registry.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from model_defs.attention import Attention
+from model_defs.config import ModelConfig
+from model_defs.decoder import Decoder
+from model_defs.errors import UnsupportedModelError
+from model_defs.family import Family
+from model_defs.hf_options import boolean, choice, common_fields, integer
+from model_defs.layers import Build, Embedding, FusedQKV, LayerNorm, Linear, activation, declare
+from model_defs.sharding import constrain
+from model_defs.tensor_recipes import WeightMap, attention_recipes, matrix, table, token_recipes, vector
+from model_defs.tiny_preset import tiny_preset
+
+_POSITION_OFFSET = 2  # rows 0 and 1 of the table are padding's, a leftover of how OPT was trained
+_ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def _published(num_layers: int, hidden_size: int, num_heads: int) -> ModelConfig:
+    """A published pre-norm OPT."""
+    return ModelConfig(
+        architecture="opt",
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        intermediate_size=4 * hidden_size,
+        vocab_size=50272,
+        max_position_embeddings=2048,
+        bos_token_id=2,
+        eos_token_ids=(2,),
+        tie_word_embeddings=True,
+        dtype="float16",
+        activation="relu",
+        attention_bias=True,
+        mlp_bias=True,
+    )
+
+
+_PRESETS = {
+    "opt-125m": _published(12, 768, 12),
+    "opt-13b": _published(40, 5120, 40),
+    "opt-66b": _published(64, 9216, 72),
+    "opt-tiny": tiny_preset(
+        "opt",
+        num_kv_heads=4,
+        tie_word_embeddings=True,
+        activation="relu",
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+}
+
+
+class OPTLayer(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(self, build: Build) -> None:
+        """Declare the layer's arrays."""
+        config = build.config
+        hidden, wide = (config.hidden_size,), (config.intermediate_size,)
+        self.pre_norm, self.activation = config.pre_norm, config.activation
+        self.attention_norm = LayerNorm(build)
+        self.qkv = FusedQKV(build, bias=config.attention_bias)
+        self.out = Linear(
+            build, (config.num_heads, config.head_dim), hidden, in_axis=0, bias=config.attention_bias
+        )
+        self.mlp_norm = LayerNorm(build)
+        self.fc1 = Linear(build, hidden, wide, out_axis=0, bias=config.mlp_bias)
+        self.fc2 = Linear(build, wide, hidden, in_axis=0, bias=config.mlp_bias)
+
+    def __call__(
+        self, layer_index: int, x: jax.Array, y: jax.Array | None, attention: Attention
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The stream f32[T, hidden_size] and what is still to be added to it -> the same after the layer.
+
+        After a post-norm there is nothing to be added: the normed sum is the stream.
+        """
+        act = activation(self.activation)
+        if self.pre_norm:
+            x, normed = self.attention_norm.add(x, y)
+            x, normed = self.mlp_norm.add(x, self.out(attention(layer_index, *self.qkv(normed))))
+            return x, self.fc2(act(self.fc1(normed)))
+        _, x = self.attention_norm.add(x, self.out(attention(layer_index, *self.qkv(x))), jnp.float32)
+        _, x = self.mlp_norm.add(x, self.fc2(act(self.fc1(x))), jnp.float32)
+        return x, None
+
+
+class OPT(Decoder):
+    """The whole model; see `Decoder`."""
+
+    def __init__(self, build: Build) -> None:
+        """Declare every array; values come from whoever loads them."""
+        config = build.config
+        self.config = config
+        self.build = build
+        width, hidden = config.embed_width, config.hidden_size
+        self.embed = Embedding(build, width)
+        self.position_table = declare(build, (config.max_position_embeddings + _POSITION_OFFSET, hidden))
+        self.project_in = None if width == hidden else Linear(build, (width,), (hidden,))
+        self.layers = nnx.List([OPTLayer(build) for _ in range(config.num_layers)])
+        self.final_norm = LayerNorm(build) if config.final_norm else None
+        self.project_out = None if width == hidden else Linear(build, (hidden,), (width,))
+        self.head = None if config.tie_word_embeddings else Embedding(build, width)
+
+    @property
+    def front(self) -> tuple[str, ...]:
+        """See `Decoder`."""
+        return "embed", "position_table", "project_in"
+
+    @property
+    def back(self) -> tuple[str, ...]:
+        """See `Decoder`."""
+        return "final_norm", "project_out", "embed" if self.head is None else "head"
+
+    def embed_tokens(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """See `Decoder`; positions lie inside the table."""
+        x = self.embed(token_ids)
+        if self.project_in is not None:
+            x = self.project_in(x).astype(jnp.float32)
+        rows = jnp.take(self.position_table[...], positions + _POSITION_OFFSET, axis=0, mode="clip")
+        return constrain(x + rows, self.build.mesh)
+
+    def run_layers(
+        self, x: jax.Array, positions: jax.Array, attention: Attention, start: int, stop: int
+    ) -> jax.Array:
+        """See `Decoder`; positions are not read again."""
+        y = None  # what a layer adds is left to the norm of the next, which does both in one pass
+        for layer_index in range(start, stop):
+            x, y = self.layers[layer_index](layer_index, x, y, attention)
+        return x if y is None else x + y
+
+    def normalize(self, x: jax.Array) -> jax.Array:
+        """See `Decoder`."""
+        return x if self.final_norm is None else self.final_norm(x)
+
+    def compute_logits(self, hidden: jax.Array) -> jax.Array:
+        """See `Decoder`."""
+        return super().compute_logits(hidden if self.project_out is None else self.project_out(hidden))
+
+
+def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
+    common = common_fields(values, generation, bos=2, eos=2, max_positions=2048)
+    hidden_size, num_heads = common["hidden_size"], common["num_heads"]
+    if hidden_size % num_heads:
+        raise UnsupportedModelError(
+            f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}"
+        )
+    pre_norm = boolean(values, "do_layer_norm_before", True)
+    bias = boolean(values, "enable_bias", True)
+    width = integer(values, "word_embed_proj_dim", hidden_size)
+    return ModelConfig(
+        architecture="opt",
+        **common,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        intermediate_size=integer(values, "ffn_dim"),
+        tie_word_embeddings=boolean(values, "tie_word_embeddings", True),
+        activation=choice(values, "activation_function", "relu", _ACTIVATIONS),
+        attention_bias=bias,
+        mlp_bias=bias,
+        word_embed_dim=0 if width == hidden_size else width,
+        pre_norm=pre_norm,
+        final_norm=pre_norm and not boolean(values, "_remove_final_layer_norm", False),
+        norm_affine=boolean(values, "layer_norm_elementwise_affine", True),
+        initializer_range=float(values.get("init_std", 0.02)),
+    )
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "ffn_dim": config.intermediate_size,
+        "word_embed_proj_dim": config.embed_width,
+        "activation_function": config.activation,
+        "do_layer_norm_before": config.pre_norm,
+        "_remove_final_layer_norm": config.pre_norm and not config.final_norm,
+        "enable_bias": config.attention_bias,
+        "layer_norm_elementwise_affine": config.norm_affine,
+    }
+
+
+def _weight_map(config: ModelConfig) -> WeightMap:
+    hidden, wide, width = config.hidden_size, config.intermediate_size, config.embed_width
+    num_positions = config.max_position_embeddings + _POSITION_OFFSET
+    outer = {
+        "position_table": table("embed_positions.weight", num_positions, hidden),
+        "project_in.kernel": matrix("project_in.weight", width, hidden),
+        "project_out.kernel": matrix("project_out.weight", hidden, width),
+        "final_norm.scale": vector("final_layer_norm.weight", hidden),
+        "final_norm.bias": vector("final_layer_norm.bias", hidden),
+    }
+    layer = {
+        "attention_norm.scale": vector("self_attn_layer_norm.weight", hidden),
+        "attention_norm.bias": vector("self_attn_layer_norm.bias", hidden),
+        "mlp_norm.scale": vector("final_layer_norm.weight", hidden),
+        "mlp_norm.bias": vector("final_layer_norm.bias", hidden),
+        "fc1.kernel": matrix("fc1.weight", hidden, wide, 0),
+        "fc1.bias": vector("fc1.bias", wide),
+        "fc2.kernel": matrix("fc2.weight", wide, hidden, 1),
+        "fc2.bias": vector("fc2.bias", hidden),
+    }
+    return WeightMap(token_recipes(config) | outer, attention_recipes(config, "out_proj") | layer)
+
+
+FAMILY = Family(
+    name="opt",
+    hf_architecture="OPTForCausalLM",
+    parse=_parse,
+    write=_write,
+    make_model=OPT,
+    weight_map=_weight_map,
+    tensor_prefix="model.decoder.",
+    presets=_PRESETS,
+    has_position_table=True,
+)

@@ -1,0 +1,71 @@
+"""Qwen2 and Qwen2.5: the gated decoder with biases on queries, keys and values, and on nothing else.
+
+Owns the family's config.json, weight map and presets. Small models of it tie their embeddings. Layers with a
+sliding window are refused: which ones they are has changed between versions of transformers. Nothing stands
+before a conversation unless the tokenizer's own files ask for it. The chat templates are ChatML with a system
+message of their own where none is given; they write that into the first turn, and continue a conversation as
+they are. Called by registry.
+"""
+
+from typing import Any
+
+from model_defs.config import ModelConfig, RopeConfig
+from model_defs.family import Family
+from model_defs.gated_checkpoints import (
+    TENSOR_PREFIX,
+    Defaults,
+    gated_weight_map,
+    parse_gated,
+    refuse_sliding_layers,
+    written_gated,
+)
+from model_defs.gated_decoder import GatedDecoder, GatedLayer
+from model_defs.layers import Build
+from model_defs.tiny_preset import tiny_preset
+
+_DEFAULTS = Defaults(max_positions=32768, num_kv_heads=32)
+
+_PRESETS = {
+    "qwen2.5-7b": ModelConfig(
+        architecture="qwen2",
+        num_layers=28,
+        hidden_size=3584,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        intermediate_size=18944,
+        vocab_size=152064,
+        max_position_embeddings=32768,
+        bos_token_id=151643,
+        eos_token_ids=(151645,),
+        norm_eps=1e-6,
+        attention_bias=True,
+        rope=RopeConfig(theta=1e6),
+    ),
+    "qwen2-tiny": tiny_preset("qwen2", attention_bias=True, tie_word_embeddings=True),
+}
+
+
+def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
+    refuse_sliding_layers(values)
+    return parse_gated("qwen2", values, generation, _DEFAULTS, attention_bias=True)
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return written_gated(config) | {"use_sliding_window": False}
+
+
+def _make_model(build: Build) -> GatedDecoder:
+    return GatedDecoder(build, lambda: GatedLayer(build, qkv_bias=True))
+
+
+FAMILY = Family(
+    name="qwen2",
+    hf_architecture="Qwen2ForCausalLM",
+    parse=_parse,
+    write=_write,
+    make_model=_make_model,
+    weight_map=gated_weight_map,
+    tensor_prefix=TENSOR_PREFIX,
+    presets=_PRESETS,
+)

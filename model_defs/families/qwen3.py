@@ -1,0 +1,117 @@
+"""Qwen3: the gated decoder with a norm over each head of queries and keys, before they are rotated.
+
+Owns that layer, and the family's config.json, weight map and presets. `head_dim` is an option of its own:
+heads times it is not the hidden size. Layers with a sliding window are refused. The official chat template
+writes a reply without its reasoning once a later question follows, and puts an empty one before a reply that
+has none: a conversation under it does not only grow, so `LLM.chat` refuses its second turn. A template that
+writes replies as they were said serves. Called by registry.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from model_defs.config import ModelConfig, RopeConfig
+from model_defs.family import Family
+from model_defs.gated_checkpoints import (
+    TENSOR_PREFIX,
+    Defaults,
+    gated_weight_map,
+    parse_gated,
+    refuse_sliding_layers,
+    written_gated,
+)
+from model_defs.gated_decoder import GatedDecoder, GatedLayer
+from model_defs.hf_options import boolean
+from model_defs.layers import Build, declare
+from model_defs.tensor_recipes import WeightMap, vector
+from model_defs.tiny_preset import tiny_preset
+
+_DEFAULTS = Defaults(max_positions=32768, num_kv_heads=32, head_dim=128)
+
+_PRESETS = {
+    "qwen3-8b": ModelConfig(
+        architecture="qwen3",
+        num_layers=36,
+        hidden_size=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=12288,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        bos_token_id=151643,
+        eos_token_ids=(151645,),
+        norm_eps=1e-6,
+        rope=RopeConfig(theta=1e6),
+    ),
+    "qwen3-tiny": tiny_preset("qwen3"),
+}
+
+
+class HeadNorm(nnx.Module):
+    """Root-mean-square norm of each head by itself, with one scale f[head_dim] for all of them."""
+
+    def __init__(self, build: Build) -> None:
+        """Declare the scale, which every device has whole."""
+        self.eps = build.config.norm_eps
+        self.scale = declare(build, (build.config.head_dim,), ones=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, heads, head_dim] -> the same, in its dtype; computed in float32."""
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        normed = wide * jax.lax.rsqrt(mean_square + self.eps) * self.scale[...].astype(jnp.float32)
+        return normed.astype(x.dtype)
+
+
+class Qwen3Layer(GatedLayer):
+    """One decoder layer."""
+
+    def __init__(self, build: Build) -> None:
+        """Declare the layer's arrays."""
+        bias = build.config.attention_bias
+        super().__init__(build, qkv_bias=bias, out_bias=bias)
+        self.q_norm, self.k_norm = HeadNorm(build), HeadNorm(build)
+
+    def project(self, normed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See `GatedLayer`."""
+        q, k, v = super().project(normed)
+        return self.q_norm(q), self.k_norm(k), v
+
+
+def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
+    refuse_sliding_layers(values)
+    bias = boolean(values, "attention_bias", False)
+    return parse_gated("qwen3", values, generation, _DEFAULTS, attention_bias=bias)
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    own = {"attention_bias": config.attention_bias, "use_sliding_window": False}
+    return written_gated(config) | own
+
+
+def _make_model(build: Build) -> GatedDecoder:
+    return GatedDecoder(build, lambda: Qwen3Layer(build))
+
+
+def _weight_map(config: ModelConfig) -> WeightMap:
+    outer, layer = gated_weight_map(config)
+    norms = {
+        f"{name}.scale": vector(f"self_attn.{name}.weight", config.head_dim) for name in ("q_norm", "k_norm")
+    }
+    return WeightMap(outer, layer | norms)
+
+
+FAMILY = Family(
+    name="qwen3",
+    hf_architecture="Qwen3ForCausalLM",
+    parse=_parse,
+    write=_write,
+    make_model=_make_model,
+    weight_map=_weight_map,
+    tensor_prefix=TENSOR_PREFIX,
+    presets=_PRESETS,
+)

@@ -1,0 +1,124 @@
+"""What checkpoints of gated decoders have in common: the keys of config.json, and the names of tensors.
+
+Owns what several families share of `Family`; each of them says what is its own: defaults of missing keys,
+which projections have biases, options that are refused. Knows no family. Called by families.
+"""
+
+import dataclasses
+from typing import Any
+
+from model_defs.config import ModelConfig
+from model_defs.errors import UnsupportedModelError
+from model_defs.gated_decoder import check_rotary
+from model_defs.hf_options import boolean, choice, common_fields, integer
+from model_defs.hf_rope import parse_rope
+from model_defs.tensor_recipes import (
+    Recipe,
+    WeightMap,
+    attention_recipes,
+    gated_mlp_recipes,
+    token_recipes,
+    vector,
+)
+
+TENSOR_PREFIX = "model."
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """What transformers takes where config.json lacks a key. They differ by family.
+
+    `num_kv_heads` None: as many as heads. `head_dim` None: hidden size over heads.
+    """
+
+    max_positions: int
+    bos: int | None = None
+    eos: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+
+
+def parse_gated(
+    architecture: str,
+    values: dict[str, Any],
+    generation: dict[str, Any] | None,
+    defaults: Defaults,
+    **fields: Any,
+) -> ModelConfig:
+    """The config that both JSON objects describe; `fields` are those that the family reads itself.
+
+    Raises UnsupportedModelError naming the option.
+    """
+    common = common_fields(
+        values, generation, bos=defaults.bos, eos=defaults.eos, max_positions=defaults.max_positions
+    )
+    hidden_size, num_heads = common["hidden_size"], common["num_heads"]
+    head_dim = values.get("head_dim") or defaults.head_dim
+    if not head_dim and hidden_size % num_heads:
+        raise UnsupportedModelError(
+            f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}, "
+            f"and there is no head_dim"
+        )
+    if "num_key_value_heads" in values:
+        num_kv_heads = integer(values, "num_key_value_heads", num_heads)  # null: as many as heads
+    else:
+        num_kv_heads = defaults.num_kv_heads or num_heads
+    config = ModelConfig(
+        architecture=architecture,
+        **common,
+        num_kv_heads=num_kv_heads,
+        head_dim=integer({"head_dim": head_dim}, "head_dim", hidden_size // num_heads),
+        intermediate_size=integer(values, "intermediate_size"),
+        tie_word_embeddings=boolean(values, "tie_word_embeddings", False),
+        activation=choice(values, "hidden_act", "silu", {"silu": "silu", "swish": "silu"}),
+        norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        rope=parse_rope(values),
+        initializer_range=float(values.get("initializer_range", 0.02)),
+        **fields,
+    )
+    check_rotary(config)
+    return config
+
+
+def written_gated(config: ModelConfig) -> dict[str, Any]:
+    """What `parse_gated` reads beyond the common fields, with default rotary positions."""
+    return {
+        "intermediate_size": config.intermediate_size,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": config.activation,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+    }
+
+
+def refuse_sliding_layers(values: dict[str, Any]) -> None:
+    """Raise UnsupportedModelError if some layers would see a window of the context only.
+
+    `sliding_window` by itself means nothing where `use_sliding_window` is false, which published Qwen
+    configs have both.
+    """
+    if boolean(values, "use_sliding_window", False):
+        raise UnsupportedModelError(
+            f"use_sliding_window=true (sliding_window={values.get('sliding_window')!r}) is not supported: "
+            f"every layer here sees the whole context"
+        )
+    for kind in values.get("layer_types") or ():
+        if kind != "full_attention":
+            raise UnsupportedModelError(f"layer_types: {kind!r} is not supported; only 'full_attention' is")
+
+
+def gated_weight_map(config: ModelConfig) -> WeightMap:
+    """Every parameter of a `GatedDecoder` with plain layers."""
+    return WeightMap(
+        outer=token_recipes(config) | {"final_norm.scale": vector("norm.weight", config.hidden_size)},
+        layer=_layer_recipes(config),
+    )
+
+
+def _layer_recipes(config: ModelConfig) -> dict[str, Recipe]:
+    norms = {
+        "input_norm.scale": vector("input_layernorm.weight", config.hidden_size),
+        "mlp_norm.scale": vector("post_attention_layernorm.weight", config.hidden_size),
+    }
+    return attention_recipes(config, "o_proj") | gated_mlp_recipes(config) | norms

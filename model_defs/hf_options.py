@@ -1,0 +1,103 @@
+"""Reading options of config.json: each a typed value, a default for what is missing or null, or an error.
+
+Owns the readers, and the options that every family has. An option of a wrong type is an UnsupportedModelError
+that names it and its value. Called by families and by what they share.
+"""
+
+import math
+from typing import Any
+
+from model_defs.config import DTYPES, ModelConfig
+from model_defs.errors import UnsupportedModelError
+
+
+def common_fields(
+    values: dict[str, Any],
+    generation: dict[str, Any] | None,
+    *,
+    bos: int | None,
+    eos: int | None,
+    max_positions: int,
+) -> dict[str, Any]:
+    """Fields of a ModelConfig that every family has; keywords are the family's defaults for missing keys."""
+    return {
+        "num_layers": integer(values, "num_hidden_layers"),
+        "hidden_size": integer(values, "hidden_size"),
+        "num_heads": integer(values, "num_attention_heads"),
+        "vocab_size": integer(values, "vocab_size"),
+        "max_position_embeddings": integer(values, "max_position_embeddings", max_positions),
+        "dtype": _dtype(values),
+        "eos_token_ids": _eos_token_ids(values, generation, eos),
+        "bos_token_id": values.get("bos_token_id", bos),
+    }
+
+
+def written_common_fields(config: ModelConfig) -> dict[str, Any]:
+    """What `common_fields` reads, in the spelling of transformers 4, which 5 reads too."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids),
+        "torch_dtype": config.dtype,
+    }
+
+
+def integer(values: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A positive integer; missing or null takes the default."""
+    found = values.get(name)
+    found = default if found is None else found
+    if type(found) is not int or found < 1:
+        raise UnsupportedModelError(f"config.json: {name}={found!r} must be a positive integer")
+    return found
+
+
+def number(values: dict[str, Any], name: str) -> float:
+    """A positive finite number of the rope section; there is no default."""
+    found = values.get(name)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
+        raise UnsupportedModelError(f"config.json: rope {name}={found!r} must be a positive number")
+    return float(found)
+
+
+def boolean(values: dict[str, Any], name: str, default: bool) -> bool:
+    """True or false; missing or null takes the default."""
+    found = values.get(name)
+    found = default if found is None else found
+    if not isinstance(found, bool):
+        raise UnsupportedModelError(f"config.json: {name}={found!r} must be true or false")
+    return found
+
+
+def choice(values: dict[str, Any], name: str, default: str, allowed: dict[str, str]) -> str:
+    """Our name for one of theirs."""
+    found = values.get(name) or default
+    if found not in allowed:
+        raise UnsupportedModelError(f"{name}={found!r} is not supported; one of {', '.join(allowed)} is")
+    return allowed[found]
+
+
+def _eos_token_ids(
+    values: dict[str, Any], generation: dict[str, Any] | None, default: int | None
+) -> tuple[int, ...]:
+    """Every end-of-sequence id of both files, in order, once each."""
+    ids: list[int] = []
+    for found in (values.get("eos_token_id", default), (generation or {}).get("eos_token_id")):
+        for token_id in found if isinstance(found, list) else [found]:
+            if token_id is not None and token_id not in ids:
+                ids.append(token_id)
+    if not all(type(token_id) is int for token_id in ids):
+        raise UnsupportedModelError(f"eos_token_id={ids!r} must be an integer or a list of integers")
+    return tuple(ids)
+
+
+def _dtype(values: dict[str, Any]) -> str:
+    """`dtype` (transformers 5) or `torch_dtype` (4); float32 when neither is there."""
+    found = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
+    if found not in DTYPES:
+        raise UnsupportedModelError(f"dtype={found!r} is not supported; {', '.join(DTYPES)} are")
+    return found

@@ -1,0 +1,114 @@
+"""How parameters are made from Hugging Face tensors: names, shapes, fusing and transposing.
+
+Owns `Recipe` and the parts that weight maps of several families are put together from. Their linear weights
+are [out, in], ours [in, out] with the head dimensions apart; names are given without the prefix ("model." or
+"model.decoder."). Assembly happens on the devices, where a transpose costs nothing, so a recipe also says
+along which axis the tensors may be split beforehand. Knows nothing of files, and no family. Called by
+families; hf_recipes looks up what they made.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.lax import optimization_barrier
+
+from model_defs.config import ModelConfig
+
+Shape = tuple[int, ...]
+
+
+class Recipe(NamedTuple):
+    """Tensor names without prefix, the shape of each, and the function that makes one array of them.
+
+    `assemble` None: the one tensor is the parameter. `split_axis` is the axis of the tensors that becomes
+    the parameter's "tp" dimension; None: they are needed whole.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    assemble: Callable[..., jax.Array] | None = None
+    split_axis: int | None = None
+
+
+class WeightMap(NamedTuple):
+    """Recipes by our parameter names: outside the layers, and of one layer (both without its "layers.i.").
+
+    There may be recipes of parameters that a config has not (a bias, a head that is tied).
+    """
+
+    outer: dict[str, Recipe]
+    layer: dict[str, Recipe]
+
+
+def vector(name: str, size: int) -> Recipe:
+    """A parameter f[size] as it is."""
+    return Recipe((name,), ((size,),))
+
+
+def table(name: str, num_rows: int, width: int) -> Recipe:
+    """A parameter f[num_rows, width] as it is."""
+    return Recipe((name,), ((num_rows, width),))
+
+
+def matrix(name: str, in_size: int, out_size: int, split_axis: int | None = None) -> Recipe:
+    """A linear weight, transposed; `split_axis` counts in theirs, [out, in]."""
+    return Recipe((name,), ((out_size, in_size),), jnp.transpose, split_axis)
+
+
+def token_recipes(config: ModelConfig) -> dict[str, Recipe]:
+    """The token table and the head."""
+    return {
+        "embed.table": table("embed_tokens.weight", config.vocab_size, config.embed_width),
+        "head.table": table("lm_head.weight", config.vocab_size, config.embed_width),
+    }
+
+
+def attention_recipes(config: ModelConfig, out_name: str) -> dict[str, Recipe]:
+    """Fused QKV and output projection. Rows of their weights are ordered (head, dimension)."""
+    hidden, heads, kv_heads, dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    rows = (heads * dim, kv_heads * dim, kv_heads * dim)
+
+    def fuse_kernel(*weights: jax.Array) -> jax.Array:
+        parts = [weight.reshape(kv_heads, -1, dim, hidden) for weight in weights]
+        # The barrier keeps copy and transpose apart: fused, they are several times slower on a CPU.
+        return optimization_barrier(jnp.concatenate(parts, axis=1)).transpose(3, 0, 1, 2)
+
+    def fuse_bias(*biases: jax.Array) -> jax.Array:
+        return jnp.concatenate([bias.reshape(kv_heads, -1, dim) for bias in biases], axis=1)
+
+    def split_heads(weight: jax.Array) -> jax.Array:
+        return weight.T.reshape(heads, dim, hidden)
+
+    return {
+        "qkv.proj.kernel": Recipe(
+            tuple(f"{name}.weight" for name in names), tuple((size, hidden) for size in rows), fuse_kernel, 0
+        ),
+        "qkv.proj.bias": Recipe(
+            tuple(f"{name}.bias" for name in names), tuple((size,) for size in rows), fuse_bias, 0
+        ),
+        "out.kernel": Recipe((f"self_attn.{out_name}.weight",), ((hidden, heads * dim),), split_heads, 1),
+        "out.bias": vector(f"self_attn.{out_name}.bias", hidden),
+    }
+
+
+def gated_mlp_recipes(config: ModelConfig) -> dict[str, Recipe]:
+    """Fused gate and up projection, and down projection."""
+    hidden, wide = config.hidden_size, config.intermediate_size
+
+    def fuse_kernel(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return optimization_barrier(jnp.stack([gate, up])).transpose(2, 0, 1)
+
+    def fuse_bias(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return jnp.stack([gate, up])
+
+    return {
+        "mlp.gate_up.kernel": Recipe(
+            ("mlp.gate_proj.weight", "mlp.up_proj.weight"), ((wide, hidden),) * 2, fuse_kernel, 0
+        ),
+        "mlp.gate_up.bias": Recipe(("mlp.gate_proj.bias", "mlp.up_proj.bias"), ((wide,),) * 2, fuse_bias, 0),
+        "mlp.down.kernel": matrix("mlp.down_proj.weight", wide, hidden, 1),
+        "mlp.down.bias": vector("mlp.down_proj.bias", hidden),
+    }

@@ -1,0 +1,218 @@
+"""config.json of Qwen2, Qwen3 and Mistral, as published and as refused; and of every preset, read back."""
+
+from typing import Any
+
+import pytest
+
+from model_defs import (
+    PRESETS,
+    RopeConfig,
+    UnsupportedModelError,
+    abstract_model,
+    load_config,
+    load_model,
+    make_mesh,
+    preset,
+)
+from model_defs.hf_config import hf_config, parse_hf_config
+from model_defs.registry import FAMILIES
+from tests.models.helpers import GOLDEN, VARIANTS
+from tests.models.test_hf_config import without
+
+QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "sliding_window": 131072,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 152064,
+}
+QWEN3: dict[str, Any] = QWEN2 | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "sliding_window": None,
+    "vocab_size": 151936,
+}
+MISTRAL: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32768,
+}
+
+
+def in_transformers_5(values: dict[str, Any]) -> dict[str, Any]:
+    """The same as version 5 writes it."""
+    rope = {"rope_type": "default", "rope_theta": values["rope_theta"]}
+    own = {} if values is MISTRAL else {"layer_types": ["full_attention"] * values["num_hidden_layers"]}
+    return without(values, "rope_theta", "torch_dtype") | {
+        "rope_parameters": rope,
+        "dtype": values["torch_dtype"],
+        "sliding_window": None,
+        **own,
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "name"), [(QWEN2, "qwen2.5-7b"), (QWEN3, "qwen3-8b"), (MISTRAL, "mistral-7b")]
+)
+def test_published_configs_are_the_presets(values: dict[str, Any], name: str) -> None:
+    assert parse_hf_config(values) == preset(name)
+    assert parse_hf_config(in_transformers_5(values)) == preset(name)
+    assert parse_hf_config(without(values, "architectures")) == preset(name)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_golden_variants_are_of_the_family_in_their_name(variant: str) -> None:
+    assert variant.rstrip("3").startswith(load_config(GOLDEN / variant).architecture)
+
+
+def test_every_family_has_a_golden_variant_and_a_tiny_preset() -> None:
+    assert {load_config(GOLDEN / variant).architecture for variant in VARIANTS} == set(FAMILIES)
+    for name, family in FAMILIES.items():
+        assert f"{name}-tiny" in family.presets
+        assert {config.architecture for config in family.presets.values()} == {name}
+
+
+def test_options_that_count() -> None:
+    assert parse_hf_config(QWEN2 | {"tie_word_embeddings": True}).tie_word_embeddings
+    assert parse_hf_config(QWEN2).attention_bias
+    assert parse_hf_config(QWEN2 | {"head_dim": 64}).head_dim == 64
+    assert parse_hf_config(QWEN3 | {"attention_bias": True}).attention_bias
+    assert parse_hf_config(QWEN3 | {"head_dim": 64}).head_dim == 64
+    assert parse_hf_config(MISTRAL | {"head_dim": 160}).head_dim == 160
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert parse_hf_config(QWEN3 | {"rope_scaling": yarn}).rope == RopeConfig(
+        "yarn", 1e6, 4.0, 32768, attention_factor=pytest.approx(1.1386294)
+    )
+
+
+def test_options_that_transformers_does_not_read_either() -> None:
+    assert parse_hf_config(QWEN2 | {"attention_bias": False}) == preset("qwen2.5-7b")
+    assert parse_hf_config(MISTRAL | {"attention_bias": True}) == preset("mistral-7b")
+
+
+def test_missing_fields_have_the_defaults_of_transformers() -> None:
+    """Which differ by family: a key that is missing is not one that is null."""
+    lacking = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rope_theta", "rms_norm_eps")
+    config = parse_hf_config(without(QWEN3, *lacking) | {"num_attention_heads": 64})
+    assert (config.num_kv_heads, config.head_dim, config.max_position_embeddings) == (32, 128, 32768)
+    assert (config.rope.theta, config.norm_eps) == (10000.0, 1e-6)
+    config = parse_hf_config(without(QWEN2, *lacking) | {"num_attention_heads": 64})
+    assert (config.num_kv_heads, config.head_dim, config.max_position_embeddings) == (32, 56, 32768)
+    config = parse_hf_config(without(MISTRAL, *lacking))
+    assert (config.num_kv_heads, config.head_dim, config.max_position_embeddings) == (8, 128, 131072)
+    for values in (QWEN2, QWEN3, MISTRAL):
+        alike = parse_hf_config(values | {"num_key_value_heads": None})
+        assert alike.num_kv_heads == alike.num_heads
+
+
+def test_special_tokens() -> None:
+    """Qwen has none unless it says so; what ends a reply may stand in either file."""
+    bare = without(QWEN2, "bos_token_id", "eos_token_id")
+    config = parse_hf_config(bare, {"eos_token_id": [151645, 151643]})
+    assert (config.bos_token_id, config.eos_token_ids) == (None, (151645, 151643))
+    assert parse_hf_config(QWEN3 | {"bos_token_id": None}).bos_token_id is None
+    assert parse_hf_config(bare).eos_token_ids == ()
+    config = parse_hf_config(without(MISTRAL, "bos_token_id", "eos_token_id"))
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (QWEN2 | {"use_sliding_window": True}, r"use_sliding_window=true \(sliding_window=131072\)"),
+        (QWEN3 | {"use_sliding_window": True}, "use_sliding_window=true"),
+        (QWEN2 | {"use_sliding_window": "no"}, "use_sliding_window='no' must be true or false"),
+        (
+            QWEN2 | {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types: 'sliding_attention'",
+        ),
+        (QWEN3 | {"layer_types": ["sliding_attention"]}, "layer_types: 'sliding_attention'"),
+        (MISTRAL | {"layer_types": ["chunked_attention"]}, "layer_types: 'chunked_attention'"),
+        (MISTRAL | {"sliding_window": 4096}, "sliding_window=4096 is not .* max_position_embeddings=32768"),
+        (MISTRAL | {"sliding_window": 32767}, "sliding_window=32767 is not supported"),
+        (without(MISTRAL, "sliding_window"), "sliding_window=4096 is not supported"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window=0 must be a positive integer"),
+        (QWEN2 | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "rope_type='mrope'"),
+        (QWEN2 | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        (QWEN3 | {"head_dim": 127}, "head_dim=127 must be even"),
+        (QWEN3 | {"attention_bias": 1}, "attention_bias=1 must be true or false"),
+        (QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM"),
+        (QWEN3 | {"model_type": "qwen3_moe"}, "model_type='qwen3_moe'"),
+        (MISTRAL | {"head_dim": "128"}, "head_dim='128' must be a positive integer"),
+    ],
+)
+def test_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        parse_hf_config(values)
+
+
+def test_a_window_as_long_as_the_context_hides_nothing() -> None:
+    """And one that a longer context would make matter is refused then."""
+    assert parse_hf_config(MISTRAL | {"sliding_window": 32768}).sliding_window == 32768
+    directory = GOLDEN / "mistral_window"
+    assert load_config(directory).sliding_window == 48
+    with pytest.raises(UnsupportedModelError, match=r"sliding_window=48 is .* max_position_embeddings=49"):
+        load_model(directory, mesh=make_mesh(1), max_position_embeddings=49)
+    assert load_model(directory, mesh=make_mesh(1), max_position_embeddings=40).config.sliding_window == 48
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"opt-tiny"}))
+def test_a_written_config_is_read_back(name: str) -> None:
+    ours = {"initializer_range": 0.02, "initial_norm_scale": 1.0}  # of random weights
+    assert parse_hf_config(hf_config(preset(name))) == preset(name, **ours)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("opt-tiny", {}, "head_dim=32 cannot be said in a config.json of OPTForCausalLM"),
+        ("llama3-8b", {"rope": RopeConfig("linear", 5e5, 2.0)}, r"rope=RopeConfig\(kind='linear'"),
+        ("qwen3-8b", {"mlp_bias": True}, "mlp_bias=True cannot be said in a config.json of Qwen3ForCausalLM"),
+    ],
+)
+def test_what_a_config_file_cannot_say_is_refused(name: str, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        hf_config(preset(name, **overrides))
+
+
+def test_a_family_that_is_not_there() -> None:
+    config = preset("llama-tiny", architecture="gpt2")
+    with pytest.raises(UnsupportedModelError, match="architecture='gpt2' is not one of opt, llama, qwen2"):
+        abstract_model(config, dtype="auto", mesh=make_mesh(1))
