@@ -22,7 +22,7 @@ from pallas_kernels.ragged_paged_attention import (
 )
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError
-from pensieve_jax.scheduler.buckets import token_buckets
+from pensieve_jax.scheduler.buckets import bucket_layout, bucket_rows, token_buckets
 from pensieve_jax.scheduler.plan import PlanLayout
 
 _BACKEND_FIELD = "runner.attention_backend"
@@ -50,7 +50,7 @@ def bucket_tile_specs(
         return {
             bucket: tile_spec(
                 num_tokens=bucket,
-                max_num_seqs=_max_num_rows(config, bucket),
+                max_num_seqs=bucket_rows(config.scheduler, bucket),
                 num_q_heads=model.num_heads // num_shards,
                 num_kv_heads=model.num_kv_heads // num_shards,
                 head_dim=model.head_dim,
@@ -68,25 +68,13 @@ def bucket_tile_specs(
 def bucket_layouts(
     model: ModelConfig, config: EngineConfig, tile_specs: Mapping[int, TileSpec]
 ) -> dict[int, PlanLayout]:
-    """Per bucket the plan's layout; a bucket of T tokens has no more than T rows, nor samples.
+    """Per bucket the plan's layout.
 
     Raises:
       ConfigError: `scheduler.max_context_tokens` exceeds the model's positions or the page pool.
     """
     context_tokens = config.resolve_context_tokens(model.max_position_embeddings)
     return {
-        bucket: PlanLayout(
-            num_tokens=bucket,
-            max_num_rows=_max_num_rows(config, bucket),
-            pages_per_row=-(-context_tokens // config.cache.chunk_tokens),
-            max_num_samples=min(config.scheduler.max_num_running, bucket),
-            max_num_banned=config.runner.max_banned_ids,
-            tiles_len=spec.tiles_len,
-        )
+        bucket: bucket_layout(config, bucket, context_tokens=context_tokens, tiles_len=spec.tiles_len)
         for bucket, spec in tile_specs.items()
     }
-
-
-def _max_num_rows(config: EngineConfig, bucket: int) -> int:
-    scheduler = config.scheduler
-    return min(scheduler.row_limit, bucket)

@@ -267,11 +267,7 @@ class ModelRunner:
 
     def _empty_plan(self, layout: PlanLayout) -> StepPlan:
         """A plan of no rows, which writes and samples nothing."""
-        plan = StepPlan(layout, 0)
-        plan.prev_samples[:] = -1
-        plan.write_slots[:] = self.storage.padding_slot
-        plan.banned_ids[:] = -1
-        plan.top_p[:] = 1.0
+        plan = StepPlan(layout, 0, self.storage.padding_slot)
         self.fill_tiles(plan)
         return plan
 

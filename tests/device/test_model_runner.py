@@ -111,7 +111,7 @@ class Stepper:
     def dispatch(self, *rows, logprobs=False):
         num_tokens = sum(row.end - row.start for row in rows)
         bucket = min(bucket for bucket in BUCKETS if bucket >= num_tokens)
-        plan = StepPlan(self.runner.layouts[bucket], self.num_steps)
+        plan = StepPlan(self.runner.layouts[bucket], self.num_steps, self.runner.storage.padding_slot)
         self.num_steps += 1
         self._fill(plan, rows, num_tokens)
         plan.flags[FLAG_LOGPROBS] = logprobs
@@ -127,10 +127,6 @@ class Stepper:
         return result
 
     def _fill(self, plan, rows, num_tokens):
-        plan.prev_samples[:] = -1
-        plan.banned_ids[:] = -1
-        plan.top_p[:] = 1.0
-        plan.write_slots[:] = self.runner.storage.padding_slot
         plan.num_rows[0] = len(rows)
         at, num_samples = 0, 0
         for i, row in enumerate(rows):
