@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
+from pallas_kernels.attention_names import ATTENTION_BACKENDS
 from pensieve_jax.core.errors import ConfigError
 
 CHUNK_SIZES_TOKENS = (16, 32, 64)
 _STAGED_BYTES = 10**9  # of chunks in transit, each way and device: some 20 ms of copying
 _LEAST_STAGED_PAGES = 64  # a history of 2,000 tokens in chunks of 32
-ATTENTION_BACKENDS = ("auto", "xla", "pallas_triton", "pallas_mosaic_gpu", "jax_triton")
 _NUM_BUCKETS_GPU = 8  # where 4 would cost twice as much padding or more: docs/steps.md
 _NUM_BUCKETS_ELSEWHERE = 4  # where models are small, and compiling is most of what is waited for
 POLICIES = ("retention", "lru", "conversation", "trailing")
