@@ -56,7 +56,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Assembled:
-    """An engine and what it was made of; `config` says what was left to this device, sizes as pages."""
+    """An engine and what it was made of; `config` says what was left to this device, sizes as pages.
+
+    `model_name` is as it was given.
+    """
 
     engine: Engine
     runner: ModelRunner
@@ -64,6 +67,7 @@ class Assembled:
     cost_model: CostModel
     model_config: ModelConfig
     tokenizer: Tokenizer | None
+    model_name: str
 
 
 def assemble(
@@ -102,7 +106,7 @@ def assemble(
             clock=clock,
         )
         undo.pop_all()
-    return Assembled(engine, runner, config, cost_model, model_config, tokenizer)
+    return Assembled(engine, runner, config, cost_model, model_config, tokenizer, str(model))
 
 
 def make_runner(

@@ -7,6 +7,7 @@ pages, or devices; it drives an `Engine`, from one thread.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.description import describe
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.explanation import Explanation
 from pensieve_jax.engine.turn import Turn
@@ -76,6 +78,7 @@ class LLM:
         self.model_config = parts.model_config
         self.tokenizer = parts.tokenizer
         self._runner = parts.runner
+        self._description = describe(parts)
         self._progress = progress
         self._prompts = PromptEncoder(parts.tokenizer, lambda: self.engine.conversations)
 
@@ -276,6 +279,13 @@ class LLM:
     def stats(self) -> dict[str, int | float]:
         """Counters: steps, compilations, tokens by origin, copies between tiers, pages, conversations."""
         return self.engine.stats()
+
+    def describe(self) -> dict[str, Any]:
+        """What this is on this machine: model, device, kernels and why those, tiers, steps, as plain values.
+
+        `pensieve_jax.description.describe` documents the keys.
+        """
+        return copy.deepcopy(self._description)
 
     def memory_analysis(self) -> dict[str, Any]:
         """Bytes per device: weights, pools, and what the compiler says of each bucket."""

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from absl import flags
-from common.launch import EXIT_FAILED, run
-from common.report import device_name, json_line, table
 
 from model_defs import load_model, make_mesh
 from pensieve_jax import (
@@ -30,7 +28,9 @@ from pensieve_jax import (
     SamplingParams,
     SchedulerConfig,
 )
-from pensieve_jax.engine.dense_reference import DenseReference
+from pensieve_jax.commands.launch import EXIT_FAILED, run
+from pensieve_jax.commands.report import device_name, json_line, table
+from pensieve_jax.device.dense_reference import DenseReference
 
 FLAGS = flags.FLAGS
 GOLDEN = Path(__file__).parents[1] / "tests" / "models" / "golden"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -14,6 +15,7 @@ from pensieve_jax.config import (
     SchedulerConfig,
 )
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.core.options import options_of
 
 BAD = [
     *[(CacheConfig, "gpu_pages", value, "at least 2") for value in (1, 0, -3, 2.5, True, None, "8")],
@@ -74,6 +76,54 @@ def test_defaults_and_limits_work():
     for policy in POLICIES:
         CacheConfig(policy=policy, gpu_pages=2, reserve_fraction=0, idle_ttl_s=math.inf)
     SchedulerConfig(max_num_running=1, max_num_batched_tokens=8, max_num_rows=1, token_buckets=(8,))
+
+
+@pytest.mark.parametrize("kind", [CacheConfig, SchedulerConfig, RunnerConfig, EngineConfig])
+def test_the_docstring_tells_every_field_with_its_limit_and_default(kind):
+    told = " ".join(kind.__doc__.split())
+    assert told.index("Attributes:") > 0 and len(options_of(kind)) == len(dataclasses.fields(kind))
+    for option in options_of(kind):
+        assert f" {option.name}: {option.text}" in told
+        if not dataclasses.is_dataclass(option.kind):
+            assert f"{option.text} Default: {option.default!r}." in told
+    if kind is CacheConfig:
+        assert "comes on top. Must be an integer of at least 2. Default: 512." in told
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        (CacheConfig, {"gpu_pages": 1}, "cache.gpu_pages is 1, but must be an integer of at least 2."),
+        (CacheConfig, {"policy": "x"}, f"cache.policy is 'x', but must be one of {POLICIES}."),
+        (CacheConfig, {"idle_ttl_s": 0}, "cache.idle_ttl_s is 0, but must be None or above 0 seconds."),
+        (
+            CacheConfig,
+            {"cpu_bytes": 1.5},
+            "cache.cpu_bytes is 1.5, but must be None or an integer number of bytes, at least 0.",
+        ),
+        (
+            CacheConfig,
+            {"cpu_bytes": 4, "cpu_pages": 3},
+            "cache.cpu_bytes is 4, but must be None beside cache.cpu_pages (3): give one of the two.",
+        ),
+        (
+            SchedulerConfig,
+            {"max_num_rows": 3},
+            "scheduler.max_num_rows is 3, but must be None or at least max_num_running (64).",
+        ),
+        (
+            RunnerConfig,
+            {"compilation_cache_dir": 3},
+            "runner.compilation_cache_dir is 3, but must be None or a path as a string.",
+        ),
+        (EngineConfig, {"stateful": 1}, "stateful is 1, but must be True or False."),
+        (EngineConfig, {"cache": 4}, "cache is 4, but must be a CacheConfig."),
+    ],
+)
+def test_messages_are_whole_sentences(kind, value, message):
+    with pytest.raises(ConfigError) as caught:
+        kind(**value)
+    assert str(caught.value) == message
 
 
 def test_an_unknown_field_is_refused():

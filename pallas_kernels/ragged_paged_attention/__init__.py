@@ -1,11 +1,13 @@
 """Causal attention of ragged query ranges over a paged KV pool, and the write into that pool."""
 
-from pallas_kernels.ragged_paged_attention.api import (
+from pallas_kernels.ragged_paged_attention.api import PAGE_SIZES, ragged_paged_attention, tile_spec
+from pallas_kernels.ragged_paged_attention.backends import (
     BACKENDS,
-    PAGE_SIZES,
+    AttentionHeads,
+    BackendChoice,
+    choose_backend,
+    device_limit,
     import_backend,
-    ragged_paged_attention,
-    tile_spec,
 )
 from pallas_kernels.ragged_paged_attention.block_sizes import BlockSizes, TileClass, mosaic_class
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
@@ -17,10 +19,14 @@ __all__ = [
     "BACKENDS",
     "PAGE_SIZES",
     "AttentionArgumentError",
+    "AttentionHeads",
+    "BackendChoice",
     "BlockSizes",
     "TileClass",
     "TileSpec",
     "build_tiles",
+    "choose_backend",
+    "device_limit",
     "import_backend",
     "mosaic_class",
     "ragged_paged_attention",

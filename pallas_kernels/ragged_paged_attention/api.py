@@ -1,13 +1,12 @@
 """The public calls: argument checks, choice of back end, dispatch.
 
-Owns: what each back end serves, and the errors for what none does. Does not know: how any back end works.
+Owns: the checks of arguments that no back end serves, and the dispatch. Does not know: what each back end
+serves (`backends` does), or how it works.
 Called by: model code, inside a jit and, with several devices, inside `shard_map`, so shapes are one shard's.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 from typing import Any
 
@@ -15,25 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.devices import mosaic_device_limit, triton_device_limit
+from pallas_kernels.ragged_paged_attention.backends import DTYPES, AttentionHeads, choose_backend
 from pallas_kernels.ragged_paged_attention.block_sizes import BlockSizes
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 from pallas_kernels.ragged_paged_attention.metadata import build_tiles_traced
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
-from pallas_kernels.ragged_paged_attention.tile_specs import TILED_BACKENDS, TileSpec, make_tile_spec
+from pallas_kernels.ragged_paged_attention.tile_specs import TileSpec, make_tile_spec
 from pallas_kernels.ragged_paged_attention.xla import xla_attention
 
-BACKENDS = ("auto", "xla", "pallas_triton", "pallas_mosaic_gpu", "jax_triton", "reference")
-# What "auto" tries before xla, best first: on an H200 the Mosaic kernel serves prompts in about 0.7 of the
-# Triton kernel's time, decoding and short queries in 0.93 to 0.99. What it leaves to Triton: `block_sizes`.
-AUTO_BACKENDS = ("pallas_mosaic_gpu", "pallas_triton")
 PAGE_SIZES = (16, 32, 64)
-DTYPES = ("bfloat16", "float16", "float32")
-TRITON_HEAD_DIMS = (32, 64, 128, 256)
-TRITON_MAX_GROUP = 64
-MOSAIC_DTYPES = ("bfloat16", "float16")
-MOSAIC_HEAD_DIMS = (64, 128)
-MOSAIC_GROUPS = (1, 2, 4, 8, 16)  # divisors of a tile's rows that leave a warpgroup a few rows of each head
 
 
 def ragged_paged_attention(
@@ -143,15 +132,6 @@ def _dispatch(
     )
 
 
-def import_backend(backend: str) -> None:
-    """Import what a compiled program of a spec's back end calls; whoever lowers one has imported it by then.
-
-    Mosaic's runtime, say, is found by a variable of the environment that its module sets.
-    """
-    if backend in TILED_BACKENDS:
-        importlib.import_module(f"{__package__}.{backend}")
-
-
 def tile_spec(
     *,
     num_tokens: int,
@@ -172,21 +152,11 @@ def tile_spec(
     for field, value in (("num_tokens", num_tokens), ("max_num_seqs", max_num_seqs), ("head_dim", head_dim)):
         if value < 1:
             raise AttentionArgumentError(field, value, "must be at least 1")
-    if num_kv_heads < 1 or num_q_heads % num_kv_heads:
-        raise AttentionArgumentError(
-            "num_q_heads", num_q_heads, f"must be a multiple of num_kv_heads = {num_kv_heads}"
-        )
+    heads = AttentionHeads(num_q_heads, num_kv_heads, head_dim, dtype)
     if page_size not in PAGE_SIZES:
         raise AttentionArgumentError("page_size", page_size, f"must be one of {PAGE_SIZES}")
     if jnp.dtype(dtype).name not in DTYPES:
         raise AttentionArgumentError("dtype", jnp.dtype(dtype).name, f"must be one of {DTYPES}")
-    if backend not in BACKENDS:
-        raise AttentionArgumentError("backend", backend, f"must be one of {BACKENDS}")
-    group = num_q_heads // num_kv_heads
-    if backend == "auto":
-        backend = _best_backend(group, head_dim, dtype)
-    elif (unserved := _unserved(backend, group, head_dim, dtype)) is not None:
-        raise unserved
     return make_tile_spec(
         num_tokens=num_tokens,
         max_num_seqs=max_num_seqs,
@@ -195,55 +165,9 @@ def tile_spec(
         head_dim=head_dim,
         page_size=page_size,
         dtype=dtype,
-        backend=backend,
+        backend=choose_backend(backend, heads).name,
         blocks=blocks,
     )
-
-
-def _best_backend(group: int, head_dim: int, dtype: Any) -> str:
-    """What "auto" takes on this device."""
-    device = jax.devices()[0]
-    device_limits = {"pallas_mosaic_gpu": mosaic_device_limit, "pallas_triton": triton_device_limit}
-    for backend in AUTO_BACKENDS:
-        if _unserved(backend, group, head_dim, dtype) is None and device_limits[backend](device) is None:
-            return backend
-    return "xla"
-
-
-def _unserved(backend: str, group: int, head_dim: int, dtype: Any) -> AttentionArgumentError | None:
-    """Why a back end cannot serve these heads; None: it can."""
-    if backend == "jax_triton" and importlib.util.find_spec("jax_triton") is None:
-        limit = "needs the package jax-triton, which the extra 'triton' of pensieve-jax installs"
-        return AttentionArgumentError("backend", backend, limit)
-    unserved = _mosaic_limit(group, head_dim, dtype) if backend == "pallas_mosaic_gpu" else None
-    if backend in TILED_BACKENDS:  # Triton serves the small tiles of the Mosaic back end, too
-        unserved = unserved or _triton_limit(backend, group, head_dim)
-    return unserved
-
-
-def _triton_limit(backend: str, group: int, head_dim: int) -> AttentionArgumentError | None:
-    """Why a back end of Triton kernels cannot serve these heads; None: it can."""
-    if head_dim not in TRITON_HEAD_DIMS:
-        limit = f"{backend} serves {TRITON_HEAD_DIMS}; pad the heads or use backend 'xla'"
-        return AttentionArgumentError("head_dim", head_dim, limit)
-    if group > TRITON_MAX_GROUP:
-        limit = f"{backend} serves at most {TRITON_MAX_GROUP} query heads per KV head; use backend 'xla'"
-        return AttentionArgumentError("num_q_heads / num_kv_heads", group, limit)
-    return None
-
-
-def _mosaic_limit(group: int, head_dim: int, dtype: Any) -> AttentionArgumentError | None:
-    """Why `pallas_mosaic_gpu` cannot serve these heads; None: it can."""
-    if (name := jnp.dtype(dtype).name) not in MOSAIC_DTYPES:
-        limit = f"pallas_mosaic_gpu serves {MOSAIC_DTYPES}; use backend 'pallas_triton' or 'xla'"
-        return AttentionArgumentError("dtype", name, limit)
-    if head_dim not in MOSAIC_HEAD_DIMS:
-        limit = f"pallas_mosaic_gpu serves {MOSAIC_HEAD_DIMS}; use backend 'pallas_triton' or 'xla'"
-        return AttentionArgumentError("head_dim", head_dim, limit)
-    if group not in MOSAIC_GROUPS:
-        limit = f"pallas_mosaic_gpu serves {MOSAIC_GROUPS} heads per KV head; use backend 'pallas_triton'"
-        return AttentionArgumentError("num_q_heads / num_kv_heads", group, limit)
-    return None
 
 
 def _check_arrays(

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ragged_paged_attention.backends import TABLE, Backend
 from pallas_kernels.ragged_paged_attention.block_sizes import (
     MERGE_ROWS,
     BlockSizes,
@@ -25,7 +26,6 @@ from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 
 NUM_FIELDS = 8  # i32 of a tile or a merge; `tile_lists` names them
 WARPGROUP_ROWS = 64  # that one computing warpgroup of a Mosaic kernel serves
-TILED_BACKENDS = ("pallas_triton", "pallas_mosaic_gpu", "jax_triton")
 HEADER_LEN = 8  # counts of tiles, class by class, then of merges
 
 
@@ -136,7 +136,8 @@ def make_tile_spec(
     blocks: BlockSizes | None,
 ) -> TileSpec:
     """The spec for arguments that `api` has checked and a back end that it has resolved."""
-    if backend not in TILED_BACKENDS:
+    row = TABLE[backend]
+    if not row.has_tiles:
         blocks = BlockSizes(())
     elif blocks is None:
         blocks = default_block_sizes(
@@ -146,15 +147,15 @@ def make_tile_spec(
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             itemsize=jnp.dtype(dtype).itemsize,
-            mosaic=backend == "pallas_mosaic_gpu",
+            mosaic=row.has_mosaic_tiles,
         )
     group = num_q_heads // num_kv_heads
-    if backend in TILED_BACKENDS:
-        _check_blocks(blocks, group, backend)
+    if row.has_tiles:
+        _check_blocks(blocks, group, row)
     return TileSpec(num_tokens, max_num_seqs, group, num_kv_heads, page_size, backend, blocks)
 
 
-def _check_blocks(blocks: BlockSizes, group: int, backend: str) -> None:
+def _check_blocks(blocks: BlockSizes, group: int, row: Backend) -> None:
     rows = [tile_class.rows for tile_class in blocks.classes]
     if not rows or rows != sorted(set(rows)) or rows[0] < max(group, MERGE_ROWS):
         limit = f"tile rows must ascend from {max(group, MERGE_ROWS)} or more, for {group} heads per KV head"
@@ -166,6 +167,6 @@ def _check_blocks(blocks: BlockSizes, group: int, backend: str) -> None:
         raise AttentionArgumentError("blocks", rows, "mosaic classes must be the last ones")
     for tile_class in blocks.classes:
         sizes = (tile_class.rows, tile_class.block_kv)
-        if tile_class.mosaic and not (backend == "pallas_mosaic_gpu" and {*sizes} <= {64, 128}):
+        if tile_class.mosaic and not (row.has_mosaic_tiles and {*sizes} <= {64, 128}):
             limit = "a mosaic class needs backend pallas_mosaic_gpu, and 64 or 128 rows and keys"
             raise AttentionArgumentError("blocks", sizes, limit)

@@ -1,15 +1,20 @@
 """The command-line flags that a launcher turns into an `LLM` and `SamplingParams`.
 
-Owns: names, defaults and help of these flags, and the way back from flags to configuration.
-Does not know: what a launcher does with the model. Called by: every launcher that opens a model. The flags
-are those of whoever calls, so that its `--help` lists them.
+Owns: flags of the model and of sampling, one for every field of a configuration, and the way back from flags
+to configuration.
+Does not know: what a field means, which it says itself, or what a launcher does with the model.
+Called by: every launcher that opens a model. The flags are those of whoever calls, so that its `--help` lists
+them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from absl import flags
 
@@ -25,19 +30,29 @@ from pensieve_jax import (
 )
 from pensieve_jax.assembly import DEFAULT_MODEL, Assembled, assemble, resolve_model
 from pensieve_jax.commands.help import flag_group
-from pensieve_jax.config import ATTENTION_BACKENDS, POLICIES
+from pensieve_jax.core.options import Option, options_of
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 TINY_MODEL = "random:llama-tiny"
 """The default of launchers whose own sizes outgrow the 1,024 tokens of the library's default model."""
-COMPILATION_CACHE_HELP = (
-    "Directory where compiled steps outlive the process. They are run as they are found, so it must be your "
-    "own, and nobody else may be able to write to it."
-)
-_CACHE, _SCHEDULER, _RUNNER = CacheConfig(), SchedulerConfig(), RunnerConfig()
+_GROUPS = {
+    EngineConfig: "the model and the engine",
+    CacheConfig: "the cache: pages, host memory, who gives way",
+    SchedulerConfig: "batches: what a step may hold",
+    RunnerConfig: "the device: how steps run",
+}
+_OPTIONS = {
+    option.name: option
+    for kind in _GROUPS
+    for option in options_of(kind)
+    if not dataclasses.is_dataclass(option.kind)
+}
+COMPILATION_CACHE_HELP = _OPTIONS["compilation_cache_dir"].text
+# What another flag says as well: these have no default of their own on a command line.
+_SAID_BY_OTHERS = ("cpu_pages", "max_num_batched_tokens")
 _SIZES = (
-    *("gpu_pages", "gpu_memory_fraction", "cpu_pages", "cpu_bytes"),
+    *("gpu_pages", "gpu_memory_fraction", "cpu_pages", "cpu_bytes", "max_num_rows"),
     *("token_buckets", "max_num_running", "max_num_batched_tokens", "max_context_tokens"),
 )
 _BYTES_OF = {"": 1, "B": 1} | {
@@ -47,41 +62,13 @@ _BYTES_OF = {"": 1, "B": 1} | {
 }
 
 
-@flag_group("the model and the engine")
+@flag_group(_GROUPS[EngineConfig])
 def define_engine_flags(*, model: str = DEFAULT_MODEL) -> None:
     """Flags of the model and the engine; those left out keep the library's defaults, but for `model`."""
     define_model_flag(model)
     flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "Of weights and KV state.")
-    flags.DEFINE_bool("stateful", True, "Keep KV state between turns.")
-    flags.DEFINE_integer("gpu_pages", _CACHE.gpu_pages, "Pages of device memory.")
-    flags.DEFINE_float(
-        "gpu_memory_fraction",
-        None,
-        "Instead of --gpu_pages: the share of what JAX may use that weights, pages and copies take.",
-    )
-    flags.DEFINE_integer("chunk_tokens", _CACHE.chunk_tokens, "Tokens of a page: 16, 32 or 64.")
-    _define_tier_flags()
-    flags.DEFINE_integer("max_num_running", _SCHEDULER.max_num_running, "Requests in the batch at once.")
-    flags.DEFINE_integer("max_num_batched_tokens", None, "Query tokens of a step.")
-    flags.DEFINE_integer(
-        "max_num_buckets", None, "Step sizes compiled, if derived; default: 8 on GPUs, 4 elsewhere."
-    )
-    flags.DEFINE_list("token_buckets", None, "Step sizes compiled, ascending, e.g. 64,256,1024.")
-    flags.DEFINE_bool(
-        "unified", _SCHEDULER.unified, "Put prompts and decodes into one step; --nounified pauses decodes."
-    )
-    flags.DEFINE_integer(
-        "max_context_tokens", None, "Longest history + turn; default: what model and pool allow."
-    )
-    flags.DEFINE_enum(
-        "attention_backend", _RUNNER.attention_backend, ATTENTION_BACKENDS, "What computes attention."
-    )
-    flags.DEFINE_integer(
-        "tensor_parallel_size", _RUNNER.tensor_parallel_size, "Devices that share each layer."
-    )
-    flags.DEFINE_integer("max_position_embeddings", None, "Raises the context of a random: preset.")
-    flags.DEFINE_integer("random_seed", _RUNNER.random_seed, "Of random: weights and of drawn seeds.")
-    flags.DEFINE_string("compilation_cache_dir", None, COMPILATION_CACHE_HELP)
+    for kind, title in _GROUPS.items():
+        flag_group(title)(_define_options)(kind)
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
 
 
@@ -90,36 +77,29 @@ def define_model_flag(default: str = DEFAULT_MODEL) -> None:
     flags.DEFINE_string("model", default, "chat, a directory, a hub name, or random:<preset>.")
 
 
-@flag_group("the host tier, and what moves between the tiers")
-def _define_tier_flags() -> None:
-    """Flags of the host tier, and of how chunks move between it and the device."""
-    flags.DEFINE_integer(
-        "cpu_pages", None, "Pages of pinned host memory; with neither this nor --cpu_bytes there are none."
-    )
-    flags.DEFINE_string("cpu_bytes", None, "The same as memory of all devices together, e.g. 16GiB or 40GB.")
-    flags.DEFINE_enum("policy", _CACHE.policy, POLICIES, "Whose state leaves a tier first.")
-    flags.DEFINE_string(
-        "cost_profile",
-        None,
-        "JSON file that profile_costs.py measured, for --policy=retention; default: an analytic estimate.",
-    )
-    flags.DEFINE_float(
-        "swap_out_fraction",
-        _CACHE.swap_out_fraction,
-        "Idle chunks are copied out ahead of time while less than this share of pages is free or copied.",
-    )
-    flags.DEFINE_bool(
-        "retrieval_priority", _CACHE.retrieval_priority, "Copy nothing out ahead of time while copying in."
-    )
-    flags.DEFINE_bool("prefetch", _CACHE.prefetch, "Copy in what queued requests need while others run.")
-    flags.DEFINE_integer(
-        "max_num_staged_pages", _RUNNER.max_num_staged_pages, "Chunks on their way in, or out, at once."
-    )
-    flags.DEFINE_integer(
-        "num_layer_groups",
-        _RUNNER.num_layer_groups,
-        "Parts of a step: one computes while the next one's pieces of chunks are copied in.",
-    )
+def _define_options(kind: type) -> None:
+    """The flags of a configuration's own fields."""
+    for option in options_of(kind):
+        if option.name in _OPTIONS:
+            _define_option(option)
+
+
+def _define_option(option: Option) -> None:
+    """The flag of a field, by its name."""
+    default = None if option.name in _SAID_BY_OTHERS else option.default
+    if option.kind is str and option.limit.choices:
+        flags.DEFINE_enum(option.name, default, option.limit.choices, option.text)
+    elif option.unit == "bytes":
+        flags.DEFINE_string(option.name, default, option.text)
+    else:
+        define: dict[type, Callable[..., Any]] = {
+            bool: flags.DEFINE_bool,
+            int: flags.DEFINE_integer,
+            float: flags.DEFINE_float,
+            str: flags.DEFINE_string,
+            tuple: flags.DEFINE_list,
+        }
+        define[option.kind](option.name, default, option.text)
 
 
 def refuse_sizes() -> None:
@@ -149,42 +129,27 @@ def define_sampling_flags(*, max_tokens: int) -> None:
 
 def engine_config() -> EngineConfig:
     """What the flags say; raises ConfigError."""
-    buckets = _token_buckets(FLAGS.token_buckets)
-    max_tokens = FLAGS.max_num_batched_tokens
-    if max_tokens is None:
-        max_tokens = buckets[-1] if buckets else _SCHEDULER.max_num_batched_tokens
     return EngineConfig(
-        stateful=FLAGS.stateful,
-        cache=CacheConfig(
-            gpu_pages=FLAGS.gpu_pages,
-            gpu_memory_fraction=FLAGS.gpu_memory_fraction,
-            cpu_pages=FLAGS.cpu_pages or 0,
-            cpu_bytes=_cpu_bytes(),
-            chunk_tokens=FLAGS.chunk_tokens,
-            policy=FLAGS.policy,
-            cost_profile=FLAGS.cost_profile,
-            swap_out_fraction=FLAGS.swap_out_fraction,
-            retrieval_priority=FLAGS.retrieval_priority,
-            prefetch=FLAGS.prefetch,
-        ),
-        scheduler=SchedulerConfig(
-            max_num_running=FLAGS.max_num_running,
-            max_num_batched_tokens=max_tokens,
-            max_num_buckets=FLAGS.max_num_buckets,
-            token_buckets=buckets,
-            max_context_tokens=FLAGS.max_context_tokens,
-            unified=FLAGS.unified,
-        ),
-        runner=RunnerConfig(
-            attention_backend=FLAGS.attention_backend,
-            tensor_parallel_size=FLAGS.tensor_parallel_size,
-            num_layer_groups=FLAGS.num_layer_groups,
-            max_num_staged_pages=FLAGS.max_num_staged_pages,
-            max_position_embeddings=FLAGS.max_position_embeddings,
-            random_seed=FLAGS.random_seed,
-            compilation_cache_dir=FLAGS.compilation_cache_dir or None,
-        ),
+        **_values(EngineConfig),
+        cache=CacheConfig(**_values(CacheConfig)),
+        scheduler=SchedulerConfig(**_values(SchedulerConfig)),
+        runner=RunnerConfig(**_values(RunnerConfig)),
     )
+
+
+def _values(kind: type) -> dict[str, Any]:
+    """The fields of a group as the flags say; raises ConfigError for what is none of a field's type."""
+    names = [option.name for option in options_of(kind) if option.name in _OPTIONS]
+    found = {name: getattr(FLAGS, name) for name in names}
+    # Where a flag is not the field's value as it is.
+    changed: dict[str, Callable[[Any], Any]] = {
+        "cpu_pages": lambda pages: pages or 0,
+        "cpu_bytes": _cpu_bytes,
+        "token_buckets": _token_buckets,
+        "max_num_batched_tokens": _max_num_batched_tokens,
+        "compilation_cache_dir": lambda path: path or None,
+    }
+    return {name: changed[name](value) if name in changed else value for name, value in found.items()}
 
 
 def model_limits() -> tuple[ModelConfig, int]:
@@ -253,8 +218,7 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-def _cpu_bytes() -> int | None:
-    text = FLAGS.cpu_bytes
+def _cpu_bytes(text: str | None) -> int | None:
     if text is None:
         return None
     if FLAGS.cpu_pages:
@@ -274,3 +238,11 @@ def _token_buckets(words: list[str] | None) -> tuple[int, ...] | None:
         return tuple(int(word) for word in words)
     except ValueError as error:
         raise ConfigError("--token_buckets", ",".join(words), "integers with commas between them") from error
+
+
+def _max_num_batched_tokens(given: int | None) -> int:
+    """As given, or the last of the step sizes that are."""
+    if given is not None:
+        return given
+    buckets = _token_buckets(FLAGS.token_buckets)
+    return buckets[-1] if buckets else SchedulerConfig.max_num_batched_tokens

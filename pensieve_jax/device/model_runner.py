@@ -32,6 +32,7 @@ from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.device import sampler, step
 from pensieve_jax.device.device_memory import bytes_per_device, check_pools_fit, refusing_pools, step_memory
 from pensieve_jax.device.device_pools import DevicePools
+from pensieve_jax.device.kernel_choices import choose_kernels
 from pensieve_jax.device.kv_storage import KVStorage
 from pensieve_jax.device.layouts import bucket_layouts, bucket_tile_specs
 from pensieve_jax.device.sampler import SamplerMode
@@ -65,6 +66,8 @@ class ModelRunner:
     """Runs steps of one model on one mesh; see `Runner` for the protocol.
 
     Attributes:
+      kernels: which implementations its programs call, and why.
+      weights_bytes: of the model's arrays, a device.
       layouts: the plan layout of every bucket, by its number of tokens.
       storage: shape and size of the pools.
       device_pools: the pools, as the last dispatched program leaves them.
@@ -94,8 +97,10 @@ class ModelRunner:
         dtype = every_leaf[0].dtype
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._device = mesh.devices.flat[0]
-        num_shards = mesh.devices.size
-        self._tile_specs = bucket_tile_specs(model_config, config, dtype, self._device, num_shards)
+        self.kernels = choose_kernels(model_config, config, dtype, mesh)
+        attention = self.kernels.attention
+        _log.info("attention back end: %s (%s)", attention.name, attention.reason)
+        self._tile_specs = bucket_tile_specs(model_config, config, dtype, attention.name, mesh.devices.size)
         self.layouts: Mapping[int, PlanLayout] = bucket_layouts(model_config, config, self._tile_specs)
         self.storage = KVStorage(model_config, config.cache, dtype, mesh, config.runner.num_layer_groups)
         self._parts = [ModelStructure.split(model, layers) for layers in self.storage.groups]
@@ -111,7 +116,7 @@ class ModelRunner:
         )
         self._cache_dir, self._mesh = config.runner.compilation_cache_dir, mesh
         self._hidden_size = model_config.hidden_size
-        self._weights_bytes = sum(bytes_per_device(leaf) for leaf in every_leaf)
+        self.weights_bytes = sum(bytes_per_device(leaf) for leaf in every_leaf)
         self.device_pools = DevicePools(self.storage)
         self._transfers = self._new_transfers(config)
         self.transfers: Transfers = self._transfers
@@ -199,7 +204,7 @@ class ModelRunner:
 
         See `step_memory` for those.
         """
-        resident_bytes = self._weights_bytes + self.storage.pool_bytes
+        resident_bytes = self.weights_bytes + self.storage.pool_bytes
         buckets = {}
         for bucket in self.layouts if self._forward else ():
             executables = [self._forward[bucket, group] for group in range(len(self._parts))]
@@ -207,7 +212,7 @@ class ModelRunner:
             handed_bytes = 4 * (bucket * self._hidden_size + self.layouts[bucket].size)
             buckets[bucket] = step_memory(executables, resident_bytes, handed_bytes)
         return {
-            "weights_bytes": self._weights_bytes,
+            "weights_bytes": self.weights_bytes,
             "kv_pool_bytes": self.storage.pool_bytes,
             "page_bytes": self.storage.page_bytes,
             "buckets": {bucket: sizes for bucket, sizes in buckets.items() if sizes},
@@ -267,11 +272,7 @@ class ModelRunner:
 
     def _empty_plan(self, layout: PlanLayout) -> StepPlan:
         """A plan of no rows, which writes and samples nothing."""
-        plan = StepPlan(layout, 0)
-        plan.prev_samples[:] = -1
-        plan.write_slots[:] = self.storage.padding_slot
-        plan.banned_ids[:] = -1
-        plan.top_p[:] = 1.0
+        plan = StepPlan(layout, 0, self.storage.padding_slot)
         self.fill_tiles(plan)
         return plan
 
@@ -285,7 +286,7 @@ class ModelRunner:
             self._device,
             self._gpu_pages,
             self.storage.page_bytes,
-            weights_bytes=self._weights_bytes,
+            weights_bytes=self.weights_bytes,
             step_bytes=step_bytes,
             staging_bytes=self._transfers.staging_bytes,
         )

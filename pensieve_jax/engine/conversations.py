@@ -18,6 +18,7 @@ from pensieve_jax.core.errors import (
     InvalidRequestError,
     UnknownConversationError,
 )
+from pensieve_jax.engine.drop_journal import DropJournal
 from pensieve_jax.engine.loop import Sweep
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.history import ConversationInfo, ConversationRecord, HistoryStore
@@ -40,6 +41,7 @@ class ConversationTable:
         store: HistoryStore,
         cache: CacheManager,
         prefixes: PrefixTable,
+        drops: DropJournal,
         clock: Clock,
         config: CacheConfig,
     ) -> None:
@@ -47,6 +49,7 @@ class ConversationTable:
         self._store = store
         self._cache = cache
         self._prefixes = prefixes
+        self._drops = drops
         self._clock = clock
         self._config = config
         self._live: dict[str, LiveConversation] = {}
@@ -115,6 +118,7 @@ class ConversationTable:
         num_tokens = int(num_tokens)  # the store takes numpy's ints as well
         self._cache.truncate(live.sequence, num_tokens)
         live.conversation.truncate(num_tokens, num_turns)
+        self._drops.forget(conversation_id)
 
     def push_out(self, conversation_id: str, max_num_chunks: int | None = None) -> int:
         """Copy a conversation's state to host memory before anybody needs the room; returns how many chunks.
@@ -131,11 +135,13 @@ class ConversationTable:
         """Drop a conversation's state and keep its history; see `push_out` for errors."""
         self._check_idle(conversation_id)
         self._cache.truncate(self.get(conversation_id).sequence, 0)
+        self._drops.forget(conversation_id)
 
     def end(self, conversation_id: str) -> None:
         """Forget a conversation; raises UnknownConversationError or ConversationBusyError."""
         self._check_idle(conversation_id)
         self._store.delete(conversation_id)
+        self._drops.forget(conversation_id)
         live = self._live.get(conversation_id)
         if live is not None:
             self.forget(live)

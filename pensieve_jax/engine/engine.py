@@ -10,7 +10,6 @@ Called by: `LLM`, servers, benchmarks, simulators. One thread drives it.
 from __future__ import annotations
 
 import secrets
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +22,10 @@ from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.core.errors import ContextLengthError, EngineClosedError, PensieveError, StepFailedError
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
+from pensieve_jax.engine.change_guard import ChangeGuard
 from pensieve_jax.engine.conversations import ConversationTable
-from pensieve_jax.engine.explanation import DropJournal, Explanation, explain
+from pensieve_jax.engine.drop_journal import DropJournal
+from pensieve_jax.engine.explanation import Explanation, explain
 from pensieve_jax.engine.ledger import TurnLedger
 from pensieve_jax.engine.loop import EngineLoop
 from pensieve_jax.engine.observer import Observe, unobserved
@@ -86,8 +87,7 @@ class Engine:
         self._drops = DropJournal(self._clock)
         self._closed = False
         self._abandoned: deque[Turn] = deque()
-        self._changing_thread: int | None = None
-        self._interrupted = False  # a change has begun and not ended
+        self._guard = ChangeGuard()
         self._lost_pools = False  # a step failed, and new pools could not be made
         self._make_state()
 
@@ -111,7 +111,9 @@ class Engine:
             chunk_tokens=cache.chunk_tokens,
             num_device_pages=cache.gpu_pages + 1,
         )
-        self._conversations = ConversationTable(self._store, self._cache, self._prefixes, self._clock, cache)
+        self._conversations = ConversationTable(
+            self._store, self._cache, self._prefixes, self._drops, self._clock, cache
+        )
         self._ledger = TurnLedger(self._store, self._loop, self._conversations, self._stats, self._clock)
 
     # Turns
@@ -219,13 +221,11 @@ class Engine:
         """Keep the first `num_tokens` tokens of a conversation; see `ConversationTable.truncate`."""
         with self._change():
             self._conversations.truncate(conversation_id, num_tokens)
-            self._drops.forget(conversation_id)
 
     def end(self, conversation_id: str) -> None:
         """Forget a conversation; see `ConversationTable.end`."""
         with self._change():
             self._conversations.end(conversation_id)
-            self._drops.forget(conversation_id)
 
     def push_out(self, conversation_id: str, max_num_chunks: int | None = None) -> int:
         """Send a conversation's state to host memory with the next step; returns how many chunks.
@@ -239,7 +239,6 @@ class Engine:
         """Drop a conversation's state in every tier; its next turn recomputes it from the history."""
         with self._change():
             self._conversations.forget_state(conversation_id)
-            self._drops.forget(conversation_id)
 
     def explain(self, conversation_id: str) -> Explanation:
         """Where a conversation's state is, and why some of it is nowhere; raises UnknownConversationError."""
@@ -274,7 +273,7 @@ class Engine:
         """Cancel what runs and close the history; a second call does nothing."""
         if self._closed:
             return
-        self._check_thread()
+        self._guard.check_thread()
         try:
             for turn in list(self._ledger.turns.values()):
                 self.cancel(turn)
@@ -288,34 +287,20 @@ class Engine:
         """Raise once closed, or for a second thread; then clear up what interrupts and destructors left."""
         if self._closed:
             raise EngineClosedError("The engine is closed; make a new one.")
-        self._check_thread()
-        if self._interrupted or self._lost_pools:
+        self._guard.check_thread()
+        if self._guard.interrupted or self._lost_pools:
             self._start_over()
         while self._abandoned:
-            self._interrupted = True  # until the turn is gone
-            turn = self._abandoned.popleft()
-            if not turn.done:
-                self._ledger.cancel(turn)
-            self._interrupted = False
-
-    def _check_thread(self) -> None:
-        if self._changing_thread not in (None, threading.get_ident()):
-            raise PensieveError("Another thread is in a call of the engine; one at a time may use it.")
+            with self._guard.change():
+                turn = self._abandoned.popleft()
+                if not turn.done:
+                    self._ledger.cancel(turn)
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """A change of state that is whole only if it gets to its end, or refuses with a typed error."""
         self._check_usable()
-        self._changing_thread = threading.get_ident()
-        self._interrupted = True
-        try:
+        with self._guard.change():
             yield
-            self._interrupted = False
-        except PensieveError:
-            self._interrupted = False
-            raise
-        finally:
-            self._changing_thread = None
 
     def _start_over(self) -> None:
         """After an interrupt (Ctrl-C) in the middle of a change nothing in memory can be trusted.
@@ -334,7 +319,7 @@ class Engine:
         self._runner.reset()
         self._drops.lose_all()
         self._make_state()
-        self._interrupted = self._lost_pools = False
+        self._guard.interrupted = self._lost_pools = False
 
     def _submit(self, spec: TurnSpec) -> Turn:
         live = self._conversations.get_or_create(spec.conversation_id)

@@ -1,25 +1,21 @@
 """Where a conversation's state is, and why some of it is nowhere: an answer for people who ask.
 
-Owns: the record of what was dropped when, as far as it is still of interest, and the words.
-Does not know: how chunks are chosen (`cache.evictor`), or who asks.
-Called by: `Engine.explain`; `Engine` notes every step's drops here.
+Owns: the words. Does not know: how chunks are chosen (`cache.evictor`), or who asks. Called by: `Engine.explain`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from pensieve_jax.cache import CachedSequence, CacheManager, ChunkState, Drop, DropReason, Role
+from pensieve_jax.cache import CachedSequence, CacheManager, ChunkState, Role
 from pensieve_jax.config import EngineConfig
-from pensieve_jax.core.clock import Clock
 from pensieve_jax.engine.conversations import LiveConversation
+from pensieve_jax.engine.drop_journal import DropJournal, DropRecord
 from pensieve_jax.history import ConversationRecord
 
-_MAX_NUM_SEQUENCES = 4096  # whose drops are remembered, the latest
 _PLACES = {
     ChunkState.ON_GPU: ("gpu", "in device memory"),
     ChunkState.COPYING_OUT: ("gpu", "in device memory, being copied to host memory"),
@@ -30,14 +26,6 @@ _PLACES = {
     ChunkState.RESERVED: (None, "about to be computed"),
     ChunkState.DROPPED: (None, None),
 }
-
-
-class DropRecord(NamedTuple):
-    """A drop, and when it was decided, in seconds of the engine's clock."""
-
-    at_s: float
-    reason: DropReason
-    worth: float | None
 
 
 class ChunkReport(NamedTuple):
@@ -59,41 +47,6 @@ class ChunkReport(NamedTuple):
     worth: float | None
     drop: DropRecord | None
     is_shared: bool
-
-
-class DropJournal:
-    """The latest drop of every chunk, of the conversations that lost something most recently."""
-
-    def __init__(self, clock: Clock) -> None:
-        """Nothing was dropped."""
-        self.clock = clock
-        self.interrupted_s: float | None = None
-        self._drops: OrderedDict[str, dict[int, DropRecord]] = OrderedDict()
-
-    def note(self, drops: Sequence[Drop]) -> None:
-        """These were dropped just now."""
-        if not drops:
-            return
-        now_s = self.clock.now()
-        for drop in drops:
-            of_conversation = self._drops.setdefault(drop.conversation_id, {})
-            of_conversation[drop.index] = DropRecord(now_s, drop.reason, drop.worth)
-            self._drops.move_to_end(drop.conversation_id)
-        while len(self._drops) > _MAX_NUM_SEQUENCES:
-            self._drops.popitem(last=False)
-
-    def of(self, sequence_id: str) -> dict[int, DropRecord]:
-        """By chunk, of what is still known."""
-        return self._drops.get(sequence_id, {})
-
-    def forget(self, conversation_id: str) -> None:
-        """A conversation was changed by its owner: what was dropped before explains nothing any more."""
-        self._drops.pop(conversation_id, None)
-
-    def lose_all(self) -> None:
-        """Everything in memory was given up just now, after an interrupt."""
-        self._drops.clear()
-        self.interrupted_s = self.clock.now()
 
 
 class Explanation(NamedTuple):

@@ -1,6 +1,6 @@
 """Which tokens the next step computes, and the arrays that say so. No jax here."""
 
-from pensieve_jax.scheduler.buckets import bucket_for, token_buckets
+from pensieve_jax.scheduler.buckets import bucket_for, bucket_layout, bucket_rows, token_buckets
 from pensieve_jax.scheduler.output import Grant, SchedulerOutput
 from pensieve_jax.scheduler.plan import PlanLayout, StepPlan, StepResult
 from pensieve_jax.scheduler.planner import Planner
@@ -18,5 +18,7 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "bucket_for",
+    "bucket_layout",
+    "bucket_rows",
     "token_buckets",
 ]

@@ -1,7 +1,8 @@
 """The bucket lattice: the few padded step sizes for which a step is compiled.
 
-Owns: which sizes exist, which one a step takes, and how much a step computes so that it fills one. Only
-query tokens are bucketed; rows, pages and tiles have fixed maxima that cost nothing where empty.
+Owns: which sizes exist, which one a step takes, how much a step computes so that it fills one, and what else
+a plan of that size has room for. Only query tokens are bucketed; rows, pages and tiles have fixed maxima that
+cost nothing where empty.
 Called by: the scheduler, the planner, and the runner when it compiles.
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 
-from pensieve_jax.config import SchedulerConfig
+from pensieve_jax.config import EngineConfig, SchedulerConfig
+from pensieve_jax.scheduler.plan import PlanLayout
 
 _MIN_BUCKET_TOKENS = 16
 _GRAIN_TOKENS = 16
@@ -34,6 +36,32 @@ def token_buckets(config: SchedulerConfig) -> tuple[int, ...]:
     # Rounded first: a power that should be a whole number may be a little above it.
     sizes = {_GRAIN_TOKENS * math.ceil(round(size / _GRAIN_TOKENS, 6)) for size in exact}
     return (*sorted(size for size in sizes if size < largest), largest)
+
+
+def bucket_rows(config: SchedulerConfig, bucket: int) -> int:
+    """The most sub-requests of a step of `bucket` tokens: none is without a token."""
+    return min(config.row_limit, bucket)
+
+
+def bucket_layout(
+    config: EngineConfig, bucket: int, *, context_tokens: int, tiles_len: int = 0
+) -> PlanLayout:
+    """The shape of plans of `bucket` tokens, of which no more than so many are sampled after.
+
+    Args:
+      config: its limits.
+      bucket: one of `token_buckets`.
+      context_tokens: the longest context.
+      tiles_len: of the attention kernel's tile list, if it has one.
+    """
+    return PlanLayout(
+        num_tokens=bucket,
+        max_num_rows=bucket_rows(config.scheduler, bucket),
+        pages_per_row=-(-context_tokens // config.cache.chunk_tokens),
+        max_num_samples=min(config.scheduler.max_num_running, bucket),
+        max_num_banned=config.runner.max_banned_ids,
+        tiles_len=tiles_len,
+    )
 
 
 def bucket_for(buckets: tuple[int, ...], num_tokens: int) -> int:

@@ -1,8 +1,10 @@
 """What one step is told and what it answers, as numpy: the packed plan, and the packed result.
 
-Owns: the layout of the one int32 buffer that goes to the device each step, with a named view on every
-part of it, so that one copy carries all of a step's metadata (a copy costs far more than its bytes).
+Owns: the one table of a plan's fields, in the body of `StepPlan`, and so the layout of the one int32 buffer
+that goes to the device each step, with a named view on every part of it, so that one copy carries all of a
+step's metadata (a copy costs far more than its bytes).
 Does not know: how a plan comes about (`planner`), or what a device does with it (`device.model_runner`).
+Called by: the planner, the runner, and whoever makes plans by hand to measure or to test.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
 
@@ -34,6 +36,47 @@ class Field(NamedTuple):
         return prod(self.shape)
 
 
+class PlanField:
+    """A row of the table of fields, under its name in the class `StepPlan`; a plan has its view there.
+
+    Attributes:
+      sizes: of each dimension: a number, or what `PlanLayout.sizes` calls it.
+      dtype: of 32 bits.
+      padding: what elements hold that a plan has no use for; None: the first slot past the pool, which only
+        whoever makes plans knows.
+    """
+
+    def __init__(
+        self, *sizes: int | str, dtype: type[np.generic] = np.int32, padding: float | None = 0
+    ) -> None:
+        """Keep the row."""
+        self.sizes, self.dtype, self.padding = sizes, np.dtype(dtype), padding
+
+    @overload
+    def __get__(self, plan: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, plan: object, owner: type) -> np.ndarray: ...
+
+    def __get__(self, plan: object, owner: type) -> Any:
+        """The row: a plan's own attributes go before those of its class, so Python asks for no view here."""
+        return self
+
+    @property
+    def padding_word(self) -> int | None:
+        """The padding's 32 bits, as the buffer's dtype reads them; None as `padding`."""
+        return None if self.padding is None else int(np.array(self.padding, self.dtype).view(np.int32))
+
+
+class _View(NamedTuple):
+    """How the view of one field is made; None where the words need not be read in another way."""
+
+    name: str
+    part: slice
+    dtype: np.dtype | None
+    shape: tuple[int, ...] | None
+
+
 @dataclass(frozen=True)
 class PlanLayout:
     """The shape of a bucket's plans; hashable, so that it keys a compiled executable.
@@ -54,34 +97,26 @@ class PlanLayout:
     max_num_banned: int
     tiles_len: int
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What the letters in the table of fields stand for."""
+        return {
+            "T": self.num_tokens,
+            "R": self.max_num_rows,
+            "R + 1": self.max_num_rows + 1,
+            "P": self.pages_per_row,
+            "S": self.max_num_samples,
+            "B": self.max_num_banned,
+            "N": self.tiles_len,
+        }
+
     @cached_property
     def fields(self) -> dict[str, Field]:
         """Every part by name, in the order of the buffer."""
-        tokens, rows, samples = (self.num_tokens,), (self.max_num_rows,), (self.max_num_samples,)
-        i32, f32, u32 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint32)
-        shapes: list[tuple[str, tuple[int, ...], np.dtype]] = [
-            ("token_ids", tokens, i32),
-            ("prev_samples", tokens, i32),
-            ("positions", tokens, i32),
-            ("write_slots", tokens, i32),
-            ("cu_q_lens", (self.max_num_rows + 1,), i32),
-            ("kv_lens", rows, i32),
-            ("page_indices", (self.max_num_rows, self.pages_per_row), i32),
-            ("num_rows", (1,), i32),
-            ("tiles", (self.tiles_len,), i32),
-            ("num_samples", (1,), i32),
-            ("sample_tokens", samples, i32),
-            ("sample_positions", samples, i32),
-            ("temperature", samples, f32),
-            ("top_k", samples, i32),
-            ("top_p", samples, f32),
-            ("seed", (self.max_num_samples, 2), u32),
-            ("banned_ids", (self.max_num_samples, self.max_num_banned), i32),
-            ("flags", (NUM_FLAGS,), i32),
-        ]
-        fields, offset = {}, 0
-        for name, shape, dtype in shapes:
-            fields[name] = Field(offset, shape, dtype)
+        fields, offset, sizes = {}, 0, self.sizes
+        for name, row in StepPlan.rows().items():
+            shape = tuple(sizes[size] if isinstance(size, str) else size for size in row.sizes)
+            fields[name] = Field(offset, shape, row.dtype)
             offset += -(-prod(shape) // _ALIGNMENT) * _ALIGNMENT
         return fields
 
@@ -90,6 +125,26 @@ class PlanLayout:
         """Elements of the whole buffer, 32 bits each."""
         last = list(self.fields.values())[-1]
         return last.offset + last.size
+
+    @cached_property
+    def views(self) -> tuple[_View, ...]:
+        """How a plan's views are made, worked out once, since a plan is made every step."""
+        return tuple(
+            _View(
+                name,
+                slice(field.offset, field.offset + field.size),
+                None if field.dtype == np.int32 else field.dtype,
+                None if len(field.shape) == 1 else field.shape,
+            )
+            for name, field in self.fields.items()
+        )
+
+    @cached_property
+    def padded(self) -> tuple[tuple[slice, int | None], ...]:
+        """Where fields lie whose padding is not 0, and its 32 bits; None is the first slot past the pool."""
+        rows = StepPlan.rows()
+        words = ((view.part, rows[view.name].padding_word) for view in self.views)
+        return tuple((part, word) for part, word in words if word != 0)
 
 
 class StepPlan:
@@ -103,33 +158,49 @@ class StepPlan:
       step_id: counts plans from 0; the runner asserts that none is skipped.
     """
 
-    token_ids: np.ndarray  # i32[T]: padding 0
-    prev_samples: np.ndarray  # i32[T]: row of the previous step's samples that holds the id, or -1
-    positions: np.ndarray  # i32[T]
-    write_slots: np.ndarray  # i32[T]: page * page_size + offset; padding is out of bounds and dropped
-    cu_q_lens: np.ndarray  # i32[R + 1]
-    kv_lens: np.ndarray  # i32[R]
-    page_indices: np.ndarray  # i32[R, P]: padding 0, the dummy page
-    num_rows: np.ndarray  # i32[1]
-    tiles: np.ndarray  # i32[N]
-    num_samples: np.ndarray  # i32[1]
-    sample_tokens: np.ndarray  # i32[S]: index into the T tokens
-    sample_positions: np.ndarray  # i32[S]: absolute position of the token to be sampled
-    temperature: np.ndarray  # f32[S]: 0 is greedy
-    top_k: np.ndarray  # i32[S]: 0 is off
-    top_p: np.ndarray  # f32[S]: 1 is off
-    seed: np.ndarray  # u32[S, 2]: 64 bits, low word first
-    banned_ids: np.ndarray  # i32[S, B]: padding -1
-    flags: np.ndarray  # i32[4]: see the FLAG_ constants
+    token_ids = PlanField("T")
+    prev_samples = PlanField("T", padding=-1)  # row of the previous step's samples that holds the id, or -1
+    positions = PlanField("T")
+    write_slots = PlanField("T", padding=None)  # page * page_size + offset; out of bounds is dropped
+    cu_q_lens = PlanField("R + 1")  # from the last row on: the number of tokens
+    kv_lens = PlanField("R")
+    page_indices = PlanField("R", "P")  # page 0 is the dummy
+    num_rows = PlanField(1)
+    tiles = PlanField("N")  # the kernel's list builder fills all that the kernel reads
+    num_samples = PlanField(1)
+    sample_tokens = PlanField("S")  # index into the T tokens
+    sample_positions = PlanField("S")  # absolute position of the token to be sampled
+    temperature = PlanField("S", dtype=np.float32)  # 0 is greedy
+    top_k = PlanField("S")  # 0 is off
+    top_p = PlanField("S", dtype=np.float32, padding=1)  # 1 is off
+    seed = PlanField("S", 2, dtype=np.uint32)  # 64 bits, low word first
+    banned_ids = PlanField("S", "B", padding=-1)
+    flags = PlanField(NUM_FLAGS)  # see the FLAG_ constants
 
-    def __init__(self, layout: PlanLayout, step_id: int) -> None:
-        """Views on a new buffer of zeros."""
+    def __init__(self, layout: PlanLayout, step_id: int, padding_slot: int) -> None:
+        """A plan of no rows, which writes and samples nothing: a new buffer, all of it padding.
+
+        Args:
+          layout: the bucket's shape.
+          step_id: its number.
+          padding_slot: the first write slot past the pool, where writes are dropped.
+        """
         self.layout = layout
         self.step_id = step_id
-        self.buffer = np.zeros(layout.size, np.int32)
-        for name, field in layout.fields.items():
-            part = self.buffer[field.offset : field.offset + field.size]
-            setattr(self, name, part.view(field.dtype).reshape(field.shape))
+        self.buffer = buffer = np.zeros(layout.size, np.int32)
+        for part, word in layout.padded:
+            buffer[part] = padding_slot if word is None else word
+        own = self.__dict__
+        for name, part, dtype, shape in layout.views:
+            view = buffer[part]
+            if dtype is not None:
+                view = view.view(dtype)
+            own[name] = view if shape is None else view.reshape(shape)
+
+    @classmethod
+    def rows(cls) -> dict[str, PlanField]:
+        """The table: every field by name, in the order of the buffer."""
+        return {name: row for name, row in vars(cls).items() if isinstance(row, PlanField)}
 
 
 class StepResult(NamedTuple):

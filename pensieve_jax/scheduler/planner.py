@@ -46,7 +46,7 @@ class Planner:
         self._buckets = tuple(sorted(layouts))
         self._fill_tiles = fill_tiles
         self._chunk_tokens = chunk_tokens
-        self._dropped_slot = num_device_pages * chunk_tokens
+        self._padding_slot = num_device_pages * chunk_tokens
         self._num_plans = 0
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
@@ -55,7 +55,8 @@ class Planner:
         Reads each request's `sample_row`, which must be of the step dispatched just before, and sets it
         anew for the rows that sample.
         """
-        plan = StepPlan(self._layouts[bucket_for(self._buckets, output.num_tokens)], self._num_plans)
+        layout = self._layouts[bucket_for(self._buckets, output.num_tokens)]
+        plan = StepPlan(layout, self._num_plans, self._padding_slot)
         self._num_plans += 1
         self._fill_rows(plan, output)
         self._fill_samples(plan, [(i, g.request) for i, g in enumerate(output.grants) if g.samples])
@@ -86,12 +87,10 @@ class Planner:
         row_of_token = np.repeat(np.arange(num_rows, dtype=np.int32), q_lens)
         positions = np.arange(num_tokens, dtype=np.int32) + (starts - plan.cu_q_lens[:num_rows])[row_of_token]
         plan.positions[:num_tokens] = positions
-        plan.write_slots[num_tokens:] = self._dropped_slot
         pages = page_indices[row_of_token, positions // chunk_tokens]
         plan.write_slots[:num_tokens] = pages * chunk_tokens + positions % chunk_tokens
 
         ids = np.array(token_ids, np.int32)
-        plan.prev_samples[:] = -1
         pending = np.flatnonzero(ids == PENDING_TOKEN)
         if len(pending):
             rows = [grants[row].request.sample_row for row in row_of_token[pending]]
@@ -102,8 +101,6 @@ class Planner:
     def _fill_samples(self, plan: StepPlan, sampling: list[tuple[int, Request]]) -> None:
         num_samples = len(sampling)
         plan.num_samples[0] = num_samples
-        plan.banned_ids[:] = -1
-        plan.top_p[num_samples:] = 1.0
         if not num_samples:
             return
         rows = np.fromiter((row for row, _ in sampling), np.int32, num_samples)

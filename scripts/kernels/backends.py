@@ -14,25 +14,22 @@ import jax.numpy as jnp
 
 from kernels.cases import Inputs
 from kernels.timing import JaxProgram
-from pallas_kernels.devices import mosaic_device_limit, triton_device_limit
+from pallas_kernels.attention_names import COMPILED_BACKENDS
 from pallas_kernels.ragged_paged_attention import (
     AttentionArgumentError,
     BlockSizes,
     TileClass,
     TileSpec,
     build_tiles,
+    device_limit,
     mosaic_class,
     ragged_paged_attention,
     tile_spec,
 )
+from pallas_kernels.ragged_paged_attention.backends import TABLE
 from pallas_kernels.ragged_paged_attention.shapes import Case
 
-BACKENDS = ("pallas_mosaic_gpu", "pallas_triton", "jax_triton", "xla")
-_DEVICE_LIMITS = {
-    "pallas_mosaic_gpu": mosaic_device_limit,
-    "pallas_triton": triton_device_limit,
-    "jax_triton": triton_device_limit,
-}
+BACKENDS: tuple[str, ...] = tuple(name for name in TABLE if name in COMPILED_BACKENDS)  # the fastest first
 
 # rows, block_kv, num_warps, num_stages, min_split_kv, target_programs, whole_loop
 _SMALL_SWEEP = (
@@ -64,7 +61,7 @@ def check_backends(names: list[str]) -> None:
     for name in names:
         if name not in ("all", "auto", *BACKENDS):
             raise AttentionArgumentError("--backend", name, f"known are auto, all, {', '.join(BACKENDS)}")
-        if name in _DEVICE_LIMITS and (limit := _DEVICE_LIMITS[name](jax.devices()[0])) is not None:
+        if name != "all" and (limit := device_limit(name, jax.devices()[0])) is not None:
             raise AttentionArgumentError("--backend", name, f"{limit}; give auto or xla")
 
 
@@ -83,7 +80,7 @@ def _serving(case: Case, dtype: str) -> list[str]:
             make_spec(case, dtype, name)
         except AttentionArgumentError:
             continue
-        if name not in _DEVICE_LIMITS or _DEVICE_LIMITS[name](jax.devices()[0]) is None:
+        if device_limit(name, jax.devices()[0]) is None:
             found.append(name)
     return found
 
@@ -119,7 +116,7 @@ def block_variants(case: Case, dtype: str, backend: str) -> Iterator[BlockSizes]
         return
     mostly_short = max(q_len for q_len, _ in case.rows) * spec.group <= 32
     tried_classes = [TileClass(*values) for values in (_SMALL_SWEEP if mostly_short else _LARGE_SWEEP)]
-    if spec.backend == "pallas_mosaic_gpu":
+    if TABLE[spec.backend].has_mosaic_tiles:
         sweep = _MOSAIC_SMALL_SWEEP if mostly_short else _MOSAIC_LARGE_SWEEP
         tried_classes = [mosaic_class(*values) for values in sweep]
     for tried in tried_classes:

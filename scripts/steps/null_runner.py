@@ -18,7 +18,14 @@ from pensieve_jax import EngineConfig
 from pensieve_jax.cache import Copy
 from pensieve_jax.engine.runner import Progress
 from pensieve_jax.engine.transfers import Transfers
-from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult, token_buckets
+from pensieve_jax.scheduler import (
+    PlanLayout,
+    StepPlan,
+    StepResult,
+    bucket_layout,
+    bucket_rows,
+    token_buckets,
+)
 
 
 class NullTransfers:
@@ -69,14 +76,12 @@ class NullRunner:
 
     def __init__(self, config: EngineConfig, model: ModelConfig, context_tokens: int, backend: str) -> None:
         """Layouts and tile specs for heads of this model."""
-        scheduler = config.scheduler
-        max_num_rows = scheduler.row_limit
         self._specs: dict[int, TileSpec] = {}
         layouts: dict[int, PlanLayout] = {}
-        for bucket in token_buckets(scheduler):
+        for bucket in token_buckets(config.scheduler):
             spec = self._specs[bucket] = tile_spec(
                 num_tokens=bucket,
-                max_num_seqs=min(max_num_rows, bucket),
+                max_num_seqs=bucket_rows(config.scheduler, bucket),
                 num_q_heads=model.num_heads,
                 num_kv_heads=model.num_kv_heads,
                 head_dim=model.head_dim,
@@ -84,13 +89,8 @@ class NullRunner:
                 dtype="bfloat16",
                 backend=backend,
             )
-            layouts[bucket] = PlanLayout(
-                num_tokens=bucket,
-                max_num_rows=min(max_num_rows, bucket),
-                pages_per_row=-(-context_tokens // config.cache.chunk_tokens),
-                max_num_samples=min(scheduler.max_num_running, bucket),
-                max_num_banned=config.runner.max_banned_ids,
-                tiles_len=spec.tiles_len,
+            layouts[bucket] = bucket_layout(
+                config, bucket, context_tokens=context_tokens, tiles_len=spec.tiles_len
             )
         self.layouts: Mapping[int, PlanLayout] = layouts
         self._transfers = NullTransfers()

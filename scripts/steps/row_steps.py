@@ -113,13 +113,11 @@ class RowSteps:
         chunk, lengths = self._chunk_tokens, [row.end - row.begin for row in rows]
         num_tokens = sum(lengths)
         bucket = min(size for size in self._runner.layouts if size >= num_tokens)
-        plan = StepPlan(self._runner.layouts[bucket], 0)
+        plan = StepPlan(self._runner.layouts[bucket], 0, self._runner.storage.padding_slot)
         positions = np.concatenate([np.arange(row.begin, row.end) for row in rows])
         sequences = np.repeat([row.sequence for row in rows], lengths)
         plan.token_ids[:num_tokens] = self.token_ids[sequences, positions]
-        plan.prev_samples[:] = -1
         plan.positions[:num_tokens] = positions
-        plan.write_slots[:] = self._runner.storage.padding_slot
         slots = self.pages[sequences, positions // chunk] * chunk + positions % chunk
         plan.write_slots[:num_tokens] = slots
         plan.cu_q_lens[1 : len(rows) + 1] = np.cumsum(lengths)
@@ -129,8 +127,6 @@ class RowSteps:
             num_pages = -(-row.end // chunk)
             plan.page_indices[i, :num_pages] = self.pages[row.sequence, :num_pages]
         plan.num_rows[0] = len(rows)
-        plan.top_p[:] = 1.0
-        plan.banned_ids[:] = -1
         if sampled is not None:
             _let_sample(plan, rows, sampled)
         self._runner.fill_tiles(plan)

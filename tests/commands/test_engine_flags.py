@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from absl import flags
 
 from model_defs import source_config
-from pensieve_jax import ConfigError
+from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.assembly import DEFAULT_MODEL, resolve_model
+from pensieve_jax.core.options import options_of
 from tests.launching import load
 
 engine_flags = load("pensieve_jax.commands.engine_flags")
@@ -51,6 +54,77 @@ def test_defaults_are_the_library_s(config):
     made = config()
     assert made.cache.cpu_pages == 0 and made.cache.cpu_bytes is None
     assert made.cache.prefetch and made.cache.retrieval_priority
+
+
+def test_every_field_has_a_flag_that_says_what_the_field_says(config):
+    """Its help is the field's, its default too, unless another flag says the same."""
+    assert config() == EngineConfig(), "flags that are left out change nothing"
+    for kind in (CacheConfig, SchedulerConfig, RunnerConfig):
+        for field in dataclasses.fields(kind):
+            (option,) = (option for option in options_of(kind) if option.name == field.name)
+            flag = flags.FLAGS[field.name]
+            choices = f"<{'|'.join(option.limit.choices)}>: " if option.kind is str else ""  # absl's
+            assert flag.help.removeprefix(choices if option.limit.choices else "") == option.text
+            if field.name not in ("cpu_pages", "max_num_batched_tokens"):
+                assert flag.default == field.default, field.name
+    assert flags.FLAGS["stateful"].help == options_of(EngineConfig)[0].text
+
+
+NOT_THE_DEFAULTS = {
+    EngineConfig: {"stateful": False},
+    CacheConfig: {
+        **{"gpu_pages": 40, "gpu_memory_fraction": 0.7, "cpu_pages": 12, "chunk_tokens": 16, "policy": "lru"},
+        **{"cost_profile": "costs.json", "reserve_fraction": 0.2, "swap_out_fraction": 0.5},
+        **{"retrieval_priority": False, "prefetch": False, "max_idle_conversations": 7, "idle_ttl_s": 60.5},
+    },
+    SchedulerConfig: {
+        **{"max_num_running": 9, "max_num_batched_tokens": 128, "max_num_rows": 11},
+        **{"max_context_tokens": 99, "max_num_buckets": 3, "unified": False},
+    },
+    RunnerConfig: {
+        **{"attention_backend": "xla", "tensor_parallel_size": 2, "num_layer_groups": 3},
+        **{"max_num_staged_pages": 5, "max_logprobs": 2, "max_banned_ids": 4, "random_seed": 6},
+        **{"max_position_embeddings": 512, "compilation_cache_dir": "compiled"},
+    },
+}
+
+
+def test_every_flag_reaches_its_field(config):
+    """All but the two that are written in another way: `cpu_bytes` and `token_buckets`."""
+    every = {name: value for values in NOT_THE_DEFAULTS.values() for name, value in values.items()}
+    made = config(**every)
+    left = set()
+    for group in (made, made.cache, made.scheduler, made.runner):
+        for option in options_of(type(group)):
+            if option.name in every:
+                value = getattr(group, option.name)
+                assert value == every[option.name] != option.default, option.name
+            elif not dataclasses.is_dataclass(option.kind):
+                left.add(option.name)
+    assert left == {"cpu_bytes", "token_buckets"}
+
+
+def test_step_sizes_arrive_and_say_how_large_a_step_is(config):
+    assert config(token_buckets="64,256").scheduler == SchedulerConfig(
+        max_num_batched_tokens=256, token_buckets=(64, 256)
+    )
+
+
+def test_unreadable_step_sizes_name_the_flag(config):
+    with pytest.raises(ConfigError, match=r"--token_buckets is 'a,b', but must be integers with commas"):
+        config(token_buckets="a,b")
+
+
+def test_a_value_out_of_its_limit_names_the_field(config):
+    with pytest.raises(ConfigError, match=r"cache\.reserve_fraction is 1\.5, but must be in \[0, 1\)"):
+        config(reserve_fraction=1.5)
+
+
+@pytest.mark.parametrize("name", ["gpu_pages", "cpu_bytes", "max_num_rows", "token_buckets"])
+def test_sizes_that_follow_from_cases_are_refused(config, name):
+    config(**{name: 128})
+    with pytest.raises(ConfigError, match=f"--{name} is"):
+        engine_flags.refuse_sizes()
 
 
 def test_a_launcher_may_have_a_default_model_of_its_own(launch):

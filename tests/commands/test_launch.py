@@ -79,13 +79,15 @@ def test_help_is_the_docstring_and_flags_by_group_with_defaults(starts):
     assert titles == [
         "flags:",
         "the model and the engine:",
-        "the host tier, and what moves between the tiers:",
+        "the cache: pages, host memory, who gives way:",
+        "batches: what a step may hold:",
+        "the device: how steps run:",
         "sampling:",
     ]
-    own, engine, tiers, sampling = text.partition("\nflags:\n")[2].split("\n\n")[:4]
+    own, engine, cache, _, _, sampling = text.partition("\nflags:\n")[2].split("\n\n")[:6]
     assert "  --concurrency: Turns in the engine at once. (default: 64)\n" in own and "--history" in own
-    assert "  --gpu_pages: Pages of device memory. (default: 512)\n" in engine
-    assert "  --[no]prefetch: " in tiers and "--cpu_pages" in tiers
+    assert "--dtype" in engine and "  --gpu_pages: Pages of device memory for KV state; " in cache
+    assert "  --[no]prefetch: " in cache and "--cpu_pages" in cache
     assert "  --[no]ignore_eos: " in sampling and "--temperature" in sampling
     assert "--verbosity" not in text and "--helpfull" in text
     full = starts["scripts/generate.py", "--helpfull"]

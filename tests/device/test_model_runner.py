@@ -18,7 +18,7 @@ from model_defs import load_model, make_mesh, preset, random_model
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.device import device_memory, layouts, model_runner
+from pensieve_jax.device import device_memory, kernel_choices, model_runner
 from pensieve_jax.device.dense_reference import DenseReference
 from pensieve_jax.device.kv_storage import read_page
 from pensieve_jax.device.model_runner import ModelRunner
@@ -111,7 +111,7 @@ class Stepper:
     def dispatch(self, *rows, logprobs=False):
         num_tokens = sum(row.end - row.start for row in rows)
         bucket = min(bucket for bucket in BUCKETS if bucket >= num_tokens)
-        plan = StepPlan(self.runner.layouts[bucket], self.num_steps)
+        plan = StepPlan(self.runner.layouts[bucket], self.num_steps, self.runner.storage.padding_slot)
         self.num_steps += 1
         self._fill(plan, rows, num_tokens)
         plan.flags[FLAG_LOGPROBS] = logprobs
@@ -127,10 +127,6 @@ class Stepper:
         return result
 
     def _fill(self, plan, rows, num_tokens):
-        plan.prev_samples[:] = -1
-        plan.banned_ids[:] = -1
-        plan.top_p[:] = 1.0
-        plan.write_slots[:] = self.runner.storage.padding_slot
         plan.num_rows[0] = len(rows)
         at, num_samples = 0, 0
         for i, row in enumerate(rows):
@@ -431,7 +427,7 @@ def test_a_back_end_that_cannot_run_here_is_refused(backend):
 )
 def test_what_the_back_end_does_not_serve_is_refused(backend, says, monkeypatch):
     """As on a GPU: the kernel package's own error becomes one that names the option."""
-    monkeypatch.setitem(layouts._DEVICE_LIMITS, backend, lambda device: None)
+    monkeypatch.setattr(kernel_choices, "device_limit", lambda name, device: None)
     config = EngineConfig(runner=RunnerConfig(attention_backend=backend))
     mesh = make_mesh(1)
     model = random_model(preset("llama-tiny", head_dim=80), mesh=mesh)

@@ -19,7 +19,7 @@ import numpy as np
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.runner import Progress
-from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult, token_buckets
+from pensieve_jax.scheduler import StepPlan, StepResult, bucket_layout, token_buckets
 from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES
 from tests.engine.fake_transfers import IMMEDIATE, POISON_64, Delays, FakeTransfers
 
@@ -142,18 +142,9 @@ class FakeRunner:
         self.num_pages = config.cache.gpu_pages + 1
         self.num_compilations = 0
         self.num_top = config.runner.max_logprobs
-        scheduler = config.scheduler
-        max_num_rows = scheduler.row_limit
         self.layouts = {
-            bucket: PlanLayout(
-                num_tokens=bucket,
-                max_num_rows=min(bucket, max_num_rows),
-                pages_per_row=-(-max_context_tokens // self.page_size),
-                max_num_samples=min(bucket, scheduler.max_num_running),
-                max_num_banned=config.runner.max_banned_ids,
-                tiles_len=0,
-            )
-            for bucket in token_buckets(scheduler)
+            bucket: bucket_layout(config, bucket, context_tokens=max_context_tokens)
+            for bucket in token_buckets(config.scheduler)
         }
         self.transfers = FakeTransfers(
             self, config.cache.cpu_pages, NUM_LAYERS, config.runner.max_num_staged_pages, delays

@@ -94,8 +94,8 @@ def test_a_second_thread_is_refused_while_a_call_is_under_way() -> None:
     """As a thread would see it: another one's identity stands where the call wrote it."""
     harness = Harness()
     turn = harness.submit(harness.facts(harness.prompt(5), "a", max_tokens=4), "a")
-    harness.engine._changing_thread = -1
+    harness.engine._guard._thread = -1
     with pytest.raises(PensieveError, match="Another thread"):
         harness.engine.step()
-    harness.engine._changing_thread = None
+    harness.engine._guard._thread = None
     harness.run(turn)

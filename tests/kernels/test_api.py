@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import types
 from typing import Any
 
@@ -10,15 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.attention_names import COMPILED_BACKENDS
 from pallas_kernels.devices import triton_device_limit
 from pallas_kernels.ragged_paged_attention import (
+    BACKENDS,
     AttentionArgumentError,
+    AttentionHeads,
+    BackendChoice,
     BlockSizes,
     TileClass,
     build_tiles,
+    choose_backend,
+    device_limit,
     ragged_paged_attention,
     tile_spec,
 )
+from pallas_kernels.ragged_paged_attention.backends import AUTO_BACKENDS, TABLE
 from pallas_kernels.ragged_paged_attention.shapes import Heads
 from tests.kernels.batches import assert_equals_reference, make_batch
 
@@ -122,3 +131,73 @@ def test_devices_that_triton_runs_on(platform: str, capability: str | None, says
     device = types.SimpleNamespace(platform=platform, device_kind="kind", compute_capability=capability)
     limit = triton_device_limit(device)
     assert limit is None if says is None else limit is not None and says in limit
+
+
+H200 = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+CPU = types.SimpleNamespace(platform="cpu", device_kind="cpu")
+
+
+@pytest.mark.parametrize(
+    ("heads", "device", "name", "reason"),
+    [
+        (
+            AttentionHeads(40, 10, 128, "bfloat16"),
+            H200,
+            "pallas_mosaic_gpu",
+            "the fastest that serves 40 query heads on 10 KV heads of 128 in bfloat16 on NVIDIA H200",
+        ),
+        (
+            AttentionHeads(40, 10, 128, "float32"),
+            H200,
+            "pallas_triton",
+            "the fastest that serves 40 query heads on 10 KV heads of 128 in float32 on NVIDIA H200; "
+            "not pallas_mosaic_gpu: dtype = 'float32': pallas_mosaic_gpu serves ('bfloat16', 'float16'); "
+            "use backend 'pallas_triton' or 'xla'",
+        ),
+        (
+            AttentionHeads(4, 4, 80, "bfloat16"),
+            CPU,
+            "xla",
+            "the fastest that serves 4 query heads on 4 KV heads of 80 in bfloat16 on cpu; "
+            "not pallas_mosaic_gpu: pallas_mosaic_gpu needs an NVIDIA GPU of compute capability 9.0, "
+            "'cpu' has None; "
+            "not pallas_triton: the Triton kernel needs an NVIDIA GPU, this device is 'cpu'",
+        ),
+    ],
+    ids=["hopper", "float32", "cpu"],
+)
+def test_the_choice_says_why(heads: AttentionHeads, device: Any, name: str, reason: str) -> None:
+    assert choose_backend("auto", heads, device) == BackendChoice(name, reason)
+
+
+def test_a_named_back_end_is_taken_wherever_it_runs() -> None:
+    heads = AttentionHeads(40, 10, 128, "bfloat16")
+    for name in ("pallas_mosaic_gpu", "xla", "reference"):
+        choice = choose_backend(name, heads, CPU, named_in="runner.attention_backend")
+        assert choice == BackendChoice(name, "named in runner.attention_backend")
+
+
+def test_heads_that_nobody_serves() -> None:
+    with pytest.raises(AttentionArgumentError, match=r"none serves .* float64.*not xla: dtype = 'float64'"):
+        choose_backend("auto", AttentionHeads(4, 2, 128, np.dtype("float64")), H200)
+    with pytest.raises(AttentionArgumentError, match="num_kv_heads = 0"):
+        AttentionHeads(4, 0, 128, "float32")
+
+
+def test_the_table_has_a_row_for_every_name() -> None:
+    assert set(TABLE) == {*COMPILED_BACKENDS, "reference"}
+    assert AUTO_BACKENDS == ("pallas_mosaic_gpu", "pallas_triton", "xla")
+    assert all(name == row.name and name in BACKENDS for name, row in TABLE.items())
+    everything = TABLE[AUTO_BACKENDS[-1]]
+    assert everything.head_dims is everything.groups is device_limit(everything.name, CPU) is None
+
+
+@pytest.mark.parametrize("name", ["pallas_triton", "pallas_mosaic_gpu", "jax_triton"])
+def test_every_kernel_says_which_devices_it_runs_on(name: str) -> None:
+    assert device_limit(name, H200) is None and "NVIDIA GPU" in str(device_limit(name, CPU))
+
+
+def test_names_need_no_jax() -> None:
+    """A configuration checks them, and may not import JAX."""
+    code = "import sys, pallas_kernels.attention_names; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -23,9 +23,9 @@ from pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     tile_spec,
 )
+from pallas_kernels.ragged_paged_attention.backends import TILED_BACKENDS
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
 from pallas_kernels.ragged_paged_attention.shapes import Heads
-from pallas_kernels.ragged_paged_attention.tile_specs import TILED_BACKENDS
 from tests.kernels.batches import Batch, Room, assert_equals_reference, make_batch, random_rows
 
 SCALE = 0.17

@@ -24,7 +24,7 @@ from pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     tile_spec,
 )
-from pallas_kernels.ragged_paged_attention.api import AUTO_BACKENDS
+from pallas_kernels.ragged_paged_attention.backends import AUTO_BACKENDS
 from pallas_kernels.ragged_paged_attention.shapes import Heads
 from tests.kernels.cross_lower import lower_for_cuda
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve_jax.config import SchedulerConfig
-from pensieve_jax.scheduler import PlanLayout, StepPlan, bucket_for, token_buckets
+from pensieve_jax.config import EngineConfig, SchedulerConfig
+from pensieve_jax.scheduler import PlanLayout, StepPlan, bucket_for, bucket_layout, token_buckets
 from pensieve_jax.scheduler.buckets import step_limit
 
 LAYOUT = PlanLayout(
@@ -28,8 +28,8 @@ def test_fields_fill_the_buffer_in_order_and_begin_where_kernels_may_read_them()
 
 
 def test_every_field_is_a_view_of_its_own_words():
-    plan = StepPlan(LAYOUT, 3)
-    assert plan.step_id == 3 and plan.buffer.dtype == np.int32 and not plan.buffer.any()
+    plan = StepPlan(LAYOUT, 3, 99)
+    assert plan.step_id == 3 and plan.buffer.dtype == np.int32
     for number, (name, field) in enumerate(LAYOUT.fields.items(), start=1):
         view = getattr(plan, name)
         assert view.shape == field.shape and view.dtype == field.dtype and view.base is not None
@@ -40,10 +40,42 @@ def test_every_field_is_a_view_of_its_own_words():
         assert (getattr(plan, name) == number).all(), f"{name} was overwritten"
 
 
+def test_a_new_plan_is_padding():
+    plan = StepPlan(LAYOUT, 0, 99)
+    padding = {"prev_samples": -1, "write_slots": 99, "top_p": 1.0, "banned_ids": -1}
+    expected = np.zeros(LAYOUT.size, np.int32)
+    for name, field in LAYOUT.fields.items():
+        words = expected[field.offset : field.offset + field.size]
+        words.view(field.dtype)[:] = padding.get(name, 0)
+    assert plan.buffer.tobytes() == expected.tobytes()
+    assert padding.keys() == {name for name, row in StepPlan.rows().items() if row.padding != 0}
+
+
+def test_the_table_names_every_field_in_order():
+    """The order, shapes and dtypes that compiled steps read."""
+    shapes = {name: (*field.shape, field.dtype.name) for name, field in LAYOUT.fields.items()}
+    tokens, rows, samples = (64, "int32"), (8, "int32"), (4, "int32")
+    assert list(shapes.items()) == [
+        *((name, tokens) for name in ("token_ids", "prev_samples", "positions", "write_slots")),
+        *(("cu_q_lens", (9, "int32")), ("kv_lens", rows), ("page_indices", (8, 5, "int32"))),
+        *(("num_rows", (1, "int32")), ("tiles", (11, "int32")), ("num_samples", (1, "int32"))),
+        *(("sample_tokens", samples), ("sample_positions", samples), ("temperature", (4, "float32"))),
+        *(("top_k", samples), ("top_p", (4, "float32")), ("seed", (4, 2, "uint32"))),
+        *(("banned_ids", (4, 3, "int32")), ("flags", (4, "int32"))),
+    ]
+
+
 def test_plans_share_no_buffer():
-    one, two = StepPlan(LAYOUT, 0), StepPlan(LAYOUT, 1)
+    one, two = StepPlan(LAYOUT, 0, 99), StepPlan(LAYOUT, 1, 99)
     one.token_ids[:] = 5
-    assert not two.buffer.any()
+    assert not two.token_ids.any()
+
+
+def test_layouts_follow_from_the_configuration():
+    scheduler = SchedulerConfig(max_num_running=20, max_num_batched_tokens=64, token_buckets=(16, 64))
+    config = EngineConfig(scheduler=scheduler)
+    assert bucket_layout(config, 16, context_tokens=33) == PlanLayout(16, 16, 2, 16, 8, 0)
+    assert bucket_layout(config, 64, context_tokens=64, tiles_len=7) == PlanLayout(64, 40, 2, 20, 8, 7)
 
 
 @given(largest=st.integers(2, 20_000), max_num_buckets=st.integers(1, 10))

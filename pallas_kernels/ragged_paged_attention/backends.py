@@ -1,0 +1,223 @@
+"""The one table of attention back ends, and the choice among them.
+
+Owns: what each back end is, what it serves and on which devices, and the words that say why one was chosen.
+Does not know: how any back end works, or what a tile is.
+Called by: `api` and `tile_specs`; the engine, which chooses once for all its buckets and says so; benchmarks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention_names import AUTO, BackendName
+from pallas_kernels.devices import mosaic_device_limit, triton_device_limit
+from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
+
+DTYPES = ("bfloat16", "float16", "float32")
+_TRITON_HEAD_DIMS = (32, 64, 128, 256)
+_TRITON_GROUPS = tuple(range(1, 65))
+
+
+def _any_device(device: jax.Device) -> None:
+    """No limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """A row of the table.
+
+    Attributes:
+      name: what people ask for.
+      module: what implements it, in this package.
+      device_limit: why it does not run on a device, except in interpret mode; None: it does.
+      dtypes: of queries and pages that it serves.
+      head_dims: elements of a head that it serves; None: any.
+      groups: query heads per KV head that it serves; None: any.
+      instead: what to do about what it does not serve.
+      has_tiles: it takes tile lists.
+      has_mosaic_tiles: some of its tile classes may be Mosaic's.
+      auto_place: when "auto" tries it, 1 first; None: never.
+      package: what it needs beside JAX.
+      extra: of pensieve-jax, which installs that package.
+    """
+
+    name: BackendName
+    module: str
+    device_limit: Callable[[jax.Device], str | None] = _any_device
+    dtypes: tuple[str, ...] = DTYPES
+    head_dims: tuple[int, ...] | None = None
+    groups: tuple[int, ...] | None = None
+    instead: str = ""
+    has_tiles: bool = False
+    has_mosaic_tiles: bool = False
+    auto_place: int | None = None
+    package: str | None = None
+    extra: str | None = None
+
+
+# The fastest first: on an H200 the Mosaic kernel serves prompts in about 0.7 of the Triton kernel's time,
+# decoding and short queries in 0.93 to 0.99. What it leaves to Triton: `block_sizes`. It serves groups that
+# divide a tile's rows and leave a warpgroup a few rows of each head. What Triton does not serve, it does not
+# either: Triton serves its small tiles.
+_ROWS = (
+    Backend(
+        name="pallas_mosaic_gpu",
+        module="pallas_mosaic_gpu",
+        device_limit=mosaic_device_limit,
+        dtypes=("bfloat16", "float16"),
+        head_dims=(64, 128),
+        groups=(1, 2, 4, 8, 16),
+        instead="use backend 'pallas_triton' or 'xla'",
+        has_tiles=True,
+        has_mosaic_tiles=True,
+        auto_place=1,
+    ),
+    Backend(
+        name="pallas_triton",
+        module="pallas_triton",
+        device_limit=triton_device_limit,
+        head_dims=_TRITON_HEAD_DIMS,
+        groups=_TRITON_GROUPS,
+        instead="use backend 'xla'",
+        has_tiles=True,
+        auto_place=2,
+    ),
+    Backend(
+        name="jax_triton",
+        module="jax_triton",
+        device_limit=triton_device_limit,
+        head_dims=_TRITON_HEAD_DIMS,
+        groups=_TRITON_GROUPS,
+        instead="use backend 'xla'",
+        has_tiles=True,
+        package="jax_triton",
+        extra="triton",
+    ),
+    Backend(name="xla", module="xla", auto_place=3),
+    Backend(name="reference", module="reference"),  # numpy: not inside a jit
+)
+TABLE: dict[str, Backend] = {row.name: row for row in _ROWS}
+BACKENDS = (AUTO, *TABLE)
+AUTO_BACKENDS: tuple[str, ...] = tuple(
+    row.name for row in sorted(_ROWS, key=lambda row: row.auto_place or 0) if row.auto_place is not None
+)
+"""What "auto" tries, best first; the last one serves everything everywhere."""
+TILED_BACKENDS: tuple[str, ...] = tuple(row.name for row in _ROWS if row.has_tiles)
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """What a back end must serve: the heads of one shard, and the dtype of queries and pages.
+
+    Raises AttentionArgumentError for query heads that cannot share these KV heads.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: Any
+
+    def __post_init__(self) -> None:
+        """Refuse what no back end could serve."""
+        if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
+            limit = f"must be a multiple of num_kv_heads = {self.num_kv_heads}"
+            raise AttentionArgumentError("num_q_heads", self.num_q_heads, limit)
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    def __str__(self) -> str:
+        """In words."""
+        heads = f"{self.num_q_heads} query heads on {self.num_kv_heads} KV heads of {self.head_dim}"
+        return f"{heads} in {jnp.dtype(self.dtype).name}"
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """A back end, and why it is this one.
+
+    Attributes:
+      name: of a row of the table.
+      reason: in words, without a full stop.
+    """
+
+    name: str
+    reason: str
+
+
+def choose_backend(
+    backend: str, heads: AttentionHeads, device: jax.Device | None = None, *, named_in: str = "backend"
+) -> BackendChoice:
+    """The back end that `backend` means for these heads.
+
+    Args:
+      backend: a name of the table, which is taken on any device, since kernels can be interpreted and lowered
+        anywhere; or "auto": the fastest that serves these heads on `device`.
+      heads: of one shard.
+      device: where it runs; None: the first one.
+      named_in: where the name was given, for the reason.
+
+    Raises:
+      AttentionArgumentError: there is no back end of this name, or none serves these heads, or not this one.
+    """
+    if backend not in BACKENDS:
+        raise AttentionArgumentError("backend", backend, f"must be one of {BACKENDS}")
+    if backend != AUTO:
+        if (unserved := heads_limit(backend, heads)) is not None:
+            raise unserved
+        return BackendChoice(backend, f"named in {named_in}")
+    device = device or jax.devices()[0]
+    passed_over = ""
+    for name in AUTO_BACKENDS:
+        limit = device_limit(name, device) or heads_limit(name, heads)
+        if limit is None:
+            reason = f"the fastest that serves {heads} on {device.device_kind}"
+            return BackendChoice(name, reason + passed_over)
+        passed_over += f"; not {name}: {limit}"
+    raise AttentionArgumentError("backend", backend, f"none serves {heads}{passed_over}")
+
+
+def device_limit(backend: str, device: jax.Device) -> str | None:
+    """Why the back end of this name does not run on `device`, except in interpret mode; None: it does."""
+    return None if backend == AUTO else TABLE[backend].device_limit(device)
+
+
+def heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError | None:
+    """Why the back end of this name cannot serve these heads, wherever it runs; None: it can."""
+    row = TABLE[backend]
+    if row.package is not None and importlib.util.find_spec(row.package) is None:
+        package = row.package.replace("_", "-")
+        limit = f"needs the package {package}, which the extra {row.extra!r} of pensieve-jax installs"
+        return AttentionArgumentError("backend", backend, limit)
+    if (dtype := jnp.dtype(heads.dtype).name) not in row.dtypes:
+        return AttentionArgumentError("dtype", dtype, f"{backend} serves {row.dtypes}; {row.instead}")
+    if row.head_dims is not None and heads.head_dim not in row.head_dims:
+        limit = f"{backend} serves {row.head_dims}; pad the heads or {row.instead}"
+        return AttentionArgumentError("head_dim", heads.head_dim, limit)
+    if row.groups is not None and heads.group not in row.groups:
+        limit = f"{backend} serves {_numbers(row.groups)} query heads per KV head; {row.instead}"
+        return AttentionArgumentError("num_q_heads / num_kv_heads", heads.group, limit)
+    return None
+
+
+def import_backend(backend: str) -> None:
+    """Import what a compiled program of a spec's back end calls; whoever lowers one has imported it by then.
+
+    Mosaic's runtime, say, is found by a variable of the environment that its module sets.
+    """
+    if backend != AUTO:
+        importlib.import_module(f"{__package__}.{TABLE[backend].module}")
+
+
+def _numbers(found: tuple[int, ...]) -> str:
+    """All of them, or the largest where they are all up to it."""
+    return f"at most {found[-1]}" if found == (*range(1, found[-1] + 1),) and len(found) > 1 else f"{found}"

@@ -1,0 +1,256 @@
+"""The three groups of an engine's configuration: the cache, what a step may hold, how steps run.
+
+Owns: every tunable but one with its default, unit, limit and help, beside each other.
+Does not know: models, devices, policies' code, or how the groups fit together. Checks, docstrings and
+command-line flags are made of the fields by `core.options` and `commands.engine_flags`.
+Called by: `config`, from which everybody else has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pallas_kernels.attention_names import ATTENTION_BACKENDS
+from pensieve_jax.core.options import (
+    PATH,
+    TRUTH,
+    beside_others,
+    check_options,
+    count,
+    documented,
+    is_count,
+    number,
+    one_of,
+    option,
+    optional,
+    require,
+)
+
+CHUNK_SIZES_TOKENS = (16, 32, 64)
+NUM_BUCKETS_GPU = 8  # where 4 would cost twice as much padding or more: docs/steps.md
+POLICIES = ("retention", "lru", "conversation", "trailing")
+_PART = number("in [0, 1)", lambda value: 0 <= value < 1)
+_SHARE = number("above 0 and at most 1", lambda value: 0 < value <= 1)
+_SECONDS = number("above 0 seconds", lambda value: value > 0)
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The cache of conversation state."""
+
+    gpu_pages: int = option(
+        512,
+        count(2),
+        "Pages of device memory for KV state; a page holds one chunk. A dummy page comes on top.",
+    )
+    gpu_memory_fraction: float | None = option(
+        None,
+        optional(_SHARE),
+        "Instead of `gpu_pages`, which is not looked at then: the share that weights, pages and chunks in "
+        "transit may take of what JAX may use of a device (75% of a GPU, unless the environment variable "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise). The rest is for a step's temporaries.",
+    )
+    cpu_pages: int = option(
+        0,
+        count(0),
+        "Chunks that pinned host memory holds beside them; 0 is no host tier (the paper's \"Pensieve (GPU "
+        'cache)").',
+    )
+    cpu_bytes: int | None = option(
+        None,
+        optional(count(0)._replace(words="an integer number of bytes, at least 0")),
+        "Instead of `cpu_pages`: bytes of host memory, all devices together; on a command line 16GiB or "
+        "40GB, say. Chunks in transit come on top, up to `max_num_staged_pages` of them.",
+        unit="bytes",
+    )
+    chunk_tokens: int = option(
+        32,
+        one_of(CHUNK_SIZES_TOKENS),
+        "Consecutive tokens of a chunk, the unit of caching and eviction, and so of a page.",
+    )
+    policy: str = option(
+        "retention",
+        one_of(POLICIES),
+        "Whose chunks leave a tier first: retention (the paper's section 4.3.1), lru, conversation (whole "
+        "histories, as CachedAttention) or trailing (tail first, as prefix caches).",
+    )
+    cost_profile: str | None = option(
+        None,
+        optional(PATH),
+        "What `scripts/profile_costs.py` measured, as a JSON file, for the policy retention; None is an "
+        "analytic estimate.",
+    )
+    reserve_fraction: float = option(
+        0.10,
+        _PART,
+        "New requests join only while more than this share of the pages stays available (the paper's section "
+        "4.3.5); waived while nothing runs.",
+    )
+    swap_out_fraction: float = option(
+        0.25,
+        _PART,
+        "While less than this share of the pages is free or has a copy in host memory, idle chunks are "
+        "copied out ahead of time (the paper's section 4.3.2), few a step unless over half of it is missing.",
+    )
+    retrieval_priority: bool = option(
+        True,
+        TRUTH,
+        "No chunk is copied out ahead of time while one is being copied in (the paper's section 5).",
+    )
+    prefetch: bool = option(True, TRUTH, "Copy in what queued requests will need while others run.")
+    max_idle_conversations: int | None = option(
+        None,
+        optional(count(1)),
+        "Conversations kept while no turn of theirs runs; the least recently active is ended, history "
+        "included, when one more goes idle. None keeps all.",
+    )
+    idle_ttl_s: float | None = option(
+        None,
+        optional(_SECONDS),
+        "A conversation idle for longer, in seconds, is ended, history included. None keeps it for ever.",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work by itself."""
+        check_options(self, "cache.")
+        require(
+            self.cpu_bytes is None or not self.cpu_pages,
+            "cache.cpu_bytes",
+            self.cpu_bytes,
+            f"None beside cache.cpu_pages ({self.cpu_pages}): give one of the two",
+        )
+
+    @property
+    def reserve_pages(self) -> int:
+        """Pages that stay available when a request joins running ones."""
+        return int(self.gpu_pages * self.reserve_fraction)
+
+    @property
+    def clean_pages(self) -> int:
+        """Pages that swapping out ahead of time keeps free or copied."""
+        return int(self.gpu_pages * self.swap_out_fraction)
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What a step may hold."""
+
+    max_num_running: int = option(64, count(1), "Requests in the batch at once.")
+    max_num_batched_tokens: int = option(
+        1024,
+        count(1),
+        "Query tokens of a step. It must leave a chunk's worth of room beside one decode token for every "
+        "running request, so that the oldest request always advances.",
+    )
+    max_num_rows: int | None = option(
+        None,
+        beside_others("None or at least max_num_running"),
+        "Sub-requests of a step; None is twice `max_num_running`.",
+    )
+    max_context_tokens: int | None = option(
+        None,
+        optional(count(2)),
+        "The longest history + turn; None is what the model and the pool allow.",
+    )
+    token_buckets: tuple[int, ...] | None = option(
+        None,
+        beside_others("None or ascending integers that end with max_num_batched_tokens"),
+        "Padded step sizes; None derives `max_num_buckets` of them (`scheduler.buckets`).",
+    )
+    max_num_buckets: int | None = option(
+        None,
+        optional(count(1)),
+        "How many sizes are derived. Each is compiled before serving, once for every group of layers. None "
+        "is 8 on GPUs, and 4 where an engine is assembled for anything else.",
+    )
+    unified: bool = option(
+        True,
+        TRUTH,
+        "False pauses generation while a new or returning request can compute what it misses: a step holds "
+        "prompts and recomputation, or decodes, never both. For comparison (the paper's Figure 13).",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work by itself."""
+        check_options(self, "scheduler.")
+        require(
+            self.max_num_rows is None or is_count(self.max_num_rows, self.max_num_running),
+            "scheduler.max_num_rows",
+            self.max_num_rows,
+            f"None or at least max_num_running ({self.max_num_running})",
+        )
+        buckets = self.token_buckets
+        if buckets is not None:
+            require(
+                isinstance(buckets, tuple)
+                and len(buckets) > 0
+                and all(is_count(bucket, 1) for bucket in buckets)
+                and list(buckets) == sorted(set(buckets))
+                and buckets[-1] == self.max_num_batched_tokens,
+                "scheduler.token_buckets",
+                buckets,
+                "a tuple of ascending integers that ends with max_num_batched_tokens "
+                f"({self.max_num_batched_tokens})",
+            )
+
+    @property
+    def row_limit(self) -> int:
+        """Sub-requests of a step: `max_num_rows`, or what it stands for."""
+        return self.max_num_rows or 2 * self.max_num_running
+
+    @property
+    def bucket_limit(self) -> int:
+        """Sizes that are derived: `max_num_buckets`, or what it stands for on GPUs."""
+        return self.max_num_buckets or NUM_BUCKETS_GPU
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """How steps run on the device."""
+
+    attention_backend: str = option(
+        "auto",
+        one_of(ATTENTION_BACKENDS),
+        "What computes attention: auto (the fastest that serves this model here), xla, pallas_triton, "
+        "pallas_mosaic_gpu (NVIDIA Hopper) or jax_triton (needs the extra `triton`).",
+    )
+    tensor_parallel_size: int = option(1, count(1), "Devices that share each layer (axis `tp` of the mesh).")
+    num_layer_groups: int = option(
+        2,
+        count(1),
+        "Parts of a step, each with its share of the layers, at most as many as there are layers. Chunks "
+        "move between tiers in as many pieces, so that a part computes while the next one's pieces are "
+        "copied; more and smaller pieces cost the host more, and bulk copies are slower.",
+    )
+    max_num_staged_pages: int = option(
+        128,
+        count(1),
+        "The most chunks on their way in, or out, at once. Three times as many are set aside in device "
+        "memory beside the pool; so a real model gets no more than 1 GB of a device holds, but 64 in any "
+        "case.",
+    )
+    max_logprobs: int = option(8, count(1), "The most top alternatives that a request may ask logprobs for.")
+    max_banned_ids: int = option(
+        8,
+        count(1),
+        "The most ids that `min_tokens` may have to keep from being sampled (end-of-sequence and stop ids of "
+        "one request).",
+    )
+    max_position_embeddings: int | None = option(
+        None, optional(count(2)), "Raises the context of a `random:` preset; None keeps the model's own."
+    )
+    random_seed: int = option(0, count(0), "Of `random:` weights, and of what a launcher draws.")
+    compilation_cache_dir: str | None = option(
+        None,
+        optional(PATH),
+        "Directory where compiled steps outlive the process; None keeps none. They are run as they are "
+        "found, so it must be your own, and nobody else may be able to write to it. Beside the steps of the "
+        "last start it holds up to 1 GiB of others, the latest, and whatever JAX's own cache keeps.",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work by itself."""
+        check_options(self, "runner.")

@@ -1,0 +1,89 @@
+"""What an engine turned out to be on this machine, as plain values.
+
+Owns: the keys of `LLM.describe`, and what each means.
+Does not know: how anything was chosen; the parts say.
+Called by: `LLM`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from model_defs import num_parameters
+from pallas_kernels.ragged_paged_attention import BackendChoice
+from pensieve_jax.assembly import Assembled
+
+
+def describe(parts: Assembled) -> dict[str, Any]:
+    """Plain values, which JSON can hold.
+
+    Keys:
+      model: `name` as it was given, `architecture`, `num_layers`, `hidden_size`, `num_heads`, `num_kv_heads`,
+        `head_dim`, `intermediate_size`, `vocab_size`, `num_parameters`, and the `dtype` that it runs in, with
+        `weights_bytes` a device.
+      device: `platform`, `kind` and `count` of the devices that share the model.
+      kernels: for `attention`, `residual_norm`, `sampling_cutoff` and `page_copy` the `backend` and the
+        `reason` for it; None for a kernel that nothing calls.
+      cache: `stateful`, `policy`, `chunk_tokens`, `page_bytes` of a page on one device, and what both tiers
+        hold: `gpu_pages`, `gpu_bytes` a device and `gpu_tokens`, the dummy page not counted; `cpu_slots`,
+        `cpu_bytes` of all devices together and `cpu_tokens`. `cost_model` is "measured", with the file as
+        `cost_profile`, or "analytic".
+      steps: `buckets` in tokens, ascending; `max_context_tokens`, `max_num_running`, `max_num_rows` and
+        `num_layer_groups`.
+      compilation_cache_dir: where compiled steps are kept, or None.
+    """
+    config = parts.config
+    return {
+        "model": _model(parts),
+        "device": _device(parts),
+        "kernels": {name: _choice(choice) for name, choice in parts.runner.kernels._asdict().items()},
+        "cache": _cache(parts),
+        "steps": {
+            "buckets": sorted(parts.runner.layouts),
+            "max_context_tokens": config.resolve_context_tokens(parts.model_config.max_position_embeddings),
+            "max_num_running": config.scheduler.max_num_running,
+            "max_num_rows": config.scheduler.row_limit,
+            "num_layer_groups": len(parts.runner.storage.groups),
+        },
+        "compilation_cache_dir": config.runner.compilation_cache_dir,
+    }
+
+
+def _model(parts: Assembled) -> dict[str, Any]:
+    model = parts.model_config
+    sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+    return {
+        "name": parts.model_name,
+        "architecture": model.architecture,
+        **{name: getattr(model, name) for name in (*sizes, "vocab_size")},
+        "num_parameters": num_parameters(model),
+        "dtype": parts.runner.storage.dtype.name,
+        "weights_bytes": parts.runner.weights_bytes,
+    }
+
+
+def _device(parts: Assembled) -> dict[str, Any]:
+    devices = list(parts.runner.storage.sharding.mesh.devices.flat)
+    return {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
+
+
+def _cache(parts: Assembled) -> dict[str, Any]:
+    cache, storage = parts.config.cache, parts.runner.storage
+    return {
+        "stateful": parts.config.stateful,
+        "policy": cache.policy,
+        "chunk_tokens": cache.chunk_tokens,
+        "page_bytes": storage.page_bytes,
+        "gpu_pages": cache.gpu_pages,
+        "gpu_bytes": cache.gpu_pages * storage.page_bytes,
+        "gpu_tokens": cache.gpu_pages * cache.chunk_tokens,
+        "cpu_slots": cache.cpu_pages,
+        "cpu_bytes": cache.cpu_pages * storage.chunk_bytes,
+        "cpu_tokens": cache.cpu_pages * cache.chunk_tokens,
+        "cost_model": "analytic" if cache.cost_profile is None else "measured",
+        "cost_profile": cache.cost_profile,
+    }
+
+
+def _choice(choice: BackendChoice | None) -> dict[str, str] | None:
+    return None if choice is None else {"backend": choice.name, "reason": choice.reason}

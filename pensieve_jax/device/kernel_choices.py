@@ -1,0 +1,83 @@
+"""Which implementation of each kernel a runner's programs call, and why.
+
+Owns: the refusal of an attention back end that cannot serve a model here, and the reasons in words.
+Does not know: what a kernel computes, or how the kernel packages choose; it asks them as programs do that are
+traced.
+Called by: `model_runner`, once; `LLM.describe` tells what it found.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from model_defs.config import ModelConfig
+from pallas_kernels import page_copies, residual_norms, sampling_cutoffs
+from pallas_kernels.devices import triton_device_limit
+from pallas_kernels.ragged_paged_attention import (
+    AttentionArgumentError,
+    AttentionHeads,
+    BackendChoice,
+    choose_backend,
+    device_limit,
+)
+from pensieve_jax.config import EngineConfig
+from pensieve_jax.core.errors import ConfigError
+
+_BACKEND_FIELD = "runner.attention_backend"
+
+
+class KernelChoices(NamedTuple):
+    """What is called for each kernel of a step and of the copies between the tiers."""
+
+    attention: BackendChoice
+    residual_norm: BackendChoice
+    sampling_cutoff: BackendChoice
+    page_copy: BackendChoice | None  # None without a host tier
+
+
+def choose_kernels(model: ModelConfig, config: EngineConfig, dtype: np.dtype, mesh: Mesh) -> KernelChoices:
+    """The choices for a model on one mesh.
+
+    Raises:
+      ConfigError: the attention back end that was asked for does not run on the mesh's devices, or does not
+        serve this model.
+    """
+    device, num_shards = mesh.devices.flat[0], mesh.devices.size
+    page_shape = (config.cache.chunk_tokens, 2 * model.num_kv_heads // num_shards, model.head_dim)
+    norm = residual_norms.choose_backend(model.hidden_size, device)
+    cutoff = sampling_cutoffs.choose_backend(jax.devices()[0])
+    copy = page_copies.choose_backend(page_shape, device)
+    return KernelChoices(
+        attention=_attention_choice(model, config, dtype, device, num_shards),
+        residual_norm=_explained(norm, f"rows of {model.hidden_size} elements", device),
+        sampling_cutoff=_explained(cutoff, "scores of any vocabulary", device),
+        page_copy=_explained(copy, f"pages of {page_shape}", device) if config.cache.cpu_pages else None,
+    )
+
+
+def _attention_choice(
+    model: ModelConfig, config: EngineConfig, dtype: np.dtype, device: jax.Device, num_shards: int
+) -> BackendChoice:
+    """The attention back end for heads of one of `num_shards`."""
+    backend = config.runner.attention_backend
+    if (limit := device_limit(backend, device)) is not None:
+        raise ConfigError(_BACKEND_FIELD, backend, "'auto' or 'xla' on this device", limit)
+    try:
+        heads = AttentionHeads(
+            model.num_heads // num_shards, model.num_kv_heads // num_shards, model.head_dim, dtype
+        )
+        return choose_backend(backend, heads, device, named_in=_BACKEND_FIELD)
+    except AttentionArgumentError as error:
+        raise ConfigError(_BACKEND_FIELD, backend, "'auto' or 'xla' for this model", str(error)) from error
+
+
+def _explained(name: str, served: str, device: jax.Device) -> BackendChoice:
+    """A choice between the Triton kernel and XLA, in words."""
+    if name != "xla":
+        return BackendChoice(name, f"the fastest that serves {served} on {device.device_kind}")
+    limit = triton_device_limit(device)
+    return BackendChoice(name, f"pallas_triton does not serve {served}" if limit is None else limit)

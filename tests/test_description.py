@@ -1,0 +1,81 @@
+"""`LLM.describe`: plain values that say what an engine turned out to be."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+from model_defs import preset
+from pallas_kernels.ragged_paged_attention import BackendChoice
+from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from pensieve_jax.device import kernel_choices
+
+
+def test_an_engine_describes_itself(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(
+        cache=CacheConfig(gpu_pages=24, cpu_bytes=10**6, chunk_tokens=16, policy="lru"),
+        scheduler=SchedulerConfig(max_num_running=4, max_num_batched_tokens=64, token_buckets=(16, 64)),
+    )
+    with (
+        caplog.at_level(logging.INFO, logger="pensieve_jax.device.model_runner"),
+        LLM("random:llama-tiny", config=config, progress=False) as llm,
+    ):
+        told = llm.describe()
+        assert json.loads(json.dumps(told)) == told
+        llm.describe()["cache"].clear()
+        assert llm.describe() == told, "a caller's changes are its own"
+        page_bytes, weights_bytes = (llm.memory_analysis()[name] for name in ("page_bytes", "weights_bytes"))
+    model = told["model"]
+    assert (model["name"], model["architecture"], model["dtype"]) == ("random:llama-tiny", "llama", "float32")
+    assert model["num_layers"] == llm.model_config.num_layers
+    assert model["num_parameters"] * 4 == model["weights_bytes"] == weights_bytes
+    assert told["device"] == {"platform": "cpu", "kind": "cpu", "count": 1}
+    slots = 10**6 // page_bytes
+    assert told["cache"] == {
+        "stateful": True,
+        "policy": "lru",
+        "chunk_tokens": 16,
+        "page_bytes": page_bytes,
+        **{"gpu_pages": 24, "gpu_bytes": 24 * page_bytes, "gpu_tokens": 24 * 16},
+        **{"cpu_slots": slots, "cpu_bytes": slots * page_bytes, "cpu_tokens": 16 * slots},
+        **{"cost_model": "analytic", "cost_profile": None},
+    }
+    limits = {"max_context_tokens": 384, "max_num_running": 4, "max_num_rows": 8, "num_layer_groups": 2}
+    assert told["steps"] == {"buckets": [16, 64], **limits} and told["compilation_cache_dir"] is None
+    assert {name: chosen["backend"] for name, chosen in told["kernels"].items()} == dict.fromkeys(
+        ("attention", "residual_norm", "sampling_cutoff", "page_copy"), "xla"
+    )
+    attention = told["kernels"]["attention"]["reason"]
+    assert "float32 on cpu; not pallas_mosaic_gpu: " in attention
+    assert caplog.text.count(f"attention back end: xla ({attention})") == 1, "said once, for all buckets"
+    assert "needs an NVIDIA GPU" in told["kernels"]["page_copy"]["reason"]
+
+
+class H200:
+    platform, device_kind, compute_capability = "gpu", "NVIDIA H200", "9.0"
+
+
+class TwoH200:
+    """A mesh, as far as choices look at it."""
+
+    devices = np.array([H200(), H200()], object)
+
+
+def test_choices_on_a_gpu_are_of_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [H200()])
+    model = preset("llama2-13b-gqa10")
+    found = kernel_choices.choose_kernels(model, EngineConfig(), np.dtype("float16"), TwoH200())
+    heads = "20 query heads on 5 KV heads of 128 in float16"
+    assert found.attention == BackendChoice(
+        "pallas_mosaic_gpu", f"the fastest that serves {heads} on NVIDIA H200"
+    )
+    assert found.residual_norm.name == found.sampling_cutoff.name == "pallas_triton"
+    assert "5120 elements on NVIDIA H200" in found.residual_norm.reason and found.page_copy is None
+    named = EngineConfig(runner=RunnerConfig(attention_backend="xla"), cache=CacheConfig(cpu_pages=4))
+    found = kernel_choices.choose_kernels(model, named, np.dtype("float16"), TwoH200())
+    assert found.attention == BackendChoice("xla", "named in runner.attention_backend")
+    assert found.page_copy is not None and found.page_copy.name == "pallas_triton"
