@@ -215,6 +215,25 @@ def test_a_shared_prefix_is_computed_once(llm: LLM) -> None:
     assert again.usage.reused_gpu_tokens == len(first.token_ids) + len(prompt_of(llm, "p1")) - 1
 
 
+def test_chats_share_a_system_message(llm: LLM) -> None:
+    """And once it is released, those that began with it go on."""
+    system, hi = (
+        {"role": "system", "content": "You answer in riddles only."},
+        {"role": "user", "content": "hi"},
+    )
+    whole = llm.chat([system, hi], SHORT, conversation_id="s0")
+    prefix = llm.share_prefix([system])
+    outputs = llm.chat([[hi], [hi]], SHORT, conversation_ids=["s1", "s2"], prefix=prefix)
+    assert [output.token_ids for output in outputs] == [whole.token_ids] * 2
+    assert outputs[1].usage.reused_gpu_tokens == 16
+    llm.release_prefix(prefix)
+    ids = [llm.chat([hi], SHORT, conversation_id=name).token_ids for name in ("s0", "s1", "s2")]
+    assert ids[1:] == [ids[0]] * 2
+    for name in ("s0", "s1", "s2"):
+        llm.end(name)
+    llm.engine.check_integrity()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
