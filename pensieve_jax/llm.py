@@ -7,7 +7,6 @@ pages, or devices; it drives an `Engine`, from one thread.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -78,7 +77,7 @@ class LLM:
         self.model_config = parts.model_config
         self.tokenizer = parts.tokenizer
         self._runner = parts.runner
-        self._description = describe(parts)
+        self._parts = parts
         self._progress = progress
         self._prompts = PromptEncoder(parts.tokenizer, lambda: self.engine.conversations)
 
@@ -285,7 +284,7 @@ class LLM:
 
         `pensieve_jax.description.describe` documents the keys.
         """
-        return copy.deepcopy(self._description)
+        return describe(self._parts)
 
     def memory_analysis(self) -> dict[str, Any]:
         """Bytes per device: weights, pools, and what the compiler says of each bucket."""
