@@ -6,7 +6,7 @@ EXTRAS ?= dev
 PYTHON ?=
 export PYTHON
 
-.PHONY: setup demo test test-gpu lint bench-scheduler clean
+.PHONY: setup demo test test-gpu lint check-wheel bench-scheduler clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	MYPYPATH=scripts $(BIN)/mypy --explicit-package-bases --exclude make_golden_logits scripts
 	$(BIN)/lint-imports
+
+# The package as people install it, in an environment and a directory of its own.
+check-wheel: $(STAMP)
+	VENV=$(VENV) sh .ci/check_wheel
 
 bench-scheduler: $(STAMP)
 	JAX_PLATFORMS=cpu $(BIN)/python scripts/benchmark_scheduler.py

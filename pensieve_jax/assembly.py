@@ -37,7 +37,7 @@ from pensieve_jax.cache.cost import CostSubject, MeasuredCostModel
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import ConfigError
-from pensieve_jax.device.device_memory import check_weights_fit, num_pages_in, staging_bytes
+from pensieve_jax.device.device_memory import check_weights_fit, num_pages_in, refusing_weights, staging_bytes
 from pensieve_jax.device.kv_storage import chunk_bytes
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.engine.engine import Engine
@@ -122,7 +122,8 @@ def make_runner(
         model_config, dtype=serving_dtype(dtype), tensor_parallel_size=mesh.devices.size
     )
     check_weights_fit(source, weights_bytes, device)
-    with ProgressBar("loading weights", progress) as bar:
+    refusing = refusing_weights(source, weights_bytes, device)
+    with refusing, ProgressBar("loading weights", progress) as bar:
         model = load_model(
             source,
             dtype=serving_dtype(dtype),
@@ -131,10 +132,11 @@ def make_runner(
             max_position_embeddings=config.runner.max_position_embeddings,
             progress=bar,
         )
+    fraction = config.cache.gpu_memory_fraction
     weights_dtype = jax.tree.leaves(nnx.state(model))[0].dtype
     config = _in_pages(config, chunk_bytes(model_config, config.cache.chunk_tokens, weights_dtype), mesh)
     config = config.with_num_buckets(on_gpu=device.platform == "gpu")
-    runner = ModelRunner(model, config, mesh)
+    runner = ModelRunner(model, config, mesh, gpu_memory_fraction=fraction)
     sizes = ", ".join(str(size) for size in sorted(runner.layouts))
     title = f"{len(runner.layouts)} buckets to compile: steps of up to {sizes} tokens"
     _log.info(title)

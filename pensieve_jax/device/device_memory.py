@@ -1,8 +1,8 @@
-"""What weights, pools and steps take of the device's memory: how many pages fit, and refusals.
+"""What weights, pools and steps take of the device's memory: how many pages fit, and refusals of models.
 
 Owns: the sums, over the executables of a step, and the device's own limit.
-Does not know: what the executables compute.
-Called by: `model_runner`, `transfers.device_transfers`, and `assembly`.
+Does not know: what the executables compute. `page_budget` refuses pages.
+Called by: `model_runner`, `page_budget`, `transfers.device_transfers`, and `assembly`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from pensieve_jax.core.errors import ConfigError, StepFailedError
+from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.device.host_memory import available_bytes
+from pensieve_jax.device.runtime_errors import in_a_line, is_out_of_memory
 
 _LEAST_PAGES = 2
-_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how the runtime's errors of this kind begin
 
 
 def memory_limit_bytes(device: jax.Device) -> int | None:
@@ -91,51 +91,29 @@ def check_weights_fit(model: str, weights_bytes: int, device: jax.Device) -> Non
         raise ConfigError("model", model, limit, f"its parameters take {weights_bytes:,} bytes; {hint}")
 
 
-def check_pools_fit(
-    device: jax.Device,
-    gpu_pages: int,
-    page_bytes: int,
-    *,
-    weights_bytes: int,
-    step_bytes: int,
-    staging_bytes: int,
-) -> None:
-    """Refuse pools that do not fit beside everything else, where the limit is known.
-
-    Raises:
-      ConfigError: names `cache.gpu_pages`, and the most that would fit.
-    """
-    limit_bytes = memory_limit_bytes(device)
-    if limit_bytes is None:
-        return
-    free_bytes = limit_bytes - weights_bytes - step_bytes - staging_bytes
-    num_pages = free_bytes // page_bytes - 1
-    if gpu_pages > num_pages:
-        staging = f"chunks in transit {staging_bytes:,}, " if staging_bytes else ""
-        raise ConfigError(
-            "cache.gpu_pages",
-            gpu_pages,
-            f"at most {max(num_pages, 0)}: of the device's {limit_bytes:,} bytes, weights take "
-            f"{weights_bytes:,}, a step {step_bytes:,}, {staging}and a page {page_bytes:,}",
-            "lower it (or cache.gpu_memory_fraction), or raise runner.tensor_parallel_size or the share of "
-            "memory that JAX may use",
-        )
-
-
 @contextlib.contextmanager
-def refusing_pools(gpu_pages: int) -> Iterator[None]:
-    """Refuse pools beside which the device runs out of memory while steps are got ready.
+def refusing_weights(model: str, weights_bytes: int, device: jax.Device) -> Iterator[None]:
+    """Refuse a model for which memory runs out while it is loaded: others may use the device.
+
+    Args:
+      model: its name.
+      weights_bytes: as of `check_weights_fit`.
+      device: as of `check_weights_fit`.
 
     Raises:
-      ConfigError: names `cache.gpu_pages`. What else goes wrong is raised as it is.
+      ConfigError: names the model. What else goes wrong is raised as it is.
     """
     try:
         yield
-    except (jax.errors.JaxRuntimeError, StepFailedError) as error:
-        if _OUT_OF_MEMORY not in str(error):
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
             raise
-        limit = "fewer: beside them the device has no memory to compile and run the steps"
-        raise ConfigError("cache.gpu_pages", gpu_pages, limit, str(error)) from error
+        limit_bytes = memory_limit_bytes(device)
+        has = "" if limit_bytes is None else f" of {limit_bytes:,} bytes that JAX may use"
+        limit = f"one that can be loaded into the memory of {device.device_kind}{has}"
+        hint = "raise runner.tensor_parallel_size, or end what else uses the device"
+        takes = f"its parameters take {weights_bytes:,} bytes of each device"
+        raise ConfigError("model", model, limit, f"{takes}; {hint}; {in_a_line(error)}") from error
 
 
 def step_memory(

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import jax
 
-from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.device.kv_storage import KVStorage
+from pensieve_jax.device.runtime_errors import step_failed
 
 
 class DevicePools:
@@ -38,7 +38,7 @@ class DevicePools:
         try:
             self.replace(jax.block_until_ready(self._storage.new_pools()))
         except jax.errors.JaxRuntimeError as error:
-            raise StepFailedError(f"new pools could not be made on the device: {error}") from error
+            raise step_failed("new pools could not be made on the device", error) from error
 
     def replace(self, pools: Sequence[jax.Array]) -> None:
         """Take `pools`, one per layer, instead."""

@@ -30,11 +30,13 @@ from pallas_kernels.ragged_paged_attention import build_tiles, import_backend
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.device import sampler, step
-from pensieve_jax.device.device_memory import bytes_per_device, check_pools_fit, refusing_pools, step_memory
+from pensieve_jax.device.device_memory import bytes_per_device, step_memory
 from pensieve_jax.device.device_pools import DevicePools
 from pensieve_jax.device.kernel_choices import choose_kernels
 from pensieve_jax.device.kv_storage import KVStorage
 from pensieve_jax.device.layouts import bucket_layouts, bucket_tile_specs
+from pensieve_jax.device.page_budget import PageBudget
+from pensieve_jax.device.runtime_errors import step_failed
 from pensieve_jax.device.sampler import SamplerMode
 from pensieve_jax.device.step import ModelStructure, Scores, Start
 from pensieve_jax.device.step_programs import StepPrograms
@@ -74,13 +76,16 @@ class ModelRunner:
       transfers: of chunks between the pools and host memory; without `cache.cpu_pages` it moves nothing.
     """
 
-    def __init__(self, model: Model, config: EngineConfig, mesh: Mesh) -> None:
+    def __init__(
+        self, model: Model, config: EngineConfig, mesh: Mesh, *, gpu_memory_fraction: float | None = None
+    ) -> None:
         """Split the model and make the pools; nothing of a step is compiled before `warm_up`.
 
         Args:
           model: with its arrays on `mesh`; `model.config` says what it is.
           config: of the engine, `cache.cpu_bytes` already turned into pages.
           mesh: one axis, "tp".
+          gpu_memory_fraction: what `cache.gpu_pages` was made of, if it was: refusals name it.
 
         Raises:
           ConfigError: weights and pools exceed the device's memory, or `cache.cpu_pages` the machine's, a
@@ -88,7 +93,6 @@ class ModelRunner:
         """
         self._compilations = CompilationCounter()
         model_config: ModelConfig = model.config
-        self._gpu_pages = config.cache.gpu_pages
         self._num_top = config.runner.max_logprobs
         if self._num_top > model_config.vocab_size:
             limit = f"at most the model's {model_config.vocab_size} ids"
@@ -120,7 +124,8 @@ class ModelRunner:
         self.device_pools = DevicePools(self.storage)
         self._transfers = self._new_transfers(config)
         self.transfers: Transfers = self._transfers
-        self._check_memory(0)
+        self._budget = self._new_budget(config.cache.gpu_pages, gpu_memory_fraction)
+        self._budget.check()
         self._forward: dict[tuple[int, int], jax.stages.Compiled] = {}  # by bucket and group of layers
         self._choose: dict[tuple[int, SamplerMode], jax.stages.Compiled] = {}
         self._next_step_id: int | None = None
@@ -129,8 +134,7 @@ class ModelRunner:
         try:
             self.reset()
         except StepFailedError as error:
-            limit = f"fewer: pools of {self.storage.pool_bytes:,} bytes could not be made"
-            raise ConfigError("cache.gpu_pages", self._gpu_pages, limit, str(error.__cause__)) from error
+            raise self._budget.no_pools(error) from error
 
     def fill_tiles(self, plan: StepPlan) -> None:
         """Write `plan.tiles`, the attention kernel's work list, from the lengths of the plan's rows."""
@@ -179,7 +183,7 @@ class ModelRunner:
         try:
             words = np.asarray(handle.words)
         except jax.errors.JaxRuntimeError as error:
-            raise StepFailedError(f"a step failed on the device: {error}") from error
+            raise step_failed("a step failed on the device", error) from error
         return step.unpack_result(words, handle.num_samples, self._num_top)
 
     def reset(self) -> None:
@@ -206,8 +210,11 @@ class ModelRunner:
         """
         resident_bytes = self.weights_bytes + self.storage.pool_bytes
         buckets = {}
-        for bucket in self.layouts if self._forward else ():
-            executables = [self._forward[bucket, group] for group in range(len(self._parts))]
+        for bucket in self.layouts:
+            keys = [(bucket, group) for group in range(len(self._parts))]
+            if not all(key in self._forward for key in keys):
+                continue
+            executables = [self._forward[key] for key in keys]
             # Float32, as the models' residual stream; the plan goes from group to group as well.
             handed_bytes = 4 * (bucket * self._hidden_size + self.layouts[bucket].size)
             buckets[bucket] = step_memory(executables, resident_bytes, handed_bytes)
@@ -235,7 +242,7 @@ class ModelRunner:
                 pools = self.device_pools.groups[group]
                 self.device_pools.groups[group], state = self._forward[bucket, group](leaves, pools, state)
         except jax.errors.JaxRuntimeError as error:
-            raise StepFailedError(f"a step could not be started: {error}") from error
+            raise step_failed("a step could not be started", error) from error
         scores: Scores = state
         return scores
 
@@ -245,16 +252,16 @@ class ModelRunner:
         """Take host memory as `grown` goes on, then load or compile every executable."""
         num_all = self._transfers.num_preparations + self._programs.num_programs
         jobs = itertools.chain(self._programs.jobs(self._forward, self._choose), self._transfers.jobs())
-        with refusing_pools(self._gpu_pages), contextlib.closing(compile_all(jobs, store)) as compiled:
+        refusing = self._budget.refusing(self._step_bytes)
+        with refusing, contextlib.closing(compile_all(jobs, store)) as compiled:
             for num_done, name in enumerate(itertools.chain(grown, compiled), start=1):
                 if progress is not None:
                     progress(num_done, num_all, name)
-        buckets = self.memory_analysis()["buckets"].values()
-        self._check_memory(max((bucket["step_bytes"] for bucket in buckets), default=0))
+        self._budget.check(self._step_bytes())
 
     def _rehearse(self) -> None:
         """Run every executable once, which loads kernels and allocates workspaces; no request should pay."""
-        with refusing_pools(self._gpu_pages):
+        with self._budget.refusing(self._step_bytes):
             self._transfers.rehearse()
             for layout, mode in itertools.product(self.layouts.values(), sampler.all_modes()):
                 self.fetch(self._launch(self._empty_plan(layout), mode))
@@ -267,7 +274,7 @@ class ModelRunner:
                 result.copy_to_host_async()
             self._last_words.append(result)
         except jax.errors.JaxRuntimeError as error:
-            raise StepFailedError(f"a step could not be started: {error}") from error
+            raise step_failed("a step could not be started", error) from error
         return StepHandle(result, layout.max_num_samples)
 
     def _empty_plan(self, layout: PlanLayout) -> StepPlan:
@@ -280,15 +287,20 @@ class ModelRunner:
         """i32[S_max]: what "the step before" sampled when there was none."""
         return jax.device_put(np.zeros(self._programs.max_num_samples, np.int32), self._replicated)
 
-    def _check_memory(self, step_bytes: int) -> None:
-        """Refuse pools that do not fit beside the weights and `step_bytes`, where the limit is known."""
-        check_pools_fit(
+    def _step_bytes(self) -> int:
+        """The most that a step takes beside weights and pools, of those compiled; 0 if XLA does not say."""
+        buckets = self.memory_analysis()["buckets"].values()
+        return max((bucket["step_bytes"] for bucket in buckets), default=0)
+
+    def _new_budget(self, gpu_pages: int, fraction: float | None) -> PageBudget:
+        return PageBudget(
             self._device,
-            self._gpu_pages,
-            self.storage.page_bytes,
+            gpu_pages,
+            fraction,
+            page_bytes=self.storage.page_bytes,
             weights_bytes=self.weights_bytes,
-            step_bytes=step_bytes,
             staging_bytes=self._transfers.staging_bytes,
+            max_step_tokens=max(self.layouts),
         )
 
     def _new_transfers(self, config: EngineConfig) -> DeviceTransfers:

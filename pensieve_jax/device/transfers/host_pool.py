@@ -19,6 +19,7 @@ import numpy as np
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.device.host_memory import available_bytes
 from pensieve_jax.device.kv_storage import KVStorage
+from pensieve_jax.device.runtime_errors import in_a_line
 
 _USABLE_FRACTION = 0.9  # of what is available: pinned memory cannot be swapped, and others live here too
 _CHUNKS_PER_PIECE = 64
@@ -71,7 +72,7 @@ class HostPool:
                 raise self._refusal(
                     f"less: the runtime could pin {taken:,} of {self._num_bytes:,} bytes of host memory",
                     "it pins no more than 64 GB on GPUs unless the environment variable "
-                    f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise; it reported: {error}",
+                    f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise; it reported: {in_a_line(error)}",
                 ) from error
             taken += num_chunks * storage.chunk_bytes
             yield f"{taken / 1e9:.1f} GB of host memory"

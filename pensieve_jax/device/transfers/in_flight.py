@@ -18,7 +18,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from pensieve_jax.cache.copies import Copy
-from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.device.runtime_errors import step_failed
 from pensieve_jax.device.transfers.batched_copies import copy_arrays
 
 _POLL_S = 5e-5
@@ -94,7 +94,7 @@ class Mover:
         try:
             jax.block_until_ready([transfer.target for transfer in ended])
         except jax.errors.JaxRuntimeError as error:
-            raise StepFailedError(f"a copy between tiers failed on the device: {error}") from error
+            raise step_failed("a copy between tiers failed on the device", error) from error
 
     @contextlib.contextmanager
     def dispatching(self) -> Iterator[None]:
@@ -103,7 +103,7 @@ class Mover:
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
-            raise StepFailedError(f"a copy between tiers could not be started: {error}") from error
+            raise step_failed("a copy between tiers could not be started", error) from error
         finally:
             self.dispatch_s += time.perf_counter() - start
 

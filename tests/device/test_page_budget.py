@@ -1,0 +1,171 @@
+"""What is said of pages that leave too little memory: in one line, with numbers, whatever finds it out."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig, assembly
+from pensieve_jax.assembly import make_runner
+from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.device import device_memory, model_runner
+from pensieve_jax.device.page_budget import PageBudget
+from pensieve_jax.device.runtime_errors import in_a_line, is_out_of_memory, requested_bytes, step_failed
+
+GB = 10**9
+MB = 10**6
+# As XLA for GPUs words it; some 25 lines of buffers follow.
+REPORT = """RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3.25GiB.
+BufferAssignment OOM Debugging.
+Largest program allocations in bfc:
+  Size: 1.00GiB
+  Operator: op_name="jit(step)/dot_general"
+"""
+
+
+def budget(fraction=None, *, limit_bytes=105 * GB, gpu_pages=6600, staging_bytes=0):
+    stats = None if limit_bytes is None else {"bytes_limit": limit_bytes}
+    device = SimpleNamespace(memory_stats=lambda: stats, device_kind="a device", platform="gpu")
+    return PageBudget(
+        device,
+        gpu_pages,
+        fraction,
+        page_bytes=5 * MB,
+        weights_bytes=70 * GB,
+        staging_bytes=staging_bytes,
+        max_step_tokens=2048,
+    )
+
+
+def refusal(call, *arguments):
+    with pytest.raises(ConfigError) as refused:
+        call(*arguments)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def failing(budget, error, step_bytes=0):
+    with budget.refusing(lambda: step_bytes):
+        raise error
+
+
+def test_what_fits_is_let_through():
+    budget().check(2 * GB - 10 * MB)
+    budget(limit_bytes=None).check(10**15)
+
+
+def test_pages_are_told_how_many_fit():
+    assert refusal(budget().check, 3 * GB) == (
+        "cache.gpu_pages is 6600, but must be at most 6,399: steps of up to 2048 tokens need 3.0 GB beside "
+        "weights (70.0 GB) and 6,600 pages (33.0 GB), and 2.0 GB of 105.0 GB is left; lower it or "
+        "scheduler.max_num_batched_tokens, or raise runner.tensor_parallel_size or "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION, JAX's share of the device."
+    )
+    budget(gpu_pages=6399).check(3 * GB)
+
+
+def test_a_fraction_is_told_which_one_fits():
+    """By what it makes pages of: what it leaves over is the steps'."""
+    said = refusal(budget(0.98).check, 3 * GB)
+    assert said.startswith(
+        "cache.gpu_memory_fraction is 0.98, but must be at most 0.97 (6,369 pages): steps of up"
+    )
+    stats = {"bytes_limit": 105 * GB, "bytes_in_use": 70 * GB}
+    device = SimpleNamespace(memory_stats=lambda: stats, device_kind="a device")
+    assert device_memory.num_pages_in(0.97, [device], 5 * MB, 0) == 6369
+    budget(0.97, gpu_pages=6369).check(3 * GB)
+
+
+def test_before_steps_are_known_they_are_not_blamed():
+    said = refusal(budget(gpu_pages=7100, staging_bytes=GB).check)
+    assert (
+        "at most 6,799: chunks in transit (1.0 GB), weights (70.0 GB) and 7,100 pages (35.5 GB) are more"
+        in said
+    )
+    assert "max_num_batched_tokens" not in said
+
+
+def test_where_no_pages_would_do_lowering_them_is_no_advice():
+    said = refusal(budget(0.9).check, 36 * GB)
+    assert (
+        "but must be lower, and then not even 2 pages fit: steps" in said
+        and "; lower scheduler.max_num_batched_tokens, or raise runner" in said
+    )
+
+
+@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, StepFailedError])
+def test_memory_that_runs_out_is_told_by_the_sums_where_they_say_it(kind):
+    """By what the steps are known to take, or else by what could not be had: 3.25 GiB."""
+    assert "must be at most 0.96" in refusal(failing, budget(0.98), kind(REPORT), GB)
+    assert "need 3.5 GB beside" in refusal(failing, budget(0.98), kind(REPORT))
+    with pytest.raises(kind, match="INTERNAL"):
+        failing(budget(), kind("INTERNAL: illegal address"))
+
+
+def test_memory_that_runs_out_against_the_sums_is_told_by_what_happened():
+    """Another process, or memory in pieces; or a device that does not say what it has."""
+    said = refusal(failing, budget(gpu_pages=100), jax.errors.JaxRuntimeError(REPORT))
+    assert said.startswith(
+        "cache.gpu_pages is 100, but must be fewer: steps of up to 2048 tokens need 3.5 GB, which the "
+        "device, 105.0 GB for JAX, did not have beside 100 pages (0.5 GB); lower it or scheduler.max_num"
+    )
+    assert said.endswith("; RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3.25GiB..")
+    said = refusal(
+        failing, budget(0.5, limit_bytes=None), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no")
+    )
+    assert (
+        "cache.gpu_memory_fraction is 0.5, but must be lower" in said
+        and "need more than the device did" in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        (REPORT, 3.25 * 2**30),
+        ("Failed to allocate request for 512.5MiB (537395200B) on device ordinal 0", 512.5 * 2**20),
+        ("Out of memory allocating 5 bytes", 0),
+        ("Out of memory while trying to allocate 2684354560 bytes.", 2684354560),
+        ("trying to allocate 12B", 12),
+    ],
+)
+def test_what_could_not_be_had_is_read_from_the_report(text, num_bytes):
+    assert requested_bytes(RuntimeError(text)) == num_bytes
+
+
+def test_all_of_a_report_is_in_the_log_only(caplog):
+    with caplog.at_level(logging.DEBUG):
+        assert in_a_line(RuntimeError(REPORT)) == REPORT.splitlines()[0]
+    assert "dot_general" in caplog.text
+    assert len(in_a_line(RuntimeError("x" * 1000))) == 200
+
+
+def test_a_step_that_fails_while_serving_says_what_to_lower():
+    for text in (REPORT, "INTERNAL: Failed to load: CUDA_ERROR_OUT_OF_MEMORY: out of memory\nmore"):
+        error = step_failed("a step failed on the device", RuntimeError(text))
+        assert is_out_of_memory(error) and "\n" not in str(error) and "lower cache.gpu_pages" in str(error)
+    assert str(step_failed("a step failed", RuntimeError("INTERNAL: x"))) == "a step failed: INTERNAL: x"
+
+
+@pytest.mark.parametrize("stage", ["compile", "run"])
+def test_a_start_that_runs_out_names_the_fraction(monkeypatch, stage):
+    """Steps of a tiny model that are compiled, or run first, on a device that says what it has."""
+
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError(REPORT)
+
+    if stage == "compile":
+        monkeypatch.setattr(model_runner, "compile_all", lambda *_: (fail() for _ in "x"))
+    else:
+        monkeypatch.setattr(model_runner.ModelRunner, "forward", fail)
+    monkeypatch.setattr(assembly, "num_pages_in", lambda *_: 64)
+    monkeypatch.setattr(device_memory, "memory_limit_bytes", lambda _: GB)
+    config = EngineConfig(
+        cache=CacheConfig(gpu_memory_fraction=0.9), scheduler=SchedulerConfig(max_num_buckets=1)
+    )
+    said = refusal(make_runner, "random:llama-tiny", "float32", config, False)
+    assert "cache.gpu_memory_fraction is 0.9, but must be lower, and then not even 2 pages" in said
+    assert "steps of up to 1024 tokens need 3.5 GB beside weights" in said
