@@ -9,7 +9,7 @@ import pensieve_jax  # noqa: F401  # asks for asynchronous launches, before JAX 
 
 jax.config.update("jax_num_cpu_devices", 4)
 
-# Files that take a worker half a minute or more, the longest first. They begin first, so that two workers end
+# Files that take a worker a quarter of a minute or more in `make test`, the longest first. They begin first, so that two workers end
 # together; at the end of a run one of them would wait for the other. A name that is missing is only later.
 _LONG = (
     "engine/test_real_models",
