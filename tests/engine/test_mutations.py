@@ -14,7 +14,7 @@ from tests.engine.tier_mutations import TIER_MUTATIONS
 NUM_SEEDS = 200
 PLANTED = MUTATIONS | TIER_MUTATIONS
 # Tried first: short scenarios, the shortest first, that between them catch every planted bug. Which ones do
-# so changes with the generator and the engine; for a bug that none of them catches any more, all seeds follow.
+# changes with the generator and the engine; for a bug that none of them catches any more, all seeds follow.
 SHORT_SEEDS = (442, 400, 390, 300, 388, 362, 116, 56, 15, 192, 224, 219, 376, 256, 135, 484, 286, 81)
 
 

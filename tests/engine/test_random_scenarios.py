@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from tests.engine.driver import run_scenario
 from tests.engine.scenarios import Scenario, scenarios
 
-
 _SEARCH = settings(
     deadline=None,
     print_blob=True,

@@ -1,6 +1,6 @@
 """The chat model that comes with the package remembers what it was told, wherever the state has been.
 
-Asking it so many people's facts takes long; `test_demo` asks eight people's, out of either tier and out of none.
+So many people's facts take long; `test_demo` asks for eight people's, out of either tier and out of none.
 """
 
 from __future__ import annotations

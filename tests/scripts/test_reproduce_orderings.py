@@ -1,4 +1,4 @@
-"""Small versions of every simulated experiment: the orderings that the paper is about, by one seed and by five.
+"""Small versions of every simulated experiment: the orderings that the paper is about, by one seed and five.
 
 Times are virtual, so nothing here depends on the machine; magnitudes are in `docs/evaluation.md`.
 """
@@ -46,7 +46,9 @@ def by_series(results):
 @pytest.mark.parametrize(
     "experiment", ["fig10a", "fig10b", "fig10c", "fig10d", "fig11", "thesis3.15"], ids=lambda name: name
 )
-def test_state_is_found_in_two_tiers_more_than_in_one_and_in_one_more_than_in_none(reproduce, seeds, experiment):
+def test_state_is_found_in_two_tiers_more_than_in_one_and_in_one_more_than_in_none(
+    reproduce, seeds, experiment
+):
     results = reproduce(experiment, seeds)
     assert results["simulated"] and results["seeds"] == list(seeds)
     for points in by_series(results).values():
