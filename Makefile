@@ -6,7 +6,7 @@ EXTRAS ?= dev
 PYTHON ?=
 export PYTHON
 
-.PHONY: setup demo test test-gpu lint check-wheel bench-scheduler clean
+.PHONY: setup demo test test-all test-gpu lint check-wheel bench-scheduler clean
 
 setup: $(STAMP)
 
@@ -21,8 +21,15 @@ demo: $(STAMP)
 
 # A file's tests share what they compile, so a file stays in one process. Files are handed out in the order of
 # `tests/conftest.py`, long ones first; pytest-xdist by itself would keep files of few tests, the longest, for the end.
+PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Without tests whose length is what they are for; of each there is a short one. Most programs of tests run a few
+# times: here they are compiled fast, in `test-all` well, as for serving.
 test: $(STAMP)
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) -m "not long"
+
+test-all: $(STAMP)
+	$(PYTEST)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu

@@ -1,7 +1,5 @@
 """Session set-up: launches as in serving, four virtual CPU devices, long files first, `gpu` marks, notes."""
 
-from pathlib import Path
-
 import jax
 import pytest
 
@@ -10,24 +8,35 @@ import pensieve_jax  # noqa: F401  # asks for asynchronous launches, before JAX 
 pytest_plugins = ["tests.launching"]
 jax.config.update("jax_num_cpu_devices", 4)
 
-# Files that take a worker half a minute or more, the longest first. They begin first, so that two workers end
-# together; at the end of a run one of them would wait for the other. A name that is missing is only later.
-_LONG = (
-    "engine/test_real_models",
-    "engine/test_seeded_scenarios",
-    "engine/test_random_scenarios",
-    "scripts/test_reproduce_orderings",
-    "kernels/test_jax_triton",
-    "kernels/test_mosaic_lowering",
-    "engine/test_model_runner",
-    "scripts/test_chat_model_recall",
-    "kernels/test_attention",
-    "kernels/test_mosaic",
-    "engine/test_mutations",
-    "commands/test_launch",
-    "scripts/test_serving_benchmark",
+# Files that take a worker ten seconds or more in `make test`, the longest first, wherever they are. They
+# begin first, so that two workers end together; at the end of a run one of them would wait for the other. A
+# name that is missing is only later.
+_LONGEST = (
+    "test_real_models",
+    "test_demo",
+    "test_training",
+    "test_mosaic",
+    "test_kernel_peers",
+    "test_step",
+    "test_serving_benchmark",
+    "test_profile_costs",
+    "test_residual_norms",
+    "test_attention",
+    "test_residual_stream",
+    "test_model_runner",
+    "test_llm",
+    "test_jax_triton",
+    "test_golden_logits",
+    "test_sampler",
+    "test_presets",
+    "test_swaps",
+    "test_reproduce_orderings",
+    "test_mosaic_lowering",
+    "test_sampling_cutoffs",
+    "test_tensor_parallel",
+    "test_reproduce",
+    "test_kill",
 )
-_TESTS = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,9 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _place_of_file(item: pytest.Item) -> int:
     """Sorting is stable: other files stay in their order, behind the long ones."""
-    path = item.path.relative_to(_TESTS) if item.path.is_relative_to(_TESTS) else item.path
-    name = path.with_suffix("").as_posix()
-    return _LONG.index(name) if name in _LONG else len(_LONG)
+    name = item.path.stem
+    return _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

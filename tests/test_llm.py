@@ -25,6 +25,7 @@ from pensieve_jax import (
     SamplingParams,
     SchedulerConfig,
     UnknownConversationError,
+    assembly,
 )
 from pensieve_jax.assembly import DEFAULT_MODEL, resolve_model
 from pensieve_jax.core.clock import VirtualClock
@@ -261,7 +262,9 @@ def test_the_default_model_comes_with_the_package(tmp_path: Path, monkeypatch: p
     assert inspect.signature(LLM).parameters["model"].default == DEFAULT_MODEL
 
 
-def test_a_closed_llm_says_so() -> None:
+def test_a_closed_llm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it has computed anything; nothing is compiled for that."""
+    monkeypatch.setattr(assembly.ModelRunner, "warm_up", lambda self, progress=None: None)
     config = EngineConfig(
         cache=CacheConfig(gpu_pages=4),
         scheduler=SchedulerConfig(max_num_running=2, max_num_batched_tokens=64, token_buckets=(64,)),

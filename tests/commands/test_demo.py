@@ -88,5 +88,8 @@ def test_what_never_happened_fails(turns, launch, llm, monkeypatch, capsys, name
         usage = dataclasses.replace(turn.output.usage, **{name: 0})
         return turn._replace(output=dataclasses.replace(turn.output, usage=usage))
 
-    assert relaunch(launch, llm, monkeypatch, [without(turn) for turn in turns]) == 1
+    few = [next(turn for turn in turns if getattr(turn.output.usage, one)) for one in NEEDED]
+    assert relaunch(launch, llm, monkeypatch, few) == 0
+    assert ": give other" not in capsys.readouterr().out
+    assert relaunch(launch, llm, monkeypatch, [without(turn) for turn in few]) == 1
     assert f"none {NEEDED[name]}: give other --gpu_pages or --cpu_pages" in capsys.readouterr().out

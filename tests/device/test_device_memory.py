@@ -51,7 +51,13 @@ def test_a_model_beyond_the_machine_is_refused_before_it_is_loaded(monkeypatch):
         make_runner("random:opt-125m", "float32", EngineConfig(), progress=False)
 
 
-def test_a_runner_has_as_many_pages_as_fit(monkeypatch):
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Runners are made whole, and compile nothing: sizes are settled before."""
+    monkeypatch.setattr(assembly.ModelRunner, "warm_up", lambda self, progress=None: None)
+
+
+def test_a_runner_has_as_many_pages_as_fit(monkeypatch, uncompiled):
     """The config that comes back has them. What is in use there already, as weights are, is counted."""
     limit_bytes, used_bytes = 2**28, 5 * 2**20
     sized = assembly.num_pages_in
@@ -70,7 +76,7 @@ def test_a_runner_has_as_many_pages_as_fit(monkeypatch):
     assert runner.storage.num_pages == config.cache.gpu_pages + 1
 
 
-def test_a_runner_stages_what_a_gigabyte_holds(monkeypatch):
+def test_a_runner_stages_what_a_gigabyte_holds(monkeypatch, uncompiled):
     """The config that comes back says how many; what is asked for is the most."""
     monkeypatch.setattr(config_module, "_STAGED_BYTES", 0)
     monkeypatch.setattr(config_module, "_LEAST_STAGED_PAGES", 3)

@@ -81,7 +81,8 @@ class RealBench:
         self.eos_token_ids: tuple[int, ...] = model.config.eos_token_ids
         self.runner = PoisonedRunner(model, real_config(), mesh)
         self.runner.warm_up()
-        self._reference = DenseReference(model)
+        # One length, so that little is compiled.
+        self._reference = DenseReference(model, min_padded_tokens=MAX_CONTEXT_TOKENS)
 
     def new_runner(self, config: EngineConfig, max_context_tokens: int, delays: Delays) -> ModelRunner:
         """The one runner; its copies take as long as they do."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from tests.engine.driver import run_scenario
@@ -11,16 +13,39 @@ from tests.engine.tier_mutations import TIER_MUTATIONS
 
 NUM_SEEDS = 200
 PLANTED = MUTATIONS | TIER_MUTATIONS
+# Tried first: short scenarios, the shortest first, that between them catch every planted bug. Which ones do
+# changes with the generator and the engine; for a bug that none of them catches any more, all seeds follow.
+SHORT_SEEDS = (442, 400, 390, 300, 388, 362, 116, 56, 15, 192, 224, 219, 376, 256, 135, 484, 286, 81)
+
+
+@pytest.mark.parametrize("seed", SHORT_SEEDS)
+def test_without_a_bug_the_short_ones_pass(seed):
+    """So that it is the bug that they catch."""
+    run_scenario(random_scenario(seed))
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bug_is_caught(name, monkeypatch):
-    """Some scenario fails; without the bug, `test_seeded_scenarios` says, none does."""
+    """Some scenario fails; without the bug, these and `test_seeded_scenarios` say, none does."""
     PLANTED[name](monkeypatch)
-    for seed in range(NUM_SEEDS):
+    check_caught(name, (*SHORT_SEEDS, *range(NUM_SEEDS)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_bug_is_caught_by_any_seeds(name, monkeypatch):
+    """Nobody chose these; without the bug, `test_seeded_scenarios` says, none fails."""
+    PLANTED[name](monkeypatch)
+    check_caught(name, range(NUM_SEEDS))
+
+
+def check_caught(name: str, seeds: Iterable[int]) -> None:
+    num_passed = 0
+    for seed in seeds:
         try:
             run_scenario(random_scenario(seed))
         except (AssertionError, ValueError, LookupError) as error:
             print(f"caught by seed {seed}: {error}")
             return
-    pytest.fail(f"{NUM_SEEDS} scenarios passed with this bug: {name}")
+        num_passed += 1
+    pytest.fail(f"{num_passed} scenarios passed with this bug: {name}")

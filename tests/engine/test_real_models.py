@@ -16,7 +16,6 @@ from tests.engine.real_models import MAX_CONTEXT_TOKENS, MIN_MARGIN, RealBench, 
 from tests.engine.scenarios import CALM_OPS, HASTY_OPS, OPS, RandomChooser, Scenario, make_op, tier_ops
 
 PRESETS = ("llama-tiny", "opt-tiny")
-NUM_SCENARIOS = 20
 MAX_UNCERTAIN_FRACTION = 0.005
 
 
@@ -39,20 +38,23 @@ def real_scenario(seed):
     )
 
 
+@pytest.mark.parametrize("num_scenarios", [8, pytest.param(20, marks=pytest.mark.long)])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_random_scenarios_equal_the_dense_reference(preset, record_property):
+def test_random_scenarios_equal_the_dense_reference(preset, num_scenarios, record_property):
     """Greedy and seeded random turns; where the two best tokens all but tie, either is right, and counted."""
     bench = bench_for(preset)
     num_before, totals = bench.num_turns, Counter()
-    for seed in range(NUM_SCENARIOS):
+    bench.uncertain.clear()
+    for seed in range(num_scenarios):
         print(f"run_scenario(real_scenario({seed}), bench_for({preset!r}))")
         driver = run_scenario(real_scenario(seed), bench)
         totals += driver.totals
     num_turns = bench.num_turns - num_before
     record_property("note", f"{num_turns} turns, {len(bench.uncertain)} with a margin below {MIN_MARGIN}")
     print(*bench.uncertain, dict(totals), sep="\n")
-    assert num_turns > 200
-    assert min(totals[name] for name in ("reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens")) > 300
+    assert num_turns > 10 * num_scenarios
+    sources = ("reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens")
+    assert min(totals[name] for name in sources) > 15 * num_scenarios
     assert min(totals[name] for name in ("num_rushed_copies", "num_prefetched_chunks")) > 0
     assert min(totals[name] for name in ("num_forced_swap_outs", "resume_swapped_in_tokens")) > 0
     assert len(bench.uncertain) <= MAX_UNCERTAIN_FRACTION * num_turns

@@ -56,7 +56,9 @@ def checked_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
             "float16",
             (mosaic_class(64, 64, 3, 64, 8), mosaic_class(128, 64, 2, 128, 8)),
         ),
-        (Heads(8, 1, 128), 64, "bfloat16", (mosaic_class(64, 128, 2, 128, 8),)),
+        pytest.param(
+            Heads(8, 1, 128), 64, "bfloat16", (mosaic_class(64, 128, 2, 128, 8),), marks=pytest.mark.long
+        ),
     ],
     ids=["with_triton", "two_classes", "one_class"],
 )

@@ -44,6 +44,7 @@ BILLIONS = {
     "mistral-7b": 7.25,
 }
 TINY = ["opt-tiny", "llama-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny"]
+QUICK = [*TINY, "opt-13b", "llama2-13b-gqa10"]  # the others differ in numbers alone
 RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel")
 
 
@@ -179,7 +180,9 @@ def lower_step_for_cuda(name: str, tp: int, dtype: str, num_tokens: int, backend
 
 
 @pytest.mark.parametrize(("num_tokens", "tp"), [(1, 1), (256, 2)])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in PRESETS]
+)
 def test_step_lowers_for_cuda(name: str, num_tokens: int, tp: int) -> None:
     dtype = "float32" if name in TINY else "bfloat16"
     text = lower_step_for_cuda(name, tp, dtype, num_tokens, "pallas_triton")

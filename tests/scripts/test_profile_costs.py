@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from model_defs import DenseAttention, load_model, make_mesh, preset
+from model_defs import load_model, make_mesh, preset
 from pensieve_jax import LLM, CacheConfig, ConfigError, EngineConfig, SchedulerConfig, assembly
 from pensieve_jax.assembly import cost_subject
 from pensieve_jax.cache.cost import AnalyticCostModel, CostProfile, MeasuredCostModel
 from pensieve_jax.core.clock import VirtualClock
+from pensieve_jax.device.dense_reference import DenseReference
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.runtime.compilation import keep_compilations_in
 from tests.launching import load
@@ -97,7 +98,7 @@ def test_launches_follow_each_other_behind_one_more(monkeypatch, host_s, device_
     assert events == ["launch", "launch", "wait", "launch", "wait", "wait"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def steps(compilation_cache):
     """Three sequences of up to three chunks, the model they run on, and its runner."""
     keep_compilations_in(compilation_cache)
@@ -118,11 +119,11 @@ def steps(compilation_cache):
 def test_steps_compute_what_the_dense_model_does(steps):
     """Chunk by chunk, alone and in a batch: the next token of the whole sequence so far."""
     steps, model, _ = steps
+    reference = DenseReference(model, min_padded_tokens=128)
     for end in (32, 64, 96):
         expected = []
         for ids in steps.rows.token_ids[:, :end] if end != 64 else []:
-            hidden = model(ids, np.arange(end), DenseAttention())
-            expected.append(int(model.compute_logits(hidden[-1:]).argmax()))
+            expected.append(int(reference.logits(ids)[-1].argmax()))
         for num_chunks in (3, 1):
             plan = steps.plan(num_chunks, end)
             plan.num_samples[0] = num_chunks
