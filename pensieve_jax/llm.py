@@ -26,6 +26,7 @@ from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.engine import Engine
+from pensieve_jax.engine.explanation import Explanation
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history import ConversationInfo, ConversationRecord
@@ -197,6 +198,13 @@ class LLM:
     def end(self, conversation_id: str) -> None:
         """Forget a conversation. Raises UnknownConversationError or ConversationBusyError."""
         self.engine.end(conversation_id)
+
+    def explain(self, conversation_id: str) -> Explanation:
+        """Where a conversation's state is, chunk by chunk; what was dropped, when, why and at what worth.
+
+        `str` of it is for people. Raises UnknownConversationError.
+        """
+        return self.engine.explain(conversation_id)
 
     # The rest
 

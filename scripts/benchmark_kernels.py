@@ -13,8 +13,9 @@
 - `--sweep`: our kernel with many block sizes as well.
 
 Every answer, peers' too, is checked before it is timed: whole against the `xla` back end, and some tokens
-against the dense reference. Pools are larger than any cache. The last line is one JSON document. Exit status
-1 if one of our back ends is wrong or fails, 2 for flags that cannot work; peers only have it said of them.
+against the dense reference. Pools are larger than any cache. The last line is one JSON document (see
+`--json`). Exit status 1 if one of our back ends is wrong or fails, 2 for flags that cannot work; peers only
+have it said of them.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from steps.cost_plot import check_can_plot
 from pallas_kernels.ragged_paged_attention import AttentionArgumentError, BlockSizes, TileClass
 from pallas_kernels.ragged_paged_attention.shapes import CASES, Case
 from pensieve_jax.commands.launch import EXIT_FAILED, run
-from pensieve_jax.commands.report import device_name, json_line
+from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document
 
 FLAGS = flags.FLAGS
 # Bytes of the array that is read, rows and columns of the matrices that are multiplied.
@@ -220,7 +221,7 @@ def main() -> int:
         "left_out": left_out,
         "measurements": [result.as_dict() for result in results],
     }
-    print(json_line("ragged_paged_attention", document, units=UNITS, device=device_name()))
+    print_document(json_line("ragged_paged_attention", document, units=UNITS, device=device_name()))
     # Block sizes that are only tried may ask for more shared memory than there is.
     ours = [result for result in results if not (result.is_peer or result.is_tried)]
     is_right = not num_mismatches and all(result.timing is not None for result in ours)
@@ -252,6 +253,7 @@ def define_flags() -> None:
         "time_limit_s", None, "No case begins after so long; the document is whole.", lower_bound=0.0
     )
     flags.DEFINE_integer("repeats", 5, "Timed calls, of which the median is taken.", lower_bound=1)
+    define_document_flag()
 
 
 if __name__ == "__main__":

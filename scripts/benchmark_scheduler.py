@@ -10,9 +10,9 @@ so that a busy machine does not count against it; the wall clock stands beside i
   decode  every request decodes one token;
   mixed   replies end and turns of idle conversations arrive all the time, into a pool so small that the
           idle ones lose chunks and returning ones recompute.
-Prints a table, which load missed the target, and one JSON document as the last line. `--profile` adds
-cProfile's hot spots. It reports and does not judge: the exit status is 0 also where the target is missed,
-since that depends on the machine, and 2 for flags that cannot work.
+Prints a table, which load missed the target, and one JSON document (see `--json`) as the last line.
+`--profile` adds cProfile's hot spots. It reports and does not judge: the exit status is 0 also where the
+target is missed, since that depends on the machine, and 2 for flags that cannot work.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from model_defs import PRESETS, preset
 from pensieve_jax import CacheConfig, EngineConfig, SamplingParams, SchedulerConfig
 from pensieve_jax.assembly import estimated_cost_model
 from pensieve_jax.commands.launch import run
-from pensieve_jax.commands.report import json_line, table
+from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
 from pensieve_jax.config import POLICIES
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
@@ -60,7 +60,7 @@ class Times(NamedTuple):
     num_tokens: int
 
 
-class Load:
+class HostLoad:
     """An engine with conversations of given lengths, ready to be measured."""
 
     def __init__(self, *, gpu_pages: int, num_idle: int, cpu_pages: int = 0) -> None:
@@ -137,7 +137,7 @@ class Load:
 def decode_load() -> Callable[[], Times]:
     """Requests that all decode; the pool is ample."""
     num_pages = FLAGS.num_running * (2 * FLAGS.context_tokens // 32 + 1)
-    load = Load(gpu_pages=num_pages, num_idle=0)
+    load = HostLoad(gpu_pages=num_pages, num_idle=0)
     load.fill_running()
     return lambda: load.step()[0]
 
@@ -150,7 +150,7 @@ def mixed_load(*, cpu_share: float = 0.0) -> Callable[[], Times]:
     num_running, pages_each = FLAGS.num_running, FLAGS.context_tokens // 32
     gpu_pages = num_running * (pages_each + 8) + FLAGS.num_idle * pages_each // 2
     cpu_pages = int(cpu_share * FLAGS.num_idle * pages_each)
-    load = Load(gpu_pages=gpu_pages, num_idle=FLAGS.num_idle + num_running, cpu_pages=cpu_pages)
+    load = HostLoad(gpu_pages=gpu_pages, num_idle=FLAGS.num_idle + num_running, cpu_pages=cpu_pages)
     load.fill_idle()
 
     def submit(num_turns: int) -> None:
@@ -220,7 +220,7 @@ def main() -> int:
         "num_tokens": "tokens a step",
     }
     document = {"target_ms": TARGET_MS, "target_met": not missed, "settings": settings, **results}
-    print(json_line("scheduler", document, units=units, device="none (host only, one core)"))
+    print_document(json_line("scheduler", document, units=units, device="none (host only, one core)"))
     return 0
 
 
@@ -235,6 +235,7 @@ def define_flags() -> None:
     backends = ["xla", "pallas_triton"]
     flags.DEFINE_enum("attention_backend", "pallas_triton", backends, "Whose tile list is built.")
     flags.DEFINE_bool("profile", False, "Profile as many steps again, and print the hot spots.")
+    define_document_flag()
 
 
 if __name__ == "__main__":

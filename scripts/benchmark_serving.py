@@ -24,8 +24,8 @@ Systems, one to a process, on the same memory:
   transformers   Hugging Face's continuous batching, if it can be imported;
   vllm, vllm-no-prefix, vllm-offload
                  vLLM, if it can be imported: with its prefix cache, without, and with host memory as well.
-The last line is one JSON document; docs/serving_benchmark.md defines every figure. Ctrl-C ends the run after
-the step; load points that were done are in `--output_json`.
+The last line is one JSON document (see `--json`); docs/serving_benchmark.md defines every figure. Ctrl-C ends
+the run after the step; load points that were done are in `--output_json`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from serving.report import (
     read_curves,
     tables,
 )
-from serving.run import History, System, Window, serve
+from serving.run import System, Window, serve
 from serving.transformers_server import TransformersSystem
 from serving.vllm_server import SYSTEMS as VLLM_SYSTEMS
 from serving.vllm_server import VllmSystem
@@ -78,8 +78,8 @@ from pensieve_jax.commands.engine_flags import (
     shows_progress,
 )
 from pensieve_jax.commands.launch import EXIT_FAILED, Interrupt, check_can_write, run
-from pensieve_jax.commands.report import json_line
-from pensieve_jax.workload import Client, ConversationTrace, Session, Trace, TurnTrace
+from pensieve_jax.commands.report import define_document_flag, json_line, print_document
+from pensieve_jax.workload import Client, ConversationTrace, History, Session, Trace, TurnTrace
 
 FLAGS = flags.FLAGS
 SYSTEMS = (*ENGINE_SYSTEMS, "transformers", *VLLM_SYSTEMS)
@@ -91,7 +91,7 @@ _CLOSED_FLAGS = ("num_turns", "prompt_tokens", "output_tokens")
 _SETTINGS = {"open loop": (*_USERS, "seed"), "closed loop": ("num_conversations", *_CLOSED_FLAGS, "seed")}
 
 
-class Load(NamedTuple):
+class LoadPoint(NamedTuple):
     """One load point: conversations that begin in a second (None: as recorded, or at once), and who comes."""
 
     rate: float | None
@@ -99,7 +99,7 @@ class Load(NamedTuple):
     window: Window
 
 
-def closed_loop() -> tuple[Trace, list[Load]]:
+def closed_loop() -> tuple[Trace, list[LoadPoint]]:
     """Conversations of one shape, all at once, whose users do not think."""
     turns = (TurnTrace(FLAGS.prompt_tokens, FLAGS.output_tokens),) * FLAGS.num_turns
     count = FLAGS.num_conversations
@@ -108,18 +108,18 @@ def closed_loop() -> tuple[Trace, list[Load]]:
     trace = Trace(f"closed loop: {count} conversations of {what}", conversations)
     think_s = (0.0,) * (FLAGS.num_turns - 1)
     who = [Session(conversation, 0.0, think_s) for conversation in conversations]
-    return trace, [Load(None, who, Window())]
+    return trace, [LoadPoint(None, who, Window())]
 
 
-def open_loop(max_context_tokens: int) -> tuple[Trace, list[Load]]:
+def open_loop(max_context_tokens: int) -> tuple[Trace, list[LoadPoint]]:
     """The trace of the flags at every rate of theirs; raises ConfigError or a workload's error."""
     trace = load_trace(max_context_tokens)
     if not FLAGS.window_s:
-        return trace, [Load(rate, sessions(trace, rate, None), Window()) for rate in rates()]
+        return trace, [LoadPoint(rate, sessions(trace, rate, None), Window()) for rate in rates()]
     start_s, end_s = FLAGS.warm_up_s, FLAGS.warm_up_s + FLAGS.window_s
     window = Window(start_s, end_s, FLAGS.drain_s)
     run_s = end_s + FLAGS.drain_s
-    return trace, [Load(rate, sessions(trace, rate, run_s), window) for rate in rates()]
+    return trace, [LoadPoint(rate, sessions(trace, rate, run_s), window) for rate in rates()]
 
 
 def open_system(model: ModelConfig) -> System:
@@ -134,19 +134,20 @@ def open_system(model: ModelConfig) -> System:
     return VllmSystem(name, source, model, dtype, config)
 
 
-def histories(load: Load, prompts: Prompts, between_steps: Callable[[], None]) -> Iterator[History]:
+def histories(load: LoadPoint, prompts: Prompts, between_steps: Callable[[], None]) -> Iterator[History]:
     """Of the conversations that begin in mid-life, in the order of their last answers."""
     begun = (session for session in load.sessions if session.first_turn)
     for session in sorted(begun, key=lambda session: session.last_active_s):
         between_steps()
         name = session.conversation.conversation_id
-        token_ids = prompts.of_history(name, session.num_history_tokens)
-        yield History(name, token_ids, min(session.last_active_s, 0.0))
+        num_tokens = session.num_history_tokens
+        token_ids = prompts.of_history(name, num_tokens)
+        yield History(name, num_tokens, min(session.last_active_s, 0.0), token_ids)
 
 
 def measure(
     system: System,
-    load: Load,
+    load: LoadPoint,
     number: int,
     model: ModelConfig,
     max_context_tokens: int,
@@ -245,7 +246,7 @@ def main() -> int:
         if FLAGS.plot is not None:
             title = f"{FLAGS.model}, {system.device_name()}\n{trace.name}"
             draw({system.label: curve(points)}, title, Path(FLAGS.plot))
-        print(document(system, trace, start_up_s, points))
+        print_document(document(system, trace, start_up_s, points))
     return EXIT_FAILED if any(point["void"] for point in points) else 0
 
 
@@ -297,7 +298,8 @@ def draw_curves() -> int:
     results: dict[str, Any] = {"curves": curves, "plot": FLAGS.plot}
     if level_s is not None:
         results |= {"level_s": level_s, "requests_per_s_at_level": at_level(curves, level_s)}
-    print(json_line(BENCHMARK, results, units=UNITS, device="none: files read"))
+    print(f"{', '.join(curves)}: drawn in {FLAGS.plot}")
+    print_document(json_line(BENCHMARK, results, units=UNITS, device="none: files read"))
     return 0
 
 
@@ -328,6 +330,7 @@ def define_flags() -> None:
     )
     define_session_flags()
     define_engine_flags(model=TINY_MODEL)
+    define_document_flag()
 
 
 if __name__ == "__main__":

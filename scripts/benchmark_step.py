@@ -13,7 +13,7 @@
   stood idle.
 
 Page and bucket sizes follow from the cases asked for. KV state of bare steps is random numbers. Figures are
-medians. The last line is one JSON document.
+medians. The last line is one JSON document (see `--json`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from pensieve_jax.commands.engine_flags import (
     shows_progress,
 )
 from pensieve_jax.commands.launch import run
-from pensieve_jax.commands.report import device_name, json_line, table
+from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 
 FLAGS = flags.FLAGS
 Figures = dict[str, Any]
@@ -320,7 +320,7 @@ def main() -> int:
         **found,
     }
     units = {"*_s": "seconds", "*_bytes_per_s": "bytes a second", "flop_per_s": "operations a second"}
-    print(json_line("steps", document, units=units, device=device_name()))
+    print_document(json_line("steps", document, units=units, device=device_name()))
     return 0
 
 
@@ -338,6 +338,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("ceiling_bytes", 2**32, "Of the array that is read and copied.", lower_bound=2**20)
     flags.DEFINE_integer("ceiling_matrix", 8192, "Rows and columns of the matrices.", lower_bound=16)
     define_engine_flags(model=TINY_MODEL)
+    define_document_flag()
 
 
 if __name__ == "__main__":

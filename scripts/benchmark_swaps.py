@@ -9,8 +9,8 @@
 - An idle engine: the time to the first token with the history swapped in, on the device, and recomputed.
 
 Whatever is compared is measured in turn, in one process; figures are medians. Pages of both tiers and step
-sizes follow from the sizes asked for. The last line is one JSON document; the exit status is 1 if a target is
-missed, unless `--noenforce`.
+sizes follow from the sizes asked for. The last line is one JSON document (see `--json`); the exit status is 1
+if a target is missed, unless `--noenforce`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pensieve_jax.commands.engine_flags import (
     refuse_sizes,
 )
 from pensieve_jax.commands.launch import EXIT_FAILED, run
-from pensieve_jax.commands.report import device_name, json_line, table
+from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
 
 FLAGS = flags.FLAGS
@@ -362,7 +362,7 @@ def main() -> int:
         "*_bytes": "bytes of all devices",
         "bytes_per_s": "bytes a second, all devices",
     }
-    print(json_line("swaps", document, units=units, device=device_name()))
+    print_document(json_line("swaps", document, units=units, device=device_name()))
     return 0 if all(check["met"] for check in checks) or not FLAGS.enforce else EXIT_FAILED
 
 
@@ -382,6 +382,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("num_repeats", 21, "Windows of each kind.", lower_bound=1)
     flags.DEFINE_bool("enforce", True, "Exit with 1 if a target is missed.")
     define_engine_flags(model=TINY_MODEL)
+    define_document_flag()
 
 
 if __name__ == "__main__":

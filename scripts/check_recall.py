@@ -9,9 +9,9 @@ model answers it. The same conversations are served three times, in float32: wit
 tiers so small that every return has its state swapped in or recomputed, and with nothing but the question.
 With memory for all, as many more are told and asked in new constructions (sentences built as none of training
 is; they have no target), and greetings with nothing before them are answered.
-The last line is one JSON document; exit status 1 if a target is missed: the share of right answers, state in
-the small tiers that was in place, replies that depend on where it was, or the share of greetings that are
-answered with a fact that nobody told.
+The last line is one JSON document (see `--json`); exit status 1 if a target is missed: the share of right
+answers, state in the small tiers that was in place, replies that depend on where it was, or the share of
+greetings that are answered with a fact that nobody told.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from chat_training.wordings import Wordings
 from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.commands.engine_flags import define_model_flag, shows_progress
 from pensieve_jax.commands.launch import EXIT_FAILED, run
-from pensieve_jax.commands.report import device_name, json_line, table
+from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 
 FLAGS = flags.FLAGS
 MIN_RECALL_PERCENT = 95
@@ -142,7 +142,7 @@ def main() -> int:
         "pages": {"ample": [FLAGS.ample_gpu_pages, 0], "small": [FLAGS.gpu_pages, FLAGS.cpu_pages]},
         **results,
     }
-    print(json_line("check_recall", document, units=_UNITS, device=device_name()))
+    print_document(json_line("check_recall", document, units=_UNITS, device=device_name()))
     return EXIT_FAILED if missed else 0
 
 
@@ -157,6 +157,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("gpu_pages", 32, "Pages of device memory where there is not.")
     flags.DEFINE_integer("cpu_pages", 120, "Pages of host memory beside them.")
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
+    define_document_flag()
 
 
 if __name__ == "__main__":

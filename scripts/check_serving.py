@@ -6,7 +6,7 @@ Conversations of seeded random ids take their turns together, statefully, in a p
 them (`--pool_fraction`). Then each whole conversation goes through the dense reference in one teacher-forced
 pass, and the log-probabilities of the emitted tokens are compared. Reported: their differences, tokens a
 second for each turn, memory against weights + pool + 2 GB, and compilations while serving. The last line is
-one JSON document; the exit status is 1 if a target is missed.
+one JSON document (see `--json`); the exit status is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pensieve_jax import LLM, ConfigError, Output, SamplingParams
 from pensieve_jax.assembly import resolve_model, serving_dtype
 from pensieve_jax.commands.engine_flags import define_engine_flags, engine_config, model_limits, open_llm
 from pensieve_jax.commands.launch import EXIT_FAILED, run
-from pensieve_jax.commands.report import device_name, json_line, table
+from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.device.dense_reference import DenseReference
 
 FLAGS = flags.FLAGS
@@ -230,7 +230,7 @@ def main() -> int:
     print(table(["memory", "value"], [[key, str(value)] for key, value in results["memory"].items()]))
     print(table(["check", "result"], [[name, "met" if ok else "MISSED"] for name, ok in checks.items()]))
     units = {"*_bytes": "bytes per device", "*_s": "seconds", "*_difference": "nats", "*_per_s": "1/second"}
-    print(json_line("serving", {**results, "checks": checks}, units=units, device=device_name()))
+    print_document(json_line("serving", {**results, "checks": checks}, units=units, device=device_name()))
     return 0 if all(checks.values()) else EXIT_FAILED
 
 
@@ -246,6 +246,7 @@ def define_flags() -> None:
     flags.DEFINE_float("tolerance", 0.05, "Largest 99th percentile of the differences of log-probabilities.")
     flags.DEFINE_integer("data_seed", 0, "Of the prompts.")
     define_engine_flags()
+    define_document_flag()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ tiers. Every variant serves the same turns, in rounds: a conversation returns wh
 spoken (`serving/rounds.py`). Memory holds a part of them: `--gpu_fraction` and `--cpu_fraction` of what all
 fill, unless `--gpu_pages` and `--cpu_pages` say it.
 
-The last line is one JSON document. Exit status 1 if two variants of a float32 engine gave different tokens.
+The last line is one JSON document (see `--json`). Exit status 1 if two variants of a float32 engine gave
+different tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pensieve_jax import ConfigError, EngineConfig
 from pensieve_jax.assembly import serving_dtype
 from pensieve_jax.commands.engine_flags import define_engine_flags, engine_config, model_limits
 from pensieve_jax.commands.launch import EXIT_FAILED, run
-from pensieve_jax.commands.report import device_name, json_line, table
+from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.config import POLICIES
 
 FLAGS = flags.FLAGS
@@ -164,7 +165,7 @@ def main() -> int:
     }
     units = {"*_tokens": "tokens", "*_bytes": "bytes of all devices", "*_s": "seconds", "*_per_s": "1/second"}
     units["*_rate"] = "share of the history tokens of returning turns"
-    print(json_line("variants", results, units=units, device=device_name()))
+    print_document(json_line("variants", results, units=units, device=device_name()))
     return EXIT_FAILED if different and exact else 0
 
 
@@ -180,6 +181,7 @@ def define_flags() -> None:
     flags.DEFINE_bool("policies", False, "Run every eviction policy on both tiers.")
     flags.DEFINE_integer("data_seed", 0, "Of the prompts.")
     define_engine_flags()
+    define_document_flag()
 
 
 if __name__ == "__main__":

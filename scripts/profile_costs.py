@@ -12,7 +12,8 @@ scattered pages. At each l two steps are timed:
 and of both the attention of all layers by itself, with the same kernel, pages and work list. Launches follow
 each other without waiting, as the engine's do; all are sampled in turn, and medians count. `rest` is the
 whole step less its attention at the shortest context; `--cost` says which of the two the cache takes.
-Prints a table and, as the last line, one JSON document. Give the file to `CacheConfig.cost_profile`.
+Prints a table and, as the last line, one JSON document (see `--json`). Give the file to
+`CacheConfig.cost_profile`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pensieve_jax.assembly import ProgressBar, cost_subject, make_runner, resolv
 from pensieve_jax.cache.cost import COST_KINDS, DEFAULT_COST_KIND, CostPoint, CostProfile, CostSubject
 from pensieve_jax.commands.engine_flags import COMPILATION_CACHE_HELP, define_model_flag, shows_progress
 from pensieve_jax.commands.launch import check_can_write, run
-from pensieve_jax.commands.report import device_name, json_line, table
+from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.config import ATTENTION_BACKENDS
 
 FLAGS = flags.FLAGS
@@ -156,7 +157,7 @@ def main() -> int:
     document["spread_percent"] = {
         kind: [row[-1] for row in rows if row[0] == kind] for kind in profile.curves
     }
-    print(json_line("recompute_costs", document, units=units, device=device_name()))
+    print_document(json_line("recompute_costs", document, units=units, device=device_name()))
     return 0
 
 
@@ -185,6 +186,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("random_seed", 0, "Of random: weights.", lower_bound=0)
     flags.DEFINE_string("compilation_cache_dir", None, COMPILATION_CACHE_HELP)
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
+    define_document_flag()
 
 
 if __name__ == "__main__":

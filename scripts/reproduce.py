@@ -10,8 +10,8 @@ are the engine's own under a virtual clock; a step and a copy take what the prof
 is the paper's machine, from published figures of the hardware, `h200` goes back to measurements. Every point
 is simulated once for each of `--seeds`, `--num_processes` at a time; the same seeds give the same figures.
 `--small` is a version on little memory that takes seconds. A flag that changes nothing of an experiment, such
-as seeds where no workload is simulated, is refused. Tables come first, then one JSON document as the last
-line. `docs/evaluation.md` has the results beside the paper's.
+as seeds where no workload is simulated, is refused. Tables come first, then one JSON document (see `--json`)
+as the last line. `docs/evaluation.md` has the results beside the paper's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from steps.cost_plot import check_can_plot
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.engine_flags import shows_progress
 from pensieve_jax.commands.launch import run
-from pensieve_jax.commands.report import json_line, table
+from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
 
 FLAGS = flags.FLAGS
 
@@ -90,7 +90,7 @@ def report(experiment: Experiment, asked: Settings, findings: Findings) -> None:
         **{name: getattr(asked, name) for name in _KEPT if name in experiment.flags},
         **findings.results,
     }
-    print(json_line("reproduction", document, units=findings.units, device=origin))
+    print_document(json_line("reproduction", document, units=findings.units, device=origin))
 
 
 def _origin(findings: Findings) -> str:
@@ -141,6 +141,7 @@ def define_flags() -> None:
     flags.DEFINE_list("traces", [], "Recorded traces for --experiment=traces: FORMAT:FILE, ...")
     flags.DEFINE_string("plot", None, "Where the figure is drawn, e.g. fig10b.png; needs matplotlib.")
     flags.DEFINE_bool("progress", None, "Show a progress bar; default: on a terminal.")
+    define_document_flag()
 
 
 if __name__ == "__main__":

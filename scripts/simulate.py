@@ -13,8 +13,8 @@ Every eviction policy of `--policies` is run with each of the first two. `--repl
 as `--routing` says: `affinity` (a conversation stays where it began), `random` or `least-loaded` (turn by
 turn; what other replicas had answered is computed again). The first of two tables says how the load was
 served, the second where history was found, what moved, and which share of the steps' time was padding; the
-last line is one JSON document. A rate takes some seconds for each system where memory suffices, and a minute
-where it does not: see `--progress`.
+last line is one JSON document (see `--json`). A rate takes some seconds for each system where memory
+suffices, and a minute where it does not: see `--progress`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pensieve_jax.cache import CostModel
 from pensieve_jax.cache.cost import CostProfile, MeasuredCostModel
 from pensieve_jax.commands.engine_flags import parse_bytes, shows_progress
 from pensieve_jax.commands.launch import run
-from pensieve_jax.commands.report import json_line, table
+from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
 from pensieve_jax.config import POLICIES
 from pensieve_jax.simulator import ROUTERS, DeviceProfile, Scenario, figures, profile_names, simulate
 from pensieve_jax.workload import UNITS, Session, Trace
@@ -72,14 +72,14 @@ _SETTINGS = (
 )
 
 
-class System(NamedTuple):
+class Variant(NamedTuple):
     """What is compared: a name, and an engine's configuration."""
 
     name: str
     config: EngineConfig
 
 
-def systems(profile: DeviceProfile) -> list[System]:
+def systems(profile: DeviceProfile) -> list[Variant]:
     """Those of the flags; raises ConfigError."""
     unknown = [name for name in FLAGS.systems if name not in SYSTEMS]
     if unknown or not FLAGS.systems:
@@ -93,7 +93,7 @@ def systems(profile: DeviceProfile) -> list[System]:
         for policy in FLAGS.policies if name != STATELESS else FLAGS.policies[:1]:
             config = dataclasses.replace(base, cache=dataclasses.replace(base.cache, policy=policy))
             label = name if len(FLAGS.policies) == 1 or name == STATELESS else f"{name}, {policy}"
-            found.append(System(label, system_config(name, config)))
+            found.append(Variant(label, system_config(name, config)))
     return found
 
 
@@ -242,7 +242,7 @@ def report(profile: DeviceProfile, trace: Trace, results: dict[str, list[dict[st
     if FLAGS.plot is not None:
         curves = {name: curve(found) for name, found in results.items()}
         draw(curves, f"{device}\n{trace.name}, think {FLAGS.think}", Path(FLAGS.plot))
-    print(json_line("simulation", document, units=UNITS, device=device))
+    print_document(json_line("simulation", document, units=UNITS, device=device))
 
 
 def _num_bytes(flag: str, text: str) -> int:
@@ -276,6 +276,7 @@ def define_flags() -> None:
     flags.DEFINE_string("plot", None, "Where the curves are drawn, e.g. curves.png; needs matplotlib.")
     flags.DEFINE_bool("progress", None, "Show a progress bar; default: on a terminal.")
     define_session_flags()
+    define_document_flag()
 
 
 if __name__ == "__main__":

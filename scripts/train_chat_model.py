@@ -16,7 +16,8 @@ conversation around facts is a new one.
   settings.json  the flags of the training
 While it trains, and at its end, it measures whether history matters: the loss of recorded replies from the
 fourth turn on, and recall of facts whose values and sentences training never saw (once in constructions that
-it knows, once in new ones), each with the history and without. The last line is one JSON document.
+it knows, once in new ones), each with the history and without. The last line is one JSON document (see
+`--json`).
 
 The data, its order and the first weights follow from `--seed`. On a CPU the result does too, to the bit; on a
 GPU sums of gradients may come in any order unless XLA_FLAGS=--xla_gpu_deterministic_ops=true.
@@ -53,7 +54,7 @@ from model_defs import ModelConfig, num_parameters
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.engine_flags import shows_progress
 from pensieve_jax.commands.launch import EXIT_INTERRUPTED, Interrupt, run
-from pensieve_jax.commands.report import device_name, json_line, table
+from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.text import Tokenizer, load_tokenizer
 
 FLAGS = flags.FLAGS
@@ -62,7 +63,7 @@ _INITIAL_DEVIATION = 0.04  # of weights; 0.02 is made for models several times a
 _MAX_FEED_WORKERS = 6  # two keep up with an H200 if nobody else is on their cores
 _SENTENCES, _CONSTRUCTIONS = "new sentences", "new constructions"
 _UNRECORDED_FLAGS = (
-    *("work_dir", "progress", "feed_workers"),
+    *("work_dir", "progress", "feed_workers", "json"),
     *("log_steps", "checkpoint_steps", "evaluation_steps"),
 )
 _UNITS = {
@@ -265,7 +266,7 @@ def main() -> int:
     weights_bytes = export_model(model_directory, config, trained.state.parameters)
     figures = evaluation(trained.state.parameters)
     show(trained.num_steps, figures)
-    print(report(trained, figures, config, weights_bytes, began))
+    print_document(report(trained, figures, config, weights_bytes, began))
     return 0
 
 
@@ -290,6 +291,7 @@ def define_flags() -> None:
         lower_bound=0,
     )
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
+    define_document_flag()
 
 
 def _define_model_flags() -> None:

@@ -10,8 +10,8 @@ must be the document's. Criteria:
   over the knee (under 95% of what was sent is served)     requests/s within 10%
   elsewhere                                                mean normalized latency within 20%
   hit rates of both tiers                                  within 3 points
-The other figures help to see why. Void points are left out. The last line is one JSON document; the exit
-status is 1 if a criterion is missed.
+The other figures help to see why. Void points are left out. The last line is one JSON document (see
+`--json`); the exit status is 1 if a criterion is missed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pensieve_jax.cache import CostModel
 from pensieve_jax.cache.cost import CostProfile, MeasuredCostModel
 from pensieve_jax.commands.engine_flags import shows_progress
 from pensieve_jax.commands.launch import EXIT_FAILED, run
-from pensieve_jax.commands.report import json_line, table
+from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
 from pensieve_jax.simulator import DeviceProfile, Outcome, Scenario, figures, profile_names, simulate
 from pensieve_jax.workload import UNITS, Answer, Session, Trace, answer_figures, throughput
 
@@ -179,7 +179,7 @@ def main() -> int:
     print(f"{num_missed} criteria missed" if num_missed else "every criterion passed")
     device = f"simulated: {profile.device}, {profile.model}, profile {profile.source}"
     results = {"profile": FLAGS.profile, "num_missed": num_missed, "points": documents}
-    print(json_line("simulator_validation", results, units=UNITS, device=device))
+    print_document(json_line("simulator_validation", results, units=UNITS, device=device))
     return EXIT_FAILED if num_missed else 0
 
 
@@ -222,6 +222,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_bool("progress", None, "Show a progress bar; default: on a terminal.")
     define_session_flags()
+    define_document_flag()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import pytest
 
 import pensieve_jax  # noqa: F401  # asks for asynchronous launches, before JAX has a client
 
+pytest_plugins = ["tests.launching"]
 jax.config.update("jax_num_cpu_devices", 4)
 
 # Files that take a worker half a minute or more, the longest first. They begin first, so that two workers end
@@ -23,7 +24,7 @@ _LONG = (
     "kernels/test_attention",
     "kernels/test_mosaic",
     "engine/test_mutations",
-    "scripts/test_launch",
+    "commands/test_launch",
     "scripts/test_serving_benchmark",
 )
 _TESTS = Path(__file__).parent

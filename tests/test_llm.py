@@ -30,6 +30,7 @@ from pensieve_jax.assembly import DEFAULT_MODEL, resolve_model
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.device.dense_reference import DenseReference
+from pensieve_jax.scheduler import SchedulerOutput
 
 BOS, END = 256, 261
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -184,18 +185,14 @@ def test_a_closed_stream_says_nothing_more(llm: LLM) -> None:
 
 def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody(llm: LLM, monkeypatch: Any) -> None:
     dropped = llm.stream("a", SamplingParams(max_tokens=50, ignore_eos=True), conversation_id="dropped")
-    scheduler = llm.engine._scheduler
-    schedule = scheduler.schedule
     holder = [dropped]
     del dropped
 
-    def collect() -> Any:
-        output = schedule()
+    def collect(output: SchedulerOutput) -> None:
         holder.clear()
         gc.collect()
-        return output
 
-    monkeypatch.setattr(scheduler, "schedule", collect)
+    monkeypatch.setattr(llm.engine, "_observe", collect)
     assert len(llm.generate(["b"], SHORT)[0].token_ids) == 4
     with pytest.raises(UnknownConversationError):
         llm.history("dropped")

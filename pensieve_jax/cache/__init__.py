@@ -2,8 +2,9 @@
 
 from pensieve_jax.cache.copies import Copy
 from pensieve_jax.cache.cost import AnalyticCostModel, CostModel
+from pensieve_jax.cache.drops import Drop, DropReason
 from pensieve_jax.cache.manager import CacheManager
-from pensieve_jax.cache.page_pool import PagePool
+from pensieve_jax.cache.place_pool import PlacePool
 from pensieve_jax.cache.policies import EvictionPolicy, make_policy
 from pensieve_jax.cache.sequence import CachedSequence, Role
 from pensieve_jax.cache.states import TRANSITIONS, ChunkEvent, ChunkState, Shelf
@@ -18,8 +19,10 @@ __all__ = [
     "ChunkState",
     "Copy",
     "CostModel",
+    "Drop",
+    "DropReason",
     "EvictionPolicy",
-    "PagePool",
+    "PlacePool",
     "Role",
     "Shelf",
     "VictimOrder",

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pensieve_jax.cache.copies import Copy
-from pensieve_jax.cache.page_pool import PagePool
+from pensieve_jax.cache.drops import Drop, DropReason
+from pensieve_jax.cache.place_pool import PlacePool
 from pensieve_jax.cache.sequence import NUM_SHELVES, CachedSequence, Chunk, Role
 from pensieve_jax.cache.states import ChunkEvent, ChunkState, Shelf
 
@@ -41,8 +42,8 @@ class ChunkStore:
 
     def __init__(self, num_pages: int, num_slots: int, chunk_tokens: int) -> None:
         """Everything free."""
-        self.pages = PagePool(num_pages)
-        self.slots = PagePool(num_slots)
+        self.pages = PlacePool(num_pages)
+        self.slots = PlacePool(num_slots)
         self.members: dict[Role, dict[CachedSequence, None]] = {role: {} for role in Role}
         self.num_on: dict[Role, list[int]] = {role: [0] * NUM_SHELVES for role in Role}
         self.num_copies_in = 0
@@ -52,7 +53,7 @@ class ChunkStore:
         self._num_copies = 0
         self._swap_outs: list[Copy] = []
         self._swap_ins: list[Copy] = []
-        self._drops: list[tuple[str, int]] = []
+        self._drops: list[Drop] = []
         self._num_roles = 0
         self._changed: dict[CachedSequence, None] = {}
 
@@ -156,10 +157,10 @@ class ChunkStore:
         self._orphan(sequence.chunks[index])
         self._free_slot(sequence.chunks[index])
 
-    def drop(self, sequence: CachedSequence, index: int) -> None:
-        """Forget a chunk to make room."""
+    def drop(self, sequence: CachedSequence, index: int, reason: DropReason, worth: float | None) -> None:
+        """Forget a chunk to make room; see `Drop` for `reason` and `worth`."""
         self._discard(sequence, index)
-        self._drops.append((sequence.sequence_id, index))
+        self._drops.append(Drop(sequence.sequence_id, index, reason, worth))
 
     # Copies
 
@@ -169,8 +170,8 @@ class ChunkStore:
         self._swap_outs, self._swap_ins = [], []
         return outs, ins
 
-    def take_drops(self) -> tuple[tuple[str, int], ...]:
-        """(sequence id, chunk index) of what was dropped to make room since the last call."""
+    def take_drops(self) -> tuple[Drop, ...]:
+        """What was dropped since the last call."""
         drops, self._drops = tuple(self._drops), []
         return drops
 
@@ -288,7 +289,7 @@ class ChunkStore:
             self._apply(sequence, index, ChunkEvent.CANCEL)
             self._free_page(sequence, index)
         elif state not in (ChunkState.ON_CPU, ChunkState.DROPPED):
-            self.drop(sequence, index)
+            self.drop(sequence, index, DropReason.DEVICE_LOST, None)
 
     def _free_page(self, sequence: CachedSequence, index: int) -> None:
         if sequence.chunks[index].page:

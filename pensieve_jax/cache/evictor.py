@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from pensieve_jax.cache.chunk_store import ChunkStore
+from pensieve_jax.cache.drops import DropReason
 from pensieve_jax.cache.policies import EvictionPolicy
 from pensieve_jax.cache.sequence import CachedSequence, Role
 from pensieve_jax.cache.states import ChunkState, Shelf
@@ -61,19 +62,19 @@ class Evictor:
         self._now_s = None
         self._lenders = self._chunks_on_both()
 
-    def take_page(self, arrival: int) -> int | None:
+    def allocate_page(self, arrival: int) -> int | None:
         """A page for a request; None where nobody gives way to it."""
         if not self._store.pages.num_free and not self._free_page(arrival):
             return None
         return self._store.pages.allocate()
 
-    def take_spare_page(self) -> int | None:
+    def allocate_spare_page(self) -> int | None:
         """A page that costs nobody anything: free, or of an idle chunk that has a copy."""
         if not self._store.pages.num_free:
             victim = self._victim(Shelf.CLEAN)
             if victim is None:
                 return None
-            self._take_pages(*victim)
+            self._free_pages(*victim)
         return self._store.pages.allocate()
 
     def swap_out_ahead(self) -> None:
@@ -84,7 +85,7 @@ class Evictor:
         more than half of those pages is missing, few are copied at a time.
         """
         store = self._store
-        if not store.slots.num_pages or (self._retrieval_priority and store.num_copies_in):
+        if not store.slots.num_places or (self._retrieval_priority and store.num_copies_in):
             return
         num_clean = store.pages.num_free + sum(
             store.num_on[role][Shelf.CLEAN] for role in (Role.IDLE, Role.QUEUED)
@@ -98,7 +99,7 @@ class Evictor:
             if victim is None:
                 return
             sequence, indices, worth = victim
-            slot = self._take_slot(worth, sequence)
+            slot = self._allocate_slot(worth, sequence)
             if slot is None:
                 return  # everything in host memory is worth more: this chunk is dropped when its turn comes
             store.swap_out(sequence, indices[0], slot)
@@ -110,7 +111,7 @@ class Evictor:
         What they hold displaces anything idle in host memory, and nothing of a queued request.
         """
         indices = sorted(sequence.indices_on(Shelf.CLEAN) + sequence.indices_on(Shelf.DIRTY))[:max_num_chunks]
-        self._take_pages(sequence, indices, math.inf)
+        self._free_pages(sequence, indices, math.inf)
         return len(indices)
 
     # Pages
@@ -120,16 +121,16 @@ class Evictor:
         for shelf in _BY_PRICE:
             victim = self._victim(shelf)
             if victim is not None:
-                self._take_pages(*victim)
+                self._free_pages(*victim)
                 return True
         for sequence in self._latest_queued(arrival):
             for shelf in _BY_PRICE:
                 if sequence.num_on[shelf]:
-                    self._take_pages(sequence, self._policy.frontier(sequence, shelf), math.inf)
+                    self._free_pages(sequence, self._policy.frontier(sequence, shelf), math.inf)
                     return True
         return False
 
-    def _take_pages(self, sequence: CachedSequence, indices: Sequence[int], worth: float) -> None:
+    def _free_pages(self, sequence: CachedSequence, indices: Sequence[int], worth: float) -> None:
         """Free the pages of chunks that are worth `worth`; those without a copy begin one, or are dropped."""
         for index in indices:
             if sequence.chunks[index].shelf is Shelf.CLEAN:
@@ -140,9 +141,11 @@ class Evictor:
 
     def _push_out(self, sequence: CachedSequence, index: int, worth: float) -> None:
         """Take the page of a chunk that has no copy: the copy begins now, or the chunk is dropped."""
-        slot = self._take_slot(worth, sequence)
+        slot = self._allocate_slot(worth, sequence)
         if slot is None:
-            self._store.drop(sequence, index)
+            has_host = self._store.slots.num_places > 0
+            reason = DropReason.HOST_MEMORY_WORTH_MORE if has_host else DropReason.NO_HOST_MEMORY
+            self._store.drop(sequence, index, reason, worth)
             return
         self._store.swap_out(sequence, index, slot)
         self._store.give_page(sequence, index)
@@ -150,13 +153,13 @@ class Evictor:
 
     # Slots
 
-    def _take_slot(self, worth: float, sequence: CachedSequence) -> int | None:
+    def _allocate_slot(self, worth: float, sequence: CachedSequence) -> int | None:
         """A slot for a chunk of `sequence`; None where everything there is worth more.
 
         A queued request's is worth more than anything idle, and than what later arrivals have.
         """
         slots = self._store.slots
-        if not slots.num_pages:
+        if not slots.num_places:
             return None
         if slots.num_free or self._borrow_slot() or self._drop_idle(worth, sequence):
             return slots.allocate()
@@ -188,9 +191,9 @@ class Evictor:
         victim = self._victim(Shelf.HOST)
         if victim is None or victim.worth > worth:
             return False
-        sequence, indices, _ = victim
+        sequence, indices, its_worth = victim
         for index in indices:
-            self._store.drop(sequence, index)
+            self._store.drop(sequence, index, DropReason.SLOT_NEEDED, its_worth)
         if sequence is not keep:  # the caller restores that one's tail
             self._store.trim(sequence)
         return True
@@ -199,7 +202,7 @@ class Evictor:
         for sequence in self._latest_queued(keep.arrival):
             if sequence.num_on[Shelf.HOST]:
                 for index in self._policy.frontier(sequence, Shelf.HOST):
-                    self._store.drop(sequence, index)
+                    self._store.drop(sequence, index, DropReason.EARLIER_REQUEST, math.inf)
                 self._store.trim(sequence)
                 return True
         return False

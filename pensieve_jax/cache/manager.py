@@ -10,14 +10,15 @@ Called by: the scheduler for requests, the engine for what happens between turns
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pensieve_jax.cache.chunk_store import ChunkStore
 from pensieve_jax.cache.copies import Copy
 from pensieve_jax.cache.cost import CostModel
+from pensieve_jax.cache.drops import Drop
 from pensieve_jax.cache.evictor import Evictor
 from pensieve_jax.cache.integrity import check_store
-from pensieve_jax.cache.policies import make_policy
+from pensieve_jax.cache.policies import DatedWorth, make_policy
 from pensieve_jax.cache.sequence import CachedSequence, Role
 from pensieve_jax.cache.states import ChunkState, Shelf
 from pensieve_jax.config import CacheConfig
@@ -44,9 +45,10 @@ class CacheManager:
         self._reserve_pages = config.reserve_pages
         self.prefetch = config.prefetch
         self._max_num_copies = max_num_copies
+        self._policy = make_policy(config.policy, cost_model, config.chunk_tokens)
         self._evictor = Evictor(
             self._store,
-            make_policy(config.policy, cost_model, config.chunk_tokens),
+            self._policy,
             clock,
             num_clean_pages=config.clean_pages,
             max_num_copies=max_num_copies,
@@ -145,8 +147,8 @@ class CacheManager:
         """Copies out and copies in that began since the last call, to be carried out before the next step."""
         return self._store.take_copies()
 
-    def take_drops(self) -> tuple[tuple[str, int], ...]:
-        """(sequence id, chunk index) of what was dropped to make room since the last call."""
+    def take_drops(self) -> tuple[Drop, ...]:
+        """What was dropped since the last call."""
         return self._store.take_drops()
 
     # The life of a request
@@ -185,7 +187,7 @@ class CacheManager:
         """Reserve the pages that a running sequence of `num_tokens` lacks; False where none gives way."""
         assert sequence.role is Role.RUNNING
         while len(sequence.chunks) * self.chunk_tokens < num_tokens:
-            page = self._evictor.take_page(sequence.arrival)
+            page = self._evictor.allocate_page(sequence.arrival)
             if page is None:
                 return False
             self._store.extend(sequence, len(sequence.chunks) + 1)
@@ -237,6 +239,14 @@ class CacheManager:
 
     # For reports
 
+    def worth_of(self, sequence: CachedSequence, index: int) -> float:
+        """What keeping a chunk of an idle sequence is worth now, to the policy."""
+        return self._policy.worth(sequence, index, self._clock.now())
+
+    def describe_worths(self, worths: Sequence[DatedWorth]) -> str:
+        """What worths stand for, in the policy's words."""
+        return self._policy.describe(worths)
+
     def census(self) -> dict[str, int]:
         """Chunks by state, and what is free of either tier."""
         states = Counter(
@@ -251,10 +261,10 @@ class CacheManager:
     def stats(self) -> dict[str, int]:
         """Sizes, what is free of them, and what was done to make room."""
         return {
-            "num_gpu_pages": self._store.pages.num_pages,
+            "num_gpu_pages": self._store.pages.num_places,
             "num_available_gpu_pages": self.num_available(),
             "num_free_gpu_pages": self._store.pages.num_free,
-            "num_cpu_pages": self._store.slots.num_pages,
+            "num_cpu_pages": self._store.slots.num_places,
             "num_free_cpu_pages": self._store.slots.num_free,
             "num_forced_swap_outs": self._evictor.num_forced_swap_outs,
             "num_prefetched_chunks": self.num_prefetched_chunks,
@@ -274,7 +284,7 @@ class CacheManager:
         return sequence.prefix
 
     def _set_page_aside(self, sequence: CachedSequence, index: int) -> None:
-        page = self._evictor.take_page(sequence.arrival)
+        page = self._evictor.allocate_page(sequence.arrival)
         assert page is not None, "available pages were miscounted"
         owner = self._owner(sequence, index)
         if owner.chunks[index].state is ChunkState.ON_CPU:
@@ -321,7 +331,7 @@ class CacheManager:
                 if store.num_copies_in >= self._max_num_copies or self.num_available() <= self._reserve_pages:
                     return
                 index = sequence.first_on(Shelf.HOST)
-                page = self._evictor.take_spare_page()
+                page = self._evictor.allocate_spare_page()
                 if page is None:
                     return
                 store.swap_in(sequence, index, page)

@@ -17,6 +17,10 @@ from pensieve_jax.cache.states import Shelf
 _MIN_IDLE_S = 1e-3  # a conversation that was active just now has a finite value
 
 
+type DatedWorth = tuple[float, float]
+"""What a chunk was worth, and when that was asked, in seconds of the cache's clock."""
+
+
 class EvictionPolicy(ABC):
     """The order in which idle chunks leave a shelf: one frontier a sequence, the lowest worth first."""
 
@@ -29,6 +33,10 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def worth(self, sequence: CachedSequence, index: int, now_s: float) -> float:
         """What keeping chunk `index` is worth; comparable across sequences and shelves."""
+
+    def describe(self, worths: Sequence[DatedWorth]) -> str:
+        """These worths in words, for people who ask why chunks were dropped."""
+        return f"worth {_range([worth for worth, _ in worths], '.3g')}"
 
     @abstractmethod
     def group(self, sequence: CachedSequence, shelf: Shelf) -> int:
@@ -62,6 +70,10 @@ class RetentionPolicy(EvictionPolicy):
         idle_s = now_s - sequence.last_active_s
         return costs_s[index] / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
 
+    def describe(self, worths: Sequence[DatedWorth]) -> str:
+        """As the quotients that they are."""
+        return f"{super().describe(worths)} s of recomputation per second idle"
+
     def group(self, sequence: CachedSequence, shelf: Shelf) -> int:
         """Those that would give the same chunk, which costs them the same."""
         return sequence.first_on(shelf)
@@ -73,6 +85,10 @@ class _LeastRecentlyUsed(EvictionPolicy):
     def worth(self, sequence: CachedSequence, index: int, now_s: float) -> float:
         """When it was last active."""
         return sequence.last_active_s
+
+    def describe(self, worths: Sequence[DatedWorth]) -> str:
+        """By how long ago that was."""
+        return f"idle for {_range([at_s - active_s for active_s, at_s in worths], '.1f')} s"
 
     def group(self, sequence: CachedSequence, shelf: Shelf) -> int:
         """All of them."""
@@ -107,6 +123,12 @@ class TrailingPolicy(_LeastRecentlyUsed):
     def frontier(self, sequence: CachedSequence, shelf: Shelf) -> Sequence[int]:
         """The last chunk."""
         return (sequence.last_on(shelf),)
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    """The lowest and the highest, or one of them where they read the same."""
+    low, high = f"{min(values):{form}}", f"{max(values):{form}}"
+    return low if low == high else f"{low} to {high}"
 
 
 def make_policy(name: str, cost_model: CostModel, chunk_tokens: int) -> EvictionPolicy:

@@ -1,7 +1,7 @@
 """A chat in the terminal, with replies as they come.
 
-    python scripts/chat.py
-    python scripts/chat.py --model=path/to/model --history=chats.sqlite --temperature=0.7
+    pensieve chat
+    pensieve chat --model=path/to/model --history=chats.sqlite --temperature=0.7
 
 Without a model it is the small one that comes with the library, which talks about restaurants, music, flights
 and the like, and remembers what it is told. A step is one token of one conversation, or a part of a prompt:

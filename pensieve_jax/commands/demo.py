@@ -1,4 +1,6 @@
-"""Conversations that lose part of their state and answer as if they had not: what `make demo` runs.
+"""Conversations that lose part of their state and answer as if they had not.
+
+    pensieve demo
 
 Eight conversations of six turns share a system prompt and take turns on memory too small for them all: a few
 device pages, and a few more in host memory. Idle chunks are copied out ahead of time and copied back when

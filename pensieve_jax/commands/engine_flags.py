@@ -24,6 +24,7 @@ from pensieve_jax import (
     SchedulerConfig,
 )
 from pensieve_jax.assembly import DEFAULT_MODEL, Assembled, assemble, resolve_model
+from pensieve_jax.commands.help import flag_group
 from pensieve_jax.config import ATTENTION_BACKENDS, POLICIES
 
 FLAGS = flags.FLAGS
@@ -46,6 +47,7 @@ _BYTES_OF = {"": 1, "B": 1} | {
 }
 
 
+@flag_group("the model and the engine")
 def define_engine_flags(*, model: str = DEFAULT_MODEL) -> None:
     """Flags of the model and the engine; those left out keep the library's defaults, but for `model`."""
     define_model_flag(model)
@@ -88,6 +90,7 @@ def define_model_flag(default: str = DEFAULT_MODEL) -> None:
     flags.DEFINE_string("model", default, "chat, a directory, a hub name, or random:<preset>.")
 
 
+@flag_group("the host tier, and what moves between the tiers")
 def _define_tier_flags() -> None:
     """Flags of the host tier, and of how chunks move between it and the device."""
     flags.DEFINE_integer(
@@ -131,6 +134,7 @@ def define_history_flag() -> None:
     flags.DEFINE_string("history", None, "SQLite file that keeps the conversations; default: memory only.")
 
 
+@flag_group("sampling")
 def define_sampling_flags(*, max_tokens: int) -> None:
     """Flags of `SamplingParams`."""
     flags.DEFINE_integer("max_tokens", max_tokens, "The most tokens of a reply.")

@@ -1,6 +1,6 @@
 """Conversations in, turns out, both as JSON lines.
 
-    python scripts/generate.py --model=path/to/model --input=prompts.jsonl --output=turns.jsonl
+    pensieve generate --model=path/to/model --input=prompts.jsonl --output=turns.jsonl
 
 Input: `pensieve_jax/commands/conversations_file.py` has the format; a line is, for example,
     {"conversation_id": "ada", "turns": [{"prompt": "Hello"}, {"prompt": [15, 27], "max_tokens": 8}]}

@@ -1,13 +1,14 @@
-"""How a launcher starts, ends and is interrupted.
+"""How a launcher starts, ends and is interrupted: installed commands and `scripts/` alike.
 
-Owns: exit statuses, the one line in which a typed error is reported, and Ctrl-C that waits for the end of
-the step: an engine that is interrupted within a step gives up all state on the device, so launchers ask
-`Interrupt.requested` between steps instead. Warnings of the libraries are shown, and what they do is not,
-unless `--verbosity` says otherwise.
+Owns: exit statuses, the end of a process whose reader has gone, the one line in which a typed error is
+reported, and Ctrl-C that waits for the end of the step: an engine that is interrupted within a step gives up
+all state on the device, so launchers ask `Interrupt.requested` between steps instead. Warnings of the
+libraries are shown, and what they do is not, unless `--verbosity` says otherwise.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import signal
@@ -19,9 +20,8 @@ from typing import Self
 
 from absl import app, flags, logging
 
-from model_defs import ModelError
-from pallas_kernels.ragged_paged_attention import AttentionArgumentError
 from pensieve_jax import ConfigError, PensieveError
+from pensieve_jax.commands.help import define_help_flags
 
 FLAGS = flags.FLAGS
 EXIT_FAILED = 1
@@ -36,10 +36,32 @@ def check_can_write(flag: str, path: Path) -> None:
         raise ConfigError(flag, str(path), "a file in a directory that exists")
 
 
+def until_reader_leaves(work: Callable[[], int]) -> int:
+    """Do `work` and return its status; when whoever reads the output has gone, end it without a word."""
+    try:
+        status = work()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Python flushes once more at exit: that must find a reader.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_NO_READER
+
+
+def show(text: str) -> int:
+    """Print `text` for as long as there is a reader; the exit status."""
+
+    def write() -> int:
+        print(text)
+        return 0
+
+    return until_reader_leaves(write)
+
+
 def run(main: Callable[[], int]) -> None:
     """Parse flags, run `main` and exit with its status; bad flags and typed errors: one line and status 2.
 
-    When whoever reads the output has gone, that is the end, without a word.
+    The docstring of the module of `main` is what `--help` begins with.
     """
 
     def guarded(argv: list[str]) -> int:
@@ -52,25 +74,29 @@ def run(main: Callable[[], int]) -> None:
         if not FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)
         try:
-            status = main()
-            sys.stdout.flush()
-            return status
-        except BrokenPipeError:
-            # Python flushes once more at exit: that must find a reader.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return EXIT_NO_READER
-        except (PensieveError, ModelError, AttentionArgumentError) as error:
+            return until_reader_leaves(main)
+        except _typed_errors() as error:
             print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
             return EXIT_BAD_INPUT
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return EXIT_INTERRUPTED
 
-    app.run(guarded, flags_parser=_parse)
+    docstring = sys.modules[main.__module__].__doc__ or ""
+    app.run(guarded, flags_parser=functools.partial(_parse, docstring))
 
 
-def _parse(argv: list[str]) -> list[str]:
-    """The arguments that are no flags; ends the process for flags that cannot be read."""
+def _typed_errors() -> tuple[type[Exception], ...]:
+    """What is reported in a line. Asked for when something was raised: these packages import JAX."""
+    from model_defs import ModelError
+    from pallas_kernels.ragged_paged_attention import AttentionArgumentError
+
+    return PensieveError, ModelError, AttentionArgumentError
+
+
+def _parse(docstring: str, argv: list[str]) -> list[str]:
+    """The arguments that are no flags; ends the process for `--help`, and for flags that cannot be read."""
+    define_help_flags(docstring, show)
     try:
         rest: list[str] = FLAGS(argv)
     except flags.Error as error:

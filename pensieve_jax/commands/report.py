@@ -1,6 +1,7 @@
 """Tables for people, and the one JSON line at the end of a benchmark for machines.
 
-Owns: how both look, and what a report says about the machine, the command and the environment it comes from.
+Owns: how both look, where the line goes (`--json`), and what a report says about the machine, the command and
+the environment it comes from.
 Called by: every script that prints figures.
 """
 
@@ -18,7 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from absl import flags
 
+from pensieve_jax import ConfigError
+from pensieve_jax.commands.launch import check_can_write
+
+flags.disclaim_key_flags()
 _PACKAGES = ("pensieve-jax", "jax", "jaxlib", "flax", "numpy")
 # Of what may change how something runs; `runtime/executable_environment.py` has what changes executables.
 _VARIABLE_PREFIXES = ("CUDA_", "JAX_", "MOSAIC_GPU_", "NCCL_", "NVIDIA_TF32", "PJRT_", "TRITON_", "XLA_")
@@ -53,6 +59,62 @@ def json_line(benchmark: str, results: Mapping[str, Any], *, units: Mapping[str,
         "environment": _environment(),
     }
     return json.dumps(document)
+
+
+def define_document_flag() -> None:
+    """`--json`, for launchers that end with `print_document`."""
+    flags.DEFINE_flag(_DocumentFlag())
+
+
+def print_document(line: str) -> None:
+    """The last line of a launcher: its document for programs; on a terminal a word of how to get it instead.
+
+    `--json` prints it anyway, `--nojson` does not, and `--json=FILE` writes it to a file as well.
+
+    Raises:
+      ConfigError: the file cannot be written; the document is printed then.
+    """
+    asked = flags.FLAGS.json
+    is_terminal = sys.stdout.isatty()
+    if asked is True or (asked is not False and not is_terminal):
+        print(line)
+    elif asked is None:
+        print("(--json prints all of it as one JSON document, --json=FILE writes it to a file)")
+    if isinstance(asked, Path):
+        try:
+            asked.write_text(f"{line}\n", encoding="utf-8")
+        except OSError as error:
+            if is_terminal:
+                print(line)
+            limit = "a file that can be written"
+            raise ConfigError("--json", str(asked), limit, error.strerror or str(error)) from error
+
+
+class _DocumentParser(flags.ArgumentParser):
+    """True, False, or the path of a file."""
+
+    def parse(self, argument: str) -> bool | Path:
+        """As `--json`, `--nojson` and `--json=FILE` say; raises ConfigError for what is no file."""
+        if argument in ("true", "false"):
+            return argument == "true"
+        path = Path(argument)
+        check_can_write("--json", path)
+        return path
+
+
+class _DocumentFlag(flags.Flag):
+    """A flag that needs no value, as of absl's booleans, and may have one."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            parser=_DocumentParser(),
+            serializer=None,
+            name="json",
+            default=None,
+            help_string="End with one JSON document, on a terminal too; --json=FILE writes it to a file. "
+            "Default: where the output is no terminal.",
+            boolean=True,
+        )
 
 
 def device_name() -> str:

@@ -1,1 +1,1 @@
-"""The only place where jax meets policy: device state, compiled steps, and the loop that drives them."""
+"""Turns from submission to outcome: a loop over scheduler, cache and whatever runs steps. No jax here."""

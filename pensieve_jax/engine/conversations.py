@@ -18,10 +18,9 @@ from pensieve_jax.core.errors import (
     InvalidRequestError,
     UnknownConversationError,
 )
+from pensieve_jax.engine.loop import Sweep
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.history import ConversationInfo, ConversationRecord, HistoryStore
-
-_MIN_LIVE_TO_SWEEP = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +51,7 @@ class ConversationTable:
         self._config = config
         self._live: dict[str, LiveConversation] = {}
         self._num_one_off = 0
-        self._num_live_to_sweep = _MIN_LIVE_TO_SWEEP
+        self._sweep = Sweep()
 
     def __len__(self) -> int:
         """Conversations in memory, one-off ones included."""
@@ -84,6 +83,11 @@ class ConversationTable:
             return self.get(conversation_id).conversation.num_history_tokens
         except UnknownConversationError:
             return 0
+
+    def look_up(self, conversation_id: str) -> LiveConversation | ConversationRecord:
+        """What is in memory of a conversation, or else its history; raises UnknownConversationError."""
+        check_conversation_id(conversation_id)
+        return self._live.get(conversation_id) or self._store.load(conversation_id)
 
     def is_busy(self, conversation_id: str) -> bool:
         """A turn of it runs."""
@@ -156,13 +160,13 @@ class ConversationTable:
 
     def forget_stateless(self) -> None:
         """Take idle conversations without KV state out of memory; now and then, so that it costs little."""
-        if len(self._live) < self._num_live_to_sweep:
+        if not self._sweep.is_due(len(self._live)):
             return
         for live in list(self._live.values()):
             if not live.busy and not live.sequence.holds_state:
                 self.forget(live)
         self._prefixes.forget_unused()
-        self._num_live_to_sweep = 2 * len(self._live) + _MIN_LIVE_TO_SWEEP
+        self._sweep.done(len(self._live))
 
     def _check_idle(self, conversation_id: str) -> None:
         check_conversation_id(conversation_id)

@@ -1,9 +1,9 @@
-"""The loop: where policy meets the device (the paper's Figure 5).
+"""The engine: where policy meets the device (the paper's Figure 5).
 
-Owns: one step of look-ahead (step N+1 is scheduled and dispatched before step N's ids are fetched), who
-gets which fetched id, and what happens when a step fails or is interrupted.
+Owns: turns from submission on, who gets which fetched id, and what happens when a step fails or is
+interrupted.
 Does not know: how tokens are computed (`Runner`), chosen for a step (`Scheduler`) or kept (`CacheManager`),
-or how a turn leaves (`TurnLedger`).
+in what order a step is done (`EngineLoop`), or how a turn leaves (`TurnLedger`).
 Called by: `LLM`, servers, benchmarks, simulators. One thread drives it.
 """
 
@@ -24,18 +24,21 @@ from pensieve_jax.core.errors import ContextLengthError, EngineClosedError, Pens
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.engine.conversations import ConversationTable
+from pensieve_jax.engine.explanation import DropJournal, Explanation, explain
 from pensieve_jax.engine.ledger import TurnLedger
+from pensieve_jax.engine.loop import EngineLoop
+from pensieve_jax.engine.observer import Observe, unobserved
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.validation import ModelLimits, TurnSpec, check_token_ids, check_turns
 from pensieve_jax.history import HistoryStore
-from pensieve_jax.scheduler import Planner, Request, RequestStatus, Scheduler, SchedulerOutput
+from pensieve_jax.scheduler import Planner, RequestStatus, SchedulerOutput
 from pensieve_jax.text import Tokenizer
 
 
-class _InFlight(NamedTuple):
+class _LaunchedStep(NamedTuple):
     """A dispatched step whose ids have not been fetched."""
 
     output: SchedulerOutput
@@ -59,8 +62,12 @@ class Engine:
         cost_model: CostModel,
         tokenizer: Tokenizer | None = None,
         clock: Clock | None = None,
+        observe: Observe = unobserved,
     ) -> None:
-        """An idle engine; the runner must be warmed up. `store` is closed with the engine."""
+        """An idle engine; the runner must be warmed up. `store` is closed with the engine.
+
+        `observe` is told every step's decisions; see `Observe`.
+        """
         self.limits = limits
         self._runner = runner
         self._config = config
@@ -69,7 +76,8 @@ class Engine:
         self._tokenizer = tokenizer
         self._clock = clock or WallClock()
         self._stats = EngineStats()
-        self._num_requests = 0
+        self._observe = observe
+        self._drops = DropJournal(self._clock)
         self._closed = False
         self._abandoned: deque[Turn] = deque()
         self._changing_thread: int | None = None
@@ -80,11 +88,17 @@ class Engine:
     def _make_state(self) -> None:
         """Everything that the engine knows, apart from the device and the history: empty."""
         config, cache = self._config, self._config.cache
-        self._cache = CacheManager(
-            cache, self._cost_model, self._clock, max_num_copies=config.runner.max_num_staged_pages
+        self._loop: EngineLoop[_LaunchedStep] = EngineLoop(
+            config,
+            self._cost_model,
+            self._clock,
+            self._runner.transfers,
+            self._stats,
+            max_num_copies=config.runner.max_num_staged_pages,
+            observe=self._note,
         )
+        self._cache = self._loop.cache
         self._prefixes = PrefixTable(self._cache)
-        self._scheduler = Scheduler(config.scheduler, self._cache)
         self._planner = Planner(
             self._runner.layouts,
             self._runner.fill_tiles,
@@ -92,23 +106,14 @@ class Engine:
             num_device_pages=cache.gpu_pages + 1,
         )
         self._conversations = ConversationTable(self._store, self._cache, self._prefixes, self._clock, cache)
-        self._ledger = TurnLedger(
-            self._store,
-            self._scheduler,
-            self._cache,
-            self._conversations,
-            self._stats,
-            self._clock,
-            stateful=config.stateful,
-        )
-        self._in_flight: _InFlight | None = None
+        self._ledger = TurnLedger(self._store, self._loop, self._conversations, self._stats, self._clock)
 
     # Turns
 
     @property
     def has_unfinished(self) -> bool:
         """A turn has no outcome yet, or a step is in flight."""
-        return bool(self._ledger.turns) or self._in_flight is not None
+        return bool(self._ledger.turns) or self._loop.in_flight is not None
 
     @property
     def closed(self) -> bool:
@@ -188,11 +193,13 @@ class Engine:
         """Keep the first `num_tokens` tokens of a conversation; see `ConversationTable.truncate`."""
         with self._change():
             self._conversations.truncate(conversation_id, num_tokens)
+            self._drops.forget(conversation_id)
 
     def end(self, conversation_id: str) -> None:
         """Forget a conversation; see `ConversationTable.end`."""
         with self._change():
             self._conversations.end(conversation_id)
+            self._drops.forget(conversation_id)
 
     def push_out(self, conversation_id: str, max_num_chunks: int | None = None) -> int:
         """Send a conversation's state to host memory with the next step; returns how many chunks.
@@ -206,6 +213,12 @@ class Engine:
         """Drop a conversation's state in every tier; its next turn recomputes it from the history."""
         with self._change():
             self._conversations.forget_state(conversation_id)
+            self._drops.forget(conversation_id)
+
+    def explain(self, conversation_id: str) -> Explanation:
+        """Where a conversation's state is, and why some of it is nowhere; raises UnknownConversationError."""
+        self._check_usable()
+        return explain(self._conversations.look_up(conversation_id), self._cache, self._drops, self._config)
 
     def stats(self) -> dict[str, int | float]:
         """Counters since the start, and what is held now."""
@@ -215,8 +228,8 @@ class Engine:
             **self._runner.transfers.stats(),
             "num_compilations": self._runner.num_compilations,
             "num_buckets": len(self._runner.layouts),
-            "num_running": len(self._scheduler.running),
-            "num_waiting": len(self._scheduler.waiting),
+            "num_running": len(self._loop.scheduler.running),
+            "num_waiting": len(self._loop.scheduler.waiting),
             "num_live_conversations": len(self._conversations),
             "num_shared_prefixes": len(self._prefixes),
         }
@@ -227,8 +240,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Assert that pages, chunks, conversations and requests agree (for tests)."""
-        self._cache.check_integrity()
-        self._scheduler.check_integrity()
+        self._loop.check_integrity()
         for request in self._ledger.turns:
             assert request.status is not RequestStatus.FINISHED, "a finished turn was not reported"
 
@@ -294,6 +306,7 @@ class Engine:
                 turn.error = error
                 self._stats.num_turns_failed += 1
         self._runner.reset()
+        self._drops.lose_all()
         self._make_state()
         self._interrupted = self._lost_pools = False
 
@@ -306,8 +319,7 @@ class Engine:
                 self._prefixes.begin(live.sequence, spec.prefix)
         live.conversation.token_ids += map(int, spec.prompt_token_ids)  # numpy's ints become Python's
         params = spec.params
-        request = Request(
-            self._num_requests,
+        request = self._loop.submit(
             live.conversation,
             live.sequence,
             params,
@@ -315,30 +327,23 @@ class Engine:
             ending_ids=params.ending_ids(self.limits.eos_token_ids),
             max_context_tokens=self.limits.max_context_tokens,
         )
-        self._num_requests += 1
         turn = Turn(request, self._tokenizer, spec.messages)
         self._ledger.enter(turn)
         return turn
 
-    def _step(self) -> list[Turn]:
-        """See `step`; the order of these lines is program order on the device."""
-        transfers = self._runner.transfers
-        self._cache.complete(transfers.completed())
-        output = self._scheduler.schedule()
-        self._stats.count_step(output)
-        previous, self._in_flight = self._in_flight, None
-        transfers.swap_out(output.swap_outs)
-        transfers.swap_in(output.swap_ins)
-        transfers.rush(output.rushed)
-        if output.grants:
-            self._in_flight = _InFlight(output, self._runner.dispatch(self._planner.plan(output)))
-        if previous is not None:
-            return self._finish(previous)
-        if self._in_flight is None and self._ledger.turns:
-            transfers.wait()  # no turn can go on before a copy is complete
-        return []
+    def _note(self, output: SchedulerOutput) -> None:
+        self._drops.note(output.drops)
+        self._observe(output)
 
-    def _finish(self, step: _InFlight) -> list[Turn]:
+    def _launch(self, output: SchedulerOutput) -> _LaunchedStep:
+        return _LaunchedStep(output, self._runner.dispatch(self._planner.plan(output)))
+
+    def _step(self) -> list[Turn]:
+        """Step N+1 is scheduled and dispatched before step N's ids are fetched."""
+        previous = self._loop.step(self._launch)
+        return [] if previous is None else self._finish(previous)
+
+    def _finish(self, step: _LaunchedStep) -> list[Turn]:
         """Fetch a step's ids, give them to their turns, and settle the turns that end with them."""
         result = self._runner.fetch(step.handle)
         endings: list[tuple[Turn, FinishReason]] = []
@@ -360,7 +365,7 @@ class Engine:
 
     def _lose_step(self, error: StepFailedError, lost: Sequence[Turn]) -> list[Turn]:
         """Rebuild the pools, keep what host memory has, and fail the `lost` turns; conversations survive."""
-        self._in_flight = None
+        self._loop.in_flight = None
         self._lost_pools = True  # where this reset fails as well, the next call starts over
         self._runner.reset()
         self._cache.lose_device()

@@ -1,7 +1,7 @@
 """The turns in progress, and how each one leaves: committed, cancelled, or lost.
 
-Owns: writing all turns that end in a step in one transaction before any is reported, and cutting tokens
-and KV state back to what the history has.
+Owns: writing all turns that end in a step in one transaction before any is reported, and who
+forgets a conversation that nothing was kept of.
 Does not know: the device, or how tokens came about.
 Called by: the engine.
 """
@@ -9,16 +9,17 @@ Called by: the engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from pensieve_jax.cache import CacheManager
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.engine.conversations import ConversationTable, LiveConversation
+from pensieve_jax.engine.loop import EngineLoop
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.history import HistoryStore, TurnRecord
-from pensieve_jax.scheduler import Request, Scheduler
+from pensieve_jax.scheduler import Request
 
 Ending = tuple[Turn, FinishReason]
 
@@ -33,28 +34,21 @@ class TurnLedger:
     def __init__(
         self,
         store: HistoryStore,
-        scheduler: Scheduler,
-        cache: CacheManager,
+        loop: EngineLoop[Any],
         conversations: ConversationTable,
         stats: EngineStats,
         clock: Clock,
-        *,
-        stateful: bool,
     ) -> None:
-        """No turns. `stateful` False frees a conversation's KV state with every turn's end."""
+        """No turns."""
         self.turns: dict[Request, Turn] = {}
         self._store = store
-        self._scheduler = scheduler
-        self._cache = cache
+        self._loop = loop
         self._conversations = conversations
         self._stats = stats
         self._clock = clock
-        self._stateful = stateful
 
     def enter(self, turn: Turn) -> None:
-        """A turn was submitted: queue it."""
-        self._cache.touch(turn.request.sequence)
-        self._scheduler.add(turn.request)
+        """A turn was submitted."""
         self.turns[turn.request] = turn
 
     def commit(self, endings: Sequence[Ending]) -> list[Turn]:
@@ -102,28 +96,22 @@ class TurnLedger:
         )
 
     def _settle(self, turn: Turn, reason: FinishReason) -> None:
-        """A turn that was committed: its pages stay with the conversation, in the stateful engine."""
+        """A turn that was committed."""
         request, conversation = turn.request, turn.request.conversation
         # A step of look-ahead may have computed one token more than the reply has; it never counts.
         del conversation.token_ids[request.num_prompt_end + len(turn.token_ids) :]
-        self._stats.count_turn(turn.finish(reason), has_history=request.num_history_tokens > 0)
-        conversation.commit()
-        self._cache.truncate(request.sequence, conversation.num_computed_tokens)
+        self._loop.settle(request, turn.finish(reason))
         self._leave(turn, forget=conversation.one_off)
 
     def _roll_back(self, turn: Turn) -> None:
         """Forget a turn that gave nothing to the history."""
         conversation = turn.request.conversation
-        conversation.rollback()
-        self._cache.truncate(turn.request.sequence, conversation.num_history_tokens)
+        self._loop.withdraw(turn.request)
         self._leave(turn, forget=conversation.one_off or not conversation.num_turns)
 
     def _leave(self, turn: Turn, *, forget: bool) -> None:
         del self.turns[turn.request]
-        self._scheduler.remove(turn.request)
         live: LiveConversation = self._conversations.get(turn.request.conversation.conversation_id)
         live.busy = False
         if forget:
             self._conversations.forget(live)
-        elif not self._stateful:
-            self._cache.truncate(live.sequence, 0)

@@ -36,10 +36,13 @@ class EngineStats:
     history_gpu_tokens: int = 0
     history_cpu_tokens: int = 0
 
-    def count_step(self, output: SchedulerOutput) -> None:
-        """A step was scheduled; empty ones do not count."""
-        self.num_steps += bool(output.grants)
-        self.num_step_tokens += output.num_tokens
+    def count_step(self, num_tokens: int) -> None:
+        """A step of so many query tokens was launched."""
+        self.num_steps += 1
+        self.num_step_tokens += num_tokens
+
+    def count_decisions(self, output: SchedulerOutput) -> None:
+        """What a step decides besides what it computes."""
         self.num_suspensions += len(output.suspended)
         self.num_dropped_chunks += len(output.drops)
         self.num_swapped_out_chunks += len(output.swap_outs)

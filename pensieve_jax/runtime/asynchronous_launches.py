@@ -14,21 +14,12 @@ from __future__ import annotations
 
 import logging
 import os
-
-import jax
+import sys
 
 VARIABLE = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
 """Of jaxlib: "1" for launches from its own thread, "0", its default, for launches from the caller's."""
 
-try:  # JAX publishes no way to ask
-    from jax._src.xla_bridge import backends_are_initialized as _has_clients
-except ImportError:
-
-    def _has_clients() -> bool:
-        """Unknown: the variable may come too late then, and nobody is told."""
-        return False
-
-
+_BRIDGE = "jax._src.xla_bridge"
 _log = logging.getLogger(__name__)
 
 
@@ -38,9 +29,18 @@ def ask_for_asynchronous_launches() -> None:
         return
     if not _has_clients():
         os.environ[VARIABLE] = "1"
-    elif jax.default_backend() == "gpu":
+        return
+    import jax  # it has been, by whoever used it
+
+    if jax.default_backend() == "gpu":
         _log.warning(
             "JAX was used before pensieve_jax was imported: a step's kernels are launched by the thread that "
             "schedules. Import pensieve_jax first, or set %s=1.",
             VARIABLE,
         )
+
+
+def _has_clients() -> bool:
+    """Whether JAX was used before. It publishes no way to ask; what is unknown may come too late, untold."""
+    ask = getattr(sys.modules.get(_BRIDGE), "backends_are_initialized", None)
+    return ask is not None and bool(ask())

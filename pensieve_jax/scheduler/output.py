@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pensieve_jax.cache import Copy
+from pensieve_jax.cache import Copy, Drop
 from pensieve_jax.scheduler.request import Request
 
 
@@ -30,7 +30,7 @@ class SchedulerOutput:
       num_tokens: query tokens of all grants.
       admitted: requests that joined the batch.
       suspended: requests that were taken out of it for want of pages.
-      drops: (conversation id, chunk index) of chunks that were dropped to make room.
+      drops: chunks that were dropped, and why.
       swap_outs: copies of pages to slots that begin before the step.
       swap_ins: copies of slots to pages that begin before the step.
       rushed: ids of copies to pages, of this step or earlier ones, that the step itself waits for.
@@ -40,7 +40,7 @@ class SchedulerOutput:
     num_tokens: int
     admitted: tuple[Request, ...]
     suspended: tuple[Request, ...]
-    drops: tuple[tuple[str, int], ...]
+    drops: tuple[Drop, ...]
     swap_outs: tuple[Copy, ...]
     swap_ins: tuple[Copy, ...]
     rushed: tuple[int, ...]

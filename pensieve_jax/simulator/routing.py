@@ -11,24 +11,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-
-class Load(Protocol):
-    """What a router sees of a replica."""
-
-    @property
-    def num_unfinished(self) -> int:
-        """Turns that it has not answered."""
-        ...
+from pensieve_jax.workload.server import Server
 
 
 class Router(Protocol):
     """Chooses replicas, by index."""
 
-    def choose(self, conversation_id: str, replicas: Sequence[Load]) -> int:
+    def choose(self, conversation_id: str, replicas: Sequence[Server]) -> int:
         """Which of them serves the next turn of a conversation."""
         ...
 
-    def place(self, conversation_id: str, replicas: Sequence[Load]) -> int:
+    def place(self, conversation_id: str, replicas: Sequence[Server]) -> int:
         """Which of them has the state of a conversation that began before the run."""
         ...
 
@@ -41,7 +34,7 @@ class AffinityRouter:
         self._homes: dict[str, int] = {}
         self._num_homes: Counter[int] = Counter()
 
-    def choose(self, conversation_id: str, replicas: Sequence[Load]) -> int:
+    def choose(self, conversation_id: str, replicas: Sequence[Server]) -> int:
         """See `Router`."""
         home = self._homes.get(conversation_id)
         if home is None:
@@ -60,7 +53,7 @@ class RandomRouter:
         """Draws are of this seed."""
         self._random = random.Random(seed)
 
-    def choose(self, conversation_id: str, replicas: Sequence[Load]) -> int:
+    def choose(self, conversation_id: str, replicas: Sequence[Server]) -> int:
         """See `Router`."""
         return self._random.randrange(len(replicas))
 
@@ -73,7 +66,7 @@ class LeastLoadedRouter(RandomRouter):
     What was served before the run may be anywhere.
     """
 
-    def choose(self, conversation_id: str, replicas: Sequence[Load]) -> int:
+    def choose(self, conversation_id: str, replicas: Sequence[Server]) -> int:
         """See `Router`."""
         return min(range(len(replicas)), key=lambda index: replicas[index].num_unfinished)
 

@@ -14,41 +14,18 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from pensieve_jax.cache import CostModel
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError
-from pensieve_jax.simulator.clock import Timeline
 from pensieve_jax.simulator.profile import DeviceProfile
 from pensieve_jax.simulator.replica import Replica
-from pensieve_jax.simulator.routing import ROUTERS, Load, Router
+from pensieve_jax.simulator.routing import ROUTERS, Router
 from pensieve_jax.workload import Session
 from pensieve_jax.workload.client import Client
+from pensieve_jax.workload.server import History, Server
 from pensieve_jax.workload.step_totals import Steps, StepTotals, add_steps
 from pensieve_jax.workload.turns import Answer, UserTurn
-
-
-class Server(Load, Protocol):
-    """What serves turns: a `Replica`, or in tests an engine on the same clock."""
-
-    @property
-    def timeline(self) -> Timeline:
-        """Its clock."""
-        ...
-
-    @property
-    def has_unfinished(self) -> bool:
-        """There is something to step for."""
-        ...
-
-    def submit(self, turn: UserTurn) -> None:
-        """Queue a turn."""
-        ...
-
-    def step(self, until_s: float) -> list[Answer]:
-        """Go on by a step, or by several while the clock is before `until_s`; returns what was answered."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +77,7 @@ class Outcome:
 
     Attributes:
       answers: that were completed.
-      counters: how `Replica.stats` changed, all replicas together.
+      counters: how `Replica.counters` changed, all replicas together.
       steps: how `Replica.steps` changed, likewise.
       seconds: of virtual time.
       num_unfinished: turns that were sent and not answered at its end.
@@ -133,7 +110,7 @@ def simulate(
     for session in mid_life:
         _place(session, replicas, router)
     for replica in replicas:
-        replica.timeline.advance_to(0.0)
+        replica.clock.advance_to(0.0)
 
     def serve(until_s: float) -> list[Answer]:
         answers = []
@@ -172,25 +149,22 @@ def run(
     """
     while True:
         busy = [server for server in servers if server.has_unfinished]
-        behind = min(busy, key=lambda server: server.timeline.now(), default=None)
-        now_s = math.inf if behind is None else behind.timeline.now()
+        behind = min(busy, key=lambda server: server.clock.now(), default=None)
+        now_s = math.inf if behind is None else behind.clock.now()
         if min(now_s, client.next_s) >= until_s:
             return
         if client.next_s <= now_s:
             _send(client.take(), servers, router)
             continue
         assert behind is not None
-        others_s = (server.timeline.now() for server in busy if server is not behind)
+        others_s = (server.clock.now() for server in busy if server is not behind)
         for answer in behind.step(min(client.next_s, until_s, *others_s)):
             client.receive(answer)
             yield answer
 
 
 def _send(turn: UserTurn, servers: Sequence[Server], router: Router) -> None:
-    server = servers[router.choose(turn.conversation_id, servers)]
-    if not server.has_unfinished:
-        server.timeline.advance_to(turn.arrival_s)
-    server.submit(turn)
+    servers[router.choose(turn.conversation_id, servers)].submit(turn)
 
 
 def _replica(scenario: Scenario, number: int, start_s: float) -> Replica:
@@ -207,17 +181,14 @@ def _replica(scenario: Scenario, number: int, start_s: float) -> Replica:
 def _place(session: Session, replicas: Sequence[Replica], router: Router) -> None:
     """Have the state of a session that began before the run, as of when its last answer ended."""
     conversation_id = session.conversation.conversation_id
-    replica = replicas[router.place(conversation_id, replicas)]
-    replica.timeline.advance_to(min(session.last_active_s, 0.0))
-    replica.remember(
-        conversation_id, session.num_history_tokens - 1
-    )  # the last token of a reply has no KV yet
+    history = History(conversation_id, session.num_history_tokens, session.last_active_s)
+    replicas[router.place(conversation_id, replicas)].remember([history])
 
 
 def _counters(replicas: Sequence[Replica]) -> dict[str, float]:
     total: Counter[str] = Counter()
     for replica in replicas:
-        total.update(replica.stats())
+        total.update(replica.counters())
     return dict(total)
 
 

@@ -11,6 +11,7 @@ from pensieve_jax.workload.client import Client
 from pensieve_jax.workload.errors import TraceError, WorkloadError
 from pensieve_jax.workload.figures import UNITS, answer_figures, throughput
 from pensieve_jax.workload.readers import FORMATS, TEXT_FORMATS, CountTokens, OnSkip, read_trace
+from pensieve_jax.workload.server import History, Server
 from pensieve_jax.workload.step_totals import StepLog, Steps, StepTotals, add_steps, step_figures
 from pensieve_jax.workload.summary import Distribution, TraceSummary, summarize
 from pensieve_jax.workload.synthetic import (
@@ -40,10 +41,12 @@ __all__ = [
     "CountTokens",
     "Distribution",
     "ExponentialThink",
+    "History",
     "Lengths",
     "LognormalThink",
     "OnSkip",
     "RecordedThink",
+    "Server",
     "Session",
     "StepLog",
     "StepTotals",

@@ -12,7 +12,7 @@ import heapq
 import math
 from collections.abc import Iterable
 
-from pensieve_jax.workload import Session
+from pensieve_jax.workload.arrivals import Session
 from pensieve_jax.workload.turns import Answer, UserTurn
 
 

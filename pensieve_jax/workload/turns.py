@@ -1,12 +1,13 @@
-"""A turn on its way through a simulation, and what is known of it when it has been answered.
+"""A turn on its way through a run, and what is known of it when it has been answered.
 
-Owns: `UserTurn`, which the client makes, the router places and a replica serves; `Answer`, its outcome.
+Owns: `UserTurn`, which the client makes and a server serves; `Answer`, its outcome.
 Does not know: queues, devices, or sessions as a whole.
-Called by: `client`, `routing`, `replica`, `simulation`; `figures` reads answers.
+Called by: `client`, and servers; `figures` reads answers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pensieve_jax.core.outputs import Usage
@@ -24,6 +25,7 @@ class UserTurn:
       prompt_tokens: what it adds.
       output_tokens: length of the answer, which no scheduler is told.
       is_last: nothing follows it.
+      token_ids: what it says, as long as `prompt_tokens`; empty for servers that take time only.
     """
 
     conversation_id: str
@@ -33,6 +35,7 @@ class UserTurn:
     prompt_tokens: int
     output_tokens: int
     is_last: bool
+    token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

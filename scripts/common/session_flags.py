@@ -10,6 +10,7 @@ from __future__ import annotations
 from absl import flags
 
 from pensieve_jax import ConfigError
+from pensieve_jax.commands.help import flag_group
 from pensieve_jax.text import load_tokenizer
 from pensieve_jax.workload import (
     FORMATS,
@@ -34,6 +35,7 @@ flags.disclaim_key_flags()
 _MID_LIFE_TOKEN_S = 0.02  # of answers before the run: a system that is neither idle nor late
 
 
+@flag_group("the trace and its users")
 def define_session_flags() -> None:
     """Flags of the trace and of the users."""
     flags.DEFINE_enum("workload", "sharegpt", sorted(SHAPES), "What conversations are made to look like.")

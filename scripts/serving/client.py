@@ -45,13 +45,6 @@ class Prompts:
         return ids
 
 
-class Sent(NamedTuple):
-    """A turn on its way to the server, and its new token ids."""
-
-    turn: UserTurn
-    token_ids: list[int]
-
-
 class Lag(NamedTuple):
     """A turn that was due at `due_s`, and how long after it was handed over."""
 
@@ -78,7 +71,7 @@ class ServingClient(Protocol):
         """Every turn was taken and answered."""
         ...
 
-    def take(self) -> list[Sent]:
+    def take(self) -> list[UserTurn]:
         """What was sent since the last call; never waits."""
         ...
 
@@ -125,12 +118,13 @@ class InlineClient:
         """See `ServingClient`."""
         return not self._num_unanswered and math.isinf(self._users.next_s)
 
-    def take(self) -> list[Sent]:
+    def take(self) -> list[UserTurn]:
         """See `ServingClient`."""
         found = []
         while self._users.next_s <= self._clock.now():
             turn = self._users.take()
-            found.append(Sent(turn, self._prompts.of_turn(turn)))
+            turn.token_ids = self._prompts.of_turn(turn)
+            found.append(turn)
             self.lags.append(Lag(turn.arrival_s, self._clock.now() - turn.arrival_s))
         self._num_unanswered += len(found)
         return found
@@ -167,9 +161,9 @@ class ThreadedClient:
         self._users = users
         self._prompts = prompts
         self._clock = clock
-        self._sent: queue.SimpleQueue[Sent | None] = queue.SimpleQueue()  # None: there will be no more
+        self._sent: queue.SimpleQueue[UserTurn | None] = queue.SimpleQueue()  # None: there will be no more
         self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()  # None: stop
-        self._ready: list[Sent] = []
+        self._ready: list[UserTurn] = []
         self._done = False
 
     @property
@@ -182,7 +176,7 @@ class ThreadedClient:
         """See `ServingClient`."""
         return self._done and not self._ready
 
-    def take(self) -> list[Sent]:
+    def take(self) -> list[UserTurn]:
         """See `ServingClient`; raises what ended the thread before its time."""
         found, self._ready = self._ready, []
         while not self._sent.empty():
@@ -217,7 +211,7 @@ class ThreadedClient:
         self._answers.put(None)
         self._pool.shutdown()
 
-    def _note(self, sent: Sent | None, found: list[Sent]) -> None:
+    def _note(self, sent: UserTurn | None, found: list[UserTurn]) -> None:
         if sent is None:
             self._done = True
         else:
@@ -233,7 +227,8 @@ class ThreadedClient:
         while num_unanswered or not math.isinf(users.next_s):
             while users.next_s <= clock.now():
                 turn = users.take()
-                self._sent.put(Sent(turn, self._prompts.of_turn(turn)))
+                turn.token_ids = self._prompts.of_turn(turn)
+                self._sent.put(turn)
                 self.lags.append(Lag(turn.arrival_s, clock.now() - turn.arrival_s))
                 num_unanswered += 1
             left_s = users.next_s - clock.now()

@@ -20,9 +20,8 @@ from pensieve_jax.engine.runner import Runner
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history import HistoryStore, SQLiteHistoryStore, TurnRecord
-from pensieve_jax.workload import Answer, Steps, UserTurn
+from pensieve_jax.workload import Answer, History, Steps, UserTurn
 from serving.clock import RunClock
-from serving.run import History
 from serving.timed_runner import TimedRunner
 
 
@@ -39,7 +38,7 @@ def label(name: str, config: EngineConfig) -> str:
 
 
 class EngineServer:
-    """A `Server` on an engine."""
+    """A `Server` on an engine; `clock` is of the run."""
 
     def __init__(
         self, engine: Engine, runner: TimedRunner, store: HistoryStore, config: EngineConfig, clock: RunClock
@@ -49,10 +48,15 @@ class EngineServer:
         self._runner = runner
         self._store = store
         self._config = config
-        self._clock = clock
+        self.clock = clock
         self._turns: dict[Turn, UserTurn] = {}
         self._silent: set[Turn] = set()  # no token yet
         self._first_token_s: dict[Turn, float] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        """See `Server`."""
+        return len(self._turns)
 
     @property
     def has_unfinished(self) -> bool:
@@ -77,17 +81,17 @@ class EngineServer:
         while self._engine.has_unfinished:
             self._step_in_the_past(running)
 
-    def submit(self, turn: UserTurn, token_ids: list[int]) -> None:
+    def submit(self, turn: UserTurn) -> None:
         """See `Server`."""
         params = SamplingParams(max_tokens=turn.output_tokens, ignore_eos=True)
-        (submitted,) = self._engine.submit([TurnSpec(token_ids, params, turn.conversation_id)])
+        (submitted,) = self._engine.submit([TurnSpec(turn.token_ids, params, turn.conversation_id)])
         self._turns[submitted] = turn
         self._silent.add(submitted)
 
-    def step(self) -> list[Answer]:
+    def step(self, until_s: float) -> list[Answer]:
         """See `Server`."""
         ended = self._engine.step()
-        now_s = self._clock.now()
+        now_s = self.clock.now()
         for turn in [turn for turn in self._silent if turn.token_ids or turn.done]:
             self._silent.remove(turn)
             self._first_token_s[turn] = now_s
@@ -112,7 +116,7 @@ class EngineServer:
     def _step_in_the_past(self, running: dict[Turn, History]) -> None:
         """A step at the time at which the next turn ended; they end in the order of their arrival."""
         if running:
-            self._clock.go_to(next(iter(running.values())).last_active_s)
+            self.clock.go_to(next(iter(running.values())).last_active_s)
         for turn in self._engine.step():
             _check(turn)
             del running[turn]

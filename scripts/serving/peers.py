@@ -8,6 +8,7 @@ Does not know: any server. Called by: `transformers_server`, `vllm_server`.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -36,7 +37,7 @@ class Transcripts:
         """Nothing."""
         self._token_ids: dict[str, list[int]] = {}
 
-    def add(self, conversation_id: str, token_ids: list[int]) -> list[int]:
+    def add(self, conversation_id: str, token_ids: Sequence[int]) -> list[int]:
         """Go on with these; returns a copy of the whole."""
         transcript = self._token_ids.setdefault(conversation_id, [])
         transcript += token_ids

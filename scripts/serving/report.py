@@ -1,7 +1,6 @@
 """Load points for people and for files: tables, JSON lines, and the curves of several systems.
 
-Owns: columns, what a file of points holds, reading it back, which points may be drawn together, and where a
-curve crosses a level.
+Owns: columns, what a file of points holds, reading it back, and which points may be drawn together.
 Does not know: how points are measured. Called by: benchmark_serving; simulate draws its curves by it, and
 validate_simulator reads its files.
 """
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.levels import crossing_at
+from common.crossing import crossing_at
 
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.report import table

@@ -10,56 +10,16 @@ The server runs in the calling thread. What was sent is handed to it between ste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from pensieve_jax.workload import Answer, Steps, UserTurn, add_steps
+from pensieve_jax.workload import Answer, Server, Steps, add_steps
 from serving.client import Lag, ServingClient
 from serving.clock import RunClock
 
 # What is due at the very end of the window is handed over by then: ten times the lag that makes a run void.
 _LATE_S = 0.1
-
-
-class History(NamedTuple):
-    """What was said in a conversation before the run: its ids, and when its last answer ended (at most 0)."""
-
-    conversation_id: str
-    token_ids: list[int]
-    last_active_s: float
-
-
-class Server(Protocol):
-    """Serves turns, from one thread."""
-
-    @property
-    def has_unfinished(self) -> bool:
-        """There is something to step for."""
-        ...
-
-    def remember(self, histories: Iterable[History]) -> None:
-        """Have had these conversations, in the order of their ends; before the clock starts."""
-        ...
-
-    def submit(self, turn: UserTurn, token_ids: list[int]) -> None:
-        """Queue a turn; `token_ids` are its new ones."""
-        ...
-
-    def step(self) -> list[Answer]:
-        """Go on for a step, or some milliseconds; returns what was answered.
-
-        Raises PensieveError for a turn that failed.
-        """
-        ...
-
-    def counters(self) -> Mapping[str, float]:
-        """Numbers that only grow, as of `Engine.stats`; whatever is known."""
-        ...
-
-    def steps(self) -> Steps:
-        """Steps so far by bucket; empty where that is not known."""
-        ...
 
 
 class System(Protocol):
@@ -160,11 +120,11 @@ def serve(
                 readings.append(_read(server))
             if now_s >= window.end_s + (window.drain_s if num_open else min(_LATE_S, window.drain_s)):
                 break
-            for turn, token_ids in client.take():
-                server.submit(turn, token_ids)
+            for turn in client.take():
+                server.submit(turn)
                 num_open += window.has(turn.arrival_s)
             if server.has_unfinished:
-                for answer in server.step():
+                for answer in server.step(math.inf):
                     client.answer(answer)
                     answers.append(answer)
                     num_open -= window.has(answer.turn.arrival_s)

@@ -9,15 +9,14 @@ from the beginning on, until other requests need the room.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from model_defs import ModelConfig
 from pensieve_jax import EngineConfig
-from pensieve_jax.workload import Answer, Steps, UserTurn
+from pensieve_jax.workload import Answer, History, Steps, UserTurn
 from serving.clock import RunClock
 from serving.peers import PeerError, Transcripts, check_length, hf_config, import_peer, usage
-from serving.run import History
 
 _POLL_S = 0.005  # a third of a step of the models meant here; it decides how soon new turns are handed over
 _NO_ID = -1  # its word for an end of sequence that never comes
@@ -32,12 +31,17 @@ class TransformersServer:
     def __init__(self, manager: Any, clock: RunClock) -> None:
         """Stamps of the manager are readings of the timer that `clock` counts by."""
         self._manager = manager
-        self._clock = clock
+        self.clock = clock
         self._transcripts = Transcripts()
         self._turns: dict[str, UserTurn] = {}
         self._num_requests = 0
         self._num_found: dict[str, int] = {}  # tokens that the cache had of a request's prompt
         self._note_what_is_found(manager.batch_processor.cache)
+
+    @property
+    def num_unfinished(self) -> int:
+        """See `Server`."""
+        return len(self._turns)
 
     @property
     def has_unfinished(self) -> bool:
@@ -54,12 +58,13 @@ class TransformersServer:
         while num_left:
             num_left -= len(self._results())
 
-    def submit(self, turn: UserTurn, token_ids: list[int]) -> None:
+    def submit(self, turn: UserTurn) -> None:
         """See `Server`."""
-        request_id = self._add(self._transcripts.add(turn.conversation_id, token_ids), turn.output_tokens)
+        transcript = self._transcripts.add(turn.conversation_id, turn.token_ids)
+        request_id = self._add(transcript, turn.output_tokens)
         self._turns[request_id] = turn
 
-    def step(self) -> list[Answer]:
+    def step(self, until_s: float) -> list[Answer]:
         """See `Server`."""
         return [self._answer(result) for result in self._results()]
 
@@ -83,7 +88,7 @@ class TransformersServer:
 
         cache.search_prefix_match = noted
 
-    def _add(self, token_ids: list[int], num_tokens: int) -> str:
+    def _add(self, token_ids: Sequence[int], num_tokens: int) -> str:
         self._num_requests += 1
         request_id = str(self._num_requests)
         self._manager.add_request(
@@ -112,9 +117,9 @@ class TransformersServer:
         turn = self._turns.pop(result.request_id)
         check_length(turn, result.generated_tokens)
         self._transcripts.add(turn.conversation_id, result.generated_tokens)
-        first_token_s = self._clock.at(result.timestamps[0])
+        first_token_s = self.clock.at(result.timestamps[0])
         num_found = self._num_found.pop(result.request_id, 0)
-        return Answer(turn, 0, first_token_s, self._clock.now(), usage(turn, num_found))
+        return Answer(turn, 0, first_token_s, self.clock.now(), usage(turn, num_found))
 
 
 class TransformersSystem:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,9 @@ from model_defs import ModelConfig
 from model_defs.registry import resolve_dtype
 from pensieve_jax import ConfigError, EngineConfig
 from pensieve_jax.device.kv_storage import chunk_bytes
-from pensieve_jax.workload import Answer, Steps, UserTurn
+from pensieve_jax.workload import Answer, History, Steps, UserTurn
 from serving.clock import RunClock
 from serving.peers import Transcripts, check_length, hf_config, import_peer, usage
-from serving.run import History
 
 SYSTEMS = ("vllm", "vllm-no-prefix", "vllm-offload")
 _RANDOM = "random:"
@@ -44,11 +43,16 @@ class VllmServer:
         """`params`: makes sampling parameters for a number of tokens."""
         self._engine = engine
         self._params = params
-        self._clock = clock
+        self.clock = clock
         self._has_cache = has_cache
         self._transcripts = Transcripts()
         self._requests: dict[str, _Request] = {}
         self._num_requests = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """See `Server`."""
+        return len(self._requests)
 
     @property
     def has_unfinished(self) -> bool:
@@ -64,14 +68,15 @@ class VllmServer:
         while self._has_cache and self._engine.has_unfinished_requests():
             self._engine.step()
 
-    def submit(self, turn: UserTurn, token_ids: list[int]) -> None:
+    def submit(self, turn: UserTurn) -> None:
         """See `Server`."""
-        request_id = self._add(self._transcripts.add(turn.conversation_id, token_ids), turn.output_tokens)
+        transcript = self._transcripts.add(turn.conversation_id, turn.token_ids)
+        request_id = self._add(transcript, turn.output_tokens)
         self._requests[request_id] = _Request(turn)
 
-    def step(self) -> list[Answer]:
+    def step(self, until_s: float) -> list[Answer]:
         """See `Server`."""
-        outputs, now_s = self._engine.step(), self._clock.now()
+        outputs, now_s = self._engine.step(), self.clock.now()
         answers = []
         for output in outputs:
             request = self._requests[output.request_id]
@@ -97,7 +102,7 @@ class VllmServer:
             self._engine.abort_request(list(self._requests))
             self._requests.clear()
 
-    def _add(self, token_ids: list[int], num_tokens: int) -> str:
+    def _add(self, token_ids: Sequence[int], num_tokens: int) -> str:
         self._num_requests += 1
         request_id = str(self._num_requests)
         self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, self._params(num_tokens))

@@ -9,7 +9,8 @@ from pensieve_jax.cache import (
     CachedSequence,
     CacheManager,
     Copy,
-    PagePool,
+    DropReason,
+    PlacePool,
     Role,
     Shelf,
     make_policy,
@@ -58,12 +59,16 @@ class Cache:
         self._num_arrivals = 0
 
     @property
-    def pool(self) -> PagePool:
+    def pool(self) -> PlacePool:
         return self.manager._store.pages
 
     @property
-    def slots(self) -> PagePool:
+    def slots(self) -> PlacePool:
         return self.manager._store.slots
+
+    def take_drops(self) -> list[tuple[str, int]]:
+        """Sequence and chunk of what was dropped since the last call."""
+        return [(drop.conversation_id, drop.index) for drop in self.manager.take_drops()]
 
     # Sequences
 
@@ -113,7 +118,7 @@ class Cache:
 
     def drop(self, sequence: CachedSequence, *chunks: int) -> None:
         for chunk in chunks:
-            self.manager._store.drop(sequence, chunk)
+            self.manager._store.drop(sequence, chunk, DropReason.NO_HOST_MEMORY, None)
         self.check()
 
     # Copies

@@ -56,8 +56,8 @@ def test_a_requesters_own_chunks_are_pinned_before_anything_is_dropped():
     cache.manager.begin_step()
     assert cache.manager.try_admit(sequence, 5 * CHUNK, waive_reserve=True)
     assert resident(old) == [0, 1, 2]
-    assert cache.manager.take_drops() == (("young", 0), ("young", 1))
-    assert cache.manager.take_drops() == ()
+    assert cache.take_drops() == [("young", 0), ("young", 1)]
+    assert cache.take_drops() == []
     cache.check()
 
 
@@ -82,7 +82,7 @@ def test_growing_takes_idle_chunks_then_those_of_the_latest_in_the_queue():
     for num_chunks in range(2, 8):
         cache.manager.begin_step()
         assert cache.manager.grow(first, num_chunks * CHUNK)
-        order += cache.manager.take_drops()
+        order += cache.take_drops()
         cache.check()
     assert order == [("idle", 0), ("idle", 1), ("q1", 0), ("q1", 1), ("q0", 0), ("q0", 1)]
     assert not cache.manager.grow(first, 8 * CHUNK)
@@ -105,10 +105,10 @@ def test_a_conversation_that_is_pinned_within_a_step_is_no_victim():
     runs = cache.running("runs", 2 * CHUNK)
     cache.manager.begin_step()
     assert cache.manager.grow(runs, 3 * CHUNK)
-    assert cache.manager.take_drops() == (("a", 0),)
+    assert cache.take_drops() == [("a", 0)]
     cache.queued("a", first)
     assert cache.manager.try_admit(first, 2 * CHUNK, waive_reserve=False)
-    assert cache.manager.take_drops() == (("b", 0),)
+    assert cache.take_drops() == [("b", 0)]
     assert resident(first) == [1] and resident(second) == [1]
     cache.check()
 
@@ -158,7 +158,7 @@ def test_truncate_frees_whole_chunks_past_the_cut(num_tokens):
     cache.manager.truncate(sequence, num_tokens)
     assert sequence.num_kv_tokens == min(num_tokens, 64)
     assert len(sequence.chunks) == -(-min(num_tokens, 64) // CHUNK)
-    assert cache.manager.take_drops() == (), "nobody took them"
+    assert cache.take_drops() == [], "nobody took them"
     cache.check()
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve_jax.cache import AnalyticCostModel, Role, Shelf, VictimOrder, make_policy
+from pensieve_jax.cache import AnalyticCostModel, DropReason, Role, Shelf, VictimOrder, make_policy
 from pensieve_jax.config import POLICIES
 from tests.cache.helpers import CHUNK, Cache, resident
 
@@ -32,7 +32,7 @@ def victims_of(cache, sequences, shelf=Shelf.DIRTY):
         assert worth == cache.policy.worth(sequence, group[0], cache.clock.now())
         yield sequence, group
         for chunk in group:
-            cache.manager._store.drop(sequence, chunk)
+            cache.manager._store.drop(sequence, chunk, DropReason.NO_HOST_MEMORY, None)
         cache.manager._store.trim(sequence)
         cache.check()
 
@@ -155,7 +155,7 @@ def test_the_order_lasts_while_everything_changes(policy, sizes, changes):
         else:
             victim = order.peek(cache.clock.now())
             for chunk in () if victim is None else victim.indices:
-                store.drop(victim.sequence, chunk)
+                store.drop(victim.sequence, chunk, DropReason.NO_HOST_MEMORY, None)
             if victim is not None:
                 store.trim(victim.sequence)
         for changed in store.take_changed():
@@ -189,7 +189,7 @@ def test_groups_that_nobody_is_in_are_forgotten():
     for index in range(9):
         cache.clock.advance(1.0)
         assert order.peek(cache.clock.now()).indices == (index,)
-        store.drop(one, index)
+        store.drop(one, index, DropReason.NO_HOST_MEMORY, None)
     cache.clock.advance(1.0)
     assert order.peek(cache.clock.now()).indices == (9,)
     assert len(order._groups) == 1

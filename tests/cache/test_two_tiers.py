@@ -80,7 +80,7 @@ def test_clean_pages_go_before_dirty_ones_whatever_they_are_worth():
     cheap = cache.idle("cheap", 4 * CHUNK, 90.0)
     cache.running("new", 3 * CHUNK)
     assert states(dear) == ["on cpu"] * 3 + ["on both"] and states(cheap) == ["on gpu"] * 4
-    assert cache.manager.take_drops() == () and cache.begin() == ([], [])
+    assert cache.take_drops() == [] and cache.begin() == ([], [])
 
 
 @pytest.mark.parametrize("role", [Role.RUNNING, Role.QUEUED])
@@ -98,7 +98,7 @@ def test_slots_of_chunks_on_the_gpu_go_before_anything_is_dropped(role):
         and len(cache.begin()[0]) == 2
         and states(leaves)[:2] == ["leaving"] * 2
     )
-    assert both.role is role and cache.manager.take_drops() == ()
+    assert both.role is role and cache.take_drops() == []
 
 
 @pytest.mark.parametrize(("idle_s", "dropped"), [(90.0, "cpu"), (1.0, "leaves")])
@@ -108,7 +108,7 @@ def test_where_host_memory_is_full_the_least_worth_is_dropped(idle_s, dropped):
     on_cpu = cache.on_cpu("cpu", 3 * CHUNK, idle_s)
     leaves = cache.idle("leaves", 6 * CHUNK, 5.0)
     cache.running("new", 2 * CHUNK)
-    assert cache.manager.take_drops() == ((dropped, 0), (dropped, 1))
+    assert cache.take_drops() == [(dropped, 0), (dropped, 1)]
     if dropped == "cpu":
         assert states(on_cpu) == ["dropped", "dropped", "on cpu"] and states(leaves)[:2] == ["leaving"] * 2
     else:
@@ -132,7 +132,7 @@ def test_idle_then_queued_latest_first_then_nobody():
         *[("clean", 0), ("clean", 1), ("dirty", 0), ("dirty", 1)],
         *[("last", 1), ("last", 0), ("head", 1), ("head", 0)],
     ]
-    assert not cache.manager.grow(runs, 10 * CHUNK) and cache.manager.take_drops() == ()
+    assert not cache.manager.grow(runs, 10 * CHUNK) and cache.take_drops() == []
 
 
 # Suspension
@@ -145,7 +145,7 @@ def test_a_suspended_request_keeps_its_work_in_host_memory():
     assert not cache.manager.grow(first, 6 * CHUNK)
     cache.manager.suspend(last)
     assert cache.manager.grow(first, 6 * CHUNK)
-    assert states(last) == ["leaving", "leaving", "on gpu", "on gpu"] and cache.manager.take_drops() == ()
+    assert states(last) == ["leaving", "leaving", "on gpu", "on gpu"] and cache.take_drops() == []
     cache.complete()
     cache.manager.truncate(first, 0)
     cache.manager.release(first)

@@ -6,16 +6,17 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from pensieve_jax.cache import AnalyticCostModel, CachedSequence, ChunkState, Shelf
+from pensieve_jax.cache import AnalyticCostModel, CachedSequence, ChunkState, DropReason, Shelf
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.engine import Engine
+from pensieve_jax.engine.observer import Observe, unobserved
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.validation import ModelLimits, TurnSpec
 from pensieve_jax.history import SQLiteHistoryStore
-from pensieve_jax.scheduler import Request, SchedulerOutput
+from pensieve_jax.scheduler import Request, RequestStatus, SchedulerOutput
 from pensieve_jax.text import Tokenizer
 from tests.engine.fake_transfers import IMMEDIATE, Delays
 from tests.engine.observed import ObservedRunner, ObservedStore
@@ -96,43 +97,40 @@ class Harness:
             tokenizer=tokenizer,
             cost_model=cost_model,
             clock=self.clock,
+            observe=self._see,
         )
+        self._sent: list[Turn] = []  # and not admitted when it was last looked at
+        self.on_step: Observe = unobserved  # a test's own observer
         self.scheduled: list[SchedulerOutput] = []
         self.num_granted: Counter[Request] = Counter()
         self.swapped_in: dict[Request, int | None] = {}
         # By sequence, while its turn waits: tokens with KV, and chunks on their way in.
         self._before: dict[str, tuple[int, Sequence[int]]] = {}
         self._copied_in: dict[str, set[int]] = defaultdict(set)  # by sequence, since its latest turn was sent
-        self._make_state = self.engine._make_state
-        self.engine._make_state = self._observed_make_state  # after an interrupt the scheduler is a new one
-        self._observe()
+        self.runner.transfers.on_completed = self._look_at_waiting
 
-    def _observed_make_state(self) -> None:
-        self._make_state()
-        self._observe()
+    def _look_at_waiting(self, copy_ids: Sequence[int]) -> None:
+        """Just before the engine schedules: what queued turns have, after these copies."""
+        self._sent = [turn for turn in self._sent if turn.request.status is RequestStatus.WAITING]
+        for turn in self._sent:
+            self._look_at(turn.request.sequence, copy_ids)
 
-    def _observe(self) -> None:
-        self._schedule = self.engine._scheduler.schedule
-        self.engine._scheduler.schedule = self._observed_schedule
-
-    def _observed_schedule(self) -> SchedulerOutput:
-        for request in self.engine._scheduler.waiting:
-            self._look_at(request.sequence)
-        output = self._schedule()
+    def _see(self, output: SchedulerOutput) -> None:
         self.scheduled.append(output)
         for grant in output.grants:
             self.num_granted[grant.request] += grant.end - grant.start
-        for sequence_id, index in output.drops:
-            self._copied_in[sequence_id].discard(index)
+        for drop in output.drops:
+            self._copied_in[drop.conversation_id].discard(drop.index)
         if output.swap_ins:
             self._record_swap_ins({copy.page for copy in output.swap_ins})
         for request in output.admitted:
             self.swapped_in.setdefault(request, self._num_tokens_copied_in(request))
-        return output
+        self.on_step(output)
 
-    def _look_at(self, sequence: CachedSequence) -> None:
+    def _look_at(self, sequence: CachedSequence, copy_ids: Sequence[int]) -> None:
         """Just before it may be admitted; a turn that was cancelled may have left copies in flight."""
         arriving = sequence.indices_on(Shelf.ARRIVING) if sequence.num_on[Shelf.ARRIVING] else ()
+        arriving = [index for index in arriving if sequence.chunks[index].copy_id not in copy_ids]
         self._before[sequence.sequence_id] = sequence.num_kv_tokens, arriving
 
     def _num_tokens_copied_in(self, request: Request) -> int | None:
@@ -172,6 +170,7 @@ class Harness:
 
     def submit_all(self, specs: Sequence[TurnSpec]) -> list[Turn]:
         turns = self.engine.submit(specs)
+        self._sent += turns
         for turn in turns:
             self._copied_in.pop(turn.request.sequence.sequence_id, None)
         return turns
@@ -217,7 +216,7 @@ class Harness:
         cache = self.engine._cache
         sequence = self.engine.conversations.get(conversation_id).sequence
         for chunk in chunks:
-            cache._store.drop(sequence, chunk)
+            cache._store.drop(sequence, chunk, DropReason.NO_HOST_MEMORY, None)
         cache._store.trim(sequence)
         cache.check_integrity()
 
@@ -225,7 +224,7 @@ class Harness:
     def cpu_tier_is_full(self) -> bool:
         """There is one, and no slot of it is free."""
         slots = self.engine._cache._store.slots
-        return slots.num_pages > 0 and not slots.num_free
+        return slots.num_places > 0 and not slots.num_free
 
     @property
     def num_copies(self) -> int:
@@ -249,7 +248,7 @@ class Harness:
             if sequence.is_prefix:
                 for index in range(len(sequence.chunks)):
                     if sequence.chunks[index].state is not ChunkState.DROPPED:
-                        store.drop(sequence, index)
+                        store.drop(sequence, index, DropReason.NO_HOST_MEMORY, None)
 
     def check_empty(self) -> None:
         """Nothing runs; ending every conversation frees every page and every slot."""

@@ -13,7 +13,8 @@ from pensieve_jax.cache import (
     CachedSequence,
     CacheManager,
     ChunkState,
-    PagePool,
+    DropReason,
+    PlacePool,
     Role,
     Shelf,
 )
@@ -98,7 +99,7 @@ def stale_tail(patch):
     def settled(self, turn, reason):
         settle(self, turn, reason)
         sequence = turn.request.sequence
-        if sequence.num_kv_tokens % self._cache.chunk_tokens:
+        if sequence.num_kv_tokens % self._loop.cache.chunk_tokens:
             sequence.num_kv_tokens += 1
 
     patch.setattr(TurnLedger, "_settle", settled)
@@ -120,7 +121,7 @@ def lost_pin(patch):
     def freed(self, arrival):
         for sequence in self._store.members[Role.RUNNING]:
             if sequence.num_on[Shelf.DIRTY] and sequence.arrival != arrival:
-                self._store.drop(sequence, sequence.first_on(Shelf.DIRTY))
+                self._store.drop(sequence, sequence.first_on(Shelf.DIRTY), DropReason.NO_HOST_MEMORY, None)
                 return True
         return free_page(self, arrival)
 
@@ -128,13 +129,13 @@ def lost_pin(patch):
 
 
 def page_freed_twice(patch):
-    free = PagePool.free
+    free = PlacePool.free
 
     def freed(self, page):
         free(self, page)
         self._free.append(page)
 
-    patch.setattr(PagePool, "free", freed)
+    patch.setattr(PlacePool, "free", freed)
 
 
 def overrun_token_kept(patch):
@@ -179,12 +180,12 @@ def truncate_keeps_kv(patch):
 def drop_without_marking(patch):
     drop = ChunkStore.drop
 
-    def dropped(self, sequence, index):
+    def dropped(self, sequence, index, reason, worth):
         page = sequence.chunks[index].page
         if page:
             self.pages.free(page)
         else:
-            drop(self, sequence, index)
+            drop(self, sequence, index, reason, worth)
 
     patch.setattr(ChunkStore, "drop", dropped)
 

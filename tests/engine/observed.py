@@ -31,6 +31,7 @@ class ObservedTransfers:
       events: (name of the call, what it was given or gave), in order; calls for nothing are left out.
       num_calls: by name, all of them.
       faults: what the next call of that name raises.
+      on_completed: told what `completed` names; the engine schedules next.
     """
 
     def __init__(self, inner: Transfers, faults: _Faults) -> None:
@@ -38,6 +39,7 @@ class ObservedTransfers:
         self.events: list[tuple[str, tuple[Any, ...]]] = []
         self.num_calls: Counter[str] = Counter()
         self.faults = faults
+        self.on_completed: Callable[[Sequence[int]], None] = lambda copy_ids: None
 
     def swap_out(self, copies: Sequence[Copy]) -> None:
         self._call("swap_out", copies)
@@ -58,6 +60,7 @@ class ObservedTransfers:
         if copy_ids:
             self.events.append(("completed", tuple(copy_ids)))
         self.faults.raise_at("completed done")
+        self.on_completed(copy_ids)
         return copy_ids
 
     def stats(self) -> dict[str, int | float]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from pensieve_jax.core.errors import EngineClosedError, HistoryError, StepFailedError
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.observer import unobserved
 from pensieve_jax.engine.validation import TurnSpec
 from tests.engine.harness import Harness, small_config
 
@@ -66,10 +69,9 @@ def test_a_suspended_turn_outlives_a_failed_step():
     while not (harness.scheduled and harness.scheduled[-1].suspended):
         if len(harness.scheduled) > 2:
             harness.runner.faults["fetch"] = lambda: StepFailedError("the device failed")
-        schedule = harness.engine._scheduler.schedule
-        harness.engine._scheduler.schedule = lambda made=schedule: _only_fail_on_suspension(harness, made())
+        harness.on_step = functools.partial(_only_fail_on_suspension, harness)
         harness.step()
-        harness.engine._scheduler.schedule = schedule
+        harness.on_step = unobserved
     assert turns[0].error is not None and turns[1].error is None
     assert harness.run(turns[1])[0].token_ids == harness.expected(late)
     harness.check_empty()
@@ -78,7 +80,6 @@ def test_a_suspended_turn_outlives_a_failed_step():
 def _only_fail_on_suspension(harness, output):
     if not output.suspended:
         harness.runner.faults.clear()
-    return output
 
 
 def test_a_history_that_cannot_be_written_fails_that_turn_only():

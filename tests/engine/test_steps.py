@@ -172,7 +172,7 @@ def test_a_finishing_request_can_be_cancelled():
     harness = Harness()
     turn = harness.submit(harness.facts(harness.prompt(30), "a", max_tokens=2), "a")
     harness.step(2)
-    harness.engine._scheduler._retire_exhausted()
+    harness.engine._loop.scheduler._retire_exhausted()
     assert turn.request.status is RequestStatus.FINISHING and turn.request.sequence.role is Role.IDLE
     harness.engine.cancel(turn)
     harness.drain()

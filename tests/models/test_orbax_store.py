@@ -20,8 +20,8 @@ from model_defs import (
     save_parameters,
 )
 from model_defs.parameters import named_parameters
+from tests.launching import load
 from tests.models.helpers import GOLDEN, dense_logits, golden
-from tests.scripts.conftest import load
 
 convert = load("convert_checkpoint").convert
 

@@ -9,7 +9,7 @@ from pensieve_jax.cache import AnalyticCostModel
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.validation import ModelLimits
 from pensieve_jax.workload import Answer, Client, ConversationTrace, Session, StepTotals, TurnTrace, UserTurn
-from tests.scripts.conftest import load
+from tests.launching import load
 
 MODEL_TOKENS = 2048
 
@@ -53,11 +53,11 @@ class TickServer:
     def remember(self, histories: Iterable) -> None:
         assert not list(histories)
 
-    def submit(self, turn: UserTurn, token_ids: list[int]) -> None:
-        self.submitted.append((turn, token_ids))
+    def submit(self, turn: UserTurn) -> None:
+        self.submitted.append((turn, list(turn.token_ids)))
         self.running[turn] = []
 
-    def step(self) -> list[Answer]:
+    def step(self, until_s: float) -> list[Answer]:
         self.ticker.now_s += 1.0
         self.num_steps += 1
         now_s, answers = self.clock.now(), []

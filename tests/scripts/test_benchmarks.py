@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from pensieve_jax import ConfigError
-from tests.scripts.conftest import ROOT, load
+from tests.launching import ROOT, load
 
 SIZES = {"num_conversations": 6, "num_turns": 3, "prompt_tokens": 12, "output_tokens": 24}
 ENGINE = {"token_buckets": 64, "max_num_running": 8, "chunk_tokens": 16}

@@ -8,7 +8,7 @@ import pytest
 from chat_training.served_recall import GREETINGS
 
 from pensieve_jax.assembly import DEFAULT_MODEL
-from tests.scripts.conftest import load
+from tests.launching import load
 
 check_recall = load("check_recall")
 NUM_CASES = 32

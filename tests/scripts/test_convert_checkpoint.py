@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from model_defs import load_config, preset
-from tests.scripts.conftest import ROOT
+from tests.launching import ROOT
 
 
 def test_a_preset_is_converted(launch, tmp_path, capsys):

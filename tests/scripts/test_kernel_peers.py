@@ -15,7 +15,7 @@ from pallas_kernels.ragged_paged_attention import AttentionArgumentError
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
 from pallas_kernels.ragged_paged_attention.shapes import CASES, Case, Heads, draw_metadata
 from pensieve_jax import ConfigError
-from tests.scripts.conftest import load
+from tests.launching import load
 
 kernel_backends = load("kernels.backends")
 kernel_cases = load("kernels.cases")

@@ -16,7 +16,7 @@ from pensieve_jax.cache.cost import AnalyticCostModel, CostProfile, MeasuredCost
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.runtime.compilation import keep_compilations_in
-from tests.scripts.conftest import load
+from tests.launching import load
 
 SIZES = {"max_context_tokens": 127, "num_batched_chunks": 4, "repeats": 2, "sample_ms": 1, "chunk_tokens": 32}
 LENS = [32, 64]

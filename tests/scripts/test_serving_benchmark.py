@@ -11,7 +11,7 @@ import pytest
 from pensieve_jax import ConfigError
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.workload import SHAREGPT, ConversationTrace, Trace, TurnTrace, generate_trace
-from tests.scripts.conftest import load
+from tests.launching import load
 from tests.scripts.serving_fakes import NullFactory
 
 script = load("benchmark_serving")

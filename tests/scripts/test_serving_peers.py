@@ -10,8 +10,8 @@ import pytest
 from model_defs import PRESETS, preset
 from model_defs.hf_config import parse_hf_config
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
-from pensieve_jax.workload import UserTurn
-from tests.scripts.conftest import load
+from pensieve_jax.workload import History, UserTurn
+from tests.launching import load
 from tests.scripts.serving_fakes import session, users
 
 peers = load("serving.peers")
@@ -56,7 +56,8 @@ def serve(system, *sessions):
     server = system.start(clock)
     begun = [s for s in sessions if s.first_turn]
     server.remember(
-        serving_run.History(s.conversation.conversation_id, [9] * s.num_history_tokens, 0.0) for s in begun
+        History(s.conversation.conversation_id, s.num_history_tokens, 0.0, [9] * s.num_history_tokens)
+        for s in begun
     )
     client = serving_client.InlineClient(users(*sessions), prompts, clock)
     run = serving_run.serve(server, client, clock, serving_run.Window())
@@ -195,12 +196,13 @@ def test_transformers_fails(manager):
     server = system.start(serving_clock.RunClock())
     turn = UserTurn("a", 0, 0.0, 0, 2, 3, True)
     manager.error = "out of memory"
-    server.submit(turn, [1, 2])
+    turn.token_ids = [1, 2]
+    server.submit(turn)
     with pytest.raises(peers.PeerError, match="out of memory"):
-        server.step()
+        server.step(0.0)
     manager.running = False
     with pytest.raises(peers.PeerError, match="ended before its time"):
-        server.step()
+        server.step(0.0)
     manager.start = lambda: None
     with pytest.raises(peers.PeerError, match="warming up"):
         manager.get_result = lambda **_: None
@@ -289,7 +291,7 @@ def test_vllm_without_a_cache_and_with_host_memory(vllm, calls):
     page_bytes = 2 * 32 * 2 * 2 * 32 * 2  # layers, tokens, K and V, heads, width, bytes
     assert offload["kv_offloading_size"] * 2**30 == 32 * page_bytes
     server = system.start(serving_clock.RunClock())
-    server.submit(UserTurn("a", 0, 0.0, 0, 2, 3, True), [1, 2])
+    server.submit(UserTurn("a", 0, 0.0, 0, 2, 3, True, [1, 2]))
     system.start(serving_clock.RunClock())
     assert not vllm.running, "the load point before was given up"
     with pytest.raises(ConfigError, match="--cpu_bytes"):

@@ -10,7 +10,7 @@ import pytest
 
 from pensieve_jax import ConfigError, Usage
 from pensieve_jax.workload import Answer, UserTurn
-from tests.scripts.conftest import load
+from tests.launching import load
 from tests.scripts.serving_fakes import Ticker, TickServer, session, users
 
 serving_client = load("serving.client")
@@ -136,9 +136,9 @@ def test_users_never_wait_for_the_server():
         while len(sent) < 4:  # the last one is on its way
             client.wait(math.inf)
             sent += client.take()
-        assert [turn.conversation_id for turn, _ in sent] == ["s0", "s1", "s2", "s3"]
+        assert [turn.conversation_id for turn in sent] == ["s0", "s1", "s2", "s3"]
         assert not client.done
-        for turn, _ in sent:
+        for turn in sent:
             client.answer(Answer(turn, 0, 0.1, 0.1, Usage(3, 0, 0, 0, 3, 2)))
         while not client.done:
             client.wait(math.inf)
@@ -159,7 +159,7 @@ def test_users_in_a_thread_think_and_stop():
                 client.wait(clock.now() + 30)
                 sent = client.take()
             end_s = clock.now()
-            client.answer(Answer(sent[0].turn, 0, end_s, end_s, Usage(3, 0, 0, 0, 3, 2)))
+            client.answer(Answer(sent[0], 0, end_s, end_s, Usage(3, 0, 0, 0, 3, 2)))
         client.wait(clock.now())  # already past: returns at once
         assert not client.done, "the third turn is a million seconds away"
     assert len(client.lags) == 2

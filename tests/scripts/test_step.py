@@ -8,7 +8,7 @@ import pytest
 
 from model_defs import preset
 from pensieve_jax import ConfigError
-from tests.scripts.conftest import load
+from tests.launching import load
 
 step_bounds = load("steps.bounds")
 row_steps = load("steps.row_steps")

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from pensieve_jax import ConfigError, EngineConfig, Output, Usage
-from tests.scripts.conftest import load
+from tests.launching import load
 
 compare_variants = load("compare_variants")
 benchmark_swaps = load("benchmark_swaps")

@@ -9,7 +9,7 @@ import pytest
 from pensieve_jax import ConfigError
 from pensieve_jax.simulator import DeviceProfile, profile_names
 from pensieve_jax.simulator import profile as profile_module
-from tests.scripts.conftest import load
+from tests.launching import load
 from tests.scripts.serving_fakes import NullFactory
 
 script = load("validate_simulator")

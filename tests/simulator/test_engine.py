@@ -102,17 +102,16 @@ class EngineServer:
     def __init__(self, config: EngineConfig) -> None:
         self.seen = Seen()
         runner = TimedRunner(config)
-        self.timeline = runner.timeline
+        self.clock = runner.timeline
         self.engine = Engine(
             runner,
             config,
             ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=MAX_CONTEXT_TOKENS),
             SQLiteHistoryStore(None, fingerprint="test"),
             cost_model=COSTS,
-            clock=self.timeline,
+            clock=self.clock,
+            observe=lambda output: self.seen.outputs.append(plain(output)),
         )
-        self._schedule = self.engine._scheduler.schedule
-        self.engine._scheduler.schedule = self._observed_schedule
         self._turns: dict[Turn, UserTurn] = {}
         self._first_token_s: dict[Turn, float] = {}
 
@@ -125,12 +124,14 @@ class EngineServer:
         return self.engine.has_unfinished
 
     def submit(self, turn: UserTurn) -> None:
+        if not self.has_unfinished:
+            self.clock.advance_to(turn.arrival_s)
         params = SamplingParams(max_tokens=turn.output_tokens, ignore_eos=True)
         spec = TurnSpec([0] * turn.prompt_tokens, params, turn.conversation_id)
         self._turns[self.engine.submit([spec])[0]] = turn
 
     def step(self, until_s: float) -> list[Answer]:
-        ended, now_s = self.engine.step(), self.timeline.now()
+        ended, now_s = self.engine.step(), self.clock.now()
         for turn in self._turns:
             if turn.token_ids:
                 self._first_token_s.setdefault(turn, now_s)
@@ -144,11 +145,6 @@ class EngineServer:
         self.seen.stats = self.engine.stats()
         self.engine.close()
         return self.seen
-
-    def _observed_schedule(self):
-        output = self._schedule()
-        self.seen.outputs.append(plain(output))
-        return output
 
 
 CONFIGS = {

@@ -13,7 +13,7 @@ import pytest
 from pensieve_jax.cache import AnalyticCostModel
 from pensieve_jax.config import CacheConfig, EngineConfig, SchedulerConfig
 from pensieve_jax.simulator import Replica
-from pensieve_jax.workload import UserTurn
+from pensieve_jax.workload import History, UserTurn
 from tests.simulator.workloads import PROFILE
 
 CONFIG = EngineConfig(
@@ -32,7 +32,7 @@ def first_token_s(where: str, *, num_decoding: int = 0) -> float:
     """From the submission of a returning turn to its first token, in an engine that decodes others."""
     replica = Replica(CONFIG, PROFILE, AnalyticCostModel(32, num_weights=1e10, attention_width=204800))
     if where != "dropped":
-        replica.remember("back", NUM_HISTORY)
+        replica.remember([History("back", NUM_HISTORY + 1, 0.0)])
     if where == "host":
         replica.cache.push_out(replica._sequences["back"])
         copies, _ = replica.cache.take_copies()
@@ -41,7 +41,7 @@ def first_token_s(where: str, *, num_decoding: int = 0) -> float:
         replica.submit(UserTurn(f"crowd{number}", 0, 0.0, 0, 900, 400, is_last=True))
     for _ in range(120 if num_decoding else 0):  # until all of them decode
         replica.step(0.0)
-    start_s = replica.timeline.now()
+    start_s = replica.clock.now()
     replica.submit(UserTurn("back", 1, start_s, NUM_HISTORY + 1, NUM_NEW - 1, 2, is_last=True))
     for _ in range(20):
         for answer in replica.step(0.0):

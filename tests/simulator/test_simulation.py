@@ -206,7 +206,7 @@ def test_forgets_conversations_without_state():
     """Thousands of conversations that ended leave nothing behind."""
     replica = Replica(small_config(), PROFILE, COSTS)
     for number in range(600):
-        replica.timeline.advance(1.0)
+        replica.clock.advance(1.0)
         replica.submit(UserTurn(f"c{number}", 0, 0.0, 0, 20, 2, is_last=True))
         while replica.has_unfinished:
             replica.step(math.inf)

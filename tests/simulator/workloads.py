@@ -89,5 +89,5 @@ def serve(config: EngineConfig, sessions: list[Session], *, stretches: bool, obs
     for answer in run(Client(sessions, MAX_CONTEXT_TOKENS), [replica], AffinityRouter(0)):
         seen.answers.append(answer)
         replica.check_integrity()
-    seen.stats = replica.stats()
+    seen.stats = replica.counters()
     return seen

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from pensieve_jax.assembly import DEFAULT_MODEL
-from tests.scripts.conftest import load
+from tests.launching import load
 
 demo = load("demo")
 _served: list[list] = []

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tests.scripts.conftest import ROOT
-from tests.scripts.starts import start_all
+from tests.commands.starts import start_all
+from tests.launching import ROOT
 
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"}
 
@@ -55,6 +55,7 @@ def starts():
     """How all of these ended, by command."""
     commands = [
         *((f"scripts/{script}.py", "--help") for script in HELPFUL),
+        ("scripts/generate.py", "--helpfull"),
         *((f"scripts/{script}.py", flag) for script, flag, _ in BAD_FLAGS),
         ("-c", TYPED_ERROR),
         *(("-c", NOISE, flag) for flag in (QUIET, LOUD)),
@@ -65,8 +66,38 @@ def starts():
 @pytest.mark.parametrize("script", HELPFUL)
 def test_help_shows_the_shared_flags(starts, script):
     done = starts[f"scripts/{script}.py", "--help"]
+    assert (done.returncode, done.stderr) == (0, "")
     for flag in ("--model", "--gpu_pages", "--cpu_bytes", "--policy", "--[no]progress"):
         assert f"  {flag}: " in done.stdout
+
+
+def test_help_is_the_docstring_and_flags_by_group_with_defaults(starts):
+    """A command's own flags first; those of absl are left to `--helpfull`."""
+    text = starts["scripts/generate.py", "--help"].stdout
+    assert text.startswith("Conversations in, turns out, both as JSON lines.\n\n    pensieve generate ")
+    titles = [line for line in text.splitlines() if line.endswith(":") and not line.startswith((" ", "-"))]
+    assert titles == [
+        "flags:",
+        "the model and the engine:",
+        "the host tier, and what moves between the tiers:",
+        "sampling:",
+    ]
+    own, engine, tiers, sampling = text.partition("\nflags:\n")[2].split("\n\n")[:4]
+    assert "  --concurrency: Turns in the engine at once. (default: 64)\n" in own and "--history" in own
+    assert "  --gpu_pages: Pages of device memory. (default: 512)\n" in engine
+    assert "  --[no]prefetch: " in tiers and "--cpu_pages" in tiers
+    assert "  --[no]ignore_eos: " in sampling and "--temperature" in sampling
+    assert "--verbosity" not in text and "--helpfull" in text
+    full = starts["scripts/generate.py", "--helpfull"]
+    assert full.returncode == 0 and "--verbosity" in full.stdout and "--concurrency" in full.stdout
+
+
+def test_every_launcher_starts_alike():
+    """So that what is tested of some holds for all; one runs where this project is not installed."""
+    for path in (ROOT / "scripts").glob("*.py"):
+        text = path.read_text()
+        if "__main__" in text and path.stem != "make_golden_logits":
+            assert "    define_flags()\n    run(main)\n" in text, path
 
 
 @pytest.mark.parametrize(("script", "flag", "known"), BAD_FLAGS)
@@ -82,6 +113,17 @@ def test_typed_errors_are_one_line_and_status_2(starts):
     done = start("-c", TYPED_ERROR, stdout=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (2, "error: ConfigError: x is 1, but must be more.\n")
     assert starts["-c", TYPED_ERROR] == (done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("flag", ["--help", "--helpfull", "--helpshort", "-h", "-?"])
+def test_help_for_a_reader_that_has_gone(flag):
+    """Nobody is there from the beginning, as `| head -0` would have it: no trace, and no help elsewhere."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    code = "from pensieve_jax.commands.launch import run\ndef main(): return 0\nrun(main)"
+    done = start("-c", code, flag, stdout=write_end)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("flush", [True, False])

@@ -1,4 +1,7 @@
-"""Launchers in this process: one tiny model for all of them, and flags that leave no trace."""
+"""Launchers in this process: one tiny model for all of them, and flags that leave no trace.
+
+Called by: `tests/conftest.py`, as a plugin, so that tests of commands and of scripts share the model.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from absl import flags
 from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.assembly import DEFAULT_MODEL
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 TINY_MODEL = "random:llama-tiny"
 COMMANDS = ("chat", "generate", "demo")
 sys.path.insert(0, str(ROOT / "scripts"))  # as for `python scripts/x.py`

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from pensieve_jax import SamplingParams, TokenizerMissingError, UnknownConversationError
-from tests.scripts.conftest import ROOT, TINY_MODEL, load
+from tests.launching import ROOT, TINY_MODEL, load
 
 chat_script = load("chat")
 engine_config = load("pensieve_jax.commands.engine_flags").engine_config

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from pensieve_jax import SamplingParams
-from tests.scripts.conftest import load
+from tests.launching import load
 
 conversations_file = load("pensieve_jax.commands.conversations_file")
 DEFAULTS = SamplingParams(max_tokens=5)

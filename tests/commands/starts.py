@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 _FORKS = """
 import json, os, runpy, sys, tempfile, traceback
-import pensieve_jax
+from pensieve_jax import LLM  # with all that takes seconds
 
 def begin(script, arguments, stdout, stderr):
     os.dup2(stdout.fileno(), 1)

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from pensieve_jax import InvalidRequestError, SamplingParams
-from tests.scripts.conftest import load
+from tests.launching import load
 
 generate = load("generate")
 

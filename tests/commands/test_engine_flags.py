@@ -8,7 +8,7 @@ from absl import flags
 from model_defs import source_config
 from pensieve_jax import ConfigError
 from pensieve_jax.assembly import DEFAULT_MODEL, resolve_model
-from tests.scripts.conftest import load
+from tests.launching import load
 
 engine_flags = load("pensieve_jax.commands.engine_flags")
 

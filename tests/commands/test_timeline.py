@@ -8,7 +8,7 @@ import pytest
 
 from pensieve_jax import InvalidRequestError
 from pensieve_jax.cache.states import ChunkState
-from tests.scripts.conftest import load
+from tests.launching import load
 
 timeline = load("pensieve_jax.commands.timeline")
 needs_matplotlib = pytest.mark.skipif(

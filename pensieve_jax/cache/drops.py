@@ -1,0 +1,40 @@
+"""Why a chunk was forgotten: a value that the cache makes for whoever wants to know.
+
+Owns: the reasons there are, and how a person is told. Does not know: when it happened, or who asks.
+Called by: `ChunkStore`, which records drops, and `Evictor`, which knows the reasons.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class DropReason(Enum):
+    """What a chunk had to make room for; the value says it in words."""
+
+    NO_HOST_MEMORY = "its page was needed, and there is no host memory to copy it to"
+    HOST_MEMORY_WORTH_MORE = "its page was needed, and everything in host memory was worth more"
+    SLOT_NEEDED = "its place in host memory was needed for a chunk that was worth more"
+    EARLIER_REQUEST = "its place in host memory was needed by a request that had arrived earlier"
+    DEVICE_LOST = "a step failed on the device, and host memory had no copy"
+
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python function
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A chunk that was dropped.
+
+    Attributes:
+      conversation_id: whose; a shared prefix has an id of its own.
+      index: of the chunk in the conversation.
+      reason: what for.
+      worth: what keeping it was worth to the eviction policy (`EvictionPolicy.worth`); infinite for chunks of
+        requests that wait, None where worth decided nothing.
+    """
+
+    conversation_id: str
+    index: int
+    reason: DropReason
+    worth: float | None

@@ -1,0 +1,88 @@
+"""What `--help` prints: the launcher's docstring, and its own flags with their defaults, by group.
+
+Owns: which group a flag belongs to, how flags look, and the flags that ask for it, in place of absl's, which
+end with status 1 and list flags of different kinds by letter.
+Does not know: what a flag means. Called by: `launch`, and whoever defines flags that belong together.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from absl import flags
+
+FLAGS = flags.FLAGS
+flags.disclaim_key_flags()
+_OWN = "flags"
+_ENDING = "--helpfull lists the flags of every library, too; --flagfile=FILE reads flags from a file."
+_PLAIN = ("an integer", "a number")  # goes without saying
+_groups: weakref.WeakKeyDictionary[flags.Flag, str] = weakref.WeakKeyDictionary()
+
+
+def flag_group[**P](title: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """The flags that a function defines are shown together, under `title`; an inner group stays one."""
+
+    def decorate(define: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(define)
+        def define_group(*args: P.args, **kwargs: P.kwargs) -> None:
+            before = set(FLAGS)
+            define(*args, **kwargs)
+            for name in FLAGS:
+                if name not in before:
+                    _groups.setdefault(FLAGS[name], title)
+
+        return define_group
+
+    return decorate
+
+
+def help_text(docstring: str) -> str:
+    """Of the program that runs: what it is, then its flags in the order of their definition."""
+    by_group: dict[str, list[str]] = {_OWN: []}
+    for flag in FLAGS.get_key_flags_for_module(sys.argv[0]):
+        by_group.setdefault(_groups.get(flag, _OWN), []).append(_entry(flag))
+    parts = [docstring.strip()] if docstring.strip() else []
+    parts += ["\n".join([f"{title}:", *entries]) for title, entries in by_group.items() if entries]
+    return "\n\n".join([*parts, _ENDING])
+
+
+def full_help_text(docstring: str) -> str:
+    """The same for all flags there are, libraries' too, as absl shows them."""
+    return f"{docstring.strip()}\n{FLAGS.get_help()}".strip()
+
+
+def define_help_flags(docstring: str, show: Callable[[str], int]) -> None:
+    """Flags that have `show` print a text and end the process with the status that it returns."""
+    texts = {"help": help_text, "helpshort": help_text, "h": help_text, "helpfull": full_help_text}
+    for name, text in texts.items():
+        short_name = "?" if name == "help" else None
+        FLAGS[name] = _HelpFlag(name, short_name, functools.partial(text, docstring), show)
+
+
+class _HelpFlag(flags.BooleanFlag):
+    """Ends the process when it is met on the command line; takes the place of a flag of the same name."""
+
+    def __init__(
+        self, name: str, short_name: str | None, text: Callable[[], str], show: Callable[[str], int]
+    ) -> None:
+        super().__init__(name, False, "Print this text.", short_name=short_name, allow_override=True)
+        self._text, self._show = text, show
+
+    def parse(self, argument: Any) -> None:
+        """Print, if the value is true."""
+        if self.parser.parse(argument):
+            sys.exit(self._show(self._text()))
+
+
+def _entry(flag: flags.Flag) -> str:
+    name = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
+    shown = flag.default_as_str or ""
+    default = "" if shown == "'[]'" else shown[1:-1]  # as it is typed, without quotes
+    syntax = "" if flag.parser.syntactic_help in _PLAIN else flag.parser.syntactic_help
+    details = "; ".join(each for each in (f"default: {default}" if default else "", syntax) if each)
+    text = f"{name}: {flag.help}" + (f" ({details})" if details else "")
+    return str(flags.text_wrap(text, indent="      ", firstline_indent="  "))

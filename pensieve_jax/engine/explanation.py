@@ -1,0 +1,229 @@
+"""Where a conversation's state is, and why some of it is nowhere: an answer for people who ask.
+
+Owns: the record of what was dropped when, as far as it is still of interest, and the words.
+Does not know: how chunks are chosen (`cache.evictor`), or who asks.
+Called by: `Engine.explain`; `Engine` notes every step's drops here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from pensieve_jax.cache import CachedSequence, CacheManager, ChunkState, Drop, DropReason, Role
+from pensieve_jax.config import EngineConfig
+from pensieve_jax.core.clock import Clock
+from pensieve_jax.engine.conversations import LiveConversation
+from pensieve_jax.history import ConversationRecord
+
+_MAX_NUM_SEQUENCES = 4096  # whose drops are remembered, the latest
+_PLACES = {
+    ChunkState.ON_GPU: ("gpu", "in device memory"),
+    ChunkState.COPYING_OUT: ("gpu", "in device memory, being copied to host memory"),
+    ChunkState.ON_BOTH: ("gpu", "in device memory, with a copy in host memory"),
+    ChunkState.LEAVING: ("cpu", "on its way from device to host memory"),
+    ChunkState.ON_CPU: ("cpu", "in host memory"),
+    ChunkState.COPYING_IN: ("cpu", "on its way from host to device memory"),
+    ChunkState.RESERVED: (None, "about to be computed"),
+    ChunkState.DROPPED: (None, None),
+}
+
+
+class DropRecord(NamedTuple):
+    """A drop, and when it was decided, in seconds of the engine's clock."""
+
+    at_s: float
+    reason: DropReason
+    worth: float | None
+
+
+class ChunkReport(NamedTuple):
+    """One chunk of a conversation.
+
+    Attributes:
+      start, end: its tokens.
+      tier: "gpu" or "cpu": what has its state; None: nobody, so a turn computes it.
+      place: the same in words, copies under way included; None: nowhere.
+      worth: what keeping it is worth to the eviction policy now; None where nothing depends on that.
+      drop: why it is nowhere, where that is known.
+      is_shared: it belongs to a shared prefix.
+    """
+
+    start: int
+    end: int
+    tier: str | None
+    place: str | None
+    worth: float | None
+    drop: DropRecord | None
+    is_shared: bool
+
+
+class DropJournal:
+    """The latest drop of every chunk, of the conversations that lost something most recently."""
+
+    def __init__(self, clock: Clock) -> None:
+        """Nothing was dropped."""
+        self.clock = clock
+        self.interrupted_s: float | None = None
+        self._drops: OrderedDict[str, dict[int, DropRecord]] = OrderedDict()
+
+    def note(self, drops: Sequence[Drop]) -> None:
+        """These were dropped just now."""
+        if not drops:
+            return
+        now_s = self.clock.now()
+        for drop in drops:
+            of_conversation = self._drops.setdefault(drop.conversation_id, {})
+            of_conversation[drop.index] = DropRecord(now_s, drop.reason, drop.worth)
+            self._drops.move_to_end(drop.conversation_id)
+        while len(self._drops) > _MAX_NUM_SEQUENCES:
+            self._drops.popitem(last=False)
+
+    def of(self, sequence_id: str) -> dict[int, DropRecord]:
+        """By chunk, of what is still known."""
+        return self._drops.get(sequence_id, {})
+
+    def forget(self, conversation_id: str) -> None:
+        """A conversation was changed by its owner: what was dropped before explains nothing any more."""
+        self._drops.pop(conversation_id, None)
+
+    def lose_all(self) -> None:
+        """Everything in memory was given up just now, after an interrupt."""
+        self._drops.clear()
+        self.interrupted_s = self.clock.now()
+
+
+class Explanation(NamedTuple):
+    """Where the state of a conversation is; `str` of it is for people.
+
+    Attributes:
+      conversation_id: whose.
+      num_tokens: of its history, and of its running turn so far.
+      policy: the eviction order, as `CacheConfig.policy` names it.
+      idle_s: seconds since it was last active; None while a turn of it is in progress, or where nothing of it
+        is in memory.
+      chunks: in order; the tokens behind the last one were not computed yet.
+      lines: the same in words.
+    """
+
+    conversation_id: str
+    num_tokens: int
+    policy: str
+    idle_s: float | None
+    chunks: tuple[ChunkReport, ...]
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """For people: a line for every run of chunks that have the same fate."""
+        return "\n".join(self.lines)
+
+
+def explain(
+    found: LiveConversation | ConversationRecord,
+    cache: CacheManager,
+    journal: DropJournal,
+    config: EngineConfig,
+) -> Explanation:
+    """What is known of a conversation, which is in memory or in the history only."""
+    if isinstance(found, ConversationRecord):
+        sequence, num_tokens, is_busy = CachedSequence(found.conversation_id), len(found.token_ids), False
+        idle_s = None
+    else:
+        sequence, num_tokens, is_busy = found.sequence, len(found.conversation.token_ids), found.busy
+        idle_s = None if is_busy else journal.clock.now() - sequence.last_active_s
+    chunks = tuple(_chunks(sequence, num_tokens, cache, journal, is_busy))
+    lines = [_headline(sequence.sequence_id, num_tokens, config, idle_s, is_busy)]
+    lines += _lines(chunks, cache, journal.clock.now())
+    if not config.stateful and not is_busy:
+        lines.append("This engine keeps no state between turns (stateful=False).")
+    elif journal.interrupted_s is not None and any(chunk.place is None for chunk in chunks):
+        ago_s = journal.clock.now() - journal.interrupted_s
+        lines.append(f"An interrupt {ago_s:.1f} s ago made the engine give up all state that it had.")
+    if not is_busy:
+        lines.append(_outlook(chunks, num_tokens))
+    return Explanation(sequence.sequence_id, num_tokens, config.cache.policy, idle_s, chunks, tuple(lines))
+
+
+def _chunks(
+    sequence: CachedSequence, num_tokens: int, cache: CacheManager, journal: DropJournal, is_busy: bool
+) -> Iterator[ChunkReport]:
+    """Every chunk of the tokens that were computed once: all but the last, or those of the running turn."""
+    size = cache.chunk_tokens
+    num_computed = sequence.num_kv_tokens if is_busy else max(num_tokens - 1, 0)
+    own, shared = journal.of(sequence.sequence_id), {}
+    if sequence.prefix is not None:
+        shared = journal.of(sequence.prefix.sequence_id)
+    for index in range(-(-num_computed // size)):
+        is_shared = index < sequence.num_shared
+        chunk = sequence.chunks[index] if index < len(sequence.chunks) else None
+        tier, place = _PLACES[ChunkState.DROPPED if chunk is None else chunk.state]
+        owner = sequence.prefix if is_shared and sequence.prefix is not None else sequence
+        has_worth = place is not None and owner.role is Role.IDLE
+        yield ChunkReport(
+            index * size,
+            min((index + 1) * size, num_computed),
+            tier,
+            place,
+            cache.worth_of(owner, index) if has_worth else None,
+            (shared if is_shared else own).get(index) if place is None else None,
+            is_shared,
+        )
+
+
+def _headline(
+    conversation_id: str, num_tokens: int, config: EngineConfig, idle_s: float | None, is_busy: bool
+) -> str:
+    if is_busy:
+        activity = "a turn of it is in progress"
+    elif idle_s is None:
+        activity = "nothing of it is in memory"
+    else:
+        activity = f"idle for {idle_s:.1f} s"
+    return f"{conversation_id!r}: {num_tokens} tokens, {activity}; eviction order {config.cache.policy!r}"
+
+
+def _lines(chunks: Sequence[ChunkReport], cache: CacheManager, now_s: float) -> Iterator[str]:
+    """A line for every run of chunks that have the same fate."""
+    numbered = enumerate(chunks)
+    for (place, is_shared, reason), run in itertools.groupby(
+        numbered, lambda pair: (pair[1].place, pair[1].is_shared, pair[1].drop and pair[1].drop.reason)
+    ):
+        pairs = list(run)
+        (first, one), (last, other) = pairs[0], pairs[-1]
+        tokens = f"tokens {one.start}-{other.end - 1} ({_span('chunk', first, last)}"
+        where = f"  {tokens}{', shared prefix' if is_shared else ''}): "
+        if place is not None:
+            worths = [(chunk.worth, now_s) for _, chunk in pairs if chunk.worth is not None]
+            yield where + place + (f"; {cache.describe_worths(worths)}" if worths else "")
+        elif reason is None:
+            yield where + "nowhere; nothing is recorded of why"
+        else:
+            drops = [chunk.drop for _, chunk in pairs if chunk.drop is not None]
+            yield where + _dropped(drops, cache, now_s)
+
+
+def _span(name: str, first: int, last: int) -> str:
+    return f"{name} {first}" if first == last else f"{name}s {first}-{last}"
+
+
+def _dropped(drops: Sequence[DropRecord], cache: CacheManager, now_s: float) -> str:
+    ago_s = [f"{now_s - at_s:.1f}" for at_s in (min(d.at_s for d in drops), max(d.at_s for d in drops))]
+    when = f"{ago_s[0]} s ago" if ago_s[0] == ago_s[1] else f"between {ago_s[0]} and {ago_s[1]} s ago"
+    worths = [(d.worth, d.at_s) for d in drops if d.worth is not None and d.worth < math.inf]
+    worth = f"; {cache.describe_worths(worths)}" if worths else ""
+    return f"dropped {when}: {drops[0].reason.value}{worth}"
+
+
+def _outlook(chunks: Sequence[ChunkReport], num_tokens: int) -> str:
+    """What a turn would find."""
+    on_gpu, on_cpu = (
+        sum(chunk.end - chunk.start for chunk in chunks if chunk.tier == tier) for tier in ("gpu", "cpu")
+    )
+    num_lost = max(num_tokens - 1, 0) - on_gpu - on_cpu
+    return (
+        f"A turn that came now would find {on_gpu} tokens in device memory, copy {on_cpu} in, and compute "
+        f"{num_lost} of its history again."
+    )

@@ -1,0 +1,86 @@
+"""`pensieve`: its list, its version, commands that are none, and that none of this waits for JAX."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pensieve_jax.commands import main as main_module
+from pensieve_jax.commands.main import COMMANDS, main
+from tests.launching import ROOT, load
+
+ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def pensieve(monkeypatch, capsys):
+    """Run it in this process, with what would start a command put aside: status, output and errors."""
+
+    def pensieve(*arguments):
+        monkeypatch.setattr(sys, "argv", ["/somewhere/bin/pensieve", *arguments])
+        monkeypatch.setattr(main_module, "run", lambda command: sys.exit(f"runs {command.__module__}"))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
+    return pensieve
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("--helpfull",), ("--helpshort",)])
+def test_every_command_has_a_line(pensieve, arguments):
+    status, out, err = pensieve(*arguments)
+    assert (status, err) == (0, "")
+    lines = [line for line in out.splitlines() if line.startswith("  ")]
+    assert [line.split()[0] for line in lines] == list(COMMANDS)
+    assert max(map(len, out.splitlines())) <= 110
+
+
+def test_version(pensieve):
+    assert pensieve("--version") == (0, f"{importlib.metadata.version('pensieve-jax')}\n", "")
+
+
+@pytest.mark.parametrize("name", ["nope", "main", "--model=x", "Chat"])
+def test_a_command_that_is_none_is_one_line_and_status_2(pensieve, name):
+    status, out, err = pensieve(name, "--help")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert all(command in err for command in (repr(name), *COMMANDS))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_a_module_with_help_flags_and_main(pensieve, monkeypatch, name):
+    module = load(name)
+    monkeypatch.setattr(module, "define_flags", lambda: None)
+    assert pensieve(name, "--model=x") == (f"runs pensieve_jax.commands.{name}", "", "")
+    assert sys.argv == [f"pensieve {name}", "--model=x"]
+    assert f"pensieve {name}" in module.__doc__, "the help shows how it is started"
+
+
+def test_the_list_waits_for_no_jax():
+    """Two seconds of imports are for commands that compute."""
+    code = (
+        "import sys; from pensieve_jax.commands.main import main\n"
+        "try: main()\nexcept SystemExit as ended: print(ended.code, 'jax' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "0 False"
+
+
+def test_help_of_a_command_through_a_pipe_that_closes():
+    """As of `pensieve chat --help | head -3`, where the reader leaves before the rest is written."""
+    command = f"{sys.executable} -c 'from pensieve_jax.commands.main import main; main()' chat --helpfull"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | head -n 3; exit ${{PIPESTATUS[0]}}"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode in (0, 141) and done.stderr == ""
+    assert done.stdout.splitlines()[0] == "A chat in the terminal, with replies as they come."
+    assert len(done.stdout.splitlines()) == 3

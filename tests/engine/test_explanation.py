@@ -1,0 +1,138 @@
+"""`Engine.explain`: where the chunks are, and why those that are nowhere were dropped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pensieve_jax.cache import DropReason
+from pensieve_jax.core.errors import InvalidRequestError, StepFailedError, UnknownConversationError
+from tests.engine.harness import Harness, small_config
+
+CHUNK = 16
+
+
+def crowded(**config: object) -> Harness:
+    """A conversation of five chunks that gave leading ones up to two others, half a minute later each."""
+    harness = Harness(small_config(gpu_pages=12, reserve_fraction=0.0, swap_out_fraction=0.0, **config))
+    harness.turn("a", 70, max_tokens=4)
+    for number, name in enumerate("bc"):
+        harness.clock.advance(30.0)
+        harness.turn(name, 60, seed=number, max_tokens=4)
+    return harness
+
+
+def test_what_is_where():
+    harness = Harness(small_config(cpu_pages=20))
+    harness.turn("a", 70, max_tokens=4)
+    harness.clock.advance(12.0)
+    explanation = harness.engine.explain("a")
+    assert (explanation.num_tokens, explanation.policy, explanation.idle_s) == (74, "retention", 12.0)
+    assert [(chunk.start, chunk.end) for chunk in explanation.chunks] == [
+        *((start, start + CHUNK) for start in range(0, 64, CHUNK)),
+        (64, 73),
+    ]
+    assert {chunk.tier for chunk in explanation.chunks} == {"gpu"}
+    worths = [chunk.worth for chunk in explanation.chunks]
+    assert worths == sorted(worths) and worths[0] > 0
+    assert "find 73 tokens in device memory, copy 0 in, and compute 0" in str(explanation)
+    harness.engine.push_out("a")
+    harness.step(3)
+    harness.finish_copies()
+    explanation = harness.engine.explain("a")
+    assert {(chunk.tier, chunk.place) for chunk in explanation.chunks} == {("cpu", "in host memory")}
+    assert "copy 73 in" in explanation.lines[-1]
+
+
+def test_why_chunks_were_dropped_when_and_at_what_worth():
+    harness = crowded()
+    now_s = harness.clock.now()
+    harness.clock.advance(5.0)
+    explanation = harness.engine.explain("a")
+    dropped = [chunk for chunk in explanation.chunks if chunk.tier is None]
+    kept = [chunk for chunk in explanation.chunks if chunk.tier is not None]
+    assert dropped and kept and dropped[-1].end == kept[0].start, "leading chunks went first"
+    for chunk in dropped:
+        assert chunk.drop is not None and chunk.worth is None
+        assert (chunk.drop.at_s, chunk.drop.reason) == (now_s, DropReason.NO_HOST_MEMORY)
+        assert 0 < chunk.drop.worth < kept[0].worth * 100
+    text = str(explanation)
+    assert "dropped 5.0 s ago: its page was needed, and there is no host memory to copy it to" in text
+    assert "s of recomputation per second idle" in text
+    assert f"compute {dropped[-1].end} of its history again" in explanation.lines[-1]
+
+
+def test_under_lru_the_worth_is_the_idle_time():
+    explanation = crowded(policy="lru").engine.explain("a")
+    assert "no host memory to copy it to; idle for 60.0 s" in str(explanation)
+
+
+def test_what_was_computed_again_and_changed_by_its_owner_is_not_explained_by_old_drops():
+    harness = crowded()
+    harness.turn("a", 3, max_tokens=2)
+    assert all(chunk.tier == "gpu" and chunk.drop is None for chunk in harness.engine.explain("a").chunks)
+    harness.engine.forget_state("a")
+    explanation = harness.engine.explain("a")
+    assert all(chunk.tier is None and chunk.drop is None for chunk in explanation.chunks)
+    assert "nothing is recorded of why" in str(explanation)
+
+
+def test_a_conversation_of_which_nothing_is_in_memory(tmp_path):
+    path = tmp_path / "history.sqlite"
+    harness = Harness(path=path)
+    harness.turn("a", 40, max_tokens=4)
+    harness.engine.close()
+    explanation = Harness(path=path).engine.explain("a")
+    assert explanation.idle_s is None and "nothing of it is in memory" in explanation.lines[0]
+    assert "compute 43 of its history again" in explanation.lines[-1]
+
+
+def test_a_turn_in_progress():
+    harness = Harness()
+    turn = harness.submit(harness.facts(harness.prompt(30), "a", max_tokens=20), "a")
+    harness.step(3)
+    explanation = harness.engine.explain("a")
+    assert explanation.idle_s is None and "a turn of it is in progress" in explanation.lines[0]
+    assert all(chunk.tier == "gpu" and chunk.worth is None for chunk in explanation.chunks)
+    harness.run(turn)
+
+
+def test_a_shared_prefix_is_named():
+    harness = Harness(small_config(gpu_pages=20))
+    facts = replace(harness.facts(harness.prompt(50), None, max_tokens=4), num_prefix_tokens=40)
+    harness.run(harness.submit(facts, "a"))
+    explanation = harness.engine.explain("a")
+    assert [chunk.is_shared for chunk in explanation.chunks][:3] == [True, True, False]
+    assert "shared prefix" in str(explanation)
+
+
+def test_a_failed_step_and_an_interrupt_are_told():
+    harness = Harness()
+    harness.turn("a", 40, max_tokens=4)
+    turn = harness.submit(harness.facts(harness.prompt(5), "b", max_tokens=9), "b")
+    harness.step(2)
+    harness.runner.faults["fetch"] = lambda: StepFailedError("the device failed")
+    harness.step(2)
+    assert turn.error is not None
+    assert {c.drop.reason for c in harness.engine.explain("a").chunks} == {DropReason.DEVICE_LOST}
+    harness.turn("a", 4, max_tokens=2)
+    harness.submit(harness.facts(harness.prompt(5), "c", max_tokens=9), "c")
+    harness.runner.faults["dispatch"] = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        harness.step()
+    assert "An interrupt 0.0 s ago made the engine give up all" in str(harness.engine.explain("a"))
+
+
+def test_a_stateless_engine_says_so():
+    harness = Harness(small_config(stateful=False))
+    harness.turn("a", 40, max_tokens=4)
+    assert "keeps no state between turns" in str(harness.engine.explain("a"))
+
+
+def test_conversations_that_do_not_exist():
+    harness = Harness()
+    with pytest.raises(UnknownConversationError):
+        harness.engine.explain("nobody")
+    with pytest.raises(InvalidRequestError):
+        harness.engine.explain("")

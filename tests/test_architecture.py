@@ -1,0 +1,117 @@
+"""What the map promises: rooms that stand on one another, files and functions of a readable size."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.launching import load
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("pensieve_jax", "model_defs", "pallas_kernels")
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COMMON_FILES = 400, 60, 12
+# Bodies of kernels are long by nature.
+LONG_FUNCTIONS = ("pallas_kernels/",)
+
+architecture = load("draw_architecture")
+
+
+def sources(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def module_of(path: Path) -> str:
+    """As it is imported: launchers' parts without `scripts`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[1:] if parts[0] == "scripts" else parts).removesuffix(".__init__")
+
+
+SOURCES = {module_of(path): path for path in sources(*PACKAGES, "scripts")}
+IMPORTS = {module: architecture.imported_modules(path, SOURCES) for module, path in SOURCES.items()}
+
+
+def reached(start: str) -> set[str]:
+    """Modules of this repository that importing one brings along."""
+    found, left = set(), [start]
+    while left:
+        for module in IMPORTS[left.pop()] & IMPORTS.keys():
+            if module not in found:
+                found.add(module)
+                left.append(module)
+    return found
+
+
+def test_the_picture_is_of_this_code():
+    rooms = architecture.read_rooms()
+    assert architecture.cycles(rooms) == []
+    assert architecture.PICTURE.read_text("utf-8") == architecture.draw(rooms), (
+        "run scripts/draw_architecture.py, and see whether docs/architecture.md still says what it shows"
+    )
+
+
+def test_rooms_that_import_each_other_are_found():
+    room = architecture.Room
+    rooms = {"a": room("", {"b"}), "b": room("", {"c"}), "c": room("", {"a"}), "d": room("", {"a"})}
+    assert architecture.cycles(rooms) == ["a", "b", "c"]
+
+
+def test_no_module_imports_itself_however_far_round():
+    assert [module for module in IMPORTS if module in reached(module)] == []
+
+
+def test_policy_runs_where_there_is_no_jax():
+    modules = [
+        module_of(path)
+        for room in ("engine", "scheduler", "cache", "core", "history", "text", "workload", "simulator")
+        for path in sources(f"pensieve_jax/{room}")
+    ]
+    code = (
+        "import importlib, sys\n"
+        "sys.modules['jax'] = sys.modules['flax'] = None\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_packages_do_not_know_launchers():
+    launchers = {path.stem for path in (ROOT / "scripts").iterdir() if path.suffix == ".py" or path.is_dir()}
+    for path in sources(*PACKAGES):
+        tops = {module.partition(".")[0] for module in architecture.imported_modules(path)}
+        assert not tops & (launchers | {"scripts"}), path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("benchmark_*.py")), ids=lambda p: p.stem)
+def test_benchmarks_do_not_simulate(path):
+    """What is measured must not depend on what is simulated."""
+    assert not [module for module in reached(path.stem) if module.startswith("pensieve_jax.simulator")]
+
+
+def test_the_drawer_that_everybody_shares_is_small():
+    assert len(sources("scripts/common")) <= MAX_COMMON_FILES
+
+
+def functions(path: Path) -> Iterable[ast.FunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def test_files_and_functions_are_short():
+    long_files = {
+        str(path.relative_to(ROOT)): count
+        for path in sources(*PACKAGES, "scripts")
+        if (count := len(path.read_text("utf-8").splitlines())) > MAX_FILE_LINES
+    }
+    long_functions = {
+        f"{name}:{function.name}": count
+        for path in sources(*PACKAGES, "scripts")
+        if not (name := str(path.relative_to(ROOT))).startswith(LONG_FUNCTIONS)
+        for function in functions(path)
+        if (count := function.end_lineno - function.lineno + 1) > MAX_FUNCTION_LINES
+    }
+    assert long_files == {} and long_functions == {}
