@@ -3,6 +3,8 @@ r"""How fast conversations are served, in real time: the latency of answers over
     python scripts/benchmark_serving.py --model=random:llama2-13b-gqa10 --dtype=bfloat16 --system=pensieve \
         --gpu_pages=6103 --cpu_bytes=60GB --think=exponential:20 --rates=1,2,3 --output_json=pensieve.json
     python scripts/benchmark_serving.py --curves=pensieve.json,stateless.json --plot=curves.png
+    python scripts/benchmark_serving.py --curve="ours=a.json,b.json" --curve="others=c.json" --level_ms=18 \
+        --plot=curves.png
 
 Open loop: users in a thread of their own send a turn when it is due, whatever the server does: conversations
 begin at random (`--rates`) or as recorded, and turn k + 1 follows when turn k was answered and its user has
@@ -46,7 +48,18 @@ from serving.client import InlineClient, Prompts, ThreadedClient
 from serving.clock import RunClock
 from serving.engine_server import EngineSystem
 from serving.figures import UNITS, figures
-from serving.report import BENCHMARK, append_line, curve, draw, read_curves, tables
+from serving.latency_plot import View
+from serving.report import (
+    BENCHMARK,
+    Named,
+    append_line,
+    at_level,
+    curve,
+    draw,
+    named_curve,
+    read_curves,
+    tables,
+)
 from serving.run import System, Window, serve
 from serving.transformers_server import TransformersSystem
 from serving.vllm_server import SYSTEMS as VLLM_SYSTEMS
@@ -211,7 +224,7 @@ def _check_closed_loop() -> None:
 
 
 def main() -> int:
-    if FLAGS.curves:
+    if FLAGS.curves or FLAGS.curve:
         return draw_curves()
     check_flags()
     model, max_context_tokens = model_limits()
@@ -270,16 +283,23 @@ def _say(label: str, point: Point) -> None:
 
 
 def draw_curves() -> int:
-    """`--curves`: nothing is run."""
+    """`--curves` and `--curve`: nothing is run."""
     if FLAGS.plot is None:
-        raise ConfigError("--plot", None, "given beside --curves: where the curves are drawn")
+        raise ConfigError("--plot", None, "given beside --curves or --curve: where the curves are drawn")
     check_can_plot("--plot", Path(FLAGS.plot))
-    title, curves = read_curves([Path(name) for name in FLAGS.curves])
-    draw(curves, title, Path(FLAGS.plot))
+    for name in ("level_ms", "top_ms"):
+        given: float | None = getattr(FLAGS, name)
+        if given is not None and not 0 < given < math.inf:
+            raise ConfigError(f"--{name}", given, "above 0 milliseconds")
+    files = [Named("--curves", None, tuple(map(Path, FLAGS.curves)))] if FLAGS.curves else []
+    title, curves = read_curves(files + [named_curve(text) for text in FLAGS.curve])
+    level_s, top_s = (None if ms is None else ms / 1e3 for ms in (FLAGS.level_ms, FLAGS.top_ms))
+    draw(curves, (FLAGS.title or title).replace("\\n", "\n"), Path(FLAGS.plot), View(level_s, top_s))
+    results: dict[str, Any] = {"curves": curves, "plot": FLAGS.plot}
+    if level_s is not None:
+        results |= {"level_s": level_s, "requests_per_s_at_level": at_level(curves, level_s)}
     print(f"{', '.join(curves)}: drawn in {FLAGS.plot}")
-    print_document(
-        json_line(BENCHMARK, {"curves": curves, "plot": FLAGS.plot}, units=UNITS, device="none: files read")
-    )
+    print_document(json_line(BENCHMARK, results, units=UNITS, device="none: files read"))
     return 0
 
 
@@ -297,6 +317,12 @@ def define_flags() -> None:
     flags.DEFINE_string("output_json", None, "File to which every load point is appended as it is done.")
     flags.DEFINE_string("plot", None, "Where throughput-latency curves are drawn, e.g. curves.png.")
     flags.DEFINE_list("curves", [], "Draw --plot from such files, and run nothing.")
+    flags.DEFINE_multi_string(
+        "curve", [], "The same: a curve's name and its files, NAME=FILE,FILE; repeated."
+    )
+    flags.DEFINE_string("title", None, "Of --curves and --curve, \\n between lines; else model and trace.")
+    flags.DEFINE_float("level_ms", None, "Draw this latency, and say where curves cross it.")
+    flags.DEFINE_float("top_ms", None, "The highest latency that is drawn.")
     flags.DEFINE_string(
         "transformers_attention",
         "paged|sdpa",

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-_RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
+_RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 
 
 def committed_document(name: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Draws latency over throughput, a curve for each system (the paper's Figure 10).
 
-Owns: the picture. Does not know: where figures come from. Called by: `report`.
+Owns: the picture, and saying what of it is cut off. Does not know: where figures come from.
+Called by: `report`.
 """
 
 from __future__ import annotations
@@ -18,29 +19,63 @@ class Point(NamedTuple):
     p90_s: float
 
 
-def plot_latency(curves: Mapping[str, Sequence[Point]], title: str, path: Path) -> None:
-    """Means and 90th percentiles of the normalized latency, by system; raises OSError."""
+class View(NamedTuple):
+    """How curves are looked at.
+
+    Attributes:
+      level_s: draw a line at this latency.
+      top_s: the highest latency that is drawn; None is ten times the lowest, and no more than there is.
+    """
+
+    level_s: float | None = None
+    top_s: float | None = None
+
+
+def plot_latency(curves: Mapping[str, Sequence[Point]], title: str, path: Path, view: View) -> None:
+    """Means and 90th percentiles of the normalized latency, by name of the curve; raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+    top_ms = _top_ms(curves, view)
     for name, points in curves.items():
         throughput = [point.requests_per_s for point in points]
         (line,) = axes.plot(throughput, [1e3 * p.mean_s for p in points], "o-", label=name, markersize=4)
         tail = [1e3 * point.p90_s for point in points]
         axes.plot(throughput, tail, ":", color=line.get_color(), linewidth=1)
+    if view.level_s is not None:
+        axes.axhline(1e3 * view.level_s, color="gray", linewidth=0.8, linestyle="--")
     axes.set_xlabel("requests answered a second")
-    axes.set_ylabel("milliseconds per output token (dotted: 90th percentile)")
-    # Over the knee latencies grow with the run: what matters is where they begin to. So ten times the lowest
-    # latency is seen, the lowest of every system in any case, and no more than there is.
+    axes.set_ylabel("milliseconds per output token\nmean (dotted: 90th percentile)")
+    axes.set_ylim(0, top_ms)
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="upper left", title=_cut_off(curves, top_ms), alignment="left")
+    axes.set_title(title, fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def _top_ms(curves: Mapping[str, Sequence[Point]], view: View) -> float:
+    """The upper end of the axis.
+
+    Over the knee latencies grow with the run: what matters is where they begin to. So ten times the lowest
+    latency is seen, the lowest of every curve in any case, and no more than there is.
+    """
+    if view.top_s is not None:
+        return 1e3 * view.top_s
     lowest = [1e3 * min(point.mean_s for point in points) for points in curves.values() if points]
     highest = [1e3 * max(point.p90_s for point in points) for points in curves.values() if points]
     top = max(10 * min(lowest, default=1.0), 1.2 * max(lowest, default=1.0))
-    axes.set_ylim(0, min(top, 1.1 * max(highest, default=1.0)))
-    axes.set_xlim(left=0)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    axes.set_title(title, fontsize=10)
-    figure.savefig(path, dpi=150)
+    return min(top, 1.1 * max(highest, default=1.0))
+
+
+def _cut_off(curves: Mapping[str, Sequence[Point]], top_ms: float) -> str | None:
+    """What lies above the axis, in words; None where nothing does."""
+    points = [point for curve in curves.values() for point in curve]
+    num_means = sum(1e3 * point.mean_s > top_ms for point in points)
+    num_tails = sum(1e3 * point.p90_s > top_ms for point in points)
+    if not num_tails:
+        return None
+    return f"cut off above {top_ms:.0f} ms: means {num_means}, 90th percentiles {num_tails}"

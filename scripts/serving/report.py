@@ -12,14 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.crossing import crossing_at
+
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.report import table
-from serving.latency_plot import Point, plot_latency
+from serving.latency_plot import Point, View, plot_latency
 
 BENCHMARK = "serving_benchmark"
 _COMMON = ("model", "dtype", "trace", "loop", "settings")  # of all systems that are compared
-_OWN = (*_COMMON, "config", "options")  # of all points of one system
-_DURATIONS = ("warm_up_s", "window_s", "drain_s")  # settings that may differ: how long a point was looked at
+_OWN = (*_COMMON, "system", "config", "options")  # of all points of one curve
+# What may differ: how long a point was looked at, and where another server was given the model's files.
+_MAY_DIFFER = {"settings": ("warm_up_s", "window_s", "drain_s"), "options": ("model",)}
 _SERVED = {
     "sent/s": "sent_requests_per_s",
     "requests/s": "requests_per_s",
@@ -110,34 +113,63 @@ def append_line(path: Path, line: str) -> None:
 
 
 class Curves(NamedTuple):
-    """What is drawn: what it is of, in words, and the points of every system by rate."""
+    """What is drawn: what it is of, in words, and the points of every curve, by rate."""
 
     title: str
-    by_system: dict[str, list[Point]]
+    by_name: dict[str, list[Point]]
 
 
-def read_curves(paths: Sequence[Path]) -> Curves:
+class Named(NamedTuple):
+    """Files of one curve, and what it is called; None calls each point after its system."""
+
+    flag: str
+    name: str | None
+    paths: tuple[Path, ...]
+
+
+def named_curve(text: str) -> Named:
+    """What `--curve` says, a name and files: "NAME=FILE,FILE"; raises ConfigError."""
+    name, _, files = text.rpartition("=")
+    if not name or not files:
+        raise ConfigError("--curve", text, "a name, an equals sign, and files with commas between them")
+    return Named("--curve", name, tuple(map(Path, files.split(","))))
+
+
+def read_curves(curves: Sequence[Named]) -> Curves:
     """What files of `append_line` hold; void points are left out, and windows may differ in length.
 
     Raises ConfigError for a file that is no such file, for points that are of different models, traces,
-    users or, within a system, configurations, and without a point that counts.
+    users or, within a curve, systems or configurations, and without a point that counts.
     """
     found: dict[str, list[tuple[float, Point]]] = {}
     first: dict[str, tuple[str, Mapping[str, Any]]] = {}
-    for where, results in read_results("--curves", paths):
-        system = str(results["system"])
-        for key, names in (("all", _COMMON), (f"of {system}", _OWN)):
-            _check_alike((where, results), first.setdefault(key, (where, results)), names)
-        if points := _drawn("--curves", where, results):
-            found.setdefault(system, []).extend(points)
+    for flag, name, paths in curves:
+        for where, results in read_results(flag, paths):
+            curve_name = name or str(results["system"])
+            for key, parts in (("all", _COMMON), (f"of {curve_name}", _OWN)):
+                _check_alike(flag, (where, results), first.setdefault(key, (where, results)), parts)
+            if points := _drawn(flag, where, results):
+                found.setdefault(curve_name, []).extend(points)
     if not found:
-        raise ConfigError("--curves", ",".join(map(str, paths)), "files with a point that is not void")
+        given = ",".join(str(path) for one in curves for path in one.paths)
+        raise ConfigError(curves[0].flag, given, "files with a point that is not void")
     where, results = first["all"]
     try:
         title = f"{results['model']}, {results['trace']['name']}"
     except (KeyError, TypeError) as error:
-        raise _no_document("--curves", where, error) from error
-    return Curves(title, {system: [point for _, point in sorted(points)] for system, points in found.items()})
+        raise _no_document(curves[0].flag, where, error) from error
+    return Curves(title, {name: [point for _, point in sorted(points)] for name, points in found.items()})
+
+
+def at_level(curves: Mapping[str, Sequence[Point]], level_s: float) -> dict[str, float | None]:
+    """Requests a second at which straight lines between a curve's means first exceed the level.
+
+    None for a curve that does not cross it: all of its points are below, or all are above.
+    """
+    return {
+        name: crossing_at(level_s, [(point.requests_per_s, point.mean_s) for point in points])
+        for name, points in curves.items()
+    }
 
 
 def read_results(flag: str, paths: Sequence[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -160,10 +192,10 @@ def read_results(flag: str, paths: Sequence[Path]) -> Iterator[tuple[str, Mappin
             yield where, results
 
 
-def draw(curves: Mapping[str, Sequence[Point]], title: str, path: Path) -> None:
+def draw(curves: Mapping[str, Sequence[Point]], title: str, path: Path, view: View | None = None) -> None:
     """The paper's throughput-latency curves; raises ConfigError where the file cannot be written."""
     try:
-        plot_latency(curves, title, path)
+        plot_latency(curves, title, path, view or View())
     except OSError as error:
         limit = "a file that can be written"
         raise ConfigError("--plot", str(path), limit, error.strerror or str(error)) from error
@@ -198,17 +230,20 @@ def _no_document(flag: str, where: str, error: Exception) -> ConfigError:
 
 
 def _check_alike(
-    this: tuple[str, Mapping[str, Any]], first: tuple[str, Mapping[str, Any]], names: Sequence[str]
+    flag: str,
+    this: tuple[str, Mapping[str, Any]],
+    first: tuple[str, Mapping[str, Any]],
+    names: Sequence[str],
 ) -> None:
     different = [name for name in names if _compared(this[1], name) != _compared(first[1], name)]
     if different:
         limit = f"measured as {first[0]}, to be drawn with it"
-        raise ConfigError("--curves", this[0], limit, f"of another {', '.join(different)}")
+        raise ConfigError(flag, this[0], limit, f"of another {', '.join(different)}")
 
 
 def _compared(results: Mapping[str, Any], name: str) -> Any:
     """A part of a document, as far as it must be that of the others."""
     part = results.get(name)
-    if name == "settings" and isinstance(part, dict):
-        return {key: value for key, value in part.items() if key not in _DURATIONS}
+    if name in _MAY_DIFFER and isinstance(part, dict):
+        return {key: value for key, value in part.items() if key not in _MAY_DIFFER[name]}
     return part

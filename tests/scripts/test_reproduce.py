@@ -210,8 +210,8 @@ def test_a_profile_of_four_devices_goes_by_counts(experiments):
     assert (gpu_bytes, cpu_bytes) == (160_000_000_000, 880_000_000_000)
 
 
-def test_a_curve_is_read_where_it_first_rises_over_the_level(experiments):
-    crossing_at = experiments("levels").crossing_at
+def test_a_curve_is_read_where_it_first_rises_over_the_level():
+    crossing_at = load("common.crossing").crossing_at
     assert crossing_at(20, [(1, 10), (2, 15), (3, 25), (4, 12), (5, 30)]) == 2.5
     assert crossing_at(20, [(1, 10), (2, 19)]) is None
     assert crossing_at(20, [(1, 30), (2, 40)]) is None

@@ -252,6 +252,10 @@ def point(rate, latency_s, *, void=False):
     return {"rate": rate, "requests_per_s": rate, "normalized_latency_s": spread, "void": void}
 
 
+def read_curves(*paths):
+    return serving_report.read_curves([serving_report.Named("--curves", None, paths)])
+
+
 def write(path, system, *points, benchmark="serving_benchmark", **results):
     named = {"model": "a", "trace": {"name": "talk"}, **results}
     document = {"benchmark": benchmark, "results": {"system": system, "points": points, **named}}
@@ -265,7 +269,7 @@ def test_curves_of_several_files(tmp_path):
     write(one, "pensieve", point(2.0, 0.01), point(9.0, 0.5, void=True))
     write(other, "stateless", point(2.0, 0.03))
     write(other, "pensieve", point(4.5, 0.015))
-    title, curves = serving_report.read_curves([one, other])
+    title, curves = read_curves(one, other)
     assert title == "a, talk"
     assert {name: [p.requests_per_s for p in found] for name, found in curves.items()} == {
         "pensieve": [2.0, 4.5, 4.0],
@@ -274,12 +278,46 @@ def test_curves_of_several_files(tmp_path):
     assert curves["stateless"][0] == (2.0, 0.03, 0.06)
 
 
+def test_curves_by_names_of_their_own(tmp_path):
+    """Two configurations of one system are two curves, and where a model's files lie is no difference."""
+    one, other, paged = (tmp_path / name for name in ("one.json", "other.json", "fp8.json"))
+    write(one, "vllm", point(2.0, 0.01), options={"model": "/tmp/a"})
+    write(other, "vllm", point(4.0, 0.03), options={"model": "/tmp/b"})
+    write(paged, "vllm", point(2.0, 0.005), options={"model": "/tmp/a", "kv": "fp8"})
+    named = [serving_report.named_curve(text) for text in (f"a = b={one},{other}", f"fp8={paged}")]
+    _, curves = serving_report.read_curves(named)
+    assert {name: len(points) for name, points in curves.items()} == {"a = b": 2, "fp8": 1}
+    assert serving_report.at_level(curves, 0.02) == {"a = b": pytest.approx(3.0), "fp8": None}
+    with pytest.raises(ConfigError, match=r"--curve is .*fp8\.json, line 1.* of another options"):
+        serving_report.read_curves([serving_report.named_curve(f"all={one},{paged}")])
+    write(ours := tmp_path / "ours.json", "pensieve", point(2.0, 0.01), options={"model": "/tmp/a"})
+    with pytest.raises(ConfigError, match="of another system"):
+        serving_report.read_curves([serving_report.named_curve(f"all={one},{ours}")])
+
+
+@pytest.mark.parametrize("text", ["a.json", "=a.json", "a="])
+def test_curves_that_have_no_name_or_no_files(text):
+    with pytest.raises(ConfigError, match="--curve is"):
+        serving_report.named_curve(text)
+
+
+def test_a_picture_says_what_it_cuts_off(tmp_path):
+    pytest.importorskip("matplotlib")
+    cut_off = load("serving.latency_plot")._cut_off
+    curves = {"a": [serving_report.Point(1.0, 0.01, 0.02), serving_report.Point(2.0, 0.03, 0.05)]}
+    assert cut_off(curves, 40.0) == "cut off above 40 ms: means 0, 90th percentiles 1"
+    assert cut_off(curves, 60.0) is None
+    view = load("serving.latency_plot").View(level_s=0.02, top_s=0.04)
+    serving_report.draw(curves, "a", tmp_path / "a.png", view)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"benchmark": "simulation"}', '{"benchmark": 1, "results": 2}'])
 def test_other_files_are_refused(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="line 1"):
-        serving_report.read_curves([path])
+        read_curves(path)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +333,7 @@ def test_points_that_cannot_be_compared_are_not_drawn_together(tmp_path, system,
     write(path, "pensieve", point(2.0, 0.01), **alike, config={"gpu_pages": 8})
     write(path, system, point(2.0, 0.01), **alike | change)
     with pytest.raises(ConfigError, match=says):
-        serving_report.read_curves([path])
+        read_curves(path)
 
 
 def test_points_may_have_been_looked_at_for_longer(tmp_path):
@@ -304,29 +342,29 @@ def test_points_may_have_been_looked_at_for_longer(tmp_path):
     write(path, "pensieve", point(2.0, 0.01), settings=first)
     for name in ("warm_up_s", "window_s", "drain_s"):
         write(path, "pensieve", point(3.0, 0.01), settings=first | {name: 30.0})
-    assert len(serving_report.read_curves([path]).by_system["pensieve"]) == 4
+    assert len(read_curves(path).by_name["pensieve"]) == 4
     write(path, "pensieve", point(3.0, 0.01), settings=first | {"window_s": 30.0, "think": 60})
     with pytest.raises(ConfigError, match="of another settings"):
-        serving_report.read_curves([path])
+        read_curves(path)
 
 
 def test_documents_that_say_not_what_they_are_of(tmp_path):
     path, empty = tmp_path / "points.json", tmp_path / "empty.json"
     empty.write_text("")
     write(path, "pensieve", point(2.0, 0.01))
-    assert serving_report.read_curves([empty, path]).title == "a, talk"
+    assert read_curves(empty, path).title == "a, talk"
     write(nameless := tmp_path / "nameless.json", "pensieve", point(2.0, 0.01), trace=None)
     with pytest.raises(ConfigError, match=r"nameless\.json, line 1"):
-        serving_report.read_curves([nameless])
+        read_curves(nameless)
 
 
 def test_files_without_a_point(tmp_path):
     path = tmp_path / "void.json"
     write(path, "pensieve", point(2.0, 0.01, void=True))
     with pytest.raises(ConfigError, match="not void"):
-        serving_report.read_curves([path])
+        read_curves(path)
     with pytest.raises(ConfigError, match="can be read"):
-        serving_report.read_curves([tmp_path / "nowhere.json"])
+        read_curves(tmp_path / "nowhere.json")
     for name in ("append_line", "draw"):
         arguments = {
             "append_line": (tmp_path, "x"),
