@@ -19,10 +19,10 @@ from absl import flags
 
 from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.assembly import DEFAULT_MODEL
+from pensieve_jax.commands.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_MODEL = "random:llama-tiny"
-COMMANDS = ("chat", "generate", "demo")
 sys.path.insert(0, str(ROOT / "scripts"))  # as for `python scripts/x.py`
 
 type Launch = Callable[..., int]
