@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
+import jax
 import pytest
 
 from pensieve_jax.assembly import DEFAULT_MODEL
 from tests.launching import load
 
 demo = load("demo")
+NO_OPTIMIZATIONS = "jax_disable_most_optimizations"
 _served: list[list] = []
 NEEDED = {
     "swapped_in_tokens": "swapped something in",
@@ -19,13 +21,25 @@ NEEDED = {
 }
 
 
+@contextlib.contextmanager
+def optimized():
+    """Whatever `make test` says: what is compiled inside is compiled as for serving."""
+    before = jax.config.values[NO_OPTIMIZATIONS]
+    jax.config.update(NO_OPTIMIZATIONS, False)
+    try:
+        yield
+    finally:
+        jax.config.update(NO_OPTIMIZATIONS, before)
+
+
 @pytest.fixture
 def turns(launch, monkeypatch):
-    """What a whole run served; it is run once."""
+    """What a whole run served; it is run once. It computes more than it compiles, and so compiles well."""
     if not _served:
         serve = demo.serve
         monkeypatch.setattr(demo, "serve", lambda llm: _served.append(serve(llm)) or _served[-1])
-        assert launch("demo", shared_llm=False, model=DEFAULT_MODEL) == 0
+        with optimized():
+            assert launch("demo", shared_llm=False, model=DEFAULT_MODEL) == 0
         monkeypatch.undo()
     return _served[0]
 
