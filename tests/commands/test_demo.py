@@ -5,31 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-import jax
 import pytest
 
 from pensieve_jax.assembly import DEFAULT_MODEL
-from tests.launching import load
+from tests.launching import load, optimized
 
 demo = load("demo")
-NO_OPTIMIZATIONS = "jax_disable_most_optimizations"
 _served: list[list] = []
 NEEDED = {
     "swapped_in_tokens": "swapped something in",
     "recomputed_tokens": "recomputed something",
     "num_suspensions": "were suspended",
 }
-
-
-@contextlib.contextmanager
-def optimized():
-    """Whatever `make test` says: what is compiled inside is compiled as for serving."""
-    before = jax.config.values[NO_OPTIMIZATIONS]
-    jax.config.update(NO_OPTIMIZATIONS, False)
-    try:
-        yield
-    finally:
-        jax.config.update(NO_OPTIMIZATIONS, before)
 
 
 @pytest.fixture
