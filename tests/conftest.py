@@ -1,5 +1,6 @@
 """Session set-up: launches as in serving, four virtual CPU devices, long files first, `gpu` marks, notes."""
 
+import hypothesis
 import jax
 import pytest
 
@@ -7,6 +8,9 @@ import pensieve_jax  # noqa: F401  # asks for asynchronous launches, before JAX 
 
 pytest_plugins = ["tests.launching"]
 jax.config.update("jax_num_cpu_devices", 4)
+# A machine that others use as well stops a process for longer than hypothesis lets an example take.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 # Files that take a worker ten seconds or more in `make test`, the longest first, wherever they are. They
 # begin first, so that two workers end together; at the end of a run one of them would wait for the other. A

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import pytest
 from absl import flags
 
@@ -23,6 +24,7 @@ from pensieve_jax.commands.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_MODEL = "random:llama-tiny"
+NO_OPTIMIZATIONS = "jax_disable_most_optimizations"
 sys.path.insert(0, str(ROOT / "scripts"))  # as for `python scripts/x.py`
 
 type Launch = Callable[..., int]
@@ -44,6 +46,20 @@ def llm(compilation_cache) -> Iterator[LLM]:
     )
     with LLM(TINY_MODEL, dtype="float32", config=config, progress=False) as llm:
         yield llm
+
+
+@contextlib.contextmanager
+def optimized() -> Iterator[None]:
+    """Whatever `make test` says: what is compiled inside is compiled as for serving.
+
+    For tests that compute for longer than they compile.
+    """
+    before = jax.config.values[NO_OPTIMIZATIONS]
+    jax.config.update(NO_OPTIMIZATIONS, False)
+    try:
+        yield
+    finally:
+        jax.config.update(NO_OPTIMIZATIONS, before)
 
 
 @pytest.fixture

@@ -60,7 +60,8 @@ class ChunkSteps:
         self._model, self._runner, self._mesh = model, runner, mesh
         self._chunk_tokens = config.cache.chunk_tokens
         self._dtype = runner.storage.dtype
-        self._specs = bucket_tile_specs(model, config, self._dtype, mesh.devices.flat[0], mesh.devices.size)
+        backend = runner.kernels.attention.name
+        self._specs = bucket_tile_specs(model, config, self._dtype, backend, mesh.devices.size)
         self.rows = RowSteps(config, runner, model.vocab_size, config.scheduler.max_num_running)
 
     def plan(self, num_chunks: int, end: int) -> StepPlan:

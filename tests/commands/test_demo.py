@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from pensieve_jax.assembly import DEFAULT_MODEL
-from tests.launching import load
+from tests.launching import load, optimized
 
 demo = load("demo")
 _served: list[list] = []
@@ -21,11 +21,12 @@ NEEDED = {
 
 @pytest.fixture
 def turns(launch, monkeypatch):
-    """What a whole run served; it is run once."""
+    """What a whole run served; it is run once. It computes more than it compiles, and so compiles well."""
     if not _served:
         serve = demo.serve
         monkeypatch.setattr(demo, "serve", lambda llm: _served.append(serve(llm)) or _served[-1])
-        assert launch("demo", shared_llm=False, model=DEFAULT_MODEL) == 0
+        with optimized():
+            assert launch("demo", shared_llm=False, model=DEFAULT_MODEL) == 0
         monkeypatch.undo()
     return _served[0]
 

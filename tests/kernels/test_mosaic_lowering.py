@@ -14,18 +14,19 @@ from pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     tile_spec,
 )
-from pallas_kernels.ragged_paged_attention.api import MOSAIC_GROUPS
+from pallas_kernels.ragged_paged_attention.backends import TABLE
 from pallas_kernels.ragged_paged_attention.shapes import Heads
 from tests.kernels.cross_lower import lower_for_cuda
 
 SHAPE = jax.ShapeDtypeStruct
+MOSAIC = TABLE["pallas_mosaic_gpu"]
 MODEL_HEADS = {
     Heads(config.num_heads, config.num_kv_heads, config.head_dim): name for name, config in PRESETS.items()
 }
 SERVED = {
     heads: name
     for heads, name in MODEL_HEADS.items()
-    if heads.head_dim in (64, 128) and heads.num_q_heads // heads.num_kv_heads in MOSAIC_GROUPS
+    if heads.head_dim in (64, 128) and heads.num_q_heads // heads.num_kv_heads in MOSAIC.groups
 }
 QUICK = ("opt-125m", "llama2-13b-gqa10")  # of each width of heads one; the others are long
 

@@ -9,7 +9,7 @@ import pytest
 
 from model_defs.families import qwen3
 from pensieve_jax import ConfigError
-from tests.scripts.conftest import load
+from tests.launching import load
 
 check_models = load("check_models")
 VARIANTS = {"qwen2_tied": "qwen2", "qwen3_bias": "qwen3", "mistral_gqa": "mistral"}

@@ -208,7 +208,7 @@ def test_users_in_the_servers_own_thread_make_no_run_void(benchmark, monkeypatch
     class SlowClient(script.InlineClient):
         def take(self):
             found = super().take()
-            self.lags += [Lag(sent.turn.arrival_s, 9.0) for sent in found]
+            self.lags += [Lag(sent.arrival_s, 9.0) for sent in found]
             return found
 
     monkeypatch.setattr(script, "InlineClient", SlowClient)

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from pensieve_jax import ConfigError, EngineConfig, Output, Usage
-from tests.launching import load
+from tests.launching import load, optimized
 
 compare_variants = load("compare_variants")
 benchmark_swaps = load("benchmark_swaps")
@@ -51,7 +51,8 @@ def last_line(out):
 def test_variants(launch, compilation_cache, monkeypatch, capsys):
     """More state is kept, less is recomputed, and the tokens are the same; if not, it fails."""
     flags = LOAD | {"compilation_cache_dir": compilation_cache, "policies": True}
-    assert launch("compare_variants", shared_llm=False, **flags) == 0
+    with optimized():
+        assert launch("compare_variants", shared_llm=False, **flags) == 0
     document = last_line(capsys.readouterr().out)
     results = document["results"]
     variants = results["variants"]
