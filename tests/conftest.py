@@ -12,10 +12,14 @@ jax.config.update("jax_num_cpu_devices", 4)
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
-# Files that take a worker ten seconds or more in `make test`, the longest first, wherever they are. They
-# begin first, so that two workers end together; at the end of a run one of them would wait for the other. A
-# name that is missing is only later.
+# Files that take a worker ten seconds or more, the longest first, wherever they are: four by their long
+# tests, the others in `make test`. They begin first, so that two workers end together; at the end one of
+# them would wait for the other. A name that is missing is only later.
 _LONGEST = (
+    "test_seeded_scenarios",
+    "test_mutations",
+    "test_random_scenarios",
+    "test_chat_model_recall",
     "test_real_models",
     "test_demo",
     "test_training",
