@@ -52,7 +52,7 @@ def key(*arguments, function=add, **statics):
 
 
 def array(shape=(4,), dtype="float32", devices=(0,), spec=REPLICATED):
-    mesh = Mesh([jax.devices()[i] for i in devices], ("tp",))
+    mesh = Mesh([jax.devices("cpu")[i] for i in devices], ("tp",))  # several, also beside one GPU
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
