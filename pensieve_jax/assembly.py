@@ -41,6 +41,7 @@ from pensieve_jax.device.device_memory import check_weights_fit, num_pages_in, r
 from pensieve_jax.device.kv_storage import chunk_bytes
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.engine.engine import Engine
+from pensieve_jax.engine.observer import Observe, unobserved
 from pensieve_jax.engine.validation import ModelLimits
 from pensieve_jax.history import SQLiteHistoryStore, history_fingerprint
 from pensieve_jax.runtime.compilation import keep_compilations_in
@@ -79,6 +80,7 @@ def assemble(
     config: EngineConfig,
     progress: bool,
     clock: Clock | None = None,
+    observe: Observe = unobserved,
 ) -> Assembled:
     """Build everything; see `LLM` for the arguments and errors."""
     if not isinstance(config, EngineConfig):
@@ -104,6 +106,7 @@ def assemble(
             tokenizer=tokenizer,
             cost_model=cost_model,
             clock=clock,
+            observe=observe,
         )
         undo.pop_all()
     return Assembled(engine, runner, config, cost_model, model_config, tokenizer, str(model))

@@ -7,6 +7,7 @@ pages, or devices; it drives an `Engine`, from one thread.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.description import describe
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.explanation import Explanation
+from pensieve_jax.engine.observer import Observe, unobserved
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.history import ConversationInfo, ConversationRecord
 from pensieve_jax.prompts import Messages, Prompt, PromptEncoder
@@ -42,8 +44,9 @@ class LLM:
         history: str | Path | None = None,
         config: EngineConfig | None = None,
         synchronous: Literal["normal", "full"] = "normal",
-        progress: bool = True,
+        progress: bool | None = None,
         clock: Clock | None = None,
+        observe: Observe = unobserved,
     ) -> None:
         """Load a model and compile its steps.
 
@@ -56,29 +59,31 @@ class LLM:
           history: SQLite file that turns are committed to; None keeps them in memory.
           config: sizes and limits.
           synchronous: "full" makes committed turns survive a power loss, not only the process's death.
-          progress: show bars while loading, compiling and generating.
+          progress: show bars while loading, compiling and generating; None: on a terminal.
           clock: where the time comes from; the wall clock unless a test brings its own.
+          observe: told what every step decides, and why chunks are dropped; see `engine.observer.Observe`.
 
         Raises:
           ConfigError: a configuration value that cannot work with this model or device, or an unknown model.
           model_defs.ModelError: a checkpoint or an architecture that cannot be served.
           HistoryError: the history cannot be opened, is another model's, or was damaged and set aside.
         """
+        self._progress = sys.stderr.isatty() if progress is None else progress
         parts = assemble(
             model,
             dtype=dtype,
             history=history,
             synchronous=synchronous,
             config=config or EngineConfig(),
-            progress=progress,
+            progress=self._progress,
             clock=clock,
+            observe=observe,
         )
         self.engine: Engine = parts.engine
         self.model_config = parts.model_config
         self.tokenizer = parts.tokenizer
         self._runner = parts.runner
         self._parts = parts
-        self._progress = progress
         self._prompts = PromptEncoder(parts.tokenizer, lambda: self.engine.conversations)
 
     # Generating
@@ -271,6 +276,7 @@ class LLM:
 
         `str` of it is for people. Raises UnknownConversationError.
         """
+        self.engine.expire_idle()
         return self.engine.explain(conversation_id)
 
     # The rest

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("pensieve_jax", "model_defs", "pallas_kernels")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COMMON_FILES = 400, 60, 12
 # Bodies of kernels are long by nature.
-LONG_FUNCTIONS = ("pallas_kernels/",)
+LONG_FUNCTIONS = ("jax_triton_kernels.py", "mosaic_compute.py", "pallas_mosaic_gpu.py", "pallas_triton.py")
 
 architecture = load("draw_architecture")
 
@@ -110,7 +110,7 @@ def test_files_and_functions_are_short():
     long_functions = {
         f"{name}:{function.name}": count
         for path in sources(*PACKAGES, "scripts")
-        if not (name := str(path.relative_to(ROOT))).startswith(LONG_FUNCTIONS)
+        if not (name := str(path.relative_to(ROOT))).endswith(LONG_FUNCTIONS)
         for function in functions(path)
         if (count := function.end_lineno - function.lineno + 1) > MAX_FUNCTION_LINES
     }

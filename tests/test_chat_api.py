@@ -270,3 +270,15 @@ def test_examples_in_a_first_turn_are_no_transcript(monkeypatch: pytest.MonkeyPa
         llm.chat([*first, assistant("6"), user("4 + 4")], PARAMS, conversation_id="b")
     llm.generate(["text"], PARAMS, conversation_ids=["raw"])
     llm.chat([user("text"), assistant("x"), user("y")], PARAMS, conversation_id="raw")
+
+
+def test_the_last_part_of_a_transcript_is_refused_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that cut what they send begin with a later turn; the reply tells it from a repeated question."""
+    llm, _ = fake_llm(monkeypatch)
+    transcript = told(llm, "one", "two", "three")
+    with pytest.raises(InvalidRequestError, match="holds the first 4 of these 5"):
+        llm.chat([*transcript[2:], user("four")], PARAMS, conversation_id="a")
+    with pytest.raises(InvalidRequestError, match="holds the first 2 of these 3"):
+        llm.chat([*transcript[4:], user("four")], PARAMS, conversation_id="a")
+    example = [user("two"), assistant("another reply"), user("four")]
+    assert llm.chat(example, PARAMS, conversation_id="a").finish_reason == "length"

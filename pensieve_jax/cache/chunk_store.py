@@ -8,7 +8,7 @@ Called by: `Evictor` and `CacheManager`. A chunk is named by the sequence that o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from pensieve_jax.cache.copies import Copy
@@ -40,8 +40,11 @@ class ChunkStore:
       num_copies_in, num_copies_out: in flight, orphans included.
     """
 
-    def __init__(self, num_pages: int, num_slots: int, chunk_tokens: int) -> None:
-        """Everything free."""
+    def __init__(
+        self, num_pages: int, num_slots: int, chunk_tokens: int, on_drop: Callable[[Drop], None]
+    ) -> None:
+        """Everything free; `on_drop` is told of every drop at once."""
+        self._on_drop = on_drop
         self.pages = PlacePool(num_pages)
         self.slots = PlacePool(num_slots)
         self.members: dict[Role, dict[CachedSequence, None]] = {role: {} for role in Role}
@@ -160,7 +163,9 @@ class ChunkStore:
     def drop(self, sequence: CachedSequence, index: int, reason: DropReason, worth: float | None) -> None:
         """Forget a chunk to make room; see `Drop` for `reason` and `worth`."""
         self._discard(sequence, index)
-        self._drops.append(Drop(sequence.sequence_id, index, reason, worth))
+        drop = Drop(sequence.sequence_id, index, reason, worth)
+        self._drops.append(drop)
+        self._on_drop(drop)
 
     # Copies
 

@@ -1,7 +1,8 @@
 """Why a chunk was forgotten: a value that the cache makes for whoever wants to know.
 
 Owns: the reasons there are, and how a person is told. Does not know: when it happened, or who asks.
-Called by: `ChunkStore`, which records drops, and `Evictor`, which knows the reasons.
+Called by: `ChunkStore`, which records drops, `Evictor`, which knows the reasons, and the engine's journal and
+explanations.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ class DropReason(Enum):
     """What a chunk had to make room for; the value says it in words."""
 
     NO_HOST_MEMORY = "its page was needed, and there is no host memory to copy it to"
-    HOST_MEMORY_WORTH_MORE = "its page was needed, and everything in host memory was worth more"
-    SLOT_NEEDED = "its place in host memory was needed for a chunk that was worth more"
+    HOST_MEMORY_WORTH_MORE = "its page was needed, and everything that could leave host memory was worth more"
+    NO_SLOT = "its page was taken, and every place in host memory was held by what could not give way"
+    SLOT_NEEDED = "its place in host memory was needed for a chunk that was worth at least as much"
     EARLIER_REQUEST = "its place in host memory was needed by a request that had arrived earlier"
-    DEVICE_LOST = "a step failed on the device, and host memory had no copy"
+    DEVICE_LOST = "a step failed on the device, and what was there was lost"
+    INTERRUPTED = "the engine was interrupted in the middle of a change, and gave up all state that it had"
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python function
 

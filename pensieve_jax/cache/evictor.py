@@ -143,15 +143,20 @@ class Evictor:
         """Take the page of a chunk that has no copy: the copy begins now, or the chunk is dropped."""
         slot = self._allocate_slot(worth, sequence)
         if slot is None:
-            has_host = self._store.slots.num_places > 0
-            reason = DropReason.HOST_MEMORY_WORTH_MORE if has_host else DropReason.NO_HOST_MEMORY
-            self._store.drop(sequence, index, reason, worth)
+            self._store.drop(sequence, index, self._why_no_slot(), worth)
             return
         self._store.swap_out(sequence, index, slot)
         self._store.give_page(sequence, index)
         self.num_forced_swap_outs += 1
 
     # Slots
+
+    def _why_no_slot(self) -> DropReason:
+        """What kept `_allocate_slot` from finding one just now."""
+        if not self._store.slots.num_places:
+            return DropReason.NO_HOST_MEMORY
+        has_victim = self._victim(Shelf.HOST) is not None
+        return DropReason.HOST_MEMORY_WORTH_MORE if has_victim else DropReason.NO_SLOT
 
     def _allocate_slot(self, worth: float, sequence: CachedSequence) -> int | None:
         """A slot for a chunk of `sequence`; None where everything there is worth more.

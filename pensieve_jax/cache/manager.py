@@ -10,7 +10,7 @@ Called by: the scheduler for requests, the engine for what happens between turns
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pensieve_jax.cache.chunk_store import ChunkStore
 from pensieve_jax.cache.copies import Copy
@@ -35,12 +35,21 @@ class CacheManager:
     """
 
     def __init__(
-        self, config: CacheConfig, cost_model: CostModel, clock: Clock, *, max_num_copies: int
+        self,
+        config: CacheConfig,
+        cost_model: CostModel,
+        clock: Clock,
+        *,
+        max_num_copies: int,
+        on_drop: Callable[[Drop], None] = lambda drop: None,
     ) -> None:
-        """An empty cache; `max_num_copies` chunks are on their way in, or out, ahead of need."""
+        """An empty cache.
+
+        `max_num_copies` chunks are on their way in, or out, ahead of need; `on_drop` is told of every drop.
+        """
         self.chunk_tokens = config.chunk_tokens
         self.num_prefetched_chunks = 0
-        self._store = ChunkStore(config.gpu_pages, config.cpu_pages, config.chunk_tokens)
+        self._store = ChunkStore(config.gpu_pages, config.cpu_pages, config.chunk_tokens, on_drop)
         self._clock = clock
         self._reserve_pages = config.reserve_pages
         self.prefetch = config.prefetch
@@ -244,6 +253,13 @@ class CacheManager:
         self._store.lose_device()
 
     # For reports
+
+    def held(self) -> Iterator[tuple[str, int]]:
+        """Sequence and index of every chunk that has state somewhere, or on its way."""
+        for sequence in self._store:
+            for index in range(sequence.num_shared, len(sequence.chunks)):
+                if sequence.chunks[index].shelf is not Shelf.ABSENT:
+                    yield sequence.sequence_id, index
 
     def worth_of(self, sequence: CachedSequence, index: int) -> float:
         """What keeping a chunk of an idle sequence is worth now, to the policy."""

@@ -47,7 +47,8 @@ flags.disclaim_key_flags()
 INTRODUCTION = """\
 Eight people tell something about themselves and ask for it five turns later. Meanwhile the state of each
 conversation makes room for that of the others: it is swapped out and in again, or dropped and recomputed.
-In brackets is where it was; the last token of a history has no state yet.
+In brackets is where it was; the last token of a history has no state yet. The model is a small one, made for
+trying the engine: not all it says makes sense, but all of it is what it says without losing state.
 """
 
 

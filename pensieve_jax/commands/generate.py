@@ -3,7 +3,8 @@
     pensieve generate --model=path/to/model --input=prompts.jsonl --output=turns.jsonl
 
 Input: `pensieve_jax/commands/conversations_file.py` has the format; a line is, for example,
-    {"conversation_id": "ada", "turns": [{"prompt": "Hello"}, {"prompt": [15, 27], "max_tokens": 8}]}
+    {"conversation_id": "ada", "turns": [{"messages": [{"role": "user", "content": "Hello"}]}]}
+`messages` go through the model's chat template; a `prompt`, text or token ids, is taken as it is.
 Output: a line for every turn, in the order in which they end, with `conversation_id`, `turn` (from 0),
 `prompt`, `token_ids`, `text`, `finish_reason`, `usage`, `seed`, and `logprobs` where asked for.
 

@@ -75,12 +75,12 @@ def run(main: Callable[[], int]) -> None:
             logging.set_verbosity(logging.WARNING)
         try:
             return until_reader_leaves(main)
+        except KeyboardInterrupt:  # before what imports JAX to know its errors
+            print("interrupted", file=sys.stderr)
+            return EXIT_INTERRUPTED
         except _typed_errors() as error:
             print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
             return EXIT_BAD_INPUT
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            return EXIT_INTERRUPTED
 
     docstring = sys.modules[main.__module__].__doc__ or ""
     app.run(guarded, flags_parser=functools.partial(_parse, docstring))

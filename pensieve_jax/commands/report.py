@@ -124,8 +124,11 @@ def device_name() -> str:
 
 
 def _revision() -> str | None:
-    """The commit of the source tree, with a + where files differ from it; None outside a git checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    """The commit of the source tree, with a + where files differ from it; None outside a checkout of it."""
+    root = Path(__file__).parents[2]
+    if not (root / "pyproject.toml").is_file():
+        return None  # installed, perhaps within somebody else's checkout
+    git = ["git", "-C", str(root)]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         changes = subprocess.run([*git, "status", "-s", "-uno"], capture_output=True, text=True, check=True)

@@ -26,9 +26,12 @@ class ChangeGuard:
         self._thread: int | None = None
 
     def check_thread(self) -> None:
-        """Raise PensieveError where another thread is in a call."""
-        if self._thread not in (None, threading.get_ident()):
-            raise PensieveError("Another thread is in a call of the engine; one at a time may use it.")
+        """Raise PensieveError where somebody is in a call: another thread, or an observer of this one's."""
+        if self._thread is None:
+            return
+        if self._thread == threading.get_ident():
+            raise PensieveError("The engine is in the middle of a call: an observer must not call it.")
+        raise PensieveError("Another thread is in a call of the engine; one at a time may use it.")
 
     @contextmanager
     def change(self) -> Iterator[None]:

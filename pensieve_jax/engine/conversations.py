@@ -83,13 +83,21 @@ class ConversationTable:
         if conversation_id is None:
             return 0
         try:
-            return self.get(conversation_id).conversation.num_history_tokens
+            found = self.look_up(conversation_id)
         except UnknownConversationError:
             return 0
+        if isinstance(found, LiveConversation):
+            return found.conversation.num_history_tokens
+        return len(found.token_ids)
 
     def look_up(self, conversation_id: str) -> LiveConversation | ConversationRecord:
-        """What is in memory of a conversation, or else its history; raises UnknownConversationError."""
+        """What is in memory of a conversation, or else its history; loads nothing.
+
+        Raises UnknownConversationError or InvalidRequestError.
+        """
         check_conversation_id(conversation_id)
+        if conversation_id is None:
+            raise InvalidRequestError("conversation_id", None, "the id of a conversation")
         return self._live.get(conversation_id) or self._store.load(conversation_id)
 
     def is_busy(self, conversation_id: str) -> bool:
@@ -150,6 +158,8 @@ class ConversationTable:
         """Take a conversation out of memory and free its state; the store keeps what it has."""
         del self._live[live.conversation.conversation_id]
         self._cache.close(live.sequence)
+        if live.conversation.one_off or not live.conversation.num_turns:  # nobody can ask for it any more
+            self._drops.forget(live.conversation.conversation_id)
 
     def expire_idle(self) -> None:
         """End conversations beyond the time-to-live, then the least recently active beyond the bound."""

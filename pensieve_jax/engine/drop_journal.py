@@ -1,19 +1,19 @@
 """What was dropped, when and why: the record behind `Engine.explain`.
 
 Owns: which drops are still of interest. Does not know: what is in memory now, or who asks.
-Called by: `Engine`, which notes every step's drops, and `ConversationTable`, whose owners make them void.
+Called by: the cache, which tells every drop, and `ConversationTable`, whose owners make them void.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from pensieve_jax.cache import Drop, DropReason
 from pensieve_jax.core.clock import Clock
 
-_MAX_NUM_SEQUENCES = 4096  # whose drops are remembered, the latest
+_MAX_NUM_RECORDS = 200_000  # some 30 MB; conversations that lost something longest ago are forgotten first
 
 
 class DropRecord(NamedTuple):
@@ -25,35 +25,35 @@ class DropRecord(NamedTuple):
 
 
 class DropJournal:
-    """The latest drop of every chunk, of the conversations that lost something most recently."""
+    """The latest drop of every chunk, of the conversations that lost something most recently.
+
+    What is said of a conversation goes for a shared prefix as well, by the id of its sequence.
+    """
 
     def __init__(self, clock: Clock) -> None:
         """Nothing was dropped."""
         self.clock = clock
-        self.interrupted_s: float | None = None
         self._drops: OrderedDict[str, dict[int, DropRecord]] = OrderedDict()
+        self._num_records = 0
 
-    def note(self, drops: Sequence[Drop]) -> None:
-        """These were dropped just now."""
-        if not drops:
-            return
-        now_s = self.clock.now()
-        for drop in drops:
-            of_conversation = self._drops.setdefault(drop.conversation_id, {})
-            of_conversation[drop.index] = DropRecord(now_s, drop.reason, drop.worth)
-            self._drops.move_to_end(drop.conversation_id)
-        while len(self._drops) > _MAX_NUM_SEQUENCES:
-            self._drops.popitem(last=False)
+    def note(self, drop: Drop) -> None:
+        """It was dropped just now."""
+        of_conversation = self._drops.setdefault(drop.conversation_id, {})
+        self._num_records += drop.index not in of_conversation
+        of_conversation[drop.index] = DropRecord(self.clock.now(), drop.reason, drop.worth)
+        self._drops.move_to_end(drop.conversation_id)
+        while self._num_records > _MAX_NUM_RECORDS and len(self._drops) > 1:
+            self._num_records -= len(self._drops.popitem(last=False)[1])
 
-    def of(self, sequence_id: str) -> dict[int, DropRecord]:
+    def of(self, conversation_id: str) -> dict[int, DropRecord]:
         """By chunk, of what is still known."""
-        return self._drops.get(sequence_id, {})
+        return self._drops.get(conversation_id, {})
 
     def forget(self, conversation_id: str) -> None:
-        """A conversation was changed by its owner: what was dropped before explains nothing any more."""
-        self._drops.pop(conversation_id, None)
+        """Its owner changed it, or it is gone: what was dropped before explains nothing any more."""
+        self._num_records -= len(self._drops.pop(conversation_id, {}))
 
-    def lose_all(self) -> None:
-        """Everything in memory was given up just now, after an interrupt."""
-        self._drops.clear()
-        self.interrupted_s = self.clock.now()
+    def lose(self, held: Iterable[tuple[str, int]], reason: DropReason) -> None:
+        """All of these, (conversation, chunk), were given up just now."""
+        for conversation_id, index in held:
+            self.note(Drop(conversation_id, index, reason, None))

@@ -4,7 +4,7 @@ Owns: turns from submission on, who gets which fetched id, and what happens when
 interrupted.
 Does not know: how tokens are computed (`Runner`), chosen for a step (`Scheduler`) or kept (`CacheManager`),
 in what order a step is done (`EngineLoop`), or how a turn leaves (`TurnLedger`).
-Called by: `LLM`, servers, benchmarks, simulators. One thread drives it.
+Called by: `LLM`, servers, benchmarks. One thread drives it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from pensieve_jax.cache import CacheManager, CostModel
+from pensieve_jax.cache import CacheManager, CostModel, DropReason
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock, WallClock
 from pensieve_jax.core.conversation import PENDING_TOKEN
@@ -102,6 +102,7 @@ class Engine:
             self._stats,
             max_num_copies=config.runner.max_num_staged_pages,
             observe=self._note,
+            on_drop=self._drops.note,
         )
         self._cache = self._loop.cache
         self._prefixes = PrefixTable(self._cache)
@@ -243,7 +244,8 @@ class Engine:
     def explain(self, conversation_id: str) -> Explanation:
         """Where a conversation's state is, and why some of it is nowhere; raises UnknownConversationError."""
         self._check_usable()
-        return explain(self._conversations.look_up(conversation_id), self._cache, self._drops, self._config)
+        found = self._conversations.look_up(conversation_id)
+        return explain(found, self._prefixes, self._cache, self._drops, self._config)
 
     def stats(self) -> dict[str, int | float]:
         """Counters since the start, and what is held now."""
@@ -317,7 +319,8 @@ class Engine:
                 turn.error = error
                 self._stats.num_turns_failed += 1
         self._runner.reset()
-        self._drops.lose_all()
+        reason = DropReason.INTERRUPTED if self._guard.interrupted else DropReason.DEVICE_LOST
+        self._drops.lose(self._cache.held(), reason)
         self._make_state()
         self._guard.interrupted = self._lost_pools = False
 
@@ -343,8 +346,10 @@ class Engine:
         return turn
 
     def _note(self, output: SchedulerOutput) -> None:
-        self._drops.note(output.drops)
-        self._observe(output)
+        try:
+            self._observe(output)
+        except PensieveError as error:  # from the engine itself it would be a refusal that changed nothing
+            raise RuntimeError("An observer failed in the middle of a step.") from error
 
     def _launch(self, output: SchedulerOutput) -> _LaunchedStep:
         return _LaunchedStep(output, self._runner.dispatch(self._planner.plan(output)))

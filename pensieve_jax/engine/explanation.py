@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from pensieve_jax.cache import CachedSequence, CacheManager, ChunkState, Role
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.engine.conversations import LiveConversation
 from pensieve_jax.engine.drop_journal import DropJournal, DropRecord
+from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.history import ConversationRecord
 
+_UNRECORDED = "nowhere; nothing is recorded of why"
+_NOT_IN_MEMORY = "nowhere: not computed since this start, or lost long ago; its tokens are in the history"
 _PLACES = {
     ChunkState.ON_GPU: ("gpu", "in device memory"),
     ChunkState.COPYING_OUT: ("gpu", "in device memory, being copied to host memory"),
@@ -77,38 +80,43 @@ class Explanation(NamedTuple):
 
 def explain(
     found: LiveConversation | ConversationRecord,
+    prefixes: PrefixTable,
     cache: CacheManager,
     journal: DropJournal,
     config: EngineConfig,
 ) -> Explanation:
     """What is known of a conversation, which is in memory or in the history only."""
+    now_s, idle_s, is_busy = journal.clock.now(), None, False
     if isinstance(found, ConversationRecord):
-        sequence, num_tokens, is_busy = CachedSequence(found.conversation_id), len(found.token_ids), False
-        idle_s = None
+        sequence, num_tokens = CachedSequence(found.conversation_id), len(found.token_ids)
+        sequence.begin_with(prefixes.find(found.token_ids.tolist()))  # as its next turn will
+        num_computed = num_tokens - 1
     else:
-        sequence, num_tokens, is_busy = found.sequence, len(found.conversation.token_ids), found.busy
-        idle_s = None if is_busy else journal.clock.now() - sequence.last_active_s
-    chunks = tuple(_chunks(sequence, num_tokens, cache, journal, is_busy))
+        conversation, sequence, is_busy = found.conversation, found.sequence, found.busy
+        num_tokens = len(conversation.token_ids)
+        num_computed = max(sequence.num_kv_tokens, conversation.num_computed_tokens)
+        idle_s = None if is_busy else now_s - sequence.last_active_s
+    keeps_state = config.stateful or is_busy
+    chunks = tuple(_chunks(sequence, max(num_computed, 0), cache, journal if keeps_state else None))
     lines = [_headline(sequence.sequence_id, num_tokens, config, idle_s, is_busy)]
-    lines += _lines(chunks, cache, journal.clock.now())
-    if not config.stateful and not is_busy:
+    if keeps_state:
+        is_unread = isinstance(found, ConversationRecord)
+        lines += _lines(chunks, cache, now_s, _NOT_IN_MEMORY if is_unread else _UNRECORDED)
+    else:
         lines.append("This engine keeps no state between turns (stateful=False).")
-    elif journal.interrupted_s is not None and any(chunk.place is None for chunk in chunks):
-        ago_s = journal.clock.now() - journal.interrupted_s
-        lines.append(f"An interrupt {ago_s:.1f} s ago made the engine give up all state that it had.")
     if not is_busy:
         lines.append(_outlook(chunks, num_tokens))
     return Explanation(sequence.sequence_id, num_tokens, config.cache.policy, idle_s, chunks, tuple(lines))
 
 
 def _chunks(
-    sequence: CachedSequence, num_tokens: int, cache: CacheManager, journal: DropJournal, is_busy: bool
+    sequence: CachedSequence, num_computed: int, cache: CacheManager, journal: DropJournal | None
 ) -> Iterator[ChunkReport]:
-    """Every chunk of the tokens that were computed once: all but the last, or those of the running turn."""
+    """Every chunk of the tokens that were computed once; without a journal no reasons are given."""
     size = cache.chunk_tokens
-    num_computed = sequence.num_kv_tokens if is_busy else max(num_tokens - 1, 0)
-    own, shared = journal.of(sequence.sequence_id), {}
-    if sequence.prefix is not None:
+    own: Mapping[int, DropRecord] = {} if journal is None else journal.of(sequence.sequence_id)
+    shared: Mapping[int, DropRecord] = {}
+    if journal is not None and sequence.prefix is not None:
         shared = journal.of(sequence.prefix.sequence_id)
     for index in range(-(-num_computed // size)):
         is_shared = index < sequence.num_shared
@@ -139,8 +147,8 @@ def _headline(
     return f"{conversation_id!r}: {num_tokens} tokens, {activity}; eviction order {config.cache.policy!r}"
 
 
-def _lines(chunks: Sequence[ChunkReport], cache: CacheManager, now_s: float) -> Iterator[str]:
-    """A line for every run of chunks that have the same fate."""
+def _lines(chunks: Sequence[ChunkReport], cache: CacheManager, now_s: float, unknown: str) -> Iterator[str]:
+    """A line for every run of chunks that have the same fate; `unknown` is said where no reason is known."""
     numbered = enumerate(chunks)
     for (place, is_shared, reason), run in itertools.groupby(
         numbered, lambda pair: (pair[1].place, pair[1].is_shared, pair[1].drop and pair[1].drop.reason)
@@ -153,7 +161,7 @@ def _lines(chunks: Sequence[ChunkReport], cache: CacheManager, now_s: float) -> 
             worths = [(chunk.worth, now_s) for _, chunk in pairs if chunk.worth is not None]
             yield where + place + (f"; {cache.describe_worths(worths)}" if worths else "")
         elif reason is None:
-            yield where + "nowhere; nothing is recorded of why"
+            yield where + unknown
         else:
             drops = [chunk.drop for _, chunk in pairs if chunk.drop is not None]
             yield where + _dropped(drops, cache, now_s)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pensieve_jax.cache import CachedSequence, CacheManager, CostModel
+from pensieve_jax.cache import CachedSequence, CacheManager, CostModel, Drop
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.conversation import Conversation
@@ -44,6 +44,7 @@ class EngineLoop[Step]:
         *,
         max_num_copies: int,
         observe: Observe,
+        on_drop: Callable[[Drop], None] = lambda drop: None,
     ) -> None:
         """Idle, with an empty cache.
 
@@ -55,8 +56,11 @@ class EngineLoop[Step]:
           stats: counted in.
           max_num_copies: chunks that are on their way in, or out, ahead of need.
           observe: sees every step's decisions; see `Observe`.
+          on_drop: is told of every chunk that is dropped, between steps too.
         """
-        self.cache = CacheManager(config.cache, cost_model, clock, max_num_copies=max_num_copies)
+        self.cache = CacheManager(
+            config.cache, cost_model, clock, max_num_copies=max_num_copies, on_drop=on_drop
+        )
         self.scheduler = Scheduler(config.scheduler, self.cache)
         self.in_flight: Step | None = None
         self._transfers = transfers
@@ -75,7 +79,10 @@ class EngineLoop[Step]:
         ending_ids: tuple[int, ...],
         max_context_tokens: int,
     ) -> Request:
-        """Queue a turn whose prompt stands in `conversation.token_ids` already; see `Request`."""
+        """Queue a turn whose prompt stands in `conversation.token_ids` already; see `Request`.
+
+        Requests are numbered by arrival in this loop; another loop, as after an interrupt, begins at 0.
+        """
         request = Request(
             self._num_requests,
             conversation,

@@ -40,11 +40,17 @@ class PrefixTable:
 
     def rejoin(self, sequence: CachedSequence, token_ids: Sequence[int]) -> None:
         """Let the empty, idle sequence of a loaded history share the prefix that the history begins with."""
+        shared = self.find(token_ids)
+        if shared is not None:
+            self._cache.share(sequence, shared)
+
+    def find(self, token_ids: Sequence[int]) -> CachedSequence | None:
+        """The sequence of a prefix that a history begins with."""
         for beginning, shared in self._sequences.items():
             count = len(beginning)
             if shared.num_kv_tokens < len(token_ids) and tuple(token_ids[:count]) == beginning:
-                self._cache.share(sequence, shared)
-                return
+                return shared
+        return None
 
     def release(self, prefix: SharedPrefix) -> None:
         """Leave a prefix's state to those in memory that begin with it; it goes with the last of them.

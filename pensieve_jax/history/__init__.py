@@ -2,7 +2,7 @@
 
 Owns: the records, the `HistoryStore` protocol, the SQLite store, the lock and the fingerprint of a history.
 Does not know: jax, pages, scheduling, or how text becomes ids.
-Called by: the engine loop (commit) and `pensieve_jax.llm` (open, list, load, truncate, delete).
+Called by: `assembly`, which opens one, and the engine (commit, list, load, truncate, delete).
 """
 
 from pensieve_jax.history.fingerprint import history_fingerprint

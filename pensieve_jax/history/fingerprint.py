@@ -2,7 +2,7 @@
 
 Owns: how the two become one short string.
 Does not know: what the caller puts into the description of a model.
-Called by: `pensieve_jax.llm` when it opens a store.
+Called by: `assembly` when it opens a store.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: the transactions and queries of `HistoryStore`, the lock on the file, and one connection.
 Does not know: the file's schema history and damage (`database`), how a turn is packed (`codec`), jax.
-Called by: the engine loop and `pensieve_jax.llm`.
+Called by: `assembly`, which opens it, and the engine.
 
 Durability: the file is in write-ahead mode. With `synchronous="normal"` a committed turn survives `kill -9`,
 since its bytes are with the kernel; a power loss may take the last commits but never half of one. With "full"

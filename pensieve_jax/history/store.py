@@ -2,7 +2,7 @@
 
 Owns: `TurnRecord`, `ConversationRecord`, `ConversationInfo`, `HistoryStore` and what its methods promise.
 Does not know: any file format, jax, or KV state.
-Called by: the engine and `pensieve_jax.llm`; implemented by `sqlite_store.SQLiteHistoryStore`.
+Called by: the engine; implemented by `sqlite_store.SQLiteHistoryStore`.
 """
 
 from __future__ import annotations

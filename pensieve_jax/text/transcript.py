@@ -29,6 +29,25 @@ def num_messages_held(earlier: Sequence[EarlierTurn], messages: Sequence[Message
       earlier: the conversation's finished turns, in order.
       messages: those of the turn to come.
     """
+    return _held_from_the_start(earlier, messages) or _held_in_a_window(earlier, messages)
+
+
+def _held_in_a_window(earlier: Sequence[EarlierTurn], messages: Sequence[Message]) -> int:
+    """The same where clients cut transcripts, so that they begin with a later turn.
+
+    Here the reply must be the stored one, but for blanks around it: a question that was asked before may
+    stand in front of an example.
+    """
+    for number, turn in enumerate(earlier):
+        end = _end_of_replay(turn.messages or (), messages, 0)
+        if end is None or str(messages[end - 1]["content"]).strip() != (turn.output_text or "").strip():
+            continue
+        return _end_of_replays(earlier[number + 1 :], messages, end)
+    return 0
+
+
+def _held_from_the_start(earlier: Sequence[EarlierTurn], messages: Sequence[Message]) -> int:
+    """The same where `messages` begin as the conversation did."""
     if not earlier or earlier[0].messages is None:
         return 0
     first = earlier[0].messages
@@ -40,7 +59,12 @@ def num_messages_held(earlier: Sequence[EarlierTurn], messages: Sequence[Message
             break
     else:
         return 0
-    for turn in earlier[1:]:
+    return _end_of_replays(earlier[1:], messages, end)
+
+
+def _end_of_replays(turns: Sequence[EarlierTurn], messages: Sequence[Message], end: int) -> int:
+    """Where what follows of the conversation ends in `messages`, from `end` on."""
+    for turn in turns:
         next_end = _end_of_replay(turn.messages or (), messages, end)
         if next_end is None:
             break

@@ -2,7 +2,7 @@
 
 Owns: programs that answer and can be timed, and how: iterations run one after the other with nothing of the
 host between them. Does not know: what a program computes, whether it is right, flags.
-Called by: benchmark_kernels, kernel_backends, kernel_peers, kernel_torch_peers.
+Called by: benchmark_kernels, backends, peers, torch_peers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Users in real time: they send their turns when these are due, whatever the server does.
 
 Owns: the thread that users live in, the token ids they send, and how late they were.
-Does not know: servers. Who sends which turn when is `pensieve_jax.simulator.Client`, the simulator's users.
+Does not know: servers. Who sends which turn when is `pensieve_jax.workload.Client`, the simulator's users.
 Called by: `run`.
 """
 

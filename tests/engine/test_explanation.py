@@ -6,8 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve_jax.cache import DropReason
-from pensieve_jax.core.errors import InvalidRequestError, StepFailedError, UnknownConversationError
+from pensieve_jax.cache import Drop, DropReason
+from pensieve_jax.core.clock import VirtualClock
+from pensieve_jax.core.errors import (
+    InvalidRequestError,
+    PensieveError,
+    StepFailedError,
+    UnknownConversationError,
+)
+from pensieve_jax.engine import drop_journal
+from pensieve_jax.engine.observer import unobserved
 from tests.engine.harness import Harness, small_config
 
 CHUNK = 16
@@ -113,21 +121,31 @@ def test_a_failed_step_and_an_interrupt_are_told():
     turn = harness.submit(harness.facts(harness.prompt(5), "b", max_tokens=9), "b")
     harness.step(2)
     harness.runner.faults["fetch"] = lambda: StepFailedError("the device failed")
-    harness.step(2)
-    assert turn.error is not None
+    harness.step()
+    assert turn.error is not None, "no step has been scheduled since"
     assert {c.drop.reason for c in harness.engine.explain("a").chunks} == {DropReason.DEVICE_LOST}
     harness.turn("a", 4, max_tokens=2)
     harness.submit(harness.facts(harness.prompt(5), "c", max_tokens=9), "c")
     harness.runner.faults["dispatch"] = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         harness.step()
-    assert "An interrupt 0.0 s ago made the engine give up all" in str(harness.engine.explain("a"))
+    explanation = harness.engine.explain("a")
+    assert {c.drop.reason for c in explanation.chunks} == {DropReason.INTERRUPTED}
+    harness.turn("a", 4, max_tokens=2)
+    assert "interrupted" not in str(harness.engine.explain("a"))
 
 
 def test_a_stateless_engine_says_so():
-    harness = Harness(small_config(stateful=False))
-    harness.turn("a", 40, max_tokens=4)
-    assert "keeps no state between turns" in str(harness.engine.explain("a"))
+    """What was dropped within a turn, and computed again, is no reason for anything."""
+    harness = Harness(small_config(gpu_pages=3, reserve_fraction=0.0, stateful=False))
+    early = harness.facts(harness.prompt(14, seed=1), "early", max_tokens=20)
+    late = harness.facts(harness.prompt(10, seed=2), "late", max_tokens=12)
+    harness.run(harness.submit(early, "early"), harness.submit(late, "late"))
+    assert any(output.drops for output in harness.scheduled)
+    for name in ("early", "late"):
+        explanation = harness.engine.explain(name)
+        assert "keeps no state between turns" in str(explanation) and len(explanation.lines) == 3
+        assert all(chunk.tier is None and chunk.drop is None for chunk in explanation.chunks)
 
 
 def test_conversations_that_do_not_exist():
@@ -136,3 +154,99 @@ def test_conversations_that_do_not_exist():
         harness.engine.explain("nobody")
     with pytest.raises(InvalidRequestError):
         harness.engine.explain("")
+
+
+def test_a_turn_that_waits_shows_what_its_conversation_has_lost():
+    harness = Harness(small_config(gpu_pages=6, reserve_fraction=0.0))
+    harness.turn("a", 60, max_tokens=4)
+    runs = harness.submit(harness.facts(harness.prompt(80), "b", max_tokens=10), "b")
+    harness.step()
+    waits = harness.submit(harness.facts(harness.prompt(3), "a", max_tokens=3), "a")
+    harness.step()
+    explanation = harness.engine.explain("a")
+    assert explanation.idle_s is None and explanation.chunks[-1].end == 63
+    assert any(chunk.drop is not None for chunk in explanation.chunks)
+    harness.run(runs, waits)
+
+
+def test_a_prefix_is_found_for_a_conversation_that_was_taken_out_of_memory():
+    """As its next turn would find it."""
+    harness = Harness(small_config(gpu_pages=20))
+    facts = replace(harness.facts(harness.prompt(50), None, max_tokens=4), num_prefix_tokens=40)
+    harness.run(harness.submit(facts, "a"))
+    live = harness.engine.conversations.get("a")
+    harness.engine.conversations.forget(live)
+    explanation = harness.engine.explain("a")
+    assert "nothing of it is in memory" in explanation.lines[0]
+    assert "find 32 tokens in device memory" in explanation.lines[-1]
+    output = harness.turn("a", 3, max_tokens=2)
+    assert output.usage.reused_gpu_tokens == 32
+
+
+def test_what_is_pushed_out_is_explained_before_the_next_step():
+    harness = Harness(small_config(gpu_pages=12, cpu_pages=2))
+    harness.turn("a", 70, max_tokens=4)
+    harness.engine.push_out("a")
+    explanation = harness.engine.explain("a")
+    assert {c.drop.reason for c in explanation.chunks if c.drop} <= {
+        DropReason.NO_SLOT,
+        DropReason.SLOT_NEEDED,
+    }
+    assert any(chunk.drop is not None for chunk in explanation.chunks)
+
+
+def test_one_off_requests_leave_nothing_in_the_journal():
+    harness = Harness(small_config(gpu_pages=3, reserve_fraction=0.0))
+    turns = [
+        harness.submit(harness.facts(harness.prompt(14, seed=n), None, seed=n, max_tokens=20))
+        for n in range(4)
+    ]
+    harness.run(*turns)
+    assert any(output.drops for output in harness.scheduled)
+    assert not harness.engine._drops._drops and not harness.engine._drops._num_records
+
+
+def test_the_journal_is_bounded(monkeypatch):
+    monkeypatch.setattr(drop_journal, "_MAX_NUM_RECORDS", 5)
+    journal = drop_journal.DropJournal(VirtualClock())
+    for name in "abcd":
+        for index in (0, 1, 1):
+            journal.note(Drop(name, index, DropReason.SLOT_NEEDED, 1.0))
+    assert [len(journal.of(name)) for name in "abcd"] == [0, 0, 2, 2]
+    journal.forget("c")
+    assert journal._num_records == 2
+
+
+@pytest.mark.parametrize(
+    "error", [StepFailedError("mine"), ValueError("mine"), InvalidRequestError("a", 1, "2")]
+)
+def test_an_observer_that_fails_harms_no_conversation(error):
+    harness = Harness()
+    harness.turn("a", 20, max_tokens=4)
+
+    def fail(output):
+        harness.on_step = unobserved
+        raise error
+
+    harness.on_step = fail
+    turn = harness.submit(harness.facts(harness.prompt(5), "a", max_tokens=9), "a")
+    with pytest.raises((RuntimeError, ValueError)):
+        harness.step()
+    harness.turn("a", 6, max_tokens=4)
+    assert turn.error is not None
+    harness.check_empty()
+
+
+def test_an_observer_must_not_call_the_engine():
+    harness = Harness()
+    harness.turn("a", 20, max_tokens=4)
+    refused = []
+
+    def call(output):
+        with pytest.raises(PensieveError, match="an observer must not call it"):
+            harness.engine.explain("a")
+        refused.append(True)
+
+    harness.on_step = call
+    harness.turn("a", 5, max_tokens=4)
+    assert refused
