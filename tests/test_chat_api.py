@@ -273,7 +273,7 @@ def test_examples_in_a_first_turn_are_no_transcript(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_last_part_of_a_transcript_is_refused_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients that cut what they send begin with a later turn; its reply tells it from a question asked again."""
+    """Clients that cut what they send begin with a later turn; its reply is what tells it."""
     llm, _ = fake_llm(monkeypatch)
     transcript = told(llm, "one", "two", "three")
     with pytest.raises(InvalidRequestError, match="holds the first 4 of these 5"):
