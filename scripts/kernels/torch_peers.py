@@ -142,7 +142,7 @@ def flash_infer(inputs: Inputs) -> Program:
 def flash_attention_3(inputs: Inputs, *, page_size: int | None = None) -> Program:
     """FlashAttention-3 over pages, from its own package or out of vLLM, which plans once for all layers.
 
-    Over pages of `page_size` tokens, where given: it is faster where a page is no smaller than a block of keys.
+    Over pages of `page_size` tokens, where given: it is faster where a page holds a whole block of keys.
     """
     torch, q, pool = _exchanged(inputs)
     page_size = page_size or inputs.case.page_size
