@@ -43,8 +43,8 @@ class StepWork(NamedTuple):
 
 
 COLUMNS = ("time_s", "follows", f"{WAIT}_s", f"{IDLE}_s", *(f"{part}_s" for part in PARTS), *StepWork._fields)
-"""Of the table: when the step's launch ended; whether a step was in flight then, so that the host's time counts;
-the parts, in seconds; the work."""
+"""Of the table: when the step's launch ended; whether a step was in flight then, so that the host's time
+counts; the parts, in seconds; the work."""
 
 
 class HostParts:
@@ -72,7 +72,7 @@ class HostParts:
         self._last_s = now_s
 
     def launched(self, *, follows: bool) -> None:
-        """A step was launched; `follows`: while another was in flight, so that the host's work lay beside it."""
+        """A step was launched; `follows`: while another was in flight, beside which the host worked."""
         laps = self._laps
         self._rows.append((self._last_s, float(follows), *laps.values(), *self.work.values()))
         if follows:
