@@ -82,20 +82,21 @@ class HostLoad:
         self.engine = Engine(self.runner, config, limits, store, cost_model=cost_model)
         self.random = np.random.default_rng(0)
         self.idle = [f"idle-{i}" for i in range(num_idle)]
+        self._turns: set[Turn] = set()  # in progress: they are held, or they would be cancelled
 
-    def submit(
-        self, names: Sequence[str], prompt_lens: Sequence[int], reply_lens: Sequence[int]
-    ) -> list[Turn]:
+    def submit(self, names: Sequence[str], prompt_lens: Sequence[int], reply_lens: Sequence[int]) -> None:
         """One turn each, of random ids."""
-        return self.engine.submit(
-            [
-                TurnSpec(
-                    self.random.integers(3, 30000, prompt_len).tolist(),
-                    SamplingParams(max_tokens=reply_len, ignore_eos=True),
-                    name,
-                )
-                for name, prompt_len, reply_len in zip(names, prompt_lens, reply_lens, strict=True)
-            ]
+        self._turns.update(
+            self.engine.submit(
+                [
+                    TurnSpec(
+                        self.random.integers(3, 30000, prompt_len).tolist(),
+                        SamplingParams(max_tokens=reply_len, ignore_eos=True),
+                        name,
+                    )
+                    for name, prompt_len, reply_len in zip(names, prompt_lens, reply_lens, strict=True)
+                ]
+            )
         )
 
     def step(self) -> tuple[Times, list[Turn]]:
@@ -104,6 +105,7 @@ class HostLoad:
         start_wall_s, start_s = time.perf_counter(), time.thread_time()
         ended = self.engine.step()
         end_s, runner = time.thread_time(), self.runner
+        self._turns.difference_update(ended)
         times = Times(
             1e3 * (runner.dispatch_s - start_s),
             1e3 * (runner.dispatch_wall_s - start_wall_s),
