@@ -149,6 +149,7 @@ class ConversationTable:
         """Forget a conversation; raises UnknownConversationError or ConversationBusyError."""
         self._check_idle(conversation_id)
         self._store.delete(conversation_id)
+        self._cache.turns.ended(conversation_id)
         self._drops.forget(conversation_id)
         live = self._live.get(conversation_id)
         if live is not None:
