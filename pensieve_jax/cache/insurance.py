@@ -21,6 +21,7 @@ import numpy as np
 
 from pensieve_jax.cache.cost import CostModel
 from pensieve_jax.cache.policies import EvictionPolicy
+from pensieve_jax.cache.returns import Array
 from pensieve_jax.cache.shadows import ShadowCache
 
 BLOCK_TOKENS = 256
@@ -99,11 +100,7 @@ class Insurance:
             paid_s.append(self._cost_s(last) - self._cost_s(min(first, last)))
         for name, loss_s in zip(self.names, paid_s, strict=True):
             self.lost_s[name] += loss_s
-        keep = 0.5 ** (1 / _HALF_LIFE)
-        losses_s = np.array(paid_s)
-        self._sums_s = keep * self._sums_s + losses_s
-        self._products = keep * keep * self._products + np.outer(losses_s, losses_s)
-        self._choose()
+        self._add(np.array(paid_s))
 
     def left(
         self, conversation_id: str, num_tokens: int, num_shared_tokens: int, *, bucket: int, now_s: float
@@ -117,6 +114,13 @@ class Insurance:
         """A conversation is no more."""
         for shadow in self._shadows:
             shadow.ended(conversation_id)
+
+    def _add(self, losses_s: Array) -> None:
+        """What the orders would have paid for one turn."""
+        keep = 0.5 ** (1 / _HALF_LIFE)
+        self._sums_s = keep * self._sums_s + losses_s
+        self._products = keep * keep * self._products + np.outer(losses_s, losses_s)
+        self._choose()
 
     def _choose(self) -> None:
         """Follow another order, if the evidence is there."""

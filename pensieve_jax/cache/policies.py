@@ -276,6 +276,10 @@ class LearnedPolicy(EvictionPolicy):
         """As in the order that is followed."""
         return self.orders[self.followed].epoch(now_s)
 
+    def describe(self, worths: Sequence[DatedWorth]) -> str:
+        """By the numbers: another order may have been followed then."""
+        return f"{super().describe(worths)} in the order that was followed"
+
 
 class ConversationPolicy(_LeastRecentlyUsed):
     """A whole history at once, as CachedAttention does."""

@@ -69,7 +69,7 @@ class ReturnModel:
 
     Attributes:
       returns: how many conversations returned: f64[NUM_BUCKETS, NUM_BINS].
-      exposure_s: seconds that closed observations spent, likewise: of conversations that returned, or of which
+      exposure_s: seconds that closed observations spent, likewise: of those that returned, or of which
         it will never be known.
       num_fits: how often the index was made anew; it stands in between.
     """
