@@ -37,6 +37,7 @@ _TURN_COLUMNS = (
     "conversation_id, turn_index, prompt_ids, output_ids, seed, finish_reason, created_at_s, messages, "
     "output_text, checksum"
 )
+_NOTES = "note:"  # before the names of notes among the keys of `meta`
 
 
 class SQLiteHistoryStore:
@@ -124,6 +125,19 @@ class SQLiteHistoryStore:
     def delete(self, conversation_id: str) -> None:
         """Forget a conversation; its space in the file is used again by later ones."""
         self._transact(lambda connection: _delete(connection, conversation_id))
+
+    def note(self, name: str) -> str | None:
+        """A text that is kept beside the turns."""
+        with self._guarded() as connection:
+            row = connection.execute("SELECT value FROM meta WHERE key = ?", (_NOTES + name,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def keep_note(self, name: str, text: str | None) -> None:
+        """Keep a text in place of the one of that name; None removes it."""
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM meta WHERE key = ?", (_NOTES + name,))
+            if text is not None:
+                connection.execute("INSERT INTO meta VALUES (?, ?)", (_NOTES + name, text))
 
     def close(self) -> None:
         """Fold the log into the file, release file and lock; a second call does nothing."""
