@@ -10,7 +10,15 @@ from pensieve_jax.workload.arrivals import Session, make_sessions, start_mid_lif
 from pensieve_jax.workload.client import Client
 from pensieve_jax.workload.errors import TraceError, WorkloadError
 from pensieve_jax.workload.figures import UNITS, answer_figures, throughput
-from pensieve_jax.workload.readers import FORMATS, TEXT_FORMATS, CountTokens, OnSkip, read_trace
+from pensieve_jax.workload.readers import (
+    FORMATS,
+    TEXT_FORMATS,
+    CountTokens,
+    OnSkip,
+    count_words,
+    guess_format,
+    read_trace,
+)
 from pensieve_jax.workload.server import History, Server
 from pensieve_jax.workload.step_totals import StepLog, Steps, StepTotals, add_steps, step_figures
 from pensieve_jax.workload.summary import Distribution, TraceSummary, summarize
@@ -61,7 +69,9 @@ __all__ = [
     "add_steps",
     "answer_figures",
     "cap_context",
+    "count_words",
     "generate_trace",
+    "guess_format",
     "make_sessions",
     "read_trace",
     "start_mid_life",
