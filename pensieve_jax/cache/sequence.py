@@ -72,6 +72,7 @@ class CachedSequence:
       fetched: chunks copied in for its queued request, before that was admitted.
       last_active_s: when its last turn ended, or began.
       arrival: arrival number of its queued or running request.
+      bucket: which turns its last one was like (`returns.bucket_of`); of a prefix, that of its latest user.
       role: who may take its pages.
       role_number: counts up with every sequence that takes a role.
       prefix: the sequence of the prefix, if it has one.
@@ -88,6 +89,7 @@ class CachedSequence:
         self.num_on = [0] * NUM_SHELVES
         self.fetched: set[int] = set()
         self.last_active_s = 0.0
+        self.bucket = 0
         self.arrival = -1
         self.role = Role.IDLE
         self.role_number = 0

@@ -25,6 +25,7 @@ from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.engine.change_guard import ChangeGuard
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.drop_journal import DropJournal
+from pensieve_jax.engine.experience import kept_experience
 from pensieve_jax.engine.explanation import Explanation, explain
 from pensieve_jax.engine.ledger import TurnLedger
 from pensieve_jax.engine.loop import EngineLoop
@@ -103,6 +104,7 @@ class Engine:
             max_num_copies=config.runner.max_num_staged_pages,
             observe=self._note,
             on_drop=self._drops.note,
+            experience=kept_experience(self._store),
         )
         self._cache = self._loop.cache
         self._prefixes = PrefixTable(self._cache)
@@ -279,6 +281,7 @@ class Engine:
         try:
             for turn in list(self._ledger.turns.values()):
                 self.cancel(turn)
+            self._ledger.close()
         finally:
             self._closed = True
             self._store.close()

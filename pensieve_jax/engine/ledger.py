@@ -15,6 +15,7 @@ from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.engine.conversations import ConversationTable, LiveConversation
+from pensieve_jax.engine.experience import ExperienceKeeper
 from pensieve_jax.engine.loop import EngineLoop
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.engine.turn import Turn
@@ -46,6 +47,7 @@ class TurnLedger:
         self._conversations = conversations
         self._stats = stats
         self._clock = clock
+        self._keeper = ExperienceKeeper(store, loop.cache)
 
     def enter(self, turn: Turn) -> None:
         """A turn was submitted."""
@@ -66,6 +68,7 @@ class TurnLedger:
         for turn, reason in endings:
             if not turn.done:
                 self._settle(turn, reason)
+        self._keeper.count(len(kept))
         return [turn for turn, _ in endings]
 
     def cancel(self, turn: Turn) -> None:
@@ -79,6 +82,10 @@ class TurnLedger:
         turn.error = error
         self._stats.num_turns_failed += 1
         self._roll_back(turn)
+
+    def close(self) -> None:
+        """Write what was learned; there are no turns any more."""
+        self._keeper.write()
 
     def _record(self, turn: Turn, reason: FinishReason) -> TurnRecord:
         request, conversation = turn.request, turn.request.conversation

@@ -38,6 +38,7 @@ _TURN_COLUMNS = (
     "output_text, "
     "checksum"
 )
+_NOTES = "note:"  # before the names of notes among the keys of `meta`
 
 
 class SQLiteHistoryStore:
@@ -141,6 +142,19 @@ class SQLiteHistoryStore:
             _find(connection, conversation_id)
             connection.execute("DELETE FROM turns WHERE conversation_id = ?", (conversation_id,))
             connection.execute("DELETE FROM conversations WHERE conversation_id = ?", (conversation_id,))
+
+    def note(self, name: str) -> str | None:
+        """A text that is kept beside the turns."""
+        with self._guarded() as connection:
+            row = connection.execute("SELECT value FROM meta WHERE key = ?", (_NOTES + name,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def keep_note(self, name: str, text: str | None) -> None:
+        """Keep a text in place of the one of that name; None removes it."""
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM meta WHERE key = ?", (_NOTES + name,))
+            if text is not None:
+                connection.execute("INSERT INTO meta VALUES (?, ?)", (_NOTES + name, text))
 
     def close(self) -> None:
         """Fold the log into the file, release file and lock; a second call does nothing."""
