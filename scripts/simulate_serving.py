@@ -12,8 +12,8 @@ document (see `--json`).
 What is not given is chosen, and said. The part is as many conversations as the stateless system answers in
 `--level_ms` a token on average (`--share`, or `--rate` where the trace has no arrivals), of at most about
 `--max_turns` turns. The device's memory is an eighth of their state, at most the 40 GB of the paper, and the
-host's 1, 2 and 4 times that. Scheduler, cache and eviction order are the engine's own under a virtual clock; a
-step and a copy take what `--profile` says. `scripts/simulate.py` sweeps loads, policies and replicas instead.
+host's 1, 2 and 4 times that. Scheduler, cache and eviction order are the engine's own, in virtual time: a
+step and a copy take what `--profile` says. `scripts/simulate.py` sweeps loads, policies and replicas.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from pensieve_jax.workload.synthetic import (
 )
 from pensieve_jax.workload.think import ExponentialThink, LognormalThink, RecordedThink, ThinkTime
 from pensieve_jax.workload.trace import ConversationTrace, Trace, TurnTrace
-from pensieve_jax.workload.transforms import cap_context, with_min_turns
+from pensieve_jax.workload.transforms import between, cap_context, split_by_session, with_min_turns
 from pensieve_jax.workload.turns import Answer, UserTurn
 
 __all__ = [
@@ -68,12 +68,14 @@ __all__ = [
     "WorkloadError",
     "add_steps",
     "answer_figures",
+    "between",
     "cap_context",
     "count_words",
     "generate_trace",
     "guess_format",
     "make_sessions",
     "read_trace",
+    "split_by_session",
     "start_mid_life",
     "step_figures",
     "summarize",
