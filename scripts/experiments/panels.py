@@ -6,6 +6,8 @@ Called by: experiments, which make panels, and `scripts/reproduce.py`, which has
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ type Curve = Sequence[tuple[float, float]]
 
 _PANEL_INCHES = (5.2, 3.9)
 _DOTS_PER_INCH = 100
+_MARKERS = "os^Dv*P"  # curves can be told apart without colour
+_MAX_IN_A_ROW = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +33,7 @@ class Panel:
       curves: points by name, in the order in which a line joins them.
       dashed: names of curves that belong to what others say, the paper's for example.
       level: a horizontal line to read curves at.
-      y_max: what lies above is cut off.
+      y_min, y_max: what lies below or above is cut off.
       log_x: powers of two.
     """
 
@@ -39,29 +43,37 @@ class Panel:
     curves: Mapping[str, Curve]
     dashed: frozenset[str] = frozenset()
     level: float | None = None
+    y_min: float = 0.0
     y_max: float | None = None
     log_x: bool = False
 
 
 def draw_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
-    """One row of them; raises OSError."""
+    """Up to three in a row, more in a square; raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     width, height = _PANEL_INCHES
-    figure = Figure(figsize=(width * len(panels), height), layout="constrained")
+    count = len(panels)
+    num_columns = count if count <= _MAX_IN_A_ROW else math.ceil(math.sqrt(count))
+    num_rows = math.ceil(count / num_columns)
+    figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        _draw(axes, panel)
+    places = figure.subplots(num_rows, num_columns, squeeze=False).flat
+    for axes, panel in itertools.zip_longest(places, panels):
+        if panel is None:
+            axes.set_axis_off()
+        else:
+            _draw(axes, panel)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=_DOTS_PER_INCH)
 
 
 def _draw(axes: Axes, panel: Panel) -> None:
-    for name, curve in panel.curves.items():
-        style = "x--" if name in panel.dashed else "o-"
+    for (name, curve), marker in zip(panel.curves.items(), itertools.cycle(_MARKERS), strict=False):
+        style = "x--" if name in panel.dashed else f"{marker}-"
         axes.plot(
-            [x for x, _ in curve], [y for _, y in curve], style, label=name, markersize=4, linewidth=1.2
+            [x for x, _ in curve], [y for _, y in curve], style, label=name, markersize=5, linewidth=1.2
         )
     if panel.level is not None:
         axes.axhline(panel.level, color="gray", linewidth=0.8, linestyle=":")
@@ -72,7 +84,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.minorticks_off()
     else:
         axes.set_xlim(left=0)
-    axes.set_ylim(0, panel.y_max)
+    axes.set_ylim(panel.y_min, panel.y_max)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.set_title(panel.title, fontsize=9)

@@ -95,6 +95,7 @@ class Experiment:
       points: what is to be simulated; empty where nothing is.
       findings: what the simulated points come to.
       flags: those of the run that change anything here; others are refused rather than ignored.
+      tables: those of the results of a document; None where only a run can make them.
     """
 
     name: str
@@ -103,3 +104,4 @@ class Experiment:
     points: Callable[[Settings], list[Point]]
     findings: Callable[[Settings, list[Measured]], Findings]
     flags: frozenset[str] = SIMULATION_FLAGS
+    tables: Callable[[Mapping[str, Any]], list[Table]] | None = None
