@@ -70,7 +70,10 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
             Table(
                 title=f"{_NUM_CONVERSATIONS:,} made conversations, mean and range over seeds",
                 columns=["", *found],
-                rows=[[words, *(_cell(by_seed, name) for by_seed in found.values())] for name, words in _SHOWN.items()],
+                rows=[
+                    [words, *(_cell(by_seed, name) for by_seed in found.values())]
+                    for name, words in _SHOWN.items()
+                ],
             )
         ],
         panels=[
@@ -135,8 +138,8 @@ def _panel(
 DATASETS = Experiment(
     name="thesis3.10",
     title="Turns and contexts of conversations",
-    paper="Of ShareGPT's conversations 36% have at least 5 turns (thesis section 3.6.4), and 0.57% are longer "
-    "than 16,384 tokens and were dropped (3.6.1).",
+    paper="Of ShareGPT's conversations 36% have at least 5 turns (thesis section 3.6.4), and 0.57% are "
+    "longer than 16,384 tokens and were dropped (3.6.1).",
     points=lambda settings: [],
     findings=_findings,
     flags=frozenset({"seeds"}),

@@ -24,7 +24,6 @@ NAMES = {
     "flash_attention_3": "FlashAttention-3, on pages",
     "flashinfer": "FlashInfer, on pages",
     "torch_cudnn": "cuDNN, contiguous keys",
-    "contiguous": "cuDNN by JAX, contiguous keys",
     "copy_out": "straw man: pages copied together, then cuDNN",
     "rounds": "straw man: a round for every prompt token",
 }
@@ -82,7 +81,7 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
                 x_label="context tokens of each request",
                 y_label="microseconds a call",
                 curves={name: curve for kernel, name in NAMES.items() if (curve := _curve(found, kernel))},
-                dashed=frozenset([NAMES["torch_cudnn"], NAMES["contiguous"]]),
+                dashed=frozenset([NAMES["torch_cudnn"]]),
                 log_x=True,
                 log_y=True,
             )
@@ -113,8 +112,8 @@ def _cell(time_us: float | None) -> str:
 KERNELS = Experiment(
     name="fig12",
     title="The multi-token kernel on paged state",
-    paper="32 requests of 8 query tokens: the kernel over pages matches one over contiguous keys and is slightly "
-    "faster; copying pages together first and a round for every prompt token, the two straw men, add much "
+    paper="32 requests of 8 query tokens: the kernel over pages matches one over contiguous keys and is "
+    "slightly faster; copying pages together first and a round for every prompt token, straw men, add much "
     "(section 6.4, without numbers).",
     points=lambda settings: [],
     findings=_findings,

@@ -20,6 +20,7 @@ from experiments.seeds import Group, groups, latency_s
 from experiments.settings import Experiment, Findings, Row, Settings, Table
 from experiments.systems import THREE_SYSTEMS, System, context_tokens_of_paper, engine_of_paper
 from experiments.workloads import Workload
+from pensieve_jax.workload import ExponentialThink
 
 _CUT_AT = 2.5  # times the level: what is drawn of a curve
 # As long as the longest conversations take: 67 turns ShareGPT-like and 34 UltraChat-like, of 60 s of thought
@@ -28,6 +29,7 @@ _MID_LIFE_S = {"sharegpt": 4800.0, "ultrachat": 2400.0}
 # Conversations in mid-life come with their history in nobody's memory, so a run waits until nearly all of
 # them have been back: after four mean think times all but 2%.
 _WARM_UP_S, _WINDOW_S = 240.0, 240.0
+_THINK_S, _SMALL_THINK_S = 60.0, 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +64,12 @@ class LoadSweep:
     Attributes:
       panels: what is swept.
       systems: what is compared; ratios are to the last one.
-      small_rates_per_s: of the small version.
+      small_rates_per_s: of the small version: from idle to overloaded.
     """
 
     panels: Sequence[LoadPanel]
     systems: Sequence[System] = THREE_SYSTEMS
-    small_rates_per_s: Sequence[float] = (0.25,)
+    small_rates_per_s: Sequence[float] = (0.3, 0.7, 1.1)
 
     def points(self, settings: Settings) -> list[Point]:
         """Every panel, system, rate and seed."""
@@ -130,9 +132,10 @@ class LoadSweep:
                 min_turns=panel.min_turns,
                 max_context_tokens=context_tokens_of_paper(small=small),
                 rate_per_s=rate,
+                think=ExponentialThink(_SMALL_THINK_S if small else _THINK_S),
                 mid_life_s=600.0 if small else _MID_LIFE_S[panel.shape],
-                warm_up_s=5.0 if small else _WARM_UP_S,
-                window_s=40.0 if small else _WINDOW_S,
+                warm_up_s=20.0 if small else _WARM_UP_S,
+                window_s=30.0 if small else _WINDOW_S,
             ),
         )
 
@@ -183,7 +186,7 @@ class LoadSweep:
                 for system in self.systems
             },
             level=1e3 * level_s,
-            y_max=_CUT_AT * 1e3 * level_s,
+            y_max=None if settings.small else _CUT_AT * 1e3 * level_s,
         )
 
 

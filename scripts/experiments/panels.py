@@ -82,17 +82,19 @@ def _draw(axes: Axes, panel: Panel) -> None:
             )
     if panel.level is not None:
         axes.axhline(panel.level, color="gray", linewidth=0.8, linestyle=":")
-        axes.annotate(
-            f"{panel.level:g}", (1.0, panel.level), xycoords=("axes fraction", "data"), color="gray",
-            fontsize=8, ha="right", va="bottom",
-        )  # fmt: skip
+        place = axes.get_yaxis_transform()  # x in shares of the axes
+        axes.text(
+            0.01, panel.level, f"{panel.level:g}", color="gray", fontsize=8, va="bottom", transform=place
+        )
     _scale(axes, panel)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.set_title(_wrapped(panel.title, _PANEL_INCHES[0]), fontsize=9)
     axes.grid(alpha=0.3)
-    heading = f"cut off above {panel.y_max:g}: {panel.num_cut_off} points" if panel.num_cut_off else None
-    axes.legend(frameon=False, fontsize=8, title=heading, title_fontsize=8, alignment="left")
+    heading = f"points cut off above {panel.y_max:g}: {panel.num_cut_off}" if panel.num_cut_off else None
+    axes.legend(
+        fontsize=8, title=heading, title_fontsize=8, alignment="left", framealpha=0.8, edgecolor="none"
+    )
 
 
 def _scale(axes: Axes, panel: Panel) -> None:
@@ -105,6 +107,9 @@ def _scale(axes: Axes, panel: Panel) -> None:
         axes.set_xlim(left=0)
     if panel.log_y:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_minor_formatter("{x:,.0f}")
+        axes.tick_params(axis="y", which="both", labelsize=8)
     else:
         axes.set_ylim(0, panel.y_max)
 

@@ -116,7 +116,7 @@ LOAD_EXPERIMENTS = (
         "OPT-66B and Llama-2-70B on four GPUs",
         "The same for larger models on four A100s, ShareGPT: at 200 ms a token for OPT-66B and at 400 ms for "
         "Llama-2-70B, whose gain is the paper's largest (section 6.3).",
-        LoadSweep(panels=[OPT_66B, LLAMA_70B], small_rates_per_s=(0.2,)),
+        LoadSweep(panels=[OPT_66B, LLAMA_70B]),
     ),
     load_experiment(
         "fig13",
@@ -129,7 +129,6 @@ LOAD_EXPERIMENTS = (
                 for panel in (OPT_SHAREGPT, LLAMA_SHAREGPT)
             ],
             systems=[BOTH_TIERS, dataclasses.replace(BOTH_TIERS, name="not unified", unified=False)],
-            small_rates_per_s=(0.7,),
         ),
     ),
     load_experiment(
@@ -139,7 +138,7 @@ LOAD_EXPERIMENTS = (
         "for OPT-13B and 70% for Llama-2-13B (thesis section 3.6.4, at no level that it names).",
         LoadSweep(
             panels=[_at_least_5_turns(OPT_SHAREGPT, "3.15a"), _at_least_5_turns(LLAMA_SHAREGPT, "3.15b")],
-            small_rates_per_s=(0.1,),
+            small_rates_per_s=(0.15, 0.35, 0.55),
         ),
     ),
 )

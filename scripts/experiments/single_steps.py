@@ -192,7 +192,7 @@ TURNS = Experiment(
     name="fig3",
     title="Recomputing a history against generating a reply",
     paper="32 requests: recomputing the history comes to outweigh 200 steps of generation as the history "
-    "grows (section 3.1). New prompts have 32 tokens by the caption and 200 by the text; both are in the table.",
+    "grows (section 3.1). New prompts have 32 tokens by the caption and 200 by the text; the table has both.",
     points=lambda settings: [],
     findings=_turns,
     flags=frozenset({"device", "small"}),
@@ -200,8 +200,8 @@ TURNS = Experiment(
 CHUNKS = Experiment(
     name="fig4",
     title="The cost of a chunk by its context",
-    paper="Attention over everything else of a 32-token chunk rises linearly with the context (section 3.2): "
-    "about 0.4 at 4K, 0.77 at 8K, 1.53 at 16K tokens, as others read them off the drawing; its model is not named.",
+    paper="Attention over everything else of a 32-token chunk rises linearly with the context (section 3.2), "
+    "0.4 at 4K, 0.77 at 8K, 1.53 at 16K tokens, as others read them off the drawing (no model is named).",
     points=lambda settings: [],
     findings=_chunks,
     flags=frozenset({"device"}),

@@ -7,7 +7,7 @@ Called by: the registry.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from experiments.levels import BySeed, in_cell, ratios, throughputs_at
 from experiments.machines import profile_name
@@ -19,7 +19,6 @@ from experiments.settings import Experiment, Findings, Row, Settings, Table
 from experiments.systems import (
     BOTH_TIERS,
     NO_STATE,
-    ONE_TIER,
     System,
     context_tokens_of_paper,
     engine_of_paper,
@@ -28,12 +27,26 @@ from experiments.workloads import Workload
 from pensieve_jax.workload import ExponentialThink
 
 _MODEL = LLAMA_SHAREGPT.model
-_THINK_S = (30, 60, 120, 300, 600)
-_THINK_S_STATELESS = (60, 600)  # to that one, think times change nothing but who comes when
-_RATES_PER_S = {"a100": (0.6, 0.9, 1.2, 1.5, 1.8, 2.1), "h200": (1.0, 1.4, 1.8, 2.2, 2.6)}
-_ONE_TIER_RATES_PER_S = {"a100": (0.3, 0.6, 0.9, 1.2), "h200": (0.7, 1.0, 1.4, 1.8)}
-_SMALL_THINK_S = (10, 40, 160)
-_SMALL_RATES_PER_S = (0.2, 0.3)
+# Loads from below the level of latency to above it, by mean think time; one is of all of them.
+_RATES_PER_S: dict[str, dict[int, tuple[float, ...]]] = {
+    "a100": {
+        30: (1.2, 1.5, 1.8, 2.1),
+        60: (1.2, 1.5, 1.8, 2.1),
+        120: (0.6, 0.9, 1.2, 1.5),
+        300: (0.6, 0.75, 0.9, 1.2),
+        600: (0.6, 0.75, 0.9, 1.2),
+    },
+    "h200": dict.fromkeys((30, 60, 120, 300, 600), (1.4, 1.8, 2.2, 2.6)),
+}
+# To the stateless system think times change nothing but who comes when: the shortest and the longest do.
+_STATELESS_RATES_PER_S: dict[str, dict[int, tuple[float, ...]]] = {
+    "a100": dict.fromkeys((60, 600), (0.45, 0.6, 0.75)),
+    "h200": dict.fromkeys((60, 600), (0.7, 1.0, 1.4, 1.8)),
+}
+_SHOWN_RATE_PER_S = {"a100": 1.2, "h200": 1.8}
+_SMALL_RATES_PER_S = dict.fromkeys((5, 20, 80), (0.2, 0.5, 0.8))
+_SMALL_STATELESS_RATES_PER_S = {80: (0.2, 0.5, 0.8)}
+_SMALL_SHOWN_RATE_PER_S = 0.8
 _LIVES = 80  # mean think times of mid-life, as in Figure 10: the longest conversations have 67 turns
 _WARM_UPS = 4  # the same of warm-up: histories of mid-life are in nobody's memory until their users are back
 _CUT_AT = 2.5  # times the level, as in Figure 10
@@ -43,24 +56,18 @@ def points(settings: Settings) -> list[Point]:
     """Systems by think time, over loads."""
     return [
         _point(settings, system, think_s, rate, seed)
-        for system in (BOTH_TIERS, ONE_TIER, NO_STATE)
-        for think_s in _think_times(settings, system)
-        for rate in _rates(settings, system)
+        for system in (BOTH_TIERS, NO_STATE)
+        for think_s, rates in _rates(settings, system).items()
+        for rate in rates
         for seed in settings.seeds
     ]
 
 
-def _think_times(settings: Settings, system: System) -> Sequence[float]:
+def _rates(settings: Settings, system: System) -> Mapping[int, Sequence[float]]:
+    """Conversations that begin in a second, by mean think time."""
     if settings.small:
-        return _SMALL_THINK_S if system != NO_STATE else _SMALL_THINK_S[-1:]
-    return _THINK_S if system != NO_STATE else _THINK_S_STATELESS
-
-
-def _rates(settings: Settings, system: System) -> Sequence[float]:
-    """From below the level of latency to above it, for either system."""
-    if settings.small:
-        return _SMALL_RATES_PER_S
-    return (_RATES_PER_S if system.has_host_tier else _ONE_TIER_RATES_PER_S)[settings.device]
+        return _SMALL_RATES_PER_S if system == BOTH_TIERS else _SMALL_STATELESS_RATES_PER_S
+    return (_RATES_PER_S if system == BOTH_TIERS else _STATELESS_RATES_PER_S)[settings.device]
 
 
 def _point(settings: Settings, system: System, think_s: float, rate: float, seed: int) -> Point:
@@ -79,8 +86,8 @@ def _point(settings: Settings, system: System, think_s: float, rate: float, seed
             rate_per_s=rate,
             think=ExponentialThink(think_s),
             mid_life_s=_LIVES * think_s,
-            warm_up_s=10.0 if small else _WARM_UPS * think_s,
-            window_s=40.0 if small else 240.0,
+            warm_up_s=(2 if small else _WARM_UPS) * think_s,
+            window_s=30.0 if small else 240.0,
         ),
     )
 
@@ -107,9 +114,10 @@ def findings(settings: Settings, measured: list[Measured]) -> Findings:
                 rows=[_level_row(place, at_level[place], over[place]) for place in places],
             ),
         ],
-        panels=[_latencies(found, places, level_s), _found(found, _panel_name(_shown_rate(settings)))],
+        panels=[_latencies(settings, found, places), _found(found, _panel_name(_shown_rate(settings)))],
         results={
             "points": [group.as_dict() for group in found],
+            "shown_rate_per_s": _shown_rate(settings),
             "at_level": [
                 {
                     "system": name,
@@ -126,8 +134,8 @@ def findings(settings: Settings, measured: list[Measured]) -> Findings:
         | {
             "x": "mean think time in seconds",
             "at_level": "requests a second at which the mean normalized latency first exceeds level_s, by "
-            f"seed, and its ratio to that of {NO_STATE.name} at the longest think time; null for a seed where "
-            "it never does",
+            f"seed, and its ratio to that of {NO_STATE.name} at the longest think time; null for a seed "
+            "where it never does",
         },
     )
 
@@ -154,16 +162,16 @@ def _curve(found: Sequence[Group], series: str, think_s: float) -> list[Group]:
 
 
 def _shown_rate(settings: Settings) -> float:
-    """The highest load that every system with state was given."""
-    return max(set(_rates(settings, BOTH_TIERS)) & set(_rates(settings, ONE_TIER)))
+    """A load of every think time."""
+    return _SMALL_SHOWN_RATE_PER_S if settings.small else _SHOWN_RATE_PER_S[settings.device]
 
 
-def _latencies(found: Sequence[Group], places: Sequence[tuple[str, float]], level_s: float) -> Panel:
+def _latencies(settings: Settings, found: Sequence[Group], places: Iterable[tuple[str, float]]) -> Panel:
     """The paper's picture: both tiers by think time, and the stateless system for comparison."""
+    level_s = LLAMA_SHAREGPT.level_s[settings.device]
     shown = {
         f"{'both tiers' if series == BOTH_TIERS.name else 'no state'}, {think_s:g} s": (series, think_s)
         for series, think_s in places
-        if series != ONE_TIER.name
     }
     return Panel(
         title="users who think for so long on the average",
@@ -175,7 +183,7 @@ def _latencies(found: Sequence[Group], places: Sequence[tuple[str, float]], leve
         },
         dashed=frozenset(name for name, (series, _) in shown.items() if series == NO_STATE.name),
         level=1e3 * level_s,
-        y_max=_CUT_AT * 1e3 * level_s,
+        y_max=None if settings.small else _CUT_AT * 1e3 * level_s,
     )
 
 
@@ -185,12 +193,11 @@ def _found(found: Sequence[Group], panel: str) -> Panel:
         x_label="mean think time in seconds",
         y_label="share of history tokens found",
         curves={
-            system.label: [
+            BOTH_TIERS.label: [
                 (group.x, group.mean("found_rate"))
                 for group in found
-                if (group.panel, group.series) == (panel, system.name)
+                if (group.panel, group.series) == (panel, BOTH_TIERS.name)
             ]
-            for system in (BOTH_TIERS, ONE_TIER)
         },
         log_x=True,
     )
@@ -199,8 +206,8 @@ def _found(found: Sequence[Group], panel: str) -> Panel:
 THINK_TIME = Experiment(
     name="fig15",
     title="Llama-2-13B, mean think times from 30 to 600 seconds",
-    paper="Llama-2-13B on ShareGPT: throughput falls as users think for longer, and at 600 s it is still ahead "
-    "of vLLM (section 6.7); with 120 s by around 40% (thesis section 3.6.5, Figure 3.16).",
+    paper="Llama-2-13B on ShareGPT: throughput falls as users think for longer, and at 600 s it is still "
+    "ahead of vLLM (section 6.7); with 120 s by around 40% (thesis section 3.6.5, Figure 3.16).",
     points=points,
     findings=findings,
 )
