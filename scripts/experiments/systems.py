@@ -69,7 +69,6 @@ def engine(
         scheduler=SchedulerConfig(
             max_num_running=max_num_running,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_num_buckets=8,
             max_context_tokens=max_context_tokens,
             unified=system.unified,
         ),
