@@ -128,16 +128,13 @@ class SQLiteHistoryStore:
 
     def note(self, name: str) -> str | None:
         """A text that is kept beside the turns."""
-        with self._guarded() as connection:
-            row = connection.execute("SELECT value FROM meta WHERE key = ?", (_NOTES + name,)).fetchone()
+        query = "SELECT value FROM meta WHERE key = ?"
+        row = self._run(lambda connection: connection.execute(query, (_NOTES + name,)).fetchone())
         return None if row is None else str(row[0])
 
     def keep_note(self, name: str, text: str | None) -> None:
         """Keep a text in place of the one of that name; None removes it."""
-        with self._transaction() as connection:
-            connection.execute("DELETE FROM meta WHERE key = ?", (_NOTES + name,))
-            if text is not None:
-                connection.execute("INSERT INTO meta VALUES (?, ?)", (_NOTES + name, text))
+        self._transact(lambda connection: _keep_note(connection, _NOTES + name, text))
 
     def close(self) -> None:
         """Fold the log into the file, release file and lock; a second call does nothing."""
@@ -191,6 +188,12 @@ class SQLiteHistoryStore:
                     connection.execute("ROLLBACK")
 
         return self._run(transaction)
+
+
+def _keep_note(connection: sqlite3.Connection, key: str, text: str | None) -> None:
+    connection.execute("DELETE FROM meta WHERE key = ?", (key,))
+    if text is not None:
+        connection.execute("INSERT INTO meta VALUES (?, ?)", (key, text))
 
 
 def _read(connection: sqlite3.Connection, conversation_id: str) -> tuple[ConversationInfo, list[Any]]:
