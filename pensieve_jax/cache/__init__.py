@@ -3,6 +3,7 @@
 from pensieve_jax.cache.copies import Copy
 from pensieve_jax.cache.cost import AnalyticCostModel, CostModel
 from pensieve_jax.cache.drops import Drop, DropReason
+from pensieve_jax.cache.experience import Experience
 from pensieve_jax.cache.manager import CacheManager
 from pensieve_jax.cache.page_table import PageTable
 from pensieve_jax.cache.place_pool import PlacePool
@@ -23,6 +24,7 @@ __all__ = [
     "Drop",
     "DropReason",
     "EvictionPolicy",
+    "Experience",
     "PageTable",
     "PlacePool",
     "Role",

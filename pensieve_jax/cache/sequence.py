@@ -70,6 +70,7 @@ class CachedSequence:
       fetched: chunks copied in for its queued request, before that was admitted.
       last_active_s: when its last turn ended, or began.
       arrival: arrival number of its queued or running request.
+      bucket: which turns its last one was like (`returns.bucket_of`); of a prefix, that of its latest user.
       role: who may take its pages.
       role_number: counts up with every sequence that takes a role.
       row: of the table of pages that steps read, while it runs; else -1.
@@ -82,6 +83,7 @@ class CachedSequence:
     __slots__ = (
         "_first_on",
         "arrival",
+        "bucket",
         "chunks",
         "fetched",
         "is_prefix",
@@ -107,6 +109,7 @@ class CachedSequence:
         self.num_on = [0] * NUM_SHELVES
         self.fetched: set[int] = set()
         self.last_active_s = 0.0
+        self.bucket = 0
         self.arrival = -1
         self.role = Role.IDLE
         self.role_number = 0

@@ -29,6 +29,7 @@ from steps.null_runner import NullRunner
 FLAGS = flags.FLAGS
 _PROMPT_TOKENS, _REPLY_TOKENS = 38, 205  # of a turn in the traces, on average
 _STEP_S = 0.02  # by the engine's clock
+_COPIES = ("num_swapped_out_chunks", "num_swapped_in_chunks")
 
 
 class Times(NamedTuple):
@@ -100,11 +101,7 @@ class HostLoad:
             1e3 * (end_s - runner.dispatch_s),
             int((after := self.engine.stats())["num_running"]),
             int(after["num_dropped_chunks"] - before["num_dropped_chunks"]),
-            int(
-                sum(
-                    after[name] - before[name] for name in ("num_swapped_out_chunks", "num_swapped_in_chunks")
-                )
-            ),
+            int(sum(after[name] - before[name] for name in _COPIES)),
             runner.num_rows,
             runner.num_tokens,
         )

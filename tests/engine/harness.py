@@ -110,7 +110,7 @@ class Harness:
 
     def _look_at_waiting(self, copy_ids: Sequence[int]) -> None:
         """Just before the engine schedules: what queued turns have, after these copies."""
-        for request in self.engine._ledger.turns:
+        for request in self.engine._ledger.replies:
             if request.status is RequestStatus.WAITING:
                 self._look_at(request.sequence, copy_ids)
 

@@ -72,8 +72,8 @@ def test_benchmark_scheduler():
     results = last_line(done.stdout)["results"]
     assert results["decode"]["num_rows"] == 8
     assert results["mixed"]["num_drops"] > 0 and results["mixed, two tiers"]["num_copies"] > 0
-    for load, faster in results["times_faster"].items():
-        before, now = results["before"][load], results[load]
+    for name, faster in results["times_faster"].items():
+        before, now = results["before"][name], results[name]
         assert before["num_tokens"] == now["num_tokens"], "not the same steps"
         assert faster == pytest.approx(before["mean_ms"] / now["mean_ms"])
     assert "do not decide alike" not in done.stdout
