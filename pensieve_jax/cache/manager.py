@@ -20,7 +20,6 @@ from pensieve_jax.cache.evictor import Evictor
 from pensieve_jax.cache.experience import Experience
 from pensieve_jax.cache.integrity import check_store
 from pensieve_jax.cache.learning import Learning, TurnNotes
-from pensieve_jax.cache.page_table import PageTable
 from pensieve_jax.cache.policies import DatedWorth, LearnedPolicy, make_policy
 from pensieve_jax.cache.sequence import CachedSequence, Role
 from pensieve_jax.cache.states import ChunkState, Shelf
@@ -33,6 +32,7 @@ class CacheManager:
 
     Attributes:
       chunk_tokens: tokens of a chunk, and of a page.
+      page_table: the pages of running sequences, by their `row`.
       prefetch: as configured; it may be changed between steps.
       turns: to be told what becomes of turns; an order may learn from it.
       num_prefetched_chunks: chunks copied in for requests that were still queued.
@@ -56,6 +56,7 @@ class CacheManager:
         self.chunk_tokens = config.chunk_tokens
         self.num_prefetched_chunks = 0
         self._store = ChunkStore(config.gpu_pages, config.cpu_pages, config.chunk_tokens, on_drop)
+        self.page_table = self._store.page_table
         self._clock = clock
         self._reserve_pages = config.reserve_pages
         self.prefetch = config.prefetch
@@ -70,11 +71,6 @@ class CacheManager:
             max_num_copies=max_num_copies,
             retrieval_priority=config.retrieval_priority,
         )
-
-    @property
-    def page_table(self) -> PageTable:
-        """The pages of running sequences, by their `row`."""
-        return self._store.page_table
 
     # Sequences
 
@@ -231,10 +227,9 @@ class CacheManager:
         chunk_tokens = self.chunk_tokens
         for sequence in sequences:
             position = sequence.num_kv_tokens
-            index = position // chunk_tokens
-            if position % chunk_tokens == 0 or sequence.chunks[index].slot:  # else it was written before
-                self._store.write(self._owner(sequence, index), index)
-            sequence.num_kv_tokens = position + 1
+            if position % chunk_tokens == 0 or sequence.chunks[position // chunk_tokens].slot:
+                self.fill(sequence, position, position + 1)
+            sequence.num_kv_tokens = position + 1  # its chunk was written before
 
     def rush(self, sequence: CachedSequence) -> tuple[int, ...]:
         """Let the next step read what is being copied in for a running sequence, whenever it arrives.
