@@ -107,9 +107,9 @@ def measure_all(trees: Sequence[Path]) -> list[dict[str, dict[str, float]]]:
             for number, tree in enumerate(trees):
                 rounds[number].append(one_round(load, tree))
         columns = [least(steps) for steps in rounds]
-        for name in _DECISIONS:
-            if any((other[name] != columns[0][name]).any() for other in columns):
-                print(f"{load}: the two do not decide alike ({name}), so their steps are not the same work")
+        differing = [n for n in _DECISIONS if any((other[n] != columns[0][n]).any() for other in columns)]
+        if differing:
+            print(f"{load}: the two do not decide alike ({', '.join(differing)}): not quite the same steps")
         for number, steps in enumerate(columns):
             found[number][load] = summary(steps)
     return found
