@@ -30,6 +30,7 @@ UNITS = {
     "admission of a turn, without what suspended turns lost",
     "history_s": "the same for whole histories: what a stateless system recomputes for these answers",
     "recompute_share": "recompute_s / history_s",
+    "latency_s": "mean normalized latency, as normalized_latency_s.mean; null where nobody was answered",
     "found_rate": "gpu_hit_rate + cpu_hit_rate",
     "*_by_seed": "the same of every seed, by its number",
 }

@@ -75,7 +75,7 @@ class Group:
         return self.mean(latency_s)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: means, and by seed what was found and the share of recomputation."""
+        """For JSON: means, and by seed what curves and comparisons are drawn from."""
         return {
             "panel": self.panel,
             "series": self.series,
@@ -84,7 +84,11 @@ class Group:
             **{name: self._distribution(name) for name in ("normalized_latency_s", "first_token_s")},
             **{
                 f"{name}_by_seed": {seed: _rounded(value) for seed, value in self.by_seed(name).items()}
-                for name in ("found_rate", "recompute_share")
+                for name in ("found_rate", "recompute_share", "requests_per_s")
+            },
+            "latency_s_by_seed": {
+                seed: None if math.isnan(value) else _rounded(value)
+                for seed, value in self.by_seed(latency_s).items()
             },
         }
 

@@ -15,21 +15,11 @@ from pensieve_jax.cache.insurance import BLOCK_TOKENS, Insurance
 from pensieve_jax.cache.policies import LearnedPolicy, RecencyPolicy, RetentionPolicy, ReturnsPolicy
 from pensieve_jax.cache.returns import NUM_BINS, NUM_BUCKETS, ReturnModel
 from pensieve_jax.cache.shadows import ShadowCache
-from tests.cache.helpers import CHUNK, Cache
+from tests.cache.helpers import CHUNK, Cache, habits
 from tests.cache.test_policies import cache_with, holes_strategy, order_of, sizes_strategy
 
 COSTS = AnalyticCostModel(CHUNK, num_weights=1e3, attention_width=1e3)
 ORDERS = ("retention", "lru", "returns")
-
-
-def habits(seed: int) -> ReturnModel:
-    """A model of many returns that anybody may have, drawn by seed."""
-    rng = np.random.default_rng(seed)
-    shape = NUM_BUCKETS, NUM_BINS
-    model = ReturnModel(
-        rng.integers(0, 50, shape).astype(float), rng.integers(1, 10_000, shape).astype(float)
-    )
-    return model
 
 
 @given(sizes=sizes_strategy, holes=holes_strategy)
