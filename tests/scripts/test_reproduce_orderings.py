@@ -11,7 +11,6 @@ import random
 
 import pytest
 
-from pensieve_jax import ConfigError
 from pensieve_jax.workload import SHAREGPT, Trace, generate_trace, split_by_session
 from tests.launching import load
 
@@ -132,12 +131,9 @@ def recorded(tmp_path):
     return path, trace
 
 
-def test_recorded_traces_under_every_order_on_sessions_that_are_held_out(
-    reproduce, recorded, launch, capsys, tmp_path
-):
+def test_recorded_traces_under_every_order_on_sessions_that_are_held_out(reproduce, recorded):
     path, trace = recorded
-    document = tmp_path / "traces.json"
-    results = reproduce("traces", [0], traces=f"pensieve:{path}", json=document)
+    results = reproduce("traces", [0], traces=f"pensieve:{path}")
     described, paper = results["traces"]
     _, held_out = split_by_session(trace)
     assert described["file"] == "chats.jsonl" and paper["file"] is None
@@ -161,22 +157,11 @@ def test_recorded_traces_under_every_order_on_sessions_that_are_held_out(
     assert sum(row["num_returns"] for row in described["returns"]) > 0
     assert {row["rate_x_idle"] for row in paper["returns"]} == {None}
 
-    # The page's tables are made of the document, without another run.
-    assert launch("reproduce", shared_llm=False, experiment="traces", tables_of=document) == 0
-    out = capsys.readouterr().out
-    assert "| trace | memory, tokens | retention | learned |" in out
-    assert f"| {results['points'][0]['recompute_share']:.3f} (" in out
-    with pytest.raises(ConfigError, match=r"--tables_of is .*, but must be left out"):
-        launch("reproduce", shared_llm=False, experiment="fig14", tables_of=document)
-
-
-def test_tables_are_of_a_document_of_the_experiment(launch, recorded, tmp_path):
-    path, _ = recorded
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps({"results": {"experiment": "fig14"}}))
-    for wrong in (path, other, tmp_path / "none.json"):
-        with pytest.raises(ConfigError, match=r"--tables_of is .* a document of"):
-            launch("reproduce", shared_llm=False, experiment="traces", tables_of=wrong)
+    # The page's tables are made of such a document.
+    tables = load("experiments.page_traces").made_of(results)
+    assert "| trace | memory, tokens | retention | learned |" in tables["traces-recompute"]
+    assert f"| {results['points'][0]['recompute_share']:.3f} (" in tables["traces-recompute"]
+    assert all("| --- |" in table for table in tables.values())
 
 
 def test_the_order_that_learns_begins_with_what_other_sessions_taught_it(recorded):
