@@ -1,4 +1,4 @@
-"""Write the tables of `docs/paper_and_we.md` from the documents in `docs/results`.
+"""Write the tables of `docs/paper_and_we.md` and `docs/traces.md` from the documents in `docs/results`.
 
     python scripts/refresh_pages.py           # after reproduce.py wrote new documents
     python scripts/refresh_pages.py --check   # which tables differ, without writing; fails if any does
@@ -14,14 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from absl import flags
-from experiments import page_eviction, page_tables
+from experiments import page_eviction, page_tables, page_traces
 from experiments.page_summary import summary
 
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.launch import run
 
 FLAGS = flags.FLAGS
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "paper_and_we.md"
+_DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = (_DOCS / "paper_and_we.md", _DOCS / "traces.md")
 _BLOCK = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -40,6 +41,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "think-times": page_tables.think_times,
     "many-turns": lambda: page_tables.throughputs({"thesis3.15": ("3.15a", "3.15b")}),
     "conversations": page_eviction.conversations,
+    **page_traces.TABLES,
 }
 
 
@@ -60,13 +62,14 @@ def refreshed(text: str) -> tuple[str, list[str]]:
 
 
 def main() -> int:
-    text = PAGE.read_text(encoding="utf-8")
-    new, changed = refreshed(text)
-    print(f"{PAGE.name}: {', '.join(changed) or 'no table'} differed from the documents")
-    if FLAGS.check:
-        return 1 if changed else 0
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
+    any_changed = False
+    for page in PAGES:
+        new, changed = refreshed(page.read_text(encoding="utf-8"))
+        print(f"{page.name}: {', '.join(changed) or 'no table'} differed from the documents")
+        any_changed = any_changed or bool(changed)
+        if not FLAGS.check:
+            page.write_text(new, encoding="utf-8")
+    return 1 if FLAGS.check and any_changed else 0
 
 
 def define_flags() -> None:

@@ -241,7 +241,7 @@ def test_runs_begin_when_the_longest_of_the_first_conversations_may_be_over(expe
 
 
 def test_memory_for_a_trace_has_room_for_its_longest_conversation_and_a_host_tier(experiments):
-    place = experiments("recorded_traces")._place
+    place = experiments("trace_studies")._place
     assert place(33_333, 1000, 32) == (8256, 33_000 - 8256), "a quarter on the device, in whole chunks"
     assert place(6000, 4000, 64) == (5056, 2528), "1.25 conversations, and half as much beside them"
 
