@@ -1,7 +1,7 @@
 """Ctrl-C at chosen lines of this project's own code, by Python's monitoring of lines.
 
-A trace function (`sys.settrace`) could interrupt once only: Python takes it away when it raises. Here a second
-interrupt can come in the middle of cleaning up after the first.
+A trace function (`sys.settrace`) could interrupt once only: Python takes it away when it raises. Here a
+second interrupt can come in the middle of cleaning up after the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ type Line = tuple[str, int]
 
 
 class Interruption:
-    """While it is entered, raises KeyboardInterrupt at given lines, counted from 1 as they run; or counts them.
+    """While it is entered, raises KeyboardInterrupt at given lines, counted from 1 as they run.
 
     Attributes:
       num_lines: that have run.

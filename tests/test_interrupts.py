@@ -156,7 +156,7 @@ def prepared(patch: pytest.MonkeyPatch, name: str) -> World:
 
 
 def check(world: World) -> None:
-    """Nothing runs, nothing is busy, the history has whole turns, and every conversation goes on as it would."""
+    """Nothing runs or is busy, the history has whole turns, and every conversation goes on as it would."""
     llm, harness = world
     if llm.engine.closed:
         return
