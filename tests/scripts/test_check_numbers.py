@@ -86,7 +86,7 @@ def test_the_figures_of_the_pages_are_those_of_their_documents(capsys: pytest.Ca
 
 @pytest.mark.parametrize("stem", SOURCED)
 def test_a_wrong_digit_is_seen(stem: str) -> None:
-    """The last digit of every figure that has a document; and the whole check, for some figures of each page."""
+    """The last digit of every figure that has a document; the whole check, for some figures of a page."""
     path, sources, documents = DOCS / f"{stem}.md", DOCS / "sources" / f"{stem}.toml", Documents(DOCS)
     page = read_page(path, stem)
     assert check_page(page, sources, documents) == []
