@@ -24,7 +24,8 @@ def describe(parts: Assembled) -> dict[str, Any]:
       device: `platform`, `kind` and `count` of the devices that share the model.
       kernels: for `attention`, `residual_norm`, `sampling_cutoff` and `page_copy` the `backend` and the
         `reason` for it; None for a kernel that nothing calls.
-      cache: `stateful`, `policy`, `chunk_tokens`, `page_bytes` of a page on one device, and what both tiers
+      cache: `stateful`, `policy`, for one that learns the `order` that it follows now and why (else None),
+        `chunk_tokens`, `page_bytes` of a page on one device, and what both tiers
         hold: `gpu_pages`, `gpu_bytes` a device and `gpu_tokens`, the dummy page not counted; `cpu_slots`,
         `cpu_bytes` of all devices together and `cpu_tokens`. `cost_model` is "measured", with the file as
         `cost_profile`, or "analytic".
@@ -72,6 +73,7 @@ def _cache(parts: Assembled) -> dict[str, Any]:
     return {
         "stateful": parts.config.stateful,
         "policy": cache.policy,
+        "order": parts.engine.cache.turns.describe(),
         "chunk_tokens": cache.chunk_tokens,
         "page_bytes": storage.page_bytes,
         "gpu_pages": cache.gpu_pages,

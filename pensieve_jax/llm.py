@@ -282,6 +282,10 @@ class LLM:
 
     # The rest
 
+    def forget_experience(self) -> None:
+        """Have the order `learned` begin anew, with nothing learned; raises HistoryError."""
+        self.engine.conversations.forget_experience()
+
     def stats(self) -> dict[str, int | float]:
         """Counters: steps, compilations, tokens by origin, copies between tiers, pages, conversations."""
         return self.engine.stats()

@@ -37,6 +37,7 @@ from pensieve_jax.assembly import estimated_cost_model
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
 from pensieve_jax.config import POLICIES
+from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.validation import ModelLimits, TurnSpec
@@ -44,6 +45,7 @@ from pensieve_jax.history import SQLiteHistoryStore
 
 FLAGS = flags.FLAGS
 TARGET_MS = 2.0
+_STEP_S = 0.02  # by the engine's clock, so that two versions of the code decide about the same
 _PROMPT_TOKENS, _REPLY_TOKENS = 38, 205  # of a turn in the traces, on average
 
 
@@ -79,7 +81,8 @@ class HostLoad:
         self.runner = NullRunner(config, model, context_tokens, FLAGS.attention_backend)
         cost_model = estimated_cost_model(model, config.cache.chunk_tokens)
         store = SQLiteHistoryStore(None, fingerprint="benchmark")
-        self.engine = Engine(self.runner, config, limits, store, cost_model=cost_model)
+        self.clock = VirtualClock()
+        self.engine = Engine(self.runner, config, limits, store, cost_model=cost_model, clock=self.clock)
         self.random = np.random.default_rng(0)
         self.idle = [f"idle-{i}" for i in range(num_idle)]
         self._turns: set[Turn] = set()  # in progress: they are held, or they would be cancelled
@@ -101,6 +104,7 @@ class HostLoad:
 
     def step(self) -> tuple[Times, list[Turn]]:
         """One step of the engine, timed."""
+        self.clock.advance(_STEP_S)
         before = self.engine.stats()
         start_wall_s, start_s = time.perf_counter(), time.thread_time()
         ended = self.engine.step()

@@ -24,6 +24,7 @@ from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.engine.change_guard import ChangeGuard
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.drop_journal import DropJournal
+from pensieve_jax.engine.experience import kept_experience
 from pensieve_jax.engine.explanation import Explanation, explain
 from pensieve_jax.engine.ledger import TurnLedger
 from pensieve_jax.engine.loop import EngineLoop
@@ -113,12 +114,14 @@ class Engine:
             max_num_copies=config.runner.max_num_staged_pages,
             observe=self._note,
             on_drop=self._drops.note,
+            experience=kept_experience(self._store),
         )
         self._cache = self._loop.cache
         self._prefixes = PrefixTable(self._cache)
         self._planner = Planner(
             self._runner.layouts,
             self._runner.fill_tiles,
+            self._cache.page_table,
             chunk_tokens=cache.chunk_tokens,
             num_device_pages=cache.gpu_pages + 1,
         )
@@ -281,6 +284,7 @@ class Engine:
         try:
             if not self._closed:
                 self._cancel_all()
+                self._ledger.close()
         finally:
             self._closed = True
             self._store.close()
@@ -359,16 +363,17 @@ class Engine:
         """Fetch a step's ids, give them to their turns, and settle the turns that end with them."""
         result = self._runner.fetch(step.handle)
         endings: list[tuple[Reply, FinishReason]] = []
-        sampling = (grant for grant in step.output.grants if grant.samples)
-        for row, (request, _, position, _) in enumerate(sampling):
+        sampling = [grant for grant in step.output.grants if grant.samples]
+        token_ids, logprobs = result.token_ids.tolist(), result.logprobs.tolist()
+        for (request, _, position, _), token_id, logprob, top_ids, top_logprobs in zip(
+            sampling, token_ids, logprobs, result.top_ids, result.top_logprobs, strict=False
+        ):  # the result is padded
             reply = self._ledger.replies.get(request)
             if reply is None:
                 continue  # it ended one step earlier, or was cancelled: the token is thrown away
-            token_id = int(result.token_ids[row])
             assert request.token_ids[position] == PENDING_TOKEN, f"position {position} was sampled twice"
             request.token_ids[position] = token_id
-            logprob = float(result.logprobs[row])
-            reason = reply.accept(token_id, logprob, result.top_ids[row], result.top_logprobs[row])
+            reason = reply.accept(token_id, logprob, top_ids, top_logprobs)
             if reason is not None:
                 endings.append((reply, reason))
         ended = self._ledger.commit(endings)

@@ -17,6 +17,7 @@ from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.engine.conversations import ConversationTable, LiveConversation
+from pensieve_jax.engine.experience import ExperienceKeeper
 from pensieve_jax.engine.loop import EngineLoop
 from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.stats import EngineStats
@@ -52,6 +53,7 @@ class TurnLedger:
         self._conversations = conversations
         self._stats = stats
         self._clock = clock
+        self._keeper = ExperienceKeeper(store, loop.cache)
 
     @property
     def turns(self) -> list[Turn]:
@@ -92,6 +94,7 @@ class TurnLedger:
         for reply, reason in endings:
             if not reply.done:
                 self._settle(reply, reason)
+        self._keeper.count(len(kept))
         return turns
 
     def cancel(self, reply: Reply) -> None:
@@ -108,6 +111,10 @@ class TurnLedger:
             self._stats.num_turns_failed += 1
             self._roll_back(reply)
         return turns
+
+    def close(self) -> None:
+        """Write what was learned; there are no turns any more."""
+        self._keeper.write()
 
     def _held(self, turns: Iterable[weakref.ref[Turn]]) -> list[Turn]:
         return [turn for held in turns if (turn := held()) is not None]

@@ -37,6 +37,7 @@ _TURN_COLUMNS = (
     "conversation_id, turn_index, prompt_ids, output_ids, seed, finish_reason, created_at_s, messages, "
     "output_text, checksum"
 )
+_NOTES = "note:"  # before the names of notes among the keys of `meta`
 
 
 class SQLiteHistoryStore:
@@ -125,6 +126,16 @@ class SQLiteHistoryStore:
         """Forget a conversation; its space in the file is used again by later ones."""
         self._transact(lambda connection: _delete(connection, conversation_id))
 
+    def note(self, name: str) -> str | None:
+        """A text that is kept beside the turns."""
+        query = "SELECT value FROM meta WHERE key = ?"
+        row = self._run(lambda connection: connection.execute(query, (_NOTES + name,)).fetchone())
+        return None if row is None else str(row[0])
+
+    def keep_note(self, name: str, text: str | None) -> None:
+        """Keep a text in place of the one of that name; None removes it."""
+        self._transact(lambda connection: _keep_note(connection, _NOTES + name, text))
+
     def close(self) -> None:
         """Fold the log into the file, release file and lock; a second call does nothing."""
         with self._mutex:
@@ -177,6 +188,12 @@ class SQLiteHistoryStore:
                     connection.execute("ROLLBACK")
 
         return self._run(transaction)
+
+
+def _keep_note(connection: sqlite3.Connection, key: str, text: str | None) -> None:
+    connection.execute("DELETE FROM meta WHERE key = ?", (key,))
+    if text is not None:
+        connection.execute("INSERT INTO meta VALUES (?, ?)", (key, text))
 
 
 def _read(connection: sqlite3.Connection, conversation_id: str) -> tuple[ConversationInfo, list[Any]]:

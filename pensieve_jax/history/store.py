@@ -117,6 +117,14 @@ class HistoryStore(Protocol):
         """Forget a conversation; raises UnknownConversationError."""
         ...
 
+    def note(self, name: str) -> str | None:
+        """A text that is kept beside the turns; None where there is none of that name."""
+        ...
+
+    def keep_note(self, name: str, text: str | None) -> None:
+        """Keep a text in place of the one of that name; None removes it."""
+        ...
+
     def close(self) -> None:
         """Release file and lock; any later call but `close` raises HistoryError."""
         ...

@@ -74,6 +74,7 @@ class Findings:
       panels: of the plot.
       results: for the JSON document.
       profiles: names of the simulated profiles; none where nothing was simulated.
+      origin: where nothing was simulated, in words where the figures are from.
       units: of `results`.
     """
 
@@ -81,6 +82,7 @@ class Findings:
     panels: Sequence[Panel]
     results: Mapping[str, Any]
     profiles: Sequence[str] = ()
+    origin: str = ""
     units: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -95,6 +97,7 @@ class Experiment:
       points: what is to be simulated; empty where nothing is.
       findings: what the simulated points come to.
       flags: those of the run that change anything here; others are refused rather than ignored.
+      tables: those of the results of a document; None where only a run can make them.
     """
 
     name: str
@@ -103,3 +106,4 @@ class Experiment:
     points: Callable[[Settings], list[Point]]
     findings: Callable[[Settings, list[Measured]], Findings]
     flags: frozenset[str] = SIMULATION_FLAGS
+    tables: Callable[[Mapping[str, Any]], list[Table]] | None = None

@@ -169,5 +169,11 @@ class ObservedStore:
     def delete(self, conversation_id: str) -> None:
         self.inner.delete(conversation_id)
 
+    def note(self, name: str) -> str | None:
+        return self.inner.note(name)
+
+    def keep_note(self, name: str, text: str | None) -> None:
+        self.inner.keep_note(name, text)
+
     def close(self) -> None:
         self.inner.close()

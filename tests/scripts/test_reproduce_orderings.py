@@ -1,6 +1,6 @@
 """Small versions of every simulated experiment: the orderings that the paper is about, by one seed and five.
 
-Times are virtual, so nothing here depends on the machine; magnitudes are in `docs/evaluation.md`.
+Times are virtual, so nothing here depends on the machine; magnitudes are in `docs/paper_and_we.md`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SYSTEMS = ("pensieve", "pensieve-gpu", "stateless")
 
 @pytest.fixture(params=[(1,), pytest.param((0, 1, 2, 3, 4), marks=pytest.mark.long)], ids=["seed", "seeds"])
 def seeds(request):
-    """One stands for five; by the first, memory is so short that all policies are alike."""
+    """One stands for five."""
     return request.param
 
 
@@ -52,7 +52,7 @@ def test_state_is_found_in_two_tiers_more_than_in_one_and_in_one_more_than_in_no
     results = reproduce(experiment, seeds)
     assert results["simulated"] and results["seeds"] == list(seeds)
     for points in by_series(results).values():
-        (rate,) = {x for _, x in points}
+        rate = sorted({x for _, x in points})[1]
         both, gpu, none = (points[system, rate] for system in SYSTEMS)
         assert len(both["found_rate_by_seed"]) == len(seeds)
         for key, sign in (("found_rate_by_seed", 1), ("recompute_share_by_seed", -1)):
@@ -65,7 +65,7 @@ def test_state_is_found_in_two_tiers_more_than_in_one_and_in_one_more_than_in_no
 
 def test_prompts_beside_decodes_are_no_slower_than_apart(reproduce, seeds):
     for points in by_series(reproduce("fig13", seeds)).values():
-        (rate,) = {x for _, x in points}
+        rate = sorted({x for _, x in points})[1]
         unified, apart = points["pensieve", rate], points["not unified", rate]
         assert unified["normalized_latency_s"]["mean"] < apart["normalized_latency_s"]["mean"]
 
@@ -74,10 +74,9 @@ def test_retention_recomputes_least(reproduce, seeds):
     """In seconds by the cost model, over what a stateless system recomputes for the same answers."""
     results = reproduce("fig14", seeds)
     (points,) = by_series(results).values()
-    share = {
-        series: sum(point["recompute_share_by_seed"].values()) / len(point["recompute_share_by_seed"])
-        for (series, _), point in points.items()
-    }
+    share = dict.fromkeys((series for series, _ in points), 0.0)
+    for (series, _), point in points.items():
+        share[series] += point["recompute_share"] / 3  # over the sizes of memory
     assert 0.05 < share["retention"] < 0.5, "memory is neither plentiful nor hopeless"
     assert share["retention"] <= 1.02 * share["lru"]
     assert share["retention"] < 0.90 * share["conversation"]
@@ -86,16 +85,12 @@ def test_retention_recomputes_least(reproduce, seeds):
 
 
 def test_who_thinks_for_longer_finds_less(reproduce, seeds):
-    (*points,) = by_series(reproduce("fig15", seeds)).values()
-    for at_rate in points:
-        for system in SYSTEMS[:2]:
-            found = [
-                point["found_rate_by_seed"] for (series, _), point in at_rate.items() if series == system
-            ]
-            assert len(found) == 3
-            by_think_time = zip(*(by_seed.values() for by_seed in found), strict=True)
-            for short, middle, long in by_think_time:
-                assert short > middle > long
+    results = reproduce("fig15", seeds)
+    points = by_series(results)[f"{results['shown_rate_per_s']:g} conversations a second"]
+    found = [point["found_rate_by_seed"] for (series, _), point in points.items() if series == "pensieve"]
+    assert len(found) == 3
+    for short, middle, long in zip(*(by_seed.values() for by_seed in found), strict=True):
+        assert short > middle > long
 
 
 def recorded_trace(num_conversations):
