@@ -45,6 +45,16 @@ class Terminal:
         """As a person would; returns at once."""
         os.write(self._master, keys.encode())
 
+    def interrupt(self) -> None:
+        """Type Ctrl-C once the program waits for a key.
+
+        Python's readline does not notice one that comes before, or at one time with a key.
+        """
+        status = Path(f"/proc/{self._process.pid}/stat")
+        while status.read_text().rpartition(")")[2].split()[0] != "S":
+            os.sched_yield()
+        self.type("\x03")
+
     def see(self, words: str) -> str:
         """Wait until these words appear behind those that were seen before; returns what came with them."""
         start = len(self.shown)
