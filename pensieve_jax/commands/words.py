@@ -10,9 +10,7 @@ from typing import Final
 
 from pensieve_jax import Usage
 
-SMALL_MODEL: Final = (
-    "The model is the small one in the package, made for trying the engine: it knows nothing, and errs."
-)
+SMALL_MODEL: Final = "This model is a small one, made for trying the engine: it often errs."
 
 
 def counted(number: int, noun: str) -> str:
