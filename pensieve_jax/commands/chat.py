@@ -30,6 +30,7 @@ from pensieve_jax import InvalidRequestError
 from pensieve_jax.assembly import DEFAULT_MODEL
 from pensieve_jax.commands.chat_session import COMMANDS, Chat
 from pensieve_jax.commands.engine_flags import (
+    CACHE_DIR,
     define_engine_flags,
     define_history_flag,
     define_sampling_flags,
@@ -42,7 +43,6 @@ from pensieve_jax.commands.words import SMALL_MODEL
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
-CACHE_DIR = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pensieve_jax"
 STATE_DIR = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "pensieve_jax"
 DEFAULTS = {
     "max_num_running": 8,
