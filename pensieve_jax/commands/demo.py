@@ -139,8 +139,8 @@ def check_happenings(turns: Sequence[DemoTurn]) -> bool:
         "recomputed": sum(usage.recomputed_tokens > 0 for usage in usages),
         "suspended": sum(usage.num_suspensions > 0 for usage in usages),
     }
-    counts = ", ".join(f"{what} for {number}" for what, number in numbers.items() if what != "suspended")
-    print(f"Of {len(turns)} turns, state was {counts}; {numbers['suspended']} suspended for want of memory.")
+    counts = ", ".join(f"{what}: {number}" for what, number in numbers.items())
+    print(f"Of {len(turns)} turns, {counts}.")
     for what, number in numbers.items():
         if not number:
             print(f"nothing {what}: give other --gpu_pages or --cpu_pages")
@@ -160,12 +160,11 @@ def main() -> int:
         print(f"The closest choice between two tokens was {margin:.2g} apart.")
     num_filled = sum(-(-len(t.history_ids + t.prompt_ids + t.output.token_ids) // 32) for t in turns[-8:])
     print(introduction(FLAGS.gpu_pages + FLAGS.cpu_pages, num_filled))
-    print(f"\n{picture(turns)}\n\n{savings(kept, lost)}\n")
+    print(f"\n{picture(turns)}\n\n{savings(kept, lost)}")
     print(f"{num_recalled(turns)} of {len(CONVERSATIONS)} last replies hold what was told in the first turn.")
     all_happened = check_happenings(turns)
-    if not FLAGS.details:
-        print("--details shows every turn.")
-    print("Compared, token by token, with a dense model that has no cache:")
+    hint = "" if FLAGS.details else " (--details shows all turns)"
+    print(f"Compared token by token with a dense model without a cache{hint}:")
     for turn, is_equal in zip(turns, equal, strict=True):
         if not is_equal:
             print(f"turn {turn.turn} of {turn.conversation_id} differs from the dense reference")

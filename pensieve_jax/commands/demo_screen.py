@@ -61,9 +61,8 @@ def introduction(num_chunks: int, num_filled: int) -> str:
     """What is going on: memory for `num_chunks` chunks, of which the conversations fill `num_filled`."""
     text = (
         f"{len(CONVERSATIONS)} people tell a fact and ask for it five turns later. Memory holds "
-        f"{num_chunks} of the {num_filled} chunks of 32 tokens that they fill, so state is copied to host memory, "
-        "dropped from the front, and recomputed; the first chunk is a system prompt that all share. No reply may change "
-        "by any of that."
+        f"{num_chunks} of the {num_filled} chunks of 32 tokens that they fill: state is copied to host "
+        "memory, or dropped and recomputed. All share the first chunk. No reply may change by it."
     )
     return textwrap.fill(text, COLUMNS)
 
@@ -87,22 +86,15 @@ def picture(turns: Sequence[DemoTurn]) -> str:
 
 
 def savings(kept: Served, lost: Served) -> str:
-    """What computing with state took, and without."""
-    rows = [
-        ["keeping state", kept.num_computed, kept.seconds],
-        ["every turn from scratch", lost.num_computed, lost.seconds],
-        [
-            "saved",
-            f"{1 - kept.num_computed / lost.num_computed:.0%}",
-            f"{1 - kept.seconds / lost.seconds:.0%}",
-        ],
-    ]
-    cells = [
-        [what, f"{n:,}" if isinstance(n, int) else n, f"{s:.1f}" if isinstance(s, float) else s]
-        for what, n, s in rows
-    ]
-    lines = [f"{'':25}{'tokens computed of histories and prompts':>40}{'seconds':>11}"]
-    return "\n".join(lines + [f"{what:25}{tokens:>40}{seconds:>11}" for what, tokens, seconds in cells])
+    """What histories and prompts took with state, and without."""
+    lines = [f"{'':24}{'tokens computed':>20}{'seconds':>18}"]
+    for what, served in (("every turn from scratch", lost), ("keeping state", kept)):
+        tokens, seconds = f"{served.num_computed:,}", f"{served.seconds:.1f}"
+        if served is kept:
+            tokens = f"({kept.num_computed / lost.num_computed:.0%}) {tokens}"
+            seconds = f"({kept.seconds / lost.seconds:.0%}) {seconds}"
+        lines.append(f"{what:24}{tokens:>20}{seconds:>18}")
+    return "\n".join(lines)
 
 
 def transcript(turns: Sequence[DemoTurn]) -> str:
