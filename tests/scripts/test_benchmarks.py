@@ -78,7 +78,7 @@ def test_benchmark_scheduler():
 
 def test_benchmark_eviction(launch, capsys):
     """Every order, and the learned one as each of its three."""
-    launch("benchmark_eviction", num_idle=40, max_chunks=6, num_turns=40)
+    launch("benchmark_eviction", shared_llm=False, num_idle=40, max_chunks=6, num_turns=40)
     results = last_line(capsys.readouterr().out)["results"]
     orders = results["orders"]
     assert len(orders) == len(POLICIES) + 2 and all(costs["num_decisions"] > 0 for costs in orders.values())
