@@ -27,7 +27,7 @@ from pensieve_jax.core.options import (
 )
 
 CHUNK_SIZES_TOKENS = (16, 32, 64)
-NUM_BUCKETS_GPU = 8  # where 4 would cost twice as much padding or more: docs/steps.md
+NUM_BUCKETS_GPU = 12  # fewer cost more padding, more take longer to compile: docs/steps.md
 POLICIES = ("retention", "learned", "lru", "conversation", "trailing")
 _PART = number("in [0, 1)", lambda value: 0 <= value < 1)
 _SHARE = number("above 0 and at most 1", lambda value: 0 < value <= 1)
@@ -164,7 +164,7 @@ class SchedulerConfig:
         None,
         optional(count(1)),
         "How many sizes are derived. Each is compiled before serving, once for every group of layers. None "
-        "is 8 on GPUs, and 4 where an engine is assembled for anything else.",
+        "is 12 on GPUs, and 4 where an engine is assembled for anything else.",
     )
     unified: bool = option(
         True,

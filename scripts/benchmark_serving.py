@@ -46,7 +46,7 @@ from common.systems import SYSTEMS as ENGINE_SYSTEMS
 from common.systems import system_config
 from serving.client import InlineClient, Prompts, ThreadedClient
 from serving.clock import RunClock
-from serving.engine_server import EngineSystem
+from serving.engine_server import EngineServer, EngineSystem
 from serving.figures import UNITS, figures
 from serving.latency_plot import View
 from serving.report import (
@@ -172,6 +172,9 @@ def measure(
     with LiveFigures(title, end_s, shown=shown, refresh_every=1) as live:
         seen = serve(server, client, clock, load.window, live.see, between_steps)
     gc.unfreeze()
+    if FLAGS.step_table is not None:
+        assert isinstance(server, EngineServer)
+        server.save_steps(Path(FLAGS.step_table))
     # Where users live in the server's thread, what they take is a part of what is measured.
     max_lag_s = math.inf if FLAGS.closed_loop else FLAGS.max_client_lag_s
     return {
@@ -199,12 +202,26 @@ def check_flags() -> None:
         check_can_write("--output_json", Path(FLAGS.output_json))
     if FLAGS.plot is not None:
         check_can_plot("--plot", Path(FLAGS.plot))
+    if FLAGS.step_table is not None:
+        _check_step_table(FLAGS.step_table)
     for name in _OPEN_FLAGS if FLAGS.closed_loop else _CLOSED_FLAGS:
         if FLAGS[name].present:
             loop = "beside" if FLAGS.closed_loop else "without"
             raise ConfigError(f"--{name}", FLAGS[name].value, f"left out {loop} --closed_loop")
     if FLAGS.closed_loop:
         _check_closed_loop()
+
+
+def _check_step_table(path: str) -> None:
+    if FLAGS.system not in ENGINE_SYSTEMS:
+        raise ConfigError(
+            "--step_table", path, f"left out for --system={FLAGS.system}, whose steps are its own"
+        )
+    if not FLAGS.closed_loop and len(rates()) > 1:
+        raise ConfigError("--step_table", path, "left out where there are several --rates")
+    if not path.endswith(".npz"):
+        raise ConfigError("--step_table", path, "a file that ends in .npz")
+    check_can_write("--step_table", Path(path))
 
 
 def _check_closed_loop() -> None:
@@ -315,6 +332,11 @@ def define_flags() -> None:
     flags.DEFINE_integer("prompt_tokens", 38, "New tokens of a turn of a closed loop.")
     flags.DEFINE_integer("output_tokens", 205, "Tokens of an answer of a closed loop.")
     flags.DEFINE_string("output_json", None, "File to which every load point is appended as it is done.")
+    flags.DEFINE_string(
+        "step_table",
+        None,
+        "File (.npz) for a row of every step of one load point; see serving/host_parts.py.",
+    )
     flags.DEFINE_string("plot", None, "Where throughput-latency curves are drawn, e.g. curves.png.")
     flags.DEFINE_list("curves", [], "Draw --plot from such files, and run nothing.")
     flags.DEFINE_multi_string(

@@ -41,7 +41,7 @@ from pensieve_jax.cache.cost import CostProfile, MeasuredCostModel
 from pensieve_jax.commands.engine_flags import parse_bytes, shows_progress
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
-from pensieve_jax.config import POLICIES
+from pensieve_jax.config import NUM_BUCKETS_GPU, POLICIES
 from pensieve_jax.simulator import ROUTERS, DeviceProfile, Scenario, figures, profile_names, simulate
 from pensieve_jax.workload import UNITS, Session, Trace
 
@@ -265,7 +265,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("chunk_tokens", 32, "Tokens of a page: 16, 32 or 64.")
     flags.DEFINE_integer("max_num_running", 256, "Requests in the batch at once.")
     flags.DEFINE_integer("max_num_batched_tokens", 2048, "Query tokens of a step.")
-    flags.DEFINE_integer("max_num_buckets", 8, "Step sizes.")
+    flags.DEFINE_integer("max_num_buckets", NUM_BUCKETS_GPU, "Step sizes.")
     flags.DEFINE_bool("unified", True, "Prompts and decodes share steps; --nounified pauses decodes instead.")
     flags.DEFINE_integer("max_context_tokens", 16_384, "Longest history + turn.")
     flags.DEFINE_integer("replicas", 1, "Engines, each on a device of its own.")

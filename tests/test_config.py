@@ -165,7 +165,7 @@ def test_staging_holds_a_gigabyte():
     assert few.with_staged_pages(10**9) == few
 
 
-@pytest.mark.parametrize(("on_gpu", "num_buckets"), [(True, 8), (False, 4)])
+@pytest.mark.parametrize(("on_gpu", "num_buckets"), [(True, 12), (False, 4)])
 def test_step_sizes_follow_the_device_unless_they_are_given(on_gpu, num_buckets):
     config = EngineConfig().with_num_buckets(on_gpu=on_gpu)
     assert config.scheduler.max_num_buckets == config.scheduler.bucket_limit == num_buckets

@@ -19,8 +19,9 @@ from pensieve_jax.cache.drops import Drop
 from pensieve_jax.cache.evictor import Evictor
 from pensieve_jax.cache.experience import Experience
 from pensieve_jax.cache.integrity import check_store
-from pensieve_jax.cache.learning import Learning, TurnNotes
-from pensieve_jax.cache.policies import DatedWorth, LearnedPolicy, make_policy
+from pensieve_jax.cache.learning import turn_notes
+from pensieve_jax.cache.page_table import PageTable
+from pensieve_jax.cache.policies import DatedWorth, make_policy
 from pensieve_jax.cache.sequence import CachedSequence, Role
 from pensieve_jax.cache.states import ChunkState, Shelf
 from pensieve_jax.config import CacheConfig
@@ -60,7 +61,7 @@ class CacheManager:
         self.prefetch = config.prefetch
         self._max_num_copies = max_num_copies
         self._policy = make_policy(config.policy, cost_model, config.chunk_tokens)
-        self.turns = self._notes(config, cost_model, experience)
+        self.turns = turn_notes(self._policy, config, cost_model, clock, experience)
         self._evictor = Evictor(
             self._store,
             self._policy,
@@ -69,6 +70,11 @@ class CacheManager:
             max_num_copies=max_num_copies,
             retrieval_priority=config.retrieval_priority,
         )
+
+    @property
+    def page_table(self) -> PageTable:
+        """The pages of running sequences, by their `row`."""
+        return self._store.page_table
 
     # Sequences
 
@@ -201,8 +207,6 @@ class CacheManager:
         for index, chunk in enumerate(sequence.chunks):
             if not chunk.page:
                 self._set_page_aside(sequence, index)
-            elif index < sequence.num_shared:
-                sequence.set_row(index, chunk.page)
         return True
 
     def grow(self, sequence: CachedSequence, num_tokens: int) -> bool:
@@ -221,6 +225,16 @@ class CacheManager:
         for index in range(start // self.chunk_tokens, -(-end // self.chunk_tokens)):
             self._store.write(self._owner(sequence, index), index)
         sequence.num_kv_tokens = max(sequence.num_kv_tokens, end)
+
+    def fill_next(self, sequences: Iterable[CachedSequence]) -> None:
+        """As `fill`, of the next token of each of these."""
+        chunk_tokens = self.chunk_tokens
+        for sequence in sequences:
+            position = sequence.num_kv_tokens
+            index = position // chunk_tokens
+            if position % chunk_tokens == 0 or sequence.chunks[index].slot:  # else it was written before
+                self._store.write(self._owner(sequence, index), index)
+            sequence.num_kv_tokens = position + 1
 
     def rush(self, sequence: CachedSequence) -> tuple[int, ...]:
         """Let the next step read what is being copied in for a running sequence, whenever it arrives.
@@ -310,20 +324,6 @@ class CacheManager:
 
     # Inside
 
-    def _notes(self, config: CacheConfig, cost_model: CostModel, experience: Experience | None) -> TurnNotes:
-        if not isinstance(self._policy, LearnedPolicy):
-            return TurnNotes()
-        # Chunks that are on both tiers ahead of need take two places.
-        num_chunks = config.gpu_pages + max(config.cpu_pages - config.clean_pages, 0)
-        return Learning(
-            self._policy,
-            cost_model,
-            self._clock,
-            chunk_tokens=config.chunk_tokens,
-            num_chunks=num_chunks,
-            experience=experience,
-        )
-
     @staticmethod
     def _owner(sequence: CachedSequence, index: int) -> CachedSequence:
         if index >= sequence.num_shared:
@@ -339,7 +339,7 @@ class CacheManager:
             self._store.swap_in(owner, index, page)
         else:
             self._store.reserve(owner, index, page)
-        sequence.set_row(index, page)
+        self._store.page_table.set(sequence.row, index, page)  # the prefix's pages are its users' as well
 
     def _pin(self, sequence: CachedSequence) -> None:
         self._store.set_role(sequence, Role.RUNNING)

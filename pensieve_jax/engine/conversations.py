@@ -83,13 +83,13 @@ class ConversationTable:
         check_conversation_id(conversation_id)
         if conversation_id is None:
             return 0
+        live = self._live.get(conversation_id)
+        if live is not None:
+            return live.conversation.num_history_tokens
         try:
-            found = self.look_up(conversation_id)
+            return self._store.info(conversation_id).num_tokens
         except UnknownConversationError:
             return 0
-        if isinstance(found, LiveConversation):
-            return found.conversation.num_history_tokens
-        return len(found.token_ids)
 
     def look_up(self, conversation_id: str) -> LiveConversation | ConversationRecord:
         """What is in memory of a conversation, or else its history; loads nothing.

@@ -16,26 +16,48 @@ from pensieve_jax.scheduler.plan import PlanLayout
 
 _MIN_BUCKET_TOKENS = 16
 _GRAIN_TOKENS = 16
-_FILLED_FROM_TOKENS = 256  # where a GPU computes for longer than it reads the weights, whatever the model
+# About where a GPU computes for longer than it reads the weights, whatever the model: from there on padding
+# takes as long as tokens do, well below it nothing does.
+_KNEE_TOKENS = 200
+_FILLED_FROM_TOKENS = 256
 _NEARLY_FULL = 8  # but for an eighth
 
 
 def token_buckets(config: SchedulerConfig) -> tuple[int, ...]:
     """The padded step sizes in tokens, ascending; the last is `max_num_batched_tokens`.
 
-    Derived sizes lie evenly in the logarithm from 16 tokens up, in multiples of 16, so that padding wastes a
-    bounded factor whatever the load. What that costs: `docs/steps.md`.
+    Derived sizes are in multiples of 16. A step of decodes cannot choose how many tokens it has, so up to
+    `max_num_running` sizes lie where each wastes about the same share of a step's time. Larger steps have
+    prompts in them, of which they take as much as fills a size (`step_limit`): those sizes double, or, where
+    there may be few sizes, grow by more. What padding costs: `docs/steps.md`.
     """
     largest = config.max_num_batched_tokens
     if config.token_buckets is not None:
         return config.token_buckets
     if largest <= _MIN_BUCKET_TOKENS or config.bucket_limit == 1:
         return (largest,)
-    growth, steps = largest / _MIN_BUCKET_TOKENS, config.bucket_limit - 1
-    exact = (_MIN_BUCKET_TOKENS * growth ** (i / steps) for i in range(steps))
-    # Rounded first: a power that should be a whole number may be a little above it.
-    sizes = {_GRAIN_TOKENS * math.ceil(round(size / _GRAIN_TOKENS, 6)) for size in exact}
+    decodes = min(max(_round_up(config.max_num_running), _MIN_BUCKET_TOKENS), largest)
+    num_doublings = math.ceil(math.log2(largest / decodes))
+    num_larger = min(
+        num_doublings, max(config.bucket_limit // 2, config.bucket_limit - decodes // _GRAIN_TOKENS)
+    )
+    num_smaller = config.bucket_limit - num_larger
+    sizes = {_round_up(size) for size in _geometric(decodes, largest, num_larger)}
+    sizes |= {
+        _round_up(size - _KNEE_TOKENS)
+        for size in _geometric(_MIN_BUCKET_TOKENS + _KNEE_TOKENS, decodes + _KNEE_TOKENS, num_smaller - 1)
+    }
     return (*sorted(size for size in sizes if size < largest), largest)
+
+
+def _geometric(first: float, last: float, num_steps: int) -> list[float]:
+    """From `first` to `last` in `num_steps` steps of one factor; `last` alone where there are none."""
+    return [last * (first / last) ** (1 - i / num_steps) for i in range(num_steps)] + [last]
+
+
+def _round_up(num_tokens: float) -> int:
+    """To a multiple of 16; a power that should be a whole number may be a little above it."""
+    return _GRAIN_TOKENS * math.ceil(round(num_tokens / _GRAIN_TOKENS, 6))
 
 
 def bucket_rows(config: SchedulerConfig, bucket: int) -> int:

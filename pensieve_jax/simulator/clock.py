@@ -34,6 +34,10 @@ class Timeline:
         if time_s > self._now_s:
             self._now_s = time_s
 
+    def use_device(self, seconds: float) -> None:
+        """The device computes for `seconds` behind everything that was dispatched, not before now."""
+        self.device_free_s = max(self._now_s, self.device_free_s) + seconds
+
     def occupy_device(self, until_s: float) -> None:
         """What is dispatched to the device from here on begins no earlier than `until_s`."""
         if until_s > self.device_free_s:

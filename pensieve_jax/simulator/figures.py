@@ -36,9 +36,11 @@ def figures(outcome: Outcome, num_replicas: int) -> dict[str, Any]:
         **{name: counters[name] for name in _COUNTERS},
         "steps": step_figures(outcome.steps),
         "tokens_per_step": counters["num_step_tokens"] / max(counters["num_steps"], 1),
+        "host_step_s": counters["host_s"] / max(counters["num_steps"], 1),
         "padding_share_of_step_time": counters["padding_s"] / counters["device_busy_s"]
         if counters["device_busy_s"]
         else None,
+        "device_busy_s": counters["device_busy_s"],
         # Steps count when they are dispatched, so a little more than all of the time may be busy.
         "device_busy": min(counters["device_busy_s"] / (seconds * num_replicas), 1.0) if seconds else None,
     }

@@ -21,8 +21,12 @@ from typing import Any, Self
 from pensieve_jax.core.errors import ConfigError
 
 SOURCES = ("measured", "derived")
-_FORMAT = "pensieve device profile, version 1"
+LAUNCHES = ("jaxlib", "engine")
+"""Whose thread launches a step's kernels; see `runtime.asynchronous_launches`."""
+
+_FORMAT = "pensieve device profile, version 2"
 _FIELD = "device_profile"
+_NUMBERS = ("both_ways_share", "prompt_gap_s", "page_copy_byte_s", "fetch_s")
 _DIRECTORY = Path(__file__).parent / "profiles"
 
 
@@ -50,6 +54,28 @@ class StepCosts:
     span_s: float
     step_s: float
     padded_token_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCosts:
+    """Coefficients of what the serving thread does for a step; all but the last before its launch.
+
+    Attributes:
+      step_s: of every step: scheduler, plan, ids into turns.
+      row_s: of each row of the step.
+      turn_s: of each turn that came since the step before: its prompt, its answer, its user.
+      chunk_s: of each chunk that is to be copied, either way: gather or scatter, copy, end.
+      launch_s: launching the kernels, while the device computes those that are launched. The thread does it
+        itself, or has the time for other things while a thread of jaxlib's does.
+      launch_beside_copies_s: the same while chunks are on their way.
+    """
+
+    step_s: float
+    row_s: float
+    turn_s: float
+    chunk_s: float
+    launch_s: float
+    launch_beside_copies_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +122,12 @@ class DeviceProfile:
       step: of a step on the device.
       to_device, to_host: of copies between tiers.
       both_ways_share: of its bandwidth that a copy has left while one runs in the other direction.
-      host_step_s: scheduling, planning and dispatching a step on the host, which the device hides when busy;
-        the launches of its kernels too, as far as its first one waits for them.
+      prompt_gap_s: from the end of a step to the beginning of the next one, if that has a prompt.
+      page_copy_byte_s: of the device, for a byte that is gathered from pages or scattered to them.
+      hosts: of the serving thread, by whose thread launches kernels (`LAUNCHES`); "jaxlib" at least.
+      launches: the one that counts.
       fetch_s: from the end of a step on the device to its ids on the host.
+      fitted_runs: names of result documents of served runs, with which coefficients were fitted.
       figures: measured steps.
       num_devices: that share weights, KV state and copies; always 1 in files.
     """
@@ -113,10 +142,27 @@ class DeviceProfile:
     to_device: LinkCosts
     to_host: LinkCosts
     both_ways_share: float
-    host_step_s: float
+    prompt_gap_s: float
+    page_copy_byte_s: float
+    hosts: Mapping[str, HostCosts]
     fetch_s: float
+    fitted_runs: tuple[str, ...] = ()
     figures: tuple[StepFigure, ...] = ()
     num_devices: int = 1
+    launches: str = LAUNCHES[0]
+
+    @property
+    def host(self) -> HostCosts:
+        """Of the serving thread, as kernels are launched."""
+        return self.hosts[self.launches]
+
+    def launching(self, thread: str) -> Self:
+        """The same with kernels launched by a thread of `LAUNCHES`; raises ConfigError without its costs."""
+        if thread not in self.hosts:
+            raise ConfigError(
+                "launches", thread, f"one that the profile has a host of: {', '.join(self.hosts)}"
+            )
+        return dataclasses.replace(self, launches=thread)
 
     @classmethod
     def load(cls, name: str | Path) -> Self:
@@ -150,7 +196,7 @@ class _Reader:
         if not isinstance(provenance, dict) or not all(isinstance(v, str) for v in provenance.values()):
             raise self._error("a profile with texts by keyword as 'provenance'", f"found {provenance!r:.60}")
         fields: dict[str, Any] = {name: self._text(values, name) for name in ("model", "device", "dtype")}
-        fields |= {name: self._number(values, name) for name in ("both_ways_share", "host_step_s", "fetch_s")}
+        fields |= {name: self._number(values, name) for name in _NUMBERS}
         if not 0 < fields["both_ways_share"] <= 1:
             raise self._error("a profile with both_ways_share above 0 and up to 1")
         return fields | {
@@ -160,6 +206,8 @@ class _Reader:
             "step": self._step(values),
             "to_device": self._link(values, "to_device"),
             "to_host": self._link(values, "to_host"),
+            "hosts": self._hosts(values),
+            "fitted_runs": tuple(self._names(values, "fitted_runs")),
             "figures": tuple(self._figure(figure) for figure in self._list(values, "figures")),
         }
 
@@ -186,6 +234,17 @@ class _Reader:
         if costs.overlap < 1:
             raise self._error("a profile whose step.overlap is at least 1", f"found {costs.overlap}")
         return costs
+
+    def _hosts(self, values: Mapping[str, Any]) -> dict[str, HostCosts]:
+        part = self._part(values, "hosts")
+        if LAUNCHES[0] not in part or not set(part) <= set(LAUNCHES):
+            limit = f"a profile with hosts of {' and '.join(LAUNCHES)}, the first at least"
+            raise self._error(limit, f"found {', '.join(part)}")
+        fields = [field.name for field in dataclasses.fields(HostCosts)]
+        return {
+            thread: HostCosts(**{name: self._number(self._part(part, thread), name) for name in fields})
+            for thread in part
+        }
 
     def _link(self, values: Mapping[str, Any], name: str) -> LinkCosts:
         part = self._part(values, name)
@@ -218,6 +277,12 @@ class _Reader:
         found = values.get(name, [])
         if not isinstance(found, list):
             raise self._error(f"a profile with a list {name!r}", f"found {found!r:.60}")
+        return found
+
+    def _names(self, values: Mapping[str, Any], name: str) -> list[str]:
+        found = self._list(values, name)
+        if not all(isinstance(one, str) for one in found):
+            raise self._error(f"a profile with texts in the list {name!r}", f"found {found!r:.60}")
         return found
 
     def _text(self, values: Mapping[str, Any], name: str) -> str:

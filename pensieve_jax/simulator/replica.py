@@ -148,6 +148,7 @@ class Replica:
             max_context_tokens=num_history + turn.prompt_tokens + turn.output_tokens,
         )
         self._turns[request] = _Served(turn)
+        self._device.submit()
 
     def remember(self, histories: Iterable[History]) -> None:
         """Have the state of conversations, as if computed and left at their times; in no other time.
@@ -191,6 +192,7 @@ class Replica:
             "device_busy_s": self._device.busy_s,
             "num_padded_tokens": self._device.num_padded_tokens,
             "padding_s": self._device.padding_s,
+            "host_s": self._device.host_s,
         }
 
     def steps(self) -> Steps:

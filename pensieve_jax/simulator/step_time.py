@@ -24,17 +24,19 @@ class StepLoad:
       num_single_kv: context tokens of all rows of one query token together.
       rows: (query tokens, context tokens) of the other rows.
       longest_kv: context tokens of the longest row.
+      num_rows: of either kind.
     """
 
-    __slots__ = ("longest_kv", "num_single_kv", "num_tokens", "rows")
+    __slots__ = ("longest_kv", "num_rows", "num_single_kv", "num_tokens", "rows")
 
     def __init__(self) -> None:
         """Nothing."""
-        self.num_tokens = self.num_single_kv = self.longest_kv = 0
+        self.num_tokens = self.num_single_kv = self.longest_kv = self.num_rows = 0
         self.rows: list[tuple[int, int]] = []
 
     def add(self, q_len: int, kv_len: int) -> None:
         """One more row: its query tokens, and the context tokens at its end."""
+        self.num_rows += 1
         self.num_tokens += q_len
         if kv_len > self.longest_kv:
             self.longest_kv = kv_len

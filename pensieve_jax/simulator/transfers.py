@@ -66,7 +66,11 @@ class _Link:
 
 
 class SimulatedTransfers:
-    """A `Transfers` that moves nothing."""
+    """A `Transfers` that moves nothing.
+
+    Attributes:
+      num_chunks: that were to be copied so far, either way.
+    """
 
     def __init__(
         self,
@@ -86,6 +90,8 @@ class SimulatedTransfers:
         self._retrieval_priority = retrieval_priority
         self._in = _Link(profile.to_device, chunk_bytes, profile.both_ways_share)
         self._out = _Link(profile.to_host, chunk_bytes, profile.both_ways_share)
+        self._page_copy_s = chunk_bytes // profile.num_devices * profile.page_copy_byte_s
+        self.num_chunks = 0
         self._num_steps = 0
         self._stall_s = 0.0
         self._outgoing: deque[_Moving] = deque()  # in the order of their gathers
@@ -97,12 +103,14 @@ class SimulatedTransfers:
 
     def swap_out(self, copies: Sequence[Copy]) -> None:
         """See `Transfers`; the clock moves on where staging is full."""
+        self.num_chunks += len(copies)
         self._finish_out()
         fits = len(self._outgoing) + len(copies) <= self._max_num_staged
         size = max(len(copies), 1) if fits else self._window
         for start in range(0, len(copies), size):
             batch = [_Moving(copy.copy_id, self._num_steps) for copy in copies[start : start + size]]
             self._make_room_out(len(batch))
+            self._use_device(len(batch))
             self._outgoing.extend(batch)
             self._held += batch
             if start + size < len(copies):
@@ -110,6 +118,7 @@ class SimulatedTransfers:
 
     def swap_in(self, copies: Sequence[Copy]) -> None:
         """See `Transfers`; what was gathered starts now, unless it is held back."""
+        self.num_chunks += len(copies)
         self._queued.extend(_Moving(copy.copy_id, self._num_steps) for copy in copies)
         if not self._held:
             return
@@ -150,6 +159,10 @@ class SimulatedTransfers:
         self._await_on_device(landed)
         return done + [moving.copy_id for moving in landed]
 
+    def is_moving(self) -> bool:
+        """A copy is on its way, or starts when the device has done what was dispatched."""
+        return max(self._in.free_s, self._out.free_s) > self._timeline.now()
+
     def wait(self) -> None:
         """See `Transfers`; the clock moves on."""
         if self._done:
@@ -162,7 +175,7 @@ class SimulatedTransfers:
         self._stall_until(moving[min(len(moving), self._window) - 1].end_s)
 
     def stats(self) -> dict[str, int | float]:
-        """See `Transfers`; the host's time for copies is part of `host_step_s`."""
+        """See `Transfers`; the host's time for copies is a part of `HostCosts`."""
         return {
             "swapped_out_bytes": self._out.num_copies * self._chunk_bytes,
             "swapped_in_bytes": self._in.num_copies * self._chunk_bytes,
@@ -218,6 +231,12 @@ class SimulatedTransfers:
         """Computation that is dispatched from here on begins when these have arrived."""
         if batch:
             self._timeline.occupy_device(batch[-1].end_s)
+            self._use_device(len(batch))
+
+    def _use_device(self, num_chunks: int) -> None:
+        """Gathers and scatters take their turn among the steps."""
+        if num_chunks and self._page_copy_s:
+            self._timeline.use_device(num_chunks * self._page_copy_s)
 
     def _stall_until(self, time_s: float) -> None:
         before_s = self._timeline.now()

@@ -139,14 +139,20 @@ def flash_infer(inputs: Inputs) -> Program:
     return TorchProgram(_version("prefill", library), torch, lambda: prefill.run(q, kv))
 
 
-def flash_attention_3(inputs: Inputs) -> Program:
-    """FlashAttention-3 over pages, from its own package or out of vLLM, which plans once for all layers."""
+def flash_attention_3(inputs: Inputs, *, page_size: int | None = None) -> Program:
+    """FlashAttention-3 over pages, from its own package or out of vLLM, which plans once for all layers.
+
+    Over pages of `page_size` tokens, where given: it is faster where a page holds a whole block of keys.
+    """
     torch, q, pool = _exchanged(inputs)
-    attend, label = _flash_attention_3(inputs)
+    page_size = page_size or inputs.case.page_size
+    attend, label = _flash_attention_3(inputs, page_size)
     k, v = _paged(pool)
-    lens, table, cu_q_lens = (
-        _to(pool, array) for array in (inputs.kv_lens, inputs.readable_pages, inputs.cu_q_lens)
-    )
+    table = inputs.readable_pages
+    if page_size != inputs.case.page_size:
+        pieces, table = _larger_pages(inputs, page_size)
+        k, v = (one[_to(pool, pieces)].reshape(-1, page_size, *one.shape[2:]) for one in (k, v))
+    lens, table, cu_q_lens = (_to(pool, array) for array in (inputs.kv_lens, table, inputs.cu_q_lens))
     call = functools.partial(
         attend,
         q, k, v,
@@ -157,10 +163,29 @@ def flash_attention_3(inputs: Inputs) -> Program:
         max_kv_len=int(inputs.kv_lens.max()),
         scale=inputs.sm_scale,
     )  # fmt: skip
-    return TorchProgram(label, torch, call)
+    return TorchProgram(f"{label}, pages of {page_size}", torch, call)
 
 
-def _flash_attention_3(inputs: Inputs) -> tuple[Callable[..., Any], str]:
+def _larger_pages(inputs: Inputs, page_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The case's pages that make up each page of `page_size`, and every row's new pages, dealt at random.
+
+    Returns ids [num_larger_pages, pieces] and [num_rows, larger_pages_per_row].
+    """
+    num_pieces = page_size // inputs.case.page_size
+    counts = -(-inputs.kv_lens // page_size)
+    used = np.arange(counts.max()) < counts[:, None]
+    num_missing = num_pieces * counts.max() - inputs.readable_pages.shape[1]
+    wide = np.pad(inputs.readable_pages, ((0, 0), (0, max(num_missing, 0))), mode="edge")
+    by_row = wide[:, : num_pieces * counts.max()].reshape(len(counts), -1, num_pieces)
+    order = np.random.default_rng(0).permutation(int(counts.sum()))
+    pieces = np.empty((len(order), num_pieces), np.int32)
+    pieces[order] = by_row[used]
+    table = np.zeros(used.shape, np.int32)
+    table[used] = order
+    return pieces, table
+
+
+def _flash_attention_3(inputs: Inputs, page_size: int) -> tuple[Callable[..., Any], str]:
     """Function of q, K, V and the rows, whoever publishes it; raises ImportError."""
     try:
         own = importlib.import_module("flash_attn_interface")
@@ -175,7 +200,7 @@ def _flash_attention_3(inputs: Inputs) -> tuple[Callable[..., Any], str]:
             batch_size=len(inputs.kv_lens), max_seqlen_q=max(q_len for q_len, _ in inputs.case.rows),
             max_seqlen_k=int(inputs.kv_lens.max()), num_heads_q=heads.num_q_heads,
             num_heads_kv=heads.num_kv_heads, headdim=heads.head_dim, cache_seqlens=_to(q, inputs.kv_lens),
-            qkv_dtype=q.dtype, cu_seqlens_q=_to(q, inputs.cu_q_lens), page_size=inputs.case.page_size,
+            qkv_dtype=q.dtype, cu_seqlens_q=_to(q, inputs.cu_q_lens), page_size=page_size,
             causal=True,
         )  # fmt: skip
 
@@ -228,4 +253,8 @@ TORCH_PEERS: dict[str, Callable[[Inputs], Program]] = {
     "torch_cudnn": functools.partial(sdpa, backend="CUDNN_ATTENTION"),
     "flashinfer": flash_infer,
     "flash_attention_3": flash_attention_3,
+    **{
+        f"flash_attention_3_page{page_size}": functools.partial(flash_attention_3, page_size=page_size)
+        for page_size in (64, 128, 256)
+    },
 }

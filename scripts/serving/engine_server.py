@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from common.engines import EngineFactory
@@ -22,6 +23,7 @@ from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history import HistoryStore, SQLiteHistoryStore, TurnRecord
 from pensieve_jax.workload import Answer, History, Steps, UserTurn
 from serving.clock import RunClock
+from serving.host_parts import IDLE
 from serving.timed_runner import TimedRunner
 
 
@@ -85,12 +87,17 @@ class EngineServer:
         """See `Server`."""
         params = SamplingParams(max_tokens=turn.output_tokens, ignore_eos=True)
         (submitted,) = self._engine.submit([TurnSpec(turn.token_ids, params, turn.conversation_id)])
+        self._runner.parts.work["submitted"] += 1
         self._turns[submitted] = turn
         self._silent.add(submitted)
 
     def step(self, until_s: float) -> list[Answer]:
         """See `Server`."""
+        parts = self._runner.parts
+        parts.lap("users" if self._runner.in_flight else IDLE)
         ended = self._engine.step()
+        parts.work["answered"] += len(ended)
+        parts.lap("finish")
         now_s = self.clock.now()
         for turn in [turn for turn in self._silent if turn.token_ids or turn.done]:
             self._silent.remove(turn)
@@ -106,12 +113,18 @@ class EngineServer:
             "num_host_steps": runner.num_host_steps,
             "dispatch_s": runner.dispatch_s,
             "device_wait_s": runner.device_wait_s,
+            "num_late_steps": runner.num_late_steps,
+            **runner.parts.counters(),
             "host_cpu_s": time.thread_time(),
         }
 
     def steps(self) -> Steps:
         """See `Server`."""
         return self._runner.totals
+
+    def save_steps(self, path: Path) -> None:
+        """Write a row of every step since the start; see `HostParts.save`."""
+        self._runner.parts.save(path)
 
     def _step_in_the_past(self, running: dict[Turn, History]) -> None:
         """A step at the time at which the next turn ended; they end in the order of their arrival."""

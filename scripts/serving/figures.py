@@ -15,6 +15,7 @@ import numpy as np
 
 from pensieve_jax.workload import UNITS as ANSWER_UNITS
 from pensieve_jax.workload import answer_figures, step_figures, throughput
+from serving.host_parts import MAX_MS, PARTS
 from serving.run import Run
 
 UNITS = ANSWER_UNITS | {
@@ -26,6 +27,10 @@ UNITS = ANSWER_UNITS | {
     "host_cpu_step_s": "seconds of CPU of the serving thread, per step",
     "dispatch_step_s": "seconds of the host within a step's dispatch: programs, copies that begin with it",
     "device_wait_s": "seconds blocked until a step's ids came",
+    "num_late_steps": "steps whose ids were on the host when asked for: the device may have waited for it",
+    "host_parts_s": "host_step_s part by part, users between steps included; see serving/host_parts.py",
+    "host_steps_by_ms": "how many steps kept the host for so many whole milliseconds; the last: or more",
+    "swap_out_copy_s, swap_in_copy_s": "mean seconds from asking for a chunk's copy until it is complete",
 }
 """For the JSON line of a report."""
 COUNTERS = (
@@ -39,6 +44,7 @@ COUNTERS = (
     "transfer_stall_s",
     "swap_dispatch_s",
     "device_wait_s",
+    "num_late_steps",
     "num_compilations",
 )
 
@@ -68,6 +74,10 @@ def figures(run: Run, max_lag_s: float) -> dict[str, Any]:
         "host_step_s": _ratio(run.counters, "host_s", "num_host_steps"),
         "dispatch_step_s": _ratio(run.counters, "dispatch_s", "num_steps"),
         "host_cpu_step_s": _ratio(run.counters, "host_cpu_s", "num_steps"),
+        "host_parts_s": _host_parts_s(run.counters),
+        "host_steps_by_ms": _host_steps_by_ms(run.counters),
+        "swap_out_copy_s": _ratio(run.counters, "swap_out_s", "num_timed_swap_outs"),
+        "swap_in_copy_s": _ratio(run.counters, "swap_in_s", "num_timed_swap_ins"),
         "steps": step_figures(run.steps),
     }
 
@@ -79,6 +89,21 @@ def _lag(run: Run) -> dict[str, float] | None:
         return None
     p50, p99 = np.percentile(lags, [50, 99]).tolist()
     return {"p50": p50, "p99": p99, "max": max(lags)}
+
+
+def _host_parts_s(counters: Mapping[str, float]) -> dict[str, float] | None:
+    """Mean seconds of each part of steps that followed others."""
+    if not counters.get("num_host_steps"):
+        return None
+    return {part: counters[f"host_{part}_s"] / counters["num_host_steps"] for part in PARTS}
+
+
+def _host_steps_by_ms(counters: Mapping[str, float]) -> dict[str, int] | None:
+    """Of the milliseconds that occurred."""
+    if not counters.get("num_host_steps"):
+        return None
+    counts = {ms: int(counters[f"host_steps_of_{ms}_ms"]) for ms in range(MAX_MS + 1)}
+    return {str(ms): count for ms, count in counts.items() if count}
 
 
 def _ratio(counters: Mapping[str, float], name: str, per: str) -> float | None:

@@ -173,7 +173,13 @@ def at_level(curves: Mapping[str, Sequence[Point]], level_s: float) -> dict[str,
 
 
 def read_results(flag: str, paths: Sequence[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Document by document of files of `append_line`: where it stands, and its results.
+    """As `read_documents`, of each the results."""
+    for where, document in read_documents(flag, paths):
+        yield where, document["results"]
+
+
+def read_documents(flag: str, paths: Sequence[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Document by document of files of `append_line`: where it stands, and what it holds.
 
     Raises ConfigError, which names `flag`, for a file that is no such file.
     """
@@ -181,15 +187,14 @@ def read_results(flag: str, paths: Sequence[Path]) -> Iterator[tuple[str, Mappin
         for number, text in enumerate(_lines(flag, path), start=1):
             where = f"{path}, line {number}"
             try:
-                document = json.loads(text)
+                document: Mapping[str, Any] = json.loads(text)
                 if document["benchmark"] != BENCHMARK:
                     raise ValueError(f"a document of {document['benchmark']}")
-                results: Mapping[str, Any] = document["results"]
-                if not {"system", "points"} <= results.keys():
+                if not {"system", "points"} <= document["results"].keys():
                     raise ValueError("a document without load points")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise _no_document(flag, where, error) from error
-            yield where, results
+            yield where, document
 
 
 def draw(curves: Mapping[str, Sequence[Point]], title: str, path: Path, view: View | None = None) -> None:

@@ -78,11 +78,13 @@ def test_layouts_follow_from_the_configuration():
     assert bucket_layout(config, 64, context_tokens=64, tiles_len=7) == PlanLayout(64, 40, 2, 20, 8, 7)
 
 
-@given(largest=st.integers(2, 20_000), max_num_buckets=st.integers(1, 10))
-def test_buckets_are_few_and_cover_every_step(largest, max_num_buckets):
+@given(
+    largest=st.integers(2, 20_000), max_num_running=st.integers(1, 2_000), max_num_buckets=st.integers(1, 16)
+)
+def test_buckets_are_few_and_cover_every_step(largest, max_num_running, max_num_buckets):
     """Bounded by configuration, ascending, from small to the largest step; any size finds its bucket."""
     config = SchedulerConfig(
-        max_num_running=1, max_num_batched_tokens=largest, max_num_buckets=max_num_buckets
+        max_num_running=max_num_running, max_num_batched_tokens=largest, max_num_buckets=max_num_buckets
     )
     buckets = token_buckets(config)
     assert 1 <= len(buckets) <= max_num_buckets
@@ -101,17 +103,21 @@ def test_buckets_that_are_given_are_kept():
 
 
 @pytest.mark.parametrize(
-    ("largest", "count", "buckets"),
+    ("num_running", "largest", "count", "buckets"),
     [
-        (1024, 4, (16, 64, 256, 1024)),
-        (2048, None, (16, 32, 64, 128, 256, 512, 1024, 2048)),
-        (2048, 8, (16, 32, 64, 128, 256, 512, 1024, 2048)),
-        (2048, 5, (16, 64, 192, 624, 2048)),
-        (1000, 3, (16, 128, 1000)),
+        (64, 1024, 4, (16, 64, 256, 1024)),
+        (64, 1024, None, (16, 32, 48, 64, 128, 256, 512, 1024)),
+        (256, 1024, None, (16, 48, 64, 80, 112, 128, 160, 192, 224, 256, 512, 1024)),
+        (256, 2048, 8, (16, 64, 128, 192, 256, 512, 1024, 2048)),
+        (256, 2048, 4, (16, 256, 736, 2048)),
+        (200, 512, 6, (16, 80, 144, 208, 336, 512)),  # all that run may decode without padding
+        (1, 1000, 3, (16, 128, 1000)),
     ],
 )
-def test_derived_buckets_grow_by_one_factor(largest, count, buckets):
-    config = SchedulerConfig(max_num_batched_tokens=largest, max_num_buckets=count)
+def test_derived_buckets_are_close_where_decodes_are_and_double_above(num_running, largest, count, buckets):
+    config = SchedulerConfig(
+        max_num_running=num_running, max_num_batched_tokens=largest, max_num_buckets=count
+    )
     assert token_buckets(config) == buckets
 
 

@@ -340,10 +340,13 @@ def test_flash_attention_3_gets_its_arguments(inputs, torch, monkeypatch, name):
     vllm = types.SimpleNamespace(flash_attn_varlen_func=varlen, get_scheduler_metadata=plan)
     monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", vllm)
-    assert check_peer("flash_attention_3", inputs[name]) == "out of vllm"
+    assert check_peer("flash_attention_3", inputs[name]) == "out of vllm, pages of 32"
     own = types.SimpleNamespace(flash_attn_with_kvcache=with_kvcache)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", own)
-    assert check_peer("flash_attention_3", inputs[name]) == "flash_attn_interface"
+    assert check_peer("flash_attention_3", inputs[name]) == "flash_attn_interface, pages of 32"
+    for page_size in (64, 128):
+        label = check_peer(f"flash_attention_3_page{page_size}", inputs[name])
+        assert label == f"flash_attn_interface, pages of {page_size}"
 
 
 @pytest.mark.parametrize(("name", "kernel"), [("ragged", "decode"), ("all", "prefill")])

@@ -6,6 +6,7 @@ import json
 import signal
 import threading
 
+import numpy as np
 import pytest
 
 from pensieve_jax import ConfigError
@@ -125,6 +126,23 @@ def test_several_load_points_in_real_time(benchmark, conversations, tmp_path):
     _, document = benchmark(**flags)
     assert len(document["results"]["curves"]["pensieve"]) == 2
     assert curves.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_row_of_every_step(benchmark, conversations, tmp_path):
+    """Its sums are the document's; where there are several load points, or other engines, there is none."""
+    path = tmp_path / "steps.npz"
+    _, document = benchmark(**conversations, step_table=path)
+    (point,) = document["results"]["points"]
+    with np.load(path) as file:
+        steps = dict(zip(file["columns"], file["steps"].T, strict=True))
+    assert steps["tokens"].sum() >= point["num_steps"] and set(steps["bucket"]) == {64.0}
+    assert steps["submitted"].sum() >= steps["answered"].sum() >= point["num_requests"] > 0
+    assert steps["chunks_out"].sum() > 0 and steps["follows"].any() and (steps["dispatch_s"] > 0).all()
+    assert sum(point["host_parts_s"].values()) == pytest.approx(point["host_step_s"], rel=0.2)
+    assert 0 < sum(point["host_steps_by_ms"].values()) <= point["num_steps"] and point["num_late_steps"] > 0
+    for flags in ({"rates": "4,6"}, {"system": "vllm"}, {"step_table": tmp_path / "steps.csv"}):
+        with pytest.raises(ConfigError, match="--step_table"):
+            benchmark(**conversations | {"step_table": path} | flags)
 
 
 def test_a_stateless_server_in_mid_life_computes_its_histories(benchmark, conversations):

@@ -6,9 +6,11 @@ import json
 import math
 import threading
 
+import numpy as np
 import pytest
 
 from pensieve_jax import ConfigError, Usage
+from pensieve_jax.cache import Copy
 from pensieve_jax.workload import Answer, UserTurn
 from tests.launching import load
 from tests.scripts.serving_fakes import Ticker, TickServer, session, users
@@ -225,7 +227,36 @@ class ScriptedRunner:
 class Plan:
     def __init__(self, bucket: int, num_tokens: int) -> None:
         self.layout = type("Layout", (), {"num_tokens": bucket})
+        self.num_rows = [1]
         self.cu_q_lens = [0, num_tokens]
+
+
+class ScriptedTransfers:
+    """Every call takes a second; copies are complete when they are asked for."""
+
+    def __init__(self, ticker: Ticker) -> None:
+        self.ticker, self.ids = ticker, []
+
+    def swap_out(self, copies) -> None:
+        self.ticker.now_s += 1.0
+        self.ids += [copy.copy_id for copy in copies]
+
+    swap_in = swap_out
+
+    def rush(self, copy_ids) -> None:
+        self.ticker.now_s += 1.0
+        self.ids = [copy_id for copy_id in self.ids if copy_id not in copy_ids]
+
+    def completed(self):
+        self.ticker.now_s += 1.0
+        done, self.ids = self.ids, []
+        return done
+
+    def wait(self) -> None:
+        self.ticker.now_s += 5.0
+
+    def stats(self):
+        return {"swapped_out_bytes": 7}
 
 
 def test_when_steps_begin_and_end():
@@ -245,6 +276,71 @@ def test_when_steps_begin_and_end():
     assert runner.dispatch_s == 4.0
     assert runner.device_wait_s == 8 + 7 + 10 + 9
     assert runner.num_compilations == 5
+
+
+def test_which_part_of_the_host_a_second_belongs_to(tmp_path):
+    """A step in flight, then one with copies, and another after an idle hour, whose time is nobody's."""
+    ticker = Ticker()
+    scripted = ScriptedRunner(ticker)
+    scripted.transfers = ScriptedTransfers(ticker)
+    runner = serving_steps.TimedRunner(scripted, ticker)
+    transfers, parts = runner.transfers, runner.parts
+    handle = runner.dispatch(Plan(64, 40))
+    for copies in ([Copy(1, 0, 0)], []):
+        parts.lap("users" if runner.in_flight else "idle")
+        assert not transfers.completed()
+        ticker.now_s += 3.0  # the scheduler
+        transfers.swap_out(copies)
+        transfers.swap_in([Copy(2, 1, 1), Copy(3, 2, 2)] if copies else [])
+        transfers.rush([3] if copies else [])
+        ticker.now_s += 0.5  # the plan
+        parts.work["submitted"] += 1
+        following = runner.dispatch(Plan(16, 1))
+        runner.fetch(handle)
+        handle = following
+        ticker.now_s += 0.25  # ids to turns
+        parts.lap("finish")
+        if copies:
+            assert list(transfers.completed()) == [1, 2]
+            ticker.now_s += 0.75  # users
+    runner.fetch(handle)
+    ticker.now_s += 3600.0
+    parts.lap("idle")
+    runner.dispatch(Plan(16, 1))
+    counters = parts.counters()
+    # Only the second step followed one whose ids had come; its host's work began with those.
+    expected = {"finish": 0.25, "users": 0.75, "complete": 2.0, "schedule": 3.0, "copies": 3.0, "plan": 0.5}
+    assert {part: counters[f"host_{part}_s"] for part in expected} == expected
+    assert counters["host_dispatch_s"] == 1.0 and counters["host_steps_of_32_ms"] == 1
+    assert runner.host_s == sum(parts.seconds.values()) and runner.num_host_steps == 1
+    found = transfers.stats()
+    assert (found["num_timed_swap_outs"], found["num_timed_swap_ins"], found["swapped_out_bytes"]) == (
+        1,
+        2,
+        7,
+    )
+    assert found["swap_in_s"] > found["swap_out_s"] / 2 > 0
+    parts.save(tmp_path / "steps.npz")
+    with np.load(tmp_path / "steps.npz") as file:
+        columns, steps = list(file["columns"]), file["steps"]
+    assert steps.shape == (4, len(columns))
+    row = dict(zip(columns, steps[1], strict=True))
+    assert (row["chunks_out"], row["chunks_in"], row["rushed"], row["bucket"]) == (1, 2, 1, 16)
+    assert row["single_rows"] == row["rows"] == row["submitted"] == 1 and steps[0][columns.index("rows")] == 1
+    assert dict(zip(columns, steps[3], strict=True))["idle_s"] == 3600.0
+    figures = serving_figures._host_parts_s({"num_host_steps": 2, **counters})
+    assert figures["schedule"] == 1.5 and serving_figures._host_parts_s({}) is None
+
+
+def test_copies_of_a_reset_runner_are_nobodys():
+    ticker = Ticker()
+    timed = serving_steps.TimedTransfers(
+        ScriptedTransfers(ticker), load("serving.host_parts").HostParts(ticker), ticker
+    )
+    timed.swap_in([Copy(1, 0, 0)])
+    timed.forget()
+    timed.swap_out([Copy(2, 0, 0)])
+    assert not timed._asked_in_s and list(timed._asked_out_s) == [2]
 
 
 def point(rate, latency_s, *, void=False):

@@ -85,6 +85,9 @@ class TimedRunner(FakeRunner):
         self.device = SimulatedDevice(PROFILE, token_buckets(config.scheduler), self.timeline, timing)
         self.transfers = TimedTransfers(self, config, timing)
 
+    def submit(self) -> None:
+        self.device.submit()
+
     def dispatch(self, plan: StepPlan) -> Any:
         result, load = super().dispatch(plan), StepLoad()
         ends = plan.cu_q_lens.tolist()
@@ -104,7 +107,7 @@ class EngineServer:
     def __init__(self, config: EngineConfig, experience: Experience | None) -> None:
         self.seen = Seen()
         runner = TimedRunner(config)
-        self.clock = runner.timeline
+        self.clock, self.runner = runner.timeline, runner
         self.engine = Engine(
             runner,
             config,
@@ -132,6 +135,7 @@ class EngineServer:
         params = SamplingParams(max_tokens=turn.output_tokens, ignore_eos=True)
         spec = TurnSpec([0] * turn.prompt_tokens, params, turn.conversation_id)
         self._turns[self.engine.submit([spec])[0]] = turn
+        self.runner.submit()
 
     def step(self, until_s: float) -> list[Answer]:
         ended, now_s = self.engine.step(), self.clock.now()

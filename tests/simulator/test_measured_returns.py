@@ -1,6 +1,7 @@
 """Whole returns of a conversation, as `docs/results/h200_swaps_before_groups.json` measured them.
 
-That was with one group of layers and the Triton kernel for prompts, as the profile's single steps were.
+That was with one group of layers and the Triton kernel for prompts, as the profile's single steps were, and
+with kernels launched by the engine's thread.
 
 The profile was fitted to single steps and copies. What scheduling, copies and look-ahead make of them is not
 fitted to anything.
@@ -30,7 +31,9 @@ NUM_HISTORY, NUM_NEW = 1984, 38
 
 def first_token_s(where: str, *, num_decoding: int = 0) -> float:
     """From the submission of a returning turn to its first token, in an engine that decodes others."""
-    replica = Replica(CONFIG, PROFILE, AnalyticCostModel(32, num_weights=1e10, attention_width=204800))
+    replica = Replica(
+        CONFIG, PROFILE.launching("engine"), AnalyticCostModel(32, num_weights=1e10, attention_width=204800)
+    )
     if where != "dropped":
         replica.remember([History("back", NUM_HISTORY + 1, 0.0)])
     if where == "host":

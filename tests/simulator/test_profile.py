@@ -60,6 +60,24 @@ def test_every_profile_says_where_it_is_from():
         assert 5e-3 < seconds((1, 1, 100), bucket=16, profile=profile) < 30e-3
 
 
+def test_rows_of_either_kind_are_counted():
+    load = load_of([(3, 1, 10), (2, 5, 5)])
+    assert (load.num_rows, load.num_tokens) == (5, 13)
+    load = load_of([(3, 1, 10)])
+    load.lengthen()
+    assert load.num_rows == 3
+
+
+def test_whose_thread_launches_kernels_is_asked_for():
+    assert H200.launches == "jaxlib" and H200.host == H200.hosts["jaxlib"]
+    older = H200.launching("engine")
+    assert older.host == H200.hosts["engine"] and older.launches == "engine"
+    with pytest.raises(
+        ConfigError, match="launches is 'engine', but must be one that the profile has a host"
+    ):
+        DeviceProfile.load("a100_opt-13b").launching("engine")
+
+
 def test_padding_is_what_a_step_would_take_less_in_a_bucket_of_its_size():
     time, exact = StepTime(H200.step, (16, 512)), StepTime(H200.step, (300,))
     load = load_of([(299, 1, 1000), (1, 1, 4000)])
@@ -97,8 +115,12 @@ def test_lengthening_is_looking_again():
         ({"step": {"weight_read_s": "long"}}, "'weight_read_s' from 0 on"),
         ({"to_host": {"bytes_per_s": 0, "latency_s": 0}}, "'bytes_per_s' above 0"),
         ({"both_ways_share": 0}, "both_ways_share above 0"),
-        ({"host_step_s": True}, "'host_step_s'"),
+        ({"page_copy_byte_s": True}, "'page_copy_byte_s'"),
+        ({"hosts": {}}, "hosts of jaxlib and engine, the first at least"),
+        ({"hosts": {"jaxlib": {}, "users": {}}}, "found jaxlib, users"),
+        ({"hosts": {"jaxlib": {"step_s": -1}}}, "'step_s' from 0 on"),
         ({"fetch_s": float("nan")}, "'fetch_s'"),
+        ({"fitted_runs": [1]}, "texts in the list 'fitted_runs'"),
         ({"figures": {}}, "a list 'figures'"),
         ({"figures": [1]}, "figures are objects"),
         ({"figures": [{"rows": [[1, 2]]}]}, "rows of three numbers"),

@@ -15,6 +15,7 @@ from pensieve_jax.workload import Answer, Client, ConversationTrace, Session, Tu
 from tests.simulator.workloads import COSTS, MAX_CONTEXT_TOKENS, PROFILE, make_sessions, small_config
 
 USAGE = Usage(10, 0, 0, 0, 10, 20)
+HOST_S = PROFILE.host.step_s + PROFILE.host.row_s + PROFILE.host.turn_s  # before a lonely turn's first step
 
 
 def session(name, *turns, arrival_s=0.0, think_s=1.0, first_turn=0):
@@ -59,7 +60,8 @@ def test_a_lonely_turn_takes_what_the_profile_says():
     """A prompt of 20 tokens and 5 of a reply: the host before the first step, and five steps behind it."""
     (answer,) = simulate(scenario(), [session("a", (20, 5), arrival_s=3.0)]).answers
     assert answer.usage == Usage(20, 0, 0, 0, 20, 5)
-    assert 3 + PROFILE.host_step_s + 6.5e-3 < answer.first_token_s < 3 + PROFILE.host_step_s + 8.5e-3
+    begun_s = 3 + HOST_S
+    assert begun_s + 6.5e-3 < answer.first_token_s < begun_s + 8.5e-3
     assert (answer.end_s - answer.first_token_s) / 4 == pytest.approx(7.2e-3, rel=0.05)
 
 
@@ -148,7 +150,7 @@ def test_steps_by_bucket():
     assert sum(total.num_steps for total in steps.values()) == outcome.counters["num_steps"] == 5
     assert sum(total.num_tokens for total in steps.values()) == 20 + 4
     seconds = sum(total.seconds for total in steps.values())
-    assert seconds == pytest.approx(answer.end_s - PROFILE.host_step_s), "steps follow one another"
+    assert seconds == pytest.approx(answer.end_s - HOST_S), "steps follow one another"
     reported = figures(outcome, 1)["steps"]
     assert sum(one["num_steps"] * one["mean_s"] for one in reported.values()) == pytest.approx(seconds)
 

@@ -9,48 +9,62 @@ import pytest
 from pensieve_jax import CacheConfig, EngineConfig
 from pensieve_jax.cache import AnalyticCostModel, Copy
 from pensieve_jax.engine import transfers
-from pensieve_jax.simulator import Replica
+from pensieve_jax.simulator import DeviceProfile, Replica
 from pensieve_jax.simulator.clock import Timeline
 from pensieve_jax.simulator.device import SimulatedDevice
-from pensieve_jax.simulator.profile import LinkCosts, StepCosts
+from pensieve_jax.simulator.profile import HostCosts, LinkCosts, StepCosts
 from pensieve_jax.simulator.step_time import StepLoad
 from pensieve_jax.simulator.transfers import SimulatedTransfers
 from tests.simulator.workloads import PROFILE
 
 LINK = LinkCosts(bytes_per_s=8.0, latency_s=0.25)
 STEP = StepCosts(
-    weight_read_s=10.0, token_s=0, overlap=1, kv_read_s=0, pair_s=0, span_s=0, step_s=0, padded_token_s=0
-)
+    weight_read_s=10.0, token_s=0, overlap=1, kv_read_s=0, pair_s=0, span_s=0, step_s=0, padded_token_s=0,
+)  # fmt: skip
+HOST = HostCosts(step_s=1.0, row_s=0, turn_s=0, chunk_s=0, launch_s=0, launch_beside_copies_s=0)
 SLOW = dataclasses.replace(
-    PROFILE, to_device=LINK, to_host=LINK, both_ways_share=0.5, host_step_s=1.0, fetch_s=0.5, step=STEP
-)
+    PROFILE, to_device=LINK, to_host=LINK, both_ways_share=0.5, prompt_gap_s=0.0, page_copy_byte_s=0.0,
+    hosts={"jaxlib": HOST, "engine": HOST}, fetch_s=0.5, step=STEP,
+)  # fmt: skip
 
 
 class Machine:
     """Transfers, and a device whose steps take 10 s and its host 1 s for each."""
 
     def __init__(
-        self, *, max_num_staged: int = 4, retrieval_priority: bool = True, num_devices: int = 1
+        self,
+        *,
+        max_num_staged: int = 4,
+        retrieval_priority: bool = True,
+        num_devices: int = 1,
+        profile: DeviceProfile = SLOW,
     ) -> None:
         self.timeline = Timeline()
         self.transfers = SimulatedTransfers(
-            dataclasses.replace(SLOW, num_devices=num_devices),
+            dataclasses.replace(profile, num_devices=num_devices),
             self.timeline,
             chunk_bytes=8,
             max_num_staged=max_num_staged,
             retrieval_priority=retrieval_priority,
         )
-        self.device = SimulatedDevice(SLOW, (16,), self.timeline, self.transfers)
+        self.device = SimulatedDevice(profile, (16,), self.timeline, self.transfers)
 
     def swap_out(self, out: list[Copy]) -> None:
         """As in every step: then it is known what is swapped in, here nothing."""
         self.transfers.swap_out(out)
         self.transfers.swap_in([])
 
-    def dispatch(self) -> float:
+    def dispatch(self, num_rows: int = 1) -> float:
         load = StepLoad()
-        load.add(1, 1)
+        for _ in range(num_rows):
+            load.add(1, 1)
         return self.device.dispatch(load)
+
+
+def costs(launches: str = "jaxlib", **values: float) -> DeviceProfile:
+    """A host whose every step takes a second, and what is said."""
+    host = dataclasses.replace(HOST, **values)
+    return dataclasses.replace(SLOW, hosts={"jaxlib": host, "engine": host}, launches=launches)
 
 
 def copies(*copy_ids: int) -> list[Copy]:
@@ -67,6 +81,72 @@ def test_steps_follow_each_other_and_the_host_is_hidden():
     assert machine.timeline.now() == 11.5
     assert machine.device.busy_s == 20 and machine.device.num_padded_tokens == 30
     assert machine.device.padding_s == 0, "tokens take no time on this device"
+
+
+def test_the_host_takes_what_rows_turns_and_chunks_ask_for():
+    machine = Machine(profile=costs(row_s=0.25, turn_s=2.0, chunk_s=0.5))
+    machine.device.submit()
+    machine.device.submit()
+    machine.transfers.swap_out(copies(1, 2))
+    machine.transfers.swap_in(copies(3))
+    assert machine.dispatch(num_rows=4) == 1 + 4 * 0.25 + 2 * 2 + 3 * 0.5 + 10
+    begun_s = machine.timeline.now()
+    machine.dispatch()
+    assert machine.timeline.now() == begun_s + 1.25, "each is paid for once"
+    assert machine.device.host_s == machine.timeline.now()
+
+
+def test_a_device_that_waits_begins_with_the_first_kernel_and_ends_after_the_last():
+    """Whoever launches; the engine's thread can do nothing else meanwhile."""
+    for launches, busy_s in (("jaxlib", 1.0), ("engine", 5.0)):
+        machine = Machine(profile=costs(launches, launch_s=4.0))
+        assert machine.dispatch() == 11.0 and machine.timeline.now() == busy_s
+        assert machine.device.host_s == busy_s
+        machine = Machine(profile=costs(launches, launch_s=14.0))
+        assert machine.dispatch() == 15.0, "kernels are computed as they are launched"
+
+
+def test_launches_take_longer_beside_copies():
+    machine = Machine(profile=costs("engine", launch_s=1.0, launch_beside_copies_s=3.0))
+    machine.dispatch()
+    assert machine.timeline.now() == 2.0
+    machine.swap_out(copies(1))  # from 11.25 on
+    machine.dispatch()
+    assert machine.timeline.now() == 2.0 + 1.0 + 3.0
+    machine.timeline.advance_to(30.0)
+    machine.dispatch()
+    assert machine.timeline.now() == 32.0
+
+
+def test_a_step_with_a_prompt_begins_a_little_behind_another():
+    """Not where the host was the last to be waited for."""
+    profile = dataclasses.replace(SLOW, prompt_gap_s=0.5)
+    machine, prompt = Machine(profile=profile), StepLoad()
+    prompt.add(2, 2)
+    assert machine.device.dispatch(prompt) == 11.0
+    assert machine.dispatch() == 21.0 and machine.device.dispatch(prompt) == 31.5
+    machine.timeline.advance_to(50.0)
+    assert machine.device.dispatch(prompt) == 61.0
+
+
+def test_a_host_that_is_late_makes_the_device_wait_and_the_step_before_look_long():
+    machine = Machine(profile=costs(turn_s=20.0))
+    first = machine.dispatch()
+    machine.device.submit()
+    assert machine.dispatch() == 32.0, "21 s of the host from second 1 on, then the step"
+    machine.device.fetch(first)
+    assert machine.device.steps.totals[16] == (1, 21.0, 1), "10 s of it the device's, but it was fetched late"
+
+
+def test_gathers_and_scatters_take_their_turn_among_the_steps():
+    """Chunks of 8 bytes, an eighth of a second a byte of the device."""
+    machine = Machine(profile=dataclasses.replace(SLOW, page_copy_byte_s=0.125))
+    machine.swap_out(copies(1, 2))
+    assert machine.dispatch() == 2.0 + 10.0, "two gathers from second 0 on, the launch at second 1"
+    machine.transfers.swap_in(copies(3))
+    assert machine.dispatch() == 22.0
+    assert machine.transfers.completed() == [3]
+    assert machine.dispatch() == 33.0, "a scatter first"
 
 
 def test_a_copy_to_the_host_is_named_when_it_has_ended_in_order():

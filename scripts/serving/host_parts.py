@@ -1,0 +1,95 @@
+"""Where the serving thread's time goes: part by part of every step, as it serves.
+
+Owns: the parts, their sums, how long whole steps kept the host, and a table with a row for every step.
+Does not know: engines. Called by: `timed_runner` and `engine_server`, at the end of every part.
+
+Every moment of the thread belongs to one part: each `lap` gives the time since the one before to its part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+PARTS = ("finish", "users", "complete", "schedule", "copies", "plan", "dispatch")
+"""Of the host's work for a step, in their order, from the ids of an earlier step on: giving ids to turns and
+settling those that end; what arrived; what copies have ended; the scheduler; starting copies; the plan with
+its tiles; the launch, with the copies that begin with it."""
+WAIT, IDLE = "wait", "idle"  # for ids; for anybody to serve
+MAX_MS = 32  # of the histogram's last whole millisecond; longer ones count there
+
+
+class StepWork(NamedTuple):
+    """What a step was given: query tokens padded and not, rows, those of one token, and chunks.
+
+    `chunks_out` and `chunks_in` were asked for before it, `rushed` it waits for, `ended` copies were named as
+    complete. `submitted` and `answered` are turns since the step before.
+    """
+
+    bucket: int = 0
+    tokens: int = 0
+    rows: int = 0
+    single_rows: int = 0
+    chunks_out: int = 0
+    chunks_in: int = 0
+    rushed: int = 0
+    ended: int = 0
+    submitted: int = 0
+    answered: int = 0
+
+
+COLUMNS = ("time_s", "follows", f"{WAIT}_s", f"{IDLE}_s", *(f"{part}_s" for part in PARTS), *StepWork._fields)
+"""Of the table: when the step's launch ended; whether a step was in flight then, so that the host's time
+counts; the parts, in seconds; the work."""
+
+
+class HostParts:
+    """A stopwatch with laps, and what is being collected for the next step.
+
+    Attributes:
+      work: of the next step, by the names of `StepWork`.
+      seconds: by part, of steps that followed others.
+    """
+
+    def __init__(self, timer: Callable[[], float] = time.perf_counter) -> None:
+        """It runs. `timer` counts seconds from any origin."""
+        self.work = dict.fromkeys(StepWork._fields, 0)
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._timer = timer
+        self._laps = dict.fromkeys((WAIT, IDLE, *PARTS), 0.0)
+        self._last_s = timer()
+        self._by_ms = [0] * (MAX_MS + 1)
+        self._rows: list[tuple[float, ...]] = []
+
+    def lap(self, part: str) -> None:
+        """What passed since the last lap was `part`'s."""
+        now_s = self._timer()
+        self._laps[part] += now_s - self._last_s
+        self._last_s = now_s
+
+    def launched(self, *, follows: bool) -> None:
+        """A step was launched; `follows`: while another was in flight, beside which the host worked."""
+        laps = self._laps
+        self._rows.append((self._last_s, float(follows), *laps.values(), *self.work.values()))
+        if follows:
+            host_s = 0.0
+            for part in PARTS:
+                self.seconds[part] += laps[part]
+                host_s += laps[part]
+            self._by_ms[min(int(1e3 * host_s), MAX_MS)] += 1
+        self._laps = dict.fromkeys(laps, 0.0)
+        self.work = dict.fromkeys(self.work, 0)
+
+    def counters(self) -> dict[str, float]:
+        """Since the start: seconds of parts, and steps by whole milliseconds of the host."""
+        parts = {f"host_{part}_s": seconds for part, seconds in self.seconds.items()}
+        return parts | {f"host_steps_of_{ms}_ms": count for ms, count in enumerate(self._by_ms)}
+
+    def save(self, path: Path) -> None:
+        """Write the table: f64[number of steps, len(COLUMNS)] as `steps`, and `columns`; raises OSError."""
+        table = np.array(self._rows, np.float64).reshape(len(self._rows), len(COLUMNS))
+        np.savez_compressed(path, steps=table, columns=np.array(COLUMNS))
