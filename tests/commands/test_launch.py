@@ -93,8 +93,7 @@ def test_help_is_the_docstring_and_flags_by_group_with_defaults(starts):
     ]
     own, engine, cache, _, _, sampling = text.partition("\nflags:\n")[2].split("\n\n")[:6]
     assert (
-        "  --concurrency: Conversations in progress at once; fewer where they do not fit. (default: 64)\n"
-        in own
+        "  --concurrency: Conversations in progress at once, if they fit. (default: 64)\n" in own
         and "--history" in own
     )
     assert "--dtype" in engine and "  --gpu_pages: Pages of device memory for KV state; " in cache
