@@ -96,7 +96,10 @@ def relative(who: str) -> FactKind:
     """The name of somebody else: the same sentences for all of them."""
     return FactKind(
         who.replace(" ", "_"),
+        "somebody's name",
         a_person,
+        ("{}", "{}"),
+        (f"my {who}", f"my {who}", f"the {who} I have", f"a {who} of mine"),
         f"the name of your {who}",
         (f"my {who}'s name", f"the name of my {who}"),
         (f"what my {who} is called", f"what my {who}'s name is"),
@@ -111,7 +114,10 @@ def scheduled(name: str, what: str, starts: str) -> FactKind:
     """A time of day: `my {what} {starts} at ...`."""
     return FactKind(
         name,
+        "a time",
         a_time,
+        ("{}", "at {}"),
+        (f"my {what}", f"my {what}", f"the {what} I have"),
         f"when your {what} {starts}",
         (f"the time of my {what}", f"the time when my {what} {starts}"),
         (f"when my {what} {starts}", f"when my {what} is", f"at what time my {what} {starts}"),
@@ -173,7 +179,10 @@ def numbered(name: str, what: str) -> FactKind:
     """A number: `my {what} is ...`."""
     return FactKind(
         name,
+        "a number",
         a_number,
+        ("{}",),
+        (f"my {what}", f"my {what}", f"the {what} I have"),
         f"your {what}",
         (f"my {what}", f"the {what} that I have"),
         (f"what my {what} is", f"which {what} I have"),

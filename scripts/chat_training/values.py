@@ -1,4 +1,4 @@
-"""Names, places, numbers and times that a conversation may tell, and which of them training never sees.
+"""Names, places, numbers, times and days that a conversation may tell, and which of them training never sees.
 
 Owns: the pools, how a value is drawn, and the held-out part: the values whose checksum falls into one class
 of five. It is one rule for all kinds, and no seed changes it. Most names are invented, or no names at all:
@@ -19,6 +19,9 @@ _NO_NAME_SHARE: Final = 0.3  # of names, in training
 _LISTED_SHARE: Final = 0.4  # of the rest
 _CONSONANT_SHARE: Final = 0.75  # of beginnings of invented names
 _ODD_MINUTE_SHARE: Final = 0.3
+_WEEKDAY_SHARE: Final = 0.5  # of days
+_DIGITS_SHARE: Final = 0.4  # of counts
+_MAX_COUNT: Final = 40
 _LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -66,6 +69,14 @@ _ONSETS: Final = _words(
 _VOWELS: Final = _words("a e i o u a e i o u ai au ay ea ee ey ia ie io oo ou ue")
 _CODAS: Final = ("", "", "", "", *_words("ck d g l ll m n nd ng nt p r rt s st t th x y z"))
 _INNER_CODAS: Final = ("", "", "", "", "", *_words("l m n r s"))
+_WEEKDAYS: Final = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+_MONTHS: Final = _words(
+    "January February March April May June July August September October November December"
+)
+_COUNTS: Final = _words(
+    "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen twenty"
+)
 _PLACE_ENDINGS: Final = (*_words("ville ton field bridge haven stad burg ford mouth wick"), "")
 
 
@@ -118,3 +129,21 @@ def a_number(rng: random.Random, text: str) -> str:
     """A number of two to five digits, as many of each length; `text` is of no use."""
     num_digits = rng.randint(2, 5)
     return str(rng.randrange(10 ** (num_digits - 1), 10**num_digits))
+
+
+def a_day(rng: random.Random, text: str) -> str:
+    """A weekday or a date; `text` is of no use."""
+    if rng.random() < _WEEKDAY_SHARE:
+        return rng.choice(_WEEKDAYS)
+    month, number = rng.choice(_MONTHS), rng.randint(1, 28)
+    ordinal = f"{number}{_ordinal_ending(number)}"
+    return rng.choice((f"{month} {ordinal}", f"the {ordinal} of {month}", f"{month} {number}"))
+
+
+def _ordinal_ending(number: int) -> str:
+    return "th" if number // 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+
+
+def a_count(rng: random.Random, text: str) -> str:
+    """How many people, two or more, as a word or in digits; `text` is of no use."""
+    return str(rng.randint(2, _MAX_COUNT)) if rng.random() < _DIGITS_SHARE else rng.choice(_COUNTS)
