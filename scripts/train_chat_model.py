@@ -73,8 +73,8 @@ _UNRECORDED_FLAGS = (
 _UNITS = {
     "history_loss": f"nats per token of recorded replies from turn {FIRST_TURN} on",
     "history_reduction_percent": "how much lower the loss is with the history than without",
-    "recall_percent": f"greedy answers that hold what was told, {BETWEEN[0]} to {BETWEEN[1]} turns before; of "
-    "new sentences, of new constructions (built as none of training is), and of those of the test",
+    "recall_percent": f"greedy answers that hold what was told, {BETWEEN[0]} to {BETWEEN[1]} turns before; "
+    "of new sentences, of new constructions (built as none of training is), and of those of the test",
     "recall_by_kind": "with the history: [percent, number of cases] of each kind of question",
     "tokens_per_s": "of training, padding left out; the median of the log lines",
     "weights_bytes": "size of model.safetensors",

@@ -30,12 +30,14 @@ from chat_training.wordings import (
 _BARE: Final = (
     "No, {short}.",
     "No, sorry, {short}.",
-    "(Sorry|Pardon|Excuse me|Oh|Ah|Hmm|Oh no|Whoops|Argh), (I mean|I meant|make that|rather|it is|it should be|"
+    "(Sorry|Pardon|Excuse me|Oh|Ah|Hmm|Oh no|Whoops|Argh), (I mean|I meant|make that|rather|it is|it "
+    "should be|"
     "that should be|correctly|better) {short}.",
     "(Actually|Well|Wait|Stop|No no|Not quite|Wrong|Hm|Or|Er), {short}(.|, please.|, I think.|!)",
     "(I meant|I mean|Make that|Make it|Change that to|Change it to|Let us say|I should have said) {short}.",
     "(Correction|Update|My mistake|My error|I was wrong|I misspoke|Not so)(:|,|.) {short}.",
-    "(That is|That's|This is) (wrong|not right|a mistake|not correct|false|old)(:|,|. It is|, it is) {short}.",
+    "(That is|That's|This is) (wrong|not right|a mistake|not correct|false|old)(:|,|. It is|, it is) "
+    "{short}.",
     "(Actually|In fact|In truth|Really), (make that|make it|it is|change it to|take) {short}.",
     "{short}(, not what I said.|, I meant.|, sorry.|, actually.|, to be correct.|, that is.)",
     "(Please|Can you|Could you) (change|correct|update|set) (it|that) to {short}(.|, please.)",
@@ -50,7 +52,8 @@ _NAMED: Final = (
     "(Please |)(change|correct|update|set) {topic} to {{}}(.|, please.)",
     "{topic} is {{}}(, not {{old}}.| instead of {{old}}.| now.| instead.| after all.)",
     "{topic} (has changed|is different now|was wrong|is not {{old}})(: it is|. It is|, but|, it is) {{}}.",
-    "(About|As to|Concerning|Regarding) {topic}: (it is {{}} now|make that {{}}|not {{old}} but {{}}|I meant {{}}).",
+    "(About|As to|Concerning|Regarding) {topic}: (it is {{}} now|make that {{}}|not {{old}} but {{}}|"
+    "I meant {{}}).",
     "(Forget|Never mind|Ignore) {{old}}(, |: |. ){topic} is {{}}.",
     "(It is|It's) not {{old}}, (it is|but|it's) {{}}(.|, {topic}.|: {topic}.)",
     "Not {{old}}(, but| but|, rather|, no,) {{}}(: {topic}.|, that is {topic}.|, I mean {topic}.)",

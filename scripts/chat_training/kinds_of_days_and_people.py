@@ -120,7 +120,7 @@ GUESTS: Final = _counted(
             "Think of {} people for my party.",
             "We are {} at my party.",
             "For my party I have {} guests.",
-            "Let us say {} people at my party.",
+            "My party will see {} people.",
         ),
         ("My party needs cake enough for {}.", "As many as {} have promised to dance at my party."),
         (

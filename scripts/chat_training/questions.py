@@ -40,9 +40,11 @@ _JOINTS: Final = (
     "{One} {Other}",
     "{First} and {second}(?|, please.|.)",
     "{First}(, and| and also| plus|, also| as well as|,) {second}(?|.|, please.|, please?)",
-    "(Tell me|Please tell me|Remind me|Say|Please say|Repeat|I forgot|I wonder|I need to know|Let me know) {first}"
+    "(Tell me|Please tell me|Remind me|Say|Please say|Repeat|I forgot|I wonder|I need to know|Let me "
+    "know) {first}"
     "(, and| and| and also|, and also) {second}.",
-    "(Do you know|Do you remember|Can you tell me|Could you say|Can you repeat|May I hear) {first}(, and| and| and "
+    "(Do you know|Do you recall|Can you tell me|Could you say|Can you repeat|May I hear) {first}(, "
+    "and| and| and "
     "also| as well as) {second}?",
     "(I want|I need|I would like) to know two things: {first}(, and| and) {second}.",
     "(Two things|Two questions|I have two questions|Both, please): {first}(, and| and|; and|?) {second}(?|.)",
@@ -64,10 +66,8 @@ class Fact(NamedTuple):
 def question(rng: random.Random, kinds: Sequence[FactKind], wordings: Wordings, scraps: Scraps) -> str:
     """A message that asks for one kind of fact, or for two at once."""
     prefix = rng.choice(_PREFIXES)
-    if len(kinds) == 1:
-        text = kinds[0].asking(rng, wordings, scraps)
-    else:
-        text = _joint(rng, kinds, wordings, scraps)
+    is_joint = len(kinds) > 1
+    text = _joint(rng, kinds, wordings, scraps) if is_joint else kinds[0].asking(rng, wordings, scraps)
     text = prefix + within_sentence(text) if prefix.endswith((", ", ": ")) else prefix + text
     return perhaps_casual(rng, text, CASUAL_SHARE) if wordings is Wordings.TRAINING else text
 

@@ -1,4 +1,4 @@
-"""Conversations in which something is told, perhaps corrected, other things are talked about, and all is asked.
+"""Conversations in which something is told, perhaps corrected, others talk, and what was told is asked for.
 
 Owns: how such conversations are put together for training, and the parts that test cases share with them.
 Does not know: the wordings (`kinds`, `corrections`, `questions`, `small_talk`), test cases, tokens or models.
@@ -221,10 +221,12 @@ def endless_talk(
     is_about_table = any(fact.kind.name == "table" for fact in facts)
     while True:
         exchanges = rng.choice(talks).exchanges
-        if not (
-            is_about_table and any(word in text for text in map(" ".join, exchanges) for word in _TABLE_WORDS)
-        ):
+        if not (is_about_table and _names_tables(exchanges)):
             yield from exchanges
+
+
+def _names_tables(exchanges: Sequence[Exchange]) -> bool:
+    return any(word in text for one in exchanges for text in one for word in _TABLE_WORDS)
 
 
 def draw_facts(rng: random.Random, num_facts: int, text: str, wordings: Wordings) -> list[Fact]:

@@ -193,8 +193,8 @@ _MINE: Final = (
 _OF_MINE: Final = _prompts(
     """
     is tired | is asleep | likes music | likes you | is on holiday | is late again | has a cold | is very kind
-    is at home | is waiting outside | sends regards | wants to eat | needs a break | is hungry | is ill | snores
-    told me about you | is with me | has a question | is not here | went out | works a lot | is funny
+    is at home | is waiting outside | sends regards | wants to eat | needs a break | is hungry | is ill
+    snores | told me about you | is with me | has a question | is not here | went out | works a lot | is funny
     has a birthday soon | has got a new bike | lives next door | sings well | is older than me | is young
     cannot swim | makes me laugh | is happy today
     """
@@ -205,11 +205,14 @@ _THINGS: Final = (
 )
 _OF_THINGS: Final = _prompts(
     """
-    was late again | was nice | was too long | is important | makes me nervous | was cancelled | is fun | is new
-    was expensive | is boring | is old | is not far | is better than expected | costs too much | was great
-    could be better | is what I think of | comes first | is over | went well
+    was late again | was nice | was too long | is important | makes me nervous | was cancelled | is fun
+    is new | was expensive | is boring | is old | is not far | is better than expected | costs too much
+    was great | could be better | is what I think of | comes first | is over | went well
     """
 )
+_JOBS: Final = _prompts("teacher | nurse | student | driver | doctor | cook | baker")
+_LIKED: Final = _prompts("tea | dogs | cats | trains | parties | numbers | names | cities")
+_DONE: Final = _prompts("speak German | like music | sleep | dream | eat | have a dog")
 _NEAR_FACTS: Final = _Topic(
     (
         *(f"My {who} {does}." for i, does in enumerate(_OF_MINE[:-1]) for who in _MINE[i % 2 :: 2]),

@@ -93,7 +93,7 @@ class PackedAttention:
 
 
 def _attended(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
-    """f32[B, T, K, G, D] for queries [B, T, K, G, D], keys and values [B, S, K, D], visible [B, 1, 1, T, S]."""
+    """f32[B, T, K, G, D] for q [B, T, K, G, D], k and v [B, S, K, D] and visible [B, 1, 1, T, S]."""
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
     einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     scores = einsum("btkgd,bskd->bkgts", q, k) * q.shape[-1] ** -0.5

@@ -6,13 +6,9 @@ import pytest
 from chat_training.corpus import vocabulary_texts
 from chat_training.frames import CLAUSE_FRAMES, QUESTION_ASKS, TOPIC_ASKS
 from chat_training.kinds import KINDS
-from chat_training.recall import (
-    Role,
-    gives_a_fact,
-    holds,
-    recall_case,
-    recall_conversation,
-)
+from chat_training.questions import gives_a_fact
+from chat_training.recall import Role, recall_conversation
+from chat_training.recall_cases import Sort, holds, recall_case, recall_cases
 from chat_training.small_talk import (
     FILLERS,
     closing,
