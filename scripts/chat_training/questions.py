@@ -131,6 +131,11 @@ def _answer_pattern() -> re.Pattern[str]:
     """
     beginnings = {template.partition("{}")[0] for kind in KINDS for template in kind.answers}
     endings = {template.partition("{}")[2] for kind in KINDS for template in kind.answers}
-    before = "|".join(map(re.escape, sorted(beginnings - {_YOU_ARE, ""})))
+    before = "|".join(_in_either_case(text) for text in sorted(beginnings - {_YOU_ARE, ""}))
     after = "|".join(re.escape(text) for text in sorted(endings) if len(text) > len(" people."))
-    return re.compile(rf"\b(?:(?:{before})\w|{_YOU_ARE}[A-Z0-9])|\w(?:{after})")
+    return re.compile(rf"\b(?:(?:{before})\w|{_in_either_case(_YOU_ARE)}[A-Z0-9])|\w(?:{after})")
+
+
+def _in_either_case(text: str) -> str:
+    """A pattern for a text that may begin in lower case, behind another sentence."""
+    return f"[{text[0]}{text[0].lower()}]{re.escape(text[1:])}"

@@ -230,9 +230,13 @@ def _names_tables(exchanges: Sequence[Exchange]) -> bool:
 
 
 def draw_facts(rng: random.Random, num_facts: int, text: str, wordings: Wordings) -> list[Fact]:
-    """Of so many kinds; `text` may lend words to names."""
-    kinds = rng.sample(KINDS, num_facts)
-    return [Fact(kind, kind.value(rng, text, wordings)) for kind in kinds]
+    """Of so many kinds, no two with the same value; `text` may lend words to names."""
+    facts: dict[str, Fact] = {}
+    for kind in rng.sample(KINDS, num_facts):
+        while (value := kind.value(rng, text, wordings)) in facts:
+            pass
+        facts[value] = Fact(kind, value)
+    return list(facts.values())
 
 
 def tell(
