@@ -130,9 +130,9 @@ def _answer_pattern() -> re.Pattern[str]:
     loud."), but "You are welcome." gives none.
     """
     beginnings = {template.partition("{}")[0] for kind in KINDS for template in kind.answers}
-    endings = {template.partition("{}")[2] for kind in KINDS for template in kind.answers}
+    endings = {template.partition("{}")[2].removesuffix(".") for kind in KINDS for template in kind.answers}
     before = "|".join(_in_either_case(text) for text in sorted(beginnings - {_YOU_ARE, ""}))
-    after = "|".join(re.escape(text) for text in sorted(endings) if len(text) > len(" people."))
+    after = "|".join(re.escape(text) for text in sorted(endings) if len(text) > len(" people"))
     return re.compile(rf"\b(?:(?:{before})\w|{_in_either_case(_YOU_ARE)}[A-Z0-9])|\w(?:{after})")
 
 
