@@ -148,6 +148,9 @@ def main() -> int:
         "test_constructions": test,
     }
     results = {name: figures(one) for name, one in timed.items()}
+    for name in ("ample", "test_constructions"):
+        for transcript in timed[name].served.transcripts(FLAGS.num_transcripts):
+            print(transcript)
     print_tables(results)
     invented_percent = 100 * len(greeted.invented) / len(greeted.replies)
     missed = missed_targets(results, num_different=num_different, invented_percent=invented_percent)
@@ -169,6 +172,12 @@ def define_flags() -> None:
     define_model_flag()
     flags.DEFINE_string("dialogues", None, "Whose talk stands in between (JSON lines, .gz); default: ours.")
     flags.DEFINE_integer("num_cases", 128, "Conversations.", lower_bound=1)
+    flags.DEFINE_integer(
+        "num_transcripts",
+        0,
+        "Conversations to print, the first with ample tiers and of the test.",
+        lower_bound=0,
+    )
     flags.DEFINE_integer("seed", 0, "Of the facts and the talk.", lower_bound=0)
     flags.DEFINE_integer("max_context_tokens", None, "Longest history + turn; default: the model's.")
     flags.DEFINE_integer("ample_gpu_pages", 1024, "Pages of device memory where there is enough.")

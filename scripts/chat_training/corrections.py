@@ -73,6 +73,7 @@ _WITHIN: Final = (
     "{new} instead of {old}",
 )
 _AGAIN_SHARE: Final = 0.2  # of named corrections that tell as if for the first time
+_SCRAPS_SHARE: Final = 0.15  # of corrections of either sort: of no construction at all
 _ACKNOWLEDGEMENTS: Final = ("All right, {}", "Okay, {}", "Thank you for the correction: {}", "Noted: {}")
 
 
@@ -81,10 +82,12 @@ def within(rng: random.Random, old: str, new: str) -> str:
     return rng.choice(_WITHIN).format(old=old, new=new)
 
 
-def bare(rng: random.Random, kind: FactKind, new: str, wordings: Wordings) -> str:
+def bare(rng: random.Random, kind: FactKind, new: str, wordings: Wordings, scraps: Scraps) -> str:
     """A message that says nothing but the other value."""
     short = rng.choice(kind.short)
     if wordings is Wordings.TRAINING:
+        if rng.random() < _SCRAPS_SHARE:
+            return scraps.asking(rng, short).rstrip("?").format(new)
         text = expanded(rng, rng.choice(training_wordings(_BARE)))
         return perhaps_casual(rng, capitalised(text.format(short=short)), CASUAL_SHARE).format(new)
     if wordings is Wordings.NEW_SENTENCES:
@@ -97,6 +100,8 @@ def named(rng: random.Random, kind: FactKind, old: str, new: str, wordings: Word
     if wordings is Wordings.TRAINING:
         if rng.random() < _AGAIN_SHARE:
             return kind.telling(rng, new, wordings, scraps)
+        if rng.random() < _SCRAPS_SHARE:
+            return scraps.telling(rng, kind.topics, rng.choice(kind.short)).format(new)
         text = expanded(rng, rng.choice(training_wordings(_NAMED))).format(topic=rng.choice(kind.topics))
         return perhaps_casual(rng, capitalised(text), CASUAL_SHARE).format(new, old=old)
     if wordings is Wordings.NEW_SENTENCES:

@@ -28,7 +28,7 @@ from chat_training.frames import (
     TOPIC_TELLS,
 )
 from chat_training.grammar import CLAUSE_PATTERNS, QUESTION_PATTERNS, TOPIC_PATTERNS, Scraps
-from chat_training.values import is_held_out
+from chat_training.values import is_closed, is_held_out
 from chat_training.wordings import (
     Wordings,
     capitalised,
@@ -74,9 +74,9 @@ class FactKind(NamedTuple):
     answers: tuple[str, ...]
 
     def value(self, rng: random.Random, text: str, wordings: Wordings) -> str:
-        """A value of the training part, or of the held-out one."""
-        held_out = wordings is not Wordings.TRAINING
-        while is_held_out(value := self.draw(rng, text)) != held_out:
+        """A value of the training part, or of the held-out one; weekdays and the like are in both."""
+        is_test = wordings is not Wordings.TRAINING
+        while is_held_out(value := self.draw(rng, text)) != is_test and not is_closed(value):
             pass
         return value
 

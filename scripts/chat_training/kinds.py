@@ -203,7 +203,10 @@ _RELATIVES: Final = (
     *("daughter", "son", "neighbour", "teacher"),
 )
 _NUMBERS: Final = ("room number", "locker number", "door code", "ticket number", "seat number")
-_ON_A_DAY: Final = ("exam", "interview", "haircut", "wedding", "doctor's visit", "birthday")
+_ON_A_DAY: Final = (
+    *("exam", "interview", "haircut", "wedding", "doctor's visit", "birthday"),
+    *("meeting", "dentist appointment", "flight", "concert"),
+)
 
 KINDS: Final[tuple[FactKind, ...]] = (
     _OWN_NAME,
@@ -221,6 +224,6 @@ KINDS: Final[tuple[FactKind, ...]] = (
     GUESTS,
     GROUP,
     TEAM,
-    *(on_a_day(what.replace(" ", "_"), what) for what in _ON_A_DAY),
+    *(on_a_day(f"{what.replace(' ', '_')}_day", what) for what in _ON_A_DAY),
 )
 """Every kind of fact."""

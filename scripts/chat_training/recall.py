@@ -59,7 +59,7 @@ _UNTOLD_SHARE: Final = 0.08  # of questions
 _JOINT_SHARE: Final = 0.3  # of questions that are followed by another: both at once
 _WITHIN_SHARE: Final = 0.03  # of facts that are corrected in the sentence that tells them
 _BARE_SHARE: Final = 0.3  # of tellings that are corrected in the next message
-_NAMED_SHARE: Final = 0.12  # of facts that are corrected by name at some time
+_NAMED_SHARE: Final = 0.18  # of facts that are corrected by name at some time
 _ASKED_AGAIN_SHARE: Final = 0.15  # of answers that are corrected and asked for again
 _OPENED_SHARE: Final = 0.3  # of conversations that begin with small talk
 _EARLY_SHARE: Final = 0.06  # of conversations with a question before anything is told
@@ -167,7 +167,7 @@ class _Making:
         while (new := kind.value(rng, self._text, Wordings.TRAINING)) == old:
             pass
         if is_bare:
-            text = corrections.bare(rng, kind, new, Wordings.TRAINING)
+            text = corrections.bare(rng, kind, new, Wordings.TRAINING, self._scraps)
         else:
             text = corrections.named(rng, kind, old, new, Wordings.TRAINING, self._scraps)
         self.facts[kind.name] = fact = Fact(kind, new)
@@ -202,8 +202,8 @@ class _Making:
         self.done.append((Exchange(text, answer(self._rng, told)), Role.FACT))
 
     def _untold_kind(self, others: Sequence[FactKind]) -> FactKind:
-        names = {*self.facts, *(kind.name for kind in others)}
-        return self._rng.choice([kind for kind in KINDS if kind.name not in names])
+        known = {kind.cores[0] for kind in (*others, *(fact.kind for fact in self.facts.values()))}
+        return self._rng.choice([kind for kind in KINDS if kind.cores[0] not in known])
 
 
 def _num_between(rng: random.Random) -> int:
@@ -230,9 +230,12 @@ def _names_tables(exchanges: Sequence[Exchange]) -> bool:
 
 
 def draw_facts(rng: random.Random, num_facts: int, text: str, wordings: Wordings) -> list[Fact]:
-    """Of so many kinds, no two with the same value; `text` may lend words to names."""
+    """Of so many kinds, no two with the same value or about the same; `text` may lend words to names."""
+    kinds = rng.sample(KINDS, num_facts)
+    while len({kind.cores[0] for kind in kinds}) < num_facts:
+        kinds = rng.sample(KINDS, num_facts)
     facts: dict[str, Fact] = {}
-    for kind in rng.sample(KINDS, num_facts):
+    for kind in kinds:
         while (value := kind.value(rng, text, wordings)) in facts:
             pass
         facts[value] = Fact(kind, value)

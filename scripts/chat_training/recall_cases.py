@@ -99,7 +99,7 @@ def _correct(rng: random.Random, fact: Fact, wordings: Wordings, *, is_bare: boo
     while holds(new := fact.kind.value(rng, "", wordings), old) or holds(old, new):
         pass
     if is_bare:
-        text = corrections.bare(rng, fact.kind, new, wordings)
+        text = corrections.bare(rng, fact.kind, new, wordings, _NO_SCRAPS)
     else:
         text = corrections.named(rng, fact.kind, old, new, wordings, _NO_SCRAPS)
     corrected = Fact(fact.kind, new)

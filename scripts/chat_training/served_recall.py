@@ -90,6 +90,18 @@ class Served(NamedTuple):
         """What the model said."""
         return [[output.token_ids for output in outputs] for outputs in self.outputs]
 
+    def transcripts(self, number: int) -> Iterator[str]:
+        """The first conversations in Markdown, each with its kind and whether its answer is right."""
+        served = zip(self.cases, self.outputs, self._right(), strict=True)
+        for index, (case, outputs, is_right) in enumerate(itertools.islice(served, number)):
+            verdict = "right" if is_right else f"wrong: told was {' and '.join(case.values)}"
+            said = [*(turn.user for turn in case.history.exchanges), case.question]
+            lines = [f"**Case {index}, {case.kind}**: {verdict}", ""]
+            for user, output in zip(said, outputs, strict=True):
+                reply = " ".join(output.text.split())
+                lines += [f"> {' '.join(user.split())}  ", f"> **{reply}**  "]
+            yield "\n".join([*lines, ""])
+
     def _right(self) -> Iterator[bool]:
         for case, outputs in zip(self.cases, self.outputs, strict=True):
             yield case.is_right(outputs[-1].text)

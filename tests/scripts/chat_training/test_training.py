@@ -125,7 +125,7 @@ def test_the_measurements_see_what_they_should(network, parameters, tokenizer, t
             for sort in (Sort.TWO, Sort.TWO, Sort.CORRECTED_LATER)
         ],
     }
-    figures = Evaluation(network, tokenizer, talks, cases, num_rows=4, row_len=256)(parameters)
+    figures = Evaluation(network, tokenizer, talks, cases, num_rows=4, row_len=448)(parameters)
     assert figures.recall_percent == {"known": (0.0, 0.0), "new": (0.0, 0.0)}  # of random weights
     assert figures.by_kind["new"] == {"corrected later": (0.0, 1), "two at once": (0.0, 2)}
     assert abs(figures.history_loss.with_history - np.log(tokenizer.vocab_size)) < 3
@@ -134,7 +134,7 @@ def test_the_measurements_see_what_they_should(network, parameters, tokenizer, t
         Evaluation(network, tokenizer, talks, cases, num_rows=4, row_len=64)
     with pytest.raises(ConfigError, match="--dev_dialogues"):
         short = [dialogue(0, FIRST_TURN - 1)]
-        Evaluation(network, tokenizer, short, cases, num_rows=4, row_len=256)
+        Evaluation(network, tokenizer, short, cases, num_rows=4, row_len=448)
 
 
 # The result
@@ -157,7 +157,7 @@ def train_tiny(launch, tmp_path, talks):
     """Run the script for a tiny model in `tmp_path / "work"`; more flags by name."""
     dialogues = write_dialogues(tmp_path / "talk.jsonl", talks)
     model = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
-    sizes = {"vocab_size": VOCAB_SIZE, "context_tokens": 512, "num_rows": 2, "recorded_per_step": 2}
+    sizes = {"vocab_size": VOCAB_SIZE, "context_tokens": 640, "num_rows": 2, "recorded_per_step": 2}
     steps = {"num_steps": 2, "warmup_steps": 1, "feed_workers": 0, "num_recall_cases": 2, "dtype": "float32"}
     files = dict.fromkeys(("task_dialogues", "assistant_dialogues", "dev_dialogues"), dialogues)
     flags = {**model, **sizes, **steps, **files, "work_dir": tmp_path / "work"}
