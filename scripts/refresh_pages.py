@@ -53,12 +53,19 @@ def refreshed(text: str) -> tuple[str, list[str]]:
         name = block[1]
         if name not in TABLES:
             raise ConfigError("table", name, f"one of {', '.join(TABLES)}")
-        new = f"<!-- table {name} -->\n\n{TABLES[name]()}\n\n<!-- end -->"
+        new = f"<!-- table {name} -->\n\n{_made(name)}\n\n<!-- end -->"
         if new != block[0]:
             changed.append(name)
         return new
 
     return _BLOCK.sub(write, text), changed
+
+
+def _made(name: str) -> str:
+    try:
+        return TABLES[name]()
+    except FileNotFoundError as missing:
+        return f"*No document yet: {Path(missing.filename).name}.*"
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ type Line = tuple[str, int]
 
 
 class Interruption:
-    """While it is entered, raises KeyboardInterrupt at given lines, counted as they run, or counts them.
+    """While it is entered, raises KeyboardInterrupt at given lines, counted from 1 as they run.
 
     Attributes:
       num_lines: that have run.
