@@ -72,7 +72,7 @@ def _traces() -> tuple[TraceFile, ...]:
     found = []
     for word in FLAGS.traces:
         format, colon, name = word.partition(":")
-        if not colon or not Path(name).is_file():
+        if not colon or not Path(name).exists():
             raise ConfigError("--traces", word, "FORMAT:FILE with a file that exists")
         found.append(TraceFile(Path(name), format))
     return tuple(found)

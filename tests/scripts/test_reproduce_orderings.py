@@ -182,5 +182,30 @@ def test_the_order_that_learns_begins_with_what_other_sessions_taught_it(recorde
             assert ids(point.workload.conversations(0)) <= ids(held_out)
 
 
+def test_what_was_learned_before_is_what_a_run_begins_with(recorded, monkeypatch):
+    path, trace = recorded
+    settings, module = load("experiments.settings"), load("experiments.points")
+    asked = settings.Settings(
+        device="h200", seeds=(0,), small=True, traces=(settings.TraceFile(path, "pensieve"),)
+    )
+    points = load("experiments.registry").EXPERIMENTS["traces"].points(asked)
+    point = next(point for point in points if point.experience is not None)
+    seen = []
+
+    def simulate(scenario, sessions, **given):
+        seen.append(({session.conversation.conversation_id for session in sessions}, given["experience"]))
+        outcome = real(scenario, sessions, **given)
+        seen[-1] += (outcome.experience,)
+        return outcome
+
+    real = module.simulate
+    monkeypatch.setattr(module, "simulate", simulate)
+    module.measure(point)
+    (before, began_with, taught), (served, given, _) = seen
+    chosen_on, held_out = map(ids, split_by_session(trace))
+    assert before <= chosen_on and served <= held_out
+    assert began_with is None and given is taught is not None
+
+
 def ids(trace):
     return {conversation.conversation_id for conversation in trace.conversations}
