@@ -140,7 +140,8 @@ def experience(followed: str) -> Experience:
     shape = NUM_BUCKETS, NUM_BINS
     lost_s = tuple(0.0 if name == followed else 1e9 for name in ORDERS)
     losses = Losses(lost_s, ((0.0,) * len(ORDERS),) * len(ORDERS))
-    return Experience(rng.integers(1, 50, shape) * 1.0, rng.integers(1, 10**5, shape) * 1.0, followed, losses)
+    returns, exposure_s = rng.uniform(1, 50, shape), rng.uniform(1, 1e5, shape)
+    return Experience(returns, exposure_s, followed, losses)
 
 
 def fit_us() -> float:
