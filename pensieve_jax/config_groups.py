@@ -28,7 +28,7 @@ from pensieve_jax.core.options import (
 
 CHUNK_SIZES_TOKENS = (16, 32, 64)
 NUM_BUCKETS_GPU = 12  # fewer cost more padding, more take longer to compile: docs/steps.md
-POLICIES = ("retention", "lru", "conversation", "trailing")
+POLICIES = ("retention", "learned", "lru", "conversation", "trailing")
 _PART = number("in [0, 1)", lambda value: 0 <= value < 1)
 _SHARE = number("above 0 and at most 1", lambda value: 0 < value <= 1)
 _SECONDS = number("above 0 seconds", lambda value: value > 0)
@@ -72,8 +72,9 @@ class CacheConfig:
     policy: str = option(
         "retention",
         one_of(POLICIES),
-        "Whose chunks leave a tier first: retention (the paper's section 4.3.1), lru, conversation (whole "
-        "histories, as CachedAttention) or trailing (tail first, as prefix caches).",
+        "Whose chunks leave a tier first: retention (the paper's section 4.3.1), learned (by how soon "
+        "conversations like these have returned so far), lru, conversation (whole histories, as "
+        "CachedAttention) or trailing (tail first, as prefix caches).",
     )
     cost_profile: str | None = option(
         None,

@@ -27,7 +27,7 @@ from pensieve_jax.engine.observer import Observe, unobserved
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.history import ConversationInfo, ConversationRecord
 from pensieve_jax.prompts import Messages, Prompt, PromptEncoder
-from pensieve_jax.stream import Stream, run_all, submit_all
+from pensieve_jax.stream import Stream, run_all
 
 
 class LLM:
@@ -209,11 +209,12 @@ class LLM:
 
         They run in the steps that `step`, `generate`, `chat` or any stream takes. A turn has `take_delta()`,
         what came since the last call; `done`; `output`, `error`; and `result()`, which returns the one or
-        raises the other. Its conversation is busy until it is done: step, or `cancel` it.
+        raises the other. Its conversation is busy until it is done: step, or `cancel` it. Keep the turns: one
+        that nobody holds any more is cancelled, as a dropped stream's is.
         """
         self.engine.expire_idle()
         specs = self._prompts.turns(prompts, sampling_params, conversation_ids, prefix=prefix)
-        return submit_all(self.engine, specs)
+        return self.engine.submit(specs)
 
     def step(self) -> list[Turn]:
         """Take one step of all turns in progress; returns those that ended in it, whoever submitted them."""
@@ -281,6 +282,10 @@ class LLM:
 
     # The rest
 
+    def forget_experience(self) -> None:
+        """Have the order `learned` begin anew, with nothing learned; raises HistoryError."""
+        self.engine.conversations.forget_experience()
+
     def stats(self) -> dict[str, int | float]:
         """Counters: steps, compilations, tokens by origin, copies between tiers, pages, conversations."""
         return self.engine.stats()
@@ -288,6 +293,7 @@ class LLM:
     def describe(self) -> dict[str, Any]:
         """What this is on this machine: model, device, kernels and why those, tiers, steps, as plain values.
 
+        `print` shows a line for each, and `json.dumps` takes it as it is.
         `pensieve_jax.description.describe` documents the keys.
         """
         return describe(self._parts)

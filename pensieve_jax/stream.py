@@ -1,12 +1,12 @@
 """Turns that run: one as an iterator of what it says, or several to their ends.
 
-Owns: stepping the engine for whoever waits, and cancelling turns that nobody listens to any more.
+Owns: stepping the engine for whoever waits, and cancelling at once what nobody waits for any more. Where an
+interrupt keeps that from being done, nobody holds the turns, and the engine cancels them at its next call.
 Does not know: prompts. Called by: `LLM`.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
@@ -19,16 +19,6 @@ from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.validation import TurnSpec
 
 
-def submit_all(engine: Engine, specs: Sequence[TurnSpec]) -> list[Turn]:
-    """Submit turns for a caller who steps; an interrupt before they are returned cancels them."""
-    turns: list[Turn] = []
-    with contextlib.ExitStack() as undo:
-        undo.callback(_cancel, engine, turns)
-        engine.submit(specs, turns)
-        undo.pop_all()
-    return turns
-
-
 def run_all(engine: Engine, specs: Sequence[TurnSpec], *, progress: bool) -> list[Output]:
     """Submit turns and step until all have ended; raises what the first one that failed, failed with.
 
@@ -36,7 +26,8 @@ def run_all(engine: Engine, specs: Sequence[TurnSpec], *, progress: bool) -> lis
     """
     turns: list[Turn] = []
     try:
-        unfinished = set(engine.submit(specs, turns))
+        turns = engine.submit(specs)
+        unfinished = set(turns)
         with tqdm(total=len(turns), desc="turns", disable=not progress or len(turns) < 2) as bar:
             while unfinished and engine.has_unfinished:
                 ended = unfinished.intersection(engine.step())
@@ -57,33 +48,25 @@ def _cancel(engine: Engine, turns: Sequence[Turn]) -> None:
 class Stream(Iterator[Delta]):
     """A running turn as an iterator of deltas. Closing it, or dropping it, cancels the turn."""
 
-    _turns: Sequence[Turn] = ()  # for the destructor of one whose making was interrupted
-
     def __init__(self, engine: Engine, spec: TurnSpec) -> None:
         """Submit the turn; made by `LLM.stream`. Raises what `Engine.submit` does."""
         self._engine = engine
         self._closed = False
-        turns: list[Turn] = []  # the one turn, from the moment on in which it is accepted
-        self._turns = turns
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.close)
-            engine.submit([spec], turns)
-            undo.pop_all()
+        (self._turn,) = engine.submit([spec])
 
     @property
     def output(self) -> Output | None:
         """The result, once the turn has ended."""
-        return self._turns[0].output
+        return self._turn.output
 
     def __next__(self) -> Delta:
         """Step until the turn says something; raises what the turn failed with."""
-        turn = self._turns[0]
         while not self._closed:
-            delta = turn.take_delta()
+            delta = self._turn.take_delta()
             if delta is not None:
                 return delta
-            if turn.done:
-                turn.result()
+            if self._turn.done:
+                self._turn.result()
                 raise StopIteration
             self._engine.step()
         raise StopIteration
@@ -91,7 +74,7 @@ class Stream(Iterator[Delta]):
     def close(self) -> None:
         """Cancel the turn, as if it had never been sent, unless it has ended; nothing comes after it."""
         self._closed = True
-        _cancel(self._engine, self._turns)
+        _cancel(self._engine, [self._turn])
 
     def __enter__(self) -> Self:
         """The stream itself."""
@@ -102,12 +85,3 @@ class Stream(Iterator[Delta]):
     ) -> None:
         """Close it."""
         self.close()
-
-    def __del__(self) -> None:
-        """A dropped stream must not leave its conversation busy.
-
-        The collector may come in the middle of a step, so this only asks the engine to cancel.
-        """
-        for turn in self._turns:
-            if not turn.done and not self._engine.closed:
-                self._engine.abandon(turn)

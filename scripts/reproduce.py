@@ -4,14 +4,15 @@
     python scripts/reproduce.py --experiment=traces --traces=mooncake:conversation_trace.jsonl
 
 Experiments: fig3 and fig4 (single steps), fig10a to fig10d, fig11, fig13 and thesis3.15 (latency over
-throughput), fig12 (the kernel, from committed measurements), fig14 (eviction policies), fig15 (think times),
-and traces, which compares eviction policies on recorded traces that you have. Scheduler, cache and policies
-are the engine's own under a virtual clock; a step and a copy take what the profile of `--device` says: `a100`
-is the paper's machine, from published figures of the hardware, `h200` goes back to measurements. Every point
-is simulated once for each of `--seeds`, `--num_processes` at a time; the same seeds give the same figures.
-`--small` is a version on little memory that takes seconds. A flag that changes nothing of an experiment, such
-as seeds where no workload is simulated, is refused. Tables come first, then one JSON document (see `--json`)
-as the last line. `docs/evaluation.md` has the results beside the paper's.
+throughput), fig12 (the kernel, from committed measurements), fig14 (eviction policies), fig15 (think times;
+the thesis's 3.16 too), thesis3.10 (the conversations themselves; 3.11 too), and traces, which compares
+eviction policies on recorded traces that you have. Scheduler, cache and policies are the engine's own under a
+virtual clock; a step and a copy take what the profile of `--device` says: `a100` is the paper's machine, from
+published figures of the hardware, `h200` goes back to measurements. Every point is simulated once for each of
+`--seeds`, `--num_processes` at a time; the same seeds give the same figures. `--small` is a version on little
+memory that takes seconds. A flag that changes nothing of an experiment, such as seeds where no workload is
+simulated, is refused. Tables come first, then one JSON document (see `--json`) as the last line.
+`docs/paper_and_we.md` has the results beside the paper's, and `scripts/refresh_pages.py` writes its tables.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ from steps.cost_plot import check_can_plot
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.engine_flags import shows_progress
 from pensieve_jax.commands.launch import run
-from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
+from pensieve_jax.commands.report import (
+    define_document_flag,
+    json_line,
+    print_document,
+    table,
+)
 
 FLAGS = flags.FLAGS
 
@@ -77,7 +83,7 @@ def report(experiment: Experiment, asked: Settings, findings: Findings) -> None:
     for one in findings.tables:
         print(f"{one.title}\n{table(one.columns, one.rows)}", end="\n\n")
     print(f"The paper: {experiment.paper}")
-    origin = _origin(findings)
+    origin = _origin(findings, small=asked.small)
     print(f"{experiment.name}, {experiment.title}: {origin}")
     if FLAGS.plot is not None:
         draw_panels(findings.panels, f"{experiment.title}: {origin}", Path(FLAGS.plot))
@@ -93,11 +99,12 @@ def report(experiment: Experiment, asked: Settings, findings: Findings) -> None:
     print_document(json_line("reproduction", document, units=findings.units, device=origin))
 
 
-def _origin(findings: Findings) -> str:
+def _origin(findings: Findings, *, small: bool) -> str:
     """In words, for whoever looks at a figure alone."""
     if not findings.profiles:
-        return "measured on NVIDIA H200"
-    return f"simulated, {', '.join(dict.fromkeys(findings.profiles))}"
+        return findings.origin
+    version = ", a small version" if small else ""
+    return f"simulated on {', '.join(dict.fromkeys(findings.profiles))}{version}"
 
 
 def _profiles(findings: Findings, asked: Settings) -> dict[str, Any]:
@@ -135,7 +142,7 @@ def define_flags() -> None:
     """The command line."""
     flags.DEFINE_enum("experiment", None, list(EXPERIMENTS), "What is remade.", required=True)
     flags.DEFINE_enum("device", "a100", list(DEVICES), "Whose profiles are simulated.")
-    flags.DEFINE_list("seeds", ["0", "1", "2"], "Of workloads; every point is simulated for each.")
+    flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "Of workloads; every point is simulated for each.")
     flags.DEFINE_bool("small", False, "A version that takes seconds, on little memory.")
     flags.DEFINE_integer("num_processes", os.cpu_count() or 1, "Points that are simulated at a time.")
     flags.DEFINE_list("traces", [], "Recorded traces for --experiment=traces: FORMAT:FILE, ...")

@@ -18,6 +18,7 @@ hypothesis.settings.load_profile("suite")
 _LONGEST = (
     "test_seeded_scenarios",
     "test_mutations",
+    "test_interrupts",
     "test_random_scenarios",
     "test_chat_model_recall",
     "test_real_models",

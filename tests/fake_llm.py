@@ -19,8 +19,13 @@ def fake_llm(
 ) -> tuple[LLM, Harness]:
     """An LLM and the harness that its engine is of; `path` is a history file."""
     harness = Harness(tokenizer=tokenizer, path=path)
+    return llm_of(monkeypatch, harness, tokenizer), harness
+
+
+def llm_of(monkeypatch: pytest.MonkeyPatch, harness: Harness, tokenizer: Tokenizer | None = TOKENIZER) -> LLM:
+    """An LLM on a harness's engine."""
     parts = SimpleNamespace(
         engine=harness.engine, runner=harness.runner, model_config=None, tokenizer=tokenizer
     )
     monkeypatch.setattr("pensieve_jax.llm.assemble", lambda *_, **__: parts)
-    return LLM(progress=False), harness
+    return LLM(progress=False)

@@ -1,8 +1,7 @@
-"""Turns that a caller steps, and who owns a turn when Ctrl-C comes between its acceptance and its end."""
+"""Turns that a caller steps, and holds: what nobody holds is cancelled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,20 +12,11 @@ from pensieve_jax import (
     InvalidRequestError,
     PensieveError,
     SamplingParams,
-    Stream,
 )
-from tests.engine.test_interrupts import Interrupt
 from tests.fake_llm import fake_llm
 
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True, seed=0)
-SHORT = SamplingParams(max_tokens=2, ignore_eos=True, seed=0)
 HI = [{"role": "user", "content": "hi"}]
-FRONT = (
-    "pensieve_jax/llm.py",
-    "pensieve_jax/stream.py",
-    "pensieve_jax/prompts.py",
-    "pensieve_jax/engine/engine.py",
-)
 
 
 def step_all(llm: LLM) -> list[Any]:
@@ -83,6 +73,27 @@ def test_a_cancelled_turn_was_never_sent(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [info.conversation_id for info in llm.conversations()] == ["b"]
 
 
+def test_a_turn_that_nobody_holds_is_cancelled_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, harness = fake_llm(monkeypatch)
+    llm.generate(["a"], PARAMS, conversation_ids=["a"])
+    held, dropped = llm.submit(["b", "a"], PARAMS, conversation_ids=["b", "a"])
+    llm.step()
+    del dropped
+    assert llm.unfinished == (held,) and llm.stats()["num_turns_cancelled"] == 1
+    again = llm.submit(["more"], PARAMS, conversation_ids=["a"])
+    step_all(llm)
+    assert held.done and again[0].done and len(llm.history("a").turns) == 2
+    harness.engine.check_integrity()
+
+
+def test_a_turn_that_ended_may_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, _ = fake_llm(monkeypatch)
+    turns = llm.submit(["a"], PARAMS, conversation_ids=["a"])
+    step_all(llm)
+    del turns
+    assert len(llm.history("a").turns) == 1 and not llm.stats()["num_turns_cancelled"]
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "words"),
     [
@@ -103,65 +114,3 @@ def test_one_bad_turn_and_none_is_queued(
     with pytest.raises(InvalidRequestError, match=words):
         llm.submit(prompts, **options)
     assert llm.unfinished == ()
-
-
-# Ctrl-C at every line of the front end and of the engine's loop
-
-
-def read_a_stream(llm: LLM, streams: list[Stream]) -> None:
-    streams.append(llm.stream("x", SHORT, conversation_id="a"))
-    list(streams[0])
-
-
-def close_a_stream(llm: LLM, streams: list[Stream]) -> None:
-    streams.append(llm.stream([5, 6], SHORT, conversation_id="a"))
-    next(streams[0])
-    streams[0].close()
-
-
-CALLS: dict[str, Callable[[LLM, list[Stream]], object]] = {
-    "generate": lambda llm, _: llm.generate(["x", "y"], SHORT, conversation_ids=["a", "b"]),
-    "a stream to its end": read_a_stream,
-    "a stream that is closed": close_a_stream,
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_leaves_no_conversation_busy(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    llm, _ = fake_llm(monkeypatch)
-    streams: list[Stream] = []  # held until the interrupt has come: a destructor cannot raise one
-    with Interrupt(None, FRONT) as lines:
-        CALLS[name](llm, streams)
-    assert lines.num_lines > 40
-    for at in range(1, lines.num_lines + 1):
-        streams.clear()
-        llm, harness = fake_llm(monkeypatch)
-        try:
-            with Interrupt(at, FRONT):
-                CALLS[name](llm, streams)
-            pytest.fail(f"no interrupt at line {at}")
-        except KeyboardInterrupt:
-            streams.clear()
-        # Before anybody steps: a turn that was left alone would end some time.
-        llm.generate(["z"], SHORT, conversation_ids=["a"])
-        assert not llm.unfinished, f"line {at}"
-        harness.engine.check_integrity()
-
-
-def test_an_interrupted_submission_is_cancelled_or_can_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def submit(llm: LLM) -> None:
-        llm.submit(["x", "y"], SHORT, conversation_ids=["a", "b"])
-
-    llm, _ = fake_llm(monkeypatch)
-    with Interrupt(None, FRONT) as lines:
-        submit(llm)
-    num_found = 0
-    for at in range(1, lines.num_lines + 1):
-        llm, _ = fake_llm(monkeypatch)
-        with pytest.raises(KeyboardInterrupt), Interrupt(at, FRONT):
-            submit(llm)
-        num_found += len(llm.unfinished)
-        for turn in llm.unfinished:
-            llm.cancel(turn)
-        llm.generate(["z", "z"], SHORT, conversation_ids=["a", "b"])
-    assert num_found <= 2 * 2, "only at the lines that hand the turns over"

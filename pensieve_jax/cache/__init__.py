@@ -3,7 +3,9 @@
 from pensieve_jax.cache.copies import Copy
 from pensieve_jax.cache.cost import AnalyticCostModel, CostModel
 from pensieve_jax.cache.drops import Drop, DropReason
+from pensieve_jax.cache.experience import Experience
 from pensieve_jax.cache.manager import CacheManager
+from pensieve_jax.cache.page_table import PageTable
 from pensieve_jax.cache.place_pool import PlacePool
 from pensieve_jax.cache.policies import EvictionPolicy, make_policy
 from pensieve_jax.cache.sequence import CachedSequence, Role
@@ -22,6 +24,8 @@ __all__ = [
     "Drop",
     "DropReason",
     "EvictionPolicy",
+    "Experience",
+    "PageTable",
     "PlacePool",
     "Role",
     "Shelf",

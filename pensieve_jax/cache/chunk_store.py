@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from pensieve_jax.cache.copies import Copy
 from pensieve_jax.cache.drops import Drop, DropReason
+from pensieve_jax.cache.page_table import PageTable
 from pensieve_jax.cache.place_pool import PlacePool
 from pensieve_jax.cache.sequence import NUM_SHELVES, CachedSequence, Chunk, Role
-from pensieve_jax.cache.states import ChunkEvent, ChunkState, Shelf
+from pensieve_jax.cache.states import CONTESTED, SHELF, ChunkEvent, ChunkState, Shelf
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class ChunkStore:
     Attributes:
       pages: of device memory.
       slots: of host memory.
+      page_table: the pages of running sequences, by their `row`, as steps read them.
       members: sequences by role, in the order in which they took it, which makes ties reproducible.
       num_on: own chunks of the members of a role, by shelf.
       num_copies_in, num_copies_out: in flight, orphans included.
@@ -47,6 +49,7 @@ class ChunkStore:
         self._on_drop = on_drop
         self.pages = PlacePool(num_pages)
         self.slots = PlacePool(num_slots)
+        self.page_table = PageTable()
         self.members: dict[Role, dict[CachedSequence, None]] = {role: {} for role in Role}
         self.num_on: dict[Role, list[int]] = {role: [0] * NUM_SHELVES for role in Role}
         self.num_copies_in = 0
@@ -58,7 +61,7 @@ class ChunkStore:
         self._swap_ins: list[Copy] = []
         self._drops: list[Drop] = []
         self._num_roles = 0
-        self._changed: dict[CachedSequence, None] = {}
+        self._changed: dict[Shelf, dict[CachedSequence, None]] = {shelf: {} for shelf in CONTESTED}
 
     # Sequences
 
@@ -73,11 +76,11 @@ class ChunkStore:
 
     def remove(self, sequence: CachedSequence) -> None:
         """Forget a sequence that has no chunks of its own left."""
-        del self.members[sequence.role][sequence]
+        self._leave_role(sequence)
 
     def set_role(self, sequence: CachedSequence, role: Role) -> None:
         """Move a sequence, with its counts, to the end of a role's members."""
-        del self.members[sequence.role][sequence]
+        self._leave_role(sequence)
         before, after = self.num_on[sequence.role], self.num_on[role]
         for shelf, number in enumerate(sequence.num_on):
             before[shelf] -= number
@@ -88,21 +91,21 @@ class ChunkStore:
         """A sequence was active."""
         sequence.last_active_s = at_s
         if sequence.role is Role.IDLE:
-            self._changed[sequence] = None
+            self._note_changed(sequence)
 
     def extend(self, sequence: CachedSequence, num_chunks: int) -> None:
         """Give a sequence chunks that are dropped, up to `num_chunks` in all."""
-        while len(sequence.chunks) < num_chunks:
-            sequence.chunks.append(Chunk())
-            sequence.set_row(len(sequence.chunks) - 1, 0)
-            self._count(sequence, len(sequence.chunks) - 1, Shelf.ABSENT, 1)
+        first = len(sequence.chunks)
+        if num_chunks > first:
+            sequence.chunks += [Chunk() for _ in range(first, num_chunks)]
+            self._count_absent(sequence, first, num_chunks - first)
 
     def shorten(self, sequence: CachedSequence) -> None:
         """Take the last own chunk away."""
         index = len(sequence.chunks) - 1
         if sequence.chunks[index].state is not ChunkState.DROPPED:
             self._discard(sequence, index)
-        self._count(sequence, index, Shelf.ABSENT, -1)
+        self._count_absent(sequence, index, -1)
         sequence.chunks.pop()
 
     def trim(self, sequence: CachedSequence) -> None:
@@ -120,7 +123,7 @@ class ChunkStore:
     def reserve(self, sequence: CachedSequence, index: int, page: int) -> None:
         """A dropped chunk gets a page to be computed into."""
         self._apply(sequence, index, ChunkEvent.RESERVE)
-        sequence.set_page(index, page)
+        self._set_page(sequence, index, page)
 
     def cancel_reserved(self, sequence: CachedSequence) -> None:
         """Free the pages that were set aside and not written."""
@@ -146,7 +149,7 @@ class ChunkStore:
     def swap_in(self, sequence: CachedSequence, index: int, page: int) -> None:
         """Begin to copy a slot to `page`."""
         self._apply(sequence, index, ChunkEvent.SWAP_IN)
-        sequence.set_page(index, page)
+        self._set_page(sequence, index, page)
         self._swap_ins.append(self._take_off(sequence, index, is_in=True))
 
     def give_page(self, sequence: CachedSequence, index: int) -> None:
@@ -224,10 +227,13 @@ class ChunkStore:
             if sequence.role is not Role.RUNNING:
                 self.trim(sequence)
 
-    def take_changed(self) -> tuple[CachedSequence, ...]:
-        """Sequences that since the last call became idle, or were active or got a chunk while they were."""
-        changed = tuple(self._changed)
-        self._changed.clear()
+    def take_changed(self, shelf: Shelf) -> Iterable[CachedSequence]:
+        """Sequences that since the last call became idle, or were active or got a chunk on the shelf while
+        they were. One of the shelves that others take from.
+        """
+        changed = self._changed[shelf]
+        if changed:
+            self._changed[shelf] = {}
         return changed
 
     # Inside
@@ -237,21 +243,39 @@ class ChunkStore:
         self.members[role][sequence] = None
         sequence.role, sequence.role_number = role, self._num_roles
         if role is Role.IDLE:
-            self._changed[sequence] = None
+            self._note_changed(sequence)
+        elif role is Role.RUNNING:
+            sequence.row = self.page_table.open([chunk.page for chunk in sequence.chunks])
+
+    def _leave_role(self, sequence: CachedSequence) -> None:
+        del self.members[sequence.role][sequence]
+        if sequence.role is Role.RUNNING:
+            self.page_table.close(sequence.row)
+            sequence.row = -1
 
     def _apply(self, sequence: CachedSequence, index: int, event: ChunkEvent) -> None:
         chunk = sequence.chunks[index]
-        before = chunk.shelf
+        before = SHELF[chunk.state]
         chunk.apply(event)
-        if chunk.shelf is not before:
-            self._count(sequence, index, before, -1)
-            self._count(sequence, index, chunk.shelf, 1)
+        after = SHELF[chunk.state]
+        if after is before:
+            return
+        sequence.count(index, before, -1)
+        sequence.count(index, after, 1)
+        num_on = self.num_on[sequence.role]
+        num_on[before] -= 1
+        num_on[after] += 1
+        if sequence.role is Role.IDLE and after in CONTESTED:
+            self._changed[after][sequence] = None
 
-    def _count(self, sequence: CachedSequence, index: int, shelf: Shelf, change: int) -> None:
-        sequence.count(index, shelf, change)
-        self.num_on[sequence.role][shelf] += change
-        if change > 0 and sequence.role is Role.IDLE:
-            self._changed[sequence] = None
+    def _count_absent(self, sequence: CachedSequence, index: int, change: int) -> None:
+        """So many chunks came, from `index` on, or the one there went; nobody asks who has absent ones."""
+        sequence.count(index, Shelf.ABSENT, change)
+        self.num_on[sequence.role][Shelf.ABSENT] += change
+
+    def _note_changed(self, sequence: CachedSequence) -> None:
+        for changed in self._changed.values():
+            changed[sequence] = None
 
     def _count_flight(self, flight: Flight, change: int) -> None:
         if flight.is_in:
@@ -296,10 +320,16 @@ class ChunkStore:
         elif state not in (ChunkState.ON_CPU, ChunkState.DROPPED):
             self.drop(sequence, index, DropReason.DEVICE_LOST, None)
 
+    def _set_page(self, sequence: CachedSequence, index: int, page: int) -> None:
+        sequence.chunks[index].page = page
+        if sequence.row >= 0:
+            self.page_table.set(sequence.row, index, page)
+
     def _free_page(self, sequence: CachedSequence, index: int) -> None:
-        if sequence.chunks[index].page:
-            self.pages.free(sequence.chunks[index].page)
-        sequence.set_page(index, 0)
+        page = sequence.chunks[index].page
+        if page:
+            self.pages.free(page)
+            self._set_page(sequence, index, 0)
 
     def _free_slot(self, chunk: Chunk) -> None:
         if chunk.slot:

@@ -218,12 +218,12 @@ class Evictor:
         """The next idle victim on a shelf."""
         if not self._store.num_on[Role.IDLE][shelf]:
             return None
-        for sequence in self._store.take_changed():
-            for order in self._orders.values():
-                order.note(sequence)
+        order = self._orders[shelf]
+        for sequence in self._store.take_changed(shelf):
+            order.note(sequence)
         if self._now_s is None:
             self._now_s = self._clock.now()
-        return self._orders[shelf].peek(self._now_s)
+        return order.peek(self._now_s)
 
     def _latest_queued(self, arrival: int) -> Iterator[CachedSequence]:
         """Queued sequences that arrived after `arrival`, the latest first."""

@@ -22,11 +22,14 @@ def check_store(store: ChunkStore, chunk_tokens: int) -> None:
     assert all(s.role is role for role, members in store.members.items() for s in members)
     for sequence in store:
         _check_sequence(sequence, chunk_tokens)
+        _check_row(store, sequence)
         for chunk in sequence.chunks[sequence.num_shared :]:
             num_on[sequence.role][chunk.shelf] += 1
             pages.append(chunk.page)
             slots.append(chunk.slot)
             flying.add(chunk.copy_id)
+    rows = [sequence.row for sequence in store.members[Role.RUNNING]]
+    assert len(set(rows)) == len(rows), "a row of pages has two owners"
     flying.discard(0)
     flights = dict(store.flights)
     for copy_id, flight in flights.items():
@@ -49,7 +52,6 @@ def check_store(store: ChunkStore, chunk_tokens: int) -> None:
 def _check_sequence(sequence: CachedSequence, chunk_tokens: int) -> None:
     name = sequence.sequence_id
     own_counts = [0] * NUM_SHELVES
-    row = sequence.page_row.tolist()
     for index, chunk in enumerate(sequence.chunks):
         state = chunk.state
         assert (chunk.page != 0) == (state in WITH_PAGE), f"{name}[{index}] {state.value}, page {chunk.page}"
@@ -57,10 +59,8 @@ def _check_sequence(sequence: CachedSequence, chunk_tokens: int) -> None:
         assert (chunk.copy_id != 0) == (state in IN_FLIGHT), f"{name}[{index}] {state.value}, a copy?"
         if index < sequence.num_shared:
             assert sequence.prefix is not None and chunk is sequence.prefix.chunks[index]
-            assert sequence.role is not Role.RUNNING or row[index] == chunk.page
             continue
         own_counts[chunk.shelf] += 1
-        assert row[index] == chunk.page, "the page row and a chunk disagree"
         if state is ChunkState.RESERVED:
             assert sequence.role is Role.RUNNING, "an unpinned sequence holds a reserved page"
     assert own_counts == sequence.num_on, f"{name}: {own_counts} on shelves, counted {sequence.num_on}"
@@ -70,6 +70,15 @@ def _check_sequence(sequence: CachedSequence, chunk_tokens: int) -> None:
         assert num_computed_chunks == len(sequence.chunks), "a chunk past the computed tokens"
         own = sequence.chunks[sequence.num_shared :]
         assert not own or sequence.is_prefix or own[-1].shelf is not Shelf.ABSENT, "the tail is dropped"
+
+
+def _check_row(store: ChunkStore, sequence: CachedSequence) -> None:
+    assert (sequence.row >= 0) == (sequence.role is Role.RUNNING), "only who runs has a row of pages"
+    if sequence.row >= 0:
+        row = store.page_table.take([sequence.row])[0].tolist()
+        pages = [chunk.page for chunk in sequence.chunks]
+        assert row[: len(pages)] == pages, "the row of pages and a chunk disagree"
+        assert not any(row[len(pages) :]), "pages past the last chunk"
 
 
 def _check_prefixes(store: ChunkStore) -> None:

@@ -17,7 +17,10 @@ from pensieve_jax.cache.copies import Copy
 from pensieve_jax.cache.cost import CostModel
 from pensieve_jax.cache.drops import Drop
 from pensieve_jax.cache.evictor import Evictor
+from pensieve_jax.cache.experience import Experience
 from pensieve_jax.cache.integrity import check_store
+from pensieve_jax.cache.learning import turn_notes
+from pensieve_jax.cache.page_table import PageTable
 from pensieve_jax.cache.policies import DatedWorth, make_policy
 from pensieve_jax.cache.sequence import CachedSequence, Role
 from pensieve_jax.cache.states import ChunkState, Shelf
@@ -31,6 +34,7 @@ class CacheManager:
     Attributes:
       chunk_tokens: tokens of a chunk, and of a page.
       prefetch: as configured; it may be changed between steps.
+      turns: to be told what becomes of turns; an order may learn from it.
       num_prefetched_chunks: chunks copied in for requests that were still queued.
     """
 
@@ -42,10 +46,12 @@ class CacheManager:
         *,
         max_num_copies: int,
         on_drop: Callable[[Drop], None] = lambda drop: None,
+        experience: Experience | None = None,
     ) -> None:
         """An empty cache.
 
-        `max_num_copies` chunks are on their way in, or out, ahead of need; `on_drop` is told of every drop.
+        `max_num_copies` chunks are on their way in, or out, ahead of need; `on_drop` is told of every drop;
+        an order that learns goes on from `experience`.
         """
         self.chunk_tokens = config.chunk_tokens
         self.num_prefetched_chunks = 0
@@ -55,6 +61,7 @@ class CacheManager:
         self.prefetch = config.prefetch
         self._max_num_copies = max_num_copies
         self._policy = make_policy(config.policy, cost_model, config.chunk_tokens)
+        self.turns = turn_notes(self._policy, config, cost_model, clock, experience)
         self._evictor = Evictor(
             self._store,
             self._policy,
@@ -63,6 +70,11 @@ class CacheManager:
             max_num_copies=max_num_copies,
             retrieval_priority=config.retrieval_priority,
         )
+
+    @property
+    def page_table(self) -> PageTable:
+        """The pages of running sequences, by their `row`."""
+        return self._store.page_table
 
     # Sequences
 
@@ -118,6 +130,7 @@ class CacheManager:
         now_s = self._clock.now()
         self._store.set_active(sequence, now_s)
         if sequence.prefix is not None:
+            sequence.prefix.bucket = sequence.bucket
             self._store.set_active(sequence.prefix, now_s)
 
     def push_out(self, sequence: CachedSequence, max_num_chunks: int | None = None) -> int:
@@ -194,8 +207,6 @@ class CacheManager:
         for index, chunk in enumerate(sequence.chunks):
             if not chunk.page:
                 self._set_page_aside(sequence, index)
-            elif index < sequence.num_shared:
-                sequence.set_row(index, chunk.page)
         return True
 
     def grow(self, sequence: CachedSequence, num_tokens: int) -> bool:
@@ -214,6 +225,16 @@ class CacheManager:
         for index in range(start // self.chunk_tokens, -(-end // self.chunk_tokens)):
             self._store.write(self._owner(sequence, index), index)
         sequence.num_kv_tokens = max(sequence.num_kv_tokens, end)
+
+    def fill_next(self, sequences: Iterable[CachedSequence]) -> None:
+        """As `fill`, of the next token of each of these."""
+        chunk_tokens = self.chunk_tokens
+        for sequence in sequences:
+            position = sequence.num_kv_tokens
+            index = position // chunk_tokens
+            if position % chunk_tokens == 0 or sequence.chunks[index].slot:  # else it was written before
+                self._store.write(self._owner(sequence, index), index)
+            sequence.num_kv_tokens = position + 1
 
     def rush(self, sequence: CachedSequence) -> tuple[int, ...]:
         """Let the next step read what is being copied in for a running sequence, whenever it arrives.
@@ -280,8 +301,12 @@ class CacheManager:
         counts = {state.value: states[state] for state in ChunkState if state is not ChunkState.DROPPED}
         return counts | {"free pages": self._store.pages.num_free, "free slots": self._store.slots.num_free}
 
-    def stats(self) -> dict[str, int]:
-        """Sizes, what is free of them, and what was done to make room."""
+    def experience(self) -> Experience | None:
+        """What was learned of returns; None for an order that learns nothing."""
+        return self.turns.experience()
+
+    def stats(self) -> dict[str, int | float]:
+        """Sizes, what is free of them, what was done to make room, and what was learned."""
         return {
             "num_gpu_pages": self._store.pages.num_places,
             "num_available_gpu_pages": self.num_available(),
@@ -290,6 +315,7 @@ class CacheManager:
             "num_free_cpu_pages": self._store.slots.num_free,
             "num_forced_swap_outs": self._evictor.num_forced_swap_outs,
             "num_prefetched_chunks": self.num_prefetched_chunks,
+            **self.turns.stats(),
         }
 
     def check_integrity(self) -> None:
@@ -313,7 +339,7 @@ class CacheManager:
             self._store.swap_in(owner, index, page)
         else:
             self._store.reserve(owner, index, page)
-        sequence.set_row(index, page)
+        self._store.page_table.set(sequence.row, index, page)  # the prefix's pages are its users' as well
 
     def _pin(self, sequence: CachedSequence) -> None:
         self._store.set_role(sequence, Role.RUNNING)

@@ -1,17 +1,20 @@
-"""Whose chunks go first: four orders behind one contract.
+"""Whose chunks go first: five orders behind one contract.
 
 Owns: the order of victims among idle sequences. A policy sees sequences, a shelf and the time; it counts
-nothing, frees nothing and keeps no state between passes.
-Called by: `Evictor`, through a `VictimOrder` for each shelf that it needs room on.
+nothing and frees nothing. What the order `learned` goes by is told to it between passes (`learning`).
+Called by: `Evictor`, through a `VictimOrder` for each shelf that it needs room on; `shadows`, likewise.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from pensieve_jax.cache.cost import CostModel
-from pensieve_jax.cache.sequence import CachedSequence
+from pensieve_jax.cache.returns import EDGES_S, NUM_BINS, ReturnModel, bin_of
+from pensieve_jax.cache.sequence import Role
 from pensieve_jax.cache.states import Shelf
 
 _MIN_IDLE_S = 1e-3  # a conversation that was active just now has a finite value
@@ -21,88 +24,277 @@ type DatedWorth = tuple[float, float]
 """What a chunk was worth, and when that was asked, in seconds of the cache's clock."""
 
 
+class Candidate(Protocol):
+    """What an order may ask of a conversation; a `CachedSequence` answers, and so do shadows of one.
+
+    Attributes:
+      role, role_number: only idle ones give way; the number tells who became so first.
+      last_active_s: when its latest turn was sent or ended.
+      bucket: which turns its latest one was like (`returns.bucket_of`).
+      num_on: own chunks, by shelf.
+    """
+
+    role: Role
+    role_number: int
+    last_active_s: float
+    bucket: int
+    num_on: list[int]
+
+    def first_on(self, shelf: Shelf) -> int:
+        """The leading own chunk on a shelf."""
+        ...
+
+    def last_on(self, shelf: Shelf) -> int:
+        """The last own chunk on a shelf."""
+        ...
+
+    def indices_on(self, shelf: Shelf) -> Sequence[int]:
+        """Own chunks on a shelf, leading first."""
+        ...
+
+
+class Standing(NamedTuple):
+    """Where a sequence stands in an order; two of one group can be compared without the clock.
+
+    Attributes:
+      group: of sequences whose worths keep their order while they are in it.
+      rank: within a group, a lower rank is worth less, or as much.
+      until_s: from this time on it stands elsewhere, if nothing happens to it before.
+    """
+
+    group: int
+    rank: float
+    until_s: float = math.inf
+
+
 class EvictionPolicy(ABC):
-    """The order in which idle chunks leave a shelf: one frontier a sequence, the lowest worth first."""
+    """The order in which idle chunks leave a shelf: one frontier a sequence, the lowest worth first.
+
+    Attributes:
+      name: as `CacheConfig.policy` names it.
+      generation: another one means that everybody stands elsewhere.
+    """
 
     name: str
+    generation: int = 0
 
     @abstractmethod
-    def frontier(self, sequence: CachedSequence, shelf: Shelf) -> Sequence[int]:
+    def frontier(self, sequence: Candidate, shelf: Shelf) -> Sequence[int]:
         """The chunks of a sequence that leave the shelf next, together; there is at least one on it."""
 
     @abstractmethod
-    def worth(self, sequence: CachedSequence, index: int, now_s: float) -> float:
+    def worth(self, sequence: Candidate, index: int, now_s: float) -> float:
         """What keeping chunk `index` is worth; comparable across sequences and shelves."""
+
+    @abstractmethod
+    def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
+        """The index that `worth` is asked about for its next frontier; 0 where that makes no difference."""
+
+    @abstractmethod
+    def standing(self, sequence: Candidate, chunk: int, now_s: float) -> Standing:
+        """Where a sequence stands that would give up `chunk` next.
+
+        It depends on these, on when the sequence was active and what its turn was like, and on nothing else.
+        While it gives chunks up, its worth among those of its group may only rise.
+        """
+
+    def epoch(self, now_s: float) -> float:
+        """Worths of sequences that stay where they stand are the same at times of one epoch."""
+        return now_s
 
     def describe(self, worths: Sequence[DatedWorth]) -> str:
         """These worths in words, for people who ask why chunks were dropped."""
         return f"worth {_range([worth for worth, _ in worths], '.3g')}"
 
-    @abstractmethod
-    def group(self, sequence: CachedSequence, shelf: Shelf) -> int:
-        """Sequences of one group are worth less the earlier they were active, whatever the time is.
 
-        The group serves as the index of the frontier's first chunk where `worth` asks for one. It may grow
-        by itself, and only falls when a chunk comes to the shelf.
-        """
+class _Costs:
+    """Seconds to recompute a chunk, by its index."""
+
+    def __init__(self, cost_model: CostModel, chunk_tokens: int) -> None:
+        """Of chunks of `chunk_tokens`."""
+        self._cost_model = cost_model
+        self._chunk_tokens = chunk_tokens
+        self._costs_s: list[float] = []
+
+    def __getitem__(self, index: int) -> float:
+        """Of chunk `index`; never less than of the one before."""
+        costs_s = self._costs_s
+        while index >= len(costs_s):
+            costs_s.append(self._cost_model.chunk_cost_s((len(costs_s) + 1) * self._chunk_tokens))
+        return costs_s[index]
 
 
-class RetentionPolicy(EvictionPolicy):
+class _LeadingFirst(EvictionPolicy):
+    """Within a conversation the leading chunk: the cost never decreases towards the tail."""
+
+    def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
+        """The leading one."""
+        return sequence.first_on(shelf)
+
+    def frontier(self, sequence: Candidate, shelf: Shelf) -> Sequence[int]:
+        """The leading chunk."""
+        return (sequence.first_on(shelf),)
+
+
+class RetentionPolicy(_LeadingFirst):
     """Leading chunks of long-idle conversations first: `Cost(l) / T` (the paper's section 4.3.1)."""
 
     name = "retention"
 
     def __init__(self, cost_model: CostModel, chunk_tokens: int) -> None:
         """Costs of chunks of `chunk_tokens`."""
-        self._cost_model = cost_model
-        self._chunk_tokens = chunk_tokens
-        self._costs_s: list[float] = []  # by chunk index
+        self._costs_s = _Costs(cost_model, chunk_tokens)
 
-    def frontier(self, sequence: CachedSequence, shelf: Shelf) -> Sequence[int]:
-        """The leading chunk: the cost never decreases towards the tail."""
-        return (sequence.first_on(shelf),)
-
-    def worth(self, sequence: CachedSequence, index: int, now_s: float) -> float:
+    def worth(self, sequence: Candidate, index: int, now_s: float) -> float:
         """Seconds to recompute, over seconds since the conversation was active."""
-        costs_s = self._costs_s
-        while index >= len(costs_s):
-            costs_s.append(self._cost_model.chunk_cost_s((len(costs_s) + 1) * self._chunk_tokens))
         idle_s = now_s - sequence.last_active_s
-        return costs_s[index] / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
+        return self._costs_s[index] / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
+
+    def standing(self, sequence: Candidate, chunk: int, now_s: float) -> Standing:
+        """By activity among those that would give the same chunk, which costs them the same."""
+        return Standing(chunk, sequence.last_active_s)
 
     def describe(self, worths: Sequence[DatedWorth]) -> str:
         """As the quotients that they are."""
         return f"{super().describe(worths)} s of recomputation per second idle"
 
-    def group(self, sequence: CachedSequence, shelf: Shelf) -> int:
-        """Those that would give the same chunk, which costs them the same."""
-        return sequence.first_on(shelf)
-
 
 class _LeastRecentlyUsed(EvictionPolicy):
     """Oldest activity first, whatever recomputing would cost."""
 
-    def worth(self, sequence: CachedSequence, index: int, now_s: float) -> float:
+    def worth(self, sequence: Candidate, index: int, now_s: float) -> float:
         """When it was last active."""
         return sequence.last_active_s
+
+    def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
+        """It makes no difference."""
+        return 0
+
+    def standing(self, sequence: Candidate, chunk: int, now_s: float) -> Standing:
+        """By activity, all in one group."""
+        return Standing(0, sequence.last_active_s)
+
+    def epoch(self, now_s: float) -> float:
+        """Always the same one."""
+        return 0.0
 
     def describe(self, worths: Sequence[DatedWorth]) -> str:
         """By how long ago that was."""
         return f"idle for {_range([at_s - active_s for active_s, at_s in worths], '.1f')} s"
 
-    def group(self, sequence: CachedSequence, shelf: Shelf) -> int:
-        """All of them."""
-        return 0
 
-
-class LruPolicy(_LeastRecentlyUsed):
+class LruPolicy(_LeastRecentlyUsed, _LeadingFirst):
     """Least recently active conversation first, from its leading end: differs by cost alone."""
 
     name = "lru"
 
-    def frontier(self, sequence: CachedSequence, shelf: Shelf) -> Sequence[int]:
+
+class ReturnsPolicy(_LeadingFirst):
+    """By how likely a conversation returns while it is held: index of returns * `Cost(l)`.
+
+    The index stands still while a conversation is in one bin of idle time, so a group is a bucket and a bin,
+    and within it the cost alone decides, now and after every fit.
+    """
+
+    name = "returns"
+
+    def __init__(self, model: ReturnModel, cost_model: CostModel, chunk_tokens: int) -> None:
+        """`model` changes between passes."""
+        self.model = model
+        self._costs_s = _Costs(cost_model, chunk_tokens)
+
+    def worth(self, sequence: Candidate, index: int, now_s: float) -> float:
+        """Seconds of recomputation that are saved, per second of being held."""
+        bin_number = bin_of(sequence.last_active_s, now_s)
+        return self.model.index(sequence.bucket, bin_number) * self._costs_s[index]
+
+    def standing(self, sequence: Candidate, chunk: int, now_s: float) -> Standing:
+        """By the leading chunk, until idle time leaves its bin."""
+        bin_number = bin_of(sequence.last_active_s, now_s)
+        end = bin_number + 1
+        until_s = sequence.last_active_s + EDGES_S[end] if end < NUM_BINS else math.inf
+        return Standing(sequence.bucket * NUM_BINS + bin_number, chunk, until_s)
+
+    def epoch(self, now_s: float) -> float:
+        """From fit to fit."""
+        return self.model.num_fits
+
+
+class RecencyPolicy(_LeadingFirst):
+    """The order of `lru`, with worths above 0 that fall with idle time, as those of other orders do."""
+
+    name = "lru"
+
+    def worth(self, sequence: Candidate, index: int, now_s: float) -> float:
+        """One over seconds since the conversation was active."""
+        idle_s = now_s - sequence.last_active_s
+        return 1.0 / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
+
+    def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
+        """It makes no difference."""
+        return 0
+
+    def standing(self, sequence: Candidate, chunk: int, now_s: float) -> Standing:
+        """By activity, all in one group."""
+        return Standing(0, sequence.last_active_s)
+
+
+class LearnedPolicy(EvictionPolicy):
+    """What `insurance` found to be the best of three orders: the paper's, LRU's, and that of returns.
+
+    Attributes:
+      orders: by name; all give way from the leading end.
+      followed: the name of the one that is followed.
+    """
+
+    name = "learned"
+
+    def __init__(self, cost_model: CostModel, chunk_tokens: int) -> None:
+        """Nothing learned: the paper's order."""
+        self._returns = ReturnsPolicy(ReturnModel(), cost_model, chunk_tokens)
+        orders = (RetentionPolicy(cost_model, chunk_tokens), RecencyPolicy(), self._returns)
+        self.orders: dict[str, EvictionPolicy] = {order.name: order for order in orders}
+        self.followed = RetentionPolicy.name
+
+    @property
+    def model(self) -> ReturnModel:
+        """When conversations return."""
+        return self._returns.model
+
+    def use(self, model: ReturnModel) -> None:
+        """Go by another model from the next decision on."""
+        self._returns.model = model
+        self.generation += 1
+
+    def follow(self, name: str) -> None:
+        """Go by another order from the next decision on."""
+        if name != self.followed:
+            self.followed = name
+            self.generation += 1
+
+    def frontier(self, sequence: Candidate, shelf: Shelf) -> Sequence[int]:
         """The leading chunk."""
-        return (sequence.first_on(shelf),)
+        return self.orders[self.followed].frontier(sequence, shelf)
+
+    def worth(self, sequence: Candidate, index: int, now_s: float) -> float:
+        """As the order that is followed has it."""
+        return self.orders[self.followed].worth(sequence, index, now_s)
+
+    def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
+        """As in the order that is followed."""
+        return self.orders[self.followed].chunk(sequence, shelf)
+
+    def standing(self, sequence: Candidate, chunk: int, now_s: float) -> Standing:
+        """As in the order that is followed."""
+        return self.orders[self.followed].standing(sequence, chunk, now_s)
+
+    def epoch(self, now_s: float) -> float:
+        """As in the order that is followed."""
+        return self.orders[self.followed].epoch(now_s)
+
+    def describe(self, worths: Sequence[DatedWorth]) -> str:
+        """By the numbers: another order may have been followed then."""
+        return f"{super().describe(worths)} in the order that was followed"
 
 
 class ConversationPolicy(_LeastRecentlyUsed):
@@ -110,7 +302,7 @@ class ConversationPolicy(_LeastRecentlyUsed):
 
     name = "conversation"
 
-    def frontier(self, sequence: CachedSequence, shelf: Shelf) -> Sequence[int]:
+    def frontier(self, sequence: Candidate, shelf: Shelf) -> Sequence[int]:
         """All chunks on the shelf."""
         return sequence.indices_on(shelf)
 
@@ -120,7 +312,7 @@ class TrailingPolicy(_LeastRecentlyUsed):
 
     name = "trailing"
 
-    def frontier(self, sequence: CachedSequence, shelf: Shelf) -> Sequence[int]:
+    def frontier(self, sequence: Candidate, shelf: Shelf) -> Sequence[int]:
         """The last chunk."""
         return (sequence.last_on(shelf),)
 
@@ -138,5 +330,6 @@ def make_policy(name: str, cost_model: CostModel, chunk_tokens: int) -> Eviction
         LruPolicy.name: LruPolicy(),
         ConversationPolicy.name: ConversationPolicy(),
         TrailingPolicy.name: TrailingPolicy(),
+        LearnedPolicy.name: LearnedPolicy(cost_model, chunk_tokens),
     }
     return policies[name]

@@ -1,6 +1,6 @@
 """The cached state of one conversation: its chunks, where they are, and how far it was computed.
 
-Owns: the chunk list with its states, and the row of page numbers that steps read.
+Owns: the chunk list with its states.
 Does not know: tokens, policies, or other sequences but the prefix it shares. Only `ChunkStore`
 and `CacheManager` change it.
 
@@ -16,8 +16,6 @@ at the front of their own list; they are counted, evicted and moved as the prefi
 from __future__ import annotations
 
 from enum import Enum
-
-import numpy as np
 
 from pensieve_jax.cache.states import SHELF, ChunkEvent, ChunkState, Shelf, next_state
 
@@ -72,13 +70,36 @@ class CachedSequence:
       fetched: chunks copied in for its queued request, before that was admitted.
       last_active_s: when its last turn ended, or began.
       arrival: arrival number of its queued or running request.
+      bucket: which turns its last one was like (`returns.bucket_of`); of a prefix, that of its latest user.
       role: who may take its pages.
       role_number: counts up with every sequence that takes a role.
+      row: of the table of pages that steps read, while it runs; else -1.
       prefix: the sequence of the prefix, if it has one.
       is_prefix: others share its chunks: they are full, and it keeps its length whatever is dropped.
       num_users, num_running_users: of a prefix, the sequences that begin with it, and those that run.
       released: of a prefix, that it is to be forgotten with the last of its users.
     """
+
+    __slots__ = (
+        "_first_on",
+        "arrival",
+        "bucket",
+        "chunks",
+        "fetched",
+        "is_prefix",
+        "last_active_s",
+        "num_kv_tokens",
+        "num_on",
+        "num_running_users",
+        "num_shared",
+        "num_users",
+        "prefix",
+        "released",
+        "role",
+        "role_number",
+        "row",
+        "sequence_id",
+    )
 
     def __init__(self, sequence_id: str, *, is_prefix: bool = False) -> None:
         """Empty."""
@@ -88,22 +109,18 @@ class CachedSequence:
         self.num_on = [0] * NUM_SHELVES
         self.fetched: set[int] = set()
         self.last_active_s = 0.0
+        self.bucket = 0
         self.arrival = -1
         self.role = Role.IDLE
         self.role_number = 0
+        self.row = -1
         self.prefix: CachedSequence | None = None
         self.num_shared = 0
         self.is_prefix = is_prefix
         self.num_users = 0
         self.num_running_users = 0
         self.released = False
-        self._page_row = np.zeros(16, np.int32)
         self._first_on = [0] * NUM_SHELVES  # no own chunk before it is on that shelf
-
-    @property
-    def page_row(self) -> np.ndarray:
-        """Page of every chunk, 0 where it has none: i32[num_chunks]. Shared ones count while it runs."""
-        return self._page_row[: len(self.chunks)]
 
     @property
     def num_resident(self) -> int:
@@ -114,17 +131,6 @@ class CachedSequence:
     def holds_state(self) -> bool:
         """Some own chunk is in some tier, or on its way."""
         return len(self.chunks) - self.num_shared > self.num_on[Shelf.ABSENT]
-
-    def set_page(self, index: int, page: int) -> None:
-        """Record that chunk `index` has `page` (0: none)."""
-        self.chunks[index].page = page
-        self.set_row(index, page)
-
-    def set_row(self, index: int, page: int) -> None:
-        """What steps read as the page of chunk `index`."""
-        while index >= len(self._page_row):
-            self._page_row = np.concatenate([self._page_row, np.zeros_like(self._page_row)])
-        self._page_row[index] = page
 
     def begin_with(self, prefix: CachedSequence | None) -> None:
         """Have the chunks of `prefix` and no others, or none at all."""
@@ -156,7 +162,7 @@ class CachedSequence:
         return -1
 
     def count(self, index: int, shelf: Shelf, change: int) -> None:
-        """Own chunk `index` came to a shelf, or left it."""
+        """Own chunk `index` came to a shelf, or left it; or as many as `change` did, from there on."""
         self.num_on[shelf] += change
         if change > 0 and index < self._first_on[shelf]:
             self._first_on[shelf] = index

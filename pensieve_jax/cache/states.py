@@ -91,6 +91,10 @@ SHELF: dict[ChunkState, Shelf] = {
 }
 
 
+# Shelves that whoever needs room takes from.
+CONTESTED = (Shelf.DIRTY, Shelf.CLEAN, Shelf.HOST)
+
+
 class IllegalTransitionError(AssertionError):
     """A chunk was asked for what its state does not allow: a bug in the cache, never the caller's."""
 

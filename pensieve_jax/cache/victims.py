@@ -2,120 +2,194 @@
 
 Owns: one shelf's order over thousands of sequences, of which a step takes a few and changes a few.
 Does not know: what a policy's numbers mean, or what happens to a victim.
-Called by: `Evictor`, with an order for each shelf that it needs room on.
+Called by: `Evictor`, with an order for each shelf that it needs room on, and `shadows`.
 
 Worths change with the clock, each at its own pace, so no sorted list of them lasts. But the policy puts
-sequences into groups in which whoever was active earlier is worth less, now and later: a heap for each group
-lasts, and the victim is the first of one of them. Of what changes only that is told here which may bring a
-sequence to the front; all else is found out when an entry gets there.
+sequences into groups in which their order lasts: a heap for each group, and the victim is the first of one of
+them. A calendar tells who leaves a group as time passes. The groups' firsts are compared anew only when the
+policy says that worths have changed (its epoch). Of all else that changes only that is told here which may
+bring a sequence to the front; the rest is found out when an entry gets there.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection
 from typing import NamedTuple
 
-from pensieve_jax.cache.policies import EvictionPolicy
-from pensieve_jax.cache.sequence import CachedSequence, Role
+from pensieve_jax.cache.policies import Candidate, EvictionPolicy
+from pensieve_jax.cache.sequence import Role
 from pensieve_jax.cache.states import Shelf
 
 _MAX_STALE = 64  # entries, and as many as there are idle sequences
 
 
-class _Entry(NamedTuple):
-    """A sequence in the heap of a group; sorts by activity, then by who was idle first."""
+class _Entry[C: Candidate](NamedTuple):
+    """A sequence in the heap of a group; sorts by rank, then by who was idle first."""
 
-    last_active_s: float
+    rank: float
     role_number: int
-    sequence: CachedSequence
+    number: int  # of all entries, so that no two are compared further
+    sequence: C
+    last_active_s: float
+    bucket: int
+    chunk: int
     group: int
+    until_s: float
 
 
-class Victim(NamedTuple):
+class Victim[C: Candidate](NamedTuple):
     """What gives way next: chunks of an idle sequence, and what keeping the first of them is worth."""
 
-    sequence: CachedSequence
+    sequence: C
     indices: tuple[int, ...]
     worth: float
 
 
-class VictimOrder:
+type _Front[C: Candidate] = tuple[float, int, _Entry[C]]  # worth, role number
+
+
+class VictimOrder[C: Candidate]:
     """The idle sequences with chunks on one shelf, the lowest worth first.
 
-    Ties fall to the sequence that became idle first.
+    Ties fall to the sequence that became idle first, in a group to the lower rank before that.
     """
 
-    def __init__(self, policy: EvictionPolicy, shelf: Shelf, idle: Collection[CachedSequence]) -> None:
+    def __init__(self, policy: EvictionPolicy, shelf: Shelf, idle: Collection[C]) -> None:
         """Of `idle`, which changes; every sequence that joins it is to be noted."""
         self._policy, self._shelf, self._idle = policy, shelf, idle
-        self._groups: dict[int, list[_Entry]] = {}
-        self._entries: dict[CachedSequence, _Entry] = {}  # the one of each that counts
-        self._num_in_heaps = 0
-        self._now_s: float | None = None
-        self._fronts: list[tuple[float, int, int]] = []  # (worth, role number, group) of every heap's first
-        self._begin_anew()
+        self._groups: dict[int, list[_Entry[C]]] = {}
+        self._entries: dict[C, _Entry[C]] = {}  # the one of each that counts
+        self._calendar: list[tuple[float, int, C]] = []  # by the end of their standing
+        self._noted: dict[C, None] = dict.fromkeys(idle)
+        self._num_entries, self._num_in_heaps = 0, 0
+        self._now_s: float = -math.inf
+        self._epoch: float | None = None
+        self._generation = policy.generation
+        self._fronts: list[_Front[C]] = []  # of every heap's first, and some that are out of date
+        self._front_of: dict[int, _Entry[C]] = {}  # by group, the one that counts
 
-    def note(self, sequence: CachedSequence) -> None:
+    def note(self, sequence: C) -> None:
         """Look at a sequence again: it became idle, a chunk came to the shelf, or it was active."""
-        if sequence.role is not Role.IDLE or not sequence.num_on[self._shelf]:
-            return
-        entry = self._entries.get(sequence)
-        if entry is not None and self._is_true(entry):
-            return
-        group = self._policy.group(sequence, self._shelf)
-        entry = _Entry(sequence.last_active_s, sequence.role_number, sequence, group)
-        self._entries[sequence] = entry
-        heap = self._groups.setdefault(group, [])
-        heapq.heappush(heap, entry)
-        self._num_in_heaps += 1
-        if heap[0] is entry and self._now_s is not None:
-            heapq.heappush(self._fronts, self._front(entry, self._now_s))
+        self._noted[sequence] = None
+        if len(self._noted) > 2 * len(self._idle) + _MAX_STALE:  # nobody has asked for long
+            self._noted = {one: None for one in self._noted if self._belongs(one)}
 
-    def peek(self, now_s: float) -> Victim | None:
+    def peek(self, now_s: float) -> Victim[C] | None:
         """Who gives way next at `now_s`; None: nobody has anything on the shelf."""
-        if now_s != self._now_s:
+        if now_s != self._now_s or self._generation != self._policy.generation:
             self._begin(now_s)
+        if self._noted:
+            self._take_notes()
+        if (epoch := self._policy.epoch(now_s)) != self._epoch:
+            self._epoch = epoch
+            self._compare()
         while self._fronts:
-            front = self._fronts[0]
-            entry = self._first(front[2])
-            if entry is None:
+            worth, _, known = self._fronts[0]
+            group = known.group
+            if self._front_of.get(group) is not known:
                 heapq.heappop(self._fronts)
                 continue
-            front_now = self._front(entry, now_s)
-            if front_now == front:
-                indices = self._policy.frontier(entry.sequence, self._shelf)
-                return Victim(entry.sequence, tuple(indices), front[0])
-            heapq.heapreplace(self._fronts, front_now)
+            entry = self._first(group)  # what it moves adds to the fronts
+            if entry is None:
+                del self._front_of[group]
+            elif self._front_of[group] is not entry:
+                self._add_front(entry)
+            elif self._fronts[0][2] is entry:
+                return Victim(
+                    entry.sequence, tuple(self._policy.frontier(entry.sequence, self._shelf)), worth
+                )
         return None
 
     def _begin(self, now_s: float) -> None:
-        """Compare the groups' firsts as of `now_s`."""
-        if self._num_in_heaps > 2 * len(self._idle) + _MAX_STALE:
-            self._begin_anew()
+        """Time has passed, or the policy follows another order: who stands elsewhere now."""
         self._now_s = now_s
+        if self._generation != self._policy.generation:
+            self._generation = self._policy.generation
+            self._begin_anew()
+        elif self._num_in_heaps > 2 * len(self._idle) + _MAX_STALE:
+            self._begin_anew()
+        elif len(self._calendar) > 2 * len(self._entries) + _MAX_STALE:
+            self._calendar = [(e.until_s, e.number, e.sequence) for e in self._entries.values()]
+            heapq.heapify(self._calendar)
+        while self._calendar and self._calendar[0][0] <= now_s:
+            entry = self._entries.get(heapq.heappop(self._calendar)[2])
+            if entry is not None and entry.until_s <= now_s:
+                self._enter(entry.sequence)
+        if len(self._fronts) > 2 * len(self._groups) + _MAX_STALE:
+            self._epoch = None
+
+    def _take_notes(self) -> None:
+        noted, self._noted = self._noted, {}
+        for sequence in noted:
+            entry = self._entries.get(sequence)
+            if entry is None or not self._is_true(entry):
+                self._enter(sequence)
+
+    def _enter(self, sequence: C, leaving: list[_Entry[C]] | None = None) -> None:
+        """Put a sequence where it belongs now, if anywhere; its entry is the first of `leaving`, if given."""
+        if not self._belongs(sequence):
+            self._entries.pop(sequence, None)
+            if leaving is not None:
+                self._take_first(leaving)
+            return
+        policy = self._policy
+        chunk = policy.chunk(sequence, self._shelf)
+        group, rank, until_s = policy.standing(sequence, chunk, self._now_s)
+        self._num_entries += 1
+        role_number, active_s, bucket = sequence.role_number, sequence.last_active_s, sequence.bucket
+        number = self._num_entries
+        entry = _Entry(rank, role_number, number, sequence, active_s, bucket, chunk, group, until_s)
+        before = self._entries.get(sequence)
+        self._entries[sequence] = entry
+        if until_s < math.inf and (before is None or before.until_s != until_s):
+            heapq.heappush(self._calendar, (until_s, self._num_entries, sequence))
+        heap = self._groups.setdefault(group, [])
+        if heap is leaving:
+            heapq.heapreplace(heap, entry)
+        else:
+            if leaving is not None:
+                self._take_first(leaving)
+            heapq.heappush(heap, entry)
+            self._num_in_heaps += 1
+        if heap[0] is entry and self._epoch is not None:
+            self._add_front(entry)
+
+    def _take_first(self, heap: list[_Entry[C]]) -> None:
+        heapq.heappop(heap)
+        self._num_in_heaps -= 1
+
+    def _compare(self) -> None:
+        """Compare the groups' firsts as of now."""
         self._fronts.clear()
+        self._front_of.clear()
         for group in tuple(self._groups):
             entry = self._first(group)  # what it moves to other groups adds to the fronts
             if entry is not None:
-                self._fronts.append(self._front(entry, now_s))
-        heapq.heapify(self._fronts)
+                self._add_front(entry)
 
-    def _front(self, entry: _Entry, now_s: float) -> tuple[float, int, int]:
-        worth = self._policy.worth(entry.sequence, entry.group, now_s)
-        return worth, entry.role_number, entry.group
+    def _add_front(self, entry: _Entry[C]) -> None:
+        worth = self._policy.worth(entry.sequence, entry.chunk, self._now_s)
+        self._front_of[entry.group] = entry
+        heapq.heappush(self._fronts, (worth, entry.role_number, entry))
 
-    def _is_true(self, entry: _Entry) -> bool:
+    def _belongs(self, sequence: C) -> bool:
+        return sequence.role is Role.IDLE and sequence.num_on[self._shelf] > 0
+
+    def _is_true(self, entry: _Entry[C]) -> bool:
         """Whether it stands for its sequence as that is now."""
         sequence = entry.sequence
         return (
-            entry.role_number == sequence.role_number
+            self._belongs(sequence)
+            and entry.role_number == sequence.role_number
             and entry.last_active_s == sequence.last_active_s
-            and sequence.num_on[self._shelf] > 0
-            and entry.group == self._policy.group(sequence, self._shelf)
+            and entry.bucket == sequence.bucket
+            and entry.until_s > self._now_s
+            and entry.chunk == self._policy.chunk(sequence, self._shelf)
         )
 
-    def _first(self, group: int) -> _Entry | None:
+    def _first(self, group: int) -> _Entry[C] | None:
         """The first entry of a group that is true; those before it go where they belong now.
 
         A group without one is forgotten: there are as many as the longest history has chunks.
@@ -123,14 +197,12 @@ class VictimOrder:
         heap = self._groups.get(group)
         while heap:
             entry = heap[0]
-            counts = self._entries.get(entry.sequence) is entry
-            if counts and self._is_true(entry):
+            if self._entries.get(entry.sequence) is not entry:
+                self._take_first(heap)
+            elif self._is_true(entry):
                 return entry
-            heapq.heappop(heap)
-            self._num_in_heaps -= 1
-            if counts:
-                del self._entries[entry.sequence]
-                self.note(entry.sequence)
+            else:
+                self._enter(entry.sequence, leaving=heap)
         self._groups.pop(group, None)
         return None
 
@@ -138,6 +210,8 @@ class VictimOrder:
         """Forget entries that are not true; they would pile up behind a first that never goes."""
         self._groups.clear()
         self._entries.clear()
-        self._num_in_heaps, self._now_s = 0, None
-        for sequence in self._idle:
-            self.note(sequence)
+        self._calendar.clear()
+        self._fronts.clear()
+        self._front_of.clear()
+        self._num_in_heaps, self._epoch = 0, None
+        self._noted = dict.fromkeys(self._idle)

@@ -2,13 +2,18 @@
 
 Owns: which thread is in a call, and whether the latest change came to its end.
 Does not know: what is changed, or how what was interrupted is made good. Called by: `Engine`.
+
+An interrupt (Ctrl-C) may come between any two lines, in the middle of cleaning up after another one too. So
+nothing here depends on code that runs afterwards: that nobody says "whole" means that it is not, and whether
+somebody is in a call is asked of Python.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from typing import Any
 
 from pensieve_jax.core.errors import PensieveError
 
@@ -24,25 +29,31 @@ class ChangeGuard:
         """Nobody is in a call."""
         self.interrupted = False
         self._thread: int | None = None
+        self._call: Generator[Any] | None = None  # the latest
 
     def check_thread(self) -> None:
         """Raise PensieveError where somebody is in a call: another thread, or an observer of this one's."""
-        if self._thread is None:
+        if self._call is None or inspect.getgeneratorstate(self._call) != inspect.GEN_RUNNING:
             return
         if self._thread == threading.get_ident():
             raise PensieveError("The engine is in the middle of a call: an observer must not call it.")
         raise PensieveError("Another thread is in a call of the engine; one at a time may use it.")
 
-    @contextmanager
-    def change(self) -> Iterator[None]:
-        """A change that is whole only if it gets to its end, or refuses with a typed error."""
-        self._thread = threading.get_ident()
+    def run[T](self, change: Callable[[], T]) -> T:
+        """What a change returns, which is whole only if it gets to its end, or refuses with a typed error."""
         self.interrupted = True
+        self._thread = threading.get_ident()
+        self._call = call = _generator_of(change)
         try:
-            yield
-            self.interrupted = False
-        except PensieveError:
+            return next(call)  # kept out of variables: the traceback of an interrupt would keep it alive
+        except PensieveError:  # it refused
             self.interrupted = False
             raise
         finally:
-            self._thread = None
+            if inspect.getgeneratorstate(call) == inspect.GEN_SUSPENDED:  # it returned
+                self.interrupted = False
+
+
+def _generator_of[T](change: Callable[[], T]) -> Generator[T]:
+    """A call of which Python knows whether it is under way, however it ends."""
+    yield change()

@@ -19,6 +19,7 @@ from pensieve_jax.core.errors import (
     UnknownConversationError,
 )
 from pensieve_jax.engine.drop_journal import DropJournal
+from pensieve_jax.engine.experience import ExperienceKeeper
 from pensieve_jax.engine.loop import Sweep
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.history import ConversationInfo, ConversationRecord, HistoryStore
@@ -82,13 +83,13 @@ class ConversationTable:
         check_conversation_id(conversation_id)
         if conversation_id is None:
             return 0
+        live = self._live.get(conversation_id)
+        if live is not None:
+            return live.conversation.num_history_tokens
         try:
-            found = self.look_up(conversation_id)
+            return self._store.info(conversation_id).num_tokens
         except UnknownConversationError:
             return 0
-        if isinstance(found, LiveConversation):
-            return found.conversation.num_history_tokens
-        return len(found.token_ids)
 
     def look_up(self, conversation_id: str) -> LiveConversation | ConversationRecord:
         """What is in memory of a conversation, or else its history; loads nothing.
@@ -149,6 +150,7 @@ class ConversationTable:
         """Forget a conversation; raises UnknownConversationError or ConversationBusyError."""
         self._check_idle(conversation_id)
         self._store.delete(conversation_id)
+        self._cache.turns.ended(conversation_id)
         self._drops.forget(conversation_id)
         live = self._live.get(conversation_id)
         if live is not None:
@@ -160,6 +162,10 @@ class ConversationTable:
         self._cache.close(live.sequence)
         if live.conversation.one_off or not live.conversation.num_turns:  # nobody can ask for it any more
             self._drops.forget(live.conversation.conversation_id)
+
+    def forget_experience(self) -> None:
+        """Have an order that learns begin anew, here and in the history; raises HistoryError."""
+        ExperienceKeeper(self._store, self._cache).forget()
 
     def expire_idle(self) -> None:
         """End conversations beyond the time-to-live, then the least recently active beyond the bound."""

@@ -10,10 +10,9 @@ Called by: `LLM`, servers, benchmarks. One thread drives it.
 from __future__ import annotations
 
 import secrets
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple
 
 from pensieve_jax.cache import CacheManager, CostModel, DropReason
 from pensieve_jax.config import EngineConfig
@@ -25,11 +24,13 @@ from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.engine.change_guard import ChangeGuard
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.drop_journal import DropJournal
+from pensieve_jax.engine.experience import kept_experience
 from pensieve_jax.engine.explanation import Explanation, explain
 from pensieve_jax.engine.ledger import TurnLedger
 from pensieve_jax.engine.loop import EngineLoop
 from pensieve_jax.engine.observer import Observe, unobserved
 from pensieve_jax.engine.prefixes import PrefixTable
+from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.engine.turn import Turn
@@ -43,6 +44,17 @@ from pensieve_jax.engine.validation import (
 from pensieve_jax.history import HistoryStore
 from pensieve_jax.scheduler import Planner, RequestStatus, SchedulerOutput
 from pensieve_jax.text import Message, Tokenizer
+
+
+def _change[**P, T](method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
+    """A method that changes what the engine knows: one at a time, and whole or known not to be."""
+
+    @wraps(method)
+    def guarded(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
+        self._check_usable()
+        return self._guard.run(lambda: method(self, *args, **kwargs))
+
+    return guarded
 
 
 class _LaunchedStep(NamedTuple):
@@ -86,7 +98,6 @@ class Engine:
         self._observe = observe
         self._drops = DropJournal(self._clock)
         self._closed = False
-        self._abandoned: deque[Turn] = deque()
         self._guard = ChangeGuard()
         self._lost_pools = False  # a step failed, and new pools could not be made
         self._make_state()
@@ -103,12 +114,14 @@ class Engine:
             max_num_copies=config.runner.max_num_staged_pages,
             observe=self._note,
             on_drop=self._drops.note,
+            experience=kept_experience(self._store),
         )
         self._cache = self._loop.cache
         self._prefixes = PrefixTable(self._cache)
         self._planner = Planner(
             self._runner.layouts,
             self._runner.fill_tiles,
+            self._cache.page_table,
             chunk_tokens=cache.chunk_tokens,
             num_device_pages=cache.gpu_pages + 1,
         )
@@ -122,13 +135,13 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """A turn has no outcome yet, or a step is in flight."""
-        return bool(self._ledger.turns) or self._loop.in_flight is not None
+        return bool(self._ledger.replies) or self._loop.in_flight is not None
 
     @property
     def unfinished(self) -> tuple[Turn, ...]:
         """Turns without an outcome, in the order in which they were submitted; raises EngineClosedError."""
         self._check_usable()
-        return tuple(self._ledger.turns.values())
+        return tuple(self._ledger.turns)
 
     @property
     def closed(self) -> bool:
@@ -147,57 +160,51 @@ class Engine:
         self._check_usable()
         return self._cache
 
+    @_change
     def expire_idle(self) -> None:
         """End what has been idle for too long, or is too much; raises HistoryError.
 
         A front end does this before it makes a prompt, so that none goes on from what is gone.
         """
-        with self._change():
-            self._conversations.expire_idle()
+        self._conversations.expire_idle()
 
-    def submit(self, specs: Sequence[TurnSpec], accepted: list[Turn] | None = None) -> list[Turn]:
+    @_change
+    def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
         """Queue turns, in order. All are checked first: one bad turn and none is queued.
 
-        `accepted` gets them as part of the change, so that whoever gave it owns them even if an interrupt
-        (Ctrl-C) keeps this from returning.
+        They are the caller's who holds them: one that nobody holds any more is cancelled at the next call. So
+        are all of them if an interrupt (Ctrl-C) keeps this from returning, at whatever line it comes.
         """
-        with self._change():
-            check_turns(specs, self.limits, self._conversations, self._tokenizer)
-            turns: list[Turn] = []
-            try:
-                for spec in specs:
-                    turns.append(self._submit(spec))
-            except PensieveError:
-                for turn in turns:
-                    self._ledger.cancel(turn)
-                raise
-            if accepted is not None:
-                accepted += turns
-            return turns
+        check_turns(specs, self.limits, self._conversations, self._tokenizer)
+        turns: list[Turn] = []
+        try:
+            for spec in specs:
+                turns.append(self._submit(spec))
+        except PensieveError:
+            for turn in turns:
+                self._ledger.cancel(turn.reply)
+            raise
+        return turns
 
-    def abandon(self, turn: Turn) -> None:
-        """Cancel a turn at the next call: for destructors, which may run in the middle of a step."""
-        self._abandoned.append(turn)
-
+    @_change
     def cancel(self, turn: Turn) -> None:
         """End a turn as if it had never been sent; nothing happens to one that is done."""
-        with self._change():
-            if not turn.done:
-                self._ledger.cancel(turn)
+        if not turn.done:
+            self._ledger.cancel(turn.reply)
 
+    @_change
     def step(self) -> list[Turn]:
         """Schedule, plan and dispatch a step, then finish the one before; returns turns that ended.
 
         A step that fails on the device, or a history that cannot be written, becomes the `error` of the
         turns it hit; conversations survive.
         """
-        with self._change():
-            try:
-                return self._step()
-            except StepFailedError as error:
-                turns = self._ledger.turns.values()
-                ran = [turn for turn in turns if turn.request.status is not RequestStatus.WAITING]
-                return self._lose_step(error, ran)
+        try:
+            return self._step()
+        except StepFailedError as error:
+            replies = self._ledger.replies.values()
+            ran = [reply for reply in replies if reply.request.status is not RequestStatus.WAITING]
+            return self._lose_step(error, ran)
 
     def share_prefix(
         self, token_ids: Sequence[int], messages: tuple[Message, ...] | None = None
@@ -210,36 +217,36 @@ class Engine:
             raise ContextLengthError("prefix", f"{len(token_ids)} tokens", limit)
         return SharedPrefix(tuple(map(int, token_ids)), messages)
 
+    @_change
     def release_prefix(self, prefix: SharedPrefix) -> None:
         """Take no more turns with a prefix; see `PrefixTable.release`. A second call does nothing."""
-        with self._change():
-            if not checked_prefix(prefix).released:
-                self._prefixes.release(prefix)
+        if not checked_prefix(prefix).released:
+            self._prefixes.release(prefix)
 
     # Between turns
 
+    @_change
     def truncate(self, conversation_id: str, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens of a conversation; see `ConversationTable.truncate`."""
-        with self._change():
-            self._conversations.truncate(conversation_id, num_tokens)
+        self._conversations.truncate(conversation_id, num_tokens)
 
+    @_change
     def end(self, conversation_id: str) -> None:
         """Forget a conversation; see `ConversationTable.end`."""
-        with self._change():
-            self._conversations.end(conversation_id)
+        self._conversations.end(conversation_id)
 
+    @_change
     def push_out(self, conversation_id: str, max_num_chunks: int | None = None) -> int:
         """Send a conversation's state to host memory with the next step; returns how many chunks.
 
         For servers that know that it will be away for long, and for benchmarks; see `ConversationTable`.
         """
-        with self._change():
-            return self._conversations.push_out(conversation_id, max_num_chunks)
+        return self._conversations.push_out(conversation_id, max_num_chunks)
 
+    @_change
     def forget_state(self, conversation_id: str) -> None:
         """Drop a conversation's state in every tier; its next turn recomputes it from the history."""
-        with self._change():
-            self._conversations.forget_state(conversation_id)
+        self._conversations.forget_state(conversation_id)
 
     def explain(self, conversation_id: str) -> Explanation:
         """Where a conversation's state is, and why some of it is nowhere; raises UnknownConversationError."""
@@ -268,17 +275,16 @@ class Engine:
     def check_integrity(self) -> None:
         """Assert that pages, chunks, conversations and requests agree (for tests)."""
         self._loop.check_integrity()
-        for request in self._ledger.turns:
+        for request in self._ledger.replies:
             assert request.status is not RequestStatus.FINISHED, "a finished turn was not reported"
 
     def close(self) -> None:
-        """Cancel what runs and close the history; a second call does nothing."""
-        if self._closed:
-            return
+        """Cancel what runs and close the history; a second call does nothing, or what the first could not."""
         self._guard.check_thread()
         try:
-            for turn in list(self._ledger.turns.values()):
-                self.cancel(turn)
+            if not self._closed:
+                self._cancel_all()
+                self._ledger.close()
         finally:
             self._closed = True
             self._store.close()
@@ -286,23 +292,19 @@ class Engine:
     # Inside
 
     def _check_usable(self) -> None:
-        """Raise once closed, or for a second thread; then clear up what interrupts and destructors left."""
+        """Raise once closed, or for a second thread; then clear up what interrupts left, and nobody holds."""
         if self._closed:
             raise EngineClosedError("The engine is closed; make a new one.")
         self._guard.check_thread()
         if self._guard.interrupted or self._lost_pools:
             self._start_over()
-        while self._abandoned:
-            with self._guard.change():
-                turn = self._abandoned.popleft()
-                if not turn.done:
-                    self._ledger.cancel(turn)
+        if self._ledger.has_dropped:
+            self._guard.run(self._ledger.cancel_dropped)
 
-    @contextmanager
-    def _change(self) -> Iterator[None]:
-        self._check_usable()
-        with self._guard.change():
-            yield
+    @_change
+    def _cancel_all(self) -> None:
+        for reply in tuple(self._ledger.replies.values()):
+            self._ledger.cancel(reply)
 
     def _start_over(self) -> None:
         """After an interrupt (Ctrl-C) in the middle of a change nothing in memory can be trusted.
@@ -314,9 +316,9 @@ class Engine:
             "The engine was interrupted. The history may hold this turn already: look there before sending "
             "it again."
         )
-        for turn in tuple(self._ledger.turns.values()):
-            if not turn.done:
-                turn.error = error
+        for reply in tuple(self._ledger.replies.values()):
+            if not reply.done:
+                reply.error = error
                 self._stats.num_turns_failed += 1
         self._runner.reset()
         reason = DropReason.INTERRUPTED if self._guard.interrupted else DropReason.DEVICE_LOST
@@ -341,9 +343,7 @@ class Engine:
             ending_ids=params.ending_ids(self.limits.eos_token_ids),
             max_context_tokens=self.limits.max_context_tokens,
         )
-        turn = Turn(request, self._tokenizer, spec.messages)
-        self._ledger.enter(turn)
-        return turn
+        return self._ledger.enter(Reply(request, self._tokenizer, spec.messages))
 
     def _note(self, output: SchedulerOutput) -> None:
         try:
@@ -362,34 +362,34 @@ class Engine:
     def _finish(self, step: _LaunchedStep) -> list[Turn]:
         """Fetch a step's ids, give them to their turns, and settle the turns that end with them."""
         result = self._runner.fetch(step.handle)
-        endings: list[tuple[Turn, FinishReason]] = []
-        sampling = (grant for grant in step.output.grants if grant.samples)
-        for row, (request, _, position, _) in enumerate(sampling):
-            turn = self._ledger.turns.get(request)
-            if turn is None:
+        endings: list[tuple[Reply, FinishReason]] = []
+        sampling = [grant for grant in step.output.grants if grant.samples]
+        token_ids, logprobs = result.token_ids.tolist(), result.logprobs.tolist()
+        for (request, _, position, _), token_id, logprob, top_ids, top_logprobs in zip(
+            sampling, token_ids, logprobs, result.top_ids, result.top_logprobs, strict=False
+        ):  # the result is padded
+            reply = self._ledger.replies.get(request)
+            if reply is None:
                 continue  # it ended one step earlier, or was cancelled: the token is thrown away
-            token_id = int(result.token_ids[row])
             assert request.token_ids[position] == PENDING_TOKEN, f"position {position} was sampled twice"
             request.token_ids[position] = token_id
-            logprob = float(result.logprobs[row])
-            reason = turn.accept(token_id, logprob, result.top_ids[row], result.top_logprobs[row])
+            reason = reply.accept(token_id, logprob, top_ids, top_logprobs)
             if reason is not None:
-                endings.append((turn, reason))
+                endings.append((reply, reason))
         ended = self._ledger.commit(endings)
         self._conversations.forget_stateless()
         return ended
 
-    def _lose_step(self, error: StepFailedError, lost: Sequence[Turn]) -> list[Turn]:
+    def _lose_step(self, error: StepFailedError, lost: Sequence[Reply]) -> list[Turn]:
         """Rebuild the pools, keep what host memory has, and fail the `lost` turns; conversations survive."""
         self._loop.in_flight = None
         self._lost_pools = True  # where this reset fails as well, the next call starts over
         self._runner.reset()
         self._cache.lose_device()
-        for turn in lost:
-            self._ledger.lose(turn, error)
-        for request in self._ledger.turns:
+        turns = self._ledger.lose(lost, error)
+        for request in self._ledger.replies:
             # Suspended with a token in flight: it is sampled again, to the same id.
             if request.token_ids[-1] == PENDING_TOKEN:
                 request.token_ids.pop()
         self._lost_pools = False
-        return list(lost)
+        return turns

@@ -99,6 +99,8 @@ def explain(
     keeps_state = config.stateful or is_busy
     chunks = tuple(_chunks(sequence, max(num_computed, 0), cache, journal if keeps_state else None))
     lines = [_headline(sequence.sequence_id, num_tokens, config, idle_s, is_busy)]
+    if (order := cache.turns.describe()) is not None:
+        lines.append(f"  {order}")
     if keeps_state:
         is_unread = isinstance(found, ConversationRecord)
         lines += _lines(chunks, cache, now_s, _NOT_IN_MEMORY if is_unread else _UNRECORDED)

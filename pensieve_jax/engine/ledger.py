@@ -1,34 +1,38 @@
 """The turns in progress, and how each one leaves: committed, cancelled, or lost.
 
-Owns: writing all turns that end in a step in one transaction before any is reported, and who
-forgets a conversation that nothing was kept of.
+Owns: writing all turns that end in a step in one transaction before any is reported, who forgets a
+conversation that nothing was kept of, and which turns nobody holds any more.
 Does not know: the device, or how tokens came about.
 Called by: the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.engine.conversations import ConversationTable, LiveConversation
+from pensieve_jax.engine.experience import ExperienceKeeper
 from pensieve_jax.engine.loop import EngineLoop
+from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.history import HistoryStore, TurnRecord
 from pensieve_jax.scheduler import Request
 
-Ending = tuple[Turn, FinishReason]
+Ending = tuple[Reply, FinishReason]
 
 
 class TurnLedger:
-    """Turns by request, from submission until they are done.
+    """Replies by request, from submission until they are done.
 
     Attributes:
-      turns: those in progress, in order of arrival.
+      replies: those in progress, in order of arrival.
     """
 
     def __init__(
@@ -40,78 +44,114 @@ class TurnLedger:
         clock: Clock,
     ) -> None:
         """No turns."""
-        self.turns: dict[Request, Turn] = {}
+        self.replies: dict[Request, Reply] = {}
+        self._turns: dict[Request, weakref.ref[Turn]] = {}
+        # Who dropped a turn writes it down here, in C: no interrupt can come in between.
+        self._dropped: deque[weakref.ref[Turn]] = deque()
         self._store = store
         self._loop = loop
         self._conversations = conversations
         self._stats = stats
         self._clock = clock
+        self._keeper = ExperienceKeeper(store, loop.cache)
 
-    def enter(self, turn: Turn) -> None:
-        """A turn was submitted."""
-        self.turns[turn.request] = turn
+    @property
+    def turns(self) -> list[Turn]:
+        """Those in progress that somebody holds, in order of arrival."""
+        return self._held(self._turns.values())
+
+    def enter(self, reply: Reply) -> Turn:
+        """A turn was submitted; returns what its caller is to hold."""
+        turn = Turn(reply)
+        self._turns[reply.request] = weakref.ref(turn, self._dropped.append)
+        self.replies[reply.request] = reply
+        return turn
+
+    @property
+    def has_dropped(self) -> bool:
+        """A turn in progress may be nobody's."""
+        return bool(self._dropped)
+
+    def cancel_dropped(self) -> None:
+        """Cancel what nobody holds."""
+        self._dropped.clear()  # first: what is dropped from here on is written down again
+        for request, turn in tuple(self._turns.items()):
+            if turn() is None:
+                self.cancel(self.replies[request])
 
     def commit(self, endings: Sequence[Ending]) -> list[Turn]:
-        """Write the turns that end in a step in one transaction; then they are done.
+        """Write the turns that end in a step in one transaction; then they are done, and returned.
 
         Where the history cannot be written, that is the error of the turns it was to keep.
         """
+        turns = self._held(self._turns[reply.request] for reply, _ in endings)
         kept = [ending for ending in endings if not ending[0].request.conversation.one_off]
         try:
             if kept:
-                self._store.commit([self._record(turn, reason) for turn, reason in kept])
+                self._store.commit([self._record(reply, reason) for reply, reason in kept])
         except PensieveError as error:
-            for turn, _ in kept:
-                self.lose(turn, error)
-        for turn, reason in endings:
-            if not turn.done:
-                self._settle(turn, reason)
-        return [turn for turn, _ in endings]
+            self.lose([reply for reply, _ in kept], error)
+        for reply, reason in endings:
+            if not reply.done:
+                self._settle(reply, reason)
+        self._keeper.count(len(kept))
+        return turns
 
-    def cancel(self, turn: Turn) -> None:
+    def cancel(self, reply: Reply) -> None:
         """End a turn as if it had never been sent."""
-        turn.finish("cancelled")
+        reply.finish("cancelled")
         self._stats.num_turns_cancelled += 1
-        self._roll_back(turn)
+        self._roll_back(reply)
 
-    def lose(self, turn: Turn, error: PensieveError) -> None:
-        """End a turn with an error; its conversation is as it was before."""
-        turn.error = error
-        self._stats.num_turns_failed += 1
-        self._roll_back(turn)
+    def lose(self, replies: Sequence[Reply], error: PensieveError) -> list[Turn]:
+        """End turns with an error; their conversations are as they were before."""
+        turns = self._held(self._turns[reply.request] for reply in replies)
+        for reply in replies:
+            reply.error = error
+            self._stats.num_turns_failed += 1
+            self._roll_back(reply)
+        return turns
 
-    def _record(self, turn: Turn, reason: FinishReason) -> TurnRecord:
-        request, conversation = turn.request, turn.request.conversation
+    def close(self) -> None:
+        """Write what was learned; there are no turns any more."""
+        self._keeper.write()
+
+    def _held(self, turns: Iterable[weakref.ref[Turn]]) -> list[Turn]:
+        return [turn for held in turns if (turn := held()) is not None]
+
+    def _record(self, reply: Reply, reason: FinishReason) -> TurnRecord:
+        request, conversation = reply.request, reply.request.conversation
         prompt = conversation.token_ids[conversation.num_history_tokens : request.num_prompt_end]
         return TurnRecord(
             conversation_id=conversation.conversation_id,
             turn_index=conversation.num_turns,
             prompt_token_ids=tuple(prompt),
-            output_token_ids=tuple(turn.token_ids),
+            output_token_ids=tuple(reply.token_ids),
             seed=request.seed,
             finish_reason=reason,
             created_at_s=self._clock.now(),
-            messages=turn.messages,
-            output_text=turn.text if turn.has_text else None,
+            messages=reply.messages,
+            output_text=reply.text if reply.has_text else None,
         )
 
-    def _settle(self, turn: Turn, reason: FinishReason) -> None:
+    def _settle(self, reply: Reply, reason: FinishReason) -> None:
         """A turn that was committed."""
-        request, conversation = turn.request, turn.request.conversation
+        request, conversation = reply.request, reply.request.conversation
         # A step of look-ahead may have computed one token more than the reply has; it never counts.
-        del conversation.token_ids[request.num_prompt_end + len(turn.token_ids) :]
-        self._loop.settle(request, turn.finish(reason))
-        self._leave(turn, forget=conversation.one_off)
+        del conversation.token_ids[request.num_prompt_end + len(reply.token_ids) :]
+        self._loop.settle(request, reply.finish(reason))
+        self._leave(reply, forget=conversation.one_off)
 
-    def _roll_back(self, turn: Turn) -> None:
+    def _roll_back(self, reply: Reply) -> None:
         """Forget a turn that gave nothing to the history."""
-        conversation = turn.request.conversation
-        self._loop.withdraw(turn.request)
-        self._leave(turn, forget=conversation.one_off or not conversation.num_turns)
+        conversation = reply.request.conversation
+        self._loop.withdraw(reply.request)
+        self._leave(reply, forget=conversation.one_off or not conversation.num_turns)
 
-    def _leave(self, turn: Turn, *, forget: bool) -> None:
-        del self.turns[turn.request]
-        live: LiveConversation = self._conversations.get(turn.request.conversation.conversation_id)
+    def _leave(self, reply: Reply, *, forget: bool) -> None:
+        del self.replies[reply.request]
+        del self._turns[reply.request]  # it may be dropped now
+        live: LiveConversation = self._conversations.get(reply.request.conversation.conversation_id)
         live.busy = False
         if forget:
             self._conversations.forget(live)

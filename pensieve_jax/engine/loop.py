@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pensieve_jax.cache import CachedSequence, CacheManager, CostModel, Drop
+from pensieve_jax.cache import CachedSequence, CacheManager, CostModel, Drop, Experience
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.conversation import Conversation
@@ -45,6 +45,7 @@ class EngineLoop[Step]:
         max_num_copies: int,
         observe: Observe,
         on_drop: Callable[[Drop], None] = lambda drop: None,
+        experience: Experience | None = None,
     ) -> None:
         """Idle, with an empty cache.
 
@@ -57,9 +58,15 @@ class EngineLoop[Step]:
           max_num_copies: chunks that are on their way in, or out, ahead of need.
           observe: sees every step's decisions; see `Observe`.
           on_drop: is told of every chunk that is dropped, between steps too.
+          experience: what an order that learns goes on from.
         """
         self.cache = CacheManager(
-            config.cache, cost_model, clock, max_num_copies=max_num_copies, on_drop=on_drop
+            config.cache,
+            cost_model,
+            clock,
+            max_num_copies=max_num_copies,
+            on_drop=on_drop,
+            experience=experience,
         )
         self.scheduler = Scheduler(config.scheduler, self.cache)
         self.in_flight: Step | None = None
@@ -93,6 +100,8 @@ class EngineLoop[Step]:
             max_context_tokens=max_context_tokens,
         )
         self._num_requests += 1
+        if self._is_observed(conversation):
+            self.cache.turns.sent(sequence, conversation.num_history_tokens)
         self.cache.touch(sequence)
         self.scheduler.add(request)
         return request
@@ -136,6 +145,13 @@ class EngineLoop[Step]:
         conversation = request.conversation
         self._stats.count_turn(usage, has_history=request.num_history_tokens > 0)
         conversation.commit()
+        if self._is_observed(conversation):
+            self.cache.turns.answered(
+                request.sequence,
+                conversation.num_history_tokens,
+                prompt_tokens=usage.prompt_tokens,
+                output_tokens=usage.output_tokens,
+            )
         self.cache.truncate(request.sequence, conversation.num_computed_tokens)
         self._leave(request)
 
@@ -143,6 +159,8 @@ class EngineLoop[Step]:
         """A turn ends as if it had never been sent."""
         conversation = request.conversation
         conversation.rollback()
+        if self._is_observed(conversation) and conversation.num_history_tokens:
+            self.cache.turns.left(request.sequence, conversation.num_history_tokens)
         self.cache.truncate(request.sequence, conversation.num_history_tokens)
         self._leave(request)
 
@@ -150,6 +168,10 @@ class EngineLoop[Step]:
         """Assert that pages, chunks and requests agree (for tests)."""
         self.cache.check_integrity()
         self.scheduler.check_integrity()
+
+    def _is_observed(self, conversation: Conversation) -> bool:
+        """Whether it may return, and find state."""
+        return self._stateful and not conversation.one_off
 
     def _leave(self, request: Request) -> None:
         self.scheduler.remove(request)

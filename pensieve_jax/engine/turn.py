@@ -1,52 +1,72 @@
-"""A turn as its caller sees it: ids become text, an end, and an `Output`.
+"""A turn as its caller sees it, and holds it.
 
-Owns: one request's detokenizer, logprobs, deltas, stop decision and result.
-Does not know: batches, pages, or the history store.
-Called by: the engine for every fetched token; by callers to read deltas and the outcome.
+Owns: what a caller has read of a reply. That somebody holds it is what keeps a turn running.
+Does not know: how the reply comes about (`Reply`), or who runs it.
+Called by: whoever submitted it. The engine refers to it weakly only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.core.outputs import Delta, FinishReason, Output, TokenLogprob, Usage
+from pensieve_jax.core.outputs import Delta, Output
+from pensieve_jax.engine.reply import Reply
 from pensieve_jax.scheduler import Request
-from pensieve_jax.text import IncrementalDetokenizer, Message, Tokenizer
+from pensieve_jax.text import Message
 
 
 class Turn:
-    """One submitted turn.
+    """One submitted turn. It belongs to whoever holds it: dropped before its end, it is cancelled.
+
+    The engine sees that at its next call. So a turn is somebody's from the moment of its acceptance on,
+    however the call that submitted it ends, and no code has to run for that.
 
     Attributes:
-      request: what the scheduler holds.
-      messages: the chat messages that the prompt was rendered from; None for text or ids.
-      output: the result, once the turn has ended.
-      error: why there is none, if a step failed.
+      reply: what the engine fills.
     """
 
-    def __init__(
-        self, request: Request, tokenizer: Tokenizer | None, messages: tuple[Message, ...] | None
-    ) -> None:
-        """A turn without tokens; no text is made without a tokenizer."""
-        self.request = request
-        self.messages = messages
-        self.output: Output | None = None
-        self.error: PensieveError | None = None
-        self._detokenizer = (
-            None if tokenizer is None else IncrementalDetokenizer(tokenizer, request.params.stop)
-        )
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
+    __slots__ = ("__weakref__", "_num_streamed", "reply")
+
+    def __init__(self, reply: Reply) -> None:
+        """Nothing of it was read."""
+        self.reply = reply
         self._num_streamed = (0, 0)  # pieces of text, ids
+
+    @property
+    def request(self) -> Request:
+        """What the scheduler holds."""
+        return self.reply.request
+
+    @property
+    def messages(self) -> tuple[Message, ...] | None:
+        """The chat messages that the prompt was rendered from; None for text or ids."""
+        return self.reply.messages
+
+    @property
+    def output(self) -> Output | None:
+        """The result, once the turn has ended."""
+        return self.reply.output
+
+    @property
+    def error(self) -> PensieveError | None:
+        """Why there is no output, if a step failed."""
+        return self.reply.error
 
     @property
     def done(self) -> bool:
         """It has an output or an error."""
-        return self.output is not None or self.error is not None
+        return self.reply.done
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The reply so far."""
+        return self.reply.token_ids
+
+    @property
+    def text(self) -> str:
+        """The reply so far, as far as it can be shown."""
+        return self.reply.text
 
     def result(self) -> Output:
         """The output of a turn that is done; raises what it failed with, and PensieveError before its end."""
@@ -56,65 +76,11 @@ class Turn:
             raise PensieveError("The turn has not ended, so it has no output yet; step until it is done.")
         return self.output
 
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The reply so far."""
-        return self._token_ids
-
-    @property
-    def has_text(self) -> bool:
-        """There is a tokenizer to make text with."""
-        return self._detokenizer is not None
-
-    @property
-    def text(self) -> str:
-        """The reply so far, as far as it can be shown."""
-        return "".join(self._text)
-
-    def accept(
-        self, token_id: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray
-    ) -> FinishReason | None:
-        """Take the next sampled id; returns how the turn ends with it, or None.
-
-        `top_ids` and `top_logprobs` are i32[K] and f32[K], read only where the turn wants alternatives.
-        """
-        params = self.request.params
-        self._token_ids.append(token_id)
-        if params.logprobs is not None:
-            k = params.logprobs
-            top = dict(zip(top_ids[:k].tolist(), top_logprobs[:k].tolist(), strict=True)) if k else {}
-            self._logprobs.append(TokenLogprob(token_id, logprob, top))
-        may_end = len(self._token_ids) > params.min_tokens
-        ends_by_id = may_end and token_id in self.request.ending_ids
-        ends_by_length = self.request.num_prompt_end + len(self._token_ids) >= self.request.max_total_tokens
-        if self._detokenizer is not None:
-            if not ends_by_id:  # the id that ends a reply is no part of its text, special or not
-                self._text.append(self._detokenizer.push(token_id, may_stop=may_end))
-            if ends_by_id or ends_by_length:
-                self._text.append(self._detokenizer.flush())
-        if ends_by_id or (self._detokenizer is not None and self._detokenizer.stop_string is not None):
-            return "stop"
-        return "length" if ends_by_length else None
-
     def take_delta(self) -> Delta | None:
         """What came since the last call; None if nothing did."""
+        pieces, token_ids = self.reply.pieces, self.reply.token_ids
         num_pieces, num_ids = self._num_streamed
-        if len(self._token_ids) == num_ids:
+        if len(token_ids) == num_ids:
             return None
-        self._num_streamed = (len(self._text), len(self._token_ids))
-        return Delta("".join(self._text[num_pieces:]), tuple(self._token_ids[num_ids:]))
-
-    def finish(self, reason: FinishReason) -> Usage:
-        """Make the output; returns its accounting."""
-        conversation = self.request.conversation
-        usage = self.request.usage(num_output_tokens=len(self._token_ids))
-        self.output = Output(
-            conversation_id=None if conversation.one_off else conversation.conversation_id,
-            token_ids=tuple(self._token_ids),
-            text=self.text,
-            finish_reason=reason,
-            usage=usage,
-            seed=self.request.seed,
-            logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
-        )
-        return usage
+        self._num_streamed = (len(pieces), len(token_ids))
+        return Delta("".join(pieces[num_pieces:]), tuple(token_ids[num_ids:]))

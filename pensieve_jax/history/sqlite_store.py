@@ -14,11 +14,10 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -33,11 +32,12 @@ from pensieve_jax.history import codec, database
 from pensieve_jax.history.lock import FileLock
 from pensieve_jax.history.store import CUT_FINISH_REASON, ConversationInfo, ConversationRecord, TurnRecord
 
+_INFO_COLUMNS = "conversation_id, num_tokens, num_turns, last_active_s"
 _TURN_COLUMNS = (
     "conversation_id, turn_index, prompt_ids, output_ids, seed, finish_reason, created_at_s, messages, "
-    "output_text, "
-    "checksum"
+    "output_text, checksum"
 )
+_NOTES = "note:"  # before the names of notes among the keys of `meta`
 
 
 class SQLiteHistoryStore:
@@ -89,21 +89,17 @@ class SQLiteHistoryStore:
 
     def conversations(self) -> list[ConversationInfo]:
         """All conversations, the most recently active first, equal times by id."""
-        with self._guarded() as connection:
-            rows = connection.execute(
-                "SELECT conversation_id, num_tokens, num_turns, last_active_s FROM conversations "
-                "ORDER BY last_active_s DESC, conversation_id"
-            ).fetchall()
+        query = f"SELECT {_INFO_COLUMNS} FROM conversations ORDER BY last_active_s DESC, conversation_id"
+        rows = self._run(lambda connection: connection.execute(query).fetchall())
         return [ConversationInfo(*row) for row in rows]
+
+    def info(self, conversation_id: str) -> ConversationInfo:
+        """A conversation's line of the listing, read without its tokens."""
+        return self._run(lambda connection: _find(connection, conversation_id))
 
     def load(self, conversation_id: str) -> ConversationRecord:
         """Read a whole conversation; also raises HistoryCorruptError if its tokens are damaged."""
-        with self._guarded() as connection:
-            info = _find(connection, conversation_id)
-            rows = connection.execute(
-                f"SELECT {_TURN_COLUMNS} FROM turns WHERE conversation_id = ? ORDER BY turn_index",
-                (conversation_id,),
-            ).fetchall()
+        info, rows = self._run(lambda connection: _read(connection, conversation_id))
         turns = tuple(codec.unpack_turn(row) for row in rows)
         token_ids = codec.unpack_token_ids(b"".join(packed for row in rows for packed in row[2:4]))
         in_order = all(turn.turn_index == index for index, turn in enumerate(turns))
@@ -120,27 +116,25 @@ class SQLiteHistoryStore:
         rows = [codec.pack_turn(turn, f"turns[{index}]") for index, turn in enumerate(turns)]
         if not rows:
             return
-        with self._transaction() as connection:
-            for index, row in enumerate(rows):
-                _append(connection, row, f"turns[{index}].turn_index")
+        self._transact(lambda connection: _append_all(connection, rows))
 
     def truncate(self, conversation_id: str, num_tokens: int) -> int:
         """Keep the first `num_tokens` tokens; `HistoryStore.truncate` says what becomes of a cut turn."""
-        with self._transaction() as connection:
-            info = _find(connection, conversation_id)
-            limit = f"an int from 0 to the {info.num_tokens} tokens of conversation {conversation_id!r}"
-            if isinstance(num_tokens, bool) or not isinstance(num_tokens, int | np.integer):
-                raise InvalidRequestError("num_tokens", num_tokens, limit)
-            if not 0 <= num_tokens <= info.num_tokens:
-                raise InvalidRequestError("num_tokens", num_tokens, limit)
-            return _cut(connection, conversation_id, int(num_tokens))
+        return self._transact(lambda connection: _truncate(connection, conversation_id, num_tokens))
 
     def delete(self, conversation_id: str) -> None:
         """Forget a conversation; its space in the file is used again by later ones."""
-        with self._transaction() as connection:
-            _find(connection, conversation_id)
-            connection.execute("DELETE FROM turns WHERE conversation_id = ?", (conversation_id,))
-            connection.execute("DELETE FROM conversations WHERE conversation_id = ?", (conversation_id,))
+        self._transact(lambda connection: _delete(connection, conversation_id))
+
+    def note(self, name: str) -> str | None:
+        """A text that is kept beside the turns."""
+        query = "SELECT value FROM meta WHERE key = ?"
+        row = self._run(lambda connection: connection.execute(query, (_NOTES + name,)).fetchone())
+        return None if row is None else str(row[0])
+
+    def keep_note(self, name: str, text: str | None) -> None:
+        """Keep a text in place of the one of that name; None removes it."""
+        self._transact(lambda connection: _keep_note(connection, _NOTES + name, text))
 
     def close(self) -> None:
         """Fold the log into the file, release file and lock; a second call does nothing."""
@@ -161,12 +155,13 @@ class SQLiteHistoryStore:
         """Close the store."""
         self.close()
 
-    @contextmanager
-    def _guarded(self) -> Iterator[sqlite3.Connection]:
-        """The connection, alone on it; errors of SQLite come out as errors of the history."""
+    def _run[T](self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Work with the connection, alone on it; errors of SQLite come out as errors of the history."""
         with self._mutex:
             try:
-                yield self._connection
+                if self._connection.in_transaction:  # an interrupt came while another was rolled back
+                    self._connection.execute("ROLLBACK")
+                return work(self._connection)
             except sqlite3.Error as error:
                 if database.is_damage(error):
                     raise HistoryCorruptError(
@@ -175,32 +170,49 @@ class SQLiteHistoryStore:
                     ) from error
                 raise HistoryError(
                     f"history is {str(self._path)!r}, which could not be read or written ({error}); nothing "
-                    "of this "
-                    "call was kept. Check that the store is open and the disk has space, then try again."
+                    "of this call was kept. Check that the store is open and the disk has space, then try "
+                    "again."
                 ) from error
 
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """A write transaction, rolled back if the block raises anything, KeyboardInterrupt included."""
-        with self._guarded() as connection:
+    def _transact[T](self, change: Callable[[sqlite3.Connection], T]) -> T:
+        """`_run` in a transaction, rolled back if it raises anything, KeyboardInterrupt included."""
+
+        def transaction(connection: sqlite3.Connection) -> T:
             try:
                 connection.execute("BEGIN IMMEDIATE")
-                yield connection
+                result = change(connection)
                 connection.execute("COMMIT")
+                return result
             finally:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
 
+        return self._run(transaction)
+
+
+def _keep_note(connection: sqlite3.Connection, key: str, text: str | None) -> None:
+    connection.execute("DELETE FROM meta WHERE key = ?", (key,))
+    if text is not None:
+        connection.execute("INSERT INTO meta VALUES (?, ?)", (key, text))
+
+
+def _read(connection: sqlite3.Connection, conversation_id: str) -> tuple[ConversationInfo, list[Any]]:
+    info = _find(connection, conversation_id)
+    query = f"SELECT {_TURN_COLUMNS} FROM turns WHERE conversation_id = ? ORDER BY turn_index"
+    return info, connection.execute(query, (conversation_id,)).fetchall()
+
 
 def _find(connection: sqlite3.Connection, conversation_id: str) -> ConversationInfo:
-    row = connection.execute(
-        "SELECT conversation_id, num_tokens, num_turns, last_active_s FROM conversations WHERE "
-        "conversation_id = ?",
-        (conversation_id,),
-    ).fetchone()
+    query = f"SELECT {_INFO_COLUMNS} FROM conversations WHERE conversation_id = ?"
+    row = connection.execute(query, (conversation_id,)).fetchone()
     if row is None:
         raise UnknownConversationError(conversation_id)
     return ConversationInfo(*row)
+
+
+def _append_all(connection: sqlite3.Connection, rows: Sequence[codec.TurnRow]) -> None:
+    for index, row in enumerate(rows):
+        _append(connection, row, f"turns[{index}].turn_index")
 
 
 def _append(connection: sqlite3.Connection, row: codec.TurnRow, field: str) -> None:
@@ -219,6 +231,22 @@ def _append(connection: sqlite3.Connection, row: codec.TurnRow, field: str) -> N
         "last_active_s = excluded.last_active_s",
         (conversation_id, num_tokens, row[6]),
     )
+
+
+def _truncate(connection: sqlite3.Connection, conversation_id: str, num_tokens: int) -> int:
+    info = _find(connection, conversation_id)
+    limit = f"an int from 0 to the {info.num_tokens} tokens of conversation {conversation_id!r}"
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int | np.integer):
+        raise InvalidRequestError("num_tokens", num_tokens, limit)
+    if not 0 <= num_tokens <= info.num_tokens:
+        raise InvalidRequestError("num_tokens", num_tokens, limit)
+    return _cut(connection, conversation_id, int(num_tokens))
+
+
+def _delete(connection: sqlite3.Connection, conversation_id: str) -> None:
+    _find(connection, conversation_id)
+    connection.execute("DELETE FROM turns WHERE conversation_id = ?", (conversation_id,))
+    connection.execute("DELETE FROM conversations WHERE conversation_id = ?", (conversation_id,))
 
 
 def _cut(connection: sqlite3.Connection, conversation_id: str, num_tokens: int) -> int:

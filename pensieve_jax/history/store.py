@@ -77,12 +77,16 @@ class ConversationInfo:
 class HistoryStore(Protocol):
     """Keeps the turns of conversations; opened for one model and tokenizer by one process at a time.
 
-    Threads: the engine thread calls everything; `conversations` and `load` may also be called from other
-    threads at any time and see either all of a commit or nothing of it.
+    Threads: the engine thread calls everything; `conversations`, `info` and `load` may also be called from
+    other threads at any time and see either all of a commit or nothing of it.
     """
 
     def conversations(self) -> list[ConversationInfo]:
         """All conversations, the most recently active first, equal times by id."""
+        ...
+
+    def info(self, conversation_id: str) -> ConversationInfo:
+        """A conversation's line of the listing; raises UnknownConversationError."""
         ...
 
     def load(self, conversation_id: str) -> ConversationRecord:
@@ -111,6 +115,14 @@ class HistoryStore(Protocol):
 
     def delete(self, conversation_id: str) -> None:
         """Forget a conversation; raises UnknownConversationError."""
+        ...
+
+    def note(self, name: str) -> str | None:
+        """A text that is kept beside the turns; None where there is none of that name."""
+        ...
+
+    def keep_note(self, name: str, text: str | None) -> None:
+        """Keep a text in place of the one of that name; None removes it."""
         ...
 
     def close(self) -> None:

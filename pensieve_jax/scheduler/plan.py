@@ -16,11 +16,32 @@ from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
 
+from pensieve_jax.core.sampling_params import SamplingParams
+
 NUM_FLAGS = 4
 # Fields begin at multiples of 256 bytes: XLA hands a kernel a slice of the buffer as it lies, without a copy,
 # and Mosaic GPU kernels refuse arguments that are not aligned so.
 _ALIGNMENT = 64
 FLAG_SAMPLES, FLAG_TRUNCATES, FLAG_LOGPROBS = range(3)
+
+
+# What a plan says of how a request is sampled, field by field as `StepPlan` has them, and whether it wants
+# log probabilities.
+SAMPLING = np.dtype(
+    [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4", 2), ("logprobs", "<i4")]
+)
+
+
+def pack_sampling(params: SamplingParams, seed: int) -> bytes:
+    """A `SAMPLING` record, made once a request: a step joins those of its rows into one array."""
+    record = (
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        (seed & 0xFFFFFFFF, seed >> 32),
+        bool(params.logprobs),
+    )
+    return np.array(record, SAMPLING).tobytes()
 
 
 class Field(NamedTuple):

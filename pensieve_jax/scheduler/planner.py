@@ -11,9 +11,11 @@ must be planned in well under a millisecond.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 
 import numpy as np
 
+from pensieve_jax.cache import PageTable
 from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.scheduler.buckets import bucket_for
 from pensieve_jax.scheduler.output import SchedulerOutput
@@ -21,10 +23,10 @@ from pensieve_jax.scheduler.plan import (
     FLAG_LOGPROBS,
     FLAG_SAMPLES,
     FLAG_TRUNCATES,
+    SAMPLING,
     PlanLayout,
     StepPlan,
 )
-from pensieve_jax.scheduler.request import Request
 
 
 class Planner:
@@ -34,17 +36,20 @@ class Planner:
         self,
         layouts: Mapping[int, PlanLayout],
         fill_tiles: Callable[[StepPlan], None],
+        page_table: PageTable,
         *,
         chunk_tokens: int,
         num_device_pages: int,
     ) -> None:
         """`layouts` by bucket; `fill_tiles` writes `plan.tiles` from the rows' lengths.
 
+        `page_table` has the pages of what is granted, by the `row` of its sequence.
         `num_device_pages` counts the dummy page: slots from there on are out of bounds, and dropped.
         """
         self._layouts = layouts
         self._buckets = tuple(sorted(layouts))
         self._fill_tiles = fill_tiles
+        self._page_table = page_table
         self._chunk_tokens = chunk_tokens
         self._padding_slot = num_device_pages * chunk_tokens
         self._num_plans = 0
@@ -59,67 +64,58 @@ class Planner:
         plan = StepPlan(layout, self._num_plans, self._padding_slot)
         self._num_plans += 1
         self._fill_rows(plan, output)
-        self._fill_samples(plan, [(i, g.request) for i, g in enumerate(output.grants) if g.samples])
+        self._fill_samples(plan, output)
         self._fill_tiles(plan)
         return plan
 
     def _fill_rows(self, plan: StepPlan, output: SchedulerOutput) -> None:
-        grants, num_tokens, num_rows = output.grants, output.num_tokens, len(output.grants)
-        chunk_tokens = self._chunk_tokens
-        starts = np.fromiter((g.start for g in grants), np.int32, num_rows)
-        ends = np.fromiter((g.end for g in grants), np.int32, num_rows)
-        q_lens = ends - starts
+        num_tokens, num_rows, chunk_tokens = output.num_tokens, len(output.grants), self._chunk_tokens
+        requests, starts, ends, samples = zip(*output.grants, strict=True)
+        begins, kv_lens = np.array(starts, np.int32), np.array(ends, np.int32)
+        q_lens = kv_lens - begins
         plan.num_rows[0] = num_rows
         np.cumsum(q_lens, out=plan.cu_q_lens[1 : num_rows + 1])
         plan.cu_q_lens[num_rows + 1 :] = num_tokens
-        plan.kv_lens[:num_rows] = ends
+        plan.kv_lens[:num_rows] = kv_lens
 
-        page_indices = plan.page_indices
-        token_ids: list[int] = []
-        for i, (request, start, end, _) in enumerate(grants):
-            num_chunks = -(-end // chunk_tokens)
-            page_indices[i, :num_chunks] = request.sequence.page_row[:num_chunks]
-            if end - start == 1:
-                token_ids.append(request.token_ids[start])
-            else:
-                token_ids += request.token_ids[start:end]
+        pages_of_row = self._page_table.take([request.sequence.row for request in requests])
+        num_columns = min(pages_of_row.shape[1], plan.layout.pages_per_row)
+        plan.page_indices[:num_rows, :num_columns] = pages_of_row[:, :num_columns]
+        for row in (row for row, is_last in enumerate(samples) if not is_last):
+            plan.page_indices[row, -(-ends[row] // chunk_tokens) :] = 0  # set aside for what comes later
 
         row_of_token = np.repeat(np.arange(num_rows, dtype=np.int32), q_lens)
-        positions = np.arange(num_tokens, dtype=np.int32) + (starts - plan.cu_q_lens[:num_rows])[row_of_token]
+        positions = np.arange(num_tokens, dtype=np.int32)
+        positions += (begins - plan.cu_q_lens[:num_rows]).take(row_of_token)
         plan.positions[:num_tokens] = positions
-        pages = page_indices[row_of_token, positions // chunk_tokens]
+        pages = plan.page_indices[row_of_token, positions // chunk_tokens]
         plan.write_slots[:num_tokens] = pages * chunk_tokens + positions % chunk_tokens
 
-        ids = np.array(token_ids, np.int32)
+        parts = [request.token_ids[start:end] for request, start, end, _ in output.grants]
+        ids = np.fromiter(chain.from_iterable(parts), np.int32, num_tokens)
         pending = np.flatnonzero(ids == PENDING_TOKEN)
-        if len(pending):
-            rows = [grants[row].request.sample_row for row in row_of_token[pending]]
-            plan.prev_samples[pending] = rows
-            ids[pending] = 0
+        plan.prev_samples[pending] = [requests[row].sample_row for row in row_of_token.take(pending).tolist()]
+        ids[pending] = 0
         plan.token_ids[:num_tokens] = ids
 
-    def _fill_samples(self, plan: StepPlan, sampling: list[tuple[int, Request]]) -> None:
-        num_samples = len(sampling)
-        plan.num_samples[0] = num_samples
+    def _fill_samples(self, plan: StepPlan, output: SchedulerOutput) -> None:
+        rows = [row for row, grant in enumerate(output.grants) if grant.samples]
+        plan.num_samples[0] = num_samples = len(rows)
         if not num_samples:
             return
-        rows = np.fromiter((row for row, _ in sampling), np.int32, num_samples)
-        requests = [request for _, request in sampling]
-        params = [request.params for request in requests]
-        plan.sample_tokens[:num_samples] = plan.cu_q_lens[rows + 1] - 1
-        plan.sample_positions[:num_samples] = plan.kv_lens[rows]
-        plan.temperature[:num_samples] = [p.temperature for p in params]
-        plan.top_k[:num_samples] = [p.top_k for p in params]
-        plan.top_p[:num_samples] = [p.top_p for p in params]
-        seeds = np.array([request.seed for request in requests], np.uint64)
-        plan.seed[:num_samples, 0] = seeds & np.uint64(0xFFFFFFFF)
-        plan.seed[:num_samples, 1] = seeds >> np.uint64(32)
+        requests = [output.grants[row].request for row in rows]
+        ends = plan.cu_q_lens[1:].take(rows)
+        plan.sample_tokens[:num_samples] = ends - 1
+        plan.sample_positions[:num_samples] = plan.kv_lens.take(rows)
+        sampling = np.frombuffer(b"".join([request.sampling for request in requests]), SAMPLING)
+        for name in ("temperature", "top_k", "top_p", "seed"):
+            getattr(plan, name)[:num_samples] = sampling[name]
         for sample_row, request in enumerate(requests):
             request.sample_row = sample_row
             if request.bans_ending:
                 plan.banned_ids[sample_row, : len(request.ending_ids)] = request.ending_ids
-        live = plan.temperature[:num_samples] > 0
+        live = sampling["temperature"] > 0
+        truncates = (sampling["top_k"] > 0) | (sampling["top_p"] < 1)
         plan.flags[FLAG_SAMPLES] = live.any()
-        truncates = (plan.top_k[:num_samples] > 0) | (plan.top_p[:num_samples] < 1)
         plan.flags[FLAG_TRUNCATES] = (live & truncates).any()
-        plan.flags[FLAG_LOGPROBS] = any(p.logprobs for p in params)
+        plan.flags[FLAG_LOGPROBS] = sampling["logprobs"].any()

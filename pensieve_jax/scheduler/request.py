@@ -17,6 +17,7 @@ from pensieve_jax.cache import CachedSequence, Shelf
 from pensieve_jax.core.conversation import Conversation
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.scheduler.plan import pack_sampling
 
 
 class RequestStatus(Enum):
@@ -34,16 +35,20 @@ class Request:
     Attributes:
       request_id: its arrival number; first come, first served.
       seed: 64 bits that the turn's samples are drawn with.
+      sampling: both as a plan says them, packed: see `pack_sampling`.
       ending_ids: ids that end the reply; kept from being sampled before `min_tokens`.
       num_history_tokens: length of the history.
       num_prompt_end: length of history + prompt.
       max_total_tokens: length at which the turn ends with "length".
       holes: token intervals of the history that must be recomputed, ascending.
+      is_decoding: it sampled a token and was not suspended since; so it misses its last token alone, and
+        waits for no copy.
       sample_row: its row among the samples of the last step that sampled for it.
     """
 
     __slots__ = (
         "_num_kv_before",
+        "_num_unending",
         "_recomputed_tokens",
         "_reused_tokens",
         "_swapped_in_tokens",
@@ -52,6 +57,7 @@ class Request:
         "conversation",
         "ending_ids",
         "holes",
+        "is_decoding",
         "max_total_tokens",
         "num_history_tokens",
         "num_prompt_end",
@@ -61,6 +67,7 @@ class Request:
         "resume_recomputed_tokens",
         "resume_swapped_in_tokens",
         "sample_row",
+        "sampling",
         "seed",
         "sequence",
         "status",
@@ -85,12 +92,15 @@ class Request:
         self.params = params
         self.seed = seed
         self.ending_ids = ending_ids
+        self.sampling = pack_sampling(params, seed)
         self.token_ids = conversation.token_ids
         self.num_history_tokens = conversation.num_history_tokens
         self.num_prompt_end = len(conversation.token_ids)
+        self._num_unending = self.num_prompt_end + params.min_tokens
         self.max_total_tokens = min(self.num_prompt_end + params.max_tokens, max_context_tokens)
         self.status = RequestStatus.WAITING
         self.holes: list[tuple[int, int]] = []
+        self.is_decoding = False
         self.sample_row = -1
         self.num_suspensions = 0
         self.resume_recomputed_tokens = 0
@@ -115,7 +125,7 @@ class Request:
     @property
     def bans_ending(self) -> bool:
         """The token granted last may not end the reply: the turn owes more tokens than stand before it."""
-        return self.num_output_tokens <= self.params.min_tokens
+        return len(self.token_ids) <= self._num_unending
 
     def reach(self, chunk_tokens: int) -> int:
         """The token up to which it can be computed now: where a chunk is being copied in, or its end."""
@@ -160,6 +170,7 @@ class Request:
     def on_suspended(self) -> None:
         """Remember how much there was, before others take pages."""
         self.num_suspensions += 1
+        self.is_decoding = False
         self._num_kv_before = self.sequence.num_kv_tokens
         self._uncomputed, self.holes = self.holes, []
 

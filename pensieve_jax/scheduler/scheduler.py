@@ -28,13 +28,12 @@ _LEAST_SHARE = 4  # a quarter of what prompts and recomputation miss is computed
 
 
 class _Step:
-    """The step being filled: what was granted, and what is left of its limits."""
+    """The step being filled: what was granted, and what is left of its limits beside the decodes."""
 
-    __slots__ = ("grants", "num_rows_left", "num_tokens", "num_tokens_left")
+    __slots__ = ("grants", "num_rows_left", "num_tokens_left")
 
     def __init__(self, num_tokens: int, num_rows: int) -> None:
         self.grants: list[Grant] = []
-        self.num_tokens = 0
         self.num_tokens_left = num_tokens
         self.num_rows_left = num_rows
 
@@ -80,6 +79,9 @@ class Scheduler:
         arrivals = [request.request_id for request in (*self.running, *self.waiting)]
         assert arrivals == sorted(arrivals), f"requests out of order: {arrivals}"
         assert all(r.status is RequestStatus.RUNNING for r in self.running)
+        assert all(_is_decode(r) for r in self.running if r.is_decoding), (
+            "who decodes misses more than a token"
+        )
         assert all(r.status is RequestStatus.WAITING for r in self.waiting)
 
     def schedule(self) -> SchedulerOutput:
@@ -102,7 +104,7 @@ class Scheduler:
         swap_outs, swap_ins = self._cache.take_copies()
         return SchedulerOutput(
             grants=tuple(step.grants),
-            num_tokens=step.num_tokens,
+            num_tokens=sum([end - start for _, start, end, _ in step.grants]),
             admitted=tuple(admitted),
             suspended=tuple(suspended),
             drops=self._cache.take_drops(),
@@ -121,22 +123,21 @@ class Scheduler:
 
     def _retire_exhausted(self) -> None:
         """Unpin requests whose last token is on its way: a stop by length launches no extra step."""
-        for request in self.running:
-            if request.exhausted:
-                request.status = RequestStatus.FINISHING
-                self._cache.release(request.sequence)
-        self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+        exhausted = [r for r in self.running if len(r.token_ids) >= r.max_total_tokens]
+        for request in exhausted:
+            request.status = RequestStatus.FINISHING
+            self._cache.release(request.sequence)
+        if exhausted:
+            self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
 
     def _make_room(self) -> list[Request]:
         """Reserve the page of every running request's next token; the latest arrivals give way."""
         suspended: list[Request] = []
         chunk_tokens = self._cache.chunk_tokens
-        for request in tuple(self.running):
-            num_tokens = len(request.token_ids)
-            if num_tokens <= len(request.sequence.chunks) * chunk_tokens:
-                continue
+        full = [r for r in self.running if len(r.token_ids) > len(r.sequence.chunks) * chunk_tokens]
+        for request in full:
             while request.status is RequestStatus.RUNNING and not self._cache.grow(
-                request.sequence, num_tokens
+                request.sequence, len(request.token_ids)
             ):
                 suspended.append(self._suspend_latest())
         return suspended
@@ -156,11 +157,11 @@ class Scheduler:
         max_num_running, chunk_tokens = self._config.max_num_running, self._cache.chunk_tokens
         if not self.waiting or len(self.running) >= max_num_running:
             return admitted
-        num_tokens = num_rows = 0
-        for request in self.running:
-            if self._config.unified or not _is_decode(request):
-                more_tokens, more_rows = request.num_missing(chunk_tokens)
-                num_tokens, num_rows = num_tokens + more_tokens, num_rows + more_rows
+        others = self._others()
+        num_tokens = num_rows = len(self.running) - len(others) if self._config.unified else 0
+        for request in others:
+            more_tokens, more_rows = request.num_missing(chunk_tokens)
+            num_tokens, num_rows = num_tokens + more_tokens, num_rows + more_rows
         while self.waiting and num_tokens < self._buckets[-1] and num_rows < self._max_num_rows:
             request = self.waiting[0]
             if len(self.running) >= max_num_running or not self._cache.try_admit(
@@ -176,30 +177,38 @@ class Scheduler:
             num_tokens, num_rows = num_tokens + more_tokens, num_rows + more_rows
         return admitted
 
+    def _others(self) -> list[Request]:
+        """Those who run and do not decode."""
+        return [request for request in self.running if not (request.is_decoding or _is_decode(request))]
+
     def _grant_running(self, *, with_decodes: bool) -> _Step:
         """A step of what those who run are missing, by arrival."""
-        decodes = [_is_decode(request) for request in self.running]
-        num_decodes_left = sum(decodes) if with_decodes else 0
-        num_missing = num_decodes_left
-        for request, is_decode in zip(self.running, decodes, strict=True):
-            if not is_decode:
-                num_missing += request.num_missing(self._cache.chunk_tokens)[0]
-        step = self._begin_step(num_missing, num_decodes_left)
-        for request, is_decode in zip(self.running, decodes, strict=True):
-            if is_decode and with_decodes:
-                num_decodes_left -= 1
+        chunk_tokens = self._cache.chunk_tokens
+        others = dict.fromkeys(self._others())
+        num_decodes = len(self.running) - len(others) if with_decodes else 0
+        num_missing = num_decodes + sum(request.num_missing(chunk_tokens)[0] for request in others)
+        step = self._begin_step(num_missing, num_decodes)
+        decodes: list[Request] = []
+        for request in self.running:
+            if request in others:
+                self._grant_missing(step, request)
+            elif with_decodes:
                 end = len(request.token_ids)
-                self._grant(step, request, end - 1, end)
-            elif not is_decode:
-                self._grant_missing(step, request, num_set_aside=num_decodes_left)
+                step.grants.append(Grant(request, end - 1, end, True))
+                decodes.append(request)
+        self._cache.fill_next([request.sequence for request in decodes])
+        for request in decodes:
+            self._await_token(request)
         return step
 
     def _begin_step(self, num_missing: int, num_decodes: int) -> _Step:
+        """An empty step, with tokens and rows set aside for decodes."""
         # A chunk beside the decodes lets the oldest request advance, even where it recomputes. And a quarter
         # of what others miss, or a prompt beside many decodes would take a step for every few tokens.
         num_others = num_missing - num_decodes
         num_least = num_decodes + max(self._cache.chunk_tokens, -(-num_others // _LEAST_SHARE))
-        return _Step(step_limit(self._buckets, num_missing, num_least), self._max_num_rows)
+        limit = step_limit(self._buckets, num_missing, num_least)
+        return _Step(limit - num_decodes, self._max_num_rows - num_decodes)
 
     def _rush(self) -> tuple[tuple[int, ...], _Step]:
         """Nobody can compute: let the oldest request's copies take effect with a step that waits for them."""
@@ -208,44 +217,46 @@ class Scheduler:
         num_missing = sum(request.num_missing(self._cache.chunk_tokens)[0] for request in oldest)
         step = self._begin_step(num_missing, 0)
         for request in oldest:
-            self._grant_missing(step, request, num_set_aside=0)
+            self._grant_missing(step, request)
         return rushed, step
 
-    def _grant_missing(self, step: _Step, request: Request, num_set_aside: int) -> None:
-        """Grant what fits, with `num_set_aside` tokens and rows left for decodes of later arrivals."""
-        num_tokens, num_rows = step.num_tokens_left - num_set_aside, step.num_rows_left - num_set_aside
+    def _grant_missing(self, step: _Step, request: Request) -> None:
+        """Grant what fits beside what is set aside for decodes."""
         chunk_tokens, sequence = self._cache.chunk_tokens, request.sequence
         request.skip_filled(chunk_tokens)
         holes, limit = request.holes, request.reach(chunk_tokens)
-        while holes and num_rows > 0:
+        while holes and step.num_rows_left > 0:
             start, hole_end = holes[0]
             end = min(hole_end, limit)
-            if end - start > num_tokens:
-                end = (start + num_tokens) // chunk_tokens * chunk_tokens
+            if end - start > step.num_tokens_left:
+                end = (start + step.num_tokens_left) // chunk_tokens * chunk_tokens
             if end <= start:
                 return
             self._grant(step, request, start, end)
-            num_tokens -= end - start
-            num_rows -= 1
             if end < hole_end:
                 holes[0] = (end, hole_end)
                 return
             holes.pop(0)
             request.skip_filled(chunk_tokens)
         start = sequence.num_kv_tokens
-        end = min(limit, start + num_tokens)
-        if not holes and num_rows > 0 and end > start:
+        end = min(limit, start + step.num_tokens_left)
+        if not holes and step.num_rows_left > 0 and end > start:
             self._grant(step, request, start, end)
 
     def _grant(self, step: _Step, request: Request, start: int, end: int) -> None:
         samples = end == len(request.token_ids)
         step.grants.append(Grant(request, start, end, samples))
-        step.num_tokens += end - start
         step.num_tokens_left -= end - start
         step.num_rows_left -= 1
         self._cache.fill(request.sequence, start, end)
         if samples:
-            request.token_ids.append(PENDING_TOKEN)
+            self._await_token(request)
+
+    @staticmethod
+    def _await_token(request: Request) -> None:
+        """Its next token is on its way, and the only one that it will miss."""
+        request.token_ids.append(PENDING_TOKEN)
+        request.is_decoding = True
 
 
 def _is_decode(request: Request) -> bool:

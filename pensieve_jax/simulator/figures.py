@@ -40,6 +40,7 @@ def figures(outcome: Outcome, num_replicas: int) -> dict[str, Any]:
         "padding_share_of_step_time": counters["padding_s"] / counters["device_busy_s"]
         if counters["device_busy_s"]
         else None,
+        "device_busy_s": counters["device_busy_s"],
         # Steps count when they are dispatched, so a little more than all of the time may be busy.
         "device_busy": min(counters["device_busy_s"] / (seconds * num_replicas), 1.0) if seconds else None,
     }

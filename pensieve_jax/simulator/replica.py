@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pensieve_jax.cache import CachedSequence, CacheManager, CostModel
+from pensieve_jax.cache import CachedSequence, CacheManager, CostModel, Experience
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.conversation import Conversation
 from pensieve_jax.core.sampling_params import SamplingParams
@@ -72,11 +72,12 @@ class Replica:
         start_s: float = 0.0,
         stretches: bool = True,
         observe: Observe | None = None,
+        experience: Experience | None = None,
     ) -> None:
         """Idle. `config.cache.cpu_bytes` must be turned into pages.
 
         `stretches` False asks the scheduler for every step, which takes longer and changes nothing else.
-        `observe` sees every decision; see `Observe`.
+        `observe` sees every decision; see `Observe`. An order that learns goes on from `experience`.
         """
         self.number = number
         self.clock = Timeline(start_s)
@@ -101,6 +102,7 @@ class Replica:
             self._stats,
             max_num_copies=max_num_staged,
             observe=observe or unobserved,
+            experience=experience,
         )
         self.cache: CacheManager = self._loop.cache
         self._config = config
@@ -165,6 +167,7 @@ class Replica:
         if not cache.try_admit(sequence, num_tokens, waive_reserve=True):
             raise AssertionError(f"the pool has no room for {num_tokens} tokens, or requests are running")
         cache.fill(sequence, 0, num_tokens)
+        cache.turns.left(sequence, num_tokens)
         cache.release(sequence)
         cache.end_step()
         for copies in cache.take_copies():

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pensieve_jax.cache import CostModel
+from pensieve_jax.cache import CostModel, Experience
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.simulator.profile import DeviceProfile
@@ -82,6 +82,7 @@ class Outcome:
       seconds: of virtual time.
       num_unfinished: turns that were sent and not answered at its end.
       num_refused: sessions that ended early because they had outgrown the context, warm-up included.
+      experience: of all replicas together, at its end; None for an order that does not learn.
     """
 
     answers: Sequence[Answer]
@@ -90,23 +91,27 @@ class Outcome:
     seconds: float
     num_unfinished: int
     num_refused: int
+    experience: Experience | None = None
 
 
 def simulate(
     scenario: Scenario,
     sessions: Sequence[Session],
     on_answer: Callable[[Answer], None] | None = None,
+    *,
+    experience: Experience | None = None,
 ) -> Outcome:
     """Serve sessions; those in mid-life find their history where it would be.
 
-    `on_answer` sees every answer, those of the warm-up and of the drain included.
+    `on_answer` sees every answer, those of the warm-up and of the drain included. An order that learns goes
+    on from `experience`.
     """
     router = ROUTERS[scenario.routing](scenario.seed)
     client = Client(sessions, scenario.max_context_tokens)
     mid_life = [session for session in sessions if session.first_turn] if scenario.config.stateful else []
     mid_life.sort(key=lambda session: session.last_active_s)
     start_s = min(mid_life[0].last_active_s, 0.0) if mid_life else 0.0
-    replicas = [_replica(scenario, number, start_s) for number in range(scenario.num_replicas)]
+    replicas = [_replica(scenario, number, start_s, experience) for number in range(scenario.num_replicas)]
     for session in mid_life:
         _place(session, replicas, router)
     for replica in replicas:
@@ -134,6 +139,7 @@ def simulate(
         seconds=end_s - scenario.warm_up_s,
         num_unfinished=sum(replica.num_unfinished for replica in replicas),
         num_refused=client.num_refused,
+        experience=_experience(replicas),
     )
     if scenario.drain_s:
         serve(end_s + scenario.drain_s)
@@ -167,7 +173,7 @@ def _send(turn: UserTurn, servers: Sequence[Server], router: Router) -> None:
     servers[router.choose(turn.conversation_id, servers)].submit(turn)
 
 
-def _replica(scenario: Scenario, number: int, start_s: float) -> Replica:
+def _replica(scenario: Scenario, number: int, start_s: float, experience: Experience | None) -> Replica:
     return Replica(
         scenario.config,
         scenario.profile,
@@ -175,7 +181,14 @@ def _replica(scenario: Scenario, number: int, start_s: float) -> Replica:
         number=number,
         start_s=start_s,
         stretches=scenario.stretches,
+        experience=experience,
     )
+
+
+def _experience(replicas: Sequence[Replica]) -> Experience | None:
+    found = [replica.cache.experience() for replica in replicas]
+    known = [experience for experience in found if experience is not None]
+    return Experience.together(known) if known else None
 
 
 def _place(session: Session, replicas: Sequence[Replica], router: Router) -> None:

@@ -10,7 +10,15 @@ from pensieve_jax.workload.arrivals import Session, make_sessions, start_mid_lif
 from pensieve_jax.workload.client import Client
 from pensieve_jax.workload.errors import TraceError, WorkloadError
 from pensieve_jax.workload.figures import UNITS, answer_figures, throughput
-from pensieve_jax.workload.readers import FORMATS, TEXT_FORMATS, CountTokens, OnSkip, read_trace
+from pensieve_jax.workload.readers import (
+    FORMATS,
+    TEXT_FORMATS,
+    CountTokens,
+    OnSkip,
+    count_words,
+    guess_format,
+    read_trace,
+)
 from pensieve_jax.workload.server import History, Server
 from pensieve_jax.workload.step_totals import StepLog, Steps, StepTotals, add_steps, step_figures
 from pensieve_jax.workload.summary import Distribution, TraceSummary, summarize
@@ -24,7 +32,7 @@ from pensieve_jax.workload.synthetic import (
 )
 from pensieve_jax.workload.think import ExponentialThink, LognormalThink, RecordedThink, ThinkTime
 from pensieve_jax.workload.trace import ConversationTrace, Trace, TurnTrace
-from pensieve_jax.workload.transforms import cap_context, with_min_turns
+from pensieve_jax.workload.transforms import between, cap_context, split_by_session, with_min_turns
 from pensieve_jax.workload.turns import Answer, UserTurn
 
 __all__ = [
@@ -60,10 +68,14 @@ __all__ = [
     "WorkloadError",
     "add_steps",
     "answer_figures",
+    "between",
     "cap_context",
+    "count_words",
     "generate_trace",
+    "guess_format",
     "make_sessions",
     "read_trace",
+    "split_by_session",
     "start_mid_life",
     "step_figures",
     "summarize",

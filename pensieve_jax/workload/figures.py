@@ -26,6 +26,7 @@ UNITS = {
     "output_token_s": "seconds per output token after the first",
     "wasted_tokens": "computed once more because their request was suspended",
     "steps": "by bucket (padded query tokens): steps, mean wall seconds and mean query tokens",
+    "device_busy_s": "seconds of steps, all replicas together",
     "device_busy": "share of the time in which steps ran, mean over replicas",
     "padding_share_of_step_time": "time of steps that padding to the bucket took / time of steps",
 }

@@ -128,6 +128,23 @@ def write_text(path: Path, text: str) -> None:
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
+def first_line(path: Path) -> str:
+    """The first line that is not blank, stripped; empty for a file without one."""
+    with _open(path) as file:
+        lines = (_decode(path, data, line).strip() for line, data in enumerate(file, start=1))
+        return next(filter(None, lines), "")
+
+
+def read_json(path: Path) -> Iterator[Row]:
+    """The objects of a file, however they lie there: in one array, one on a line, or one over many lines."""
+    first = first_line(path)
+    if first.startswith("["):
+        return read_json_array(path)
+    if first == "{":  # as whoever indents JSON begins an object
+        return _read_json_object(path)
+    return read_json_lines(path)
+
+
 def read_json_lines(path: Path) -> Iterator[Row]:
     """A JSON object on every line that is not blank, one line in memory at a time."""
     with _open(path) as file:
@@ -170,20 +187,24 @@ def read_json_array(path: Path) -> Iterator[Row]:
 
 
 def read_csv(path: Path) -> Iterator[Row]:
-    """The rows under a header line; values that read as numbers are numbers, all others strings."""
-    reader = csv.reader(_read_text(path).splitlines())
-    try:
-        header = next(reader, [])
-        for values in reader:
-            if not values:
-                continue
-            if len(values) != len(header):
-                reason = f"has {len(values)} values, but must have {len(header)}, as the header"
-                raise TraceError(path, reader.line_num, reason)
-            fields = {name: _parse_number(value) for name, value in zip(header, values, strict=True)}
-            yield Row(path, reader.line_num, fields)
-    except csv.Error as error:
-        raise TraceError(path, reader.line_num, f"is not CSV ({error})") from error
+    """The rows under a header line, one in memory at a time: such files have millions.
+
+    Values that read as numbers are numbers, empty ones None, all others strings.
+    """
+    with _open(path) as file:
+        reader = csv.reader(_decode(path, data, line) for line, data in enumerate(file, start=1))
+        try:
+            header = next(filter(None, reader), [])
+            for values in reader:
+                if not values:
+                    continue
+                if len(values) != len(header):
+                    reason = f"has {len(values)} values, but must have {len(header)}, as the header"
+                    raise TraceError(path, reader.line_num, reason)
+                fields = {name: _parse_value(value) for name, value in zip(header, values, strict=True)}
+                yield Row(path, reader.line_num, fields)
+        except csv.Error as error:
+            raise TraceError(path, reader.line_num, f"is not CSV ({error})") from error
 
 
 @contextmanager
@@ -198,6 +219,15 @@ def _open(path: Path) -> Iterator[BinaryIO]:
             yield cast(BinaryIO, archive)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise TraceError(path, None, f"is not a whole gzip archive ({error})") from error
+
+
+def _read_json_object(path: Path) -> Iterator[Row]:
+    try:
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
+        raise _not_json(path, line, error) from error
+    yield _object_row(path, 1, value)
 
 
 def _read_text(path: Path) -> str:
@@ -230,7 +260,9 @@ def _skip_whitespace(text: str, position: int) -> int:
     return match.end() if match else position
 
 
-def _parse_number(text: str) -> object:
+def _parse_value(text: str) -> object:
+    if not text:
+        return None
     for parse in (int, float):
         try:
             return parse(text)

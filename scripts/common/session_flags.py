@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from absl import flags
 
+from common.trace_files import TOKENIZER_HELP, read_trace_file
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.help import flag_group
-from pensieve_jax.text import load_tokenizer
 from pensieve_jax.workload import (
     FORMATS,
     SHAPES,
-    TEXT_FORMATS,
-    CountTokens,
     ExponentialThink,
     LognormalThink,
     RecordedThink,
@@ -26,7 +24,6 @@ from pensieve_jax.workload import (
     cap_context,
     generate_trace,
     make_sessions,
-    read_trace,
     start_mid_life,
 )
 
@@ -41,8 +38,8 @@ def define_session_flags() -> None:
     flags.DEFINE_enum("workload", "sharegpt", sorted(SHAPES), "What conversations are made to look like.")
     flags.DEFINE_integer("num_conversations", 20_000, "Made conversations to draw sessions from.")
     flags.DEFINE_string("trace", None, "A trace file, instead of --workload.")
-    flags.DEFINE_enum("trace_format", "pensieve", FORMATS, "What --trace is.")
-    flags.DEFINE_string("tokenizer", None, "Directory of a tokenizer, for traces of texts.")
+    flags.DEFINE_enum("trace_format", None, FORMATS, "What --trace is; default: guessed from its fields.")
+    flags.DEFINE_string("tokenizer", None, TOKENIZER_HELP)
     flags.DEFINE_list("rates", ["4"], "Conversations that begin in a second, on average; several are swept.")
     flags.DEFINE_bool("recorded_arrivals", False, "Conversations begin when the trace says, not by --rates.")
     flags.DEFINE_string(
@@ -79,14 +76,7 @@ def load_trace(max_context_tokens: int) -> Trace:
         )
     if FLAGS["workload"].present:
         raise ConfigError("--workload", FLAGS.workload, "left out beside --trace")
-    if FLAGS.tokenizer is None and FLAGS.trace_format in TEXT_FORMATS:
-        limit = f"given for --trace_format={FLAGS.trace_format}, whose files hold texts"
-        raise ConfigError("--tokenizer", None, limit)
-    try:
-        trace = read_trace(FLAGS.trace, format=FLAGS.trace_format, count_tokens=_count_tokens())
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError("--trace", FLAGS.trace, "a file that can be read", reason) from error
+    trace, _ = read_trace_file(FLAGS.trace, FLAGS.trace_format, FLAGS.tokenizer)
     return cap_context(trace, max_context_tokens)
 
 
@@ -121,12 +111,3 @@ def think_time() -> ThinkTime:
         case "recorded", [] if not text:
             return RecordedThink()
     raise ConfigError("--think", FLAGS.think, "exponential:MEAN_S, lognormal:MU,SIGMA or recorded")
-
-
-def _count_tokens() -> CountTokens | None:
-    if FLAGS.tokenizer is None:
-        return None
-    tokenizer = load_tokenizer(FLAGS.tokenizer)
-    if tokenizer is None:
-        raise ConfigError("--tokenizer", FLAGS.tokenizer, "a directory with a tokenizer")
-    return lambda text: len(tokenizer.encode(text, add_bos=False))

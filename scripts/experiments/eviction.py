@@ -19,13 +19,15 @@ from experiments.settings import Experiment, Findings, Row, Settings, Table
 from experiments.systems import BOTH_TIERS, System, engine, memory_of_tokens
 from experiments.workloads import Workload
 from pensieve_jax.config import POLICIES
+from pensieve_jax.workload import ExponentialThink
 
 MODEL = "opt-13b"  # the larger state of the two, so that both tiers fill up at loads that can be served
 _RATES_PER_S = {"a100": (0.5, 0.6, 0.7), "h200": (0.6, 0.8, 1.0)}
 _CPU_GB = {"a100": (60, 120, 180), "h200": (120, 240, 360)}
 _RATE_OF_SIZES_PER_S = {"a100": 0.45, "h200": 0.8}
-_SMALL_GPU_TOKENS, _SMALL_CPU_TOKENS = 16_384, 60_000
-_SMALL_RATE_PER_S = 0.15
+# Little memory, from far too small for what is served to nearly large enough.
+_SMALL_GPU_TOKENS, _SMALL_CPU_TOKENS = 16_384, (40_000, 70_000, 100_000)
+_SMALL_RATE_PER_S, _SMALL_THINK_S = 0.4, 20.0
 _MAX_CONTEXT_TOKENS = 16_384
 LOADS, SIZES = "loads", "sizes of host memory"
 
@@ -56,9 +58,18 @@ def points(settings: Settings) -> list[Point]:
     """Policies over loads, and over sizes of host memory."""
     device = settings.device
     if settings.small:
-        memory = memory_of_tokens(device, MODEL, _SMALL_GPU_TOKENS, _SMALL_CPU_TOKENS)
         return [
-            _point(settings, policy, LOADS, _SMALL_RATE_PER_S, _SMALL_RATE_PER_S, memory, seed)
+            _point(
+                settings,
+                policy,
+                SIZES,
+                memory[1] / 1e9,
+                _SMALL_RATE_PER_S,
+                memory,
+                seed,
+            )
+            for cpu_tokens in _SMALL_CPU_TOKENS
+            for memory in [memory_of_tokens(device, MODEL, _SMALL_GPU_TOKENS, cpu_tokens)]
             for policy in by_policy(BOTH_TIERS)
             for seed in settings.seeds
         ]
@@ -100,9 +111,10 @@ def _point(
             shape="sharegpt",
             max_context_tokens=_MAX_CONTEXT_TOKENS,
             rate_per_s=rate_per_s,
-            mid_life_s=1800.0 if small else 4800.0,
-            warm_up_s=20.0 if small else 120.0,
-            window_s=300.0 if small else 360.0,
+            think=ExponentialThink(_SMALL_THINK_S if small else 60.0),
+            mid_life_s=1600.0 if small else 4800.0,
+            warm_up_s=60.0 if small else 240.0,
+            window_s=120.0 if small else 360.0,
         ),
     )
 

@@ -12,19 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.levels import throughputs_at
+from experiments.levels import in_cell, ratios, throughputs_at
 from experiments.machines import profile_name
 from experiments.panels import Panel
 from experiments.points import UNITS, Measured, Point
-from experiments.seeds import Group, groups, spread
+from experiments.seeds import Group, groups, latency_s
 from experiments.settings import Experiment, Findings, Row, Settings, Table
 from experiments.systems import THREE_SYSTEMS, System, context_tokens_of_paper, engine_of_paper
 from experiments.workloads import Workload
+from pensieve_jax.workload import ExponentialThink
 
 _CUT_AT = 2.5  # times the level: what is drawn of a curve
 # As long as the longest conversations take: 67 turns ShareGPT-like and 34 UltraChat-like, of 60 s of thought
 # and 6 to 8 s of answer. Few are that long, but theirs are the longest histories.
 _MID_LIFE_S = {"sharegpt": 4800.0, "ultrachat": 2400.0}
+# Conversations in mid-life come with their history in nobody's memory, so a run waits until nearly all of
+# them have been back: after four mean think times all but 2%.
+_WARM_UP_S, _WINDOW_S = 240.0, 240.0
+_THINK_S, _SMALL_THINK_S = 60.0, 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +44,7 @@ class LoadPanel:
       one_tier_until_per_s: the last of the rates, by device, at which systems without host memory are
         simulated: they are far beyond the level there. Where a device is left out, all of them.
       min_turns: shorter conversations are left out.
-      paper: the paper's ratios of throughput at its own level, in words.
+      paper: ratios of throughput at its own level, in words; empty where the text gives none.
     """
 
     title: str
@@ -49,7 +54,7 @@ class LoadPanel:
     level_s: Mapping[str, float]
     one_tier_until_per_s: Mapping[str, float] = field(default_factory=dict)
     min_turns: int = 1
-    paper: str = "no figure at hand"
+    paper: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +64,12 @@ class LoadSweep:
     Attributes:
       panels: what is swept.
       systems: what is compared; ratios are to the last one.
-      small_rates_per_s: of the small version.
+      small_rates_per_s: of the small version: from idle to overloaded.
     """
 
     panels: Sequence[LoadPanel]
     systems: Sequence[System] = THREE_SYSTEMS
-    small_rates_per_s: Sequence[float] = (0.25,)
+    small_rates_per_s: Sequence[float] = (0.3, 0.7, 1.1)
 
     def points(self, settings: Settings) -> list[Point]:
         """Every panel, system, rate and seed."""
@@ -96,7 +101,7 @@ class LoadSweep:
             | {
                 "x": "conversations that begin in a second",
                 "at_level": "requests a second at which the mean normalized latency first exceeds level_s, "
-                f"by seed, and its ratio to that of {self._base}; seeds where it never does are left out",
+                f"by seed, and its ratio to that of {self._base}; null for a seed where it never does",
             },
         )
 
@@ -127,9 +132,10 @@ class LoadSweep:
                 min_turns=panel.min_turns,
                 max_context_tokens=context_tokens_of_paper(small=small),
                 rate_per_s=rate,
+                think=ExponentialThink(_SMALL_THINK_S if small else _THINK_S),
                 mid_life_s=600.0 if small else _MID_LIFE_S[panel.shape],
-                warm_up_s=5.0 if small else 90.0,
-                window_s=40.0 if small else 240.0,
+                warm_up_s=20.0 if small else _WARM_UP_S,
+                window_s=30.0 if small else _WINDOW_S,
             ),
         )
 
@@ -147,7 +153,7 @@ class LoadSweep:
                 "system": name,
                 "level_s": level_s,
                 "requests_per_s_by_seed": by_seed,
-                "ratio_by_seed": {seed: by_seed[seed] / base[seed] for seed in by_seed if seed in base},
+                "ratio_by_seed": ratios(by_seed, base),
                 "paper": panel.paper if name == self.systems[0].name else "",
             }
             for name, by_seed in at_level.items()
@@ -156,18 +162,31 @@ class LoadSweep:
     def _panel(self, settings: Settings, panel: LoadPanel, found: Sequence[Group]) -> Panel:
         level_s = panel.level_s[settings.device]
         return Panel(
-            title=f"{panel.title} on {profile_name(settings.device, panel.model)}",
+            title=panel.title,
             x_label="requests answered a second",
             y_label="mean ms per output token",
             curves={
-                system.name: [
+                system.label: [
                     (group.mean("requests_per_s"), 1e3 * group.latency_s)
                     for group in _curve(found, panel.title, system.name)
                 ]
                 for system in self.systems
             },
+            seeds={
+                system.label: [
+                    [
+                        (
+                            group.runs[seed].figures["requests_per_s"],
+                            1e3 * latency_s(group.runs[seed].figures),
+                        )
+                        for group in _curve(found, panel.title, system.name)
+                    ]
+                    for seed in settings.seeds
+                ]
+                for system in self.systems
+            },
             level=1e3 * level_s,
-            y_max=_CUT_AT * 1e3 * level_s,
+            y_max=None if settings.small else _CUT_AT * 1e3 * level_s,
         )
 
 
@@ -200,8 +219,5 @@ def _curve(found: Sequence[Group], panel: str, series: str) -> list[Group]:
 
 
 def _level_row(level: dict[str, Any]) -> Row:
-    cells = [
-        "-" if (values := spread(list(level[key].values()))) is None else str(values)
-        for key in ("requests_per_s_by_seed", "ratio_by_seed")
-    ]
+    cells = [in_cell(level[key]) for key in ("requests_per_s_by_seed", "ratio_by_seed")]
     return [level["panel"], level["system"], f"{1e3 * level['level_s']:g}", *cells, level["paper"]]

@@ -6,8 +6,11 @@ Called by: experiments, which make panels, and `scripts/reproduce.py`, which has
 
 from __future__ import annotations
 
+import itertools
+import math
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +19,13 @@ if TYPE_CHECKING:
 
 type Curve = Sequence[tuple[float, float]]
 
-_PANEL_INCHES = (5.2, 3.9)
+_PANEL_INCHES = (5.2, 4.0)
 _DOTS_PER_INCH = 100
+_MARKERS = "os^Dv*P"  # curves can be told apart without colour
+_MAX_IN_A_ROW = 3
+_CHARACTERS_PER_INCH = 12  # of titles, in their font
+_ROOM_FOR_LEGEND = 8.0  # above the curves of a logarithmic axis
+_FROM_ZERO = 0.4  # of the largest x: axes whose points all lie beyond it do not begin at 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,54 +35,108 @@ class Panel:
     Attributes:
       title, x_label, y_label: in words, with units.
       curves: points by name, in the order in which a line joins them.
+      seeds: the same of single seeds, drawn thin behind their mean.
       dashed: names of curves that belong to what others say, the paper's for example.
       level: a horizontal line to read curves at.
-      y_max: what lies above is cut off.
-      log_x: powers of two.
+      y_min: what lies below is not shown.
+      y_max: what lies above is cut off, and the picture says how many points that are.
+      log_x, log_y: powers of two, of ten.
     """
 
     title: str
     x_label: str
     y_label: str
     curves: Mapping[str, Curve]
+    seeds: Mapping[str, Sequence[Curve]] = field(default_factory=dict)
     dashed: frozenset[str] = frozenset()
     level: float | None = None
+    y_min: float = 0.0
     y_max: float | None = None
     log_x: bool = False
+    log_y: bool = False
+
+    @property
+    def num_cut_off(self) -> int:
+        """Points of curves above `y_max`."""
+        limit = math.inf if self.y_max is None else self.y_max
+        return sum(y > limit for curve in self.curves.values() for _, y in curve)
 
 
 def draw_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
-    """One row of them; raises OSError."""
+    """Up to three in a row, more in a square; raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     width, height = _PANEL_INCHES
-    figure = Figure(figsize=(width * len(panels), height), layout="constrained")
+    count = len(panels)
+    num_columns = count if count <= _MAX_IN_A_ROW else math.ceil(math.sqrt(count))
+    num_rows = math.ceil(count / num_columns)
+    figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        _draw(axes, panel)
-    figure.suptitle(title, fontsize=10)
+    places = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    free, names = places[count:], {tuple(panel.curves) for panel in panels}
+    shares_legend = bool(free) and len(names) == 1
+    for axes, panel in zip(places, panels, strict=False):
+        _draw(axes, panel, with_legend=not shares_legend)
+    for axes in free:
+        axes.set_axis_off()
+    if shares_legend:
+        handles, labels = places[0].get_legend_handles_labels()
+        free[0].legend(handles, labels, loc="center", fontsize=11, frameon=False)
+    figure.suptitle(_wrapped(title, width * num_columns), fontsize=10)
     figure.savefig(path, dpi=_DOTS_PER_INCH)
 
 
-def _draw(axes: Axes, panel: Panel) -> None:
-    for name, curve in panel.curves.items():
-        style = "x--" if name in panel.dashed else "o-"
-        axes.plot(
-            [x for x, _ in curve], [y for _, y in curve], style, label=name, markersize=4, linewidth=1.2
+def _draw(axes: Axes, panel: Panel, *, with_legend: bool) -> None:
+    for (name, curve), marker in zip(panel.curves.items(), itertools.cycle(_MARKERS), strict=False):
+        style = "x--" if name in panel.dashed else f"{marker}-"
+        [line] = axes.plot(
+            [x for x, _ in curve], [y for _, y in curve], style, label=name, markersize=5, linewidth=1.4
         )
+        for one in panel.seeds.get(name, ()):
+            axes.plot(
+                [x for x, _ in one], [y for _, y in one], color=line.get_color(), alpha=0.3, linewidth=0.7
+            )
     if panel.level is not None:
         axes.axhline(panel.level, color="gray", linewidth=0.8, linestyle=":")
-    if panel.log_x:
-        axes.set_xscale("log", base=2)
-        ticks = sorted({x for curve in panel.curves.values() for x, _ in curve})
-        axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks], rotation=30, fontsize=8)
-        axes.minorticks_off()
-    else:
-        axes.set_xlim(left=0)
-    axes.set_ylim(0, panel.y_max)
+        place = axes.get_yaxis_transform()  # x in shares of the axes
+        axes.text(
+            0.01, panel.level, f"{panel.level:g}", color="gray", fontsize=8, va="bottom", transform=place
+        )
+    _scale(axes, panel)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
-    axes.set_title(panel.title, fontsize=9)
+    axes.set_title(_wrapped(panel.title, _PANEL_INCHES[0]), fontsize=9)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
+    heading = f"points cut off above {panel.y_max:g}: {panel.num_cut_off}" if panel.num_cut_off else None
+    if with_legend or heading:
+        handles, labels = axes.get_legend_handles_labels() if with_legend else ([], [])
+        axes.legend(
+            handles, labels, fontsize=8, title=heading, title_fontsize=8, alignment="left", framealpha=0.8,
+            edgecolor="none",
+        )  # fmt: skip
+
+
+def _scale(axes: Axes, panel: Panel) -> None:
+    xs = sorted({x for curve in panel.curves.values() for x, _ in curve})
+    if panel.log_x:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(xs, [f"{x:,.0f}" for x in xs], rotation=30, fontsize=8)
+        axes.minorticks_off()
+    elif xs and xs[0] < _FROM_ZERO * xs[-1]:
+        axes.set_xlim(left=0)
+    if panel.log_y:
+        from matplotlib.ticker import LogLocator, NullLocator
+
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.set_ylim(top=_ROOM_FOR_LEGEND * axes.get_ylim()[1])
+    else:
+        axes.set_ylim(panel.y_min, panel.y_max)
+
+
+def _wrapped(title: str, inches: float) -> str:
+    """In lines that fit into so much of the picture."""
+    return "\n".join(textwrap.wrap(title, int(inches * _CHARACTERS_PER_INCH)))

@@ -17,7 +17,8 @@ from experiments.machines import load_profile
 from experiments.recompute import RecomputeSeconds, cost_model
 from experiments.workloads import Workload
 from pensieve_jax import EngineConfig
-from pensieve_jax.simulator import Scenario, figures, simulate
+from pensieve_jax.cache import Experience
+from pensieve_jax.simulator import Outcome, Scenario, figures, simulate
 from pensieve_jax.workload import UNITS as SIMULATOR_UNITS
 from pensieve_jax.workload import Session
 
@@ -29,6 +30,7 @@ UNITS = {
     "admission of a turn, without what suspended turns lost",
     "history_s": "the same for whole histories: what a stateless system recomputes for these answers",
     "recompute_share": "recompute_s / history_s",
+    "latency_s": "mean normalized latency, as normalized_latency_s.mean; null where nobody was answered",
     "found_rate": "gpu_hit_rate + cpu_hit_rate",
     "*_by_seed": "the same of every seed, by its number",
 }
@@ -44,6 +46,8 @@ class Point:
       device, model: as `machines.load_profile` takes them.
       engine: what serves; `cache.cpu_bytes` is turned into pages.
       workload: who comes when.
+      experience: who came before, to the same engine: what an order that learns begins the run with. None
+        lets it begin with nothing. Nothing of that run counts, and no state outlives it.
     """
 
     panel: str
@@ -54,6 +58,7 @@ class Point:
     model: str
     engine: EngineConfig
     workload: Workload
+    experience: Workload | None = None
 
 
 class Measured(NamedTuple):
@@ -76,9 +81,10 @@ def measure(point: Point) -> Measured:
         warm_up_s=workload.warm_up_s,
         window_s=workload.window_s,
     )
-    sessions = workload.sessions(point.seed)
-    with _kept(sessions):
-        outcome = simulate(scenario, sessions)
+    experience = None
+    if point.experience is not None:
+        experience = _simulate(scenario, point.experience, point.seed).experience
+    outcome = _simulate(scenario, workload, point.seed, experience)
     found = figures(outcome, num_replicas=1)
     seconds = RecomputeSeconds(costs, cache.chunk_tokens, workload.max_context_tokens)
     recompute_s, history_s = seconds.of(outcome.answers, cache.policy)
@@ -89,6 +95,14 @@ def measure(point: Point) -> Measured:
         "found_rate": found["gpu_hit_rate"] + found["cpu_hit_rate"],
     }
     return Measured(point, found)
+
+
+def _simulate(
+    scenario: Scenario, workload: Workload, seed: int, experience: Experience | None = None
+) -> Outcome:
+    sessions = workload.sessions(seed)
+    with _kept(sessions):
+        return simulate(scenario, sessions, experience=experience)
 
 
 @contextlib.contextmanager

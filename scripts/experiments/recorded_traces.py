@@ -1,157 +1,83 @@
-"""Eviction policies on recorded traces, which the paper did not have: every order, both tiers, several sizes.
+"""Eviction orders on recorded traces, which the paper did not have: every order, both tiers, three sizes.
 
-Owns: how each kind of trace is served, and the sizes of memory, which are shares of the tokens of the trace.
-Does not know: file formats.
+Owns: which runs there are, and what of them is kept.
+Does not know: how a trace is served (`trace_studies`), or how results are shown (`trace_tables`).
 Called by: the registry.
 
-Recorded arrivals are kept where a file has them and they make memory scarce; elsewhere sessions arrive at
-random, at a rate that does. Pauses are the recorded ones throughout.
+Results are of sessions that are held out: one half of them (`split_by_session`), or those of a later time.
+The order that learns is there twice: beginning with nothing, and with what the other sessions taught it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any
 
-from experiments.eviction import RETENTION_OVER, by_policy, policy_panel, retention_over
+from experiments.eviction import by_policy
 from experiments.machines import profile_name
 from experiments.points import UNITS, Measured, Point
-from experiments.seeds import Group, groups
-from experiments.settings import (
-    SIMULATION_FLAGS,
-    Experiment,
-    Findings,
-    Row,
-    Settings,
-    Table,
-    TraceFile,
-)
+from experiments.returns import returns
+from experiments.seeds import Group, groups, spread
+from experiments.settings import SIMULATION_FLAGS, Experiment, Findings, Settings, TraceFile
 from experiments.systems import BOTH_TIERS, ONE_TIER, System, engine, memory_of_tokens
-from experiments.workloads import Workload
+from experiments.trace_studies import Place, Studied, studied_file, studied_paper
+from experiments.trace_tables import BETTER_OF, DEVICE_ALONE, TIERS, panels, tables
 from pensieve_jax import ConfigError
-from pensieve_jax.workload import ExponentialThink, RecordedThink
+from pensieve_jax.workload import summarize
 
 _MODEL = "llama2-13b-gqa10"
-_BOTH, _ALONE = "both tiers", "device alone"
-_GPU_SHARE = 0.25  # of all memory
-_GPU_LEAST = 1.25  # longest conversations
-_CPU_LEAST = 0.5  # of the device's
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Study:
-    """How traces of a format are served.
-
-    Attributes:
-      share: of the conversations, drawn by seed.
-      rate_per_s: of sessions; None keeps recorded arrivals.
-      num_sessions: at most so many.
-      time_scale: multiplies times, so that one device keeps up; what is recent stays recent.
-      max_context_tokens: conversations end before they outgrow it.
-      chunk_tokens: of a page.
-      memory_shares: device and host memory together, as shares of the tokens of all conversations.
-    """
-
-    share: float = 1.0
-    rate_per_s: float | None = None
-    num_sessions: int | None = None
-    time_scale: float = 1.0
-    max_context_tokens: int = 131_072
-    chunk_tokens: int = 64
-    memory_shares: Sequence[float] = (1 / 32, 1 / 12, 1 / 5)
-
-
-STUDIES = {
-    "burstgpt": _Study(
-        rate_per_s=0.3,
-        num_sessions=600,
-        max_context_tokens=8192,
-        chunk_tokens=32,
-        memory_shares=(1 / 16, 1 / 8, 1 / 4),
-    ),
-    "mooncake": _Study(share=0.12, time_scale=4.0),
-    "agent-sessions": _Study(rate_per_s=0.008, num_sessions=24, time_scale=4.0, memory_shares=(1 / 8, 1 / 4)),
-    "bailian": _Study(),
-    "pensieve": _Study(),
+_LEARNED = "learned"
+EXPERIENCED = "learned, with experience"
+"""The order that learns, beginning with what the other half of the sessions taught it."""
+_COMPARED = {
+    "recompute": lambda figures: figures["recompute_share"],
+    "latency": lambda figures: figures["normalized_latency_s"]["mean"],
+    "first_token": lambda figures: figures["first_token_s"]["mean"],
 }
-"""By format: the files that can be studied."""
-
-
-class _Place(NamedTuple):
-    """Memory of one point, in tokens."""
-
-    gpu_tokens: int
-    cpu_tokens: int
+"""What orders are compared by, seed by seed."""
 
 
 def points(settings: Settings) -> list[Point]:
     """Orders over sizes for every trace, with both tiers and with the device's alone."""
+    return [point for studied in _studied(settings) for point in _of(settings, studied)]
+
+
+def _studied(settings: Settings) -> list[Studied]:
     if not settings.traces:
         raise ConfigError("--traces", "", "at least one FORMAT:FILE for this experiment")
-    return [point for trace in settings.traces for point in _of_trace(settings, trace)]
+    found = [studied for file in settings.traces for studied in _of_file(settings, file)]
+    return [*found, studied_paper(small=settings.small)]
 
 
-def _of_trace(settings: Settings, trace: TraceFile) -> list[Point]:
-    study = STUDIES.get(trace.format)
-    if study is None:
-        raise ConfigError("--traces", trace.format, f"of a format among {', '.join(STUDIES)}")
-    workload = _workload(trace, study)
-    sessions = workload.sessions(settings.seeds[0])
-    num_tokens = sum(session.conversation.num_tokens for session in sessions)
-    longest = max(session.conversation.num_tokens for session in sessions)
-    shares = study.memory_shares[-2:] if settings.small else study.memory_shares
-    places = list(dict.fromkeys(_place(share * num_tokens, longest, study.chunk_tokens) for share in shares))
-    alone = list(dict.fromkeys(place._replace(cpu_tokens=0) for place in places))
+def _of_file(settings: Settings, file: TraceFile) -> list[Studied]:
+    found = studied_file(file, settings.seeds[0], small=settings.small)
+    num_alike = sum(other.format == file.format for other in settings.traces)
+    if num_alike == 1:
+        return found
+    return [studied._replace(title=f"{studied.title}, {file.path.name}") for studied in found]
+
+
+def _of(settings: Settings, studied: Studied) -> list[Point]:
+    places = studied.places[-2:] if settings.small else studied.places
+    kinds = (BOTH_TIERS,) if settings.small else (BOTH_TIERS, ONE_TIER)
     return [
-        _point(settings, trace.path.name, workload, study, system, place, seed)
-        for kind, of_kind in ((BOTH_TIERS, places), (ONE_TIER, alone))
-        for place in of_kind
+        _point(settings, studied, replace(system, name=name), place, seed)
+        for kind in kinds
+        for place in dict.fromkeys(
+            place if kind.has_host_tier else place._replace(cpu_tokens=0) for place in places
+        )
         for system in by_policy(kind)
+        for name in ((system.name, EXPERIENCED) if system.policy == _LEARNED else (system.name,))
         for seed in settings.seeds
     ]
 
 
-def _workload(trace: TraceFile, study: _Study) -> Workload:
-    return Workload(
-        trace=(trace.path, trace.format),
-        share=study.share,
-        max_context_tokens=study.max_context_tokens,
-        rate_per_s=study.rate_per_s,
-        think=RecordedThink(otherwise=ExponentialThink(60.0)),
-        num_sessions=study.num_sessions,
-        time_scale=study.time_scale,
-    )
-
-
-def _place(num_tokens: float, longest: int, chunk_tokens: int) -> _Place:
-    """Sizes of two digits; the device holds whole chunks, and the longest conversation with room to spare.
-
-    The host holds at least half as much, whatever was asked for.
-    """
-    magnitude = 10 ** max(len(str(round(num_tokens))) - 2, 0)
-    total = round(num_tokens / magnitude) * magnitude
-    gpu_tokens = math.ceil(max(_GPU_SHARE * total, _GPU_LEAST * longest) / chunk_tokens) * chunk_tokens
-    return _Place(gpu_tokens, max(total - gpu_tokens, round(_CPU_LEAST * gpu_tokens)))
-
-
-def _point(
-    settings: Settings,
-    name: str,
-    workload: Workload,
-    study: _Study,
-    system: System,
-    place: _Place,
-    seed: int,
-) -> Point:
-    device = settings.device
-    tiers = _BOTH if system.has_host_tier else _ALONE
+def _point(settings: Settings, studied: Studied, system: System, place: Place, seed: int) -> Point:
+    device, workload = settings.device, studied.workload
     return Point(
-        panel=f"{name}, {tiers}",
-        series=system.policy,
-        x=place.gpu_tokens + place.cpu_tokens,
+        panel=f"{studied.title}, {TIERS if system.has_host_tier else DEVICE_ALONE}",
+        series=system.name,
+        x=place.num_tokens,
         seed=seed,
         device=device,
         model=_MODEL,
@@ -160,80 +86,84 @@ def _point(
             device,
             _MODEL,
             memory_bytes=memory_of_tokens(device, _MODEL, place.gpu_tokens, place.cpu_tokens),
-            max_context_tokens=min(study.max_context_tokens, place.gpu_tokens),
-            chunk_tokens=study.chunk_tokens,
+            max_context_tokens=min(workload.max_context_tokens, place.gpu_tokens),
+            chunk_tokens=studied.chunk_tokens,
         ),
         workload=workload,
+        experience=studied.experience if system.name == EXPERIENCED else None,
     )
 
 
 def findings(settings: Settings, measured: list[Measured]) -> Findings:
-    """Which policy recomputes least where, and by how much."""
+    """What each order recomputes, how fast answers are, and both beside the better of LRU and the paper's."""
     found = groups(measured)
-    compared = retention_over(found)
-    panels = dict.fromkeys(group.panel for group in found)
+    results = {
+        "traces": [_described(settings, studied) for studied in _studied(settings)],
+        "points": [group.as_dict() for group in found],
+        "beside_better": beside_better(found),
+    }
     return Findings(
-        tables=[
-            Table(
-                title="Recorded traces, means over seeds", columns=_COLUMNS, rows=[_row(one) for one in found]
-            ),
-            Table(
-                title=RETENTION_OVER,
-                columns=["trace", "tokens of memory", "policy", "retention / policy"],
-                rows=[[panel, round(x), policy, str(ratio)] for panel, x, policy, ratio in compared],
-            ),
-        ],
-        panels=[
-            policy_panel(found, panel, "tokens of memory", log_x=True)
-            for panel in panels
-            if panel.endswith(_BOTH)
-        ],
-        results={
-            "traces": [_described(settings, trace) for trace in settings.traces],
-            "points": [group.as_dict() for group in found],
-            "retention_over": [
-                {"panel": panel, "x": x, "policy": policy, **ratio._asdict()}
-                for panel, x, policy, ratio in compared
-            ],
-        },
+        tables=tables(results),
+        panels=panels(results),
+        results=results,
         profiles=[profile_name(settings.device, _MODEL)],
         units=UNITS
         | {
+            "returns": "by recorded seconds that a conversation has been idle: rate of return x idle time",
             "x": "tokens of device and host memory together",
-            "retention_over": "recompute_share of retention / of the policy",
+            "beside_better": "of an order / the lower one of lru and retention in the same seed: recompute "
+            "is of recompute_share, latency of mean normalized_latency_s, first_token of mean "
+            "first_token_s; null where the lower one is 0 in a seed",
         },
     )
 
 
-_COLUMNS = (
-    *("trace", "tokens of memory", "policy", "gpu hits", "cpu hits", "tokens lost", "recompute s", "share"),
-    "ms/token",
-)
+def beside_better(found: list[Group]) -> list[dict[str, Any]]:
+    """Ratios of every order to the better one of two, place by place: by seed, and their mean and range."""
+    by_place = {(group.panel, group.x, group.series): group for group in found}
+    rows = []
+    for group in found:
+        bases = [by_place[group.panel, group.x, name] for name in BETTER_OF]
+        row: dict[str, Any] = {"panel": group.panel, "x": group.x, "series": group.series}
+        for name, get in _COMPARED.items():
+            lowest = [min(values) for values in zip(*(base.values(get) for base in bases), strict=True)]
+            pairs = list(zip(group.values(get), lowest, strict=True))
+            ratios = spread([value / low for value, low in pairs]) if all(lowest) else None
+            row[name] = None if ratios is None else {k: round(v, 4) for k, v in ratios._asdict().items()}
+        rows.append(row)
+    return rows
 
 
-def _row(group: Group) -> Row:
-    return [
-        *(group.panel, round(group.x), group.series, group.mean("gpu_hit_rate"), group.mean("cpu_hit_rate")),
-        1 - group.mean("found_rate"),
-        *(group.mean("recompute_s"), group.mean("recompute_share"), f"{1e3 * group.latency_s:.1f}"),
-    ]
-
-
-def _described(settings: Settings, trace: TraceFile) -> dict[str, object]:
-    """What was served of a file, by its name alone."""
-    study = STUDIES[trace.format]
-    workload = _workload(trace, study)
+def _described(settings: Settings, studied: Studied) -> dict[str, Any]:
+    """What was served of a trace, with the first seed; files by their names alone."""
+    workload = studied.workload
+    trace = workload.conversations(settings.seeds[0])
+    summary = summarize(trace)
+    sessions = workload.sessions(settings.seeds[0])
+    turns = [(session, turn) for session in sessions for turn in range(1, len(session.conversation.turns))]
+    histories = sorted(session.conversation.num_history_tokens(turn) for session, turn in turns)
     return {
-        "file": trace.path.name,
-        "format": trace.format,
-        "digest": workload.conversations(settings.seeds[0]).digest,
-        "study": {**dataclasses.asdict(study), "memory_shares": list(study.memory_shares)},
+        "title": studied.title,
+        "file": None if workload.trace is None else workload.trace[0].name,
+        "format": None if workload.trace is None else workload.trace[1],
+        "digest": summary.digest,
+        "num_sessions": len(sessions),
+        "num_turns": sum(len(session.conversation.turns) for session in sessions),
+        "returning_history_tokens": {
+            "p50": histories[len(histories) // 2] if histories else None,
+            "p90": histories[len(histories) * 9 // 10] if histories else None,
+        },
+        "rate_per_s": workload.rate_per_s,
+        "time_scale": workload.time_scale,
+        "share": workload.share,
+        "between_s": workload.between_s,
+        "returns": returns(trace),
     }
 
 
 RECORDED_TRACES = Experiment(
     name="traces",
-    title="Eviction policies on recorded traces",
+    title="Eviction orders on recorded traces",
     paper="Not in the paper, which had conversations without times.",
     points=points,
     findings=findings,

@@ -5,6 +5,7 @@ Called by: `scripts/reproduce.py`.
 
 from __future__ import annotations
 
+from experiments.datasets import DATASETS
 from experiments.eviction import EVICTION
 from experiments.kernels import KERNELS
 from experiments.paper_sweeps import LOAD_EXPERIMENTS
@@ -14,5 +15,8 @@ from experiments.think_time import THINK_TIME
 
 EXPERIMENTS = {
     experiment.name: experiment
-    for experiment in (TURNS, CHUNKS, *LOAD_EXPERIMENTS, KERNELS, EVICTION, THINK_TIME, RECORDED_TRACES)
+    for experiment in (
+        *(TURNS, CHUNKS, *LOAD_EXPERIMENTS, KERNELS, EVICTION, THINK_TIME, DATASETS),
+        RECORDED_TRACES,
+    )
 }

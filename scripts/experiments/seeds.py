@@ -75,24 +75,30 @@ class Group:
         return self.mean(latency_s)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: means, and by seed what was found and the share of recomputation."""
-        latencies = [run.figures["normalized_latency_s"] for run in self.runs.values()]
+        """For JSON: means, and by seed what curves and comparisons are drawn from."""
         return {
             "panel": self.panel,
             "series": self.series,
             "x": self.x,
             **{name: _rounded(self.mean(name)) for name in _KEPT},
-            "normalized_latency_s": {
-                part: _rounded(sum(one[part] for one in latencies) / len(latencies))
-                for part in ("mean", "p50", "p90", "p99")
-            }
-            if all(latencies)
-            else None,
+            **{name: self._distribution(name) for name in ("normalized_latency_s", "first_token_s")},
             **{
                 f"{name}_by_seed": {seed: _rounded(value) for seed, value in self.by_seed(name).items()}
-                for name in ("found_rate", "recompute_share")
+                for name in ("found_rate", "recompute_share", "requests_per_s")
+            },
+            "latency_s_by_seed": {
+                seed: None if math.isnan(value) else _rounded(value)
+                for seed, value in self.by_seed(latency_s).items()
             },
         }
+
+    def _distribution(self, name: str) -> dict[str, float] | None:
+        """Of a figure that has mean and percentiles: their means over seeds."""
+        found = [run.figures[name] for run in self.runs.values()]
+        if not all(found):
+            return None
+        parts = ("mean", "p50", "p90", "p99")
+        return {part: _rounded(sum(one[part] for one in found) / len(found)) for part in parts}
 
 
 def latency_s(figures: dict[str, Any]) -> float:

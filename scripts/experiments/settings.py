@@ -74,6 +74,7 @@ class Findings:
       panels: of the plot.
       results: for the JSON document.
       profiles: names of the simulated profiles; none where nothing was simulated.
+      origin: where nothing was simulated, in words where the figures are from.
       units: of `results`.
     """
 
@@ -81,6 +82,7 @@ class Findings:
     panels: Sequence[Panel]
     results: Mapping[str, Any]
     profiles: Sequence[str] = ()
+    origin: str = ""
     units: Mapping[str, str] = field(default_factory=dict)
 
 

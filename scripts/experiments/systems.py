@@ -16,8 +16,9 @@ from experiments.machines import memory_bytes as memory_of_paper
 from pensieve_jax import CacheConfig, EngineConfig, SchedulerConfig
 
 _CONTEXT_TOKENS = 16_384  # the paper's longest
+_LABELS = {"pensieve": "both tiers", "pensieve-gpu": "device alone", "stateless": "no state between turns"}
 # Of small versions: contexts, and device and host memory.
-_SMALL_CONTEXT_TOKENS, _SMALL_MEMORY_TOKENS = 2048, (12_000, 18_000)
+_SMALL_CONTEXT_TOKENS, _SMALL_MEMORY_TOKENS = 2048, (12_000, 60_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,11 @@ class System:
     kind: str
     policy: str = "retention"
     unified: bool = True
+
+    @property
+    def label(self) -> str:
+        """In pictures."""
+        return _LABELS.get(self.name, self.name)
 
     @property
     def has_host_tier(self) -> bool:

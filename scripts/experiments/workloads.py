@@ -19,16 +19,20 @@ from pensieve_jax.workload import (
     Session,
     ThinkTime,
     Trace,
+    between,
     cap_context,
     generate_trace,
     make_sessions,
     read_trace,
+    split_by_session,
     start_mid_life,
     with_min_turns,
 )
 
 _NUM_CONVERSATIONS = 5000  # made, to draw sessions from
 _PAPER_THINK = ExponentialThink(60.0)
+CHOSEN_ON, HELD_OUT = 0, 1
+"""Halves: where parameters were chosen and experience is gathered, and where results are taken."""
 _MID_LIFE_TOKEN_S = 0.03  # of answers before the run: a system that is neither idle nor late
 
 
@@ -39,7 +43,9 @@ class Workload:
     Attributes:
       shape: what made conversations look like: a key of `SHAPES`; None where there is a `trace`.
       trace: a recorded file and its format instead.
-      share: of a recorded trace, the conversations that are drawn, by seed.
+      between_s: of a recorded trace, from when to when its recording is taken to run; None is all of it.
+      half: of sessions, as `split_by_session` has them: CHOSEN_ON or HELD_OUT; None is all.
+      share: of a recorded trace, the conversations that are drawn, by seed, after halving.
       min_turns: conversations of fewer are left out.
       max_context_tokens: conversations end before they outgrow it.
       rate_per_s: conversations that begin in a second; None is as recorded.
@@ -52,6 +58,8 @@ class Workload:
 
     shape: str | None = None
     trace: tuple[Path, str] | None = None
+    between_s: tuple[float, float] | None = None
+    half: int | None = None
     share: float = 1.0
     min_turns: int = 1
     max_context_tokens: int = 16_384
@@ -85,13 +93,22 @@ class Workload:
         """What sessions are drawn from."""
         if self.trace is None:
             assert self.shape is not None
-            return _made(self.shape, seed, self.max_context_tokens, self.min_turns)
-        whole = _recorded(*self.trace, self.max_context_tokens, self.min_turns)
+            return _half(_made(self.shape, seed, self.max_context_tokens, self.min_turns), self.half)
+        whole = _half(self._recorded(), self.half)
         if self.share == 1.0:
             return whole
         num_drawn = max(round(self.share * len(whole.conversations)), 1)
         drawn = np.random.default_rng(seed).permutation(len(whole.conversations))[:num_drawn]
         return replace(whole, conversations=tuple(whole.conversations[i] for i in sorted(drawn.tolist())))
+
+    def _recorded(self) -> Trace:
+        assert self.trace is not None
+        whole = _recorded(*self.trace, self.max_context_tokens, self.min_turns)
+        return whole if self.between_s is None else between(whole, *self.between_s)
+
+
+def _half(trace: Trace, half: int | None) -> Trace:
+    return trace if half is None else split_by_session(trace)[half]
 
 
 @lru_cache(maxsize=8)  # as many as there may be seeds in turn

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from pensieve_jax.cache import (
     AnalyticCostModel,
     CachedSequence,
     CacheManager,
     Copy,
     DropReason,
+    Experience,
     PlacePool,
     Role,
     Shelf,
     make_policy,
 )
+from pensieve_jax.cache.insurance import Losses
+from pensieve_jax.cache.returns import NUM_BINS, NUM_BUCKETS, ReturnModel
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.clock import VirtualClock
 
@@ -152,6 +157,20 @@ class Cache:
         assert self.manager.num_available() == self.pool.num_free + sum(
             sequence.num_resident for sequence in self.manager._store if sequence.role is not Role.RUNNING
         )
+
+
+def habits(seed: int) -> ReturnModel:
+    """A model of many returns that anybody may have, drawn by seed."""
+    rng = np.random.default_rng(seed)
+    shape = NUM_BUCKETS, NUM_BINS
+    returns, exposure_s = rng.integers(0, 50, shape), rng.integers(1, 10_000, shape)
+    return ReturnModel(returns.astype(float), exposure_s.astype(float))
+
+
+def experience_of(seed: int, followed: str = "returns") -> Experience:
+    """What somebody has seen who had `habits`, and follows an order."""
+    model = habits(seed)
+    return Experience(model.returns, model.exposure_s, followed, Losses((0.0,) * 3, ((0.0,) * 3,) * 3))
 
 
 def resident(sequence: CachedSequence) -> list[int]:

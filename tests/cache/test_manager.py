@@ -20,7 +20,7 @@ def test_admission_reserves_every_page_that_is_missing():
     assert states(sequence) == ["reserved", "on gpu", "reserved", "on gpu", *["reserved"] * 3]
     assert sequence.holes(CHUNK) == [(0, 16), (32, 48)]
     assert cache.pool.num_free == 3 and sequence.role is Role.RUNNING
-    assert sorted(sequence.page_row.tolist()) == sorted({chunk.page for chunk in sequence.chunks})
+    assert len({chunk.page for chunk in sequence.chunks} - {0}) == 7
     cache.check()
 
 
@@ -196,11 +196,29 @@ def test_lost_pools_drop_every_chunk():
     cache.check()
 
 
-def test_a_page_row_grows_with_its_sequence():
+def test_the_page_table_has_the_pages_of_those_who_run():
     cache = Cache(100)
-    sequence = cache.running("a", 70 * CHUNK)
-    assert sequence.page_row.tolist() == [chunk.page for chunk in sequence.chunks]
-    assert len(set(sequence.page_row.tolist())) == 70 and 0 not in sequence.page_row
+    idle, sequence = cache.idle("b", CHUNK), cache.running("a", 70 * CHUNK)
+    row = cache.manager.page_table.take([sequence.row])[0].tolist()
+    assert row[:70] == [chunk.page for chunk in sequence.chunks] and not any(row[70:])
+    assert len(set(row[:70])) == 70 and 0 not in row[:70]
+    assert idle.row == -1
+    cache.manager.release(sequence)
+    assert sequence.row == -1
+    cache.check()
+
+
+def test_a_page_table_grows_in_rows_and_columns():
+    cache = Cache(200)
+    sequences = [cache.running(f"a{i}", (1 + i % 3 * 20) * CHUNK) for i in range(5)]
+    sequences += [cache.running(f"b{i}", CHUNK) for i in range(40)]
+    table = cache.manager.page_table.take([sequence.row for sequence in sequences])
+    assert table.tolist() == [
+        [chunk.page for chunk in sequence.chunks] + [0] * (table.shape[1] - len(sequence.chunks))
+        for sequence in sequences
+    ]
+    assert len({sequence.row for sequence in sequences}) == 45
+    cache.check()
 
 
 @given(

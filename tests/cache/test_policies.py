@@ -158,7 +158,7 @@ def test_the_order_lasts_while_everything_changes(policy, sizes, changes):
                 store.drop(victim.sequence, chunk, DropReason.NO_HOST_MEMORY, None)
             if victim is not None:
                 store.trim(victim.sequence)
-        for changed in store.take_changed():
+        for changed in store.take_changed(Shelf.DIRTY):
             order.note(changed)
         victim = order.peek(cache.clock.now())
         now_s, expected = cache.clock.now(), []

@@ -110,7 +110,7 @@ class Harness:
 
     def _look_at_waiting(self, copy_ids: Sequence[int]) -> None:
         """Just before the engine schedules: what queued turns have, after these copies."""
-        for request in self.engine._ledger.turns:
+        for request in self.engine._ledger.replies:
             if request.status is RequestStatus.WAITING:
                 self._look_at(request.sequence, copy_ids)
 
@@ -142,8 +142,8 @@ class Harness:
 
     def _record_swap_ins(self, pages: set[int]) -> None:
         for sequence in self.engine._cache._store:
-            own_pages = sequence.page_row[sequence.num_shared :].tolist()
-            found = (i for i, page in enumerate(own_pages, sequence.num_shared) if page in pages)
+            own_chunks = sequence.chunks[sequence.num_shared :]
+            found = (i for i, chunk in enumerate(own_chunks, sequence.num_shared) if chunk.page in pages)
             self._copied_in[sequence.sequence_id].update(found)
 
     def facts(

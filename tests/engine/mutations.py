@@ -23,7 +23,7 @@ from pensieve_jax.cache.evictor import Evictor
 from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.ledger import TurnLedger
-from pensieve_jax.engine.turn import Turn
+from pensieve_jax.engine.reply import Reply
 from pensieve_jax.scheduler import Planner, Request, Scheduler, StepPlan
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
@@ -139,7 +139,7 @@ def page_freed_twice(patch):
 
 
 def overrun_token_kept(patch):
-    accept = Turn.accept
+    accept = Reply.accept
 
     def accepted(self, *args):
         reason = accept(self, *args)
@@ -148,7 +148,7 @@ def overrun_token_kept(patch):
             return None
         return "stop" if hasattr(self, "stopped") else reason
 
-    patch.setattr(Turn, "accept", accepted)
+    patch.setattr(Reply, "accept", accepted)
 
 
 def _truncate_otherwise(patch, owner, name, change):

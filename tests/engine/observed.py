@@ -137,18 +137,24 @@ class ObservedStore:
 
     Attributes:
       commits: the turns of every commit that was done.
+      num_loads: whole conversations that were read.
       faults: what the next "commit" raises before, or "committed" after the turns were written, once.
     """
 
     def __init__(self, inner: HistoryStore) -> None:
         self.inner = inner
         self.commits: list[list[TurnRecord]] = []
+        self.num_loads = 0
         self.faults = _Faults()
 
     def conversations(self) -> list[ConversationInfo]:
         return self.inner.conversations()
 
+    def info(self, conversation_id: str) -> ConversationInfo:
+        return self.inner.info(conversation_id)
+
     def load(self, conversation_id: str) -> ConversationRecord:
+        self.num_loads += 1
         return self.inner.load(conversation_id)
 
     def commit(self, turns: Sequence[TurnRecord]) -> None:
@@ -162,6 +168,12 @@ class ObservedStore:
 
     def delete(self, conversation_id: str) -> None:
         self.inner.delete(conversation_id)
+
+    def note(self, name: str) -> str | None:
+        return self.inner.note(name)
+
+    def keep_note(self, name: str, text: str | None) -> None:
+        self.inner.keep_note(name, text)
 
     def close(self) -> None:
         self.inner.close()

@@ -60,6 +60,16 @@ def test_truncate_keeps_a_prefix_of_tokens_and_state(num_tokens):
     harness.check_empty()
 
 
+def test_the_length_of_a_history_is_known_without_reading_it():
+    harness = Harness()
+    harness.turn("a", 90, max_tokens=5)
+    table = harness.engine.conversations
+    table.forget(table.get("a"))
+    num_loads = harness.store.num_loads
+    assert [table.num_tokens(name) for name in ("a", "b", None)] == [95, 0, 0]
+    assert harness.store.num_loads == num_loads and not len(table)
+
+
 def test_truncate_behind_holes():
     """Cutting inside a hole leaves nothing to recompute but what stands before the cut."""
     harness = Harness()

@@ -125,12 +125,12 @@ def test_a_failed_step_and_an_interrupt_are_told():
     assert turn.error is not None, "no step has been scheduled since"
     assert {c.drop.reason for c in harness.engine.explain("a").chunks} == {DropReason.DEVICE_LOST}
     harness.turn("a", 4, max_tokens=2)
-    harness.submit(harness.facts(harness.prompt(5), "c", max_tokens=9), "c")
+    turn = harness.submit(harness.facts(harness.prompt(5), "c", max_tokens=9), "c")
     harness.runner.faults["dispatch"] = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         harness.step()
     explanation = harness.engine.explain("a")
-    assert {c.drop.reason for c in explanation.chunks} == {DropReason.INTERRUPTED}
+    assert {c.drop.reason for c in explanation.chunks} == {DropReason.INTERRUPTED} and turn.error is not None
     harness.turn("a", 4, max_tokens=2)
     assert "interrupted" not in str(harness.engine.explain("a"))
 

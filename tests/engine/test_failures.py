@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import pytest
 
-from pensieve_jax.core.errors import EngineClosedError, HistoryError, StepFailedError
+from pensieve_jax.core.errors import EngineClosedError, HistoryError, PensieveError, StepFailedError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.observer import unobserved
 from pensieve_jax.engine.validation import TurnSpec
@@ -151,13 +152,14 @@ def test_ctrl_c_then_another_process_opens_the_history(where, tmp_path):
     """Closing after an interrupt releases the file; what was committed is all there, and goes on."""
     path = tmp_path / "history.sqlite"
     harness = Harness(path=path)
-    two_running_turns(harness, 2)
+    turns, _ = two_running_turns(harness, 2)
     faults = harness.store.faults if "commit" in where else harness.runner.faults
     faults[where] = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         harness.drain()
     histories = [harness.history(name) for name in "ab"]
     harness.engine.close()
+    assert all(turn.done for turn in turns)
     again = Harness(path=path)
     assert [again.history(name) for name in "ab"] == histories
     for name in "ab":
@@ -211,3 +213,40 @@ def test_a_submission_that_fails_half_way_queues_nothing(monkeypatch):
         harness.engine.submit(specs)
     assert not harness.engine.has_unfinished
     harness.check_empty()
+
+
+def test_a_second_thread_is_refused_while_a_call_is_under_way():
+    harness = Harness()
+    refused = []
+
+    def call():
+        with pytest.raises(PensieveError, match="Another thread"):
+            harness.engine.step()
+        refused.append(True)
+
+    def in_a_step(_):
+        harness.on_step = unobserved
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    harness.on_step = in_a_step
+    harness.turn("a", 5, max_tokens=4)
+    assert refused
+
+
+def test_a_second_close_does_what_an_interrupt_kept_the_first_from(tmp_path):
+    path = tmp_path / "history.sqlite"
+    harness = Harness(path=path)
+    harness.turn("a", 5, max_tokens=4)
+    close = harness.store.close
+
+    def interrupted():
+        harness.store.close = close
+        raise KeyboardInterrupt
+
+    harness.store.close = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        harness.engine.close()
+    harness.engine.close()
+    Harness(path=path).engine.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.errors import HistoryError, StepFailedError
+from tests.cache.helpers import experience_of
 from tests.engine.harness import MAX_STEPS, Harness
 from tests.engine.oracles import Bench, TurnFacts
 from tests.engine.outcomes import COUNTED, Running, check_output, check_usage
@@ -63,6 +64,8 @@ class TurnDriver:
             delays=self.scenario.delays,
         )
         self.engine, self.store = self.harness.engine, self.harness.store
+        if self.scenario.config.cache.policy == "learned":  # a scenario is too short to learn much
+            self.engine.cache.turns.begin(experience_of(len(self.scenario.ops)))
 
     def close(self) -> None:
         """Close the engine, and keep what it counted."""

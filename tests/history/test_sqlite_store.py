@@ -25,6 +25,7 @@ from pensieve_jax.history import (
     TurnRecord,
     history_fingerprint,
 )
+from tests.interruption import Interruption
 
 FINGERPRINT = "model:a tokenizer:b"
 
@@ -75,6 +76,39 @@ def test_listing_is_most_recent_first_and_reads_sizes(store):
         ConversationInfo("a", 6, 2, 2.0),
         ConversationInfo("c", 5, 1, 1.0),
     ]
+
+
+def test_info_is_a_line_of_the_listing(store):
+    store.commit([turn("a"), turn("b", created_at_s=3.0)])
+    assert [store.info(info.conversation_id) for info in store.conversations()] == store.conversations()
+    with pytest.raises(UnknownConversationError):
+        store.info("c")
+
+
+@pytest.mark.parametrize("distance", range(1, 6))
+def test_an_interrupt_at_any_line_keeps_all_of_a_commit_or_nothing(distance):
+    """A second one comes while the first is cleaned up; whoever called may keep the traceback."""
+    number, num_rolled_back = 0, 0
+    while True:
+        number += 1
+        with SQLiteHistoryStore(None, fingerprint=FINGERPRINT) as store:
+            store.commit([turn("a")])
+            before = store.conversations()
+            interruption, kept = Interruption(number, number + distance), None
+            try:
+                with interruption:
+                    store.commit([turn("a", index=1), turn("b")])
+            except KeyboardInterrupt as error:
+                kept = error
+            after = store.conversations()
+            assert after == before or {info.num_turns for info in after} == {2, 1}
+            num_rolled_back += after == before
+            store.commit([turn("c")])
+            assert len(store.conversations()) == len(after) + 1
+            assert all(store.load(info.conversation_id).turns for info in store.conversations())
+        if kept is None:
+            break
+    assert number > 20 and num_rolled_back > 20 and len(after) == 2
 
 
 def test_two_turns_of_one_conversation_in_one_commit(store):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from pensieve_jax.cache import PageTable
 from pensieve_jax.config import SchedulerConfig
 from pensieve_jax.core.conversation import PENDING_TOKEN, Conversation
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.scheduler import Request, Scheduler, SchedulerOutput
 from tests.cache.helpers import CHUNK, Cache
+
+
+def page_table(requests: Iterable[Request]) -> PageTable:
+    """A table with the pages of these, as the cache has them while they run."""
+    table = PageTable()
+    for sequence in dict.fromkeys(request.sequence for request in requests):
+        sequence.row = table.open([chunk.page for chunk in sequence.chunks])
+    return table
 
 
 class Desk:

@@ -11,6 +11,7 @@ from pensieve_jax.cache.sequence import Chunk
 from pensieve_jax.core.conversation import PENDING_TOKEN, Conversation
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.scheduler import Grant, PlanLayout, Planner, Request, SchedulerOutput
+from tests.scheduler.helpers import page_table
 
 CHUNK, NUM_PAGES = 16, 40
 LAYOUTS = {size: PlanLayout(size, 6, 6, 4, 3, 2) for size in (16, 64, 160)}
@@ -36,7 +37,7 @@ def request(number: int, num_tokens: int, params: SamplingParams, *, is_pending:
         made.sample_row = 2
     for index in range(-(-num_tokens // CHUNK)):
         sequence.chunks.append(Chunk())
-        sequence.set_page(index, 1 + 6 * number + index)
+        sequence.chunks[index].page = 1 + 6 * number + index
     return made
 
 
@@ -45,7 +46,8 @@ def fill_tiles(plan):
 
 
 def digest_of(*grants: Grant) -> str:
-    planner = Planner(LAYOUTS, fill_tiles, chunk_tokens=CHUNK, num_device_pages=NUM_PAGES)
+    table = page_table(grant.request for grant in grants)
+    planner = Planner(LAYOUTS, fill_tiles, table, chunk_tokens=CHUNK, num_device_pages=NUM_PAGES)
     num_tokens = sum(grant.end - grant.start for grant in grants)
     plan = planner.plan(SchedulerOutput(grants, num_tokens, (), (), (), (), (), ()))
     return hashlib.sha256(plan.buffer.tobytes()).hexdigest()[:16]

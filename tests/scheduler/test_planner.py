@@ -10,6 +10,7 @@ from pensieve_jax.cache.sequence import Chunk
 from pensieve_jax.core.conversation import PENDING_TOKEN, Conversation
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.scheduler import Grant, PlanLayout, Planner, Request, SchedulerOutput
+from tests.scheduler.helpers import page_table
 
 CHUNK = 16
 NUM_PAGES = 30  # the dummy included
@@ -108,7 +109,7 @@ def requests(draw, number, pages):
         request.sample_row = draw(st.integers(0, 5))
     for index in range(-(-len(request.token_ids) // CHUNK)):
         sequence.chunks.append(Chunk())
-        sequence.set_page(index, pages.pop())
+        sequence.chunks[index].page = pages.pop()
     return request
 
 
@@ -137,7 +138,8 @@ def outputs(draw):
 @given(output=outputs())
 def test_plans_equal_the_slow_reference(output):
     """Every field of the buffer; and `sample_row` is set for the step that follows."""
-    planner = Planner(LAYOUTS, fill_tiles, chunk_tokens=CHUNK, num_device_pages=NUM_PAGES)
+    table = page_table(grant.request for grant in output.grants)
+    planner = Planner(LAYOUTS, fill_tiles, table, chunk_tokens=CHUNK, num_device_pages=NUM_PAGES)
     sample_rows = {grant.request: grant.request.sample_row for grant in output.grants}
     for grant in output.grants:
         if grant.samples:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pensieve_jax.cache import Experience
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.engine import Engine
@@ -20,6 +21,7 @@ from pensieve_jax.simulator.routing import AffinityRouter
 from pensieve_jax.simulator.step_time import StepLoad
 from pensieve_jax.simulator.transfers import SimulatedTransfers
 from pensieve_jax.workload import Answer, Client, Session, UserTurn
+from tests.cache.helpers import experience_of
 from tests.engine.fake_runner import NUM_LAYERS, VOCAB_SIZE, FakeRunner
 from tests.engine.fake_transfers import IMMEDIATE, FakeTransfers
 from tests.simulator.workloads import (
@@ -102,7 +104,7 @@ class TimedRunner(FakeRunner):
 class EngineServer:
     """A real engine, as the simulation's loop drives replicas."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, experience: Experience | None) -> None:
         self.seen = Seen()
         runner = TimedRunner(config)
         self.clock, self.runner = runner.timeline, runner
@@ -115,6 +117,7 @@ class EngineServer:
             clock=self.clock,
             observe=lambda output: self.seen.outputs.append(plain(output)),
         )
+        self.engine.cache.turns.begin(experience)
         self._turns: dict[Turn, UserTurn] = {}
         self._first_token_s: dict[Turn, float] = {}
 
@@ -153,6 +156,8 @@ class EngineServer:
 
 CONFIGS = {
     "retention": small_config(),
+    "learned": small_config(policy="learned"),
+    "experienced": small_config(policy="learned"),
     "trailing": small_config(policy="trailing"),
     "tight": small_config(gpu_pages=26, cpu_pages=12),
     "gpu": small_config(cpu_pages=0),
@@ -165,7 +170,9 @@ CONFIGS = {
 def test_same_decisions_answers_and_times(name, seed):
     """And, by the fake runner, no step read anything that had not arrived."""
     config, sessions = CONFIGS[name], make_sessions(seed)
-    engine, simulated = EngineServer(config).serve(sessions), serve(config, sessions, stretches=True)
+    experience = experience_of(seed) if name == "experienced" else None
+    engine = EngineServer(config, experience).serve(sessions)
+    simulated = serve(config, sessions, stretches=True, experience=experience)
     assert simulated.outputs == engine.outputs
     assert simulated.plain_answers() == engine.plain_answers() and len(engine.answers) > 24
     common = (simulated.stats.keys() & engine.stats.keys()) - UNLIKE

@@ -6,6 +6,7 @@ import pytest
 
 from pensieve_jax.config import POLICIES
 from pensieve_jax.simulator import replica as replica_module
+from tests.cache.helpers import experience_of
 from tests.simulator.workloads import make_sessions, serve, small_config
 
 CONFIGS = {
@@ -32,6 +33,18 @@ def check_equal(config, sessions):
 def test_equals_stepping(name, seed):
     seen = check_equal(CONFIGS[name], make_sessions(seed))
     assert len(seen.answers) > 24
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equals_stepping_in_an_order_that_has_learned(seed):
+    """Idle time goes from bin to bin while a stretch lasts."""
+    config, sessions = CONFIGS["learned"], make_sessions(seed, think_s=3.0)
+    experience = experience_of(seed)
+    seen = [
+        serve(config, sessions, stretches=stretches, experience=experience) for stretches in (False, True)
+    ]
+    assert seen[0].outputs == seen[1].outputs and seen[0].stats == seen[1].stats
+    assert any(output[4] for output in seen[0].outputs), "nothing gave way"
 
 
 @pytest.mark.parametrize("gap_s", [0.01, 2.0])

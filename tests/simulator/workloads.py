@@ -6,7 +6,7 @@ import dataclasses
 import random
 from typing import Any
 
-from pensieve_jax.cache import AnalyticCostModel
+from pensieve_jax.cache import AnalyticCostModel, Experience
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.scheduler import SchedulerOutput
 from pensieve_jax.simulator import DeviceProfile, Replica, run
@@ -78,14 +78,28 @@ class Seen:
         return [dataclasses.asdict(answer) for answer in self.answers]
 
 
-def serve(config: EngineConfig, sessions: list[Session], *, stretches: bool, observed: bool = True) -> Seen:
+def serve(
+    config: EngineConfig,
+    sessions: list[Session],
+    *,
+    stretches: bool,
+    observed: bool = True,
+    experience: Experience | None = None,
+) -> Seen:
     """All of it on one replica."""
     seen = Seen()
 
     def observe(output: SchedulerOutput) -> None:
         seen.outputs.append(plain(output))
 
-    replica = Replica(config, PROFILE, COSTS, stretches=stretches, observe=observe if observed else None)
+    replica = Replica(
+        config,
+        PROFILE,
+        COSTS,
+        stretches=stretches,
+        observe=observe if observed else None,
+        experience=experience,
+    )
     for answer in run(Client(sessions, MAX_CONTEXT_TOKENS), [replica], AffinityRouter(0)):
         seen.answers.append(answer)
         replica.check_integrity()

@@ -122,7 +122,7 @@ def test_a_truncated_file_is_refused_with_the_line(tmp_path, format):
         ("vllm", [{"id": "a", "messages": [{"role": "user", "content": 3}]}], r"messages[0].content is 3"),
         ("vllm", [{"id": "a", "messages": [{"role": "user", "content": [{"type": "text"}]}]}],
          r"messages[0].content[0].text is missing"),
-        ("vllm", {"filetype": "generate_conversations"}, "must be a JSON array"),
+        ("vllm", {"filetype": "generate_conversations"}, "messages is missing, but must be a list"),
     ],
 )  # fmt: skip
 def test_fields_that_are_wrong_are_named(tmp_path, format, content, reason):

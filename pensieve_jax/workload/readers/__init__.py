@@ -13,19 +13,21 @@ from typing import Final
 
 from pensieve_jax.workload.errors import TraceError, WorkloadError
 from pensieve_jax.workload.readers.agents import read_agent_sessions
+from pensieve_jax.workload.readers.azure import read_azure
 from pensieve_jax.workload.readers.bailian import read_bailian
 from pensieve_jax.workload.readers.burstgpt import read_burstgpt
 from pensieve_jax.workload.readers.chats import (
     CountTokens,
     OnSkip,
+    count_words,
     read_dialogues,
     read_openai,
     read_sharegpt,
     read_ultrachat,
-    read_vllm,
 )
+from pensieve_jax.workload.readers.guess import guess_format
+from pensieve_jax.workload.readers.lengths import read_lengths
 from pensieve_jax.workload.readers.mooncake import read_mooncake
-from pensieve_jax.workload.readers.single_turns import read_azure, read_lengths
 from pensieve_jax.workload.trace import ConversationTrace, Trace
 
 type _TextReader = Callable[[Path, CountTokens, OnSkip | None], Iterator[ConversationTrace]]
@@ -35,25 +37,33 @@ _TEXT_READERS: Final[dict[str, _TextReader]] = {
     "sharegpt": read_sharegpt,
     "ultrachat": read_ultrachat,
     "openai": read_openai,
-    "vllm": read_vllm,
+    "vllm": read_openai,
     "dialogues": read_dialogues,
 }
 _LENGTH_READERS: Final[dict[str, _LengthReader]] = {
     "mooncake": read_mooncake,
     "bailian": read_bailian,
-    "burstgpt": read_burstgpt,
     "agent-sessions": read_agent_sessions,
     "azure": read_azure,
     "lengths": read_lengths,
 }
 _OWN_FORMAT: Final = "pensieve"
+_BURSTGPT: Final = "burstgpt"  # of lengths, and rows are left out
 
-FORMATS: Final = (_OWN_FORMAT, *_TEXT_READERS, *_LENGTH_READERS)
+FORMATS: Final = (_OWN_FORMAT, *_TEXT_READERS, *_LENGTH_READERS, _BURSTGPT)
 """What `read_trace` takes as `format`; "pensieve" is what `Trace.save` writes."""
 TEXT_FORMATS: Final = tuple(_TEXT_READERS)
 """Those whose files hold texts, which somebody has to measure."""
 
-__all__ = ["FORMATS", "TEXT_FORMATS", "CountTokens", "OnSkip", "read_trace"]
+__all__ = [
+    "FORMATS",
+    "TEXT_FORMATS",
+    "CountTokens",
+    "OnSkip",
+    "count_words",
+    "guess_format",
+    "read_trace",
+]
 
 
 def read_trace(
@@ -66,11 +76,11 @@ def read_trace(
     """A trace file as a trace; `.gz` files are decompressed.
 
     Args:
-      path: the file.
-      format: one of FORMATS.
+      path: the file; of "agent-sessions" also a directory of them.
+      format: one of FORMATS; `guess_format` tells which, by a file's content.
       count_tokens: measures a text; needed by the formats of texts, unused by those of lengths.
-      on_skip: called with file, line and reason for each conversation of texts that is left out because
-        nothing in it can be served.
+      on_skip: called with file, line and reason for what is left out: each conversation of texts in which
+        nothing can be served, and each kind of rows that belong to no session.
 
     Raises TraceError for a file that is not of that format or holds no conversation, WorkloadError for an
     unknown format or a missing `count_tokens`, OSError for a file that cannot be opened.
@@ -85,6 +95,8 @@ def read_trace(
         conversations = _TEXT_READERS[format](path, count_tokens, on_skip)
     elif format in _LENGTH_READERS:
         conversations = _LENGTH_READERS[format](path)
+    elif format == _BURSTGPT:
+        conversations = read_burstgpt(path, on_skip)
     else:
         raise WorkloadError("format", format, f"one of {', '.join(FORMATS)}")
     trace = Trace(path.name, tuple(conversations))

@@ -27,7 +27,7 @@ def read_mooncake(path: Path) -> Iterator[ConversationTrace]:
     in the file that a sample was taken from, and `parent_line`, the number of the request that it continues,
     or -1. Without these, a request continues the one with the longest input whose full blocks its own input
     begins with, the latest of several; a block's hash stands for all that precedes it as well. Such
-    links are likely, not certain.
+    links are likely, not certain; none is found to an input of less than two full blocks.
     """
     return chain_requests(_requests(path))
 

@@ -1,6 +1,6 @@
-"""Readers of requests without sessions: every row is a conversation of one turn.
+"""Reader of the Azure LLM inference traces: CSV of requests without sessions, so conversations of one turn.
 
-Owns: the Azure LLM inference traces (arrivals) and the ShareGPT lengths of Sarathi-Serve, both CSV.
+Owns: this format.
 Does not know: conversations; arrivals can be given to those of another trace (`make_sessions`).
 Called by: `read_trace`.
 """
@@ -22,13 +22,6 @@ def read_azure(path: Path) -> Iterator[ConversationTrace]:
     for index, (time_s, row) in enumerate(rows):
         turn = TurnTrace(row.count("ContextTokens"), row.count("GeneratedTokens"))
         yield ConversationTrace(str(index), (turn,), time_s - start_s)
-
-
-def read_lengths(path: Path) -> Iterator[ConversationTrace]:
-    """`num_prefill_tokens,num_decode_tokens,...`: lengths only, a prompt's history included in it."""
-    for index, row in enumerate(read_csv(path)):
-        turn = TurnTrace(row.count("num_prefill_tokens"), row.count("num_decode_tokens"))
-        yield ConversationTrace(str(index), (turn,))
 
 
 def _timestamp_s(row: Row) -> float:

@@ -1,0 +1,95 @@
+"""What an engine has learned of returns, as a value that outlives it.
+
+Owns: its plain document, and what is refused as one.
+Does not know: files, the history, or what is made of it.
+Called by: `learning`; the engine keeps it with the history, and the simulator hands it from run to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from pensieve_jax.cache.insurance import Losses
+from pensieve_jax.cache.returns import NUM_BINS, NUM_BUCKETS, Array
+from pensieve_jax.core.errors import ConfigError
+
+_FORMAT = "pensieve experience, version 1"
+ORDERS = ("retention", "lru", "returns")
+_DIGITS = 6  # of seconds, a microsecond
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Experience:
+    """Returns that were seen, and what the orders would have lost.
+
+    Attributes:
+      returns: by bucket and bin of idle time: f64[NUM_BUCKETS, NUM_BINS].
+      exposure_s: seconds that conversations spent there, likewise.
+      followed: the order that was followed, one of `ORDERS`.
+      losses: what the insurance goes by, in the order of `ORDERS`.
+    """
+
+    returns: Array
+    exposure_s: Array
+    followed: str
+    losses: Losses
+
+    @property
+    def num_returns(self) -> float:
+        """Returns that were seen; older ones may count less than one."""
+        return float(self.returns.sum())
+
+    @classmethod
+    def together(cls, several: Sequence[Self]) -> Self:
+        """What several engines have seen; whom to follow is the first one's. At least one."""
+        returns = np.sum([one.returns for one in several], 0)
+        exposure_s = np.sum([one.exposure_s for one in several], 0)
+        return cls(returns, exposure_s, several[0].followed, several[0].losses)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "format": _FORMAT,
+            "returns": self.returns.round(_DIGITS).tolist(),
+            "exposure_s": self.exposure_s.round(_DIGITS).tolist(),
+            "followed": self.followed,
+            "lost_s": dict(zip(ORDERS, self.losses.sums_s, strict=True)),
+            "loss_products": [list(row) for row in self.losses.products],
+        }
+
+    @classmethod
+    def from_dict(cls, document: object) -> Self:
+        """Read what `to_dict` made; ConfigError for anything else."""
+        if not isinstance(document, dict) or document.get("format") != _FORMAT:
+            found = document.get("format") if isinstance(document, dict) else document
+            raise ConfigError("experience.format", found, repr(_FORMAT))
+        followed = document.get("followed")
+        if followed not in ORDERS:
+            raise ConfigError("experience.followed", followed, f"one of {', '.join(ORDERS)}")
+        lost_s = document.get("lost_s")
+        sums_s = [lost_s.get(name) for name in ORDERS] if isinstance(lost_s, dict) else lost_s
+        num_orders = len(ORDERS)
+        sums = _numbers("lost_s", sums_s, (num_orders,))
+        products = _numbers("loss_products", document.get("loss_products"), (num_orders, num_orders))
+        shape = NUM_BUCKETS, NUM_BINS
+        return cls(
+            _numbers("returns", document.get("returns"), shape),
+            _numbers("exposure_s", document.get("exposure_s"), shape),
+            followed,
+            Losses(tuple(sums.tolist()), tuple(map(tuple, products.tolist()))),
+        )
+
+
+def _numbers(name: str, values: object, shape: tuple[int, ...]) -> Array:
+    limit = f"finite numbers from 0 on, of shape {shape}"
+    try:
+        found: Array = np.array(values, np.float64)
+    except (TypeError, ValueError) as error:  # ragged, or not of numbers
+        raise ConfigError(f"experience.{name}", values, limit) from error
+    if found.shape != shape or not np.isfinite(found).all() or (found < 0).any():
+        raise ConfigError(f"experience.{name}", values, limit)
+    return found

@@ -1,0 +1,178 @@
+"""The order `learned` at work: what is told of turns goes to the model of returns and to the insurance.
+
+Owns: keeping the policy, the log of returns and the insurance in step.
+Does not know: chunks, tiers, or who gives way.
+Called by: the engine's loop, which tells it of turns as they are sent, answered or withdrawn, and whoever
+ends conversations; `CacheManager` owns it.
+"""
+
+from __future__ import annotations
+
+from pensieve_jax.cache.cost import CostModel
+from pensieve_jax.cache.experience import ORDERS, Experience
+from pensieve_jax.cache.insurance import BLOCK_TOKENS, Insurance
+from pensieve_jax.cache.policies import (
+    EvictionPolicy,
+    LearnedPolicy,
+    RecencyPolicy,
+    RetentionPolicy,
+    ReturnsPolicy,
+)
+from pensieve_jax.cache.return_log import ReturnLog
+from pensieve_jax.cache.returns import ReturnModel, bucket_of
+from pensieve_jax.cache.sequence import CachedSequence
+from pensieve_jax.config import CacheConfig
+from pensieve_jax.core.clock import Clock
+
+
+class TurnNotes:
+    """What a cache is told of turns: nothing is made of it where the order does not learn."""
+
+    def sent(self, sequence: CachedSequence, num_history_tokens: int) -> None:
+        """A turn was sent to a conversation, which has a history if it had a turn before."""
+
+    def answered(
+        self, sequence: CachedSequence, num_history_tokens: int, *, prompt_tokens: int, output_tokens: int
+    ) -> None:
+        """A turn was answered; the history has it already, and the conversation is idle from now on."""
+
+    def left(self, sequence: CachedSequence, num_history_tokens: int) -> None:
+        """A conversation with a history is idle from now on, as after a turn that was withdrawn."""
+
+    def ended(self, conversation_id: str) -> None:
+        """A conversation was ended: it cannot return."""
+
+    def experience(self) -> Experience | None:
+        """What was learned."""
+        return None
+
+    def begin(self, experience: Experience | None) -> None:
+        """Forget everything, and go on from `experience`; whoever is idle now is not observed."""
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters since the start."""
+        return {}
+
+    def describe(self) -> str | None:
+        """Which order is followed, and why; None where there is nothing to tell."""
+        return None
+
+
+class Learning(TurnNotes):
+    """What one cache learns."""
+
+    def __init__(
+        self,
+        policy: LearnedPolicy,
+        cost_model: CostModel,
+        clock: Clock,
+        *,
+        chunk_tokens: int,
+        num_chunks: int,
+        experience: Experience | None,
+    ) -> None:
+        """From `experience` on; `policy` is the one of the cache, which holds `num_chunks` chunks."""
+        self._policy = policy
+        self._cost_model = cost_model
+        self._clock = clock
+        self._chunk_tokens = chunk_tokens
+        self._num_tokens = num_chunks * chunk_tokens
+        self.begin(experience)
+
+    def begin(self, experience: Experience | None) -> None:
+        """See `TurnNotes`."""
+        policy = self._policy
+        known = (None, None) if experience is None else (experience.returns, experience.exposure_s)
+        policy.use(ReturnModel(*known))
+        policy.follow(RetentionPolicy.name if experience is None else experience.followed)
+        blocks = RetentionPolicy(self._cost_model, BLOCK_TOKENS)
+        by_returns = ReturnsPolicy(policy.model, self._cost_model, BLOCK_TOKENS)
+        orders = {order.name: order for order in (blocks, RecencyPolicy(), by_returns)}
+        assert tuple(orders) == ORDERS
+        self._log = ReturnLog(policy.model)
+        self._insurance = Insurance(
+            orders,
+            self._cost_model,
+            followed=policy.followed,
+            chunk_tokens=self._chunk_tokens,
+            num_tokens=self._num_tokens,
+            losses=None if experience is None else experience.losses,
+        )
+
+    def sent(self, sequence: CachedSequence, num_history_tokens: int) -> None:
+        """See `TurnNotes`."""
+        if not num_history_tokens:
+            return
+        self._log.returned(sequence.sequence_id, self._clock.now())
+        self._insurance.returned(sequence.sequence_id, num_history_tokens, self._num_shared_tokens(sequence))
+        self._policy.follow(self._insurance.followed)
+
+    def answered(
+        self, sequence: CachedSequence, num_history_tokens: int, *, prompt_tokens: int, output_tokens: int
+    ) -> None:
+        """See `TurnNotes`."""
+        is_first = num_history_tokens == prompt_tokens + output_tokens
+        sequence.bucket = bucket_of(
+            is_first=is_first, prompt_tokens=prompt_tokens, output_tokens=output_tokens
+        )
+        self.left(sequence, num_history_tokens)
+
+    def left(self, sequence: CachedSequence, num_history_tokens: int) -> None:
+        """See `TurnNotes`; `sequence.bucket` tells what the latest turn was like."""
+        now_s, name = self._clock.now(), sequence.sequence_id
+        self._log.left(name, sequence.bucket, now_s)
+        num_shared = self._num_shared_tokens(sequence)
+        self._insurance.left(name, num_history_tokens, num_shared, bucket=sequence.bucket, now_s=now_s)
+
+    def ended(self, conversation_id: str) -> None:
+        """See `TurnNotes`."""
+        self._log.ended(conversation_id, self._clock.now())
+        self._insurance.ended(conversation_id)
+
+    def experience(self) -> Experience:
+        """See `TurnNotes`; those who are idle count as not seen any longer from here on."""
+        model = self._policy.model
+        exposure_s = model.exposure_s + self._log.open_exposure_s(self._clock.now())
+        return Experience(model.returns.copy(), exposure_s, self._insurance.followed, self._insurance.losses)
+
+    def stats(self) -> dict[str, int | float]:
+        """See `TurnNotes`: seconds that each order would have recomputed, and changes of order."""
+        lost_s = {f"shadow_{name}_recompute_s": s for name, s in self._insurance.lost_s.items()}
+        return lost_s | {
+            "num_order_changes": self._insurance.num_changes,
+            "num_returns_seen": self._log.num_returns,
+        }
+
+    def describe(self) -> str:
+        """See `TurnNotes`."""
+        lost_s = dict(zip(self._insurance.names, self._insurance.losses.sums_s, strict=True))
+        if not any(lost_s.values()):
+            why = "nothing was lost yet in any order"
+        else:
+            why = "it would have recomputed " + ", ".join(f"{name} {s:.3g} s" for name, s in lost_s.items())
+        return f"following {self._policy.followed!r}: {why}"
+
+    def _num_shared_tokens(self, sequence: CachedSequence) -> int:
+        return sequence.num_shared * self._chunk_tokens
+
+
+def turn_notes(
+    policy: EvictionPolicy,
+    config: CacheConfig,
+    cost_model: CostModel,
+    clock: Clock,
+    experience: Experience | None,
+) -> TurnNotes:
+    """What a cache of this policy makes of turns; `experience` is for the order that learns."""
+    if not isinstance(policy, LearnedPolicy):
+        return TurnNotes()
+    # Chunks that are on both tiers ahead of need take two places.
+    num_chunks = config.gpu_pages + max(config.cpu_pages - config.clean_pages, 0)
+    return Learning(
+        policy,
+        cost_model,
+        clock,
+        chunk_tokens=config.chunk_tokens,
+        num_chunks=num_chunks,
+        experience=experience,
+    )

@@ -1,0 +1,92 @@
+"""Who is idle since when, and what became of it: the observations that the model of returns is made of.
+
+Owns: one row for every conversation that may return, closed when it does, is ended, or has been idle for
+longer than is observed; and when the model is fitted anew.
+Does not know: state, tiers, or what anything is worth. That a conversation has lost all its state changes
+nothing here: its return is what is to be learned.
+Called by: `learning`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pensieve_jax.cache.returns import HORIZON_S, Array, ReturnModel, exposure_of
+
+_FIT_AFTER = 32  # returns
+_MIN_ROWS = 64
+
+
+class ReturnLog:
+    """Idle conversations by id, as rows of arrays: ten thousand of them are looked at in a millisecond.
+
+    Attributes:
+      model: is told of every row that closes.
+      num_returns: rows that closed because their conversation returned.
+    """
+
+    def __init__(self, model: ReturnModel) -> None:
+        """Nobody is idle."""
+        self.model = model
+        self._rows: dict[str, int] = {}
+        self._ids: list[str] = []  # by row
+        self._free: list[int] = []
+        self._since_s = np.full(_MIN_ROWS, np.inf)
+        self._buckets = np.zeros(_MIN_ROWS, np.int64)
+        self._num_used = 0
+        self.num_returns = 0
+
+    def __len__(self) -> int:
+        """Conversations that may return."""
+        return len(self._rows)
+
+    def left(self, conversation_id: str, bucket: int, now_s: float) -> None:
+        """A conversation is idle from now on; its latest turn was of `bucket`."""
+        row = self._rows.get(conversation_id)
+        if row is None:
+            row = self._rows[conversation_id] = self._new_row()
+            self._ids[row] = conversation_id
+        self._since_s[row], self._buckets[row] = now_s, bucket
+
+    def returned(self, conversation_id: str, now_s: float) -> None:
+        """Its user sent a turn. Nothing is learned of one whose leaving was not seen, as before a restart."""
+        if self._close(conversation_id, now_s, returned=True):
+            self.num_returns += 1
+            if self.num_returns % _FIT_AFTER == 0:
+                self.fit(now_s)
+
+    def ended(self, conversation_id: str, now_s: float) -> None:
+        """It cannot return any more, or nobody would know."""
+        self._close(conversation_id, now_s, returned=False)
+
+    def fit(self, now_s: float) -> None:
+        """Bring the model up to date with everybody who is idle now."""
+        idle_s = now_s - self._since_s[: self._num_used]
+        for row in np.flatnonzero(idle_s >= HORIZON_S).tolist():
+            self.ended(self._ids[row], now_s)
+        self.model.fit(self.open_exposure_s(now_s))
+
+    def open_exposure_s(self, now_s: float) -> Array:
+        """Seconds that those who are idle now have been so: f64[NUM_BUCKETS, NUM_BINS]."""
+        since_s, buckets = self._since_s[: self._num_used], self._buckets[: self._num_used]
+        return exposure_of(buckets, np.maximum(now_s - since_s, 0.0))  # free rows are idle since infinity
+
+    def _close(self, conversation_id: str, now_s: float, *, returned: bool) -> bool:
+        row = self._rows.pop(conversation_id, None)
+        if row is None:
+            return False
+        idle_s = min(max(now_s - float(self._since_s[row]), 0.0), HORIZON_S)
+        self.model.close(int(self._buckets[row]), idle_s, returned=returned)
+        self._since_s[row] = np.inf
+        self._free.append(row)
+        return True
+
+    def _new_row(self) -> int:
+        if self._free:
+            return self._free.pop()
+        if self._num_used == len(self._since_s):
+            self._since_s = np.concatenate([self._since_s, np.full_like(self._since_s, np.inf)])
+            self._buckets = np.concatenate([self._buckets, np.zeros_like(self._buckets)])
+        self._num_used += 1
+        self._ids.append("")
+        return self._num_used - 1

@@ -1,0 +1,126 @@
+"""Every figure of README.md and docs/*.md against the document that it is of.
+
+    python scripts/check_numbers.py                  # exit status 1 if a figure is wrong, or nobody's
+    python scripts/check_numbers.py --list_prose     # the figures that are of no document, with the reasons
+    python scripts/check_numbers.py --propose=PAGE   # sections with figures that still lack a source
+
+`docs/sources/<page>.toml` says where the figures of a page come from; CONTRIBUTING.md says how. The diary
+(docs/log.md) is left out. A page without such a file must be named, with a reason, in
+`docs/sources/unchecked.toml`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from absl import flags
+from pages.expressions import Documents
+from pages.page import Page, read_page
+from pages.sources import check_page
+
+from pensieve_jax.commands.launch import EXIT_FAILED, run
+
+FLAGS = flags.FLAGS
+ROOT = Path(__file__).parents[1]
+DIARY = "log.md"
+UNCHECKED = "unchecked.toml"
+FRONT_PAGE = "front_page"  # the README of the repository; that of the pages is README, too
+
+
+class Checked(NamedTuple):
+    """A page whose figures have been looked up, and what is wrong with them."""
+
+    page: Page
+    errors: list[str]
+
+
+def unchecked(docs: Path) -> dict[str, str]:
+    """Pages that are not checked yet, and why."""
+    path = docs / "sources" / UNCHECKED
+    return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def check(docs: Path, readme: Path) -> list[Checked]:
+    """All pages but the diary and those that are named as unchecked."""
+    left_out, documents = unchecked(docs), Documents(docs)
+    found = []
+    for path in [readme, *sorted(docs.glob("*.md"))]:
+        name = path.relative_to(readme.parent).as_posix()
+        if path.name == DIARY or name in left_out:
+            continue
+        stem = FRONT_PAGE if path == readme else path.stem
+        page, sources = read_page(path, name), docs / "sources" / f"{stem}.toml"
+        if sources.is_file():
+            errors = check_page(page, sources, documents)
+        else:
+            errors = [f"{name}: {sources.relative_to(readme.parent)} is missing"] * any(page.figures)
+        found.append(Checked(page, errors))
+    return found
+
+
+def coverage(checked: Iterable[Checked]) -> list[str]:
+    """A line for each page: figures, those from documents, and prose."""
+    lines = [f"{'page':32}{'figures':>9}{'sourced':>9}{'prose':>7}"]
+    totals = [0, 0, 0]
+    for page, _ in checked:
+        figures = [figure for _, figure in page.figures]
+        prose = sum(figure.is_prose for figure in figures)
+        sourced = sum(figure.source is not None for figure in figures) - prose
+        totals = [a + b for a, b in zip(totals, (len(figures), sourced, prose), strict=True)]
+        lines.append(f"{page.name:32}{len(figures):9}{sourced:9}{prose:7}")
+    return [*lines, f"{'all':32}{totals[0]:9}{totals[1]:9}{totals[2]:7}"]
+
+
+def prose(checked: Iterable[Checked]) -> list[str]:
+    """The figures that are of no document, by page and reason."""
+    lines = []
+    for page, _ in checked:
+        by_reason: dict[str, list[str]] = defaultdict(list)
+        for _, figure in page.figures:
+            if figure.is_prose:
+                by_reason[figure.source or ""].append(figure.shown)
+        lines += [f"{page.name}: {reason}: {' '.join(shown)}" for reason, shown in by_reason.items()]
+    return lines
+
+
+def proposal(page: Page) -> list[str]:
+    """Entries of prose for what has no source yet: to be sourced where there is a document, or named."""
+    by_heading: dict[str, list[str]] = defaultdict(list)
+    for text, figure in page.figures:
+        if figure.source is None:
+            by_heading[text.heading].append(figure.shown)
+    return [
+        f'[[prose]]\nheading = "{heading}"\nreason = ""\nfigures = "{" ".join(shown)}"\n'
+        for heading, shown in by_heading.items()
+    ]
+
+
+def main() -> int:
+    docs = ROOT / "docs"
+    checked = check(docs, ROOT / "README.md")
+    if FLAGS.propose:
+        for page, _ in checked:
+            if page.name == FLAGS.propose:
+                print("\n".join(proposal(page)))
+        return 0
+    print("\n".join(prose(checked) if FLAGS.list_prose else coverage(checked)))
+    for name, reason in unchecked(docs).items():
+        print(f"not checked: {name} ({reason})")
+    errors = [error for _, errors in checked for error in errors]
+    print("\n".join(errors) or "every figure is that of its document")
+    return EXIT_FAILED if errors else 0
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_bool("list_prose", False, "List the figures that are of no document, with the reasons.")
+    flags.DEFINE_string("propose", None, "Print entries for this page's figures without a source.")
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

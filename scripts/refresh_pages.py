@@ -1,0 +1,89 @@
+"""Write the tables of `docs/paper_and_we.md` and `docs/traces.md` from the documents in `docs/results`.
+
+    python scripts/refresh_pages.py           # after reproduce.py wrote new documents
+    python scripts/refresh_pages.py --check   # which tables differ, without writing; fails if any does
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. Words around it are left alone: read them
+again where numbers moved.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from absl import flags
+from experiments import page_eviction, page_tables, page_traces
+from experiments.page_summary import summary
+
+from pensieve_jax import ConfigError
+from pensieve_jax.commands.launch import run
+
+FLAGS = flags.FLAGS
+_DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = (_DOCS / "paper_and_we.md", _DOCS / "traces.md")
+_BLOCK = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", re.DOTALL)
+
+TABLES: dict[str, Callable[[], str]] = {
+    "summary": summary,
+    "histories": page_tables.histories,
+    "history-crossings": page_tables.history_crossings,
+    "chunks": page_tables.chunks,
+    "fig10": lambda: page_tables.throughputs({f"fig10{part}": (f"10{part}",) for part in "abcd"}),
+    "fig11": lambda: page_tables.throughputs({"fig11": ("11a", "11b")}),
+    "kernels": page_tables.kernels,
+    "unified": page_tables.unified,
+    "unified-latencies": page_tables.unified_latencies,
+    "policies": page_eviction.policies,
+    "retention-over": page_eviction.retention_over,
+    "against-lru": page_eviction.against_lru,
+    "think-times": page_tables.think_times,
+    "many-turns": lambda: page_tables.throughputs({"thesis3.15": ("3.15a", "3.15b")}),
+    "conversations": page_eviction.conversations,
+    **page_traces.TABLES,
+}
+
+
+def refreshed(text: str) -> tuple[str, list[str]]:
+    """A page with its tables written anew, and the names of those that differed; raises ConfigError."""
+    changed: list[str] = []
+
+    def write(block: re.Match[str]) -> str:
+        name = block[1]
+        if name not in TABLES:
+            raise ConfigError("table", name, f"one of {', '.join(TABLES)}")
+        new = f"<!-- table {name} -->\n\n{_made(name)}\n\n<!-- end -->"
+        if new != block[0]:
+            changed.append(name)
+        return new
+
+    return _BLOCK.sub(write, text), changed
+
+
+def _made(name: str) -> str:
+    try:
+        return TABLES[name]()
+    except FileNotFoundError as missing:
+        return f"*No document yet: {Path(missing.filename).name}.*"
+
+
+def main() -> int:
+    any_changed = False
+    for page in PAGES:
+        new, changed = refreshed(page.read_text(encoding="utf-8"))
+        print(f"{page.name}: {', '.join(changed) or 'no table'} differed from the documents")
+        any_changed = any_changed or bool(changed)
+        if not FLAGS.check:
+            page.write_text(new, encoding="utf-8")
+    return 1 if FLAGS.check and any_changed else 0
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_bool("check", False, "Write nothing, and fail where a table is not that of the documents.")
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

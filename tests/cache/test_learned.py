@@ -1,0 +1,268 @@
+"""The order `learned`: what it follows, what its shadows keep, and that a bad order is soon left."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pensieve_jax.cache import AnalyticCostModel, DropReason, Role, Shelf, VictimOrder
+from pensieve_jax.cache.insurance import BLOCK_TOKENS, Insurance
+from pensieve_jax.cache.policies import LearnedPolicy, RecencyPolicy, RetentionPolicy, ReturnsPolicy
+from pensieve_jax.cache.returns import NUM_BINS, NUM_BUCKETS, ReturnModel
+from pensieve_jax.cache.shadows import ShadowCache
+from tests.cache.helpers import CHUNK, Cache, habits
+from tests.cache.test_policies import cache_with, holes_strategy, order_of, sizes_strategy
+
+COSTS = AnalyticCostModel(CHUNK, num_weights=1e3, attention_width=1e3)
+ORDERS = ("retention", "lru", "returns")
+
+
+@given(sizes=sizes_strategy, holes=holes_strategy)
+def test_with_nothing_learned_it_is_the_papers_order(sizes, holes):
+    assert order_of(*cache_with("learned", sizes, holes)) == order_of(*cache_with("retention", sizes, holes))
+
+
+@given(sizes=sizes_strategy, holes=holes_strategy)
+def test_following_lru_it_is_lru(sizes, holes):
+    cache, sequences = cache_with("learned", sizes, holes)
+    cache.policy.follow("lru")
+    assert order_of(cache, sequences) == order_of(*cache_with("lru", sizes, holes))
+
+
+def test_it_goes_by_the_index_times_the_cost():
+    cache, (returner, leaver) = cache_with("learned", [(3, 300.0), (3, 1.0)])
+    model = ReturnModel()
+    returner.bucket, leaver.bucket = 5, 6
+    for _ in range(500):
+        model.close(5, 310.0, returned=True)
+        model.close(6, 5000.0, returned=False)
+    model.fit(np.zeros((NUM_BUCKETS, NUM_BINS)))
+    cache.policy.use(model)
+    cache.policy.follow("returns")
+    assert order_of(cache, [returner, leaver]) == [(1, 0), (1, 1), (1, 2), (0, 0), (0, 1), (0, 2)]
+
+
+@pytest.mark.parametrize("followed", ORDERS)
+@given(
+    seed=st.integers(0, 1000),
+    sizes=sizes_strategy,
+    changes=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=40),
+)
+def test_the_order_is_what_a_search_would_find(followed, seed, sizes, changes):
+    """Time passes, bins end, models are fitted, orders change; conversations come, go and give way."""
+    cache, sequences = cache_with("learned", sizes)
+    policy, rng = cache.policy, random.Random(seed)
+    policy.use(habits(seed))
+    policy.follow(followed)
+    for sequence in sequences:
+        sequence.bucket = rng.randrange(NUM_BUCKETS)
+    store, order = cache.manager._store, VictimOrder(policy, Shelf.DIRTY, sequences)
+    for number, change in changes:
+        sequence = sequences[number % len(sequences)]
+        if change == 0:
+            cache.clock.advance(rng.choice((0.3, 7.0, 400.0)))
+        elif change == 1 and sequence.role is Role.IDLE:
+            cache.queued(sequence.sequence_id, sequence)
+        elif change == 2 and sequence.role is Role.QUEUED:
+            sequence.bucket = rng.randrange(NUM_BUCKETS)
+            cache.manager.release(sequence)
+        elif change == 3 and sequence.role is Role.IDLE:
+            cache.manager.truncate(sequence, max(sequence.num_kv_tokens - CHUNK, 0))
+        elif change == 4 and sequence.role is Role.IDLE:
+            cache.manager.touch(sequence)
+        elif change == 5 and sequence.role is Role.IDLE:
+            cache.running(sequence.sequence_id, 5 * CHUNK, sequence)
+            cache.manager.release(sequence)
+        elif change == 6:
+            policy.model.returns[rng.randrange(NUM_BUCKETS)] += 3
+            policy.model.fit(np.zeros((NUM_BUCKETS, NUM_BINS)))
+        elif change == 7:
+            policy.follow(rng.choice(ORDERS))
+        else:
+            victim = order.peek(cache.clock.now())
+            for chunk in () if victim is None else victim.indices:
+                store.drop(victim.sequence, chunk, DropReason.NO_HOST_MEMORY, None)
+            if victim is not None:
+                store.trim(victim.sequence)
+        for changed in store.take_changed(Shelf.DIRTY):
+            order.note(changed)
+        assert_is_least(order, cache, sequences)
+
+
+def assert_is_least(order, cache, sequences):
+    victim, now_s, expected = order.peek(cache.clock.now()), cache.clock.now(), []
+    for one in sequences:
+        if one.role is Role.IDLE and one.num_on[Shelf.DIRTY]:
+            chunk = one.first_on(Shelf.DIRTY)
+            expected.append((cache.policy.worth(one, chunk, now_s), one.role_number, one))
+    found = None if victim is None else (victim.worth, victim.sequence.role_number, victim.sequence)
+    assert found == min(expected, default=None)
+
+
+@dataclass
+class Plain:
+    """A conversation in the slow shadow."""
+
+    bucket: int
+    last_active_s: float
+    number: int
+    num_blocks: int
+    num_shared: int
+    num_lost: int = 0
+    is_idle: bool = True
+
+
+class SlowShadow:
+    """The same as `ShadowCache`, by looking at everybody for every block."""
+
+    def __init__(self, policy, num_places):
+        self.policy, self.num_places, self.known = policy, num_places, {}
+
+    def returned(self, name):
+        plain = self.known.get(name)
+        if plain is None or 0 < plain.num_lost == plain.num_blocks - plain.num_shared:
+            return None
+        num_lost, plain.num_lost, plain.is_idle = plain.num_lost, 0, False
+        return num_lost
+
+    def left(self, name, num_blocks, *, num_shared, bucket, now_s, number):
+        self.known[name] = Plain(bucket, now_s, number, num_blocks, min(num_shared, num_blocks))
+        while sum(p.num_blocks - p.num_shared - p.num_lost for p in self.known.values()) > self.num_places:
+            idle = [p for p in self.known.values() if p.is_idle and p.num_lost < p.num_blocks - p.num_shared]
+            if not idle:
+                return
+            worths = [(self.policy.worth(p, p.num_shared + p.num_lost, now_s), p.number) for p in idle]
+            idle[worths.index(min(worths))].num_lost += 1
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@given(
+    seed=st.integers(0, 10_000),
+    turns=st.lists(st.tuples(st.integers(0, 6), st.booleans(), st.integers(1, 12)), max_size=60),
+)
+def test_a_shadow_keeps_what_a_cache_of_that_order_would(name, seed, turns):
+    orders = {
+        "retention": RetentionPolicy(COSTS, BLOCK_TOKENS),
+        "lru": RecencyPolicy(),
+        "returns": ReturnsPolicy(habits(seed), COSTS, BLOCK_TOKENS),
+    }
+    fast, slow = ShadowCache(orders[name], 20), SlowShadow(orders[name], 20)
+    running, rng, now_s, number = set(), random.Random(seed), 0.0, 0
+    for conversation, leaves, num_blocks in turns:
+        now_s += rng.choice((0.5, 3.0, 100.0))
+        key = str(conversation)
+        if leaves:
+            number += 1
+            common = {"num_shared": rng.randrange(3), "bucket": rng.randrange(NUM_BUCKETS), "now_s": now_s}
+            fast.left(key, num_blocks, **common)
+            slow.left(key, num_blocks, **common, number=number)
+            running.discard(key)
+        elif key not in running:
+            assert fast.returned(key) == slow.returned(key)
+            running.add(key)
+    held = sum(p.num_blocks - p.num_shared - p.num_lost for p in slow.known.values())
+    assert fast.num_held == held
+
+
+def insured(model: ReturnModel, followed: str, num_tokens: int) -> Insurance:
+    orders = {
+        "retention": RetentionPolicy(COSTS, BLOCK_TOKENS),
+        "lru": RecencyPolicy(),
+        "returns": ReturnsPolicy(model, COSTS, BLOCK_TOKENS),
+    }
+    return Insurance(orders, COSTS, followed=followed, chunk_tokens=CHUNK, num_tokens=num_tokens)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_order_that_keeps_losing_is_not_followed_for_long(seed):
+    """The model has it the wrong way round: who returns was learned to leave, and the other way."""
+    print("seed", seed)
+    rng, model = random.Random(seed), ReturnModel()
+    for _ in range(1000):
+        model.close(1, 1.0, returned=False)
+        model.close(1, 15_000.0, returned=True)
+        model.close(2, 30.0, returned=True)
+    model.fit(np.zeros((NUM_BUCKETS, NUM_BINS)))
+    insurance = insured(model, "returns", 40 * BLOCK_TOKENS)
+    now_s, paid_s, before = 0.0, 0.0, dict(insurance.lost_s)
+    size = 5 * BLOCK_TOKENS
+    for i in range(600):
+        now_s += 5.0
+        if i >= 4 and rng.random() < 0.9:  # those of bucket 1 come back after 20 s
+            insurance.returned(f"good-{i % 4}", size, 0)
+            followed = insurance.followed
+            paid_s += insurance.lost_s[followed] - before[followed]
+            before = dict(insurance.lost_s)
+        insurance.left(f"good-{i % 4}", size, 0, bucket=1, now_s=now_s)
+        insurance.left(f"bad-{i}", size, 0, bucket=2, now_s=now_s)
+    best_s = min(insurance.lost_s.values())
+    assert insurance.lost_s["returns"] > 3 * best_s, "the trace does not hurt"
+    assert insurance.followed != "returns"
+    assert paid_s < best_s + 0.1 * insurance.lost_s["returns"]
+
+
+def test_chance_alone_changes_little():
+    """Three orders that lose as much as each other, of losses that differ by orders of magnitude."""
+    insurance = insured(ReturnModel(), "retention", 10 * BLOCK_TOKENS)
+    rng = np.random.default_rng(0)
+    for _ in range(3000):
+        losses_s = np.exp(3 * rng.standard_normal(3))
+        insurance._add(losses_s)
+    assert insurance.num_changes <= 10
+
+
+def test_its_losses_are_handed_over():
+    first = insured(ReturnModel(), "retention", 10 * BLOCK_TOKENS)
+    for i in range(50):
+        first._add(np.array([1.0, 2.0, 0.25 + 0.01 * (i % 3)]))
+    assert first.followed == "returns"
+    orders = dict(zip(ORDERS, (RecencyPolicy(),) * 3, strict=True))
+    second = Insurance(
+        orders,
+        COSTS,
+        followed=first.followed,
+        chunk_tokens=CHUNK,
+        num_tokens=1000,
+        losses=first.losses,
+    )
+    assert second.losses == first.losses and second.followed == "returns"
+
+
+def test_turns_are_told_and_learned_from():
+    """Through the manager, as the loop tells it; a one-off or withdrawn turn is none of its business."""
+    cache = Cache(200, policy="learned")
+    manager = cache.manager
+    for i in range(64):
+        sequence = cache.running(f"s{i}", 3 * CHUNK)
+        manager.turns.answered(sequence, 3 * CHUNK, prompt_tokens=2 * CHUNK, output_tokens=CHUNK)
+        manager.release(sequence)
+        cache.clock.advance(2.0)
+        manager.turns.sent(sequence, 3 * CHUNK)
+        manager.close(sequence)
+    experience = manager.experience()
+    assert experience.num_returns == 64 and (experience.returns.sum(1) > 0).sum() == 1
+    assert experience.exposure_s.sum() == pytest.approx(128.0)
+    assert manager.stats()["num_returns_seen"] == 64
+    manager.turns.begin(None)
+    assert manager.experience().num_returns == 0
+
+
+def test_orders_that_do_not_learn_have_no_experience():
+    cache = Cache(policy="retention")
+    assert cache.manager.experience() is None and cache.manager.turns.describe() is None
+
+
+def test_a_policy_begins_with_what_an_experience_followed():
+    cache = Cache(200, policy="learned")
+    policy = cache.manager._policy
+    assert isinstance(policy, LearnedPolicy) and policy.followed == "retention"
+    experience = cache.manager.experience()
+    cache.manager.turns.begin(
+        type(experience)(experience.returns, experience.exposure_s, "lru", experience.losses)
+    )
+    assert policy.followed == "lru" and "'lru'" in cache.manager.turns.describe()

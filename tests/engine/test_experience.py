@@ -1,0 +1,132 @@
+"""What an order has learned outlives the engine, and never keeps it from serving."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from pensieve_jax.core.errors import HistoryError
+from pensieve_jax.engine import experience as kept
+from tests.cache.helpers import experience_of
+from tests.engine.harness import Harness, small_config
+
+LEARNED = small_config(policy="learned")
+
+
+def talk(harness: Harness, num_turns: int, name: str = "a") -> None:
+    for _ in range(num_turns):
+        harness.turn(name, 20, max_tokens=2)
+        harness.clock.advance(3.0)
+
+
+def seen(harness: Harness) -> float:
+    return harness.engine.cache.experience().num_returns
+
+
+def test_it_survives_a_restart(tmp_path):
+    path = tmp_path / "history.sqlite"
+    first = Harness(LEARNED, path=path)
+    talk(first, 5)
+    before = first.engine.cache.experience()
+    first.engine.close()
+    second = Harness(LEARNED, path=path, clock=first.clock)
+    after = second.engine.cache.experience()
+    assert (after.returns == before.returns).all() and after.num_returns == 4
+    talk(second, 1)  # whoever left before the restart was not watched since
+    assert seen(second) == 4
+    talk(second, 1)
+    assert seen(second) == 5
+
+
+def test_it_is_written_now_and_then(tmp_path, monkeypatch):
+    """A process that is killed forgets no more than the last turns."""
+    monkeypatch.setattr(kept, "_WRITE_AFTER", 4)
+    harness = Harness(LEARNED, path=tmp_path / "history.sqlite")
+    talk(harness, 3)
+    assert harness.store.note("experience") is None
+    talk(harness, 2)
+    assert kept.kept_experience(harness.store).num_returns == 3
+
+
+def test_an_interrupt_leaves_what_was_written(monkeypatch):
+    monkeypatch.setattr(kept, "_WRITE_AFTER", 1)
+    harness = Harness(LEARNED)
+    talk(harness, 4)
+    harness.engine._guard.interrupted = True
+    talk(harness, 1)
+    assert seen(harness) == 3
+
+
+@pytest.mark.parametrize("text", ["", "{torn", "[]", '{"format": "another"}', "[" * 100_000])
+def test_what_cannot_be_read_is_begun_anew(tmp_path, text, caplog):
+    path = tmp_path / "history.sqlite"
+    first = Harness(LEARNED, path=path)
+    talk(first, 2)
+    first.engine.close()
+    with_note = Harness(LEARNED, path=path, clock=first.clock)
+    with_note.store.keep_note("experience", text)
+    with_note.engine.close()
+    with caplog.at_level(logging.WARNING):
+        harness = Harness(LEARNED, path=path, clock=first.clock)
+    assert "begins anew" in caplog.text and seen(harness) == 0
+    talk(harness, 3)
+    assert seen(harness) == 2
+
+
+def test_a_history_that_cannot_be_written_costs_no_turn(monkeypatch, caplog):
+    monkeypatch.setattr(kept, "_WRITE_AFTER", 1)
+    harness = Harness(LEARNED)
+
+    def fail(name: str, text: str | None) -> None:
+        raise HistoryError("the disk is full")
+
+    harness.store.keep_note = fail
+    talk(harness, 2)
+    assert "the disk is full" in caplog.text and seen(harness) == 1
+
+
+def test_it_can_be_forgotten(tmp_path):
+    path = tmp_path / "history.sqlite"
+    harness = Harness(LEARNED, path=path)
+    talk(harness, 5)
+    harness.engine.conversations.forget_experience()
+    assert seen(harness) == 0 and harness.store.note("experience") is None
+    harness.engine.close()
+    assert seen(Harness(LEARNED, path=path, clock=harness.clock)) == 0
+
+
+def test_an_order_that_does_not_learn_writes_nothing():
+    harness = Harness(small_config(policy="lru"))
+    talk(harness, 3)
+    harness.engine._ledger.close()
+    assert harness.store.note("experience") is None
+
+
+def test_only_what_may_return_is_counted():
+    """One-off turns, conversations that were ended and turns that were cancelled."""
+    harness = Harness(LEARNED)
+    harness.turn(None, 20, max_tokens=2)
+    talk(harness, 1, "ended")
+    harness.engine.end("ended")
+    talk(harness, 1, "cancelled")
+    facts = harness.facts(harness.prompt(20), "cancelled", 0, max_tokens=50)
+    turn = harness.submit(facts, "cancelled")
+    harness.step(3)
+    harness.engine.cancel(turn)
+    log = harness.engine.cache.turns._log
+    assert len(log) == 1 and seen(harness) == 1  # its user did come back
+    harness.clock.advance(3.0)
+    talk(harness, 1, "cancelled")
+    assert seen(harness) == 2
+
+
+def test_explain_and_stats_tell_what_is_followed():
+    harness = Harness(LEARNED)
+    talk(harness, 2)
+    text = str(harness.engine.explain("a"))
+    assert "eviction order 'learned'" in text and "following 'retention'" in text
+    harness.engine.cache.turns.begin(experience_of(1, "lru"))
+    assert "following 'lru'" in str(harness.engine.explain("a"))
+    stats = harness.engine.stats()
+    assert stats["num_order_changes"] == 0 and stats["shadow_lru_recompute_s"] == 0

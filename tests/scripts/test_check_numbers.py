@@ -1,0 +1,176 @@
+"""The pages' figures are those of their documents, and a wrong digit anywhere is seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launching import load
+
+check_numbers = load("check_numbers")
+from pages.expressions import Documents, ExpressionError  # noqa: E402  # scripts are importable from here on
+from pages.page import Page, read_page  # noqa: E402
+from pages.sources import check_page, is_shown  # noqa: E402
+
+DOCS = check_numbers.ROOT / "docs"
+README = check_numbers.ROOT / "README.md"
+SOURCED = sorted(
+    path.stem for path in (DOCS / "sources").glob("*.toml") if (DOCS / f"{path.stem}.md").is_file()
+)
+PAGE = """# A page
+JAX 0.4 serves 12 tokens of `llama2-13b` on an H200, 3.5 times
+as many ([there](other_page_7.md)).
+
+    python not_counted.py --tokens=99
+
+| model | ms | share |
+|---|---|---|
+| `opt-13b` | 1,234.5 (2.0) | 75% |
+| other | | 8% |
+
+## Later
+1. Step one takes -0.2 ms.
+"""
+SOURCES = """
+[documents]
+run = "run.json"
+
+[[sentence]]
+text = "serves {run.num_tokens} tokens of `llama2-13b` on an H200, {run.fast / run.slow} times as many"
+
+[[table]]
+heading = "A page"
+row = "=one(run.rows, model=label)"
+[table.each_column]
+ms = ["1e3 * row.s", "row.bound"]
+share = "1e2 * row.share"
+
+[[sentence]]
+text = "takes {1e3 * min(row.s for row in run.rows) - 1000.2} ms"
+
+[[prose]]
+heading = "A page"
+reason = "version"
+figures = "0.4"
+
+[[prose]]
+heading = "Later"
+reason = "the number of a step"
+figures = "1"
+"""
+DOCUMENT = """{"num_tokens": 12, "fast": 7, "slow": 2, "rows": [
+  {"model": "opt-13b", "s": 1.2345, "bound": 1.96, "share": 0.7512},
+  {"model": "other", "s": 1.0, "bound": 3, "share": 0.0849}]}"""
+
+
+def errors_of(folder: Path, page: str = PAGE, sources: str = SOURCES, document: str = DOCUMENT) -> list[str]:
+    (folder / "page.md").write_text(page)
+    (folder / "page.toml").write_text(sources)
+    (folder / f"run{len(list(folder.iterdir()))}.json").write_text(document)
+    (folder / "run.json").write_text(document)
+    return check_page(read_page(folder / "page.md", "page.md"), folder / "page.toml", Documents(folder))
+
+
+def test_every_page_is_checked_or_named() -> None:
+    checked = {found.page.name for found in check_numbers.check(DOCS, README)}
+    pages = {f"docs/{path.name}" for path in DOCS.glob("*.md")} - {"docs/log.md"} | {"README.md"}
+    assert checked | set(check_numbers.unchecked(DOCS)) == pages
+
+
+def test_the_figures_of_the_pages_are_those_of_their_documents(capsys: pytest.CaptureFixture[str]) -> None:
+    checked = check_numbers.check(DOCS, README)
+    assert [error for _, errors in checked for error in errors] == []
+    print("\n".join(check_numbers.coverage(checked)))
+
+
+@pytest.mark.parametrize("stem", SOURCED)
+def test_a_wrong_digit_is_seen(stem: str) -> None:
+    """The last digit of every figure that has a document; the whole check, for some figures of a page."""
+    path, sources, documents = DOCS / f"{stem}.md", DOCS / "sources" / f"{stem}.toml", Documents(DOCS)
+    page = read_page(path, stem)
+    assert check_page(page, sources, documents) == []
+    figures = [figure for _, figure in page.figures]
+    assert not [f for f in figures if f.value is not None and is_shown(f.value, with_another_digit(f.shown))]
+    for number in range(0, len(figures), len(figures) // 10 + 1):
+        page = read_page(path, stem)
+        _, figure = list(page.figures)[number]
+        figure.shown = with_another_digit(figure.shown)
+        assert check_page(page, sources, documents), f"{figure.shown} in place of another figure"
+
+
+def with_another_digit(shown: str) -> str:
+    """Its last digit before an exponent is one more, or 0 in place of 9."""
+    mantissa, mark, exponent = shown.partition("e")
+    return f"{mantissa[:-1]}{(int(mantissa[-1]) + 1) % 10}{mark}{exponent}"
+
+
+def figures_of(page: Page) -> list[str]:
+    return [figure.shown for _, figure in page.figures]
+
+
+def test_what_a_figure_is(tmp_path: Path) -> None:
+    assert errors_of(tmp_path) == []
+    page = read_page(tmp_path / "page.md", "page.md")
+    assert figures_of(page) == ["0.4", "12", "3.5", "1234.5", "2.0", "75", "8", "1", "-0.2"]
+    (tmp_path / "page.md").write_text(
+        "GPT-2, 3x4, float32, the 99th, Llama-2-13B and x_5 are names; 5-6, (7), +8%, 9e-06, 1.2.3 are not.\n"
+    )
+    found = figures_of(read_page(tmp_path / "page.md", "page.md"))
+    assert found == ["5", "6", "7", "+8", "9e-06", "1.2.3"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("12 tokens", "13 tokens", "shows 13, but run.num_tokens is 12"),
+        ("3.5 times", "3.6 times", "shows 3.6"),
+        ("1,234.5", "1,234.4", "shows 1234.4"),
+        ("(2.0)", "(2.1)", "shows 2.1"),
+        ("75%", "76%", "shows 76"),
+        ("-0.2 ms", "0.2 ms", "shows 0.2"),
+        ("JAX 0.4", "JAX 0.5", "0.4 is not there"),
+        ("as many", "as many, on 8 devices", "8 has no source"),
+        ("| other | |", "| other | 5 (3) 4 |", "4 has no source"),
+        ("| other |", "| another |", "0 rows have"),
+        ("| ms |", "| seconds |", "no columns \\['ms'\\]"),
+    ],
+)
+def test_a_page_that_says_something_else(tmp_path: Path, old: str, new: str, words: str) -> None:
+    assert old in PAGE
+    errors = errors_of(tmp_path, PAGE.replace(old, new))
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError("\n".join(errors))
+
+
+def test_a_document_that_says_something_else(tmp_path: Path) -> None:
+    errors = errors_of(tmp_path, document=DOCUMENT.replace("0.7512", "0.7449"))
+    assert len(errors) == 1 and "shows 75" in errors[0]
+
+
+def test_rounding_is_to_the_digits_shown() -> None:
+    assert is_shown(0.0264, "0.026") and not is_shown(0.0266, "0.026")
+    assert is_shown(7.86e-06, "7.9e-06") and not is_shown(7.84e-06, "7.9e-06")
+    assert is_shown(2.5, "2") and not is_shown(2.5, "3") and is_shown(2.51, "3")
+    assert not is_shown(True, "1") and not is_shown("1", "1") and not is_shown(1.2, "1.2.3")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "().__class__",
+        "__import__('os')",
+        "(lambda: 1)()",
+        "run.rows.count(1)",
+        "[x := 1]",
+        "f'{run}'",
+        "open('run.json')",
+        "document('../run.json')",
+        "1 / 0",
+        "run.nothing",
+        "1 +",
+    ],
+)
+def test_what_an_expression_may_not_be(tmp_path: Path, expression: str) -> None:
+    with pytest.raises(ExpressionError):
+        Documents(tmp_path).value(expression, {"run": {"rows": [1]}})

@@ -1,0 +1,161 @@
+"""What state would save on somebody's trace: from the file to the table, the picture and the document."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from pensieve_jax import ConfigError
+from pensieve_jax.workload import ConversationTrace, Trace, TraceError, TurnTrace
+from tests.launching import load
+
+QUIET = {"progress": "false"}
+
+
+def mooncake_lines(num_sessions=30, seed=0):
+    """Sessions of three turns a few seconds apart, as published: no session column."""
+    rng = np.random.default_rng(seed)
+    requests = []
+    for session in range(num_sessions):
+        time_ms, num_tokens, own = int(rng.integers(0, 60_000)), 0, [0]
+        for _ in range(3):
+            num_tokens += int(rng.integers(1100, 1600))
+            own += [1000 * (session + 1) + len(own) + i for i in range(-(-num_tokens // 512) - len(own))]
+            requests.append(
+                {"timestamp": time_ms, "input_length": num_tokens, "output_length": 20, "hash_ids": list(own)}
+            )
+            del own[num_tokens // 512 :]
+            num_tokens += 20
+            time_ms += int(rng.integers(5000, 20_000))
+    return sorted(requests, key=lambda request: request["timestamp"])
+
+
+@pytest.fixture
+def mooncake(tmp_path):
+    path = tmp_path / "conversation_trace.jsonl"
+    path.write_text("".join(json.dumps(request) + "\n" for request in mooncake_lines()))
+    return path
+
+
+@pytest.fixture
+def simulate_serving(launch, capsys):
+    """Run it; gives what it printed and its document."""
+
+    def simulate_serving(**flags):
+        assert launch("simulate_serving", shared_llm=False, **QUIET | flags) == 0
+        out = capsys.readouterr().out
+        return out, json.loads(out.splitlines()[-1])
+
+    return simulate_serving
+
+
+def test_a_file_alone_is_enough(simulate_serving, mooncake, tmp_path):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "savings.png"
+    out, document = simulate_serving(trace=mooncake, plot=plot)
+    assert "read as mooncake: 30 conversations, 90 turns" in out
+    assert "they begin as recorded; pauses are recorded" in out
+    assert "keeping state saves" in out
+    assert plot.read_bytes().startswith(b"\x89PNG") and 10_000 < plot.stat().st_size < 150_000
+    results = document["results"]
+    stateless, device, *both = results["systems"]
+    assert (stateless["system"], device["system"]) == ("stateless", "pensieve-gpu")
+    assert [one["cpu_bytes"] // one["gpu_bytes"] for one in both] == [1, 2, 4]
+    assert stateless["saved_prefill_share"] == stateless["saved_gpu_s"] == 0
+    saved = [one["saved_prefill_share"] for one in (stateless, device, *both)]
+    assert saved == sorted(saved) and saved[-1] > 0.3
+    for one in results["systems"]:
+        assert one["num_requests"] == 90 and one["num_unfinished"] == 0
+        assert (
+            one["computed_tokens"]
+            == one["prefilled_tokens"] + one["recomputed_tokens"] + one["wasted_tokens"]
+        )
+        assert (
+            one["computed_tokens"]
+            + round((one["gpu_hit_rate"] + one["cpu_hit_rate"]) * one["history_tokens"])
+            - one["wasted_tokens"]
+            == stateless["computed_tokens"] - stateless["wasted_tokens"]
+        )
+    assert results["part"]["share"] == 1 and results["part"]["rate_per_s"] is None
+    assert set(one for one in both[0]) >= {"normalized_latency_s", "first_token_s", "device_busy_s"}
+    assert {"computed_tokens", "saved_gpu_s"} <= document["units"].keys()
+
+
+def test_memory_share_and_rate_can_be_given(simulate_serving, mooncake):
+    flags = {"gpu_bytes": "2GB", "cpu_bytes": "1GB,4GB", "share": 0.5, "rate": 2.0, "seed": 3}
+    out, document = simulate_serving(trace=mooncake, **flags)
+    results = document["results"]
+    assert [(one["gpu_bytes"], one["cpu_bytes"]) for one in results["systems"]] == [
+        *2 * [(2 * 10**9, 0)],
+        (2 * 10**9, 10**9),
+        (2 * 10**9, 4 * 10**9),
+    ]
+    assert "15 conversations, 45 turns" in out and "at random, 2 a second" in out
+
+
+def test_a_trace_without_times_gets_a_rate_that_fits(simulate_serving, tmp_path):
+    chat = [{"from": "human", "value": "word " * 40}, {"from": "gpt", "value": "word " * 30}]
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps([{"id": str(i), "conversations": chat * 3} for i in range(20)]))
+    out, document = simulate_serving(trace=path, max_turns=30)
+    assert "read as sharegpt: 20 conversations, 60 turns" in out
+    assert "at random" in out and "else drawn, 60 s on average" in out
+    part = document["results"]["part"]
+    assert (part["num_sessions"], part["has_pauses"]) == (10, False) and part["rate_per_s"] > 0
+
+
+def test_the_part_is_the_largest_that_is_answered_in_time():
+    part = load("simulation.part")
+    turns = (TurnTrace(10, 10), TurnTrace(10, 10, gap_s=5.0))
+    trace = Trace("made", tuple(ConversationTrace(str(i), turns, float(i)) for i in range(1000)))
+    sampler = part.Sampler(trace=trace, time_scale=1.0, seed=0)
+
+    def latency_s(sessions):
+        return len(sessions) / 1000
+
+    found = part.fitting_part(sampler, 2000, 0.3, latency_s)
+    assert 0.6 * 300 <= len(found.sessions) <= 300
+    assert part.fitting_part(sampler, 200, 0.3, latency_s).share == 0.1, "no more turns than were asked for"
+    smaller, larger = (
+        {session.conversation.conversation_id for session in sampler.part(share, None).sessions}
+        for share in (0.1, 0.2)
+    )
+    assert smaller < larger, "parts lie within one another"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"trace": "/nowhere"}, "--trace is '/nowhere', but must be a file that can be read"),
+        ({"share": 0}, "--share is 0"),
+        ({"share": 1.5}, "--share is 1.5"),
+        ({"time_scale": 0}, "--time_scale is 0"),
+        ({"level_ms": 0}, "--level_ms is 0"),
+        ({"max_turns": 0}, "--max_turns is 0"),
+        ({"gpu_bytes": "much"}, "--gpu_bytes is 'much'"),
+        ({"cpu_bytes": "1GB,x"}, "--cpu_bytes is 'x'"),
+        ({"max_context_tokens": 100}, "--max_context_tokens is 100"),
+        ({"plot": "/nowhere/a.png"}, "a directory that exists"),
+    ],
+)
+def test_refuses(launch, mooncake, flags, says):
+    with pytest.raises(ConfigError, match=says):
+        launch("simulate_serving", shared_llm=False, **QUIET | {"trace": mooncake} | flags)
+
+
+def test_a_bad_line_is_named(launch, mooncake):
+    lines = mooncake.read_text().splitlines()
+    lines[6] = lines[6].replace('"output_length": 20', '"output_length": "many"')
+    mooncake.write_text("\n".join(lines))
+    with pytest.raises(
+        TraceError, match=r"conversation_trace\.jsonl, line 7: output_length is 'many', but must"
+    ):
+        launch("simulate_serving", shared_llm=False, trace=mooncake, **QUIET)
+
+
+def test_shows_progress(launch, mooncake, capsys):
+    assert launch("simulate_serving", shared_llm=False, trace=mooncake, progress="true") == 0
+    shown = capsys.readouterr().err
+    assert "finding a load" in shown and "pensieve (5 of 5)" in shown

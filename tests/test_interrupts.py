@@ -1,0 +1,260 @@
+"""Ctrl-C at every line that the host runs: no turn is left to nobody, and nothing is lost but turns that ran.
+
+`make test` interrupts each line of the package where it runs first; the long test interrupts each line every
+time that it runs, and again while the first interrupt is cleaned up.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from pensieve_jax import LLM, SamplingParams
+from pensieve_jax.history.store import CUT_FINISH_REASON
+from tests.engine.fake_transfers import Delays
+from tests.engine.harness import Harness, small_config
+from tests.engine.oracles import TurnFacts
+from tests.fake_llm import TOKENIZER, llm_of
+from tests.interruption import Interruption, Line
+
+PARAMS = SamplingParams(max_tokens=3, ignore_eos=True, seed=0)
+CONFIG = small_config(gpu_pages=14, cpu_pages=8, swap_out_fraction=0.5)
+DELAYS = Delays(seed=1, laziness=0.5)
+HELLO = [{"role": "user", "content": "hello"}]
+LONG_TEXT = "a text that fills some pages " * 3
+
+
+class World(NamedTuple):
+    """An engine with two conversations in its history, too small for all that is asked of it."""
+
+    llm: LLM
+    harness: Harness
+
+
+def new_world(patch: pytest.MonkeyPatch) -> World:
+    harness = Harness(CONFIG, tokenizer=TOKENIZER, delays=DELAYS)
+    world = World(llm_of(patch, harness), harness)
+    world.llm.generate([LONG_TEXT], PARAMS, conversation_ids=["b"])
+    return world
+
+
+# What is interrupted: each is given a new world, and holds no turn once it has raised
+
+
+def generate(llm: LLM) -> None:
+    llm.generate(["x", LONG_TEXT, [5, 6]], PARAMS, conversation_ids=["a", "c", None])
+
+
+def chat(llm: LLM) -> None:
+    llm.chat(HELLO, PARAMS, conversation_id="a")
+
+
+def chat_of_several(llm: LLM) -> None:
+    llm.chat([HELLO, HELLO], PARAMS, conversation_ids=["a", "c"])
+
+
+def stream(llm: LLM) -> None:
+    for _ in llm.stream("x", PARAMS, conversation_id="a"):
+        pass
+
+
+def stream_of_chat(llm: LLM) -> None:
+    with llm.stream_chat(HELLO, PARAMS, conversation_id="a") as deltas:
+        for _ in deltas:
+            pass
+
+
+def two_streams(llm: LLM) -> None:
+    """One is closed and the other dropped, while a third turn runs."""
+    turns = llm.submit([LONG_TEXT], PARAMS, conversation_ids=["b"])
+    one = llm.stream("x", PARAMS, conversation_id="a")
+    other = llm.stream([5, 6], PARAMS, conversation_id="c")
+    next(one)
+    one.close()
+    next(other)
+    del other
+    while not turns[0].done:
+        llm.step()
+
+
+def steps(llm: LLM) -> None:
+    turns = llm.submit(["x", LONG_TEXT, HELLO], PARAMS, conversation_ids=["b", "c", "a"])
+    llm.step()
+    llm.cancel(turns[0])
+    while llm.unfinished:
+        llm.step()
+
+
+def conversations(llm: LLM) -> None:
+    """What is done between turns."""
+    prefix = llm.share_prefix(LONG_TEXT)
+    llm.generate(["x"], PARAMS, conversation_ids=["c"], prefix=prefix)
+    llm.release_prefix(prefix)
+    str(llm.explain("c"))
+    llm.truncate("a", 9)
+    llm.engine.push_out("b")
+    llm.engine.forget_state("c")
+    llm.end("b")
+
+
+def recovery(llm: LLM) -> None:
+    """The call after an interrupt in a step: it starts over."""
+    generate(llm)
+
+
+def close(llm: LLM) -> None:
+    held = llm.submit(["x"], PARAMS, conversation_ids=["c"])
+    llm.step()
+    llm.close()
+    assert held
+
+
+CHATS = {"chat", "chat_of_several", "stream_of_chat", "steps"}
+BLOCKING = {"generate", "chat", "chat_of_several", "conversations", "recovery"}
+NUM_SECOND_INTERRUPTS = 15
+
+
+def interrupt_a_step(world: World) -> None:
+    world.harness.runner.faults["dispatch"] = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        generate(world.llm)
+
+
+CALLS: dict[str, Callable[[LLM], None]] = {
+    call.__name__: call
+    for call in (
+        generate,
+        chat,
+        chat_of_several,
+        stream,
+        stream_of_chat,
+        two_streams,
+        steps,
+        conversations,
+        recovery,
+        close,
+    )
+}
+
+
+def prepared(patch: pytest.MonkeyPatch, name: str) -> World:
+    world = new_world(patch)
+    if name in CHATS:
+        world.llm.chat(HELLO, PARAMS, conversation_id="a")
+    else:
+        world.llm.generate(["hello"], PARAMS, conversation_ids=["a"])
+    if name == "recovery":
+        interrupt_a_step(world)
+    return world
+
+
+# What must hold afterwards
+
+
+def check(world: World) -> None:
+    """Nothing runs or is busy, the history has whole turns, and every conversation goes on as it would."""
+    llm, harness = world
+    if llm.engine.closed:
+        return
+    assert llm.unfinished == (), "a turn is left to nobody"
+    assert not busy(world)
+    harness.engine.check_integrity()
+    for info in llm.conversations():
+        check_history(world, info.conversation_id)
+    facts = [harness.facts(harness.prompt(5, seed=1), name, max_tokens=2) for name in "abc"]
+    outputs = harness.run(*(harness.submit(one, name) for one, name in zip(facts, "abc", strict=True)))
+    assert [output.token_ids for output in outputs] == [harness.expected(one) for one in facts]
+    harness.check_empty()
+
+
+def busy(world: World) -> list[str]:
+    table = world.harness.engine.conversations
+    return [name for name in "abc" if table.is_busy(name)]
+
+
+def check_history(world: World, conversation_id: str) -> None:
+    _, harness = world
+    history: tuple[int, ...] = ()
+    for turn in harness.store.load(conversation_id).turns:
+        facts = TurnFacts(history, turn.prompt_token_ids, PARAMS, 0, harness.max_context_tokens)
+        is_whole = turn.finish_reason != CUT_FINISH_REASON
+        if is_whole:
+            facts.check_end(turn.output_token_ids, turn.finish_reason, harness.bench.eos_token_ids)
+        harness.bench.check_tokens(facts, turn.output_token_ids, whole=is_whole)
+        history += turn.prompt_token_ids + turn.output_token_ids
+    assert harness.history(conversation_id) == history
+
+
+def interrupt(patch: pytest.MonkeyPatch, name: str, *at: int) -> Interruption:
+    """Interrupt a call at these lines and check what is left."""
+    world = prepared(patch, name)
+    interruption = Interruption(*at)
+    kept: BaseException | None = None
+    try:
+        with interruption:
+            CALLS[name](world.llm)
+    except KeyboardInterrupt as error:
+        if name in BLOCKING and len(at) == 1:
+            kept = error  # and with it every frame, as an interactive session does
+    try:
+        check(world)
+    except AssertionError as error:
+        raise AssertionError(f"{name}, interrupted at lines {at}: {interruption.come}") from error
+    del kept
+    return interruption
+
+
+def lines_of(patch: pytest.MonkeyPatch, name: str) -> Interruption:
+    """All lines of a call, without an interrupt."""
+    world = prepared(patch, name)
+    with Interruption() as lines:
+        CALLS[name](world.llm)
+    check(world)
+    return lines
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_at_every_line_where_it_runs_first(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    before: set[Line] = set()  # of the calls before this one
+    for call in CALLS:
+        lines = lines_of(monkeypatch, call).first
+        if call == name:
+            break
+        before |= set(lines)
+    todo = {line: number for line, number in lines.items() if line not in before}
+    for line, number in todo.items():
+        assert interrupt(monkeypatch, name, number).come == [line]
+    print(f"{name}: {len(todo)} of {len(lines)} lines, 0 conversations busy")
+    assert todo
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_again_while_the_first_is_cleaned_up(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    seed = int(os.environ.get("INTERRUPTS_SEED", "0"))
+    print(f"INTERRUPTS_SEED={seed}")
+    chance = random.Random(seed)
+    num_lines = lines_of(monkeypatch, name).num_lines
+    for number in chance.sample(range(1, num_lines + 1), NUM_SECOND_INTERRUPTS):
+        interrupt(monkeypatch, name, number, number + chance.randint(1, 12))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CALLS)
+def test_at_every_line_every_time(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    num_lines = lines_of(monkeypatch, name).num_lines
+    for number in range(1, num_lines + 1):
+        assert interrupt(monkeypatch, name, number).come
+    print(f"{name}: {num_lines} lines, 0 conversations busy")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CALLS)
+def test_twice_wherever_the_first_comes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    num_lines, num_twice = lines_of(monkeypatch, name).num_lines, 0
+    for number in range(1, num_lines + 1):
+        num_twice += len(interrupt(monkeypatch, name, number, number + 1 + number % 7).come) == 2
+    print(f"{name}: {num_lines} lines, {num_twice} interrupted again, 0 conversations busy")
