@@ -19,14 +19,17 @@ NUM_BATCHED_CHUNKS = 16  # as of `profile_costs.py`: what one chunk more costs a
 
 
 def cost_points(profile: DeviceProfile, chunk_tokens: int, max_context_tokens: int) -> list[CostPoint]:
-    """What `profile_costs.py` would measure on that device, at powers of two: the share of one chunk."""
+    """What `profile_costs.py` would measure on that device, at powers of two: the share of one chunk.
+
+    On a device that has rested, as it has there: on one that is hot from products every chunk costs more.
+    """
     step_time = StepTime(profile.step, (NUM_BATCHED_CHUNKS * chunk_tokens,))
 
     def chunk_s(context_len: int) -> float:
         load = StepLoad()
         for _ in range(NUM_BATCHED_CHUNKS):
             load.add(chunk_tokens, context_len)
-        return step_time.seconds(load) / NUM_BATCHED_CHUNKS
+        return step_time.seconds(load, 0.0) / NUM_BATCHED_CHUNKS
 
     rest_s = chunk_s(chunk_tokens)
     lens = [chunk_tokens]

@@ -67,14 +67,14 @@ def test_a_batch_that_needs_many_steps_takes_the_sum_of_them(experiments):
 
 
 def test_the_cost_of_a_chunk_by_profile_is_the_measured_one(reproduce, experiments):
-    """Measured with the Triton kernel, whose attention takes longer than the profile's."""
+    """Although the profile was fitted to served steps, and not to these."""
     _, document = reproduce("fig4", device="h200")
     curves = document["results"]["curves"]
     measured = {p["context_len"]: p["total_s"] for p in curves["measured: h200_llama2-13b-gqa10"]}
     profile = {p["context_len"]: p["total_s"] for p in curves["h200_llama2-13b-gqa10"]}
     assert len(measured) > 5
     for context, seconds in measured.items():
-        assert profile[context] == pytest.approx(seconds, rel=0.08)
+        assert profile[context] == pytest.approx(seconds, rel=0.05)
     assert list(profile.values()) == sorted(profile.values())
 
 
