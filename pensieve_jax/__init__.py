@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from model_defs.errors import CheckpointError, ModelError, ShardingError, UnsupportedModelError
     from pensieve_jax.engine.explanation import Explanation
     from pensieve_jax.engine.turn import Turn
+    from pensieve_jax.history import ConversationInfo, ConversationRecord, TurnRecord
     from pensieve_jax.llm import LLM
     from pensieve_jax.stream import Stream
 
@@ -41,12 +42,15 @@ if TYPE_CHECKING:
 else:  # a type checker would take a `__getattr__` for leave to import any name
     _LATER = {
         "CheckpointError": "model_defs.errors",
+        "ConversationInfo": "pensieve_jax.history",
+        "ConversationRecord": "pensieve_jax.history",
         "Explanation": "pensieve_jax.engine.explanation",
         "LLM": "pensieve_jax.llm",
         "ModelError": "model_defs.errors",
         "ShardingError": "model_defs.errors",
         "Stream": "pensieve_jax.stream",
         "Turn": "pensieve_jax.engine.turn",
+        "TurnRecord": "pensieve_jax.history",
         "UnsupportedModelError": "model_defs.errors",
         "__version__": "pensieve_jax.version",
     }
@@ -69,6 +73,8 @@ __all__ = [
     "ConfigError",
     "ContextLengthError",
     "ConversationBusyError",
+    "ConversationInfo",
+    "ConversationRecord",
     "Delta",
     "EngineClosedError",
     "EngineConfig",
@@ -92,6 +98,7 @@ __all__ = [
     "TokenLogprob",
     "TokenizerMissingError",
     "Turn",
+    "TurnRecord",
     "UnknownConversationError",
     "UnsupportedModelError",
     "Usage",

@@ -201,7 +201,8 @@ def resolve_model(model: str | Path) -> str:
         ) from error
     except OSError as error:
         # Offline, unknown and forbidden are all OSErrors of the hub's client.
-        raise ConfigError("model", model, expected, f"the hub answered: {error}") from error
+        answer = "; ".join(line.strip().rstrip(".") for line in str(error).splitlines() if line.strip())
+        raise ConfigError("model", model, expected, f"the hub answered: {answer}") from error
 
 
 def _tokenizer(source: str, model_config: ModelConfig) -> Tokenizer | None:

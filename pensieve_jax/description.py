@@ -1,21 +1,58 @@
 """What an engine turned out to be on this machine, as plain values.
 
-Owns: the keys of `LLM.describe`, and what each means.
+Owns: the keys of `LLM.describe`, what each means, and how they print.
 Does not know: how anything was chosen; the parts say.
 Called by: `LLM`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from model_defs import num_parameters
 from pallas_kernels.ragged_paged_attention import BackendChoice
 from pensieve_jax.assembly import Assembled
 
+_COLUMNS: Final = 110
 
-def describe(parts: Assembled) -> dict[str, Any]:
-    """Plain values, which JSON can hold.
+
+class Description(dict[str, Any]):
+    """A dict like any other, which prints with a line for every value."""
+
+    def __str__(self) -> str:
+        """For people: one group under the other."""
+        return "\n".join(_lines(self, ""))
+
+
+def _lines(values: Mapping[str, Any], indent: str) -> Iterator[str]:
+    """A line for every value, values aligned; a group's own lines stand below its name."""
+    flat = [name for name, value in values.items() if not isinstance(value, Mapping) or "reason" in value]
+    width = max(map(len, flat), default=0)
+    for name, value in values.items():
+        if name not in flat:
+            yield f"{indent}{name}"
+            yield from _lines(value, f"{indent}  ")
+        else:
+            start = f"{indent}{name:{width}}  "
+            yield textwrap.fill(
+                _shown(value), _COLUMNS, initial_indent=start, subsequent_indent=" " * len(start)
+            )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):  # a kernel
+        return f"{value['backend']}: {value['reason']}"
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def describe(parts: Assembled) -> Description:
+    """Plain values, which JSON can hold; printed, they are a line each.
 
     Keys:
       model: `name` as it was given, `architecture`, `num_layers`, `hidden_size`, `num_heads`, `num_kv_heads`,
@@ -34,7 +71,7 @@ def describe(parts: Assembled) -> dict[str, Any]:
       compilation_cache_dir: where compiled steps are kept, or None.
     """
     config = parts.config
-    return {
+    values = {
         "model": _model(parts),
         "device": _device(parts),
         "kernels": {name: _choice(choice) for name, choice in parts.runner.kernels._asdict().items()},
@@ -48,6 +85,7 @@ def describe(parts: Assembled) -> dict[str, Any]:
         },
         "compilation_cache_dir": config.runner.compilation_cache_dir,
     }
+    return Description(values)
 
 
 def _model(parts: Assembled) -> dict[str, Any]:

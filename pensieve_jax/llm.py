@@ -293,6 +293,7 @@ class LLM:
     def describe(self) -> dict[str, Any]:
         """What this is on this machine: model, device, kernels and why those, tiers, steps, as plain values.
 
+        `print` shows a line for each, and `json.dumps` takes it as it is.
         `pensieve_jax.description.describe` documents the keys.
         """
         return describe(self._parts)

@@ -27,7 +27,10 @@ from pensieve_jax.commands.launch import EXIT_FAILED, run
 FLAGS = flags.FLAGS
 ROOT = Path(__file__).parents[1]
 DIARY = "log.md"
-WRITTEN = "docs/paper_and_we.md"  # its tables are `refresh_pages.py`'s, whose test compares them
+WRITTEN = {
+    "docs/paper_and_we.md",
+    "docs/traces.md",
+}  # tables that `refresh_pages.py` writes, and its test compares
 UNCHECKED = "unchecked.toml"
 FRONT_PAGE = "front_page"  # the README of the repository; that of the pages is README, too
 
@@ -54,7 +57,7 @@ def check(docs: Path, readme: Path) -> list[Checked]:
         if path.name == DIARY or name in left_out:
             continue
         stem = FRONT_PAGE if path == readme else path.stem
-        page = read_page(path, name, is_written=name == WRITTEN)
+        page = read_page(path, name, is_written=name in WRITTEN)
         sources = docs / "sources" / f"{stem}.toml"
         if sources.is_file():
             errors = check_page(page, sources, documents)

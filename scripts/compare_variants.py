@@ -10,8 +10,8 @@ tiers. Every variant serves the same turns, in rounds: a conversation returns wh
 spoken (`serving/rounds.py`). Memory holds a part of them: `--gpu_fraction` and `--cpu_fraction` of what all
 fill, unless `--gpu_pages` and `--cpu_pages` say it.
 
-The last line is one JSON document (see `--json`). Exit status 1 if two variants of a float32 engine gave
-different tokens.
+A probe of a few steps tells how long it will take, and on a terminal a bar how long is left. The last line is
+one JSON document (see `--json`). Exit status 1 if two variants of a float32 engine gave different tokens.
 """
 
 from __future__ import annotations
@@ -23,13 +23,21 @@ from typing import Any
 
 from absl import flags
 from common.engines import EngineFactory
+from serving.estimate import probe, seconds
 from serving.rounds import Served, Workload, make_workload, serve
+from tqdm import tqdm
 
 from pensieve_jax import ConfigError, EngineConfig
 from pensieve_jax.assembly import serving_dtype
-from pensieve_jax.commands.engine_flags import define_engine_flags, engine_config, model_limits
+from pensieve_jax.commands.engine_flags import (
+    define_engine_flags,
+    engine_config,
+    model_limits,
+    shows_progress,
+)
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
+from pensieve_jax.commands.words import counted, duration
 from pensieve_jax.config import POLICIES
 
 FLAGS = flags.FLAGS
@@ -118,6 +126,16 @@ def same_tokens(served: Mapping[str, Served]) -> dict[str, bool]:
     return {name: replies(one) == first for name, one in served.items()}
 
 
+def expectation(num_variants: int, num_turns: int, one_s: tuple[float, float]) -> str:
+    """How long it will take: stateless with all histories computed again, others with some or none."""
+    found_s, computed_s = one_s
+    shortest, longest = computed_s + (num_variants - 1) * found_s, num_variants * computed_s
+    return (
+        f"{num_variants} variants of {counted(num_turns, 'turn')}: {duration(shortest)} to "
+        f"{duration(longest)}, by a probe; stateless {duration(computed_s)}"
+    )
+
+
 def measure() -> tuple[EngineConfig, dict[str, dict[str, Any]], dict[str, bool]]:
     """The configuration, and by variant its figures and whether its tokens are those of the first."""
     config = engine_config()
@@ -132,12 +150,19 @@ def measure() -> tuple[EngineConfig, dict[str, dict[str, Any]], dict[str, bool]]
     )
     config = sizes(config, workload, max_context_tokens)
     served = {}
+    num_turns = sum(map(len, workload.prompts))
     with contextlib.closing(EngineFactory(config)) as factory:
-        for name, variant in variants(factory.config).items():
-            engine = factory.start(variant)
-            served[name] = serve(engine, workload, FLAGS.concurrency)
-            engine.check_integrity()
-            print(f"{name}: {served[name].seconds:.1f} s", flush=True)
+        compared = variants(factory.config)
+        pace = probe(factory.start(compared["stateless"]), workload, FLAGS.concurrency)
+        print(expectation(len(compared), num_turns, seconds(workload, FLAGS.concurrency, pace)), flush=True)
+        total = len(compared) * num_turns
+        with tqdm(total=total, unit="turn", disable=not shows_progress()) as bar:
+            for name, variant in compared.items():
+                bar.set_description(name)
+                engine = factory.start(variant)
+                served[name] = serve(engine, workload, FLAGS.concurrency, bar.update)
+                engine.check_integrity()
+                bar.write(f"{name}: {served[name].seconds:.1f} s")
         config = factory.config
     return config, {name: one.figures() for name, one in served.items()}, same_tokens(served)
 

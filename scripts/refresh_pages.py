@@ -1,4 +1,4 @@
-"""Write the tables of `docs/paper_and_we.md` from the documents in `docs/results`.
+"""Write the tables of `docs/paper_and_we.md` and `docs/traces.md` from the documents in `docs/results`.
 
     python scripts/refresh_pages.py           # after reproduce.py wrote new documents
     python scripts/refresh_pages.py --check   # which tables differ, without writing; fails if any does
@@ -14,14 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from absl import flags
-from experiments import page_eviction, page_tables
+from experiments import page_eviction, page_tables, page_traces
 from experiments.page_summary import summary
 
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.launch import run
 
 FLAGS = flags.FLAGS
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "paper_and_we.md"
+_DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = (_DOCS / "paper_and_we.md", _DOCS / "traces.md")
 _BLOCK = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -40,6 +41,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "think-times": page_tables.think_times,
     "many-turns": lambda: page_tables.throughputs({"thesis3.15": ("3.15a", "3.15b")}),
     "conversations": page_eviction.conversations,
+    **page_traces.TABLES,
 }
 
 
@@ -51,7 +53,7 @@ def refreshed(text: str) -> tuple[str, list[str]]:
         name = block[1]
         if name not in TABLES:
             raise ConfigError("table", name, f"one of {', '.join(TABLES)}")
-        new = f"<!-- table {name} -->\n\n{TABLES[name]()}\n\n<!-- end -->"
+        new = f"<!-- table {name} -->\n\n{_made(name)}\n\n<!-- end -->"
         if new != block[0]:
             changed.append(name)
         return new
@@ -59,14 +61,22 @@ def refreshed(text: str) -> tuple[str, list[str]]:
     return _BLOCK.sub(write, text), changed
 
 
+def _made(name: str) -> str:
+    try:
+        return TABLES[name]()
+    except FileNotFoundError as missing:
+        return f"*No document yet: {Path(missing.filename).name}.*"
+
+
 def main() -> int:
-    text = PAGE.read_text(encoding="utf-8")
-    new, changed = refreshed(text)
-    print(f"{PAGE.name}: {', '.join(changed) or 'no table'} differed from the documents")
-    if FLAGS.check:
-        return 1 if changed else 0
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
+    any_changed = False
+    for page in PAGES:
+        new, changed = refreshed(page.read_text(encoding="utf-8"))
+        print(f"{page.name}: {', '.join(changed) or 'no table'} differed from the documents")
+        any_changed = any_changed or bool(changed)
+        if not FLAGS.check:
+            page.write_text(new, encoding="utf-8")
+    return 1 if FLAGS.check and any_changed else 0
 
 
 def define_flags() -> None:

@@ -13,13 +13,10 @@ published figures of the hardware, `h200` goes back to measurements. Every point
 memory that takes seconds. A flag that changes nothing of an experiment, such as seeds where no workload is
 simulated, is refused. Tables come first, then one JSON document (see `--json`) as the last line.
 `docs/paper_and_we.md` has the results beside the paper's, and `scripts/refresh_pages.py` writes its tables.
-`--tables_of=DOCUMENT` prints the tables of a document as Markdown and simulates nothing (for `traces`, whose
-page is made of them).
 """
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -38,7 +35,6 @@ from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import (
     define_document_flag,
     json_line,
-    markdown_table,
     print_document,
     table,
 )
@@ -125,29 +121,8 @@ def _profiles(findings: Findings, asked: Settings) -> dict[str, Any]:
     return found
 
 
-def print_tables_of(experiment: Experiment, path: Path) -> None:
-    """Those of a document that this experiment ended with; raises ConfigError for anything else."""
-    if experiment.tables is None:
-        raise ConfigError(
-            "--tables_of", str(path), f"left out: --experiment={experiment.name} has no such tables"
-        )
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))["results"]
-        tables = experiment.tables(results) if results["experiment"] == experiment.name else []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError("--tables_of", str(path), "a document of this experiment", str(error)) from error
-    if not tables:
-        limit = f"a document of --experiment={experiment.name}"
-        raise ConfigError("--tables_of", str(path), limit, f"it is of {results['experiment']}")
-    for one in tables:
-        print(f"{one.title}\n\n{markdown_table(one.columns, one.rows)}", end="\n\n")
-
-
 def main() -> int:
     experiment = EXPERIMENTS[FLAGS.experiment]
-    if FLAGS.tables_of is not None:
-        print_tables_of(experiment, Path(FLAGS.tables_of))
-        return 0
     asked = settings(experiment)
     if FLAGS.num_processes < 1:
         raise ConfigError("--num_processes", FLAGS.num_processes, "at least 1")
@@ -171,7 +146,6 @@ def define_flags() -> None:
     flags.DEFINE_bool("small", False, "A version that takes seconds, on little memory.")
     flags.DEFINE_integer("num_processes", os.cpu_count() or 1, "Points that are simulated at a time.")
     flags.DEFINE_list("traces", [], "Recorded traces for --experiment=traces: FORMAT:FILE, ...")
-    flags.DEFINE_string("tables_of", None, "Print the tables of this document as Markdown, and no more.")
     flags.DEFINE_string("plot", None, "Where the figure is drawn, e.g. fig10b.png; needs matplotlib.")
     flags.DEFINE_bool("progress", None, "Show a progress bar; default: on a terminal.")
     define_document_flag()

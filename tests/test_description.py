@@ -26,9 +26,14 @@ def test_an_engine_describes_itself(caplog: pytest.LogCaptureFixture) -> None:
     ):
         told = llm.describe()
         assert json.loads(json.dumps(told)) == told
+        shown = str(told)
         llm.describe()["cache"].clear()
         assert llm.describe() == told, "a caller's changes are its own"
         page_bytes, weights_bytes = (llm.memory_analysis()[name] for name in ("page_bytes", "weights_bytes"))
+    lines = shown.splitlines()
+    words = [line.split() for line in lines]
+    assert words[0] == ["model"] and ["policy", "lru"] in words and ["buckets", "16,", "64"] in words
+    assert max(map(len, lines)) <= 110 and "{" not in shown
     model = told["model"]
     assert (model["name"], model["architecture"], model["dtype"]) == ("random:llama-tiny", "llama", "float32")
     assert model["num_layers"] == llm.model_config.num_layers

@@ -250,6 +250,18 @@ def test_what_cannot_be_started(arguments: dict[str, Any], words: str) -> None:
         LLM(**arguments, progress=False)
 
 
+def test_what_the_hub_answers_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise OSError("404 Client Error.\n\nRepository Not Found for url: x.\nIs it private?.")
+
+    monkeypatch.setattr(assembly.huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ConfigError) as caught:
+        resolve_model("org/model")
+    message = str(caught.value)
+    assert "\n" not in message and not message.endswith("..")
+    assert message.endswith("404 Client Error; Repository Not Found for url: x; Is it private?.")
+
+
 def test_the_default_model_comes_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever this runs, and although a directory of its name is there."""
     (tmp_path / DEFAULT_MODEL).mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -29,6 +30,21 @@ def test_every_error_that_a_caller_can_meet_has_a_name_here() -> None:
     for name, one in found.items():
         assert getattr(pensieve_jax, name) is one and name in pensieve_jax.__all__
     assert all(hasattr(pensieve_jax, name) for name in pensieve_jax.__all__)
+
+
+def test_what_methods_of_an_llm_return_has_a_name_here() -> None:
+    public = {
+        name: inspect.get_annotations(method)["return"]
+        for name, method in inspect.getmembers(pensieve_jax.LLM, inspect.isfunction)
+        if not name.startswith("_")
+    }
+    named = {word for told in public.values() for word in re.findall(r"\b[A-Z]\w+", str(told))} - {
+        "Any",
+        "None",
+    }
+    assert {"Output", "Stream", "Turn", "ConversationRecord", "ConversationInfo"} <= named
+    assert named <= set(pensieve_jax.__all__)
+    assert pensieve_jax.TurnRecord.__module__ == pensieve_jax.ConversationRecord.__module__
 
 
 def test_the_version_is_that_of_pyproject() -> None:

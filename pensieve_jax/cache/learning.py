@@ -11,10 +11,17 @@ from __future__ import annotations
 from pensieve_jax.cache.cost import CostModel
 from pensieve_jax.cache.experience import ORDERS, Experience
 from pensieve_jax.cache.insurance import BLOCK_TOKENS, Insurance
-from pensieve_jax.cache.policies import LearnedPolicy, RecencyPolicy, RetentionPolicy, ReturnsPolicy
+from pensieve_jax.cache.policies import (
+    EvictionPolicy,
+    LearnedPolicy,
+    RecencyPolicy,
+    RetentionPolicy,
+    ReturnsPolicy,
+)
 from pensieve_jax.cache.return_log import ReturnLog
 from pensieve_jax.cache.returns import ReturnModel, bucket_of
 from pensieve_jax.cache.sequence import CachedSequence
+from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.clock import Clock
 
 
@@ -147,3 +154,25 @@ class Learning(TurnNotes):
 
     def _num_shared_tokens(self, sequence: CachedSequence) -> int:
         return sequence.num_shared * self._chunk_tokens
+
+
+def turn_notes(
+    policy: EvictionPolicy,
+    config: CacheConfig,
+    cost_model: CostModel,
+    clock: Clock,
+    experience: Experience | None,
+) -> TurnNotes:
+    """What a cache of this policy makes of turns; `experience` is for the order that learns."""
+    if not isinstance(policy, LearnedPolicy):
+        return TurnNotes()
+    # Chunks that are on both tiers ahead of need take two places.
+    num_chunks = config.gpu_pages + max(config.cpu_pages - config.clean_pages, 0)
+    return Learning(
+        policy,
+        cost_model,
+        clock,
+        chunk_tokens=config.chunk_tokens,
+        num_chunks=num_chunks,
+        experience=experience,
+    )

@@ -19,9 +19,9 @@ from pensieve_jax.cache.drops import Drop
 from pensieve_jax.cache.evictor import Evictor
 from pensieve_jax.cache.experience import Experience
 from pensieve_jax.cache.integrity import check_store
-from pensieve_jax.cache.learning import Learning, TurnNotes
+from pensieve_jax.cache.learning import turn_notes
 from pensieve_jax.cache.page_table import PageTable
-from pensieve_jax.cache.policies import DatedWorth, LearnedPolicy, make_policy
+from pensieve_jax.cache.policies import DatedWorth, make_policy
 from pensieve_jax.cache.sequence import CachedSequence, Role
 from pensieve_jax.cache.states import ChunkState, Shelf
 from pensieve_jax.config import CacheConfig
@@ -61,7 +61,7 @@ class CacheManager:
         self.prefetch = config.prefetch
         self._max_num_copies = max_num_copies
         self._policy = make_policy(config.policy, cost_model, config.chunk_tokens)
-        self.turns = self._notes(config, cost_model, experience)
+        self.turns = turn_notes(self._policy, config, cost_model, clock, experience)
         self._evictor = Evictor(
             self._store,
             self._policy,
@@ -323,20 +323,6 @@ class CacheManager:
         check_store(self._store, self.chunk_tokens)
 
     # Inside
-
-    def _notes(self, config: CacheConfig, cost_model: CostModel, experience: Experience | None) -> TurnNotes:
-        if not isinstance(self._policy, LearnedPolicy):
-            return TurnNotes()
-        # Chunks that are on both tiers ahead of need take two places.
-        num_chunks = config.gpu_pages + max(config.cpu_pages - config.clean_pages, 0)
-        return Learning(
-            self._policy,
-            cost_model,
-            self._clock,
-            chunk_tokens=config.chunk_tokens,
-            num_chunks=num_chunks,
-            experience=experience,
-        )
 
     @staticmethod
     def _owner(sequence: CachedSequence, index: int) -> CachedSequence:

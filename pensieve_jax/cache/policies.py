@@ -59,13 +59,11 @@ class Standing(NamedTuple):
     Attributes:
       group: of sequences whose worths keep their order while they are in it.
       rank: within a group, a lower rank is worth less, or as much.
-      chunk: the index that `worth` is asked about: the first of the frontier.
       until_s: from this time on it stands elsewhere, if nothing happens to it before.
     """
 
     group: int
     rank: float
-    chunk: int
     until_s: float = math.inf
 
 
@@ -89,11 +87,15 @@ class EvictionPolicy(ABC):
         """What keeping chunk `index` is worth; comparable across sequences and shelves."""
 
     @abstractmethod
-    def standing(self, sequence: Candidate, shelf: Shelf, now_s: float) -> Standing:
-        """Where a sequence with something on the shelf stands, by its next frontier there.
+    def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
+        """The index that `worth` is asked about for its next frontier; 0 where that makes no difference."""
 
-        While nothing happens but that it gives way, its worth among those of its group may only rise, until
-        `until_s`.
+    @abstractmethod
+    def standing(self, sequence: Candidate, chunk: int, now_s: float) -> Standing:
+        """Where a sequence stands that would give up `chunk` next.
+
+        It depends on these, on when the sequence was active and what its turn was like, and on nothing else.
+        While it gives chunks up, its worth among those of its group may only rise.
         """
 
     def epoch(self, now_s: float) -> float:
@@ -125,6 +127,10 @@ class _Costs:
 class _LeadingFirst(EvictionPolicy):
     """Within a conversation the leading chunk: the cost never decreases towards the tail."""
 
+    def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
+        """The leading one."""
+        return sequence.first_on(shelf)
+
     def frontier(self, sequence: Candidate, shelf: Shelf) -> Sequence[int]:
         """The leading chunk."""
         return (sequence.first_on(shelf),)
@@ -144,10 +150,9 @@ class RetentionPolicy(_LeadingFirst):
         idle_s = now_s - sequence.last_active_s
         return self._costs_s[index] / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
 
-    def standing(self, sequence: Candidate, shelf: Shelf, now_s: float) -> Standing:
+    def standing(self, sequence: Candidate, chunk: int, now_s: float) -> Standing:
         """By activity among those that would give the same chunk, which costs them the same."""
-        index = sequence.first_on(shelf)
-        return Standing(index, sequence.last_active_s, index)
+        return Standing(chunk, sequence.last_active_s)
 
     def describe(self, worths: Sequence[DatedWorth]) -> str:
         """As the quotients that they are."""
@@ -161,9 +166,13 @@ class _LeastRecentlyUsed(EvictionPolicy):
         """When it was last active."""
         return sequence.last_active_s
 
-    def standing(self, sequence: Candidate, shelf: Shelf, now_s: float) -> Standing:
+    def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
+        """It makes no difference."""
+        return 0
+
+    def standing(self, sequence: Candidate, chunk: int, now_s: float) -> Standing:
         """By activity, all in one group."""
-        return Standing(0, sequence.last_active_s, 0)
+        return Standing(0, sequence.last_active_s)
 
     def epoch(self, now_s: float) -> float:
         """Always the same one."""
@@ -199,13 +208,12 @@ class ReturnsPolicy(_LeadingFirst):
         bin_number = bin_of(sequence.last_active_s, now_s)
         return self.model.index(sequence.bucket, bin_number) * self._costs_s[index]
 
-    def standing(self, sequence: Candidate, shelf: Shelf, now_s: float) -> Standing:
+    def standing(self, sequence: Candidate, chunk: int, now_s: float) -> Standing:
         """By the leading chunk, until idle time leaves its bin."""
         bin_number = bin_of(sequence.last_active_s, now_s)
         end = bin_number + 1
         until_s = sequence.last_active_s + EDGES_S[end] if end < NUM_BINS else math.inf
-        index = sequence.first_on(shelf)
-        return Standing(sequence.bucket * NUM_BINS + bin_number, index, index, until_s)
+        return Standing(sequence.bucket * NUM_BINS + bin_number, chunk, until_s)
 
     def epoch(self, now_s: float) -> float:
         """From fit to fit."""
@@ -222,9 +230,13 @@ class RecencyPolicy(_LeadingFirst):
         idle_s = now_s - sequence.last_active_s
         return 1.0 / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
 
-    def standing(self, sequence: Candidate, shelf: Shelf, now_s: float) -> Standing:
+    def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
+        """It makes no difference."""
+        return 0
+
+    def standing(self, sequence: Candidate, chunk: int, now_s: float) -> Standing:
         """By activity, all in one group."""
-        return Standing(0, sequence.last_active_s, 0)
+        return Standing(0, sequence.last_active_s)
 
 
 class LearnedPolicy(EvictionPolicy):
@@ -268,9 +280,13 @@ class LearnedPolicy(EvictionPolicy):
         """As the order that is followed has it."""
         return self.orders[self.followed].worth(sequence, index, now_s)
 
-    def standing(self, sequence: Candidate, shelf: Shelf, now_s: float) -> Standing:
+    def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
         """As in the order that is followed."""
-        return self.orders[self.followed].standing(sequence, shelf, now_s)
+        return self.orders[self.followed].chunk(sequence, shelf)
+
+    def standing(self, sequence: Candidate, chunk: int, now_s: float) -> Standing:
+        """As in the order that is followed."""
+        return self.orders[self.followed].standing(sequence, chunk, now_s)
 
     def epoch(self, now_s: float) -> float:
         """As in the order that is followed."""

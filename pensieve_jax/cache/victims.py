@@ -18,7 +18,7 @@ import math
 from collections.abc import Collection
 from typing import NamedTuple
 
-from pensieve_jax.cache.policies import Candidate, EvictionPolicy, Standing
+from pensieve_jax.cache.policies import Candidate, EvictionPolicy
 from pensieve_jax.cache.sequence import Role
 from pensieve_jax.cache.states import Shelf
 
@@ -30,10 +30,13 @@ class _Entry[C: Candidate](NamedTuple):
 
     rank: float
     role_number: int
-    last_active_s: float
     number: int  # of all entries, so that no two are compared further
     sequence: C
-    standing: Standing
+    last_active_s: float
+    bucket: int
+    chunk: int
+    group: int
+    until_s: float
 
 
 class Victim[C: Candidate](NamedTuple):
@@ -44,7 +47,7 @@ class Victim[C: Candidate](NamedTuple):
     worth: float
 
 
-type _Front = tuple[float, int, int]  # worth, role number, group
+type _Front[C: Candidate] = tuple[float, int, _Entry[C]]  # worth, role number
 
 
 class VictimOrder[C: Candidate]:
@@ -58,14 +61,14 @@ class VictimOrder[C: Candidate]:
         self._policy, self._shelf, self._idle = policy, shelf, idle
         self._groups: dict[int, list[_Entry[C]]] = {}
         self._entries: dict[C, _Entry[C]] = {}  # the one of each that counts
-        self._calendar: list[tuple[float, int, _Entry[C]]] = []  # by the end of their standing
+        self._calendar: list[tuple[float, int, C]] = []  # by the end of their standing
         self._noted: dict[C, None] = dict.fromkeys(idle)
         self._num_entries, self._num_in_heaps = 0, 0
         self._now_s: float = -math.inf
         self._epoch: float | None = None
         self._generation = policy.generation
-        self._fronts: list[_Front] = []  # of every heap's first, and some that are out of date
-        self._front_of: dict[int, _Front] = {}  # the one of each group that counts
+        self._fronts: list[_Front[C]] = []  # of every heap's first, and some that are out of date
+        self._front_of: dict[int, _Entry[C]] = {}  # by group, the one that counts
 
     def note(self, sequence: C) -> None:
         """Look at a sequence again: it became idle, a chunk came to the shelf, or it was active."""
@@ -83,20 +86,20 @@ class VictimOrder[C: Candidate]:
             self._epoch = epoch
             self._compare()
         while self._fronts:
-            front = self._fronts[0]
-            group = front[2]
-            if self._front_of.get(group) is not front:
+            worth, _, known = self._fronts[0]
+            group = known.group
+            if self._front_of.get(group) is not known:
                 heapq.heappop(self._fronts)
                 continue
             entry = self._first(group)  # what it moves adds to the fronts
             if entry is None:
                 del self._front_of[group]
-            elif self._front_of[group] is front:
-                if self._front(entry) != front:
-                    self._add_front(entry)
-                elif self._fronts[0] is front:
-                    indices = self._policy.frontier(entry.sequence, self._shelf)
-                    return Victim(entry.sequence, tuple(indices), front[0])
+            elif self._front_of[group] is not entry:
+                self._add_front(entry)
+            elif self._fronts[0][2] is entry:
+                return Victim(
+                    entry.sequence, tuple(self._policy.frontier(entry.sequence, self._shelf)), worth
+                )
         return None
 
     def _begin(self, now_s: float) -> None:
@@ -108,11 +111,11 @@ class VictimOrder[C: Candidate]:
         elif self._num_in_heaps > 2 * len(self._idle) + _MAX_STALE:
             self._begin_anew()
         elif len(self._calendar) > 2 * len(self._entries) + _MAX_STALE:
-            self._calendar = [item for item in self._calendar if self._counts(item[2])]
+            self._calendar = [(e.until_s, e.number, e.sequence) for e in self._entries.values()]
             heapq.heapify(self._calendar)
         while self._calendar and self._calendar[0][0] <= now_s:
-            entry = heapq.heappop(self._calendar)[2]
-            if self._counts(entry):
+            entry = self._entries.get(heapq.heappop(self._calendar)[2])
+            if entry is not None and entry.until_s <= now_s:
                 self._enter(entry.sequence)
         if len(self._fronts) > 2 * len(self._groups) + _MAX_STALE:
             self._epoch = None
@@ -124,25 +127,39 @@ class VictimOrder[C: Candidate]:
             if entry is None or not self._is_true(entry):
                 self._enter(sequence)
 
-    def _enter(self, sequence: C) -> None:
-        """Put a sequence where it belongs now, if anywhere."""
+    def _enter(self, sequence: C, leaving: list[_Entry[C]] | None = None) -> None:
+        """Put a sequence where it belongs now, if anywhere; its entry is the first of `leaving`, if given."""
         if not self._belongs(sequence):
             self._entries.pop(sequence, None)
+            if leaving is not None:
+                self._take_first(leaving)
             return
-        standing = self._policy.standing(sequence, self._shelf, self._now_s)
+        policy = self._policy
+        chunk = policy.chunk(sequence, self._shelf)
+        group, rank, until_s = policy.standing(sequence, chunk, self._now_s)
         self._num_entries += 1
         entry = _Entry(
-            *(standing.rank, sequence.role_number, sequence.last_active_s, self._num_entries),
-            *(sequence, standing),
+            *(rank, sequence.role_number, self._num_entries, sequence),
+            *(sequence.last_active_s, sequence.bucket, chunk, group, until_s),
         )
+        before = self._entries.get(sequence)
         self._entries[sequence] = entry
-        heap = self._groups.setdefault(standing.group, [])
-        heapq.heappush(heap, entry)
-        self._num_in_heaps += 1
-        if standing.until_s < math.inf:
-            heapq.heappush(self._calendar, (standing.until_s, self._num_entries, entry))
+        if until_s < math.inf and (before is None or before.until_s != until_s):
+            heapq.heappush(self._calendar, (until_s, self._num_entries, sequence))
+        heap = self._groups.setdefault(group, [])
+        if heap is leaving:
+            heapq.heapreplace(heap, entry)
+        else:
+            if leaving is not None:
+                self._take_first(leaving)
+            heapq.heappush(heap, entry)
+            self._num_in_heaps += 1
         if heap[0] is entry and self._epoch is not None:
             self._add_front(entry)
+
+    def _take_first(self, heap: list[_Entry[C]]) -> None:
+        heapq.heappop(heap)
+        self._num_in_heaps -= 1
 
     def _compare(self) -> None:
         """Compare the groups' firsts as of now."""
@@ -154,19 +171,12 @@ class VictimOrder[C: Candidate]:
                 self._add_front(entry)
 
     def _add_front(self, entry: _Entry[C]) -> None:
-        front = self._front(entry)
-        self._front_of[entry.standing.group] = front
-        heapq.heappush(self._fronts, front)
-
-    def _front(self, entry: _Entry[C]) -> _Front:
-        worth = self._policy.worth(entry.sequence, entry.standing.chunk, self._now_s)
-        return worth, entry.role_number, entry.standing.group
+        worth = self._policy.worth(entry.sequence, entry.chunk, self._now_s)
+        self._front_of[entry.group] = entry
+        heapq.heappush(self._fronts, (worth, entry.role_number, entry))
 
     def _belongs(self, sequence: C) -> bool:
         return sequence.role is Role.IDLE and sequence.num_on[self._shelf] > 0
-
-    def _counts(self, entry: _Entry[C]) -> bool:
-        return self._entries.get(entry.sequence) is entry
 
     def _is_true(self, entry: _Entry[C]) -> bool:
         """Whether it stands for its sequence as that is now."""
@@ -175,7 +185,9 @@ class VictimOrder[C: Candidate]:
             self._belongs(sequence)
             and entry.role_number == sequence.role_number
             and entry.last_active_s == sequence.last_active_s
-            and entry.standing == self._policy.standing(sequence, self._shelf, self._now_s)
+            and entry.bucket == sequence.bucket
+            and entry.until_s > self._now_s
+            and entry.chunk == self._policy.chunk(sequence, self._shelf)
         )
 
     def _first(self, group: int) -> _Entry[C] | None:
@@ -186,13 +198,12 @@ class VictimOrder[C: Candidate]:
         heap = self._groups.get(group)
         while heap:
             entry = heap[0]
-            counts = self._counts(entry)
-            if counts and self._is_true(entry):
+            if self._entries.get(entry.sequence) is not entry:
+                self._take_first(heap)
+            elif self._is_true(entry):
                 return entry
-            heapq.heappop(heap)
-            self._num_in_heaps -= 1
-            if counts:
-                self._enter(entry.sequence)
+            else:
+                self._enter(entry.sequence, leaving=heap)
         self._groups.pop(group, None)
         return None
 

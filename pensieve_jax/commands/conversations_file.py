@@ -9,12 +9,14 @@ A line is an object:
                      {"prompt": "text"}, {"prompt": [ids]} or {"messages": [{"role": ..., "content": ...}]},
                      with any field of SamplingParams beside it for this turn alone, or
                      ["U", "text"]: a turn of recorded dialogues; those of other speakers are left out
-A name that ends in .gz is decompressed; blank lines are skipped.
+Other keys are refused, but for `services`, which published dialogues have. A name that ends in .gz is
+decompressed; blank lines are skipped.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import gzip
 import json
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from pensieve_jax import InvalidRequestError, SamplingParams
 from pensieve_jax.text import Message, check_messages
 
 _USER = "U"
+_ABOUT = ("services",)  # what a recorded dialogue of Schema-Guided Dialogue says of itself
 _OVERRIDES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 
@@ -102,6 +105,7 @@ def _conversation(value: Any, number: int, defaults: SamplingParams) -> InputCon
     conversation_id = value.get("conversation_id", value.get("id", f"line-{number}"))
     if not isinstance(conversation_id, str) or not conversation_id or "\0" in conversation_id:
         raise InvalidRequestError("conversation_id", conversation_id, "a non-empty string without NUL")
+    _check_keys(value, {"conversation_id", "id", "turns", *_ABOUT}, "")
     given = value.get("turns")
     if not isinstance(given, list):
         raise InvalidRequestError("turns", given, "a list of turns")
@@ -109,6 +113,17 @@ def _conversation(value: Any, number: int, defaults: SamplingParams) -> InputCon
     if not turns:
         raise InvalidRequestError("turns", given, "a list with at least one turn of a user")
     return InputConversation(conversation_id, tuple(turns), number)
+
+
+def _check_keys(value: dict[str, Any], known: set[str], where: str) -> None:
+    """Raise InvalidRequestError for a key that is none of the known ones."""
+    for name in value:
+        if name not in known:
+            similar = difflib.get_close_matches(name, known, n=1)
+            hint = f"perhaps {similar[0]} is meant" if similar else f"known are {', '.join(sorted(known))}"
+            if not where and name in _OVERRIDES | {"prompt", "messages"}:
+                hint = 'it belongs to a turn, as in {"turns": [{"prompt": "Hi", "max_tokens": 9}]}'
+            raise InvalidRequestError(f"unknown key {where}{name}", value[name], "left out", hint)
 
 
 def _is_reply(turn: Any) -> bool:
@@ -120,10 +135,7 @@ def _turn(turn: Any, field: str, defaults: SamplingParams) -> InputTurn:
         turn = {"prompt": turn[1]}
     if not isinstance(turn, dict) or ("prompt" in turn) == ("messages" in turn):
         raise InvalidRequestError(field, turn, 'an object with either prompt or messages, or ["U", text]')
-    unknown = turn.keys() - _OVERRIDES - {"prompt", "messages"}
-    if unknown:
-        name = min(unknown)
-        raise InvalidRequestError(f"{field}.{name}", turn[name], f"left out; known are {sorted(_OVERRIDES)}")
+    _check_keys(turn, {*_OVERRIDES, "prompt", "messages"}, f"{field}.")
     for name in ("stop", "stop_token_ids"):
         if not isinstance(turn.get(name, []), list):
             raise InvalidRequestError(f"{field}.{name}", turn[name], "a list")

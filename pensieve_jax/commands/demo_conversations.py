@@ -47,8 +47,8 @@ CONVERSATIONS: Final[dict[str, Script]] = {
         "Vienna",
         (
             "Hello. I live in Vienna. Can you find me some music?",
-            "I like pop songs.",
-            "Do you have another one?",
+            "I want to hear some rock.",
+            "Which album is it from?",
             "Great, please play it in the kitchen.",
             "Yes, that is correct.",
             "One more thing: where do I live?",

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -32,6 +34,8 @@ from pensieve_jax.assembly import DEFAULT_MODEL, Assembled, assemble, resolve_mo
 from pensieve_jax.commands.help import flag_group
 from pensieve_jax.core.options import Option, options_of
 
+CACHE_DIR = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pensieve_jax"
+"""Where commands of people keep compiled steps for the next start."""
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 TINY_MODEL = "random:llama-tiny"

@@ -8,7 +8,9 @@ Input: `pensieve_jax/commands/conversations_file.py` has the format; a line is, 
 Output: a line for every turn, in the order in which they end, with `conversation_id`, `turn` (from 0),
 `prompt`, `token_ids`, `text`, `finish_reason`, `usage`, `seed`, and `logprobs` where asked for.
 
-First turns of all conversations come first, then second ones, with up to `--concurrency` at a time.
+Conversations are taken in their order, and a conversation's next turn runs as soon as its answer is there, so
+that its state is still in memory. As many are in progress at a time as fit the device's pages, and at most
+`--concurrency`.
 
 The file is checked whole before any turn runs: its format, ids and lengths before the model is loaded, text
 and messages as soon as its tokenizer is there. Bad lines are reported by number, with exit status 2, and the
@@ -33,12 +35,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from absl import flags
 from tqdm import tqdm
 
-from pensieve_jax import LLM, ContextLengthError, InvalidRequestError, Output, PensieveError, Stream
+from pensieve_jax import LLM, ContextLengthError, InvalidRequestError, Output, PensieveError
+from pensieve_jax.assembly import DEFAULT_MODEL
+from pensieve_jax.commands.batch import Batch
 from pensieve_jax.commands.conversations_file import (
     InputConversation,
     InputFileError,
@@ -56,8 +59,9 @@ from pensieve_jax.commands.engine_flags import (
 )
 from pensieve_jax.commands.launch import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, Interrupt
 from pensieve_jax.commands.timeline import Recorder, check_timeline
-from pensieve_jax.commands.turns_file import Line, finished_turns, output_line, partial_path, start_output
+from pensieve_jax.commands.turns_file import finished_turns, output_line, partial_path, start_output
 from pensieve_jax.commands.usage_tables import summary
+from pensieve_jax.commands.words import SMALL_MODEL
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -130,101 +134,13 @@ def check_text(llm: LLM, turn: InputTurn) -> None:
         raise InvalidRequestError("messages", turn.prompt, "a prompt", "the model has no chat template")
 
 
-class Batch:
-    """Runs the turns that are left, first turns before second ones.
-
-    Attributes:
-      failures: (line number, turn, error) of conversations that went no further.
-      outputs: of the turns that ended.
-    """
-
-    def __init__(
-        self, llm: LLM, conversations: Sequence[InputConversation], num_done: dict[str, int]
-    ) -> None:
-        """`num_done`: turns of each conversation that need not run."""
-        self.failures: list[tuple[int, int, PensieveError]] = []
-        self.outputs: list[Output] = []
-        self._llm = llm
-        self._next = {c.conversation_id: num_done.get(c.conversation_id, 0) for c in conversations}
-        rounds = itertools.zip_longest(*(enumerate(c.turns) for c in conversations))
-        self._pending = [
-            (conversation, turn[0])
-            for one_round in rounds
-            for conversation, turn in zip(conversations, one_round, strict=True)
-            if turn is not None and turn[0] >= self._next[conversation.conversation_id]
-        ]
-        self._active: dict[str, tuple[InputConversation, Stream]] = {}
-
-    @property
-    def num_left(self) -> int:
-        """Turns to run."""
-        return len(self._pending)
-
-    def run(
-        self,
-        *,
-        concurrency: int,
-        write: Callable[[Line], object],
-        after_step: Callable[[], object],
-        interrupt: Interrupt,
-        bar: Any,
-    ) -> None:
-        """Until all have ended, or an interrupt: then what has not is cancelled."""
-        try:
-            while (self._pending or self._active) and not interrupt.requested:
-                while len(self._active) < concurrency and self._submit_next():
-                    pass
-                ended = self._llm.engine.step()
-                after_step()
-                for turn in ended:
-                    conversation_id = turn.request.conversation.conversation_id
-                    conversation, _ = self._active.pop(conversation_id)
-                    index = self._next[conversation_id]
-                    if turn.error is not None:
-                        self._fail(conversation, turn.error)
-                        continue
-                    assert turn.output is not None
-                    write(output_line(conversation.turns[index], index, turn.output))
-                    self.outputs.append(turn.output)
-                    self._next[conversation_id] += 1
-                    bar.update()
-        finally:
-            for _, stream in self._active.values():
-                stream.close()
-
-    def _submit_next(self) -> bool:
-        """Submit the first turn in line whose conversation is free; False where there is none."""
-        for position, (conversation, index) in enumerate(self._pending):
-            conversation_id = conversation.conversation_id
-            if conversation_id in self._active:
-                continue
-            del self._pending[position]
-            turn = conversation.turns[index]
-            try:
-                if isinstance(turn.prompt, tuple):
-                    stream = self._llm.stream_chat(turn.prompt, turn.params, conversation_id=conversation_id)
-                else:
-                    stream = self._llm.stream(turn.prompt, turn.params, conversation_id=conversation_id)
-            except PensieveError as error:
-                self._fail(conversation, error)
-            else:
-                self._active[conversation_id] = (conversation, stream)
-            return True
-        return False
-
-    def _fail(self, conversation: InputConversation, error: PensieveError) -> None:
-        index = self._next[conversation.conversation_id]
-        self.failures.append((conversation.line_number, index, error))
-        self._pending = [pair for pair in self._pending if pair[0] is not conversation]
-
-
 def generate(llm: LLM, conversations: Sequence[InputConversation], output: Path, concurrency: int) -> int:
     """Run everything that is left to run; returns the exit status."""
     check_prompts(conversations, FLAGS.input, functools.partial(check_text, llm))
     done = finished_turns(llm, conversations)
     start_output(output, done)
     num_done = {key: len(list(group)) for key, group in itertools.groupby(done, key=lambda pair: pair[0])}
-    batch = Batch(llm, conversations, num_done)
+    batch = Batch(llm, conversations, num_done, concurrency=concurrency)
     before, start_s = llm.stats(), time.perf_counter()
     recorder = Recorder(llm.engine)
     with (
@@ -232,13 +148,13 @@ def generate(llm: LLM, conversations: Sequence[InputConversation], output: Path,
         tqdm(total=batch.num_left, desc="turns", unit="turn", disable=not shows_progress()) as bar,
         Interrupt() as interrupt,
     ):
-        batch.run(
-            concurrency=concurrency,
-            write=lambda line: file.write((json.dumps(line) + "\n").encode()),
-            after_step=recorder.after_step if FLAGS.timeline else lambda: None,
-            interrupt=interrupt,
-            bar=bar,
-        )
+
+        def ended(turn: InputTurn, index: int, output: Output) -> None:
+            file.write((json.dumps(output_line(turn, index, output)) + "\n").encode())
+            bar.update()
+
+        after_step = recorder.after_step if FLAGS.timeline else lambda: None
+        batch.run(ended=ended, after_step=after_step, interrupt=interrupt)
     seconds = time.perf_counter() - start_s
     print(summary(batch.outputs, len(done), seconds, before, llm.stats()))
     if FLAGS.timeline:
@@ -267,6 +183,8 @@ def main() -> int:
             FLAGS.input,
             functools.partial(check_ids, model.vocab_size, max_context_tokens),
         )
+        if FLAGS.model == DEFAULT_MODEL:
+            print(SMALL_MODEL, file=sys.stderr)
         with open_llm(history=FLAGS.history) as llm:
             return generate(llm, conversations, output, FLAGS.concurrency)
     except BrokenPipeError:
@@ -280,7 +198,7 @@ def define_flags() -> None:
     """The command line."""
     flags.DEFINE_string("input", None, "JSON lines of conversations (.gz too).", required=True)
     flags.DEFINE_string("output", None, "JSON lines of turns.", required=True)
-    flags.DEFINE_integer("concurrency", 64, "Turns in the engine at once.")
+    flags.DEFINE_integer("concurrency", 64, "Conversations in progress at once; fewer where they do not fit.")
     flags.DEFINE_integer("logprobs", None, "Write logprobs of the chosen tokens and of so many others.")
     flags.DEFINE_string("timeline", None, "Picture of pages by state over time: .png, .svg or .pdf.")
     define_engine_flags()

@@ -15,6 +15,8 @@ from typing import Any
 
 from absl import flags
 
+import pensieve_jax
+
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 _OWN = "flags"
@@ -63,13 +65,25 @@ def define_help_flags(docstring: str, show: Callable[[str], int]) -> None:
         FLAGS[name] = _HelpFlag(name, short_name, functools.partial(text, docstring), show)
 
 
+def define_version_flag(show: Callable[[str], int]) -> None:
+    """`--version` has `show` print the library's and ends the process."""
+    FLAGS["version"] = _HelpFlag(
+        "version", None, lambda: pensieve_jax.__version__, show, "Print the version."
+    )
+
+
 class _HelpFlag(flags.BooleanFlag):
     """Ends the process when it is met on the command line; takes the place of a flag of the same name."""
 
     def __init__(
-        self, name: str, short_name: str | None, text: Callable[[], str], show: Callable[[str], int]
+        self,
+        name: str,
+        short_name: str | None,
+        text: Callable[[], str],
+        show: Callable[[str], int],
+        what: str = "Print this text.",
     ) -> None:
-        super().__init__(name, False, "Print this text.", short_name=short_name, allow_override=True)
+        super().__init__(name, False, what, short_name=short_name, allow_override=True)
         self._text, self._show = text, show
 
     def parse(self, argument: Any) -> None:

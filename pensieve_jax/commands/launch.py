@@ -21,7 +21,7 @@ from typing import Self
 from absl import app, flags, logging
 
 from pensieve_jax import ConfigError, PensieveError
-from pensieve_jax.commands.help import define_help_flags
+from pensieve_jax.commands.help import define_help_flags, define_version_flag
 
 FLAGS = flags.FLAGS
 EXIT_FAILED = 1
@@ -97,6 +97,7 @@ def _typed_errors() -> tuple[type[Exception], ...]:
 def _parse(docstring: str, argv: list[str]) -> list[str]:
     """The arguments that are no flags; ends the process for `--help`, and for flags that cannot be read."""
     define_help_flags(docstring, show)
+    define_version_flag(show)
     try:
         rest: list[str] = FLAGS(argv)
     except flags.Error as error:

@@ -46,12 +46,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([line(columns), line(["-" * width for width in widths]), *map(line, cells)])
 
 
-def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """The same cells as lines of Markdown, for a page."""
-    lines = [columns, ["---"] * len(columns), *([_cell(value) for value in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 def json_line(benchmark: str, results: Mapping[str, Any], *, units: Mapping[str, str], device: str) -> str:
     """One line of JSON that can be read on its own: what was measured, in what units, where and how."""
     document = {

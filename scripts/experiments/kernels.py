@@ -1,6 +1,6 @@
 """The attention kernel on the paper's Figure 12: what `benchmark_kernels.py` measured, put side by side.
 
-Owns: which committed documents and cases belong to that figure, and what its rivals are called.
+Owns: which committed document and cases belong to that figure, and what its rivals are called.
 Does not know: how kernels are measured, or any figure.
 Called by: the registry.
 """
@@ -8,21 +8,21 @@ Called by: the registry.
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from experiments.committed import committed_document
 from experiments.panels import Panel
 from experiments.points import Measured
 from experiments.settings import Experiment, Findings, Settings, Table
 
-_DOCUMENTS = ("h200_kernels_decode.json", "h200_kernels_prompts.json", "h200_kernels_peers.json")
-_CASE = re.compile(r"multi_32x8x(\d+)_(mha40|gqa10)")
-_SHOWN_HEADS = "mha40"
+BEST_FLASH = "flash_attention_3_best"
+_DOCUMENT = "h200_kernels_fig12.json"
+_CASE = re.compile(r"multi_32x8x(\d+)_mha40")
 
 NAMES = {
     "pallas_mosaic_gpu": "ours, on pages",
-    "flash_attention_3": "FlashAttention-3, on pages",
-    "flashinfer": "FlashInfer, on pages",
+    "flash_attention_3": "FlashAttention-3, on the same pages",
+    BEST_FLASH: "FlashAttention-3, at its best page size",
     "torch_cudnn": "cuDNN, contiguous keys",
     "copy_out": "straw man: pages copied together, then cuDNN",
     "rounds": "straw man: a round for every prompt token",
@@ -30,48 +30,40 @@ NAMES = {
 """What is shown, in this order; the paper names its two straw men so itself."""
 
 
-class Row(NamedTuple):
-    """One case of one run.
-
-    Attributes:
-      heads: 40 of their own keys (`mha40`), or 40 over 10 (`gqa10`).
-      context_tokens: of each request.
-      document: of `docs/results`.
-      time_us: microseconds a call by kernel.
-    """
-
-    heads: str
-    context_tokens: int
-    document: str
-    time_us: dict[str, float]
+type Times = dict[int, dict[str, float]]
+"""Microseconds a call by context tokens, and by kernel."""
 
 
-def rows() -> list[Row]:
-    """Of every document, by heads and context."""
-    found = [row for name in _DOCUMENTS for row in rows_of(name, committed_document(name))]
-    return sorted(found, key=lambda row: (row.heads != _SHOWN_HEADS, row.context_tokens))
+def times_us() -> Times:
+    """Of the committed document."""
+    return times_of(committed_document(_DOCUMENT))
 
 
-def rows_of(name: str, document: dict[str, Any]) -> list[Row]:
-    """Of one document: kernels that were only tried, or that failed, are left out."""
-    found: dict[tuple[str, int], dict[str, float]] = {}
+def times_of(document: dict[str, Any]) -> Times:
+    """By context; kernels that were only tried, that failed, or that have no name here are left out."""
+    found: Times = {}
     for entry in document["results"]["measurements"]:
         case = _CASE.fullmatch(entry["case"])
-        if case and entry["kernel"] in NAMES and "time_us" in entry and not entry.get("is_tried"):
-            found.setdefault((case[2], int(case[1])), {})[entry["kernel"]] = entry["time_us"]
-    return [Row(heads, context, name, times) for (heads, context), times in found.items()]
+        if case and "time_us" in entry and not entry.get("is_tried"):
+            found.setdefault(int(case[1]), {})[entry["kernel"]] = entry["time_us"]
+    shown: Times = {}
+    for context, by_kernel in sorted(found.items()):
+        flash = [us for kernel, us in by_kernel.items() if kernel.startswith("flash_attention_3")]
+        with_best = {**by_kernel, **({BEST_FLASH: min(flash)} if flash else {})}
+        shown[context] = {kernel: with_best[kernel] for kernel in NAMES if kernel in with_best}
+    return shown
 
 
 def _findings(settings: Settings, measured: list[Measured]) -> Findings:
-    found = rows()
+    found = times_us()
     return Findings(
         tables=[
             Table(
-                title="32 requests of 8 query tokens, microseconds a call; a row is one run",
-                columns=["heads", "context", *NAMES.values()],
+                title="32 requests of 8 query tokens, 40 heads of their own keys, microseconds a call",
+                columns=["context", *NAMES.values()],
                 rows=[
-                    [row.heads, row.context_tokens, *(_cell(row.time_us.get(kernel)) for kernel in NAMES)]
-                    for row in found
+                    [context, *(_cell(by_kernel.get(kernel)) for kernel in NAMES)]
+                    for context, by_kernel in found.items()
                 ],
             )
         ],
@@ -80,29 +72,24 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
                 title="32 requests of 8 query tokens, 40 heads of their own keys",
                 x_label="context tokens of each request",
                 y_label="microseconds a call",
-                curves={name: curve for kernel, name in NAMES.items() if (curve := _curve(found, kernel))},
-                dashed=frozenset([NAMES["torch_cudnn"]]),
+                curves={
+                    name: [(n, by_kernel[kernel]) for n, by_kernel in found.items() if kernel in by_kernel]
+                    for kernel, name in NAMES.items()
+                    if kernel != BEST_FLASH  # its curve would hide that of the same pages
+                },
+                dashed=frozenset([NAMES["copy_out"], NAMES["rounds"]]),
                 log_x=True,
                 log_y=True,
             )
         ],
         results={
-            "rows": [row._asdict() for row in found],
-            "document_commands": {
-                f"docs/results/{name}": committed_document(name)["command"] for name in _DOCUMENTS
-            },
+            "time_us": {str(context): by_kernel for context, by_kernel in found.items()},
+            "document": f"docs/results/{_DOCUMENT}",
+            "document_command": committed_document(_DOCUMENT)["command"],
         },
-        units={"time_us": "microseconds a call, by kernel"},
+        units={"time_us": "microseconds a call, by context tokens and kernel"},
         origin="measured on NVIDIA H200",
     )
-
-
-def _curve(found: list[Row], kernel: str) -> list[tuple[float, float]]:
-    return [
-        (row.context_tokens, row.time_us[kernel])
-        for row in found
-        if row.heads == _SHOWN_HEADS and kernel in row.time_us
-    ]
 
 
 def _cell(time_us: float | None) -> str:

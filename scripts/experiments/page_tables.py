@@ -14,7 +14,7 @@ from common.crossing import crossing_at
 
 from experiments.claims import claims_of
 from experiments.committed import committed_document
-from experiments.kernels import NAMES, rows
+from experiments.kernels import NAMES, times_us
 from experiments.levels import BySeed, reached
 from experiments.seeds import spread
 
@@ -57,7 +57,11 @@ def at_level(results: Mapping[str, Any], system: str, panel: str | None = None) 
         for one in results["at_level"]
         if one["system"] == system and (panel is None or one["panel"] == panel)
     ]
-    return dict(found)
+    by_seed = {
+        key: {str(seed): found[key].get(str(seed)) for seed in results["seeds"]}
+        for key in ("requests_per_s_by_seed", "ratio_by_seed")
+    }
+    return {**found, **by_seed}
 
 
 def panels_of(results: Mapping[str, Any]) -> list[str]:
@@ -180,14 +184,13 @@ def throughputs(experiments: Mapping[str, Sequence[str]]) -> str:
 def kernels() -> str:
     """Figure 12."""
     return markdown(
-        ["heads", "context", *NAMES.values()],
+        ["context", *NAMES.values()],
         [
             [
-                {"mha40": "40", "gqa10": "40 over 10"}[row.heads],
-                f"{row.context_tokens:,}",
-                *(f"{row.time_us[kernel]:,.0f}" if kernel in row.time_us else "" for kernel in NAMES),
+                f"{context:,}",
+                *(f"{by_kernel[kernel]:,.0f}" if kernel in by_kernel else "" for kernel in NAMES),
             ]
-            for row in rows()
+            for context, by_kernel in times_us().items()
         ],
     )
 

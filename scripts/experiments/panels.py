@@ -24,6 +24,7 @@ _DOTS_PER_INCH = 100
 _MARKERS = "os^Dv*P"  # curves can be told apart without colour
 _MAX_IN_A_ROW = 3
 _CHARACTERS_PER_INCH = 12  # of titles, in their font
+_ROOM_FOR_LEGEND = 8.0  # above the curves of a logarithmic axis
 _FROM_ZERO = 0.4  # of the largest x: axes whose points all lie beyond it do not begin at 0
 
 
@@ -118,10 +119,13 @@ def _scale(axes: Axes, panel: Panel) -> None:
     elif xs and xs[0] < _FROM_ZERO * xs[-1]:
         axes.set_xlim(left=0)
     if panel.log_y:
+        from matplotlib.ticker import LogLocator, NullLocator
+
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter("{x:,.0f}")
-        axes.yaxis.set_minor_formatter("{x:,.0f}")
-        axes.tick_params(axis="y", which="both", labelsize=8)
+        axes.set_ylim(top=_ROOM_FOR_LEGEND * axes.get_ylim()[1])
     else:
         axes.set_ylim(panel.y_min, panel.y_max)
 

@@ -168,5 +168,4 @@ RECORDED_TRACES = Experiment(
     points=points,
     findings=findings,
     flags=SIMULATION_FLAGS | {"traces"},
-    tables=tables,
 )

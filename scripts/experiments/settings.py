@@ -97,7 +97,6 @@ class Experiment:
       points: what is to be simulated; empty where nothing is.
       findings: what the simulated points come to.
       flags: those of the run that change anything here; others are refused rather than ignored.
-      tables: those of the results of a document; None where only a run can make them.
     """
 
     name: str
@@ -106,4 +105,3 @@ class Experiment:
     points: Callable[[Settings], list[Point]]
     findings: Callable[[Settings, list[Measured]], Findings]
     flags: frozenset[str] = SIMULATION_FLAGS
-    tables: Callable[[Mapping[str, Any]], list[Table]] | None = None

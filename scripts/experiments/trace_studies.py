@@ -26,7 +26,7 @@ _GPU_LEAST = 1.25  # longest conversations
 _CPU_LEAST = 0.5  # of the device's
 _THINK_S = 60.0  # the paper's mean; of recorded traces where a pause was not recorded
 _PAPER_CONTEXT_TOKENS = 16_384
-_SMALL = 0.06  # of the sessions of a study
+_SMALL, _SMALL_LEAST = 0.06, 40  # of the sessions of a study
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,24 +59,32 @@ class Study:
 
     def workload(self, file: TraceFile, *, small: bool) -> Workload:
         """What results are of."""
-        size = _SMALL if small else 1.0
-        return Workload(
+        whole = Workload(
             trace=(file.path, file.format),
             between_s=self.between_s,
             half=HELD_OUT if self.between_s is None else None,
-            share=self.share if self.num_sessions else self.share * size,
+            share=self.share,
             max_context_tokens=self.max_context_tokens,
             rate_per_s=self.rate_per_s,
             think=RecordedThink(otherwise=ExponentialThink(_THINK_S)),
-            num_sessions=max(round(self.num_sessions * size), 1) if self.num_sessions else None,
+            num_sessions=self.num_sessions,
             time_scale=self.time_scale,
         )
+        return _small(whole) if small else whole
 
     def experience(self, workload: Workload) -> Workload:
         """What may have been seen before, of the workload that results are of."""
         if self.between_s is None:
             return replace(workload, half=CHOSEN_ON)
         return replace(workload, between_s=(0.0, self.between_s[0]))
+
+
+def _small(whole: Workload) -> Workload:
+    """A part of it, or a few sessions if that is more."""
+    if whole.num_sessions is not None:
+        return replace(whole, num_sessions=max(round(_SMALL * whole.num_sessions), 1))
+    num_left = len(replace(whole, share=1.0).conversations(0).conversations)
+    return replace(whole, share=min(max(_SMALL * whole.share, _SMALL_LEAST / num_left), 1.0))
 
 
 class Place(NamedTuple):
@@ -135,15 +143,17 @@ _PAPER = Workload(
     shape="sharegpt",
     half=HELD_OUT,
     max_context_tokens=_PAPER_CONTEXT_TOKENS,
-    rate_per_s=2.0,
+    rate_per_s=1.0,
     think=ExponentialThink(_THINK_S),
     mid_life_s=80 * _THINK_S,  # the longest conversations have 67 turns
     warm_up_s=60.0,
     window_s=240.0,
 )
 _PAPER_PLACES = (Place(80_000, 120_000), Place(140_000, 210_000), Place(200_000, 300_000))
-_SMALL_PAPER = replace(_PAPER, rate_per_s=0.3, warm_up_s=20.0, window_s=200.0)
-_SMALL_PAPER_PLACES = tuple(Place(20_000, 20_000 + more) for more in (0, 15_000, 30_000))
+_SMALL_PAPER = replace(
+    _PAPER, max_context_tokens=2048, rate_per_s=0.15, mid_life_s=20 * _THINK_S, warm_up_s=20.0, window_s=150.0
+)
+_SMALL_PAPER_PLACES = tuple(Place(8192, tokens) for tokens in (4000, 8000, 16_000))
 
 
 def studied_file(file: TraceFile, seed: int, *, small: bool) -> list[Studied]:

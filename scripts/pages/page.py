@@ -72,7 +72,7 @@ class Table:
 
 @dataclass(slots=True)
 class Page:
-    """All texts of a page in order, those of tables included, and the tables."""
+    """All texts of a page in order, those of tables included, and the tables that no script writes."""
 
     name: str
     texts: list[Text] = field(default_factory=list)
@@ -91,7 +91,7 @@ def masked(text: str) -> str:
 
 
 def read_page(path: Path, name: str, *, is_written: bool = False) -> Page:
-    """The page's texts and tables; `is_written`: those between marks are a script's, which answers for them."""
+    """Texts and tables; `is_written`: those between marks are a script's, which answers for them."""
     return _Reader(name, is_written=is_written).read(path.read_text(encoding="utf-8"))
 
 
@@ -162,7 +162,8 @@ class _Reader:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if self._table is None:
             self._table = Table(self._heading, number, [cell.replace("`", "") for cell in cells])
-            self._page.tables.append(self._table)
+            if self._writer is None:
+                self._page.tables.append(self._table)
             for cell in cells:
                 self._text(cell, number)
         elif not all(re.fullmatch(r":?-+:?", cell) for cell in cells):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -153,8 +154,13 @@ class _Movements:
         return MOVES[moved_in + 2 * moved_out]
 
 
-def serve(engine: Engine, workload: Workload, concurrency: int) -> Served:
-    """Run everything with `concurrency` turns in the engine; raises what a turn failed with."""
+def serve(
+    engine: Engine, workload: Workload, concurrency: int, ended_turn: Callable[[], object] = lambda: None
+) -> Served:
+    """Run everything with `concurrency` turns in the engine; raises what a turn failed with.
+
+    `ended_turn` is called as each turn ends.
+    """
     served = Served()
     params = SamplingParams(max_tokens=workload.output_tokens, ignore_eos=True)
     pending = deque(
@@ -185,6 +191,7 @@ def serve(engine: Engine, workload: Workload, concurrency: int) -> Served:
                 raise turn.error
             assert turn.output is not None
             served.outputs.append(turn.output)
+            ended_turn()
             del active[turn.request.conversation.conversation_id]
     served.seconds = previous_s - start_s
     served.stats = {name: value - before[name] for name, value in engine.stats().items()}

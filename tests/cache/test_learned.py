@@ -89,7 +89,7 @@ def test_the_order_is_what_a_search_would_find(followed, seed, sizes, changes):
                 store.drop(victim.sequence, chunk, DropReason.NO_HOST_MEMORY, None)
             if victim is not None:
                 store.trim(victim.sequence)
-        for changed in store.take_changed():
+        for changed in store.take_changed(Shelf.DIRTY):
             order.note(changed)
         assert_is_least(order, cache, sequences)
 

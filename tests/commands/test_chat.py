@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from pensieve_jax import SamplingParams, TokenizerMissingError, UnknownConversationError
+from pensieve_jax import (
+    ChatTemplateError,
+    SamplingParams,
+    TokenizerMissingError,
+    UnknownConversationError,
+    Usage,
+)
+from pensieve_jax.commands import words
+from tests.commands.terminal import Terminal
 from tests.launching import ROOT, TINY_MODEL, load
 
 chat_script = load("chat")
+session = load("pensieve_jax.commands.chat_session")
 engine_config = load("pensieve_jax.commands.engine_flags").engine_config
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture
 def chat(llm, text, request):
-    return chat_script.Chat(llm, PARAMS, f"chat-{request.node.name}", text)
+    return session.Chat(llm, PARAMS, f"chat-{request.node.name}", text)
 
 
 def said(chat, text, *lines):
@@ -51,7 +61,8 @@ def test_truncate_and_regenerate(chat, llm, text):
     assert len(after) == 2
     assert after[1].messages == before[1].messages
     assert after[1].output_token_ids == before[1].output_token_ids  # greedy
-    said(chat, text, "/truncate 0")
+    assert "kept 1 turn, " in said(chat, text, "/truncate 1")
+    assert "kept 0 turns, 0 tokens" in said(chat, text, "/truncate 0")
     assert "no turn" in said(chat, text, "/regenerate")
 
 
@@ -65,7 +76,7 @@ def test_other_conversations(chat, llm, text):
     assert "forgot" in said(chat, text, "/end")
     with pytest.raises(UnknownConversationError):
         llm.history(f"{first} two")
-    assert f"in {first}, 1 turns" in said(chat, text, f"/switch {first}")
+    assert f"in {first}, 1 turn\n" in said(chat, text, f"/switch {first}")
 
 
 def test_errors_are_told_and_the_chat_goes_on(chat, text):
@@ -75,7 +86,7 @@ def test_errors_are_told_and_the_chat_goes_on(chat, text):
     assert not chat.handle("/quit")
 
 
-@pytest.mark.parametrize("line", ["/history", "/regenerate", "/truncate 5", "/truncate x", "/end"])
+@pytest.mark.parametrize("line", ["/history", "/regenerate", "/truncate 5", "/truncate x", "/where", "/end"])
 def test_an_empty_conversation_is_told_in_one_line(chat, text, line):
     assert said(chat, text, line) == "this conversation has no turns yet\n"
 
@@ -89,7 +100,7 @@ def test_no_conversations(chat, llm, text, monkeypatch):
 def test_an_interrupt_cancels_the_reply(chat, llm, text, monkeypatch):
     said(chat, text, "hello")
     before = llm.history(chat.conversation_id).turns
-    monkeypatch.setattr(chat_script, "printable", lambda delta: signal.raise_signal(signal.SIGINT) or delta)
+    monkeypatch.setattr(session, "printable", lambda delta: signal.raise_signal(signal.SIGINT) or delta)
     assert "(cancelled)" in said(chat, text, "never mind")
     assert llm.history(chat.conversation_id).turns == before
     monkeypatch.undo()
@@ -97,22 +108,130 @@ def test_an_interrupt_cancels_the_reply(chat, llm, text, monkeypatch):
     assert len(llm.history(chat.conversation_id).turns) == 2
 
 
+def test_an_interrupt_of_a_second_answer_says_that_the_turn_is_gone(chat, llm, text, monkeypatch):
+    said(chat, text, "hello", "and again")
+    monkeypatch.setattr(session, "printable", lambda delta: signal.raise_signal(signal.SIGINT) or delta)
+    assert "its turn is gone" in said(chat, text, "/regenerate")
+    assert len(llm.history(chat.conversation_id).turns) == 1
+
+
+def test_each_turn_is_accounted_for_where_that_is_asked_for(llm, text):
+    chat = session.Chat(llm, PARAMS, "chat-accounts", text, tells_accounts=True)
+    first, second = (said(chat, text, line).splitlines()[-1] for line in ("hello", "and again"))
+    assert re.fullmatch(r"\[\d+ new tokens; first token after .*\]", first)
+    found = re.fullmatch(
+        r"\[(\d+) tokens reused from device memory, 0 recomputed, (\d+) new; first token after [\d.]+ m?s\]",
+        second,
+    )
+    turns = llm.history("chat-accounts").turns
+    assert found, second
+    assert int(found[1]) == len(turns[0].prompt_token_ids) + 6 - 1  # the last one has no state yet
+    assert int(found[2]) == len(turns[1].prompt_token_ids) + 1
+    assert found[0].strip("[]") in said(chat, text, "/stats")
+
+
+def test_accounts_in_words():
+    usage = Usage(
+        prompt_tokens=12,
+        reused_gpu_tokens=1412,
+        swapped_in_tokens=96,
+        recomputed_tokens=7,
+        prefilled_tokens=13,
+        output_tokens=5,
+        num_suspensions=1,
+    )
+    assert words.account(usage, 0.031, "GPU memory") == (
+        "1,412 tokens reused from GPU memory, 96 copied from host memory, 7 recomputed, 13 new; "
+        "paused 1 time for want of memory; first token after 31 ms"
+    )
+    assert [words.duration(s) for s in (0.0312, 0.9996, 75, 99.6, 6000)] == [
+        *("31 ms", "1.0 s", "75.0 s", "2 min", "1.7 h")
+    ]
+
+
+def test_new_conversations_begin_with_the_system_prompt_and_share_its_state(llm, text):
+    system = "You are a bookshop. " * 8
+    chat = session.Chat(llm, PARAMS, "chat-system", text, system=system, tells_accounts=True)
+    said(chat, text, "hello")
+    shared = said(chat, text, "/switch chat-system two", "hello").splitlines()[-1]
+    num_shared = int(re.match(r"\[(\d+) tokens reused", shared)[1])
+    assert num_shared and num_shared % 32 == 0
+    for name in ("chat-system", "chat-system two"):
+        (turn,) = llm.history(name).turns
+        assert [message["role"] for message in turn.messages] == ["system", "user"]
+    said(chat, text, "/regenerate", "more")
+    again, more = llm.history("chat-system two").turns
+    assert again.output_token_ids == turn.output_token_ids and again.messages == turn.messages
+    assert [message["role"] for message in more.messages] == ["user"]
+
+
+def test_a_system_prompt_that_cannot_be_shared_is_sent_all_the_same(llm, text, monkeypatch):
+    def refuse(_):
+        raise ChatTemplateError("written as one")
+
+    monkeypatch.setattr(llm, "share_prefix", refuse)
+    chat = session.Chat(llm, PARAMS, "chat-unshared", text, system="Be kind.")
+    said(chat, text, "hello", "again", "/batch chat-unshared,chat-unshared-2 hi")
+    roles = [[m["role"] for m in turn.messages] for turn in llm.history("chat-unshared").turns]
+    assert roles == [["system", "user"], ["user"], ["user"]]
+    (turn,) = llm.history("chat-unshared-2").turns
+    assert [m["role"] for m in turn.messages] == ["system", "user"]
+
+
+def test_several_conversations_are_answered_together(chat, llm, text):
+    said(chat, text, "hello")
+    name = chat.conversation_id
+    before = llm.stats()["num_steps"]
+    shown = said(chat, text, f"/batch {name},{name}-b,{name}-c how are you?")
+    assert llm.stats()["num_steps"] - before < 2 * 6
+    assert all(f"{one}: " in shown for one in (name, f"{name}-b", f"{name}-c"))
+    assert [len(llm.history(one).turns) for one in (name, f"{name}-b", f"{name}-c")] == [2, 1, 1]
+    assert "takes conversations' ids" in said(chat, text, "/batch a,b")
+    assert "busy" in said(chat, text, "/batch x,x hi")
+    assert not llm.unfinished
+
+
+def test_an_interrupt_cancels_a_batch(chat, llm, text, monkeypatch):
+    name, step = chat.conversation_id, llm.step
+    monkeypatch.setattr(llm, "step", lambda: signal.raise_signal(signal.SIGINT) or step())
+    assert f"(cancelled: {name}-b, {name}-c)" in said(chat, text, f"/batch {name}-b,{name}-c hi")
+    assert not llm.unfinished
+    with pytest.raises(UnknownConversationError):
+        llm.history(f"{name}-b")
+
+
+def test_where_the_state_is(chat, text):
+    said(chat, text, "hello")
+    assert "in device memory" in said(chat, text, "/where")
+
+
+def test_stats_are_a_few_lines_and_every_counter_on_demand(chat, text):
+    said(chat, text, "hello")
+    assert said(chat, text, "/stats").count("\n") == 3
+    assert "num_swap_in_copies" in said(chat, text, "/stats all")
+
+
+def test_help_has_every_command(chat, text):
+    shown = said(chat, text, "/help")
+    assert all(name in shown for name in (*chat._commands, "/quit"))
+    assert set(session.COMMANDS) == {*chat._commands, "/quit"}
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 def test_a_full_conversation_says_what_can_be_done(chat, text):
     too_long = "x" * 3000
-    assert chat_script.FULL not in said(chat, text, too_long)  # too long for any conversation
-    assert said(chat, text, "hello", too_long).endswith(f"{chat_script.FULL}\n")
+    assert session.FULL not in said(chat, text, too_long)  # too long for any conversation
+    assert said(chat, text, "hello", too_long).endswith(f"{session.FULL}\n")
 
 
 def test_a_reply_that_was_cut_is_marked(chat, text):
-    assert said(chat, text, "hello").endswith(
-        f"\n(cut after {PARAMS.max_tokens} tokens: {chat_script.CUT})\n"
-    )
+    assert said(chat, text, "hello").endswith(f"\n(cut after {PARAMS.max_tokens} tokens: {session.CUT})\n")
 
 
 def test_a_model_of_ids_only_is_refused(llm, text, monkeypatch):
     monkeypatch.setattr(llm, "tokenizer", None)
     with pytest.raises(TokenizerMissingError):
-        chat_script.Chat(llm, PARAMS, "ids", text)
+        session.Chat(llm, PARAMS, "ids", text)
 
 
 def test_by_default_a_step_is_one_token_of_one_conversation(launch, monkeypatch):
@@ -120,7 +239,7 @@ def test_by_default_a_step_is_one_token_of_one_conversation(launch, monkeypatch)
     monkeypatch.setattr(chat_script, "main", lambda: seen.append(engine_config()) or 0)
     assert launch("chat", shared_llm=False) == 0
     assert seen[0].scheduler.token_buckets == (1, 32, 256)
-    assert seen[0].scheduler.max_num_running == 1
+    assert seen[0].scheduler.max_num_running == 8
     assert seen[0].runner.compilation_cache_dir == str(chat_script.CACHE_DIR)
 
 
@@ -147,3 +266,40 @@ def test_through_a_pipe(tmp_path, compilation_cache):
     assert "*  default" in done.stdout
     assert done.stderr == ""
     assert (tmp_path / "chats.sqlite").exists()
+
+
+def test_on_a_terminal(tmp_path, compilation_cache):
+    """A line beyond what terminals take, Ctrl-C in a reply and at the prompt, and what is kept of it."""
+    command = [sys.executable, "scripts/chat.py", f"--model={TINY_MODEL}", "--token_buckets=64"]
+    command += ["--gpu_pages=24", "--max_tokens=700", "--ignore_eos", "--max_context_tokens=768"]
+    command += [f"--compilation_cache_dir={compilation_cache}", "--noprogress"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment |= {"XDG_STATE_HOME": str(tmp_path / "state")}
+    with Terminal(command, root=ROOT, environment=environment) as one:
+        one.see("/help lists commands")
+        one.see("default> ")
+        one.type("x" * 5000 + "\r")
+        one.see("error: ")
+        one.see("5")  # thousand tokens, and not 4,096 bytes
+        one.see("default> ")
+        one.type("hello\r")
+        one.see("hello\n")
+        one.see_something()  # of the reply
+        one.type("\x03")
+        one.see("(cancelled)")
+        one.see("default> ")
+        one.type("half a line")
+        one.see("half a line")
+        one.interrupt()
+        one.see("Ctrl-C again")
+        one.see("default> ")
+        one.type("/history\r")
+        one.see(session.NO_TURNS)
+        one.see("default> ")
+        one.interrupt()
+        one.see("Ctrl-C again")
+        one.see("default> ")
+        one.interrupt()
+        assert one.wait() == 0
+    kept = (tmp_path / "state" / "pensieve_jax" / "chat_lines.jsonl").read_text().splitlines()
+    assert [len(line) for line in kept] == [5002, 7, 10]

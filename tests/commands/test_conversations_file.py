@@ -32,7 +32,7 @@ def test_every_kind_of_turn(tmp_path):
         },
         "",
         {"turns": [["U", "one"], ["S", "left out"], ["U", "two"]]},
-        {"id": "dev/7", "turns": [["U", "one"], ["A", "left out"]]},
+        {"id": "dev/7", "services": ["Music_1"], "turns": [["U", "one"], ["A", "left out"]]},
     )
     assert [c.conversation_id for c in conversations] == ["a", "line-3", "dev/7"]
     assert [c.line_number for c in conversations] == [1, 3, 4]
@@ -64,7 +64,17 @@ def test_compressed(tmp_path):
         ({"turns": [{"prompt": []}]}, r"turns\[0\].prompt"),
         ({"turns": [{"prompt": [1, "2"]}]}, r"turns\[0\].prompt"),
         ({"turns": [{"prompt": [True]}]}, r"turns\[0\].prompt"),
-        ({"turns": [{"prompt": "x"}, {"prompt": "x", "temprature": 1}]}, r"turns\[1\].temprature"),
+        (
+            {"turns": [{"prompt": "x"}, {"prompt": "x", "temprature": 1}]},
+            r"unknown key turns\[1\].temprature is 1, .* perhaps temperature is meant",
+        ),
+        (
+            {"turns": [{"prompt": "x", "zzz": 1}]},
+            r"unknown key turns\[0\].zzz is 1, .* known are .*max_tokens",
+        ),
+        ({"turns": [{"prompt": "x"}], "max_tokens": 9}, "unknown key max_tokens is 9, .* belongs to a turn"),
+        ({"turnz": [{"prompt": "x"}]}, "unknown key turnz is .* perhaps turns is meant"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "unknown key messages is .* belongs to a turn"),
         ({"turns": [{"prompt": "x", "temperature": -1}]}, r"turns\[0\].temperature is -1"),
         ('{"turns": [{"prompt": "x", "top_p": NaN}]}', r"turns\[0\].top_p is nan"),
         ({"turns": [{"prompt": "x", "stop": 5}]}, r"turns\[0\].stop is 5"),

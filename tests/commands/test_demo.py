@@ -4,38 +4,96 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 
 import pytest
 
 from pensieve_jax.assembly import DEFAULT_MODEL
+from pensieve_jax.commands import demo_screen
+from pensieve_jax.commands.demo_screen import Served
 from tests.launching import load, optimized
 
 demo = load("demo")
 _served: list[list] = []
 NEEDED = {
-    "swapped_in_tokens": "swapped something in",
-    "recomputed_tokens": "recomputed something",
-    "num_suspensions": "were suspended",
+    "swapped_in_tokens": "swapped in",
+    "recomputed_tokens": "recomputed",
+    "num_suspensions": "suspended",
 }
 
 
 @pytest.fixture
-def turns(launch, monkeypatch):
-    """What a whole run served; it is run once. It computes more than it compiles, and so compiles well."""
+def served(launch, monkeypatch, compilation_cache):
+    """What a whole run served, with state and without; it is run once.
+
+    It computes more than it compiles, and so compiles well.
+    """
     if not _served:
         serve = demo.serve
         monkeypatch.setattr(demo, "serve", lambda llm: _served.append(serve(llm)) or _served[-1])
+        flags = {"model": DEFAULT_MODEL, "compilation_cache_dir": compilation_cache}
         with optimized():
-            assert launch("demo", shared_llm=False, model=DEFAULT_MODEL) == 0
+            assert launch("demo", shared_llm=False, **flags) == 0
         monkeypatch.undo()
-    return _served[0]
+    return _served
 
 
-def relaunch(launch, llm, monkeypatch, turns):
+@pytest.fixture
+def turns(served):
+    """Those with state."""
+    return served[0]
+
+
+def relaunch(launch, llm, monkeypatch, turns, **flags):
     """The demonstration over turns that were served before."""
     monkeypatch.setattr(demo, "LLM", lambda *_, **__: contextlib.nullcontext(llm))
     monkeypatch.setattr(demo, "serve", lambda _: turns)
-    return launch("demo", shared_llm=False, model=DEFAULT_MODEL)
+    return launch("demo", shared_llm=False, model=DEFAULT_MODEL, **flags)
+
+
+def test_state_saves_work_and_changes_nothing(served):
+    kept, lost = (Served(turns, 1.0) for turns in served)
+    assert [t.output.token_ids for t in kept.turns] == [t.output.token_ids for t in lost.turns]
+    assert kept.num_computed < 0.75 * lost.num_computed
+    assert sum(turn.output.usage.reused_gpu_tokens for turn in lost.turns) == 0
+
+
+def test_it_is_one_screen(turns, launch, llm, monkeypatch, capsys):
+    """Of 80 by 24, with the line of the shell that comes after it."""
+    capsys.readouterr()
+    assert relaunch(launch, llm, monkeypatch, turns) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 23 and max(map(len, lines)) <= 80
+    for name, script in demo_screen.CONVERSATIONS.items():
+        (row,) = [line for line in lines if line.startswith(f"{name} ")]
+        assert script.told in row
+
+
+def test_the_picture_has_a_mark_for_every_chunk(turns, monkeypatch):
+    ada = [turn for turn in turns if turn.conversation_id == "ada"][-1]
+    num_chunks = -(-(len(ada.history_ids) - 1) // 32)
+    assert len(ada.tiers) == num_chunks
+    ada = ada._replace(tiers=("gpu", "cpu", None))
+    assert "ada   █▒·" in demo_screen.picture([ada])
+    monkeypatch.setattr(demo_screen.sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert "ada   #+." in demo_screen.picture([ada])
+
+
+def test_what_the_picture_shows_is_what_the_last_turn_found(turns):
+    """What was dropped before a turn is recomputed by it, whatever the others' turns do meanwhile."""
+    last = [turn for turn in turns if turn.turn == 6]
+    assert {tier for turn in last for tier in turn.tiers} == {"gpu", "cpu", None}
+    for turn in last:
+        num_known = len(turn.history_ids) - 1
+        dropped = sum(min(32, num_known - 32 * i) for i, tier in enumerate(turn.tiers) if tier is None)
+        assert turn.output.usage.recomputed_tokens >= dropped, turn.conversation_id
+
+
+def test_details_are_the_whole_transcript(turns, launch, llm, monkeypatch, capsys):
+    assert relaunch(launch, llm, monkeypatch, turns, details=True) == 0
+    out = capsys.readouterr().out
+    assert all(turn.prompt in out for turn in turns)
+    assert out.count("assistant> ") == 48 and "tokens of history: " in out
 
 
 def test_it_passes(turns):
@@ -53,7 +111,7 @@ def test_it_passes(turns):
 
 def test_what_was_told_comes_back_out_of_either_tier_and_out_of_none(turns):
     last = {turn.conversation_id: turn.output for turn in turns if turn.turn == 6}
-    right = {name: script.told in last[name].text for name, script in demo.CONVERSATIONS.items()}
+    right = {name: script.told in last[name].text for name, script in demo_screen.CONVERSATIONS.items()}
     assert sum(right.values()) >= 7
     for source in ("swapped_in_tokens", "recomputed_tokens"):
         assert any(right[name] and getattr(output.usage, source) for name, output in last.items())
@@ -64,7 +122,7 @@ def test_a_turn_says_where_its_history_was(turns):
         turns[8].output.usage, reused_gpu_tokens=32, swapped_in_tokens=64, recomputed_tokens=0
     )
     turn = turns[8]._replace(history_ids=(1,) * 97, output=dataclasses.replace(turns[8].output, usage=usage))
-    assert demo.whereabouts(turn) == "97 tokens of history: 32 on the device, 64 swapped in"
+    assert demo_screen.whereabouts(turn) == "97 tokens of history: 32 on the device, 64 swapped in"
 
 
 def test_the_last_line(turns, launch, llm, monkeypatch, capsys):
@@ -76,7 +134,7 @@ def test_one_changed_token_fails(turns, launch, llm, monkeypatch, capsys):
     output = turns[9].output
     token_ids = (*output.token_ids[:5], output.token_ids[5] ^ 1, *output.token_ids[6:])
     wrong = turns[9]._replace(output=dataclasses.replace(output, token_ids=token_ids))
-    assert relaunch(launch, llm, monkeypatch, [*turns[:9], wrong, *turns[10:]]) == 1
+    assert relaunch(launch, llm, monkeypatch, [*turns[:9], wrong, *turns[10:]], details=True) == 1
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.endswith("NO") for line in lines) == 1
     assert lines[-1] == "47 of 48 turns equal"
@@ -93,4 +151,4 @@ def test_what_never_happened_fails(turns, launch, llm, monkeypatch, capsys, name
     assert relaunch(launch, llm, monkeypatch, few) == 0
     assert ": give other" not in capsys.readouterr().out
     assert relaunch(launch, llm, monkeypatch, [without(turn) for turn in few]) == 1
-    assert f"none {NEEDED[name]}: give other --gpu_pages or --cpu_pages" in capsys.readouterr().out
+    assert f"nothing {NEEDED[name]}: give other --gpu_pages or --cpu_pages" in capsys.readouterr().out

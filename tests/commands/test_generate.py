@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 from collections import Counter
 
 import pytest
 
 from pensieve_jax import InvalidRequestError, SamplingParams
+from pensieve_jax.commands import batch
 from tests.launching import load
 
 generate = load("generate")
@@ -55,13 +57,55 @@ def test_turns_are_what_the_library_says(launch, llm, tmp_path, capsys):
     assert "recomputed" in capsys.readouterr().out
 
 
-def test_first_turns_come_before_second_ones(launch, tmp_path):
+def test_a_conversation_goes_on_before_another_begins(launch, tmp_path):
     one = [{"prompt": [9]}] * 3
     path = write_input(tmp_path, *({"conversation_id": f"order-{i}", "turns": one} for i in range(4)))
     launch("generate", input=path, output=tmp_path / "out", max_tokens=4, ignore_eos=True, concurrency=1)
     lines = read(tmp_path / "out")
-    assert [line["turn"] for line in lines] == [0] * 4 + [1] * 4 + [2] * 4
-    assert [line["conversation_id"][-1] for line in lines] == list("0123") * 3
+    assert [line["conversation_id"][-1] for line in lines] == list("000111222333")
+    assert [line["turn"] for line in lines] == [0, 1, 2] * 4
+
+
+def test_the_order_finds_history_that_a_sweep_recomputes(launch, llm, tmp_path):
+    """Twelve conversations of about 200 tokens on 768 tokens of device memory: the same tokens, less work."""
+    rng = random.Random(20)
+    prompts = [[[rng.randrange(5, 300) for _ in range(56)] for _ in range(3)] for _ in range(12)]
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    swept = [
+        llm.generate(
+            [turns[i] for turns in prompts], params, conversation_ids=[f"swept-{n}" for n in range(12)]
+        )
+        for i in range(3)
+    ]
+    path = write_input(
+        tmp_path,
+        *(
+            {"conversation_id": f"kept-{n}", "turns": [{"prompt": prompt} for prompt in turns]}
+            for n, turns in enumerate(prompts)
+        ),
+    )
+    assert launch("generate", input=path, output=tmp_path / "out", max_tokens=8, ignore_eos=True) == 0
+    lines = {(line["conversation_id"], line["turn"]): line for line in read(tmp_path / "out")}
+    assert len(lines) == 36
+    for i, outputs in enumerate(swept):
+        for n, output in enumerate(outputs):
+            assert lines[f"kept-{n}", i]["token_ids"] == list(output.token_ids)
+    recomputed = sum(line["usage"]["recomputed_tokens"] for line in lines.values())
+    found = sum(line["usage"]["reused_gpu_tokens"] for line in lines.values())
+    swept_usages = [output.usage for outputs in swept for output in outputs]
+    assert recomputed == 0 < sum(usage.recomputed_tokens for usage in swept_usages)
+    assert found == 12 * (63 + 127) > sum(usage.reused_gpu_tokens for usage in swept_usages)
+    for n in range(12):
+        llm.end(f"swept-{n}")
+        llm.end(f"kept-{n}")
+
+
+def test_one_conversation_that_outgrows_all_room_still_runs(launch, llm, tmp_path, monkeypatch):
+    """The estimate of a conversation's length decides when others begin, and never whether it runs."""
+    monkeypatch.setattr(batch, "REPLY_TOKENS", 10_000)
+    path = write_input(tmp_path, *three("big"))
+    assert launch("generate", input=path, output=tmp_path / "out", max_tokens=700) in (0, 1)
+    assert {line["conversation_id"] for line in read(tmp_path / "out")} >= {"big-ids"}
 
 
 @pytest.mark.parametrize(

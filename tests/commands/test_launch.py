@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from pensieve_jax import __version__
 from tests.commands.starts import start_all
 from tests.launching import ROOT
 
@@ -56,11 +57,17 @@ def starts():
     commands = [
         *((f"scripts/{script}.py", "--help") for script in HELPFUL),
         ("scripts/generate.py", "--helpfull"),
+        ("scripts/chat.py", "--version"),
         *((f"scripts/{script}.py", flag) for script, flag, _ in BAD_FLAGS),
         ("-c", TYPED_ERROR),
         *(("-c", NOISE, flag) for flag in (QUIET, LOUD)),
     ]
     return start_all(commands, root=ROOT, environment=ENVIRONMENT)
+
+
+def test_every_launcher_tells_the_version(starts):
+    done = starts["scripts/chat.py", "--version"]
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{__version__}\n", "")
 
 
 @pytest.mark.parametrize("script", HELPFUL)

@@ -59,9 +59,9 @@ def test_check_serving_refuses_more_than_the_context_before_loading(launch, monk
 
 def test_benchmark_scheduler():
     """In a process of its own, since it takes one core for itself."""
-    sizes = ["--num_running=8", "--context_tokens=600", "--num_idle=64", "--num_steps=8"]
+    sizes = ["--num_running=8", "--context_tokens=600", "--num_idle=64", "--num_steps=8", "--num_rounds=1"]
     done = subprocess.run(
-        [sys.executable, "scripts/benchmark_scheduler.py", *sizes],
+        [sys.executable, "scripts/benchmark_scheduler.py", *sizes, f"--versus={ROOT}"],
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -71,5 +71,10 @@ def test_benchmark_scheduler():
     assert done.returncode == 0, done.stderr
     results = last_line(done.stdout)["results"]
     assert results["decode"]["num_rows"] == 8
-    assert results["mixed"]["num_drops"] > 0
+    assert results["mixed"]["num_drops"] > 0 and results["mixed, two tiers"]["num_copies"] > 0
+    for name, faster in results["times_faster"].items():
+        before, now = results["before"][name], results[name]
+        assert before["num_tokens"] == now["num_tokens"], "not the same steps"
+        assert faster == pytest.approx(before["mean_ms"] / now["mean_ms"])
+    assert "do not decide alike" not in done.stdout
     assert "on average: met" in done.stdout or "on average: missed by " in done.stdout

@@ -1,4 +1,4 @@
-"""Tables of the page on the papers: they are those of the documents, and a wrong digit is found."""
+"""Tables of pages: they are those of the documents, and a wrong digit is found."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ def pages():
     return load("refresh_pages")
 
 
-def test_every_table_of_the_page_is_that_of_the_documents(pages):
-    text = pages.PAGE.read_text()
-    assert pages.refreshed(text) == (text, []), "run scripts/refresh_pages.py"
-    assert all(f"<!-- table {name} -->" in text for name in pages.TABLES)
+def test_every_table_of_the_pages_is_that_of_the_documents(pages):
+    texts = [page.read_text() for page in pages.PAGES]
+    for text in texts:
+        assert pages.refreshed(text) == (text, []), "run scripts/refresh_pages.py"
+    assert all(f"<!-- table {name} -->" in "".join(texts) for name in pages.TABLES)
 
 
 @pytest.mark.parametrize("name", ["summary", "fig10", "kernels", "against-lru"])
 def test_a_wrong_digit_is_found_and_mended(pages, name):
-    text = pages.PAGE.read_text()
+    text = pages.PAGES[0].read_text()
     start = text.index(f"<!-- table {name} -->")
     digit = next(i for i in range(text.index("| ---", start), len(text)) if text[i].isdigit())
     wrong = text[:digit] + str((int(text[digit]) + 1) % 10) + text[digit + 1 :]
@@ -37,7 +38,7 @@ def test_refuses_a_table_that_there_is_none_of(pages):
 def test_check_writes_nothing_and_fails(pages, launch, monkeypatch, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- table chunks -->\n<!-- end -->\nwords\n")
-    monkeypatch.setattr(load("refresh_pages"), "PAGE", page)
+    monkeypatch.setattr(load("refresh_pages"), "PAGES", (page,))
     assert launch("refresh_pages", shared_llm=False, check="true") == 1
     assert page.read_text() == "<!-- table chunks -->\n<!-- end -->\nwords\n"
     assert launch("refresh_pages", shared_llm=False) == 0

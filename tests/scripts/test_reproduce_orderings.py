@@ -11,7 +11,8 @@ import random
 
 import pytest
 
-from pensieve_jax.workload import SHAREGPT, Trace, generate_trace
+from pensieve_jax.workload import SHAREGPT, Trace, generate_trace, split_by_session
+from tests.launching import load
 
 SMALL = {"small": "true", "device": "h200", "num_processes": 1, "progress": "false"}
 SYSTEMS = ("pensieve", "pensieve-gpu", "stateless")
@@ -118,22 +119,68 @@ def recorded_trace(num_conversations):
     )
 
 
-def test_recorded_traces_under_every_order_and_with_both_tiers(reproduce, tmp_path):
+ORDERS = {"retention", "lru", "conversation", "trailing", "learned", "learned, with experience"}
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A file of 120 conversations, and its trace."""
     path = tmp_path / "chats.jsonl"
-    trace = recorded_trace(60)
+    trace = recorded_trace(120)
     trace.save(path)
+    return path, trace
+
+
+def test_recorded_traces_under_every_order_on_sessions_that_are_held_out(reproduce, recorded):
+    path, trace = recorded
     results = reproduce("traces", [0], traces=f"pensieve:{path}")
-    (described,) = results["traces"]
-    assert described["file"] == "chats.jsonl" and described["digest"] == trace.digest
-    assert str(tmp_path) not in json.dumps(results)
+    described, paper = results["traces"]
+    _, held_out = split_by_session(trace)
+    assert described["file"] == "chats.jsonl" and paper["file"] is None
+    assert described["num_sessions"] == 40 < len(held_out.conversations)
+    assert str(path.parent) not in json.dumps(results)
     found = by_series(results)
-    both, alone = found["chats.jsonl, both tiers"], found["chats.jsonl, device alone"]
-    policies = {"retention", "lru", "conversation", "trailing"}
-    assert {series for series, _ in both} == policies == {series for series, _ in alone}
-    small, large = sorted({x for _, x in both})
-    for policy in policies:
-        assert both[policy, large]["found_rate"] > both[policy, small]["found_rate"]
-        assert (
-            both[policy, small]["cpu_hit_rate"] > 0 == alone[policy, min(x for _, x in alone)]["cpu_hit_rate"]
-        )
-        assert both[policy, large]["num_requests"] == trace.num_turns
+    assert list(found) == ["trace, both tiers", "paper's load, both tiers"]
+    for points in found.values():
+        assert {series for series, _ in points} == ORDERS
+        small, large = sorted({x for _, x in points})
+        for order in ORDERS:
+            assert points[order, large]["found_rate"] > points[order, small]["found_rate"]
+            assert points[order, small]["cpu_hit_rate"] > 0
+            assert points[order, small]["first_token_s"]["p99"] > 0
+    assert {
+        point["num_requests"] for point in results["points"] if point["panel"] == "trace, both tiers"
+    } == {described["num_turns"]}
+    for one in results["beside_better"]:
+        if one["series"] in ("lru", "retention") and one["recompute"]:
+            assert one["recompute"]["mean"] >= 1
+    assert sum(row["num_returns"] for row in described["returns"]) > 0
+    assert {row["rate_x_idle"] for row in paper["returns"]} == {None}
+
+    # The page's tables are made of such a document.
+    tables = load("experiments.page_traces").made_of(results)
+    assert "| trace | memory, tokens | retention | learned |" in tables["traces-recompute"]
+    assert f"| {results['points'][0]['recompute_share']:.3f} (" in tables["traces-recompute"]
+    assert all("| --- |" in table for table in tables.values())
+
+
+def test_the_order_that_learns_begins_with_what_other_sessions_taught_it(recorded):
+    path, trace = recorded
+    settings = load("experiments.settings")
+    asked = settings.Settings(
+        device="h200", seeds=(0,), small=True, traces=(settings.TraceFile(path, "pensieve"),)
+    )
+    points = load("experiments.registry").EXPERIMENTS["traces"].points(asked)
+    chosen_on, held_out = split_by_session(trace)
+    taught = [point for point in points if point.experience is not None and point.workload.trace]
+    assert taught and {point.series for point in taught} == {"learned, with experience"}
+    assert all(point.engine.cache.policy == "learned" for point in taught)
+    for point in taught:
+        assert ids(point.experience.conversations(0)) <= ids(chosen_on)
+    for point in points:
+        if point.workload.trace:
+            assert ids(point.workload.conversations(0)) <= ids(held_out)
+
+
+def ids(trace):
+    return {conversation.conversation_id for conversation in trace.conversations}

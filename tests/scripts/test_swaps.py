@@ -14,6 +14,7 @@ compare_variants = load("compare_variants")
 benchmark_swaps = load("benchmark_swaps")
 spread = load("common.spread")
 workload = load("serving.rounds")
+estimate = load("serving.estimate")
 
 LOAD = {
     "num_conversations": 6,
@@ -82,6 +83,15 @@ def test_same_tokens():
         {"first": served(a, b), "other order": served(b, a), "other token": served(a, c), "lost": served(a)}
     )
     assert found == {"first": True, "other order": True, "other token": False, "lost": False}
+
+
+def test_the_time_to_come_is_estimated_from_a_probe():
+    load_ = workload.Workload([[("a", [1] * 10), ("b", [1] * 20)], [("b", [1] * 4), ("a", [1] * 6)]], 5)
+    found, computed = estimate.seconds(load_, 2, estimate.Pace(step_s=0.5, prompt_token_s=0.1))
+    assert found == pytest.approx(2 * 5 * 0.5 + 40 * 0.1)
+    assert computed == pytest.approx(found + (10 + 5 + 20 + 5) * 0.1)
+    told = compare_variants.expectation(3, 4, (60.0, 120.0))
+    assert told == "3 variants of 4 turns: 4 min to 6 min, by a probe; stateless 2 min"
 
 
 def test_conversations_longer_than_the_context_are_refused(launch, monkeypatch):

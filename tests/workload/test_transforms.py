@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve_jax.workload import Trace, WorkloadError, cap_context, summarize, with_min_turns
+from pensieve_jax.workload import (
+    Trace,
+    WorkloadError,
+    between,
+    cap_context,
+    split_by_session,
+    summarize,
+    with_min_turns,
+)
 from tests.workload.helpers import conversation, traces
 
 
@@ -27,6 +35,43 @@ def test_a_cap_keeps_the_turns_that_fit(trace, limit):
 def test_min_turns_keeps_whole_conversations(trace, min_turns):
     kept = with_min_turns(trace, min_turns).conversations
     assert kept == tuple(c for c in trace.conversations if len(c.turns) >= min_turns)
+
+
+@given(traces())
+def test_a_split_is_of_all_and_of_nothing_twice(trace):
+    halves = split_by_session(trace)
+    chosen, held_out = ({c.conversation_id for c in half.conversations} for half in halves)
+    assert not chosen & held_out
+    assert chosen | held_out == {c.conversation_id for c in trace.conversations}
+    assert split_by_session(halves[0])[0] == halves[0] and split_by_session(halves[1])[1] == halves[1]
+
+
+def test_a_split_goes_by_the_session_and_by_nothing_else():
+    """Pinned: results of other days were taken on this half."""
+    names = [f"session {number}" for number in range(2000)]
+    whole = Trace("t", tuple(conversation(name, (1, 1)) for name in names))
+    _, held_out = split_by_session(whole)
+    ids = [c.conversation_id for c in held_out.conversations]
+    assert ids[:6] == ["session 1", "session 6", "session 8", "session 10", "session 11", "session 12"]
+    assert 900 < len(ids) < 1100
+    parts = ("session 0:0", "session 0:17", "session 0/3:0", "session 1:0", "session 1/9:2")
+    for half in split_by_session(Trace("t", tuple(conversation(name, (1, 1)) for name in parts))):
+        sessions = {c.conversation_id[:9] for c in half.conversations}
+        assert sum(c.conversation_id[:9] in sessions for c in half.conversations) == sum(
+            name[:9] in sessions for name in parts
+        )
+
+
+def test_a_recording_between_two_times():
+    early = conversation("early", (1, 1), (2, 2), gaps=(None, 50.0), arrival_s=9.0)
+    kept = conversation("kept", (3, 3), (4, 4), (5, 5), gaps=(None, 20.0, 61.0), arrival_s=20.0)
+    late = conversation("late", (6, 6), arrival_s=100.0)
+    (found,) = between(Trace("t", (early, kept, late)), 10.0, 100.0).conversations
+    assert found == dataclasses.replace(kept, arrival_s=10.0, turns=kept.turns[:2])
+    with pytest.raises(WorkloadError, match="arrival_s of 'x'"):
+        between(Trace("t", (conversation("x", (1, 1)),)), 0.0, 1.0)
+    with pytest.raises(WorkloadError, match="end_s"):
+        between(Trace("t", ()), 2.0, 2.0)
 
 
 def test_limits_are_checked():

@@ -1,0 +1,161 @@
+"""Which turn of a file of conversations runs next: those in progress go on before others begin.
+
+Owns: the order of work, how many conversations are in progress, and what becomes of one that fails.
+Does not know: files, or what is printed. Called by: generate.
+
+A conversation's next turn is submitted as soon as its answer is there, while its state is in device memory.
+Another one begins when there is room for all of it beside those in progress, so that they do not push each
+other out. Sweeping all first turns, then all second ones, would find every history evicted once the
+conversations outgrow memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from pensieve_jax import LLM, Output, PensieveError, Stream
+from pensieve_jax.commands.conversations_file import InputConversation, InputTurn
+from pensieve_jax.text import Tokenizer
+
+MARKUP_TOKENS = 8
+"""Of a message beside its text, roughly: what a template writes around it."""
+REPLY_TOKENS = 256
+"""Of a reply, as long as none has ended that would tell."""
+
+
+class Interruptible(Protocol):
+    """Something that may ask to stop."""
+
+    @property
+    def requested(self) -> bool:
+        """Stop after this step."""
+
+
+class Batch:
+    """Runs the turns that are left.
+
+    Attributes:
+      failures: (line number, turn, error) of conversations that went no further.
+      outputs: of the turns that ended.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        conversations: Sequence[InputConversation],
+        num_done: Mapping[str, int],
+        *,
+        concurrency: int,
+    ) -> None:
+        """At most `concurrency` conversations at a time.
+
+        `num_done` has the turns of each conversation that need not run, for those that have any.
+        """
+        self.failures: list[tuple[int, int, PensieveError]] = []
+        self.outputs: list[Output] = []
+        self._llm = llm
+        self._concurrency = concurrency
+        self._next = {c.conversation_id: num_done.get(c.conversation_id, 0) for c in conversations}
+        self._waiting = deque(c for c in conversations if self._next[c.conversation_id] < len(c.turns))
+        self._active: dict[str, tuple[InputConversation, Stream]] = {}
+        described = llm.describe()["cache"]
+        self._room_pages, self._page_tokens = described["gpu_pages"], described["chunk_tokens"]
+        self._prompt_tokens: dict[str, int] = {}  # of whole conversations that began or may be next
+        self._reply_tokens = (0, 0)  # seen so far, and of how many replies
+
+    @property
+    def num_left(self) -> int:
+        """Turns to run."""
+        return sum(len(c.turns) - self._next[c.conversation_id] for c in self._waiting)
+
+    def run(
+        self,
+        *,
+        ended: Callable[[InputTurn, int, Output], object],
+        after_step: Callable[[], object],
+        interrupt: Interruptible,
+    ) -> None:
+        """Until all have ended, or an interrupt: then what has not is cancelled.
+
+        `ended` is called with each turn that ended, its place in its conversation, and the output.
+        """
+        try:
+            self._begin_what_fits()
+            while self._active and not interrupt.requested:
+                turns = self._llm.step()
+                after_step()
+                for turn in turns:
+                    conversation_id = turn.request.conversation.conversation_id
+                    conversation, _ = self._active.pop(conversation_id)
+                    if turn.error is not None:
+                        self._fail(conversation, turn.error)
+                        continue
+                    self._end(conversation, turn.result(), ended)
+                if turns and not interrupt.requested:
+                    self._begin_what_fits()
+        finally:
+            for _, stream in self._active.values():
+                stream.close()
+
+    def _end(
+        self,
+        conversation: InputConversation,
+        output: Output,
+        ended: Callable[[InputTurn, int, Output], object],
+    ) -> None:
+        """A turn has ended: the next one follows at once."""
+        index = self._next[conversation.conversation_id]
+        ended(conversation.turns[index], index, output)
+        self.outputs.append(output)
+        total, count = self._reply_tokens
+        self._reply_tokens = total + output.usage.output_tokens, count + 1
+        self._next[conversation.conversation_id] += 1
+        if index + 1 < len(conversation.turns):
+            self._submit(conversation)
+
+    def _begin_what_fits(self) -> None:
+        """Begin conversations in their order, while the next one fits; one alone always does."""
+        active = (conversation for conversation, _ in self._active.values())
+        room = self._room_pages - sum(map(self._num_pages, active))
+        while self._waiting and len(self._active) < self._concurrency:
+            room -= self._num_pages(self._waiting[0])
+            if self._active and room < 0:
+                return
+            self._submit(self._waiting.popleft())
+
+    def _submit(self, conversation: InputConversation) -> None:
+        turn = conversation.turns[self._next[conversation.conversation_id]]
+        try:
+            stream = self._llm.stream(turn.prompt, turn.params, conversation_id=conversation.conversation_id)
+        except PensieveError as error:
+            self._fail(conversation, error)
+        else:
+            self._active[conversation.conversation_id] = (conversation, stream)
+
+    def _fail(self, conversation: InputConversation, error: PensieveError) -> None:
+        index = self._next[conversation.conversation_id]
+        self.failures.append((conversation.line_number, index, error))
+
+    def _num_pages(self, conversation: InputConversation) -> int:
+        """Pages of a whole conversation, if the replies to come are as long as those so far."""
+        name = conversation.conversation_id
+        if name not in self._prompt_tokens:
+            lengths = (num_prompt_tokens(turn, self._llm.tokenizer) for turn in conversation.turns)
+            self._prompt_tokens[name] = sum(lengths)
+        total, count = self._reply_tokens
+        reply = -(-total // count) if count else REPLY_TOKENS
+        replies = sum(min(reply, turn.params.max_tokens) for turn in conversation.turns)
+        return -(-(self._prompt_tokens[name] + replies) // self._page_tokens)
+
+
+def num_prompt_tokens(turn: InputTurn, tokenizer: Tokenizer | None) -> int:
+    """Of a turn's prompt; that of messages is about as long."""
+    if isinstance(turn.prompt, list):
+        return len(turn.prompt)
+    assert tokenizer is not None  # checked before anything runs
+    if isinstance(turn.prompt, str):
+        return len(tokenizer.encode(turn.prompt, add_bos=False))
+    texts = [message["content"] for message in turn.prompt]
+    return sum(len(tokenizer.encode(text, add_bos=False)) + MARKUP_TOKENS for text in texts)

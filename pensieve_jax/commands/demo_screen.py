@@ -1,0 +1,169 @@
+"""What the demonstration shows: one screen of 80 by 24, and on demand every turn.
+
+Owns: the words, the picture of where state is, and the tables.
+Does not know: how turns are served or replayed. Called by: demo.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from pensieve_jax import Output, SamplingParams
+from pensieve_jax.commands.demo_conversations import CONVERSATIONS
+from pensieve_jax.commands.launch import one_line
+from pensieve_jax.commands.report import table
+
+COLUMNS: Final = 80
+_PLACES: Final = {"gpu": ("█", "#", "in device memory"), "cpu": ("▒", "+", "in host memory")}
+_DROPPED: Final = ("·", ".", "dropped")
+_USAGE: Final = {
+    "reused": "reused_gpu_tokens",
+    "swapped in": "swapped_in_tokens",
+    "recomputed": "recomputed_tokens",
+    "prefilled": "prefilled_tokens",
+}
+
+
+class DemoTurn(NamedTuple):
+    """A turn that was served, and what it takes to replay it.
+
+    Attributes:
+      tiers: before it, by chunk of its history, what had the state: "gpu", "cpu", or None for nobody.
+    """
+
+    conversation_id: str
+    turn: int
+    prompt: str
+    history_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    output: Output
+    tiers: tuple[str | None, ...] = ()
+
+
+class Served(NamedTuple):
+    """All turns by one engine, and the seconds that they took."""
+
+    turns: Sequence[DemoTurn]
+    seconds: float
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens of histories and prompts that were computed, once or again."""
+        usages = [turn.output.usage for turn in self.turns]
+        return sum(u.prefilled_tokens + u.recomputed_tokens + u.resume_recomputed_tokens for u in usages)
+
+
+def introduction(num_chunks: int, num_filled: int) -> str:
+    """What is going on: memory for `num_chunks` chunks, of which the conversations fill `num_filled`."""
+    text = (
+        f"{len(CONVERSATIONS)} people tell a fact and ask for it five turns later. Memory holds "
+        f"{num_chunks} of the {num_filled} chunks of 32 tokens that they fill: state is copied to host "
+        "memory, or dropped and recomputed. All share the first chunk. No reply may change by it."
+    )
+    return textwrap.fill(text, COLUMNS)
+
+
+def picture(turns: Sequence[DemoTurn]) -> str:
+    """Where the state of each conversation was before its last turn, and what it was answered then."""
+    rows = []
+    for name, script in CONVERSATIONS.items():
+        last = [turn for turn in turns if turn.conversation_id == name][-1:]
+        rows += [(name, "".join(map(_mark, turn.tiers)), script.told, turn.output.text) for turn in last]
+    width = max((len(row[1]) for row in rows), default=0)
+    width, told_width = max(width, len("state")), max(len(script.told) for script in CONVERSATIONS.values())
+    lines = [f"{'':6}{'state':{width}}  {'told first':{told_width}}  last reply"]
+    for name, marks, told, text in rows:
+        start = f"{name:6}{marks:{width}}  {told:{told_width}}  "
+        lines.append(start + one_line(text, COLUMNS - len(start)))
+    places = [(_mark(tier), place[2]) for tier, place in _PLACES.items()] + [(_mark(None), _DROPPED[2])]
+    return "\n".join(
+        [*lines, "before the last turn: " + "  ".join(f"{mark} {what}" for mark, what in places)]
+    )
+
+
+def savings(kept: Served, lost: Served) -> str:
+    """What histories and prompts took with state, and without."""
+    lines = [f"{'':24}{'tokens computed':>20}{'seconds':>18}"]
+    for what, served in (("every turn from scratch", lost), ("keeping state", kept)):
+        tokens, seconds = f"{served.num_computed:,}", f"{served.seconds:.1f}"
+        if served is kept:
+            tokens = f"({kept.num_computed / lost.num_computed:.0%}) {tokens}"
+            seconds = f"({kept.seconds / lost.seconds:.0%}) {seconds}"
+        lines.append(f"{what:24}{tokens:>20}{seconds:>18}")
+    return "\n".join(lines)
+
+
+def transcript(turns: Sequence[DemoTurn]) -> str:
+    """What was said and where the state was by then, one conversation after the other."""
+    lines = []
+    for name in CONVERSATIONS:
+        for turn in turns:
+            if turn.conversation_id == name:
+                lines.append(f"{name:>9}> {turn.prompt}")
+                if turn.history_ids:
+                    lines.append(f"           ({whereabouts(turn)})")
+                lines.append(f"assistant> {one_line(turn.output.text, 200)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def num_recalled(turns: Sequence[DemoTurn]) -> int:
+    """Last replies that hold what was told in the first turn."""
+    return sum(
+        turn.turn == len(CONVERSATIONS[turn.conversation_id].messages)
+        and CONVERSATIONS[turn.conversation_id].told in turn.output.text
+        for turn in turns
+    )
+
+
+def whereabouts(turn: DemoTurn) -> str:
+    """Where the state of a turn's history was; its last token has none before the turn."""
+    usage = turn.output.usage
+    parts = {
+        "on the device": usage.reused_gpu_tokens,
+        "swapped in": usage.swapped_in_tokens,
+        "recomputed": usage.recomputed_tokens,
+    }
+    found = ", ".join(f"{number} {where}" for where, number in parts.items() if number)
+    return f"{len(turn.history_ids)} tokens of history: {found}"
+
+
+def usage_table(turns: Sequence[DemoTurn], equal: Sequence[bool]) -> str:
+    """Where the tokens of every turn came from, and whether what came out is the dense reference's."""
+    columns = ["conversation", "turn", "history", "prompt", *_USAGE, "output", "suspensions", "equal"]
+    rows = []
+    for turn, is_equal in zip(turns, equal, strict=True):
+        usage = turn.output.usage
+        sources = [getattr(usage, name) for name in _USAGE.values()]
+        row = [turn.conversation_id, turn.turn, len(turn.history_ids), usage.prompt_tokens, *sources]
+        rows.append([*row, usage.output_tokens, usage.num_suspensions, "yes" if is_equal else "NO"])
+    return table(columns, rows)
+
+
+def movements(stats: Mapping[str, int | float]) -> str:
+    """What the tiers did, in a few lines."""
+    lines = [
+        f"Swapped {way}: {stats[chunks]} chunks, {stats[f'swapped_{way}_bytes'] / 1e6:.2f} MB in "
+        f"{stats[f'num_swap_{way}_copies']} copies."
+        for way, chunks in (("out", "num_swapped_out_chunks"), ("in", "num_swapped_in_chunks"))
+    ]
+    lines.append(
+        f"Dropped: {stats['num_dropped_chunks']} chunks. Suspended: {stats['num_suspensions']} times. "
+        f"History found on the device: {stats['gpu_hit_rate']:.0%}, in host memory: "
+        f"{stats['cpu_hit_rate']:.0%}."
+    )
+    return "\n".join(lines)
+
+
+def _mark(tier: str | None) -> str:
+    """A chunk in the picture; plain where the terminal cannot show blocks."""
+    block, plain, _ = _DROPPED if tier is None else _PLACES[tier]
+    try:
+        block.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return plain
+    return block

@@ -1,0 +1,55 @@
+"""What commands say in the same words: counts, times, and where the state of a turn's history was.
+
+Owns: these sentences, and the one about the small model.
+Does not know: who says them, or engines. Called by: chat, demo, generate.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pensieve_jax import Usage
+
+SMALL_MODEL: Final = "This model is a small one, made for trying the engine: it often errs."
+
+
+def counted(number: int, noun: str) -> str:
+    """As in "1 turn" and "1,200 turns"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    """As in "31 ms", "2.4 s", "3 min" and "1.5 h": what is read at a glance."""
+    if seconds < 0.9995:
+        return f"{1e3 * seconds:.0f} ms"
+    if seconds < 99.5:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def device_memory(platform: str) -> str:
+    """What people call the memory of a device of this platform, as `LLM.describe` names it."""
+    return f"{platform.upper()} memory" if platform in ("gpu", "tpu") else "device memory"
+
+
+def account(usage: Usage, first_token_s: float | None, memory: str) -> str:
+    """Where a turn's tokens came from, and how long its first one took.
+
+    Args:
+      usage: the turn's.
+      first_token_s: seconds from sending to the first token; None: not said.
+      memory: what the device's memory is called.
+    """
+    if usage.reused_gpu_tokens + usage.swapped_in_tokens + usage.recomputed_tokens:
+        sources = [f"{counted(usage.reused_gpu_tokens, 'token')} reused from {memory}"]
+        if usage.swapped_in_tokens:
+            sources.append(f"{usage.swapped_in_tokens:,} copied from host memory")
+        sources += [f"{usage.recomputed_tokens:,} recomputed", f"{usage.prefilled_tokens:,} new"]
+        parts = [", ".join(sources)]
+    else:
+        parts = [counted(usage.prefilled_tokens, "new token")]
+    if usage.num_suspensions:
+        parts.append(f"paused {counted(usage.num_suspensions, 'time')} for want of memory")
+    if first_token_s is not None:
+        parts.append(f"first token after {duration(first_token_s)}")
+    return "; ".join(parts)

@@ -1,0 +1,106 @@
+"""A program on a terminal of its own: what is typed, and what it shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shlex
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_PATIENCE_S = 60  # of a busy machine; nothing waits that long where all is well
+_CONTROLS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+PASTE, PASTED = "\x1b[200~", "\x1b[201~"  # around what a terminal pastes
+
+
+class Terminal:
+    """Entered, it runs; left, it is gone.
+
+    Attributes:
+      shown: all output so far, without control sequences.
+      status: how the program ended, once `wait` has returned.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, root: Path, environment: Mapping[str, str], output: str | None = None
+    ) -> None:
+        """`output`: a file that takes the program's output in place of the terminal."""
+        self.shown = ""
+        self.status: int | None = None
+        self._master, slave = os.openpty()
+        # A session's leader that opens a terminal is controlled by it: that is who gets Ctrl-C.
+        name = os.ttyname(slave)
+        script = f"exec {shlex.join(command)} <{name} >{output or name} 2>{name}"
+        self._process = subprocess.Popen(
+            ["sh", "-c", script], cwd=root, env={**environment, "TERM": "xterm"}, start_new_session=True
+        )
+        self._slave = slave  # open, so that reading never fails before the program is there
+
+    def type(self, keys: str) -> None:
+        """As a person would; returns at once."""
+        os.write(self._master, keys.encode())
+
+    def interrupt(self) -> None:
+        """Type Ctrl-C once the program waits for a key.
+
+        Python's readline does not notice one that comes before, or at one time with a key.
+        """
+        status = Path(f"/proc/{self._process.pid}/stat")
+        while status.read_text().rpartition(")")[2].split()[0] != "S":
+            os.sched_yield()
+        self.type("\x03")
+
+    def see(self, words: str) -> str:
+        """Wait until these words appear behind those that were seen before; returns what came with them."""
+        start = len(self.shown)
+        while words not in self.shown[start:]:
+            self._read()
+        end = self.shown.index(words, start) + len(words)
+        seen, self._rest = self.shown[start:end], self.shown[end:]
+        self.shown = self.shown[:end]
+        return seen
+
+    def see_something(self) -> None:
+        """Wait until there is more to see than blanks."""
+        start = len(self.shown)
+        while not self.shown[start:].strip():
+            self._read()
+
+    def wait(self) -> int:
+        """Until the program ends; its status."""
+        self.status = self._process.wait(_PATIENCE_S)
+        while select.select([self._master], [], [], 0)[0]:
+            self._read()
+        return self.status
+
+    _rest = ""
+
+    def _read(self) -> None:
+        if self._rest:
+            self.shown, self._rest = self.shown + self._rest, ""
+            return
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while not select.select([self._master], [], [], 1)[0]:
+            assert self._process.poll() is None, f"it ended; shown: {self.shown[-300:]!r}"
+            assert time.monotonic() < deadline_s, f"nothing more; shown: {self.shown[-300:]!r}"
+        text = os.read(self._master, 1 << 16).decode(errors="replace")
+        self.shown += _CONTROLS.sub("", text).replace("\r\n", "\n")
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End what still runs."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        os.close(self._master)
+        os.close(self._slave)
