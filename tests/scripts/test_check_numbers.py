@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -184,3 +185,21 @@ def test_rounding_is_to_the_digits_shown() -> None:
 def test_what_an_expression_may_not_be(tmp_path: Path, expression: str) -> None:
     with pytest.raises(ExpressionError):
         Documents(tmp_path).value(expression, {"run": {"rows": [1]}})
+
+
+def test_the_exit_status_says_whether_all_is_right(
+    launch: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "docs" / "sources").mkdir(parents=True)
+    (tmp_path / "README.md").write_text("It takes 5 s.\n")
+    (tmp_path / "docs" / "run.json").write_text('{"s": 4.9}')
+    sources = tmp_path / "docs" / "sources" / "front_page.toml"
+    monkeypatch.setattr(check_numbers, "ROOT", tmp_path)
+    assert launch("check_numbers", shared_llm=False) == 1
+    assert "front_page.toml is missing" in capsys.readouterr().out
+    sources.write_text('[documents]\nrun = "run.json"\n[[sentence]]\ntext = "takes {run.s} s"\n')
+    assert launch("check_numbers", shared_llm=False) == 0
+    assert "every figure is that of its document" in capsys.readouterr().out
+    (tmp_path / "README.md").write_text("It takes 4 s.\n")
+    assert launch("check_numbers", shared_llm=False) == 1
+    assert "README.md:1: shows 4, but run.s is 4.9" in capsys.readouterr().out
