@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from absl import flags
 
-from pensieve_jax import CacheConfig
+from pensieve_jax import CacheConfig, ConfigError
 from pensieve_jax.cache import AnalyticCostModel, CachedSequence, CacheManager, Experience
 from pensieve_jax.cache.experience import ORDERS
 from pensieve_jax.cache.insurance import Losses
@@ -175,6 +175,9 @@ def measure(policy: str, followed: str) -> Costs:
 
 
 def main() -> int:
+    unknown = [name for name in FLAGS.policies if name not in POLICIES]
+    if unknown or not FLAGS.policies:
+        raise ConfigError("--policies", ",".join(FLAGS.policies), f"among {', '.join(POLICIES)}")
     rows = {policy: (policy, "") for policy in FLAGS.policies if policy != _LEARNED}
     if _LEARNED in FLAGS.policies:
         rows |= {f"{_LEARNED}, following {order}": (_LEARNED, order) for order in ORDERS}
@@ -199,7 +202,7 @@ def define_flags() -> None:
         "num_turns", 2000, "Turns that are measured, after a quarter as many.", lower_bound=4
     )
     flags.DEFINE_float("turn_gap_s", 0.4, "Virtual seconds from turn to turn.", lower_bound=0.0)
-    flags.DEFINE_multi_enum("policies", list(POLICIES), POLICIES, "Orders, one flag each.")
+    flags.DEFINE_list("policies", list(POLICIES), f"Orders, among {', '.join(POLICIES)}.")
     define_document_flag()
 
 

@@ -29,7 +29,7 @@ from pensieve_jax import (
     SchedulerConfig,
 )
 from pensieve_jax.commands.launch import EXIT_FAILED, run
-from pensieve_jax.commands.report import device_name, json_line, table
+from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.device.dense_reference import DenseReference
 
 FLAGS = flags.FLAGS
@@ -147,12 +147,13 @@ def main() -> int:
     missed = missed_targets(results)
     for sentence in missed:
         print(f"missed: {sentence}")
-    print(json_line("check_models", {"variants": results}, units=_UNITS, device=device_name()))
+    print_document(json_line("check_models", {"variants": results}, units=_UNITS, device=device_name()))
     return EXIT_FAILED if missed else 0
 
 
 def define_flags() -> None:
     flags.DEFINE_list("variants", [], "Directories of tests/models/golden to check; none: all of them.")
+    define_document_flag()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ turns later. The user's side of the talk in between is that of `--dialogues`, or
 model answers it. The same conversations are served three times, in float32: with memory for all of them, with
 tiers so small that every return has its state swapped in or recomputed, and with nothing but the question.
 With memory for all, as many more are told and asked in new constructions (sentences built as none of training
-is; they have no target), and greetings with nothing before them are answered.
+is), twice: in those that were known while training's sentences were written, and in those of the test. They
+have no target. Half of the cases ask for one fact, the others for two at once or for what was corrected; a
+table has the figures of each kind. Greetings with nothing before them are answered as well.
 The last line is one JSON document (see `--json`); exit status 1 if a target is missed: the share of right
 answers, state in the small tiers that was in place, replies that depend on where it was, or the share of
 greetings that are answered with a fact that nobody told.
@@ -22,7 +24,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 from chat_training.data import read_dialogues
-from chat_training.recall import BETWEEN, RecallCase, recall_cases
+from chat_training.recall_cases import BETWEEN, RecallCase, recall_cases
 from chat_training.served_recall import Served, serve_cases, serve_greetings, written_talks
 from chat_training.wordings import Wordings
 
@@ -37,7 +39,8 @@ MAX_RECALL_PERCENT_WITHOUT_HISTORY = 30
 MAX_INVENTED_PERCENT = 5
 _UNITS = {
     "recall_percent": f"greedy answers that hold what was told, {BETWEEN[0]} to {BETWEEN[1]} turns before",
-    "new_constructions": "as ample, told and asked in sentences built as none of training is",
+    "by_kind": "[recall_percent, number of cases] of each kind of question",
+    "new_constructions, test_constructions": "as ample, in sentences built as none of training is",
     "greetings": "first messages that tell nothing; num_invented: of them, answered with a fact",
     "num_returns": "turns of conversations that had turns before",
     "num_swapped_in, num_recomputed, num_in_place": "returns of which some state was, or all of it was",
@@ -83,8 +86,18 @@ def figures(timed: Timed) -> dict[str, Any]:
         "num_swapped_in": sum(usage.swapped_in_tokens > 0 for usage in returns),
         "num_recomputed": sum(usage.recomputed_tokens > 0 for usage in returns),
         "num_in_place": sum(usage.swapped_in_tokens + usage.recomputed_tokens == 0 for usage in returns),
+        "by_kind": timed.served.recall_by_kind,
         "seconds": timed.seconds,
     }
+
+
+def print_tables(results: dict[str, dict[str, Any]]) -> None:
+    """The figures of each way to serve the cases, and their recall by kind of question."""
+    columns = [name for name in results["ample"] if name != "by_kind"]
+    print(table(["tiers", *columns], [[name, *(row[c] for c in columns)] for name, row in results.items()]))
+    kinds = sorted({kind for row in results.values() for kind in row["by_kind"]})
+    rows = [[kind, *(row["by_kind"].get(kind, ("",))[0] for row in results.values())] for kind in kinds]
+    print(table(["recall % of", *results], rows))
 
 
 def missed_targets(
@@ -111,10 +124,14 @@ def missed_targets(
 def main() -> int:
     talks = read_dialogues("--dialogues", FLAGS.dialogues) if FLAGS.dialogues else written_talks()
     cases = recall_cases(FLAGS.num_cases, talks, FLAGS.seed)
-    new_cases = recall_cases(FLAGS.num_cases, talks, FLAGS.seed, Wordings.NEW_CONSTRUCTIONS)
+    new_cases, test_cases = (
+        recall_cases(FLAGS.num_cases, talks, FLAGS.seed, wordings)
+        for wordings in (Wordings.NEW_CONSTRUCTIONS, Wordings.TEST_CONSTRUCTIONS)
+    )
     with engine(CacheConfig(gpu_pages=FLAGS.ample_gpu_pages)) as llm:
         ample, alone = serve(llm, cases), serve(llm, cases, with_history=False)
-        new, greeted = serve(llm, new_cases), serve_greetings(llm)
+        new, test = serve(llm, new_cases), serve(llm, test_cases)
+        greeted = serve_greetings(llm)
     with engine(CacheConfig(gpu_pages=FLAGS.gpu_pages, cpu_pages=FLAGS.cpu_pages)) as llm:
         small = serve(llm, cases)
     pairs = zip(ample.served.token_ids, small.served.token_ids, strict=True)
@@ -123,14 +140,18 @@ def main() -> int:
         print(f"wrong: {case.history.exchanges[0].user!r} ... {case.question!r}: {answer!r}")
     for greeting, reply in greeted.invented:
         print(f"invented: {greeting!r}: {reply!r}")
-    results = {
-        "ample": figures(ample),
-        "small": figures(small),
-        "alone": figures(alone),
-        "new_constructions": figures(new),
+    timed = {
+        "ample": ample,
+        "small": small,
+        "alone": alone,
+        "new_constructions": new,
+        "test_constructions": test,
     }
-    columns = ["tiers", *results["ample"]]
-    print(table(columns, [[name, *row.values()] for name, row in results.items()]))
+    results = {name: figures(one) for name, one in timed.items()}
+    for name in ("ample", "test_constructions"):
+        for transcript in timed[name].served.transcripts(FLAGS.num_transcripts):
+            print(transcript)
+    print_tables(results)
     invented_percent = 100 * len(greeted.invented) / len(greeted.replies)
     missed = missed_targets(results, num_different=num_different, invented_percent=invented_percent)
     for sentence in missed:
@@ -151,6 +172,12 @@ def define_flags() -> None:
     define_model_flag()
     flags.DEFINE_string("dialogues", None, "Whose talk stands in between (JSON lines, .gz); default: ours.")
     flags.DEFINE_integer("num_cases", 128, "Conversations.", lower_bound=1)
+    flags.DEFINE_integer(
+        "num_transcripts",
+        0,
+        "Conversations to print, the first with ample tiers and of the test.",
+        lower_bound=0,
+    )
     flags.DEFINE_integer("seed", 0, "Of the facts and the talk.", lower_bound=0)
     flags.DEFINE_integer("max_context_tokens", None, "Longest history + turn; default: the model's.")
     flags.DEFINE_integer("ample_gpu_pages", 1024, "Pages of device memory where there is enough.")

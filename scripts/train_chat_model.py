@@ -16,8 +16,8 @@ conversation around facts is a new one.
   settings.json  the flags of the training
 While it trains, and at its end, it measures whether history matters: the loss of recorded replies from the
 fourth turn on, and recall of facts whose values and sentences training never saw (once in constructions that
-it knows, once in new ones), each with the history and without. The last line is one JSON document (see
-`--json`).
+it knows, twice in new ones; see docs/chat_model.md), each with the history and without. The last line is one
+JSON document (see `--json`).
 
 The data, its order and the first weights follow from `--seed`. On a CPU the result does too, to the bit; on a
 GPU sums of gradients may come in any order unless XLA_FLAGS=--xla_gpu_deterministic_ops=true.
@@ -44,7 +44,7 @@ from chat_training.examples import ConversationEncoder
 from chat_training.export import export_model
 from chat_training.feed import Feed
 from chat_training.loop import Schedule, Trained, train
-from chat_training.recall import BETWEEN, recall_cases
+from chat_training.recall_cases import BETWEEN, recall_cases
 from chat_training.step import Network, Parameters, TrainState, make_optimizer
 from chat_training.tokenizer import FILES, MIN_VOCAB_SIZE, learn_tokenizer, save_tokenizer
 from chat_training.wordings import Wordings
@@ -61,7 +61,11 @@ FLAGS = flags.FLAGS
 HEAD_DIM = 64
 _INITIAL_DEVIATION = 0.04  # of weights; 0.02 is made for models several times as wide
 _MAX_FEED_WORKERS = 6  # two keep up with an H200 if nobody else is on their cores
-_SENTENCES, _CONSTRUCTIONS = "new sentences", "new constructions"
+_SETS = {
+    "new sentences": Wordings.NEW_SENTENCES,
+    "new constructions": Wordings.NEW_CONSTRUCTIONS,
+    "test constructions": Wordings.TEST_CONSTRUCTIONS,
+}
 _UNRECORDED_FLAGS = (
     *("work_dir", "progress", "feed_workers", "json"),
     *("log_steps", "checkpoint_steps", "evaluation_steps"),
@@ -69,8 +73,9 @@ _UNRECORDED_FLAGS = (
 _UNITS = {
     "history_loss": f"nats per token of recorded replies from turn {FIRST_TURN} on",
     "history_reduction_percent": "how much lower the loss is with the history than without",
-    "recall_percent": f"greedy answers that hold what was told, {BETWEEN[0]} to {BETWEEN[1]} turns before",
-    "recall_of_new_constructions_percent": "likewise, in sentences built as none of training is",
+    "recall_percent": f"greedy answers that hold what was told, {BETWEEN[0]} to {BETWEEN[1]} turns before; "
+    "of new sentences, of new constructions (built as none of training is), and of those of the test",
+    "recall_by_kind": "with the history: [percent, number of cases] of each kind of question",
     "tokens_per_s": "of training, padding left out; the median of the log lines",
     "weights_bytes": "size of model.safetensors",
     "seconds": "from the start of this process to the end of the last evaluation",
@@ -153,10 +158,9 @@ def make_feed(tokenizer: Tokenizer, dialogues: Dialogues) -> Feed:
 
 def make_evaluation(network: Network, tokenizer: Tokenizer, dialogues: Sequence[Conversation]) -> Evaluation:
     """On dialogues, and facts told among them, that are not trained on."""
-    parts = {_SENTENCES: Wordings.NEW_SENTENCES, _CONSTRUCTIONS: Wordings.NEW_CONSTRUCTIONS}
     cases = {
         name: recall_cases(FLAGS.num_recall_cases, dialogues, FLAGS.seed, wordings)
-        for name, wordings in parts.items()
+        for name, wordings in _SETS.items()
     }
     size = {"num_rows": FLAGS.num_rows, "row_len": FLAGS.context_tokens}
     return Evaluation(network, tokenizer, dialogues, cases, **size)
@@ -203,7 +207,10 @@ def show(num_steps: int, figures: Figures) -> None:
         ["without", *(one.without_history for one in compared)],
     ]
     columns = ["", "loss per token", *(f"recall of {name} %" for name in figures.recall_percent)]
-    print(f"after step {num_steps}:\n{table(columns, rows)}", flush=True)
+    print(f"after step {num_steps}:\n{table(columns, rows)}")
+    kinds = sorted({kind for some in figures.by_kind.values() for kind in some})
+    rows = [[kind, *(some.get(kind, ("",))[0] for some in figures.by_kind.values())] for kind in kinds]
+    print(table(["asked for", *figures.by_kind], rows), flush=True)
 
 
 def report(trained: Trained, figures: Figures, config: ModelConfig, weights_bytes: int, began: float) -> str:
@@ -213,8 +220,9 @@ def report(trained: Trained, figures: Figures, config: ModelConfig, weights_byte
     results = {
         "history_loss": loss._asdict(),
         "history_reduction_percent": 100 * (1 - loss.with_history / loss.without_history),
-        "recall_percent": figures.recall_percent[_SENTENCES]._asdict(),
-        "recall_of_new_constructions_percent": figures.recall_percent[_CONSTRUCTIONS]._asdict(),
+        "recall_percent": {name: one._asdict() for name, one in figures.recall_percent.items()},
+        "recall_by_kind": figures.by_kind,
+        "seed": FLAGS.seed,
         "num_steps": trained.num_steps,
         "num_parameters": num_parameters(config),
         "weights_bytes": weights_bytes,
@@ -307,14 +315,14 @@ def _define_model_flags() -> None:
 def _define_training_flags() -> None:
     flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "What the model computes in.")
     flags.DEFINE_integer("seed", 0, "Of data, order and first weights.", lower_bound=0)
-    flags.DEFINE_integer("num_steps", 2500, "Training steps.", lower_bound=1)
+    flags.DEFINE_integer("num_steps", 4000, "Training steps.", lower_bound=1)
     flags.DEFINE_integer("num_rows", 64, "Rows of a batch.", lower_bound=1)
     flags.DEFINE_float("learning_rate", 2e-3, "The highest.", lower_bound=0.0)
     flags.DEFINE_integer("warmup_steps", 100, "Steps until then.", lower_bound=0)
     flags.DEFINE_float("weight_decay", 0.3, "Of AdamW; against learning dialogues by heart.", lower_bound=0.0)
     flags.DEFINE_integer(
         "recorded_per_step",
-        28,
+        18,
         "Recorded dialogues of a step; facts and talk around them fill the rest.",
         lower_bound=0,
     )

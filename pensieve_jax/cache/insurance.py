@@ -6,28 +6,25 @@ Does not know: how an order comes about, or the real cache.
 Called by: `learning`.
 
 The rule asks for evidence: losses of returning turns differ by orders of magnitude, so a sum that is a little
-smaller says nothing. Another order is followed when the sum of the differences, turn by turn, is above three
-times its own standard error and above 3% of what the present one lost. So nothing is followed for long
-that keeps losing, and chance alone changes nothing.
+smaller says nothing. Another one is followed when the sum of the differences, turn by turn, is above its own
+standard error and above 3% of what the present one lost. So nothing is followed for long that keeps losing.
+More caution costs more where losses are few and large (docs/learned_order.md).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from pensieve_jax.cache.cost import CostModel
 from pensieve_jax.cache.policies import EvictionPolicy
-from pensieve_jax.cache.returns import Array
 from pensieve_jax.cache.shadows import ShadowCache
 
 BLOCK_TOKENS = 256
-_HALF_LIFE = 500.0  # returning turns: so that it means the same under every load
+_KEEP = 0.5 ** (1 / 500)  # a half-life in returning turns means the same under every load
 _GAIN = 0.03
-_STANDARD_ERRORS = 3.0
+_STANDARD_ERRORS = 1.0
 
 
 class Losses(NamedTuple):
@@ -82,13 +79,15 @@ class Insurance:
         self._chunk_tokens = chunk_tokens
         self._costs_s = [0.0]  # of the first so many blocks
         size = len(self.names)
-        self._sums_s = np.zeros(size) if losses is None else np.array(losses.sums_s)
-        self._products = np.zeros((size, size)) if losses is None else np.array(losses.products)
+        self._sums_s = [0.0] * size if losses is None else list(losses.sums_s)
+        self._products = [
+            [0.0] * size if losses is None else list(losses.products[row]) for row in range(size)
+        ]
 
     @property
     def losses(self) -> Losses:
         """What the rule goes by."""
-        return Losses(tuple(self._sums_s.tolist()), tuple(map(tuple, self._products.tolist())))
+        return Losses(tuple(self._sums_s), tuple(map(tuple, self._products)))
 
     def returned(self, conversation_id: str, num_tokens: int, num_shared_tokens: int) -> None:
         """A turn was sent to a history of so many tokens, of which leading ones are a shared prefix's."""
@@ -100,7 +99,7 @@ class Insurance:
             paid_s.append(self._cost_s(last) - self._cost_s(min(first, last)))
         for name, loss_s in zip(self.names, paid_s, strict=True):
             self.lost_s[name] += loss_s
-        self._add(np.array(paid_s))
+        self._add(paid_s)
 
     def left(
         self, conversation_id: str, num_tokens: int, num_shared_tokens: int, *, bucket: int, now_s: float
@@ -115,22 +114,26 @@ class Insurance:
         for shadow in self._shadows:
             shadow.ended(conversation_id)
 
-    def _add(self, losses_s: Array) -> None:
+    def _add(self, losses_s: Sequence[float]) -> None:
         """What the orders would have paid for one turn."""
-        keep = 0.5 ** (1 / _HALF_LIFE)
-        self._sums_s = keep * self._sums_s + losses_s
-        self._products = keep * keep * self._products + np.outer(losses_s, losses_s)
+        for row, loss_s in enumerate(losses_s):
+            self._sums_s[row] = _KEEP * self._sums_s[row] + loss_s
+            products = self._products[row]
+            for column, other_s in enumerate(losses_s):
+                products[column] = _KEEP * _KEEP * products[column] + loss_s * other_s
         self._choose()
 
     def _choose(self) -> None:
-        """Follow another order, if the evidence is there."""
-        now = self.names.index(self.followed)
-        squares = np.diag(self._products)
-        gained_s = self._sums_s[now] - self._sums_s
-        spread_s = np.sqrt(np.maximum(squares[now] + squares - 2 * self._products[now], 0.0))
-        beyond_s = gained_s - np.maximum(_STANDARD_ERRORS * spread_s, _GAIN * self._sums_s[now])
-        best = int(np.argmax(beyond_s))
-        if best != now and beyond_s[best] > 0:
+        """Follow another order, if the evidence is there: the one that is furthest beyond what is asked."""
+        now, products = self.names.index(self.followed), self._products
+        furthest_s, best = 0.0, now
+        for other, sum_s in enumerate(self._sums_s):
+            spread = products[now][now] + products[other][other] - 2 * products[now][other]
+            asked_s = max(_STANDARD_ERRORS * math.sqrt(max(spread, 0.0)), _GAIN * self._sums_s[now])
+            beyond_s = self._sums_s[now] - sum_s - asked_s
+            if beyond_s > furthest_s:
+                furthest_s, best = beyond_s, other
+        if best != now:
             self.followed = self.names[best]
             self.num_changes += 1
 

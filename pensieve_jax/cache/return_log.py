@@ -13,7 +13,7 @@ import numpy as np
 
 from pensieve_jax.cache.returns import HORIZON_S, Array, ReturnModel, exposure_of
 
-_FIT_AFTER = 32  # returns: then a rate that is known by a hundred of them has moved by a few percent
+_FIT_AFTER = 32  # returns
 _MIN_ROWS = 64
 
 

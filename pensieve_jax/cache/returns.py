@@ -80,15 +80,18 @@ class ReturnModel:
         self.returns = np.zeros(shape) if returns is None else returns.copy()
         self.exposure_s = np.zeros(shape) if exposure_s is None else exposure_s.copy()
         self.num_fits = 0
+        self._num_returns = float(self.returns.sum())
         self._index: list[list[float]] = []
         self.fit(np.zeros(shape))
 
     def close(self, bucket: int, idle_s: float, *, returned: bool) -> None:
         """A conversation returned after so long idle, or will not be observed any more."""
         if returned and idle_s < HORIZON_S:
-            self.returns[bucket, min(bisect_right(EDGES_S, idle_s), NUM_BINS) - 1] += 1
-        self.exposure_s[bucket] += np.clip(idle_s - _LEFT_S, 0.0, _WIDTHS_S)
-        if self.returns.sum() > _MAX_NUM_RETURNS:
+            self.returns[bucket, bisect_right(EDGES_S, idle_s) - 1] += 1
+            self._num_returns += 1
+        self.exposure_s[bucket] += np.minimum(np.maximum(idle_s - _LEFT_S, 0.0), _WIDTHS_S)
+        if self._num_returns > _MAX_NUM_RETURNS:
+            self._num_returns *= 0.5
             self.returns *= 0.5
             self.exposure_s *= 0.5
 
@@ -105,9 +108,14 @@ class ReturnModel:
 
 def exposure_of(buckets: Iterable[int] | NDArray[np.int64], idle_s: Array) -> Array:
     """Seconds that conversations of these buckets, idle for so long, spent: f64[NUM_BUCKETS, NUM_BINS]."""
-    exposure_s = np.zeros((NUM_BUCKETS, NUM_BINS))
-    spent_s = np.clip(idle_s[:, None] - _LEFT_S, 0.0, _WIDTHS_S)
-    np.add.at(exposure_s, np.asarray(buckets, np.int64), spent_s)
+    idle_s = np.minimum(idle_s, HORIZON_S)
+    bins = np.searchsorted(_LEFT_S, idle_s, "right") - 1
+    cells = np.asarray(buckets, np.int64) * NUM_BINS + bins
+    shape, size = (NUM_BUCKETS, NUM_BINS), NUM_BUCKETS * NUM_BINS
+    there = np.bincount(cells, minlength=size).reshape(shape)
+    so_far_s = np.bincount(cells, idle_s - _LEFT_S[bins], size).reshape(shape)
+    passed = there[:, ::-1].cumsum(1)[:, ::-1] - there  # those in later bins spent all of this one's width
+    exposure_s: Array = so_far_s + passed * _WIDTHS_S
     return exposure_s
 
 

@@ -77,6 +77,7 @@ class ShadowCache:
         """Empty, with room for `num_places` blocks; `policy` counts indices in blocks."""
         self.num_held = 0
         self._num_places = num_places
+        self._slack = num_places // 64  # room is made for several turns at once, which takes less time
         self._shadows: dict[str, Shadow] = {}
         self._idle: dict[Shadow, None] = {}
         self._order = VictimOrder(policy, _SHELF, self._idle)
@@ -125,6 +126,8 @@ class ShadowCache:
         self.num_held += shadow.num_held
 
     def _make_room(self, now_s: float) -> None:
+        if self.num_held <= self._num_places + self._slack:
+            return
         while self.num_held > self._num_places:
             victim = self._order.peek(now_s)
             if victim is None:

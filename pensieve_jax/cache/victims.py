@@ -138,10 +138,9 @@ class VictimOrder[C: Candidate]:
         chunk = policy.chunk(sequence, self._shelf)
         group, rank, until_s = policy.standing(sequence, chunk, self._now_s)
         self._num_entries += 1
-        entry = _Entry(
-            *(rank, sequence.role_number, self._num_entries, sequence),
-            *(sequence.last_active_s, sequence.bucket, chunk, group, until_s),
-        )
+        role_number, active_s, bucket = sequence.role_number, sequence.last_active_s, sequence.bucket
+        number = self._num_entries
+        entry = _Entry(rank, role_number, number, sequence, active_s, bucket, chunk, group, until_s)
         before = self._entries.get(sequence)
         self._entries[sequence] = entry
         if until_s < math.inf and (before is None or before.until_s != until_s):

@@ -164,7 +164,7 @@ def main() -> int:
     print(f"{num_recalled(turns)} of {len(CONVERSATIONS)} last replies hold what was told in the first turn.")
     all_happened = check_happenings(turns)
     hint = "" if FLAGS.details else " (--details shows all turns)"
-    print(f"Compared token by token with a dense model without a cache{hint}:")
+    print(f"Compared token by token with a dense model{hint}:")
     for turn, is_equal in zip(turns, equal, strict=True):
         if not is_equal:
             print(f"turn {turn.turn} of {turn.conversation_id} differs from the dense reference")

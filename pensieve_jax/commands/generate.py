@@ -198,7 +198,7 @@ def define_flags() -> None:
     """The command line."""
     flags.DEFINE_string("input", None, "JSON lines of conversations (.gz too).", required=True)
     flags.DEFINE_string("output", None, "JSON lines of turns.", required=True)
-    flags.DEFINE_integer("concurrency", 64, "Conversations in progress at once; fewer where they do not fit.")
+    flags.DEFINE_integer("concurrency", 64, "Conversations in progress at once, if they fit.")
     flags.DEFINE_integer("logprobs", None, "Write logprobs of the chosen tokens and of so many others.")
     flags.DEFINE_string("timeline", None, "Picture of pages by state over time: .png, .svg or .pdf.")
     define_engine_flags()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pensieve_jax.scheduler import bucket_for
 from pensieve_jax.simulator.clock import Timeline
 from pensieve_jax.simulator.profile import DeviceProfile
-from pensieve_jax.simulator.step_time import StepLoad, StepTime
+from pensieve_jax.simulator.step_time import Heat, StepLoad, StepTime
 from pensieve_jax.simulator.transfers import SimulatedTransfers
 from pensieve_jax.workload.step_totals import StepLog
 
@@ -38,7 +38,7 @@ class SimulatedDevice:
         self._step_time = StepTime(profile.step, buckets)
         self._buckets = buckets
         self._host, self._fetch_s = profile.host, profile.fetch_s
-        self._prompt_gap_s = profile.prompt_gap_s
+        self._heat = Heat(profile.step.hot_s)
         self._is_launching = profile.launches == "engine"
         self._num_turns = 0  # since the last step
         self._num_chunks = 0  # asked for before the last step
@@ -60,14 +60,16 @@ class SimulatedDevice:
         timeline.advance(self._work_s(load))
         bucket = bucket_for(self._buckets, load.num_tokens)
         self.steps.launch(bucket, load.num_tokens, timeline.now())
-        seconds = self._step_time.seconds(load)
+        self._heat.rest(timeline.now() - timeline.device_free_s)
+        is_heating = self._step_time.is_heating(bucket)
+        heat = self._heat.step(self._step_time.seconds(load, 0.0), is_heating=is_heating)
+        seconds = self._step_time.seconds(load, heat)
         self.busy_s += seconds
         self.num_padded_tokens += bucket - load.num_tokens
         self.padding_s += self._step_time.padding_s(load.num_tokens)
-        gap_s = self._prompt_gap_s if load.rows else 0.0
         # The device computes what has been launched while the rest is being launched.
         launch_s = host.launch_beside_copies_s if self._transfers.is_moving() else host.launch_s
-        begin_s = max(timeline.now(), timeline.device_free_s + gap_s)
+        begin_s = max(timeline.now(), timeline.device_free_s)
         end_s = max(begin_s + seconds, timeline.now() + launch_s)
         timeline.occupy_device(end_s)
         if self._is_launching:

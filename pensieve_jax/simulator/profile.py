@@ -26,7 +26,7 @@ LAUNCHES = ("jaxlib", "engine")
 
 _FORMAT = "pensieve device profile, version 2"
 _FIELD = "device_profile"
-_NUMBERS = ("both_ways_share", "prompt_gap_s", "page_copy_byte_s", "fetch_s")
+_NUMBERS = ("both_ways_share", "page_copy_byte_s", "fetch_s")
 _DIRECTORY = Path(__file__).parent / "profiles"
 
 
@@ -36,7 +36,10 @@ class StepCosts:
 
     Attributes:
       weight_read_s: reading every weight once, which the smallest step does as well.
-      token_s: arithmetic of the dense layers for one padded token.
+      token_s: arithmetic of the dense layers for one padded token, by a device that has rested.
+      hot_share: how much longer that takes where arithmetic has been going on for long: under products a
+        device lowers its clock.
+      hot_s: after how long that is so for 63%, and after how long without products it is forgotten for 63%.
       overlap: p of the smooth maximum (a**p + b**p)**(1/p) of reading weights and arithmetic: the two
         overlap, but less than wholly where neither is much longer.
       kv_read_s: reading the KV state of one token.
@@ -48,6 +51,8 @@ class StepCosts:
 
     weight_read_s: float
     token_s: float
+    hot_share: float
+    hot_s: float
     overlap: float
     kv_read_s: float
     pair_s: float
@@ -122,7 +127,6 @@ class DeviceProfile:
       step: of a step on the device.
       to_device, to_host: of copies between tiers.
       both_ways_share: of its bandwidth that a copy has left while one runs in the other direction.
-      prompt_gap_s: from the end of a step to the beginning of the next one, if that has a prompt.
       page_copy_byte_s: of the device, for a byte that is gathered from pages or scattered to them.
       hosts: of the serving thread, by whose thread launches kernels (`LAUNCHES`); "jaxlib" at least.
       launches: the one that counts.
@@ -142,7 +146,6 @@ class DeviceProfile:
     to_device: LinkCosts
     to_host: LinkCosts
     both_ways_share: float
-    prompt_gap_s: float
     page_copy_byte_s: float
     hosts: Mapping[str, HostCosts]
     fetch_s: float

@@ -11,9 +11,10 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from chat_training import small_talk
+from chat_training import corrections, small_talk
 from chat_training.data import Conversation
 from chat_training.examples import ConversationEncoder, Example
+from chat_training.grammar import Scraps
 from chat_training.kinds import KINDS
 from chat_training.recall import Role, recall_conversation
 
@@ -48,8 +49,10 @@ class Corpus:
         assistants: Sequence[Conversation],
         weights: Weights,
     ) -> None:
-        """`tasks` are also the talk between telling and asking."""
+        """`tasks` are also the talk between telling and asking; `assistants` lend words to scraps."""
         self._encoder, self._tasks, self._assistants = encoder, tasks, assistants
+        texts = (text for one in assistants for exchange in one.exchanges for text in exchange)
+        self._scraps = Scraps(texts)
         self._weights = {
             Role.FACT: weights.fact,
             Role.REQUEST: 1.0,
@@ -66,7 +69,7 @@ class Corpus:
 
     def fresh(self, rng: random.Random) -> Example:
         """A conversation around facts."""
-        conversation, roles = recall_conversation(rng, self._tasks)
+        conversation, roles = recall_conversation(rng, self._tasks, self._scraps)
         weights = [self._weights[role] for role in roles]
         return self._encoder.encode(_perhaps_with_system(rng, conversation), weights)
 
@@ -81,6 +84,7 @@ def vocabulary_texts(tasks: Sequence[Conversation], assistants: Sequence[Convers
             yield from exchange
     for kind in KINDS:
         yield from kind.training_texts()
+        yield from corrections.training_texts(kind)
     for exchange in small_talk.training_exchanges():
         yield from exchange
     yield from SYSTEM_MESSAGES

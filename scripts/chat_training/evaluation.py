@@ -20,13 +20,13 @@ import numpy as np
 
 from chat_training.data import Conversation
 from chat_training.examples import ConversationEncoder, Example, all_batches
-from chat_training.recall import RecallCase, holds
+from chat_training.recall_cases import RecallCase, percent_by_kind
 from chat_training.step import Network, Parameters, batch_loss, greedy_tokens
 from pensieve_jax import ConfigError
 from pensieve_jax.text import Tokenizer
 
 FIRST_TURN: Final = 4
-_NUM_NEW: Final = 24  # tokens of an answer
+_NUM_NEW: Final = 48  # tokens of an answer
 _LENGTH_STEP: Final = 64  # prompts are padded to a multiple of it: one shape for the whole set
 
 
@@ -38,18 +38,22 @@ class Compared(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Both measurements: nats per token, and percent of the questions of each set."""
+    """Both measurements: nats per token, and percent of the questions of each set.
+
+    `by_kind` has the percent with the history and the number of cases, of each set and kind of question.
+    """
 
     history_loss: Compared
     recall_percent: dict[str, Compared]
+    by_kind: dict[str, dict[str, tuple[float, int]]]
 
 
 class _Questions(NamedTuple):
-    """A set of them: prompts with the conversation before and without, and what the answers should hold."""
+    """A set of them: prompts with the conversation before and without, and the cases they are of."""
 
     whole: list[list[int]]
     alone: list[list[int]]
-    values: list[str]
+    cases: Sequence[RecallCase]
 
 
 class Evaluation:
@@ -82,8 +86,10 @@ class Evaluation:
     def __call__(self, parameters: Parameters) -> Figures:
         """Measure a model."""
         losses = [self._loss_per_token(parameters, examples) for examples in self._replies]
-        recalled = {name: self._recall_percent(parameters, some) for name, some in self._questions.items()}
-        return Figures(Compared(*losses), recalled)
+        recalled, by_kind = {}, {}
+        for name, questions in self._questions.items():
+            recalled[name], by_kind[name] = self._recall_percent(parameters, questions)
+        return Figures(Compared(*losses), recalled, by_kind)
 
     def _loss_per_token(self, parameters: Parameters, examples: Sequence[Example]) -> float:
         losses = [
@@ -93,13 +99,17 @@ class Evaluation:
         nll, weight = (sum(map(float, parts)) for parts in zip(*jax.device_get(losses), strict=True))
         return nll / max(weight, 1.0)
 
-    def _recall_percent(self, parameters: Parameters, questions: _Questions) -> Compared:
-        shares = []
-        for prompts in (questions.whole, questions.alone):
+    def _recall_percent(
+        self, parameters: Parameters, questions: _Questions
+    ) -> tuple[Compared, dict[str, tuple[float, int]]]:
+        """Of the whole set, and of each kind with the history."""
+        shares, by_kind = [], {}
+        for prompts in (questions.alone, questions.whole):
             answers = self.answers(parameters, prompts)
-            right = [holds(answer, value) for answer, value in zip(answers, questions.values, strict=True)]
+            right = [case.is_right(one) for case, one in zip(questions.cases, answers, strict=True)]
             shares.append(100 * sum(right) / len(right))
-        return Compared(*shares)
+            by_kind = percent_by_kind(questions.cases, answers)
+        return Compared(shares[1], shares[0]), by_kind
 
     def answers(self, parameters: Parameters, prompts: Sequence[Sequence[int]]) -> list[str]:
         """Greedy replies, up to the end marker; no prompt may be longer than the longest question."""
@@ -142,4 +152,4 @@ def _recall_questions(encoder: ConversationEncoder, cases: Sequence[RecallCase])
         history = encoder.encode(case.history, [0.0] * len(case.history.exchanges))
         whole.append([*history.token_ids.tolist(), *encoder.turn_ids(case.question, is_first=False)])
     alone = [encoder.turn_ids(case.question, is_first=True) for case in cases]
-    return _Questions(whole, alone, [case.value for case in cases])
+    return _Questions(whole, alone, cases)

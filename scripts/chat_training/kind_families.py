@@ -96,7 +96,10 @@ def relative(who: str) -> FactKind:
     """The name of somebody else: the same sentences for all of them."""
     return FactKind(
         who.replace(" ", "_"),
+        "somebody's name",
         a_person,
+        ("{}", "{}"),
+        (f"my {who}", f"my {who}", f"the {who} I have", f"a {who} of mine"),
         f"the name of your {who}",
         (f"my {who}'s name", f"the name of my {who}"),
         (f"what my {who} is called", f"what my {who}'s name is"),
@@ -111,7 +114,10 @@ def scheduled(name: str, what: str, starts: str) -> FactKind:
     """A time of day: `my {what} {starts} at ...`."""
     return FactKind(
         name,
+        "a time",
         a_time,
+        ("{}", "at {}"),
+        (f"my {what}", f"my {what}", f"the {what} I have"),
         f"when your {what} {starts}",
         (f"the time of my {what}", f"the time when my {what} {starts}"),
         (f"when my {what} {starts}", f"when my {what} is", f"at what time my {what} {starts}"),
@@ -154,14 +160,11 @@ def scheduled(name: str, what: str, starts: str) -> FactKind:
             f"Were I to come later than {{}}, I would miss my {what}.",
         ),
         (
-            f"When is my {what}?",
-            f"At what time is my {what}?",
-            f"What time does my {what} start?",
-            f"When do I have my {what}?",
+            *(f"When is my {what}?", f"At what time is my {what}?"),
+            *(f"What time does my {what} start?", f"When do I have my {what}?"),
             f"Which time did I tell you for my {what}?",
             f"Can you tell me the time of my {what}?",
-            f"When did I say my {what} {starts}?",
-            f"Do you remember when my {what} {starts}?",
+            *(f"When did I say my {what} {starts}?", f"Do you remember when my {what} {starts}?"),
             f"When exactly is my {what}?",
             f"What was the time of my {what}?",
         ),
@@ -173,7 +176,10 @@ def numbered(name: str, what: str) -> FactKind:
     """A number: `my {what} is ...`."""
     return FactKind(
         name,
+        "a number",
         a_number,
+        ("{}",),
+        (f"my {what}", f"my {what}", f"the {what} I have"),
         f"your {what}",
         (f"my {what}", f"the {what} that I have"),
         (f"what my {what} is", f"which {what} I have"),
@@ -216,12 +222,9 @@ def numbered(name: str, what: str) -> FactKind:
             f"Anyone who needs my {what} should be told {{}}.",
         ),
         (
-            f"What is my {what}?",
-            f"What's my {what}?",
-            f"Which {what} do I have?",
-            f"What {what} did they give me?",
-            f"Can you tell me my {what}?",
-            f"Which {what} did I tell you?",
+            *(f"What is my {what}?", f"What's my {what}?"),
+            *(f"Which {what} do I have?", f"What {what} did they give me?"),
+            *(f"Can you tell me my {what}?", f"Which {what} did I tell you?"),
             f"What was my {what} again?",
             f"Do you know my {what}?",
             f"Do you remember my {what}?",

@@ -13,11 +13,15 @@ from typing import Final
 
 from chat_training.facts import FactKind
 from chat_training.kind_families import numbered, relative, scheduled
+from chat_training.kinds_of_days_and_people import GROUP, GUESTS, TABLE, TEAM, on_a_day
 from chat_training.values import a_person, a_place, a_street
 
 _OWN_NAME: Final = FactKind(
     "name",
+    "one's name",
     a_person,
+    ("{}", "{}"),
+    ("my name", "I am called", "the name I have", "the one who is called"),
     "your name",
     ("my name", "the name that I gave you"),
     ("who I am", "what my name is", "what I am called"),
@@ -75,7 +79,10 @@ _OWN_NAME: Final = FactKind(
 
 _HOME: Final = FactKind(
     "home",
+    "a place",
     a_place,
+    ("{}", "in {}"),
+    ("my home", "I live", "my house", "I am at home", "my home town"),
     "where you live",
     ("the place where I live", "my home town"),
     ("where I live", "where my home is"),
@@ -135,7 +142,10 @@ _HOME: Final = FactKind(
 
 _CAR: Final = FactKind(
     "car",
+    "a place",
     a_street,
+    ("{}", "on {}"),
+    ("my car", "I parked", "our car", "the car of mine"),
     "where your car is parked",
     ("the street where my car is", "the place of my car"),
     ("where my car is", "where I parked"),
@@ -193,6 +203,10 @@ _RELATIVES: Final = (
     *("daughter", "son", "neighbour", "teacher"),
 )
 _NUMBERS: Final = ("room number", "locker number", "door code", "ticket number", "seat number")
+_ON_A_DAY: Final = (
+    *("exam", "interview", "haircut", "wedding", "doctor's visit", "birthday"),
+    *("meeting", "dentist appointment", "flight", "concert"),
+)
 
 KINDS: Final[tuple[FactKind, ...]] = (
     _OWN_NAME,
@@ -206,5 +220,10 @@ KINDS: Final[tuple[FactKind, ...]] = (
     scheduled("concert", "concert", "begins"),
     *(numbered(what.replace(" ", "_"), what) for what in _NUMBERS),
     numbered("lucky_number", "lucky number"),
+    TABLE,
+    GUESTS,
+    GROUP,
+    TEAM,
+    *(on_a_day(f"{what.replace(' ', '_')}_day", what) for what in _ON_A_DAY),
 )
 """Every kind of fact."""

@@ -18,12 +18,13 @@ from typing import Final, NamedTuple
 from tqdm import tqdm
 
 from chat_training.data import Conversation, Exchange
-from chat_training.recall import RecallCase, gives_a_fact, holds
+from chat_training.questions import gives_a_fact
+from chat_training.recall_cases import RecallCase, percent_by_kind
 from chat_training.small_talk import held_out_prompts
 from pensieve_jax import LLM, Output, SamplingParams, Usage
 
 _AT_ONCE: Final = 64  # conversations that take turns; the next ones begin when these have ended
-_PARAMS: Final = SamplingParams(max_tokens=40)
+_PARAMS: Final = SamplingParams(max_tokens=48)
 _TALKS: Final = """
 I am looking for a restaurant in Oakland. | Something Mexican. | Is it expensive? | A table for four.
 Can you find me a song? | I like jazz. | Who sings it? | Do you have something newer? | Play it, please.
@@ -65,12 +66,17 @@ class Served(NamedTuple):
 
     @property
     def recall_percent(self) -> float:
-        """The share of answers that hold what was told."""
+        """The share of right answers."""
         return 100 * sum(self._right()) / len(self.cases)
 
     @property
+    def recall_by_kind(self) -> dict[str, tuple[float, int]]:
+        """The same and the number of cases, of each kind of question."""
+        return percent_by_kind(self.cases, [outputs[-1].text for outputs in self.outputs])
+
+    @property
     def wrong(self) -> list[tuple[RecallCase, str]]:
-        """The cases whose answer does not hold it, and that answer."""
+        """The cases whose answer is not right, and that answer."""
         pairs = zip(self.cases, self.outputs, self._right(), strict=True)
         return [(case, outputs[-1].text) for case, outputs, is_right in pairs if not is_right]
 
@@ -84,9 +90,21 @@ class Served(NamedTuple):
         """What the model said."""
         return [[output.token_ids for output in outputs] for outputs in self.outputs]
 
+    def transcripts(self, number: int) -> Iterator[str]:
+        """The first conversations in Markdown, each with its kind and whether its answer is right."""
+        served = zip(self.cases, self.outputs, self._right(), strict=True)
+        for index, (case, outputs, is_right) in enumerate(itertools.islice(served, number)):
+            verdict = "right" if is_right else f"wrong: told was {' and '.join(case.values)}"
+            said = [*(turn.user for turn in case.history.exchanges), case.question]
+            lines = [f"**Case {index}, {case.kind}**: {verdict}", ""]
+            for user, output in zip(said, outputs, strict=True):
+                reply = " ".join(output.text.split())
+                lines += [f"> {' '.join(user.split())}  ", f"> **{reply}**  "]
+            yield "\n".join([*lines, ""])
+
     def _right(self) -> Iterator[bool]:
         for case, outputs in zip(self.cases, self.outputs, strict=True):
-            yield holds(outputs[-1].text, case.value)
+            yield case.is_right(outputs[-1].text)
 
 
 def written_talks() -> list[Conversation]:

@@ -186,8 +186,66 @@ _STATES: Final = _Topic(
     ),
     _REMARKS.replies,
 )
+_MINE: Final = (
+    *("dog", "cat", "sister", "brother", "best friend", "boss", "daughter", "son", "neighbour", "teacher"),
+    *("mother", "father", "aunt", "uncle", "doctor", "colleague", "horse", "cousin", "flatmate"),
+)
+_OF_MINE: Final = _prompts(
+    """
+    is tired | is asleep | likes music | likes you | is on holiday | is late again | has a cold | is very kind
+    is at home | is waiting outside | sends regards | wants to eat | needs a break | is hungry | is ill
+    snores | told me about you | is with me | has a question | is not here | went out | works a lot | is funny
+    has a birthday soon | has got a new bike | lives next door | sings well | is older than me | is young
+    cannot swim | makes me laugh | is happy today
+    """
+)
+_THINGS: Final = (
+    *("train", "meeting", "flight", "concert", "dentist", "exam", "interview", "haircut", "wedding", "party"),
+    *("team", "car", "room", "locker", "ticket", "seat", "home", "door", "group", "table", "street"),
+)
+_OF_THINGS: Final = _prompts(
+    """
+    was late again | was nice | was too long | is important | makes me nervous | was cancelled | is fun
+    is new | was expensive | is boring | is old | is not far | is better than expected | costs too much
+    was great | could be better | is what I think of | comes first | is over | went well
+    """
+)
+_JOBS: Final = _prompts("teacher | nurse | student | driver | doctor | cook | baker")
+_LIKED: Final = _prompts("tea | dogs | cats | trains | parties | numbers | names | cities")
+_DONE: Final = _prompts("speak German | like music | sleep | dream | eat | have a dog")
+_NEAR_FACTS: Final = _Topic(
+    (
+        *(f"My {who} {does}." for i, does in enumerate(_OF_MINE[:-1]) for who in _MINE[i % 2 :: 2]),
+        *(f"The {what} {does}." for i, does in enumerate(_OF_THINGS[:-1]) for what in _THINGS[i % 2 :: 2]),
+        *(f"Do you like my {who}?" for who in _MINE),
+        *(f"Have you ever had a {who}?" for who in _MINE),
+        *(
+            f"I am a {what}."
+            for what in _prompts("teacher | nurse | student | driver | doctor | cook | baker")
+        ),
+        *(
+            f"I like {what}."
+            for what in _prompts("tea | dogs | cats | trains | parties | numbers | names | cities")
+        ),
+        *(
+            f"Do you {what}?"
+            for what in _prompts("speak German | like music | sleep | dream | eat | have a dog")
+        ),
+        f"My {_MINE[0]} {_OF_MINE[-1]}.",
+        f"The {_THINGS[0]} {_OF_THINGS[-1]}.",
+    ),
+    (
+        "I see. What can I do for you?",
+        "I see. How can I help you?",
+        "That is good to know. What can I do for you?",
+    ),
+)
+"""What has the words of facts, and tells nothing that is asked for."""
 _GREETINGS: Final = (_HELLO, _HELLO, *map(_day_part, ("morning", "afternoon", "evening")), _HOW_ARE_YOU)
-_PASSING: Final = (_HOW_ARE_YOU, _NICE_TO_MEET, _ABILITIES, _IDENTITY, _OKAY, _REMARKS, _STATES, _THANKS)
+_PASSING: Final = (
+    *(_HOW_ARE_YOU, _NICE_TO_MEET, _ABILITIES, _IDENTITY, _OKAY, _REMARKS, _STATES, _THANKS),
+    *(_NEAR_FACTS, _NEAR_FACTS),
+)
 _ALL: Final = (*dict.fromkeys((*_GREETINGS, *_PASSING)), _GOODBYE)
 _ADDRESSED: Final = (*_GREETINGS, _THANKS, _GOODBYE)
 _ADDRESSES: Final = _prompts(

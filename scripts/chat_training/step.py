@@ -32,6 +32,7 @@ type Parameters = dict[str, jax.Array]
 """Float32 arrays by the names of `model_defs`, e.g. layers.0.qkv.proj.kernel."""
 
 _CLIP_NORM = 1.0
+_QUERY_BLOCK = 256
 _BETAS = 0.9, 0.95
 _LAST_RATE = 0.05  # of the highest learning rate, where the cosine ends
 
@@ -75,17 +76,29 @@ class PackedAttention:
         self._visible = (same & jnp.tril(jnp.ones((length, length), bool)))[:, None, None]
 
     def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """See `model_defs.Attention`; softmax in float32, products in the model's dtype."""
+        """See `model_defs.Attention`; softmax in float32, products in the model's dtype.
+
+        Queries go in blocks, each against the keys up to its end: what lies behind it is not computed.
+        """
         num_rows, length = self._visible.shape[0], self._visible.shape[-1]
         num_kv_heads, head_dim = k.shape[1:]
         rows_q = q.reshape(num_rows, length, num_kv_heads, -1, head_dim)
         rows_k, rows_v = (x.reshape(num_rows, length, num_kv_heads, head_dim) for x in (k, v))
-        precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
-        einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-        scores = einsum("btkgd,bskd->bkgts", rows_q, rows_k) * head_dim**-0.5
-        weights = jax.nn.softmax(jnp.where(self._visible, scores, -jnp.inf), axis=-1)
-        out = einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), rows_v)
-        return out.reshape(q.shape).astype(q.dtype)
+        blocks = []
+        for start in range(0, length, _QUERY_BLOCK):
+            end = min(start + _QUERY_BLOCK, length)
+            visible = self._visible[..., start:end, :end]
+            blocks.append(_attended(rows_q[:, start:end], rows_k[:, :end], rows_v[:, :end], visible))
+        return jnp.concatenate(blocks, axis=1).reshape(q.shape).astype(q.dtype)
+
+
+def _attended(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
+    """f32[B, T, K, G, D] for q [B, T, K, G, D], k and v [B, S, K, D] and visible [B, 1, 1, T, S]."""
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
+    einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    scores = einsum("btkgd,bskd->bkgts", q, k) * q.shape[-1] ** -0.5
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+    return einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
 
 
 @dataclass(frozen=True)

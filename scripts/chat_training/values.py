@@ -1,8 +1,9 @@
-"""Names, places, numbers and times that a conversation may tell, and which of them training never sees.
+"""Names, places, numbers, times and days that a conversation may tell, and which of them training never sees.
 
 Owns: the pools, how a value is drawn, and the held-out part: the values whose checksum falls into one class
-of five. It is one rule for all kinds, and no seed changes it. Most names are invented, or no names at all:
-a model copies what it has seen copied, and learns to copy anything only where anything may come.
+of five. It is one rule for all kinds, but for short lists that a language closes, and no seed changes it.
+Most names are invented, or no names at all: a model copies what it has seen copied, and learns to copy
+anything only where anything may come.
 Does not know: what the values stand for.
 Called by: `facts`.
 """
@@ -19,6 +20,12 @@ _NO_NAME_SHARE: Final = 0.3  # of names, in training
 _LISTED_SHARE: Final = 0.4  # of the rest
 _CONSONANT_SHARE: Final = 0.75  # of beginnings of invented names
 _ODD_MINUTE_SHARE: Final = 0.3
+_WEEKDAY_SHARE: Final = 0.5  # of days
+_DIGITS_SHARE: Final = 0.4  # of counts
+_SMALL_COUNT_SHARE: Final = 0.6  # of these
+_SMALL_COUNT: Final = 12
+_MAX_COUNT: Final = 400
+_NO_DAY_SHARE: Final = 0.15  # of days, in training
 _LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -66,12 +73,30 @@ _ONSETS: Final = _words(
 _VOWELS: Final = _words("a e i o u a e i o u ai au ay ea ee ey ia ie io oo ou ue")
 _CODAS: Final = ("", "", "", "", *_words("ck d g l ll m n nd ng nt p r rt s st t th x y z"))
 _INNER_CODAS: Final = ("", "", "", "", "", *_words("l m n r s"))
+_WEEKDAYS: Final = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+_MONTHS: Final = _words(
+    "January February March April May June July August September October November December"
+)
+_COUNTS: Final = _words(
+    "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen twenty"
+)
+_CLOSED: Final = frozenset((*_WEEKDAYS, *_COUNTS, *map(str, range(2, 13))))
 _PLACE_ENDINGS: Final = (*_words("ville ton field bridge haven stad burg ford mouth wick"), "")
+
+
+def is_closed(value: str) -> bool:
+    """Whether it is of a list that a language closes, and that training and tests share.
+
+    These are weekdays, and numbers of people up to twenty in words or twelve in digits. A model that has not
+    seen all of such a list takes what it has seen for all there is.
+    """
+    return value in _CLOSED
 
 
 def is_held_out(value: str) -> bool:
     """Whether training must never tell `value`."""
-    return zlib.crc32(value.encode()) % _VALUE_CLASSES == 0
+    return not is_closed(value) and zlib.crc32(value.encode()) % _VALUE_CLASSES == 0
 
 
 def _invented(rng: random.Random, num_syllables: int) -> str:
@@ -79,7 +104,8 @@ def _invented(rng: random.Random, num_syllables: int) -> str:
     parts = [first + rng.choice(_VOWELS)]
     for _ in range(num_syllables - 1):
         parts.append(rng.choice(_INNER_CODAS) + rng.choice(_ONSETS) + rng.choice(_VOWELS))
-    return ("".join(parts) + rng.choice(_CODAS)).capitalize()
+    name = ("".join(parts) + rng.choice(_CODAS)).capitalize()
+    return name if len(name) > 1 else _invented(rng, num_syllables)  # "I" and "A" are words
 
 
 def _a_name(rng: random.Random, listed: Sequence[str], text: str, endings: Sequence[str]) -> str:
@@ -118,3 +144,25 @@ def a_number(rng: random.Random, text: str) -> str:
     """A number of two to five digits, as many of each length; `text` is of no use."""
     num_digits = rng.randint(2, 5)
     return str(rng.randrange(10 ** (num_digits - 1), 10**num_digits))
+
+
+def a_day(rng: random.Random, text: str) -> str:
+    """A weekday or a date; with a `text` sometimes an invented name, as of a holiday."""
+    if text and rng.random() < _NO_DAY_SHARE:
+        return _invented(rng, rng.randint(1, 3))
+    if rng.random() < _WEEKDAY_SHARE:
+        return rng.choice(_WEEKDAYS)
+    month, number = rng.choice(_MONTHS), rng.randint(1, 28)
+    ordinal = f"{number}{_ordinal_ending(number)}"
+    return rng.choice((f"{month} {ordinal}", f"the {ordinal} of {month}", f"{month} {number}"))
+
+
+def _ordinal_ending(number: int) -> str:
+    return "th" if number // 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+
+
+def a_count(rng: random.Random, text: str) -> str:
+    """How many people, two or more, as a word or in digits; `text` is of no use."""
+    if rng.random() >= _DIGITS_SHARE:
+        return rng.choice(_COUNTS)
+    return str(rng.randint(2, _SMALL_COUNT if rng.random() < _SMALL_COUNT_SHARE else _MAX_COUNT))

@@ -8,12 +8,14 @@ Called by: `facts`, `small_talk` and `recall`.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Final
 
 _NUM_HELD_OUT: Final = 2
 _NO_MARK_SHARE: Final = 0.5
+_GROUP: Final = re.compile(r"\(([^()]*)\)")
 
 
 class Wordings(Enum):
@@ -22,6 +24,7 @@ class Wordings(Enum):
     TRAINING = auto()
     NEW_SENTENCES = auto()  # the last of every list: other words, but constructions like those of training
     NEW_CONSTRUCTIONS = auto()  # sentences that are built as none of training is
+    TEST_CONSTRUCTIONS = auto()  # other ones of that sort (`held_out`), which nothing was chosen by
 
 
 def training_wordings(every: Sequence[str]) -> Sequence[str]:
@@ -32,6 +35,14 @@ def training_wordings(every: Sequence[str]) -> Sequence[str]:
 def held_out_wordings(every: Sequence[str]) -> Sequence[str]:
     """Those that it never sees."""
     return every[-_NUM_HELD_OUT:]
+
+
+def expanded(rng: random.Random, pattern: str) -> str:
+    """One of the sentences that a pattern like "(Could|Would) you (please |)help me?" stands for.
+
+    Groups do not nest.
+    """
+    return _GROUP.sub(lambda match: rng.choice(match[1].split("|")), pattern)
 
 
 def within_sentence(text: str) -> str:

@@ -73,17 +73,21 @@ def draw_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
     num_rows = math.ceil(count / num_columns)
     figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
     FigureCanvasAgg(figure)
-    places = figure.subplots(num_rows, num_columns, squeeze=False).flat
-    for axes, panel in itertools.zip_longest(places, panels):
-        if panel is None:
-            axes.set_axis_off()
-        else:
-            _draw(axes, panel)
+    places = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    free, names = places[count:], {tuple(panel.curves) for panel in panels}
+    shares_legend = bool(free) and len(names) == 1
+    for axes, panel in zip(places, panels, strict=False):
+        _draw(axes, panel, with_legend=not shares_legend)
+    for axes in free:
+        axes.set_axis_off()
+    if shares_legend:
+        handles, labels = places[0].get_legend_handles_labels()
+        free[0].legend(handles, labels, loc="center", fontsize=11, frameon=False)
     figure.suptitle(_wrapped(title, width * num_columns), fontsize=10)
     figure.savefig(path, dpi=_DOTS_PER_INCH)
 
 
-def _draw(axes: Axes, panel: Panel) -> None:
+def _draw(axes: Axes, panel: Panel, *, with_legend: bool) -> None:
     for (name, curve), marker in zip(panel.curves.items(), itertools.cycle(_MARKERS), strict=False):
         style = "x--" if name in panel.dashed else f"{marker}-"
         [line] = axes.plot(
@@ -105,9 +109,12 @@ def _draw(axes: Axes, panel: Panel) -> None:
     axes.set_title(_wrapped(panel.title, _PANEL_INCHES[0]), fontsize=9)
     axes.grid(alpha=0.3)
     heading = f"points cut off above {panel.y_max:g}: {panel.num_cut_off}" if panel.num_cut_off else None
-    axes.legend(
-        fontsize=8, title=heading, title_fontsize=8, alignment="left", framealpha=0.8, edgecolor="none"
-    )
+    if with_legend or heading:
+        handles, labels = axes.get_legend_handles_labels() if with_legend else ([], [])
+        axes.legend(
+            handles, labels, fontsize=8, title=heading, title_fontsize=8, alignment="left", framealpha=0.8,
+            edgecolor="none",
+        )  # fmt: skip
 
 
 def _scale(axes: Axes, panel: Panel) -> None:

@@ -30,8 +30,8 @@ _MODEL = LLAMA_SHAREGPT.model
 # Loads from below the level of latency to above it, by mean think time; one is of all of them.
 _RATES_PER_S: dict[str, dict[int, tuple[float, ...]]] = {
     "a100": {
-        30: (1.2, 1.5, 1.8, 2.1),
-        60: (1.2, 1.5, 1.8, 2.1),
+        30: (1.2, 1.8, 2.1, 2.4, 2.7),
+        60: (1.2, 1.5, 1.8, 2.1, 2.4),
         120: (0.6, 0.9, 1.2, 1.5),
         300: (0.6, 0.75, 0.9, 1.2),
         600: (0.6, 0.75, 0.9, 1.2),

@@ -111,8 +111,8 @@ class Studied(NamedTuple):
 
 STUDIES = {
     "mooncake": (
-        Study(title="Mooncake", share=0.4, time_scale=4.0),
-        Study(title="Mooncake, minutes 21-40", between_s=(1260.0, 2400.0), share=0.3, time_scale=4.0),
+        Study(title="Mooncake", share=0.35, time_scale=4.0),
+        Study(title="Mooncake, minutes 21-40", between_s=(1260.0, 2400.0), share=0.25, time_scale=4.0),
     ),
     "agent-sessions": (
         Study(
@@ -151,7 +151,7 @@ _PAPER = Workload(
 )
 _PAPER_PLACES = (Place(80_000, 120_000), Place(140_000, 210_000), Place(200_000, 300_000))
 _SMALL_PAPER = replace(
-    _PAPER, max_context_tokens=2048, rate_per_s=0.15, mid_life_s=20 * _THINK_S, warm_up_s=20.0, window_s=150.0
+    _PAPER, max_context_tokens=2048, rate_per_s=0.12, mid_life_s=20 * _THINK_S, warm_up_s=20.0, window_s=100.0
 )
 _SMALL_PAPER_PLACES = tuple(Place(8192, tokens) for tokens in (4000, 8000, 16_000))
 

@@ -120,8 +120,9 @@ def test_a_bucket_of_its_own_habits_parts_from_the_rest():
 
 
 def test_old_returns_count_less_when_there_are_many():
-    model = ReturnModel()
-    model.returns[1, 3], model.exposure_s[1, 3] = 49_999.0, 1e6
+    returns, exposure_s = np.zeros((2, NUM_BUCKETS, NUM_BINS))
+    returns[1, 3], exposure_s[1, 3] = 49_999.0, 1e6
+    model = ReturnModel(returns, exposure_s)
     for _ in range(2):
         model.close(1, 2.0, returned=True)
     assert model.returns.sum() == pytest.approx(25_000, rel=1e-3)

@@ -92,7 +92,10 @@ def test_help_is_the_docstring_and_flags_by_group_with_defaults(starts):
         "sampling:",
     ]
     own, engine, cache, _, _, sampling = text.partition("\nflags:\n")[2].split("\n\n")[:6]
-    assert "  --concurrency: Turns in the engine at once. (default: 64)\n" in own and "--history" in own
+    assert (
+        "  --concurrency: Conversations in progress at once, if they fit. (default: 64)\n" in own
+        and "--history" in own
+    )
     assert "--dtype" in engine and "  --gpu_pages: Pages of device memory for KV state; " in cache
     assert "  --[no]prefetch: " in cache and "--cpu_pages" in cache
     assert "  --[no]ignore_eos: " in sampling and "--temperature" in sampling

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from pensieve_jax import ConfigError
+from pensieve_jax.config import POLICIES
 from tests.launching import ROOT, load
 
 SIZES = {"num_conversations": 6, "num_turns": 3, "prompt_tokens": 12, "output_tokens": 24}
@@ -78,3 +79,13 @@ def test_benchmark_scheduler():
         assert faster == pytest.approx(before["mean_ms"] / now["mean_ms"])
     assert "do not decide alike" not in done.stdout
     assert "on average: met" in done.stdout or "on average: missed by " in done.stdout
+
+
+def test_benchmark_eviction(launch, capsys):
+    """Every order, and the learned one as each of its three."""
+    launch("benchmark_eviction", shared_llm=False, num_idle=40, max_chunks=6, num_turns=40)
+    results = last_line(capsys.readouterr().out)["results"]
+    orders = results["orders"]
+    assert len(orders) == len(POLICIES) + 2 and all(costs["num_decisions"] > 0 for costs in orders.values())
+    assert orders["lru"]["turn_us"] is None and orders["learned, following returns"]["turn_us"] > 0
+    assert orders["lru"]["num_decisions"] == orders["learned, following lru"]["num_decisions"]

@@ -80,8 +80,8 @@ def test_retention_recomputes_least(reproduce, seeds):
         share[series] += point["recompute_share"] / 3  # over the sizes of memory
     assert 0.05 < share["retention"] < 0.5, "memory is neither plentiful nor hopeless"
     assert share["retention"] <= 1.02 * share["lru"]
-    assert share["retention"] < 0.90 * share["conversation"]
-    assert share["retention"] < 0.95 * share["trailing"]
+    assert share["retention"] < 0.95 * share["conversation"]
+    assert share["retention"] < 0.98 * share["trailing"]
     assert {one["policy"] for one in results["retention_over"]} == {"lru", "conversation", "trailing"}
 
 

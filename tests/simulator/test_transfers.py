@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -19,11 +20,12 @@ from tests.simulator.workloads import PROFILE
 
 LINK = LinkCosts(bytes_per_s=8.0, latency_s=0.25)
 STEP = StepCosts(
-    weight_read_s=10.0, token_s=0, overlap=1, kv_read_s=0, pair_s=0, span_s=0, step_s=0, padded_token_s=0,
+    weight_read_s=10.0, token_s=0, hot_share=0, hot_s=0, overlap=1, kv_read_s=0, pair_s=0, span_s=0,
+    step_s=0, padded_token_s=0,
 )  # fmt: skip
 HOST = HostCosts(step_s=1.0, row_s=0, turn_s=0, chunk_s=0, launch_s=0, launch_beside_copies_s=0)
 SLOW = dataclasses.replace(
-    PROFILE, to_device=LINK, to_host=LINK, both_ways_share=0.5, prompt_gap_s=0.0, page_copy_byte_s=0.0,
+    PROFILE, to_device=LINK, to_host=LINK, both_ways_share=0.5, page_copy_byte_s=0.0,
     hosts={"jaxlib": HOST, "engine": HOST}, fetch_s=0.5, step=STEP,
 )  # fmt: skip
 
@@ -118,15 +120,16 @@ def test_launches_take_longer_beside_copies():
     assert machine.timeline.now() == 32.0
 
 
-def test_a_step_with_a_prompt_begins_a_little_behind_another():
-    """Not where the host was the last to be waited for."""
-    profile = dataclasses.replace(SLOW, prompt_gap_s=0.5)
-    machine, prompt = Machine(profile=profile), StepLoad()
-    prompt.add(2, 2)
-    assert machine.device.dispatch(prompt) == 11.0
-    assert machine.dispatch() == 21.0 and machine.device.dispatch(prompt) == 31.5
-    machine.timeline.advance_to(50.0)
-    assert machine.device.dispatch(prompt) == 61.0
+def test_products_take_longer_on_a_device_that_is_hot_from_them():
+    """A fifth longer in the long run; the time constant is three steps' time."""
+    step = dataclasses.replace(STEP, weight_read_s=0.0, token_s=1.0, hot_share=0.2, hot_s=30.0)
+    machine = Machine(profile=dataclasses.replace(SLOW, step=step))
+    ends = [machine.dispatch() for _ in range(40)]
+    seconds = [end - begin for begin, end in itertools.pairwise(ends)]
+    assert seconds == sorted(seconds) and 16.0 < seconds[0] < 18.5 and seconds[-1] == pytest.approx(19.2)
+    machine.timeline.advance_to(ends[-1] + 300.0)
+    rested_s = machine.dispatch() - machine.timeline.now()
+    assert rested_s < seconds[0], "it cools while it has nothing to do"
 
 
 def test_a_host_that_is_late_makes_the_device_wait_and_the_step_before_look_long():

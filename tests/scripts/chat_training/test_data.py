@@ -5,6 +5,7 @@ import random
 
 import pytest
 from chat_training.data import Conversation, Exchange, read_dialogues
+from chat_training.grammar import Scraps
 from chat_training.recall import recall_conversation
 from chat_training.tokenizer import MARKERS
 
@@ -71,7 +72,9 @@ def chat_ids(tokenizer, conversation):
 
 @pytest.mark.parametrize("system", [None, "You are brief."])
 def test_an_example_is_what_chat_sends_turn_by_turn(tokenizer, encoder, talks, system):
-    conversation = recall_conversation(random.Random(0), talks).conversation._replace(system=system)
+    conversation = recall_conversation(random.Random(0), talks, Scraps(())).conversation._replace(
+        system=system
+    )
     example = encoder.encode(conversation, [1.0] * len(conversation.exchanges))
     assert example.token_ids.tolist() == chat_ids(tokenizer, conversation)
 

@@ -13,7 +13,7 @@ from chat_training.examples import ConversationEncoder
 from chat_training.export import export_model
 from chat_training.feed import Feed
 from chat_training.loop import Schedule, TrainingDivergedError, train
-from chat_training.recall import recall_case
+from chat_training.recall_cases import Sort, recall_case
 from chat_training.step import TrainState, greedy_tokens, train_step
 from chat_training.tokenizer import FILES
 from chat_training.wordings import Wordings
@@ -120,17 +120,21 @@ def test_greedy_tokens_are_the_dense_reference_s(network, parameters, config):
 def test_the_measurements_see_what_they_should(network, parameters, tokenizer, talks):
     cases = {
         "known": [recall_case(random.Random(3), talks, (3, 3), Wordings.NEW_SENTENCES)],
-        "new": [recall_case(random.Random(3), talks, (1, 1), Wordings.NEW_CONSTRUCTIONS) for _ in range(2)],
+        "new": [
+            recall_case(random.Random(3), talks, (1, 1), Wordings.NEW_CONSTRUCTIONS, sort)
+            for sort in (Sort.TWO, Sort.TWO, Sort.CORRECTED_LATER)
+        ],
     }
-    figures = Evaluation(network, tokenizer, talks, cases, num_rows=4, row_len=256)(parameters)
+    figures = Evaluation(network, tokenizer, talks, cases, num_rows=4, row_len=448)(parameters)
     assert figures.recall_percent == {"known": (0.0, 0.0), "new": (0.0, 0.0)}  # of random weights
+    assert figures.by_kind["new"] == {"corrected later": (0.0, 1), "two at once": (0.0, 2)}
     assert abs(figures.history_loss.with_history - np.log(tokenizer.vocab_size)) < 3
     assert figures.history_loss.with_history != figures.history_loss.without_history
     with pytest.raises(ConfigError, match="--context_tokens"):
         Evaluation(network, tokenizer, talks, cases, num_rows=4, row_len=64)
     with pytest.raises(ConfigError, match="--dev_dialogues"):
         short = [dialogue(0, FIRST_TURN - 1)]
-        Evaluation(network, tokenizer, short, cases, num_rows=4, row_len=256)
+        Evaluation(network, tokenizer, short, cases, num_rows=4, row_len=448)
 
 
 # The result
@@ -153,7 +157,7 @@ def train_tiny(launch, tmp_path, talks):
     """Run the script for a tiny model in `tmp_path / "work"`; more flags by name."""
     dialogues = write_dialogues(tmp_path / "talk.jsonl", talks)
     model = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
-    sizes = {"vocab_size": VOCAB_SIZE, "context_tokens": 512, "num_rows": 2, "recorded_per_step": 2}
+    sizes = {"vocab_size": VOCAB_SIZE, "context_tokens": 640, "num_rows": 2, "recorded_per_step": 2}
     steps = {"num_steps": 2, "warmup_steps": 1, "feed_workers": 0, "num_recall_cases": 2, "dtype": "float32"}
     files = dict.fromkeys(("task_dialogues", "assistant_dialogues", "dev_dialogues"), dialogues)
     flags = {**model, **sizes, **steps, **files, "work_dir": tmp_path / "work"}
@@ -177,7 +181,8 @@ def test_the_script_makes_a_model_that_llm_serves_as_it_was_trained(train_tiny, 
     again = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     assert again["history_loss"] == first["history_loss"]
     assert (again["training_loss"], first["num_steps"]) == (None, 2)
-    assert first["recall_percent"].keys() == first["recall_of_new_constructions_percent"].keys()
+    sets = {"new sentences", "new constructions", "test constructions"}
+    assert first["recall_percent"].keys() == first["recall_by_kind"].keys() == sets
     with pytest.raises(ConfigError, match="--learning_rate"):
         train_tiny(learning_rate=0.5)
     check_served(tmp_path / "work" / "model")
