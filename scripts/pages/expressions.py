@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from common.crossing import crossing_at
+
 _ALLOWED = (
     *(
         ast.Expression,
@@ -77,6 +79,7 @@ class Documents:
             "document": self.read,
             "one": one,
             "total": total,
+            "crossing_at": crossing_at,
             "values": lambda mapping: list(mapping.values()),
             "number_after": number_after,
         }

@@ -18,6 +18,7 @@ _NUMBER = re.compile(
 )
 _HEADING = re.compile(r"#{1,6} (.*)")
 _HIDDEN = re.compile(r"`[^`]*`|\]\([^)]*\)|<[^>]*>|https?://\S+")
+_WRITTEN = re.compile(r"<!-- (?:table (\S+)|end) -->")
 _BULLET = re.compile(r"\s*([-*]|\d+\.) ")
 
 
@@ -71,7 +72,7 @@ class Table:
 
 @dataclass(slots=True)
 class Page:
-    """All texts of a page in order, those of tables included, and the tables."""
+    """All texts of a page in order, those of tables included, and the tables that no script writes."""
 
     name: str
     texts: list[Text] = field(default_factory=list)
@@ -89,20 +90,22 @@ def masked(text: str) -> str:
     return " ".join(hidden.split())
 
 
-def read_page(path: Path, name: str) -> Page:
-    """The page's texts and tables."""
-    return _Reader(name).read(path.read_text(encoding="utf-8"))
+def read_page(path: Path, name: str, *, is_written: bool = False) -> Page:
+    """Texts and tables; `is_written`: those between marks are a script's, which answers for them."""
+    return _Reader(name, is_written=is_written).read(path.read_text(encoding="utf-8"))
 
 
 class _Reader:
     """Goes through a page line by line."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_written: bool) -> None:
         self._page = Page(name)
+        self._is_written = is_written
         self._heading = ""
         self._paragraph: list[str] = []
         self._first_line = 0
         self._table: Table | None = None
+        self._writer: str | None = None
 
     def read(self, source: str) -> Page:
         in_fence = False
@@ -111,6 +114,9 @@ class _Reader:
             if stripped.startswith("```"):
                 self._end_paragraph()
                 in_fence = not in_fence
+            elif self._is_written and (written := _WRITTEN.fullmatch(stripped)):
+                self._end_paragraph()
+                self._writer = written[1] and f"table {written[1]} of scripts/refresh_pages.py"
             elif in_fence or (line.startswith("    ") and not self._paragraph):
                 continue
             elif stripped.startswith("|"):
@@ -143,7 +149,9 @@ class _Reader:
         shown = masked(text)
         figures = [
             Figure(
-                (found["sign"] or "").replace("\u2212", "-") + found["digits"].replace(",", ""), *found.span()
+                (found["sign"] or "").replace("\u2212", "-") + found["digits"].replace(",", ""),
+                *found.span(),
+                source=self._writer,
             )
             for found in _NUMBER.finditer(shown)
         ]
@@ -154,7 +162,8 @@ class _Reader:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if self._table is None:
             self._table = Table(self._heading, number, [cell.replace("`", "") for cell in cells])
-            self._page.tables.append(self._table)
+            if self._writer is None:
+                self._page.tables.append(self._table)
             for cell in cells:
                 self._text(cell, number)
         elif not all(re.fullmatch(r":?-+:?", cell) for cell in cells):

@@ -94,13 +94,13 @@ class _Checker:
         by_column, by_row = entry.get("each_column", {}), entry.get("each_row", {})
         self._check_known("columns", {*of_columns, *by_column}, headers)
         self._check_known("rows", {*of_rows, *by_row}, labels)
-        for label, cells in zip(labels, table.rows, strict=True):
+        for number, (label, cells) in enumerate(zip(labels, table.rows, strict=True)):
             for header, cell in zip(headers, cells, strict=True):
                 found = by_row.get(label) if header in of_columns or not of_columns else None
                 if header in by_column and (not of_rows or label in of_rows):
                     found = by_column[header]
                 if found is not None and cell.figures and cell is not cells[key]:
-                    names = {"label": label, "header": header}
+                    names = {"label": label, "header": header, "number": number}
                     row = self._bound(of_rows.get(label, entry.get("row", label)), names)
                     column = self._bound(of_columns.get(header, entry.get("column", header)), names)
                     self._cell(cell, found, {**names, "row": row, "column": column})
