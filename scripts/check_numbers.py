@@ -30,6 +30,7 @@ DIARY = "log.md"
 WRITTEN = {
     "docs/paper_and_we.md",
     "docs/traces.md",
+    "docs/simulator.md",
 }  # tables that `refresh_pages.py` writes, and its test compares
 UNCHECKED = "unchecked.toml"
 FRONT_PAGE = "front_page"  # the README of the repository; that of the pages is README, too

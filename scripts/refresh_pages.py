@@ -1,6 +1,6 @@
-"""Write the tables of `docs/paper_and_we.md` and `docs/traces.md` from the documents in `docs/results`.
+"""Write the tables of some pages from the documents in `docs/results`: Paper and we, traces, the simulator.
 
-    python scripts/refresh_pages.py           # after reproduce.py wrote new documents
+    python scripts/refresh_pages.py           # after new documents were written
     python scripts/refresh_pages.py --check   # which tables differ, without writing; fails if any does
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. Words around it are left alone: read them
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from absl import flags
-from experiments import page_eviction, page_tables, page_traces
+from experiments import page_eviction, page_simulator, page_tables, page_traces
 from experiments.page_summary import summary
 
 from pensieve_jax import ConfigError
@@ -22,7 +22,7 @@ from pensieve_jax.commands.launch import run
 
 FLAGS = flags.FLAGS
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = (_DOCS / "paper_and_we.md", _DOCS / "traces.md")
+PAGES = (_DOCS / "paper_and_we.md", _DOCS / "traces.md", _DOCS / "simulator.md")
 _BLOCK = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -42,6 +42,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "many-turns": lambda: page_tables.throughputs({"thesis3.15": ("3.15a", "3.15b")}),
     "conversations": page_eviction.conversations,
     **page_traces.TABLES,
+    **page_simulator.TABLES,
 }
 
 

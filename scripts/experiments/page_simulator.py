@@ -1,0 +1,87 @@
+"""The tables of `docs/simulator.md`, as Markdown, out of the document of `scripts/validate_simulator.py`.
+
+Owns: which points stand together, and in which order. Does not know: what is compared, or within which limit.
+Called by: `scripts/refresh_pages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from experiments.committed import committed_document
+from experiments.page_tables import markdown
+
+_DOCUMENT: Final = "validation_h200_llama2-13b-gqa10.json"
+_KINDS: Final = ("new", "knee", "fitted", "older")
+_BUCKETS: Final = (128, 256, 512, 1024, 2048)
+_SHARES: Final = (  # what an error is a share of, by the column's name
+    *(("mean", "ms/token mean"), ("p50", "ms/token p50"), ("p90", "ms/token p90"), ("p99", "ms/token p99")),
+    *(("first token, mean", "ttft ms mean"), ("p99", "ttft ms p99"), ("requests/s", "requests/s")),
+    *(("gpu hits", "gpu hits"), ("cpu hits", "cpu hits")),
+)
+
+type _Point = dict[str, Any]
+
+
+def _kind(point: _Point) -> str:
+    """Over the knee; fitted; measured with launches of now; or of before."""
+    if point["over_the_knee"]:
+        return "knee"
+    if point["fitted"]:
+        return "fitted"
+    return "new" if point["launches"] == "jaxlib" else "older"
+
+
+def _points(kind: str) -> list[_Point]:
+    found = committed_document(_DOCUMENT)["results"]["points"]
+    return sorted((one for one in found if _kind(one) == kind), key=lambda one: str(one["document"]))
+
+
+def _name(point: _Point) -> str:
+    """Of its document, without what is the same of all."""
+    model = "_llama2-13b-gqa10"
+    return f"`{point['document'].removeprefix('h200_').removesuffix('.json').replace(model, '')}`"
+
+
+def _compared(point: _Point, figure: str) -> dict[str, Any]:
+    """Measured, simulated and their difference; nothing where the point has no such figure."""
+    return next((one for one in point["criteria"] if one["figure"] == figure), {})
+
+
+def _percent(point: _Point, figure: str) -> str:
+    difference = _compared(point, figure).get("difference")
+    return "" if difference is None else f"{100 * difference:+.1f}"
+
+
+def _latencies(kind: str) -> str:
+    rows = []
+    for point in _points(kind):
+        latency = _compared(point, "ms/token mean")
+        errors = (_percent(point, figure) for _, figure in _SHARES)
+        rows.append([_name(point), f"{latency['measured']:.1f}", f"{latency['simulated']:.1f}", *errors])
+    return markdown(["", "ms a token, measured", "simulated", *(name for name, _ in _SHARES)], rows)
+
+
+def _steps() -> str:
+    rows = []
+    for point in (one for kind in _KINDS for one in _points(kind)):
+        host, steps = _compared(point, "host ms/step"), _compared(point, "steps")
+        rows.append(
+            [
+                _name(point),
+                *(_percent(point, f"ms/step of {bucket}") for bucket in _BUCKETS),
+                *(f"{host['measured']:.1f}", f"{host['simulated']:.1f}"),
+                *(f"{steps['measured']:,.0f}", _percent(point, "steps")),
+            ]
+        )
+    columns = ["", *map(str, _BUCKETS), "host ms a step, measured", "simulated", "steps, measured", "off"]
+    return markdown(columns, rows)
+
+
+TABLES: Final[dict[str, Callable[[], str]]] = {
+    **{f"validation-{kind}": partial(_latencies, kind) for kind in _KINDS},
+    "validation-steps": _steps,
+}
+"""By name in the page."""
