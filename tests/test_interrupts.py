@@ -191,7 +191,8 @@ def check_history(world: World, conversation_id: str) -> None:
 
 def interrupt(patch: pytest.MonkeyPatch, name: str, *at: int) -> Interruption:
     """Interrupt a call at these lines and check what is left."""
-    world = prepared(patch, name)
+    with patch.context() as of_this_world:  # or thousands of engines would be kept until the test ends
+        world = prepared(of_this_world, name)
     interruption = Interruption(*at)
     kept: BaseException | None = None
     try:
