@@ -158,7 +158,7 @@ class SchedulerConfig:
     token_buckets: tuple[int, ...] | None = option(
         None,
         beside_others("None or ascending integers that end with max_num_batched_tokens"),
-        "Padded step sizes, such as 64,256,1024; None derives `max_num_buckets` of them.",
+        "Padded step sizes, such as 64,256,1024; None derives up to `max_num_buckets` of them.",
     )
     max_num_buckets: int | None = option(
         None,

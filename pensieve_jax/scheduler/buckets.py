@@ -21,6 +21,7 @@ _GRAIN_TOKENS = 16
 _KNEE_TOKENS = 200
 _FILLED_FROM_TOKENS = 256
 _NEARLY_FULL = 8  # but for an eighth
+_ENOUGH_FOR_DECODES = 8
 
 
 def token_buckets(config: SchedulerConfig) -> tuple[int, ...]:
@@ -28,26 +29,24 @@ def token_buckets(config: SchedulerConfig) -> tuple[int, ...]:
 
     Derived sizes are in multiples of 16. A step of decodes cannot choose how many tokens it has, so up to
     `max_num_running` sizes lie where each wastes about the same share of a step's time. Larger steps have
-    prompts in them, of which they take as much as fills a size (`step_limit`): those sizes double, or, where
-    there may be few sizes, grow by more. What padding costs: `docs/steps.md`.
+    prompts in them, of which they take as much as fills a size (`step_limit`): those sizes double. Fewer than
+    eight sizes lie evenly in the logarithm instead. What padding costs: `docs/steps.md`.
     """
-    largest = config.max_num_batched_tokens
+    largest, limit = config.max_num_batched_tokens, config.bucket_limit
     if config.token_buckets is not None:
         return config.token_buckets
-    if largest <= _MIN_BUCKET_TOKENS or config.bucket_limit == 1:
+    if largest <= _MIN_BUCKET_TOKENS or limit == 1:
         return (largest,)
-    decodes = min(max(_round_up(config.max_num_running), _MIN_BUCKET_TOKENS), largest)
-    num_doublings = math.ceil(math.log2(largest / decodes))
-    num_larger = min(
-        num_doublings, max(config.bucket_limit // 2, config.bucket_limit - decodes // _GRAIN_TOKENS)
-    )
-    num_smaller = config.bucket_limit - num_larger
-    sizes = {_round_up(size) for size in _geometric(decodes, largest, num_larger)}
-    sizes |= {
-        _round_up(size - _KNEE_TOKENS)
-        for size in _geometric(_MIN_BUCKET_TOKENS + _KNEE_TOKENS, decodes + _KNEE_TOKENS, num_smaller - 1)
-    }
-    return (*sorted(size for size in sizes if size < largest), largest)
+    if limit < _ENOUGH_FOR_DECODES:
+        sizes = _geometric(_MIN_BUCKET_TOKENS, largest, limit - 1)
+    else:
+        decodes = min(max(_round_up(config.max_num_running), _MIN_BUCKET_TOKENS), largest)
+        num_doublings = math.ceil(math.log2(largest / decodes))
+        num_larger = min(num_doublings, max(limit // 2, limit - decodes // _GRAIN_TOKENS))
+        first, last = _MIN_BUCKET_TOKENS + _KNEE_TOKENS, decodes + _KNEE_TOKENS
+        sizes = [size - _KNEE_TOKENS for size in _geometric(first, last, limit - num_larger - 1)]
+        sizes += _geometric(decodes, largest, num_larger)
+    return (*sorted({size for size in map(_round_up, sizes) if size < largest}), largest)
 
 
 def _geometric(first: float, last: float, num_steps: int) -> list[float]:
