@@ -43,6 +43,7 @@ def test_an_engine_describes_itself(caplog: pytest.LogCaptureFixture) -> None:
     assert told["cache"] == {
         "stateful": True,
         "policy": "lru",
+        "order": None,
         "chunk_tokens": 16,
         "page_bytes": page_bytes,
         **{"gpu_pages": 24, "gpu_bytes": 24 * page_bytes, "gpu_tokens": 24 * 16},

@@ -50,8 +50,8 @@ class Terminal:
 
         Python's readline does not notice one that comes before, or at one time with a key.
         """
-        status = Path(f"/proc/{self._process.pid}/stat")
-        while status.read_text().rpartition(")")[2].split()[0] != "S":
+        process = Path(f"/proc/{self._process.pid}")
+        while not _waits_for_input(process):
             os.sched_yield()
         self.type("\x03")
 
@@ -104,3 +104,10 @@ class Terminal:
         self._process.wait()
         os.close(self._master)
         os.close(self._slave)
+
+
+def _waits_for_input(process: Path) -> bool:
+    """Whether it sleeps in a call that waits for files, as far as the kernel tells."""
+    where = (process / "wchan").read_text()
+    is_asleep = (process / "stat").read_text().rpartition(")")[2].split()[0] == "S"
+    return is_asleep and (where in ("", "0") or "poll" in where or "select" in where)

@@ -12,7 +12,7 @@ from tests.engine.scenarios import random_scenario
 
 NUM_SCENARIOS = 900  # with the 1,100 of `test_random_scenarios` 2,000
 # A tenth of them. Of the first ones none computes a suspended request again: the last two do.
-SOME = (*range(88), 125, 749)
+SOME = (*range(88), 381, 420)
 LEAST = {  # of all; of some, its part
     # Where histories were when their turns came, dropped chunks among them or not.
     "gpu": 1000,
