@@ -117,7 +117,8 @@ def main() -> int:
     for name, reason in unchecked(docs).items():
         print(f"not checked: {name} ({reason})")
     errors = [error for _, errors in checked for error in errors]
-    print("\n".join(errors) or "every figure with a source is that of its document; --list_prose lists the others")
+    done = "every figure with a source is that of its document; --list_prose lists the others"
+    print("\n".join(errors) or done)
     return EXIT_FAILED if errors else 0
 
 
