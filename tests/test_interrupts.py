@@ -1,7 +1,8 @@
 """Ctrl-C at every line that the host runs: no turn is left to nobody, and nothing is lost but turns that ran.
 
-`make test` interrupts each line of the package where it runs first; the long test interrupts each line every
-time that it runs, and every fifth again while the first interrupt is cleaned up.
+`make test` interrupts each line of the package where it runs first. The long tests take lines every time that
+they run, one in so many of them (`INTERRUPTS_STRIDE`; with 1 all, in a quarter of an hour of a core), and
+interrupt some again while the first interrupt is cleaned up. Where they begin follows from `INTERRUPTS_SEED`.
 """
 
 from __future__ import annotations
@@ -246,16 +247,24 @@ def test_again_while_the_first_is_cleaned_up(monkeypatch: pytest.MonkeyPatch, na
 @pytest.mark.long
 @pytest.mark.parametrize("name", CALLS)
 def test_at_every_line_every_time(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    num_lines = lines_of(monkeypatch, name).num_lines
-    for number in range(1, num_lines + 1):
+    numbers = strided(lines_of(monkeypatch, name).num_lines, 1)
+    for number in numbers:
         assert interrupt(monkeypatch, name, number).come
-    print(f"{name}: {num_lines} lines, 0 conversations busy")
+    print(f"{name}: {len(numbers)} lines, 0 conversations busy")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CALLS)
 def test_twice_wherever_the_first_came(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    num_lines, num_twice = lines_of(monkeypatch, name).num_lines, 0
-    for number in range(1, num_lines + 1, 5):
+    numbers, num_twice = strided(lines_of(monkeypatch, name).num_lines, 5), 0
+    for number in numbers:
         num_twice += len(interrupt(monkeypatch, name, number, number + 1 + number % 7).come) == 2
-    print(f"{name}: every fifth of {num_lines} lines, {num_twice} interrupted again, 0 conversations busy")
+    print(f"{name}: {len(numbers)} lines, {num_twice} interrupted again, 0 conversations busy")
+
+
+def strided(num_lines: int, times: int) -> range:
+    """Of lines 1 to `num_lines` one in `times` strides, from a place that follows from the seed."""
+    stride = times * int(os.environ.get("INTERRUPTS_STRIDE", "20"))
+    seed = int(os.environ.get("INTERRUPTS_SEED", "0"))
+    print(f"INTERRUPTS_SEED={seed} INTERRUPTS_STRIDE={stride // times}")
+    return range(1 + random.Random(seed).randrange(stride), num_lines + 1, stride)
