@@ -16,7 +16,7 @@ from pensieve_jax.cache.drops import Drop, DropReason
 from pensieve_jax.cache.page_table import PageTable
 from pensieve_jax.cache.place_pool import PlacePool
 from pensieve_jax.cache.sequence import NUM_SHELVES, CachedSequence, Chunk, Role
-from pensieve_jax.cache.states import CONTESTED, SHELF, ChunkEvent, ChunkState, Shelf
+from pensieve_jax.cache.states import CONTESTED, ChunkEvent, ChunkState, Shelf
 
 
 @dataclass(slots=True)
@@ -255,13 +255,12 @@ class ChunkStore:
 
     def _apply(self, sequence: CachedSequence, index: int, event: ChunkEvent) -> None:
         chunk = sequence.chunks[index]
-        before = SHELF[chunk.state]
+        before = chunk.state.shelf
         chunk.apply(event)
-        after = SHELF[chunk.state]
+        after = chunk.state.shelf
         if after is before:
             return
-        sequence.count(index, before, -1)
-        sequence.count(index, after, 1)
+        sequence.move(index, before, after)
         num_on = self.num_on[sequence.role]
         num_on[before] -= 1
         num_on[after] += 1

@@ -33,10 +33,14 @@ class Activity(Protocol):
     """
 
     @property
-    def last_active_s(self) -> float: ...
+    def last_active_s(self) -> float:
+        """See above."""
+        ...
 
     @property
-    def bucket(self) -> int: ...
+    def bucket(self) -> int:
+        """See above."""
+        ...
 
 
 class Candidate(Activity, Protocol):

@@ -24,7 +24,7 @@ from pensieve_jax.cache.sequence import Role
 from pensieve_jax.cache.states import Shelf
 
 _MAX_STALE = 64  # entries, and as many as there are idle sequences
-_UNKNOWN = -1  # role number of a front that may be out of date: those behind it may have any, so it goes first
+_UNKNOWN = -1  # the role number of a front that may be out of date: that of one behind it may be any
 
 
 class _Entry[C: Candidate](NamedTuple):
@@ -95,12 +95,10 @@ class VictimOrder[C: Candidate]:
             elif not self._is_true(entry):
                 heapq.heappop(fronts)
                 self._replace(entry)
-            elif role_number == _UNKNOWN and any(other[0] == worth for other in fronts[1:3]):
+            elif role_number == _UNKNOWN and worth in [other[0] for other in fronts[1:3]]:
                 heapq.heapreplace(fronts, (worth, entry.role_number, entry))
             else:
-                return Victim(
-                    entry.sequence, tuple(self._order.frontier(entry.sequence, self._shelf)), worth
-                )
+                return Victim(entry.sequence, tuple(self._order.frontier(entry.sequence, self._shelf)), worth)
         return None
 
     def _begin(self, now_s: float) -> None:
@@ -184,7 +182,8 @@ class VictimOrder[C: Candidate]:
         """Whether it stands for its sequence as that is now."""
         sequence = entry.sequence
         return (
-            self._belongs(sequence)
+            sequence.role is Role.IDLE
+            and sequence.num_on[self._shelf] > 0
             and entry.role_number == sequence.role_number
             and entry.last_active_s == sequence.last_active_s
             and entry.bucket == sequence.bucket
