@@ -159,9 +159,11 @@ class ChunkStore:
 
     def give_slot(self, sequence: CachedSequence, index: int) -> None:
         """Free the slot of a chunk that is on the gpu as well; a copy in flight keeps it until its end."""
+        chunk = sequence.chunks[index]
         self._apply(sequence, index, ChunkEvent.GIVE_SLOT)
-        self._orphan(sequence.chunks[index])
-        self._free_slot(sequence.chunks[index])
+        if chunk.copy_id:
+            self._orphan(chunk)
+        self._free_slot(chunk)
 
     def drop(self, sequence: CachedSequence, index: int, reason: DropReason, worth: float | None) -> None:
         """Forget a chunk to make room; see `Drop` for `reason` and `worth`."""
@@ -291,9 +293,7 @@ class ChunkStore:
         return Copy(chunk.copy_id, chunk.page, chunk.slot)
 
     def _orphan(self, chunk: Chunk) -> None:
-        """Leave to a chunk's copy, if one is in flight, what it uses."""
-        if not chunk.copy_id:
-            return
+        """Leave to a chunk's copy, which is in flight, what it uses."""
         flight = self._flights[chunk.copy_id]
         flight.owner, chunk.copy_id = None, 0
         flight.slot, chunk.slot = chunk.slot, 0
@@ -305,7 +305,8 @@ class ChunkStore:
         chunk = sequence.chunks[index]
         reserved = chunk.state is ChunkState.RESERVED
         self._apply(sequence, index, ChunkEvent.CANCEL if reserved else ChunkEvent.DROP)
-        self._orphan(chunk)
+        if chunk.copy_id:
+            self._orphan(chunk)
         self._free_page(sequence, index)
         self._free_slot(chunk)
 

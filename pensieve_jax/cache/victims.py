@@ -93,8 +93,7 @@ class VictimOrder[C: Candidate]:
             if not heap or heap[0] is not entry:
                 heapq.heappop(fronts)
             elif not self._is_true(entry):
-                heapq.heappop(fronts)
-                self._replace(entry)
+                self._replace_first(heap)
             elif role_number == _UNKNOWN and worth in [other[0] for other in fronts[1:3]]:
                 heapq.heapreplace(fronts, (worth, entry.role_number, entry))
             else:
@@ -148,32 +147,28 @@ class VictimOrder[C: Candidate]:
         heapq.heappush(heap, entry)
         self._num_in_heaps += 1
         if heap[0] is entry and self._epoch is not None:
-            self._add_front(entry)
+            heapq.heappush(self._fronts, self._front(entry))
 
-    def _replace(self, entry: _Entry[C]) -> None:
-        """The first entry of its group is not true: the next one is at the front, and it goes elsewhere."""
-        counts = self._entries.get(entry.sequence) is entry
-        self._take_first(self._groups[entry.group])
-        following = self._first(entry.group)
-        if following is not None:
-            self._add_front(following)
-        if counts:
-            self._enter(entry.sequence)
-
-    def _take_first(self, heap: list[_Entry[C]]) -> None:
-        heapq.heappop(heap)
+    def _replace_first(self, heap: list[_Entry[C]]) -> None:
+        """The first of all is not true: the next one of its group is at the front, and it goes elsewhere."""
+        entry = heapq.heappop(heap)
         self._num_in_heaps -= 1
+        following = self._first(entry.group)
+        if following is None:
+            heapq.heappop(self._fronts)
+        else:
+            heapq.heapreplace(self._fronts, self._front(following))
+        if self._entries.get(entry.sequence) is entry:
+            self._enter(entry.sequence)
 
     def _compare(self) -> None:
         """Compare the groups' firsts as of now."""
-        worth, now_s = self._order.worth, self._now_s
         firsts = [entry for group in tuple(self._groups) if (entry := self._first(group)) is not None]
-        self._fronts = [(worth(entry, entry.chunk, now_s), _UNKNOWN, entry) for entry in firsts]
+        self._fronts = [self._front(entry) for entry in firsts]
         heapq.heapify(self._fronts)
 
-    def _add_front(self, entry: _Entry[C]) -> None:
-        worth = self._order.worth(entry, entry.chunk, self._now_s)
-        heapq.heappush(self._fronts, (worth, _UNKNOWN, entry))
+    def _front(self, entry: _Entry[C]) -> _Front[C]:
+        return self._order.worth(entry, entry.chunk, self._now_s), _UNKNOWN, entry
 
     def _belongs(self, sequence: C) -> bool:
         return sequence.role is Role.IDLE and sequence.num_on[self._shelf] > 0
@@ -201,7 +196,8 @@ class VictimOrder[C: Candidate]:
             entry = heap[0]
             if entries.get(entry.sequence) is entry:
                 return entry
-            self._take_first(heap)
+            heapq.heappop(heap)
+            self._num_in_heaps -= 1
         del self._groups[group]
         return None
 
