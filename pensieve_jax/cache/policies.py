@@ -25,7 +25,7 @@ type DatedWorth = tuple[float, float]
 
 
 class Activity(Protocol):
-    """What the worth of a conversation's chunks follows from.
+    """What the worth of a conversation's chunks follows from, as it is now or was when it was sorted.
 
     Attributes:
       last_active_s: when its latest turn was sent or ended.
