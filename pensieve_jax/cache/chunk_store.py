@@ -16,7 +16,7 @@ from pensieve_jax.cache.drops import Drop, DropReason
 from pensieve_jax.cache.page_table import PageTable
 from pensieve_jax.cache.place_pool import PlacePool
 from pensieve_jax.cache.sequence import NUM_SHELVES, CachedSequence, Chunk, Role
-from pensieve_jax.cache.states import CONTESTED, SHELF, ChunkEvent, ChunkState, Shelf
+from pensieve_jax.cache.states import CONTESTED, ChunkEvent, ChunkState, Shelf
 
 
 @dataclass(slots=True)
@@ -159,9 +159,11 @@ class ChunkStore:
 
     def give_slot(self, sequence: CachedSequence, index: int) -> None:
         """Free the slot of a chunk that is on the gpu as well; a copy in flight keeps it until its end."""
+        chunk = sequence.chunks[index]
         self._apply(sequence, index, ChunkEvent.GIVE_SLOT)
-        self._orphan(sequence.chunks[index])
-        self._free_slot(sequence.chunks[index])
+        if chunk.copy_id:
+            self._orphan(chunk)
+        self._free_slot(chunk)
 
     def drop(self, sequence: CachedSequence, index: int, reason: DropReason, worth: float | None) -> None:
         """Forget a chunk to make room; see `Drop` for `reason` and `worth`."""
@@ -255,13 +257,12 @@ class ChunkStore:
 
     def _apply(self, sequence: CachedSequence, index: int, event: ChunkEvent) -> None:
         chunk = sequence.chunks[index]
-        before = SHELF[chunk.state]
+        before = chunk.state.shelf
         chunk.apply(event)
-        after = SHELF[chunk.state]
+        after = chunk.state.shelf
         if after is before:
             return
-        sequence.count(index, before, -1)
-        sequence.count(index, after, 1)
+        sequence.move(index, before, after)
         num_on = self.num_on[sequence.role]
         num_on[before] -= 1
         num_on[after] += 1
@@ -292,9 +293,7 @@ class ChunkStore:
         return Copy(chunk.copy_id, chunk.page, chunk.slot)
 
     def _orphan(self, chunk: Chunk) -> None:
-        """Leave to a chunk's copy, if one is in flight, what it uses."""
-        if not chunk.copy_id:
-            return
+        """Leave to a chunk's copy, which is in flight, what it uses."""
         flight = self._flights[chunk.copy_id]
         flight.owner, chunk.copy_id = None, 0
         flight.slot, chunk.slot = chunk.slot, 0
@@ -306,7 +305,8 @@ class ChunkStore:
         chunk = sequence.chunks[index]
         reserved = chunk.state is ChunkState.RESERVED
         self._apply(sequence, index, ChunkEvent.CANCEL if reserved else ChunkEvent.DROP)
-        self._orphan(chunk)
+        if chunk.copy_id:
+            self._orphan(chunk)
         self._free_page(sequence, index)
         self._free_slot(chunk)
 

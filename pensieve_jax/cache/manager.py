@@ -334,7 +334,8 @@ class CacheManager:
             self._store.swap_in(owner, index, page)
         else:
             self._store.reserve(owner, index, page)
-        self._store.page_table.set(sequence.row, index, page)  # the prefix's pages are its users' as well
+        if owner is not sequence:  # the prefix's pages are its users' as well
+            self._store.page_table.set(sequence.row, index, page)
 
     def _pin(self, sequence: CachedSequence) -> None:
         self._store.set_role(sequence, Role.RUNNING)

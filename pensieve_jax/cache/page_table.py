@@ -40,7 +40,8 @@ class PageTable:
 
     def set(self, row: int, index: int, page: int) -> None:
         """Chunk `index` has `page` now."""
-        self._widen(index + 1)
+        if index >= self._pages.shape[1]:
+            self._widen(index + 1)
         self._pages[row, index] = page
 
     def take(self, rows: Sequence[int]) -> np.ndarray:

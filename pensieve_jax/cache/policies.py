@@ -24,20 +24,35 @@ type DatedWorth = tuple[float, float]
 """What a chunk was worth, and when that was asked, in seconds of the cache's clock."""
 
 
-class Candidate(Protocol):
+class Activity(Protocol):
+    """What the worth of a conversation's chunks follows from, as it is now or was when it was sorted.
+
+    Attributes:
+      last_active_s: when its latest turn was sent or ended.
+      bucket: which turns its latest one was like (`returns.bucket_of`).
+    """
+
+    @property
+    def last_active_s(self) -> float:
+        """See above."""
+        ...
+
+    @property
+    def bucket(self) -> int:
+        """See above."""
+        ...
+
+
+class Candidate(Activity, Protocol):
     """What an order may ask of a conversation; a `CachedSequence` answers, and so do shadows of one.
 
     Attributes:
       role, role_number: only idle ones give way; the number tells who became so first.
-      last_active_s: when its latest turn was sent or ended.
-      bucket: which turns its latest one was like (`returns.bucket_of`).
       num_on: own chunks, by shelf.
     """
 
     role: Role
     role_number: int
-    last_active_s: float
-    bucket: int
     num_on: list[int]
 
     def first_on(self, shelf: Shelf) -> int:
@@ -78,12 +93,17 @@ class EvictionPolicy(ABC):
     name: str
     generation: int = 0
 
+    @property
+    def in_force(self) -> EvictionPolicy:
+        """The order that decides in this generation: itself, where it is not one among several."""
+        return self
+
     @abstractmethod
     def frontier(self, sequence: Candidate, shelf: Shelf) -> Sequence[int]:
         """The chunks of a sequence that leave the shelf next, together; there is at least one on it."""
 
     @abstractmethod
-    def worth(self, sequence: Candidate, index: int, now_s: float) -> float:
+    def worth(self, sequence: Activity, index: int, now_s: float) -> float:
         """What keeping chunk `index` is worth; comparable across sequences and shelves."""
 
     @abstractmethod
@@ -107,21 +127,19 @@ class EvictionPolicy(ABC):
         return f"worth {_range([worth for worth, _ in worths], '.3g')}"
 
 
-class _Costs:
-    """Seconds to recompute a chunk, by its index."""
+class _Costs(dict[int, float]):
+    """Seconds to recompute a chunk, by its index; never less than of the one before."""
 
     def __init__(self, cost_model: CostModel, chunk_tokens: int) -> None:
         """Of chunks of `chunk_tokens`."""
+        super().__init__()
         self._cost_model = cost_model
         self._chunk_tokens = chunk_tokens
-        self._costs_s: list[float] = []
 
-    def __getitem__(self, index: int) -> float:
-        """Of chunk `index`; never less than of the one before."""
-        costs_s = self._costs_s
-        while index >= len(costs_s):
-            costs_s.append(self._cost_model.chunk_cost_s((len(costs_s) + 1) * self._chunk_tokens))
-        return costs_s[index]
+    def __missing__(self, index: int) -> float:
+        """Of a chunk that nobody has asked about."""
+        cost_s = self[index] = self._cost_model.chunk_cost_s((index + 1) * self._chunk_tokens)
+        return cost_s
 
 
 class _LeadingFirst(EvictionPolicy):
@@ -145,7 +163,7 @@ class RetentionPolicy(_LeadingFirst):
         """Costs of chunks of `chunk_tokens`."""
         self._costs_s = _Costs(cost_model, chunk_tokens)
 
-    def worth(self, sequence: Candidate, index: int, now_s: float) -> float:
+    def worth(self, sequence: Activity, index: int, now_s: float) -> float:
         """Seconds to recompute, over seconds since the conversation was active."""
         idle_s = now_s - sequence.last_active_s
         return self._costs_s[index] / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
@@ -162,7 +180,7 @@ class RetentionPolicy(_LeadingFirst):
 class _LeastRecentlyUsed(EvictionPolicy):
     """Oldest activity first, whatever recomputing would cost."""
 
-    def worth(self, sequence: Candidate, index: int, now_s: float) -> float:
+    def worth(self, sequence: Activity, index: int, now_s: float) -> float:
         """When it was last active."""
         return sequence.last_active_s
 
@@ -203,7 +221,7 @@ class ReturnsPolicy(_LeadingFirst):
         self.model = model
         self._costs_s = _Costs(cost_model, chunk_tokens)
 
-    def worth(self, sequence: Candidate, index: int, now_s: float) -> float:
+    def worth(self, sequence: Activity, index: int, now_s: float) -> float:
         """Seconds of recomputation that are saved, per second of being held."""
         bin_number = bin_of(sequence.last_active_s, now_s)
         return self.model.index(sequence.bucket, bin_number) * self._costs_s[index]
@@ -225,7 +243,7 @@ class RecencyPolicy(_LeadingFirst):
 
     name = "lru"
 
-    def worth(self, sequence: Candidate, index: int, now_s: float) -> float:
+    def worth(self, sequence: Activity, index: int, now_s: float) -> float:
         """One over seconds since the conversation was active."""
         idle_s = now_s - sequence.last_active_s
         return 1.0 / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
@@ -257,6 +275,11 @@ class LearnedPolicy(EvictionPolicy):
         self.followed = RetentionPolicy.name
 
     @property
+    def in_force(self) -> EvictionPolicy:
+        """The order that is followed."""
+        return self.orders[self.followed]
+
+    @property
     def model(self) -> ReturnModel:
         """When conversations return."""
         return self._returns.model
@@ -274,23 +297,23 @@ class LearnedPolicy(EvictionPolicy):
 
     def frontier(self, sequence: Candidate, shelf: Shelf) -> Sequence[int]:
         """The leading chunk."""
-        return self.orders[self.followed].frontier(sequence, shelf)
+        return self.in_force.frontier(sequence, shelf)
 
-    def worth(self, sequence: Candidate, index: int, now_s: float) -> float:
+    def worth(self, sequence: Activity, index: int, now_s: float) -> float:
         """As the order that is followed has it."""
-        return self.orders[self.followed].worth(sequence, index, now_s)
+        return self.in_force.worth(sequence, index, now_s)
 
     def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
         """As in the order that is followed."""
-        return self.orders[self.followed].chunk(sequence, shelf)
+        return self.in_force.chunk(sequence, shelf)
 
     def standing(self, sequence: Candidate, chunk: int, now_s: float) -> Standing:
         """As in the order that is followed."""
-        return self.orders[self.followed].standing(sequence, chunk, now_s)
+        return self.in_force.standing(sequence, chunk, now_s)
 
     def epoch(self, now_s: float) -> float:
         """As in the order that is followed."""
-        return self.orders[self.followed].epoch(now_s)
+        return self.in_force.epoch(now_s)
 
     def describe(self, worths: Sequence[DatedWorth]) -> str:
         """By the numbers: another order may have been followed then."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from pensieve_jax.cache.states import SHELF, ChunkEvent, ChunkState, Shelf, next_state
+from pensieve_jax.cache.states import ChunkEvent, ChunkState, Shelf, next_state
 
 NUM_SHELVES = len(Shelf)
 
@@ -47,12 +47,12 @@ class Chunk:
     @property
     def shelf(self) -> Shelf:
         """What its state means to whoever needs room."""
-        return SHELF[self.state]
+        return self.state.shelf
 
     @property
     def readable(self) -> bool:
         """Steps that are dispatched now can read it."""
-        return SHELF[self.state] in (Shelf.DIRTY, Shelf.CLEAN)
+        return self.state.shelf in (Shelf.DIRTY, Shelf.CLEAN)
 
     def apply(self, event: ChunkEvent) -> None:
         """Follow the transition table."""
@@ -143,13 +143,13 @@ class CachedSequence:
     def indices_on(self, shelf: Shelf) -> list[int]:
         """Own chunks on a shelf, leading first."""
         chunks = self.chunks
-        return [i for i in range(self.num_shared, len(chunks)) if chunks[i].shelf is shelf]
+        return [i for i in range(self.num_shared, len(chunks)) if chunks[i].state.shelf is shelf]
 
     def first_on(self, shelf: Shelf) -> int:
         """The leading own chunk on a shelf; `len(chunks)` where none is. Cheap: it mostly moves on."""
         chunks, i = self.chunks, self._first_on[shelf]
         num_chunks = len(chunks)
-        while i < num_chunks and SHELF[chunks[i].state] is not shelf:
+        while i < num_chunks and chunks[i].state.shelf is not shelf:
             i += 1
         self._first_on[shelf] = i
         return i
@@ -161,8 +161,16 @@ class CachedSequence:
                 return i
         return -1
 
+    def move(self, index: int, before: Shelf, after: Shelf) -> None:
+        """Own chunk `index` went from a shelf to another one."""
+        num_on, first_on = self.num_on, self._first_on
+        num_on[before] -= 1
+        num_on[after] += 1
+        if index < first_on[after]:
+            first_on[after] = index
+
     def count(self, index: int, shelf: Shelf, change: int) -> None:
-        """Own chunk `index` came to a shelf, or left it; or as many as `change` did, from there on."""
+        """As many own chunks as `change` came to a shelf, from `index` on; or the one there left it."""
         self.num_on[shelf] += change
         if change > 0 and index < self._first_on[shelf]:
             self._first_on[shelf] = index

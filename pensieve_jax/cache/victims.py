@@ -8,7 +8,8 @@ Worths change with the clock, each at its own pace, so no sorted list of them la
 sequences into groups in which their order lasts: a heap for each group, and the victim is the first of one of
 them. A calendar tells who leaves a group as time passes. The groups' firsts are compared anew only when the
 policy says that worths have changed (its epoch). Of all else that changes only that is told here which may
-bring a sequence to the front; the rest is found out when an entry gets there.
+bring a sequence to the front; the rest is found out when an entry gets there: an entry keeps what it was made
+of, so one that is out of date is worth no more than those behind it, and is looked at before any of them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pensieve_jax.cache.sequence import Role
 from pensieve_jax.cache.states import Shelf
 
 _MAX_STALE = 64  # entries, and as many as there are idle sequences
+_UNKNOWN = -1  # the role number of a front that may be out of date: that of one behind it may be any
 
 
 class _Entry[C: Candidate](NamedTuple):
@@ -47,7 +49,7 @@ class Victim[C: Candidate](NamedTuple):
     worth: float
 
 
-type _Front[C: Candidate] = tuple[float, int, _Entry[C]]  # worth, role number
+type _Front[C: Candidate] = tuple[float, int, _Entry[C]]  # worth, role number or `_UNKNOWN`
 
 
 class VictimOrder[C: Candidate]:
@@ -66,9 +68,8 @@ class VictimOrder[C: Candidate]:
         self._num_entries, self._num_in_heaps = 0, 0
         self._now_s: float = -math.inf
         self._epoch: float | None = None
-        self._generation = policy.generation
+        self._generation, self._order = policy.generation, policy.in_force
         self._fronts: list[_Front[C]] = []  # of every heap's first, and some that are out of date
-        self._front_of: dict[int, _Entry[C]] = {}  # by group, the one that counts
 
     def note(self, sequence: C) -> None:
         """Look at a sequence again: it became idle, a chunk came to the shelf, or it was active."""
@@ -82,31 +83,28 @@ class VictimOrder[C: Candidate]:
             self._begin(now_s)
         if self._noted:
             self._take_notes()
-        if (epoch := self._policy.epoch(now_s)) != self._epoch:
+        if (epoch := self._order.epoch(now_s)) != self._epoch:
             self._epoch = epoch
             self._compare()
-        while self._fronts:
-            worth, _, known = self._fronts[0]
-            group = known.group
-            if self._front_of.get(group) is not known:
-                heapq.heappop(self._fronts)
-                continue
-            entry = self._first(group)  # what it moves adds to the fronts
-            if entry is None:
-                del self._front_of[group]
-            elif self._front_of[group] is not entry:
-                self._add_front(entry)
-            elif self._fronts[0][2] is entry:
-                return Victim(
-                    entry.sequence, tuple(self._policy.frontier(entry.sequence, self._shelf)), worth
-                )
+        fronts = self._fronts
+        while fronts:
+            worth, role_number, entry = fronts[0]
+            heap = self._groups.get(entry.group)
+            if not heap or heap[0] is not entry:
+                heapq.heappop(fronts)
+            elif not self._is_true(entry):
+                self._replace_first(heap)
+            elif role_number == _UNKNOWN and worth in [other[0] for other in fronts[1:3]]:
+                heapq.heapreplace(fronts, (worth, entry.role_number, entry))
+            else:
+                return Victim(entry.sequence, tuple(self._order.frontier(entry.sequence, self._shelf)), worth)
         return None
 
     def _begin(self, now_s: float) -> None:
         """Time has passed, or the policy follows another order: who stands elsewhere now."""
         self._now_s = now_s
         if self._generation != self._policy.generation:
-            self._generation = self._policy.generation
+            self._generation, self._order = self._policy.generation, self._policy.in_force
             self._begin_anew()
         elif self._num_in_heaps > 2 * len(self._idle) + _MAX_STALE:
             self._begin_anew()
@@ -127,52 +125,50 @@ class VictimOrder[C: Candidate]:
             if entry is None or not self._is_true(entry):
                 self._enter(sequence)
 
-    def _enter(self, sequence: C, leaving: list[_Entry[C]] | None = None) -> None:
-        """Put a sequence where it belongs now, if anywhere; its entry is the first of `leaving`, if given."""
+    def _enter(self, sequence: C) -> None:
+        """Put a sequence where it belongs now, if anywhere."""
         if not self._belongs(sequence):
             self._entries.pop(sequence, None)
-            if leaving is not None:
-                self._take_first(leaving)
             return
-        policy = self._policy
-        chunk = policy.chunk(sequence, self._shelf)
-        group, rank, until_s = policy.standing(sequence, chunk, self._now_s)
+        chunk = self._order.chunk(sequence, self._shelf)
+        group, rank, until_s = self._order.standing(sequence, chunk, self._now_s)
         self._num_entries += 1
         role_number, active_s, bucket = sequence.role_number, sequence.last_active_s, sequence.bucket
         number = self._num_entries
         entry = _Entry(rank, role_number, number, sequence, active_s, bucket, chunk, group, until_s)
-        before = self._entries.get(sequence)
+        if until_s < math.inf:
+            before = self._entries.get(sequence)
+            if before is None or before.until_s != until_s:
+                heapq.heappush(self._calendar, (until_s, number, sequence))
         self._entries[sequence] = entry
-        if until_s < math.inf and (before is None or before.until_s != until_s):
-            heapq.heappush(self._calendar, (until_s, self._num_entries, sequence))
-        heap = self._groups.setdefault(group, [])
-        if heap is leaving:
-            heapq.heapreplace(heap, entry)
-        else:
-            if leaving is not None:
-                self._take_first(leaving)
-            heapq.heappush(heap, entry)
-            self._num_in_heaps += 1
+        heap = self._groups.get(group)
+        if heap is None:
+            heap = self._groups[group] = []
+        heapq.heappush(heap, entry)
+        self._num_in_heaps += 1
         if heap[0] is entry and self._epoch is not None:
-            self._add_front(entry)
+            heapq.heappush(self._fronts, self._front(entry))
 
-    def _take_first(self, heap: list[_Entry[C]]) -> None:
-        heapq.heappop(heap)
+    def _replace_first(self, heap: list[_Entry[C]]) -> None:
+        """The first of all is not true: the next one of its group is at the front, and it goes elsewhere."""
+        entry = heapq.heappop(heap)
         self._num_in_heaps -= 1
+        following = self._first(entry.group)
+        if following is None:
+            heapq.heappop(self._fronts)
+        else:
+            heapq.heapreplace(self._fronts, self._front(following))
+        if self._entries.get(entry.sequence) is entry:
+            self._enter(entry.sequence)
 
     def _compare(self) -> None:
         """Compare the groups' firsts as of now."""
-        self._fronts.clear()
-        self._front_of.clear()
-        for group in tuple(self._groups):
-            entry = self._first(group)  # what it moves to other groups adds to the fronts
-            if entry is not None:
-                self._add_front(entry)
+        firsts = [entry for group in tuple(self._groups) if (entry := self._first(group)) is not None]
+        self._fronts = [self._front(entry) for entry in firsts]
+        heapq.heapify(self._fronts)
 
-    def _add_front(self, entry: _Entry[C]) -> None:
-        worth = self._policy.worth(entry.sequence, entry.chunk, self._now_s)
-        self._front_of[entry.group] = entry
-        heapq.heappush(self._fronts, (worth, entry.role_number, entry))
+    def _front(self, entry: _Entry[C]) -> _Front[C]:
+        return self._order.worth(entry, entry.chunk, self._now_s), _UNKNOWN, entry
 
     def _belongs(self, sequence: C) -> bool:
         return sequence.role is Role.IDLE and sequence.num_on[self._shelf] > 0
@@ -181,29 +177,28 @@ class VictimOrder[C: Candidate]:
         """Whether it stands for its sequence as that is now."""
         sequence = entry.sequence
         return (
-            self._belongs(sequence)
+            sequence.role is Role.IDLE
+            and sequence.num_on[self._shelf] > 0
             and entry.role_number == sequence.role_number
             and entry.last_active_s == sequence.last_active_s
             and entry.bucket == sequence.bucket
             and entry.until_s > self._now_s
-            and entry.chunk == self._policy.chunk(sequence, self._shelf)
+            and entry.chunk == self._order.chunk(sequence, self._shelf)
         )
 
     def _first(self, group: int) -> _Entry[C] | None:
-        """The first entry of a group that is true; those before it go where they belong now.
+        """The first entry of a group that counts; whether it is true is found out at the front.
 
         A group without one is forgotten: there are as many as the longest history has chunks.
         """
-        heap = self._groups.get(group)
+        heap, entries = self._groups[group], self._entries
         while heap:
             entry = heap[0]
-            if self._entries.get(entry.sequence) is not entry:
-                self._take_first(heap)
-            elif self._is_true(entry):
+            if entries.get(entry.sequence) is entry:
                 return entry
-            else:
-                self._enter(entry.sequence, leaving=heap)
-        self._groups.pop(group, None)
+            heapq.heappop(heap)
+            self._num_in_heaps -= 1
+        del self._groups[group]
         return None
 
     def _begin_anew(self) -> None:
@@ -212,6 +207,5 @@ class VictimOrder[C: Candidate]:
         self._entries.clear()
         self._calendar.clear()
         self._fronts.clear()
-        self._front_of.clear()
         self._num_in_heaps, self._epoch = 0, None
         self._noted = dict.fromkeys(self._idle)

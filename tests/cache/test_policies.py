@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve_jax.cache import AnalyticCostModel, DropReason, Role, Shelf, VictimOrder, make_policy
+from pensieve_jax.cache.policies import RetentionPolicy
 from pensieve_jax.config import POLICIES
 from tests.cache.helpers import CHUNK, Cache, resident
 
@@ -168,6 +169,20 @@ def test_the_order_lasts_while_everything_changes(policy, sizes, changes):
                 expected.append((cache.policy.worth(one, index, now_s), one.role_number, one))
         found = None if victim is None else (victim.worth, victim.sequence.role_number, victim.sequence)
         assert found == min(expected, default=None)
+
+
+def test_who_is_gone_does_not_hide_a_tie():
+    """All are worth the same; behind one that was pinned since stands who became idle before everybody."""
+    cache, (first, second, third) = cache_with("retention", [(1, 1.0), (2, 1.0), (1, 1.0)], holes=[(1, 0)])
+    policy = RetentionPolicy(AnalyticCostModel(CHUNK, num_weights=1e3, attention_width=0.0), CHUNK)
+    for sequence in (third, second, first):  # `first` ranks behind `third`, in the group of chunk 0
+        cache.clock.advance(1e-5)
+        cache.manager.touch(sequence)
+    order = VictimOrder(policy, Shelf.DIRTY, [first, second, third])
+    order.peek(cache.clock.now())
+    cache.queued("s2", third)
+    cache.clock.advance(1e-5)
+    assert order.peek(cache.clock.now()).sequence is first
 
 
 def test_entries_that_are_not_true_do_not_pile_up():
