@@ -77,6 +77,8 @@ class ChunkStore:
     def remove(self, sequence: CachedSequence) -> None:
         """Forget a sequence that has no chunks of its own left."""
         self._leave_role(sequence)
+        for changed in self._changed.values():  # nobody may ever ask for a shelf, as without host memory
+            changed.pop(sequence, None)
 
     def set_role(self, sequence: CachedSequence, role: Role) -> None:
         """Move a sequence, with its counts, to the end of a role's members."""
