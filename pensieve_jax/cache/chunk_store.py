@@ -95,6 +95,12 @@ class ChunkStore:
         if sequence.role is Role.IDLE:
             self._note_changed(sequence)
 
+    def set_bucket(self, sequence: CachedSequence, bucket: int) -> None:
+        """What its latest turn was like is known, which may be when the sequence is idle already."""
+        sequence.bucket = bucket
+        if sequence.role is Role.IDLE:
+            self._note_changed(sequence)
+
     def extend(self, sequence: CachedSequence, num_chunks: int) -> None:
         """Give a sequence chunks that are dropped, up to `num_chunks` in all."""
         first = len(sequence.chunks)

@@ -54,14 +54,18 @@ def test_it_goes_by_the_index_times_the_cost():
     changes=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=40),
 )
 def test_the_order_is_what_a_search_would_find(followed, seed, sizes, changes):
-    """Time passes, bins end, models are fitted, orders change; conversations come, go and give way."""
+    """Time passes, bins end, models are fitted, orders change; conversations come, go and give way.
+
+    A turn may be answered when its conversation is idle already, as where it ends by length.
+    """
     cache, sequences = cache_with("learned", sizes)
     policy, rng = cache.policy, random.Random(seed)
     policy.use(habits(seed))
     policy.follow(followed)
     for sequence in sequences:
         sequence.bucket = rng.randrange(NUM_BUCKETS)
-    store, order = cache.manager._store, VictimOrder(policy, Shelf.DIRTY, sequences)
+    store, turns = cache.manager._store, cache.manager.turns
+    order = VictimOrder(policy, Shelf.DIRTY, sequences)
     for number, change in changes:
         sequence = sequences[number % len(sequences)]
         if change == 0:
@@ -78,6 +82,8 @@ def test_the_order_is_what_a_search_would_find(followed, seed, sizes, changes):
         elif change == 5 and sequence.role is Role.IDLE:
             cache.running(sequence.sequence_id, 5 * CHUNK, sequence)
             cache.manager.release(sequence)
+        elif change == 8:
+            turns.answered(sequence, CHUNK, prompt_tokens=rng.randrange(20_000), output_tokens=CHUNK)
         elif change == 6:
             policy.model.returns[rng.randrange(NUM_BUCKETS)] += 3
             policy.model.fit(np.zeros((NUM_BUCKETS, NUM_BINS)))
@@ -231,6 +237,19 @@ def test_its_losses_are_handed_over():
         losses=first.losses,
     )
     assert second.losses == first.losses and second.followed == "returns"
+
+
+def test_a_prefix_is_like_the_turns_of_its_latest_user():
+    cache = Cache(200, policy="learned")
+    prefix = cache.manager.open_prefix("prefix", 2 * CHUNK)
+    sequence = cache.manager.open("a")
+    cache.manager.share(sequence, prefix)
+    cache.running("a", 4 * CHUNK, sequence)
+    cache.manager.release(sequence)
+    cache.manager._store.take_changed(Shelf.DIRTY)
+    cache.manager.turns.answered(sequence, 4 * CHUNK, prompt_tokens=3 * CHUNK, output_tokens=CHUNK)
+    assert prefix.bucket == sequence.bucket > 0
+    assert set(cache.manager._store.take_changed(Shelf.DIRTY)) == {prefix, sequence}
 
 
 def test_turns_are_told_and_learned_from():
