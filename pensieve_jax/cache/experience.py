@@ -59,6 +59,7 @@ class Experience:
             "followed": self.followed,
             "lost_s": dict(zip(ORDERS, self.losses.sums_s, strict=True)),
             "loss_products": [list(row) for row in self.losses.products],
+            "losses_counted_for": list(self.losses.counted_for),
         }
 
     @classmethod
@@ -75,12 +76,15 @@ class Experience:
         num_orders = len(ORDERS)
         sums = _numbers("lost_s", sums_s, (num_orders,))
         products = _numbers("loss_products", document.get("loss_products"), (num_orders, num_orders))
+        counted_for = document.get("losses_counted_for")
+        size = (len(counted_for),) if isinstance(counted_for, list) else (0,)
+        counted = _numbers("losses_counted_for", counted_for, size)
         shape = NUM_BUCKETS, NUM_BINS
         return cls(
             _numbers("returns", document.get("returns"), shape),
             _numbers("exposure_s", document.get("exposure_s"), shape),
             followed,
-            Losses(tuple(sums.tolist()), tuple(map(tuple, products.tolist()))),
+            Losses(tuple(sums.tolist()), tuple(map(tuple, products.tolist())), tuple(counted.tolist())),
         )
 
 

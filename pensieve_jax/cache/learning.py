@@ -90,7 +90,6 @@ class Learning(TurnNotes):
         policy = self._policy
         known = (None, None) if experience is None else (experience.returns, experience.exposure_s)
         policy.use(ReturnModel(*known))
-        policy.follow(RetentionPolicy.name if experience is None else experience.followed)
         blocks = RetentionPolicy(self._cost_model, BLOCK_TOKENS)
         by_returns = ReturnsPolicy(policy.model, self._cost_model, BLOCK_TOKENS)
         orders = {order.name: order for order in (blocks, RecencyPolicy(), by_returns)}
@@ -99,11 +98,12 @@ class Learning(TurnNotes):
         self._insurance = Insurance(
             orders,
             self._cost_model,
-            followed=policy.followed,
+            followed=RetentionPolicy.name if experience is None else experience.followed,
             chunk_tokens=self._chunk_tokens,
             num_tokens=self._num_tokens,
             losses=None if experience is None else experience.losses,
         )
+        policy.follow(self._insurance.followed)
 
     def sent(self, sequence: CachedSequence, num_history_tokens: int) -> None:
         """See `TurnNotes`."""

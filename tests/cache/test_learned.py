@@ -233,10 +233,32 @@ def test_its_losses_are_handed_over():
         COSTS,
         followed=first.followed,
         chunk_tokens=CHUNK,
-        num_tokens=1000,
+        num_tokens=10 * BLOCK_TOKENS,
         losses=first.losses,
     )
     assert second.losses == first.losses and second.followed == "returns"
+
+
+@pytest.mark.parametrize(("num_blocks", "factor"), [(1000, 1.0), (1, 1.0), (10, 0.01)])
+def test_losses_of_another_memory_or_model_are_forgotten(num_blocks, factor):
+    """Or a handful of turns here would weigh nothing beside thousands there, and a bad order would stay."""
+    first = insured(ReturnModel(), "retention", 10 * BLOCK_TOKENS)
+    for i in range(3000):
+        first._add(np.array([100.0, 200.0, 1.0 + 0.01 * (i % 3)]))
+    costs = AnalyticCostModel(CHUNK, num_weights=1e3 * factor, attention_width=1e3 * factor)
+    orders = dict(zip(ORDERS, (RecencyPolicy(),) * 3, strict=True))
+    common = {"chunk_tokens": CHUNK, "num_tokens": num_blocks * BLOCK_TOKENS}
+    second = Insurance(orders, costs, followed="returns", losses=first.losses, **common)
+    assert second.followed == "retention" and not any(second.losses.sums_s)
+    for i in range(20):
+        second._add(np.array([2.0, 0.01 * (i % 2), 3.0]))
+    assert second.followed == "lru"
+
+
+def test_a_page_more_is_no_other_memory():
+    first = insured(ReturnModel(), "retention", 100 * BLOCK_TOKENS)
+    first._add(np.array([1.0, 2.0, 3.0]))
+    assert first.losses.holds_for(insured(ReturnModel(), "lru", 101 * BLOCK_TOKENS).losses.counted_for)
 
 
 def test_a_prefix_is_like_the_turns_of_its_latest_user():

@@ -179,7 +179,7 @@ def test_whoever_has_been_idle_too_long_has_left():
 def experience():
     rng = np.random.default_rng(0)
     shape = NUM_BUCKETS, NUM_BINS
-    losses = Losses((1.0, 2.5, 0.5), ((1.0, 0.0, 0.0), (0.0, 3.0, 0.0), (0.0, 0.0, 1.0)))
+    losses = Losses((1.0, 2.5, 0.5), ((1.0, 0.0, 0.0), (0.0, 3.0, 0.0), (0.0, 0.0, 1.0)), (3e4, 0.5, 9.0))
     return Experience(rng.integers(0, 9, shape).astype(float), rng.random(shape) * 1e3, "returns", losses)
 
 
@@ -201,6 +201,8 @@ def test_experience_survives_its_document():
         ({"exposure_s": [[-1.0] * NUM_BINS] * NUM_BUCKETS}, "experience.exposure_s"),
         ({"lost_s": {"retention": 1.0}}, "experience.lost_s"),
         ({"lost_s": None}, "experience.lost_s"),
+        ({"losses_counted_for": None}, "experience.losses_counted_for"),
+        ({"losses_counted_for": ["x"]}, "experience.losses_counted_for"),
         ({"loss_products": "no"}, "experience.loss_products"),
     ],
 )
