@@ -44,10 +44,17 @@ class Experience:
         return float(self.returns.sum())
 
     @classmethod
-    def together(cls, several: Sequence[Self]) -> Self:
-        """What several engines have seen; whom to follow is the first one's. At least one."""
+    def together(cls, several: Sequence[Self], given: Self | None = None) -> Self:
+        """What several engines have seen; whom to follow is the first one's. At least one.
+
+        What all of them began from, `given`, counts once.
+        """
         returns = np.sum([one.returns for one in several], 0)
         exposure_s = np.sum([one.exposure_s for one in several], 0)
+        if given is not None:  # of which an engine that has seen very many returns has forgotten a part
+            times = len(several) - 1
+            returns = np.maximum(returns - times * given.returns, 0.0)
+            exposure_s = np.maximum(exposure_s - times * given.exposure_s, 0.0)
         return cls(returns, exposure_s, several[0].followed, several[0].losses)
 
     def to_dict(self) -> dict[str, Any]:

@@ -118,6 +118,8 @@ class Learning(TurnNotes):
     ) -> None:
         """See `TurnNotes`."""
         is_first = num_history_tokens == prompt_tokens + output_tokens
+        if is_first:  # a shared prefix is not what the user sent
+            prompt_tokens -= min(self._num_shared_tokens(sequence), prompt_tokens)
         bucket = bucket_of(is_first=is_first, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
         self._set_bucket(sequence, bucket)
         self.left(sequence, num_history_tokens)

@@ -131,7 +131,7 @@ class SlowShadow:
 
     def returned(self, name):
         plain = self.known.get(name)
-        if plain is None or 0 < plain.num_lost == plain.num_blocks - plain.num_shared:
+        if plain is None or plain.num_lost == plain.num_blocks - plain.num_shared:
             return None
         num_lost, plain.num_lost, plain.is_idle = plain.num_lost, 0, False
         return num_lost
@@ -173,6 +173,14 @@ def test_a_shadow_keeps_what_a_cache_of_that_order_would(name, seed, turns):
             running.add(key)
     held = sum(p.num_blocks - p.num_shared - p.num_lost for p in slow.known.values())
     assert fast.num_held == held
+
+
+def test_a_shadow_does_not_keep_whoever_has_no_blocks_of_its_own():
+    shadow = ShadowCache(RecencyPolicy(), 20)
+    for i in range(100):
+        shadow.left(str(i), 2, num_shared=2, bucket=1, now_s=float(i))
+    assert not shadow._shadows and not shadow._idle and not shadow.num_held
+    assert shadow.returned("0") is None
 
 
 def insured(model: ReturnModel, followed: str, num_tokens: int) -> Insurance:
@@ -253,6 +261,21 @@ def test_losses_of_another_memory_or_model_are_forgotten(num_blocks, factor):
     for i in range(20):
         second._add(np.array([2.0, 0.01 * (i % 2), 3.0]))
     assert second.followed == "lru"
+
+
+def test_a_shared_prefix_is_not_what_the_user_sent():
+    """A system prompt of thousands of tokens says nothing about who sends the first message."""
+    buckets = []
+    for num_shared in (0, 100):
+        cache = Cache(400, policy="learned")
+        sequence = cache.manager.open("a")
+        cache.manager.share(sequence, cache.manager.open_prefix("prefix", num_shared * CHUNK))
+        num_tokens = (num_shared + 4) * CHUNK
+        cache.running("a", num_tokens, sequence)
+        prompt_tokens = num_tokens - CHUNK
+        cache.manager.turns.answered(sequence, num_tokens, prompt_tokens=prompt_tokens, output_tokens=CHUNK)
+        buckets.append(sequence.bucket)
+    assert buckets[0] == buckets[1]
 
 
 def test_a_page_more_is_no_other_memory():
