@@ -14,11 +14,11 @@ from typing import Any, Self
 import numpy as np
 
 from pensieve_jax.cache.insurance import Losses
+from pensieve_jax.cache.policies import ORDERS
 from pensieve_jax.cache.returns import NUM_BINS, NUM_BUCKETS, Array
 from pensieve_jax.core.errors import ConfigError
 
 _FORMAT = "pensieve experience, version 1"
-ORDERS = ("retention", "lru", "returns")
 _DIGITS = 6  # of seconds, a microsecond
 
 
@@ -29,7 +29,7 @@ class Experience:
     Attributes:
       returns: by bucket and bin of idle time: f64[NUM_BUCKETS, NUM_BINS].
       exposure_s: seconds that conversations spent there, likewise.
-      followed: the order that was followed, one of `ORDERS`.
+      followed: the order that was followed, one of `policies.ORDERS`.
       losses: what the insurance goes by, in the order of `ORDERS`.
     """
 

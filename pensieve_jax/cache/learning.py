@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pensieve_jax.cache.cost import CostModel
-from pensieve_jax.cache.experience import ORDERS, Experience
+from pensieve_jax.cache.experience import Experience
 from pensieve_jax.cache.insurance import BLOCK_TOKENS, Insurance
 from pensieve_jax.cache.policies import (
+    ORDERS,
     EvictionPolicy,
     LearnedPolicy,
-    RecencyPolicy,
-    RetentionPolicy,
     ReturnsPolicy,
+    orders_of,
 )
 from pensieve_jax.cache.return_log import ReturnLog
 from pensieve_jax.cache.returns import ReturnModel, bucket_of
@@ -90,15 +90,12 @@ class Learning(TurnNotes):
         policy = self._policy
         known = (None, None) if experience is None else (experience.returns, experience.exposure_s)
         policy.use(ReturnModel(*known))
-        blocks = RetentionPolicy(self._cost_model, BLOCK_TOKENS)
         by_returns = ReturnsPolicy(policy.model, self._cost_model, BLOCK_TOKENS)
-        orders = {order.name: order for order in (blocks, RecencyPolicy(), by_returns)}
-        assert tuple(orders) == ORDERS
         self._log = ReturnLog(policy.model)
         self._insurance = Insurance(
-            orders,
+            orders_of(by_returns, self._cost_model, BLOCK_TOKENS),
             self._cost_model,
-            followed=RetentionPolicy.name if experience is None else experience.followed,
+            followed=ORDERS[0] if experience is None else experience.followed,
             chunk_tokens=self._chunk_tokens,
             num_tokens=self._num_tokens,
             losses=None if experience is None else experience.losses,
