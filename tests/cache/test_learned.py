@@ -181,6 +181,12 @@ def test_a_shadow_does_not_keep_whoever_has_no_blocks_of_its_own():
         shadow.left(str(i), 2, num_shared=2, bucket=1, now_s=float(i))
     assert not shadow._shadows and not shadow._idle and not shadow.num_held
     assert shadow.returned("0") is None
+    common = {"num_shared": 0, "bucket": 1, "now_s": 200.0}
+    shadow.left("big", 20, **common)
+    shadow.left("more", 5, **common)
+    assert shadow.returned("big") == 5 and shadow.num_held == 25
+    shadow.left("none", 2, num_shared=2, bucket=1, now_s=201.0)
+    assert shadow.num_held == 20, "it asks nobody for room, but room is made"
 
 
 def insured(model: ReturnModel, followed: str, num_tokens: int) -> Insurance:
@@ -308,24 +314,24 @@ def test_turns_are_told_and_learned_from():
         cache.clock.advance(2.0)
         manager.turns.sent(sequence, 3 * CHUNK)
         manager.close(sequence)
-    experience = manager.experience()
+    experience = manager.turns.experience()
     assert experience.num_returns == 64 and (experience.returns.sum(1) > 0).sum() == 1
     assert experience.exposure_s.sum() == pytest.approx(128.0)
     assert manager.stats()["num_returns_seen"] == 64
     manager.turns.begin(None)
-    assert manager.experience().num_returns == 0
+    assert manager.turns.experience().num_returns == 0
 
 
 def test_orders_that_do_not_learn_have_no_experience():
     cache = Cache(policy="retention")
-    assert cache.manager.experience() is None and cache.manager.turns.describe() is None
+    assert cache.manager.turns.experience() is None and cache.manager.turns.describe() is None
 
 
 def test_a_policy_begins_with_what_an_experience_followed():
     cache = Cache(200, policy="learned")
     policy = cache.manager._policy
     assert isinstance(policy, LearnedPolicy) and policy.followed == "retention"
-    experience = cache.manager.experience()
+    experience = cache.manager.turns.experience()
     cache.manager.turns.begin(
         type(experience)(experience.returns, experience.exposure_s, "lru", experience.losses)
     )
