@@ -298,10 +298,6 @@ class CacheManager:
         counts = {state.value: states[state] for state in ChunkState if state is not ChunkState.DROPPED}
         return counts | {"free pages": self._store.pages.num_free, "free slots": self._store.slots.num_free}
 
-    def experience(self) -> Experience | None:
-        """What was learned of returns; None for an order that learns nothing."""
-        return self.turns.experience()
-
     def stats(self) -> dict[str, int | float]:
         """Sizes, what is free of them, what was done to make room, and what was learned."""
         return {

@@ -52,7 +52,7 @@ class ExperienceKeeper:
 
     def write(self) -> None:
         """Write it now, if there is any and a turn was committed since."""
-        experience = self._cache.experience() if self._num_turns else None
+        experience = self._cache.turns.experience() if self._num_turns else None
         self._num_turns = 0
         if experience is None:
             return

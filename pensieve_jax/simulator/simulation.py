@@ -186,7 +186,7 @@ def _replica(scenario: Scenario, number: int, start_s: float, experience: Experi
 
 
 def _experience(replicas: Sequence[Replica], given: Experience | None) -> Experience | None:
-    found = [replica.cache.experience() for replica in replicas]
+    found = [replica.cache.turns.experience() for replica in replicas]
     known = [experience for experience in found if experience is not None]
     return Experience.together(known, given) if known else None
 
