@@ -284,7 +284,7 @@ class LLM:
 
     def forget_experience(self) -> None:
         """Have the order `learned` begin anew, with nothing learned; raises HistoryError."""
-        self.engine.conversations.forget_experience()
+        self.engine.forget_experience()
 
     def stats(self) -> dict[str, int | float]:
         """Counters: steps, compilations, tokens by origin, copies between tiers, pages, conversations."""

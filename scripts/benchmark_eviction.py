@@ -28,8 +28,8 @@ from absl import flags
 
 from pensieve_jax import CacheConfig, ConfigError
 from pensieve_jax.cache import AnalyticCostModel, CachedSequence, CacheManager, Experience
-from pensieve_jax.cache.experience import ORDERS
 from pensieve_jax.cache.insurance import Losses
+from pensieve_jax.cache.policies import ORDERS
 from pensieve_jax.cache.return_log import ReturnLog
 from pensieve_jax.cache.returns import NUM_BINS, NUM_BUCKETS, ReturnModel
 from pensieve_jax.commands.launch import run

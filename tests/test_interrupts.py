@@ -24,6 +24,7 @@ from tests.interruption import Interruption, Line
 
 PARAMS = SamplingParams(max_tokens=3, ignore_eos=True, seed=0)
 CONFIG = small_config(gpu_pages=14, cpu_pages=8, swap_out_fraction=0.5)
+LEARNED = small_config(gpu_pages=14, cpu_pages=8, swap_out_fraction=0.5, policy="learned")
 DELAYS = Delays(seed=1, laziness=0.5)
 HELLO = [{"role": "user", "content": "hello"}]
 LONG_TEXT = "a text that fills some pages " * 3
@@ -36,8 +37,9 @@ class World(NamedTuple):
     harness: Harness
 
 
-def new_world(patch: pytest.MonkeyPatch) -> World:
-    harness = Harness(CONFIG, tokenizer=TOKENIZER, delays=DELAYS)
+def new_world(patch: pytest.MonkeyPatch, *, learned: bool = False) -> World:
+    config = LEARNED if learned else CONFIG
+    harness = Harness(config, tokenizer=TOKENIZER, delays=DELAYS)
     world = World(llm_of(patch, harness), harness)
     world.llm.generate([LONG_TEXT], PARAMS, conversation_ids=["b"])
     return world
@@ -102,6 +104,17 @@ def conversations(llm: LLM) -> None:
     llm.end("b")
 
 
+def learning(llm: LLM) -> None:
+    """An order that learns: turns are sent, answered and withdrawn, and it is told to begin anew."""
+    llm.generate(["x"], PARAMS, conversation_ids=["a"])
+    turns = llm.submit([LONG_TEXT], PARAMS, conversation_ids=["b"])
+    llm.step()
+    llm.cancel(turns[0])
+    llm.generate([LONG_TEXT], PARAMS, conversation_ids=["c"])
+    llm.forget_experience()
+    llm.close()
+
+
 def recovery(llm: LLM) -> None:
     """The call after an interrupt in a step: it starts over."""
     generate(llm)
@@ -136,6 +149,7 @@ CALLS: dict[str, Callable[[LLM], None]] = {
         two_streams,
         steps,
         conversations,
+        learning,
         recovery,
         close,
     )
@@ -143,7 +157,7 @@ CALLS: dict[str, Callable[[LLM], None]] = {
 
 
 def prepared(patch: pytest.MonkeyPatch, name: str) -> World:
-    world = new_world(patch)
+    world = new_world(patch, learned=name == "learning")
     if name in CHATS:
         world.llm.chat(HELLO, PARAMS, conversation_id="a")
     else:

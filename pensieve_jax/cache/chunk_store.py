@@ -77,6 +77,8 @@ class ChunkStore:
     def remove(self, sequence: CachedSequence) -> None:
         """Forget a sequence that has no chunks of its own left."""
         self._leave_role(sequence)
+        for changed in self._changed.values():  # nobody may ever ask for a shelf, as without host memory
+            changed.pop(sequence, None)
 
     def set_role(self, sequence: CachedSequence, role: Role) -> None:
         """Move a sequence, with its counts, to the end of a role's members."""
@@ -90,6 +92,12 @@ class ChunkStore:
     def set_active(self, sequence: CachedSequence, at_s: float) -> None:
         """A sequence was active."""
         sequence.last_active_s = at_s
+        if sequence.role is Role.IDLE:
+            self._note_changed(sequence)
+
+    def set_bucket(self, sequence: CachedSequence, bucket: int) -> None:
+        """What its latest turn was like is known, which may be when the sequence is idle already."""
+        sequence.bucket = bucket
         if sequence.role is Role.IDLE:
             self._note_changed(sequence)
 

@@ -14,11 +14,11 @@ from typing import Any, Self
 import numpy as np
 
 from pensieve_jax.cache.insurance import Losses
+from pensieve_jax.cache.policies import ORDERS
 from pensieve_jax.cache.returns import NUM_BINS, NUM_BUCKETS, Array
 from pensieve_jax.core.errors import ConfigError
 
 _FORMAT = "pensieve experience, version 1"
-ORDERS = ("retention", "lru", "returns")
 _DIGITS = 6  # of seconds, a microsecond
 
 
@@ -29,7 +29,7 @@ class Experience:
     Attributes:
       returns: by bucket and bin of idle time: f64[NUM_BUCKETS, NUM_BINS].
       exposure_s: seconds that conversations spent there, likewise.
-      followed: the order that was followed, one of `ORDERS`.
+      followed: the order that was followed, one of `policies.ORDERS`.
       losses: what the insurance goes by, in the order of `ORDERS`.
     """
 
@@ -44,10 +44,17 @@ class Experience:
         return float(self.returns.sum())
 
     @classmethod
-    def together(cls, several: Sequence[Self]) -> Self:
-        """What several engines have seen; whom to follow is the first one's. At least one."""
+    def together(cls, several: Sequence[Self], given: Self | None = None) -> Self:
+        """What several engines have seen; whom to follow is the first one's. At least one.
+
+        What all of them began from, `given`, counts once.
+        """
         returns = np.sum([one.returns for one in several], 0)
         exposure_s = np.sum([one.exposure_s for one in several], 0)
+        if given is not None:  # of which an engine that has seen very many returns has forgotten a part
+            times = len(several) - 1
+            returns = np.maximum(returns - times * given.returns, 0.0)
+            exposure_s = np.maximum(exposure_s - times * given.exposure_s, 0.0)
         return cls(returns, exposure_s, several[0].followed, several[0].losses)
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,6 +66,7 @@ class Experience:
             "followed": self.followed,
             "lost_s": dict(zip(ORDERS, self.losses.sums_s, strict=True)),
             "loss_products": [list(row) for row in self.losses.products],
+            "losses_counted_for": list(self.losses.counted_for),
         }
 
     @classmethod
@@ -75,12 +83,15 @@ class Experience:
         num_orders = len(ORDERS)
         sums = _numbers("lost_s", sums_s, (num_orders,))
         products = _numbers("loss_products", document.get("loss_products"), (num_orders, num_orders))
+        counted_for = document.get("losses_counted_for")
+        size = (len(counted_for),) if isinstance(counted_for, list) else (0,)
+        counted = _numbers("losses_counted_for", counted_for, size)
         shape = NUM_BUCKETS, NUM_BINS
         return cls(
             _numbers("returns", document.get("returns"), shape),
             _numbers("exposure_s", document.get("exposure_s"), shape),
             followed,
-            Losses(tuple(sums.tolist()), tuple(map(tuple, products.tolist()))),
+            Losses(tuple(sums.tolist()), tuple(map(tuple, products.tolist())), tuple(counted.tolist())),
         )
 
 

@@ -25,6 +25,8 @@ BLOCK_TOKENS = 256
 _KEEP = 0.5 ** (1 / 500)  # a half-life in returning turns means the same under every load
 _GAIN = 0.03
 _STANDARD_ERRORS = 1.0
+_ALIKE = 0.1  # measured costs, and pages that fit, are not the same at every start
+_NUM_BLOCKS_COSTED = (4, 32)
 
 
 class Losses(NamedTuple):
@@ -33,10 +35,20 @@ class Losses(NamedTuple):
     Attributes:
       sums_s: seconds of recomputation.
       products: sums of the products of two orders' losses of one turn, by pair.
+      counted_for: of what memory and costs: its tokens, and seconds to recompute a conversation's first
+        tokens, for some lengths. Empty: not said, and taken for the present ones.
     """
 
     sums_s: tuple[float, ...]
     products: tuple[tuple[float, ...], ...]
+    counted_for: tuple[float, ...] = ()
+
+    def holds_for(self, counted_for: tuple[float, ...]) -> bool:
+        """Whether they tell of a memory and costs; a page more or less changes next to nothing."""
+        pairs = zip(self.counted_for, counted_for, strict=False)
+        return len(self.counted_for) in (0, len(counted_for)) and all(
+            math.isclose(before, now, rel_tol=_ALIKE) for before, now in pairs
+        )
 
 
 class Insurance:
@@ -64,10 +76,11 @@ class Insurance:
         Args:
           orders: by name; they count indices in blocks of `BLOCK_TOKENS`.
           cost_model: seconds for a chunk of `chunk_tokens` tokens.
-          followed: the order to begin with.
+          followed: the order to begin with; the first one where `losses` were counted for something else.
           chunk_tokens: at most `BLOCK_TOKENS`.
           num_tokens: what the cache holds.
-          losses: of an insurance before this one.
+          losses: of an insurance before this one; forgotten where they were counted for another memory or
+            other costs, or a sum of many turns, or of slow ones, would outvote what is seen here.
         """
         self.names = tuple(orders)
         self.followed = followed
@@ -78,6 +91,10 @@ class Insurance:
         self._cost_model = cost_model
         self._chunk_tokens = chunk_tokens
         self._costs_s = [0.0]  # of the first so many blocks
+        seconds = (self._cost_s(num_blocks) for num_blocks in _NUM_BLOCKS_COSTED)
+        self._counted_for = float(num_tokens), *seconds
+        if losses is not None and not losses.holds_for(self._counted_for):
+            losses, self.followed = None, self.names[0]
         size = len(self.names)
         self._sums_s = [0.0] * size if losses is None else list(losses.sums_s)
         self._products = [
@@ -87,7 +104,7 @@ class Insurance:
     @property
     def losses(self) -> Losses:
         """What the rule goes by."""
-        return Losses(tuple(self._sums_s), tuple(map(tuple, self._products)))
+        return Losses(tuple(self._sums_s), tuple(map(tuple, self._products)), self._counted_for)
 
     def returned(self, conversation_id: str, num_tokens: int, num_shared_tokens: int) -> None:
         """A turn was sent to a history of so many tokens, of which leading ones are a shared prefix's."""

@@ -8,21 +8,25 @@ ends conversations; `CacheManager` owns it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pensieve_jax.cache.cost import CostModel
-from pensieve_jax.cache.experience import ORDERS, Experience
+from pensieve_jax.cache.experience import Experience
 from pensieve_jax.cache.insurance import BLOCK_TOKENS, Insurance
 from pensieve_jax.cache.policies import (
+    ORDERS,
     EvictionPolicy,
     LearnedPolicy,
-    RecencyPolicy,
-    RetentionPolicy,
     ReturnsPolicy,
+    orders_of,
 )
 from pensieve_jax.cache.return_log import ReturnLog
 from pensieve_jax.cache.returns import ReturnModel, bucket_of
 from pensieve_jax.cache.sequence import CachedSequence
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.clock import Clock
+
+type SetBucket = Callable[[CachedSequence, int], None]
 
 
 class TurnNotes:
@@ -69,12 +73,14 @@ class Learning(TurnNotes):
         *,
         chunk_tokens: int,
         num_chunks: int,
+        set_bucket: SetBucket,
         experience: Experience | None,
     ) -> None:
         """From `experience` on; `policy` is the one of the cache, which holds `num_chunks` chunks."""
         self._policy = policy
         self._cost_model = cost_model
         self._clock = clock
+        self._set_bucket = set_bucket
         self._chunk_tokens = chunk_tokens
         self._num_tokens = num_chunks * chunk_tokens
         self.begin(experience)
@@ -84,20 +90,17 @@ class Learning(TurnNotes):
         policy = self._policy
         known = (None, None) if experience is None else (experience.returns, experience.exposure_s)
         policy.use(ReturnModel(*known))
-        policy.follow(RetentionPolicy.name if experience is None else experience.followed)
-        blocks = RetentionPolicy(self._cost_model, BLOCK_TOKENS)
         by_returns = ReturnsPolicy(policy.model, self._cost_model, BLOCK_TOKENS)
-        orders = {order.name: order for order in (blocks, RecencyPolicy(), by_returns)}
-        assert tuple(orders) == ORDERS
         self._log = ReturnLog(policy.model)
         self._insurance = Insurance(
-            orders,
+            orders_of(by_returns, self._cost_model, BLOCK_TOKENS),
             self._cost_model,
-            followed=policy.followed,
+            followed=ORDERS[0] if experience is None else experience.followed,
             chunk_tokens=self._chunk_tokens,
             num_tokens=self._num_tokens,
             losses=None if experience is None else experience.losses,
         )
+        policy.follow(self._insurance.followed)
 
     def sent(self, sequence: CachedSequence, num_history_tokens: int) -> None:
         """See `TurnNotes`."""
@@ -112,9 +115,10 @@ class Learning(TurnNotes):
     ) -> None:
         """See `TurnNotes`."""
         is_first = num_history_tokens == prompt_tokens + output_tokens
-        sequence.bucket = bucket_of(
-            is_first=is_first, prompt_tokens=prompt_tokens, output_tokens=output_tokens
-        )
+        if is_first:  # a shared prefix is not what the user sent
+            prompt_tokens -= min(self._num_shared_tokens(sequence), prompt_tokens)
+        bucket = bucket_of(is_first=is_first, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+        self._set_bucket(sequence, bucket)
         self.left(sequence, num_history_tokens)
 
     def left(self, sequence: CachedSequence, num_history_tokens: int) -> None:
@@ -161,9 +165,15 @@ def turn_notes(
     config: CacheConfig,
     cost_model: CostModel,
     clock: Clock,
+    *,
+    set_bucket: SetBucket,
     experience: Experience | None,
 ) -> TurnNotes:
-    """What a cache of this policy makes of turns; `experience` is for the order that learns."""
+    """What a cache of this policy makes of turns.
+
+    `set_bucket` is how it is told what a sequence's latest turn was like, so that its orders know of it;
+    `experience` is for the order that learns.
+    """
     if not isinstance(policy, LearnedPolicy):
         return TurnNotes()
     # Chunks that are on both tiers ahead of need take two places.
@@ -174,5 +184,6 @@ def turn_notes(
         clock,
         chunk_tokens=config.chunk_tokens,
         num_chunks=num_chunks,
+        set_bucket=set_bucket,
         experience=experience,
     )

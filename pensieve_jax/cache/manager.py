@@ -62,7 +62,9 @@ class CacheManager:
         self.prefetch = config.prefetch
         self._max_num_copies = max_num_copies
         self._policy = make_policy(config.policy, cost_model, config.chunk_tokens)
-        self.turns = turn_notes(self._policy, config, cost_model, clock, experience)
+        self.turns = turn_notes(
+            self._policy, config, cost_model, clock, set_bucket=self._set_bucket, experience=experience
+        )
         self._evictor = Evictor(
             self._store,
             self._policy,
@@ -126,8 +128,8 @@ class CacheManager:
         now_s = self._clock.now()
         self._store.set_active(sequence, now_s)
         if sequence.prefix is not None:
-            sequence.prefix.bucket = sequence.bucket
             self._store.set_active(sequence.prefix, now_s)
+            self._store.set_bucket(sequence.prefix, sequence.bucket)
 
     def push_out(self, sequence: CachedSequence, max_num_chunks: int | None = None) -> int:
         """Have an idle sequence's pages, or the leading ones of them, copied to the host and freed now.
@@ -296,10 +298,6 @@ class CacheManager:
         counts = {state.value: states[state] for state in ChunkState if state is not ChunkState.DROPPED}
         return counts | {"free pages": self._store.pages.num_free, "free slots": self._store.slots.num_free}
 
-    def experience(self) -> Experience | None:
-        """What was learned of returns; None for an order that learns nothing."""
-        return self.turns.experience()
-
     def stats(self) -> dict[str, int | float]:
         """Sizes, what is free of them, what was done to make room, and what was learned."""
         return {
@@ -325,6 +323,12 @@ class CacheManager:
             return sequence
         assert sequence.prefix is not None
         return sequence.prefix
+
+    def _set_bucket(self, sequence: CachedSequence, bucket: int) -> None:
+        """Of a sequence, and of the prefix that it begins with: both may be idle by now."""
+        self._store.set_bucket(sequence, bucket)
+        if sequence.prefix is not None:
+            self._store.set_bucket(sequence.prefix, bucket)
 
     def _set_page_aside(self, sequence: CachedSequence, index: int) -> None:
         page = self._evictor.allocate_page(sequence.arrival)

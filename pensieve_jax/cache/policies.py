@@ -238,23 +238,34 @@ class ReturnsPolicy(_LeadingFirst):
         return self.model.num_fits
 
 
-class RecencyPolicy(_LeadingFirst):
+class RecencyPolicy(LruPolicy):
     """The order of `lru`, with worths above 0 that fall with idle time, as those of other orders do."""
-
-    name = "lru"
 
     def worth(self, sequence: Activity, index: int, now_s: float) -> float:
         """One over seconds since the conversation was active."""
         idle_s = now_s - sequence.last_active_s
         return 1.0 / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
 
-    def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
-        """It makes no difference."""
-        return 0
+    def epoch(self, now_s: float) -> float:
+        """These fall all the time."""
+        return now_s
 
-    def standing(self, sequence: Candidate, chunk: int, now_s: float) -> Standing:
-        """By activity, all in one group."""
-        return Standing(0, sequence.last_active_s)
+    def describe(self, worths: Sequence[DatedWorth]) -> str:
+        """As the numbers that they are: none is a time."""
+        return EvictionPolicy.describe(self, worths)
+
+
+ORDERS = (RetentionPolicy.name, RecencyPolicy.name, ReturnsPolicy.name)
+"""What `LearnedPolicy` chooses from; the first one where nothing was learned."""
+
+
+def orders_of(
+    by_returns: ReturnsPolicy, cost_model: CostModel, chunk_tokens: int
+) -> dict[str, EvictionPolicy]:
+    """`ORDERS` by name, for chunks of `chunk_tokens`."""
+    return dict(
+        zip(ORDERS, (RetentionPolicy(cost_model, chunk_tokens), RecencyPolicy(), by_returns), strict=True)
+    )
 
 
 class LearnedPolicy(EvictionPolicy):
@@ -270,9 +281,8 @@ class LearnedPolicy(EvictionPolicy):
     def __init__(self, cost_model: CostModel, chunk_tokens: int) -> None:
         """Nothing learned: the paper's order."""
         self._returns = ReturnsPolicy(ReturnModel(), cost_model, chunk_tokens)
-        orders = (RetentionPolicy(cost_model, chunk_tokens), RecencyPolicy(), self._returns)
-        self.orders: dict[str, EvictionPolicy] = {order.name: order for order in orders}
-        self.followed = RetentionPolicy.name
+        self.orders = orders_of(self._returns, cost_model, chunk_tokens)
+        self.followed = ORDERS[0]
 
     @property
     def in_force(self) -> EvictionPolicy:

@@ -44,7 +44,7 @@ class ReturnLog:
         """A conversation is idle from now on; its latest turn was of `bucket`."""
         row = self._rows.get(conversation_id)
         if row is None:
-            row = self._rows[conversation_id] = self._new_row()
+            row = self._rows[conversation_id] = self._new_row(now_s)
             self._ids[row] = conversation_id
         self._since_s[row], self._buckets[row] = now_s, bucket
 
@@ -61,9 +61,7 @@ class ReturnLog:
 
     def fit(self, now_s: float) -> None:
         """Bring the model up to date with everybody who is idle now."""
-        idle_s = now_s - self._since_s[: self._num_used]
-        for row in np.flatnonzero(idle_s >= HORIZON_S).tolist():
-            self.ended(self._ids[row], now_s)
+        self._close_old(now_s)
         self.model.fit(self.open_exposure_s(now_s))
 
     def open_exposure_s(self, now_s: float) -> Array:
@@ -81,12 +79,19 @@ class ReturnLog:
         self._free.append(row)
         return True
 
-    def _new_row(self) -> int:
+    def _close_old(self, now_s: float) -> None:
+        idle_s = now_s - self._since_s[: self._num_used]
+        for row in np.flatnonzero(idle_s >= HORIZON_S).tolist():
+            self.ended(self._ids[row], now_s)
+
+    def _new_row(self, now_s: float) -> int:
+        if not self._free and self._num_used == len(self._since_s):
+            self._close_old(now_s)  # where nobody returns nothing else does
+            if len(self._free) < self._num_used // 4:  # or everybody would be looked at for every few rows
+                self._since_s = np.concatenate([self._since_s, np.full_like(self._since_s, np.inf)])
+                self._buckets = np.concatenate([self._buckets, np.zeros_like(self._buckets)])
         if self._free:
             return self._free.pop()
-        if self._num_used == len(self._since_s):
-            self._since_s = np.concatenate([self._since_s, np.full_like(self._since_s, np.inf)])
-            self._buckets = np.concatenate([self._buckets, np.zeros_like(self._buckets)])
         self._num_used += 1
         self._ids.append("")
         return self._num_used - 1

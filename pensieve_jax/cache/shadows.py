@@ -108,8 +108,11 @@ class ShadowCache:
         shadow.role, shadow.role_number = Role.IDLE, self._num_roles
         shadow.last_active_s, shadow.bucket = now_s, bucket
         self._resize(shadow, num_blocks, num_shared, 0)
-        self._idle[shadow] = None
-        self._order.note(shadow)
+        if shadow.num_held:
+            self._idle[shadow] = None
+            self._order.note(shadow)
+        else:  # nothing to lose, and nobody would ever take it away
+            self.ended(conversation_id)
         self._make_room(now_s)
 
     def ended(self, conversation_id: str) -> None:

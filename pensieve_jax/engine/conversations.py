@@ -19,7 +19,6 @@ from pensieve_jax.core.errors import (
     UnknownConversationError,
 )
 from pensieve_jax.engine.drop_journal import DropJournal
-from pensieve_jax.engine.experience import ExperienceKeeper
 from pensieve_jax.engine.loop import Sweep
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.history import ConversationInfo, ConversationRecord, HistoryStore
@@ -162,10 +161,6 @@ class ConversationTable:
         self._cache.close(live.sequence)
         if live.conversation.one_off or not live.conversation.num_turns:  # nobody can ask for it any more
             self._drops.forget(live.conversation.conversation_id)
-
-    def forget_experience(self) -> None:
-        """Have an order that learns begin anew, here and in the history; raises HistoryError."""
-        ExperienceKeeper(self._store, self._cache).forget()
 
     def expire_idle(self) -> None:
         """End conversations beyond the time-to-live, then the least recently active beyond the bound."""

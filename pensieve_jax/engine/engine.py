@@ -114,7 +114,7 @@ class Engine:
             max_num_copies=config.runner.max_num_staged_pages,
             observe=self._note,
             on_drop=self._drops.note,
-            experience=kept_experience(self._store),
+            experience=kept_experience(self._store, cache.policy),
         )
         self._cache = self._loop.cache
         self._prefixes = PrefixTable(self._cache)
@@ -247,6 +247,11 @@ class Engine:
     def forget_state(self, conversation_id: str) -> None:
         """Drop a conversation's state in every tier; its next turn recomputes it from the history."""
         self._conversations.forget_state(conversation_id)
+
+    @_change
+    def forget_experience(self) -> None:
+        """Have an order that learns begin anew, here and in the history; raises HistoryError."""
+        self._ledger.forget_experience()
 
     def explain(self, conversation_id: str) -> Explanation:
         """Where a conversation's state is, and why some of it is nowhere; raises UnknownConversationError."""

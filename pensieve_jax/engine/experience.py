@@ -2,7 +2,7 @@
 
 Owns: when it is written, how it is read, and what happens to one that cannot be.
 Does not know: what was learned, or how a note is stored.
-Called by: the engine when it begins and ends, the ledger after commits, `ConversationTable` to forget it.
+Called by: the engine when it begins and ends, the ledger after commits and to forget it.
 
 It is worth little beside the turns: where it cannot be written or read, that is logged and nothing fails.
 """
@@ -13,6 +13,7 @@ import json
 import logging
 
 from pensieve_jax.cache import CacheManager, Experience
+from pensieve_jax.cache.policies import LearnedPolicy
 from pensieve_jax.core.errors import HistoryError
 from pensieve_jax.history import HistoryStore
 
@@ -21,14 +22,15 @@ _WRITE_AFTER = 256  # turns: what a killed process forgets
 _log = logging.getLogger(__name__)
 
 
-def kept_experience(store: HistoryStore) -> Experience | None:
-    """What the history holds; None where there is nothing, or nothing that this release reads."""
-    text = store.note(_NOTE)
-    if text is None:
+def kept_experience(store: HistoryStore, policy: str) -> Experience | None:
+    """What the history holds for an order that learns; None where that is nothing, or cannot be read."""
+    if policy != LearnedPolicy.name:
         return None
     try:
-        return Experience.from_dict(json.loads(text))
-    except (ValueError, RecursionError) as error:  # ConfigError is a ValueError, and so are errors of JSON
+        text = store.note(_NOTE)
+        return None if text is None else Experience.from_dict(json.loads(text))
+    # ConfigError is a ValueError, and so are errors of JSON.
+    except (HistoryError, ValueError, RecursionError) as error:
         _log.warning("What was learned of returns cannot be read, and begins anew: %s", error)
         return None
 
@@ -50,7 +52,7 @@ class ExperienceKeeper:
 
     def write(self) -> None:
         """Write it now, if there is any and a turn was committed since."""
-        experience = self._cache.experience() if self._num_turns else None
+        experience = self._cache.turns.experience() if self._num_turns else None
         self._num_turns = 0
         if experience is None:
             return

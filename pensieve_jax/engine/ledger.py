@@ -116,6 +116,10 @@ class TurnLedger:
         """Write what was learned; there are no turns any more."""
         self._keeper.write()
 
+    def forget_experience(self) -> None:
+        """Have an order that learns begin anew, here and in the history; raises HistoryError."""
+        self._keeper.forget()
+
     def _held(self, turns: Iterable[weakref.ref[Turn]]) -> list[Turn]:
         return [turn for held in turns if (turn := held()) is not None]
 

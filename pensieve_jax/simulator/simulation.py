@@ -139,7 +139,7 @@ def simulate(
         seconds=end_s - scenario.warm_up_s,
         num_unfinished=sum(replica.num_unfinished for replica in replicas),
         num_refused=client.num_refused,
-        experience=_experience(replicas),
+        experience=_experience(replicas, experience),
     )
     if scenario.drain_s:
         serve(end_s + scenario.drain_s)
@@ -185,10 +185,10 @@ def _replica(scenario: Scenario, number: int, start_s: float, experience: Experi
     )
 
 
-def _experience(replicas: Sequence[Replica]) -> Experience | None:
-    found = [replica.cache.experience() for replica in replicas]
+def _experience(replicas: Sequence[Replica], given: Experience | None) -> Experience | None:
+    found = [replica.cache.turns.experience() for replica in replicas]
     known = [experience for experience in found if experience is not None]
-    return Experience.together(known) if known else None
+    return Experience.together(known, given) if known else None
 
 
 def _place(session: Session, replicas: Sequence[Replica], router: Router) -> None:

@@ -54,14 +54,18 @@ def test_it_goes_by_the_index_times_the_cost():
     changes=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=40),
 )
 def test_the_order_is_what_a_search_would_find(followed, seed, sizes, changes):
-    """Time passes, bins end, models are fitted, orders change; conversations come, go and give way."""
+    """Time passes, bins end, models are fitted, orders change; conversations come, go and give way.
+
+    A turn may be answered when its conversation is idle already, as where it ends by length.
+    """
     cache, sequences = cache_with("learned", sizes)
     policy, rng = cache.policy, random.Random(seed)
     policy.use(habits(seed))
     policy.follow(followed)
     for sequence in sequences:
         sequence.bucket = rng.randrange(NUM_BUCKETS)
-    store, order = cache.manager._store, VictimOrder(policy, Shelf.DIRTY, sequences)
+    store, turns = cache.manager._store, cache.manager.turns
+    order = VictimOrder(policy, Shelf.DIRTY, sequences)
     for number, change in changes:
         sequence = sequences[number % len(sequences)]
         if change == 0:
@@ -78,6 +82,8 @@ def test_the_order_is_what_a_search_would_find(followed, seed, sizes, changes):
         elif change == 5 and sequence.role is Role.IDLE:
             cache.running(sequence.sequence_id, 5 * CHUNK, sequence)
             cache.manager.release(sequence)
+        elif change == 8:
+            turns.answered(sequence, CHUNK, prompt_tokens=rng.randrange(20_000), output_tokens=CHUNK)
         elif change == 6:
             policy.model.returns[rng.randrange(NUM_BUCKETS)] += 3
             policy.model.fit(np.zeros((NUM_BUCKETS, NUM_BINS)))
@@ -125,7 +131,7 @@ class SlowShadow:
 
     def returned(self, name):
         plain = self.known.get(name)
-        if plain is None or 0 < plain.num_lost == plain.num_blocks - plain.num_shared:
+        if plain is None or plain.num_lost == plain.num_blocks - plain.num_shared:
             return None
         num_lost, plain.num_lost, plain.is_idle = plain.num_lost, 0, False
         return num_lost
@@ -167,6 +173,20 @@ def test_a_shadow_keeps_what_a_cache_of_that_order_would(name, seed, turns):
             running.add(key)
     held = sum(p.num_blocks - p.num_shared - p.num_lost for p in slow.known.values())
     assert fast.num_held == held
+
+
+def test_a_shadow_does_not_keep_whoever_has_no_blocks_of_its_own():
+    shadow = ShadowCache(RecencyPolicy(), 20)
+    for i in range(100):
+        shadow.left(str(i), 2, num_shared=2, bucket=1, now_s=float(i))
+    assert not shadow._shadows and not shadow._idle and not shadow.num_held
+    assert shadow.returned("0") is None
+    common = {"num_shared": 0, "bucket": 1, "now_s": 200.0}
+    shadow.left("big", 20, **common)
+    shadow.left("more", 5, **common)
+    assert shadow.returned("big") == 5 and shadow.num_held == 25
+    shadow.left("none", 2, num_shared=2, bucket=1, now_s=201.0)
+    assert shadow.num_held == 20, "it asks nobody for room, but room is made"
 
 
 def insured(model: ReturnModel, followed: str, num_tokens: int) -> Insurance:
@@ -227,10 +247,60 @@ def test_its_losses_are_handed_over():
         COSTS,
         followed=first.followed,
         chunk_tokens=CHUNK,
-        num_tokens=1000,
+        num_tokens=10 * BLOCK_TOKENS,
         losses=first.losses,
     )
     assert second.losses == first.losses and second.followed == "returns"
+
+
+@pytest.mark.parametrize(("num_blocks", "factor"), [(1000, 1.0), (1, 1.0), (10, 0.01)])
+def test_losses_of_another_memory_or_model_are_forgotten(num_blocks, factor):
+    """Or a handful of turns here would weigh nothing beside thousands there, and a bad order would stay."""
+    first = insured(ReturnModel(), "retention", 10 * BLOCK_TOKENS)
+    for i in range(3000):
+        first._add(np.array([100.0, 200.0, 1.0 + 0.01 * (i % 3)]))
+    costs = AnalyticCostModel(CHUNK, num_weights=1e3 * factor, attention_width=1e3 * factor)
+    orders = dict(zip(ORDERS, (RecencyPolicy(),) * 3, strict=True))
+    common = {"chunk_tokens": CHUNK, "num_tokens": num_blocks * BLOCK_TOKENS}
+    second = Insurance(orders, costs, followed="returns", losses=first.losses, **common)
+    assert second.followed == "retention" and not any(second.losses.sums_s)
+    for i in range(20):
+        second._add(np.array([2.0, 0.01 * (i % 2), 3.0]))
+    assert second.followed == "lru"
+
+
+def test_a_shared_prefix_is_not_what_the_user_sent():
+    """A system prompt of thousands of tokens says nothing about who sends the first message."""
+    buckets = []
+    for num_shared in (0, 100):
+        cache = Cache(400, policy="learned")
+        sequence = cache.manager.open("a")
+        cache.manager.share(sequence, cache.manager.open_prefix("prefix", num_shared * CHUNK))
+        num_tokens = (num_shared + 4) * CHUNK
+        cache.running("a", num_tokens, sequence)
+        prompt_tokens = num_tokens - CHUNK
+        cache.manager.turns.answered(sequence, num_tokens, prompt_tokens=prompt_tokens, output_tokens=CHUNK)
+        buckets.append(sequence.bucket)
+    assert buckets[0] == buckets[1]
+
+
+def test_a_page_more_is_no_other_memory():
+    first = insured(ReturnModel(), "retention", 100 * BLOCK_TOKENS)
+    first._add(np.array([1.0, 2.0, 3.0]))
+    assert first.losses.holds_for(insured(ReturnModel(), "lru", 101 * BLOCK_TOKENS).losses.counted_for)
+
+
+def test_a_prefix_is_like_the_turns_of_its_latest_user():
+    cache = Cache(200, policy="learned")
+    prefix = cache.manager.open_prefix("prefix", 2 * CHUNK)
+    sequence = cache.manager.open("a")
+    cache.manager.share(sequence, prefix)
+    cache.running("a", 4 * CHUNK, sequence)
+    cache.manager.release(sequence)
+    cache.manager._store.take_changed(Shelf.DIRTY)
+    cache.manager.turns.answered(sequence, 4 * CHUNK, prompt_tokens=3 * CHUNK, output_tokens=CHUNK)
+    assert prefix.bucket == sequence.bucket > 0
+    assert set(cache.manager._store.take_changed(Shelf.DIRTY)) == {prefix, sequence}
 
 
 def test_turns_are_told_and_learned_from():
@@ -244,24 +314,24 @@ def test_turns_are_told_and_learned_from():
         cache.clock.advance(2.0)
         manager.turns.sent(sequence, 3 * CHUNK)
         manager.close(sequence)
-    experience = manager.experience()
+    experience = manager.turns.experience()
     assert experience.num_returns == 64 and (experience.returns.sum(1) > 0).sum() == 1
     assert experience.exposure_s.sum() == pytest.approx(128.0)
     assert manager.stats()["num_returns_seen"] == 64
     manager.turns.begin(None)
-    assert manager.experience().num_returns == 0
+    assert manager.turns.experience().num_returns == 0
 
 
 def test_orders_that_do_not_learn_have_no_experience():
     cache = Cache(policy="retention")
-    assert cache.manager.experience() is None and cache.manager.turns.describe() is None
+    assert cache.manager.turns.experience() is None and cache.manager.turns.describe() is None
 
 
 def test_a_policy_begins_with_what_an_experience_followed():
     cache = Cache(200, policy="learned")
     policy = cache.manager._policy
     assert isinstance(policy, LearnedPolicy) and policy.followed == "retention"
-    experience = cache.manager.experience()
+    experience = cache.manager.turns.experience()
     cache.manager.turns.begin(
         type(experience)(experience.returns, experience.exposure_s, "lru", experience.losses)
     )

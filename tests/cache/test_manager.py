@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve_jax.cache import ChunkState, Role
+from pensieve_jax.cache import CachedSequence, ChunkState, Role
 from pensieve_jax.config import POLICIES
 from tests.cache.helpers import CHUNK, Cache, resident, states
 
@@ -261,3 +263,21 @@ def test_any_order_of_turns_keeps_its_invariants(policy, ops):
     for sequence in sequences.values():
         cache.manager.close(sequence)
     assert cache.pool.num_free == 12
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("cpu_pages", [0, 8])
+@pytest.mark.parametrize("num_pages", [6, 20])
+def test_nothing_is_kept_of_sequences_that_were_closed(policy, cpu_pages, num_pages):
+    """Not by the orders of shelves either that nobody takes from: without host memory, or where all fits."""
+    cache = Cache(num_pages, cpu_pages, policy=policy)
+    cache.idle("stays", 2 * CHUNK)
+    for i in range(1000):
+        sequence = cache.running(f"closed {i}", 3 * CHUNK)
+        cache.manager.release(sequence)
+        cache.manager.close(sequence)
+        cache.manager.take_drops()
+        cache.complete()
+    gc.collect()
+    found = [one.sequence_id for one in gc.get_objects() if isinstance(one, CachedSequence)]
+    assert sum(name.startswith("closed") for name in found) < 100

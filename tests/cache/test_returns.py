@@ -167,6 +167,15 @@ def test_rows_are_used_again():
     assert len(log) == 0 and len(log._ids) <= 2
 
 
+def test_those_who_never_return_are_not_kept():
+    """Nobody returns, so nothing is fitted: no more rows than twice those who may still return."""
+    log, gap_s = open_log(), 100.0
+    for i in range(5000):
+        log.left(str(i), 1, i * gap_s)
+    assert len(log) <= 2 * HORIZON_S / gap_s + 64 and len(log._since_s) <= 4 * HORIZON_S / gap_s
+    assert log.model.returns.sum() == 0
+
+
 def test_whoever_has_been_idle_too_long_has_left():
     log = open_log()
     log.left("a", 1, 0.0)
@@ -179,7 +188,7 @@ def test_whoever_has_been_idle_too_long_has_left():
 def experience():
     rng = np.random.default_rng(0)
     shape = NUM_BUCKETS, NUM_BINS
-    losses = Losses((1.0, 2.5, 0.5), ((1.0, 0.0, 0.0), (0.0, 3.0, 0.0), (0.0, 0.0, 1.0)))
+    losses = Losses((1.0, 2.5, 0.5), ((1.0, 0.0, 0.0), (0.0, 3.0, 0.0), (0.0, 0.0, 1.0)), (3e4, 0.5, 9.0))
     return Experience(rng.integers(0, 9, shape).astype(float), rng.random(shape) * 1e3, "returns", losses)
 
 
@@ -201,6 +210,8 @@ def test_experience_survives_its_document():
         ({"exposure_s": [[-1.0] * NUM_BINS] * NUM_BUCKETS}, "experience.exposure_s"),
         ({"lost_s": {"retention": 1.0}}, "experience.lost_s"),
         ({"lost_s": None}, "experience.lost_s"),
+        ({"losses_counted_for": None}, "experience.losses_counted_for"),
+        ({"losses_counted_for": ["x"]}, "experience.losses_counted_for"),
         ({"loss_products": "no"}, "experience.loss_products"),
     ],
 )
@@ -220,3 +231,11 @@ def test_what_several_have_seen_adds_up():
     one = experience()
     both = Experience.together([one, one])
     assert both.num_returns == 2 * one.num_returns and both.followed == "returns"
+
+
+def test_what_all_began_from_counts_once():
+    given = experience()
+    begun = [Experience(given.returns + i, given.exposure_s + i, "lru", given.losses) for i in range(3)]
+    found = Experience.together(begun, given)
+    np.testing.assert_allclose(found.returns, given.returns + 3)
+    np.testing.assert_allclose(found.exposure_s, given.exposure_s + 3)

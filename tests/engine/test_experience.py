@@ -21,17 +21,17 @@ def talk(harness: Harness, num_turns: int, name: str = "a") -> None:
 
 
 def seen(harness: Harness) -> float:
-    return harness.engine.cache.experience().num_returns
+    return harness.engine.cache.turns.experience().num_returns
 
 
 def test_it_survives_a_restart(tmp_path):
     path = tmp_path / "history.sqlite"
     first = Harness(LEARNED, path=path)
     talk(first, 5)
-    before = first.engine.cache.experience()
+    before = first.engine.cache.turns.experience()
     first.engine.close()
     second = Harness(LEARNED, path=path, clock=first.clock)
-    after = second.engine.cache.experience()
+    after = second.engine.cache.turns.experience()
     assert (after.returns == before.returns).all() and after.num_returns == 4
     talk(second, 1)  # whoever left before the restart was not watched since
     assert seen(second) == 4
@@ -46,7 +46,7 @@ def test_it_is_written_now_and_then(tmp_path, monkeypatch):
     talk(harness, 3)
     assert harness.store.note("experience") is None
     talk(harness, 2)
-    assert kept.kept_experience(harness.store).num_returns == 3
+    assert kept.kept_experience(harness.store, "learned").num_returns == 3
 
 
 def test_an_interrupt_leaves_what_was_written(monkeypatch):
@@ -56,6 +56,51 @@ def test_an_interrupt_leaves_what_was_written(monkeypatch):
     harness.engine._guard.interrupted = True
     talk(harness, 1)
     assert seen(harness) == 3
+
+
+def test_what_the_history_cannot_read_is_begun_anew(monkeypatch, caplog):
+    """The history may refuse at any time; an interrupt then has the engine read it again."""
+    harness = Harness(LEARNED)
+    talk(harness, 3)
+
+    def fail(name: str) -> str | None:
+        raise HistoryError("the disk is gone")
+
+    monkeypatch.setattr(harness.store, "note", fail)
+    harness.engine._guard.interrupted = True
+    talk(harness, 1)
+    assert "begins anew" in caplog.text and "the disk is gone" in caplog.text and seen(harness) == 0
+
+
+def test_other_orders_do_not_read_it():
+    harness = Harness(small_config(policy="lru"))
+    harness.store.keep_note("experience", "{torn")
+    assert kept.kept_experience(harness.store, "lru") is None
+
+
+def test_to_forget_is_a_change_like_others():
+    """One thread at a time; where the history refuses nothing is forgotten, and an interrupt is made good."""
+    harness = Harness(LEARNED)
+    talk(harness, 3)
+    keep_note = harness.store.keep_note
+
+    def fail(name: str, text: str | None) -> None:
+        raise HistoryError("the disk is full")
+
+    harness.store.keep_note = fail
+    with pytest.raises(HistoryError):
+        harness.engine.forget_experience()
+    assert seen(harness) == 2 and not harness.engine._guard.interrupted
+
+    def interrupt(name: str, text: str | None) -> None:
+        raise KeyboardInterrupt
+
+    harness.store.keep_note = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        harness.engine.forget_experience()
+    assert harness.engine._guard.interrupted
+    harness.store.keep_note = keep_note
+    talk(harness, 1)
 
 
 @pytest.mark.parametrize("text", ["", "{torn", "[]", '{"format": "another"}', "[" * 100_000])
@@ -90,8 +135,9 @@ def test_it_can_be_forgotten(tmp_path):
     path = tmp_path / "history.sqlite"
     harness = Harness(LEARNED, path=path)
     talk(harness, 5)
-    harness.engine.conversations.forget_experience()
+    harness.engine.forget_experience()
     assert seen(harness) == 0 and harness.store.note("experience") is None
+    talk(harness, 1)
     harness.engine.close()
     assert seen(Harness(LEARNED, path=path, clock=harness.clock)) == 0
 
