@@ -110,6 +110,7 @@ def test_agents_sessions_are_a_directory(tmp_path):
     trace = read_trace(tmp_path, format=guess_format(tmp_path))
     assert lengths_of(trace) == 2 * TURNS_OF_PUBLISHED
     assert trace.conversations[0].conversation_id == "trace_1:0"
+    assert [one.root_id for one in trace.conversations] == ["trace_1"] * 2 + ["trace_2"] * 2
 
 
 def test_a_directory_without_sessions_is_refused(tmp_path):
