@@ -11,9 +11,10 @@ document (see `--json`).
 
 What is not given is chosen, and said. The part is as many conversations as the stateless system answers in
 `--level_ms` a token on average (`--share`, or `--rate` where the trace has no arrivals), of at most about
-`--max_turns` turns. The device's memory is an eighth of their state, at most the 40 GB of the paper, and the
-host's 1, 2 and 4 times that. Scheduler, cache and eviction order are the engine's own, in virtual time: a
-step and a copy take what `--profile` says. `scripts/simulate.py` sweeps loads, policies and replicas.
+`--max_turns` turns; if even a few take longer, that is said. The device's memory is an eighth of their state,
+at most the 40 GB of the paper, and the host's 1, 2 and 4 times that. Scheduler, cache and eviction order are
+the engine's own, in virtual time: a step and a copy take what `--profile` says. `scripts/simulate.py` sweeps
+loads, policies and replicas.
 """
 
 from __future__ import annotations
@@ -83,7 +84,6 @@ class Servers:
             scheduler=SchedulerConfig(
                 max_num_running=256,
                 max_num_batched_tokens=2048,
-                max_num_buckets=8,
                 max_context_tokens=self._max_context_tokens,
             ),
         )
@@ -131,11 +131,15 @@ def described(trace: Trace, format: str, part: Part, token_bytes: int) -> str:
     pauses = "recorded" if part.has_pauses else "recorded where they are, else drawn, 60 s on average"
     times = "" if FLAGS.time_scale == 1 else f", all times x {FLAGS.time_scale:g}"
     whole = f"{len(trace.conversations):,} conversations, {trace.num_turns:,} turns"
+    overloaded = (
+        f"\nno part that was tried is answered by the stateless system in {FLAGS.level_ms:g} ms a token; "
+        "this is the smallest of them"
+    )
     return (
         f"{trace.name}, read as {format}: {whole}\n"
         f"served: {part.share:.3g} of them: {len(sessions):,} conversations, {num_turns:,} turns, which come "
         f"to {tokens:,} tokens of state ({gigabytes(tokens * token_bytes)})\n"
-        f"they begin {arrivals}; pauses are {pauses}{times}"
+        f"they begin {arrivals}; pauses are {pauses}{times}{overloaded if part.in_time is False else ''}"
     )
 
 
@@ -185,7 +189,7 @@ def report(
         "profile": {"name": FLAGS.profile, "source": profile.source, "provenance": profile.provenance},
         "trace": {"name": trace.name, "format": format, "digest": trace.digest},
         "part": {
-            **{name: getattr(part, name) for name in ("share", "rate_per_s", "has_pauses")},
+            **{name: getattr(part, name) for name in ("share", "rate_per_s", "has_pauses", "in_time")},
             "num_sessions": len(part.sessions),
             "state_tokens": state_tokens(part.sessions),
         },

@@ -15,7 +15,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -34,21 +34,23 @@ class Row:
       line: where the row begins, from 1.
       values: its fields by name; further ones than are asked for are ignored.
       prefix: what stands before the names in errors, for example "turns[2]." in a nested row.
+      texts: of a CSV row, its fields as they stand in the file; empty for JSON, which has types.
     """
 
     path: Path
     line: int
     values: Mapping[str, object]
     prefix: str = ""
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     def error(self, name: str, limit: str) -> TraceError:
         """What to raise for field `name`; `limit` completes "must be"."""
-        field = self.prefix + name
+        named = self.prefix + name
         if name not in self.values:
-            return TraceError(self.path, self.line, f"{field} is missing, but must be {limit}")
+            return TraceError(self.path, self.line, f"{named} is missing, but must be {limit}")
         shown = repr(self.values[name])
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        return TraceError(self.path, self.line, f"{field} is {shown}, but must be {limit}")
+        return TraceError(self.path, self.line, f"{named} is {shown}, but must be {limit}")
 
     def has(self, name: str) -> bool:
         """Whether the field is there and not null."""
@@ -84,8 +86,9 @@ class Row:
         return value
 
     def identifier(self, name: str) -> str:
-        """A field that must be a non-empty string or an int, as a string."""
-        value = self.values.get(name)
+        """A field that must be a non-empty string or an int, as a string; of a CSV row as it stands there."""
+        # An id that looks like a number is none: 007 and 7 are two, and 12e5 may be hexadecimal.
+        value = self.texts.get(name, self.values.get(name))
         if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
             return str(value)
         raise self.error(name, "a non-empty string or an int")
@@ -189,7 +192,7 @@ def read_json_array(path: Path) -> Iterator[Row]:
 def read_csv(path: Path) -> Iterator[Row]:
     """The rows under a header line, one in memory at a time: such files have millions.
 
-    Values that read as numbers are numbers, empty ones None, all others strings.
+    Values that read as numbers are numbers, empty ones None, all others strings; ids stay as they stand.
     """
     with _open(path) as file:
         reader = csv.reader(_decode(path, data, line) for line, data in enumerate(file, start=1))
@@ -201,8 +204,9 @@ def read_csv(path: Path) -> Iterator[Row]:
                 if len(values) != len(header):
                     reason = f"has {len(values)} values, but must have {len(header)}, as the header"
                     raise TraceError(path, reader.line_num, reason)
-                fields = {name: _parse_value(value) for name, value in zip(header, values, strict=True)}
-                yield Row(path, reader.line_num, fields)
+                texts = dict(zip(header, values, strict=True))
+                fields = {name: _parse_value(text) for name, text in texts.items()}
+                yield Row(path, reader.line_num, fields, texts=texts)
         except csv.Error as error:
             raise TraceError(path, reader.line_num, f"is not CSV ({error})") from error
 

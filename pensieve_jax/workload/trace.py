@@ -68,20 +68,30 @@ class ConversationTrace:
       turns: in the order in which they are sent; at least one.
       arrival_s: recorded time of the first turn, in seconds since the start of the trace; None where it was
         not recorded.
+      session_id: of the session that a recording holds as several conversations, this one among them, as
+        forks and sub-agents are; None if it is the whole of its own.
     """
 
     conversation_id: str
     turns: tuple[TurnTrace, ...]
     arrival_s: float | None = None
+    session_id: str | None = None
 
     def __post_init__(self) -> None:
         """Raise WorkloadError for an empty conversation or id, or an arrival before the trace begins."""
         if not isinstance(self.conversation_id, str) or not self.conversation_id:
             raise WorkloadError("conversation_id", self.conversation_id, "a non-empty string")
+        if self.session_id is not None and (not isinstance(self.session_id, str) or not self.session_id):
+            raise WorkloadError("session_id", self.session_id, "None or a non-empty string")
         if not self.turns:
             raise WorkloadError(f"turns of {self.conversation_id!r}", self.turns, "at least one turn")
         if self.arrival_s is not None:
             check_time("arrival_s", self.arrival_s)
+
+    @property
+    def root_id(self) -> str:
+        """The session's; the conversation's own if it is no part of one."""
+        return self.session_id or self.conversation_id
 
     @property
     def num_tokens(self) -> int:
@@ -164,8 +174,10 @@ def _to_json(conversation: ConversationTrace) -> dict[str, object]:
     for turn in conversation.turns:
         lengths = {"prompt_tokens": turn.prompt_tokens, "output_tokens": turn.output_tokens}
         turns.append(lengths | _times(gap_s=turn.gap_s, think_s=turn.think_s))
-    arrival = _times(arrival_s=conversation.arrival_s)
-    return {"conversation_id": conversation.conversation_id} | arrival | {"turns": turns}
+    ids = {"conversation_id": conversation.conversation_id}
+    if conversation.session_id is not None:
+        ids["session_id"] = conversation.session_id
+    return ids | _times(arrival_s=conversation.arrival_s) | {"turns": turns}
 
 
 def _times(**times: float | None) -> dict[str, float]:
@@ -183,4 +195,7 @@ def _read_conversation(row: Row, ids: UniqueIds) -> ConversationTrace:
         )
         for turn in row.rows("turns", at_least=1)
     )
-    return ConversationTrace(ids.add(row, "conversation_id"), turns, row.optional_time("arrival_s"))
+    session_id = row.identifier("session_id") if row.has("session_id") else None
+    return ConversationTrace(
+        ids.add(row, "conversation_id"), turns, row.optional_time("arrival_s"), session_id
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import re
 from dataclasses import replace
 
 from pensieve_jax.workload.checks import check_count, check_positive, check_time
@@ -34,11 +33,11 @@ def with_min_turns(trace: Trace, min_turns: int) -> Trace:
 def split_by_session(trace: Trace) -> tuple[Trace, Trace]:
     """(the half that parameters may be chosen on, the half that is held out), the same for whoever asks.
 
-    The rule: a session is held out if the first byte of the SHA-256 of its id is odd. Its id is what stands
-    before the first ":" or "/" of a conversation's id, so what a reader cut one session into, and its
-    sub-agents, stay together. No draw and no order of the file is in it: a session that is added moves none.
+    The rule: a session is held out if the first byte of the SHA-256 of its id is odd. What a reader cut one
+    session into, its forks and its sub-agents stay together: they have the id of their root. No draw and no
+    order of the file is in it: a session that is added moves none.
     """
-    held_out = [_is_held_out(conversation.conversation_id) for conversation in trace.conversations]
+    held_out = [_is_held_out(conversation.root_id) for conversation in trace.conversations]
     pairs = list(zip(trace.conversations, held_out, strict=True))
     chosen, kept = (tuple(one for one, is_out in pairs if is_out is part) for part in (False, True))
     return Trace(trace.name, chosen), Trace(trace.name, kept)
@@ -71,8 +70,7 @@ def _between(conversation: ConversationTrace, begin_s: float, end_s: float) -> C
     return replace(conversation, arrival_s=conversation.arrival_s - begin_s, turns=tuple(turns))
 
 
-def _is_held_out(conversation_id: str) -> bool:
-    session_id = re.split("[:/]", conversation_id, maxsplit=1)[0]
+def _is_held_out(session_id: str) -> bool:
     return hashlib.sha256(session_id.encode()).digest()[0] % 2 == 1
 
 

@@ -1,8 +1,9 @@
-"""Whose chunks go first: the four orders on the paper's workload (its Figure 14 and Table 3).
+"""Whose chunks go first: the orders on the paper's workload (its Figure 14 and Table 3).
 
 Owns: loads, memory sizes, and the comparison of recomputation between policies.
 Does not know: policies' code; `retention` is the paper's, `conversation` what CachedAttention does,
-`trailing` what caches that match prefixes must do, and `lru` differs from `retention` by cost alone.
+`trailing` what caches that match prefixes must do, `lru` differs from `retention` by cost alone, and
+`learned` begins as `retention`.
 Called by: the registry; `recorded_traces` compares policies in the same way.
 """
 
@@ -33,7 +34,7 @@ LOADS, SIZES = "loads", "sizes of host memory"
 
 
 def by_policy(system: System) -> list[System]:
-    """A system under each of the four orders, named after them."""
+    """A system under each of the orders, named after them."""
     return [dataclasses.replace(system, name=policy, policy=policy) for policy in POLICIES]
 
 

@@ -35,9 +35,8 @@ class Study:
 
     Attributes:
       title: of the trace.
-      between_s: from when to when a recording is taken to run, all of its sessions; experience is of what
-        came before. None is the whole recording, of which the held-out half is served and the other half is
-        experience.
+      between_s: from when to when a recording is taken to run; experience is of what came before. None is
+        the whole recording. Either way the held-out half is served, and experience is of the other half.
       share: of the conversations that are left, drawn by seed.
       rate_per_s: of sessions; None keeps recorded arrivals.
       num_sessions: at most so many.
@@ -62,7 +61,7 @@ class Study:
         whole = Workload(
             trace=(file.path, file.format),
             between_s=self.between_s,
-            half=HELD_OUT if self.between_s is None else None,
+            half=HELD_OUT,
             share=self.share,
             max_context_tokens=self.max_context_tokens,
             rate_per_s=self.rate_per_s,
@@ -74,9 +73,8 @@ class Study:
 
     def experience(self, workload: Workload) -> Workload:
         """What may have been seen before, of the workload that results are of."""
-        if self.between_s is None:
-            return replace(workload, half=CHOSEN_ON)
-        return replace(workload, between_s=(0.0, self.between_s[0]))
+        between_s = None if self.between_s is None else (0.0, self.between_s[0])
+        return replace(workload, half=CHOSEN_ON, between_s=between_s)
 
 
 def _small(whole: Workload) -> Workload:
@@ -112,7 +110,7 @@ class Studied(NamedTuple):
 STUDIES = {
     "mooncake": (
         Study(title="Mooncake", share=0.35, time_scale=4.0),
-        Study(title="Mooncake, minutes 21-40", between_s=(1260.0, 2400.0), share=0.25, time_scale=4.0),
+        Study(title="Mooncake, minutes 21-40", between_s=(1260.0, 2400.0), share=0.5, time_scale=4.0),
     ),
     "agent-sessions": (
         Study(

@@ -37,12 +37,14 @@ class Part:
       rate_per_s: of conversations; None as recorded.
       has_pauses: every pause between turns was recorded; otherwise missing ones are drawn.
       sessions: in order of arrival.
+      in_time: they were answered within the level that was asked for; None if none was.
     """
 
     share: float
     rate_per_s: float | None
     has_pauses: bool
     sessions: list[Session]
+    in_time: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,7 @@ def fitting_part(sampler: Sampler, max_turns: int, level_s: float, latency_s: La
     """The largest part of at most about `max_turns` that is answered within `level_s` a token, or nearly.
 
     Found by serving parts, between one that was answered in time and one that was not: shares of a trace
-    with arrivals, else rates.
+    with arrivals, else rates. If none is in time it is the smallest that was tried, which says so.
     """
     largest = sampler.share_of_turns(max_turns)
     most = largest if sampler.has_arrivals else _MAX_RATE_PER_S
@@ -108,9 +110,9 @@ def fitting_part(sampler: Sampler, max_turns: int, level_s: float, latency_s: La
         if found_s > level_s:
             too_much = tried
         else:
-            in_time, best = tried, part
+            in_time, best = tried, replace(part, in_time=True)
             if found_s >= _NEAR_ENOUGH * level_s or tried == most:
                 break
         lower, upper = in_time or too_much / 16, min(too_much, 16 * tried)
         tried = min(math.sqrt(lower * upper), most)
-    return best or part
+    return best or replace(part, in_time=False)

@@ -22,6 +22,7 @@ UNITS = {
     "saved_gpu_s": "seconds of steps of the stateless system that this one did not need",
     "saved_gpu_share": "saved_gpu_s / device_busy_s of the stateless system",
     "share": "of the conversations of the trace: one GPU's part",
+    "in_time": "whether the stateless system answers them within level_ms; null: nobody asked",
     "rate_per_s": "conversations that begin in a second; null: as recorded",
 }
 

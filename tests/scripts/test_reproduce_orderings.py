@@ -11,6 +11,7 @@ import random
 
 import pytest
 
+from pensieve_jax.config import POLICIES
 from pensieve_jax.workload import SHAREGPT, Trace, generate_trace, split_by_session
 from tests.launching import load
 
@@ -82,7 +83,7 @@ def test_retention_recomputes_least(reproduce, seeds):
     assert share["retention"] <= 1.02 * share["lru"]
     assert share["retention"] < 0.95 * share["conversation"]
     assert share["retention"] < 0.98 * share["trailing"]
-    assert {one["policy"] for one in results["retention_over"]} == {"lru", "conversation", "trailing"}
+    assert {one["policy"] for one in results["retention_over"]} == set(POLICIES) - {"retention"}
 
 
 def test_who_thinks_for_longer_finds_less(reproduce, seeds):
@@ -180,6 +181,24 @@ def test_the_order_that_learns_begins_with_what_other_sessions_taught_it(recorde
     for point in points:
         if point.workload.trace:
             assert ids(point.workload.conversations(0)) <= ids(held_out)
+
+
+def test_sessions_of_a_later_time_are_held_out_in_both_senses(recorded):
+    """Settings were chosen on one half, so what is served is of the other one, and later than experience."""
+    path, trace = recorded
+    studies = load("experiments.trace_studies")
+    study = studies.Study(title="later", between_s=(400.0, 1000.0))
+    file = load("experiments.settings").TraceFile(path, "pensieve")
+    served = study.workload(file, small=False)
+    before = study.experience(served)
+    chosen_on, held_out = map(ids, split_by_session(trace))
+    starts = {one.conversation_id: one.arrival_s for one in trace.conversations}
+    seen, now = ids(before.conversations(0)), ids(served.conversations(0))
+    assert now and now <= held_out and all(400.0 <= starts[name] < 1000.0 for name in now)
+    assert seen and seen <= chosen_on and all(starts[name] < 400.0 for name in seen)
+    for later in (one for one in studies.STUDIES["mooncake"] if one.between_s):
+        workload = later.workload(file, small=False)
+        assert workload.half == studies.HELD_OUT and later.experience(workload).half == studies.CHOSEN_ON
 
 
 def test_what_was_learned_before_is_what_a_run_begins_with(recorded, monkeypatch):

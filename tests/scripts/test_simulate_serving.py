@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pensieve_jax import ConfigError
+from pensieve_jax.config import NUM_BUCKETS_GPU
 from pensieve_jax.workload import ConversationTrace, Trace, TraceError, TurnTrace
 from tests.launching import load
 
@@ -116,7 +117,10 @@ def test_the_part_is_the_largest_that_is_answered_in_time():
         return len(sessions) / 1000
 
     found = part.fitting_part(sampler, 2000, 0.3, latency_s)
-    assert 0.6 * 300 <= len(found.sessions) <= 300
+    assert 0.6 * 300 <= len(found.sessions) <= 300 and found.in_time is True
+    never = part.fitting_part(sampler, 2000, 0.3, lambda sessions: 0.4)
+    assert never.in_time is False and len(never.sessions) < 10, "the least that was tried"
+    assert sampler.part(0.5, None).in_time is None, "nobody asked"
     assert part.fitting_part(sampler, 200, 0.3, latency_s).share == 0.1, "no more turns than were asked for"
     smaller, larger = (
         {session.conversation.conversation_id for session in sampler.part(share, None).sessions}
@@ -143,6 +147,25 @@ def test_the_part_is_the_largest_that_is_answered_in_time():
 def test_refuses(launch, mooncake, flags, says):
     with pytest.raises(ConfigError, match=says):
         launch("simulate_serving", shared_llm=False, **QUIET | {"trace": mooncake} | flags)
+
+
+def test_says_that_nothing_was_answered_in_time(simulate_serving, mooncake):
+    out, document = simulate_serving(trace=mooncake, level_ms=0.001)
+    assert "no part that was tried is answered by the stateless system in 0.001 ms a token" in out
+    assert document["results"]["part"]["in_time"] is False
+
+
+def test_steps_are_of_the_sizes_of_an_engine_on_a_gpu(simulate_serving, mooncake, monkeypatch):
+    module, seen = load("simulate_serving"), []
+
+    def simulate(scenario, *args, **kwargs):
+        seen.append(scenario.config.scheduler)
+        return real(scenario, *args, **kwargs)
+
+    real = module.simulate
+    monkeypatch.setattr(module, "simulate", simulate)
+    simulate_serving(trace=mooncake, share=0.1)
+    assert {one.bucket_limit for one in seen} == {NUM_BUCKETS_GPU}
 
 
 def test_a_bad_line_is_named(launch, mooncake):

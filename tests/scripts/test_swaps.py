@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from pensieve_jax import ConfigError, EngineConfig, Output, Usage
+from pensieve_jax import CacheConfig, ConfigError, EngineConfig, Output, Usage
+from pensieve_jax.config import POLICIES
 from tests.launching import load, optimized
 
 compare_variants = load("compare_variants")
@@ -57,7 +58,9 @@ def test_variants(launch, compilation_cache, monkeypatch, capsys):
     document = last_line(capsys.readouterr().out)
     results = document["results"]
     variants = results["variants"]
-    assert len(variants) == 6 and all(results["same_tokens"].values())
+    others = {f"both tiers, {policy}" for policy in POLICIES} - {f"both tiers, {CacheConfig().policy}"}
+    assert variants.keys() == {"stateless", "gpu only", "both tiers"} | others
+    assert all(results["same_tokens"].values())
     stateless, gpu_only, both = (variants[name] for name in ("stateless", "gpu only", "both tiers"))
     history = {name: sum(one[key] for key in workload.HISTORY_SOURCES) for name, one in variants.items()}
     assert len(set(history.values())) == 1, "the variants served different histories"

@@ -50,6 +50,18 @@ def test_a_request_is_continued_once():
     assert two.turns[0].prompt_tokens == 160
 
 
+def test_a_fork_is_of_the_session_that_it_forks_from():
+    """However it came to be, and whatever it forks from: the half that it lies in goes by this."""
+    root, edited, again, cut, other = chain(
+        (0, 100, 20, None), (1, 150, 10, 0), (2, 160, 10, 0), (3, 170, 10, 0), (4, 90, 5, 1), (5, 9, 9, None)
+    )
+    assert [one.conversation_id for one in (root, edited, again, cut, other)] == ["0", "2", "3", "4", "5"]
+    assert [one.session_id for one in (root, edited, again, cut, other)] == [None, "0", "0", "0", None]
+    assert [one.root_id for one in (root, edited, again, cut, other)] == ["0", "0", "0", "0", "5"]
+    one, two = chain((0, 100, 20, 77), (1, 150, 10, 77))
+    assert one.root_id == two.root_id == "77", "both continue what lies before the log"
+
+
 @given(
     st.lists(
         st.tuples(st.integers(1, 1000), st.integers(1, 1000), st.integers(-1, 30)), min_size=1, max_size=30

@@ -110,6 +110,7 @@ def test_agents_sessions_are_a_directory(tmp_path):
     trace = read_trace(tmp_path, format=guess_format(tmp_path))
     assert lengths_of(trace) == 2 * TURNS_OF_PUBLISHED
     assert trace.conversations[0].conversation_id == "trace_1:0"
+    assert [one.root_id for one in trace.conversations] == ["trace_1"] * 2 + ["trace_2"] * 2
 
 
 def test_a_directory_without_sessions_is_refused(tmp_path):
@@ -144,6 +145,20 @@ def test_lengths_of_turns_and_of_conversations(tmp_path, name, text):
     if name.startswith("a"):
         assert [c.arrival_s for c in trace.conversations] == [5, 6]
         assert [t.gap_s for t in trace.conversations[0].turns] == [None, 60.5]
+
+
+ODD_IDS = ["007", "7", "12e5", "1200000.0", "nan", "1_0", "10"]
+
+
+@pytest.mark.parametrize("format", ["lengths", "burstgpt"])
+def test_ids_of_a_table_are_text_whatever_they_look_like(tmp_path, format):
+    if format == "lengths":
+        rows = [f"{name},3,4" for name in ODD_IDS for _ in range(2)]
+        text = "\n".join(["conversation_id,prompt_tokens,output_tokens", *rows])
+    else:
+        text = burst_csv(*(burst_row("1.0", name, 1, 100, 4) for name in ODD_IDS for _ in range(2)))
+    found = read_trace(write(tmp_path / "a.csv", text), format=format).conversations
+    assert [(one.conversation_id, len(one.turns)) for one in found] == [(name, 2) for name in ODD_IDS]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -109,6 +110,16 @@ def test_what_is_saved_is_loaded(trace, name, tmp_path):
     loaded = Trace.load(tmp_path / name)
     assert loaded == trace
     assert loaded.digest == trace.digest
+
+
+def test_a_session_is_saved_and_part_of_the_digest(tmp_path):
+    parts = [replace(conversation("a", (1, 2)), session_id=session) for session in (None, "s", "t")]
+    assert len({Trace("t", (part,)).digest for part in parts}) == 3
+    Trace("t", (parts[1],)).save(tmp_path / "t.jsonl")
+    (loaded,) = Trace.load(tmp_path / "t.jsonl").conversations
+    assert loaded == parts[1] and (loaded.root_id, parts[0].root_id) == ("s", "a")
+    with pytest.raises(WorkloadError, match="session_id is ''"):
+        replace(parts[0], session_id="")
 
 
 def test_an_archive_says_nothing_of_when_it_was_made(tmp_path):

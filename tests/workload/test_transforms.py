@@ -54,12 +54,22 @@ def test_a_split_goes_by_the_session_and_by_nothing_else():
     ids = [c.conversation_id for c in held_out.conversations]
     assert ids[:6] == ["session 1", "session 6", "session 8", "session 10", "session 11", "session 12"]
     assert 900 < len(ids) < 1100
-    parts = ("session 0:0", "session 0:17", "session 0/3:0", "session 1:0", "session 1/9:2")
-    for half in split_by_session(Trace("t", tuple(conversation(name, (1, 1)) for name in parts))):
-        sessions = {c.conversation_id[:9] for c in half.conversations}
-        assert sum(c.conversation_id[:9] in sessions for c in half.conversations) == sum(
-            name[:9] in sessions for name in parts
-        )
+    halves = split_by_session(
+        Trace("t", tuple(conversation(f"user:{name}/x", (1, 1)) for name in range(200)))
+    )
+    assert all(60 < len(half.conversations) < 140 for half in halves), "an id's spelling says nothing"
+
+
+@pytest.mark.parametrize("session", ["session 0", "session 1"])
+def test_parts_of_a_session_stay_in_its_half(session):
+    def part(name):
+        return dataclasses.replace(conversation(name, (1, 1)), session_id=session)
+
+    parts = tuple(part(f"part {number}") for number in range(20))
+    whole = conversation(session, (1, 1))
+    chosen, held_out = split_by_session(Trace("t", (whole, *parts)))
+    mine, other = (held_out, chosen) if session == "session 1" else (chosen, held_out)
+    assert mine.conversations == (whole, *parts) and not other.conversations
 
 
 def test_a_recording_between_two_times():

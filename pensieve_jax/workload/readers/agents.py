@@ -36,8 +36,10 @@ def read_agent_sessions(path: Path) -> Iterator[ConversationTrace]:
     for file in _files(path):
         for row in read_json(file):
             block_tokens = row.count("block_size")
-            for name, requests in _request_lists(row, ids.add(row, "id")):
-                yield from chain_requests(_requests(requests, name, block_tokens), has_arrivals=False)
+            session_id = ids.add(row, "id")
+            for name, rows in _request_lists(row, session_id):
+                requests = _requests(rows, name, block_tokens)
+                yield from chain_requests(requests, has_arrivals=False, session_id=session_id)
 
 
 def _files(path: Path) -> list[Path]:

@@ -45,6 +45,7 @@ class _Chain:
 
     first: LoggedRequest
     last: LoggedRequest
+    session_id: str
     context_tokens: int = 0
     turns: list[TurnTrace] = field(default_factory=list)
 
@@ -58,25 +59,33 @@ class _Chain:
 
 
 def chain_requests(
-    requests: Iterable[LoggedRequest], *, has_arrivals: bool = True
+    requests: Iterable[LoggedRequest], *, has_arrivals: bool = True, session_id: str | None = None
 ) -> Iterator[ConversationTrace]:
     """Conversations by their parents, each named after its first request, in order of those.
 
     `requests` come in order of time. A request begins a conversation of its own if its parent is not among
     those before it, was continued already (a prompt edited, an answer generated anew), or had the longer
     input (its history was cut). `has_arrivals` tells whether times count from a start that all share.
+    `session_id` is of the session that all are of; otherwise those that go back to one request, itself in the
+    log or not, are of one session, named after it.
     """
     chains: list[_Chain] = []
+    roots: dict[str, str] = {}  # of every request so far
     open_chains: dict[str, _Chain] = {}  # by the id of their last request
     for request in requests:
         chain = open_chains.get(request.parent_id) if request.parent_id is not None else None
         if chain is None or request.input_tokens <= chain.last.input_tokens:
-            chain = _Chain(first=request, last=request)
+            before = request.parent_id or request.request_id
+            root = session_id or roots.get(before, before)
+            chain = _Chain(first=request, last=request, session_id=root)
             chains.append(chain)
         else:
             del open_chains[chain.last.request_id]
         chain.add(request)
         open_chains[request.request_id] = chain
+        roots[request.request_id] = chain.session_id
     for chain in chains:
         arrival_s = chain.first.time_s if has_arrivals else None
-        yield ConversationTrace(chain.first.request_id, tuple(chain.turns), arrival_s)
+        name = chain.first.request_id
+        part_of = chain.session_id if chain.session_id != name else None
+        yield ConversationTrace(name, tuple(chain.turns), arrival_s, part_of)
