@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from absl import flags
 from pages.expressions import Documents
-from pages.page import Page, read_page
+from pages.page import WRITTEN, Page, read_page
 from pages.sources import check_page
 
 from pensieve_jax.commands.launch import EXIT_FAILED, run
@@ -27,11 +27,6 @@ from pensieve_jax.commands.launch import EXIT_FAILED, run
 FLAGS = flags.FLAGS
 ROOT = Path(__file__).parents[1]
 DIARY = "log.md"
-WRITTEN = {
-    "docs/paper_and_we.md",
-    "docs/traces.md",
-    "docs/simulator.md",
-}  # tables that `refresh_pages.py` writes, and its test compares
 UNCHECKED = "unchecked.toml"
 FRONT_PAGE = "front_page"  # the README of the repository; that of the pages is README, too
 
@@ -58,7 +53,7 @@ def check(docs: Path, readme: Path) -> list[Checked]:
         if path.name == DIARY or name in left_out:
             continue
         stem = FRONT_PAGE if path == readme else path.stem
-        page = read_page(path, name, is_written=name in WRITTEN)
+        page = read_page(path, name, is_written=path.name in WRITTEN)
         sources = docs / "sources" / f"{stem}.toml"
         if sources.is_file():
             errors = check_page(page, sources, documents)

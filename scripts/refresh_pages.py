@@ -16,13 +16,14 @@ from pathlib import Path
 from absl import flags
 from experiments import page_eviction, page_simulator, page_tables, page_traces
 from experiments.page_summary import summary
+from pages.page import WRITTEN
 
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.launch import run
 
 FLAGS = flags.FLAGS
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = (_DOCS / "paper_and_we.md", _DOCS / "traces.md", _DOCS / "simulator.md")
+PAGES = tuple(_DOCS / name for name in WRITTEN)
 _BLOCK = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 TABLES: dict[str, Callable[[], str]] = {

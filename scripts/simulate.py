@@ -38,7 +38,7 @@ from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from pensieve_jax.assembly import estimated_cost_model
 from pensieve_jax.cache import CostModel
 from pensieve_jax.cache.cost import CostProfile, MeasuredCostModel
-from pensieve_jax.commands.engine_flags import parse_bytes, shows_progress
+from pensieve_jax.commands.engine_flags import num_bytes, shows_progress
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
 from pensieve_jax.config import NUM_BUCKETS_GPU, POLICIES
@@ -100,7 +100,7 @@ def systems(profile: DeviceProfile) -> list[Variant]:
 def engine_config(profile: DeviceProfile) -> EngineConfig:
     """The engine with both tiers; raises ConfigError."""
     page_bytes = FLAGS.chunk_tokens * profile.kv_token_bytes
-    gpu_bytes = _num_bytes("--gpu_bytes", FLAGS.gpu_bytes)
+    gpu_bytes = num_bytes("--gpu_bytes", FLAGS.gpu_bytes)
     least_bytes = max(-(-FLAGS.max_context_tokens // FLAGS.chunk_tokens), 2) * page_bytes
     if gpu_bytes < least_bytes:
         limit = f"at least {least_bytes:,} bytes, the state of one sequence of --max_context_tokens"
@@ -108,7 +108,7 @@ def engine_config(profile: DeviceProfile) -> EngineConfig:
     config = EngineConfig(
         cache=CacheConfig(
             gpu_pages=gpu_bytes // page_bytes,
-            cpu_bytes=_num_bytes("--cpu_bytes", FLAGS.cpu_bytes),
+            cpu_bytes=num_bytes("--cpu_bytes", FLAGS.cpu_bytes),
             chunk_tokens=FLAGS.chunk_tokens,
         ),
         scheduler=SchedulerConfig(
@@ -243,13 +243,6 @@ def report(profile: DeviceProfile, trace: Trace, results: dict[str, list[dict[st
         curves = {name: curve(found) for name, found in results.items()}
         draw(curves, f"{device}\n{trace.name}, think {FLAGS.think}", Path(FLAGS.plot))
     print_document(json_line("simulation", document, units=UNITS, device=device))
-
-
-def _num_bytes(flag: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(flag, text, "a number of bytes such as 40GB or 16GiB") from error
 
 
 def define_flags() -> None:

@@ -35,7 +35,7 @@ from steps.cost_plot import check_can_plot
 from tqdm import tqdm
 
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
-from pensieve_jax.commands.engine_flags import parse_bytes, shows_progress
+from pensieve_jax.commands.engine_flags import num_bytes, shows_progress
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document
 from pensieve_jax.config import POLICIES
@@ -109,7 +109,7 @@ def find_part(trace: Trace, servers: Servers, token_bytes: int) -> Part:
 def measure(servers: Servers, part: Part, token_bytes: int) -> Iterator[Served]:
     """Stateless, the device alone, and both tiers from the least memory on."""
     gpu_bytes = _gpu_bytes(part.sessions, token_bytes)
-    hosts = [_num_bytes("--cpu_bytes", text) for text in FLAGS.cpu_bytes] or host_bytes(gpu_bytes)
+    hosts = [num_bytes("--cpu_bytes", text) for text in FLAGS.cpu_bytes] or host_bytes(gpu_bytes)
     systems = [(STATELESS, 0), (PENSIEVE_GPU, 0), *((PENSIEVE, cpu_bytes) for cpu_bytes in hosts)]
     for number, (name, cpu_bytes) in enumerate(systems, start=1):
         title = f"{name} ({number} of {len(systems)})"
@@ -119,7 +119,7 @@ def measure(servers: Servers, part: Part, token_bytes: int) -> Iterator[Served]:
 def _gpu_bytes(sessions: Sequence[Session], token_bytes: int) -> int:
     if FLAGS.gpu_bytes is None:
         return device_bytes(sessions, token_bytes)
-    return _num_bytes("--gpu_bytes", FLAGS.gpu_bytes)
+    return num_bytes("--gpu_bytes", FLAGS.gpu_bytes)
 
 
 def described(trace: Trace, format: str, part: Part, token_bytes: int) -> str:
@@ -197,13 +197,6 @@ def report(
         "systems": [one.as_dict(stateless) for one in served],
     }
     print_document(json_line("savings", document, units=SIMULATOR_UNITS | UNITS, device=device))
-
-
-def _num_bytes(flag: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(flag, text, "a number of bytes such as 40GB or 16GiB") from error
 
 
 def define_flags() -> None:

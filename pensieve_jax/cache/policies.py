@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from pensieve_jax.cache.cost import CostModel
@@ -358,11 +358,11 @@ def _range(values: Sequence[float], form: str) -> str:
 
 def make_policy(name: str, cost_model: CostModel, chunk_tokens: int) -> EvictionPolicy:
     """The policy that `CacheConfig.policy` names; `KeyError` for another (the config refuses it first)."""
-    policies: dict[str, EvictionPolicy] = {
-        RetentionPolicy.name: RetentionPolicy(cost_model, chunk_tokens),
-        LruPolicy.name: LruPolicy(),
-        ConversationPolicy.name: ConversationPolicy(),
-        TrailingPolicy.name: TrailingPolicy(),
-        LearnedPolicy.name: LearnedPolicy(cost_model, chunk_tokens),
+    policies: dict[str, Callable[[], EvictionPolicy]] = {
+        RetentionPolicy.name: lambda: RetentionPolicy(cost_model, chunk_tokens),
+        LruPolicy.name: LruPolicy,
+        ConversationPolicy.name: ConversationPolicy,
+        TrailingPolicy.name: TrailingPolicy,
+        LearnedPolicy.name: lambda: LearnedPolicy(cost_model, chunk_tokens),
     }
-    return policies[name]
+    return policies[name]()

@@ -222,17 +222,20 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+def num_bytes(flag: str, text: str) -> int:
+    """Bytes of a flag's text as `parse_bytes` reads it; raises ConfigError, which names the flag."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(flag, text, "a number of bytes such as 16GiB, 40GB or 17179869184") from error
+
+
 def _cpu_bytes(text: str | None) -> int | None:
     if text is None:
         return None
     if FLAGS.cpu_pages:
         raise ConfigError("--cpu_bytes", text, "left out beside --cpu_pages")
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(
-            "--cpu_bytes", text, "a number of bytes such as 16GiB, 40GB or 17179869184"
-        ) from error
+    return num_bytes("--cpu_bytes", text)
 
 
 def _token_buckets(words: list[str] | None) -> tuple[int, ...] | None:

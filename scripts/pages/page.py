@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+WRITTEN = ("paper_and_we.md", "traces.md", "simulator.md")
+"""Pages of `docs/` with tables that `refresh_pages.py` writes, and its test compares."""
+
 _NUMBER = re.compile(
     r"(?<![\w.,#])(?<![A-Za-z][-.])(?P<sign>(?<![\w)])[-+\u2212])?"
     r"(?P<digits>(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)*(?:e[-+]?\d+)?)(?!\w)"
 )
 _HEADING = re.compile(r"#{1,6} (.*)")
 _HIDDEN = re.compile(r"`[^`]*`|\]\([^)]*\)|<[^>]*>|https?://\S+")
-_WRITTEN = re.compile(r"<!-- (?:table (\S+)|end) -->")
+_TABLE_MARK = re.compile(r"<!-- (?:table (\S+)|end) -->")
 _BULLET = re.compile(r"\s*([-*]|\d+\.) ")
 
 
@@ -114,7 +117,7 @@ class _Reader:
             if stripped.startswith("```"):
                 self._end_paragraph()
                 in_fence = not in_fence
-            elif self._is_written and (written := _WRITTEN.fullmatch(stripped)):
+            elif self._is_written and (written := _TABLE_MARK.fullmatch(stripped)):
                 self._end_paragraph()
                 self._writer = written[1] and f"table {written[1]} of scripts/refresh_pages.py"
             elif in_fence or (line.startswith("    ") and not self._paragraph):
