@@ -9,9 +9,10 @@ the thesis's 3.16 too), thesis3.10 (the conversations themselves; 3.11 too), and
 eviction policies on recorded traces that you have. Scheduler, cache and policies are the engine's own under a
 virtual clock; a step and a copy take what the profile of `--device` says: `a100` is the paper's machine, from
 published figures of the hardware, `h200` goes back to measurements. Every point is simulated once for each of
-`--seeds`, `--num_processes` at a time; the same seeds give the same figures. `--small` is a version on little
-memory that takes seconds. A flag that changes nothing of an experiment, such as seeds where no workload is
-simulated, is refused. Tables come first, then one JSON document (see `--json`) as the last line.
+`--seeds`, `--num_processes` at a time, and kept in `--keep` if that is given; the same seeds give the same
+figures. `--small` is a version on little memory that takes seconds. A flag that changes nothing of an
+experiment, such as seeds where no workload is simulated, is refused. Tables come first, then one JSON
+document (see `--json`) as the last line.
 `docs/paper_and_we.md` has the results beside the paper's, and `scripts/refresh_pages.py` writes its tables.
 """
 
@@ -42,7 +43,7 @@ from pensieve_jax.commands.report import (
 FLAGS = flags.FLAGS
 
 
-_FLAGS_OF_SOME = ("device", "seeds", "small", "traces", "num_processes")
+_FLAGS_OF_SOME = ("device", "seeds", "small", "traces", "num_processes", "keep")
 _KEPT = ("seeds", "small")  # in the document, where an experiment goes by them
 
 
@@ -131,11 +132,22 @@ def main() -> int:
     measured = measure_all(
         experiment.points(asked),
         num_processes=FLAGS.num_processes,
+        keep=_keep(),
         title=experiment.name,
         shown=shows_progress(),
     )
     report(experiment, asked, experiment.findings(asked, measured))
     return 0
+
+
+def _keep() -> Path | None:
+    if FLAGS.keep is None:
+        return None
+    directory = Path(FLAGS.keep)
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError("--keep", FLAGS.keep, "a directory, which is made if it is missing")
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 def define_flags() -> None:
@@ -145,6 +157,12 @@ def define_flags() -> None:
     flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "Of workloads; every point is simulated for each.")
     flags.DEFINE_bool("small", False, "A version that takes seconds, on little memory.")
     flags.DEFINE_integer("num_processes", os.cpu_count() or 1, "Points that are simulated at a time.")
+    flags.DEFINE_string(
+        "keep",
+        None,
+        "A directory for the figures of points: an interrupted run goes on where it stopped. "
+        "A point counts as done if trace, code and libraries are the same.",
+    )
     flags.DEFINE_list("traces", [], "Recorded traces for --experiment=traces: FORMAT:FILE, ...")
     flags.DEFINE_string("plot", None, "Where the figure is drawn, e.g. fig10b.png; needs matplotlib.")
     flags.DEFINE_bool("progress", None, "Show a progress bar; default: on a terminal.")

@@ -8,21 +8,32 @@ Called by: `scripts/reproduce.py`.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
 
 from tqdm import tqdm
 
+from experiments.kept import measure_kept
 from experiments.points import Measured, Point, measure
 
 
-def measure_all(points: Sequence[Point], *, num_processes: int, title: str, shown: bool) -> list[Measured]:
-    """Their figures, the same for any number of processes; the bar is shown if `shown`."""
-    bar = tqdm(_measured(points, num_processes), title, total=len(points), disable=not shown, leave=False)
-    return list(bar)
+def measure_all(
+    points: Sequence[Point], *, num_processes: int, keep: Path | None = None, title: str, shown: bool
+) -> list[Measured]:
+    """Their figures, the same for any number of processes; the bar is shown if `shown`.
+
+    With a directory to `keep` them in, points that it has are not simulated again.
+    """
+    measured = measure if keep is None else partial(measure_kept, directory=keep)
+    found = _measured(points, measured, num_processes)
+    return list(tqdm(found, title, total=len(points), disable=not shown, leave=False))
 
 
-def _measured(points: Sequence[Point], num_processes: int) -> Iterator[Measured]:
+def _measured(
+    points: Sequence[Point], measure: Callable[[Point], Measured], num_processes: int
+) -> Iterator[Measured]:
     if num_processes == 1 or len(points) < 2:
         yield from map(measure, points)
         return

@@ -17,7 +17,7 @@ from experiments.points import Measured, Point
 
 type Row = Sequence[object]
 
-SIMULATION_FLAGS = frozenset({"device", "seeds", "small", "num_processes"})
+SIMULATION_FLAGS = frozenset({"device", "seeds", "small", "num_processes", "keep"})
 """What an experiment that simulates workloads goes by."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import tomllib
@@ -120,6 +121,49 @@ def test_the_document_and_the_plot_for_any_number_of_processes(reproduce, tmp_pa
     assert "pensieve-gpu" in out and "x stateless" in out
 
 
+def test_an_interrupted_run_goes_on_where_it_stopped(reproduce, experiments, monkeypatch, tmp_path):
+    """A point is simulated once; of what is not the same a new one is."""
+    simulated, simulate = [], experiments("points").measure
+    monkeypatch.setattr(
+        experiments("kept"), "measure", lambda point: simulated.append(point) or simulate(point)
+    )
+    _, first = reproduce("fig13", keep=tmp_path)
+    num_points = len(simulated)
+    assert num_points == len(list(tmp_path.iterdir())) > 2
+    lost = sorted(tmp_path.iterdir())[0]
+    lost.unlink()
+    _, second = reproduce("fig13", keep=tmp_path)
+    assert second["results"] == first["results"]
+    assert len(simulated) == num_points + 1 and lost.exists()
+    reproduce("fig13", keep=tmp_path, seeds="1")
+    assert len(simulated) == 2 * num_points + 1
+
+
+def test_a_kept_point_is_of_the_same_trace_and_code(experiments, monkeypatch, tmp_path):
+    kept, points = experiments("kept"), experiments("points")
+    workloads = experiments("workloads")
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("{}")
+    workload = workloads.Workload(trace=(trace, "pensieve"), rate_per_s=1.0)
+
+    def key(**fields):
+        kept._digest.cache_clear()
+        described = {"panel": "", "series": "", "x": 1.0, "seed": 0, "device": "h200", "model": "opt-13b"}
+        return kept.key(points.Point(**described | {"engine": None, "workload": workload} | fields))
+
+    first = key()
+    assert key() == first
+    assert key(seed=1) != first and key(experience=workload) != first
+    trace.write_text("{ }")
+    assert key() != first
+    trace.write_text("{}")
+    elsewhere = trace.rename(tmp_path / "elsewhere.jsonl")
+    assert key(workload=dataclasses.replace(workload, trace=(elsewhere, "pensieve"))) == first
+    elsewhere.rename(trace)
+    monkeypatch.setattr(kept, "_code_digest", lambda: "other code")
+    assert key() != first
+
+
 def test_shows_progress(launch, capsys):
     assert launch("reproduce", shared_llm=False, experiment="fig10b", **SMALL | {"progress": "true"}) == 0
     # The bar's first state: a later one is drawn only if enough time has passed since the one before.
@@ -133,6 +177,7 @@ def test_shows_progress(launch, capsys):
         ({"seeds": "1,1"}, "--seeds is '1,1'"),
         ({"seeds": "-1"}, "--seeds is '-1'"),
         ({"num_processes": 0}, "--num_processes is 0"),
+        ({"keep": __file__}, "--keep is .*a directory"),
         ({"plot": "/nowhere/fig.png"}, "a directory that exists"),
         ({"experiment": "traces"}, "--traces is ''"),
         ({"experiment": "traces", "traces": "mooncake"}, "--traces is 'mooncake'"),
@@ -150,6 +195,7 @@ def test_refuses(launch, flags, says):
     [
         ("fig3", "seeds", "0,1"),
         ("fig3", "num_processes", 2),
+        ("fig3", "keep", "kept"),
         ("fig4", "small", "true"),
         ("fig12", "device", "a100"),
         ("fig10a", "traces", f"pensieve:{__file__}"),
