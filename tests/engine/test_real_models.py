@@ -10,9 +10,10 @@ import pytest
 
 from pensieve_jax import LLM, SamplingParams
 from pensieve_jax.config import POLICIES
+from pensieve_jax.device.dense_reference import MIN_MARGIN
 from tests.engine.driver import run_scenario
 from tests.engine.oracles import TurnFacts
-from tests.engine.real_models import MAX_CONTEXT_TOKENS, MIN_MARGIN, RealBench, real_config
+from tests.engine.real_models import MAX_CONTEXT_TOKENS, RealBench, real_config
 from tests.engine.scenarios import CALM_OPS, HASTY_OPS, OPS, RandomChooser, Scenario, make_op, tier_ops
 
 PRESETS = ("llama-tiny", "opt-tiny")
