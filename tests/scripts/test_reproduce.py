@@ -111,12 +111,12 @@ def test_kernels_that_were_only_tried_or_failed_are_left_out(experiments):
 def test_the_document_and_the_plot_for_any_number_of_processes(reproduce, tmp_path):
     pytest.importorskip("matplotlib")
     plot = tmp_path / "fig10b.png"
-    out, document = reproduce("fig10b", seeds="0,1", plot=plot)
+    out, document = reproduce("fig10b", plot=plot)
     assert {"versions", "hardware", "command", "units", "revision"} <= document.keys()
     assert document["results"]["profiles"]["h200_llama2-13b-gqa10"]["source"] == "measured"
     assert "h200_llama2-13b-gqa10" in document["hardware"]["device"]
     assert plot.read_bytes().startswith(b"\x89PNG") and 10_000 < plot.stat().st_size < 150_000
-    _, again = reproduce("fig10b", seeds="0,1", num_processes=2)
+    _, again = reproduce("fig10b", num_processes=2)
     assert again["results"] == document["results"]
     assert "pensieve-gpu" in out and "x stateless" in out
 
