@@ -369,6 +369,19 @@ def test_what_is_cut_off_is_counted(experiments):
     assert panel.num_cut_off == 2
 
 
+@pytest.mark.parametrize(("level", "side"), [(18, "top"), (3, "bottom")])
+def test_one_place_is_in_the_middle_and_a_level_is_written_inside(experiments, level, side):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    panel = experiments("panels").Panel(
+        title="", x_label="", y_label="", curves={"a": [(1000, 9)]}, seeds={"a": [[(1000, 8)], [(1000, 10)]]},
+        level=level, log_x=True,
+    )  # fmt: skip
+    axes = figure.subplots()
+    experiments("panels")._draw(axes, panel, with_legend=True)
+    assert axes.get_xlim() == (500, 2000) and len(axes.lines) == 1 + 2 + 1
+    assert [text.get_va() for text in axes.texts] == [side]
+
+
 def test_made_conversations_are_near_the_thesis(reproduce):
     _, document = reproduce("thesis3.10", seeds="0")
     results = document["results"]
