@@ -156,7 +156,12 @@ def test_independent_of_sharding():
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
 
 
-def test_the_kernel_gives_the_same_ids(monkeypatch):
+@pytest.mark.parametrize(
+    "logits_spec",
+    [None, pytest.param(PartitionSpec(), marks=pytest.mark.long), PartitionSpec(None, "tp")],
+    ids=["one device", "whole on two", "split over two"],
+)
+def test_the_kernel_gives_the_same_ids(monkeypatch, logits_spec):
     """Cutoffs by the kernel and by XLA, also with logits on two devices, which each search all rows."""
     logits = random_logits(16, seed=7, vocab_size=128)
     rows = make_rows(
@@ -168,15 +173,14 @@ def test_the_kernel_gives_the_same_ids(monkeypatch):
     kernel = {"cutoff_backend": "pallas_triton"}
     sample = jax.jit(functools.partial(sampler.sample, num_top=NUM_TOP, mode=EVERYTHING, **kernel))
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
-    for logits_spec in (None, PartitionSpec(), PartitionSpec(None, "tp")):
-        placed = logits, rows
-        if logits_spec is not None:
-            placed = jax.device_put(
-                placed, (NamedSharding(mesh, logits_spec), NamedSharding(mesh, PartitionSpec()))
-            )
-        found = sample(*placed)
-        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
-        np.testing.assert_array_equal(found.top_ids, expected.top_ids)
+    placed = logits, rows
+    if logits_spec is not None:
+        placed = jax.device_put(
+            placed, (NamedSharding(mesh, logits_spec), NamedSharding(mesh, PartitionSpec()))
+        )
+    found = sample(*placed)
+    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+    np.testing.assert_array_equal(found.top_ids, expected.top_ids)
 
 
 @pytest.mark.parametrize("mode", sampler.all_modes(), ids=str)
