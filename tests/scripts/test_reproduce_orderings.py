@@ -166,7 +166,7 @@ def test_recorded_traces_under_every_order_on_sessions_that_are_held_out(reprodu
     assert {row["rate_x_idle"] for row in paper["returns"]} == {None}
 
     # The page's tables are made of such a document.
-    tables = load("experiments.page_traces").made_of(results)
+    tables = load("pages.trace_tables").made_of(results)
     assert "| trace | memory, tokens | retention | learned |" in tables["traces-recompute"]
     assert f"| {results['points'][0]['recompute_share']:.3f} (" in tables["traces-recompute"]
     assert all("| --- |" in table for table in tables.values())

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any, Final
 
 from experiments.committed import committed_document
-from experiments.page_tables import markdown
+
+from pages.paper_tables import markdown
 
 _DOCUMENT: Final = "validation_h200_llama2-13b-gqa10.json"
 _KINDS: Final = ("new", "knee", "fitted", "older")
