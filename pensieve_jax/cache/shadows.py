@@ -47,6 +47,11 @@ class Shadow:
         """Blocks of its own that are there."""
         return self.num_on[_SHELF]
 
+    @property
+    def holds_state(self) -> bool:
+        """Some of them is."""
+        return self.num_held > 0
+
     def first_on(self, shelf: Shelf) -> int:
         """The leading block that is there."""
         return self.num_shared + self.num_lost

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import random
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve_jax.cache import AnalyticCostModel, DropReason, Role, Shelf, VictimOrder, make_policy
-from pensieve_jax.cache.policies import RetentionPolicy
+from pensieve_jax.cache.policies import Offers, RetentionPolicy
+from pensieve_jax.cache.returns import EDGES_S, NUM_BUCKETS
 from pensieve_jax.config import POLICIES
-from tests.cache.helpers import CHUNK, Cache, resident
+from tests.cache.helpers import CHUNK, Cache, habits, resident
+
+
+class Active(NamedTuple):
+    """When a sequence was active, and its bucket."""
+
+    last_active_s: float
+    bucket: int
 
 
 def cache_with(policy, sizes, holes=()):
@@ -185,29 +196,78 @@ def test_who_is_gone_does_not_hide_a_tie():
     assert order.peek(cache.clock.now()).sequence is first
 
 
-def test_entries_that_are_not_true_do_not_pile_up():
-    """Behind a conversation that is worth most of all, others come and go for ever."""
+def test_rows_of_those_who_left_do_not_pile_up():
+    """Behind a conversation that is worth least of all, others come and go for ever."""
     cache, (one, two) = cache_with("lru", [(1, 50.0), (1, 1.0)])
     order = VictimOrder(cache.policy, Shelf.DIRTY, [one, two])
     for _ in range(1000):
         cache.clock.advance(1.0)
-        cache.manager.touch(two)
+        cache.queued("s1", two)
+        cache.manager.release(two)
         order.note(two)
         assert order.peek(cache.clock.now()).sequence is one
-    assert order._num_in_heaps < 100
+    assert len(order._sequences) < 200 and len(order._worths) < 400
 
 
-def test_groups_that_nobody_is_in_are_forgotten():
-    """A long history gives way chunk by chunk: by retention value, each was a group of its own."""
-    cache, (one,) = cache_with("retention", [(10, 50.0)])
-    store, order = cache.manager._store, VictimOrder(cache.policy, Shelf.DIRTY, [one])
-    for index in range(9):
-        cache.clock.advance(1.0)
-        assert order.peek(cache.clock.now()).indices == (index,)
-        store.drop(one, index, DropReason.NO_HOST_MEMORY, None)
-    cache.clock.advance(1.0)
-    assert order.peek(cache.clock.now()).indices == (9,)
-    assert len(order._groups) == 1
+@pytest.mark.parametrize("seed", range(3))
+def test_many_come_and_go(seed):
+    """More than there are rows at first; who lost everything, and who left, are forgotten on the way."""
+    print("seed", seed)
+    rng, cache = random.Random(seed), Cache(2000)
+    store, held = cache.manager._store, []
+    order = VictimOrder(cache.policy, Shelf.DIRTY, store.members[Role.IDLE])
+    for number in range(400):
+        cache.clock.advance(rng.choice((0.0, 1.0)))
+        held.append(cache.idle(f"s{number}", rng.randint(1, 3) * CHUNK))
+        if rng.random() < 0.3:
+            back = held.pop(rng.randrange(len(held)))
+            cache.queued(back.sequence_id, back)
+        for changed in store.take_changed(Shelf.DIRTY):
+            order.note(changed)
+        now_s = cache.clock.now()
+        for _ in range(rng.randrange(3)):
+            there = [one for one in store.members[Role.IDLE] if one.num_on[Shelf.DIRTY]]
+            victim = order.peek(now_s)
+            if not there:
+                assert victim is None
+                break
+            worths = [
+                (cache.policy.worth(one, one.first_on(Shelf.DIRTY), now_s), i) for i, one in enumerate(there)
+            ]
+            assert (victim.worth, there.index(victim.sequence)) == min(worths)
+            store.drop(victim.sequence, victim.indices[0], DropReason.NO_HOST_MEMORY, None)
+            store.trim(victim.sequence)
+
+
+ORDERS = {name: make_policy(name, AnalyticCostModel(CHUNK, 1e3, 1e3), CHUNK) for name in POLICIES}
+ORDERS |= {f"learned, {name}": order for name, order in ORDERS["learned"].orders.items()}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@given(
+    seed=st.integers(0, 1000),
+    offers=st.lists(
+        st.tuples(st.floats(0.0, 1e9), st.integers(0, NUM_BUCKETS - 1), st.integers(-1, 5000)), min_size=1
+    ),
+    idle_s=st.one_of(st.sampled_from(EDGES_S), st.floats(-1.0, 3e4)),
+)
+def test_worths_of_many_are_those_of_each(name, seed, offers, idle_s):
+    """To the last bit, also where idle time is at an edge, and until the time that is said."""
+    order = ORDERS[name]
+    if name == "learned, returns":
+        order.use(habits(seed))
+    columns = [np.array(column, kind) for column, kind in zip(zip(*offers, strict=True), "dqq", strict=True)]
+    now_s = offers[0][0] + idle_s
+    worths = order.worths(Offers(*columns), now_s)
+    ends_s = np.broadcast_to(order.until_s(Offers(*columns), now_s), len(offers))
+    for (last_active_s, bucket, chunk), worth, end_s in zip(offers, worths.tolist(), ends_s, strict=True):
+        if chunk >= 0:
+            sequence = Active(last_active_s, bucket)
+            assert worth == order.worth(sequence, chunk, now_s)
+            assert end_s > now_s
+            before_s = np.nextafter(end_s, 0.0)
+            if order.epoch(before_s) == order.epoch(now_s):
+                assert worth == order.worth(sequence, chunk, before_s)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
