@@ -16,7 +16,7 @@ from pensieve_jax.cache.drops import Drop, DropReason
 from pensieve_jax.cache.page_table import PageTable
 from pensieve_jax.cache.place_pool import PlacePool
 from pensieve_jax.cache.sequence import NUM_SHELVES, CachedSequence, Chunk, Role
-from pensieve_jax.cache.states import CONTESTED, ChunkEvent, ChunkState, Shelf
+from pensieve_jax.cache.states import CONTESTED, ChunkEvent, ChunkState, Shelf, next_state
 
 
 @dataclass(slots=True)
@@ -108,23 +108,26 @@ class ChunkStore:
             sequence.chunks += [Chunk() for _ in range(first, num_chunks)]
             self._count_absent(sequence, first, num_chunks - first)
 
-    def shorten(self, sequence: CachedSequence) -> None:
-        """Take the last own chunk away."""
-        index = len(sequence.chunks) - 1
-        if sequence.chunks[index].state is not ChunkState.DROPPED:
-            self._discard(sequence, index)
-        self._count_absent(sequence, index, -1)
-        sequence.chunks.pop()
+    def shorten(self, sequence: CachedSequence, num_chunks: int) -> None:
+        """Take the last own chunks away, down to `num_chunks` in all."""
+        chunks = sequence.chunks
+        for index in range(len(chunks) - 1, num_chunks - 1, -1):
+            if chunks[index].state is not ChunkState.DROPPED:
+                self._discard(sequence, index)
+        self._count_absent(sequence, num_chunks, num_chunks - len(chunks))
+        del chunks[num_chunks:]
 
     def trim(self, sequence: CachedSequence) -> None:
         """Restore the invariant at the tail: no chunk past the computed length, none dropped at the end."""
-        chunks = sequence.chunks
-        while len(chunks) > sequence.num_shared and not sequence.is_prefix:
-            start = (len(chunks) - 1) * self._chunk_tokens
-            if start < sequence.num_kv_tokens and chunks[-1].state is not ChunkState.DROPPED:
-                return
-            self.shorten(sequence)
-            sequence.num_kv_tokens = min(sequence.num_kv_tokens, start)
+        if sequence.is_prefix:
+            return
+        chunks, chunk_tokens = sequence.chunks, self._chunk_tokens
+        num_chunks = min(len(chunks), max(-(-sequence.num_kv_tokens // chunk_tokens), sequence.num_shared))
+        while num_chunks > sequence.num_shared and chunks[num_chunks - 1].state is ChunkState.DROPPED:
+            num_chunks -= 1
+        if num_chunks < len(chunks):
+            self.shorten(sequence, num_chunks)
+            sequence.num_kv_tokens = min(sequence.num_kv_tokens, num_chunks * chunk_tokens)
 
     # One chunk
 
@@ -266,15 +269,16 @@ class ChunkStore:
     def _apply(self, sequence: CachedSequence, index: int, event: ChunkEvent) -> None:
         chunk = sequence.chunks[index]
         before = chunk.state.shelf
-        chunk.apply(event)
+        chunk.state = next_state(chunk.state, event)
         after = chunk.state.shelf
         if after is before:
             return
         sequence.move(index, before, after)
-        num_on = self.num_on[sequence.role]
+        role = sequence.role
+        num_on = self.num_on[role]
         num_on[before] -= 1
         num_on[after] += 1
-        if sequence.role is Role.IDLE and after in CONTESTED:
+        if role is Role.IDLE and after in self._changed:
             self._changed[after][sequence] = None
 
     def _count_absent(self, sequence: CachedSequence, index: int, change: int) -> None:

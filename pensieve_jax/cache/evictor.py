@@ -53,13 +53,16 @@ class Evictor:
         self._retrieval_priority = retrieval_priority
         shelves = (*_BY_PRICE, Shelf.HOST)
         self._orders = {shelf: VictimOrder(policy, shelf, store.members[Role.IDLE]) for shelf in shelves}
+        self._num_idle_on = store.num_on[Role.IDLE]
         self._now_s: float | None = None  # the time of the pass, once somebody has asked
+        self._begun: set[Shelf] = set()  # whose orders were asked in this pass
         self._lenders: Iterator[tuple[CachedSequence, int]] = self._chunks_on_both()
         self.num_forced_swap_outs = 0
 
     def begin_pass(self) -> None:
         """Forget what was true of the pass before."""
         self._now_s = None
+        self._begun.clear()
         self._lenders = self._chunks_on_both()
 
     def allocate_page(self, arrival: int) -> int | None:
@@ -126,7 +129,7 @@ class Evictor:
         for sequence in self._latest_queued(arrival):
             for shelf in _BY_PRICE:
                 if sequence.num_on[shelf]:
-                    self._free_pages(sequence, self._policy.frontier(sequence, shelf), math.inf)
+                    self._free_pages(sequence, self._frontier(sequence, shelf), math.inf)
                     return True
         return False
 
@@ -206,7 +209,7 @@ class Evictor:
     def _drop_queued(self, keep: CachedSequence) -> bool:
         for sequence in self._latest_queued(keep.arrival):
             if sequence.num_on[Shelf.HOST]:
-                for index in self._policy.frontier(sequence, Shelf.HOST):
+                for index in self._frontier(sequence, Shelf.HOST):
                     self._store.drop(sequence, index, DropReason.EARLIER_REQUEST, math.inf)
                 self._store.trim(sequence)
                 return True
@@ -216,14 +219,21 @@ class Evictor:
 
     def _victim(self, shelf: Shelf) -> Victim | None:
         """The next idle victim on a shelf."""
-        if not self._store.num_on[Role.IDLE][shelf]:
+        if not self._num_idle_on[shelf]:
             return None
         order = self._orders[shelf]
         for sequence in self._store.take_changed(shelf):
             order.note(sequence)
-        if self._now_s is None:
-            self._now_s = self._clock.now()
-        return order.peek(self._now_s)
+        if shelf not in self._begun:
+            self._begun.add(shelf)
+            if self._now_s is None:
+                self._now_s = self._clock.now()
+            order.begin(self._now_s)
+        return order.peek()
+
+    def _frontier(self, sequence: CachedSequence, shelf: Shelf) -> Sequence[int]:
+        """What a sequence gives up first that is not idle, and has something on the shelf."""
+        return self._policy.frontier(sequence, shelf, self._policy.chunk(sequence, shelf))
 
     def _latest_queued(self, arrival: int) -> Iterator[CachedSequence]:
         """Queued sequences that arrived after `arrival`, the latest first."""

@@ -99,8 +99,7 @@ class CacheManager:
     def close_prefix(self, prefix: CachedSequence) -> None:
         """Forget a prefix that no sequence begins with."""
         assert not prefix.num_users
-        while prefix.chunks:
-            self._store.shorten(prefix)
+        self._store.shorten(prefix, 0)
         self._store.remove(prefix)
 
     def release_prefix(self, prefix: CachedSequence) -> None:

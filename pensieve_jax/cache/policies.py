@@ -51,17 +51,11 @@ class Candidate(Activity, Protocol):
     Attributes:
       role, role_number: only idle ones give way; the number tells who became so first.
       num_on: own chunks, by shelf.
-      holds_state: some own chunk is in some tier, or on its way.
     """
 
     role: Role
     role_number: int
     num_on: list[int]
-
-    @property
-    def holds_state(self) -> bool:
-        """See above."""
-        ...
 
     def first_on(self, shelf: Shelf) -> int:
         """The leading own chunk on a shelf."""
@@ -107,9 +101,9 @@ class EvictionPolicy(ABC):
     def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
         """The chunk of a sequence that leaves the shelf next; there is at least one on it."""
 
-    def frontier(self, sequence: Candidate, shelf: Shelf) -> Sequence[int]:
-        """The chunks that leave together then, that one first."""
-        return (self.chunk(sequence, shelf),)
+    def frontier(self, sequence: Candidate, shelf: Shelf, chunk: int) -> Sequence[int]:
+        """The chunks that leave together with `chunk`, that one first."""
+        return (chunk,)
 
     @abstractmethod
     def worth(self, sequence: Activity, index: int, now_s: float) -> float:
@@ -132,9 +126,9 @@ class EvictionPolicy(ABC):
         """Worths at two times of one epoch are the same; by itself every time is one of its own."""
         return now_s
 
-    def until_s(self, offers: Offers, now_s: float) -> Array | float:
-        """When the worth of each changes nevertheless, within the epoch: f64, or one time for all."""
-        return math.inf
+    def until_s(self, offers: Offers, now_s: float) -> Array | None:
+        """When the worth of each changes nevertheless, within the epoch: f64; None: it does not."""
+        return None
 
     def describe(self, worths: Sequence[DatedWorth]) -> str:
         """These worths in words, for people who ask why chunks were dropped."""
@@ -148,33 +142,29 @@ class _Active(NamedTuple):
     bucket: int
 
 
-class _Costs:
+class _Costs(dict[int, float]):
     """Seconds to recompute a chunk, by its index; never less than of the one before."""
 
     def __init__(self, cost_model: CostModel, chunk_tokens: int) -> None:
         """Of chunks of `chunk_tokens`."""
+        super().__init__()
         self._cost_model = cost_model
         self._chunk_tokens = chunk_tokens
-        self._costs_s: list[float] = []
-        self._array: Array = np.zeros(0)
+        self._first: Array = np.zeros(0)  # of the first so many chunks
 
-    def of(self, index: int) -> float:
-        """Of one chunk."""
-        if index >= len(self._costs_s):
-            self._extend(index + 1)
-        return self._costs_s[index]
+    def __missing__(self, index: int) -> float:
+        """Of a chunk that nobody has asked about."""
+        cost_s = self[index] = self._cost_model.chunk_cost_s((index + 1) * self._chunk_tokens)
+        return cost_s
 
     def of_all(self, indices: Integers) -> Array:
         """Of many chunks; anything where an index is below 0."""
-        most = int(indices.max(initial=0))
-        if most >= len(self._costs_s):
-            self._extend(most + 1)
-        return self._array.take(indices, mode="clip")
-
-    def _extend(self, num_chunks: int) -> None:
-        for index in range(len(self._costs_s), max(num_chunks, 2 * len(self._costs_s))):
-            self._costs_s.append(self._cost_model.chunk_cost_s((index + 1) * self._chunk_tokens))
-        self._array = np.array(self._costs_s)
+        try:
+            return self._first.take(indices)
+        except IndexError:
+            size = 2 * int(np.abs(indices).max()) + 1
+            self._first = np.array([self[index] for index in range(size)])
+            return self._first.take(indices)
 
 
 class _LeadingFirst(EvictionPolicy):
@@ -197,7 +187,7 @@ class RetentionPolicy(_LeadingFirst):
     def worth(self, sequence: Activity, index: int, now_s: float) -> float:
         """Seconds to recompute, over seconds since the conversation was active."""
         idle_s = now_s - sequence.last_active_s
-        return self._costs_s.of(index) / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
+        return self._costs_s[index] / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
 
     def worths(self, offers: Offers, now_s: float) -> Array:
         """As `worth`."""
@@ -257,7 +247,7 @@ class ReturnsPolicy(_LeadingFirst):
     def worth(self, sequence: Activity, index: int, now_s: float) -> float:
         """Seconds of recomputation that are saved, per second of being held."""
         bin_number = bin_of(sequence.last_active_s, now_s)
-        return self.model.index(sequence.bucket, bin_number) * self._costs_s.of(index)
+        return self.model.index(sequence.bucket, bin_number) * self._costs_s[index]
 
     def worths(self, offers: Offers, now_s: float) -> Array:
         """As `worth`."""
@@ -358,9 +348,9 @@ class ConversationPolicy(_LeadingFirst, _LeastRecentlyUsed):
 
     name = "conversation"
 
-    def frontier(self, sequence: Candidate, shelf: Shelf) -> Sequence[int]:
+    def frontier(self, sequence: Candidate, shelf: Shelf, chunk: int) -> Sequence[int]:
         """All chunks on the shelf."""
-        return sequence.indices_on(shelf)
+        return tuple(sequence.indices_on(shelf))
 
 
 class TrailingPolicy(_LeastRecentlyUsed):

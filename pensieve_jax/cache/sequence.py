@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from pensieve_jax.cache.states import ChunkEvent, ChunkState, Shelf, next_state
+from pensieve_jax.cache.states import ChunkState, Shelf
 
 NUM_SHELVES = len(Shelf)
 
@@ -53,10 +53,6 @@ class Chunk:
     def readable(self) -> bool:
         """Steps that are dispatched now can read it."""
         return self.state.shelf in (Shelf.DIRTY, Shelf.CLEAN)
-
-    def apply(self, event: ChunkEvent) -> None:
-        """Follow the transition table."""
-        self.state = next_state(self.state, event)
 
 
 class CachedSequence:

@@ -47,11 +47,6 @@ class Shadow:
         """Blocks of its own that are there."""
         return self.num_on[_SHELF]
 
-    @property
-    def holds_state(self) -> bool:
-        """Some of them is."""
-        return self.num_held > 0
-
     def first_on(self, shelf: Shelf) -> int:
         """The leading block that is there."""
         return self.num_shared + self.num_lost
@@ -136,8 +131,9 @@ class ShadowCache:
     def _make_room(self, now_s: float) -> None:
         if self.num_held <= self._num_places + self._slack:
             return
+        self._order.begin(now_s)
         while self.num_held > self._num_places:
-            victim = self._order.peek(now_s)
+            victim = self._order.peek()
             if victim is None:
                 return  # what runs takes all
             shadow = victim.sequence

@@ -4,31 +4,33 @@ Owns: one shelf's order over thousands of sequences, of which a step takes a few
 Does not know: what a policy's numbers mean, or what happens to a victim.
 Called by: `Evictor`, with an order for each shelf that it needs room on, and `shadows`.
 
-Worths change with the clock, each at its own pace, so no sorted list of them lasts. But an array of them is
-made anew, and searched, faster than a sorted one is kept: for ten thousand sequences numpy takes some tens of
-microseconds to compute what their next chunks are worth, once at each time, and two to find the least. So a
-sequence has a row of such arrays, in the order in which they became idle: the first of equals is who became
-so first.
+Worths change with the clock, each at its own pace, so no sorted list of them lasts. But numpy computes those
+of ten thousand sequences, as columns, in some tens of microseconds: so they are made anew whenever the policy
+says that they have changed, which for some is at every time. The few that are worth least are gathered from
+them in a heap, the front, and victims come from there until it is empty.
 
 Of what happens to a sequence only that is told here (`note`) which may make its next chunk worth less. The
-rest is found out when its row is worth least: a row that is out of date is worth no more than a true one
-would be, so it is looked at, and put right, before anybody is taken wrongly.
+rest is found out when it gets to the front: what is out of date is worth no more than what is true, so it is
+looked at before anybody is taken wrongly.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pensieve_jax.cache.policies import Candidate, EvictionPolicy, Offers
+from pensieve_jax.cache.returns import Integers
 from pensieve_jax.cache.sequence import Role
 from pensieve_jax.cache.states import Shelf
 
-_FEWEST = 64  # rows
+_FEWEST_ROWS = 64
+_FEW, _MANY = 64, 256  # sequences at the front
 _NO_CHUNK = -1  # of a sequence that has nothing on the shelf, or is not idle any more
 
 
@@ -36,12 +38,12 @@ class Victim[C: Candidate](NamedTuple):
     """What gives way next: chunks of an idle sequence, and what keeping the first of them is worth."""
 
     sequence: C
-    indices: tuple[int, ...]
+    indices: Sequence[int]
     worth: float
 
 
 class VictimOrder[C: Candidate]:
-    """The idle sequences that hold state, and what of it leaves one shelf next: the lowest worth first.
+    """The idle sequences with chunks on one shelf, the lowest worth first.
 
     Ties fall to the sequence that became idle first.
     """
@@ -49,80 +51,108 @@ class VictimOrder[C: Candidate]:
     def __init__(self, policy: EvictionPolicy, shelf: Shelf, idle: Collection[C]) -> None:
         """Of `idle`, which changes; every sequence that joins it is to be noted."""
         self._policy, self._shelf, self._idle = policy, shelf, idle
-        self._noted: dict[C, None] = dict.fromkeys(idle)
-        self._rows: dict[C, int] = {}
-        self._sequences: list[C] = []  # by row, as all that follows
-        self._role_numbers: list[int] = []
-        self._offers = Offers(
-            np.zeros(_FEWEST), np.zeros(_FEWEST, np.int64), np.full(_FEWEST, _NO_CHUNK, np.int64)
-        )
-        self._worths = np.full(_FEWEST, math.inf)
-        self._until_s = np.full(_FEWEST, math.inf)
-        self._next_until_s = math.inf  # the first of them
         self._order = policy.in_force
         self._epoch: object = None
         self._now_s = -math.inf
-        self._taken: int | None = None  # the row that gave way last
+        self._noted: dict[C, None] = dict.fromkeys(idle)
+        self._rows: dict[C, int] = {}  # the one of each that counts
+        self._sequences: list[C] = []  # by row, as all that follows
+        self._role_numbers: list[int] = []
+        self._offers = Offers(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self._worths = self._until_s = np.zeros(0)
+        self._next_until_s = math.inf  # the first of them
+        # Worth, role number and row of everybody that is worth no more than the bound, and some that are not
+        # true any more.
+        self._front: list[tuple[float, int, int]] = []
+        self._bound = self._bound_before = -math.inf
+        self._taken = -1  # the row that gave way last, if any did
 
     def note(self, sequence: C) -> None:
         """Look at a sequence again: it became idle, a chunk came to the shelf, or it was active."""
         self._noted[sequence] = None
-        if len(self._noted) > 2 * len(self._idle) + _FEWEST:  # nobody has asked for long
-            self._noted = {one: None for one in self._noted if one.role is Role.IDLE and one.holds_state}
+        if len(self._noted) > 2 * len(self._idle) + _FEWEST_ROWS:  # nobody has asked for long
+            self._noted = {one: None for one in self._noted if self._belongs(one)}
 
-    def peek(self, now_s: float) -> Victim[C] | None:
-        """Who gives way next at `now_s`; None: nobody has anything on the shelf."""
-        self._bring_up_to(now_s)
-        if self._taken is not None:
-            self._look_at(self._taken)
-        worths = self._worths
-        while True:
-            row = int(worths.argmin())
-            worth = worths.item(row)
-            if worth == math.inf:
-                self._taken = None
-                return None
-            if self._look_at(row):
-                self._taken, sequence = row, self._sequences[row]
-                return Victim(sequence, tuple(self._order.frontier(sequence, self._shelf)), worth)
-
-    def _bring_up_to(self, now_s: float) -> None:
-        """Take notes, and make those worths anew that are others at this time."""
-        is_later, self._now_s = now_s != self._now_s, now_s
-        rows: Sequence[int] = self._take_notes() if self._noted else ()
-        order = self._policy.in_force
+    def begin(self, now_s: float) -> None:
+        """What follows is asked at this time, of the order that is in force now."""
+        self._now_s, order = now_s, self._policy.in_force
         if order is not self._order or order.epoch(now_s) != self._epoch:
             self._order, self._epoch = order, order.epoch(now_s)
+            self._take_notes()
+            self._front.clear()
+            self._bound = -math.inf
             self._value(slice(len(self._sequences)))
-            return
-        if is_later and now_s >= self._next_until_s:
-            rows = [*rows, *np.flatnonzero(self._until_s <= now_s).tolist()]
-        if rows:
-            self._value(rows)
+        elif now_s >= self._next_until_s:
+            self._value(np.flatnonzero(self._until_s <= now_s))
 
-    def _value(self, rows: Sequence[int] | slice) -> None:
+    def peek(self) -> Victim[C] | None:
+        """Who gives way next, at the time of the latest `begin`; None: nobody has anything on the shelf."""
+        if self._noted and (rows := self._take_notes()):
+            self._value(np.array(rows))
+        if self._taken >= 0:
+            self._look_at(self._taken)
+        front, worths = self._front, self._worths
+        while front or self._gather():
+            worth, _, row = front[0]
+            if worth != worths.item(row):
+                heappop(front)
+            elif self._look_at(row):
+                self._taken, sequence, chunk = row, self._sequences[row], self._offers.chunks.item(row)
+                return Victim(sequence, self._order.frontier(sequence, self._shelf, chunk), worth)
+        self._taken = -1
+        return None
+
+    def _gather(self) -> bool:
+        """Put those who are worth least to the front; whether there is anybody."""
+        worths, bound = self._worths, self._bound_before  # which is mostly as good as another
+        rows = np.flatnonzero(worths <= bound)
+        if not 0 < len(rows) <= _MANY:
+            bound = np.partition(worths, _FEW).item(_FEW) if len(worths) > _FEW else math.inf
+            rows = np.flatnonzero(worths <= bound if bound < math.inf else worths < math.inf)
+            if not len(rows):
+                return False
+        least = worths[rows]
+        self._bound = self._bound_before = least.max().item()
+        numbers = self._role_numbers
+        self._front += [
+            (worth, numbers[row], row) for worth, row in zip(least.tolist(), rows.tolist(), strict=True)
+        ]
+        heapify(self._front)
+        return True
+
+    def _value(self, rows: Integers | slice) -> None:
         """Ask what these rows are worth now, and until when."""
-        offers = Offers(*(column[rows] for column in self._offers))
+        last_active_s, buckets, chunks = self._offers
+        offers = Offers(last_active_s[rows], buckets[rows], chunks[rows])
         worths = self._order.worths(offers, self._now_s)
         self._worths[rows] = np.where(offers.chunks == _NO_CHUNK, math.inf, worths)
-        self._until_s[rows] = self._order.until_s(offers, self._now_s)
-        self._next_until_s = self._until_s.min()
+        until_s = self._order.until_s(offers, self._now_s)
+        if until_s is None:
+            self._next_until_s = math.inf
+        else:
+            self._until_s[rows] = until_s
+            self._next_until_s = self._until_s.min(initial=math.inf)
+        if not isinstance(rows, slice):
+            for row in rows.tolist():
+                self._advance(row, self._worths.item(row))
+
+    def _advance(self, row: int, worth: float) -> None:
+        """To the front, if it belongs there."""
+        if worth <= self._bound:
+            heappush(self._front, (worth, self._role_numbers[row], row))
 
     def _look_at(self, row: int) -> bool:
         """Whether a row says what its sequence gives up next; else it does from here on."""
         sequence = self._sequences[row]
-        chunk = _NO_CHUNK
-        if (
-            sequence.num_on[self._shelf]
-            and sequence.role is Role.IDLE
-            and sequence.role_number == self._role_numbers[row]
-        ):
+        chunk, worth = _NO_CHUNK, math.inf
+        if self._belongs(sequence) and sequence.role_number == self._role_numbers[row]:
             chunk = self._order.chunk(sequence, self._shelf)
         if chunk == self._offers.chunks.item(row):
             return True
-        self._offers.chunks[row] = chunk
-        is_there = chunk != _NO_CHUNK
-        self._worths[row] = self._order.worth(sequence, chunk, self._now_s) if is_there else math.inf
+        if chunk != _NO_CHUNK:
+            worth = self._order.worth(sequence, chunk, self._now_s)
+            self._advance(row, worth)
+        self._offers.chunks[row], self._worths[row] = chunk, worth
         return False
 
     def _take_notes(self) -> list[int]:
@@ -132,53 +162,47 @@ class VictimOrder[C: Candidate]:
             self._make_room(len(noted))
         last_active_s, buckets, _ = self._offers
         changed = []
-        for sequence in sorted(noted, key=lambda one: one.role_number) if len(noted) > 1 else noted:
-            row = self._rows.get(sequence)
-            if row is not None and self._role_numbers[row] != sequence.role_number:
+        for sequence in noted:
+            row = self._rows.get(sequence, -1)
+            if row >= 0 and self._role_numbers[row] != sequence.role_number:
                 self._look_at(row)  # from here on nobody's
-                row = None
-            if row is None:
-                if sequence.role is not Role.IDLE or not sequence.holds_state:
-                    continue
-                row = self._add(sequence)
-            elif last_active_s.item(row) == sequence.last_active_s and buckets.item(row) == sequence.bucket:
+                row = -1
+            if row >= 0 and last_active_s[row] == sequence.last_active_s and buckets[row] == sequence.bucket:
                 self._look_at(row)
-                continue
-            last_active_s[row], buckets[row] = sequence.last_active_s, sequence.bucket
-            self._look_at(row)
-            changed.append(row)
+            elif self._belongs(sequence):
+                if row < 0:
+                    row = self._rows[sequence] = len(self._sequences)
+                    self._sequences.append(sequence)
+                    self._role_numbers.append(sequence.role_number)
+                last_active_s[row], buckets[row] = sequence.last_active_s, sequence.bucket
+                self._offers.chunks[row] = self._order.chunk(sequence, self._shelf)
+                changed.append(row)
         return changed
 
-    def _add(self, sequence: C) -> int:
-        """A row, of which nothing is known yet."""
-        row = self._rows[sequence] = len(self._sequences)
-        self._sequences.append(sequence)
-        self._role_numbers.append(sequence.role_number)
-        return row
+    def _belongs(self, sequence: C) -> bool:
+        return sequence.num_on[self._shelf] > 0 and sequence.role is Role.IDLE
 
     def _make_room(self, num_rows: int) -> None:
-        """Forget the rows that are nobody's, and have room for at least so many more."""
-        kept = [row for row, sequence in enumerate(self._sequences) if self._is_of(row, sequence)]
+        """Forget the rows that say nothing, and have room for at least so many more."""
+        kept = [
+            row
+            for row, sequence in enumerate(self._sequences)
+            if self._belongs(sequence) and sequence.role_number == self._role_numbers[row]
+        ]
         self._sequences = [self._sequences[row] for row in kept]
         self._role_numbers = [self._role_numbers[row] for row in kept]
         self._rows = {sequence: row for row, sequence in enumerate(self._sequences)}
-        self._taken = None
-        size = max(2 * (len(kept) + num_rows), _FEWEST)
+        size = max((len(kept) + num_rows) * 5 // 4, _FEWEST_ROWS)
         last_active_s, buckets, chunks = self._offers
         self._offers = Offers(
-            _moved(last_active_s, kept, size, 0),
+            _moved(last_active_s, kept, size, 0.0),
             _moved(buckets, kept, size, 0),
             _moved(chunks, kept, size, _NO_CHUNK),
         )
         self._worths = _moved(self._worths, kept, size, math.inf)
         self._until_s = _moved(self._until_s, kept, size, math.inf)
-
-    def _is_of(self, row: int, sequence: C) -> bool:
-        return (
-            sequence.role is Role.IDLE
-            and sequence.holds_state
-            and sequence.role_number == self._role_numbers[row]
-        )
+        self._front.clear()
+        self._bound, self._taken = -math.inf, -1
 
 
 def _moved[T: np.generic](column: NDArray[T], rows: Sequence[int], size: int, padding: float) -> NDArray[T]:
