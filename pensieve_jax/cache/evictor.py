@@ -52,7 +52,7 @@ class Evictor:
         self._max_num_copies = max_num_copies
         self._retrieval_priority = retrieval_priority
         shelves = (*_BY_PRICE, Shelf.HOST)
-        self._orders = {shelf: VictimOrder(policy, shelf, store.members[Role.IDLE]) for shelf in shelves}
+        self._orders = {shelf: VictimOrder(policy, shelf, store.changed[shelf]) for shelf in shelves}
         self._num_idle_on = store.num_on[Role.IDLE]
         self._now_s: float | None = None  # the time of the pass, once somebody has asked
         self._begun: set[Shelf] = set()  # whose orders were asked in this pass
@@ -106,7 +106,6 @@ class Evictor:
             if slot is None:
                 return  # everything in host memory is worth more: this chunk is dropped when its turn comes
             store.swap_out(sequence, indices[0], slot)
-            store.trim(sequence)
 
     def push_out(self, sequence: CachedSequence, max_num_chunks: int) -> int:
         """Take pages of an idle sequence, leading first, as if they were needed; returns how many.
@@ -169,7 +168,7 @@ class Evictor:
         slots = self._store.slots
         if not slots.num_places:
             return None
-        if slots.num_free or self._borrow_slot() or self._drop_idle(worth, sequence):
+        if slots.num_free or self._borrow_slot() or self._drop_idle(worth):
             return slots.allocate()
         if sequence.role is Role.QUEUED and self._drop_queued(sequence):
             return slots.allocate()
@@ -194,7 +193,7 @@ class Evictor:
                     if sequence.chunks[index].state is ChunkState.ON_BOTH:
                         yield sequence, index
 
-    def _drop_idle(self, worth: float, keep: CachedSequence) -> bool:
+    def _drop_idle(self, worth: float) -> bool:
         """Drop what is worth least in host memory, if it is not worth more than what wants its slot."""
         victim = self._victim(Shelf.HOST)
         if victim is None or victim.worth > worth:
@@ -202,8 +201,7 @@ class Evictor:
         sequence, indices, its_worth = victim
         for index in indices:
             self._store.drop(sequence, index, DropReason.SLOT_NEEDED, its_worth)
-        if sequence is not keep:  # the caller restores that one's tail
-            self._store.trim(sequence)
+        self._store.trim(sequence)
         return True
 
     def _drop_queued(self, keep: CachedSequence) -> bool:
@@ -222,8 +220,6 @@ class Evictor:
         if not self._num_idle_on[shelf]:
             return None
         order = self._orders[shelf]
-        for sequence in self._store.take_changed(shelf):
-            order.note(sequence)
         if shelf not in self._begun:
             self._begun.add(shelf)
             if self._now_s is None:

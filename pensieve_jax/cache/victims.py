@@ -9,7 +9,7 @@ of ten thousand sequences, as columns, in some tens of microseconds: so they are
 says that they have changed, which for some is at every time. The few that are worth least are gathered from
 them in a heap, the front, and victims come from there until it is empty.
 
-Of what happens to a sequence only that is told here (`note`) which may make its next chunk worth less. The
+Of what happens to a sequence only that is told here (`noted`) which may make its next chunk worth less. The
 rest is found out when it gets to the front: what is out of date is worth no more than what is true, so it is
 looked at before anybody is taken wrongly.
 """
@@ -17,7 +17,7 @@ looked at before anybody is taken wrongly.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -48,13 +48,15 @@ class VictimOrder[C: Candidate]:
     Ties fall to the sequence that became idle first.
     """
 
-    def __init__(self, policy: EvictionPolicy, shelf: Shelf, idle: Collection[C]) -> None:
-        """Of `idle`, which changes; every sequence that joins it is to be noted."""
-        self._policy, self._shelf, self._idle = policy, shelf, idle
+    def __init__(self, policy: EvictionPolicy, shelf: Shelf, noted: dict[C, None]) -> None:
+        """Nobody but those in `noted`, which others add to and this takes from.
+
+        They add who becomes idle, and of those who are idle who was active or got a chunk on the shelf.
+        """
+        self._policy, self._shelf, self._noted = policy, shelf, noted
         self._order = policy.in_force
         self._epoch: object = None
         self._now_s = -math.inf
-        self._noted: dict[C, None] = dict.fromkeys(idle)
         self._rows: dict[C, int] = {}  # the one of each that counts
         self._sequences: list[C] = []  # by row, as all that follows
         self._role_numbers: list[int] = []
@@ -66,12 +68,6 @@ class VictimOrder[C: Candidate]:
         self._front: list[tuple[float, int, int]] = []
         self._bound = self._bound_before = -math.inf
         self._taken = -1  # the row that gave way last, if any did
-
-    def note(self, sequence: C) -> None:
-        """Look at a sequence again: it became idle, a chunk came to the shelf, or it was active."""
-        self._noted[sequence] = None
-        if len(self._noted) > 2 * len(self._idle) + _FEWEST_ROWS:  # nobody has asked for long
-            self._noted = {one: None for one in self._noted if self._belongs(one)}
 
     def begin(self, now_s: float) -> None:
         """What follows is asked at this time, of the order that is in force now."""
@@ -157,7 +153,7 @@ class VictimOrder[C: Candidate]:
 
     def _take_notes(self) -> list[int]:
         """Bring the rows of those noted up to date; returns the rows whose worths must be asked for."""
-        noted, self._noted = self._noted, {}
+        noted = self._noted
         if len(self._sequences) + len(noted) > len(self._worths):
             self._make_room(len(noted))
         last_active_s, buckets, _ = self._offers
@@ -177,6 +173,7 @@ class VictimOrder[C: Candidate]:
                 last_active_s[row], buckets[row] = sequence.last_active_s, sequence.bucket
                 self._offers.chunks[row] = self._order.chunk(sequence, self._shelf)
                 changed.append(row)
+        noted.clear()
         return changed
 
     def _belongs(self, sequence: C) -> bool:

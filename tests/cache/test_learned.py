@@ -65,7 +65,8 @@ def test_the_order_is_what_a_search_would_find(followed, seed, sizes, changes):
     for sequence in sequences:
         sequence.bucket = rng.randrange(NUM_BUCKETS)
     store, turns = cache.manager._store, cache.manager.turns
-    order = VictimOrder(policy, Shelf.DIRTY, sequences)
+    noted = dict.fromkeys(sequences)
+    order = VictimOrder(policy, Shelf.DIRTY, noted)
     for number, change in changes:
         sequence = sequences[number % len(sequences)]
         if change == 0:
@@ -95,8 +96,7 @@ def test_the_order_is_what_a_search_would_find(followed, seed, sizes, changes):
                 store.drop(victim.sequence, chunk, DropReason.NO_HOST_MEMORY, None)
             if victim is not None:
                 store.trim(victim.sequence)
-        for changed in store.take_changed(Shelf.DIRTY):
-            order.note(changed)
+        noted.update(store.changed[Shelf.DIRTY])
         assert_is_least(order, cache, sequences)
 
 
@@ -179,7 +179,7 @@ def test_a_shadow_does_not_keep_whoever_has_no_blocks_of_its_own():
     shadow = ShadowCache(RecencyPolicy(), 20)
     for i in range(100):
         shadow.left(str(i), 2, num_shared=2, bucket=1, now_s=float(i))
-    assert not shadow._shadows and not shadow._idle and not shadow.num_held
+    assert not shadow._shadows and not shadow._noted and not shadow.num_held
     assert shadow.returned("0") is None
     common = {"num_shared": 0, "bucket": 1, "now_s": 200.0}
     shadow.left("big", 20, **common)
@@ -297,10 +297,11 @@ def test_a_prefix_is_like_the_turns_of_its_latest_user():
     cache.manager.share(sequence, prefix)
     cache.running("a", 4 * CHUNK, sequence)
     cache.manager.release(sequence)
-    cache.manager._store.take_changed(Shelf.DIRTY)
+    changed = cache.manager._store.changed[Shelf.DIRTY]
+    changed.clear()
     cache.manager.turns.answered(sequence, 4 * CHUNK, prompt_tokens=3 * CHUNK, output_tokens=CHUNK)
     assert prefix.bucket == sequence.bucket > 0
-    assert set(cache.manager._store.take_changed(Shelf.DIRTY)) == {prefix, sequence}
+    assert set(changed) == {prefix, sequence}
 
 
 def test_turns_are_told_and_learned_from():

@@ -39,7 +39,7 @@ def cache_with(policy, sizes, holes=()):
 
 def victims_of(cache, sequences, shelf=Shelf.DIRTY):
     """(sequence, chunks) in the order in which they leave the gpu; each group is dropped before the next."""
-    order = VictimOrder(cache.policy, shelf, sequences)
+    order = VictimOrder(cache.policy, shelf, dict.fromkeys(sequences))
     while (victim := peek(order, cache)) is not None:
         sequence, group, worth = victim
         assert worth == cache.policy.worth(sequence, group[0], cache.clock.now())
@@ -144,7 +144,7 @@ def test_chunks_dropped_by_others_do_not_break_the_order(policy):
 def test_who_is_pinned_since_is_passed_over(policy):
     """A conversation that was pinned since does not stop the others from giving way."""
     cache, (one, two) = cache_with(policy, [(3, 9.0), (3, 1.0)])
-    order = VictimOrder(cache.policy, Shelf.DIRTY, [one, two])
+    order = VictimOrder(cache.policy, Shelf.DIRTY, {one: None, two: None})
     assert peek(order, cache).sequence is one
     cache.queued("s0", one)
     assert peek(order, cache).sequence is two
@@ -155,7 +155,8 @@ def test_who_is_pinned_since_is_passed_over(policy):
 def test_the_order_lasts_while_everything_changes(policy, sizes, changes):
     """Time passes, some give way, are pinned, come back or are cut: it is what a search would find."""
     cache, sequences = cache_with(policy, sizes)
-    store, order = cache.manager._store, VictimOrder(cache.policy, Shelf.DIRTY, sequences)
+    store, noted = cache.manager._store, dict.fromkeys(sequences)
+    order = VictimOrder(cache.policy, Shelf.DIRTY, noted)
     order.begin(cache.clock.now())
     for number, change in changes:
         sequence = sequences[number % len(sequences)]
@@ -179,8 +180,7 @@ def test_the_order_lasts_while_everything_changes(policy, sizes, changes):
                 store.drop(victim.sequence, chunk, DropReason.NO_HOST_MEMORY, None)
             if victim is not None:
                 store.trim(victim.sequence)
-        for changed in store.take_changed(Shelf.DIRTY):
-            order.note(changed)
+        noted.update(store.changed[Shelf.DIRTY])
         victim = order.peek()
         now_s, expected = cache.clock.now(), []
         for one in sequences:
@@ -198,7 +198,7 @@ def test_who_is_gone_does_not_hide_a_tie():
     for sequence in (third, second, first):  # `first` ranks behind `third`, in the group of chunk 0
         cache.clock.advance(1e-5)
         cache.manager.touch(sequence)
-    order = VictimOrder(policy, Shelf.DIRTY, [first, second, third])
+    order = VictimOrder(policy, Shelf.DIRTY, {first: None, second: None, third: None})
     peek(order, cache)
     cache.queued("s2", third)
     cache.clock.advance(1e-5)
@@ -208,12 +208,13 @@ def test_who_is_gone_does_not_hide_a_tie():
 def test_rows_of_those_who_left_do_not_pile_up():
     """Behind a conversation that is worth least of all, others come and go for ever."""
     cache, (one, two) = cache_with("lru", [(1, 50.0), (1, 1.0)])
-    order = VictimOrder(cache.policy, Shelf.DIRTY, [one, two])
+    noted = {one: None, two: None}
+    order = VictimOrder(cache.policy, Shelf.DIRTY, noted)
     for _ in range(1000):
         cache.clock.advance(1.0)
         cache.queued("s1", two)
         cache.manager.release(two)
-        order.note(two)
+        noted[two] = None
         assert peek(order, cache).sequence is one
     assert len(order._sequences) < 100 and len(order._worths) < 100
 
@@ -224,18 +225,18 @@ def test_many_come_and_go(seed):
     print("seed", seed)
     rng, cache = random.Random(seed), Cache(2000)
     store, held = cache.manager._store, []
-    order = VictimOrder(cache.policy, Shelf.DIRTY, store.members[Role.IDLE])
+    noted = {}
+    order = VictimOrder(cache.policy, Shelf.DIRTY, noted)
     for number in range(400):
         cache.clock.advance(rng.choice((0.0, 1.0)))
         held.append(cache.idle(f"s{number}", rng.randint(1, 3) * CHUNK))
         if rng.random() < 0.3:
             back = held.pop(rng.randrange(len(held)))
             cache.queued(back.sequence_id, back)
-        for changed in store.take_changed(Shelf.DIRTY):
-            order.note(changed)
+        noted.update(store.changed[Shelf.DIRTY])
         now_s = cache.clock.now()
         order.begin(now_s)
-        for _ in range(rng.randrange(3)):
+        for _ in range(rng.choice((0, 1, 2, 90)) if number % 50 == 49 else rng.randrange(2)):
             there = [one for one in store.members[Role.IDLE] if one.num_on[Shelf.DIRTY]]
             victim = order.peek()
             if not there:
