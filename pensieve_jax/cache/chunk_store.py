@@ -277,9 +277,10 @@ class ChunkStore:
 
     def _apply(self, sequence: CachedSequence, index: int, event: ChunkEvent) -> None:
         chunk = sequence.chunks[index]
-        before = chunk.state.shelf
-        chunk.state = next_state(chunk.state, event)
-        after = chunk.state.shelf
+        state = chunk.state
+        before = state.shelf
+        chunk.state = state = next_state(state, event)
+        after = state.shelf
         if after is before:
             return
         sequence.move(index, before, after)

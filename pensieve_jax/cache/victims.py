@@ -130,25 +130,27 @@ class VictimOrder[C: Candidate]:
             self._next_until_s = self._until_s.min(initial=math.inf)
         if not isinstance(rows, slice):
             for row in rows.tolist():
-                self._advance(row, self._worths.item(row))
-
-    def _advance(self, row: int, worth: float) -> None:
-        """To the front, if it belongs there."""
-        if worth <= self._bound:
-            heappush(self._front, (worth, self._role_numbers[row], row))
+                if (worth := self._worths.item(row)) <= self._bound:
+                    heappush(self._front, (worth, self._role_numbers[row], row))
 
     def _look_at(self, row: int) -> bool:
         """Whether a row says what its sequence gives up next; else it does from here on."""
-        sequence = self._sequences[row]
+        sequence, shelf = self._sequences[row], self._shelf
         chunk, worth = _NO_CHUNK, math.inf
-        if self._belongs(sequence) and sequence.role_number == self._role_numbers[row]:
-            chunk = self._order.chunk(sequence, self._shelf)
-        if chunk == self._offers.chunks.item(row):
+        if (
+            sequence.num_on[shelf]
+            and sequence.role is Role.IDLE
+            and sequence.role_number == self._role_numbers[row]
+        ):
+            chunk = self._order.chunk(sequence, shelf)
+        chunks = self._offers.chunks
+        if chunk == chunks.item(row):
             return True
         if chunk != _NO_CHUNK:
             worth = self._order.worth(sequence, chunk, self._now_s)
-            self._advance(row, worth)
-        self._offers.chunks[row], self._worths[row] = chunk, worth
+            if worth <= self._bound:
+                heappush(self._front, (worth, sequence.role_number, row))
+        chunks[row], self._worths[row] = chunk, worth
         return False
 
     def _take_notes(self) -> list[int]:

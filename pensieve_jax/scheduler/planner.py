@@ -112,7 +112,7 @@ class Planner:
             getattr(plan, name)[:num_samples] = sampling[name]
         for sample_row, request in enumerate(requests):
             request.sample_row = sample_row
-            if request.bans_ending:
+            if len(request.token_ids) <= request.num_unending:
                 plan.banned_ids[sample_row, : len(request.ending_ids)] = request.ending_ids
         live = sampling["temperature"] > 0
         truncates = (sampling["top_k"] > 0) | (sampling["top_p"] < 1)
