@@ -145,6 +145,8 @@ class CachedSequence:
         """The leading own chunk on a shelf; `len(chunks)` where none is. Cheap: it mostly moves on."""
         chunks, i = self.chunks, self._first_on[shelf]
         num_chunks = len(chunks)
+        if i < num_chunks and chunks[i].state.shelf is shelf:
+            return i
         while i < num_chunks and chunks[i].state.shelf is not shelf:
             i += 1
         self._first_on[shelf] = i
