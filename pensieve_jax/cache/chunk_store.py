@@ -8,26 +8,26 @@ Called by: `Evictor` and `CacheManager`. A chunk is named by the sequence that o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from pensieve_jax.cache.copies import Copy
 from pensieve_jax.cache.drops import Drop, DropReason
 from pensieve_jax.cache.page_table import PageTable
 from pensieve_jax.cache.place_pool import PlacePool
 from pensieve_jax.cache.sequence import NUM_SHELVES, CachedSequence, Chunk, Role
-from pensieve_jax.cache.states import CONTESTED, ChunkEvent, ChunkState, Shelf
+from pensieve_jax.cache.states import CONTESTED, ChunkEvent, ChunkState, Shelf, next_state
 
 
-@dataclass(slots=True)
-class Flight:
-    """A copy in flight. An orphan has no owner, and keeps the page and slot that nobody else may use yet."""
+class Orphan(NamedTuple):
+    """A copy in flight whose chunk has gone on without it.
 
-    owner: CachedSequence | None
-    index: int
+    It keeps the page and the slot that nobody else may use yet, 0 where there is none.
+    """
+
     is_in: bool
-    page: int = 0
-    slot: int = 0
+    page: int
+    slot: int
 
 
 class ChunkStore:
@@ -39,6 +39,8 @@ class ChunkStore:
       page_table: the pages of running sequences, by their `row`, as steps read them.
       members: sequences by role, in the order in which they took it, which makes ties reproducible.
       num_on: own chunks of the members of a role, by shelf.
+      changed: by shelf that others take from: who became idle, or was active or got a chunk there while idle,
+        until whoever keeps the order takes them out.
       num_copies_in, num_copies_out: in flight, orphans included.
     """
 
@@ -55,13 +57,14 @@ class ChunkStore:
         self.num_copies_in = 0
         self.num_copies_out = 0
         self._chunk_tokens = chunk_tokens
-        self._flights: dict[int, Flight] = {}
+        self._flights: dict[int, tuple[CachedSequence, int]] = {}
+        self._orphans: dict[int, Orphan] = {}
         self._num_copies = 0
         self._swap_outs: list[Copy] = []
         self._swap_ins: list[Copy] = []
         self._drops: list[Drop] = []
         self._num_roles = 0
-        self._changed: dict[Shelf, dict[CachedSequence, None]] = {shelf: {} for shelf in CONTESTED}
+        self.changed: dict[Shelf, dict[CachedSequence, None]] = {shelf: {} for shelf in CONTESTED}
 
     # Sequences
 
@@ -77,7 +80,7 @@ class ChunkStore:
     def remove(self, sequence: CachedSequence) -> None:
         """Forget a sequence that has no chunks of its own left."""
         self._leave_role(sequence)
-        for changed in self._changed.values():  # nobody may ever ask for a shelf, as without host memory
+        for changed in self.changed.values():  # nobody may ever ask for a shelf, as without host memory
             changed.pop(sequence, None)
 
     def set_role(self, sequence: CachedSequence, role: Role) -> None:
@@ -108,23 +111,26 @@ class ChunkStore:
             sequence.chunks += [Chunk() for _ in range(first, num_chunks)]
             self._count_absent(sequence, first, num_chunks - first)
 
-    def shorten(self, sequence: CachedSequence) -> None:
-        """Take the last own chunk away."""
-        index = len(sequence.chunks) - 1
-        if sequence.chunks[index].state is not ChunkState.DROPPED:
-            self._discard(sequence, index)
-        self._count_absent(sequence, index, -1)
-        sequence.chunks.pop()
+    def shorten(self, sequence: CachedSequence, num_chunks: int) -> None:
+        """Take the last own chunks away, down to `num_chunks` in all."""
+        chunks = sequence.chunks
+        for index in range(len(chunks) - 1, num_chunks - 1, -1):
+            if chunks[index].state is not ChunkState.DROPPED:
+                self._discard(sequence, index)
+        self._count_absent(sequence, num_chunks, num_chunks - len(chunks))
+        del chunks[num_chunks:]
 
     def trim(self, sequence: CachedSequence) -> None:
         """Restore the invariant at the tail: no chunk past the computed length, none dropped at the end."""
-        chunks = sequence.chunks
-        while len(chunks) > sequence.num_shared and not sequence.is_prefix:
-            start = (len(chunks) - 1) * self._chunk_tokens
-            if start < sequence.num_kv_tokens and chunks[-1].state is not ChunkState.DROPPED:
-                return
-            self.shorten(sequence)
-            sequence.num_kv_tokens = min(sequence.num_kv_tokens, start)
+        if sequence.is_prefix:
+            return
+        chunks, chunk_tokens = sequence.chunks, self._chunk_tokens
+        num_chunks = min(len(chunks), max(-(-sequence.num_kv_tokens // chunk_tokens), sequence.num_shared))
+        while num_chunks > sequence.num_shared and chunks[num_chunks - 1].state is ChunkState.DROPPED:
+            num_chunks -= 1
+        if num_chunks < len(chunks):
+            self.shorten(sequence, num_chunks)
+            sequence.num_kv_tokens = min(sequence.num_kv_tokens, num_chunks * chunk_tokens)
 
     # One chunk
 
@@ -152,13 +158,15 @@ class ChunkStore:
         """Begin to copy a page to `slot`."""
         self._apply(sequence, index, ChunkEvent.SWAP_OUT)
         sequence.chunks[index].slot = slot
-        self._swap_outs.append(self._take_off(sequence, index, is_in=False))
+        self._swap_outs.append(self._take_off(sequence, index))
+        self.num_copies_out += 1
 
     def swap_in(self, sequence: CachedSequence, index: int, page: int) -> None:
         """Begin to copy a slot to `page`."""
         self._apply(sequence, index, ChunkEvent.SWAP_IN)
         self._set_page(sequence, index, page)
-        self._swap_ins.append(self._take_off(sequence, index, is_in=True))
+        self._swap_ins.append(self._take_off(sequence, index))
+        self.num_copies_in += 1
 
     def give_page(self, sequence: CachedSequence, index: int) -> None:
         """Free the page of a chunk that is copied, or was read by its copy."""
@@ -170,7 +178,7 @@ class ChunkStore:
         chunk = sequence.chunks[index]
         self._apply(sequence, index, ChunkEvent.GIVE_SLOT)
         if chunk.copy_id:
-            self._orphan(chunk)
+            self._orphan(chunk, is_in=False)
         self._free_slot(chunk)
 
     def drop(self, sequence: CachedSequence, index: int, reason: DropReason, worth: float | None) -> None:
@@ -196,13 +204,17 @@ class ChunkStore:
     def complete(self, copy_ids: Iterable[int]) -> None:
         """These copies are complete; what orphans kept is free."""
         for copy_id in copy_ids:
-            flight = self._flights.pop(copy_id)
-            self._count_flight(flight, -1)
-            if flight.owner is None:
-                self._free_orphan(flight)
+            flight = self._flights.pop(copy_id, None)
+            if flight is None:
+                orphan = self._orphans.pop(copy_id)
+                self._land(is_in=orphan.is_in)
+                self._free_orphan(orphan)
             else:
-                flight.owner.chunks[flight.index].copy_id = 0
-                self._apply(flight.owner, flight.index, ChunkEvent.ARRIVE)
+                sequence, index = flight
+                chunk = sequence.chunks[index]
+                chunk.copy_id = 0
+                self._land(is_in=chunk.state is ChunkState.COPYING_IN)
+                self._apply(sequence, index, ChunkEvent.ARRIVE)
 
     def copies_of(self, sequence: CachedSequence) -> list[int]:
         """Copies in flight of a sequence's own chunks that it cannot be read without."""
@@ -213,21 +225,30 @@ class ChunkStore:
 
     def copies_that_hold_pages(self) -> list[int]:
         """Copies in flight whose pages nobody can take before they are complete."""
-        return [copy_id for copy_id, flight in self._flights.items() if flight.is_in]
+        arriving = ChunkState.COPYING_IN
+        own = [
+            i for i, (sequence, index) in self._flights.items() if sequence.chunks[index].state is arriving
+        ]
+        return own + [copy_id for copy_id, orphan in self._orphans.items() if orphan.is_in]
 
     @property
-    def flights(self) -> Iterable[tuple[int, Flight]]:
-        """Copies in flight by id, for checks."""
-        return self._flights.items()
+    def flights(self) -> Mapping[int, tuple[CachedSequence, int]]:
+        """Whose chunks are in flight, by copy; orphans' are not."""
+        return self._flights
+
+    @property
+    def orphans(self) -> Mapping[int, Orphan]:
+        """Copies in flight that are nobody's, by id."""
+        return self._orphans
 
     def lose_device(self) -> None:
         """The device's pages are gone, with everything in flight: what is left is what slots hold."""
         self._swap_outs, self._swap_ins = [], []
-        for flight in self._flights.values():
-            if flight.owner is None:
-                self._free_orphan(flight)
-            else:
-                flight.owner.chunks[flight.index].copy_id = 0
+        for orphan in self._orphans.values():
+            self._free_orphan(orphan)
+        for sequence, index in self._flights.values():
+            sequence.chunks[index].copy_id = 0
+        self._orphans.clear()
         self._flights.clear()
         self.num_copies_in = self.num_copies_out = 0
         for sequence in self:
@@ -236,15 +257,6 @@ class ChunkStore:
                 self._lose_page(sequence, index)
             if sequence.role is not Role.RUNNING:
                 self.trim(sequence)
-
-    def take_changed(self, shelf: Shelf) -> Iterable[CachedSequence]:
-        """Sequences that since the last call became idle, or were active or got a chunk on the shelf while
-        they were. One of the shelves that others take from.
-        """
-        changed = self._changed[shelf]
-        if changed:
-            self._changed[shelf] = {}
-        return changed
 
     # Inside
 
@@ -265,17 +277,19 @@ class ChunkStore:
 
     def _apply(self, sequence: CachedSequence, index: int, event: ChunkEvent) -> None:
         chunk = sequence.chunks[index]
-        before = chunk.state.shelf
-        chunk.apply(event)
-        after = chunk.state.shelf
+        state = chunk.state
+        before = state.shelf
+        chunk.state = state = next_state(state, event)
+        after = state.shelf
         if after is before:
             return
         sequence.move(index, before, after)
-        num_on = self.num_on[sequence.role]
+        role = sequence.role
+        num_on = self.num_on[role]
         num_on[before] -= 1
         num_on[after] += 1
-        if sequence.role is Role.IDLE and after in CONTESTED:
-            self._changed[after][sequence] = None
+        if role is Role.IDLE and after in self.changed:
+            self.changed[after][sequence] = None
 
     def _count_absent(self, sequence: CachedSequence, index: int, change: int) -> None:
         """So many chunks came, from `index` on, or the one there went; nobody asks who has absent ones."""
@@ -283,38 +297,37 @@ class ChunkStore:
         self.num_on[sequence.role][Shelf.ABSENT] += change
 
     def _note_changed(self, sequence: CachedSequence) -> None:
-        for changed in self._changed.values():
+        for changed in self.changed.values():
             changed[sequence] = None
 
-    def _count_flight(self, flight: Flight, change: int) -> None:
-        if flight.is_in:
-            self.num_copies_in += change
-        else:
-            self.num_copies_out += change
-
-    def _take_off(self, sequence: CachedSequence, index: int, *, is_in: bool) -> Copy:
+    def _take_off(self, sequence: CachedSequence, index: int) -> Copy:
         chunk = sequence.chunks[index]
-        self._num_copies += 1
-        chunk.copy_id = self._num_copies
-        flight = self._flights[chunk.copy_id] = Flight(sequence, index, is_in)
-        self._count_flight(flight, 1)
-        return Copy(chunk.copy_id, chunk.page, chunk.slot)
+        copy_id = chunk.copy_id = self._num_copies = self._num_copies + 1
+        self._flights[copy_id] = sequence, index
+        return Copy(copy_id, chunk.page, chunk.slot)
 
-    def _orphan(self, chunk: Chunk) -> None:
+    def _land(self, *, is_in: bool) -> None:
+        if is_in:
+            self.num_copies_in -= 1
+        else:
+            self.num_copies_out -= 1
+
+    def _orphan(self, chunk: Chunk, *, is_in: bool) -> None:
         """Leave to a chunk's copy, which is in flight, what it uses."""
-        flight = self._flights[chunk.copy_id]
-        flight.owner, chunk.copy_id = None, 0
-        flight.slot, chunk.slot = chunk.slot, 0
-        if flight.is_in:
-            flight.page, chunk.page = chunk.page, 0
+        del self._flights[chunk.copy_id]
+        self._orphans[chunk.copy_id] = Orphan(is_in, chunk.page if is_in else 0, chunk.slot)
+        chunk.copy_id = chunk.slot = 0
+        if is_in:
+            chunk.page = 0
 
     def _discard(self, sequence: CachedSequence, index: int) -> None:
         """Forget a chunk, whatever it is."""
         chunk = sequence.chunks[index]
-        reserved = chunk.state is ChunkState.RESERVED
+        before = chunk.state
+        reserved = before is ChunkState.RESERVED
         self._apply(sequence, index, ChunkEvent.CANCEL if reserved else ChunkEvent.DROP)
         if chunk.copy_id:
-            self._orphan(chunk)
+            self._orphan(chunk, is_in=before is ChunkState.COPYING_IN)
         self._free_page(sequence, index)
         self._free_slot(chunk)
 
@@ -344,8 +357,8 @@ class ChunkStore:
             self.slots.free(chunk.slot)
             chunk.slot = 0
 
-    def _free_orphan(self, flight: Flight) -> None:
-        if flight.page:
-            self.pages.free(flight.page)
-        if flight.slot:
-            self.slots.free(flight.slot)
+    def _free_orphan(self, orphan: Orphan) -> None:
+        if orphan.page:
+            self.pages.free(orphan.page)
+        if orphan.slot:
+            self.slots.free(orphan.slot)

@@ -52,14 +52,17 @@ class Evictor:
         self._max_num_copies = max_num_copies
         self._retrieval_priority = retrieval_priority
         shelves = (*_BY_PRICE, Shelf.HOST)
-        self._orders = {shelf: VictimOrder(policy, shelf, store.members[Role.IDLE]) for shelf in shelves}
+        self._orders = {shelf: VictimOrder(policy, shelf, store.changed[shelf]) for shelf in shelves}
+        self._num_idle_on = store.num_on[Role.IDLE]
         self._now_s: float | None = None  # the time of the pass, once somebody has asked
+        self._begun: set[Shelf] = set()  # whose orders were asked in this pass
         self._lenders: Iterator[tuple[CachedSequence, int]] = self._chunks_on_both()
         self.num_forced_swap_outs = 0
 
     def begin_pass(self) -> None:
         """Forget what was true of the pass before."""
         self._now_s = None
+        self._begun.clear()
         self._lenders = self._chunks_on_both()
 
     def allocate_page(self, arrival: int) -> int | None:
@@ -103,7 +106,6 @@ class Evictor:
             if slot is None:
                 return  # everything in host memory is worth more: this chunk is dropped when its turn comes
             store.swap_out(sequence, indices[0], slot)
-            store.trim(sequence)
 
     def push_out(self, sequence: CachedSequence, max_num_chunks: int) -> int:
         """Take pages of an idle sequence, leading first, as if they were needed; returns how many.
@@ -126,7 +128,7 @@ class Evictor:
         for sequence in self._latest_queued(arrival):
             for shelf in _BY_PRICE:
                 if sequence.num_on[shelf]:
-                    self._free_pages(sequence, self._policy.frontier(sequence, shelf), math.inf)
+                    self._free_pages(sequence, self._frontier(sequence, shelf), math.inf)
                     return True
         return False
 
@@ -166,7 +168,7 @@ class Evictor:
         slots = self._store.slots
         if not slots.num_places:
             return None
-        if slots.num_free or self._borrow_slot() or self._drop_idle(worth, sequence):
+        if slots.num_free or self._borrow_slot() or self._drop_idle(worth):
             return slots.allocate()
         if sequence.role is Role.QUEUED and self._drop_queued(sequence):
             return slots.allocate()
@@ -191,7 +193,7 @@ class Evictor:
                     if sequence.chunks[index].state is ChunkState.ON_BOTH:
                         yield sequence, index
 
-    def _drop_idle(self, worth: float, keep: CachedSequence) -> bool:
+    def _drop_idle(self, worth: float) -> bool:
         """Drop what is worth least in host memory, if it is not worth more than what wants its slot."""
         victim = self._victim(Shelf.HOST)
         if victim is None or victim.worth > worth:
@@ -199,14 +201,13 @@ class Evictor:
         sequence, indices, its_worth = victim
         for index in indices:
             self._store.drop(sequence, index, DropReason.SLOT_NEEDED, its_worth)
-        if sequence is not keep:  # the caller restores that one's tail
-            self._store.trim(sequence)
+        self._store.trim(sequence)
         return True
 
     def _drop_queued(self, keep: CachedSequence) -> bool:
         for sequence in self._latest_queued(keep.arrival):
             if sequence.num_on[Shelf.HOST]:
-                for index in self._policy.frontier(sequence, Shelf.HOST):
+                for index in self._frontier(sequence, Shelf.HOST):
                     self._store.drop(sequence, index, DropReason.EARLIER_REQUEST, math.inf)
                 self._store.trim(sequence)
                 return True
@@ -216,14 +217,19 @@ class Evictor:
 
     def _victim(self, shelf: Shelf) -> Victim | None:
         """The next idle victim on a shelf."""
-        if not self._store.num_on[Role.IDLE][shelf]:
+        if not self._num_idle_on[shelf]:
             return None
         order = self._orders[shelf]
-        for sequence in self._store.take_changed(shelf):
-            order.note(sequence)
-        if self._now_s is None:
-            self._now_s = self._clock.now()
-        return order.peek(self._now_s)
+        if shelf not in self._begun:
+            self._begun.add(shelf)
+            if self._now_s is None:
+                self._now_s = self._clock.now()
+            order.begin(self._now_s)
+        return order.peek()
+
+    def _frontier(self, sequence: CachedSequence, shelf: Shelf) -> Sequence[int]:
+        """What a sequence gives up first that is not idle, and has something on the shelf."""
+        return self._policy.frontier(sequence, shelf, self._policy.chunk(sequence, shelf))
 
     def _latest_queued(self, arrival: int) -> Iterator[CachedSequence]:
         """Queued sequences that arrived after `arrival`, the latest first."""

@@ -31,16 +31,19 @@ def check_store(store: ChunkStore, chunk_tokens: int) -> None:
     rows = [sequence.row for sequence in store.members[Role.RUNNING]]
     assert len(set(rows)) == len(rows), "a row of pages has two owners"
     flying.discard(0)
-    flights = dict(store.flights)
-    for copy_id, flight in flights.items():
-        owner = flight.owner
-        assert (owner is not None) == (copy_id in flying), f"copy {copy_id} lost its chunk"
-        assert owner is None or owner.chunks[flight.index].copy_id == copy_id
-        pages.append(flight.page)
-        slots.append(flight.slot)
-    assert flying <= flights.keys(), "a chunk waits for a copy that is not in flight"
-    assert store.num_copies_in == sum(flight.is_in for flight in flights.values())
-    assert store.num_copies_in + store.num_copies_out == len(flights)
+    assert flying == store.flights.keys(), "chunks that wait for copies, and copies, are not the same"
+    num_in = 0
+    for copy_id, (sequence, index) in store.flights.items():
+        chunk = sequence.chunks[index]
+        assert chunk.copy_id == copy_id, f"copy {copy_id} lost its chunk"
+        num_in += chunk.state is ChunkState.COPYING_IN
+    for orphan in store.orphans.values():
+        pages.append(orphan.page)
+        slots.append(orphan.slot)
+        num_in += orphan.is_in
+    assert not store.flights.keys() & store.orphans.keys(), "a copy is somebody's and nobody's"
+    assert store.num_copies_in == num_in
+    assert store.num_copies_in + store.num_copies_out == len(store.flights) + len(store.orphans)
     assert num_on == store.num_on, f"{num_on} on shelves, counted {store.num_on}"
     for places, pool in ((pages, store.pages), (slots, store.slots)):
         owners = Counter(place for place in places if place)

@@ -99,8 +99,7 @@ class CacheManager:
     def close_prefix(self, prefix: CachedSequence) -> None:
         """Forget a prefix that no sequence begins with."""
         assert not prefix.num_users
-        while prefix.chunks:
-            self._store.shorten(prefix)
+        self._store.shorten(prefix, 0)
         self._store.remove(prefix)
 
     def release_prefix(self, prefix: CachedSequence) -> None:
@@ -292,9 +291,8 @@ class CacheManager:
         states = Counter(
             chunk.state for sequence in self._store for chunk in sequence.chunks[sequence.num_shared :]
         )
-        for _, flight in self._store.flights:  # what the copies of forgotten chunks still hold
-            if flight.owner is None:
-                states[ChunkState.COPYING_IN if flight.is_in else ChunkState.LEAVING] += 1
+        for orphan in self._store.orphans.values():  # what the copies of forgotten chunks still hold
+            states[ChunkState.COPYING_IN if orphan.is_in else ChunkState.LEAVING] += 1
         counts = {state.value: states[state] for state in ChunkState if state is not ChunkState.DROPPED}
         return counts | {"free pages": self._store.pages.num_free, "free slots": self._store.slots.num_free}
 

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 type Array = NDArray[np.float64]
+type Integers = NDArray[np.int64]
 
 # Turns are alike if they are both first ones or both later ones of their conversation, and brought about as
 # much text each way. What tells who returns was chosen on half of the sessions of public traces: see
@@ -34,6 +35,7 @@ NUM_BUCKETS = 1 + 2 * _NUM_SIZES
 # Bin i of idle time is [EDGES_S[i], EDGES_S[i + 1]), in seconds; the last one has no end.
 EDGES_S: tuple[float, ...] = (0.0, *np.geomspace(1.0, 20_000.0, 28)[:-1].tolist())
 NUM_BINS = len(EDGES_S)
+ENDS_S: Array = np.array([*EDGES_S[1:], np.inf])
 HORIZON_S = 20_000.0
 """Idle time beyond this is not observed: whoever has not returned by then has left."""
 
@@ -64,6 +66,14 @@ def bin_of(last_active_s: float, now_s: float) -> int:
     return max(found, 0)
 
 
+def bins_of(last_active_s: Array, now_s: float) -> Integers:
+    """`bin_of` of many."""
+    found = np.maximum(_LEFT_S.searchsorted(now_s - last_active_s, "right") - 1, 0)
+    found += last_active_s + ENDS_S.take(found) <= now_s
+    found -= (found > 0) & (last_active_s + _LEFT_S.take(found) > now_s)
+    return found
+
+
 class ReturnModel:
     """Counts of what was observed, and the index that follows.
 
@@ -81,7 +91,8 @@ class ReturnModel:
         self.exposure_s = np.zeros(shape) if exposure_s is None else exposure_s.copy()
         self.num_fits = 0
         self._num_returns = float(self.returns.sum())
-        self._index: list[list[float]] = []
+        self._indices: Array = np.zeros(shape)
+        self._index: list[list[float]] = []  # the same
         self.fit(np.zeros(shape))
 
     def close(self, bucket: int, idle_s: float, *, returned: bool) -> None:
@@ -98,15 +109,20 @@ class ReturnModel:
     def fit(self, open_s: Array) -> None:
         """Make the index anew; `open_s` is the exposure of conversations that are idle now."""
         hazards = hazards_of(self.returns, self.exposure_s + open_s)
-        self._index = index_of(hazards).tolist()
+        self._indices = index_of(hazards)
+        self._index = self._indices.tolist()
         self.num_fits += 1
 
     def index(self, bucket: int, bin_number: int) -> float:
         """Returns per second of being held, at the beginning of a bin, over the horizon that is best."""
         return self._index[bucket][bin_number]
 
+    def indices(self, buckets: Integers, bin_numbers: Integers) -> Array:
+        """`index` of many."""
+        return self._indices.ravel().take(buckets * NUM_BINS + bin_numbers)
 
-def exposure_of(buckets: Iterable[int] | NDArray[np.int64], idle_s: Array) -> Array:
+
+def exposure_of(buckets: Iterable[int] | Integers, idle_s: Array) -> Array:
     """Seconds that conversations of these buckets, idle for so long, spent: f64[NUM_BUCKETS, NUM_BINS]."""
     idle_s = np.minimum(idle_s, HORIZON_S)
     bins = np.searchsorted(_LEFT_S, idle_s, "right") - 1

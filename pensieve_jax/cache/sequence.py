@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from pensieve_jax.cache.states import ChunkEvent, ChunkState, Shelf, next_state
+from pensieve_jax.cache.states import ChunkState, Shelf
 
 NUM_SHELVES = len(Shelf)
 
@@ -53,10 +53,6 @@ class Chunk:
     def readable(self) -> bool:
         """Steps that are dispatched now can read it."""
         return self.state.shelf in (Shelf.DIRTY, Shelf.CLEAN)
-
-    def apply(self, event: ChunkEvent) -> None:
-        """Follow the transition table."""
-        self.state = next_state(self.state, event)
 
 
 class CachedSequence:
@@ -149,6 +145,8 @@ class CachedSequence:
         """The leading own chunk on a shelf; `len(chunks)` where none is. Cheap: it mostly moves on."""
         chunks, i = self.chunks, self._first_on[shelf]
         num_chunks = len(chunks)
+        if i < num_chunks and chunks[i].state.shelf is shelf:
+            return i
         while i < num_chunks and chunks[i].state.shelf is not shelf:
             i += 1
         self._first_on[shelf] = i

@@ -79,8 +79,8 @@ class ShadowCache:
         self._num_places = num_places
         self._slack = num_places // 64  # room is made for several turns at once, which takes less time
         self._shadows: dict[str, Shadow] = {}
-        self._idle: dict[Shadow, None] = {}
-        self._order = VictimOrder(policy, _SHELF, self._idle)
+        self._noted: dict[Shadow, None] = {}  # for the order to look at
+        self._order = VictimOrder(policy, _SHELF, self._noted)
         self._num_roles = 0
 
     def returned(self, conversation_id: str) -> int | None:
@@ -92,7 +92,7 @@ class ShadowCache:
         if shadow is None:
             return None
         num_lost = shadow.num_lost
-        self._idle.pop(shadow, None)
+        self._noted.pop(shadow, None)
         shadow.role = Role.RUNNING
         self._resize(shadow, shadow.num_blocks, shadow.num_shared, 0)
         return num_lost
@@ -109,8 +109,7 @@ class ShadowCache:
         shadow.last_active_s, shadow.bucket = now_s, bucket
         self._resize(shadow, num_blocks, num_shared, 0)
         if shadow.num_held:
-            self._idle[shadow] = None
-            self._order.note(shadow)
+            self._noted[shadow] = None
         else:  # nothing to lose, and nobody would ever take it away
             self.ended(conversation_id)
         self._make_room(now_s)
@@ -119,7 +118,7 @@ class ShadowCache:
         """Forget a conversation."""
         shadow = self._shadows.pop(conversation_id, None)
         if shadow is not None:
-            self._idle.pop(shadow, None)
+            self._noted.pop(shadow, None)
             shadow.role = Role.RUNNING  # of which orders take nothing
             self._resize(shadow, 0, 0, 0)
 
@@ -131,8 +130,9 @@ class ShadowCache:
     def _make_room(self, now_s: float) -> None:
         if self.num_held <= self._num_places + self._slack:
             return
+        self._order.begin(now_s)
         while self.num_held > self._num_places:
-            victim = self._order.peek(now_s)
+            victim = self._order.peek()
             if victim is None:
                 return  # what runs takes all
             shadow = victim.sequence

@@ -4,208 +4,208 @@ Owns: one shelf's order over thousands of sequences, of which a step takes a few
 Does not know: what a policy's numbers mean, or what happens to a victim.
 Called by: `Evictor`, with an order for each shelf that it needs room on, and `shadows`.
 
-Worths change with the clock, each at its own pace, so no sorted list of them lasts. But the policy puts
-sequences into groups in which their order lasts: a heap for each group, and the victim is the first of one of
-them. A calendar tells who leaves a group as time passes. The groups' firsts are compared anew only when the
-policy says that worths have changed (its epoch). Of all else that changes only that is told here which may
-bring a sequence to the front; the rest is found out when an entry gets there: an entry keeps what it was made
-of, so one that is out of date is worth no more than those behind it, and is looked at before any of them.
+Worths change with the clock, each at its own pace, so no sorted list of them lasts. But numpy computes those
+of ten thousand sequences, as columns, in some tens of microseconds: so they are made anew whenever the policy
+says that they have changed, which for some is at every time. The few that are worth least are gathered from
+them in a heap, the front, and victims come from there until it is empty.
+
+Of what happens to a sequence only that is told here (`noted`) which may make its next chunk worth less. The
+rest is found out when it gets to the front: what is out of date is worth no more than what is true, so it is
+looked at before anybody is taken wrongly.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Collection
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from pensieve_jax.cache.policies import Candidate, EvictionPolicy
+import numpy as np
+from numpy.typing import NDArray
+
+from pensieve_jax.cache.policies import Candidate, EvictionPolicy, Offers
+from pensieve_jax.cache.returns import Integers
 from pensieve_jax.cache.sequence import Role
 from pensieve_jax.cache.states import Shelf
 
-_MAX_STALE = 64  # entries, and as many as there are idle sequences
-_UNKNOWN = -1  # the role number of a front that may be out of date: that of one behind it may be any
-
-
-class _Entry[C: Candidate](NamedTuple):
-    """A sequence in the heap of a group; sorts by rank, then by who was idle first."""
-
-    rank: float
-    role_number: int
-    number: int  # of all entries, so that no two are compared further
-    sequence: C
-    last_active_s: float
-    bucket: int
-    chunk: int
-    group: int
-    until_s: float
+_FEWEST_ROWS = 64
+_FEW, _MANY = 64, 256  # sequences at the front
+_NO_CHUNK = -1  # of a sequence that has nothing on the shelf, or is not idle any more
 
 
 class Victim[C: Candidate](NamedTuple):
     """What gives way next: chunks of an idle sequence, and what keeping the first of them is worth."""
 
     sequence: C
-    indices: tuple[int, ...]
+    indices: Sequence[int]
     worth: float
-
-
-type _Front[C: Candidate] = tuple[float, int, _Entry[C]]  # worth, role number or `_UNKNOWN`
 
 
 class VictimOrder[C: Candidate]:
     """The idle sequences with chunks on one shelf, the lowest worth first.
 
-    Ties fall to the sequence that became idle first, in a group to the lower rank before that.
+    Ties fall to the sequence that became idle first.
     """
 
-    def __init__(self, policy: EvictionPolicy, shelf: Shelf, idle: Collection[C]) -> None:
-        """Of `idle`, which changes; every sequence that joins it is to be noted."""
-        self._policy, self._shelf, self._idle = policy, shelf, idle
-        self._groups: dict[int, list[_Entry[C]]] = {}
-        self._entries: dict[C, _Entry[C]] = {}  # the one of each that counts
-        self._calendar: list[tuple[float, int, C]] = []  # by the end of their standing
-        self._noted: dict[C, None] = dict.fromkeys(idle)
-        self._num_entries, self._num_in_heaps = 0, 0
-        self._now_s: float = -math.inf
-        self._epoch: float | None = None
-        self._generation, self._order = policy.generation, policy.in_force
-        self._fronts: list[_Front[C]] = []  # of every heap's first, and some that are out of date
+    def __init__(self, policy: EvictionPolicy, shelf: Shelf, noted: dict[C, None]) -> None:
+        """Nobody but those in `noted`, which others add to and this takes from.
 
-    def note(self, sequence: C) -> None:
-        """Look at a sequence again: it became idle, a chunk came to the shelf, or it was active."""
-        self._noted[sequence] = None
-        if len(self._noted) > 2 * len(self._idle) + _MAX_STALE:  # nobody has asked for long
-            self._noted = {one: None for one in self._noted if self._belongs(one)}
+        They add who becomes idle, and of those who are idle who was active or got a chunk on the shelf.
+        """
+        self._policy, self._shelf, self._noted = policy, shelf, noted
+        self._order = policy.in_force
+        self._epoch: object = None
+        self._now_s = -math.inf
+        self._rows: dict[C, int] = {}  # the one of each that counts
+        self._sequences: list[C] = []  # by row, as all that follows
+        self._role_numbers: list[int] = []
+        self._offers = Offers(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self._worths = self._until_s = np.zeros(0)
+        self._next_until_s = math.inf  # the first of them
+        # Worth, role number and row of everybody that is worth no more than the bound, and some that are not
+        # true any more.
+        self._front: list[tuple[float, int, int]] = []
+        self._bound = self._bound_before = -math.inf
+        self._taken = -1  # the row that gave way last, if any did
 
-    def peek(self, now_s: float) -> Victim[C] | None:
-        """Who gives way next at `now_s`; None: nobody has anything on the shelf."""
-        if now_s != self._now_s or self._generation != self._policy.generation:
-            self._begin(now_s)
-        if self._noted:
+    def begin(self, now_s: float) -> None:
+        """What follows is asked at this time, of the order that is in force now."""
+        self._now_s, order = now_s, self._policy.in_force
+        if order is not self._order or order.epoch(now_s) != self._epoch:
+            self._order, self._epoch = order, order.epoch(now_s)
             self._take_notes()
-        if (epoch := self._order.epoch(now_s)) != self._epoch:
-            self._epoch = epoch
-            self._compare()
-        fronts = self._fronts
-        while fronts:
-            worth, role_number, entry = fronts[0]
-            heap = self._groups.get(entry.group)
-            if not heap or heap[0] is not entry:
-                heapq.heappop(fronts)
-            elif not self._is_true(entry):
-                self._replace_first(heap)
-            elif role_number == _UNKNOWN and worth in [other[0] for other in fronts[1:3]]:
-                heapq.heapreplace(fronts, (worth, entry.role_number, entry))
-            else:
-                return Victim(entry.sequence, tuple(self._order.frontier(entry.sequence, self._shelf)), worth)
+            self._front.clear()
+            self._bound = -math.inf
+            self._value(slice(len(self._sequences)))
+        elif now_s >= self._next_until_s:
+            self._value(np.flatnonzero(self._until_s <= now_s))
+
+    def peek(self) -> Victim[C] | None:
+        """Who gives way next, at the time of the latest `begin`; None: nobody has anything on the shelf."""
+        if self._noted and (rows := self._take_notes()):
+            self._value(np.array(rows))
+        if self._taken >= 0:
+            self._look_at(self._taken)
+        front, worths = self._front, self._worths
+        while front or self._gather():
+            worth, _, row = front[0]
+            if worth != worths.item(row):
+                heappop(front)
+            elif self._look_at(row):
+                self._taken, sequence, chunk = row, self._sequences[row], self._offers.chunks.item(row)
+                return Victim(sequence, self._order.frontier(sequence, self._shelf, chunk), worth)
+        self._taken = -1
         return None
 
-    def _begin(self, now_s: float) -> None:
-        """Time has passed, or the policy follows another order: who stands elsewhere now."""
-        self._now_s = now_s
-        if self._generation != self._policy.generation:
-            self._generation, self._order = self._policy.generation, self._policy.in_force
-            self._begin_anew()
-        elif self._num_in_heaps > 2 * len(self._idle) + _MAX_STALE:
-            self._begin_anew()
-        elif len(self._calendar) > 2 * len(self._entries) + _MAX_STALE:
-            self._calendar = [(e.until_s, e.number, e.sequence) for e in self._entries.values()]
-            heapq.heapify(self._calendar)
-        while self._calendar and self._calendar[0][0] <= now_s:
-            entry = self._entries.get(heapq.heappop(self._calendar)[2])
-            if entry is not None and entry.until_s <= now_s:
-                self._enter(entry.sequence)
-        if len(self._fronts) > 2 * len(self._groups) + _MAX_STALE:
-            self._epoch = None
+    def _gather(self) -> bool:
+        """Put those who are worth least to the front; whether there is anybody."""
+        worths, bound = self._worths, self._bound_before  # which is mostly as good as another
+        rows = np.flatnonzero(worths <= bound)
+        if not 0 < len(rows) <= _MANY:
+            bound = np.partition(worths, _FEW).item(_FEW) if len(worths) > _FEW else math.inf
+            rows = np.flatnonzero(worths <= bound if bound < math.inf else worths < math.inf)
+            if not len(rows):
+                return False
+        least = worths[rows]
+        self._bound = self._bound_before = least.max().item()
+        numbers = self._role_numbers
+        self._front += [
+            (worth, numbers[row], row) for worth, row in zip(least.tolist(), rows.tolist(), strict=True)
+        ]
+        heapify(self._front)
+        return True
 
-    def _take_notes(self) -> None:
-        noted, self._noted = self._noted, {}
-        for sequence in noted:
-            entry = self._entries.get(sequence)
-            if entry is None or not self._is_true(entry):
-                self._enter(sequence)
-
-    def _enter(self, sequence: C) -> None:
-        """Put a sequence where it belongs now, if anywhere."""
-        if not self._belongs(sequence):
-            self._entries.pop(sequence, None)
-            return
-        chunk = self._order.chunk(sequence, self._shelf)
-        group, rank, until_s = self._order.standing(sequence, chunk, self._now_s)
-        self._num_entries += 1
-        role_number, active_s, bucket = sequence.role_number, sequence.last_active_s, sequence.bucket
-        number = self._num_entries
-        entry = _Entry(rank, role_number, number, sequence, active_s, bucket, chunk, group, until_s)
-        if until_s < math.inf:
-            before = self._entries.get(sequence)
-            if before is None or before.until_s != until_s:
-                heapq.heappush(self._calendar, (until_s, number, sequence))
-        self._entries[sequence] = entry
-        heap = self._groups.get(group)
-        if heap is None:
-            heap = self._groups[group] = []
-        heapq.heappush(heap, entry)
-        self._num_in_heaps += 1
-        if heap[0] is entry and self._epoch is not None:
-            heapq.heappush(self._fronts, self._front(entry))
-
-    def _replace_first(self, heap: list[_Entry[C]]) -> None:
-        """The first of all is not true: the next one of its group is at the front, and it goes elsewhere."""
-        entry = heapq.heappop(heap)
-        self._num_in_heaps -= 1
-        following = self._first(entry.group)
-        if following is None:
-            heapq.heappop(self._fronts)
+    def _value(self, rows: Integers | slice) -> None:
+        """Ask what these rows are worth now, and until when."""
+        last_active_s, buckets, chunks = self._offers
+        offers = Offers(last_active_s[rows], buckets[rows], chunks[rows])
+        worths = self._order.worths(offers, self._now_s)
+        self._worths[rows] = np.where(offers.chunks == _NO_CHUNK, math.inf, worths)
+        until_s = self._order.until_s(offers, self._now_s)
+        if until_s is None:
+            self._next_until_s = math.inf
         else:
-            heapq.heapreplace(self._fronts, self._front(following))
-        if self._entries.get(entry.sequence) is entry:
-            self._enter(entry.sequence)
+            self._until_s[rows] = until_s
+            self._next_until_s = self._until_s.min(initial=math.inf)
+        if not isinstance(rows, slice):
+            for row in rows.tolist():
+                if (worth := self._worths.item(row)) <= self._bound:
+                    heappush(self._front, (worth, self._role_numbers[row], row))
 
-    def _compare(self) -> None:
-        """Compare the groups' firsts as of now."""
-        firsts = [entry for group in tuple(self._groups) if (entry := self._first(group)) is not None]
-        self._fronts = [self._front(entry) for entry in firsts]
-        heapq.heapify(self._fronts)
+    def _look_at(self, row: int) -> bool:
+        """Whether a row says what its sequence gives up next; else it does from here on."""
+        sequence, shelf = self._sequences[row], self._shelf
+        chunk, worth = _NO_CHUNK, math.inf
+        if (
+            sequence.num_on[shelf]
+            and sequence.role is Role.IDLE
+            and sequence.role_number == self._role_numbers[row]
+        ):
+            chunk = self._order.chunk(sequence, shelf)
+        chunks = self._offers.chunks
+        if chunk == chunks.item(row):
+            return True
+        if chunk != _NO_CHUNK:
+            worth = self._order.worth(sequence, chunk, self._now_s)
+            if worth <= self._bound:
+                heappush(self._front, (worth, sequence.role_number, row))
+        chunks[row], self._worths[row] = chunk, worth
+        return False
 
-    def _front(self, entry: _Entry[C]) -> _Front[C]:
-        return self._order.worth(entry, entry.chunk, self._now_s), _UNKNOWN, entry
+    def _take_notes(self) -> list[int]:
+        """Bring the rows of those noted up to date; returns the rows whose worths must be asked for."""
+        noted = self._noted
+        if len(self._sequences) + len(noted) > len(self._worths):
+            self._make_room(len(noted))
+        last_active_s, buckets, _ = self._offers
+        changed = []
+        for sequence in noted:
+            row = self._rows.get(sequence, -1)
+            if row >= 0 and self._role_numbers[row] != sequence.role_number:
+                self._look_at(row)  # from here on nobody's
+                row = -1
+            if row >= 0 and last_active_s[row] == sequence.last_active_s and buckets[row] == sequence.bucket:
+                self._look_at(row)
+            elif self._belongs(sequence):
+                if row < 0:
+                    row = self._rows[sequence] = len(self._sequences)
+                    self._sequences.append(sequence)
+                    self._role_numbers.append(sequence.role_number)
+                last_active_s[row], buckets[row] = sequence.last_active_s, sequence.bucket
+                self._offers.chunks[row] = self._order.chunk(sequence, self._shelf)
+                changed.append(row)
+        noted.clear()
+        return changed
 
     def _belongs(self, sequence: C) -> bool:
-        return sequence.role is Role.IDLE and sequence.num_on[self._shelf] > 0
+        return sequence.num_on[self._shelf] > 0 and sequence.role is Role.IDLE
 
-    def _is_true(self, entry: _Entry[C]) -> bool:
-        """Whether it stands for its sequence as that is now."""
-        sequence = entry.sequence
-        return (
-            sequence.role is Role.IDLE
-            and sequence.num_on[self._shelf] > 0
-            and entry.role_number == sequence.role_number
-            and entry.last_active_s == sequence.last_active_s
-            and entry.bucket == sequence.bucket
-            and entry.until_s > self._now_s
-            and entry.chunk == self._order.chunk(sequence, self._shelf)
+    def _make_room(self, num_rows: int) -> None:
+        """Forget the rows that say nothing, and have room for at least so many more."""
+        kept = [
+            row
+            for row, sequence in enumerate(self._sequences)
+            if self._belongs(sequence) and sequence.role_number == self._role_numbers[row]
+        ]
+        self._sequences = [self._sequences[row] for row in kept]
+        self._role_numbers = [self._role_numbers[row] for row in kept]
+        self._rows = {sequence: row for row, sequence in enumerate(self._sequences)}
+        size = max((len(kept) + num_rows) * 5 // 4, _FEWEST_ROWS)
+        last_active_s, buckets, chunks = self._offers
+        self._offers = Offers(
+            _moved(last_active_s, kept, size, 0.0),
+            _moved(buckets, kept, size, 0),
+            _moved(chunks, kept, size, _NO_CHUNK),
         )
+        self._worths = _moved(self._worths, kept, size, math.inf)
+        self._until_s = _moved(self._until_s, kept, size, math.inf)
+        self._front.clear()
+        self._bound, self._taken = -math.inf, -1
 
-    def _first(self, group: int) -> _Entry[C] | None:
-        """The first entry of a group that counts; whether it is true is found out at the front.
 
-        A group without one is forgotten: there are as many as the longest history has chunks.
-        """
-        heap, entries = self._groups[group], self._entries
-        while heap:
-            entry = heap[0]
-            if entries.get(entry.sequence) is entry:
-                return entry
-            heapq.heappop(heap)
-            self._num_in_heaps -= 1
-        del self._groups[group]
-        return None
-
-    def _begin_anew(self) -> None:
-        """Forget entries that are not true; they would pile up behind a first that never goes."""
-        self._groups.clear()
-        self._entries.clear()
-        self._calendar.clear()
-        self._fronts.clear()
-        self._num_in_heaps, self._epoch = 0, None
-        self._noted = dict.fromkeys(self._idle)
+def _moved[T: np.generic](column: NDArray[T], rows: Sequence[int], size: int, padding: float) -> NDArray[T]:
+    """These rows of a column come first in a new one."""
+    moved = np.full(size, padding, column.dtype)
+    moved[: len(rows)] = column[rows]
+    return moved

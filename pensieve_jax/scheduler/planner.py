@@ -11,7 +11,9 @@ must be planned in well under a millisecond.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import chain
+from itertools import chain, compress
+from operator import not_
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +29,16 @@ from pensieve_jax.scheduler.plan import (
     PlanLayout,
     StepPlan,
 )
+from pensieve_jax.scheduler.request import Request
+
+
+class _Rows(NamedTuple):
+    """The columns of a step's grants."""
+
+    requests: tuple[Request, ...]
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    samples: tuple[bool, ...]
 
 
 class Planner:
@@ -63,14 +75,15 @@ class Planner:
         layout = self._layouts[bucket_for(self._buckets, output.num_tokens)]
         plan = StepPlan(layout, self._num_plans, self._padding_slot)
         self._num_plans += 1
-        self._fill_rows(plan, output)
-        self._fill_samples(plan, output)
+        rows = _Rows(*zip(*output.grants, strict=True))
+        self._fill_rows(plan, rows, output.num_tokens)
+        self._fill_samples(plan, rows)
         self._fill_tiles(plan)
         return plan
 
-    def _fill_rows(self, plan: StepPlan, output: SchedulerOutput) -> None:
-        num_tokens, num_rows, chunk_tokens = output.num_tokens, len(output.grants), self._chunk_tokens
-        requests, starts, ends, samples = zip(*output.grants, strict=True)
+    def _fill_rows(self, plan: StepPlan, rows: _Rows, num_tokens: int) -> None:
+        requests, starts, ends, samples = rows
+        num_rows, chunk_tokens = len(requests), self._chunk_tokens
         begins, kv_lens = np.array(starts, np.int32), np.array(ends, np.int32)
         q_lens = kv_lens - begins
         plan.num_rows[0] = num_rows
@@ -81,7 +94,7 @@ class Planner:
         pages_of_row = self._page_table.take([request.sequence.row for request in requests])
         num_columns = min(pages_of_row.shape[1], plan.layout.pages_per_row)
         plan.page_indices[:num_rows, :num_columns] = pages_of_row[:, :num_columns]
-        for row in (row for row, is_last in enumerate(samples) if not is_last):
+        for row in compress(range(num_rows), map(not_, samples)):
             plan.page_indices[row, -(-ends[row] // chunk_tokens) :] = 0  # set aside for what comes later
 
         row_of_token = np.repeat(np.arange(num_rows, dtype=np.int32), q_lens)
@@ -91,28 +104,27 @@ class Planner:
         pages = plan.page_indices[row_of_token, positions // chunk_tokens]
         plan.write_slots[:num_tokens] = pages * chunk_tokens + positions % chunk_tokens
 
-        parts = [request.token_ids[start:end] for request, start, end, _ in output.grants]
+        parts = [request.token_ids[start:end] for request, start, end, _ in zip(*rows, strict=True)]
         ids = np.fromiter(chain.from_iterable(parts), np.int32, num_tokens)
         pending = np.flatnonzero(ids == PENDING_TOKEN)
         plan.prev_samples[pending] = [requests[row].sample_row for row in row_of_token.take(pending).tolist()]
         ids[pending] = 0
         plan.token_ids[:num_tokens] = ids
 
-    def _fill_samples(self, plan: StepPlan, output: SchedulerOutput) -> None:
-        rows = [row for row, grant in enumerate(output.grants) if grant.samples]
-        plan.num_samples[0] = num_samples = len(rows)
+    def _fill_samples(self, plan: StepPlan, rows: _Rows) -> None:
+        requests = list(compress(rows.requests, rows.samples))
+        plan.num_samples[0] = num_samples = len(requests)
         if not num_samples:
             return
-        requests = [output.grants[row].request for row in rows]
-        ends = plan.cu_q_lens[1:].take(rows)
-        plan.sample_tokens[:num_samples] = ends - 1
-        plan.sample_positions[:num_samples] = plan.kv_lens.take(rows)
+        numbers = np.flatnonzero(rows.samples)
+        plan.sample_tokens[:num_samples] = plan.cu_q_lens[1:].take(numbers) - 1
+        plan.sample_positions[:num_samples] = plan.kv_lens.take(numbers)
         sampling = np.frombuffer(b"".join([request.sampling for request in requests]), SAMPLING)
         for name in ("temperature", "top_k", "top_p", "seed"):
             getattr(plan, name)[:num_samples] = sampling[name]
         for sample_row, request in enumerate(requests):
             request.sample_row = sample_row
-            if request.bans_ending:
+            if len(request.token_ids) <= request.num_unending:
                 plan.banned_ids[sample_row, : len(request.ending_ids)] = request.ending_ids
         live = sampling["temperature"] > 0
         truncates = (sampling["top_k"] > 0) | (sampling["top_p"] < 1)

@@ -39,6 +39,8 @@ class Request:
       ending_ids: ids that end the reply; kept from being sampled before `min_tokens`.
       num_history_tokens: length of the history.
       num_prompt_end: length of history + prompt.
+      num_unending: up to this length the token granted last may not end the reply: the turn owes more tokens
+        than stand before it.
       max_total_tokens: length at which the turn ends with "length".
       holes: token intervals of the history that must be recomputed, ascending.
       is_decoding: it sampled a token and was not suspended since; so it misses its last token alone, and
@@ -48,7 +50,6 @@ class Request:
 
     __slots__ = (
         "_num_kv_before",
-        "_num_unending",
         "_recomputed_tokens",
         "_reused_tokens",
         "_swapped_in_tokens",
@@ -62,6 +63,7 @@ class Request:
         "num_history_tokens",
         "num_prompt_end",
         "num_suspensions",
+        "num_unending",
         "params",
         "request_id",
         "resume_recomputed_tokens",
@@ -96,7 +98,7 @@ class Request:
         self.token_ids = conversation.token_ids
         self.num_history_tokens = conversation.num_history_tokens
         self.num_prompt_end = len(conversation.token_ids)
-        self._num_unending = self.num_prompt_end + params.min_tokens
+        self.num_unending = self.num_prompt_end + params.min_tokens
         self.max_total_tokens = min(self.num_prompt_end + params.max_tokens, max_context_tokens)
         self.status = RequestStatus.WAITING
         self.holes: list[tuple[int, int]] = []
@@ -121,11 +123,6 @@ class Request:
     def exhausted(self) -> bool:
         """Its last token by length has been granted."""
         return len(self.token_ids) >= self.max_total_tokens
-
-    @property
-    def bans_ending(self) -> bool:
-        """The token granted last may not end the reply: the turn owes more tokens than stand before it."""
-        return len(self.token_ids) <= self._num_unending
 
     def reach(self, chunk_tokens: int) -> int:
         """The token up to which it can be computed now: where a chunk is being copied in, or its end."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from pensieve_jax.cache import CacheManager
+from pensieve_jax.cache import CachedSequence, CacheManager
 from pensieve_jax.config import SchedulerConfig
 from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.scheduler.buckets import step_limit, token_buckets
@@ -188,17 +188,18 @@ class Scheduler:
         num_decodes = len(self.running) - len(others) if with_decodes else 0
         num_missing = num_decodes + sum(request.num_missing(chunk_tokens)[0] for request in others)
         step = self._begin_step(num_missing, num_decodes)
-        decodes: list[Request] = []
+        grants = step.grants
+        decoding: list[CachedSequence] = []
         for request in self.running:
             if request in others:
                 self._grant_missing(step, request)
             elif with_decodes:
                 end = len(request.token_ids)
-                step.grants.append(Grant(request, end - 1, end, True))
-                decodes.append(request)
-        self._cache.fill_next([request.sequence for request in decodes])
-        for request in decodes:
-            self._await_token(request)
+                grants.append(Grant(request, end - 1, end, True))
+                decoding.append(request.sequence)
+                request.token_ids.append(PENDING_TOKEN)  # see `_await_token`
+                request.is_decoding = True
+        self._cache.fill_next(decoding)
         return step
 
     def _begin_step(self, num_missing: int, num_decodes: int) -> _Step:

@@ -16,7 +16,7 @@ from pensieve_jax.cache.policies import LearnedPolicy, RecencyPolicy, RetentionP
 from pensieve_jax.cache.returns import NUM_BINS, NUM_BUCKETS, ReturnModel
 from pensieve_jax.cache.shadows import ShadowCache
 from tests.cache.helpers import CHUNK, Cache, habits
-from tests.cache.test_policies import cache_with, holes_strategy, order_of, sizes_strategy
+from tests.cache.test_policies import cache_with, holes_strategy, order_of, peek, sizes_strategy
 
 COSTS = AnalyticCostModel(CHUNK, num_weights=1e3, attention_width=1e3)
 ORDERS = ("retention", "lru", "returns")
@@ -65,7 +65,8 @@ def test_the_order_is_what_a_search_would_find(followed, seed, sizes, changes):
     for sequence in sequences:
         sequence.bucket = rng.randrange(NUM_BUCKETS)
     store, turns = cache.manager._store, cache.manager.turns
-    order = VictimOrder(policy, Shelf.DIRTY, sequences)
+    noted = dict.fromkeys(sequences)
+    order = VictimOrder(policy, Shelf.DIRTY, noted)
     for number, change in changes:
         sequence = sequences[number % len(sequences)]
         if change == 0:
@@ -90,18 +91,17 @@ def test_the_order_is_what_a_search_would_find(followed, seed, sizes, changes):
         elif change == 7:
             policy.follow(rng.choice(ORDERS))
         else:
-            victim = order.peek(cache.clock.now())
+            victim = peek(order, cache)
             for chunk in () if victim is None else victim.indices:
                 store.drop(victim.sequence, chunk, DropReason.NO_HOST_MEMORY, None)
             if victim is not None:
                 store.trim(victim.sequence)
-        for changed in store.take_changed(Shelf.DIRTY):
-            order.note(changed)
+        noted.update(store.changed[Shelf.DIRTY])
         assert_is_least(order, cache, sequences)
 
 
 def assert_is_least(order, cache, sequences):
-    victim, now_s, expected = order.peek(cache.clock.now()), cache.clock.now(), []
+    victim, now_s, expected = peek(order, cache), cache.clock.now(), []
     for one in sequences:
         if one.role is Role.IDLE and one.num_on[Shelf.DIRTY]:
             chunk = one.first_on(Shelf.DIRTY)
@@ -179,7 +179,7 @@ def test_a_shadow_does_not_keep_whoever_has_no_blocks_of_its_own():
     shadow = ShadowCache(RecencyPolicy(), 20)
     for i in range(100):
         shadow.left(str(i), 2, num_shared=2, bucket=1, now_s=float(i))
-    assert not shadow._shadows and not shadow._idle and not shadow.num_held
+    assert not shadow._shadows and not shadow._noted and not shadow.num_held
     assert shadow.returned("0") is None
     common = {"num_shared": 0, "bucket": 1, "now_s": 200.0}
     shadow.left("big", 20, **common)
@@ -297,10 +297,11 @@ def test_a_prefix_is_like_the_turns_of_its_latest_user():
     cache.manager.share(sequence, prefix)
     cache.running("a", 4 * CHUNK, sequence)
     cache.manager.release(sequence)
-    cache.manager._store.take_changed(Shelf.DIRTY)
+    changed = cache.manager._store.changed[Shelf.DIRTY]
+    changed.clear()
     cache.manager.turns.answered(sequence, 4 * CHUNK, prompt_tokens=3 * CHUNK, output_tokens=CHUNK)
     assert prefix.bucket == sequence.bucket > 0
-    assert set(cache.manager._store.take_changed(Shelf.DIRTY)) == {prefix, sequence}
+    assert set(changed) == {prefix, sequence}
 
 
 def test_turns_are_told_and_learned_from():

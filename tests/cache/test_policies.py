@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve_jax.cache import AnalyticCostModel, DropReason, Role, Shelf, VictimOrder, make_policy
-from pensieve_jax.cache.policies import RetentionPolicy
+from pensieve_jax.cache.policies import Offers, RetentionPolicy
+from pensieve_jax.cache.returns import EDGES_S, NUM_BUCKETS
 from pensieve_jax.config import POLICIES
-from tests.cache.helpers import CHUNK, Cache, resident
+from tests.cache.helpers import CHUNK, Cache, habits, resident
+
+
+class Active(NamedTuple):
+    """When a sequence was active, and its bucket."""
+
+    last_active_s: float
+    bucket: int
 
 
 def cache_with(policy, sizes, holes=()):
@@ -27,8 +39,8 @@ def cache_with(policy, sizes, holes=()):
 
 def victims_of(cache, sequences, shelf=Shelf.DIRTY):
     """(sequence, chunks) in the order in which they leave the gpu; each group is dropped before the next."""
-    order = VictimOrder(cache.policy, shelf, sequences)
-    while (victim := order.peek(cache.clock.now())) is not None:
+    order = VictimOrder(cache.policy, shelf, dict.fromkeys(sequences))
+    while (victim := peek(order, cache)) is not None:
         sequence, group, worth = victim
         assert worth == cache.policy.worth(sequence, group[0], cache.clock.now())
         yield sequence, group
@@ -36,6 +48,12 @@ def victims_of(cache, sequences, shelf=Shelf.DIRTY):
             cache.manager._store.drop(sequence, chunk, DropReason.NO_HOST_MEMORY, None)
         cache.manager._store.trim(sequence)
         cache.check()
+
+
+def peek(order, cache):
+    """Who gives way next, now."""
+    order.begin(cache.clock.now())
+    return order.peek()
 
 
 def order_of(cache, sequences, shelf=Shelf.DIRTY):
@@ -126,10 +144,10 @@ def test_chunks_dropped_by_others_do_not_break_the_order(policy):
 def test_who_is_pinned_since_is_passed_over(policy):
     """A conversation that was pinned since does not stop the others from giving way."""
     cache, (one, two) = cache_with(policy, [(3, 9.0), (3, 1.0)])
-    order = VictimOrder(cache.policy, Shelf.DIRTY, [one, two])
-    assert order.peek(cache.clock.now()).sequence is one
+    order = VictimOrder(cache.policy, Shelf.DIRTY, {one: None, two: None})
+    assert peek(order, cache).sequence is one
     cache.queued("s0", one)
-    assert order.peek(cache.clock.now()).sequence is two
+    assert peek(order, cache).sequence is two
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -137,11 +155,14 @@ def test_who_is_pinned_since_is_passed_over(policy):
 def test_the_order_lasts_while_everything_changes(policy, sizes, changes):
     """Time passes, some give way, are pinned, come back or are cut: it is what a search would find."""
     cache, sequences = cache_with(policy, sizes)
-    store, order = cache.manager._store, VictimOrder(cache.policy, Shelf.DIRTY, sequences)
+    store, noted = cache.manager._store, dict.fromkeys(sequences)
+    order = VictimOrder(cache.policy, Shelf.DIRTY, noted)
+    order.begin(cache.clock.now())
     for number, change in changes:
         sequence = sequences[number % len(sequences)]
         if change == 0:
             cache.clock.advance(7.0)
+            order.begin(cache.clock.now())
         elif change == 1 and sequence.role is Role.IDLE:
             cache.queued(sequence.sequence_id, sequence)
         elif change == 2 and sequence.role is Role.QUEUED:
@@ -154,18 +175,17 @@ def test_the_order_lasts_while_everything_changes(policy, sizes, changes):
             cache.running(sequence.sequence_id, 5 * CHUNK, sequence)  # its leading chunks are there again
             cache.manager.release(sequence)
         else:
-            victim = order.peek(cache.clock.now())
+            victim = order.peek()
             for chunk in () if victim is None else victim.indices:
                 store.drop(victim.sequence, chunk, DropReason.NO_HOST_MEMORY, None)
             if victim is not None:
                 store.trim(victim.sequence)
-        for changed in store.take_changed(Shelf.DIRTY):
-            order.note(changed)
-        victim = order.peek(cache.clock.now())
+        noted.update(store.changed[Shelf.DIRTY])
+        victim = order.peek()
         now_s, expected = cache.clock.now(), []
         for one in sequences:
             if one.role is Role.IDLE and one.num_on[Shelf.DIRTY]:
-                index = cache.policy.frontier(one, Shelf.DIRTY)[0]
+                index = cache.policy.chunk(one, Shelf.DIRTY)
                 expected.append((cache.policy.worth(one, index, now_s), one.role_number, one))
         found = None if victim is None else (victim.worth, victim.sequence.role_number, victim.sequence)
         assert found == min(expected, default=None)
@@ -178,36 +198,89 @@ def test_who_is_gone_does_not_hide_a_tie():
     for sequence in (third, second, first):  # `first` ranks behind `third`, in the group of chunk 0
         cache.clock.advance(1e-5)
         cache.manager.touch(sequence)
-    order = VictimOrder(policy, Shelf.DIRTY, [first, second, third])
-    order.peek(cache.clock.now())
+    order = VictimOrder(policy, Shelf.DIRTY, {first: None, second: None, third: None})
+    peek(order, cache)
     cache.queued("s2", third)
     cache.clock.advance(1e-5)
-    assert order.peek(cache.clock.now()).sequence is first
+    assert peek(order, cache).sequence is first
 
 
-def test_entries_that_are_not_true_do_not_pile_up():
-    """Behind a conversation that is worth most of all, others come and go for ever."""
+def test_rows_of_those_who_left_do_not_pile_up():
+    """Behind a conversation that is worth least of all, others come and go for ever."""
     cache, (one, two) = cache_with("lru", [(1, 50.0), (1, 1.0)])
-    order = VictimOrder(cache.policy, Shelf.DIRTY, [one, two])
+    noted = {one: None, two: None}
+    order = VictimOrder(cache.policy, Shelf.DIRTY, noted)
     for _ in range(1000):
         cache.clock.advance(1.0)
-        cache.manager.touch(two)
-        order.note(two)
-        assert order.peek(cache.clock.now()).sequence is one
-    assert order._num_in_heaps < 100
+        cache.queued("s1", two)
+        cache.manager.release(two)
+        noted[two] = None
+        assert peek(order, cache).sequence is one
+    assert len(order._sequences) < 100 and len(order._worths) < 100
 
 
-def test_groups_that_nobody_is_in_are_forgotten():
-    """A long history gives way chunk by chunk: by retention value, each was a group of its own."""
-    cache, (one,) = cache_with("retention", [(10, 50.0)])
-    store, order = cache.manager._store, VictimOrder(cache.policy, Shelf.DIRTY, [one])
-    for index in range(9):
-        cache.clock.advance(1.0)
-        assert order.peek(cache.clock.now()).indices == (index,)
-        store.drop(one, index, DropReason.NO_HOST_MEMORY, None)
-    cache.clock.advance(1.0)
-    assert order.peek(cache.clock.now()).indices == (9,)
-    assert len(order._groups) == 1
+@pytest.mark.parametrize("seed", range(3))
+def test_many_come_and_go(seed):
+    """More than there are rows at first; who lost everything, and who left, are forgotten on the way."""
+    print("seed", seed)
+    rng, cache = random.Random(seed), Cache(2000)
+    store, held = cache.manager._store, []
+    noted = {}
+    order = VictimOrder(cache.policy, Shelf.DIRTY, noted)
+    for number in range(400):
+        cache.clock.advance(rng.choice((0.0, 1.0)))
+        held.append(cache.idle(f"s{number}", rng.randint(1, 3) * CHUNK))
+        if rng.random() < 0.3:
+            back = held.pop(rng.randrange(len(held)))
+            cache.queued(back.sequence_id, back)
+        noted.update(store.changed[Shelf.DIRTY])
+        now_s = cache.clock.now()
+        order.begin(now_s)
+        for _ in range(rng.choice((0, 1, 2, 90)) if number % 50 == 49 else rng.randrange(2)):
+            there = [one for one in store.members[Role.IDLE] if one.num_on[Shelf.DIRTY]]
+            victim = order.peek()
+            if not there:
+                assert victim is None
+                break
+            worths = [
+                (cache.policy.worth(one, one.first_on(Shelf.DIRTY), now_s), i) for i, one in enumerate(there)
+            ]
+            assert (victim.worth, there.index(victim.sequence)) == min(worths)
+            store.drop(victim.sequence, victim.indices[0], DropReason.NO_HOST_MEMORY, None)
+            store.trim(victim.sequence)
+
+
+ORDERS = {name: make_policy(name, AnalyticCostModel(CHUNK, 1e3, 1e3), CHUNK) for name in POLICIES}
+ORDERS |= {f"learned, {name}": order for name, order in ORDERS["learned"].orders.items()}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@given(
+    seed=st.integers(0, 1000),
+    offers=st.lists(
+        st.tuples(st.floats(0.0, 1e9), st.integers(0, NUM_BUCKETS - 1), st.integers(-1, 5000)), min_size=1
+    ),
+    idle_s=st.one_of(st.sampled_from(EDGES_S), st.floats(-1.0, 3e4)),
+)
+def test_worths_of_many_are_those_of_each(name, seed, offers, idle_s):
+    """To the last bit, also where idle time is at an edge, and until the time that is said."""
+    order = ORDERS[name]
+    if name == "learned, returns":
+        order.use(habits(seed))
+    columns = [np.array(column, kind) for column, kind in zip(zip(*offers, strict=True), "dqq", strict=True)]
+    now_s = offers[0][0] + idle_s
+    worths = order.worths(Offers(*columns), now_s)
+    ends_s = order.until_s(Offers(*columns), now_s)
+    if ends_s is None:
+        ends_s = [math.inf] * len(offers)
+    for (last_active_s, bucket, chunk), worth, end_s in zip(offers, worths.tolist(), ends_s, strict=True):
+        if chunk >= 0:
+            sequence = Active(last_active_s, bucket)
+            assert worth == order.worth(sequence, chunk, now_s)
+            assert end_s > now_s
+            before_s = np.nextafter(end_s, 0.0)
+            if order.epoch(before_s) == order.epoch(now_s):
+                assert worth == order.worth(sequence, chunk, before_s)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -251,9 +251,13 @@ def lost_pools_still_count(patch):
 
 
 def ending_id_allowed_too_early(patch):
-    patch.setattr(
-        Request, "bans_ending", property(lambda self: self.num_output_tokens < self.params.min_tokens)
-    )
+    init = Request.__init__
+
+    def initialized(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.num_unending -= 1
+
+    patch.setattr(Request, "__init__", initialized)
 
 
 MUTATIONS: dict[str, Mutation] = {

@@ -28,35 +28,34 @@ def stale_copy_of_a_tail_kept(patch):
 def _after_orphan(patch, let_go):
     orphan = ChunkStore._orphan
 
-    def orphaned(self, chunk):
-        flight = self._flights.get(chunk.copy_id)
-        orphan(self, chunk)
-        if flight is not None:
-            let_go(self, flight)
+    def orphaned(self, chunk, *, is_in):
+        copy_id = chunk.copy_id
+        orphan(self, chunk, is_in=is_in)
+        self._orphans[copy_id] = let_go(self, self._orphans[copy_id])
 
     patch.setattr(ChunkStore, "_orphan", orphaned)
 
 
 def slot_freed_while_in_flight(patch):
-    def let_go(store, flight):
-        if flight.slot:
-            store.slots.free(flight.slot)
-            flight.slot = 0
+    def let_go(store, orphan):
+        if orphan.slot:
+            store.slots.free(orphan.slot)
+        return orphan._replace(slot=0)
 
     _after_orphan(patch, let_go)
 
 
 def page_freed_while_in_flight(patch):
-    def let_go(store, flight):
-        if flight.page:
-            store.pages.free(flight.page)
-            flight.page = 0
+    def let_go(store, orphan):
+        if orphan.page:
+            store.pages.free(orphan.page)
+        return orphan._replace(page=0)
 
     _after_orphan(patch, let_go)
 
 
 def orphan_forgotten(patch):
-    patch.setattr(ChunkStore, "_free_orphan", lambda self, flight: None)
+    patch.setattr(ChunkStore, "_free_orphan", lambda self, orphan: None)
 
 
 def arriving_chunks_are_read(patch):
