@@ -46,7 +46,7 @@ Figures = dict[str, Any]
 
 def sized_config() -> EngineConfig:
     """The flags' engine with room for the crowd, the donors and the returning conversation."""
-    refuse_sizes()
+    refuse_sizes("swap_out_fraction")
     config = engine_config()
     chunk_tokens, chunks = config.cache.chunk_tokens, FLAGS.num_chunks
     returning = chunks * chunk_tokens + FLAGS.prompt_tokens + FLAGS.num_steps + 16

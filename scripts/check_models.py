@@ -30,12 +30,11 @@ from pensieve_jax import (
 )
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
-from pensieve_jax.device.dense_reference import DenseReference
+from pensieve_jax.device.dense_reference import MIN_MARGIN, DenseReference
 
 FLAGS = flags.FLAGS
 GOLDEN = Path(__file__).parents[1] / "tests" / "models" / "golden"
 MAX_LOGIT_DIFFERENCE = 1e-4
-MIN_MARGIN = 1e-3  # closer than this, the two best tokens are a matter of rounding
 NUM_CONVERSATIONS, NUM_TURNS = 4, 3
 PROMPT_TOKENS, OUTPUT_TOKENS = 10, 6  # three turns fill the 48 positions that some of the models have
 _PARAMS = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)

@@ -26,6 +26,7 @@ from pensieve_jax.commands.launch import EXIT_FAILED, run
 
 FLAGS = flags.FLAGS
 ROOT = Path(__file__).parents[1]
+PROFILES = ROOT / "pensieve_jax" / "simulator" / "profiles"
 DIARY = "log.md"
 UNCHECKED = "unchecked.toml"
 FRONT_PAGE = "front_page"  # the README of the repository; that of the pages is README, too
@@ -44,9 +45,14 @@ def unchecked(docs: Path) -> dict[str, str]:
     return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
+def documents_of(docs: Path) -> Documents:
+    """Those of the pages, and the simulator's profiles as `profiles/...`."""
+    return Documents(docs, profiles=PROFILES)
+
+
 def check(docs: Path, readme: Path) -> list[Checked]:
     """All pages but the diary and those that are named as unchecked."""
-    left_out, documents = unchecked(docs), Documents(docs)
+    left_out, documents = unchecked(docs), documents_of(docs)
     found = []
     for path in [readme, *sorted(docs.glob("*.md"))]:
         name = path.relative_to(readme.parent).as_posix()

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from absl import flags
-from experiments import page_eviction, page_simulator, page_tables, page_traces
-from experiments.page_summary import summary
+from pages import paper_eviction, paper_tables, simulator_tables, trace_tables
 from pages.page import WRITTEN
+from pages.paper_summary import summary
 
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.launch import run
@@ -28,22 +28,22 @@ _BLOCK = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
-    "histories": page_tables.histories,
-    "history-crossings": page_tables.history_crossings,
-    "chunks": page_tables.chunks,
-    "fig10": lambda: page_tables.throughputs({f"fig10{part}": (f"10{part}",) for part in "abcd"}),
-    "fig11": lambda: page_tables.throughputs({"fig11": ("11a", "11b")}),
-    "kernels": page_tables.kernels,
-    "unified": page_tables.unified,
-    "unified-latencies": page_tables.unified_latencies,
-    "policies": page_eviction.policies,
-    "retention-over": page_eviction.retention_over,
-    "against-lru": page_eviction.against_lru,
-    "think-times": page_tables.think_times,
-    "many-turns": lambda: page_tables.throughputs({"thesis3.15": ("3.15a", "3.15b")}),
-    "conversations": page_eviction.conversations,
-    **page_traces.TABLES,
-    **page_simulator.TABLES,
+    "histories": paper_tables.histories,
+    "history-crossings": paper_tables.history_crossings,
+    "chunks": paper_tables.chunks,
+    "fig10": lambda: paper_tables.throughputs({f"fig10{part}": (f"10{part}",) for part in "abcd"}),
+    "fig11": lambda: paper_tables.throughputs({"fig11": ("11a", "11b")}),
+    "kernels": paper_tables.kernels,
+    "unified": paper_tables.unified,
+    "unified-latencies": paper_tables.unified_latencies,
+    "policies": paper_eviction.policies,
+    "retention-over": paper_eviction.retention_over,
+    "against-lru": paper_eviction.against_lru,
+    "think-times": paper_tables.think_times,
+    "many-turns": lambda: paper_tables.throughputs({"thesis3.15": ("3.15a", "3.15b")}),
+    "conversations": paper_eviction.conversations,
+    **trace_tables.TABLES,
+    **simulator_tables.TABLES,
 }
 
 

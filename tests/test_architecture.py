@@ -10,11 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from pensieve_jax.commands.main import COMMANDS
 from tests.launching import load
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pensieve_jax", "model_defs", "pallas_kernels")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COMMON_FILES = 400, 60, 12
+SAY_WHOSE_THEY_ARE = (
+    *(f"pensieve_jax/{room}" for room in ("commands", "core", "device", "history", "runtime", "simulator")),
+    *("pensieve_jax/text", "pensieve_jax/workload", "pallas_kernels"),
+    *(f"scripts/{family}" for family in ("common", "chat_training", "kernels", "pages", "serving")),
+    *("scripts/simulation", "scripts/steps"),
+)
 # Bodies of kernels are long by nature.
 LONG_FUNCTIONS = ("jax_triton_kernels.py", "mosaic_compute.py", "pallas_mosaic_gpu.py", "pallas_triton.py")
 
@@ -93,6 +100,25 @@ def test_benchmarks_do_not_simulate(path):
 
 def test_the_drawer_that_everybody_shares_is_small():
     assert len(sources("scripts/common")) <= MAX_COMMON_FILES
+
+
+def missing_words(docstring: str) -> list[str]:
+    """Of those that tell a module from its neighbours; lines may break between them."""
+    text = " ".join(docstring.split())
+    return [words for words in ("Owns:", "Does not know", "Called by:") if words not in text]
+
+
+def test_a_module_says_what_it_owns_and_does_not_know_and_who_calls_it():
+    """But programs, which say how they are started."""
+    programs = {ROOT / "pensieve_jax" / "commands" / f"{command}.py" for command in COMMANDS}
+    paths = {*sources(*SAY_WHOSE_THEY_ARE), *(ROOT / "pensieve_jax").glob("*.py")} - programs
+    docstrings = {
+        str(path.relative_to(ROOT)): ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+        for path in paths
+        if path.name != "__init__.py"
+    }
+    assert {name: missing for name, text in docstrings.items() if (missing := missing_words(text))} == {}
+    assert missing_words("Owns: a. Does not\nknow b.") == ["Called by:"]
 
 
 def functions(path: Path) -> Iterable[ast.FunctionDef]:

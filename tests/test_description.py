@@ -18,7 +18,8 @@ from pensieve_jax.device import kernel_choices
 def test_an_engine_describes_itself(caplog: pytest.LogCaptureFixture) -> None:
     config = EngineConfig(
         cache=CacheConfig(gpu_pages=24, cpu_bytes=10**6, chunk_tokens=16, policy="lru"),
-        scheduler=SchedulerConfig(max_num_running=4, max_num_batched_tokens=64, token_buckets=(16, 64)),
+        scheduler=SchedulerConfig(max_num_running=4, max_num_batched_tokens=64, token_buckets=(64,)),
+        runner=RunnerConfig(num_layer_groups=1),
     )
     with (
         caplog.at_level(logging.INFO, logger="pensieve_jax.device.model_runner"),
@@ -32,7 +33,7 @@ def test_an_engine_describes_itself(caplog: pytest.LogCaptureFixture) -> None:
         page_bytes, weights_bytes = (llm.memory_analysis()[name] for name in ("page_bytes", "weights_bytes"))
     lines = shown.splitlines()
     words = [line.split() for line in lines]
-    assert words[0] == ["model"] and ["policy", "lru"] in words and ["buckets", "16,", "64"] in words
+    assert words[0] == ["model"] and ["policy", "lru"] in words and ["buckets", "64"] in words
     assert max(map(len, lines)) <= 110 and "{" not in shown
     model = told["model"]
     assert (model["name"], model["architecture"], model["dtype"]) == ("random:llama-tiny", "llama", "float32")
@@ -50,8 +51,8 @@ def test_an_engine_describes_itself(caplog: pytest.LogCaptureFixture) -> None:
         **{"cpu_slots": slots, "cpu_bytes": slots * page_bytes, "cpu_tokens": 16 * slots},
         **{"cost_model": "analytic", "cost_profile": None},
     }
-    limits = {"max_context_tokens": 384, "max_num_running": 4, "max_num_rows": 8, "num_layer_groups": 2}
-    assert told["steps"] == {"buckets": [16, 64], **limits} and told["compilation_cache_dir"] is None
+    limits = {"max_context_tokens": 384, "max_num_running": 4, "max_num_rows": 8, "num_layer_groups": 1}
+    assert told["steps"] == {"buckets": [64], **limits} and told["compilation_cache_dir"] is None
     assert {name: chosen["backend"] for name, chosen in told["kernels"].items()} == dict.fromkeys(
         ("attention", "residual_norm", "sampling_cutoff", "page_copy"), "xla"
     )
@@ -71,8 +72,9 @@ class TwoH200:
     devices = np.array([H200(), H200()], object)
 
 
-def test_choices_on_a_gpu_are_of_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "devices", lambda: [H200()])
+def test_choices_are_of_the_mesh_and_of_one_shard() -> None:
+    """Not of the first device, which is no GPU here."""
+    assert jax.devices()[0].platform == "cpu"
     model = preset("llama2-13b-gqa10")
     found = kernel_choices.choose_kernels(model, EngineConfig(), np.dtype("float16"), TwoH200())
     heads = "20 query heads on 5 KV heads of 128 in float16"

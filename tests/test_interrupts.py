@@ -1,8 +1,9 @@
 """Ctrl-C at every line that the host runs: no turn is left to nobody, and nothing is lost but turns that ran.
 
-`make test` interrupts each line of the package where it runs first. The long tests take lines every time that
-they run, one in so many of them (`INTERRUPTS_STRIDE`; with 1 all, in a quarter of an hour of a core), and
-interrupt some again while the first interrupt is cleaned up. Where they begin follows from `INTERRUPTS_SEED`.
+`make test` interrupts a third of the lines of the package where they run first, the long tests all of them.
+These also take lines every time that they run, one in so many of them (`INTERRUPTS_STRIDE`; with 1 all, in a
+quarter of an hour of a core), and interrupt some again while the first interrupt is cleaned up. Where they
+begin follows from `INTERRUPTS_SEED`.
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ def close(llm: LLM) -> None:
 CHATS = {"chat", "chat_of_several", "stream_of_chat", "steps"}
 BLOCKING = {"generate", "chat", "chat_of_several", "conversations", "recovery"}
 NUM_SECOND_INTERRUPTS = 15
+STRIDE = int(os.environ.get("INTERRUPTS_STRIDE", "20"))
 
 
 def interrupt_a_step(world: World) -> None:
@@ -233,19 +235,28 @@ def lines_of(patch: pytest.MonkeyPatch, name: str) -> Interruption:
     return lines
 
 
+_first_lines: dict[str, dict[Line, int]] = {}
+
+
+def first_lines(patch: pytest.MonkeyPatch, name: str) -> dict[Line, int]:
+    """By line, the number at which a call runs it first; every call is looked at once."""
+    if name not in _first_lines:
+        _first_lines[name] = lines_of(patch, name).first
+    return _first_lines[name]
+
+
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.long)], ids=["a third", "all"])
 @pytest.mark.parametrize("name", CALLS)
-def test_at_every_line_where_it_runs_first(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    before: set[Line] = set()  # of the calls before this one
-    for call in CALLS:
-        lines = lines_of(monkeypatch, call).first
-        if call == name:
-            break
-        before |= set(lines)
-    todo = {line: number for line, number in lines.items() if line not in before}
-    for line, number in todo.items():
-        assert interrupt(monkeypatch, name, number).come == [line]
-    print(f"{name}: {len(todo)} of {len(lines)} lines, 0 conversations busy")
+def test_at_lines_where_they_run_first(monkeypatch: pytest.MonkeyPatch, name: str, stride: int) -> None:
+    calls = list(CALLS)
+    before: set[Line] = set().union(*(first_lines(monkeypatch, one) for one in calls[: calls.index(name)]))
+    lines = first_lines(monkeypatch, name)
+    todo = [(line, number) for line, number in lines.items() if line not in before]
     assert todo
+    numbers = strided(len(todo), 1, stride)
+    for line, number in (todo[n - 1] for n in numbers):
+        assert interrupt(monkeypatch, name, number).come == [line]
+    print(f"{name}: {len(numbers)} of {len(todo)} new lines of {len(lines)}, 0 conversations busy")
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -261,7 +272,7 @@ def test_again_while_the_first_is_cleaned_up(monkeypatch: pytest.MonkeyPatch, na
 @pytest.mark.long
 @pytest.mark.parametrize("name", CALLS)
 def test_at_every_line_every_time(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    numbers = strided(lines_of(monkeypatch, name).num_lines, 1)
+    numbers = strided(lines_of(monkeypatch, name).num_lines, 1, STRIDE)
     for number in numbers:
         assert interrupt(monkeypatch, name, number).come
     print(f"{name}: {len(numbers)} lines, 0 conversations busy")
@@ -270,15 +281,14 @@ def test_at_every_line_every_time(monkeypatch: pytest.MonkeyPatch, name: str) ->
 @pytest.mark.long
 @pytest.mark.parametrize("name", CALLS)
 def test_twice_wherever_the_first_came(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    numbers, num_twice = strided(lines_of(monkeypatch, name).num_lines, 5), 0
+    numbers, num_twice = strided(lines_of(monkeypatch, name).num_lines, 5, STRIDE), 0
     for number in numbers:
         num_twice += len(interrupt(monkeypatch, name, number, number + 1 + number % 7).come) == 2
     print(f"{name}: {len(numbers)} lines, {num_twice} interrupted again, 0 conversations busy")
 
 
-def strided(num_lines: int, times: int) -> range:
+def strided(num_lines: int, times: int, stride: int) -> range:
     """Of lines 1 to `num_lines` one in `times` strides, from a place that follows from the seed."""
-    stride = times * int(os.environ.get("INTERRUPTS_STRIDE", "20"))
     seed = int(os.environ.get("INTERRUPTS_SEED", "0"))
-    print(f"INTERRUPTS_SEED={seed} INTERRUPTS_STRIDE={stride // times}")
-    return range(1 + random.Random(seed).randrange(stride), num_lines + 1, stride)
+    print(f"INTERRUPTS_SEED={seed} INTERRUPTS_STRIDE={stride}")
+    return range(1 + random.Random(seed).randrange(times * stride), num_lines + 1, times * stride)

@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 from model_defs import load_model, make_mesh
-from pensieve_jax.device.dense_reference import DenseReference
+from pensieve_jax.device.dense_reference import MIN_MARGIN, DenseReference
 from tests.kill.lives import NUM_MOMENTS, Death, Life, live, start_process
 from tests.kill.process import CPU_PAGES, MODEL, Task
 from tests.kill.script import MAX_CONTEXT_TOKENS, NUM_LANES, Script, TurnKey
-
-MIN_MARGIN = 1e-3  # closer than this, the two best tokens are a matter of rounding
 
 
 @pytest.fixture(scope="module")

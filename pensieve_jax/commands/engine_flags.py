@@ -106,9 +106,12 @@ def _define_option(option: Option) -> None:
         define[option.kind](option.name, default, option.text)
 
 
-def refuse_sizes() -> None:
-    """For launchers whose cases say how large tiers and steps are; raises ConfigError if a flag does, too."""
-    for name in _SIZES:
+def refuse_sizes(*others: str) -> None:
+    """For launchers whose cases say how large tiers and steps are; raises ConfigError if a flag does, too.
+
+    `others` are flags that the cases say besides.
+    """
+    for name in (*_SIZES, *others):
         if not FLAGS[name].using_default_value:
             raise ConfigError(f"--{name}", FLAGS[name].value, "left out: it follows from what is measured")
 

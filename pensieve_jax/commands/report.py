@@ -2,6 +2,7 @@
 
 Owns: how both look, where the line goes (`--json`), and what a report says about the machine, the command and
 the environment it comes from.
+Does not know: what was measured, or whether it is good.
 Called by: every script that prints figures.
 """
 

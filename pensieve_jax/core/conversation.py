@@ -2,6 +2,7 @@
 
 Owns: the one list of token ids that every turn appends to, and how much of it is history.
 Does not know: where the KV state is (`cache`), how turns are scheduled, or how history is stored.
+Called by: the engine's and the simulator's loop; the scheduler reads it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What a turn gives back: tokens, text, how it ended, and where its history came from."""
+"""What a turn gives back: tokens, text, how it ended, and where its history came from.
+
+Owns: these values, which never change. Does not know: how they came about.
+Called by: the engine, which makes them, and whoever asked for a turn.
+"""
 
 from __future__ import annotations
 

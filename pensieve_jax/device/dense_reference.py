@@ -5,14 +5,15 @@ alone, so if every emitted token is the choice over the logits of the sequence b
 generation would have emitted the same tokens; one forward pass proves a whole turn.
 Does not know: the engine, the cache, or how the tokens came about. It shares the sampler and the model's
 layers with the engine, and nothing else.
-Called by: tests and the demonstration, to check an engine's turns.
+Called by: tests, the demonstration and scripts that check an engine's turns.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,8 @@ from pensieve_jax.device.sampler import SamplerMode, SamplingRows
 from pensieve_jax.device.step import ModelStructure
 
 _MIN_PADDED = 16
+MIN_MARGIN: Final = 1e-3
+"""Between two choices in float32, in logits: which of two that are closer is best is a matter of rounding."""
 
 
 class Replay(NamedTuple):
@@ -65,6 +68,25 @@ class DenseReference:
           ContextLengthError: the sequence exceeds the model's positions.
         """
         return np.asarray(self._logits(token_ids, np.arange(len(token_ids))))[: len(token_ids)]
+
+    def gap(self, one: Sequence[int], other: Sequence[int]) -> float:
+        """How far from the best choice are the first tokens in which two greedy sequences differ.
+
+        Both were chosen after the same tokens, so the gap of a tie, which rounding decides, is below
+        `MIN_MARGIN`. In units of logits; infinite if one of the sequences only goes on where the other ends.
+
+        Raises:
+          ContextLengthError: what they have in common exceeds the model's positions.
+          ValueError: they are equal, or differ in the first token, before which there is nothing.
+        """
+        pairs = enumerate(zip(one, other, strict=False))
+        place = next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+        if not place or place == len(one) == len(other):
+            raise ValueError(f"two sequences differ at token {place} of {len(one)}: there is no choice there")
+        if place in (len(one), len(other)):
+            return math.inf
+        logits = self.logits(one[:place])[-1]
+        return float(logits.max() - min(logits[one[place]], logits[other[place]]))
 
     def replay_turn(
         self,

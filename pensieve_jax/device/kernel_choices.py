@@ -49,7 +49,7 @@ def choose_kernels(model: ModelConfig, config: EngineConfig, dtype: np.dtype, me
     device, num_shards = mesh.devices.flat[0], mesh.devices.size
     page_shape = (config.cache.chunk_tokens, 2 * model.num_kv_heads // num_shards, model.head_dim)
     norm = residual_norms.choose_backend(model.hidden_size, device)
-    cutoff = sampling_cutoffs.choose_backend(jax.devices()[0])
+    cutoff = sampling_cutoffs.choose_backend(device)
     copy = page_copies.choose_backend(page_shape, device)
     return KernelChoices(
         attention=_attention_choice(model, config, dtype, device, num_shards),

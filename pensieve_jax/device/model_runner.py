@@ -116,6 +116,7 @@ class ModelRunner:
             self._tile_specs,
             mesh,
             backend=config.runner.attention_backend,
+            cutoff_backend=self.kernels.sampling_cutoff.name,
             num_top=self._num_top,
         )
         self._cache_dir, self._mesh = config.runner.compilation_cache_dir, mesh

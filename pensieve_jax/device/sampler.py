@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.devices import on_every_device
-from pallas_kernels.sampling_cutoffs import MASS_BITS, choose_backend, cutoffs
+from pallas_kernels.sampling_cutoffs import MASS_BITS, cutoffs
 
 _WORD = np.uint32
 
@@ -73,7 +73,14 @@ def mode_for(draws: bool, truncates: bool, top_logprobs: bool) -> SamplerMode:
     return SamplerMode(draws, draws and truncates, top_logprobs)
 
 
-def sample(logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode, num_top: int) -> Samples:
+def sample(
+    logits: jax.Array,
+    rows: SamplingRows[jax.Array],
+    *,
+    mode: SamplerMode,
+    num_top: int,
+    cutoff_backend: str = "xla",
+) -> Samples:
     """Choose one id per row.
 
     The order of the cuts is: banned ids, temperature, top-k, then top-p over what top-k left. Ids that tie
@@ -84,8 +91,11 @@ def sample(logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMod
       rows: how to sample each row.
       mode: what has to be computed; it must cover what `rows` asks for.
       num_top: K, the number of most likely ids to return; at most V.
+      cutoff_backend: what searches for the cuts, by its name in `sampling_cutoffs`; all give the same bits.
     """
-    token_ids = jnp.argmax(decision_scores(logits, rows, mode=mode), axis=-1).astype(jnp.int32)
+    token_ids = jnp.argmax(
+        decision_scores(logits, rows, mode=mode, cutoff_backend=cutoff_backend), axis=-1
+    ).astype(jnp.int32)
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)
     # A masked sum and not a gather: it stays local where the vocabulary is sharded.
     is_chosen = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == token_ids[:, None]
@@ -99,7 +109,9 @@ def sample(logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMod
     return Samples(token_ids, chosen - log_normalizer, top_ids.astype(jnp.int32), top_logprobs)
 
 
-def decision_scores(logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode) -> jax.Array:
+def decision_scores(
+    logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode, cutoff_backend: str = "xla"
+) -> jax.Array:
     """f32[S, V]: scores of which each row's id is the first maximum; arguments as for `sample`.
 
     A greedy row's are its logits, a random row's its logits over the temperature (best 0) plus noise. What
@@ -118,25 +130,27 @@ def decision_scores(logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: S
     if mode.truncates:
         # A greedy row has no use for its cuts, and a row without cuts costs next to nothing.
         draws = rows.temperature > 0
-        scores = _truncate(scores, jnp.where(draws, rows.top_k, 0), jnp.where(draws, rows.top_p, 1.0))
+        top_k, top_p = jnp.where(draws, rows.top_k, 0), jnp.where(draws, rows.top_p, 1.0)
+        scores = _truncate(scores, top_k, top_p, cutoff_backend)
     noise = _gumbel(rows.seed, rows.sample_positions, logits.shape[1])
     return jnp.where(rows.temperature[:, None] > 0, scores + noise, allowed)
 
 
-def _truncate(scores: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+def _truncate(scores: jax.Array, top_k: jax.Array, top_p: jax.Array, backend: str) -> jax.Array:
     """`scores` f32[S, V] (at most 0, the best 0) with -inf for every id that top-k or top-p cuts."""
     # Written out once: were they computed again for the comparison, division might round otherwise there.
     scores = lax.optimization_barrier(scores)
     masses = jnp.round(jnp.exp(scores) * 2.0**MASS_BITS).astype(jnp.uint32)
-    least = _scores_of(_find_cutoffs(_ordered_keys(scores), masses, top_k, top_p))
+    least = _scores_of(_find_cutoffs(_ordered_keys(scores), masses, top_k, top_p, backend))
     # Compared as scores and not as keys: what searches the keys in place would have to copy them first. Where
     # nothing is cut `least` is a NaN, and nothing is below it.
     return jnp.where(scores < least[:, None], -jnp.inf, scores)
 
 
-def _find_cutoffs(keys: jax.Array, masses: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """`cutoffs` by the fastest back end here."""
-    backend = choose_backend(jax.devices()[0])
+def _find_cutoffs(
+    keys: jax.Array, masses: jax.Array, top_k: jax.Array, top_p: jax.Array, backend: str
+) -> jax.Array:
+    """`cutoffs` on the mesh of the keys."""
     find = functools.partial(cutoffs, backend=backend)
     mesh = jax.typeof(keys).sharding.mesh
     if backend == "xla" or mesh.size <= 1:

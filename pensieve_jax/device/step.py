@@ -163,9 +163,15 @@ def _embed(model: Model, prev_ids: jax.Array, plan: dict[str, jax.Array]) -> jax
     return model.embed_tokens(token_ids, plan["positions"])
 
 
-@functools.partial(jax.jit, static_argnames=("mode", "num_top", "max_num_samples"))
+@functools.partial(jax.jit, static_argnames=("mode", "num_top", "max_num_samples", "cutoff_backend"))
 def choose(
-    logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode, num_top: int, max_num_samples: int
+    logits: jax.Array,
+    rows: SamplingRows[jax.Array],
+    *,
+    mode: SamplerMode,
+    num_top: int,
+    max_num_samples: int,
+    cutoff_backend: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Sample, and pack what the host wants to know.
 
@@ -173,7 +179,7 @@ def choose(
       i32[max_num_samples] ids for the next step, the same length whatever the bucket, and the packed
       result i32[S * (2 + 2 * num_top)].
     """
-    samples = sampler.sample(logits, rows, mode=mode, num_top=num_top)
+    samples = sampler.sample(logits, rows, mode=mode, num_top=num_top, cutoff_backend=cutoff_backend)
     words = [jnp.ravel(lax.bitcast_convert_type(part, jnp.int32)) for part in samples]
     next_ids = jnp.pad(samples.token_ids, (0, max_num_samples - samples.token_ids.shape[0]))
     return next_ids, jnp.concatenate(words)

@@ -50,6 +50,7 @@ class StepPrograms:
         mesh: Mesh,
         *,
         backend: str,
+        cutoff_backend: str,
         num_top: int,
     ) -> None:
         """Keep what programs are made of.
@@ -62,11 +63,12 @@ class StepPrograms:
           tile_specs: of its attention, by bucket.
           mesh: one axis, "tp".
           backend: the attention back end that was asked for.
+          cutoff_backend: what searches for a sampler's cuts.
           num_top: most likely ids that a sampler returns.
         """
         self._model, self._parts, self._storage = model, parts, storage
         self._layouts, self._tile_specs, self._mesh = layouts, tile_specs, mesh
-        self._backend, self._num_top = backend, num_top
+        self._backend, self._cutoff_backend, self._num_top = backend, cutoff_backend, num_top
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self.max_num_samples = max(layout.max_num_samples for layout in layouts.values())
         self._sampler_layouts = {layout.max_num_samples: layout for layout in layouts.values()}
@@ -121,7 +123,12 @@ class StepPrograms:
         fields = [layout.fields[name] for name in SamplingRows._fields]
         rows = SamplingRows(*(self._abstract(field.shape, field.dtype) for field in fields))
         logits = self._abstract((layout.max_num_samples, self._model.vocab_size), np.float32)
-        statics = {"mode": mode, "num_top": self._num_top, "max_num_samples": self.max_num_samples}
+        statics = {
+            "mode": mode,
+            "num_top": self._num_top,
+            "max_num_samples": self.max_num_samples,
+            "cutoff_backend": self._cutoff_backend,
+        }
         return Program(step.choose, (logits, rows), statics)
 
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:

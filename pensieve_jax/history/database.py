@@ -86,30 +86,15 @@ def open_database(path: Path | None, fingerprint: str, synchronous: Synchronous)
         connection = _connect(path)
     except sqlite3.Error as error:
         raise _cannot_open(path, error) from error
-    accepted = False
     try:
-        # Looking at a file must not change it: no checkpoint if it turns out to be damaged or another's.
-        connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, True)
-        if _is_empty(connection):
-            _create(connection, fingerprint)
-        _check(connection, path, fingerprint)
-        connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, False)
-        if path is not None:
-            connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")
-        accepted = True
+        _accept(connection, path, fingerprint, synchronous)
         return connection
     except _DamageError as error:
-        connection.close()
         _set_aside(path, str(error))
     except sqlite3.Error as error:
-        connection.close()
         if is_damage(error):
             _set_aside(path, str(error))
         raise _cannot_open(path, error) from error
-    finally:
-        if not accepted:
-            connection.close()
 
 
 def is_damage(error: sqlite3.Error) -> bool:
@@ -128,6 +113,31 @@ def _connect(path: Path | None) -> sqlite3.Connection:
         check_same_thread=False,
         timeout=BUSY_TIMEOUT_S,
     )
+
+
+def _accept(
+    connection: sqlite3.Connection, path: Path | None, fingerprint: str, synchronous: Synchronous
+) -> None:
+    """Look at the file, make what it lacks, and set the connection up; closes it again if it raises."""
+    accepted = False
+    try:
+        # Looking at a file must not change it: no checkpoint if it turns out to be damaged or another's.
+        connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, True)
+        if _is_empty(connection):
+            _create(connection, fingerprint)
+        _check(connection, path, fingerprint)
+        connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, False)
+        if path is not None:
+            connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")
+        accepted = True
+    finally:
+        if not accepted:
+            # SQLite has made a log beside a file that had none. Nothing is in it, so that a checkpoint writes
+            # nothing, and SQLite removes the log with it unless another program has come to use it.
+            has_log = path is not None and _size_bytes(_side_file(path, "-wal")) > 0
+            connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, has_log)
+            connection.close()
 
 
 def _is_empty(connection: sqlite3.Connection) -> bool:

@@ -59,10 +59,14 @@ class Greeted(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What an engine made of the cases: the outputs of each, the last one the answer to its question."""
+    """What an engine made of the cases: the outputs of each, the last one the answer to its question.
+
+    `histories` are all tokens of each conversation in the end.
+    """
 
     cases: Sequence[RecallCase]
     outputs: Sequence[Sequence[Output]]
+    histories: Sequence[Sequence[int]]
 
     @property
     def recall_percent(self) -> float:
@@ -84,11 +88,6 @@ class Served(NamedTuple):
     def returns(self) -> list[Usage]:
         """Where the tokens of every turn but the first ones came from."""
         return [output.usage for outputs in self.outputs for output in outputs[1:]]
-
-    @property
-    def token_ids(self) -> list[list[tuple[int, ...]]]:
-        """What the model said."""
-        return [[output.token_ids for output in outputs] for outputs in self.outputs]
 
     def transcripts(self, number: int) -> Iterator[str]:
         """The first conversations in Markdown, each with its kind and whether its answer is right."""
@@ -123,24 +122,27 @@ def serve_cases(
         [*(turn.user for turn in case.history.exchanges if with_history), case.question] for case in cases
     ]
     with tqdm(total=sum(map(len, scripts)), unit="turn", disable=not progress, leave=False) as bar:
-        return Served(cases, _serve(llm, scripts, bar))
+        outputs, histories = zip(*_serve(llm, scripts, bar), strict=True)
+        return Served(cases, outputs, histories)
 
 
 def serve_greetings(llm: LLM) -> Greeted:
     """Each of `GREETINGS` as the only message of a conversation."""
     with tqdm(disable=True) as bar:
         outputs = _serve(llm, [[greeting] for greeting in GREETINGS], bar)
-    replies = [output.text for [output] in outputs]
+    replies = [output.text for [output], _ in outputs]
     return Greeted(list(zip(GREETINGS, replies, strict=True)))
 
 
-def _serve(llm: LLM, scripts: Sequence[Sequence[str]], bar: tqdm) -> list[list[Output]]:
-    """The outputs of every conversation, some of which take turns at a time."""
+def _serve(llm: LLM, scripts: Sequence[Sequence[str]], bar: tqdm) -> list[tuple[list[Output], list[int]]]:
+    """The outputs and the tokens of every conversation, some of which take turns at a time."""
     batches = itertools.batched(scripts, _AT_ONCE)
-    return [outputs for some in batches for outputs in _take_turns(llm, some, bar)]
+    return [found for some in batches for found in _take_turns(llm, some, bar)]
 
 
-def _take_turns(llm: LLM, scripts: Sequence[Sequence[str]], bar: tqdm) -> list[list[Output]]:
+def _take_turns(
+    llm: LLM, scripts: Sequence[Sequence[str]], bar: tqdm
+) -> list[tuple[list[Output], list[int]]]:
     """A turn of every conversation, then the next one of each."""
     outputs: list[list[Output]] = [[] for _ in scripts]
     names = [f"recall {index}" for index in range(len(scripts))]
@@ -156,6 +158,7 @@ def _take_turns(llm: LLM, scripts: Sequence[Sequence[str]], bar: tqdm) -> list[l
             assert stream.output is not None
             outputs[i].append(stream.output)
             bar.update()
+    histories: list[list[int]] = [llm.history(name).token_ids.tolist() for name in names]
     for name in names:
         llm.end(name)
-    return outputs
+    return list(zip(outputs, histories, strict=True))

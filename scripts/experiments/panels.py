@@ -22,10 +22,13 @@ type Curve = Sequence[tuple[float, float]]
 _PANEL_INCHES = (5.2, 4.0)
 _DOTS_PER_INCH = 100
 _MARKERS = "os^Dv*P"  # curves can be told apart without colour
+_MARKER_SIZES = (7.5, 7.0, 6.5, 6.0, 5.5, 5.0, 4.5)  # where they meet, the first ones are around the later
 _MAX_IN_A_ROW = 3
 _CHARACTERS_PER_INCH = 12  # of titles, in their font
 _ROOM_FOR_LEGEND = 8.0  # above the curves of a logarithmic axis
 _FROM_ZERO = 0.4  # of the largest x: axes whose points all lie beyond it do not begin at 0
+_ROOM_FOR_LEVEL = 0.06  # of the axes: a level's number stands below its line where there is less above
+_CHARACTERS_OF_TICKS = 48  # beside each other; with more, they are turned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +91,11 @@ def draw_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
 
 
 def _draw(axes: Axes, panel: Panel, *, with_legend: bool) -> None:
-    for (name, curve), marker in zip(panel.curves.items(), itertools.cycle(_MARKERS), strict=False):
+    markers = itertools.cycle(zip(_MARKERS, _MARKER_SIZES, strict=True))
+    for (name, curve), (marker, size) in zip(panel.curves.items(), markers, strict=False):
         style = "x--" if name in panel.dashed else f"{marker}-"
         [line] = axes.plot(
-            [x for x, _ in curve], [y for _, y in curve], style, label=name, markersize=5, linewidth=1.4
+            [x for x, _ in curve], [y for _, y in curve], style, label=name, markersize=size, linewidth=1.4
         )
         for one in panel.seeds.get(name, ()):
             axes.plot(
@@ -99,11 +103,9 @@ def _draw(axes: Axes, panel: Panel, *, with_legend: bool) -> None:
             )
     if panel.level is not None:
         axes.axhline(panel.level, color="gray", linewidth=0.8, linestyle=":")
-        place = axes.get_yaxis_transform()  # x in shares of the axes
-        axes.text(
-            0.01, panel.level, f"{panel.level:g}", color="gray", fontsize=8, va="bottom", transform=place
-        )
     _scale(axes, panel)
+    if panel.level is not None:
+        _write_level(axes, panel.level)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.set_title(_wrapped(panel.title, _PANEL_INCHES[0]), fontsize=9)
@@ -117,12 +119,23 @@ def _draw(axes: Axes, panel: Panel, *, with_legend: bool) -> None:
         )  # fmt: skip
 
 
+def _write_level(axes: Axes, level: float) -> None:
+    place = axes.get_yaxis_transform()  # x in shares of the axes
+    _, height = axes.transAxes.inverted().transform(axes.transData.transform((1.0, level)))
+    side = "bottom" if height < 1 - _ROOM_FOR_LEVEL else "top"
+    axes.text(0.01, level, f"{level:g}", color="gray", fontsize=8, va=side, transform=place)
+
+
 def _scale(axes: Axes, panel: Panel) -> None:
     xs = sorted({x for curve in panel.curves.values() for x, _ in curve})
     if panel.log_x:
+        names = [f"{x:,.0f}" for x in xs]
+        is_wide = sum(map(len, names)) > _CHARACTERS_OF_TICKS
         axes.set_xscale("log", base=2)
-        axes.set_xticks(xs, [f"{x:,.0f}" for x in xs], rotation=30, fontsize=8)
+        axes.set_xticks(xs, names, rotation=30 if is_wide else 0, fontsize=8)
         axes.minorticks_off()
+        if len(xs) == 1:  # in the middle; by itself the axis would show a power of two or more around it
+            axes.set_xlim(xs[0] / 2, xs[0] * 2)
     elif xs and xs[0] < _FROM_ZERO * xs[-1]:
         axes.set_xlim(left=0)
     if panel.log_y:

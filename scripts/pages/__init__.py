@@ -1,1 +1,5 @@
-"""What checks the figures of the pages; see `scripts/check_numbers.py`."""
+"""The pages of `docs/`: what checks their figures, and what writes their tables out of documents.
+
+`check_numbers.py` has `page`, `sources` and `expressions`; `refresh_pages.py` has the others, which take from
+`experiments` how documents are read and compared.
+"""

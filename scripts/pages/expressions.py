@@ -68,11 +68,11 @@ def read_document(path: Path) -> Any:
 
 
 class Documents:
-    """Evaluates expressions; documents are found from one folder."""
+    """Evaluates expressions; documents are found from one folder, and from others by a name."""
 
-    def __init__(self, folder: Path) -> None:
-        """Documents are named by their path from `folder`."""
-        self._folder = folder
+    def __init__(self, folder: Path, **others: Path) -> None:
+        """Documents are named by their path from `folder`, or from another one behind its name."""
+        self._folder, self._others = folder, others
         self._functions: dict[str, Any] = {
             **{f.__name__: f for f in (abs, float, int, len, max, min, round, sorted, str, sum)},
             **{"mean": statistics.fmean, "median": statistics.median, "floor": math.floor, "ceil": math.ceil},
@@ -86,8 +86,10 @@ class Documents:
 
     def read(self, name: str) -> Any:
         """A document by its path from the folder."""
-        path = (self._folder / name).resolve()
-        if not path.is_relative_to(self._folder.resolve()) or not path.is_file():
+        first, _, rest = name.partition("/")
+        folder, name_in_it = (self._others[first], rest) if first in self._others else (self._folder, name)
+        path = (folder / name_in_it).resolve()
+        if not path.is_relative_to(folder.resolve()) or not path.is_file():
             raise ExpressionError(f"{name}: no such document")
         return read_document(path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import numpy as np
@@ -123,3 +124,17 @@ def test_too_long_a_sequence_is_refused():
     """The model's positions are the limit."""
     with pytest.raises(ContextLengthError, match="2048"):
         reference_for("opt-tiny").logits([3] * 2049)
+
+
+def test_a_gap_is_of_the_first_tokens_that_differ():
+    """To the best choice there, whichever of the two is farther from it."""
+    reference, common = reference_for("opt-tiny"), random_ids(12, seed=9)
+    row = reference.logits(common)[-1]
+    best, second, third = np.argsort(-row)[:3].tolist()
+    for one, other, worse in ((best, second, second), (second, best, second), (second, third, third)):
+        gap = reference.gap([*common, one, 4], [*common, other, 5, 6])
+        assert gap == pytest.approx(row[best] - row[worse], abs=1e-5) and gap > 0
+    assert reference.gap(common, [*common, best]) == math.inf
+    for one, other in ((common, common), ([3], [4])):
+        with pytest.raises(ValueError, match="there is no choice there"):
+            reference.gap(one, other)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +26,14 @@ def never_ready(monkeypatch):
     monkeypatch.setattr(InFlight, "is_ready", lambda self: False)
 
 
-@pytest.mark.parametrize("num_groups", [1, 2, 3])
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+SHORT = [("float32", 1, 3), ("float32", 2, 2), ("bfloat16", 1, 2), ("bfloat16", 2, 3), ("bfloat16", 1, 1)]
+ALL = list(itertools.product(["float32", "bfloat16"], [1, 2], [1, 2, 3]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_devices", "num_groups"),
+    [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in ALL if one not in SHORT)],
+)
 def test_there_and_back(dtype, num_devices, num_groups):
     """To other pages, unchanged, in batches of every size, and nothing is compiled for it."""
     bench = Bench(num_devices, dtype, num_groups)

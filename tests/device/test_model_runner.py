@@ -29,7 +29,7 @@ from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCA
 PAGE_SIZE = 16
 GPU_PAGES = 24
 BUCKETS = (8, 64)
-EVERY_MODEL = [("llama-tiny", 1), ("opt-tiny", 1), ("llama-tiny", 2)]
+EVERY_MODEL = [("llama-tiny", 1), pytest.param("opt-tiny", 1, marks=pytest.mark.long), ("llama-tiny", 2)]
 GREEDY = SamplingParams()
 
 
@@ -333,7 +333,7 @@ def test_memory_analysis(num_devices):
         assert bucket["peak_bytes"] >= analysis["weights_bytes"] + pool_bytes + bucket["temp_bytes"]
 
 
-@pytest.mark.parametrize("preset", ["llama-tiny", "opt-tiny"])
+@pytest.mark.parametrize("preset", ["llama-tiny", pytest.param("opt-tiny", marks=pytest.mark.long)])
 def test_groups_of_layers_are_one_model(preset):
     """One group or two, which take no arrays twice but a tied head's, and at most as many as layers."""
     talks, leaves = [], []

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pensieve_jax.device import sampler
+from pensieve_jax.device import sampler, step
 from pensieve_jax.device.sampler import SamplerMode, SamplingRows
 from tests.kernels.cross_lower import lower_for_cuda
 
@@ -25,6 +25,9 @@ EVERYTHING = SamplerMode(draws=True, truncates=True, top_logprobs=True)
 @functools.cache
 def _compiled(num_top, mode):
     return jax.jit(functools.partial(sampler.sample, num_top=num_top, mode=mode))
+
+
+_truncated = jax.jit(functools.partial(sampler._truncate, backend="xla"))
 
 
 def run(logits, rows, mode=EVERYTHING, num_top=NUM_TOP):
@@ -153,7 +156,12 @@ def test_independent_of_sharding():
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
 
 
-def test_the_kernel_gives_the_same_ids(monkeypatch):
+@pytest.mark.parametrize(
+    "logits_spec",
+    [None, pytest.param(PartitionSpec(), marks=pytest.mark.long), PartitionSpec(None, "tp")],
+    ids=["one device", "whole on two", "split over two"],
+)
+def test_the_kernel_gives_the_same_ids(monkeypatch, logits_spec):
     """Cutoffs by the kernel and by XLA, also with logits on two devices, which each search all rows."""
     logits = random_logits(16, seed=7, vocab_size=128)
     rows = make_rows(
@@ -161,28 +169,28 @@ def test_the_kernel_gives_the_same_ids(monkeypatch):
         top_p=np.tile([0.9, 0.9, 1.0, 0.5], 4), seeds=np.arange(16), banned=(5,),
     )  # fmt: skip
     expected = run(logits, rows)
-    monkeypatch.setattr(sampler, "choose_backend", lambda device: "pallas_triton")
     monkeypatch.setattr(sampler, "cutoffs", functools.partial(sampler.cutoffs, interpret=True))
-    sample = jax.jit(functools.partial(sampler.sample, num_top=NUM_TOP, mode=EVERYTHING))
+    kernel = {"cutoff_backend": "pallas_triton"}
+    sample = jax.jit(functools.partial(sampler.sample, num_top=NUM_TOP, mode=EVERYTHING, **kernel))
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
-    for logits_spec in (None, PartitionSpec(), PartitionSpec(None, "tp")):
-        placed = logits, rows
-        if logits_spec is not None:
-            placed = jax.device_put(
-                placed, (NamedSharding(mesh, logits_spec), NamedSharding(mesh, PartitionSpec()))
-            )
-        found = sample(*placed)
-        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
-        np.testing.assert_array_equal(found.top_ids, expected.top_ids)
+    placed = logits, rows
+    if logits_spec is not None:
+        placed = jax.device_put(
+            placed, (NamedSharding(mesh, logits_spec), NamedSharding(mesh, PartitionSpec()))
+        )
+    found = sample(*placed)
+    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+    np.testing.assert_array_equal(found.top_ids, expected.top_ids)
 
 
 @pytest.mark.parametrize("mode", sampler.all_modes(), ids=str)
-def test_lowers_for_cuda(monkeypatch, mode):
-    """Only a mode that truncates has the kernel."""
-    monkeypatch.setattr(sampler, "choose_backend", lambda device: "pallas_triton")
+@pytest.mark.parametrize("backend", ["xla", "pallas_triton"])
+def test_lowers_for_cuda(backend, mode):
+    """Only a mode that truncates has the kernel, and only where a step is told to take it."""
     logits, rows = random_logits(4), make_rows(4)
-    text = lower_for_cuda(functools.partial(sampler.sample, num_top=NUM_TOP, mode=mode), logits, rows)
-    assert text.count("xla.gpu.triton") == mode.truncates
+    statics = {"mode": mode, "num_top": NUM_TOP, "max_num_samples": 4, "cutoff_backend": backend}
+    text = lower_for_cuda(functools.partial(step.choose, **statics), logits, rows)
+    assert text.count("xla.gpu.triton") == (mode.truncates and backend == "pallas_triton")
 
 
 def test_scores_come_back_from_their_keys():
@@ -206,9 +214,8 @@ def test_cuts_keep_what_numpy_keeps(seed, temperature, top_k, top_p, ties):
     if ties:
         logits = np.round(logits)
     scores = (logits - logits.max()) / np.float32(temperature)
-    found = np.asarray(
-        jax.jit(sampler._truncate)(scores, np.array([top_k], np.int32), np.array([top_p], np.float32))
-    )[0]
+    cuts = np.array([top_k], np.int32), np.array([top_p], np.float32)
+    found = np.asarray(_truncated(scores, *cuts))[0]
     kept = kept_by_numpy(scores[0], 1.0, top_k, np.float32(top_p))[0]
     # Fixed-point masses and numpy's may fall on different sides of top_p, within rounding of the edge.
     near_edge = kept_by_numpy(scores[0], 1.0, top_k, top_p + 1e-4)[0]

@@ -11,13 +11,12 @@ import numpy as np
 from model_defs import load_model, make_mesh
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.core.outputs import TokenLogprob
-from pensieve_jax.device.dense_reference import DenseReference, Replay
+from pensieve_jax.device.dense_reference import MIN_MARGIN, DenseReference, Replay
 from pensieve_jax.device.model_runner import ModelRunner, StepHandle
 from pensieve_jax.scheduler import StepPlan, StepResult
 from tests.engine.fake_transfers import Delays
 from tests.engine.oracles import TurnFacts
 
-MIN_MARGIN = 1e-3  # closer than this, the two best tokens are a matter of rounding
 MAX_CONTEXT_TOKENS = 128
 
 

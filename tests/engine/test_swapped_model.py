@@ -31,7 +31,7 @@ def fill_with_nan(runner):
 
 
 @pytest.mark.parametrize("is_rushed", [False, True])
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_model_goes_on_as_if_nothing_had_moved(num_devices, is_rushed):
     """All pages of a sequence leave, the pools are wrecked, other pages take it in: equal bit by bit."""
     runner = warm_runner(num_devices)

@@ -174,10 +174,10 @@ def test_a_kill_while_the_file_is_being_made_leaves_a_usable_path(path):
 
 
 def test_another_model_is_refused_by_both_names_and_the_file_stays(filled):
-    before = filled.read_bytes()
+    before, names = filled.read_bytes(), sorted(filled.parent.iterdir())
     with pytest.raises(HistoryMismatchError, match=r"'model:a tokenizer:b'.*'model:z tokenizer:b'"):
         open_store(filled, fingerprint="model:z tokenizer:b")
-    assert filled.read_bytes() == before
+    assert filled.read_bytes() == before and sorted(filled.parent.iterdir()) == names
     with open_store(filled) as store:
         assert len(store.load("alice").turns) == 40
 
@@ -192,7 +192,7 @@ def test_a_database_of_another_application_is_left_alone(path, tmp_path, journal
     with pytest.raises(HistoryMismatchError, match="another application"):
         open_store(path)
     assert path.read_bytes() == before
-    assert not list(tmp_path.glob("*corrupt*"))
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("content", [b'{"turns": []}\n', b"S", b"not a database!!" + bytes(9000)])
@@ -253,9 +253,36 @@ def test_a_lock_on_a_file_that_was_discarded_meanwhile_is_taken_again(path, monk
 def test_another_schema_version_is_refused(filled):
     with contextlib.closing(sqlite3.connect(filled)) as connection:
         connection.execute("PRAGMA user_version = 9")
+    before, names = filled.read_bytes(), sorted(filled.parent.iterdir())
     with pytest.raises(HistoryMismatchError, match="schema version 9"):
         open_store(filled)
-    assert filled.exists()
+    assert filled.read_bytes() == before and sorted(filled.parent.iterdir()) == names
+
+
+def test_a_refused_history_keeps_the_log_of_a_killed_process(filled, tmp_path):
+    """Its commits are nowhere else."""
+    copy = copy_with_log(filled, tmp_path)
+    before, log = copy.read_bytes(), copy.with_name("chats.sqlite-wal").read_bytes()
+    with pytest.raises(HistoryMismatchError):
+        open_store(copy, fingerprint="model:z tokenizer:b")
+    assert copy.read_bytes() == before and copy.with_name("chats.sqlite-wal").read_bytes() == log != b""
+    with open_store(copy) as store:
+        assert len(store.load("alice").turns) == 41
+
+
+def test_a_refused_database_that_another_program_writes_stays_whole(path, tmp_path):
+    """Its log is in use while ours would go; the commit that is in it does not."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("PRAGMA journal_mode = WAL")
+        other.execute("CREATE TABLE recipes(name TEXT)")
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with pytest.raises(HistoryMismatchError, match="another application"):
+            open_store(path)
+        other.execute("INSERT INTO recipes VALUES ('soup')")
+        assert path.with_name("chats.sqlite-wal").stat().st_size > 0
+        shutil.copytree(tmp_path, tmp_path / "copy")
+    with contextlib.closing(sqlite3.connect(tmp_path / "copy" / path.name)) as copy:
+        assert copy.execute("SELECT name FROM recipes").fetchall() == [("soup",)]
 
 
 def test_an_empty_file_becomes_a_history(path):

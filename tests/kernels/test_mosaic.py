@@ -50,11 +50,12 @@ def checked_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     ("heads", "page_size", "dtype", "classes"),
     [
         (Heads(4, 1, 128), 32, "bfloat16", (SMALL, mosaic_class(128, 128, 2, 128, 8))),
-        (
+        pytest.param(
             Heads(2, 2, 64),
             16,
             "float16",
             (mosaic_class(64, 64, 3, 64, 8), mosaic_class(128, 64, 2, 128, 8)),
+            marks=pytest.mark.long,
         ),
         pytest.param(
             Heads(8, 1, 128), 64, "bfloat16", (mosaic_class(64, 128, 2, 128, 8),), marks=pytest.mark.long

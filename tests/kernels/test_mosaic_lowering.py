@@ -28,7 +28,7 @@ SERVED = {
     for heads, name in MODEL_HEADS.items()
     if heads.head_dim in (64, 128) and heads.num_q_heads // heads.num_kv_heads in MOSAIC.groups
 }
-QUICK = ("opt-125m", "llama2-13b-gqa10")  # of each width of heads one; the others are long
+QUICK = ("llama2-13b-gqa10",)  # the others are long; heads of 64 are in the next test as well
 
 
 def lower(

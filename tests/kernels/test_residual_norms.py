@@ -80,7 +80,9 @@ def check(arrays, kind, dtype, **how):
 
 @pytest.mark.parametrize("how", [XLA, INTERPRETED], ids=["xla", "kernel"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [*CASES[::2], *(pytest.param(c, marks=pytest.mark.long) for c in CASES[1::2])]
+)
 def test_equals_numpy(case, kind, how):
     check(random_arrays(*case, kind), kind, case[3], **how)
 

@@ -46,7 +46,9 @@ def logits_of(config: ModelConfig, tp: int = 1, dtype: str = "float32") -> np.nd
     return dense_logits(random_model(config, dtype=dtype, mesh=make_mesh(tp)), TOKEN_IDS)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n == "opt_not_affine" else ()) for n in CONFIGS]
+)
 def test_logits_are_those_of_plain_xla(name: str, request: pytest.FixtureRequest) -> None:
     expected = logits_of(CONFIGS[name])
     calls = request.getfixturevalue("interpreted_kernel")
@@ -55,7 +57,7 @@ def test_logits_are_those_of_plain_xla(name: str, request: pytest.FixtureRequest
     assert calls == ([True] * 4 if name == "opt_post_norm" else [False, True, True, True])
 
 
-@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "opt"])
 def test_several_devices(name: str, request: pytest.FixtureRequest) -> None:
     expected = logits_of(CONFIGS[name])
     request.getfixturevalue("interpreted_kernel")
@@ -63,7 +65,7 @@ def test_several_devices(name: str, request: pytest.FixtureRequest) -> None:
     np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("opt", marks=pytest.mark.long)])
 def test_groups_of_layers(name: str, interpreted_kernel: list[bool]) -> None:
     """A cut between layers changes no bit, and the first norm of a group has nothing to add.
 

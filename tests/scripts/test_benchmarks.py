@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -58,27 +56,32 @@ def test_check_serving_refuses_more_than_the_context_before_loading(launch, monk
         launch("check_serving", shared_llm=False, **(SIZES | ENGINE | {"num_turns": 500}))
 
 
-def test_benchmark_scheduler():
-    """In a process of its own, since it takes one core for itself."""
-    sizes = ["--num_running=8", "--context_tokens=600", "--num_idle=64", "--num_steps=8", "--num_rounds=1"]
-    done = subprocess.run(
-        [sys.executable, "scripts/benchmark_scheduler.py", *sizes, f"--versus={ROOT}"],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    results = last_line(done.stdout)["results"]
+def test_benchmark_scheduler(launch, monkeypatch, capsys):
+    """One round in a process of its own, as all of them are; the others decide the same in this one."""
+    script, children = load("benchmark_scheduler"), []
+    real, sizes = script.one_round, {"num_running": 8, "context_tokens": 600, "num_idle": 64, "num_steps": 8}
+
+    def one_round(name, tree):
+        if not children:
+            children.append(real(name, tree))
+            return children[0]
+        return script.measure(script.LOADS[name](), script.FLAGS.num_steps)
+
+    monkeypatch.setattr(script, "one_round", one_round)
+    monkeypatch.delattr(script.os, "sched_setaffinity")  # it would take one core for itself
+    monkeypatch.setattr(sys, "argv", ["benchmark_scheduler", *(f"--{k}={v}" for k, v in sizes.items())])
+    assert launch("benchmark_scheduler", shared_llm=False, num_rounds=1, versus=ROOT, **sizes) == 0
+    out = capsys.readouterr().out
+    results = last_line(out)["results"]
+    assert len(children[0]) == 8
     assert results["decode"]["num_rows"] == 8
     assert results["mixed"]["num_drops"] > 0 and results["mixed, two tiers"]["num_copies"] > 0
     for name, faster in results["times_faster"].items():
         before, now = results["before"][name], results[name]
         assert before["num_tokens"] == now["num_tokens"], "not the same steps"
         assert faster == pytest.approx(before["mean_ms"] / now["mean_ms"])
-    assert "do not decide alike" not in done.stdout
-    assert "on average: met" in done.stdout or "on average: missed by " in done.stdout
+    assert "do not decide alike" not in out
+    assert "on average: met" in out or "on average: missed by " in out
 
 
 def test_benchmark_eviction(launch, capsys):

@@ -6,16 +6,17 @@ So many people's facts take long; `test_demo` asks for eight people's, out of ei
 from __future__ import annotations
 
 import json
+import math
+import types
 
 import pytest
-from chat_training.served_recall import GREETINGS
+from chat_training.served_recall import GREETINGS, Served
 
 from pensieve_jax.assembly import DEFAULT_MODEL
 from tests.launching import load
 
 check_recall = load("check_recall")
 NUM_CASES = 32
-SEED = 1  # at 0 two tokens of a reply are 1.9e-6 apart, one bit of float32, which falls either way
 FIGURES = {"recall_percent": check_recall.MIN_RECALL_PERCENT, "num_in_place": 1, "num_returns": 100}
 REACHED = {"ample": FIGURES, "small": FIGURES, "alone": {"recall_percent": 29}}  # by a hair
 _lines: list[str] = []
@@ -32,7 +33,6 @@ def document(launch, capsys):
             model=DEFAULT_MODEL,
             num_cases=NUM_CASES,
             num_transcripts=2,
-            seed=SEED,
             **sizes,
         )
         _lines.extend(capsys.readouterr().out.splitlines())
@@ -44,11 +44,15 @@ def document(launch, capsys):
 def test_what_was_told_is_recalled_wherever_its_state_has_been(document):
     ample, small = document["ample"], document["small"]
     assert ample["recall_percent"] >= check_recall.MIN_RECALL_PERCENT
-    assert small["recall_percent"] == ample["recall_percent"]
     assert document["num_different"] == 0
+    ties = document["ties"]
+    assert ties["num"] <= 1 and (ties["max_gap"] or 0) < 1e-5, "a few units in the last place of float32"
+    lost = abs(small["recall_percent"] - ample["recall_percent"]) * NUM_CASES / 100
+    assert lost <= ties["num"]
     assert ample["num_returns"] == small["num_returns"] > 4 * NUM_CASES
-    assert ample["num_swapped_in"] == ample["num_recomputed"] == small["num_in_place"] == 0
-    assert small["num_swapped_in"] + small["num_recomputed"] >= small["num_returns"]
+    assert ample["num_swapped_in"] == ample["num_recomputed"] == 0
+    assert small["num_in_place"] <= 0.01 * small["num_returns"], "the last conversation may find its state"
+    assert small["num_swapped_in"] + small["num_recomputed"] >= small["num_returns"] - small["num_in_place"]
     assert min(small["num_swapped_in"], small["num_recomputed"]) > small["num_returns"] / 4
 
 
@@ -108,3 +112,27 @@ def test_replies_that_depend_on_the_tiers_and_invented_facts_are_told():
     [different, invented] = check_recall.missed_targets(REACHED, num_different=1, invented_percent=6)
     assert different == "1 conversations differ between ample and small tiers"
     assert invented == "more than 5% of the greetings are answered with an invented fact"
+
+
+@pytest.mark.parametrize(("gap", "is_tie"), [(1.9e-6, True), (0.5, False), (math.inf, False)])
+def test_replies_that_differ_are_judged_by_the_dense_reference(monkeypatch, gap, is_tie):
+    """It is asked about the two that differ, and loaded for them alone."""
+    asked = []
+
+    class Reference:
+        def __init__(self, model):
+            pass
+
+        def gap(self, *histories):
+            asked.append(histories)
+            return gap
+
+    monkeypatch.setattr(check_recall, "load_model", lambda *_, **__: None)
+    monkeypatch.setattr(check_recall, "resolve_model", lambda name: name)
+    monkeypatch.setattr(check_recall, "DenseReference", Reference)
+    monkeypatch.setattr(check_recall, "FLAGS", types.SimpleNamespace(model="any"))
+    ample, small = (Served((), (), histories) for histories in ([[1, 2], [3, 4]], [[1, 2], [3, 5]]))
+    assert check_recall.differences(ample, ample) == [] == asked
+    [found] = check_recall.differences(ample, small)
+    assert found == (1, gap) and found.is_tie == is_tie
+    assert asked == [([3, 4], [3, 5])]

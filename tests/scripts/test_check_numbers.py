@@ -88,7 +88,7 @@ def test_the_figures_of_the_pages_are_those_of_their_documents(capsys: pytest.Ca
 def test_a_wrong_digit_is_seen(stem: str) -> None:
     """The last digit of every figure that has a document; the whole check, for some figures of a page."""
     path = README if stem == check_numbers.FRONT_PAGE else DOCS / f"{stem}.md"
-    sources, documents = DOCS / "sources" / f"{stem}.toml", Documents(DOCS)
+    sources, documents = DOCS / "sources" / f"{stem}.toml", check_numbers.documents_of(DOCS)
     is_written = path.name in check_numbers.WRITTEN
     page = read_page(path, stem, is_written=is_written)
     assert check_page(page, sources, documents) == []
@@ -185,6 +185,18 @@ def test_rounding_is_to_the_digits_shown() -> None:
 def test_what_an_expression_may_not_be(tmp_path: Path, expression: str) -> None:
     with pytest.raises(ExpressionError):
         Documents(tmp_path).value(expression, {"run": {"rows": [1]}})
+
+
+def test_documents_of_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "a.json").write_text('{"s": 3}')
+    (tmp_path / "outside.json").write_text('{"s": 4}')
+    documents = Documents(tmp_path / "docs", profiles=tmp_path / "kept")
+    assert documents.value("document('profiles/a.json').s", {}) == 3
+    for name in ("kept/a.json", "profiles/../outside.json", "profiles"):
+        with pytest.raises(ExpressionError, match="no such document"):
+            documents.read(name)
 
 
 def test_the_exit_status_says_whether_all_is_right(

@@ -111,22 +111,28 @@ def test_kernels_that_were_only_tried_or_failed_are_left_out(experiments):
 def test_the_document_and_the_plot_for_any_number_of_processes(reproduce, tmp_path):
     pytest.importorskip("matplotlib")
     plot = tmp_path / "fig10b.png"
-    out, document = reproduce("fig10b", seeds="0,1", plot=plot)
+    out, document = reproduce("fig10b", plot=plot)
     assert {"versions", "hardware", "command", "units", "revision"} <= document.keys()
     assert document["results"]["profiles"]["h200_llama2-13b-gqa10"]["source"] == "measured"
     assert "h200_llama2-13b-gqa10" in document["hardware"]["device"]
     assert plot.read_bytes().startswith(b"\x89PNG") and 10_000 < plot.stat().st_size < 150_000
-    _, again = reproduce("fig10b", seeds="0,1", num_processes=2)
+    _, again = reproduce("fig10b", num_processes=2)
     assert again["results"] == document["results"]
     assert "pensieve-gpu" in out and "x stateless" in out
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(reproduce, experiments, monkeypatch, tmp_path):
     """A point is simulated once; of what is not the same a new one is."""
-    simulated, simulate = [], experiments("points").measure
-    monkeypatch.setattr(
-        experiments("kept"), "measure", lambda point: simulated.append(point) or simulate(point)
-    )
+    simulated, known, simulate = [], {}, experiments("points").measure
+
+    def measure(point):
+        simulated.append(point)
+        place = point.series, point.x
+        if place not in known:
+            known[place] = simulate(point)
+        return known[place]._replace(point=point)
+
+    monkeypatch.setattr(experiments("kept"), "measure", measure)
     _, first = reproduce("fig13", keep=tmp_path)
     num_points = len(simulated)
     assert num_points == len(list(tmp_path.iterdir())) > 2
@@ -367,6 +373,19 @@ def test_what_is_cut_off_is_counted(experiments):
         title="", x_label="", y_label="", curves={"a": [(1, 5), (2, 11)], "b": [(1, 12)]}, y_max=10
     )
     assert panel.num_cut_off == 2
+
+
+@pytest.mark.parametrize(("level", "side"), [(18, "top"), (3, "bottom")])
+def test_one_place_is_in_the_middle_and_a_level_is_written_inside(experiments, level, side):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    panel = experiments("panels").Panel(
+        title="", x_label="", y_label="", curves={"a": [(1000, 9)]}, seeds={"a": [[(1000, 8)], [(1000, 10)]]},
+        level=level, log_x=True,
+    )  # fmt: skip
+    axes = figure.subplots()
+    experiments("panels")._draw(axes, panel, with_legend=True)
+    assert axes.get_xlim() == (500, 2000) and len(axes.lines) == 1 + 2 + 1
+    assert [text.get_va() for text in axes.texts] == [side]
 
 
 def test_made_conversations_are_near_the_thesis(reproduce):

@@ -48,7 +48,11 @@ def by_series(results):
 
 
 @pytest.mark.parametrize(
-    "experiment", ["fig10a", "fig10b", "fig10c", "fig10d", "fig11", "thesis3.15"], ids=lambda name: name
+    "experiment",
+    [
+        *("fig10b", "fig11", "thesis3.15"),
+        *(pytest.param(f"fig10{part}", marks=pytest.mark.long) for part in "acd"),
+    ],
 )
 def test_state_is_found_in_two_tiers_more_than_in_one_and_in_one_more_than_in_none(
     reproduce, seeds, experiment
@@ -74,13 +78,16 @@ def test_prompts_beside_decodes_are_no_slower_than_apart(reproduce, seeds):
         assert unified["normalized_latency_s"]["mean"] < apart["normalized_latency_s"]["mean"]
 
 
-def test_retention_recomputes_least(reproduce, seeds):
+def test_retention_recomputes_least(reproduce, seeds, monkeypatch):
     """In seconds by the cost model, over what a stateless system recomputes for the same answers."""
+    if len(seeds) == 1:
+        monkeypatch.setattr(load("experiments.eviction"), "_SMALL_CPU_TOKENS", (100_000,))  # of three sizes
     results = reproduce("fig14", seeds)
     (points,) = by_series(results).values()
+    num_sizes = len({x for _, x in points})
     share = dict.fromkeys((series for series, _ in points), 0.0)
     for (series, _), point in points.items():
-        share[series] += point["recompute_share"] / 3  # over the sizes of memory
+        share[series] += point["recompute_share"] / num_sizes
     assert 0.05 < share["retention"] < 0.5, "memory is neither plentiful nor hopeless"
     assert share["retention"] <= 1.02 * share["lru"]
     assert share["retention"] < 0.95 * share["conversation"]
@@ -169,7 +176,7 @@ def test_recorded_traces_under_every_order_on_sessions_that_are_held_out(reprodu
     assert {row["rate_x_idle"] for row in paper["returns"]} == {None}
 
     # The page's tables are made of such a document.
-    tables = load("experiments.page_traces").made_of(results)
+    tables = load("pages.trace_tables").made_of(results)
     assert "| trace | memory, tokens | retention | learned |" in tables["traces-recompute"]
     assert f"| {results['points'][0]['recompute_share']:.3f} (" in tables["traces-recompute"]
     assert all("| --- |" in table for table in tables.values())

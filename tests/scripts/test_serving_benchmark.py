@@ -59,7 +59,9 @@ def conversations(tmp_path) -> dict[str, str]:
     return OPEN | {"trace": str(tmp_path / "turns.jsonl")}
 
 
-@pytest.mark.parametrize("system", ["pensieve", "pensieve-gpu", "stateless"])
+@pytest.mark.parametrize(
+    "system", ["pensieve", pytest.param("pensieve-gpu", marks=pytest.mark.long), "stateless"]
+)
 def test_a_closed_loop_on_a_model(benchmark, compilation_cache, system):
     """Every conversation takes every turn, with as many tokens as asked for."""
     flags = CLOSED | {"system": system, "compilation_cache_dir": compilation_cache}

@@ -53,7 +53,7 @@ def test_systems_rates_and_the_plot(simulate, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("unified", ["true", "false"])
+@pytest.mark.parametrize("unified", ["true", pytest.param("false", marks=pytest.mark.long)])
 def test_policies_replicas_and_stepping_give_the_same_again(simulate, unified):
     flags = {"policies": "retention,trailing", "replicas": 2, "routing": "random", "systems": "pensieve"}
     flags["unified"] = unified

@@ -105,7 +105,8 @@ def test_steps(launch, compilation_cache, capsys):
 
 def test_decodes_alone(launch, compilation_cache, capsys):
     """The engine needs a bucket for more than them, which they do not use."""
-    alone = STEPS | {"prompts": "", "mixed": "", "num_serving": 0, "compilation_cache_dir": compilation_cache}
+    alone = STEPS | {"prompts": "", "mixed": "", "num_serving": 0, "num_layer_groups": 1}
+    alone |= {"compilation_cache_dir": compilation_cache}
     launch("benchmark_step", shared_llm=False, **alone)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     assert {one["bucket"] for one in found["steps"].values()} == {16} and "serving" not in found

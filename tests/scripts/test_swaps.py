@@ -134,6 +134,12 @@ def test_swaps(launch, compilation_cache, monkeypatch, capsys):
         assert launch("benchmark_swaps", shared_llm=False, **flags) == (0 if is_met else 1)
 
 
+def test_a_flag_that_the_windows_decide_is_refused(launch, monkeypatch):
+    monkeypatch.setattr(benchmark_swaps, "open_parts", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=r"--swap_out_fraction is 0\.5, but must be left out"):
+        launch("benchmark_swaps", shared_llm=False, swap_out_fraction=0.5)
+
+
 class _Parts:
     """What `assemble` would give, as far as a report needs it."""
 

@@ -174,6 +174,7 @@ def test_a_flag_that_is_refused_may_be_corrected(train_tiny, tmp_path, flag, val
     assert not (tmp_path / "work" / "settings.json").exists()  # which would bind the next command
 
 
+@pytest.mark.long
 def test_the_script_makes_a_model_that_llm_serves_as_it_was_trained(train_tiny, tmp_path, capsys):
     assert train_tiny() == 0
     first = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
@@ -190,6 +191,7 @@ def test_the_script_makes_a_model_that_llm_serves_as_it_was_trained(train_tiny, 
 
 def test_a_training_that_lost_its_tokenizer_does_not_go_on_with_another(train_tiny, tmp_path):
     assert train_tiny(num_steps=3) == 0
+    assert {path.name for path in (tmp_path / "work" / "model").iterdir()} > {*FILES, "model.safetensors"}
     for name in FILES:
         lost = (tmp_path / "work" / "model" / name).rename(tmp_path / name)
         with pytest.raises(ConfigError, match=f"--work_dir is .*model/{name}"):

@@ -1,4 +1,4 @@
-"""The tables of `docs/simulator.md`, as Markdown, out of the document of `scripts/validate_simulator.py`.
+"""The tables of `docs/simulator.md`, as Markdown, out of the documents of `scripts/validate_simulator.py`.
 
 Owns: which points stand together, and in which order. Does not know: what is compared, or within which limit.
 Called by: `scripts/refresh_pages.py`.
@@ -11,9 +11,11 @@ from functools import partial
 from typing import Any, Final
 
 from experiments.committed import committed_document
-from experiments.page_tables import markdown
 
-_DOCUMENT: Final = "validation_h200_llama2-13b-gqa10.json"
+from pages.paper_tables import markdown
+
+_LLAMA: Final = "llama2-13b-gqa10"
+_OPT: Final = "opt-13b"
 _KINDS: Final = ("new", "knee", "fitted", "older")
 _BUCKETS: Final = (128, 256, 512, 1024, 2048)
 _SHARES: Final = (  # what an error is a share of, by the column's name
@@ -34,15 +36,16 @@ def _kind(point: _Point) -> str:
     return "new" if point["launches"] == "jaxlib" else "older"
 
 
-def _points(kind: str) -> list[_Point]:
-    found = committed_document(_DOCUMENT)["results"]["points"]
-    return sorted((one for one in found if _kind(one) == kind), key=lambda one: str(one["document"]))
+def _points(kind: str, model: str) -> list[_Point]:
+    found = committed_document(f"validation_h200_{model}.json")["results"]["points"]
+    return sorted(
+        (one for one in found if _kind(one) == kind), key=lambda one: (str(one["document"]), one["rate"])
+    )
 
 
-def _name(point: _Point) -> str:
+def _name(point: _Point, model: str) -> str:
     """Of its document, without what is the same of all."""
-    model = "_llama2-13b-gqa10"
-    return f"`{point['document'].removeprefix('h200_').removesuffix('.json').replace(model, '')}`"
+    return f"`{point['document'].removeprefix('h200_').removesuffix('.json').replace(f'_{model}', '')}`"
 
 
 def _compared(point: _Point, figure: str) -> dict[str, Any]:
@@ -55,22 +58,24 @@ def _percent(point: _Point, figure: str) -> str:
     return "" if difference is None else f"{100 * difference:+.1f}"
 
 
-def _latencies(kind: str) -> str:
+def _latencies(kind: str, model: str) -> str:
     rows = []
-    for point in _points(kind):
+    for point in _points(kind, model):
         latency = _compared(point, "ms/token mean")
+        times = (f"{latency['measured']:.1f}", f"{latency['simulated']:.1f}")
         errors = (_percent(point, figure) for _, figure in _SHARES)
-        rows.append([_name(point), f"{latency['measured']:.1f}", f"{latency['simulated']:.1f}", *errors])
-    return markdown(["", "ms a token, measured", "simulated", *(name for name, _ in _SHARES)], rows)
+        rows.append([_name(point, model), f"{point['rate']:g}", *times, *errors])
+    columns = ["", "conversations/s", "ms a token, measured", "simulated", *(name for name, _ in _SHARES)]
+    return markdown(columns, rows)
 
 
 def _steps() -> str:
     rows = []
-    for point in (one for kind in _KINDS for one in _points(kind)):
+    for point in (one for kind in _KINDS for one in _points(kind, _LLAMA)):
         host, steps = _compared(point, "host ms/step"), _compared(point, "steps")
         rows.append(
             [
-                _name(point),
+                _name(point, _LLAMA),
                 *(_percent(point, f"ms/step of {bucket}") for bucket in _BUCKETS),
                 *(f"{host['measured']:.1f}", f"{host['simulated']:.1f}"),
                 *(f"{steps['measured']:,.0f}", _percent(point, "steps")),
@@ -81,7 +86,8 @@ def _steps() -> str:
 
 
 TABLES: Final[dict[str, Callable[[], str]]] = {
-    **{f"validation-{kind}": partial(_latencies, kind) for kind in _KINDS},
+    **{f"validation-{kind}": partial(_latencies, kind, _LLAMA) for kind in _KINDS},
+    "validation-opt": partial(_latencies, "new", _OPT),
     "validation-steps": _steps,
 }
 """By name in the page."""

@@ -2,7 +2,7 @@
 
 Owns: what each shows, and how its numbers are rounded.
 Does not know: how a document was made, or where in the page a table stands.
-Called by: `scripts/refresh_pages.py`; `page_summary` takes pieces of it.
+Called by: `scripts/refresh_pages.py`; `paper_summary` takes pieces of it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from experiments.claims import claims_of
 from experiments.committed import committed_document
-from experiments.page_tables import document, markdown
 from experiments.seeds import spread
+
+from pages.paper_tables import document, markdown
 
 _LOADS = "loads"  # a panel of the document
 

@@ -1,6 +1,6 @@
 """The tables of `docs/traces.md`, as Markdown, out of the document of `--experiment=traces`.
 
-Owns: which table stands where. Does not know: what is in them (`trace_tables`).
+Owns: which table stands where. Does not know: what is in them (`experiments.trace_tables`).
 Called by: `scripts/refresh_pages.py`.
 """
 
@@ -11,8 +11,9 @@ from functools import lru_cache, partial
 from typing import Any, Final
 
 from experiments.committed import committed_document
-from experiments.page_tables import markdown
 from experiments.trace_tables import tables
+
+from pages.paper_tables import markdown
 
 _DOCUMENT: Final = "sim_traces_h200.json"
 _NAMES: Final = ("served", "returns", "recompute", "ratios", "latency-ratios", "latencies", "losses")

@@ -12,8 +12,9 @@ from functools import partial
 
 from experiments.claims import Claim, all_claims, claims_of
 from experiments.kernels import BEST_FLASH, times_us
-from experiments.page_eviction import beside_lru, conversations_of
-from experiments.page_tables import (
+
+from pages.paper_eviction import beside_lru, conversations_of
+from pages.paper_tables import (
     MODEL_WORDS,
     at_level,
     chunk_ratios,

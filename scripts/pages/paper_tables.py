@@ -2,7 +2,7 @@
 
 Owns: what each table shows, and how its numbers are rounded.
 Does not know: how a document was made, or where in the page a table stands (`refresh_pages.py`).
-Called by: `scripts/refresh_pages.py`; `page_summary` takes pieces of it.
+Called by: `scripts/refresh_pages.py`; `paper_summary` takes pieces of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from common.crossing import crossing_at
-
 from experiments.claims import claims_of
 from experiments.committed import committed_document
 from experiments.kernels import NAMES, times_us
