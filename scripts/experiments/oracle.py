@@ -133,16 +133,7 @@ def findings(settings: Settings, measured: list[Measured]) -> Findings:
     """The share of every order, over memory, for every trace."""
     rows = [row for studied in studied_traces(settings) for row in _compared(settings, studied)]
     return Findings(
-        tables=[
-            Table(
-                title="Recompute seconds, share of a stateless system's; mean and range over seeds",
-                columns=["trace", "memory, tokens", "lru", "retention", "oracle"],
-                rows=[
-                    [row["title"], row["num_tokens"], *(_spread(row, name) for name in _ORDERS)]
-                    for row in rows
-                ],
-            )
-        ],
+        tables=[table_of(rows)],
         panels=[
             Panel(
                 title=title,
@@ -162,6 +153,15 @@ def findings(settings: Settings, measured: list[Measured]) -> Findings:
             "num_tokens": "of memory, one tier",
             "lru, retention, oracle": "by seed: seconds of recomputed history over those of all history",
         },
+    )
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> Table:
+    """Of the document's `orders`."""
+    return Table(
+        title="Recompute seconds, share of a stateless system's; mean and range over seeds",
+        columns=("trace", "memory, tokens", *_ORDERS),
+        rows=[[row["title"], row["num_tokens"], *(_spread(row, name) for name in _ORDERS)] for row in rows],
     )
 
 
