@@ -39,10 +39,11 @@ _COMPARED = {
 
 def points(settings: Settings) -> list[Point]:
     """Orders over sizes for every trace, with both tiers and with the device's alone."""
-    return [point for studied in _studied(settings) for point in _of(settings, studied)]
+    return [point for studied in studied_traces(settings) for point in _of(settings, studied)]
 
 
-def _studied(settings: Settings) -> list[Studied]:
+def studied_traces(settings: Settings) -> list[Studied]:
+    """The recorded traces that were given, and the paper's load; raises ConfigError for none."""
     if not settings.traces:
         raise ConfigError("--traces", "", "at least one FORMAT:FILE for this experiment")
     found = [studied for file in settings.traces for studied in _of_file(settings, file)]
@@ -98,7 +99,7 @@ def findings(settings: Settings, measured: list[Measured]) -> Findings:
     """What each order recomputes, how fast answers are, and both beside the better of LRU and the paper's."""
     found = groups(measured)
     results = {
-        "traces": [_described(settings, studied) for studied in _studied(settings)],
+        "traces": [_described(settings, studied) for studied in studied_traces(settings)],
         "points": [group.as_dict() for group in found],
         "beside_better": beside_better(found),
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from experiments.datasets import DATASETS
 from experiments.eviction import EVICTION
 from experiments.kernels import KERNELS
+from experiments.oracle import ORACLE
 from experiments.paper_sweeps import LOAD_EXPERIMENTS
 from experiments.recorded_traces import RECORDED_TRACES
 from experiments.single_steps import CHUNKS, TURNS
@@ -17,6 +18,6 @@ EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
         *(TURNS, CHUNKS, *LOAD_EXPERIMENTS, KERNELS, EVICTION, THINK_TIME, DATASETS),
-        RECORDED_TRACES,
+        *(RECORDED_TRACES, ORACLE),
     )
 }

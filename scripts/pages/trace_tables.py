@@ -1,6 +1,7 @@
-"""The tables of `docs/traces.md`, as Markdown, out of the document of `--experiment=traces`.
+"""The tables of `docs/traces.md`, as Markdown, out of the documents of two experiments.
 
-Owns: which table stands where. Does not know: what is in them (`experiments.trace_tables`).
+Owns: which table stands where.
+Does not know: what is in them (`experiments.trace_tables`, `experiments.oracle`).
 Called by: `scripts/refresh_pages.py`.
 """
 
@@ -11,6 +12,8 @@ from functools import lru_cache, partial
 from typing import Any, Final
 
 from experiments.committed import committed_document
+from experiments.oracle import table_of
+from experiments.settings import Table
 from experiments.trace_tables import tables
 
 from pages.paper_tables import markdown
@@ -21,11 +24,11 @@ _NAMES: Final = ("served", "returns", "recompute", "ratios", "latency-ratios", "
 
 def made_of(results: Mapping[str, Any]) -> dict[str, str]:
     """All of them, by name."""
-    made = tables(results)
-    return {
-        f"traces-{name}": markdown(one.columns, [[_cell(value) for value in row] for row in one.rows])
-        for name, one in zip(_NAMES, made, strict=True)
-    }
+    return {f"traces-{name}": _markdown(one) for name, one in zip(_NAMES, tables(results), strict=True)}
+
+
+def _markdown(one: Table) -> str:
+    return markdown(one.columns, [[_cell(value) for value in row] for row in one.rows])
 
 
 def _cell(value: object) -> str:
@@ -44,7 +47,12 @@ def _table(name: str) -> str:
     return _committed()[name]
 
 
+def _oracle() -> str:
+    return _markdown(table_of(committed_document("sim_oracle_h200.json")["results"]["orders"]))
+
+
 TABLES: Final[dict[str, Callable[[], str]]] = {
-    f"traces-{name}": partial(_table, f"traces-{name}") for name in _NAMES
+    **{f"traces-{name}": partial(_table, f"traces-{name}") for name in _NAMES},
+    "traces-oracle": _oracle,
 }
 """By name in the page."""

@@ -31,6 +31,8 @@ def reproduce(launch, capsys):
 
     def reproduce(experiment, seeds, **flags):
         flags = SMALL | {"seeds": ",".join(map(str, seeds))} | flags
+        if experiment == "oracle":
+            del flags["num_processes"]  # it has one
         assert launch("reproduce", shared_llm=False, experiment=experiment, **flags) == 0
         return json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
 
@@ -137,6 +139,14 @@ def recorded(tmp_path):
     trace = recorded_trace(120)
     trace.save(path)
     return path, trace
+
+
+def test_who_knows_the_future_recomputes_least(reproduce, recorded):
+    path, _ = recorded
+    results = reproduce("oracle", [0], traces=f"pensieve:{path}")
+    assert {row["title"] for row in results["orders"]} == {"trace", "paper's load"}
+    for row in results["orders"]:
+        assert 0 <= row["oracle"]["0"] < min(row["lru"]["0"], row["retention"]["0"]) < 1
 
 
 def test_recorded_traces_under_every_order_on_sessions_that_are_held_out(reproduce, recorded):
