@@ -40,7 +40,7 @@ _USAGES: Final = {
     "/list": "all conversations",
     "/switch ID": "go on with another conversation, or begin it",
     "/batch ID,ID TEXT": "send TEXT to several conversations, answered together",
-    "/end": "forget this conversation",
+    "/end [ID]": "forget this conversation, or another",
     "/stats": "the last turn, and all so far; /stats all: every counter",
     "/quit": "leave (so does the end of the input)",
 }
@@ -95,16 +95,18 @@ class Chat:
         if system:
             self._begin_with(system)
         self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: self._say(HELP),
-            "/history": lambda _: self._show_history(),
             "/truncate": self._truncate,
-            "/regenerate": lambda _: self._regenerate(),
-            "/where": lambda _: self._where(),
-            "/list": lambda _: self._list(),
             "/switch": self._switch,
             "/batch": self._batch,
-            "/end": lambda _: self._end(),
+            "/end": self._end,
             "/stats": self._stats,
+        }
+        self._plain_commands: dict[str, Callable[[], None]] = {
+            "/help": lambda: self._say(HELP),
+            "/history": self._show_history,
+            "/regenerate": self._regenerate,
+            "/where": self._where,
+            "/list": self._list,
         }
 
     def handle(self, line: str) -> bool:
@@ -114,13 +116,9 @@ class Chat:
         try:
             if line.startswith("/") and not line.startswith("//"):
                 name, _, argument = line.strip().partition(" ")
-                if name == "/quit":
+                if name == "/quit" and not argument:
                     return False
-                command = self._commands.get(name)
-                if command is None:
-                    self._say(f"unknown command {printable(name)}; /help lists them")
-                else:
-                    command(argument.strip())
+                self._command(name, argument.strip())
             else:
                 self._reply(self._prompt(line.removeprefix("/")), begins=not self._turns())
         except ContextLengthError as error:
@@ -130,6 +128,17 @@ class Chat:
         except PensieveError as error:
             self._say(f"error: {error}")
         return True
+
+    def _command(self, name: str, argument: str) -> None:
+        """One that begins with /; an argument that it would not read is refused, since it was meant."""
+        if name in self._commands:
+            self._commands[name](argument)
+        elif name not in COMMANDS:
+            self._say(f"unknown command {printable(name)}; /help lists them")
+        elif argument:
+            self._say(f"{name} takes nothing")
+        else:
+            self._plain_commands[name]()
 
     # Turns
 
@@ -293,13 +302,13 @@ class Chat:
         what = counted(len(turns), "turn") if turns else "a new conversation"
         self._say(f"in {printable(argument)}, {what}")
 
-    def _end(self) -> None:
-        try:
-            self._llm.end(self.conversation_id)
-        except UnknownConversationError:
+    def _end(self, argument: str) -> None:
+        if not argument and not self._turns():
             self._say(NO_TURNS)
             return
-        self._say(f"forgot {printable(self.conversation_id)}")
+        name = argument or self.conversation_id
+        self._llm.end(name)
+        self._say(f"forgot {printable(name)}")
 
     # The rest
 
@@ -307,6 +316,9 @@ class Chat:
         print(text, file=self._out, flush=True)
 
     def _stats(self, argument: str) -> None:
+        if argument not in ("", "all"):
+            self._say("/stats takes nothing, or all")
+            return
         if self._last is not None:
             output, first_token_s = self._last
             told = account(output.usage, first_token_s, self._memory)

@@ -79,6 +79,28 @@ def test_other_conversations(chat, llm, text):
     assert f"in {first}, 1 turn\n" in said(chat, text, f"/switch {first}")
 
 
+def test_another_conversation_is_ended_by_its_id(chat, llm, text):
+    """And never the one that the session is in, which was not named."""
+    first = chat.conversation_id
+    said(chat, text, "hello", f"/switch {first} carl", "hello")
+    assert said(chat, text, f"/end {first}") == f"forgot {first}\n"
+    assert len(llm.history(f"{first} carl").turns) == 1 and chat.conversation_id == f"{first} carl"
+    with pytest.raises(UnknownConversationError):
+        llm.history(first)
+    shown = said(chat, text, f"/end {first}")
+    assert shown.startswith("error: ") and repr(first) in shown
+    assert len(llm.history(f"{first} carl").turns) == 1, "nothing was ended"
+
+
+@pytest.mark.parametrize("name", ["/help", "/history", "/regenerate", "/where", "/list", "/quit"])
+def test_a_command_that_takes_nothing_refuses_an_argument(chat, llm, text, name):
+    said(chat, text, "hello")
+    before = llm.history(chat.conversation_id).turns
+    assert said(chat, text, f"{name} default") == f"{name} takes nothing\n"
+    assert llm.history(chat.conversation_id).turns == before
+    assert said(chat, text, "/stats al") == "/stats takes nothing, or all\n"
+
+
 def test_errors_are_told_and_the_chat_goes_on(chat, text):
     assert "unknown command /hlp" in said(chat, text, "/hlp")
     assert "error: " in said(chat, text, "x" * 3000)
@@ -213,8 +235,9 @@ def test_stats_are_a_few_lines_and_every_counter_on_demand(chat, text):
 
 def test_help_has_every_command(chat, text):
     shown = said(chat, text, "/help")
-    assert all(name in shown for name in (*chat._commands, "/quit"))
-    assert set(session.COMMANDS) == {*chat._commands, "/quit"}
+    known = {*chat._commands, *chat._plain_commands, "/quit"}
+    assert all(name in shown for name in known)
+    assert set(session.COMMANDS) == known
     assert max(map(len, shown.splitlines())) <= 80
 
 
