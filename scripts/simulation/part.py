@@ -46,6 +46,11 @@ class Part:
     sessions: list[Session]
     in_time: bool | None = None
 
+    @property
+    def of_all(self) -> str:
+        """As in "all of" a trace, and "12% of" it."""
+        return "all of" if self.share == 1 else f"{100 * self.share:.3g}% of"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:

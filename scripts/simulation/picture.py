@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from simulation.savings import Served
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _INCHES_OF_PANEL, _INCHES_OF_SYSTEM, _INCHES_BESIDE = 3.9, 0.62, 1.6
 _DOTS_PER_INCH = 110
+_WIDE = 10  # times: from here on an axis is logarithmic
 _LATENCIES = {"p50": "o", "p90": "s", "p99": "^"}
 # Tone and hatch, so that they can be told apart without colour.
 _HISTORY = (
@@ -26,7 +31,6 @@ def draw_savings(served: Sequence[Served], title: str, path: Path) -> None:
     """A row for each system in three panels; raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
 
     height = _INCHES_BESIDE + _INCHES_OF_SYSTEM * len(served)
     figure = Figure(figsize=(3 * _INCHES_OF_PANEL, height), layout="constrained")
@@ -47,11 +51,9 @@ def draw_savings(served: Sequence[Served], title: str, path: Path) -> None:
         values = [1e3 * one.figures["normalized_latency_s"][part] for one in served]
         latency.plot(values, rows, marker, color="black", fillstyle="none" if part == "p90" else "full",
                      label=part)  # fmt: skip
-    latency.set_xscale("log")
-    latency.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    latency.xaxis.set_major_formatter("{x:g}")
-    latency.xaxis.set_minor_formatter("")
-    latency.set_xlabel("ms a token, arrival to last token")
+    _scale(
+        latency, [1e3 * one.figures["normalized_latency_s"][part] for one in served for part in _LATENCIES]
+    )
 
     left = [0.0] * len(served)
     for (name, color, hatch), shares in zip(_HISTORY, zip(*map(_history, served), strict=True), strict=True):
@@ -59,14 +61,30 @@ def draw_savings(served: Sequence[Served], title: str, path: Path) -> None:
         left = [a + b for a, b in zip(left, shares, strict=True)]
     history.set_xlim(0, 1)
     history.set_xlabel("share of history tokens")
-    for axes, columns in ((latency, 3), (history, 3)):
+    for axes in (latency, history):
         axes.grid(axis="x", alpha=0.3)
         axes.legend(
-            loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns, frameon=False, fontsize=8,
-            handletextpad=0.4, columnspacing=1.0,
+            loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False, fontsize=8,
+            handletextpad=0.4, columnspacing=1.0, handlelength=1.5,
         )  # fmt: skip
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=_DOTS_PER_INCH)
+
+
+def _scale(latency: Axes, values_ms: Sequence[float]) -> None:
+    """From 0, unless the smallest values would lie on one another."""
+    from matplotlib.ticker import LogLocator
+
+    label = "ms a token, arrival to last token"
+    if max(values_ms) < _WIDE * min(values_ms):
+        latency.set_xlim(0, 1.1 * max(values_ms))
+        latency.set_xlabel(label)
+        return
+    latency.set_xscale("log")
+    latency.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    latency.xaxis.set_major_formatter("{x:g}")
+    latency.xaxis.set_minor_formatter("")
+    latency.set_xlabel(f"{label} (log)")
 
 
 def _history(one: Served) -> tuple[float, float, float]:

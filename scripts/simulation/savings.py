@@ -74,6 +74,7 @@ class Served:
 
 
 _NEARLY = 0.97
+_MOSTLY_IDLE = 0.25
 
 COLUMNS = (
     *("system", "memory", "requests", "ms/token", "p50", "p90", "p99", "first token ms", "p90 "),
@@ -109,7 +110,17 @@ def answer(served: Sequence[Served]) -> str:
     saved = best.saved(stateless)
     latency = [1e3 * one.figures["normalized_latency_s"]["mean"] for one in (stateless, best)]
     return (
-        f"With {best.memory}, keeping state saves {saved['saved_prefill_share']:.0%} of the prefilled tokens "
+        f"{best.memory} is the smallest memory that saves nearly as much of the GPU's time as any here. "
+        f"With it, keeping state saves {saved['saved_prefill_share']:.0%} of the prefilled tokens "
         f"and {saved['saved_gpu_share']:.0%} of the GPU's time ({saved['saved_gpu_s']:,.0f} s); "
         f"a token takes {latency[1]:.1f} ms on average instead of {latency[0]:.1f}."
     )
+
+
+def load(stateless: Served) -> str:
+    """In a sentence: how busy the stateless system was, and whether latencies can tell systems apart."""
+    busy = stateless.figures["device_busy"]
+    if busy < _MOSTLY_IDLE:
+        told = "latencies say little here, prefilled tokens count"
+        return f"Without state this load keeps one GPU busy for {busy:.0%} of the time: {told}."
+    return f"Without state this load keeps one GPU busy for {busy:.0%} of the time until the last answer."

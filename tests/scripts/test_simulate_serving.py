@@ -84,6 +84,74 @@ def test_a_file_alone_is_enough(simulate_serving, mooncake, tmp_path):
     assert {"computed_tokens", "saved_gpu_s"} <= document["units"].keys()
 
 
+def test_how_much_of_the_trace_is_served_is_said_in_words(simulate_serving, mooncake, monkeypatch):
+    """A share of 1.0 was printed as "served: 1 of them"."""
+    titles = []
+    monkeypatch.setattr(load("simulate_serving"), "draw_savings", lambda _, title, path: titles.append(title))
+    pytest.importorskip("matplotlib")
+    plot = mooncake.with_name("x.png")
+    out, _ = simulate_serving(trace=mooncake, plot=plot)
+    assert "\nserved: all 30 conversations, 90 turns, which come to " in out
+    out, _ = simulate_serving(trace=mooncake, plot=plot, share=0.1)
+    assert "\nserved: 10% of them: 3 conversations, 9 turns, which come to " in out
+    whole, part = titles
+    assert whole.startswith("all of conversation_trace.jsonl on NVIDIA H200")
+    assert part.startswith("10% of conversation_trace.jsonl on NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    ("slowest_s", "label", "ticks"),
+    [
+        (0.05, "ms a token, arrival to last token", [0, 10, 20, 30, 40, 50]),
+        (0.5, "ms a token, arrival to last token (log)", [10, 20, 50, 100, 200, 500]),
+    ],
+)
+def test_an_axis_is_linear_unless_it_spans_much(tmp_path, monkeypatch, slowest_s, label, ticks):
+    """It was always logarithmic, with one label where latencies are alike. Legends keep off the edge."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn = []
+    real = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *a, **k: drawn.append(figure) or real(figure, *a, **k)
+    )
+    load("simulation.picture").draw_savings(served(busy=0.5, p99_s=slowest_s), "title", tmp_path / "x.png")
+    latency, history = drawn[0].axes[1:]
+    assert latency.get_xlabel() == label
+    low, high = latency.get_xlim()
+    shown = [t.get_text() for t in latency.get_xticklabels() if low <= t.get_position()[0] <= high]
+    assert [float(text) for text in shown if text] == ticks
+    width = drawn[0].bbox.width
+    assert history.get_legend().get_window_extent().x1 < 0.99 * width
+
+
+def served(*, busy, p99_s=0.02):
+    """A stateless system, and one that finds three quarters of history with either of two memories."""
+    savings, memory = load("simulation.savings"), load("simulation.memory")
+    latency = {"mean": 0.01, "p50": 0.009, "p90": 0.011, "p99": p99_s}
+    figures = {"normalized_latency_s": latency, "device_busy": busy, "num_requests": 9}
+    figures |= {"wasted_tokens": 0, "gpu_hit_rate": 0.0, "cpu_hit_rate": 0.0}
+    figures |= {"prefilled_tokens": 1000, "recomputed_tokens": 3000, "device_busy_s": 100.0}
+    kept = figures | {"recomputed_tokens": 0, "gpu_hit_rate": 0.75, "cpu_hit_rate": 0.25}
+    found = [("stateless", 0, figures)]
+    found += [("pensieve", cpu, kept | {"device_busy_s": s}) for cpu, s in ((2, 60.5), (4, 60.0))]
+    return [
+        savings.Served(name=name, memory=memory.Memory(10**9, cpu * 10**9), figures=each)
+        for name, cpu, each in found
+    ]
+
+
+def test_the_advice_says_why_that_memory_and_what_latencies_are_worth():
+    savings = load("simulation.savings")
+    told = savings.answer(served(busy=0.5))
+    assert told.startswith("1 GB device + 2 GB host is the smallest memory that saves nearly as much")
+    assert "keeping state saves 75% of the prefilled tokens and 40% of the GPU's time (40 s)" in told
+    idle, busy = (savings.load(served(busy=share)[0]) for share in (0.02, 0.6))
+    assert "one GPU busy for 2% of the time: latencies say little here" in idle
+    assert "one GPU busy for 60% of the time" in busy and "latencies" not in busy
+
+
 def test_memory_share_and_rate_can_be_given(simulate_serving, mooncake):
     flags = {"gpu_bytes": "2GB", "cpu_bytes": "1GB,4GB", "share": 0.5, "rate": 2.0, "seed": 3}
     out, document = simulate_serving(trace=mooncake, **flags)
