@@ -19,6 +19,7 @@ from tqdm import tqdm
 from model_defs import load_model, make_mesh, save_parameters, weights_digest
 from model_defs.orbax_store import check_target
 from model_defs.registry import resolve_dtype
+from pensieve_jax.commands.help import require
 from pensieve_jax.commands.launch import run
 
 FLAGS = flags.FLAGS
@@ -66,10 +67,9 @@ def main() -> int:
 
 def define_flags() -> None:
     """The command line."""
-    flags.DEFINE_string(
-        "source", None, "Hugging Face directory, Orbax directory or random:<preset>.", required=True
-    )
-    flags.DEFINE_string("target", None, "Directory to write; must not hold a model.", required=True)
+    flags.DEFINE_string("source", None, "Hugging Face directory, Orbax directory or random:<preset>.")
+    flags.DEFINE_string("target", None, "Directory to write; must not hold a model.")
+    require("source", "target")
     flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "auto: the checkpoint's.")
     flags.DEFINE_integer("seed", 0, "Seed of random weights.")
 

@@ -32,6 +32,7 @@ from steps.cost_plot import check_can_plot
 
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.engine_flags import shows_progress
+from pensieve_jax.commands.help import require
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import (
     define_document_flag,
@@ -152,7 +153,8 @@ def _keep() -> Path | None:
 
 def define_flags() -> None:
     """The command line."""
-    flags.DEFINE_enum("experiment", None, list(EXPERIMENTS), "What is remade.", required=True)
+    flags.DEFINE_enum("experiment", None, list(EXPERIMENTS), "What is remade.")
+    require("experiment")
     flags.DEFINE_enum("device", "a100", list(DEVICES), "Whose profiles are simulated.")
     flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "Of workloads; every point is simulated for each.")
     flags.DEFINE_bool("small", False, "A version that takes seconds, on little memory.")

@@ -30,12 +30,13 @@ from experiments.recompute import cost_model
 from simulation.memory import Memory, device_bytes, gigabytes, host_bytes, state_tokens
 from simulation.part import Part, Sampler, fitting_part
 from simulation.picture import draw_savings
-from simulation.savings import UNITS, Served, answer, savings_table
+from simulation.savings import UNITS, Served, answer, load, savings_table
 from steps.cost_plot import check_can_plot
 from tqdm import tqdm
 
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from pensieve_jax.commands.engine_flags import num_bytes, shows_progress
+from pensieve_jax.commands.help import require
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document
 from pensieve_jax.config import POLICIES
@@ -127,6 +128,8 @@ def described(trace: Trace, format: str, part: Part, token_bytes: int) -> str:
     sessions = part.sessions
     num_turns = sum(len(session.conversation.turns) for session in sessions)
     tokens = state_tokens(sessions)
+    conversations = f"{len(sessions):,} conversations"
+    conversations = f"all {conversations}" if part.share == 1 else f"{part.of_all} them: {conversations}"
     arrivals = "as recorded" if part.rate_per_s is None else f"at random, {part.rate_per_s:.3g} a second"
     pauses = "recorded" if part.has_pauses else "recorded where they are, else drawn, 60 s on average"
     times = "" if FLAGS.time_scale == 1 else f", all times x {FLAGS.time_scale:g}"
@@ -137,8 +140,8 @@ def described(trace: Trace, format: str, part: Part, token_bytes: int) -> str:
     )
     return (
         f"{trace.name}, read as {format}: {whole}\n"
-        f"served: {part.share:.3g} of them: {len(sessions):,} conversations, {num_turns:,} turns, which come "
-        f"to {tokens:,} tokens of state ({gigabytes(tokens * token_bytes)})\n"
+        f"served: {conversations}, {num_turns:,} turns, which come to "
+        f"{tokens:,} tokens of state ({gigabytes(tokens * token_bytes)})\n"
         f"they begin {arrivals}; pauses are {pauses}{times}{overloaded if part.in_time is False else ''}"
     )
 
@@ -176,14 +179,11 @@ def report(
     """The table and the answer for people, the picture, and the JSON line."""
     stateless = served[0]
     device = f"simulated: {profile.device}, {profile.model}, profile {profile.source}"
-    busy = stateless.figures["device_busy"]
     print(savings_table(served), end="\n\n")
     print(answer(served))
-    print(f"The stateless system computed for {busy:.0%} of the time until its last answer. {device}")
+    print(f"{load(stateless)} {device}")
     if plot is not None:
-        draw_savings(
-            served, f"{trace.name}: {part.share:.3g} of it on {profile.device}, {profile.model}", plot
-        )
+        draw_savings(served, f"{part.of_all} {trace.name} on {profile.device}, {profile.model}", plot)
         print(f"drawn: {plot}")
     document: dict[str, Any] = {
         "profile": {"name": FLAGS.profile, "source": profile.source, "provenance": profile.provenance},
@@ -201,7 +201,8 @@ def report(
 
 def define_flags() -> None:
     """The command line."""
-    flags.DEFINE_string("trace", None, "The file; of kv-cache-tester the directory.", required=True)
+    flags.DEFINE_string("trace", None, "The file; of kv-cache-tester the directory.")
+    require("trace")
     flags.DEFINE_enum("trace_format", None, FORMATS, "What it is; default: guessed from its fields.")
     flags.DEFINE_string("tokenizer", WORDS, TOKENIZER_HELP)
     flags.DEFINE_string(

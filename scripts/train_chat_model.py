@@ -53,6 +53,7 @@ from tqdm import tqdm
 from model_defs import ModelConfig, num_parameters
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.engine_flags import shows_progress
+from pensieve_jax.commands.help import require
 from pensieve_jax.commands.launch import EXIT_INTERRUPTED, Interrupt, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.text import Tokenizer, load_tokenizer
@@ -280,10 +281,11 @@ def main() -> int:
 
 def define_flags() -> None:
     """The command line."""
-    flags.DEFINE_string("work_dir", None, "Directory of the training; made if missing.", required=True)
-    flags.DEFINE_string("task_dialogues", None, "Dialogues to train on (JSON lines, .gz).", required=True)
-    flags.DEFINE_string("assistant_dialogues", None, "More of them, of another kind.", required=True)
-    flags.DEFINE_string("dev_dialogues", None, "Dialogues to evaluate on.", required=True)
+    flags.DEFINE_string("work_dir", None, "Directory of the training; made if missing.")
+    flags.DEFINE_string("task_dialogues", None, "Dialogues to train on (JSON lines, .gz).")
+    flags.DEFINE_string("assistant_dialogues", None, "More of them, of another kind.")
+    flags.DEFINE_string("dev_dialogues", None, "Dialogues to evaluate on.")
+    require("work_dir", "task_dialogues", "assistant_dialogues", "dev_dialogues")
     _define_model_flags()
     _define_training_flags()
     flags.DEFINE_integer("num_recall_cases", 512, "Questions of each recall test.", lower_bound=1)

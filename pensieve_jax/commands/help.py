@@ -1,7 +1,7 @@
 """What `--help` prints: the launcher's docstring, and its own flags with their defaults, by group.
 
-Owns: which group a flag belongs to, how flags look, and the flags that ask for it, in place of absl's, which
-end with status 1 and list flags of different kinds by letter.
+Owns: which group a flag belongs to, which flags are required, how they look, and the flags that ask for help,
+in place of absl's, which end with status 1 and list flags of different kinds by letter.
 Does not know: what a flag means. Called by: `launch`, and whoever defines flags that belong together.
 """
 
@@ -22,6 +22,7 @@ flags.disclaim_key_flags()
 _OWN = "flags"
 _ENDING = "--helpfull lists the flags of every library, too; --flagfile=FILE reads flags from a file."
 _PLAIN = ("an integer", "a number")  # goes without saying
+_required: weakref.WeakSet[flags.Flag] = weakref.WeakSet()
 _groups: weakref.WeakKeyDictionary[flags.Flag, str] = weakref.WeakKeyDictionary()
 
 
@@ -40,6 +41,17 @@ def flag_group[**P](title: str) -> Callable[[Callable[P, None]], Callable[P, Non
         return define_group
 
     return decorate
+
+
+def require(*names: str) -> None:
+    """The program does not start without a value for each of these flags, which are defined already."""
+    _required.update(FLAGS[name] for name in names)
+
+
+def missing_flags() -> list[str]:
+    """After parsing: the required flags that were left out, a line each with what they are for."""
+    flags_in_order = [FLAGS[name] for name in FLAGS if FLAGS[name] in _required]
+    return [f"--{flag.name} is missing: {flag.help}" for flag in flags_in_order if flag.value is None]
 
 
 def help_text(docstring: str) -> str:
@@ -97,6 +109,7 @@ def _entry(flag: flags.Flag) -> str:
     shown = flag.default_as_str or ""
     default = "" if shown == "'[]'" else shown[1:-1]  # as it is typed, without quotes
     syntax = "" if flag.parser.syntactic_help in _PLAIN else flag.parser.syntactic_help
-    details = "; ".join(each for each in (f"default: {default}" if default else "", syntax) if each)
+    needed = "required" if flag in _required else ""
+    details = "; ".join(each for each in (f"default: {default}" if default else "", syntax, needed) if each)
     text = f"{name}: {flag.help}" + (f" ({details})" if details else "")
     return str(flags.text_wrap(text, indent="      ", firstline_indent="  "))

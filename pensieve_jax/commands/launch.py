@@ -23,7 +23,7 @@ from typing import Self
 from absl import app, flags, logging
 
 from pensieve_jax import ConfigError, PensieveError
-from pensieve_jax.commands.help import define_help_flags, define_version_flag
+from pensieve_jax.commands.help import define_help_flags, define_version_flag, missing_flags
 
 FLAGS = flags.FLAGS
 EXIT_FAILED = 1
@@ -67,9 +67,6 @@ def run(main: Callable[[], int]) -> None:
     """
 
     def guarded(argv: list[str]) -> int:
-        if len(argv) > 1:
-            print(f"error: unexpected arguments: {' '.join(argv[1:])}", file=sys.stderr)
-            return EXIT_BAD_INPUT
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # replies may not fit the terminal's encoding
@@ -97,15 +94,20 @@ def _typed_errors() -> tuple[type[Exception], ...]:
 
 
 def _parse(docstring: str, argv: list[str]) -> list[str]:
-    """The arguments that are no flags; ends the process for `--help`, and for flags that cannot be read."""
+    """Set the flags. Ends the process for `--help`, and for a command line that cannot be used."""
     define_help_flags(docstring, show)
     define_version_flag(show)
     try:
-        rest: list[str] = FLAGS(argv)
+        program, *rest = FLAGS(argv)
     except flags.Error as error:
-        print(f"error: {error}\n--help lists the flags.", file=sys.stderr)
+        problems = [str(error)]
+    else:
+        problems = [f"unexpected arguments: {' '.join(rest)}"] if rest else []
+        problems += missing_flags()
+    if problems:
+        print("error: " + "\n".join([*problems, "--help lists the flags."]), file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
-    return rest
+    return [program]
 
 
 class Interrupt:

@@ -22,12 +22,14 @@ COMMANDS = {
     "generate": "JSON lines of conversations in, JSON lines of turns out",
     "demo": "conversations that lose state and answer as if they had not, checked against a dense reference",
 }
-_HELP = ("--help", "-h", "-help", "-?", "--helpshort", "--helpfull")
+_HELP = ("help", "--help", "-h", "-help", "-?", "--helpshort", "--helpfull")
 
 
 def main() -> None:
     """Start the command that is named, or list them all; ends the process."""
     name, *arguments = sys.argv[1:] or ["--help"]
+    if name == "help" and arguments and arguments[0] in COMMANDS:
+        name, arguments = arguments[0], ["--help"]
     if name in _HELP:
         sys.exit(show(overview()))
     if name == "--version":

@@ -39,6 +39,11 @@ BAD_FLAGS = (
     ("benchmark_kernels", "--cases=nope", "tiny"),
     ("generate", "--nope", "--help"),
     ("chat", "what", "unexpected arguments: what"),
+    ("generate", "--concurrency=2", "error: --input is missing: JSON lines of conversations (.gz too)."),
+    ("generate", "in.jsonl", "error: unexpected arguments: in.jsonl\n--input is missing: "),
+    ("convert_checkpoint", "--seed=1", "\n--target is missing: Directory to write"),
+    ("reproduce", "--small", "error: --experiment is missing: "),
+    ("simulate_serving", "--seed=1", "error: --trace is missing: "),
 )
 TYPED_ERROR = (
     "from pensieve_jax.commands.launch import run; from pensieve_jax import ConfigError\n"
@@ -99,6 +104,7 @@ def test_help_is_the_docstring_and_flags_by_group_with_defaults(starts):
     assert "--dtype" in engine and "  --gpu_pages: Pages of device memory for KV state; " in cache
     assert "  --[no]prefetch: " in cache and "--cpu_pages" in cache
     assert "  --[no]ignore_eos: " in sampling and "--temperature" in sampling
+    assert "  --input: JSON lines of conversations (.gz too). (required)\n" in own
     assert "--verbosity" not in text and "--helpfull" in text
     full = starts["scripts/generate.py", "--helpfull"]
     assert full.returncode == 0 and "--verbosity" in full.stdout and "--concurrency" in full.stdout
@@ -110,6 +116,7 @@ def test_every_launcher_starts_alike():
         text = path.read_text()
         if "__main__" in text and path.stem != "make_golden_logits":
             assert "    define_flags()\n    run(main)\n" in text, path
+            assert "required=True" not in text, f"{path}: `require` says what a flag is for, absl does not"
 
 
 @pytest.mark.parametrize(("script", "flag", "known"), BAD_FLAGS)

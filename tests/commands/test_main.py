@@ -30,13 +30,22 @@ def pensieve(monkeypatch, capsys):
     return pensieve
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("--helpfull",), ("--helpshort",)])
+@pytest.mark.parametrize(
+    "arguments", [(), ("help",), ("help", "nope"), ("--help",), ("-h",), ("--helpfull",), ("--helpshort",)]
+)
 def test_every_command_has_a_line(pensieve, arguments):
     status, out, err = pensieve(*arguments)
     assert (status, err) == (0, "")
     lines = [line for line in out.splitlines() if line.startswith("  ")]
     assert [line.split()[0] for line in lines] == list(COMMANDS)
     assert max(map(len, out.splitlines())) <= 110
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_is_asked_for_in_words_too(pensieve, monkeypatch, name):
+    monkeypatch.setattr(load(name), "define_flags", lambda: None)
+    assert pensieve("help", name)[0] == f"runs pensieve_jax.commands.{name}"
+    assert sys.argv == [f"pensieve {name}", "--help"]
 
 
 def test_version(pensieve):
