@@ -162,7 +162,7 @@ def main() -> int:
         print(f"The closest choice between two tokens was {margin:.2g} apart.")
     num_filled = sum(-(-len(t.history_ids + t.prompt_ids + t.output.token_ids) // 32) for t in turns[-8:])
     print(introduction(FLAGS.gpu_pages + FLAGS.cpu_pages, num_filled))
-    print(f"\n{picture(turns)}\n\n{savings(kept, lost)}")
+    print(f"{picture(turns)}\n\n{savings(kept, lost)}")
     print(f"{num_recalled(turns)} of {len(CONVERSATIONS)} last replies hold what was told in the first turn.")
     all_happened = check_happenings(turns)
     hint = "" if FLAGS.details else " (--details shows all turns)"

@@ -19,6 +19,7 @@ from pensieve_jax.commands.report import table
 COLUMNS: Final = 80
 _PLACES: Final = {"gpu": ("█", "#", "in device memory"), "cpu": ("▒", "+", "in host memory")}
 _DROPPED: Final = ("·", ".", "dropped")
+_SECONDS: Final = "Most seconds go into writing replies, token by token; state saves none of these."
 _USAGE: Final = {
     "reused": "reused_gpu_tokens",
     "swapped in": "swapped_in_tokens",
@@ -75,14 +76,13 @@ def picture(turns: Sequence[DemoTurn]) -> str:
         rows += [(name, "".join(map(_mark, turn.tiers)), script.told, turn.output.text) for turn in last]
     width = max((len(row[1]) for row in rows), default=0)
     width, told_width = max(width, len("state")), max(len(script.told) for script in CONVERSATIONS.values())
-    lines = [f"{'':6}{'state':{width}}  {'told first':{told_width}}  last reply"]
+    places = [(_mark(tier), place[2]) for tier, place in _PLACES.items()] + [(_mark(None), _DROPPED[2])]
+    lines = ["state before the last turn: " + "  ".join(f"{mark} {what}" for mark, what in places)]
+    lines.append(f"{'':6}{'state':{width}}  {'told first':{told_width}}  last reply")
     for name, marks, told, text in rows:
         start = f"{name:6}{marks:{width}}  {told:{told_width}}  "
         lines.append(start + one_line(text, COLUMNS - len(start)))
-    places = [(_mark(tier), place[2]) for tier, place in _PLACES.items()] + [(_mark(None), _DROPPED[2])]
-    return "\n".join(
-        [*lines, "before the last turn: " + "  ".join(f"{mark} {what}" for mark, what in places)]
-    )
+    return "\n".join(lines)
 
 
 def savings(kept: Served, lost: Served) -> str:
@@ -94,6 +94,7 @@ def savings(kept: Served, lost: Served) -> str:
             tokens = f"({kept.num_computed / lost.num_computed:.0%}) {tokens}"
             seconds = f"({kept.seconds / lost.seconds:.0%}) {seconds}"
         lines.append(f"{what:24}{tokens:>20}{seconds:>18}")
+    lines.append(_SECONDS)
     return "\n".join(lines)
 
 

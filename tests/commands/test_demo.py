@@ -80,6 +80,9 @@ def test_it_is_one_screen(turns, launch, llm, monkeypatch, capsys):
     assert relaunch(launch, llm, monkeypatch, turns) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 23 and max(map(len, lines)) <= 80
+    legend = next(i for i, line in enumerate(lines) if "in host memory  " in line)
+    assert lines[legend + 2].startswith("ada "), "symbols are explained before they are used"
+    assert "Most seconds go into writing replies" in lines[legend + 14]
     for name, script in demo_screen.CONVERSATIONS.items():
         (row,) = [line for line in lines if line.startswith(f"{name} ")]
         assert script.told in row
