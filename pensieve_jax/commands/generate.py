@@ -18,6 +18,7 @@ output is left as it is. Whether a later turn still fits depends on the replies:
 lost while running ends its own conversation only, and the exit status is then 1. Ctrl-C cancels what runs
 and keeps what has ended (exit status 130).
 
+Compiled steps are kept for the next start in `--compilation_cache_dir` (empty: nowhere).
 `--timeline=out.png` draws where the pages of both tiers were while this ran; it takes matplotlib.
 
 With `--history`, turns that the history holds are not run again: start an interrupted run once more, and
@@ -49,6 +50,7 @@ from pensieve_jax.commands.conversations_file import (
     read_conversations,
 )
 from pensieve_jax.commands.engine_flags import (
+    CACHE_DIR,
     define_engine_flags,
     define_history_flag,
     define_sampling_flags,
@@ -57,6 +59,7 @@ from pensieve_jax.commands.engine_flags import (
     sampling_params,
     shows_progress,
 )
+from pensieve_jax.commands.help import require
 from pensieve_jax.commands.launch import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, Interrupt
 from pensieve_jax.commands.timeline import Recorder, check_timeline
 from pensieve_jax.commands.turns_file import finished_turns, output_line, partial_path, start_output
@@ -196,11 +199,13 @@ def main() -> int:
 
 def define_flags() -> None:
     """The command line."""
-    flags.DEFINE_string("input", None, "JSON lines of conversations (.gz too).", required=True)
-    flags.DEFINE_string("output", None, "JSON lines of turns.", required=True)
+    flags.DEFINE_string("input", None, "JSON lines of conversations (.gz too).")
+    flags.DEFINE_string("output", None, "JSON lines of turns.")
+    require("input", "output")
     flags.DEFINE_integer("concurrency", 64, "Conversations in progress at once, if they fit.")
     flags.DEFINE_integer("logprobs", None, "Write logprobs of the chosen tokens and of so many others.")
     flags.DEFINE_string("timeline", None, "Picture of pages by state over time: .png, .svg or .pdf.")
     define_engine_flags()
+    FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))
     define_history_flag()
     define_sampling_flags(max_tokens=64)

@@ -11,6 +11,7 @@ import pytest
 
 from pensieve_jax import InvalidRequestError, SamplingParams
 from pensieve_jax.commands import batch
+from pensieve_jax.commands.engine_flags import CACHE_DIR, engine_config
 from tests.launching import load
 
 generate = load("generate")
@@ -55,6 +56,14 @@ def test_turns_are_what_the_library_says(launch, llm, tmp_path, capsys):
         assert [entry["token_id"] for entry in line["logprobs"]] == line["token_ids"]
     assert by_key["lib-chat", 0]["prompt"] == [{"role": "user", "content": "hello"}]
     assert "recomputed" in capsys.readouterr().out
+
+
+def test_compiled_steps_are_kept_for_the_next_start(launch, monkeypatch):
+    """Every start compiled anew."""
+    seen = []
+    monkeypatch.setattr(generate, "main", lambda: seen.append(engine_config()) or 0)
+    assert launch("generate", shared_llm=False) == 0
+    assert seen[0].runner.compilation_cache_dir == str(CACHE_DIR)
 
 
 def test_a_conversation_goes_on_before_another_begins(launch, tmp_path):
@@ -242,7 +251,7 @@ def test_a_timeline_is_drawn(launch, tmp_path, capsys):
     assert launch("generate", input=path, output=tmp_path / "out", **flags) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
-    assert "swapped in" in out and "MB out" in out and "stalled s" in out
+    assert "swapped in" in out and "MB to host" in out and "seconds stalled" in out
 
 
 def test_a_timeline_without_matplotlib_is_refused_before_the_model_is_loaded(launch, tmp_path, monkeypatch):
