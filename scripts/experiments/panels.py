@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 
 type Curve = Sequence[tuple[float, float]]
 
-_PANEL_INCHES = (5.2, 4.0)
+_PANEL_INCHES = (5.2, 4.4)
 _DOTS_PER_INCH = 100
 _MARKERS = "os^Dv*P"  # curves can be told apart without colour
 _MARKER_SIZES = (7.5, 7.0, 6.5, 6.0, 5.5, 5.0, 4.5)  # where they meet, the first ones are around the later
 _MAX_IN_A_ROW = 3
 _CHARACTERS_PER_INCH = 12  # of titles, in their font
-_ROOM_FOR_LEGEND = 8.0  # above the curves of a logarithmic axis
+_UNDER_AXES, _UNDER_TURNED = -0.16, -0.27  # where a legend begins, in heights of the axes: under the labels
 _FROM_ZERO = 0.4  # of the largest x: axes whose points all lie beyond it do not begin at 0
 _ROOM_FOR_LEVEL = 0.06  # of the axes: a level's number stands below its line where there is less above
+_CHARACTERS_OF_HALF = 26  # of a legend's width, in its font
 _CHARACTERS_OF_TICKS = 48  # beside each other; with more, they are turned
 
 
@@ -80,7 +81,8 @@ def draw_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
     free, names = places[count:], {tuple(panel.curves) for panel in panels}
     shares_legend = bool(free) and len(names) == 1
     for axes, panel in zip(places, panels, strict=False):
-        _draw(axes, panel, with_legend=not shares_legend)
+        is_said = count == 1 and title.startswith(panel.title)
+        _draw(axes, panel, with_title=not is_said, with_legend=not shares_legend)
     for axes in free:
         axes.set_axis_off()
     if shares_legend:
@@ -90,7 +92,7 @@ def draw_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
     figure.savefig(path, dpi=_DOTS_PER_INCH)
 
 
-def _draw(axes: Axes, panel: Panel, *, with_legend: bool) -> None:
+def _draw(axes: Axes, panel: Panel, *, with_title: bool, with_legend: bool) -> None:
     markers = itertools.cycle(zip(_MARKERS, _MARKER_SIZES, strict=True))
     for (name, curve), (marker, size) in zip(panel.curves.items(), markers, strict=False):
         style = "x--" if name in panel.dashed else f"{marker}-"
@@ -103,19 +105,22 @@ def _draw(axes: Axes, panel: Panel, *, with_legend: bool) -> None:
             )
     if panel.level is not None:
         axes.axhline(panel.level, color="gray", linewidth=0.8, linestyle=":")
-    _scale(axes, panel)
+    is_turned = _scale(axes, panel)
     if panel.level is not None:
         _write_level(axes, panel.level)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
-    axes.set_title(_wrapped(panel.title, _PANEL_INCHES[0]), fontsize=9)
+    if with_title:
+        axes.set_title(_wrapped(panel.title, _PANEL_INCHES[0]), fontsize=9)
     axes.grid(alpha=0.3)
     heading = f"points cut off above {panel.y_max:g}: {panel.num_cut_off}" if panel.num_cut_off else None
     if with_legend or heading:
         handles, labels = axes.get_legend_handles_labels() if with_legend else ([], [])
+        # Under the axes: within them it would hide a curve wherever curves go everywhere.
         axes.legend(
-            handles, labels, fontsize=8, title=heading, title_fontsize=8, alignment="left", framealpha=0.8,
-            edgecolor="none",
+            handles, labels, fontsize=8, title=heading, title_fontsize=8, frameon=False,
+            ncols=2 if max(map(len, labels), default=0) <= _CHARACTERS_OF_HALF else 1,
+            loc="upper center", bbox_to_anchor=(0.5, _UNDER_TURNED if is_turned else _UNDER_AXES),
         )  # fmt: skip
 
 
@@ -126,7 +131,9 @@ def _write_level(axes: Axes, level: float) -> None:
     axes.text(0.01, level, f"{level:g}", color="gray", fontsize=8, va=side, transform=place)
 
 
-def _scale(axes: Axes, panel: Panel) -> None:
+def _scale(axes: Axes, panel: Panel) -> bool:
+    """Returns whether the ticks of x are turned."""
+    is_wide = False
     xs = sorted({x for curve in panel.curves.values() for x, _ in curve})
     if panel.log_x:
         names = [f"{x:,.0f}" for x in xs]
@@ -145,9 +152,9 @@ def _scale(axes: Axes, panel: Panel) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter("{x:,.0f}")
-        axes.set_ylim(top=_ROOM_FOR_LEGEND * axes.get_ylim()[1])
     else:
         axes.set_ylim(panel.y_min, panel.y_max)
+    return is_wide
 
 
 def _wrapped(title: str, inches: float) -> str:

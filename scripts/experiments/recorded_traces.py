@@ -19,9 +19,9 @@ from experiments.points import UNITS, Measured, Point
 from experiments.returns import returns
 from experiments.seeds import Group, groups, spread
 from experiments.settings import SIMULATION_FLAGS, Experiment, Findings, Settings, TraceFile
-from experiments.systems import BOTH_TIERS, ONE_TIER, System, engine, memory_of_tokens
+from experiments.systems import BOTH_TIERS, System, engine, memory_of_tokens
 from experiments.trace_studies import Place, Studied, studied_file, studied_paper
-from experiments.trace_tables import BETTER_OF, DEVICE_ALONE, TIERS, panels, tables
+from experiments.trace_tables import BETTER_OF, TIERS, panels, tables
 from pensieve_jax import ConfigError
 from pensieve_jax.workload import summarize
 
@@ -38,7 +38,7 @@ _COMPARED = {
 
 
 def points(settings: Settings) -> list[Point]:
-    """Orders over sizes for every trace, with both tiers and with the device's alone."""
+    """Orders over sizes of both tiers, for every trace."""
     return [point for studied in studied_traces(settings) for point in _of(settings, studied)]
 
 
@@ -60,14 +60,10 @@ def _of_file(settings: Settings, file: TraceFile) -> list[Studied]:
 
 def _of(settings: Settings, studied: Studied) -> list[Point]:
     places = studied.places[-2:] if settings.small else studied.places
-    kinds = (BOTH_TIERS,) if settings.small else (BOTH_TIERS, ONE_TIER)
     return [
         _point(settings, studied, replace(system, name=name), place, seed)
-        for kind in kinds
-        for place in dict.fromkeys(
-            place if kind.has_host_tier else place._replace(cpu_tokens=0) for place in places
-        )
-        for system in by_policy(kind)
+        for place in dict.fromkeys(places)
+        for system in by_policy(BOTH_TIERS)
         for name in ((system.name, EXPERIENCED) if system.policy == _LEARNED else (system.name,))
         for seed in settings.seeds
     ]
@@ -76,7 +72,7 @@ def _of(settings: Settings, studied: Studied) -> list[Point]:
 def _point(settings: Settings, studied: Studied, system: System, place: Place, seed: int) -> Point:
     device, workload = settings.device, studied.workload
     return Point(
-        panel=f"{studied.title}, {TIERS if system.has_host_tier else DEVICE_ALONE}",
+        panel=f"{studied.title}, {TIERS}",
         series=system.name,
         x=place.num_tokens,
         seed=seed,

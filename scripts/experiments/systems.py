@@ -16,7 +16,12 @@ from experiments.machines import memory_bytes as memory_of_paper
 from pensieve_jax import CacheConfig, EngineConfig, SchedulerConfig
 
 _CONTEXT_TOKENS = 16_384  # the paper's longest
-_LABELS = {"pensieve": "both tiers", "pensieve-gpu": "device alone", "stateless": "no state between turns"}
+_LABELS = {
+    "pensieve": "both tiers",
+    "pensieve-gpu": "device alone",
+    "stateless": "no state between turns",
+    "not unified": "both tiers, phases apart",
+}
 # Of small versions: contexts, and device and host memory.
 _SMALL_CONTEXT_TOKENS, _SMALL_MEMORY_TOKENS = 2048, (12_000, 60_000)
 

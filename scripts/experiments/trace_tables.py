@@ -13,7 +13,7 @@ from typing import Any, Final
 from experiments.panels import Panel
 from experiments.settings import Row, Table
 
-TIERS, DEVICE_ALONE = "both tiers", "device alone"
+TIERS = "both tiers"
 BETTER_OF: Final = ("lru", "retention")
 """The orders that others are compared with: the common one, and the paper's."""
 _LOSES: Final = 1.03  # seconds beside the better of the two, on average over seeds
