@@ -50,12 +50,16 @@ _SETTINGS = ("level_ms", "time_scale", "seed", "policy", "max_context_tokens", "
 
 
 class Servers:
-    """Systems on one device, that serve sessions."""
+    """Systems on one device, that serve sessions.
+
+    Attributes:
+      max_context_tokens: that a conversation may have.
+    """
 
     def __init__(self, profile: DeviceProfile, max_context_tokens: int) -> None:
         """Of contexts up to so many tokens."""
         self._profile = profile
-        self._max_context_tokens = max_context_tokens
+        self.max_context_tokens = max_context_tokens
         self._chunk_tokens = 32 if max_context_tokens <= _LONG_CONTEXT_TOKENS else 64
         self._costs = cost_model(profile, self._chunk_tokens, max_context_tokens)
 
@@ -66,7 +70,7 @@ class Servers:
             config=config,
             profile=self._profile,
             cost_model=self._costs,
-            max_context_tokens=config.resolve_context_tokens(self._max_context_tokens),
+            max_context_tokens=config.resolve_context_tokens(self.max_context_tokens),
         )
         num_turns = sum(len(session.conversation.turns) for session in sessions)
         with tqdm(desc=title, total=num_turns, unit="turn", disable=not shows_progress(), leave=False) as bar:
@@ -85,7 +89,7 @@ class Servers:
             scheduler=SchedulerConfig(
                 max_num_running=256,
                 max_num_batched_tokens=2048,
-                max_context_tokens=self._max_context_tokens,
+                max_context_tokens=self.max_context_tokens,
             ),
         )
         return system_config(name, config)
@@ -100,7 +104,7 @@ def find_part(trace: Trace, servers: Servers, token_bytes: int) -> Part:
         return sampler.part(FLAGS.share or sampler.share_of_turns(FLAGS.max_turns), FLAGS.rate)
 
     def latency_s(sessions: Sequence[Session]) -> float:
-        memory = Memory(_gpu_bytes(sessions, token_bytes), 0)
+        memory = Memory(_gpu_bytes(sessions, token_bytes, servers.max_context_tokens), 0)
         found = servers.serve(STATELESS, memory, sessions, "finding a load").figures
         return float(found["normalized_latency_s"]["mean"])
 
@@ -109,7 +113,7 @@ def find_part(trace: Trace, servers: Servers, token_bytes: int) -> Part:
 
 def measure(servers: Servers, part: Part, token_bytes: int) -> Iterator[Served]:
     """Stateless, the device alone, and both tiers from the least memory on."""
-    gpu_bytes = _gpu_bytes(part.sessions, token_bytes)
+    gpu_bytes = _gpu_bytes(part.sessions, token_bytes, servers.max_context_tokens)
     hosts = [num_bytes("--cpu_bytes", text) for text in FLAGS.cpu_bytes] or host_bytes(gpu_bytes)
     systems = [(STATELESS, 0), (PENSIEVE_GPU, 0), *((PENSIEVE, cpu_bytes) for cpu_bytes in hosts)]
     for number, (name, cpu_bytes) in enumerate(systems, start=1):
@@ -117,9 +121,9 @@ def measure(servers: Servers, part: Part, token_bytes: int) -> Iterator[Served]:
         yield servers.serve(name, Memory(gpu_bytes, cpu_bytes), part.sessions, title)
 
 
-def _gpu_bytes(sessions: Sequence[Session], token_bytes: int) -> int:
+def _gpu_bytes(sessions: Sequence[Session], token_bytes: int, max_context_tokens: int) -> int:
     if FLAGS.gpu_bytes is None:
-        return device_bytes(sessions, token_bytes)
+        return device_bytes(sessions, token_bytes, max_context_tokens)
     return num_bytes("--gpu_bytes", FLAGS.gpu_bytes)
 
 

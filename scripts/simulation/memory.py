@@ -14,7 +14,7 @@ from pensieve_jax.workload import Session
 
 _GPU_BYTES = 40_000_000_000  # for KV state, as in the paper; a trace may need less
 _GPU_SHARE = 1 / 8  # of the state of all conversations
-_LEAST_CONTEXTS = 1.25  # of the longest
+_LEAST_CONTEXTS = 1.25  # of the longest, which a part of the trace need not hold
 _HOST_TIMES_GPU = (1, 2, 4)
 
 
@@ -41,10 +41,9 @@ def state_tokens(sessions: Sequence[Session]) -> int:
     return sum(session.conversation.num_tokens for session in sessions)
 
 
-def device_bytes(sessions: Sequence[Session], token_bytes: int) -> int:
+def device_bytes(sessions: Sequence[Session], token_bytes: int, max_context_tokens: int) -> int:
     """What the paper's machine has, or an eighth of all state if that is less, for a context at least."""
-    longest = max(session.conversation.num_tokens for session in sessions)
-    least, enough = _LEAST_CONTEXTS * longest, _GPU_SHARE * state_tokens(sessions)
+    least, enough = _LEAST_CONTEXTS * max_context_tokens, _GPU_SHARE * state_tokens(sessions)
     return _rounded(max(least * token_bytes, min(enough * token_bytes, _GPU_BYTES)))
 
 

@@ -119,8 +119,9 @@ def answer(served: Sequence[Served]) -> str:
 
 def load(stateless: Served) -> str:
     """In a sentence: how busy the stateless system was, and whether latencies can tell systems apart."""
-    busy = stateless.figures["device_busy"]
-    if busy < _MOSTLY_IDLE:
+    share = stateless.figures["device_busy"]
+    busy = f"{share:.0%}" if share >= 0.005 else "under 1%"
+    if share < _MOSTLY_IDLE:
         told = "latencies say little here, prefilled tokens count"
-        return f"Without state this load keeps one GPU busy for {busy:.0%} of the time: {told}."
-    return f"Without state this load keeps one GPU busy for {busy:.0%} of the time until the last answer."
+        return f"Without state this load keeps one GPU busy for {busy} of the time: {told}."
+    return f"Without state this load keeps one GPU busy for {busy} of the time until the last answer."

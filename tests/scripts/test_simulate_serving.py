@@ -84,6 +84,20 @@ def test_a_file_alone_is_enough(simulate_serving, mooncake, tmp_path):
     assert {"computed_tokens", "saved_gpu_s"} <= document["units"].keys()
 
 
+def test_a_part_without_the_longest_conversation_has_memory_for_it(simulate_serving, mooncake):
+    """A context is as long as the trace's longest: an eighth of a small part's state did not hold one."""
+    lines = [json.loads(line) for line in mooncake.read_text().splitlines()]
+    first = min(lines, key=lambda line: line["input_length"])
+    long = first | {"input_length": 60_000, "hash_ids": list(range(10**6, 10**6 + 118))}
+    mooncake.write_text(
+        "".join(json.dumps(line) + "\n" for line in [*lines, long | {"timestamp": 60_000_000}])
+    )
+    out, document = simulate_serving(trace=mooncake, share=0.1)
+    systems = document["results"]["systems"]
+    assert {one["num_unfinished"] for one in systems} == {0}
+    assert "served: 9.68% of them: 3 conversations, 9 turns" in out, "the long one is not among them"
+
+
 def test_how_much_of_the_trace_is_served_is_said_in_words(simulate_serving, mooncake, monkeypatch):
     """A share of 1.0 was printed as "served: 1 of them"."""
     titles = []
