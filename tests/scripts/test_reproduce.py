@@ -383,7 +383,7 @@ def test_one_place_is_in_the_middle_and_a_level_is_written_inside(experiments, l
         level=level, log_x=True,
     )  # fmt: skip
     axes = figure.subplots()
-    experiments("panels")._draw(axes, panel, with_legend=True)
+    experiments("panels")._draw(axes, panel, with_title=True, with_legend=True)
     assert axes.get_xlim() == (500, 2000) and len(axes.lines) == 1 + 2 + 1
     assert [text.get_va() for text in axes.texts] == [side]
 
