@@ -130,10 +130,11 @@ def main() -> int:
         raise ConfigError("--num_processes", FLAGS.num_processes, "at least 1")
     if FLAGS.plot is not None:
         check_can_plot("--plot", Path(FLAGS.plot))
+    keep = _keep()
     measured = measure_all(
         experiment.points(asked),
         num_processes=FLAGS.num_processes,
-        keep=_keep(),
+        keep=keep,
         title=experiment.name,
         shown=shows_progress(),
     )
@@ -145,9 +146,11 @@ def _keep() -> Path | None:
     if FLAGS.keep is None:
         return None
     directory = Path(FLAGS.keep)
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError("--keep", FLAGS.keep, "a directory, which is made if it is missing")
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        limit = "a directory, which is made if it is missing"
+        raise ConfigError("--keep", FLAGS.keep, limit, error.strerror or str(error)) from error
     return directory
 
 
@@ -165,7 +168,7 @@ def define_flags() -> None:
         "A directory for the figures of points: an interrupted run goes on where it stopped. "
         "A point counts as done if trace, code and libraries are the same.",
     )
-    flags.DEFINE_list("traces", [], "Recorded traces for --experiment=traces: FORMAT:FILE, ...")
+    flags.DEFINE_list("traces", [], "Recorded traces for --experiment=traces and oracle: FORMAT:FILE, ...")
     flags.DEFINE_string("plot", None, "Where the figure is drawn, e.g. fig10b.png; needs matplotlib.")
     flags.DEFINE_bool("progress", None, "Show a progress bar; default: on a terminal.")
     define_document_flag()

@@ -58,7 +58,7 @@ def bucket_of(*, is_first: bool, prompt_tokens: int, output_tokens: int) -> int:
 def bin_of(last_active_s: float, now_s: float) -> int:
     """The bin of idle time that somebody is in; it begins at exactly `last_active_s + EDGES_S[bin]`."""
     found = bisect_right(EDGES_S, now_s - last_active_s) - 1
-    # The difference may be rounded across an edge; what counts is the sum, which `leaves_bin_s` gives.
+    # The difference may be rounded across an edge; what counts is the sum, as `ReturnsPolicy.until_s` has it.
     if found + 1 < NUM_BINS and last_active_s + EDGES_S[found + 1] <= now_s:
         return found + 1
     if found > 0 and last_active_s + EDGES_S[found] > now_s:

@@ -9,9 +9,9 @@ of ten thousand sequences, as columns, in some tens of microseconds: so they are
 says that they have changed, which for some is at every time. The few that are worth least are gathered from
 them in a heap, the front, and victims come from there until it is empty.
 
-Of what happens to a sequence only that is told here (`noted`) which may make its next chunk worth less. The
-rest is found out when it gets to the front: what is out of date is worth no more than what is true, so it is
-looked at before anybody is taken wrongly.
+What must be told here (`noted`): who becomes idle; and of the idle, whose activity or bucket has changed, or
+who has got a chunk on the shelf. That a sequence has lost chunks, or is not idle any more, is found out when
+it gets to the front: what is out of date is worth no more than what is true, so nobody is taken wrongly.
 """
 
 from __future__ import annotations
@@ -49,10 +49,7 @@ class VictimOrder[C: Candidate]:
     """
 
     def __init__(self, policy: EvictionPolicy, shelf: Shelf, noted: dict[C, None]) -> None:
-        """Nobody but those in `noted`, which others add to and this takes from.
-
-        They add who becomes idle, and of those who are idle who was active or got a chunk on the shelf.
-        """
+        """Nobody yet; `noted` is what others add to, as said above, and this takes from."""
         self._policy, self._shelf, self._noted = policy, shelf, noted
         self._order = policy.in_force
         self._epoch: object = None

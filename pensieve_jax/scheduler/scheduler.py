@@ -197,8 +197,7 @@ class Scheduler:
                 end = len(request.token_ids)
                 grants.append(Grant(request, end - 1, end, True))
                 decoding.append(request.sequence)
-                request.token_ids.append(PENDING_TOKEN)  # see `_await_token`
-                request.is_decoding = True
+                self._await_token(request)
         self._cache.fill_next(decoding)
         return step
 

@@ -20,7 +20,10 @@ import numpy as np
 from experiments.points import Measured, Point, measure
 
 _ROOT = Path(__file__).resolve().parents[2]
-_CODE = ("pensieve_jax/**/*.py", "pensieve_jax/**/*.json", "scripts/**/*.py")
+_CODE = (
+    *("pensieve_jax/**/*.py", "pensieve_jax/**/*.json", "scripts/**/*.py"),
+    *("model_defs/**/*.py", "pallas_kernels/**/*.py"),
+)
 
 
 def measure_kept(point: Point, directory: Path) -> Measured:

@@ -84,8 +84,10 @@ def test_xla_16_bits(dtype: str) -> None:
     [
         (Heads(4, 4, 32), 16, "float32", SMALL_BLOCKS),  # a block of keys spans pages
         (Heads(8, 2, 64), 32, "bfloat16", SMALL_BLOCKS),  # a block is a page, or half of one
-        pytest.param(Heads(8, 1, 32), 64, "float16", SMALL_BLOCKS, marks=pytest.mark.long),
-        (Heads(6, 2, 32), 16, "float32", ONE_CLASS),  # 3 heads a group do not fill a tile
+        (Heads(8, 1, 32), 64, "float16", SMALL_BLOCKS),
+        pytest.param(  # 3 heads a group do not fill a tile
+            Heads(6, 2, 32), 16, "float32", ONE_CLASS, marks=pytest.mark.long
+        ),
     ],
     ids=["group1", "group4", "group8", "group3"],
 )

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -184,6 +187,7 @@ def test_shows_progress(launch, capsys):
         ({"seeds": "-1"}, "--seeds is '-1'"),
         ({"num_processes": 0}, "--num_processes is 0"),
         ({"keep": __file__}, "--keep is .*a directory"),
+        ({"keep": f"{__file__}/below"}, "--keep is .*a directory"),
         ({"plot": "/nowhere/fig.png"}, "a directory that exists"),
         ({"experiment": "traces"}, "--traces is ''"),
         ({"experiment": "traces", "traces": "mooncake"}, "--traces is 'mooncake'"),
@@ -396,3 +400,23 @@ def test_made_conversations_are_near_the_thesis(reproduce):
     assert made["many_turns_share"] == pytest.approx(0.36, abs=0.04)
     assert made["over_cap_share"] < 0.0057, "the tail of contexts is lighter than ShareGPT's"
     assert not results["simulated"]
+
+
+def test_kept_points_go_by_all_code_that_a_point_runs(experiments):
+    """In a process of its own, since this one has imported more."""
+    kept = experiments("kept")
+    hashed = {path.resolve() for pattern in kept._CODE for path in kept._ROOT.glob(pattern)}
+    script = (
+        "import sys, experiments.points\n"
+        "print('\\n'.join(filter(None, (getattr(m, '__file__', None) for m in sys.modules.values()))))"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    ours = {
+        path
+        for line in done.stdout.split()
+        if (path := Path(line).resolve()).is_relative_to(ROOT) and ".venv" not in path.parts
+    }
+    assert len(ours) > 50 and ours <= hashed
