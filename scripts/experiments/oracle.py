@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,6 @@ from experiments.recorded_traces import studied_traces
 from experiments.seeds import Spread, spread
 from experiments.settings import Experiment, Findings, Settings, Table
 from experiments.trace_studies import Studied
-from pensieve_jax.cache.cost import CostModel
 from pensieve_jax.cache.policies import (
     Activity,
     Candidate,
@@ -86,6 +85,9 @@ class OraclePolicy(EvictionPolicy):
         until_s = np.maximum(self._returns_s[offers.buckets] - now_s, _LEAST_S)
         worths: Array = self._costs_s[offers.chunks] / until_s
         return worths
+
+
+_ORDERS = (LruPolicy.name, RetentionPolicy.name, OraclePolicy.name)
 
 
 def turns_of(sessions: Sequence[Session]) -> list[Turn]:
@@ -175,13 +177,6 @@ def _spread(row: dict[str, Any], name: str) -> Spread:
     return found
 
 
-_ORDERS: dict[str, Callable[[Sequence[Turn], Sequence[float], CostModel, int], EvictionPolicy]] = {
-    LruPolicy.name: lambda turns, costs_s, costs, chunk_tokens: LruPolicy(),
-    RetentionPolicy.name: lambda turns, costs_s, costs, chunk_tokens: RetentionPolicy(costs, chunk_tokens),
-    OraclePolicy.name: lambda turns, costs_s, costs, chunk_tokens: OraclePolicy(turns, costs_s),
-}
-
-
 def _compared(settings: Settings, studied: Studied) -> Iterator[dict[str, Any]]:
     chunk_tokens = studied.chunk_tokens
     profile = load_profile(settings.device, _MODEL)
@@ -191,26 +186,13 @@ def _compared(settings: Settings, studied: Studied) -> Iterator[dict[str, Any]]:
     costs_s = [costs.chunk_cost_s((index + 1) * chunk_tokens) for index in range(longest // chunk_tokens)]
     for place in studied.places:
         num_chunks = place.num_tokens // chunk_tokens
-        yield {
-            "title": studied.title,
-            "num_tokens": place.num_tokens,
-            **{
-                name: {
-                    str(seed): round(
-                        recomputed_share(
-                            of_seed,
-                            make(of_seed, costs_s, costs, chunk_tokens),
-                            costs_s,
-                            num_chunks,
-                            chunk_tokens,
-                        ),
-                        6,
-                    )
-                    for seed, of_seed in turns.items()
-                }
-                for name, make in _ORDERS.items()
-            },
-        }
+        shares: dict[str, dict[str, float]] = {name: {} for name in _ORDERS}
+        for seed, of_seed in turns.items():
+            orders = (LruPolicy(), RetentionPolicy(costs, chunk_tokens), OraclePolicy(of_seed, costs_s))
+            for order in orders:
+                share = recomputed_share(of_seed, order, costs_s, num_chunks, chunk_tokens)
+                shares[order.name][str(seed)] = round(share, 6)
+        yield {"title": studied.title, "num_tokens": place.num_tokens, **shares}
 
 
 ORACLE = Experiment(
