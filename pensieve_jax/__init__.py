@@ -13,6 +13,7 @@ from pensieve_jax.core.errors import (
     ConfigError,
     ContextLengthError,
     ConversationBusyError,
+    ConversationChangedError,
     EngineClosedError,
     HistoryCorruptError,
     HistoryError,
@@ -24,6 +25,8 @@ from pensieve_jax.core.errors import (
     StepFailedError,
     TokenizerMissingError,
     UnknownConversationError,
+    UnknownRecordError,
+    UnknownTurnError,
 )
 from pensieve_jax.core.outputs import Delta, Output, TokenLogprob, Usage
 from pensieve_jax.core.prefix import SharedPrefix
@@ -73,6 +76,7 @@ __all__ = [
     "ConfigError",
     "ContextLengthError",
     "ConversationBusyError",
+    "ConversationChangedError",
     "ConversationInfo",
     "ConversationRecord",
     "Delta",
@@ -100,6 +104,8 @@ __all__ = [
     "Turn",
     "TurnRecord",
     "UnknownConversationError",
+    "UnknownRecordError",
+    "UnknownTurnError",
     "UnsupportedModelError",
     "Usage",
     "__version__",

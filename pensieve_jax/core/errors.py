@@ -16,6 +16,7 @@ __all__ = [
     "ConfigError",
     "ContextLengthError",
     "ConversationBusyError",
+    "ConversationChangedError",
     "EngineClosedError",
     "HistoryCorruptError",
     "HistoryError",
@@ -27,6 +28,8 @@ __all__ = [
     "StepFailedError",
     "TokenizerMissingError",
     "UnknownConversationError",
+    "UnknownRecordError",
+    "UnknownTurnError",
 ]
 
 
@@ -117,6 +120,61 @@ class ConversationBusyError(PensieveError):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle with the constructor's arguments, since `args` holds the message only."""
         return type(self), (self.conversation_id, self.hint)
+
+
+class UnknownTurnError(PensieveError):
+    """No turn of this id exists for this owner, or its tokens were in memory only and are gone.
+
+    Attributes:
+      turn_id: the id that was asked for.
+    """
+
+    def __init__(self, turn_id: str) -> None:
+        """Name the unknown id."""
+        self.turn_id = turn_id
+        super().__init__(f"turn_id is {turn_id!r}, but there is no such turn; send the whole context.")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with the constructor's arguments, since `args` holds the message only."""
+        return type(self), (self.turn_id,)
+
+
+class UnknownRecordError(PensieveError):
+    """The history keeps no such thing for this owner.
+
+    Attributes:
+      kind: "response", "conversation" or "item".
+      record_id: the id that was asked for.
+    """
+
+    def __init__(self, kind: str, record_id: str) -> None:
+        """Name the unknown id."""
+        self.kind = kind
+        self.record_id = record_id
+        super().__init__(f"There is no {kind} {record_id!r}.")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with the constructor's arguments, since `args` holds the message only."""
+        return type(self), (self.kind, self.record_id)
+
+
+class ConversationChangedError(PensieveError):
+    """Somebody else changed a conversation since it was read; nothing was kept.
+
+    Attributes:
+      conversation_id: the id that was given.
+    """
+
+    def __init__(self, conversation_id: str) -> None:
+        """Name the conversation."""
+        self.conversation_id = conversation_id
+        super().__init__(
+            f"Conversation {conversation_id!r} was changed in the meantime; read it and send this once more."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with the constructor's arguments, since `args` holds the message only."""
+        return type(self), (self.conversation_id,)
 
 
 class TokenizerMissingError(PensieveError):

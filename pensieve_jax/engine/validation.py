@@ -20,6 +20,7 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.engine.conversations import ConversationTable, check_conversation_id
 from pensieve_jax.text import Message, Tokenizer
 
@@ -52,6 +53,8 @@ class TurnSpec:
       conversation_id: None for a one-off request.
       messages: the chat messages that the prompt was rendered from, kept with the turn.
       prefix: what the conversation begins with, before the prompt; on a first turn only.
+      node: where the turn stands in the tree of turns, from whoever places turns itself, without a
+        `conversation_id`; None: behind the last turn of its conversation.
     """
 
     prompt_token_ids: Sequence[int]
@@ -59,6 +62,7 @@ class TurnSpec:
     conversation_id: str | None = None
     messages: tuple[Message, ...] | None = None
     prefix: SharedPrefix | None = None
+    node: TurnNode | None = None
 
     @property
     def num_new_tokens(self) -> int:

@@ -1,0 +1,64 @@
+"""Where a turn stands in the tree of turns, for whoever places turns itself.
+
+Owns: the value, and how ids of turns are made and taken apart.
+Does not know: conversations by name, which the engine places at their head, or what an attachment is.
+Called by: front ends that continue turns and not conversations, such as a server; the engine and the history.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+
+from pensieve_jax.core.errors import InvalidRequestError
+
+_HALF = 16  # hexadecimal digits of a root, and of a turn's own part
+_TURN_ID = re.compile(r"[0-9a-f]{32}\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnNode:
+    """A turn that goes on from another one, or begins a tree; turns never change once they are committed.
+
+    Attributes:
+      turn_id: 32 hexadecimal digits: 16 that all turns of a tree share, its root, and 16 of its own.
+      parent_id: the turn that it goes on from; None for the first turn of a tree.
+      owner: whose it is. No state and no history is shared between owners.
+      durable: False keeps it in memory only: a later turn may go on from it while its state lasts.
+      chain: what identifies the messages up to and including this turn's own; b"" for a turn without.
+      attachment: what the history commits together with the turn; see `history.changes`.
+    """
+
+    turn_id: str
+    parent_id: str | None = None
+    owner: str = ""
+    durable: bool = True
+    chain: bytes = b""
+    attachment: object = None
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequestError for an id that is none, or a parent of another tree."""
+        check_turn_id("turn_id", self.turn_id)
+        if self.parent_id is not None:
+            check_turn_id("parent_id", self.parent_id)
+            if root_of(self.parent_id) != root_of(self.turn_id):
+                limit = f"a turn of the tree {root_of(self.turn_id)}, as turn_id says"
+                raise InvalidRequestError("parent_id", self.parent_id, limit)
+
+
+def check_turn_id(field: str, turn_id: object) -> None:
+    """Raise InvalidRequestError, naming `field`, unless it is the id of a turn."""
+    if not isinstance(turn_id, str) or not _TURN_ID.match(turn_id):
+        raise InvalidRequestError(field, turn_id, "32 hexadecimal digits")
+
+
+def root_of(turn_id: str) -> str:
+    """The part of a turn's id that all turns of its tree share."""
+    return turn_id[:_HALF]
+
+
+def new_turn_id(parent_id: str | None = None) -> str:
+    """The id of a turn that goes on from `parent_id`, or begins a tree."""
+    root = secrets.token_hex(_HALF // 2) if parent_id is None else root_of(parent_id)
+    return root + secrets.token_hex(_HALF // 2)
