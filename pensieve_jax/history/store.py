@@ -93,6 +93,10 @@ class HistoryStore(Protocol):
         """Read a whole conversation; raises UnknownConversationError."""
         ...
 
+    def load_turn(self, owner: str, turn_id: str) -> ConversationRecord:
+        """Read the path to a turn, from the first of its tree; raises UnknownTurnError."""
+        ...
+
     def commit(self, turns: Sequence[TurnRecord]) -> None:
         """Append finished turns (of one or many conversations) in ONE transaction: all of them or none.
 
