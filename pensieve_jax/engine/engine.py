@@ -9,7 +9,6 @@ Called by: `LLM`, servers, benchmarks. One thread drives it.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.core.errors import ContextLengthError, EngineClosedError, PensieveError, StepFailedError
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
-from pensieve_jax.core.turn_node import TurnOrigin
 from pensieve_jax.engine.change_guard import ChangeGuard
 from pensieve_jax.engine.change_guard import change as _change
 from pensieve_jax.engine.chunk_map import BranchMap, chunk_map
@@ -28,8 +26,8 @@ from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.drop_journal import DropJournal
 from pensieve_jax.engine.experience import kept_experience
 from pensieve_jax.engine.explanation import Explanation, explain
+from pensieve_jax.engine.intake import Intake
 from pensieve_jax.engine.ledger import TurnLedger
-from pensieve_jax.engine.live import LiveConversation
 from pensieve_jax.engine.loop import EngineLoop
 from pensieve_jax.engine.observer import Observe, unobserved
 from pensieve_jax.engine.placing import Placing
@@ -42,10 +40,10 @@ from pensieve_jax.engine.validation import (
     ModelLimits,
     TurnSpec,
     check_token_ids,
-    check_turns,
     checked_prefix,
 )
 from pensieve_jax.history import HistoryStore
+from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.scheduler import Planner, RequestStatus, SchedulerOutput
 from pensieve_jax.text import Message, Tokenizer
 
@@ -119,16 +117,11 @@ class Engine:
             chunk_tokens=cache.chunk_tokens,
             num_device_pages=cache.gpu_pages + 1,
         )
-        self._conversations = ConversationTable(
-            self._store,
-            self._cache,
-            self._prefixes,
-            self._drops,
-            self._clock,
-            cache,
-            stateful=config.stateful,
-        )
+        kept = self._store, self._cache, self._prefixes, self._drops, self._clock, cache
+        self._conversations = ConversationTable(*kept, stateful=config.stateful)
         self._ledger = TurnLedger(self._store, self._loop, self._conversations, self._stats, self._clock)
+        placing = Placing(self._conversations, self._prefixes, stateful=config.stateful)
+        self._intake = Intake(self._loop, self._ledger, placing, self.limits, self._tokenizer)
 
     # Turns
 
@@ -175,18 +168,7 @@ class Engine:
         They are the caller's who holds them: one that nobody holds any more is cancelled at the next call. So
         are all of them if an interrupt (Ctrl-C) keeps this from returning, at whatever line it comes.
         """
-        places = check_turns(specs, self.limits, self._conversations, self._tokenizer)
-        stateful = self._config.stateful
-        placing = Placing(specs, places, self._conversations, self._prefixes, stateful=stateful)
-        turns: list[Turn] = []
-        try:
-            for spec in specs:
-                turns.append(self._submit(spec, *placing.next()))
-        except PensieveError:
-            for turn in turns:
-                self._ledger.cancel(turn.reply)
-            raise
-        return turns
+        return self._intake.submit(specs)
 
     @_change
     def cancel(self, turn: Turn) -> None:
@@ -231,6 +213,16 @@ class Engine:
     def truncate(self, conversation_id: str, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens of a conversation; see `ConversationTable.truncate`."""
         self._conversations.truncate(conversation_id, num_tokens)
+
+    @_change
+    def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> None:
+        """Begin a conversation as another one begins; see `ConversationTable.fork`."""
+        self._conversations.fork(conversation_id, new_conversation_id, num_tokens)
+
+    @_change
+    def apply(self, change: HistoryChange) -> None:
+        """Change what the history keeps beside turns; see `HistoryStore.apply`."""
+        self._store.apply(change, self._ledger.in_use)
 
     @_change
     def end(self, conversation_id: str) -> None:
@@ -347,18 +339,6 @@ class Engine:
         self._drops.lose(self._cache.held(), reason)
         self._make_state()
         self._guard.interrupted = self._lost_pools = False
-
-    def _submit(self, spec: TurnSpec, live: LiveConversation, origin: TurnOrigin | None) -> Turn:
-        params = spec.params
-        request = self._loop.submit(
-            live.conversation,
-            live.sequence,
-            params,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-            ending_ids=params.ending_ids(self.limits.eos_token_ids),
-            max_context_tokens=self.limits.max_context_tokens,
-        )
-        return self._ledger.enter(Reply(request, self._tokenizer, spec.messages, spec.node, origin))
 
     def _note(self, output: SchedulerOutput) -> None:
         try:

@@ -1,14 +1,15 @@
 """The turns of one call, each in the conversation that it is to run in.
 
-Owns: which turns of a call are choices of one prompt, and what a turn adds to its conversation before it runs.
+Owns: which turns of a call are choices of one prompt, and what a turn adds to its conversation.
 Does not know: how turns run, or whether they may: they were checked.
-Called by: `Engine.submit`.
+Called by: `Intake`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.engine.branches import Place
@@ -20,52 +21,55 @@ from pensieve_jax.engine.validation import TurnSpec
 type _Choice = tuple[str, str | None, tuple[int, ...]]
 
 
-class Placing:
-    """Places for the turns of a call, to be asked for in order."""
+class Placed(NamedTuple):
+    """The conversation that a turn runs in, and what it was found to go on from, if its caller placed it."""
 
-    def __init__(
-        self,
-        specs: Sequence[TurnSpec],
-        places: Sequence[Place | None],
-        conversations: ConversationTable,
-        prefixes: PrefixTable,
-        *,
-        stateful: bool,
-    ) -> None:
-        """`places` are what `check_turns` returned."""
-        self._todo = iter(list(zip(specs, places, strict=True)))
-        self._conversations = conversations
+    live: LiveConversation
+    origin: TurnOrigin | None
+
+
+class Placing:
+    """Finds turns their conversations.
+
+    Attributes:
+      conversations: in memory and in the history.
+    """
+
+    def __init__(self, conversations: ConversationTable, prefixes: PrefixTable, *, stateful: bool) -> None:
+        """Among these."""
+        self.conversations = conversations
         self._prefixes = prefixes
         self._stateful = stateful
-        self._num_alike = Counter(_choice(spec, spec.node) for spec in specs if spec.node is not None)
-        self._first: dict[_Choice, Branch] = {}
 
-    def next(self) -> tuple[LiveConversation, TurnOrigin | None]:
-        """Where the next turn runs, busy from here on, with its prompt; what it was found to go on from."""
-        spec, place = next(self._todo)
-        if spec.node is None or place is None:
-            live, origin = self._conversations.get_or_create(spec.conversation_id), None
-        else:
-            live, origin = self._begin(spec, spec.node, place)
+    def each(
+        self, specs: Sequence[TurnSpec], places: Sequence[Place | None]
+    ) -> Iterator[tuple[TurnSpec, Placed]]:
+        """Every turn of a call with where it runs: busy from then on, with its prompt.
+
+        A turn must be queued before the next one is asked for. `places` are what `check_turns` returned.
+        """
+        num_alike = Counter(_choice(spec, spec.node) for spec in specs if spec.node is not None)
+        first: dict[_Choice, Branch] = {}
+        for spec, place in zip(specs, places, strict=True):
+            if spec.node is None or place is None:
+                placed = Placed(self.conversations.get_or_create(spec.conversation_id), None)
+            else:
+                choice = _choice(spec, spec.node)
+                branch, origin = self.conversations.branches.begin(
+                    spec.node, place, choice[2], twin=first.get(choice), has_twins=num_alike[choice] > 1
+                )
+                first.setdefault(choice, branch)
+                placed = Placed(branch, origin)
+            self._add(spec, placed.live)
+            yield spec, placed
+
+    def _add(self, spec: TurnSpec, live: LiveConversation) -> None:
         live.busy = True
         if spec.prefix is not None:
             live.conversation.token_ids += spec.prefix.token_ids
             if self._stateful and not live.sequence.chunks:
                 self._prefixes.begin(live.sequence, spec.prefix)
         live.conversation.token_ids += map(int, spec.prompt_token_ids)  # numpy's ints become Python's
-        return live, origin
-
-    def _begin(self, spec: TurnSpec, node: TurnNode, place: Place) -> tuple[Branch, TurnOrigin]:
-        choice = _choice(spec, node)
-        branch, origin = self._conversations.branches.begin(
-            node,
-            place,
-            choice[2],
-            twin=self._first.get(choice),
-            has_twins=self._num_alike[choice] > 1,
-        )
-        self._first.setdefault(choice, branch)
-        return branch, origin
 
 
 def _choice(spec: TurnSpec, node: TurnNode) -> _Choice:
