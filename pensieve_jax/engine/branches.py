@@ -116,11 +116,11 @@ class BranchTable:
         if self._shares_state:
             self._chunks.enter(branch)
 
-    def withdrawn(self, branch: Branch, node: TurnNode) -> bool:
-        """A turn left nothing behind; returns whether nobody needs its branch any more."""
+    def withdrawn(self, branch: Branch, node: TurnNode, origin: TurnOrigin) -> bool:
+        """A turn left nothing behind; returns whether its branch was there for it alone."""
         self._running.remove(node.turn_id)
         tip = branch.tip
-        return tip is None or len(self.at(branch.owner, tip)) > 1
+        return tip is None or (origin.kind != "extended" and len(self._by_turn[branch.owner, tip]) > 1)
 
     def forget(self, branch: Branch) -> None:
         """A branch leaves memory."""

@@ -136,7 +136,11 @@ class ConversationTable:
         check_conversation_id(conversation_id)
         check_conversation_id(new_conversation_id, "new_conversation_id")
         self._check_idle(new_conversation_id)
-        self._store.fork(conversation_id, new_conversation_id, num_tokens)
+        num_turns = self._store.fork(conversation_id, new_conversation_id, num_tokens)
+        source = self._live.get(conversation_id)
+        if source is not None:
+            num_known = source.conversation.num_history_tokens if num_tokens is None else int(num_tokens)
+            self._fork_state(source, new_conversation_id, num_known, num_turns)
 
     def push_out(self, conversation_id: str, max_num_chunks: int | None = None) -> int:
         """Copy a conversation's state to host memory before anybody needs the room; returns how many chunks.
@@ -258,6 +262,13 @@ class ConversationTable:
         live = LiveConversation(conversation, self._cache.open(conversation.conversation_id))
         self._add(live)
         return live
+
+    def _fork_state(self, source: LiveConversation, new_id: str, num_tokens: int, num_turns: int) -> None:
+        """A conversation begins with what another one has in memory, which may be running."""
+        token_ids = source.conversation.token_ids[:num_tokens]
+        fork = Conversation(new_id, token_ids, num_history_tokens=num_tokens, num_turns=num_turns)
+        fork.num_computed_tokens = min(source.conversation.num_computed_tokens, num_tokens)
+        self._add(LiveConversation(fork, self._cache.fork(source.sequence, num_tokens, new_id)))
 
     def _add(self, live: LiveConversation) -> None:
         self._live[live.conversation.conversation_id] = live

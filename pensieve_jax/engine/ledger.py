@@ -173,8 +173,8 @@ class TurnLedger:
         self._loop.withdraw(reply.request)
         forget = conversation.one_off or not conversation.num_turns
         live = self._live_of(reply)
-        if reply.node is not None and isinstance(live, Branch):
-            forget = self._conversations.branches.withdrawn(live, reply.node)
+        if reply.node is not None and reply.origin is not None and isinstance(live, Branch):
+            forget = self._conversations.branches.withdrawn(live, reply.node, reply.origin)
         self._leave(reply, forget=forget)
 
     def _leave(self, reply: Reply, *, forget: bool) -> None:
