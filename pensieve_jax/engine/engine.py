@@ -104,6 +104,7 @@ class Engine:
             max_num_copies=config.runner.max_num_staged_pages,
             observe=self._note,
             on_drop=self._drops.note,
+            on_move=self._drops.move,
             experience=kept_experience(self._store, cache.policy),
         )
         self._cache = self._loop.cache
