@@ -2,9 +2,8 @@
 
     python -m tests.engine.tree_scenarios --num_scenarios=100000 --seed=0
 
-Scenario i is `run_tree_scenario(seed + i)`, and `run_fork_scenario` of the same seed beside it, in which there
-is no engine (`tests.cache.fork_scenarios`). After every step: integrity of cache, scheduler and branches. For
-every turn that ends: its tokens against the reference, and its accounting against what was really computed.
+Scenario i is `run_tree_scenario(seed + i)`, and beside it `run_fork_scenario` of the same seed, which has no
+engine. After every step: integrity of cache, scheduler and branches. For every turn that ends: its tokens against the reference, and its accounting against what was really computed.
 At the end the history has every durable turn, and every page and slot is free. Prints the range, a summary,
 and for every failure its seed and its error; the exit status is 1 if there was one.
 """
@@ -89,7 +88,7 @@ class TreeScenario:
         self.drain()
         self._step_once()  # what was pushed out last leaves with it
         self.check_history()
-        self.trees.forget_all()
+        self.harness.forget_branches()
         self.harness.check_empty()
         branches = self.engine.conversations.branches
         assert not len(branches._chunks) and not branches._by_turn and not branches._running
@@ -255,7 +254,7 @@ class TreeScenario:
         return [self.choose.pick(known)] if known else []
 
     def _sweep(self) -> None:
-        self.trees.forget_all()
+        self.harness.forget_branches()
 
     def _expire(self) -> None:
         self.engine.expire_idle()
