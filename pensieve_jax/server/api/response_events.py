@@ -21,12 +21,19 @@ from pensieve_jax.server.http.sse import event
 
 
 class ResponseEvents:
-    """Writes the events of one response; `last_number` is that of the newest."""
+    """Writes the events of one response. Those up to `starting_after` are counted, but come out as b""."""
 
-    def __init__(self, head: ResponseHead) -> None:
+    def __init__(self, head: ResponseHead, starting_after: int = -1) -> None:
         """Nothing is written yet."""
         self._head = head
-        self.last_number = -1
+        self._starting_after = starting_after
+        self._last_number = -1
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All of the reply that there were events of."""
+        return "".join(self._texts)
 
     def begin(self, *, background: bool) -> list[bytes]:
         """Everything before the first delta."""
@@ -43,6 +50,7 @@ class ResponseEvents:
 
     def delta(self, text: str, logprobs: Sequence[Any] = ()) -> bytes:
         """A piece of the reply."""
+        self._texts.append(text)
         fields = {**self._place(), "delta": text, "logprobs": list(logprobs)}
         return self._write("response.output_text.delta", fields)
 
@@ -78,8 +86,10 @@ class ResponseEvents:
         return self._write(kind, {"response": self._head.object(status)})
 
     def _write(self, kind: str, fields: Mapping[str, Any]) -> bytes:
-        self.last_number += 1
-        return event(encode_json({"type": kind, "sequence_number": self.last_number, **fields}), kind)
+        self._last_number += 1
+        if self._last_number <= self._starting_after:
+            return b""
+        return event(encode_json({"type": kind, "sequence_number": self._last_number, **fields}), kind)
 
 
 def failure_object(error: ApiError) -> dict[str, Any]:

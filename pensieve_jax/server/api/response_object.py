@@ -15,7 +15,8 @@ from typing import Any
 from pensieve_jax.core.outputs import Output, TokenLogprob, Usage
 from pensieve_jax.history.changes import ResponseDraft, ResponseRecord
 from pensieve_jax.server.api.item_schemas import Item, output_part
-from pensieve_jax.text import Tokenizer
+from pensieve_jax.server.api.usage import num_cached_tokens, num_context_tokens, token_sources
+from pensieve_jax.server.token_texts import TokenTexts
 
 _ENDED_WITH_REPLY = ("completed", "incomplete")
 
@@ -109,10 +110,10 @@ def kept_response(record: ResponseRecord) -> dict[str, Any]:
 
 
 def finished_response(
-    head: ResponseHead, output: Output, completed_at_s: float, tokenizer: Tokenizer | None
+    head: ResponseHead, output: Output, completed_at_s: float, texts: TokenTexts
 ) -> dict[str, Any]:
     """The response object of a turn that has just ended."""
-    logprobs = logprob_objects(tokenizer, output.logprobs or ())
+    logprobs = logprob_objects(texts, output.logprobs or ())
     return head.ended(output.text, output.finish_reason, output.usage, completed_at_s, logprobs)
 
 
@@ -123,35 +124,27 @@ def status_of(finish_reason: str) -> str:
 
 def usage_object(usage: Usage) -> dict[str, Any]:
     """Tokens as OpenAI counts them, and where those of the context came from."""
-    found = usage.reused_gpu_tokens + usage.swapped_in_tokens
-    num_input = found + usage.recomputed_tokens + usage.prefilled_tokens
+    num_input = num_context_tokens(usage)
     return {
         "input_tokens": num_input,
-        "input_tokens_details": {"cached_tokens": found, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": num_cached_tokens(usage), "cache_write_tokens": 0},
         "output_tokens": usage.output_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": num_input + usage.output_tokens,
-        "pensieve": {
-            "new_tokens": usage.prompt_tokens,
-            "gpu_tokens": usage.reused_gpu_tokens,
-            "cpu_tokens": usage.swapped_in_tokens,
-            "recomputed_tokens": usage.recomputed_tokens,
-            "prefilled_tokens": usage.prefilled_tokens,
-        },
+        "pensieve": token_sources([usage]),
     }
 
 
-def logprob_objects(tokenizer: Tokenizer | None, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+def logprob_objects(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     """Log-probabilities as the Responses API writes them."""
     return [
         {
-            **_token_logprob(tokenizer, one.token_id, one.logprob),
-            "top_logprobs": [_token_logprob(tokenizer, *pair) for pair in one.top.items()],
+            **_token_logprob(texts, one.token_id, one.logprob),
+            "top_logprobs": [_token_logprob(texts, *pair) for pair in one.top.items()],
         }
         for one in logprobs
     ]
 
 
-def _token_logprob(tokenizer: Tokenizer | None, token_id: int, logprob: float) -> dict[str, Any]:
-    text = str(token_id) if tokenizer is None else tokenizer.decode_raw([token_id])
-    return {"token": text, "bytes": list(text.encode()), "logprob": logprob}
+def _token_logprob(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": texts.text(token_id), "bytes": texts.raw(token_id) or [], "logprob": logprob}
