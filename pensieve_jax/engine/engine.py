@@ -18,7 +18,7 @@ from pensieve_jax.cache import CacheManager, CostModel, DropReason
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock, WallClock
 from pensieve_jax.core.conversation import PENDING_TOKEN
-from pensieve_jax.core.errors import ContextLengthError, EngineClosedError, PensieveError, StepFailedError
+from pensieve_jax.core.errors import EngineClosedError, PensieveError, StepFailedError
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.engine.change_guard import ChangeGuard
@@ -33,11 +33,11 @@ from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.engine.stats import EngineStats
-from pensieve_jax.engine.turn import Turn
+from pensieve_jax.engine.turn import Taken, Turn
 from pensieve_jax.engine.validation import (
     ModelLimits,
     TurnSpec,
-    check_token_ids,
+    check_beginning,
     check_turns,
     checked_prefix,
 )
@@ -206,15 +206,17 @@ class Engine:
             ran = [reply for reply in replies if reply.request.status is not RequestStatus.WAITING]
             return self._lose_step(error, ran)
 
+    def take_deltas(self) -> list[tuple[Turn, Taken]]:
+        """What came of turns in progress since the last call; `step` returns those that have ended."""
+        self._check_usable()
+        return self._ledger.take_deltas()
+
     def share_prefix(
         self, token_ids: Sequence[int], messages: tuple[Message, ...] | None = None
     ) -> SharedPrefix:
         """A beginning for conversations to share; raises InvalidRequestError or ContextLengthError."""
         self._check_usable()
-        check_token_ids("prefix", token_ids, self.limits.vocab_size)
-        if len(token_ids) + 2 > self.limits.max_context_tokens:
-            limit = f"at most {self.limits.max_context_tokens - 2}, to leave room for a prompt and a reply"
-            raise ContextLengthError("prefix", f"{len(token_ids)} tokens", limit)
+        check_beginning(token_ids, self.limits)
         return SharedPrefix(tuple(map(int, token_ids)), messages)
 
     @_change
@@ -288,7 +290,8 @@ class Engine:
         self._guard.check_thread()
         try:
             if not self._closed:
-                self._cancel_all()
+                self._check_usable()
+                self._guard.run(self._ledger.cancel_all)
                 self._ledger.close()
         finally:
             self._closed = True
@@ -305,11 +308,6 @@ class Engine:
             self._start_over()
         if self._ledger.has_dropped:
             self._guard.run(self._ledger.cancel_dropped)
-
-    @_change
-    def _cancel_all(self) -> None:
-        for reply in tuple(self._ledger.replies.values()):
-            self._ledger.cancel(reply)
 
     def _start_over(self) -> None:
         """After an interrupt (Ctrl-C) in the middle of a change nothing in memory can be trusted.
@@ -370,6 +368,7 @@ class Engine:
         endings: list[tuple[Reply, FinishReason]] = []
         sampling = [grant for grant in step.output.grants if grant.samples]
         token_ids, logprobs = result.token_ids.tolist(), result.logprobs.tolist()
+        touched = self._ledger.touched
         for (request, _, position, _), token_id, logprob, top_ids, top_logprobs in zip(
             sampling, token_ids, logprobs, result.top_ids, result.top_logprobs, strict=False
         ):  # the result is padded
@@ -378,6 +377,7 @@ class Engine:
                 continue  # it ended one step earlier, or was cancelled: the token is thrown away
             assert request.token_ids[position] == PENDING_TOKEN, f"position {position} was sampled twice"
             request.token_ids[position] = token_id
+            touched[request] = None
             reason = reply.accept(token_id, logprob, top_ids, top_logprobs)
             if reason is not None:
                 endings.append((reply, reason))

@@ -10,7 +10,8 @@ The openai client retries 408, 409, 429 and 5xx unless `x-should-retry` says oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from pensieve_jax.core.errors import (
@@ -152,6 +153,15 @@ def as_api_error(error: BaseException, fields: Mapping[str, str] | None = None) 
                 field = renamed
             return ApiError(status, code, message, param=field, headers=headers)
     return internal_error()
+
+
+@contextmanager
+def renamed_fields(fields: Mapping[str, str]) -> Iterator[None]:
+    """Errors raised within name fields as the client does; see `as_api_error`."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise as_api_error(error, fields) from error
 
 
 def _as_clients_say(field: str, fields: Mapping[str, str]) -> str:

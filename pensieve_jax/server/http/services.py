@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pensieve_jax.server.async_engine import AsyncEngine
+from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.limits import Limits
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics
+from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.text import ChatFormat, Tokenizer
 
 
@@ -32,6 +34,7 @@ class Services:
       chat_format: the model's chat template; None where it has none.
       defaults: sampling where a request says nothing: `temperature`, `top_p`, `top_k`.
       resolver: finds the turn that a list of messages goes on from; see `server.context`.
+      token_texts: of the model's vocabulary.
       history: reads what the history keeps beside turns; None keeps nothing.
       now_s: seconds since the epoch.
     """
@@ -44,7 +47,8 @@ class Services:
     tokenizer: Tokenizer | None
     chat_format: ChatFormat | None
     defaults: dict[str, Any]
-    resolver: Any
+    resolver: Resolver
+    token_texts: TokenTexts
     history: Any
     now_s: Callable[[], float]
 

@@ -11,7 +11,7 @@ while a client does not take an event, the next one is not asked for, and the tu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -43,30 +43,42 @@ class Events:
     Attributes:
       events: closed when the client leaves or takes nothing for too long, which it sees as GeneratorExit or
         CancelledError: what it began, it ends then.
+      on_end: called once, however the stream ended; also where it never began.
       heartbeat_s, stall_timeout_s: see `ServerSettings`.
     """
 
     events: AsyncGenerator[bytes]
     heartbeat_s: float = 15.0
     stall_timeout_s: float = 30.0
+    on_end: Callable[[], Awaitable[None]] | None = None
 
     async def send(self, receive: Receive, send: Send) -> None:
         """Write events until there are no more; raises ClientGoneError where the client left first."""
-        async with aclosing(self.events):
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            try:
-                async with asyncio.timeout(None) as open_:
-                    writer = _Writer(send, self, open_)
-                    watch = asyncio.ensure_future(_close_on_disconnect(receive, open_))
-                    try:
-                        async for data in self.events:
-                            await writer.write(data)
-                    finally:
-                        watch.cancel()
-                        writer.stop()
-            except TimeoutError:
-                raise ClientGoneError from None
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            async with aclosing(self.events):
+                await self._send_all(receive, send)
+        finally:
+            if self.on_end is not None:
+                await self.on_end()
+
+    async def _send_all(self, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        open_ = asyncio.timeout(None)  # without a time: somebody says when it is over
+        try:
+            async with open_:
+                writer = _Writer(send, self, open_)
+                watch = asyncio.ensure_future(_close_on_disconnect(receive, open_))
+                try:
+                    async for data in self.events:
+                        await writer.write(data)
+                finally:
+                    watch.cancel()
+                    writer.stop()
+        except TimeoutError as error:
+            if open_.expired():
+                raise ClientGoneError from error
+            raise
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _close_on_disconnect(receive: Receive, open_: asyncio.Timeout) -> None:
