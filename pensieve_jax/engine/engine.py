@@ -10,9 +10,8 @@ Called by: `LLM`, servers, benchmarks. One thread drives it.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, Concatenate, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from pensieve_jax.cache import CacheManager, CostModel, DropReason
 from pensieve_jax.config import EngineConfig
@@ -22,6 +21,7 @@ from pensieve_jax.core.errors import EngineClosedError, PensieveError, StepFaile
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.engine.change_guard import ChangeGuard
+from pensieve_jax.engine.change_guard import change as _change
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.drop_journal import DropJournal
 from pensieve_jax.engine.experience import kept_experience
@@ -42,19 +42,9 @@ from pensieve_jax.engine.validation import (
     checked_prefix,
 )
 from pensieve_jax.history import HistoryStore
+from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.scheduler import Planner, RequestStatus, SchedulerOutput
 from pensieve_jax.text import Message, Tokenizer
-
-
-def _change[**P, T](method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
-    """A method that changes what the engine knows: one at a time, and whole or known not to be."""
-
-    @wraps(method)
-    def guarded(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
-        self._check_usable()
-        return self._guard.run(lambda: method(self, *args, **kwargs))
-
-    return guarded
 
 
 class _LaunchedStep(NamedTuple):
@@ -233,6 +223,16 @@ class Engine:
         self._conversations.truncate(conversation_id, num_tokens)
 
     @_change
+    def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> None:
+        """Begin a conversation as another one begins; see `ConversationTable.fork`."""
+        self._conversations.fork(conversation_id, new_conversation_id, num_tokens)
+
+    @_change
+    def apply(self, change: HistoryChange) -> None:
+        """Change what the history keeps beside turns; see `HistoryStore.apply`."""
+        self._store.apply(change, self._ledger.in_use)
+
+    @_change
     def end(self, conversation_id: str) -> None:
         """Forget a conversation; see `ConversationTable.end`."""
         self._conversations.end(conversation_id)
@@ -346,7 +346,7 @@ class Engine:
             ending_ids=params.ending_ids(self.limits.eos_token_ids),
             max_context_tokens=self.limits.max_context_tokens,
         )
-        return self._ledger.enter(Reply(request, self._tokenizer, spec.messages))
+        return self._ledger.enter(Reply(request, self._tokenizer, spec.messages, spec.node))
 
     def _note(self, output: SchedulerOutput) -> None:
         try:
