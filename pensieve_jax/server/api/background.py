@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pensieve_jax.core.errors import EngineClosedError, PensieveError
+from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, PensieveError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import EndResponse, Expire, QueueResponse, ResponseDraft, ResponseRecord
@@ -64,7 +64,9 @@ class BackgroundResponses:
                 (spec,) = plan.specs(resolved)
                 _check_length(self._services, resolved)
             assert plan.draft is not None and plan.head is not None
-            await self._services.engine.apply(QueueResponse(draft=plan.draft, job=encode_job(spec, plan.draft)))
+            await self._services.engine.apply(
+                QueueResponse(draft=plan.draft, job=encode_job(spec, plan.draft))
+            )
             run.begin(plan.head)
             self._start(run, spec, plan.draft, resolved, unlock)
             started = True
@@ -84,7 +86,12 @@ class BackgroundResponses:
             change = EndResponse(
                 owner=owner, response_id=record.response_id, status="cancelled", completed_at_s=now_s
             )
-            await self._services.engine.apply(change)
+            try:
+                await self._services.engine.apply(change)
+            except PensieveError as error:
+                if run is not None:
+                    run.fail(as_api_error(error))
+                raise
         response = kept_response(self._services.history.response(owner, record.response_id))
         if run is not None and not run.has_ended:
             run.end(response)
@@ -92,7 +99,7 @@ class BackgroundResponses:
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        """From start to end: run again what an earlier server did not finish; leave to a later one the same."""
+        """From start to end: run what an earlier server left, and leave to a later one what has not ended."""
         tasks = [asyncio.ensure_future(self._resume()), asyncio.ensure_future(self._expire())]
         try:
             yield
@@ -133,8 +140,9 @@ class BackgroundResponses:
             try:
                 output = await self._run_once(run, spec)
                 break
-            except EngineClosedError:
-                pass
+            except (EngineClosedError, EngineDiedError):
+                if self._was_committed(run, draft):  # before the engine died
+                    return
             except ApiError as error:
                 if error.status not in (429, 503):
                     await self._fail(run, draft, error)
@@ -142,13 +150,26 @@ class BackgroundResponses:
             except PensieveError as error:
                 await self._fail(run, draft, as_api_error(error, ENGINE_FIELDS))
                 return
-            # It stays queued in the history, so that a server that ends now leaves it to the next one.
+            if services.engine.state == "draining":
+                # It stays queued in the history: the next server runs it.
+                run.fail(overloaded("The server is about to end; the response goes on when it is back.", 30))
+                return
             run.begin_again()
             await asyncio.sleep(_RETRY_S)
         if resolved is not None:
             resolved.commit(output)
             services.metrics.matched(resolved.match_kind(output))
         run.end(finished_response(head_of(draft), output, services.now_s(), services.token_texts))
+
+    def _was_committed(self, run: ResponseRun, draft: ResponseDraft) -> bool:
+        history = self._services.history
+        record: ResponseRecord = history.response(draft.owner, draft.response_id)
+        if record.turn_id is None:
+            return False
+        run.begin_again()
+        run.take(history.turn(draft.owner, record.turn_id).output_token_ids)
+        run.end(kept_response(record))
+        return True
 
     async def _run_once(self, run: ResponseRun, spec: TurnSpec) -> Output:
         services = self._services

@@ -90,24 +90,21 @@ class ForegroundResponse:
         self._is_delivered = True
 
     async def close(self) -> None:
-        """End what runs; where it ended already but nobody was told, remember that."""
+        """End what runs, and remember where nobody was told what may have been committed."""
         try:
             if self._running is not None:
                 await self._running.close()
-                output = self.turn.output
-                if output is not None and output.finish_reason != "cancelled":
-                    self._note_end(output)
+                self._note_end(self.turn.output)
         finally:
             self._unlock()
 
-    def _note_end(self, output: Output) -> None:
-        if not self._is_finished:
+    def _note_end(self, output: Output | None) -> None:
+        if output is not None and output.finish_reason != "cancelled" and not self._is_finished:
             self._commit(output)
         if not self._is_delivered and self._plan.draft is not None:
-            plan = self._plan
-            self._repeats.missed(
-                plan.owner, plan.body_sha256, self.head.response_id, self._services.now_s()
-            )
+            # It may have been committed all the same: while its client left, or before its engine died.
+            now_s = self._services.now_s()
+            self._repeats.missed(self._plan.owner, self._plan.body_sha256, self.head.response_id, now_s)
 
     def _commit(self, output: Output) -> None:
         resolved = self._plan.resolved

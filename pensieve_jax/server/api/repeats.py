@@ -1,7 +1,7 @@
 """Requests that come more than once, and must not run more than once.
 
-Owns: which request with an idempotency key runs, which responses were committed but perhaps never arrived, and
-when an earlier response is the answer to a repeated request.
+Owns: which request with an idempotency key runs, which responses may have been committed without arriving,
+and when an earlier response is the answer to a repeated request.
 Does not know: how a response runs, or how it is answered.
 Called by: `response_service`.
 

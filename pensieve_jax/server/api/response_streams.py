@@ -24,7 +24,9 @@ from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.detokenizer import IncrementalDetokenizer
 
 REPLAYED_OTHERWISE = ApiError(
-    500, "replayed_otherwise", "The engine was started again and sampled another reply; get the response anew."
+    500,
+    "replayed_otherwise",
+    "The engine was started again and sampled another reply; get the response anew.",
 )
 
 

@@ -69,7 +69,7 @@ class TurnSource(Protocol):
         ...
 
     def path(self, owner: str, turn_id: str) -> Sequence[PastTurn]:
-        """The turns from the first of a tree to this one; raises UnknownTurnError, for another owner's too."""
+        """The turns from the first of a tree to this one; raises UnknownTurnError."""
         ...
 
 
