@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, M
 from typing import Any
 
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.core.outputs import Output
+from pensieve_jax.core.outputs import Output, TokenLogprob
 from pensieve_jax.server.api.response_events import ResponseEvents
 from pensieve_jax.server.api.response_object import ResponseHead, logprob_objects
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS
@@ -51,9 +51,12 @@ async def turn_events(
     for data in events.begin(background=False):
         yield data
     try:
+        waiting: list[TokenLogprob] = []  # of tokens whose text has not come yet
         async for delta in turn:
+            waiting += delta.logprobs or ()
             if delta.text:
-                yield events.delta(delta.text, logprob_objects(texts, delta.logprobs or ()))
+                yield events.delta(delta.text, logprob_objects(texts, waiting))
+                waiting.clear()
         assert turn.output is not None
         response = finish(turn.output)
     except (ApiError, PensieveError) as error:
