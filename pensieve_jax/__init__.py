@@ -15,6 +15,7 @@ from pensieve_jax.core.errors import (
     ConversationBusyError,
     ConversationChangedError,
     EngineClosedError,
+    EngineDiedError,
     HistoryCorruptError,
     HistoryError,
     HistoryLockedError,
@@ -39,11 +40,13 @@ if TYPE_CHECKING:
     from pensieve_jax.engine.turn import Turn
     from pensieve_jax.history import ConversationInfo, ConversationRecord, TurnRecord
     from pensieve_jax.llm import LLM
+    from pensieve_jax.server.engine_process.public import AsyncEngine
     from pensieve_jax.stream import Stream
 
     __version__: str
 else:  # a type checker would take a `__getattr__` for leave to import any name
     _LATER = {
+        "AsyncEngine": "pensieve_jax.server.engine_process.public",
         "CheckpointError": "model_defs.errors",
         "ConversationInfo": "pensieve_jax.history",
         "ConversationRecord": "pensieve_jax.history",
@@ -62,7 +65,13 @@ else:  # a type checker would take a `__getattr__` for leave to import any name
         """What is imported when it is first asked for."""
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+        try:
+            module = importlib.import_module(_LATER[name])
+        except ModuleNotFoundError as error:
+            if error.name != "msgspec":
+                raise
+            raise ImportError(f'{name} needs more: pip install "pensieve-jax[server]"') from error
+        found = globals()[name] = getattr(module, name)
         return found
 
 
@@ -70,6 +79,7 @@ ask_for_asynchronous_launches()  # whoever imports this may have JAX make its cl
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "CacheConfig",
     "ChatTemplateError",
     "CheckpointError",
@@ -82,6 +92,7 @@ __all__ = [
     "Delta",
     "EngineClosedError",
     "EngineConfig",
+    "EngineDiedError",
     "Explanation",
     "HistoryCorruptError",
     "HistoryError",

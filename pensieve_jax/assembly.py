@@ -1,8 +1,8 @@
 """From a model's name and a configuration to an engine that is ready to serve.
 
-Owns: what a model name may be, which tokenizer and history go with it, and the order in which the parts
-are made, so that what can be refused is refused before minutes of loading and compiling.
-Does not know: turns.
+Owns: which history goes with a model, and the order in which the parts are made, so that what can be refused
+is refused before minutes of loading and compiling.
+Does not know: turns, or what a model's name stands for (`model_source`).
 Called by: `LLM`, and by launchers that drive an `Engine` themselves.
 """
 
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import huggingface_hub
 import jax
 from flax import nnx
 from jax.sharding import Mesh
@@ -44,14 +43,10 @@ from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.observer import Observe, unobserved
 from pensieve_jax.engine.validation import ModelLimits
 from pensieve_jax.history import SQLiteHistoryStore, history_fingerprint
+from pensieve_jax.model_source import resolve_model, source_tokenizer
 from pensieve_jax.runtime.compilation import keep_compilations_in
-from pensieve_jax.text import Tokenizer, byte_tokenizer, load_tokenizer
+from pensieve_jax.text import Tokenizer
 
-DEFAULT_MODEL = "chat"
-"""The small chat model that comes with this package."""
-_INCLUDED = {DEFAULT_MODEL: Path(__file__).parent / "chat_model"}
-_RANDOM = "random:"
-_HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.json")
 _log = logging.getLogger(__name__)
 
 
@@ -59,7 +54,7 @@ _log = logging.getLogger(__name__)
 class Assembled:
     """An engine and what it was made of; `config` says what was left to this device, sizes as pages.
 
-    `model_name` is as it was given.
+    `model_name` is as it was given, `source` what it stands for, and `fingerprint` who may read the history.
     """
 
     engine: Engine
@@ -69,6 +64,8 @@ class Assembled:
     model_config: ModelConfig
     tokenizer: Tokenizer | None
     model_name: str
+    source: str
+    fingerprint: str
 
 
 def assemble(
@@ -89,7 +86,7 @@ def assemble(
     model_config = source_config(source, config.runner.max_position_embeddings)
     config.resolve_context_tokens(model_config.max_position_embeddings)  # refused before anything is loaded
     cost_model = _cost_model(model_config, config, dtype)
-    tokenizer = _tokenizer(source, model_config)
+    tokenizer = source_tokenizer(source, model_config.vocab_size)
     fingerprint = history_fingerprint(
         {"model": model_fingerprint(model_config, source, seed=config.runner.random_seed)},
         None if tokenizer is None else tokenizer.fingerprint,
@@ -109,7 +106,9 @@ def assemble(
             observe=observe,
         )
         undo.pop_all()
-    return Assembled(engine, runner, config, cost_model, model_config, tokenizer, str(model))
+    return Assembled(
+        engine, runner, config, cost_model, model_config, tokenizer, str(model), source, fingerprint
+    )
 
 
 def make_runner(
@@ -174,50 +173,6 @@ def _limits(model: ModelConfig, config: EngineConfig) -> ModelLimits:
         max_logprobs=config.runner.max_logprobs,
         max_banned_ids=config.runner.max_banned_ids,
     )
-
-
-def resolve_model(model: str | Path) -> str:
-    """What a model's name stands for: a local directory, or `random:<preset>`, which stays as it is.
-
-    `DEFAULT_MODEL` is the directory in this package (`./chat` is one of that name elsewhere); a hub name is
-    fetched. Raises ConfigError where there is no such directory and the hub has no such model or cannot be
-    reached.
-    """
-    expected = "'chat', a model directory, a hub name such as 'org/model', or 'random:<preset>'"
-    if not isinstance(model, str | Path):
-        raise ConfigError("model", model, expected)
-    name = str(model)
-    if model in _INCLUDED:
-        return str(_INCLUDED[name])
-    if name.startswith(_RANDOM) or Path(name).is_dir():
-        return name
-    if name.startswith(("/", ".", "~")):
-        raise ConfigError("model", name, expected, "there is no such directory")
-    try:
-        return huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_PATTERNS))
-    except huggingface_hub.errors.HFValidationError as error:
-        raise ConfigError(
-            "model", name, expected, "there is no such directory, and no hub name is like it"
-        ) from error
-    except OSError as error:
-        # Offline, unknown and forbidden are all OSErrors of the hub's client.
-        answer = "; ".join(line.strip().rstrip(".") for line in str(error).splitlines() if line.strip())
-        raise ConfigError("model", model, expected, f"the hub answered: {answer}") from error
-
-
-def _tokenizer(source: str, model_config: ModelConfig) -> Tokenizer | None:
-    """The directory's own; bytes for random models that have room for them; else none."""
-    if source.startswith(_RANDOM):
-        return byte_tokenizer() if source.endswith("-tiny") else None
-    tokenizer = load_tokenizer(source)
-    if tokenizer is not None and tokenizer.vocab_size > model_config.vocab_size:
-        raise ConfigError(
-            "tokenizer vocabulary",
-            tokenizer.vocab_size,
-            f"at most the model's {model_config.vocab_size} ids",
-            "the directory's tokenizer belongs to another model",
-        )
-    return tokenizer
 
 
 def cost_subject(

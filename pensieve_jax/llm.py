@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
-from pensieve_jax.assembly import DEFAULT_MODEL, assemble
+from pensieve_jax.assembly import assemble
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import InvalidRequestError
@@ -27,6 +27,7 @@ from pensieve_jax.engine.explanation import Explanation
 from pensieve_jax.engine.observer import Observe, unobserved
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.history import ConversationInfo, ConversationRecord
+from pensieve_jax.model_source import DEFAULT_MODEL
 from pensieve_jax.prompts import Messages, Prompt, PromptEncoder
 from pensieve_jax.stream import Stream, run_all
 

@@ -69,7 +69,6 @@ from tqdm import tqdm
 
 from model_defs import ModelConfig
 from pensieve_jax import ConfigError
-from pensieve_jax.assembly import resolve_model
 from pensieve_jax.commands.engine_flags import (
     TINY_MODEL,
     define_engine_flags,
@@ -79,6 +78,7 @@ from pensieve_jax.commands.engine_flags import (
 )
 from pensieve_jax.commands.launch import EXIT_FAILED, Interrupt, check_can_write, run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document
+from pensieve_jax.model_source import resolve_model
 from pensieve_jax.workload import Client, ConversationTrace, History, Session, Trace, TurnTrace
 
 FLAGS = flags.FLAGS

@@ -31,11 +31,11 @@ from chat_training.wordings import Wordings
 
 from model_defs import load_model, make_mesh
 from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
-from pensieve_jax.assembly import resolve_model
 from pensieve_jax.commands.engine_flags import define_model_flag, shows_progress
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.device.dense_reference import MIN_MARGIN, DenseReference
+from pensieve_jax.model_source import resolve_model
 
 FLAGS = flags.FLAGS
 # The weights in the package reach 100% of 96 new sentences; the rest is room for four cases.

@@ -31,12 +31,13 @@ from steps.cost_plot import check_can_plot, plot_costs
 
 from model_defs import ModelConfig, make_mesh, source_config
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
-from pensieve_jax.assembly import ProgressBar, cost_subject, make_runner, resolve_model
+from pensieve_jax.assembly import ProgressBar, cost_subject, make_runner
 from pensieve_jax.cache.cost import COST_KINDS, DEFAULT_COST_KIND, CostPoint, CostProfile, CostSubject
 from pensieve_jax.commands.engine_flags import COMPILATION_CACHE_HELP, define_model_flag, shows_progress
 from pensieve_jax.commands.launch import check_can_write, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.config import ATTENTION_BACKENDS
+from pensieve_jax.model_source import resolve_model
 
 FLAGS = flags.FLAGS
 _DEFAULT_MAX_CONTEXT_TOKENS = 16384

@@ -31,12 +31,13 @@ from serving.validation_criteria import Criterion, criteria, is_over_the_knee, m
 
 from model_defs import ModelConfig, source_config
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
-from pensieve_jax.assembly import estimated_cost_model, resolve_model
+from pensieve_jax.assembly import estimated_cost_model
 from pensieve_jax.cache import CostModel
 from pensieve_jax.cache.cost import CostProfile, MeasuredCostModel
 from pensieve_jax.commands.engine_flags import shows_progress
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
+from pensieve_jax.model_source import resolve_model
 from pensieve_jax.runtime.asynchronous_launches import VARIABLE
 from pensieve_jax.simulator import DeviceProfile, Outcome, Scenario, figures, profile_names, simulate
 from pensieve_jax.workload import UNITS, Answer, Session, Trace, answer_figures, throughput

@@ -19,8 +19,8 @@ import pytest
 from absl import flags
 
 from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
-from pensieve_jax.assembly import DEFAULT_MODEL
 from pensieve_jax.commands.main import COMMANDS
+from pensieve_jax.model_source import DEFAULT_MODEL
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_MODEL = "random:llama-tiny"

@@ -26,11 +26,12 @@ from pensieve_jax import (
     SchedulerConfig,
     UnknownConversationError,
     assembly,
+    model_source,
 )
-from pensieve_jax.assembly import DEFAULT_MODEL, resolve_model
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.device.dense_reference import DenseReference
+from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model
 from pensieve_jax.scheduler import SchedulerOutput
 
 BOS, END = 256, 261
@@ -254,7 +255,7 @@ def test_what_the_hub_answers_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(*_: object, **__: object) -> str:
         raise OSError("404 Client Error.\n\nRepository Not Found for url: x.\nIs it private?.")
 
-    monkeypatch.setattr(assembly.huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr(model_source.huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(ConfigError) as caught:
         resolve_model("org/model")
     message = str(caught.value)

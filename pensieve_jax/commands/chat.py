@@ -27,7 +27,6 @@ from pathlib import Path
 from absl import flags
 
 from pensieve_jax import InvalidRequestError
-from pensieve_jax.assembly import DEFAULT_MODEL
 from pensieve_jax.commands.chat_session import COMMANDS, Chat
 from pensieve_jax.commands.engine_flags import (
     CACHE_DIR,
@@ -40,6 +39,7 @@ from pensieve_jax.commands.engine_flags import (
 from pensieve_jax.commands.launch import Interrupt, printable
 from pensieve_jax.commands.line_input import LineInput
 from pensieve_jax.commands.words import SMALL_MODEL
+from pensieve_jax.model_source import DEFAULT_MODEL
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()

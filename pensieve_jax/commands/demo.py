@@ -32,7 +32,6 @@ from pensieve_jax import (
     RunnerConfig,
     SchedulerConfig,
 )
-from pensieve_jax.assembly import DEFAULT_MODEL, resolve_model
 from pensieve_jax.commands.demo_conversations import CONVERSATIONS, SYSTEM_PROMPT
 from pensieve_jax.commands.demo_screen import (
     DemoTurn,
@@ -50,6 +49,7 @@ from pensieve_jax.commands.launch import EXIT_FAILED
 from pensieve_jax.commands.words import SMALL_MODEL
 from pensieve_jax.config import POLICIES
 from pensieve_jax.device.dense_reference import DenseReference
+from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model
 from pensieve_jax.text import ChatFormat, EarlierTurn
 
 FLAGS = flags.FLAGS

@@ -16,13 +16,11 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from model_defs import ModelConfig, source_config
 from pensieve_jax import (
-    LLM,
     CacheConfig,
     ConfigError,
     EngineConfig,
@@ -30,9 +28,14 @@ from pensieve_jax import (
     SamplingParams,
     SchedulerConfig,
 )
-from pensieve_jax.assembly import DEFAULT_MODEL, Assembled, assemble, resolve_model
 from pensieve_jax.commands.help import flag_group
 from pensieve_jax.core.options import Option, options_of
+from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model
+
+if TYPE_CHECKING:  # what imports JAX, which the front of a server does without
+    from model_defs import ModelConfig
+    from pensieve_jax import LLM
+    from pensieve_jax.assembly import Assembled
 
 CACHE_DIR = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pensieve_jax"
 """Where commands of people keep compiled steps for the next start."""
@@ -164,6 +167,8 @@ def model_limits() -> tuple[ModelConfig, int]:
 
     Raises ConfigError or ModelError. Fetches a model that has only a hub name.
     """
+    from model_defs import source_config
+
     config = engine_config()
     model = source_config(resolve_model(FLAGS.model), config.runner.max_position_embeddings)
     return model, config.resolve_context_tokens(model.max_position_embeddings)
@@ -193,6 +198,8 @@ def open_llm(*, config: EngineConfig | None = None, history: str | None = None) 
 
     `config` overrides that of the flags.
     """
+    from pensieve_jax import LLM
+
     return LLM(
         FLAGS.model,
         dtype=FLAGS.dtype,
@@ -204,6 +211,8 @@ def open_llm(*, config: EngineConfig | None = None, history: str | None = None) 
 
 def open_parts(config: EngineConfig) -> Assembled:
     """An engine of the flags' model without a history file, and its parts; errors as of `open_llm`."""
+    from pensieve_jax.assembly import assemble
+
     return assemble(
         FLAGS.model,
         dtype=FLAGS.dtype,

@@ -41,7 +41,6 @@ from absl import flags
 from tqdm import tqdm
 
 from pensieve_jax import LLM, ContextLengthError, InvalidRequestError, Output, PensieveError
-from pensieve_jax.assembly import DEFAULT_MODEL
 from pensieve_jax.commands.batch import Batch
 from pensieve_jax.commands.conversations_file import (
     InputConversation,
@@ -65,6 +64,7 @@ from pensieve_jax.commands.timeline import Recorder, check_timeline
 from pensieve_jax.commands.turns_file import finished_turns, output_line, partial_path, start_output
 from pensieve_jax.commands.usage_tables import summary
 from pensieve_jax.commands.words import SMALL_MODEL
+from pensieve_jax.model_source import DEFAULT_MODEL
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()

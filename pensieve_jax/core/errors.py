@@ -18,6 +18,7 @@ __all__ = [
     "ConversationBusyError",
     "ConversationChangedError",
     "EngineClosedError",
+    "EngineDiedError",
     "HistoryCorruptError",
     "HistoryError",
     "HistoryLockedError",
@@ -213,6 +214,10 @@ class HistoryCorruptError(HistoryError):
 
 class StepFailedError(PensieveError):
     """A step failed on the device: the running turns are lost, their conversations are not."""
+
+
+class EngineDiedError(StepFailedError):
+    """The engine's process died or fell silent: its running turns are lost, what was committed is not."""
 
 
 class EngineClosedError(PensieveError):

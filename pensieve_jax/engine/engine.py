@@ -17,11 +17,10 @@ from pensieve_jax.cache import CacheManager, CostModel, DropReason
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock, WallClock
 from pensieve_jax.core.conversation import PENDING_TOKEN
-from pensieve_jax.core.errors import ContextLengthError, EngineClosedError, PensieveError, StepFailedError
+from pensieve_jax.core.errors import EngineClosedError, PensieveError, StepFailedError
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
-from pensieve_jax.engine.change_guard import ChangeGuard
-from pensieve_jax.engine.change_guard import change as _change
+from pensieve_jax.engine.change_guard import ChangeGuard, change
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.drop_journal import DropJournal
 from pensieve_jax.engine.experience import kept_experience
@@ -33,11 +32,11 @@ from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.engine.stats import EngineStats
-from pensieve_jax.engine.turn import Turn
+from pensieve_jax.engine.turn import Taken, Turn
 from pensieve_jax.engine.validation import (
     ModelLimits,
     TurnSpec,
-    check_token_ids,
+    check_beginning,
     check_turns,
     checked_prefix,
 )
@@ -104,6 +103,7 @@ class Engine:
             max_num_copies=config.runner.max_num_staged_pages,
             observe=self._note,
             on_drop=self._drops.note,
+            on_move=self._drops.move,
             experience=kept_experience(self._store, cache.policy),
         )
         self._cache = self._loop.cache
@@ -150,7 +150,7 @@ class Engine:
         self._check_usable()
         return self._cache
 
-    @_change
+    @change
     def expire_idle(self) -> None:
         """End what has been idle for too long, or is too much; raises HistoryError.
 
@@ -158,7 +158,7 @@ class Engine:
         """
         self._conversations.expire_idle()
 
-    @_change
+    @change
     def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
         """Queue turns, in order. All are checked first: one bad turn and none is queued.
 
@@ -176,13 +176,13 @@ class Engine:
             raise
         return turns
 
-    @_change
+    @change
     def cancel(self, turn: Turn) -> None:
         """End a turn as if it had never been sent; nothing happens to one that is done."""
         if not turn.done:
             self._ledger.cancel(turn.reply)
 
-    @_change
+    @change
     def step(self) -> list[Turn]:
         """Schedule, plan and dispatch a step, then finish the one before; returns turns that ended.
 
@@ -196,18 +196,20 @@ class Engine:
             ran = [reply for reply in replies if reply.request.status is not RequestStatus.WAITING]
             return self._lose_step(error, ran)
 
+    def take_deltas(self) -> list[tuple[Turn, Taken]]:
+        """What came of turns in progress since the last call; `step` returns those that have ended."""
+        self._check_usable()
+        return self._ledger.take_deltas()
+
     def share_prefix(
         self, token_ids: Sequence[int], messages: tuple[Message, ...] | None = None
     ) -> SharedPrefix:
         """A beginning for conversations to share; raises InvalidRequestError or ContextLengthError."""
         self._check_usable()
-        check_token_ids("prefix", token_ids, self.limits.vocab_size)
-        if len(token_ids) + 2 > self.limits.max_context_tokens:
-            limit = f"at most {self.limits.max_context_tokens - 2}, to leave room for a prompt and a reply"
-            raise ContextLengthError("prefix", f"{len(token_ids)} tokens", limit)
+        check_beginning(token_ids, self.limits)
         return SharedPrefix(tuple(map(int, token_ids)), messages)
 
-    @_change
+    @change
     def release_prefix(self, prefix: SharedPrefix) -> None:
         """Take no more turns with a prefix; see `PrefixTable.release`. A second call does nothing."""
         if not checked_prefix(prefix).released:
@@ -215,27 +217,27 @@ class Engine:
 
     # Between turns
 
-    @_change
+    @change
     def truncate(self, conversation_id: str, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens of a conversation; see `ConversationTable.truncate`."""
         self._conversations.truncate(conversation_id, num_tokens)
 
-    @_change
+    @change
     def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> None:
         """Begin a conversation as another one begins; see `ConversationTable.fork`."""
         self._conversations.fork(conversation_id, new_conversation_id, num_tokens)
 
-    @_change
+    @change
     def apply(self, change: HistoryChange) -> None:
         """Change what the history keeps beside turns; see `HistoryStore.apply`."""
         self._store.apply(change, self._ledger.in_use)
 
-    @_change
+    @change
     def end(self, conversation_id: str) -> None:
         """Forget a conversation; see `ConversationTable.end`."""
         self._conversations.end(conversation_id)
 
-    @_change
+    @change
     def push_out(self, conversation_id: str, max_num_chunks: int | None = None) -> int:
         """Send a conversation's state to host memory with the next step; returns how many chunks.
 
@@ -243,12 +245,12 @@ class Engine:
         """
         return self._conversations.push_out(conversation_id, max_num_chunks)
 
-    @_change
+    @change
     def forget_state(self, conversation_id: str) -> None:
         """Drop a conversation's state in every tier; its next turn recomputes it from the history."""
         self._conversations.forget_state(conversation_id)
 
-    @_change
+    @change
     def forget_experience(self) -> None:
         """Have an order that learns begin anew, here and in the history; raises HistoryError."""
         self._ledger.forget_experience()
@@ -288,7 +290,8 @@ class Engine:
         self._guard.check_thread()
         try:
             if not self._closed:
-                self._cancel_all()
+                self._check_usable()
+                self._guard.run(self._ledger.cancel_all)
                 self._ledger.close()
         finally:
             self._closed = True
@@ -305,11 +308,6 @@ class Engine:
             self._start_over()
         if self._ledger.has_dropped:
             self._guard.run(self._ledger.cancel_dropped)
-
-    @_change
-    def _cancel_all(self) -> None:
-        for reply in tuple(self._ledger.replies.values()):
-            self._ledger.cancel(reply)
 
     def _start_over(self) -> None:
         """After an interrupt (Ctrl-C) in the middle of a change nothing in memory can be trusted.
@@ -370,6 +368,7 @@ class Engine:
         endings: list[tuple[Reply, FinishReason]] = []
         sampling = [grant for grant in step.output.grants if grant.samples]
         token_ids, logprobs = result.token_ids.tolist(), result.logprobs.tolist()
+        touched = self._ledger.touched
         for (request, _, position, _), token_id, logprob, top_ids, top_logprobs in zip(
             sampling, token_ids, logprobs, result.top_ids, result.top_logprobs, strict=False
         ):  # the result is padded
@@ -378,6 +377,7 @@ class Engine:
                 continue  # it ended one step earlier, or was cancelled: the token is thrown away
             assert request.token_ids[position] == PENDING_TOKEN, f"position {position} was sampled twice"
             request.token_ids[position] = token_id
+            touched[request] = None
             reason = reply.accept(token_id, logprob, top_ids, top_logprobs)
             if reason is not None:
                 endings.append((reply, reason))

@@ -21,7 +21,7 @@ from pensieve_jax.engine.experience import ExperienceKeeper
 from pensieve_jax.engine.loop import EngineLoop
 from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.stats import EngineStats
-from pensieve_jax.engine.turn import Turn
+from pensieve_jax.engine.turn import Taken, Turn
 from pensieve_jax.history import HistoryStore, TurnRecord
 from pensieve_jax.scheduler import Request
 
@@ -33,6 +33,7 @@ class TurnLedger:
 
     Attributes:
       replies: those in progress, in order of arrival.
+      touched: of these, those that got an id since somebody last took what all of them got.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class TurnLedger:
     ) -> None:
         """No turns."""
         self.replies: dict[Request, Reply] = {}
+        self.touched: dict[Request, None] = {}
         self._turns: dict[Request, weakref.ref[Turn]] = {}
         # Who dropped a turn writes it down here, in C: no interrupt can come in between.
         self._dropped: deque[weakref.ref[Turn]] = deque()
@@ -66,6 +68,13 @@ class TurnLedger:
         self._turns[reply.request] = weakref.ref(turn, self._dropped.append)
         self.replies[reply.request] = reply
         return turn
+
+    def take_deltas(self) -> list[tuple[Turn, Taken]]:
+        """What came of each turn in progress that got an id since the last call, and somebody holds."""
+        held = self._turns
+        found = [(turn, turn.take()) for request in self.touched if (turn := held[request]()) is not None]
+        self.touched.clear()
+        return [(turn, taken) for turn, taken in found if taken is not None]
 
     @property
     def in_use(self) -> frozenset[str]:
@@ -113,6 +122,11 @@ class TurnLedger:
         reply.finish("cancelled")
         self._stats.num_turns_cancelled += 1
         self._roll_back(reply)
+
+    def cancel_all(self) -> None:
+        """End every turn as if it had never been sent."""
+        for reply in tuple(self.replies.values()):
+            self.cancel(reply)
 
     def lose(self, replies: Sequence[Reply], error: PensieveError) -> list[Turn]:
         """End turns with an error; their conversations are as they were before."""
@@ -171,6 +185,7 @@ class TurnLedger:
 
     def _leave(self, reply: Reply, *, forget: bool) -> None:
         del self.replies[reply.request]
+        self.touched.pop(reply.request, None)
         del self._turns[reply.request]  # it may be dropped now
         live: LiveConversation = self._conversations.get(reply.request.conversation.conversation_id)
         live.busy = False

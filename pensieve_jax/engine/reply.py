@@ -27,6 +27,7 @@ class Reply:
       error: why there is none, if a step failed.
       token_ids: the ids so far.
       pieces: their text so far, as far as it can be shown.
+      logprobs: one entry for each id so far where asked for, else None.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Reply:
         )
         self.pieces: list[str] = []
         self.token_ids: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
+        self.logprobs: list[TokenLogprob] | None = None if request.params.logprobs is None else []
 
     @property
     def done(self) -> bool:
@@ -78,10 +79,10 @@ class Reply:
         """
         params = self.request.params
         self.token_ids.append(token_id)
-        if params.logprobs is not None:
-            k = params.logprobs
+        if self.logprobs is not None:
+            k = params.logprobs or 0
             top = dict(zip(top_ids[:k].tolist(), top_logprobs[:k].tolist(), strict=True)) if k else {}
-            self._logprobs.append(TokenLogprob(token_id, logprob, top))
+            self.logprobs.append(TokenLogprob(token_id, logprob, top))
         may_end = len(self.token_ids) > params.min_tokens
         ends_by_id = may_end and token_id in self.request.ending_ids
         ends_by_length = self.request.num_prompt_end + len(self.token_ids) >= self.request.max_total_tokens
@@ -105,6 +106,6 @@ class Reply:
             finish_reason=reason,
             usage=usage,
             seed=self.request.seed,
-            logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
         )
         return usage

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.core.outputs import Delta, Output
+from pensieve_jax.core.outputs import Delta, Output, TokenLogprob
 from pensieve_jax.engine.reply import Reply
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import Message
+
+type Taken = tuple[str, list[int], list[TokenLogprob] | None]
+"""What came of a reply since somebody last took of it."""
 
 
 class Turn:
@@ -26,12 +29,12 @@ class Turn:
       reply: what the engine fills.
     """
 
-    __slots__ = ("__weakref__", "_num_streamed", "reply")
+    __slots__ = ("__weakref__", "_num_ids", "_num_pieces", "reply")
 
     def __init__(self, reply: Reply) -> None:
         """Nothing of it was read."""
         self.reply = reply
-        self._num_streamed = (0, 0)  # pieces of text, ids
+        self._num_pieces = self._num_ids = 0
 
     @property
     def request(self) -> Request:
@@ -78,9 +81,16 @@ class Turn:
 
     def take_delta(self) -> Delta | None:
         """What came since the last call; None if nothing did."""
-        pieces, token_ids = self.reply.pieces, self.reply.token_ids
-        num_pieces, num_ids = self._num_streamed
-        if len(token_ids) == num_ids:
+        taken = self.take()
+        return None if taken is None else Delta(taken[0], tuple(taken[1]))
+
+    def take(self) -> Taken | None:
+        """The same as a text, ids and logprobs, where the turn asked for these; for many turns at a time."""
+        reply, num_ids = self.reply, self._num_ids
+        token_ids, pieces = reply.token_ids, reply.pieces
+        if (now := len(token_ids)) == num_ids:
             return None
-        self._num_streamed = (len(pieces), len(token_ids))
-        return Delta("".join(pieces[num_pieces:]), tuple(token_ids[num_ids:]))
+        text = "".join(pieces[self._num_pieces :])
+        self._num_ids, self._num_pieces = now, len(pieces)
+        logprobs = None if reply.logprobs is None else reply.logprobs[num_ids:]
+        return text, token_ids[num_ids:], logprobs

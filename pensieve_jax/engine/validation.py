@@ -107,6 +107,14 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
             raise InvalidRequestError(f"{field}[{position}]", token_id, limit)
 
 
+def check_beginning(token_ids: Sequence[int], limits: ModelLimits) -> None:
+    """Raise InvalidRequestError or ContextLengthError unless conversations can begin with these ids."""
+    check_token_ids("prefix", token_ids, limits.vocab_size)
+    if len(token_ids) + 2 > limits.max_context_tokens:
+        limit = f"at most {limits.max_context_tokens - 2}, to leave room for a prompt and a reply"
+        raise ContextLengthError("prefix", f"{len(token_ids)} tokens", limit)
+
+
 def check_prefix(prefix: object, conversation_id: str | None, conversations: ConversationTable) -> None:
     """Raise InvalidRequestError unless a turn of this conversation may begin with `prefix`."""
     prefix = checked_prefix(prefix)

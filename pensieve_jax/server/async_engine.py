@@ -83,7 +83,7 @@ class AsyncTurn(Protocol):
         ...
 
 
-class AsyncEngine(Protocol):
+class EngineService(Protocol):
     """An engine elsewhere. Errors are those of `Engine`, with the same fields."""
 
     @property

@@ -8,9 +8,9 @@ import io
 
 import pytest
 
-from pensieve_jax.assembly import DEFAULT_MODEL
 from pensieve_jax.commands import demo_screen
 from pensieve_jax.commands.demo_screen import Served
+from pensieve_jax.model_source import DEFAULT_MODEL
 from tests.launching import load, optimized
 
 demo = load("demo")

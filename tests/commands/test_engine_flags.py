@@ -9,8 +9,8 @@ from absl import flags
 
 from model_defs import source_config
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
-from pensieve_jax.assembly import DEFAULT_MODEL, resolve_model
 from pensieve_jax.core.options import options_of
+from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model
 from tests.launching import load
 
 engine_flags = load("pensieve_jax.commands.engine_flags")

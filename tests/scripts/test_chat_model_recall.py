@@ -12,7 +12,7 @@ import types
 import pytest
 from chat_training.served_recall import GREETINGS, Served
 
-from pensieve_jax.assembly import DEFAULT_MODEL
+from pensieve_jax.model_source import DEFAULT_MODEL
 from tests.launching import load
 
 check_recall = load("check_recall")

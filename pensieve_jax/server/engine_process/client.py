@@ -1,0 +1,394 @@
+"""The front's end of the socket: turns as asynchronous iterators, and answers to calls.
+
+Owns: who waits for what of one life of an engine, and what nobody has taken yet of each turn.
+Does not know: how an engine is started, or what a prompt is.
+Called by: the supervisor, in the thread of one event loop.
+
+A turn keeps what nobody took as one delta. The connection refers to turns weakly, so that one that is
+dropped is cancelled; to who waits for one it refers as event loops do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, cast
+
+from pensieve_jax.core.errors import EngineDiedError, PensieveError
+from pensieve_jax.core.outputs import Output, TokenLogprob, Usage
+from pensieve_jax.history.changes import HistoryChange
+from pensieve_jax.server.async_engine import AsyncDelta, EngineInfo
+from pensieve_jax.server.engine_process.messages import (
+    Answer,
+    Call,
+    Cancel,
+    Ending,
+    EngineMessage,
+    Failed,
+    Ready,
+    Report,
+    SentTurn,
+    Submit,
+    sent_change,
+)
+from pensieve_jax.server.engine_process.sent_errors import SentError, received_error
+from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
+
+_LOST = (
+    "The engine's process died. Conversations are as their last committed turn left them; the history may "
+    "hold this turn already."
+)
+
+
+class RunningTurn:
+    """A turn in the engine's process: an iterator of deltas. Dropping it before its end cancels it."""
+
+    __slots__ = (
+        "__weakref__",
+        "_connection",
+        "_error",
+        "_ids",
+        "_is_accepted",
+        "_logprobs",
+        "_num_chars",
+        "_num_ids",
+        "_output",
+        "_texts",
+        "_turn_id",
+        "number",
+    )
+
+    def __init__(self, connection: Connection, number: int, turn_id: str, *, has_logprobs: bool) -> None:
+        """Made by `Connection.submit`."""
+        self.number = number
+        self._connection = connection
+        self._turn_id = turn_id
+        self._is_accepted = False
+        self._output: Output | None = None
+        self._error: Exception | None = None
+        # What was not taken, and how much came before and with it.
+        self._texts: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] | None = [] if has_logprobs else None
+        self._num_chars = self._num_ids = 0
+
+    @property
+    def turn_id(self) -> str:
+        """Its id; for a turn without a node, one of this process only."""
+        return self._turn_id
+
+    @property
+    def output(self) -> Output | None:
+        """The result, once the turn has ended well."""
+        return self._output
+
+    @property
+    def usage(self) -> Usage | None:
+        """Where its tokens came from, once the turn has ended well."""
+        return None if self._output is None else self._output.usage
+
+    @property
+    def done(self) -> bool:
+        """It has an output, or failed."""
+        return self._output is not None or self._error is not None
+
+    async def accepted(self) -> None:
+        """Wait until the engine has queued it; raises what it was refused with."""
+        while not (self._is_accepted or self.done):
+            await self._connection.change_of(self.number)
+        if self._error is not None and not self._is_accepted:
+            raise self._error
+
+    def __aiter__(self) -> AsyncIterator[AsyncDelta]:
+        """Itself."""
+        return self
+
+    async def __anext__(self) -> AsyncDelta:
+        """What came since the last call; raises what the turn failed with, once all before it was taken."""
+        while not self._ids and not self._texts:
+            if self._error is not None:
+                raise self._error
+            if self._output is not None:
+                raise StopAsyncIteration
+            await self._connection.change_of(self.number)
+        return self._take()
+
+    async def result(self) -> Output:
+        """Wait for the end, whatever of the deltas was taken; raises what the turn failed with."""
+        while not self.done:
+            await self._connection.change_of(self.number)
+        if self._error is not None:
+            raise self._error
+        assert self._output is not None
+        return self._output
+
+    async def cancel(self) -> None:
+        """End it as if it had never been sent, and wait for that; nothing happens to one that is done."""
+        if not self.done:
+            self._connection.cancel(self.number)
+        while not self.done:
+            await self._connection.change_of(self.number)
+
+    # For the connection
+
+    def add(self, text: str, ids: int | list[int], logprobs: list[TokenLogprob] | None) -> None:
+        """What a step gave."""
+        if text:
+            self._texts.append(text)
+            self._num_chars += len(text)
+        if type(ids) is int:
+            self._ids.append(ids)
+            self._num_ids += 1
+        else:
+            more = cast(list[int], ids)
+            self._ids += more
+            self._num_ids += len(more)
+        if logprobs is not None and self._logprobs is not None:
+            self._logprobs += logprobs
+
+    def accept(self) -> None:
+        """The engine has queued it."""
+        self._is_accepted = True
+
+    def end(self, output: Output) -> None:
+        """It ended; what no delta had is the last one."""
+        rest = list(output.token_ids[self._num_ids :])
+        logprobs = None if output.logprobs is None else list(output.logprobs[self._num_ids :])
+        self.add(output.text[self._num_chars :], rest, logprobs)
+        self._output = output
+
+    def fail(self, error: Exception) -> None:
+        """It was refused, or lost."""
+        self._error = error
+
+    def _take(self) -> AsyncDelta:
+        logprobs = None if self._logprobs is None else tuple(self._logprobs)
+        delta = AsyncDelta("".join(self._texts), tuple(self._ids), logprobs)
+        self._texts, self._ids = [], []
+        if self._logprobs is not None:
+            self._logprobs = []
+        return delta
+
+
+class _Held(weakref.ref[RunningTurn]):
+    """A turn that somebody else holds, with its number for when nobody does any more."""
+
+    __slots__ = ("number",)
+    number: int
+
+
+class Connection(asyncio.Protocol):
+    """One life of an engine, seen from its event loop.
+
+    Attributes:
+      opening: what the engine says first: its description, or why there is none; EngineDiedError if it died.
+      lost: set when the socket has ended, and all that waited has been told.
+      stats: the engine's counters as it sent them last.
+      last_heard_s: when it sent anything last, by `time.monotonic`.
+    """
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        """`numbers` are for turns and calls; later lives of the engine go on with them."""
+        self._loop = asyncio.get_running_loop()
+        self.opening: asyncio.Future[EngineInfo | SentError] = self._loop.create_future()
+        self.lost = asyncio.Event()
+        self.stats: dict[str, float] = {}
+        self.last_heard_s = time.monotonic()
+        self._numbers = numbers
+        self._reader = FrameReader(EngineMessage.__value__)
+        self._writer = FrameWriter()
+        self._transport: asyncio.Transport | None = None
+        self._problem: WireError | None = None
+        self._turns: dict[int, _Held] = {}
+        self._waiting: dict[int, list[asyncio.Future[None]]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._idle: list[asyncio.Future[None]] = []
+
+    # What goes
+
+    def send(self, message: Any) -> None:
+        """Write a message; raises EngineDiedError when there is nobody to read it, and WireError."""
+        self._write(self._writer.frame(message))
+
+    def submit(self, turns: Sequence[tuple[SentTurn, str | None]]) -> list[RunningTurn]:
+        """Send turns, all or none, with their ids where they have one."""
+        self.send(Submit([turn for turn, _ in turns]))
+        found = []
+        for sent, turn_id in turns:
+            number = sent.number
+            has_logprobs = sent.params.logprobs is not None
+            turn = RunningTurn(self, number, turn_id or f"turn-{number}", has_logprobs=has_logprobs)
+            held = self._turns[number] = _Held(turn, self._dropped)
+            held.number = number
+            found.append(turn)
+        return found
+
+    def cancel(self, *numbers: int) -> None:
+        """Ask for the end of turns; their ends are told as any other."""
+        if not self.lost.is_set():
+            self.send(Cancel(list(numbers)))
+
+    def cancel_all(self) -> None:
+        """Ask for the end of every turn."""
+        if self._turns:
+            self.cancel(*self._turns)
+
+    async def call(self, name: str, arguments: Sequence[Any]) -> Any:
+        """Ask for a call and wait for its answer; raises what it raised."""
+        number = next(self._numbers)
+        return await self._answer(number, Call(number, name, list(arguments)))
+
+    async def apply(self, change: HistoryChange) -> None:
+        """Ask for a change of the history and wait for it; raises what it raised."""
+        number = next(self._numbers)
+        await self._answer(number, sent_change(number, change))
+
+    async def idle(self) -> None:
+        """Wait until no turn runs."""
+        while self._turns:
+            waiter = self._loop.create_future()
+            self._idle.append(waiter)
+            await waiter
+
+    async def change_of(self, number: int) -> None:
+        """Wait until a turn was accepted, said something or ended."""
+        waiter = self._loop.create_future()
+        self._waiting.setdefault(number, []).append(waiter)
+        await waiter
+
+    def close(self) -> None:
+        """End the socket, which ends the engine."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _write(self, frame: bytearray) -> None:
+        if self._transport is None or self.lost.is_set() or self._transport.is_closing():
+            raise EngineDiedError(_LOST)
+        self._transport.write(frame)
+
+    async def _answer(self, number: int, message: Any) -> Any:
+        answer = self._calls[number] = self._loop.create_future()
+        try:
+            self.send(message)
+            return await answer
+        finally:
+            del self._calls[number]
+
+    def _dropped(self, held: weakref.ref[RunningTurn]) -> None:
+        """Nobody holds a turn any more; whoever collects garbage may be in another thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.cancel, cast(_Held, held).number)
+
+    # What comes: called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is ours."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Some bytes."""
+        self.last_heard_s = time.monotonic()
+        try:
+            for message in self._reader.feed(data):
+                self._receive(message)
+        except WireError as error:
+            self._give_up(error)
+
+    def eof_received(self) -> None:
+        """The engine has gone."""
+        try:
+            self._reader.finish()
+        except WireError as error:
+            self._give_up(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Tell everybody."""
+        died = EngineDiedError(_LOST if self._problem is None else f"{_LOST} {self._problem}")
+        for number in list(self._turns):
+            self._end(number, lambda turn: turn.fail(died))
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(died)
+        if not self.opening.done():
+            self.opening.set_exception(died)
+            self.opening.exception()  # whoever started may have left
+        self.lost.set()
+
+    def _give_up(self, problem: WireError) -> None:
+        self._problem = problem
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _receive(self, message: Ready | Failed | Report) -> None:
+        if isinstance(message, Report):
+            self._take_report(message)
+        elif not self.opening.done():
+            self.opening.set_result(message.info if isinstance(message, Ready) else message.error)
+
+    def _take_report(self, report: Report) -> None:
+        turns, waiting = self._turns, self._waiting
+        for number in report.accepted:
+            turn = self._turn(number)
+            if turn is not None:
+                turn.accept()
+                self._wake(number)
+        logprobs = report.logprobs
+        for number, text, ids in zip(report.numbers, report.texts, report.token_ids, strict=True):
+            held = turns.get(number)
+            if held is not None and (turn := held()) is not None:
+                turn.add(text, ids, logprobs.get(number) if logprobs else None)
+                if number in waiting:
+                    self._wake(number)
+        for ending in report.endings:
+            self._end(ending.number, _ending_of(ending))
+        for answer in report.answers:
+            self._take_answer(answer)
+        if report.stats is not None:
+            self.stats = report.stats
+
+    def _turn(self, number: int) -> RunningTurn | None:
+        held = self._turns.get(number)
+        return None if held is None else held()
+
+    def _wake(self, number: int) -> None:
+        for waiter in self._waiting.pop(number, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _end(self, number: int, settle: Callable[[RunningTurn], None]) -> None:
+        turn = self._turn(number)
+        self._turns.pop(number, None)
+        if turn is not None:
+            settle(turn)
+        self._wake(number)
+        if not self._turns:
+            idle, self._idle = self._idle, []
+            for waiter in idle:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def _take_answer(self, answer: Answer) -> None:
+        waiter = self._calls.get(answer.number)
+        if waiter is None or waiter.done():
+            return
+        if answer.error is not None:
+            waiter.set_exception(received_error(answer.error))
+        else:
+            waiter.set_result(answer.value)
+
+
+def _ending_of(ending: Ending) -> Callable[[RunningTurn], None]:
+    """What an ending does to its turn."""
+    output, error = ending.output, ending.error
+    if output is not None:
+        return lambda turn: turn.end(output)
+    failure = PensieveError("The turn ended without a word.") if error is None else received_error(error)
+    return lambda turn: turn.fail(failure)
+
+
+def numbering() -> Iterator[int]:
+    """Numbers of turns and calls, over all lives of an engine."""
+    return itertools.count(1)

@@ -1,0 +1,258 @@
+"""What the two processes say to each other.
+
+Owns: the messages, and how a turn's specification crosses.
+Does not know: frames, sockets, or what is done with a message.
+Called by: both ends of the engine's socket.
+
+Turns and calls are numbered by the front, which is the only one to begin something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from pensieve_jax.config import EngineConfig
+from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.outputs import Output, TokenLogprob
+from pensieve_jax.core.prefix import SharedPrefix
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.turn_node import TurnNode
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.history import changes
+from pensieve_jax.history.changes import HistoryChange, ResponseDraft
+from pensieve_jax.server.async_engine import EngineInfo
+from pensieve_jax.server.engine_process.sent_errors import SentError
+
+_CHANGES: dict[str, type[Any]] = {kind.__name__: kind for kind in HistoryChange.__value__.__args__}
+
+
+# Front to engine
+
+
+class Start(msgspec.Struct, tag=True, array_like=True):
+    """The first message: what to serve. Arguments are those of `LLM`."""
+
+    model: str
+    dtype: str
+    history: str | None
+    synchronous: Literal["normal", "full"]
+    config: EngineConfig
+    progress: bool
+
+
+class SentNode(msgspec.Struct, array_like=True):
+    """A `TurnNode`; what it says is checked where it is made again."""
+
+    turn_id: str
+    parent_id: str | None
+    owner: str
+    durable: bool
+    chain: bytes
+    attachment: ResponseDraft | None
+
+
+class SentPrefix(msgspec.Struct, array_like=True):
+    """A `SharedPrefix`, which is known by its tokens."""
+
+    token_ids: tuple[int, ...]
+    messages: tuple[dict[str, Any], ...] | None
+    released: bool
+
+
+class SentTurn(msgspec.Struct, array_like=True):
+    """A turn with its number.
+
+    `prompt` is token ids, and of a turn that `is_encoded` nothing else; otherwise a prompt as `LLM.generate`
+    takes it.
+    """
+
+    number: int
+    prompt: Any
+    is_encoded: bool
+    params: SamplingParams
+    conversation_id: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    prefix: SentPrefix | None = None
+    node: SentNode | None = None
+
+
+class Submit(msgspec.Struct, tag=True, array_like=True):
+    """Queue turns, all or none."""
+
+    turns: list[SentTurn]
+
+
+class Cancel(msgspec.Struct, tag=True, array_like=True):
+    """End turns as if they had never been sent."""
+
+    numbers: list[int]
+
+
+class Call(msgspec.Struct, tag=True, array_like=True):
+    """One of `calls.CALLS`, by name."""
+
+    number: int
+    name: str
+    arguments: list[Any]
+
+
+class Apply(msgspec.Struct, tag=True, array_like=True):
+    """Change what the history keeps beside turns; `change` is of the kind's fields."""
+
+    number: int
+    kind: str
+    change: msgspec.Raw
+
+
+type FrontMessage = Start | Submit | Cancel | Call | Apply
+
+
+# Engine to front
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True):
+    """Everything is loaded and compiled."""
+
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """There will be no engine, and this is why."""
+
+    error: SentError
+
+
+class Ending(msgspec.Struct, array_like=True):
+    """How a turn left: with an output, or an error, which before its acceptance is its refusal."""
+
+    number: int
+    output: Output | None = None
+    error: SentError | None = None
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """What a call returned or raised."""
+
+    number: int
+    value: Any = None
+    error: SentError | None = None
+
+
+class Report(msgspec.Struct, tag=True, array_like=True, omit_defaults=True):
+    """All that a step gave, by columns: turn `numbers[i]` said `texts[i]` with `token_ids[i]`.
+
+    Attributes:
+      numbers, texts: of turns in progress that said something.
+      token_ids: an id where there is one, as almost always, else a list of them.
+      logprobs: by number, of turns that asked for them.
+      accepted: numbers of turns that were queued.
+      endings: turns that left; an output has what no delta had.
+      answers: of calls.
+      stats: the engine's counters, once a second.
+    """
+
+    numbers: list[int] = []
+    texts: list[str] = []
+    token_ids: list[int | list[int]] = []
+    logprobs: dict[int, list[TokenLogprob]] = {}
+    accepted: list[int] = []
+    endings: list[Ending] = []
+    answers: list[Answer] = []
+    stats: dict[str, float] | None = None
+
+
+type EngineMessage = Ready | Failed | Report
+
+
+def sent_spec(number: int, spec: TurnSpec) -> SentTurn:
+    """A specification, to be sent.
+
+    Raises InvalidRequestError for parameters or an attachment of another type than can cross.
+    """
+    _check_params(spec.params)
+    node, prefix = spec.node, spec.prefix
+    return SentTurn(
+        number,
+        plain_ids(spec.prompt_token_ids),
+        True,
+        spec.params,
+        spec.conversation_id,
+        None if spec.messages is None else tuple(map(dict, spec.messages)),
+        None if prefix is None else _sent_prefix(prefix),
+        None if node is None else _sent_node(node),
+    )
+
+
+def sent_prompt(number: int, prompt: Any, params: SamplingParams, conversation_id: str | None) -> SentTurn:
+    """A prompt that the engine's process is to encode, to be sent; raises InvalidRequestError."""
+    _check_params(params)
+    return SentTurn(number, plain_ids(prompt), False, params, conversation_id)
+
+
+def received_spec(sent: SentTurn) -> TurnSpec:
+    """The specification of a turn that is encoded already; raises InvalidRequestError for a bad node."""
+    node, prefix = sent.node, sent.prefix
+    return TurnSpec(
+        sent.prompt,
+        sent.params,
+        sent.conversation_id,
+        sent.messages,
+        None if prefix is None else SharedPrefix(prefix.token_ids, prefix.messages, prefix.released),
+        None
+        if node is None
+        else TurnNode(
+            turn_id=node.turn_id,
+            parent_id=node.parent_id,
+            owner=node.owner,
+            durable=node.durable,
+            chain=node.chain,
+            attachment=node.attachment,
+        ),
+    )
+
+
+def sent_change(number: int, change: HistoryChange) -> Apply:
+    """A change, to be sent; raises InvalidRequestError for what is none."""
+    kind = type(change).__name__
+    if _CHANGES.get(kind) is not type(change):
+        raise InvalidRequestError("change", change, f"one of {', '.join(_CHANGES)}")
+    return Apply(number, kind, msgspec.Raw(msgspec.msgpack.encode(change)))
+
+
+def received_change(sent: Apply) -> HistoryChange:
+    """The change again; raises InvalidRequestError for what is none."""
+    kind = _CHANGES.get(sent.kind)
+    if kind is None:
+        raise InvalidRequestError("change", sent.kind, f"one of {', '.join(_CHANGES)}")
+    try:
+        found: HistoryChange = msgspec.msgpack.decode(sent.change, type=kind)
+    except msgspec.DecodeError as error:
+        raise InvalidRequestError("change", sent.kind, "complete", str(error)) from error
+    return found
+
+
+def plain_ids(prompt: Any) -> Any:
+    """Arrays as lists; anything else as it is."""
+    return prompt.tolist() if hasattr(prompt, "tolist") else prompt
+
+
+def _check_params(params: object) -> None:
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError("sampling_params", params, "SamplingParams")
+
+
+def _sent_prefix(prefix: SharedPrefix) -> SentPrefix:
+    messages: Sequence[Any] | None = prefix.messages
+    return SentPrefix(
+        prefix.token_ids, None if messages is None else tuple(map(dict, messages)), prefix.released
+    )
+
+
+def _sent_node(node: TurnNode) -> SentNode:
+    attachment = node.attachment
+    if attachment is not None and not isinstance(attachment, changes.ResponseDraft):
+        raise InvalidRequestError("node.attachment", attachment, "a ResponseDraft or None")
+    return SentNode(node.turn_id, node.parent_id, node.owner, node.durable, node.chain, attachment)

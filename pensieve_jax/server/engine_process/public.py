@@ -1,0 +1,116 @@
+"""`AsyncEngine`: the library for programs with an event loop.
+
+Owns: starting an engine in a process of its own, and turns of text, ids or messages.
+Does not know: batches, pages, devices, or what the processes say to each other.
+Called by: users of the library, as `pensieve_jax.AsyncEngine`, and `pensieve serve`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from pensieve_jax.config import EngineConfig
+from pensieve_jax.core.errors import ConfigError, InvalidRequestError
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.model_source import DEFAULT_MODEL
+from pensieve_jax.prompts import Prompt
+from pensieve_jax.server.engine_process.client import RunningTurn
+from pensieve_jax.server.engine_process.lives import ProcessLife
+from pensieve_jax.server.engine_process.messages import Start, sent_prompt
+from pensieve_jax.server.engine_process.supervisor import SupervisedEngine
+
+
+class AsyncEngine(SupervisedEngine):
+    """A model that serves conversations from a process of its own, for programs with an event loop.
+
+    Everything is called from the event loop in which it was started. A process that dies is started again;
+    its running turns then raise EngineDiedError, and `epoch` counts up.
+    """
+
+    @classmethod
+    def start(
+        cls,
+        model: str | Path = DEFAULT_MODEL,
+        *,
+        dtype: str = "auto",
+        history: str | Path | None = None,
+        config: EngineConfig | None = None,
+        synchronous: Literal["normal", "full"] = "normal",
+        progress: bool | None = None,
+    ) -> Self:
+        """An engine that starts with `async with` or `await`; see `LLM` for the arguments.
+
+        Starting raises what `LLM` raises, and EngineDiedError if the process died before it was ready.
+        """
+        if not isinstance(model, str | Path):
+            raise ConfigError("model", model, "a name or a path")
+        greeting = Start(
+            str(model),
+            dtype,
+            None if history is None else str(Path(history).absolute()),
+            synchronous,
+            config or EngineConfig(),
+            sys.stderr.isatty() if progress is None else progress,
+        )
+        return cls(functools.partial(ProcessLife.begin, greeting))
+
+    def submit(
+        self,
+        prompt: Prompt | TurnSpec,
+        sampling_params: SamplingParams | None = None,
+        *,
+        conversation_id: str | None = None,
+    ) -> RunningTurn:
+        """Queue a turn and return at once.
+
+        Args:
+          prompt: the NEW turn only, as text, token ids or chat messages, which the engine's process encodes;
+            or a whole `TurnSpec`.
+          sampling_params: the defaults if None; of a TurnSpec its own.
+          conversation_id: a new id begins a conversation; None is a one-off request.
+
+        What `LLM.submit` refuses, the turn raises: at `accepted`, or when iterated. Raises EngineClosedError
+        while the engine takes no turns.
+        """
+        if isinstance(prompt, TurnSpec):
+            if sampling_params is not None or conversation_id is not None:
+                raise InvalidRequestError(
+                    "prompt", prompt, "alone", "a TurnSpec has parameters and id itself"
+                )
+            return super().submit(prompt)
+        connection = self._open_for_turns()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        sent = sent_prompt(next(self._numbers), _plain(prompt), params, conversation_id)
+        return connection.submit([(sent, None)])[0]
+
+    async def __aenter__(self) -> Self:
+        """Start it; raises what `start` says."""
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it; turns that run are cancelled."""
+        await self.close()
+
+    def __await__(self) -> Generator[object, None, Self]:
+        """`engine = await AsyncEngine.start(...)`, for who closes it later."""
+        return self.__aenter__().__await__()
+
+
+def _plain(prompt: Prompt) -> object:
+    """Messages may be any mappings; the wire knows dicts."""
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):
+        return [one if isinstance(one, int | str) else _plain_item(one) for one in prompt]
+    return prompt
+
+
+def _plain_item(one: object) -> object:
+    return dict(one) if hasattr(one, "keys") else one  # type: ignore[call-overload]

@@ -1,0 +1,252 @@
+"""An engine that is started again when it dies, as one `EngineService` over all its lives.
+
+Owns: its state, when to start it again and when to give up, draining, and the end.
+Does not know: how a life begins, what a message looks like, or HTTP.
+Called by: the server and `pensieve_jax.AsyncEngine`, in the thread of one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pensieve_jax.core.errors import EngineClosedError, EngineDiedError
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.history.changes import HistoryChange
+from pensieve_jax.server.async_engine import EngineInfo, EngineState
+from pensieve_jax.server.engine_process.client import Connection, RunningTurn, numbering
+from pensieve_jax.server.engine_process.lives import Begin, Life
+from pensieve_jax.server.engine_process.messages import sent_spec
+from pensieve_jax.server.engine_process.sent_errors import SentError, received_error
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarts:
+    """How often an engine that died is started again.
+
+    Attributes:
+      most, within_s: so many times in so many seconds; with the next death it stays dead.
+      first_delay_s, longest_delay_s: before the second of these starts, doubled for each one that follows;
+        the first is at once.
+    """
+
+    most: int = 5
+    within_s: float = 600.0
+    first_delay_s: float = 1.0
+    longest_delay_s: float = 30.0
+
+    def delay_s(self, num_before: int) -> float:
+        """How long to wait after so many starts."""
+        if not num_before:
+            return 0.0
+        return min(self.first_delay_s * 2 ** (num_before - 1), self.longest_delay_s)
+
+
+class SupervisedEngine:
+    """An engine elsewhere; see `EngineService` for what its methods promise."""
+
+    def __init__(self, begin: Begin, *, restarts: Restarts | None = None, patience_s: float = 10.0) -> None:
+        """Nothing is started yet.
+
+        Args:
+          begin: starts one life.
+          restarts: when it is called again.
+          patience_s: how long a life may take to end before it is killed.
+        """
+        self._begin = begin
+        self._restarts = restarts or Restarts()
+        self._patience_s = patience_s
+        self._numbers = numbering()
+        self._state: EngineState = "starting"
+        self._epoch = 0
+        self._info: EngineInfo | None = None
+        self._life: Life | None = None
+        self._connection: Connection | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._starts_s: deque[float] = deque()
+
+    # As EngineService
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine said of itself; raises EngineClosedError before it is ready."""
+        if self._info is None:
+            raise EngineClosedError("The engine is starting; wait until it is ready.")
+        return self._info
+
+    @property
+    def state(self) -> EngineState:
+        """What it can be asked for."""
+        return self._state
+
+    @property
+    def epoch(self) -> int:
+        """Counts the times that it became ready."""
+        return self._epoch
+
+    @property
+    def last_heard_s(self) -> float:
+        """Seconds since the engine's process said anything; it does once a second."""
+        return float("inf") if self._connection is None else time.monotonic() - self._connection.last_heard_s
+
+    @property
+    def last_stats(self) -> dict[str, float]:
+        """The engine's counters, at most a second old while it runs."""
+        return {} if self._connection is None else self._connection.stats
+
+    def submit(self, spec: TurnSpec) -> RunningTurn:
+        """Queue a turn; raises EngineClosedError while none is taken."""
+        return self.submit_all([spec])[0]
+
+    def submit_all(self, specs: Sequence[TurnSpec]) -> list[RunningTurn]:
+        """Queue turns, all or none."""
+        connection = self._open_for_turns()
+        sent = [
+            (sent_spec(next(self._numbers), spec), None if spec.node is None else spec.node.turn_id)
+            for spec in specs
+        ]
+        return connection.submit(sent)
+
+    async def apply(self, change: HistoryChange) -> None:
+        """Change what the history keeps beside turns."""
+        await self._open().apply(change)
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        """One of `calls.CALLS` by name."""
+        return await self._open().call(name, arguments)
+
+    async def drain(self, deadline_s: float) -> None:
+        """Take no more turns, and wait for those that run, or cancel them when the time is over."""
+        if self._state == "dead" or self._connection is None:
+            return
+        self._state, connection = "draining", self._connection
+        try:
+            async with asyncio.timeout(deadline_s):
+                await connection.idle()
+        except TimeoutError:
+            connection.cancel_all()
+            await connection.idle()
+
+    # Its lives
+
+    async def open(self) -> None:
+        """Start the engine and wait until it is ready.
+
+        Raises what keeps it from starting: ConfigError, model_defs.ModelError, HistoryError; EngineDiedError
+        if its process died.
+        """
+        error = await self._live()
+        if error is not None:
+            self._state = "dead"
+            raise received_error(error)
+        self._watch = asyncio.create_task(self._keep_alive())
+
+    async def close(self) -> None:
+        """Cancel what runs and end the engine; a second call does nothing."""
+        self._state = "dead"
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
+            self._watch = None
+        await self._bury()
+
+    def kill(self) -> None:
+        """End it at once, without waiting for anything."""
+        self._state = "dead"
+        if self._life is not None:
+            self._life.kill()
+
+    def _open(self) -> Connection:
+        """The engine, for what can be asked of it while it drains, too."""
+        if self._connection is None or self._state not in ("ready", "draining"):
+            raise EngineClosedError(f"The engine takes no calls: it is {self._state}.")
+        return self._connection
+
+    def _open_for_turns(self) -> Connection:
+        if self._connection is None or self._state != "ready":
+            raise EngineClosedError(f"The engine takes no turns: it is {self._state}.")
+        return self._connection
+
+    async def _live(self) -> SentError | None:
+        """Begin a life; returns why it is none, or when it is ready. What is cancelled ends it."""
+        life = self._life = await self._begin()
+        try:
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_unix_connection(
+                lambda: Connection(self._numbers), sock=life.front
+            )
+            self._connection = connection
+            if life.greeting is not None:
+                connection.send(life.greeting)
+            found = await connection.opening
+        except EngineDiedError as error:
+            how = await self._bury()
+            raise EngineDiedError(f"The engine's process died before it was ready: it {how}.") from error
+        except asyncio.CancelledError:
+            life.kill()
+            await self._bury()
+            raise
+        if isinstance(found, SentError):
+            await self._bury()
+            return found
+        self._info = found
+        self._epoch += 1
+        self._state = "ready"
+        return None
+
+    async def _bury(self) -> str:
+        """Wait for the end of a life whose socket is closed, or end it; how it ended."""
+        life, connection = self._life, self._connection
+        if connection is not None:
+            connection.close()
+            await connection.lost.wait()
+        if life is None:
+            return "never began"
+        self._life = None
+        life.front.close()
+        try:
+            async with asyncio.timeout(self._patience_s):
+                return await life.wait()
+        except TimeoutError:
+            life.kill()
+            return await life.wait()
+
+    async def _keep_alive(self) -> None:
+        """Whenever the engine dies, start it again, until it died too often; draining engines stay dead."""
+        while self._connection is not None:
+            await self._connection.lost.wait()
+            is_wanted = self._state == "ready"
+            self._state = "starting" if is_wanted else "dead"
+            how = await self._bury()
+            _log.error("The engine's process %s.", how)
+            if not is_wanted or not await self._live_again():
+                self._state = "dead"
+                return
+
+    async def _live_again(self) -> bool:
+        """Start until it is ready; False when that was tried too often."""
+        while True:
+            now_s = time.monotonic()
+            while self._starts_s and now_s - self._starts_s[0] > self._restarts.within_s:
+                self._starts_s.popleft()
+            num_before = len(self._starts_s)
+            if num_before >= self._restarts.most:
+                _log.error("The engine died %d times in %g s: given up.", num_before, self._restarts.within_s)
+                return False
+            await asyncio.sleep(self._restarts.delay_s(num_before))
+            self._starts_s.append(time.monotonic())
+            try:
+                problem = await self._live()
+            except EngineDiedError as error:
+                _log.error("%s", error)
+                continue
+            if problem is None:
+                return True
+            _log.error("The engine cannot start: %s", received_error(problem))

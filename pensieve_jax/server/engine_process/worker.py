@@ -1,0 +1,103 @@
+"""The engine's process: `python -m pensieve_jax.server.engine_process.worker FD`.
+
+Owns: making the engine of what the front says first, why there is none, and what the process does about
+signals and a front that dies before it is ready.
+Does not know: turns, which `EngineServer` serves.
+Called by: the supervisor, with one end of a socket pair as its only descriptor.
+
+Ctrl-C and SIGTERM are the front's business, which drains first: this process goes when its socket ends.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from typing import Final
+
+from model_defs import ModelError
+from pallas_kernels.ragged_paged_attention import AttentionArgumentError
+from pensieve_jax.assembly import Assembled, assemble
+from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.description import describe
+from pensieve_jax.server.async_engine import EngineInfo
+from pensieve_jax.server.engine_process.engine_server import EngineServer
+from pensieve_jax.server.engine_process.messages import Failed, Ready, Start
+from pensieve_jax.server.engine_process.sent_errors import sent_error
+from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
+
+EXIT_REFUSED: Final = 2
+_READ_BYTES = 1 << 16
+_LOOK_MS = 500
+
+
+def main() -> int:
+    """Serve the front behind the descriptor that the command line names; the exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with socket.socket(fileno=int(sys.argv[1])) as front:
+        start = _first_message(front)
+        if start is None:
+            return 0
+        ready = threading.Event()
+        threading.Thread(target=_leave_with_front, args=(front, ready), daemon=True).start()
+        try:
+            parts = _assemble(start)
+        except (PensieveError, ModelError, AttentionArgumentError) as error:
+            front.sendall(FrameWriter().frame(Failed(sent_error(error))))
+            return EXIT_REFUSED
+        front.sendall(FrameWriter().frame(Ready(_info(parts, start))))
+        ready.set()
+        EngineServer(parts.engine, parts.tokenizer, front).run()
+    return 0
+
+
+def _first_message(front: socket.socket) -> Start | None:
+    """What to serve; None when the front has gone."""
+    reader = FrameReader(Start)
+    while data := front.recv(_READ_BYTES):
+        for message in reader.feed(data):
+            if not isinstance(message, Start):
+                raise WireError(f"The first message is {type(message).__name__}, but must be Start.")
+            return message
+    return None
+
+
+def _leave_with_front(front: socket.socket, ready: threading.Event) -> None:
+    """While weights are loaded and steps compiled, which takes minutes, nobody else looks at the socket."""
+    poll = select.poll()
+    poll.register(front, getattr(select, "POLLRDHUP", 0))  # that the other end is closed is told everywhere
+    while not ready.is_set():
+        if poll.poll(_LOOK_MS) and not ready.is_set():
+            os._exit(0)
+
+
+def _assemble(start: Start) -> Assembled:
+    return assemble(
+        start.model,
+        dtype=start.dtype,
+        history=start.history,
+        synchronous=start.synchronous,
+        config=start.config,
+        progress=start.progress,
+    )
+
+
+def _info(parts: Assembled, start: Start) -> EngineInfo:
+    return EngineInfo(
+        model_name=parts.model_name,
+        source=parts.source,
+        fingerprint=parts.fingerprint,
+        history=start.history or "",
+        limits=parts.engine.limits,
+        max_num_running=parts.config.scheduler.max_num_running,
+        chunk_tokens=parts.config.cache.chunk_tokens,
+        description=dict(describe(parts)),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

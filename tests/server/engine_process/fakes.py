@@ -1,0 +1,102 @@
+"""An engine on the fake runner, on a thread behind a socket pair: all between an event loop and a device.
+
+Whoever serves requests can be tested on it without a model or a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.server.async_engine import EngineInfo
+from pensieve_jax.server.engine_process.lives import Parts, ThreadLife
+from pensieve_jax.server.engine_process.public import AsyncEngine
+from pensieve_jax.server.engine_process.supervisor import Restarts
+from pensieve_jax.text import byte_tokenizer
+from tests.engine.harness import Harness, small_config
+from tests.engine.oracles import TurnFacts
+
+TIMEOUT_S = 60.0
+TOKENIZER = byte_tokenizer()
+
+
+def info_of(harness: Harness, history: str = "") -> EngineInfo:
+    return EngineInfo(
+        model_name="fake",
+        source="fake",
+        fingerprint="test",
+        history=history,
+        limits=harness.engine.limits,
+        max_num_running=harness.config.scheduler.max_num_running,
+        chunk_tokens=harness.config.cache.chunk_tokens,
+        description={"model": {"name": "fake"}},
+    )
+
+
+class FakeLives:
+    """Begins lives on threads, each with a harness of its own over one history file, if there is one."""
+
+    def __init__(self, path: Path | None = None, **config: Any) -> None:
+        self.path = path
+        self.config = config
+        self.harnesses: list[Harness] = []
+        self.lives: list[ThreadLife] = []
+        self.prepare: Callable[[Harness], None] = lambda harness: None
+
+    async def begin(self) -> ThreadLife:
+        life = ThreadLife(self._make)
+        self.lives.append(life)
+        return life
+
+    @property
+    def harness(self) -> Harness:
+        """The latest."""
+        return self.harnesses[-1]
+
+    def _make(self) -> Parts:
+        harness = Harness(small_config(**self.config), path=self.path, tokenizer=TOKENIZER)
+        self.prepare(harness)
+        self.harnesses.append(harness)
+        return harness.engine, TOKENIZER, info_of(harness, str(self.path or ""))
+
+
+@contextlib.asynccontextmanager
+async def fake_engine(lives: FakeLives | None = None, **config: Any) -> AsyncIterator[AsyncEngine]:
+    """An engine that is ready."""
+    lives = lives or FakeLives(**config)
+    async with AsyncEngine(lives.begin, restarts=Restarts(first_delay_s=0.0)) as engine:
+        yield engine
+
+
+def run[T](work: Coroutine[Any, Any, T]) -> T:
+    """A test's coroutine, with a limit, since nothing may ever hang."""
+
+    async def limited() -> T:
+        async with asyncio.timeout(TIMEOUT_S):
+            return await work
+
+    return asyncio.run(limited())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread or process brings about."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def spec(
+    prompt: list[int], *, conversation_id: str | None = None, max_tokens: int = 6, **params: Any
+) -> TurnSpec:
+    params = {"ignore_eos": True, "seed": 1} | params
+    return TurnSpec(prompt, SamplingParams(max_tokens=max_tokens, **params), conversation_id)
+
+
+def expected(harness: Harness, turn: TurnSpec, history: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """The reply that the fake reference gives to a turn with seed 1."""
+    prompt = tuple(turn.prompt_token_ids)
+    return harness.expected(TurnFacts(history, prompt, turn.params, 1, harness.max_context_tokens))

@@ -1,0 +1,341 @@
+"""Turns over a socket pair, by an engine on the fake runner: answers, refusals, stalls and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import threading
+
+import pytest
+
+from pensieve_jax import (
+    ContextLengthError,
+    ConversationBusyError,
+    EngineClosedError,
+    EngineDiedError,
+    InvalidRequestError,
+    SamplingParams,
+    UnknownConversationError,
+)
+from pensieve_jax.server.engine_process.engine_server import EngineServer
+from pensieve_jax.server.engine_process.messages import Report, Submit, sent_spec
+from pensieve_jax.server.engine_process.supervisor import Restarts
+from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter
+from tests.engine.harness import Harness
+from tests.server.engine_process.fakes import (
+    TIMEOUT_S,
+    TOKENIZER,
+    FakeLives,
+    expected,
+    fake_engine,
+    run,
+    spec,
+    until,
+)
+
+
+def test_a_turn_says_what_the_engine_computes() -> None:
+    async def work() -> None:
+        lives = FakeLives()
+        async with fake_engine(lives) as engine:
+            assert engine.state == "ready" and engine.epoch == 1 and engine.info.model_name == "fake"
+            turn = engine.submit(spec([5, 6, 7], conversation_id="a"))
+            await turn.accepted()
+            deltas = [delta async for delta in turn]
+            output = await turn.result()
+            assert output == turn.output and turn.usage == output.usage
+            assert output.token_ids == expected(lives.harness, spec([5, 6, 7]))
+            assert sum((delta.token_ids for delta in deltas), ()) == output.token_ids
+            assert "".join(delta.text for delta in deltas) == output.text
+            again = await engine.submit(spec([8], conversation_id="a")).result()
+            assert again.token_ids == expected(lives.harness, spec([8]), (5, 6, 7, *output.token_ids))
+            assert again.usage.reused_gpu_tokens > 0
+        assert engine.state == "dead"
+        with pytest.raises(EngineClosedError):
+            engine.submit(spec([5]))
+
+    run(work())
+
+
+def test_text_and_messages_are_encoded_where_the_engine_is() -> None:
+    async def work() -> None:
+        lives = FakeLives()
+        params = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
+        async with fake_engine(lives) as engine:
+            output = await engine.submit("hello", params, conversation_id="a").result()
+            ids = TOKENIZER.encode("hello", add_bos=True)
+            assert output.token_ids == expected(lives.harness, spec(ids, max_tokens=4))
+            chat = engine.submit([{"role": "user", "content": "hello"}], params, conversation_id="b")
+            assert len((await chat.result()).token_ids) == 4
+            with pytest.raises(InvalidRequestError, match=r"messages\[0\]\.content|prompt\[0\]\.content"):
+                await engine.submit([{"role": "user"}], params).accepted()
+
+    run(work())
+
+
+def test_logprobs_travel_with_their_tokens() -> None:
+    async def work() -> None:
+        async with fake_engine() as engine:
+            plain, asked = engine.submit_all([spec([5]), spec([5], logprobs=2)])
+            deltas = [delta async for delta in asked]
+            output = await asked.result()
+            assert output.logprobs is not None and len(output.logprobs) == 6
+            assert sum((delta.logprobs or () for delta in deltas), ()) == output.logprobs
+            assert [delta.logprobs async for delta in plain if delta.logprobs is not None] == []
+
+    run(work())
+
+
+def test_what_the_engine_refuses_the_turn_raises() -> None:
+    async def work() -> None:
+        async with fake_engine() as engine:
+            long = engine.submit(spec([5] * 5000))
+            with pytest.raises(ContextLengthError, match="5000 tokens") as caught:
+                await long.accepted()
+            assert caught.value.field == "prompt"
+            with pytest.raises(ContextLengthError):
+                await long.result()
+            with pytest.raises(ContextLengthError):
+                await anext(aiter(long))
+            first = engine.submit(spec([5], conversation_id="a", max_tokens=300))
+            busy = engine.submit(spec([6], conversation_id="a"))
+            with pytest.raises(ConversationBusyError, match="'a'"):
+                await busy.accepted()
+            good, bad = engine.submit_all([spec([5]), spec([-1])])
+            for turn in (good, bad):
+                with pytest.raises(InvalidRequestError):
+                    await turn.accepted()
+            with pytest.raises(InvalidRequestError, match="sampling_params"):
+                engine.submit([5], {"temperature": 1})  # type: ignore[arg-type]
+            await first.cancel()
+
+    run(work())
+
+
+def test_calls_return_plain_values_and_raise_what_the_engine_raises() -> None:
+    async def work() -> None:
+        async with fake_engine() as engine:
+            await engine.submit(spec([5] * 40, conversation_id="a")).result()
+            assert (await engine.call("stats"))["num_turns_finished"] == 1
+            assert await engine.call("chunk_map", "a") == ["gpu"] * 3
+            assert (await engine.call("explain", "a"))["num_tokens"] == 46
+            await engine.call("truncate", "a", 20)
+            assert (await engine.call("conversations"))[0]["num_tokens"] == 20
+            await engine.call("forget_state", "a")
+            await engine.call("end", "a")
+            with pytest.raises(UnknownConversationError, match="'a'"):
+                await engine.call("end", "a")
+            for name, arguments in (("close", ()), ("end", ()), ("end", ("a", "b")), ("__init__", ())):
+                with pytest.raises(InvalidRequestError):
+                    await engine.call(name, *arguments)
+
+    run(work())
+
+
+def test_a_cancelled_turn_leaves_no_trace() -> None:
+    async def work() -> None:
+        async with fake_engine() as engine:
+            turn = engine.submit(spec([5], conversation_id="a", max_tokens=400))
+            await anext(aiter(turn))
+            await turn.cancel()
+            assert turn.output is not None and turn.output.finish_reason == "cancelled"
+            assert await engine.call("conversations") == []
+            await turn.cancel()
+            await engine.submit(spec([5], conversation_id="a")).result()
+
+    run(work())
+
+
+@pytest.mark.parametrize("how", ["break", "task", "del"])
+def test_a_dropped_turn_is_cancelled(how: str) -> None:
+    async def work() -> None:
+        async with fake_engine() as engine:
+            if how == "break":
+                async for _ in engine.submit(spec([5], max_tokens=400)):
+                    break
+            elif how == "task":
+
+                async def consume() -> None:
+                    async for _ in engine.submit(spec([5], max_tokens=400)):
+                        started.set()
+
+                started = asyncio.Event()
+                task = asyncio.create_task(consume())
+                await started.wait()
+                task.cancel()
+                await asyncio.wait([task])
+                del task
+            else:
+                turn = engine.submit(spec([5], max_tokens=400))
+                await turn.accepted()
+                del turn
+            gc.collect()
+            while (await engine.call("stats"))["num_turns_cancelled"] != 1:
+                pass
+            assert (await engine.call("stats"))["num_running"] == 0
+
+    run(work())
+
+
+def test_a_turn_that_is_waited_for_needs_no_other_holder() -> None:
+    async def work() -> None:
+        async with fake_engine() as engine:
+            found: list[int] = []
+
+            async def consume() -> None:
+                output = await engine.submit(spec([5], max_tokens=50)).result()
+                found.append(len(output.token_ids))
+
+            asyncio.ensure_future(consume())  # noqa: RUF006
+            while not found:
+                gc.collect()
+                await asyncio.sleep(0)
+            assert found == [50]
+
+    run(work())
+
+
+def test_nobody_takes_deltas_and_one_is_left_of_them() -> None:
+    async def work() -> None:
+        async with fake_engine() as engine:
+            turn = engine.submit(spec([5], max_tokens=100))
+            output = await turn.result()
+            (delta,) = [delta async for delta in turn]
+            assert delta.token_ids == output.token_ids and delta.text == output.text
+
+    run(work())
+
+
+def test_draining_takes_no_turns_and_ends_those_that_take_too_long() -> None:
+    async def work() -> None:
+        async with fake_engine() as engine:
+            done = engine.submit(spec([5]))
+            await engine.drain(TIMEOUT_S)
+            assert done.output is not None and engine.state == "draining"
+            with pytest.raises(EngineClosedError, match="draining"):
+                engine.submit(spec([5]))
+        async with fake_engine() as engine:
+            long = engine.submit(spec([5], max_tokens=1500))
+            await engine.drain(0.0)
+            assert long.output is not None and long.output.finish_reason == "cancelled"
+
+    run(work())
+
+
+def test_the_engine_is_started_again_and_then_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        lives = FakeLives()
+        async with fake_engine(lives) as engine:
+            for number in range(1, 7):
+                turn = engine.submit(spec([5], max_tokens=1500))
+                call = asyncio.ensure_future(engine.call("stats"))
+                await turn.accepted()
+                await call
+                lives.lives[-1].kill()
+                with pytest.raises(EngineDiedError):
+                    await turn.result()
+                await until(lambda n=number: engine.epoch == n + 1 or engine.state == "dead")
+            assert engine.state == "dead" and engine.epoch == 6
+            with pytest.raises(EngineClosedError, match="dead"):
+                engine.submit(spec([5]))
+            with pytest.raises(EngineClosedError):
+                await engine.call("stats")
+
+    run(work())
+    assert "given up" in caplog.text
+
+
+def test_restarts_wait_longer_each_time() -> None:
+    restarts = Restarts(first_delay_s=1.0, longest_delay_s=5.0)
+    assert [restarts.delay_s(number) for number in range(5)] == [0.0, 1.0, 2.0, 4.0, 5.0]
+
+
+# A front that does not read
+
+
+def test_a_front_that_never_reads_stops_no_step_and_costs_no_memory() -> None:
+    harness = Harness(tokenizer=TOKENIZER)
+    front, engine_end = socket.socketpair()
+    for end in (front, engine_end):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    server = EngineServer(harness.engine, TOKENIZER, engine_end)
+    specs = [spec([5 + n], conversation_id=f"c{n}", max_tokens=900) for n in range(4)]
+    front.sendall(FrameWriter().frame(Submit([sent_spec(n, one) for n, one in enumerate(specs)])))
+    server.turn_over()
+    while harness.engine.has_unfinished:
+        server.turn_over()
+    assert harness.engine.stats()["num_turns_finished"] == 4
+    held = len(server._unsent) + sum(len(ending.output.text) for ending in server._report.endings)
+    assert held < 4 * 900 * 4 + 8192  # the replies, and a message
+    assert not server._report.numbers
+
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    reader, outputs, ids = FrameReader(Report), {}, {n: [] for n in range(4)}
+    while len(outputs) < 4:
+        for report in reader.feed(front.recv(1 << 16)):
+            for number, new in zip(report.numbers, report.token_ids, strict=True):
+                ids[number] += [new] if isinstance(new, int) else new
+            outputs |= {ending.number: ending.output for ending in report.endings}
+    front.close()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive() and harness.engine.closed
+    for number, one in enumerate(specs):
+        assert outputs[number].token_ids == expected(harness, one)
+        assert tuple(ids[number]) == outputs[number].token_ids[: len(ids[number])]
+
+
+def test_a_front_that_reads_late_gets_merged_deltas() -> None:
+    harness = Harness(tokenizer=TOKENIZER)
+    front, engine_end = socket.socketpair()
+    engine_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    server = EngineServer(harness.engine, TOKENIZER, engine_end)
+    front.sendall(
+        FrameWriter().frame(Submit([sent_spec(n, spec([n + 1], max_tokens=1500)) for n in range(8)]))
+    )
+    for _ in range(1200):
+        server.turn_over()
+    reader, sizes = FrameReader(Report), []
+    front.setblocking(False)
+    for _ in range(200):
+        try:
+            data = front.recv(1 << 16)
+        except BlockingIOError:
+            break
+        for report in reader.feed(data):
+            sizes += [1 if isinstance(new, int) else len(new) for new in report.token_ids]
+        server.turn_over()
+    assert max(sizes) > 50, "nothing was merged"
+    front.close()
+    server.turn_over()
+    server.turn_over()
+    assert server._front_left
+    engine_end.close()
+    harness.engine.close()
+
+
+def test_the_engine_ends_with_its_front_whatever_the_bytes() -> None:
+    for garbage in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"PJX1\x00\x00\x00\x05hello",
+        b"PJX1\xff\xff\xff\xff",
+        b"PJX",
+    ):
+        harness = Harness(tokenizer=TOKENIZER)
+        front, engine_end = socket.socketpair()
+        thread = threading.Thread(target=EngineServer(harness.engine, TOKENIZER, engine_end).run)
+        thread.start()
+        frame = FrameWriter().frame(Submit([sent_spec(1, spec([5], max_tokens=1500))]))
+        front.sendall(frame)
+        reader = FrameReader(Report)
+        while not any(report.accepted for report in reader.feed(front.recv(1 << 16))):
+            pass
+        front.sendall(garbage)
+        if len(garbage) < 8:
+            front.close()
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive() and harness.engine.closed, garbage
+        assert harness.engine.stats()["num_turns_cancelled"] == 1
+        front.close()
