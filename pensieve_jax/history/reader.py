@@ -31,6 +31,7 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.history import codec, responses_table, schema, server_conversations, turns_table
+from pensieve_jax.history import trees as response_trees
 from pensieve_jax.history.changes import ConversationRow, ItemRow, ResponseRecord
 from pensieve_jax.text.messages import Message
 
@@ -224,6 +225,16 @@ class HistoryReader:
         return self._run(
             lambda connection: server_conversations.find_item(connection, owner, conversation_id, item_id)
         )
+
+    # Trees of responses
+
+    def trees(self, owner: str, limit: int = 100) -> list[response_trees.TreeSummary]:
+        """An owner's trees of responses, the most recently active first."""
+        return self._run(lambda connection: response_trees.trees(connection, owner, limit))
+
+    def tree(self, owner: str, root: str) -> list[response_trees.TreeTurn]:
+        """The responses of a tree in the order in which they were made; empty where there is none."""
+        return self._run(lambda connection: response_trees.tree(connection, owner, root))
 
     # Turns
 
