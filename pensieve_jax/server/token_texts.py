@@ -21,7 +21,9 @@ class TokenTexts:
         """As it is written; what is no whole character by itself is U+FFFD."""
         text = self._texts.get(token_id)
         if text is None:
-            text = f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.decode_raw([token_id])
+            text = (
+                f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.decode_raw([token_id])
+            )
             self._texts[token_id] = text
         return text
 

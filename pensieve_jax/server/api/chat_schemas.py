@@ -43,7 +43,11 @@ class ContentPart(Body):
 class ChatMessage(Body):
     """A message of a chat."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tool_calls": ([],),
+        "function_call": (),
+        "audio": (),
+    }
     IGNORED: ClassVar[frozenset[str]] = frozenset({"refusal", "annotations", "reasoning_content"})
 
     role: str
@@ -53,7 +57,10 @@ class ChatMessage(Body):
         """Its role and its whole text; raises ApiError where it has none. `at` is its path."""
         content = self.content
         if isinstance(content, list):
-            return {"role": self.role, "content": "".join(_text(part, i, at) for i, part in enumerate(content))}
+            return {
+                "role": self.role,
+                "content": "".join(_text(part, i, at) for i, part in enumerate(content)),
+            }
         if content is None:
             raise invalid_value(f"{at}.content", f"{at}.content is missing, but must be text.")
         return {"role": self.role, "content": content}
@@ -94,7 +101,14 @@ class SamplingFields(Body):
         "truncate_prompt_tokens": (),
     }
     IGNORED: ClassVar[frozenset[str]] = frozenset(
-        {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
+        {
+            "user",
+            "metadata",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "service_tier",
+        }
     )
 
     model: str | None = None
@@ -123,7 +137,7 @@ class SamplingFields(Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class ChatBody(SamplingFields):
+class ChatBody(SamplingFields, kw_only=True):
     """POST /v1/chat/completions."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {

@@ -60,7 +60,9 @@ async def tokenize(call: Call) -> Reply:
         token_ids = await asyncio.to_thread(_token_ids, services, body)
     else:
         token_ids = _token_ids(services, body)
-    texts = [services.token_texts.text(token_id) for token_id in token_ids] if body.return_token_strs else None
+    texts = (
+        [services.token_texts.text(token_id) for token_id in token_ids] if body.return_token_strs else None
+    )
     return json_reply(
         {
             "count": len(token_ids),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from pensieve_jax.core.errors import UnknownTurnError
 from pensieve_jax.engine.validation import TurnSpec
-from pensieve_jax.server.async_engine import AsyncEngine, AsyncTurn
+from pensieve_jax.server.async_engine import AsyncTurn, EngineService
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
 
 INLINE_CHARACTERS = 20_000
@@ -20,7 +20,7 @@ INLINE_CHARACTERS = 20_000
 
 
 async def start_turns(
-    engine: AsyncEngine,
+    engine: EngineService,
     find: Callable[[Memory], ResolvedContext],
     specs_of: Callable[[ResolvedContext], Sequence[TurnSpec]],
     *,
