@@ -39,10 +39,7 @@ async def start_turns(
     """
     unknown: UnknownTurnError | None = None
     for memory in Memory:
-        if num_characters > INLINE_CHARACTERS:
-            resolved = await asyncio.to_thread(find, memory)
-        else:
-            resolved = find(memory)
+        resolved = await resolved_context(find, memory, num_characters=num_characters)
         turns = engine.submit_all(specs_of(resolved))
         try:
             for turn in turns:
@@ -54,3 +51,12 @@ async def start_turns(
                 resolved.index.forget(resolved.node.owner, resolved.parent.turn_id)
     assert unknown is not None
     raise unknown
+
+
+async def resolved_context(
+    find: Callable[[Memory], ResolvedContext], memory: Memory = Memory.ALL, *, num_characters: int
+) -> ResolvedContext:
+    """Resolve a context of about so many characters; raises what `find` raises."""
+    if num_characters > INLINE_CHARACTERS:
+        return await asyncio.to_thread(find, memory)
+    return find(memory)

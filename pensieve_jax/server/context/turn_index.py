@@ -68,8 +68,8 @@ class TurnSource(Protocol):
         """The newest turn with this chain before its reply, and this reply (canonical); None without one."""
         ...
 
-    def turn(self, owner: str, turn_id: str) -> PastTurn:
-        """Raises UnknownTurnError for an unknown id, and for another owner's."""
+    def path(self, owner: str, turn_id: str) -> Sequence[PastTurn]:
+        """The turns from the first of a tree to this one; raises UnknownTurnError."""
         ...
 
 
@@ -80,7 +80,7 @@ class NoTurns:
         """None."""
         return None
 
-    def turn(self, owner: str, turn_id: str) -> PastTurn:
+    def path(self, owner: str, turn_id: str) -> Sequence[PastTurn]:
         """Raises UnknownTurnError."""
         raise UnknownTurnError(turn_id)
 
@@ -154,16 +154,25 @@ class TurnIndex:
         with self._lock:
             if (owner, turn_id) in self._turns:
                 return self._touch((owner, turn_id))
-        turn = self._source.turn(owner, turn_id)
-        self.add(turn)
-        return turn
+        return self._read_path(owner, turn_id)[-1]
 
     def path(self, turn: PastTurn) -> list[PastTurn]:
         """The turns from the first of its tree to this one; raises UnknownTurnError where one is gone."""
         path = [turn]
-        while path[-1].parent_id is not None:
-            path.append(self.turn(turn.owner, path[-1].parent_id))
+        while (parent_id := path[-1].parent_id) is not None:
+            with self._lock:
+                known = (turn.owner, parent_id) in self._turns
+                if known:
+                    path.append(self._touch((turn.owner, parent_id)))
+            if not known:
+                return [*self._read_path(turn.owner, parent_id), *path[::-1]]
         return path[::-1]
+
+    def _read_path(self, owner: str, turn_id: str) -> Sequence[PastTurn]:
+        path = self._source.path(owner, turn_id)
+        for turn in path:
+            self.add(turn)
+        return path
 
     def _touch(self, key: tuple[str, str]) -> PastTurn:
         self._turns.move_to_end(key)

@@ -23,6 +23,7 @@ from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.prompts import PromptEncoder
+from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process import calls
 from pensieve_jax.server.engine_process.messages import (
     Answer,
@@ -31,6 +32,7 @@ from pensieve_jax.server.engine_process.messages import (
     Cancel,
     Ending,
     FrontMessage,
+    Ready,
     Report,
     SentTurn,
     Submit,
@@ -59,6 +61,7 @@ class EngineServer:
         tokenizer: Tokenizer | None,
         front: socket.socket,
         *,
+        info: EngineInfo | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Both become this object's: the engine and the socket are closed at the end of `run`.
@@ -67,6 +70,7 @@ class EngineServer:
           engine: idle.
           tokenizer: of prompts that the front sends as text or messages.
           front: the engine's end of the socket pair.
+          info: what the front is told first; None: nothing, it knows.
           now: the time in seconds, for heartbeats.
         """
         front.setblocking(False)
@@ -78,7 +82,8 @@ class EngineServer:
         self._writer = FrameWriter()
         self._poll = select.poll()
         self._poll.register(front, select.POLLIN)
-        self._unsent = memoryview(b"")  # of a message that the socket took a part of
+        # Of a message that the socket took a part of.
+        self._unsent = memoryview(b"" if info is None else self._writer.frame(Ready(info)))
         self._report = Report()  # what is to be told next, without deltas
         self._numbers: dict[Turn, int] = {}
         self._turns: dict[int, Turn] = {}  # holding them keeps them running

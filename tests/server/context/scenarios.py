@@ -38,10 +38,14 @@ class FakeSource:
                 return turn
         return None
 
-    def turn(self, owner: str, turn_id: str) -> PastTurn:
-        for turn in self.turns:
-            if (turn.owner, turn.turn_id) == (owner, turn_id):
-                return turn
+    def path(self, owner: str, turn_id: str) -> list[PastTurn]:
+        path, wanted = [], turn_id
+        for turn in reversed(self.turns):  # parents stand before their children
+            if (turn.owner, turn.turn_id) == (owner, wanted):
+                path.append(turn)
+                if turn.parent_id is None:
+                    return path[::-1]
+                wanted = turn.parent_id
         raise UnknownTurnError(turn_id)
 
 
