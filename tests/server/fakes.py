@@ -17,6 +17,8 @@ from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob, Usage
 from pensieve_jax.engine.validation import ModelLimits, TurnSpec, check_turns
 from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.server.async_engine import AsyncDelta, EngineInfo, EngineState
+from pensieve_jax.server.context.resolver import Resolver
+from pensieve_jax.server.context.turn_index import NoTurns, TurnIndex
 from pensieve_jax.server.http.app import Lifespan, make_app
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.limits import Limits
@@ -24,6 +26,7 @@ from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics
+from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.text import ChatFormat, Tokenizer
 from pensieve_jax.text.loading import byte_tokenizer
 
@@ -44,6 +47,7 @@ class FakeTurn:
         self._logprobs: list[TokenLogprob] = []
         self._text = ""
         self._error: BaseException | None = None
+        self._is_refused = False
         self._accepted = asyncio.Event()
         self._changed = asyncio.Event()
 
@@ -92,6 +96,7 @@ class FakeTurn:
 
     def fail(self, error: BaseException) -> None:
         self._error = error
+        self._is_refused = not self._accepted.is_set()
         self._accepted.set()
         self._changed.set()
 
@@ -99,7 +104,7 @@ class FakeTurn:
 
     async def accepted(self) -> None:
         await self._accepted.wait()
-        if self._error is not None:
+        if self._error is not None and self._is_refused:
             raise self._error
 
     async def __aiter__(self) -> AsyncIterator[AsyncDelta]:
@@ -126,7 +131,7 @@ class FakeTurn:
     async def cancel(self) -> None:
         if self.output is None and self._error is None:
             self.cancelled = True
-            self.fail(asyncio.CancelledError())
+            self.finish("cancelled")
 
 
 def _merged(deltas: list[AsyncDelta]) -> AsyncDelta:
@@ -187,6 +192,8 @@ class FakeEngine:
         self.changes: list[HistoryChange] = []
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.answers: dict[str, Any] = {"stats": {}}
+        self.last_heard_s = 0.0
+        self.last_stats: dict[str, Any] = {}
         self.submitted = asyncio.Event()
         self.info = EngineInfo(
             model_name=MODEL,
@@ -269,7 +276,9 @@ class Harness:
             "tokenizer": tokenizer,
             "chat_format": ChatFormat(tokenizer),
             "defaults": {"temperature": 1.0},
-            "resolver": None,
+            "resolver": Resolver(tokenizer, "fingerprint", TurnIndex(NoTurns())),
+            "token_texts": TokenTexts(tokenizer),
+            "started_at": 1_000_000,
             "history": None,
             "now_s": self.clock.now,
         }
@@ -314,7 +323,13 @@ class Open:
         self._outgoing: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.takes = asyncio.Event()  # cleared: the client takes nothing more, and `send` waits
         self.takes.set()
-        self.task = asyncio.ensure_future(app(self._scope, self._incoming.get, self._send))
+        self.task = asyncio.ensure_future(app(self._scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        message = await self._incoming.get()
+        if message["type"] == "http.disconnect":
+            self._incoming.put_nowait(message)  # as servers do: it stays true
+        return message
 
     async def _send(self, message: dict[str, Any]) -> None:
         await self.takes.wait()

@@ -137,7 +137,7 @@ class SamplingFields(Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class ChatBody(SamplingFields):
+class ChatBody(SamplingFields, kw_only=True):
     """POST /v1/chat/completions."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {

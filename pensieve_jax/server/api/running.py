@@ -159,9 +159,9 @@ async def merged(turns: Sequence[TimedTurn]) -> AsyncGenerator[tuple[int, AsyncD
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=waiting.__getitem__):
                 index = waiting.pop(task)
-                delta = task.result()
-                yield index, delta
-                if delta is not None:
+                found = task.result()
+                yield index, found
+                if found is not None:
                     waiting[asyncio.ensure_future(anext(turns[index], None))] = index
     finally:
         for task in waiting:

@@ -27,7 +27,7 @@ _KEY = re.compile(r" - at `key in \$(?P<path>.*)`\Z")
 MAX_DEPTH_ERROR = "The body is nested too deeply."
 
 
-class Body(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+class Body(msgspec.Struct):
     """A JSON object of a request.
 
     Attributes:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
-from pensieve_jax.server.async_engine import AsyncEngine
+from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.http.errors import ApiError, overloaded, rate_limited
 from pensieve_jax.server.http.settings import ServerSettings
 
@@ -90,7 +90,7 @@ class Place:
 class Limits:
     """The places of one server. Used by the event loop's thread only."""
 
-    def __init__(self, engine: AsyncEngine, settings: ServerSettings, now_s: Callable[[], float]) -> None:
+    def __init__(self, engine: EngineService, settings: ServerSettings, now_s: Callable[[], float]) -> None:
         """`now_s` tells the time in seconds, for the rate."""
         self._engine = engine
         self._settings = settings

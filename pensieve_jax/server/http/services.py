@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pensieve_jax.server.async_engine import AsyncEngine
+from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.limits import Limits
@@ -36,10 +36,10 @@ class Services:
       resolver: finds the turn that a list of messages goes on from; see `server.context`.
       token_texts: of the model's vocabulary.
       history: reads what the history keeps beside turns; None keeps nothing.
-      now_s: seconds since the epoch.
+      now_s: seconds since the epoch; `started_at`: when the server began.
     """
 
-    engine: AsyncEngine
+    engine: EngineService
     settings: ServerSettings
     keys: ApiKeys
     limits: Limits
@@ -51,6 +51,7 @@ class Services:
     token_texts: TokenTexts
     history: Any
     now_s: Callable[[], float]
+    started_at: int
 
     @property
     def model_name(self) -> str:
