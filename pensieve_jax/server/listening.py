@@ -17,9 +17,9 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 import uvloop
@@ -200,9 +200,9 @@ async def _outcome(task: asyncio.Task[None]) -> None:
     await asyncio.shield(task)
 
 
-async def _until(event: asyncio.Event, work: asyncio.Future[None] | object) -> bool:
+async def _until(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
     """Whether `work` came to its end before the event, which cancels it; raises what it raises."""
-    doing = asyncio.ensure_future(work)  # type: ignore[call-overload]
+    doing = asyncio.create_task(work)
     waiting = asyncio.create_task(event.wait())
     try:
         await asyncio.wait({doing, waiting}, return_when=asyncio.FIRST_COMPLETED)
