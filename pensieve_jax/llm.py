@@ -270,6 +270,16 @@ class LLM:
         """
         self.engine.truncate(conversation_id, num_tokens)
 
+    def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> None:
+        """Begin a conversation as another one begins: with all of it, or its first `num_tokens` tokens.
+
+        Both go on by themselves; a running turn of the first is no part of the second. Raises
+        UnknownConversationError, ConversationBusyError for a new id whose first turn is running, and
+        InvalidRequestError for one that exists already.
+        """
+        self.engine.expire_idle()
+        self.engine.fork(conversation_id, new_conversation_id, num_tokens)
+
     def end(self, conversation_id: str) -> None:
         """Forget a conversation. Raises UnknownConversationError or ConversationBusyError."""
         self.engine.end(conversation_id)

@@ -10,6 +10,7 @@ from pensieve_jax.cache.place_pool import PlacePool
 from pensieve_jax.cache.policies import EvictionPolicy, make_policy
 from pensieve_jax.cache.sequence import CachedSequence, Role
 from pensieve_jax.cache.states import TRANSITIONS, ChunkEvent, ChunkState, Shelf
+from pensieve_jax.cache.trunks import OnMove
 from pensieve_jax.cache.victims import VictimOrder
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "DropReason",
     "EvictionPolicy",
     "Experience",
+    "OnMove",
     "PageTable",
     "PlacePool",
     "Role",

@@ -120,9 +120,28 @@ class ChunkStore:
         self._count_absent(sequence, num_chunks, num_chunks - len(chunks))
         del chunks[num_chunks:]
 
+    def hand_over(self, giver: CachedSequence, taker: CachedSequence, first: int, end: int) -> None:
+        """Own chunks [first, end) of a sequence are another one's from here on, at the same indices.
+
+        Pages, slots and copies in flight stay as they are; both have the chunks in their lists already.
+        """
+        moved = [0] * NUM_SHELVES
+        for index in range(first, end):
+            chunk = taker.chunks[index]
+            moved[chunk.shelf] += 1
+            if chunk.copy_id:
+                self._flights[chunk.copy_id] = taker, index
+        for sequence, sign in ((giver, -1), (taker, 1)):
+            num_on = self.num_on[sequence.role]
+            for shelf, number in enumerate(moved):
+                sequence.num_on[shelf] += sign * number
+                num_on[shelf] += sign * number
+            if sequence.role is Role.IDLE:
+                self._note_changed(sequence)
+
     def trim(self, sequence: CachedSequence) -> None:
         """Restore the invariant at the tail: no chunk past the computed length, none dropped at the end."""
-        if sequence.is_prefix:
+        if sequence.is_trunk:
             return
         chunks, chunk_tokens = sequence.chunks, self._chunk_tokens
         num_chunks = min(len(chunks), max(-(-sequence.num_kv_tokens // chunk_tokens), sequence.num_shared))
@@ -266,12 +285,12 @@ class ChunkStore:
         sequence.role, sequence.role_number = role, self._num_roles
         if role is Role.IDLE:
             self._note_changed(sequence)
-        elif role is Role.RUNNING:
+        elif role is Role.RUNNING and not sequence.is_trunk:
             sequence.row = self.page_table.open([chunk.page for chunk in sequence.chunks])
 
     def _leave_role(self, sequence: CachedSequence) -> None:
         del self.members[sequence.role][sequence]
-        if sequence.role is Role.RUNNING:
+        if sequence.row >= 0:
             self.page_table.close(sequence.row)
             sequence.row = -1
 

@@ -126,6 +126,11 @@ class Insurance:
         for shadow in self._shadows:
             shadow.left(conversation_id, num_blocks, num_shared=num_shared, bucket=bucket, now_s=now_s)
 
+    def resized(self, conversation_id: str, num_shared_tokens: int) -> None:
+        """Others share so many leading tokens of a conversation from now on, or no more than these."""
+        for shadow in self._shadows:
+            shadow.resized(conversation_id, _num_blocks(num_shared_tokens))
+
     def ended(self, conversation_id: str) -> None:
         """A conversation is no more."""
         for shadow in self._shadows:

@@ -19,16 +19,19 @@ def check_store(store: ChunkStore, chunk_tokens: int) -> None:
     slots: list[int] = []
     num_on = {role: [0] * NUM_SHELVES for role in Role}
     flying: set[int] = set()
+    owned: set[int] = set()
     assert all(s.role is role for role, members in store.members.items() for s in members)
     for sequence in store:
         _check_sequence(sequence, chunk_tokens)
         _check_row(store, sequence)
         for chunk in sequence.chunks[sequence.num_shared :]:
+            assert id(chunk) not in owned, f"a chunk of {sequence.sequence_id} has two owners"
+            owned.add(id(chunk))
             num_on[sequence.role][chunk.shelf] += 1
             pages.append(chunk.page)
             slots.append(chunk.slot)
             flying.add(chunk.copy_id)
-    rows = [sequence.row for sequence in store.members[Role.RUNNING]]
+    rows = [sequence.row for sequence in store.members[Role.RUNNING] if not sequence.is_trunk]
     assert len(set(rows)) == len(rows), "a row of pages has two owners"
     flying.discard(0)
     assert flying == store.flights.keys(), "chunks that wait for copies, and copies, are not the same"
@@ -36,6 +39,7 @@ def check_store(store: ChunkStore, chunk_tokens: int) -> None:
     for copy_id, (sequence, index) in store.flights.items():
         chunk = sequence.chunks[index]
         assert chunk.copy_id == copy_id, f"copy {copy_id} lost its chunk"
+        assert index >= sequence.num_shared, f"copy {copy_id} is of a chunk that is another's"
         num_in += chunk.state is ChunkState.COPYING_IN
     for orphan in store.orphans.values():
         pages.append(orphan.page)
@@ -49,7 +53,7 @@ def check_store(store: ChunkStore, chunk_tokens: int) -> None:
         owners = Counter(place for place in places if place)
         assert all(count == 1 for count in owners.values()), "a place has two owners"
         pool.check_integrity(owners.keys())
-    _check_prefixes(store)
+    _check_trunks(store, chunk_tokens)
 
 
 def _check_sequence(sequence: CachedSequence, chunk_tokens: int) -> None:
@@ -61,7 +65,7 @@ def _check_sequence(sequence: CachedSequence, chunk_tokens: int) -> None:
         assert (chunk.slot != 0) == (state in WITH_SLOT), f"{name}[{index}] {state.value}, slot {chunk.slot}"
         assert (chunk.copy_id != 0) == (state in IN_FLIGHT), f"{name}[{index}] {state.value}, a copy?"
         if index < sequence.num_shared:
-            assert sequence.prefix is not None and chunk is sequence.prefix.chunks[index]
+            assert sequence.trunk is not None and chunk is sequence.trunk.chunks[index]
             continue
         own_counts[chunk.shelf] += 1
         if state is ChunkState.RESERVED:
@@ -72,11 +76,12 @@ def _check_sequence(sequence: CachedSequence, chunk_tokens: int) -> None:
     if sequence.role is not Role.RUNNING:
         assert num_computed_chunks == len(sequence.chunks), "a chunk past the computed tokens"
         own = sequence.chunks[sequence.num_shared :]
-        assert not own or sequence.is_prefix or own[-1].shelf is not Shelf.ABSENT, "the tail is dropped"
+        assert not own or sequence.is_trunk or own[-1].shelf is not Shelf.ABSENT, "the tail is dropped"
 
 
 def _check_row(store: ChunkStore, sequence: CachedSequence) -> None:
-    assert (sequence.row >= 0) == (sequence.role is Role.RUNNING), "only who runs has a row of pages"
+    has_row = sequence.role is Role.RUNNING and not sequence.is_trunk
+    assert (sequence.row >= 0) == has_row, "only conversations that run have a row of pages"
     if sequence.row >= 0:
         row = store.page_table.take([sequence.row])[0].tolist()
         pages = [chunk.page for chunk in sequence.chunks]
@@ -84,11 +89,21 @@ def _check_row(store: ChunkStore, sequence: CachedSequence) -> None:
         assert not any(row[len(pages) :]), "pages past the last chunk"
 
 
-def _check_prefixes(store: ChunkStore) -> None:
-    for prefix in store:
-        if prefix.is_prefix:
-            users = [sequence for sequence in store if sequence.prefix is prefix]
-            num_running = sum(sequence.role is Role.RUNNING for sequence in users)
-            assert (prefix.num_users, prefix.num_running_users) == (len(users), num_running)
-            assert (prefix.role is Role.RUNNING) == (num_running > 0), "a prefix in use is not pinned"
-            assert users or not prefix.released, "a released prefix outlived the last that began with it"
+def _check_trunks(store: ChunkStore, chunk_tokens: int) -> None:
+    """Everybody's lineage is in the store, and every trunk knows who begins with it, and who of them runs."""
+    users: dict[CachedSequence, list[CachedSequence]] = {trunk: [] for trunk in store if trunk.is_trunk}
+    for sequence in store:
+        name, trunk = sequence.sequence_id, sequence.trunk
+        if trunk is not None:
+            users[trunk].append(sequence)
+        # As many, so a lineage ends: every trunk has some of its own, which `_check_sequence` compares.
+        assert sequence.num_shared == (0 if trunk is None else len(trunk.chunks)), f"{name} begins elsewhere"
+    for trunk, known in users.items():
+        name, num_running = trunk.sequence_id, sum(user.role is Role.RUNNING for user in known)
+        assert trunk.is_held or len(trunk.chunks) > trunk.num_shared, f"{name} has no chunk of its own"
+        assert trunk.num_kv_tokens == len(trunk.chunks) * chunk_tokens, f"{name} is not of full chunks"
+        assert trunk.users.keys() == set(known) and trunk.num_running_users == num_running, name
+        assert (trunk.role is Role.RUNNING) == (num_running > 0), f"{name} is used and not pinned, or pinned"
+        assert trunk.role is not Role.QUEUED, f"{name} waits"
+        alone = len(known) == 1 and known[0].role is Role.IDLE
+        assert trunk.is_held or (known and not alone), f"{name} outlived its use"

@@ -43,6 +43,9 @@ class TurnNotes:
     def left(self, sequence: CachedSequence, num_history_tokens: int) -> None:
         """A conversation with a history is idle from now on, as after a turn that was withdrawn."""
 
+    def resized(self, sequence: CachedSequence) -> None:
+        """What a conversation begins with is shared with others from now on, or no more."""
+
     def ended(self, conversation_id: str) -> None:
         """A conversation was ended: it cannot return."""
 
@@ -127,6 +130,10 @@ class Learning(TurnNotes):
         self._log.left(name, sequence.bucket, now_s)
         num_shared = self._num_shared_tokens(sequence)
         self._insurance.left(name, num_history_tokens, num_shared, bucket=sequence.bucket, now_s=now_s)
+
+    def resized(self, sequence: CachedSequence) -> None:
+        """See `TurnNotes`."""
+        self._insurance.resized(sequence.sequence_id, self._num_shared_tokens(sequence))
 
     def ended(self, conversation_id: str) -> None:
         """See `TurnNotes`."""

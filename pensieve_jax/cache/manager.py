@@ -1,7 +1,7 @@
 """The cache of conversation state: who may join, and what a request finds of its history.
 
-Owns: every `CachedSequence`, pinning and reserving at admission, growing, copying in, shared prefixes, and
-the count of pages that are *available* (free, or held by somebody who must give way).
+Owns: every `CachedSequence`, pinning and reserving at admission, growing, copying in, forks, and the count of
+pages that are *available* (free, or held by somebody who must give way).
 Does not know: tokens, batches, devices. It changes host state only; that a page may be written again at
 once follows from program order, since every step and every copy is dispatched by one thread.
 Called by: the scheduler for requests, the engine for what happens between turns.
@@ -23,6 +23,7 @@ from pensieve_jax.cache.learning import turn_notes
 from pensieve_jax.cache.policies import DatedWorth, make_policy
 from pensieve_jax.cache.sequence import CachedSequence, Role
 from pensieve_jax.cache.states import ChunkState, Shelf
+from pensieve_jax.cache.trunks import OnMove, Trunks
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.clock import Clock
 
@@ -46,12 +47,13 @@ class CacheManager:
         *,
         max_num_copies: int,
         on_drop: Callable[[Drop], None] = lambda drop: None,
+        on_move: OnMove = lambda before, after, indices: None,
         experience: Experience | None = None,
     ) -> None:
         """An empty cache.
 
-        `max_num_copies` chunks are on their way in, or out, ahead of need; `on_drop` is told of every drop;
-        an order that learns goes on from `experience`.
+        `max_num_copies` chunks are on their way in, or out, ahead of need; `on_drop` is told of every drop,
+        `on_move` of chunks that change their owner; an order that learns goes on from `experience`.
         """
         self.chunk_tokens = config.chunk_tokens
         self.num_prefetched_chunks = 0
@@ -64,6 +66,9 @@ class CacheManager:
         self._policy = make_policy(config.policy, cost_model, config.chunk_tokens)
         self.turns = turn_notes(
             self._policy, config, cost_model, clock, set_bucket=self._set_bucket, experience=experience
+        )
+        self._trunks = Trunks(
+            self._store, config.chunk_tokens, on_move=on_move, on_resized=self.turns.resized
         )
         self._evictor = Evictor(
             self._store,
@@ -87,48 +92,67 @@ class CacheManager:
         self.truncate(sequence, 0)
         self._store.remove(sequence)
 
+    def fork(self, source: CachedSequence, num_tokens: int, sequence_id: str) -> CachedSequence:
+        """A new, idle sequence that begins as `source` does, whatever that is doing.
+
+        They share the full chunks of the first `num_tokens` tokens, as far as those were computed once: what
+        is in neither tier is computed by whoever runs first. Nothing is copied.
+        """
+        fork = self.open(sequence_id)
+        fork.last_active_s, fork.bucket = source.last_active_s, source.bucket
+        num_chunks = min(num_tokens, source.num_kv_tokens) // self.chunk_tokens
+        self._trunks.join(fork, self._trunks.at(source, num_chunks))
+        return fork
+
+    def lay_out(self, sequence: CachedSequence, num_tokens: int) -> None:
+        """Have an idle sequence's forks share all full chunks of `num_tokens` tokens, computed or not.
+
+        A last chunk that is computed in part is computed anew.
+        """
+        assert sequence.role is Role.IDLE
+        num_chunks = num_tokens // self.chunk_tokens
+        num_computed = sequence.num_kv_tokens // self.chunk_tokens
+        if num_chunks > num_computed:
+            self.truncate(sequence, num_computed * self.chunk_tokens)
+            self._store.extend(sequence, num_chunks)
+            sequence.num_kv_tokens = num_chunks * self.chunk_tokens
+            self._trunks.at(sequence, num_chunks)
+
     def open_prefix(self, sequence_id: str, num_tokens: int) -> CachedSequence:
-        """A sequence of the full chunks of `num_tokens` tokens, for others to share; nothing is computed."""
-        prefix = CachedSequence(sequence_id, is_prefix=True)
-        self._store.add(prefix)
-        self._store.extend(prefix, num_tokens // self.chunk_tokens)
-        prefix.num_kv_tokens = len(prefix.chunks) * self.chunk_tokens
+        """A trunk of the full chunks of `num_tokens` tokens, for others to share; nothing is computed."""
+        prefix = self._trunks.hold(sequence_id, num_tokens // self.chunk_tokens)
         self.touch(prefix)
         return prefix
 
-    def close_prefix(self, prefix: CachedSequence) -> None:
-        """Forget a prefix that no sequence begins with."""
-        assert not prefix.num_users
-        self._store.shorten(prefix, 0)
-        self._store.remove(prefix)
-
     def release_prefix(self, prefix: CachedSequence) -> None:
         """Forget a prefix as soon as no sequence begins with it; none is to share it from here on."""
-        prefix.released = True
-        if not prefix.num_users:
-            self.close_prefix(prefix)
+        self._trunks.release(prefix)
 
     def share(self, sequence: CachedSequence, prefix: CachedSequence) -> None:
         """An empty, idle sequence begins with the chunks of a prefix from here on."""
-        assert not sequence.chunks and sequence.role is Role.IDLE and prefix.is_prefix and not prefix.released
-        sequence.begin_with(prefix)
-        prefix.num_users += 1
+        assert not sequence.chunks and sequence.role is Role.IDLE and prefix.is_held
+        self._trunks.join(sequence, prefix)
 
     def truncate(self, sequence: CachedSequence, num_tokens: int) -> None:
-        """Keep the KV of the first `num_tokens` tokens at most; what is reserved is given back."""
+        """Keep the KV of the first `num_tokens` tokens at most; what is reserved is given back.
+
+        Of a chunk that it shares and that the cut goes through, it keeps nothing.
+        """
         self._store.cancel_reserved(sequence)
         sequence.num_kv_tokens = min(sequence.num_kv_tokens, num_tokens)
         self._store.trim(sequence)
         if sequence.num_kv_tokens < sequence.num_shared * self.chunk_tokens:
-            self._unshare(sequence)
+            self._trunks.cut(sequence, sequence.num_kv_tokens // self.chunk_tokens)
 
     def touch(self, sequence: CachedSequence) -> None:
-        """Record activity now; a prefix is as active as its most recent user."""
+        """Record activity now; a trunk is as active as its most recent user."""
         now_s = self._clock.now()
         self._store.set_active(sequence, now_s)
-        if sequence.prefix is not None:
-            self._store.set_active(sequence.prefix, now_s)
-            self._store.set_bucket(sequence.prefix, sequence.bucket)
+        trunk = sequence.trunk
+        while trunk is not None:
+            self._store.set_active(trunk, now_s)
+            self._store.set_bucket(trunk, sequence.bucket)
+            trunk = trunk.trunk
 
     def push_out(self, sequence: CachedSequence, max_num_chunks: int | None = None) -> int:
         """Have an idle sequence's pages, or the leading ones of them, copied to the host and freed now.
@@ -144,14 +168,14 @@ class CacheManager:
     # Room
 
     def num_available(self, requester: CachedSequence | None = None) -> int:
-        """Pages that are free or held by idle or queued sequences, not by `requester` or its prefix."""
+        """Pages that are free or held by idle or queued sequences, not by `requester` or its trunks."""
         num_on = self._store.num_on
         available = self._store.pages.num_free
         for role in (Role.IDLE, Role.QUEUED):
             available += num_on[role][Shelf.DIRTY] + num_on[role][Shelf.CLEAN]
-        for own in (requester, requester and requester.prefix):
-            if own is not None and own.role is not Role.RUNNING:
-                available -= own.num_resident
+        while requester is not None and requester.role is not Role.RUNNING:
+            available -= requester.num_resident
+            requester = requester.trunk
         return available
 
     def begin_step(self) -> None:
@@ -191,9 +215,11 @@ class CacheManager:
         the reserve would stay so (the paper's section 4.3.5), or a chunk of it is on its way out.
         """
         assert sequence.role is Role.QUEUED
-        prefix = sequence.prefix
-        if any(own is not None and own.num_on[Shelf.DEPARTING] for own in (sequence, prefix)):
-            return False
+        own: CachedSequence | None = sequence
+        while own is not None:
+            if own.num_on[Shelf.DEPARTING]:
+                return False
+            own = own.trunk
         num_chunks = max(-(-num_tokens // self.chunk_tokens), len(sequence.chunks))
         num_needed = num_chunks - sum(chunk.page != 0 for chunk in sequence.chunks)
         num_left = self.num_available(sequence) - num_needed
@@ -220,7 +246,7 @@ class CacheManager:
     def fill(self, sequence: CachedSequence, start: int, end: int) -> None:
         """A step that computes tokens [start, end) was granted: their KV counts from here on."""
         for index in range(start // self.chunk_tokens, -(-end // self.chunk_tokens)):
-            self._store.write(self._owner(sequence, index), index)
+            self._store.write(sequence.owner_of(index), index)
         sequence.num_kv_tokens = max(sequence.num_kv_tokens, end)
 
     def fill_next(self, sequences: Iterable[CachedSequence]) -> None:
@@ -242,15 +268,13 @@ class CacheManager:
             return ()
         copy_ids = [
             chunk.copy_id for chunk in sequence.chunks if chunk.state is ChunkState.COPYING_IN
-        ]  # the prefix's included
+        ]  # those of its trunks included
         self._store.complete(copy_ids)
         return tuple(copy_ids)
 
     def blocking_copies(self, sequence: CachedSequence) -> list[int]:
         """The copies in flight that a request's sequence waits for, if it waits for any."""
-        copy_ids = self._store.copies_of(sequence)
-        if sequence.prefix is not None:
-            copy_ids += self._store.copies_of(sequence.prefix)
+        copy_ids = [copy_id for own in sequence.lineage() for copy_id in self._store.copies_of(own)]
         if sequence.role is Role.QUEUED:
             copy_ids += self._store.copies_that_hold_pages()
         return copy_ids
@@ -315,61 +339,33 @@ class CacheManager:
 
     # Inside
 
-    @staticmethod
-    def _owner(sequence: CachedSequence, index: int) -> CachedSequence:
-        if index >= sequence.num_shared:
-            return sequence
-        assert sequence.prefix is not None
-        return sequence.prefix
-
     def _set_bucket(self, sequence: CachedSequence, bucket: int) -> None:
-        """Of a sequence, and of the prefix that it begins with: both may be idle by now."""
-        self._store.set_bucket(sequence, bucket)
-        if sequence.prefix is not None:
-            self._store.set_bucket(sequence.prefix, bucket)
+        """Of a sequence and its trunks: all may be idle by now."""
+        for own in sequence.lineage():
+            self._store.set_bucket(own, bucket)
 
     def _set_page_aside(self, sequence: CachedSequence, index: int) -> None:
         page = self._evictor.allocate_page(sequence.arrival)
         assert page is not None, "available pages were miscounted"
-        owner = self._owner(sequence, index)
+        owner = sequence.owner_of(index)
         if owner.chunks[index].state is ChunkState.ON_CPU:
             self._store.swap_in(owner, index, page)
         else:
             self._store.reserve(owner, index, page)
-        if owner is not sequence:  # the prefix's pages are its users' as well
+        if owner is not sequence:  # a trunk's pages are its users' as well
             self._store.page_table.set(sequence.row, index, page)
 
     def _pin(self, sequence: CachedSequence) -> None:
         self._store.set_role(sequence, Role.RUNNING)
-        prefix = sequence.prefix
-        if prefix is not None:
-            prefix.num_running_users += 1
-            if prefix.role is not Role.RUNNING:
-                self._store.set_role(prefix, Role.RUNNING)
+        self._trunks.pin(sequence)
 
     def _unpin(self, sequence: CachedSequence, role: Role) -> None:
-        if sequence.role is Role.RUNNING and sequence.prefix is not None:
-            self._unpin_prefix(sequence.prefix)
+        if sequence.role is Role.RUNNING:
+            self._trunks.unpin(sequence)
         self._store.cancel_reserved(sequence)
         self._store.trim(sequence)
         self._store.set_role(sequence, role)
-
-    def _unpin_prefix(self, prefix: CachedSequence) -> None:
-        prefix.num_running_users -= 1
-        if not prefix.num_running_users:
-            self._store.cancel_reserved(prefix)
-            self._store.set_role(prefix, Role.IDLE)
-
-    def _unshare(self, sequence: CachedSequence) -> None:
-        """Leave the prefix: a sequence that was cut inside it begins anew, with chunks of its own."""
-        prefix = sequence.prefix
-        assert prefix is not None and len(sequence.chunks) == sequence.num_shared
-        prefix.num_users -= 1
-        if sequence.role is Role.RUNNING:
-            self._unpin_prefix(prefix)
-        sequence.begin_with(None)
-        if prefix.released and not prefix.num_users:
-            self.close_prefix(prefix)
+        self._trunks.tidy(sequence)
 
     def _prefetch_for_queued(self) -> None:
         """Copy in for queued requests, by arrival, into pages that cost nobody anything."""

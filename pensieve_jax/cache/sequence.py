@@ -1,20 +1,22 @@
 """The cached state of one conversation: its chunks, where they are, and how far it was computed.
 
 Owns: the chunk list with its states.
-Does not know: tokens, policies, or other sequences but the prefix it shares. Only `ChunkStore`
-and `CacheManager` change it.
+Does not know: tokens, policies, or other sequences but those that it shares chunks with. Only `ChunkStore`,
+`Trunks` and `CacheManager` change it.
 
 Invariants: there is a chunk for every started `chunk_tokens` of `num_kv_tokens`, and further ones only
 while they are reserved; the last chunk of an unpinned sequence is never dropped (losing it shortens
 `num_kv_tokens` instead), so holes have computed tokens behind them; only the last computed chunk can be
 partly valid.
 
-A shared prefix is a sequence of full chunks. Sequences that begin with it have its chunks, the same objects,
-at the front of their own list; they are counted, evicted and moved as the prefix's only.
+A trunk is a sequence of full chunks that others begin with, its users: they have its chunks, the same
+objects, at the front of their own list; those are counted, evicted and moved as the trunk's only. A trunk may
+begin with another one. Every chunk has one owner: whoever has it behind the first `num_shared`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum
 
 from pensieve_jax.cache.states import ChunkState, Shelf
@@ -56,24 +58,25 @@ class Chunk:
 
 
 class CachedSequence:
-    """One conversation in the cache, or a prefix that several share.
+    """One conversation in the cache, or a trunk that several share.
 
     Attributes:
-      chunks: by position; the first `num_shared` are the prefix's.
+      chunks: by position; the first `num_shared` are the trunk's, or those before it.
       num_kv_tokens: tokens [0, num_kv_tokens) were computed; those of dropped and reserved chunks are
         lost again.
       num_on: own chunks by shelf.
       fetched: chunks copied in for its queued request, before that was admitted.
       last_active_s: when its last turn ended, or began.
       arrival: arrival number of its queued or running request.
-      bucket: which turns its last one was like (`returns.bucket_of`); of a prefix, that of its latest user.
+      bucket: which turns its last one was like (`returns.bucket_of`); of a trunk, that of its latest user.
       role: who may take its pages.
       role_number: counts up with every sequence that takes a role.
-      row: of the table of pages that steps read, while it runs; else -1.
-      prefix: the sequence of the prefix, if it has one.
-      is_prefix: others share its chunks: they are full, and it keeps its length whatever is dropped.
-      num_users, num_running_users: of a prefix, the sequences that begin with it, and those that run.
-      released: of a prefix, that it is to be forgotten with the last of its users.
+      row: of the table of pages that steps read, while it runs; else -1. Steps read no trunk as such.
+      trunk: whose chunks it begins with, if anybody's.
+      is_trunk: others share its chunks: they are full, and it keeps its length whatever is dropped.
+      users: of a trunk, the sequences that begin with all of it, other trunks among them.
+      num_running_users: how many of these run; while any does, the trunk counts as running too.
+      is_held: of a trunk, that somebody wants it kept as it is, with any number of users or none.
     """
 
     __slots__ = (
@@ -82,22 +85,22 @@ class CachedSequence:
         "bucket",
         "chunks",
         "fetched",
-        "is_prefix",
+        "is_held",
+        "is_trunk",
         "last_active_s",
         "num_kv_tokens",
         "num_on",
         "num_running_users",
         "num_shared",
-        "num_users",
-        "prefix",
-        "released",
         "role",
         "role_number",
         "row",
         "sequence_id",
+        "trunk",
+        "users",
     )
 
-    def __init__(self, sequence_id: str, *, is_prefix: bool = False) -> None:
+    def __init__(self, sequence_id: str, *, is_trunk: bool = False) -> None:
         """Empty."""
         self.sequence_id = sequence_id
         self.chunks: list[Chunk] = []
@@ -110,12 +113,12 @@ class CachedSequence:
         self.role = Role.IDLE
         self.role_number = 0
         self.row = -1
-        self.prefix: CachedSequence | None = None
+        self.trunk: CachedSequence | None = None
         self.num_shared = 0
-        self.is_prefix = is_prefix
-        self.num_users = 0
+        self.is_trunk = is_trunk
+        self.users: dict[CachedSequence, None] = {}
         self.num_running_users = 0
-        self.released = False
+        self.is_held = False
         self._first_on = [0] * NUM_SHELVES  # no own chunk before it is on that shelf
 
     @property
@@ -128,13 +131,41 @@ class CachedSequence:
         """Some own chunk is in some tier, or on its way."""
         return len(self.chunks) - self.num_shared > self.num_on[Shelf.ABSENT]
 
-    def begin_with(self, prefix: CachedSequence | None) -> None:
-        """Have the chunks of `prefix` and no others, or none at all."""
-        self.prefix = prefix
-        self.chunks = [] if prefix is None else list(prefix.chunks)
+    def lineage(self) -> Iterator[CachedSequence]:
+        """Itself, the trunk that it begins with, the one that that begins with, and so on."""
+        sequence: CachedSequence | None = self
+        while sequence is not None:
+            yield sequence
+            sequence = sequence.trunk
+
+    def owner_of(self, index: int) -> CachedSequence:
+        """Who of its lineage a chunk belongs to."""
+        owner = self
+        while index < owner.num_shared:
+            assert owner.trunk is not None
+            owner = owner.trunk
+        return owner
+
+    def begin_with(self, trunk: CachedSequence | None) -> None:
+        """Have the chunks of `trunk` and no others, or none at all."""
+        self.trunk = trunk
+        self.chunks = [] if trunk is None else list(trunk.chunks)
         self.num_shared = len(self.chunks)
-        self.num_kv_tokens = 0 if prefix is None else prefix.num_kv_tokens
+        self.num_kv_tokens = 0 if trunk is None else trunk.num_kv_tokens
         self._first_on = [self.num_shared] * NUM_SHELVES
+
+    def take_from(self, trunk: CachedSequence) -> None:
+        """The chunks of its trunk are its own from here on; it begins with what that began with."""
+        self.trunk, self.num_shared = trunk.trunk, trunk.num_shared
+        self._first_on = [min(pair) for pair in zip(self._first_on, trunk._first_on, strict=True)]
+
+    def give_to(self, trunk: CachedSequence, num_chunks: int) -> None:
+        """Its own chunks up to `num_chunks` in all are a new trunk's from here on, which it begins with."""
+        trunk.trunk, trunk.num_shared = self.trunk, self.num_shared
+        trunk.chunks = self.chunks[:num_chunks]
+        trunk._first_on = [min(index, num_chunks) for index in self._first_on]
+        self.trunk, self.num_shared = trunk, num_chunks
+        self._first_on = [max(index, num_chunks) for index in self._first_on]
 
     def indices_on(self, shelf: Shelf) -> list[int]:
         """Own chunks on a shelf, leading first."""
@@ -175,13 +206,14 @@ class CachedSequence:
 
     @property
     def first_arriving(self) -> int | None:
-        """The leading chunk that is being copied in, the prefix's included."""
-        prefix = self.prefix
-        if prefix is not None and prefix.num_on[Shelf.ARRIVING]:
-            index = prefix.first_on(Shelf.ARRIVING)
-            if index < self.num_shared:
-                return index
-        return self.first_on(Shelf.ARRIVING) if self.num_on[Shelf.ARRIVING] else None
+        """The leading chunk that is being copied in, those of its trunks included."""
+        leading = self.first_on(Shelf.ARRIVING) if self.num_on[Shelf.ARRIVING] else None
+        trunk = self.trunk
+        while trunk is not None:
+            if trunk.num_on[Shelf.ARRIVING]:
+                leading = trunk.first_on(Shelf.ARRIVING)
+            trunk = trunk.trunk
+        return leading
 
     def num_tokens_of(self, index: int, chunk_tokens: int) -> int:
         """Computed tokens of chunk `index`, whether they are lost or not."""

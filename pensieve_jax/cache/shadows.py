@@ -114,6 +114,23 @@ class ShadowCache:
             self.ended(conversation_id)
         self._make_room(now_s)
 
+    def resized(self, conversation_id: str, num_shared: int) -> None:
+        """So many leading blocks of a conversation belong to others from now on.
+
+        Those that it gets back are there, unless it has lost some that come after them.
+        """
+        shadow = self._shadows.get(conversation_id)
+        if shadow is None:
+            return
+        num_given = num_shared - shadow.num_shared
+        num_lost = max(shadow.num_lost - num_given, 0) if shadow.num_lost else 0
+        self._resize(shadow, shadow.num_blocks, num_shared, num_lost)
+        if shadow.role is Role.IDLE:
+            if shadow.num_held:
+                self._noted[shadow] = None
+            else:
+                self.ended(conversation_id)
+
     def ended(self, conversation_id: str) -> None:
         """Forget a conversation."""
         shadow = self._shadows.pop(conversation_id, None)

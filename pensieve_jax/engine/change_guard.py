@@ -13,9 +13,31 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Generator
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, Protocol
 
 from pensieve_jax.core.errors import PensieveError
+
+
+class Guarded(Protocol):
+    """What has a guard."""
+
+    _guard: ChangeGuard
+
+    def _check_usable(self) -> None:
+        """Raise where it cannot be changed now."""
+        ...
+
+
+def change[S: Guarded, **P, T](method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """A method that changes what an engine knows: one at a time, and whole or known not to be."""
+
+    @wraps(method)
+    def guarded(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        self._check_usable()
+        return self._guard.run(lambda: method(self, *args, **kwargs))
+
+    return guarded
 
 
 class ChangeGuard:

@@ -128,6 +128,17 @@ class ConversationTable:
         live.conversation.truncate(num_tokens, num_turns)
         self._drops.forget(conversation_id)
 
+    def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> None:
+        """Have a new conversation begin as the first `num_tokens` committed tokens of another one.
+
+        Raises UnknownConversationError, ConversationBusyError for a new id whose first turn is running, and
+        InvalidRequestError for a new id that exists already or a length that the history does not have.
+        """
+        check_conversation_id(conversation_id)
+        check_conversation_id(new_conversation_id, "new_conversation_id")
+        self._check_idle(new_conversation_id)
+        self._store.fork(conversation_id, new_conversation_id, num_tokens)
+
     def push_out(self, conversation_id: str, max_num_chunks: int | None = None) -> int:
         """Copy a conversation's state to host memory before anybody needs the room; returns how many chunks.
 

@@ -27,7 +27,7 @@ class DropRecord(NamedTuple):
 class DropJournal:
     """The latest drop of every chunk, of the conversations that lost something most recently.
 
-    What is said of a conversation goes for a shared prefix as well, by the id of its sequence.
+    What is said of a conversation goes for what several share as well, by the id of its sequence.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -52,6 +52,18 @@ class DropJournal:
     def forget(self, conversation_id: str) -> None:
         """Its owner changed it, or it is gone: what was dropped before explains nothing any more."""
         self._num_records -= len(self._drops.pop(conversation_id, {}))
+
+    def move(self, before: str, after: str | None, indices: range) -> None:
+        """These chunks of one are another's from here on; None: the one is no more."""
+        if after is None:
+            self.forget(before)
+            return
+        of_before = self._drops.get(before, {})
+        moved = {index: of_before.pop(index) for index in list(of_before) if index in indices}
+        if moved:
+            of_after = self._drops.setdefault(after, {})
+            self._num_records -= len(moved.keys() & of_after.keys())
+            of_after.update(moved)
 
     def lose(self, held: Iterable[tuple[str, int]], reason: DropReason) -> None:
         """All of these, (conversation, chunk), were given up just now."""

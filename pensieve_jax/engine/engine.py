@@ -10,9 +10,8 @@ Called by: `LLM`, servers, benchmarks. One thread drives it.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, Concatenate, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from pensieve_jax.cache import CacheManager, CostModel, DropReason
 from pensieve_jax.config import EngineConfig
@@ -21,7 +20,7 @@ from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.core.errors import EngineClosedError, PensieveError, StepFailedError
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
-from pensieve_jax.engine.change_guard import ChangeGuard
+from pensieve_jax.engine.change_guard import ChangeGuard, change
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.drop_journal import DropJournal
 from pensieve_jax.engine.experience import kept_experience
@@ -42,19 +41,9 @@ from pensieve_jax.engine.validation import (
     checked_prefix,
 )
 from pensieve_jax.history import HistoryStore
+from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.scheduler import Planner, RequestStatus, SchedulerOutput
 from pensieve_jax.text import Message, Tokenizer
-
-
-def _change[**P, T](method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
-    """A method that changes what the engine knows: one at a time, and whole or known not to be."""
-
-    @wraps(method)
-    def guarded(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
-        self._check_usable()
-        return self._guard.run(lambda: method(self, *args, **kwargs))
-
-    return guarded
 
 
 class _LaunchedStep(NamedTuple):
@@ -114,6 +103,7 @@ class Engine:
             max_num_copies=config.runner.max_num_staged_pages,
             observe=self._note,
             on_drop=self._drops.note,
+            on_move=self._drops.move,
             experience=kept_experience(self._store, cache.policy),
         )
         self._cache = self._loop.cache
@@ -160,7 +150,7 @@ class Engine:
         self._check_usable()
         return self._cache
 
-    @_change
+    @change
     def expire_idle(self) -> None:
         """End what has been idle for too long, or is too much; raises HistoryError.
 
@@ -168,7 +158,7 @@ class Engine:
         """
         self._conversations.expire_idle()
 
-    @_change
+    @change
     def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
         """Queue turns, in order. All are checked first: one bad turn and none is queued.
 
@@ -186,13 +176,13 @@ class Engine:
             raise
         return turns
 
-    @_change
+    @change
     def cancel(self, turn: Turn) -> None:
         """End a turn as if it had never been sent; nothing happens to one that is done."""
         if not turn.done:
             self._ledger.cancel(turn.reply)
 
-    @_change
+    @change
     def step(self) -> list[Turn]:
         """Schedule, plan and dispatch a step, then finish the one before; returns turns that ended.
 
@@ -219,7 +209,7 @@ class Engine:
         check_beginning(token_ids, self.limits)
         return SharedPrefix(tuple(map(int, token_ids)), messages)
 
-    @_change
+    @change
     def release_prefix(self, prefix: SharedPrefix) -> None:
         """Take no more turns with a prefix; see `PrefixTable.release`. A second call does nothing."""
         if not checked_prefix(prefix).released:
@@ -227,17 +217,27 @@ class Engine:
 
     # Between turns
 
-    @_change
+    @change
     def truncate(self, conversation_id: str, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens of a conversation; see `ConversationTable.truncate`."""
         self._conversations.truncate(conversation_id, num_tokens)
 
-    @_change
+    @change
+    def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> None:
+        """Begin a conversation as another one begins; see `ConversationTable.fork`."""
+        self._conversations.fork(conversation_id, new_conversation_id, num_tokens)
+
+    @change
+    def apply(self, change: HistoryChange) -> None:
+        """Change what the history keeps beside turns; see `HistoryStore.apply`."""
+        self._store.apply(change, self._ledger.in_use)
+
+    @change
     def end(self, conversation_id: str) -> None:
         """Forget a conversation; see `ConversationTable.end`."""
         self._conversations.end(conversation_id)
 
-    @_change
+    @change
     def push_out(self, conversation_id: str, max_num_chunks: int | None = None) -> int:
         """Send a conversation's state to host memory with the next step; returns how many chunks.
 
@@ -245,12 +245,12 @@ class Engine:
         """
         return self._conversations.push_out(conversation_id, max_num_chunks)
 
-    @_change
+    @change
     def forget_state(self, conversation_id: str) -> None:
         """Drop a conversation's state in every tier; its next turn recomputes it from the history."""
         self._conversations.forget_state(conversation_id)
 
-    @_change
+    @change
     def forget_experience(self) -> None:
         """Have an order that learns begin anew, here and in the history; raises HistoryError."""
         self._ledger.forget_experience()
@@ -346,7 +346,7 @@ class Engine:
             ending_ids=params.ending_ids(self.limits.eos_token_ids),
             max_context_tokens=self.limits.max_context_tokens,
         )
-        return self._ledger.enter(Reply(request, self._tokenizer, spec.messages))
+        return self._ledger.enter(Reply(request, self._tokenizer, spec.messages, spec.node))
 
     def _note(self, output: SchedulerOutput) -> None:
         try:

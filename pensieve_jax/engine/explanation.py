@@ -41,7 +41,7 @@ class ChunkReport(NamedTuple):
       place: the same in words, copies under way included; None: nowhere.
       worth: what keeping it is worth to the eviction policy now; None where nothing depends on that.
       drop: why it is nowhere, where that is known.
-      is_shared: it belongs to a shared prefix.
+      is_shared: others begin with it as well.
     """
 
     start: int
@@ -116,15 +116,11 @@ def _chunks(
 ) -> Iterator[ChunkReport]:
     """Every chunk of the tokens that were computed once; without a journal no reasons are given."""
     size = cache.chunk_tokens
-    own: Mapping[int, DropRecord] = {} if journal is None else journal.of(sequence.sequence_id)
-    shared: Mapping[int, DropRecord] = {}
-    if journal is not None and sequence.prefix is not None:
-        shared = journal.of(sequence.prefix.sequence_id)
     for index in range(-(-num_computed // size)):
-        is_shared = index < sequence.num_shared
+        owner = sequence.owner_of(index)
         chunk = sequence.chunks[index] if index < len(sequence.chunks) else None
         tier, place = _PLACES[ChunkState.DROPPED if chunk is None else chunk.state]
-        owner = sequence.prefix if is_shared and sequence.prefix is not None else sequence
+        drops: Mapping[int, DropRecord] = {} if journal is None else journal.of(owner.sequence_id)
         has_worth = place is not None and owner.role is Role.IDLE
         yield ChunkReport(
             index * size,
@@ -132,8 +128,8 @@ def _chunks(
             tier,
             place,
             cache.worth_of(owner, index) if has_worth else None,
-            (shared if is_shared else own).get(index) if place is None else None,
-            is_shared,
+            drops.get(index) if place is None else None,
+            owner is not sequence,
         )
 
 
@@ -158,7 +154,7 @@ def _lines(chunks: Sequence[ChunkReport], cache: CacheManager, now_s: float, unk
         pairs = list(run)
         (first, one), (last, other) = pairs[0], pairs[-1]
         tokens = f"tokens {one.start}-{other.end - 1} ({_span('chunk', first, last)}"
-        where = f"  {tokens}{', shared prefix' if is_shared else ''}): "
+        where = f"  {tokens}{', shared with others' if is_shared else ''}): "
         if place is not None:
             worths = [(chunk.worth, now_s) for _, chunk in pairs if chunk.worth is not None]
             yield where + place + (f"; {cache.describe_worths(worths)}" if worths else "")

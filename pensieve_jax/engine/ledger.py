@@ -2,7 +2,7 @@
 
 Owns: writing all turns that end in a step in one transaction before any is reported, who forgets a
 conversation that nothing was kept of, and which turns nobody holds any more.
-Does not know: the device, or how tokens came about.
+Does not know: the device, how tokens came about, or what is attached to a turn.
 Called by: the engine.
 """
 
@@ -77,6 +77,12 @@ class TurnLedger:
         return [(turn, taken) for turn, taken in found if taken is not None]
 
     @property
+    def in_use(self) -> frozenset[str]:
+        """Turns that those in progress go on from."""
+        nodes = (reply.node for reply in self.replies.values())
+        return frozenset(node.parent_id for node in nodes if node is not None and node.parent_id is not None)
+
+    @property
     def has_dropped(self) -> bool:
         """A turn in progress may be nobody's."""
         return bool(self._dropped)
@@ -91,13 +97,18 @@ class TurnLedger:
     def commit(self, endings: Sequence[Ending]) -> list[Turn]:
         """Write the turns that end in a step in one transaction; then they are done, and returned.
 
-        Where the history cannot be written, that is the error of the turns it was to keep.
+        Where the history cannot be written, that is the error of the turns it was to keep; what it refuses
+        of a turn, as one that came too late, is the error of that turn alone.
         """
         turns = self._held(self._turns[reply.request] for reply, _ in endings)
-        kept = [ending for ending in endings if not ending[0].request.conversation.one_off]
+        kept = [ending for ending in endings if ending[0].durable]
         try:
             if kept:
-                self._store.commit([self._record(reply, reason) for reply, reason in kept])
+                records = [self._record(reply, reason) for reply, reason in kept]
+                attachments = [None if reply.node is None else reply.node.attachment for reply, _ in kept]
+                refused = self._store.commit(records, attachments, self.in_use)
+                for position, refusal in refused.items():
+                    self.lose([kept[position][0]], refusal)
         except PensieveError as error:
             self.lose([reply for reply, _ in kept], error)
         for reply, reason in endings:
@@ -140,8 +151,9 @@ class TurnLedger:
     def _record(self, reply: Reply, reason: FinishReason) -> TurnRecord:
         request, conversation = reply.request, reply.request.conversation
         prompt = conversation.token_ids[conversation.num_history_tokens : request.num_prompt_end]
+        node = reply.node
         return TurnRecord(
-            conversation_id=conversation.conversation_id,
+            conversation_id=conversation.conversation_id if node is None else "",
             turn_index=conversation.num_turns,
             prompt_token_ids=tuple(prompt),
             output_token_ids=tuple(reply.token_ids),
@@ -150,6 +162,11 @@ class TurnLedger:
             created_at_s=self._clock.now(),
             messages=reply.messages,
             output_text=reply.text if reply.has_text else None,
+            turn_id="" if node is None else node.turn_id,
+            parent_id=None if node is None else node.parent_id,
+            owner="" if node is None else node.owner,
+            chain=b"" if node is None else node.chain,
+            usage=request.usage(num_output_tokens=len(reply.token_ids)),
         )
 
     def _settle(self, reply: Reply, reason: FinishReason) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pensieve_jax.cache import CachedSequence, CacheManager, CostModel, Drop, Experience
+from pensieve_jax.cache import CachedSequence, CacheManager, CostModel, Drop, Experience, OnMove
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.conversation import Conversation
@@ -45,6 +45,7 @@ class EngineLoop[Step]:
         max_num_copies: int,
         observe: Observe,
         on_drop: Callable[[Drop], None] = lambda drop: None,
+        on_move: OnMove = lambda before, after, indices: None,
         experience: Experience | None = None,
     ) -> None:
         """Idle, with an empty cache.
@@ -58,6 +59,7 @@ class EngineLoop[Step]:
           max_num_copies: chunks that are on their way in, or out, ahead of need.
           observe: sees every step's decisions; see `Observe`.
           on_drop: is told of every chunk that is dropped, between steps too.
+          on_move: is told of chunks that change their owner, as conversations fork.
           experience: what an order that learns goes on from.
         """
         self.cache = CacheManager(
@@ -66,6 +68,7 @@ class EngineLoop[Step]:
             clock,
             max_num_copies=max_num_copies,
             on_drop=on_drop,
+            on_move=on_move,
             experience=experience,
         )
         self.scheduler = Scheduler(config.scheduler, self.cache)

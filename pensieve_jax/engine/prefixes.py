@@ -66,6 +66,6 @@ class PrefixTable:
     def forget_unused(self) -> None:
         """Forget prefixes that have no state left and that no conversation in memory begins with."""
         for beginning, shared in list(self._sequences.items()):
-            if not shared.num_users and not shared.holds_state:
-                self._cache.close_prefix(shared)
+            if not shared.users and not shared.holds_state:
+                self._cache.release_prefix(shared)
                 del self._sequences[beginning]

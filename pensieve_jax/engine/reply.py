@@ -11,6 +11,7 @@ import numpy as np
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob, Usage
+from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import IncrementalDetokenizer, Message, Tokenizer
 
@@ -21,6 +22,7 @@ class Reply:
     Attributes:
       request: what the scheduler holds.
       messages: the chat messages that the prompt was rendered from; None for text or ids.
+      node: where it stands in a tree of turns, if its caller placed it.
       output: the result, once the turn has ended.
       error: why there is none, if a step failed.
       token_ids: the ids so far.
@@ -29,11 +31,16 @@ class Reply:
     """
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer | None, messages: tuple[Message, ...] | None
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        messages: tuple[Message, ...] | None,
+        node: TurnNode | None = None,
     ) -> None:
         """No tokens yet; no text is made without a tokenizer."""
         self.request = request
         self.messages = messages
+        self.node = node
         self.output: Output | None = None
         self.error: PensieveError | None = None
         self._detokenizer = (
@@ -47,6 +54,11 @@ class Reply:
     def done(self) -> bool:
         """It has an output or an error."""
         return self.output is not None or self.error is not None
+
+    @property
+    def durable(self) -> bool:
+        """The history is to keep it."""
+        return not self.request.conversation.one_off if self.node is None else self.node.durable
 
     @property
     def has_text(self) -> bool:

@@ -1,11 +1,13 @@
-"""The durable raw tokens of conversations: what KV state is recomputed from when no tier holds it.
+"""The durable raw tokens of turns: what KV state is recomputed from when no tier holds it.
 
-Owns: the records, the `HistoryStore` protocol, the SQLite store, the lock and the fingerprint of a history.
+Owns: the records, the `HistoryStore` protocol, the SQLite store and its reader for another process, the lock
+and the fingerprint of a history.
 Does not know: jax, pages, scheduling, or how text becomes ids.
-Called by: `assembly`, which opens one, and the engine (commit, list, load, truncate, delete).
+Called by: `assembly`, which opens one, the engine, and the server's front process, which reads.
 """
 
 from pensieve_jax.history.fingerprint import history_fingerprint
+from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.sqlite_store import SQLiteHistoryStore
 from pensieve_jax.history.store import (
     CUT_FINISH_REASON,
@@ -20,6 +22,7 @@ __all__ = [
     "CUT_FINISH_REASON",
     "ConversationInfo",
     "ConversationRecord",
+    "HistoryReader",
     "HistoryStore",
     "Message",
     "SQLiteHistoryStore",

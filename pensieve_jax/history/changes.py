@@ -20,7 +20,7 @@ class ConversationAppend:
     Attributes:
       conversation_id: of the same owner.
       expected_version: what the conversation's version must still be; else ConversationChangedError, and
-        nothing of the commit is kept.
+        nothing of the turn is kept.
       items: JSON list of the request's new items, ids included; the reply's item follows them.
     """
 
@@ -96,7 +96,7 @@ class ResponseRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationRow:
-    """A server's conversation; `version` counts its changes, and `metadata` is a JSON object."""
+    """A server's conversation; `version` counts changes of its items, and `metadata` is a JSON object."""
 
     conversation_id: str
     owner: str
@@ -115,7 +115,7 @@ class ItemRow:
 
 
 # What a server changes between turns; each is one transaction. Those that name what does not exist, or is
-# another owner's, raise UnknownRecordError.
+# another owner's, raise UnknownRecordError; those that make what exists already, InvalidRequestError.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class QueueResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndResponse:
-    """A background response ended without a turn: "cancelled" or "failed"."""
+    """A queued response ended without a turn: "cancelled" or "failed". One that has ended stays as it is."""
 
     owner: str
     response_id: str
@@ -194,7 +194,7 @@ class DeleteItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expire:
-    """Forget responses and idempotency keys whose time has passed."""
+    """Forget responses and idempotency keys whose time has passed; a thousand at most, so call it again."""
 
     now_s: float
 

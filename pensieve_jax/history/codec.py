@@ -2,7 +2,7 @@
 
 Owns: the packing (little-endian int32 blobs, signed 64-bit seeds, JSON messages, a checksum) and its limits.
 Does not know: SQL, files or transactions.
-Called by: `sqlite_store`.
+Called by: `sqlite_store`, the tables' modules, and `reader`.
 """
 
 from __future__ import annotations
@@ -11,29 +11,61 @@ import json
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pensieve_jax.core.errors import HistoryCorruptError, InvalidRequestError
+from pensieve_jax.core.outputs import Usage
+from pensieve_jax.core.turn_node import check_turn_id
 from pensieve_jax.history.store import TurnRecord
 
 TOKEN_BYTES: Final = 4
 MAX_TOKEN_ID: Final = 2**31 - 1
 _STORED_IDS: Final = np.dtype("<i4")
 
-type TurnRow = tuple[str, int, bytes, bytes, int, str, float, str | None, str | None, int]
+
+class TurnRow(NamedTuple):
+    """One row of the table `turns`, its columns in order; `schema` says what they hold."""
+
+    owner: str
+    turn_id: str
+    parent_id: str | None
+    turn_index: int
+    num_tokens: int
+    prompt_ids: bytes
+    output_ids: bytes
+    seed: int
+    finish_reason: str
+    created_at_s: float
+    messages: str | None
+    output_text: str | None
+    usage: str | None
+    chain: bytes | None
+    kept: int
+    checksum: int
+
+
+def num_own_tokens(row: TurnRow) -> int:
+    """Tokens of the turn itself."""
+    return (len(row.prompt_ids) + len(row.output_ids)) // TOKEN_BYTES
 
 
 def pack_turn(turn: TurnRecord, field: str) -> TurnRow:
-    """One row of the table `turns`; raises InvalidRequestError naming `field` and the attribute."""
-    _check_text(turn.conversation_id, f"{field}.conversation_id")
-    if not turn.conversation_id:
+    """A row that counts the turn's own tokens only; raises InvalidRequestError naming `field` and attribute.
+
+    Whoever knows its place in a tree fills in `num_tokens`, and what a named conversation's turn lacks.
+    """
+    check_text(turn.conversation_id, f"{field}.conversation_id")
+    check_text(turn.owner, f"{field}.owner")
+    if turn.turn_id:
+        check_turn_id(f"{field}.turn_id", turn.turn_id)
+    elif not turn.conversation_id:
         raise InvalidRequestError(f"{field}.conversation_id", "", "a non-empty string")
-    _check_text(turn.finish_reason, f"{field}.finish_reason")
+    check_text(turn.finish_reason, f"{field}.finish_reason")
     if turn.output_text is not None:
-        _check_text(turn.output_text, f"{field}.output_text")
+        check_text(turn.output_text, f"{field}.output_text")
     if not _is_int(turn.turn_index) or turn.turn_index < 0:
         raise InvalidRequestError(f"{field}.turn_index", turn.turn_index, "an int of at least 0")
     if not _is_int(turn.seed) or not 0 <= turn.seed < 2**64:
@@ -44,43 +76,75 @@ def pack_turn(turn: TurnRecord, field: str) -> TurnRow:
     output = pack_token_ids(turn.output_token_ids, f"{field}.output_token_ids")
     seed = turn.seed - 2**64 if turn.seed >= 2**63 else turn.seed  # the table's integers are signed
     messages = None if turn.messages is None else _pack_messages(turn.messages, f"{field}.messages")
-    return (
-        turn.conversation_id,
-        int(turn.turn_index),
-        prompt,
-        output,
-        int(seed),
-        turn.finish_reason,
-        float(turn.created_at_s),
-        messages,
-        turn.output_text,
-        checksum(prompt, output),
+    return TurnRow(
+        owner=turn.owner,
+        turn_id=turn.turn_id,
+        parent_id=turn.parent_id,
+        turn_index=int(turn.turn_index),
+        num_tokens=(len(prompt) + len(output)) // TOKEN_BYTES,
+        prompt_ids=prompt,
+        output_ids=output,
+        seed=int(seed),
+        finish_reason=turn.finish_reason,
+        created_at_s=float(turn.created_at_s),
+        messages=messages,
+        output_text=turn.output_text,
+        usage=None if turn.usage is None else _pack_usage(turn.usage),
+        chain=turn.chain or None,
+        kept=0,
+        checksum=checksum(prompt, output),
     )
 
 
-def unpack_turn(row: TurnRow) -> TurnRecord:
+def unpack_turn(row: TurnRow, conversation_id: str = "") -> TurnRecord:
     """The turn of a row; raises HistoryCorruptError if its ids are not those that were written."""
-    conversation_id, turn_index, prompt, output, seed, finish_reason, created_at_s, messages, text, stored = (
-        row
-    )
-    if checksum(prompt, output) != stored:
-        raise HistoryCorruptError(
-            f"Turn {turn_index} of conversation {conversation_id!r} is damaged: its token ids do not match "
-            "their "
-            "checksum. Truncate the conversation before that turn or end it; the other conversations are "
-            "good."
-        )
+    check_undamaged(row, conversation_id)
     return TurnRecord(
         conversation_id=conversation_id,
-        turn_index=turn_index,
-        prompt_token_ids=tuple(unpack_token_ids(prompt).tolist()),
-        output_token_ids=tuple(unpack_token_ids(output).tolist()),
-        seed=seed % 2**64,
-        finish_reason=finish_reason,
-        created_at_s=created_at_s,
-        messages=None if messages is None else tuple(json.loads(messages)),
-        output_text=text,
+        turn_index=row.turn_index,
+        prompt_token_ids=tuple(unpack_token_ids(row.prompt_ids).tolist()),
+        output_token_ids=tuple(unpack_token_ids(row.output_ids).tolist()),
+        seed=row.seed % 2**64,
+        finish_reason=row.finish_reason,
+        created_at_s=row.created_at_s,
+        messages=unpack_messages(row.messages),
+        output_text=row.output_text,
+        turn_id=row.turn_id,
+        parent_id=row.parent_id,
+        owner=row.owner,
+        chain=row.chain or b"",
+        usage=unpack_usage(row.usage),
     )
+
+
+def check_undamaged(row: TurnRow, conversation_id: str) -> None:
+    """Raise HistoryCorruptError unless a turn's ids are those that were written."""
+    if checksum(row.prompt_ids, row.output_ids) == row.checksum:
+        return
+    if not conversation_id:
+        raise HistoryCorruptError(
+            f"Turn {row.turn_id!r} is damaged: its token ids do not match their checksum. Delete what goes "
+            "on from it; all else is good."
+        )
+    raise HistoryCorruptError(
+        f"Turn {row.turn_index} of conversation {conversation_id!r} is damaged: its token ids do not match "
+        "their checksum. Truncate the conversation before that turn or end it; the other conversations are "
+        "good."
+    )
+
+
+def unpack_messages(packed: str | None) -> tuple[Any, ...] | None:
+    """Chat messages as they were given."""
+    return None if packed is None else tuple(json.loads(packed))
+
+
+def _pack_usage(usage: Usage) -> str:
+    return json.dumps({name: getattr(usage, name) for name in Usage.__slots__}, separators=(",", ":"))
+
+
+def unpack_usage(packed: str | None) -> Usage | None:
+    """Where a turn's tokens came from, if that was kept."""
+    return None if packed is None else Usage(**json.loads(packed))
 
 
 def pack_token_ids(token_ids: Sequence[int], field: str) -> bytes:
@@ -114,7 +178,8 @@ def _pack_messages(messages: Sequence[Any], field: str) -> str:
         raise InvalidRequestError(field, messages, f"a sequence of JSON objects ({error})") from error
 
 
-def _check_text(text: object, field: str) -> None:
+def check_text(text: object, field: str) -> None:
+    """Raise InvalidRequestError, naming `field`, unless it is text that UTF-8 can hold."""
     if not isinstance(text, str):
         raise InvalidRequestError(field, text, "a string")
     try:

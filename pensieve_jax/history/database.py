@@ -1,7 +1,7 @@
 """Opens the SQLite file of a history: makes, accepts, refuses, or sets a damaged one aside.
 
-Owns: the schema, its version and application id, what counts as damaged, and where damaged files go.
-Does not know: turns, transactions or locks; the caller holds the lock on the path.
+Owns: which file is accepted, what counts as damaged, and where damaged files go.
+Does not know: what the tables are (`schema`, `migration`), or locks; the caller holds the lock on the path.
 Called by: `sqlite_store`.
 
 Files of others are never touched. Nothing is ever overwritten: a damaged history moves, together with
@@ -21,48 +21,14 @@ from pensieve_jax.core.errors import (
     HistoryLockedError,
     HistoryMismatchError,
 )
+from pensieve_jax.history import migration, schema
 
 type Synchronous = Literal["normal", "full"]
 
-APPLICATION_ID: Final = 0x50454E53  # "PENS", at byte 68 of the file
-SCHEMA_VERSION: Final = 1
 BUSY_TIMEOUT_S: Final = 5.0  # a backup tool may hold the file for a moment
 _MAGIC: Final = b"SQLite format 3\0"  # the first bytes of every database that is not empty
 _APPLICATION_ID_BYTES: Final = slice(68, 72)  # big-endian
 _SIDE_FILE_SUFFIXES: Final = ("", "-wal", "-shm", "-journal")
-
-# The CHECKs are part of what quick_check verifies. `conversations` repeats what `turns` implies, so that a
-# listing reads no tokens; both change in the same transaction.
-_SCHEMA: Final = """
-CREATE TABLE meta(key TEXT PRIMARY KEY NOT NULL, value TEXT NOT NULL);
-CREATE TABLE conversations(
-  conversation_id TEXT PRIMARY KEY NOT NULL,
-  num_tokens INTEGER NOT NULL CHECK (num_tokens >= 0),
-  num_turns INTEGER NOT NULL CHECK (num_turns >= 0),
-  last_active_s REAL NOT NULL
-);
-CREATE TABLE turns(
-  conversation_id TEXT NOT NULL,
-  turn_index INTEGER NOT NULL CHECK (turn_index >= 0),
-  prompt_ids BLOB NOT NULL CHECK (typeof(prompt_ids) = 'blob' AND length(prompt_ids) % 4 = 0),
-  output_ids BLOB NOT NULL CHECK (typeof(output_ids) = 'blob' AND length(output_ids) % 4 = 0),
-  seed INTEGER NOT NULL,
-  finish_reason TEXT NOT NULL,
-  created_at_s REAL NOT NULL,
-  messages TEXT,
-  output_text TEXT,
-  checksum INTEGER NOT NULL,
-  PRIMARY KEY (conversation_id, turn_index)
-);
-"""
-_COLUMNS: Final = {
-    "meta": {"key", "value"},
-    "conversations": {"conversation_id", "num_tokens", "num_turns", "last_active_s"},
-    "turns": {
-        *("conversation_id", "turn_index", "prompt_ids", "output_ids", "seed"),
-        *("finish_reason", "created_at_s", "messages", "output_text", "checksum"),
-    },
-}
 
 
 class _DamageError(Exception):
@@ -119,20 +85,25 @@ def _accept(
     connection: sqlite3.Connection, path: Path | None, fingerprint: str, synchronous: Synchronous
 ) -> None:
     """Look at the file, make what it lacks, and set the connection up; closes it again if it raises."""
-    accepted = False
+    accepted = is_ours = False
     try:
         # Looking at a file must not change it: no checkpoint if it turns out to be damaged or another's.
         connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, True)
         if _is_empty(connection):
             _create(connection, fingerprint)
-        _check(connection, path, fingerprint)
+        version = _check(connection, path, fingerprint)
+        is_ours = True
         connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, False)
+        if version != schema.SCHEMA_VERSION:
+            _migrate(connection, path, version)
         if path is not None:
             connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")
         accepted = True
     finally:
-        if not accepted:
+        if not accepted and is_ours:
+            connection.close()
+        elif not accepted:
             # SQLite has made a log beside a file that had none. Nothing is in it, so that a checkpoint writes
             # nothing, and SQLite removes the log with it unless another program has come to use it.
             has_log = path is not None and _size_bytes(_side_file(path, "-wal")) > 0
@@ -151,30 +122,41 @@ def _create(connection: sqlite3.Connection, fingerprint: str) -> None:
     """Make the tables in one transaction, so that a kill leaves an empty file or a whole one."""
     # While the journal is a rollback journal: the main file then never lacks what only a log holds.
     connection.execute("BEGIN IMMEDIATE")
-    for statement in _SCHEMA.split(";\n"):
-        connection.execute(statement)
-    connection.execute("INSERT INTO meta VALUES ('fingerprint', ?)", (fingerprint,))
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    schema.create_tables(connection, fingerprint=fingerprint)
     connection.execute("COMMIT")
 
 
-def _check(connection: sqlite3.Connection, path: Path | None, fingerprint: str) -> None:
-    is_ours = _pragma(connection, "application_id") == APPLICATION_ID
+def _migrate(connection: sqlite3.Connection, path: Path | None, version: int) -> None:
+    try:
+        migration.migrate(connection)
+    except sqlite3.Error as error:
+        if is_damage(error):
+            raise
+        raise HistoryError(
+            f"history is {str(path)!r}, which has schema version {version} and could not be brought to "
+            f"version {schema.SCHEMA_VERSION} ({error}); it is as it was. It takes as much disk space again "
+            "as the file has: make room, and open it once more."
+        ) from error
+
+
+def _check(connection: sqlite3.Connection, path: Path | None, fingerprint: str) -> int:
+    """The file's version, of a history that this release can read; raises what `open_database` says."""
+    is_ours = _pragma(connection, "application_id") == schema.APPLICATION_ID
     version = _pragma(connection, "user_version")
     if not is_ours:
         raise _foreign(path)
     findings = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
     if findings != ["ok"]:
         raise _DamageError(f"quick_check says: {' '.join(findings[0].split())}")
-    if version != SCHEMA_VERSION:
+    columns_by_version = {1: migration.VERSION_1_COLUMNS, schema.SCHEMA_VERSION: schema.newest_columns()}
+    if version not in columns_by_version:
         raise HistoryMismatchError(
             f"history is {str(path)!r}, which has schema version {version}, but this release reads version "
-            f"{SCHEMA_VERSION}; use the release that wrote it or choose another path. The file was left as "
-            "it is."
+            f"{schema.SCHEMA_VERSION} and older ones; use the release that wrote it or choose another path. "
+            "The file was left as it is."
         )
-    for table, columns in _COLUMNS.items():
-        found = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+    for table, columns in columns_by_version[version].items():
+        found = schema.columns_of(connection, table)
         if found != columns:
             raise _DamageError(f"table {table} has the columns {sorted(found)} instead of {sorted(columns)}")
     written_by = connection.execute("SELECT value FROM meta WHERE key = 'fingerprint'").fetchone()
@@ -184,9 +166,9 @@ def _check(connection: sqlite3.Connection, path: Path | None, fingerprint: str) 
         raise HistoryMismatchError(
             f"history is {str(path)!r}, which was written by {written_by[0]!r}, but the model in use is "
             f"{fingerprint!r}; load the model and tokenizer that wrote it or choose another path. The file "
-            "was left "
-            "as it is."
+            "was left as it is."
         )
+    return version
 
 
 def _set_aside(path: Path | None, reason: str) -> NoReturn:
@@ -197,7 +179,7 @@ def _set_aside(path: Path | None, reason: str) -> NoReturn:
     if path is None:
         raise HistoryCorruptError(f"The history in memory is damaged: {reason}.")
     application_id = _head(path)[_APPLICATION_ID_BYTES]
-    if len(application_id) == 4 and int.from_bytes(application_id, "big") != APPLICATION_ID:
+    if len(application_id) == 4 and int.from_bytes(application_id, "big") != schema.APPLICATION_ID:
         raise _foreign(path)
     number = 1
     while any(_side_file(_corrupt_name(path, number), suffix).exists() for suffix in _SIDE_FILE_SUFFIXES):

@@ -1,7 +1,8 @@
 """The history store on SQLite, in a file or in memory.
 
-Owns: the transactions and queries of `HistoryStore`, the lock on the file, and one connection.
-Does not know: the file's schema history and damage (`database`), how a turn is packed (`codec`), jax.
+Owns: the transactions of `HistoryStore`, the lock on the file, and one connection.
+Does not know: the statements on each table (`turns_table` and its neighbours), the file's schema history and
+damage (`database`), how a turn is packed (`codec`), jax.
 Called by: `assembly`, which opens it, and the engine.
 
 Durability: the file is in write-ahead mode. With `synchronous="normal"` a committed turn survives `kill -9`,
@@ -11,33 +12,74 @@ each commit waits for the disk and survives that too.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-
-import numpy as np
+from typing import NamedTuple, Self
 
 from pensieve_jax.core.errors import (
     ConfigError,
     HistoryCorruptError,
     HistoryError,
     InvalidRequestError,
-    UnknownConversationError,
+    PensieveError,
 )
-from pensieve_jax.history import codec, database
+from pensieve_jax.history import (
+    codec,
+    database,
+    named_conversations,
+    responses_table,
+    server_conversations,
+    turns_table,
+)
+from pensieve_jax.history.changes import (
+    AppendItems,
+    CreateConversation,
+    DeleteConversation,
+    DeleteItem,
+    DeleteResponse,
+    EndResponse,
+    Expire,
+    HistoryChange,
+    QueueResponse,
+    ResponseDraft,
+    UpdateConversation,
+)
 from pensieve_jax.history.lock import FileLock
-from pensieve_jax.history.store import CUT_FINISH_REASON, ConversationInfo, ConversationRecord, TurnRecord
+from pensieve_jax.history.store import ConversationInfo, ConversationRecord, TurnRecord
 
-_INFO_COLUMNS = "conversation_id, num_tokens, num_turns, last_active_s"
-_TURN_COLUMNS = (
-    "conversation_id, turn_index, prompt_ids, output_ids, seed, finish_reason, created_at_s, messages, "
-    "output_text, checksum"
-)
 _NOTES = "note:"  # before the names of notes among the keys of `meta`
+
+
+class _Commit(NamedTuple):
+    """A turn to be added, checked and packed; `refusal` says why its attachment cannot be kept."""
+
+    conversation_id: str
+    row: codec.TurnRow
+    draft: ResponseDraft | None
+    items: Sequence[server_conversations.Item]
+    refusal: InvalidRequestError | None
+
+
+def _prepare(turn: TurnRecord, attachment: object, index: int) -> _Commit:
+    row = codec.pack_turn(turn, f"turns[{index}]")
+    if attachment is None:
+        # Nothing else will need it: it is kept for itself.
+        placed = row if turn.conversation_id else row._replace(kept=1)
+        return _Commit(turn.conversation_id, placed, None, (), None)
+    field = f"attachments[{index}]"
+    try:
+        if turn.conversation_id:
+            raise InvalidRequestError(field, attachment, "None for a turn of a named conversation")
+        draft, items = responses_table.check_draft(attachment, turn.owner, field)
+    except InvalidRequestError as error:
+        return _Commit("", row, None, (), error)
+    return _Commit("", row, draft, items, None)
 
 
 class SQLiteHistoryStore:
@@ -88,43 +130,62 @@ class SQLiteHistoryStore:
                 self._lock.discard()
 
     def conversations(self) -> list[ConversationInfo]:
-        """All conversations, the most recently active first, equal times by id."""
-        query = f"SELECT {_INFO_COLUMNS} FROM conversations ORDER BY last_active_s DESC, conversation_id"
-        rows = self._run(lambda connection: connection.execute(query).fetchall())
-        return [ConversationInfo(*row) for row in rows]
+        """All named conversations, the most recently active first, equal times by id."""
+        return self._run(named_conversations.listing)
 
     def info(self, conversation_id: str) -> ConversationInfo:
         """A conversation's line of the listing, read without its tokens."""
-        return self._run(lambda connection: _find(connection, conversation_id))
+        return self._run(lambda connection: named_conversations.info(connection, conversation_id))
 
     def load(self, conversation_id: str) -> ConversationRecord:
         """Read a whole conversation; also raises HistoryCorruptError if its tokens are damaged."""
-        info, rows = self._run(lambda connection: _read(connection, conversation_id))
-        turns = tuple(codec.unpack_turn(row) for row in rows)
-        token_ids = codec.unpack_token_ids(b"".join(packed for row in rows for packed in row[2:4]))
-        in_order = all(turn.turn_index == index for index, turn in enumerate(turns))
-        if not in_order or len(turns) != info.num_turns or len(token_ids) != info.num_tokens:
-            raise HistoryCorruptError(
-                f"Conversation {conversation_id!r} is damaged: it should hold {info.num_turns} turns of "
-                f"{info.num_tokens} tokens, but {len(turns)} turns of {len(token_ids)} tokens were found. "
-                "End it; the other conversations are good."
-            )
-        return ConversationRecord(conversation_id, token_ids, turns, info.last_active_s)
+        return named_conversations.unpack(
+            *self._run(lambda connection: named_conversations.read(connection, conversation_id))
+        )
 
-    def commit(self, turns: Sequence[TurnRecord]) -> None:
-        """Append finished turns in one transaction: all of them or none."""
-        rows = [codec.pack_turn(turn, f"turns[{index}]") for index, turn in enumerate(turns)]
-        if not rows:
-            return
-        self._transact(lambda connection: _append_all(connection, rows))
+    def load_turn(self, owner: str, turn_id: str) -> ConversationRecord:
+        """Read the path to a turn; also raises HistoryCorruptError if its tokens are damaged."""
+        rows = self._run(lambda connection: turns_table.path_rows(connection, owner, turn_id))
+        return turns_table.unpack_path(rows, owner, turn_id)
+
+    def commit(
+        self,
+        turns: Sequence[TurnRecord],
+        attachments: Sequence[object] = (),
+        in_use: Collection[str] = (),
+    ) -> Mapping[int, PensieveError]:
+        """Append finished turns in one transaction; see `HistoryStore.commit`."""
+        attached = attachments or itertools.repeat(None)
+        commits = [
+            _prepare(turn, attachment, index)
+            for index, (turn, attachment) in enumerate(zip(turns, attached, strict=bool(attachments)))
+        ]
+        if not commits:
+            return {}
+        return self._transact(lambda connection: _append_all(connection, commits, in_use))
+
+    def apply(self, change: HistoryChange, in_use: Collection[str] = ()) -> None:
+        """Change what is kept beside turns, in one transaction; see `HistoryStore.apply`."""
+        _check_texts(change)
+        self._transact(lambda connection: _apply(connection, change, in_use))
 
     def truncate(self, conversation_id: str, num_tokens: int) -> int:
         """Keep the first `num_tokens` tokens; `HistoryStore.truncate` says what becomes of a cut turn."""
-        return self._transact(lambda connection: _truncate(connection, conversation_id, num_tokens))
+        return self._transact(
+            lambda connection: named_conversations.truncate(connection, conversation_id, num_tokens)
+        )
+
+    def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> int:
+        """Have a new conversation begin as the first tokens of another one; see `HistoryStore.fork`."""
+        return self._transact(
+            lambda connection: named_conversations.fork(
+                connection, conversation_id, new_conversation_id, num_tokens
+            )
+        )
 
     def delete(self, conversation_id: str) -> None:
         """Forget a conversation; its space in the file is used again by later ones."""
-        self._transact(lambda connection: _delete(connection, conversation_id))
+        self._transact(lambda connection: named_conversations.delete(connection, conversation_id))
 
     def note(self, name: str) -> str | None:
         """A text that is kept beside the turns."""
@@ -190,112 +251,66 @@ class SQLiteHistoryStore:
         return self._run(transaction)
 
 
+def _check_texts(change: HistoryChange) -> None:
+    for field in dataclasses.fields(change):
+        value = getattr(change, field.name)
+        if field.type == "str" or isinstance(value, str):
+            codec.check_text(value, field.name)
+
+
+def _append_all(
+    connection: sqlite3.Connection, commits: Sequence[_Commit], in_use: Collection[str]
+) -> dict[int, PensieveError]:
+    refused: dict[int, PensieveError] = {}
+    for index, commit in enumerate(commits):
+        field = f"turns[{index}]"
+        if commit.conversation_id:
+            _append(connection, commit, field, in_use)
+        elif commit.refusal is not None:
+            refused[index] = commit.refusal
+        else:
+            connection.execute("SAVEPOINT placed")
+            try:
+                _append(connection, commit, field, in_use)
+            except PensieveError as error:
+                connection.execute("ROLLBACK TO placed")
+                refused[index] = error
+            connection.execute("RELEASE placed")
+    return refused
+
+
+def _append(connection: sqlite3.Connection, commit: _Commit, field: str, in_use: Collection[str]) -> None:
+    if commit.conversation_id:
+        named_conversations.append(connection, commit.conversation_id, commit.row, field)
+        return
+    row = turns_table.insert_placed(connection, commit.row, field)
+    if commit.draft is not None:
+        responses_table.complete(connection, commit.draft, commit.items, row, in_use)
+
+
+def _apply(connection: sqlite3.Connection, change: HistoryChange, in_use: Collection[str]) -> None:
+    match change:
+        case QueueResponse():
+            responses_table.queue(connection, change)
+        case EndResponse():
+            responses_table.end(connection, change)
+        case DeleteResponse():
+            responses_table.delete(connection, change, in_use)
+        case Expire():
+            responses_table.expire(connection, change, in_use)
+        case CreateConversation():
+            server_conversations.create(connection, change)
+        case UpdateConversation():
+            server_conversations.update(connection, change)
+        case DeleteConversation():
+            server_conversations.delete(connection, change, in_use)
+        case AppendItems():
+            server_conversations.append_items(connection, change)
+        case DeleteItem():
+            server_conversations.delete_item(connection, change, in_use)
+
+
 def _keep_note(connection: sqlite3.Connection, key: str, text: str | None) -> None:
     connection.execute("DELETE FROM meta WHERE key = ?", (key,))
     if text is not None:
         connection.execute("INSERT INTO meta VALUES (?, ?)", (key, text))
-
-
-def _read(connection: sqlite3.Connection, conversation_id: str) -> tuple[ConversationInfo, list[Any]]:
-    info = _find(connection, conversation_id)
-    query = f"SELECT {_TURN_COLUMNS} FROM turns WHERE conversation_id = ? ORDER BY turn_index"
-    return info, connection.execute(query, (conversation_id,)).fetchall()
-
-
-def _find(connection: sqlite3.Connection, conversation_id: str) -> ConversationInfo:
-    query = f"SELECT {_INFO_COLUMNS} FROM conversations WHERE conversation_id = ?"
-    row = connection.execute(query, (conversation_id,)).fetchone()
-    if row is None:
-        raise UnknownConversationError(conversation_id)
-    return ConversationInfo(*row)
-
-
-def _append_all(connection: sqlite3.Connection, rows: Sequence[codec.TurnRow]) -> None:
-    for index, row in enumerate(rows):
-        _append(connection, row, f"turns[{index}].turn_index")
-
-
-def _append(connection: sqlite3.Connection, row: codec.TurnRow, field: str) -> None:
-    conversation_id, turn_index, prompt, output, *_ = row
-    known = connection.execute(
-        "SELECT num_turns FROM conversations WHERE conversation_id = ?", (conversation_id,)
-    ).fetchone()
-    next_index = known[0] if known else 0
-    if turn_index != next_index:
-        raise InvalidRequestError(field, turn_index, f"{next_index}, the next turn of {conversation_id!r}")
-    connection.execute(f"INSERT INTO turns({_TURN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
-    num_tokens = (len(prompt) + len(output)) // codec.TOKEN_BYTES
-    connection.execute(
-        "INSERT INTO conversations VALUES (?, ?, 1, ?) ON CONFLICT(conversation_id) DO UPDATE SET "
-        "num_tokens = num_tokens + excluded.num_tokens, num_turns = num_turns + 1, "
-        "last_active_s = excluded.last_active_s",
-        (conversation_id, num_tokens, row[6]),
-    )
-
-
-def _truncate(connection: sqlite3.Connection, conversation_id: str, num_tokens: int) -> int:
-    info = _find(connection, conversation_id)
-    limit = f"an int from 0 to the {info.num_tokens} tokens of conversation {conversation_id!r}"
-    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int | np.integer):
-        raise InvalidRequestError("num_tokens", num_tokens, limit)
-    if not 0 <= num_tokens <= info.num_tokens:
-        raise InvalidRequestError("num_tokens", num_tokens, limit)
-    return _cut(connection, conversation_id, int(num_tokens))
-
-
-def _delete(connection: sqlite3.Connection, conversation_id: str) -> None:
-    _find(connection, conversation_id)
-    connection.execute("DELETE FROM turns WHERE conversation_id = ?", (conversation_id,))
-    connection.execute("DELETE FROM conversations WHERE conversation_id = ?", (conversation_id,))
-
-
-def _cut(connection: sqlite3.Connection, conversation_id: str, num_tokens: int) -> int:
-    """Returns the number of turns left."""
-    sizes = connection.execute(
-        f"SELECT turn_index, length(prompt_ids) / {codec.TOKEN_BYTES}, length(output_ids) / "
-        f"{codec.TOKEN_BYTES} "
-        "FROM turns WHERE conversation_id = ? ORDER BY turn_index",
-        (conversation_id,),
-    ).fetchall()
-    num_turns, num_tokens_before = 0, 0
-    for turn_index, prompt_len, output_len in sizes:
-        if num_tokens_before >= num_tokens:
-            break
-        num_turns = turn_index + 1
-        num_tokens_kept = num_tokens - num_tokens_before
-        if num_tokens_kept < prompt_len + output_len:
-            _cut_turn(connection, conversation_id, turn_index, num_tokens_kept)
-        num_tokens_before += prompt_len + output_len
-    connection.execute(
-        "DELETE FROM turns WHERE conversation_id = ? AND turn_index >= ?", (conversation_id, num_turns)
-    )
-    connection.execute(
-        "UPDATE conversations SET num_tokens = ?, num_turns = ? WHERE conversation_id = ?",
-        (num_tokens, num_turns, conversation_id),
-    )
-    return num_turns
-
-
-def _cut_turn(
-    connection: sqlite3.Connection, conversation_id: str, turn_index: int, num_tokens_kept: int
-) -> None:
-    row = connection.execute(
-        f"SELECT {_TURN_COLUMNS} FROM turns WHERE conversation_id = ? AND turn_index = ?",
-        (conversation_id, turn_index),
-    ).fetchone()
-    codec.unpack_turn(row)  # a damaged turn must not get a fresh checksum
-    prompt, output, messages = row[2], row[3], row[7]
-    kept_bytes = num_tokens_kept * codec.TOKEN_BYTES
-    if kept_bytes < len(prompt):
-        prompt, output, messages = prompt[:kept_bytes], b"", None
-    else:
-        output = output[: kept_bytes - len(prompt)]
-    connection.execute(
-        "UPDATE turns SET prompt_ids = ?, output_ids = ?, messages = ?, output_text = NULL, finish_reason = "
-        "?, "
-        "checksum = ? WHERE conversation_id = ? AND turn_index = ?",
-        (
-            *(prompt, output, messages, CUT_FINISH_REASON),
-            *(codec.checksum(prompt, output), conversation_id, turn_index),
-        ),
-    )

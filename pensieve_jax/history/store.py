@@ -1,19 +1,26 @@
-"""What a conversation's durable history is: its records and the protocol of a store that keeps them.
+"""What a durable history is: turns in trees, and the protocol of a store that keeps them.
 
 Owns: `TurnRecord`, `ConversationRecord`, `ConversationInfo`, `HistoryStore` and what its methods promise.
 Does not know: any file format, jax, or KV state.
 Called by: the engine; implemented by `sqlite_store.SQLiteHistoryStore`.
+
+A turn never changes once it is committed, and goes on from another one or begins a tree. A named conversation
+is a name for the turn at its head: the path to that turn, from the first of its tree on, is what was said in
+it. Turns that their caller places (`core.turn_node`) are in no named conversation and belong to an owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.core.outputs import Usage
+from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.text.messages import Message
 
 CUT_FINISH_REASON: Final = "truncated"
@@ -25,8 +32,8 @@ class TurnRecord:
     """One turn as it is kept: what was sent, what was answered, and what it takes to repeat it.
 
     Attributes:
-      conversation_id: any non-empty string.
-      turn_index: 0 for a conversation's first turn; the next turn has the next number.
+      conversation_id: any non-empty string; "" for a turn that its caller placed.
+      turn_index: 0 for the first turn of a path; the next turn has the next number.
       prompt_token_ids: the new ids of the turn only, as they stood in the history (chat markup included).
       output_token_ids: every sampled id up to and including the one that ended the turn.
       seed: the 64-bit sampling seed, drawn or given.
@@ -34,6 +41,11 @@ class TurnRecord:
       created_at_s: wall clock of the turn's end in seconds since the epoch; the caller reads the clock.
       messages: the new chat messages of the turn; None for a turn that was sent as text or ids.
       output_text: the reply as it was shown (without the stop string); None without a tokenizer or once cut.
+      turn_id, parent_id: of the turn and of the one that it goes on from; see `core.turn_node`. The store
+        gives them to the turns of named conversations; until then they are "" and None.
+      owner: whose it is; "" for named conversations.
+      chain: what identifies the messages up to and including this turn's own; b"" for a turn without.
+      usage: where its tokens came from; None if that was never kept.
     """
 
     conversation_id: str
@@ -45,17 +57,22 @@ class TurnRecord:
     created_at_s: float
     messages: tuple[Message, ...] | None = None
     output_text: str | None = None
+    turn_id: str = ""
+    parent_id: str | None = None
+    owner: str = ""
+    chain: bytes = b""
+    usage: Usage | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConversationRecord:
-    """A whole conversation.
+    """A whole conversation, or the path to a turn.
 
     Attributes:
-      conversation_id: its name.
+      conversation_id: its name; of a path, the id of its last turn.
       token_ids: i32[num_tokens], all prompts and replies in order.
       turns: in order; empty after `truncate(conversation_id, 0)`.
-      last_active_s: `created_at_s` of the turn that was committed last.
+      last_active_s: `created_at_s` of the turn that was committed last; of a path, of its last turn.
     """
 
     conversation_id: str
@@ -75,14 +92,14 @@ class ConversationInfo:
 
 
 class HistoryStore(Protocol):
-    """Keeps the turns of conversations; opened for one model and tokenizer by one process at a time.
+    """Keeps turns; opened for one model and tokenizer by one process at a time.
 
-    Threads: the engine thread calls everything; `conversations`, `info` and `load` may also be called from
-    other threads at any time and see either all of a commit or nothing of it.
+    Threads: the engine thread calls everything; `conversations`, `info`, `load` and `load_turn` may also be
+    called from other threads at any time and see either all of a commit or nothing of it.
     """
 
     def conversations(self) -> list[ConversationInfo]:
-        """All conversations, the most recently active first, equal times by id."""
+        """All named conversations, the most recently active first, equal times by id."""
         ...
 
     def info(self, conversation_id: str) -> ConversationInfo:
@@ -93,12 +110,39 @@ class HistoryStore(Protocol):
         """Read a whole conversation; raises UnknownConversationError."""
         ...
 
-    def commit(self, turns: Sequence[TurnRecord]) -> None:
-        """Append finished turns (of one or many conversations) in ONE transaction: all of them or none.
+    def load_turn(self, owner: str, turn_id: str) -> ConversationRecord:
+        """Read the path to a turn, from the first of its tree; raises UnknownTurnError."""
+        ...
 
-        Once it returns, the turns outlive the process. A conversation begins with its turn 0. Raises
-        InvalidRequestError, before anything is written, for a value that cannot be kept or a `turn_index`
-        that is not the conversation's next.
+    def commit(
+        self,
+        turns: Sequence[TurnRecord],
+        attachments: Sequence[object] = (),
+        in_use: Collection[str] = (),
+    ) -> Mapping[int, PensieveError]:
+        """Append finished turns in ONE transaction, each with what was attached to it.
+
+        Once it returns, the turns outlive the process, and so does what stands in their attachments
+        (`changes.ResponseDraft`, or None; none at all: no turn has one). A turn with a conversation_id goes
+        behind that conversation's last one, and begins it if it is turn 0; any other turn goes where its own
+        ids say. For `in_use` see `apply`.
+
+        Returns why turns were refused, by position: placed turns can be overtaken, since what they go on
+        from, or what they are to be appended to, may have gone or changed. Nothing of a refused turn is
+        kept, and all of the others: ConversationChangedError, UnknownRecordError, UnknownTurnError, or
+        InvalidRequestError for an attachment that cannot be kept.
+
+        Raises InvalidRequestError, before anything is written, for a value of a turn that cannot be kept or
+        a `turn_index` that is not the path's next, and HistoryError; then nothing is kept.
+        """
+        ...
+
+    def apply(self, change: HistoryChange, in_use: Collection[str] = ()) -> None:
+        """Change what is kept beside turns, in one transaction.
+
+        Turns that nothing needs any more go with it. Those `in_use`, from which running turns go on, stay
+        until an `Expire` finds that they are not.
+        Raises UnknownRecordError, ConversationChangedError, InvalidRequestError or HistoryError.
         """
         ...
 
@@ -107,14 +151,24 @@ class HistoryStore(Protocol):
 
         Returns how many turns are left, one that was cut through included.
 
-        A turn that the cut goes through keeps the part before it and gets `finish_reason = CUT_FINISH_REASON`
-        and `output_text = None`; cut within its prompt it also loses its `messages`, which are no longer what
-        the ids say. Raises UnknownConversationError, and InvalidRequestError if there are fewer tokens.
+        A turn that the cut goes through is replaced by one of the part before it, with `finish_reason =
+        CUT_FINISH_REASON` and `output_text = None`; cut within its prompt that also has no `messages`, which
+        are no longer what the ids say. Raises UnknownConversationError, and InvalidRequestError if there are
+        fewer tokens.
+        """
+        ...
+
+    def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> int:
+        """Have a new conversation begin as the first `num_tokens` tokens (None: all) of another one.
+
+        Returns how many turns the new one has. They share what they have in common, but a turn that is cut
+        through as `truncate` would. Raises UnknownConversationError, and InvalidRequestError for a new name
+        that is taken or a length that the conversation does not have.
         """
         ...
 
     def delete(self, conversation_id: str) -> None:
-        """Forget a conversation; raises UnknownConversationError."""
+        """Forget a conversation, and the turns that no other needs; raises UnknownConversationError."""
         ...
 
     def note(self, name: str) -> str | None:

@@ -71,15 +71,20 @@ def test_a_prefix_goes_to_host_memory_and_back_for_all_of_its_users():
     assert resident(one) == resident(two) == [0, 1, 2]
 
 
-def test_a_conversation_that_is_cut_inside_its_prefix_begins_anew():
+def test_a_conversation_that_is_cut_inside_its_prefix_keeps_the_full_chunks_before_the_cut():
     cache = Cache(12, 12)
     prefix, (one, two) = users_of_a_prefix(cache, 3 * CHUNK, 3 * CHUNK)
     for user in (one, two):
         cache.manager.release(user)
     cache.manager.truncate(one, CHUNK + 3)
-    assert one.prefix is None and one.num_kv_tokens == 0 and resident(prefix) == resident(two)[:2] == [0, 1]
+    assert one.num_kv_tokens == CHUNK and resident(prefix) == resident(two)[:2] == [0, 1]
+    assert prefix.is_held and prefix.trunk is one.trunk and pages_of(one) == pages_of(prefix)[:1]
+    cache.check()
     cache.running("user0", 2 * CHUNK, one)
-    assert not set(pages_of(one)) & set(pages_of(prefix))
+    assert pages_of(one)[0] == pages_of(prefix)[0] and pages_of(one)[1] not in pages_of(prefix)
+    cache.manager.release(one)
+    cache.manager.truncate(one, CHUNK - 1)
+    assert one.trunk is None and not one.chunks and prefix.trunk is None, "the prefix is one again"
     cache.check()
 
 
@@ -89,7 +94,7 @@ def test_a_conversation_that_is_cut_behind_its_prefix_keeps_it(num_tokens):
     prefix, (one,) = users_of_a_prefix(cache, 3 * CHUNK + 4)
     cache.manager.release(one)
     cache.manager.truncate(one, num_tokens)
-    assert one.prefix is prefix and one.num_kv_tokens == num_tokens == len(one.chunks) * CHUNK
+    assert one.trunk is prefix and one.num_kv_tokens == num_tokens == len(one.chunks) * CHUNK
     cache.check()
 
 
@@ -104,7 +109,7 @@ def test_a_released_prefix_goes_with_the_last_that_begins_with_it():
     cache.manager.truncate(two, 0)  # it runs: the prefix is unpinned, and then forgotten
     cache.manager.release(two)
     cache.check()
-    assert two.prefix is None and cache.pool.num_free == 12 and not prefix.chunks
+    assert two.trunk is None and cache.pool.num_free == 12 and not prefix.chunks
 
 
 def test_a_released_prefix_that_nobody_begins_with_goes_at_once():

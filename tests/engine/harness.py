@@ -243,7 +243,7 @@ class Harness:
         """Nobody uses them any more: evict what is left of them."""
         store = self.engine._cache._store
         for sequence in store:
-            if sequence.is_prefix:
+            if sequence.is_trunk:
                 for index in range(len(sequence.chunks)):
                     if sequence.chunks[index].state is not ChunkState.DROPPED:
                         store.drop(sequence, index, DropReason.NO_HOST_MEMORY, None)

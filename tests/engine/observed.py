@@ -7,9 +7,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from pensieve_jax.cache.copies import Copy
+from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.engine.runner import Progress, Runner
 from pensieve_jax.engine.transfers import Transfers
 from pensieve_jax.history import ConversationInfo, ConversationRecord, HistoryStore, TurnRecord
+from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult
 
 Fault = Callable[[], BaseException]
@@ -157,11 +159,27 @@ class ObservedStore:
         self.num_loads += 1
         return self.inner.load(conversation_id)
 
-    def commit(self, turns: Sequence[TurnRecord]) -> None:
+    def load_turn(self, owner: str, turn_id: str) -> ConversationRecord:
+        self.num_loads += 1
+        return self.inner.load_turn(owner, turn_id)
+
+    def commit(
+        self,
+        turns: Sequence[TurnRecord],
+        attachments: Sequence[object] = (),
+        in_use: Collection[str] = (),
+    ) -> Mapping[int, PensieveError]:
         self.faults.raise_at("commit")
-        self.inner.commit(turns)
-        self.commits.append(list(turns))
+        refused = self.inner.commit(turns, attachments, in_use)
+        self.commits.append([turn for position, turn in enumerate(turns) if position not in refused])
         self.faults.raise_at("committed")
+        return refused
+
+    def apply(self, change: HistoryChange, in_use: Collection[str] = ()) -> None:
+        self.inner.apply(change, in_use)
+
+    def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> int:
+        return self.inner.fork(conversation_id, new_conversation_id, num_tokens)
 
     def truncate(self, conversation_id: str, num_tokens: int) -> int:
         return self.inner.truncate(conversation_id, num_tokens)

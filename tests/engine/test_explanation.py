@@ -112,7 +112,7 @@ def test_a_shared_prefix_is_named():
     harness.run(harness.submit(facts, "a"))
     explanation = harness.engine.explain("a")
     assert [chunk.is_shared for chunk in explanation.chunks][:3] == [True, True, False]
-    assert "shared prefix" in str(explanation)
+    assert "shared with others" in str(explanation)
 
 
 def test_a_failed_step_and_an_interrupt_are_told():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from pensieve_jax.cache import CachedSequence, CacheManager, ChunkEvent, ChunkState, Role, Shelf
+from pensieve_jax.cache import CachedSequence, CacheManager, ChunkEvent, ChunkState, Shelf
 from pensieve_jax.cache.chunk_store import ChunkStore
+from pensieve_jax.cache.trunks import Trunks
 from pensieve_jax.scheduler import Request, Scheduler
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.fake_transfers import FakeTransfers
@@ -134,11 +135,8 @@ def copied_in_counts_as_reused(patch):
 
 
 def a_prefix_in_use_is_evicted(patch):
-    def pin(self, sequence):
-        self._store.set_role(sequence, Role.RUNNING)
-
-    patch.setattr(CacheManager, "_pin", pin)
-    patch.setattr(CacheManager, "_unpin_prefix", lambda self, prefix: None)
+    patch.setattr(Trunks, "pin", lambda self, sequence: None)
+    patch.setattr(Trunks, "_unpin_from", lambda self, trunk: None)
 
 
 def holes_in_a_prefix_are_left_to_others(patch):

@@ -135,9 +135,9 @@ def test_a_kill_inside_a_transaction_leaves_no_half_of_it(path):
         "make = lambda name: TurnRecord(name, 0, tuple(range(300)), (7,), 0, 'stop', 0.0)\n"
         "store.commit([make('kept')])\n"
         "append = sqlite_store._append\n"
-        "def killed(connection, row, field):\n"
-        "    append(connection, row, field)\n"
-        "    if row[0] == 'second':\n"
+        "def killed(connection, commit, *rest):\n"
+        "    append(connection, commit, *rest)\n"
+        "    if commit.conversation_id == 'second':\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "sqlite_store._append = killed\n"
         "store.commit([make('first'), make('second'), make('third')])\n",
@@ -153,8 +153,9 @@ def test_a_kill_while_the_file_is_being_made_leaves_a_usable_path(path):
     # The process dies in the transaction that makes the tables: the next open starts over.
     code = (
         PREAMBLE + "import os, signal\n"
-        "from pensieve_jax.history import SQLiteHistoryStore, database\n"
-        "database._SCHEMA += 'SELECT die();\\n'\n"
+        "from pensieve_jax.history import SQLiteHistoryStore, database, schema\n"
+        "schema.newest_columns = dict\n"
+        "schema.TABLES += ('SELECT die()',)\n"
         "connect = database._connect\n"
         "def dying(path):\n"
         "    connection = connect(path)\n"

@@ -13,7 +13,7 @@ Marks are tuples `(name, ...)`, each one write to the pipe:
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import jax
 
 from pensieve_jax import LLM, CacheConfig, EngineConfig, SchedulerConfig, assembly
 from pensieve_jax.config import RunnerConfig
+from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.device import sampler
 from pensieve_jax.device.sampler import SamplerMode
@@ -122,9 +123,9 @@ def _announce_history(pipe: Connection) -> None:
             super().__init__(path, fingerprint=fingerprint, **options)
             pipe.send(("opened",))
 
-        def commit(self, turns: Sequence[TurnRecord]) -> None:
+        def commit(self, turns: Sequence[TurnRecord], *rest: Any) -> Mapping[int, PensieveError]:
             pipe.send(("committing", [TurnKey(turn.conversation_id, turn.turn_index) for turn in turns]))
-            super().commit(turns)
+            return super().commit(turns, *rest)
 
     assembly.SQLiteHistoryStore = AnnouncingStore
 

@@ -1,0 +1,388 @@
+"""A history as another process reads it while the engine's process writes.
+
+Owns: a read-only connection, and what can be looked up through it.
+Does not know: how anything comes to be written (`sqlite_store`), or HTTP.
+Called by: the server's front process.
+
+The file is in write-ahead mode: each method sees one state of it, whole commits only, and neither waits for
+the writer nor makes it wait. Whatever belongs to somebody is looked up together with its owner: another
+owner's id is not found in the same words, and by the same search, as one that does not exist.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal, Self
+from urllib.parse import quote
+
+from pensieve_jax.core.errors import (
+    HistoryError,
+    HistoryMismatchError,
+    InvalidRequestError,
+    UnknownRecordError,
+    UnknownTurnError,
+)
+from pensieve_jax.core.outputs import Usage
+from pensieve_jax.history import codec, responses_table, schema, server_conversations, turns_table
+from pensieve_jax.history import trees as response_trees
+from pensieve_jax.history.changes import ConversationRow, ItemRow, ResponseRecord
+from pensieve_jax.text.messages import Message
+
+type Order = Literal["asc", "desc"]
+
+BUSY_TIMEOUT_S: Final = 1.0  # only a start or an end of the writer can make a reader wait
+_TURN: Final = (
+    "SELECT turns.turn_id, turns.parent_id, turns.turn_index, turns.num_tokens, finish_reason, created_at_s, "
+    "messages, output_text, output_ids, usage, chain FROM "
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnView:
+    """A turn without the ids of its prompt.
+
+    Attributes:
+      turn_id, parent_id, turn_index: where it stands.
+      num_tokens: of its path, up to its end.
+      messages: its new chat messages; None for a turn that was sent as text or ids.
+      output_text: None without a tokenizer.
+      usage, chain: None and b"" where there is none.
+    """
+
+    turn_id: str
+    parent_id: str | None
+    turn_index: int
+    num_tokens: int
+    finish_reason: str
+    created_at_s: float
+    messages: tuple[Message, ...] | None
+    output_text: str | None
+    output_token_ids: tuple[int, ...]
+    usage: Usage | None
+    chain: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Page[T]:
+    """A part of a list, and whether there is more behind it."""
+
+    rows: tuple[T, ...]
+    has_more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationSummary:
+    """A line in a list of a server's conversations: `title` is what its user said first, in text."""
+
+    conversation: ConversationRow
+    last_active_s: float
+    num_tokens: int
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRequest:
+    """A request that was sent with an idempotency key."""
+
+    body_sha256: str
+    response_id: str
+    expires_at_s: float
+
+
+class HistoryReader:
+    """Reads the history at a path; safe to call from several threads."""
+
+    def __init__(self, path: str | os.PathLike[str], *, fingerprint: str) -> None:
+        """Open a history that a writer has made.
+
+        Raises HistoryError if it cannot be opened, HistoryMismatchError if it is not a history of this
+        release and this model.
+        """
+        self._path = Path(path).resolve()
+        self._mutex = threading.Lock()
+        try:
+            self._connection = sqlite3.connect(
+                f"file:{quote(str(self._path))}?mode=ro",
+                uri=True,
+                isolation_level=None,
+                check_same_thread=False,
+                timeout=BUSY_TIMEOUT_S,
+            )
+        except sqlite3.Error as error:
+            raise HistoryError(
+                f"history is {str(self._path)!r}, which cannot be opened ({error})."
+            ) from error
+        checked = False
+        try:
+            self._run(lambda connection: _check(connection, self._path, fingerprint))
+            checked = True
+        finally:
+            if not checked:
+                self.close()
+
+    # Responses
+
+    def response(self, owner: str, response_id: str) -> ResponseRecord:
+        """A response in whatever state; raises UnknownRecordError."""
+        return self._run(lambda connection: _response(connection, owner, response_id))
+
+    def input_items(
+        self,
+        owner: str,
+        response_id: str,
+        *,
+        after: str | None = None,
+        limit: int = 20,
+        order: Order = "desc",
+    ) -> Page[ItemRow]:
+        """The items of a response's own request; raises UnknownRecordError, for `after` as well."""
+        items = json.loads(self.response(owner, response_id).input_items)
+        rows = [
+            ItemRow(item_id=item["id"], position=position, item=json.dumps(item, separators=(",", ":")))
+            for position, item in enumerate(items)
+        ]
+        if order == "desc":
+            rows.reverse()
+        if after is not None:
+            ids = [row.item_id for row in rows]
+            if after not in ids:
+                raise UnknownRecordError("item", after)
+            rows = rows[ids.index(after) + 1 :]
+        return Page(tuple(rows[:limit]), len(rows) > limit)
+
+    def idempotent(self, owner: str, key: str, now_s: float) -> KnownRequest | None:
+        """The request that was sent with a key which is still kept."""
+        query = (
+            "SELECT body_sha256, response_id, expires_at_s FROM idempotency "
+            "WHERE owner = ? AND key = ? AND expires_at_s > ?"
+        )
+        row = self._run(lambda connection: connection.execute(query, (owner, key, now_s)).fetchone())
+        return None if row is None else KnownRequest(*row)
+
+    def by_body(self, owner: str, body_sha256: str, since_s: float) -> ResponseRecord | None:
+        """The last response to a request with this digest, made since a time; none for an empty digest."""
+        query = (
+            f"{responses_table.RECORD} WHERE responses.owner = ? AND responses.body_sha256 = ? "
+            "AND responses.body_sha256 <> '' AND responses.created_at_s >= ? "
+            "ORDER BY responses.created_at_s DESC LIMIT 1"
+        )
+        values = (owner, body_sha256, since_s)
+        row = self._run(lambda connection: connection.execute(query, values).fetchone())
+        return None if row is None else responses_table.unpack(row)
+
+    def unfinished_background(self) -> list[ResponseRecord]:
+        """Every owner's queued responses with their jobs, in the order in which they came."""
+        query = (
+            f"{responses_table.RECORD} WHERE responses.status = 'queued' "
+            "ORDER BY responses.created_at_s, responses.rowid"
+        )
+        rows = self._run(lambda connection: connection.execute(query).fetchall())
+        return [responses_table.unpack(row) for row in rows]
+
+    # Conversations of a server
+
+    def conversation(self, owner: str, conversation_id: str) -> ConversationRow:
+        """A conversation; raises UnknownRecordError."""
+        return self._run(lambda connection: server_conversations.find(connection, owner, conversation_id))
+
+    def conversations(self, owner: str, limit: int = 100) -> list[ConversationSummary]:
+        """An owner's conversations, the most recently active first."""
+        return self._run(lambda connection: _summaries(connection, owner, limit))
+
+    def items(
+        self,
+        owner: str,
+        conversation_id: str,
+        *,
+        after: str | None = None,
+        limit: int = 20,
+        order: Order = "desc",
+    ) -> Page[ItemRow]:
+        """A conversation's items; raises UnknownRecordError, for `after` as well."""
+        rows = self._run(
+            lambda connection: _items(connection, owner, conversation_id, after, limit + 1, order)
+        )
+        return Page(tuple(rows[:limit]), len(rows) > limit)
+
+    def all_items(self, owner: str, conversation_id: str) -> tuple[ConversationRow, tuple[ItemRow, ...]]:
+        """A conversation and its items in order, of one moment: what a turn is made from."""
+
+        def work(connection: sqlite3.Connection) -> tuple[ConversationRow, tuple[ItemRow, ...]]:
+            found = server_conversations.find(connection, owner, conversation_id)
+            return found, tuple(_items(connection, owner, conversation_id, None, -1, "asc"))
+
+        return self._run(work)
+
+    def item(self, owner: str, conversation_id: str, item_id: str) -> ItemRow:
+        """An item of a conversation; raises UnknownRecordError for either."""
+        return self._run(
+            lambda connection: server_conversations.find_item(connection, owner, conversation_id, item_id)
+        )
+
+    # Trees of responses
+
+    def trees(self, owner: str, limit: int = 100) -> list[response_trees.TreeSummary]:
+        """An owner's trees of responses, the most recently active first."""
+        return self._run(lambda connection: response_trees.trees(connection, owner, limit))
+
+    def tree(self, owner: str, root: str) -> list[response_trees.TreeTurn]:
+        """The responses of a tree in the order in which they were made; empty where there is none."""
+        return self._run(lambda connection: response_trees.tree(connection, owner, root))
+
+    # Turns
+
+    def turn(self, owner: str, turn_id: str) -> TurnView:
+        """A turn; raises UnknownTurnError."""
+        query = f"{_TURN} turns WHERE owner = ? AND turn_id = ?"
+        row = self._run(lambda connection: connection.execute(query, (owner, turn_id)).fetchone())
+        if row is None:
+            raise UnknownTurnError(turn_id)
+        return _view(row)
+
+    def turn_path(self, owner: str, turn_id: str) -> tuple[TurnView, ...]:
+        """The turns from the first of a tree to this one; raises UnknownTurnError."""
+        query = f"{turns_table.PATH}{_TURN} path JOIN turns USING (owner, turn_id) ORDER BY turns.turn_index"
+        rows = self._run(lambda connection: connection.execute(query, (owner, turn_id)).fetchall())
+        if not rows:
+            raise UnknownTurnError(turn_id)
+        return tuple(_view(row) for row in rows)
+
+    def find_chain(self, owner: str, chain: bytes, limit: int = 64) -> tuple[TurnView, ...]:
+        """The turns of this chain, which differ in their replies, the one that was committed last first."""
+        query = f"{_TURN} turns WHERE owner = ? AND chain = ? ORDER BY rowid DESC LIMIT ?"
+        rows = self._run(lambda connection: connection.execute(query, (owner, chain, limit)).fetchall())
+        return tuple(_view(row) for row in rows)
+
+    def close(self) -> None:
+        """Close the connection; a second call does nothing, any other raises HistoryError."""
+        with self._mutex:
+            self._connection.close()
+
+    def __enter__(self) -> Self:
+        """The reader itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _run[T](self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Read one state of the file, alone on the connection."""
+        with self._mutex:
+            try:
+                self._connection.execute("BEGIN")
+                try:
+                    return work(self._connection)
+                finally:
+                    self._connection.execute("ROLLBACK")
+            except sqlite3.Error as error:
+                raise HistoryError(
+                    f"history is {str(self._path)!r}, which could not be read ({error})."
+                ) from error
+
+
+def _check(connection: sqlite3.Connection, path: Path, fingerprint: str) -> None:
+    marks = tuple(
+        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+    )
+    if marks != (schema.APPLICATION_ID, schema.SCHEMA_VERSION):
+        raise HistoryMismatchError(
+            f"history is {str(path)!r}, which is no history of schema version {schema.SCHEMA_VERSION}."
+        )
+    (written_by,) = connection.execute("SELECT value FROM meta WHERE key = 'fingerprint'").fetchone()
+    if written_by != fingerprint:
+        raise HistoryMismatchError(
+            f"history is {str(path)!r}, which was written by {written_by!r}, not by {fingerprint!r}."
+        )
+
+
+def _response(connection: sqlite3.Connection, owner: str, response_id: str) -> ResponseRecord:
+    query = f"{responses_table.RECORD} WHERE responses.owner = ? AND responses.response_id = ?"
+    row = connection.execute(query, (owner, response_id)).fetchone()
+    if row is None:
+        raise UnknownRecordError("response", response_id)
+    return responses_table.unpack(row)
+
+
+def _items(
+    connection: sqlite3.Connection,
+    owner: str,
+    conversation_id: str,
+    after: str | None,
+    limit: int,
+    order: Order,
+) -> list[ItemRow]:
+    if order not in ("asc", "desc"):
+        raise InvalidRequestError("order", order, '"asc" or "desc"')
+    server_conversations.find(connection, owner, conversation_id)
+    behind, values = "", [owner, conversation_id]
+    if after is not None:
+        last = server_conversations.find_item(connection, owner, conversation_id, after)
+        behind = f"AND position {'>' if order == 'asc' else '<'} {last.position} "
+    query = (
+        f"{server_conversations.ITEM} WHERE owner = ? AND conversation_id = ? {behind}"
+        f"ORDER BY position {order} LIMIT ?"
+    )
+    rows = connection.execute(query, (*values, limit))
+    return [ItemRow(item_id=item_id, position=position, item=item) for item_id, position, item in rows]
+
+
+def _summaries(connection: sqlite3.Connection, owner: str, limit: int) -> list[ConversationSummary]:
+    """Lines of a listing."""
+    query = (
+        "SELECT conversation_id, owner, version, metadata, created_at_s, last_active_s, num_tokens "
+        "FROM conversations WHERE owner = ? AND metadata IS NOT NULL "
+        "ORDER BY last_active_s DESC, conversation_id LIMIT ?"
+    )
+    return [
+        ConversationSummary(
+            ConversationRow(
+                conversation_id=row[0], owner=row[1], version=row[2], metadata=row[3], created_at_s=row[4]
+            ),
+            last_active_s=row[5],
+            num_tokens=row[6],
+            title=_title(connection, owner, row[0]),
+        )
+        for row in connection.execute(query, (owner, limit)).fetchall()
+    ]
+
+
+def _title(connection: sqlite3.Connection, owner: str, conversation_id: str) -> str:
+    """What the user said first; it is among the first items, or there is no title."""
+    for row in _items(connection, owner, conversation_id, None, 4, "asc"):
+        item = json.loads(row.item)
+        if item.get("role") == "user":
+            return _text(item.get("content"))
+    return ""
+
+
+def _text(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+
+
+def _view(row: Sequence[Any]) -> TurnView:
+    return TurnView(
+        turn_id=row[0],
+        parent_id=row[1],
+        turn_index=row[2],
+        num_tokens=row[3],
+        finish_reason=row[4],
+        created_at_s=row[5],
+        messages=codec.unpack_messages(row[6]),
+        output_text=row[7],
+        output_token_ids=tuple(codec.unpack_token_ids(row[8]).tolist()),
+        usage=codec.unpack_usage(row[9]),
+        chain=row[10] or b"",
+    )

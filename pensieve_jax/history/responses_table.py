@@ -1,0 +1,187 @@
+"""The responses of a server, and the requests that must not run twice.
+
+Owns: the statements on `responses` and `idempotency`; which end of a turn makes which status.
+Does not know: transactions (the caller holds one), or what a response's fields mean to a client.
+Called by: `sqlite_store` and `reader`.
+
+What a reply said stands in its turn, once; a response names the turn.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+from pensieve_jax.core.errors import InvalidRequestError, UnknownRecordError
+from pensieve_jax.history import codec, server_conversations, turns_table
+from pensieve_jax.history.changes import (
+    DeleteResponse,
+    EndResponse,
+    Expire,
+    Idempotency,
+    QueueResponse,
+    ResponseDraft,
+    ResponseRecord,
+)
+from pensieve_jax.history.codec import TurnRow
+from pensieve_jax.history.server_conversations import Item
+
+MAX_EXPIRED: Final = 1000  # of one change, so that the engine's thread is not held up
+_OWN_FIELDS: Final = (
+    *("response_id", "owner", "request", "input_items", "output_item_id", "created_at_s", "expires_at_s"),
+    *("background", "status", "turn_id", "completed_at_s", "error", "job"),
+)
+_TURN_FIELDS: Final = ("output_text", "finish_reason", "usage")
+RECORD: Final = (
+    f"SELECT {', '.join(f'responses.{name}' for name in _OWN_FIELDS)}, "
+    f"{', '.join(f'turns.{name}' for name in _TURN_FIELDS)} FROM responses "
+    "LEFT JOIN turns ON turns.owner = responses.owner AND turns.turn_id = responses.turn_id"
+)
+_INSERT: Final = (
+    "INSERT INTO responses(owner, response_id, status, turn_id, request, input_items, output_item_id, "
+    "created_at_s, expires_at_s, completed_at_s, background, body_sha256, job) "
+    f"VALUES ({', '.join('?' * 13)})"
+)
+_THIS: Final = "owner = ? AND response_id = ?"
+
+
+def unpack(row: Sequence[Any]) -> ResponseRecord:
+    """What a row of `RECORD` says."""
+    fields = dict(zip(_OWN_FIELDS + _TURN_FIELDS, row, strict=True))
+    return ResponseRecord(**{**fields, "background": bool(fields["background"])})
+
+
+def check_draft(draft: object, owner: str, field: str) -> tuple[ResponseDraft, list[Item]]:
+    """A draft that can be kept, and its conversation's new items; raises InvalidRequestError."""
+    if not isinstance(draft, ResponseDraft):
+        raise InvalidRequestError(field, draft, "a ResponseDraft or None")
+    if draft.owner != owner:
+        raise InvalidRequestError(f"{field}.owner", draft.owner, "the turn's owner")
+    for name in ("response_id", "owner", "request", "input_items", "output_item_id", "body_sha256"):
+        codec.check_text(getattr(draft, name), f"{field}.{name}")
+    if draft.idempotency is not None:
+        codec.check_text(draft.idempotency.key, f"{field}.idempotency.key")
+        codec.check_text(draft.idempotency.body_sha256, f"{field}.idempotency.body_sha256")
+    if draft.conversation is None:
+        return draft, []
+    return draft, server_conversations.parse_items(draft.conversation.items, f"{field}.conversation.items")
+
+
+def complete(
+    connection: sqlite3.Connection,
+    draft: ResponseDraft,
+    items: Sequence[Item],
+    row: TurnRow,
+    in_use: Collection[str],
+) -> None:
+    """A turn was added: its response, its request's key, and its place in a conversation.
+
+    Raises UnknownRecordError for a background response that is not queued any more, ConversationChangedError,
+    or InvalidRequestError for an id or a key that is taken.
+    """
+    status = "completed" if row.finish_reason == "stop" else "incomplete"
+    if draft.background:
+        done = connection.execute(
+            "UPDATE responses SET status = ?, turn_id = ?, completed_at_s = ?, job = NULL "
+            f"WHERE {_THIS} AND status = 'queued'",
+            (status, row.turn_id, row.created_at_s, draft.owner, draft.response_id),
+        )
+        if not done.rowcount:
+            raise UnknownRecordError("response", draft.response_id)
+    else:
+        _insert(connection, draft, status, turn_id=row.turn_id, completed_at_s=row.created_at_s)
+    if draft.conversation is not None:
+        reply = server_conversations.reply_item(draft.output_item_id, row)
+        server_conversations.append_turn(connection, draft.conversation, [*items, reply], row, in_use)
+
+
+def queue(connection: sqlite3.Connection, change: QueueResponse) -> None:
+    """A background response that has not run; raises InvalidRequestError for an id or a key that is taken."""
+    draft, _ = check_draft(change.draft, change.draft.owner, "draft")
+    _insert(connection, draft, "queued", job=change.job)
+
+
+def end(connection: sqlite3.Connection, change: EndResponse) -> None:
+    """A queued response without a turn; one that has ended stays as it is."""
+    if change.status not in ("cancelled", "failed"):
+        raise InvalidRequestError("status", change.status, '"cancelled" or "failed"')
+    _turn_of(connection, change.owner, change.response_id)
+    connection.execute(
+        "UPDATE responses SET status = ?, completed_at_s = ?, error = ?, job = NULL "
+        f"WHERE {_THIS} AND status = 'queued'",
+        (change.status, change.completed_at_s, change.error, change.owner, change.response_id),
+    )
+
+
+def delete(connection: sqlite3.Connection, change: DeleteResponse, in_use: Collection[str]) -> None:
+    """Forget a response, its request's key, and its turn as far as nothing else needs that."""
+    _forget(connection, change.owner, change.response_id, in_use)
+
+
+def expire(connection: sqlite3.Connection, change: Expire, in_use: Collection[str]) -> None:
+    """Forget what has ended and whose time has passed, the oldest first, at most `MAX_EXPIRED` of each."""
+    query = (
+        "SELECT owner, response_id FROM responses WHERE expires_at_s <= ? AND status <> 'queued' "
+        "ORDER BY expires_at_s LIMIT ?"
+    )
+    for owner, response_id in connection.execute(query, (change.now_s, MAX_EXPIRED)).fetchall():
+        _forget(connection, owner, response_id, in_use)
+    turns_table.collect_released(connection, in_use)
+    connection.execute(
+        "DELETE FROM idempotency WHERE rowid IN (SELECT rowid FROM idempotency WHERE expires_at_s <= ? "
+        "ORDER BY expires_at_s LIMIT ?)",
+        (change.now_s, MAX_EXPIRED),
+    )
+
+
+def _insert(
+    connection: sqlite3.Connection,
+    draft: ResponseDraft,
+    status: str,
+    *,
+    turn_id: str | None = None,
+    completed_at_s: float | None = None,
+    job: bytes | None = None,
+) -> None:
+    values = (
+        *(draft.owner, draft.response_id, status, turn_id, draft.request, draft.input_items),
+        *(draft.output_item_id, draft.created_at_s, draft.expires_at_s, completed_at_s),
+        *(draft.background, draft.body_sha256, job),
+    )
+    try:
+        connection.execute(_INSERT, values)
+    except sqlite3.IntegrityError as error:
+        limit = "an id that no response has, with every field given"
+        raise InvalidRequestError("response_id", draft.response_id, limit) from error
+    if draft.idempotency is not None:
+        _keep_key(connection, draft, draft.idempotency)
+
+
+def _keep_key(connection: sqlite3.Connection, draft: ResponseDraft, request: Idempotency) -> None:
+    """A key whose time has passed is free again."""
+    connection.execute(
+        "DELETE FROM idempotency WHERE owner = ? AND key = ? AND expires_at_s <= ?",
+        (draft.owner, request.key, draft.created_at_s),
+    )
+    values = (draft.owner, request.key, request.body_sha256, draft.response_id, request.expires_at_s)
+    try:
+        connection.execute("INSERT INTO idempotency VALUES (?, ?, ?, ?, ?)", values)
+    except sqlite3.IntegrityError as error:
+        limit = "a key that no other response has"
+        raise InvalidRequestError("idempotency.key", request.key, limit) from error
+
+
+def _turn_of(connection: sqlite3.Connection, owner: str, response_id: str) -> str | None:
+    row = connection.execute(f"SELECT turn_id FROM responses WHERE {_THIS}", (owner, response_id)).fetchone()
+    if row is None:
+        raise UnknownRecordError("response", response_id)
+    turn_id: str | None = row[0]
+    return turn_id
+
+
+def _forget(connection: sqlite3.Connection, owner: str, response_id: str, in_use: Collection[str]) -> None:
+    turn_id = _turn_of(connection, owner, response_id)
+    connection.execute(f"DELETE FROM responses WHERE {_THIS}", (owner, response_id))
+    connection.execute(f"DELETE FROM idempotency WHERE {_THIS}", (owner, response_id))
+    turns_table.collect(connection, owner, turn_id, in_use)

@@ -1,0 +1,128 @@
+"""The tables of a history file, and by which marks a file is known as one.
+
+Owns: the schema of the newest version, its number, and the application id.
+Does not know: older versions (`migration`), files, or what is written into the tables.
+Called by: `database`, `migration` and the tables' own modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from typing import Final
+
+APPLICATION_ID: Final = 0x50454E53  # "PENS", at byte 68 of the file
+SCHEMA_VERSION: Final = 2
+
+META: Final = "CREATE TABLE meta(key TEXT PRIMARY KEY NOT NULL, value TEXT NOT NULL)"
+
+# The CHECKs are part of what quick_check verifies. Every key begins with the owner: what is another owner's
+# is not found by any look-up, and takes as long not to be found as what does not exist.
+#
+# A turn never changes. `num_tokens` counts all of its path, from the first turn of its tree on. `kept` is 1
+# for a turn that stays although neither a later turn, a head nor a response needs it.
+#
+# `conversations` repeats of its head turn what a listing shows, so that it reads no tokens; both change in
+# the same transaction. `metadata` is NULL for a conversation that the library names, JSON for a server's.
+#
+# `released`: turns that nothing in the file needed while a running turn went on from them.
+TABLES: Final = (
+    """CREATE TABLE turns(
+  owner TEXT NOT NULL,
+  turn_id TEXT NOT NULL CHECK (length(turn_id) = 32),
+  parent_id TEXT,
+  turn_index INTEGER NOT NULL CHECK (turn_index >= 0),
+  num_tokens INTEGER NOT NULL CHECK (num_tokens >= 0),
+  prompt_ids BLOB NOT NULL CHECK (typeof(prompt_ids) = 'blob' AND length(prompt_ids) % 4 = 0),
+  output_ids BLOB NOT NULL CHECK (typeof(output_ids) = 'blob' AND length(output_ids) % 4 = 0),
+  seed INTEGER NOT NULL,
+  finish_reason TEXT NOT NULL,
+  created_at_s REAL NOT NULL,
+  messages TEXT,
+  output_text TEXT,
+  usage TEXT,
+  chain BLOB,
+  kept INTEGER NOT NULL CHECK (kept IN (0, 1)),
+  checksum INTEGER NOT NULL,
+  PRIMARY KEY (owner, turn_id)
+)""",
+    "CREATE INDEX turns_by_parent ON turns(owner, parent_id) WHERE parent_id IS NOT NULL",
+    "CREATE INDEX turns_by_chain ON turns(owner, chain) WHERE chain IS NOT NULL",
+    """CREATE TABLE conversations(
+  owner TEXT NOT NULL,
+  conversation_id TEXT NOT NULL,
+  head_turn TEXT,
+  version INTEGER NOT NULL,
+  metadata TEXT,
+  created_at_s REAL NOT NULL,
+  last_active_s REAL NOT NULL,
+  num_tokens INTEGER NOT NULL CHECK (num_tokens >= 0),
+  num_turns INTEGER NOT NULL CHECK (num_turns >= 0),
+  PRIMARY KEY (owner, conversation_id)
+)""",
+    "CREATE INDEX conversations_by_head ON conversations(owner, head_turn) WHERE head_turn IS NOT NULL",
+    """CREATE TABLE items(
+  owner TEXT NOT NULL,
+  conversation_id TEXT NOT NULL,
+  position INTEGER NOT NULL CHECK (position >= 0),
+  item_id TEXT NOT NULL,
+  item TEXT NOT NULL,
+  PRIMARY KEY (owner, conversation_id, position)
+)""",
+    "CREATE UNIQUE INDEX items_by_id ON items(owner, conversation_id, item_id)",
+    """CREATE TABLE responses(
+  owner TEXT NOT NULL,
+  response_id TEXT NOT NULL,
+  status TEXT NOT NULL CHECK (status IN ('queued', 'completed', 'incomplete', 'cancelled', 'failed')),
+  turn_id TEXT,
+  request TEXT NOT NULL,
+  input_items TEXT NOT NULL,
+  output_item_id TEXT NOT NULL,
+  created_at_s REAL NOT NULL,
+  expires_at_s REAL NOT NULL,
+  completed_at_s REAL,
+  background INTEGER NOT NULL CHECK (background IN (0, 1)),
+  body_sha256 TEXT NOT NULL,
+  error TEXT,
+  job BLOB,
+  PRIMARY KEY (owner, response_id)
+)""",
+    "CREATE INDEX responses_by_turn ON responses(owner, turn_id) WHERE turn_id IS NOT NULL",
+    "CREATE INDEX responses_by_end ON responses(expires_at_s)",
+    "CREATE INDEX responses_by_body ON responses(owner, body_sha256, created_at_s) WHERE body_sha256 <> ''",
+    "CREATE INDEX responses_queued ON responses(created_at_s) WHERE status = 'queued'",
+    """CREATE TABLE idempotency(
+  owner TEXT NOT NULL,
+  key TEXT NOT NULL,
+  body_sha256 TEXT NOT NULL,
+  response_id TEXT NOT NULL,
+  expires_at_s REAL NOT NULL,
+  PRIMARY KEY (owner, key)
+)""",
+    "CREATE INDEX idempotency_by_response ON idempotency(owner, response_id)",
+    "CREATE INDEX idempotency_by_end ON idempotency(expires_at_s)",
+    "CREATE TABLE released(owner TEXT NOT NULL, turn_id TEXT NOT NULL, PRIMARY KEY (owner, turn_id))",
+)
+
+
+def create_tables(connection: sqlite3.Connection, *, fingerprint: str) -> None:
+    """Make an empty history of the newest version; the caller holds a transaction."""
+    connection.execute(META)
+    for statement in TABLES:
+        connection.execute(statement)
+    connection.execute("INSERT INTO meta VALUES ('fingerprint', ?)", (fingerprint,))
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def columns_of(connection: sqlite3.Connection, table: str) -> set[str]:
+    """Names of a table's columns; empty where there is no such table."""
+    return {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+
+
+def newest_columns() -> dict[str, set[str]]:
+    """Columns by table, of the newest version."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        create_tables(connection, fingerprint="")
+        names = [row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")]
+        return {name: columns_of(connection, name) for name in names}

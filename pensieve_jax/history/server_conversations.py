@@ -1,0 +1,178 @@
+"""The conversations and items of a server's clients.
+
+Owns: the statements on `items` and on rows of `conversations` with metadata; what the item of a reply is.
+Does not know: transactions (the caller holds one), what a client may put into an item, or HTTP.
+Called by: `sqlite_store`, `responses_table` and `reader`.
+
+The head of such a conversation is the turn that was last appended to it, which keeps its tokens for as long
+as the conversation lives. What its items say decides which turn the next one goes on from, not the head.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+from pensieve_jax.core.errors import ConversationChangedError, InvalidRequestError, UnknownRecordError
+from pensieve_jax.history import codec, turns_table
+from pensieve_jax.history.changes import (
+    AppendItems,
+    ConversationAppend,
+    ConversationRow,
+    CreateConversation,
+    DeleteConversation,
+    DeleteItem,
+    ItemRow,
+    UpdateConversation,
+)
+from pensieve_jax.history.codec import TurnRow
+
+ROW: Final = "SELECT conversation_id, owner, version, metadata, created_at_s FROM conversations"
+THIS: Final = "owner = ? AND conversation_id = ? AND metadata IS NOT NULL"
+ITEM: Final = "SELECT item_id, position, item FROM items"
+
+type Item = tuple[str, str]  # id, JSON
+
+
+def parse_items(items: str, field: str) -> list[Item]:
+    """Items of a JSON list, apart; raises InvalidRequestError unless each is an object with an id."""
+    try:
+        parsed = json.loads(items)
+    except ValueError as error:
+        raise InvalidRequestError(field, items, f"a JSON list ({error})") from error
+    if not isinstance(parsed, list):
+        raise InvalidRequestError(field, items, "a JSON list")
+    for position, item in enumerate(parsed):
+        if not isinstance(item, dict) or not isinstance(item.get("id"), str):
+            raise InvalidRequestError(f"{field}[{position}]", item, "an object with an id")
+    return [(item["id"], json.dumps(item, separators=(",", ":"))) for item in parsed]
+
+
+def reply_item(item_id: str, row: TurnRow) -> Item:
+    """A turn's reply as an item, as the Conversations API has it."""
+    part: dict[str, Any] = {"type": "output_text", "text": row.output_text or "", "annotations": []}
+    item = {
+        "id": item_id,
+        "type": "message",
+        "role": "assistant",
+        "status": "completed" if row.finish_reason == "stop" else "incomplete",
+        "content": [{**part, "logprobs": []}],
+    }
+    return item_id, json.dumps(item, separators=(",", ":"))
+
+
+def find(connection: sqlite3.Connection, owner: str, conversation_id: str) -> ConversationRow:
+    """A conversation; raises UnknownRecordError."""
+    row = connection.execute(f"{ROW} WHERE {THIS}", (owner, conversation_id)).fetchone()
+    if row is None:
+        raise UnknownRecordError("conversation", conversation_id)
+    return ConversationRow(
+        conversation_id=row[0], owner=row[1], version=row[2], metadata=row[3], created_at_s=row[4]
+    )
+
+
+def find_item(connection: sqlite3.Connection, owner: str, conversation_id: str, item_id: str) -> ItemRow:
+    """An item; raises UnknownRecordError for it or for the conversation."""
+    find(connection, owner, conversation_id)
+    query = f"{ITEM} WHERE owner = ? AND conversation_id = ? AND item_id = ?"
+    row = connection.execute(query, (owner, conversation_id, item_id)).fetchone()
+    if row is None:
+        raise UnknownRecordError("item", item_id)
+    return ItemRow(item_id=row[0], position=row[1], item=row[2])
+
+
+def create(connection: sqlite3.Connection, change: CreateConversation) -> None:
+    """A new conversation with its first items; raises InvalidRequestError for an id that is taken."""
+    key = (change.owner, change.conversation_id)
+    try:
+        connection.execute(
+            "INSERT INTO conversations VALUES (?, ?, NULL, 0, ?, ?, ?, 0, 0)",
+            (*key, change.metadata, change.created_at_s, change.created_at_s),
+        )
+    except sqlite3.IntegrityError as error:
+        limit = "an id that no conversation has"
+        raise InvalidRequestError("conversation_id", change.conversation_id, limit) from error
+    _insert_items(connection, key, parse_items(change.items, "items"))
+
+
+def update(connection: sqlite3.Connection, change: UpdateConversation) -> None:
+    """Other metadata. That is no change of what was said, so that a running turn does not lose to it."""
+    find(connection, change.owner, change.conversation_id)
+    connection.execute(
+        f"UPDATE conversations SET metadata = ? WHERE {THIS}",
+        (change.metadata, change.owner, change.conversation_id),
+    )
+
+
+def delete(connection: sqlite3.Connection, change: DeleteConversation, in_use: Collection[str]) -> None:
+    """Forget a conversation and its items."""
+    key = (change.owner, change.conversation_id)
+    head = _head(connection, key)
+    connection.execute("DELETE FROM items WHERE owner = ? AND conversation_id = ?", key)
+    connection.execute(f"DELETE FROM conversations WHERE {THIS}", key)
+    turns_table.collect(connection, change.owner, head, in_use)
+
+
+def append_items(connection: sqlite3.Connection, change: AppendItems) -> None:
+    """Items from a client, if nothing has changed since it read; raises ConversationChangedError."""
+    key = (change.owner, change.conversation_id)
+    _check_version(connection, key, change.expected_version)
+    _insert_items(connection, key, parse_items(change.items, "items"))
+    connection.execute(f"UPDATE conversations SET version = version + 1 WHERE {THIS}", key)
+
+
+def delete_item(connection: sqlite3.Connection, change: DeleteItem, in_use: Collection[str]) -> None:
+    """Take an item out; the conversation keeps no turn any more in which it may have been said."""
+    find_item(connection, change.owner, change.conversation_id, change.item_id)
+    key = (change.owner, change.conversation_id)
+    head = _head(connection, key)
+    query = "DELETE FROM items WHERE owner = ? AND conversation_id = ? AND item_id = ?"
+    connection.execute(query, (*key, change.item_id))
+    connection.execute(f"UPDATE conversations SET version = version + 1, head_turn = NULL WHERE {THIS}", key)
+    turns_table.collect(connection, change.owner, head, in_use)
+
+
+def append_turn(
+    connection: sqlite3.Connection,
+    append: ConversationAppend,
+    items: Sequence[Item],
+    row: TurnRow,
+    in_use: Collection[str],
+) -> None:
+    """A turn's items, and it becomes the head; raises ConversationChangedError or UnknownRecordError."""
+    key = (row.owner, append.conversation_id)
+    head = _head(connection, key)
+    _check_version(connection, key, append.expected_version)
+    _insert_items(connection, key, items)
+    connection.execute(
+        "UPDATE conversations SET head_turn = ?, version = version + 1, last_active_s = ?, num_tokens = ?, "
+        f"num_turns = num_turns + 1 WHERE {THIS}",
+        (row.turn_id, row.created_at_s, row.num_tokens, *key),
+    )
+    turns_table.collect(connection, row.owner, head, in_use)
+
+
+def _check_version(connection: sqlite3.Connection, key: tuple[str, str], expected_version: int) -> None:
+    if find(connection, *key).version != expected_version:
+        raise ConversationChangedError(key[1])
+
+
+def _head(connection: sqlite3.Connection, key: tuple[str, str]) -> str | None:
+    row = connection.execute(f"SELECT head_turn FROM conversations WHERE {THIS}", key).fetchone()
+    if row is None:
+        raise UnknownRecordError("conversation", key[1])
+    head: str | None = row[0]
+    return head
+
+
+def _insert_items(connection: sqlite3.Connection, key: tuple[str, str], items: Sequence[Item]) -> None:
+    query = "SELECT coalesce(max(position) + 1, 0) FROM items WHERE owner = ? AND conversation_id = ?"
+    (position,) = connection.execute(query, key).fetchone()
+    for number, (item_id, item) in enumerate(items, start=position):
+        codec.check_text(item_id, "items.id")
+        try:
+            connection.execute("INSERT INTO items VALUES (?, ?, ?, ?, ?)", (*key, number, item_id, item))
+        except sqlite3.IntegrityError as error:
+            raise InvalidRequestError("items.id", item_id, "an id that no other item here has") from error

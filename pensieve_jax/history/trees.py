@@ -1,0 +1,104 @@
+"""The trees that responses make by going on from one another, as a list of conversations shows them.
+
+Owns: the statements on responses by tree; a response's id is resp_ and its turn's,
+which begins with the root that all turns of a tree share.
+Does not know: transactions, or how a tree is drawn.
+Called by: `reader`.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pensieve_jax.core.outputs import Usage
+from pensieve_jax.history import codec
+
+_ROOT: Final = "substr(turn_id, 1, 16)"
+_OF_TREE: Final = "owner = ? AND response_id >= ? AND response_id < ? AND turn_id IS NOT NULL"
+_IN_ORDER: Final = "ORDER BY responses.created_at_s, responses.rowid"
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSummary:
+    """A line in a list of trees.
+
+    Attributes:
+      root: what the ids of all its turns begin with.
+      num_turns: that are responses.
+      first_text: what its user said first.
+      last_active_s: when its last turn ended.
+    """
+
+    root: str
+    num_turns: int
+    first_text: str
+    last_active_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TreeTurn:
+    """A response in its tree.
+
+    Attributes:
+      id: the response's.
+      parent: the response that it goes on from; None for a first turn.
+      input, output: what was said.
+      status: of the response.
+      usage: where its tokens came from.
+    """
+
+    id: str
+    parent: str | None
+    input: str
+    output: str
+    status: str
+    usage: Usage | None
+
+
+def trees(connection: sqlite3.Connection, owner: str, limit: int) -> list[TreeSummary]:
+    """An owner's trees, the most recently active first."""
+    query = (
+        f"SELECT {_ROOT}, count(*), max(completed_at_s) FROM responses "
+        "WHERE owner = ? AND turn_id IS NOT NULL GROUP BY 1 ORDER BY 3 DESC LIMIT ?"
+    )
+    rows = connection.execute(query, (owner, limit)).fetchall()
+    return [
+        TreeSummary(root, count, _first_text(connection, owner, root), last_s) for root, count, last_s in rows
+    ]
+
+
+def tree(connection: sqlite3.Connection, owner: str, root: str) -> list[TreeTurn]:
+    """The responses of one tree, in the order in which they were made; empty where there is none."""
+    query = (
+        "SELECT response_id, responses.turn_id, turns.parent_id, input_items, output_text, status, usage "
+        f"FROM responses JOIN turns USING (owner, turn_id) WHERE {_OF_TREE} {_IN_ORDER}"
+    )
+    rows: list[Any] = connection.execute(query, (owner, *_bounds(root))).fetchall()
+    ids = {row[1]: row[0] for row in rows}
+    return [
+        TreeTurn(response_id, ids.get(parent_id), _text(items), text or "", status, codec.unpack_usage(usage))
+        for response_id, _, parent_id, items, text, status, usage in rows
+    ]
+
+
+def _first_text(connection: sqlite3.Connection, owner: str, root: str) -> str:
+    query = f"SELECT input_items FROM responses WHERE {_OF_TREE} {_IN_ORDER} LIMIT 1"
+    (items,) = connection.execute(query, (owner, *_bounds(root))).fetchone()
+    return _text(items)
+
+
+def _bounds(root: str) -> tuple[str, str]:
+    """Ids of a tree's responses are from the one on and below the other: a root is hexadecimal."""
+    return (f"resp_{root}", f"resp_{root}g") if len(root) == 16 else ("", "")
+
+
+def _text(items: str) -> str:
+    """What the user said in a request, without what came before it as instructions."""
+    said = [item for item in json.loads(items) if item.get("role") == "user"]
+    parts = said[-1].get("content", "") if said else ""
+    if isinstance(parts, str):
+        return parts
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))

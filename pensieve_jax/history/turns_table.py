@@ -1,0 +1,194 @@
+"""The tree of turns: adding one, reading the path to one, cutting one, and removing what nothing needs.
+
+Owns: the statements on the table `turns`, and when a turn is garbage.
+Does not know: transactions (the caller holds one), or why somebody needs a turn.
+Called by: `sqlite_store`, the other tables' modules, and `reader`.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Collection
+from typing import Final
+
+import numpy as np
+
+from pensieve_jax.core.errors import HistoryCorruptError, InvalidRequestError, UnknownTurnError
+from pensieve_jax.core.turn_node import new_turn_id
+from pensieve_jax.history import codec
+from pensieve_jax.history.codec import TurnRow
+from pensieve_jax.history.store import CUT_FINISH_REASON, ConversationRecord, TurnRecord
+
+_COLUMNS: Final = ", ".join(TurnRow._fields)
+_INSERT: Final = f"INSERT INTO turns({_COLUMNS}) VALUES ({', '.join('?' * len(TurnRow._fields))})"
+
+# From a turn up to its root. Numbers fall on the way, so that even in a damaged file it ends.
+PATH: Final = """WITH RECURSIVE path(owner, turn_id, parent_id, turn_index) AS (
+  SELECT owner, turn_id, parent_id, turn_index FROM turns WHERE owner = ? AND turn_id = ?
+  UNION ALL
+  SELECT turns.owner, turns.turn_id, turns.parent_id, turns.turn_index
+  FROM path JOIN turns ON turns.owner = path.owner AND turns.turn_id = path.parent_id
+    AND turns.turn_index < path.turn_index
+) """
+_PATH_COLUMNS: Final = ", ".join(f"turns.{name}" for name in TurnRow._fields)
+_PATH_ROWS: Final = (
+    f"{PATH}SELECT {_PATH_COLUMNS} FROM path JOIN turns USING (owner, turn_id) ORDER BY path.turn_index"
+)
+_UNNEEDED: Final = """SELECT parent_id FROM turns AS one WHERE owner = ? AND turn_id = ? AND NOT kept
+  AND NOT EXISTS (SELECT 1 FROM turns WHERE owner = one.owner AND parent_id = one.turn_id)
+  AND NOT EXISTS (SELECT 1 FROM conversations WHERE owner = one.owner AND head_turn = one.turn_id)
+  AND NOT EXISTS (SELECT 1 FROM responses WHERE owner = one.owner AND turn_id = one.turn_id)"""
+
+
+def insert(connection: sqlite3.Connection, row: TurnRow) -> None:
+    """Add a turn as it is; raises InvalidRequestError for an id that is taken."""
+    try:
+        connection.execute(_INSERT, row)
+    except sqlite3.IntegrityError as error:
+        raise InvalidRequestError("turn_id", row.turn_id, "an id that no turn has yet") from error
+
+
+def insert_placed(connection: sqlite3.Connection, row: TurnRow, field: str) -> TurnRow:
+    """Add a turn behind the parent that it names; returns it with the tokens of its path counted.
+
+    Raises UnknownTurnError for a parent that is not there, and InvalidRequestError for a `turn_index` that
+    does not follow the parent's.
+    """
+    next_index, num_tokens_before = 0, 0
+    if row.parent_id is not None:
+        query = "SELECT turn_index + 1, num_tokens FROM turns WHERE owner = ? AND turn_id = ?"
+        parent = connection.execute(query, (row.owner, row.parent_id)).fetchone()
+        if parent is None:
+            raise UnknownTurnError(row.parent_id)
+        next_index, num_tokens_before = parent
+    if row.turn_index != next_index:
+        raise InvalidRequestError(f"{field}.turn_index", row.turn_index, f"{next_index}, as its parent says")
+    placed = row._replace(num_tokens=num_tokens_before + row.num_tokens)
+    insert(connection, placed)
+    return placed
+
+
+def path_rows(connection: sqlite3.Connection, owner: str, turn_id: str | None) -> list[TurnRow]:
+    """The turns from the first of a tree to this one; empty where there is no such turn."""
+    if turn_id is None:
+        return []
+    return [TurnRow._make(row) for row in connection.execute(_PATH_ROWS, (owner, turn_id))]
+
+
+def unpack_path(rows: list[TurnRow], owner: str, turn_id: str) -> ConversationRecord:
+    """What `HistoryStore.load_turn` returns, of the rows of a path."""
+    if not rows:
+        raise UnknownTurnError(turn_id)
+    turns = tuple(codec.unpack_turn(row) for row in rows)
+    token_ids = codec.unpack_token_ids(joined_ids(rows))
+    last = rows[-1]
+    if not in_order(turns) or len(token_ids) != last.num_tokens:
+        raise HistoryCorruptError(
+            f"The path to turn {turn_id!r} is damaged: it should hold {last.turn_index + 1} turns of "
+            f"{last.num_tokens} tokens, but {len(turns)} turns of {len(token_ids)} tokens were found. Delete "
+            "what goes on from it; all else is good."
+        )
+    return ConversationRecord(turn_id, token_ids, turns, last.created_at_s)
+
+
+def joined_ids(rows: list[TurnRow]) -> bytes:
+    """All ids of a path, packed."""
+    return b"".join(packed for row in rows for packed in (row.prompt_ids, row.output_ids))
+
+
+def in_order(turns: tuple[TurnRecord, ...]) -> bool:
+    """They are numbered from 0 on."""
+    return all(turn.turn_index == index for index, turn in enumerate(turns))
+
+
+def check_cut(num_tokens: object, num_tokens_there: int, conversation_id: str) -> int:
+    """Where to cut; raises InvalidRequestError for a length that is not there."""
+    limit = f"an int from 0 to the {num_tokens_there} tokens of conversation {conversation_id!r}"
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int | np.integer):
+        raise InvalidRequestError("num_tokens", num_tokens, limit)
+    if not 0 <= num_tokens <= num_tokens_there:
+        raise InvalidRequestError("num_tokens", num_tokens, limit)
+    return int(num_tokens)
+
+
+def cut(
+    connection: sqlite3.Connection, head: str | None, num_tokens: int, conversation_id: str
+) -> tuple[str | None, int]:
+    """The turn that ends after so many tokens of the path to a named conversation's head, and its number + 1.
+
+    Where no turn ends there a new one is made of the beginning of one. Raises HistoryCorruptError rather
+    than give a damaged turn a new checksum.
+    """
+    last: str | None = None
+    num_turns = num_tokens_before = 0
+    for turn_id, turn_index, num_own_tokens in connection.execute(
+        f"{PATH}SELECT turn_id, turn_index, (length(prompt_ids) + length(output_ids)) / {codec.TOKEN_BYTES} "
+        "FROM path JOIN turns USING (owner, turn_id, turn_index) ORDER BY turn_index",
+        ("", head),
+    ).fetchall():
+        if num_tokens_before >= num_tokens:
+            break
+        last, num_turns = turn_id, turn_index + 1
+        if num_tokens - num_tokens_before < num_own_tokens:
+            last = _insert_beginning(connection, turn_id, num_tokens - num_tokens_before, conversation_id)
+        num_tokens_before += num_own_tokens
+    return last, num_turns
+
+
+def _insert_beginning(
+    connection: sqlite3.Connection, turn_id: str, num_tokens: int, conversation_id: str
+) -> str:
+    """Add a turn beside this one, of its first tokens; returns its id."""
+    query = f"SELECT {_COLUMNS} FROM turns WHERE owner = '' AND turn_id = ?"
+    row = TurnRow._make(connection.execute(query, (turn_id,)).fetchone())
+    codec.check_undamaged(row, conversation_id)
+    prompt, output, messages = row.prompt_ids, row.output_ids, row.messages
+    num_bytes = num_tokens * codec.TOKEN_BYTES
+    if num_bytes < len(prompt):
+        prompt, output, messages = prompt[:num_bytes], b"", None
+    else:
+        output = output[: num_bytes - len(prompt)]
+    cut_id = new_turn_id(turn_id)
+    insert(
+        connection,
+        row._replace(
+            turn_id=cut_id,
+            num_tokens=row.num_tokens - codec.num_own_tokens(row) + num_tokens,
+            prompt_ids=prompt,
+            output_ids=output,
+            finish_reason=CUT_FINISH_REASON,
+            messages=messages,
+            output_text=None,
+            usage=None,
+            chain=None,
+            checksum=codec.checksum(prompt, output),
+        ),
+    )
+    return cut_id
+
+
+def collect_released(connection: sqlite3.Connection, in_use: Collection[str]) -> None:
+    """Remove what was in use when it was let go of, and is not any more."""
+    released = connection.execute("SELECT owner, turn_id FROM released").fetchall()
+    connection.execute("DELETE FROM released")
+    for owner, turn_id in released:
+        collect(connection, owner, turn_id, in_use)
+
+
+def collect(
+    connection: sqlite3.Connection, owner: str, turn_id: str | None, in_use: Collection[str] = ()
+) -> None:
+    """Remove a turn that somebody has let go of, and those before it, as far as nothing needs them.
+
+    What is needed: by a later turn, a conversation's head, a response, or for itself (`kept`). One that is
+    `in_use` is remembered; `collect_released` looks at it again.
+    """
+    while turn_id is not None:
+        row = connection.execute(_UNNEEDED, (owner, turn_id)).fetchone()
+        if row is None:
+            return
+        if turn_id in in_use:
+            connection.execute("INSERT OR IGNORE INTO released VALUES (?, ?)", (owner, turn_id))
+            return
+        connection.execute("DELETE FROM turns WHERE owner = ? AND turn_id = ?", (owner, turn_id))
+        turn_id = row[0]

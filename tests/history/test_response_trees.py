@@ -1,0 +1,66 @@
+"""Trees that responses make, as a list of conversations shows them."""
+
+from __future__ import annotations
+
+import json
+
+from pensieve_jax.core.outputs import Usage
+from pensieve_jax.core.turn_node import new_turn_id, root_of
+from pensieve_jax.history import SQLiteHistoryStore, TurnRecord
+from pensieve_jax.history.changes import ResponseDraft
+from pensieve_jax.history.reader import HistoryReader
+
+USAGE = Usage(3, 0, 1, 2, 3, 2)
+
+
+def respond(store, at_s, text, parent=None, owner="ann", instructions=()):
+    turn_id = new_turn_id(parent)
+    items = [
+        *instructions,
+        {"id": "msg_1", "role": "user", "content": [{"type": "input_text", "text": text}]},
+    ]
+    draft = ResponseDraft(
+        response_id=f"resp_{turn_id}",
+        owner=owner,
+        request="{}",
+        input_items=json.dumps(items),
+        output_item_id="msg_2",
+        created_at_s=at_s,
+        expires_at_s=1e9,
+    )
+    turn = TurnRecord(
+        *("", 0 if parent is None else 1, (1, 2), (3,), 7, "stop", at_s + 0.5),
+        turn_id=turn_id,
+        parent_id=parent,
+        owner=owner,
+        output_text=f"re: {text}",
+        usage=USAGE,
+    )
+    assert store.commit([turn], [draft]) == {}
+    return turn_id
+
+
+def test_trees_are_listed_by_what_was_said_first_and_told_turn_by_turn(tmp_path):
+    path = tmp_path / "chats.sqlite"
+    with SQLiteHistoryStore(path, fingerprint="f") as store, HistoryReader(path, fingerprint="f") as reader:
+        first = respond(
+            store, 1.0, "hi", instructions=[{"id": "msg_0", "role": "system", "content": "be brief"}]
+        )
+        other = respond(store, 2.0, "something else")
+        again = respond(store, 3.0, "and then?", first)
+        fork = respond(store, 4.0, "or this?", first)
+        respond(store, 5.0, "bob's", owner="bob")
+        listed = reader.trees("ann")
+        assert [(row.root, row.num_turns, row.first_text, row.last_active_s) for row in listed] == [
+            (root_of(first), 3, "hi", 4.5),
+            (root_of(other), 1, "something else", 2.5),
+        ]
+        assert len(reader.trees("ann", 1)) == 1
+        told = reader.tree("ann", root_of(first))
+        assert [(turn.id, turn.parent, turn.input, turn.output) for turn in told] == [
+            (f"resp_{first}", None, "hi", "re: hi"),
+            (f"resp_{again}", f"resp_{first}", "and then?", "re: and then?"),
+            (f"resp_{fork}", f"resp_{first}", "or this?", "re: or this?"),
+        ]
+        assert {(turn.status, turn.usage) for turn in told} == {("completed", USAGE)}
+        assert reader.tree("bob", root_of(first)) == reader.tree("ann", "%") == reader.tree("ann", "") == []
