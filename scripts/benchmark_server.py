@@ -4,8 +4,9 @@
 
 The real engine runs over a runner that computes nothing, served over a real socket pair; at the other end
 the real client hands deltas to a task for every turn. Both ends take turns in one thread, so that the CPU
-time of each is its own. Replies end and new turns begin all the time, as in a closed loop of clients.
-  step       `Engine.step`, which a program without a server takes as well
+time of each is its own. Replies end and new turns begin all the time, as in a closed loop of clients. Rounds
+have the same steps, and of a step the least of its times counts: what a busy machine adds is never the same.
+  engine     `Engine.submit` and `Engine.step`, which a program without a server takes as well
   wire       the rest of the engine's thread: inbox, deltas, encoding, sending
   front      the client's side, to where each task has its delta
   submit     the client's side of one turn, from `submit` to its acceptance, without its deltas
@@ -22,7 +23,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +47,7 @@ from pensieve_jax.text import byte_tokenizer
 FLAGS = flags.FLAGS
 TARGET_MS = 0.25
 _PROMPT_TOKENS, _REPLY_TOKENS = 38, 205  # of a turn in the traces, on average
-_SETTINGS = ("num_running", "num_steps", "model")
+_SETTINGS = ("num_running", "num_steps", "num_rounds", "model")
 _UNITS = {
     "*_ms": "milliseconds of CPU time a step",
     "front_us_per_delta": "microseconds of CPU time, event loop and the task that waits included",
@@ -59,7 +60,7 @@ _UNITS = {
 class Times(NamedTuple):
     """One step, in milliseconds of CPU time, and what it held."""
 
-    step_ms: float
+    engine_ms: float
     wire_ms: float
     front_ms: float
     submit_ms: float
@@ -68,16 +69,23 @@ class Times(NamedTuple):
 
 
 class TimedEngine(Engine):
-    """Knows how long its last step took."""
+    """Knows how long was spent in it since that was last set to 0, by what programs without a server call."""
 
-    step_s = 0.0
+    spent_s = 0.0
 
     def step(self) -> list[Turn]:
         """As the engine does."""
+        return self._timed(super().step)
+
+    def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
+        """As the engine does."""
+        return self._timed(lambda: super(TimedEngine, self).submit(specs))
+
+    def _timed[T](self, work: Callable[[], T]) -> T:
         start_s = time.thread_time()
-        ended = super().step()
-        self.step_s = time.thread_time() - start_s
-        return ended
+        done = work()
+        self.spent_s += time.thread_time() - start_s
+        return done
 
 
 class Load:
@@ -149,6 +157,7 @@ class Load:
 
     async def _step(self) -> Times:
         num_deltas, num_begun, submit_s = self.num_deltas, self.num_begun, self.submit_s
+        self.engine.spent_s = 0.0
         start_s = time.thread_time()
         self.server.turn_over()
         turned_s = time.thread_time()
@@ -158,8 +167,8 @@ class Load:
         end_s = time.thread_time()
         submitting_s = self.submit_s - submit_s
         return Times(
-            1e3 * self.engine.step_s,
-            1e3 * (turned_s - start_s - self.engine.step_s),
+            1e3 * self.engine.spent_s,
+            1e3 * (turned_s - start_s - self.engine.spent_s),
             1e3 * (end_s - turned_s - submitting_s),
             1e3 * submitting_s,
             self.num_deltas - num_deltas,
@@ -167,12 +176,20 @@ class Load:
         )
 
 
-def summary(times: Sequence[Times]) -> dict[str, Any]:
-    """Means, and the median and 99th percentile of what has a target."""
-    columns = {name: np.array([getattr(one, name) for one in times]) for name in Times._fields}
+def summary(rounds: Sequence[Sequence[Times]]) -> dict[str, Any]:
+    """Means, and the median and 99th percentile of what has a target, each step at its least of all rounds.
+
+    Raises:
+      AssertionError: rounds differ in what their steps held.
+    """
+    columns = {}
+    for name in Times._fields:
+        values = np.array([[getattr(one, name) for one in times] for times in rounds])
+        assert not name.startswith("num_") or (values == values[0]).all(), f"rounds differ in {name}"
+        columns[name] = values.min(axis=0)
     wire = columns["wire_ms"]
     return {
-        "step_ms": float(columns["step_ms"].mean()),
+        "engine_ms": float(columns["engine_ms"].mean()),
         "wire_ms": float(wire.mean()),
         "wire_p50_ms": float(np.median(wire)),
         "wire_p99_ms": float(np.percentile(wire, 99)),
@@ -187,7 +204,8 @@ def summary(times: Sequence[Times]) -> dict[str, Any]:
 def main() -> int:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    results: Mapping[str, Any] = summary(asyncio.run(Load().measure(FLAGS.num_steps)))
+    rounds = [asyncio.run(Load().measure(FLAGS.num_steps)) for _ in range(FLAGS.num_rounds)]
+    results: Mapping[str, Any] = summary(rounds)
     print(table(list(results), [list(results.values())]))
     is_met = results["wire_ms"] <= TARGET_MS
     print(f"target: wire at most {TARGET_MS} ms a step, on average: {'met' if is_met else 'missed'}")
@@ -200,7 +218,8 @@ def main() -> int:
 def define_flags() -> None:
     """The command line."""
     flags.DEFINE_integer("num_running", 256, "Clients, each with one turn at a time.", lower_bound=1)
-    flags.DEFINE_integer("num_steps", 1000, "Steps measured.", lower_bound=1)
+    flags.DEFINE_integer("num_steps", 1000, "Steps measured in a round.", lower_bound=1)
+    flags.DEFINE_integer("num_rounds", 5, "Rounds; of a step the least times count.", lower_bound=1)
     flags.DEFINE_enum("model", "llama2-13b-gqa10", list(PRESETS), "Preset whose heads shape the tile list.")
     define_document_flag()
 
