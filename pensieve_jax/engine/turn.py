@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Delta, Output, TokenLogprob
+from pensieve_jax.core.turn_node import TurnOrigin
 from pensieve_jax.engine.reply import Reply
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import Message
@@ -58,6 +59,11 @@ class Turn:
     def messages(self) -> tuple[Message, ...] | None:
         """The chat messages that the prompt was rendered from; None for text or ids."""
         return self.reply.messages
+
+    @property
+    def origin(self) -> TurnOrigin | None:
+        """What a turn with a node was found to go on from in memory; None for one without."""
+        return self.reply.origin
 
     @property
     def output(self) -> Output | None:
