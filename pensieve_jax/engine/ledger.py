@@ -22,7 +22,7 @@ from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.loop import EngineLoop
 from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.stats import EngineStats
-from pensieve_jax.engine.turn import Taken, Turn
+from pensieve_jax.engine.turn import Deltas, Turn, take_deltas
 from pensieve_jax.history import HistoryStore, TurnRecord
 from pensieve_jax.scheduler import Request
 
@@ -70,12 +70,12 @@ class TurnLedger:
         self.replies[reply.request] = reply
         return turn
 
-    def take_deltas(self) -> list[tuple[Turn, Taken]]:
+    def take_deltas(self) -> Deltas:
         """What came of each turn in progress that got an id since the last call, and somebody holds."""
         held = self._turns
-        found = [(turn, turn.take()) for request in self.touched if (turn := held[request]()) is not None]
+        deltas = take_deltas([turn for request in self.touched if (turn := held[request]()) is not None])
         self.touched.clear()
-        return [(turn, taken) for turn, taken in found if taken is not None]
+        return deltas
 
     @property
     def in_use(self) -> frozenset[str]:
