@@ -16,6 +16,8 @@ from starlette.types import ASGIApp
 from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.model_source import source_tokenizer
+from pensieve_jax.server.api.conversations import Conversations
+from pensieve_jax.server.api.responses import Responses
 from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.api.sampling import model_defaults
 from pensieve_jax.server.async_engine import EngineService
@@ -68,7 +70,9 @@ def make_application(engine: EngineService, settings: ServerSettings, keys: ApiK
         finally:
             reader.close()
 
-    return make_app(services, ROUTES, [reading])
+    responses = Responses(services)
+    routes = [*ROUTES, *responses.routes, *Conversations(responses.locks).routes]
+    return make_app(services, routes, [reading, responses.background.lifespan])
 
 
 def _chat_format(tokenizer: Tokenizer | None) -> ChatFormat | None:
