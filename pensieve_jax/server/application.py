@@ -1,14 +1,12 @@
 """The application of a server: everything that stands before its engine, put together.
 
-Owns: which parts there are, and how they are made of an engine and settings.
-Does not know: sockets, processes or signals but SIGHUP, which reads the keys again.
-Called by: `pensieve serve`; programs that put the application into a server of their own.
+Owns: which parts there are, what each is made of, and giving back what they hold.
+Does not know: sockets, processes or signals.
+Called by: `pensieve serve`; programs that put the application into a server of their own; tests.
 """
 
 from __future__ import annotations
 
-import asyncio
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from pensieve_jax.core.clock import WallClock
-from pensieve_jax.core.errors import ChatTemplateError, ConfigError
+from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.model_source import source_tokenizer
 from pensieve_jax.server.api.conversations import Conversations
@@ -32,42 +30,38 @@ from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.limits import Limits
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.server.logs import log_event
 from pensieve_jax.server.metrics import Metrics
 from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.text import ChatFormat, Tokenizer
 
 
-def make_application(engine: EngineService, *, settings: ServerSettings) -> ASGIApp:
-    """The ASGI application of an engine that is ready.
+def make_application(engine: EngineService, settings: ServerSettings, keys: ApiKeys) -> ASGIApp:
+    """The ASGI application of a server.
 
-    Raises ConfigError for keys or a model's defaults that cannot be read, and HistoryError.
+    Args:
+      engine: ready, with its history in a file.
+      settings: of HTTP.
+      keys: who may ask; whoever gives them may have them read again.
+
+    Raises ConfigError for a tokenizer or defaults that do not fit the model, and HistoryError.
     """
     info = engine.info
     reader = HistoryReader(info.history, fingerprint=info.fingerprint)
-    services = make_services(engine, settings, reader)
+    services = make_services(engine, settings, keys, reader)
     responses = Responses(services)
 
     @asynccontextmanager
-    async def open_history() -> AsyncIterator[None]:
+    async def reading() -> AsyncIterator[None]:
         with closing(reader):
             yield
 
-    @asynccontextmanager
-    async def keys_on_signal() -> AsyncIterator[None]:
-        loop = asyncio.get_running_loop()
-        if services.keys.are_asked_for:
-            loop.add_signal_handler(signal.SIGHUP, read_keys_again, services.keys)
-        try:
-            yield
-        finally:
-            loop.remove_signal_handler(signal.SIGHUP)
-
     routes = (*ROUTES, *responses.routes, *Conversations(responses.locks).routes)
-    return make_app(services, routes, [open_history, keys_on_signal, responses.background.lifespan])
+    return make_app(services, routes, [reading, responses.background.lifespan])
 
 
-def make_services(engine: EngineService, settings: ServerSettings, history: HistoryReader) -> Services:
+def make_services(
+    engine: EngineService, settings: ServerSettings, keys: ApiKeys, history: HistoryReader
+) -> Services:
     """The parts, of an engine that is ready and its open history; raises ConfigError."""
     info = engine.info
     tokenizer = source_tokenizer(info.source, info.limits.vocab_size)
@@ -77,7 +71,7 @@ def make_services(engine: EngineService, settings: ServerSettings, history: Hist
     return Services(
         engine=engine,
         settings=settings,
-        keys=ApiKeys(settings.api_keys_file),
+        keys=keys,
         limits=Limits(engine, settings, clock.now),
         metrics=metrics,
         tokenizer=tokenizer,
@@ -91,24 +85,12 @@ def make_services(engine: EngineService, settings: ServerSettings, history: Hist
     )
 
 
-def read_keys_again(keys: ApiKeys) -> None:
-    """After the file was changed; one that cannot be read leaves the old keys, and the log says so."""
-    try:
-        num_keys = keys.reload()
-    except ConfigError as error:  # its words name the file and a line's number, and hold no key
-        log_event("the keys stay as they were", problem=str(error))
-    else:
-        log_event("the keys were read again", num_keys=num_keys)
-
-
 def _chat_format(tokenizer: Tokenizer | None) -> ChatFormat | None:
-    """None where messages cannot be written for this model."""
-    if tokenizer is None or tokenizer.chat_template is None:
-        return None
+    """None where messages cannot be written for this model; a request with messages is then told why."""
     try:
         return ChatFormat(tokenizer)
-    except ChatTemplateError as error:
-        raise ConfigError("chat_template", "unreadable", f"a template ({error})") from error
+    except (TokenizerMissingError, ChatTemplateError):
+        return None
 
 
 def _chunk_bytes(description: dict[str, Any]) -> int:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 import uvloop
@@ -32,30 +33,40 @@ EXIT_AT_ONCE: Final = 128 + signal.SIGTERM
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75  # clients' pools keep connections for a minute or so, and must not find them closed
+_log = logging.getLogger(__name__)
 _GOODBYE_S = 5  # for answers that are complete and still on their way
 
 
 class Signals:
-    """How often this process was told to end. Whoever enters it takes over SIGTERM and SIGINT."""
+    """What this process was told. Whoever enters it takes over SIGTERM, SIGINT and SIGHUP."""
 
-    def __init__(self) -> None:
-        """Not yet."""
+    def __init__(self, on_hangup: Callable[[], object]) -> None:
+        """Nothing yet."""
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        self._on_hangup = on_hangup
 
     def __enter__(self) -> Signals:
         """Take the signals over."""
+        loop = asyncio.get_running_loop()
         for number in _ENDING:
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._end)
+        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Give them back."""
-        for number in _ENDING:
+        for number in (*_ENDING, signal.SIGHUP):
             asyncio.get_running_loop().remove_signal_handler(number)
 
-    def _on_signal(self) -> None:
+    def _end(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
+
+    def _hang_up(self) -> None:
+        try:
+            self._on_hangup()
+        except ConfigError as error:
+            _log.error("%s", error)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -84,6 +95,7 @@ def serve(
     *,
     drain_s: float,
     announce: Callable[[AsyncEngine, str], None],
+    on_hangup: Callable[[], object] = lambda: None,
 ) -> int:
     """Serve until told to end; the exit status.
 
@@ -93,12 +105,17 @@ def serve(
       listening: as `bind` returns it; closed at the end.
       drain_s: how long turns may go on.
       announce: called with the engine and the address once both are ready.
+      on_hangup: called for a SIGHUP; a ConfigError that it raises is logged.
 
     Raises what keeps the engine from starting.
     """
-    work = _serve(start, make_application, listening, drain_s, announce)
+
+    async def work() -> int:
+        with Signals(on_hangup) as signals:
+            return await _serve(start, make_application, listening, drain_s, announce, signals)
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
+        return runner.run(work())
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -150,9 +167,10 @@ async def _serve(
     listening: socket.socket,
     drain_s: float,
     announce: Callable[[AsyncEngine, str], None],
+    signals: Signals,
 ) -> int:
     engine = start()
-    with contextlib.closing(listening), Signals() as signals:
+    with contextlib.closing(listening):
         try:
             if not await _until(signals.first, engine.open()):
                 return 0
@@ -200,9 +218,9 @@ async def _outcome(task: asyncio.Task[None]) -> None:
     await asyncio.shield(task)
 
 
-async def _until(event: asyncio.Event, work: asyncio.Future[None] | object) -> bool:
+async def _until(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
     """Whether `work` came to its end before the event, which cancels it; raises what it raises."""
-    doing = asyncio.ensure_future(work)  # type: ignore[call-overload]
+    doing = asyncio.create_task(work)
     waiting = asyncio.create_task(event.wait())
     try:
         await asyncio.wait({doing, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -17,6 +17,7 @@ from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.server.api.conversations import Conversations
 from pensieve_jax.server.api.responses import Responses
 from pensieve_jax.server.http.app import make_app
+from pensieve_jax.server.http.services import Services
 from pensieve_jax.text.loading import byte_tokenizer
 from tests.server.fakes import FakeTurn, Harness
 from tests.server.stored_engine import FINGERPRINT, StoredEngine, resolving
@@ -32,6 +33,7 @@ class LiveServer:
       url: of its API.
     """
 
+    patience_s = 20.0
     engine: StoredEngine
     harness: Harness
     responses: Responses
@@ -53,7 +55,7 @@ class LiveServer:
 
     def __enter__(self) -> LiveServer:
         self._thread.start()
-        assert self._started.wait(20)
+        assert self._started.wait(self.patience_s)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -90,30 +92,34 @@ class LiveServer:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        clock = VirtualClock(self._start_s)
-        self.engine = StoredEngine(self._path, clock, self._script)
-        if self._script is None:
-            self.engine.script = None  # the test feeds turns itself
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.engine.store.close)
-            reader = stack.enter_context(HistoryReader(self._path, fingerprint=FINGERPRINT))
-            tokenizer = byte_tokenizer()
-            self.harness = Harness(
-                [], self.engine, history=reader, resolver=resolving(tokenizer, reader), **self._options
-            )
-            self.harness.clock = clock
-            self.harness.services.now_s = clock.now
-            self.responses = Responses(self.harness.services)
+        async with contextlib.AsyncExitStack() as stack:
+            services = await self._services(stack)
+            self.responses = Responses(services)
             routes = [*self.responses.routes, *Conversations(self.responses.locks).routes]
-            app = make_app(self.harness.services, routes, [self.responses.background.lifespan])
+            app = make_app(services, routes, [self.responses.background.lifespan])
             config = uvicorn.Config(
                 app, port=0, log_level="critical", access_log=False, timeout_graceful_shutdown=1
             )
             self._server = uvicorn.Server(config)
-            self._server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
             serving = asyncio.ensure_future(self._server.serve())
             while not self._server.started:
                 await asyncio.sleep(0.005)
             self._port = self._server.servers[0].sockets[0].getsockname()[1]
             self._started.set()
             await serving
+
+    async def _services(self, stack: contextlib.AsyncExitStack) -> Services:
+        """What the server is made of; the stack is left at its end."""
+        clock = VirtualClock(self._start_s)
+        self.engine = StoredEngine(self._path, clock, self._script)
+        if self._script is None:
+            self.engine.script = None  # the test feeds turns itself
+        stack.callback(self.engine.store.close)
+        reader = stack.enter_context(HistoryReader(self._path, fingerprint=FINGERPRINT))
+        tokenizer = byte_tokenizer()
+        self.harness = Harness(
+            [], self.engine, history=reader, resolver=resolving(tokenizer, reader), **self._options
+        )
+        self.harness.clock = clock
+        self.harness.services.now_s = clock.now
+        return self.harness.services
