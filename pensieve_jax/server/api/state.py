@@ -10,9 +10,12 @@ While the engine starts or is started again, a server is healthy and not ready.
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import Final
 
 import pensieve_jax
+from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import overloaded
 from pensieve_jax.server.http.replies import Bytes, Reply, json_reply
@@ -21,6 +24,7 @@ from pensieve_jax.server.metrics import CONTENT_TYPE
 
 MAX_SILENCE_S: Final = 10.0
 """An engine that says nothing for so long does not run; it says something every second."""
+_CENSUS_TIMEOUT_S: Final = 2.0
 
 
 async def health(call: Call) -> Reply:
@@ -47,7 +51,12 @@ async def version(call: Call) -> Reply:
 async def metrics(call: Call) -> Reply:
     """All metrics in Prometheus' format."""
     services = call.services
-    services.metrics.report(services.engine.last_stats)
+    report = services.metrics.engine
+    report.stats = services.engine.last_stats
+    # Only a stuck engine does not answer in time, and then its last census is still good.
+    with suppress(TimeoutError, PensieveError):
+        async with asyncio.timeout(_CENSUS_TIMEOUT_S):
+            report.census = await services.engine.call("census")
     return Bytes(services.metrics.render(), CONTENT_TYPE)
 
 
