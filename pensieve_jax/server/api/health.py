@@ -14,13 +14,13 @@ import asyncio
 from contextlib import suppress
 from typing import Final
 
-import pensieve_jax
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import overloaded
 from pensieve_jax.server.http.replies import Bytes, Reply, json_reply
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.metrics import CONTENT_TYPE
+from pensieve_jax.version import __version__
 
 MAX_SILENCE_S: Final = 10.0
 """An engine that says nothing for so long does not run; it says something every second."""
@@ -45,7 +45,7 @@ async def ready(call: Call) -> Reply:
 
 async def version(call: Call) -> Reply:
     """The package's."""
-    return json_reply({"version": pensieve_jax.__version__})
+    return json_reply({"version": __version__})
 
 
 async def metrics(call: Call) -> Reply:
