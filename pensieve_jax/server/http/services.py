@@ -1,0 +1,54 @@
+"""What a server is made of, as handlers get it.
+
+Owns: the list. Does not know: how the parts are made.
+Called by: whoever starts a server, which fills it; handlers, which read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pensieve_jax.server.async_engine import AsyncEngine
+from pensieve_jax.server.http.keys import ApiKeys
+from pensieve_jax.server.http.limits import Limits
+from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.metrics import Metrics
+from pensieve_jax.text import ChatFormat, Tokenizer
+
+
+@dataclass(slots=True, kw_only=True)
+class Services:
+    """The parts of one server.
+
+    Attributes:
+      engine: runs turns.
+      settings: limits and addresses.
+      keys: who may ask.
+      limits: places for turns.
+      metrics: what is counted.
+      tokenizer: the model's; None serves token ids only.
+      chat_format: the model's chat template; None where it has none.
+      defaults: sampling where a request says nothing: `temperature`, `top_p`, `top_k`.
+      resolver: finds the turn that a list of messages goes on from; see `server.context`.
+      history: reads what the history keeps beside turns; None keeps nothing.
+      now_s: seconds since the epoch.
+    """
+
+    engine: AsyncEngine
+    settings: ServerSettings
+    keys: ApiKeys
+    limits: Limits
+    metrics: Metrics
+    tokenizer: Tokenizer | None
+    chat_format: ChatFormat | None
+    defaults: dict[str, Any]
+    resolver: Any
+    history: Any
+    now_s: Callable[[], float]
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.settings.served_model_name or self.engine.info.model_name
