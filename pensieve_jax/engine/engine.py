@@ -34,7 +34,7 @@ from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.engine.stats import EngineStats
-from pensieve_jax.engine.turn import Taken, Turn
+from pensieve_jax.engine.turn import Deltas, Turn
 from pensieve_jax.engine.validation import (
     ModelLimits,
     TurnSpec,
@@ -189,7 +189,7 @@ class Engine:
             ran = [reply for reply in replies if reply.request.status is not RequestStatus.WAITING]
             return self._lose_step(error, ran)
 
-    def take_deltas(self) -> list[tuple[Turn, Taken]]:
+    def take_deltas(self) -> Deltas:
         """What came of turns in progress since the last call; `step` returns those that have ended."""
         self._check_usable()
         return self._ledger.take_deltas()

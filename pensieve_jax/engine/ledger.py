@@ -8,6 +8,7 @@ Called by: the engine.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,7 @@ from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.loop import EngineLoop
 from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.stats import EngineStats
-from pensieve_jax.engine.turn import Taken, Turn
+from pensieve_jax.engine.turn import Deltas, Turn, take_deltas
 from pensieve_jax.history import HistoryStore, TurnRecord
 from pensieve_jax.scheduler import Request
 
@@ -70,12 +71,12 @@ class TurnLedger:
         self.replies[reply.request] = reply
         return turn
 
-    def take_deltas(self) -> list[tuple[Turn, Taken]]:
+    def take_deltas(self) -> Deltas:
         """What came of each turn in progress that got an id since the last call, and somebody holds."""
         held = self._turns
-        found = [(turn, turn.take()) for request in self.touched if (turn := held[request]()) is not None]
+        deltas = take_deltas([turn for request in self.touched if (turn := held[request]()) is not None])
         self.touched.clear()
-        return [(turn, taken) for turn, taken in found if taken is not None]
+        return deltas
 
     @property
     def in_use(self) -> frozenset[str]:
@@ -107,7 +108,9 @@ class TurnLedger:
             if kept:
                 records = [self._record(reply, reason) for reply, reason in kept]
                 attachments = [None if reply.node is None else reply.node.attachment for reply, _ in kept]
+                began_s = time.perf_counter()
                 refused = self._store.commit(records, attachments, self.in_use)
+                self._stats.count_commit(time.perf_counter() - began_s)
                 for position, refusal in refused.items():
                     self.lose([kept[position][0]], refusal)
         except PensieveError as error:

@@ -31,9 +31,7 @@ PATH: Final = """WITH RECURSIVE path(owner, turn_id, parent_id, turn_index) AS (
     AND turns.turn_index < path.turn_index
 ) """
 _PATH_COLUMNS: Final = ", ".join(f"turns.{name}" for name in TurnRow._fields)
-_PATH_ROWS: Final = (
-    f"{PATH}SELECT {_PATH_COLUMNS} FROM path JOIN turns USING (owner, turn_id) ORDER BY path.turn_index"
-)
+_PATH_ROWS: Final = f"{PATH}SELECT {_PATH_COLUMNS} FROM path JOIN turns USING (owner, turn_id)"
 _UNNEEDED: Final = """SELECT parent_id FROM turns AS one WHERE owner = ? AND turn_id = ? AND NOT kept
   AND NOT EXISTS (SELECT 1 FROM turns WHERE owner = one.owner AND parent_id = one.turn_id)
   AND NOT EXISTS (SELECT 1 FROM conversations WHERE owner = one.owner AND head_turn = one.turn_id)
@@ -72,7 +70,9 @@ def path_rows(connection: sqlite3.Connection, owner: str, turn_id: str | None) -
     """The turns from the first of a tree to this one; empty where there is no such turn."""
     if turn_id is None:
         return []
-    return [TurnRow._make(row) for row in connection.execute(_PATH_ROWS, (owner, turn_id))]
+    rows = connection.execute(_PATH_ROWS, (owner, turn_id))
+    # Here, since SQLite would copy all that was said to bring it into order.
+    return sorted(map(TurnRow._make, rows), key=lambda row: row.turn_index)
 
 
 def unpack_path(rows: list[TurnRow], owner: str, turn_id: str) -> ConversationRecord:
