@@ -108,7 +108,7 @@ def conversations(llm: LLM) -> None:
 
 
 def trees(llm: LLM) -> None:
-    """Turns that their caller places: choices, forks, a history that is sent again, and the calls for them."""
+    """Turns that their caller places: choices, forks, a history that is sent again, and their calls."""
     engine, ids = llm.engine, list(range(1, 41))
     first = [TurnNode(turn_id=new_turn_id()) for _ in range(2)]
     turns = engine.submit([TurnSpec(ids, PARAMS, node=node) for node in first])
