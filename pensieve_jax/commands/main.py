@@ -20,6 +20,7 @@ flags.disclaim_key_flags()  # a command's flags are those of the program
 COMMANDS = {
     "chat": "a chat in the terminal, with replies as they come",
     "generate": "JSON lines of conversations in, JSON lines of turns out",
+    "serve": "an OpenAI-compatible server over HTTP, whose conversations are state",
     "demo": "conversations that lose state and answer as if they had not, checked against a dense reference",
 }
 _HELP = ("help", "--help", "-h", "-help", "-?", "--helpshort", "--helpfull")

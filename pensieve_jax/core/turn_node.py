@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from pensieve_jax.core.errors import InvalidRequestError
 
@@ -45,6 +46,21 @@ class TurnNode:
             if root_of(self.parent_id) != root_of(self.turn_id):
                 limit = f"a turn of the tree {root_of(self.turn_id)}, as turn_id says"
                 raise InvalidRequestError("parent_id", self.parent_id, limit)
+
+
+class TurnOrigin(NamedTuple):
+    """What a placed turn was found to go on from in memory.
+
+    Attributes:
+      kind: "extended": its parent, which nothing had gone on from; "forked": its parent, or another choice of
+        the same call; "loaded": its parent was read from the history; "chunks": it has no parent, and begins
+        with the tokens of another turn of its owner; "new": nothing.
+      num_tokens: leading tokens of its context that somebody in memory has as well; whether their state is in
+        a tier or must be recomputed is told by `Usage`.
+    """
+
+    kind: Literal["extended", "forked", "loaded", "chunks", "new"]
+    num_tokens: int
 
 
 def check_turn_id(field: str, turn_id: object) -> None:

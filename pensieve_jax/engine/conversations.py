@@ -1,15 +1,13 @@
 """The conversations that the engine has in memory, over those that the history store keeps.
 
 Owns: which conversations exist and which are busy; loading one on first use; truncating, ending, and the
-bound and time-to-live on idle ones.
+bound and time-to-live on idle ones. Branches of trees are among those in memory.
 Does not know: batches or text.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from pensieve_jax.cache import CachedSequence, CacheManager
+from pensieve_jax.cache import CacheManager, Role
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.conversation import Conversation
@@ -18,23 +16,21 @@ from pensieve_jax.core.errors import (
     InvalidRequestError,
     UnknownConversationError,
 )
+from pensieve_jax.core.turn_node import check_turn_id
+from pensieve_jax.engine.branches import BranchTable
 from pensieve_jax.engine.drop_journal import DropJournal
+from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.loop import Sweep
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.history import ConversationInfo, ConversationRecord, HistoryStore
 
 
-@dataclass(eq=False, slots=True)
-class LiveConversation:
-    """A conversation in memory: its tokens, its cached state, and whether a turn of it runs."""
-
-    conversation: Conversation
-    sequence: CachedSequence
-    busy: bool = False
-
-
 class ConversationTable:
-    """Conversations by id. One-off ones are in nobody's listing and leave with their only turn."""
+    """Conversations by id. One-off ones are in nobody's listing and leave with their only turn.
+
+    Attributes:
+      branches: those whose turns are placed by their caller.
+    """
 
     def __init__(
         self,
@@ -44,6 +40,8 @@ class ConversationTable:
         drops: DropJournal,
         clock: Clock,
         config: CacheConfig,
+        *,
+        stateful: bool,
     ) -> None:
         """Nothing in memory; `store` decides which conversations exist."""
         self._store = store
@@ -55,6 +53,7 @@ class ConversationTable:
         self._live: dict[str, LiveConversation] = {}
         self._num_one_off = 0
         self._sweep = Sweep()
+        self.branches = BranchTable(store, cache, self._add, shares_state=stateful)
 
     def __len__(self) -> int:
         """Conversations in memory, one-off ones included."""
@@ -137,7 +136,11 @@ class ConversationTable:
         check_conversation_id(conversation_id)
         check_conversation_id(new_conversation_id, "new_conversation_id")
         self._check_idle(new_conversation_id)
-        self._store.fork(conversation_id, new_conversation_id, num_tokens)
+        num_turns = self._store.fork(conversation_id, new_conversation_id, num_tokens)
+        source = self._live.get(conversation_id)
+        if source is not None:
+            num_known = source.conversation.num_history_tokens if num_tokens is None else int(num_tokens)
+            self._fork_state(source, new_conversation_id, num_known, num_turns)
 
     def push_out(self, conversation_id: str, max_num_chunks: int | None = None) -> int:
         """Copy a conversation's state to host memory before anybody needs the room; returns how many chunks.
@@ -149,6 +152,27 @@ class ConversationTable:
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
             raise InvalidRequestError("max_num_chunks", number, "None or an integer of at least 0")
         return self._cache.push_out(self.get(conversation_id).sequence, max_num_chunks)
+
+    def push_out_turn(self, owner: str, turn_id: str) -> int:
+        """Copy the state of the path to a turn to host memory, as `push_out`; returns how many chunks.
+
+        What running turns begin with stays. Raises UnknownTurnError.
+        """
+        return sum(
+            self._cache.push_out(own)
+            for branch in self._idle_at(owner, turn_id)
+            for own in reversed(list(branch.sequence.lineage()))
+            if own.role is Role.IDLE
+        )
+
+    def forget_turn_state(self, owner: str, turn_id: str) -> None:
+        """Drop the state of the path to a turn, but for what other branches begin with.
+
+        Raises UnknownTurnError.
+        """
+        for branch in self._idle_at(owner, turn_id):
+            self._cache.truncate(branch.sequence, 0)
+            self._drops.forget(branch.conversation.conversation_id)
 
     def forget_state(self, conversation_id: str) -> None:
         """Drop a conversation's state and keep its history; see `push_out` for errors."""
@@ -168,33 +192,56 @@ class ConversationTable:
 
     def forget(self, live: LiveConversation) -> None:
         """Take a conversation out of memory and free its state; the store keeps what it has."""
-        del self._live[live.conversation.conversation_id]
+        conversation = live.conversation
+        del self._live[conversation.conversation_id]
+        is_branch = isinstance(live, Branch)
+        if isinstance(live, Branch):
+            self.branches.forget(live)
+            self._cache.turns.ended(conversation.conversation_id)
         self._cache.close(live.sequence)
-        if live.conversation.one_off or not live.conversation.num_turns:  # nobody can ask for it any more
-            self._drops.forget(live.conversation.conversation_id)
+        if is_branch or conversation.one_off or not conversation.num_turns:  # nobody can ask for it any more
+            self._drops.forget(conversation.conversation_id)
 
     def expire_idle(self) -> None:
-        """End conversations beyond the time-to-live, then the least recently active beyond the bound."""
-        bound, ttl_s = self._config.max_idle_conversations, self._config.idle_ttl_s
-        if bound is None and ttl_s is None:
+        """End conversations beyond the time-to-live, then the least recently active beyond the bound.
+
+        Branches leave memory by the same rules: what the history has of them stays there.
+        """
+        if self._config.max_idle_conversations is None and self._config.idle_ttl_s is None:
             return
         idle = [info for info in self._store.conversations() if not self.is_busy(info.conversation_id)]
-        now_s = self._clock.now()
         for position, info in enumerate(idle):
-            too_many = bound is not None and position >= bound
-            too_old = ttl_s is not None and now_s - info.last_active_s > ttl_s
-            if too_many or too_old:
+            if self._is_expired(position, info.last_active_s):
                 self.end(info.conversation_id)
+        branches = [live for live in self._live.values() if isinstance(live, Branch) and not live.busy]
+        branches.sort(key=lambda branch: -branch.sequence.last_active_s)
+        for position, branch in enumerate(branches):
+            if self._is_expired(position, branch.sequence.last_active_s):
+                self.forget(branch)
 
     def forget_stateless(self) -> None:
         """Take idle conversations without KV state out of memory; now and then, so that it costs little."""
         if not self._sweep.is_due(len(self._live)):
             return
         for live in list(self._live.values()):
-            if not live.busy and not live.sequence.holds_state:
+            if not live.busy and not _holds_state(live):
                 self.forget(live)
         self._prefixes.forget_unused()
         self._sweep.done(len(self._live))
+
+    def _idle_at(self, owner: str, turn_id: str) -> list[Branch]:
+        """Idle branches that end with a turn, or have it on their path; none: it is in the history only."""
+        check_turn_id("turn_id", turn_id)
+        branches = self.branches.at(owner, turn_id)
+        if not branches:
+            self._store.load_turn(owner, turn_id)  # or there is no such turn
+        return [branch for branch in branches if not branch.busy]
+
+    def _is_expired(self, position: int, last_active_s: float) -> bool:
+        """Whether an idle one leaves, so many of which were active after it."""
+        bound, ttl_s = self._config.max_idle_conversations, self._config.idle_ttl_s
+        too_many = bound is not None and position >= bound
+        return too_many or (ttl_s is not None and self._clock.now() - last_active_s > ttl_s)
 
     def _check_idle(self, conversation_id: str) -> None:
         check_conversation_id(conversation_id)
@@ -213,8 +260,25 @@ class ConversationTable:
 
     def _enter(self, conversation: Conversation) -> LiveConversation:
         live = LiveConversation(conversation, self._cache.open(conversation.conversation_id))
-        self._live[conversation.conversation_id] = live
+        self._add(live)
         return live
+
+    def _fork_state(self, source: LiveConversation, new_id: str, num_tokens: int, num_turns: int) -> None:
+        """A conversation begins with what another one has in memory, which may be running."""
+        token_ids = source.conversation.token_ids[:num_tokens]
+        fork = Conversation(new_id, token_ids, num_history_tokens=num_tokens, num_turns=num_turns)
+        fork.num_computed_tokens = min(source.conversation.num_computed_tokens, num_tokens)
+        self._add(LiveConversation(fork, self._cache.fork(source.sequence, num_tokens, new_id)))
+
+    def _add(self, live: LiveConversation) -> None:
+        self._live[live.conversation.conversation_id] = live
+
+
+def _holds_state(live: LiveConversation) -> bool:
+    """Something of it is in some tier that others do not begin with; or of what they do, if that is all."""
+    sequence = live.sequence
+    is_all_shared = isinstance(live, Branch) and len(sequence.chunks) == sequence.num_shared
+    return any(own.holds_state for own in sequence.lineage()) if is_all_shared else sequence.holds_state
 
 
 def check_conversation_id(conversation_id: object, field: str = "conversation_id") -> None:

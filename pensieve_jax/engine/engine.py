@@ -9,7 +9,6 @@ Called by: `LLM`, servers, benchmarks. One thread drives it.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,23 +20,25 @@ from pensieve_jax.core.errors import EngineClosedError, PensieveError, StepFaile
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.engine.change_guard import ChangeGuard, change
+from pensieve_jax.engine.chunk_map import BranchMap, chunk_map
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.drop_journal import DropJournal
 from pensieve_jax.engine.experience import kept_experience
 from pensieve_jax.engine.explanation import Explanation, explain
+from pensieve_jax.engine.intake import Intake
 from pensieve_jax.engine.ledger import TurnLedger
 from pensieve_jax.engine.loop import EngineLoop
 from pensieve_jax.engine.observer import Observe, unobserved
+from pensieve_jax.engine.placing import Placing
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.engine.stats import EngineStats
-from pensieve_jax.engine.turn import Taken, Turn
+from pensieve_jax.engine.turn import Deltas, Turn
 from pensieve_jax.engine.validation import (
     ModelLimits,
     TurnSpec,
     check_beginning,
-    check_turns,
     checked_prefix,
 )
 from pensieve_jax.history import HistoryStore
@@ -115,10 +116,11 @@ class Engine:
             chunk_tokens=cache.chunk_tokens,
             num_device_pages=cache.gpu_pages + 1,
         )
-        self._conversations = ConversationTable(
-            self._store, self._cache, self._prefixes, self._drops, self._clock, cache
-        )
+        kept = self._store, self._cache, self._prefixes, self._drops, self._clock, cache
+        self._conversations = ConversationTable(*kept, stateful=config.stateful)
         self._ledger = TurnLedger(self._store, self._loop, self._conversations, self._stats, self._clock)
+        placing = Placing(self._conversations, self._prefixes, stateful=config.stateful)
+        self._intake = Intake(self._loop, self._ledger, placing, self.limits, self._tokenizer)
 
     # Turns
 
@@ -165,16 +167,7 @@ class Engine:
         They are the caller's who holds them: one that nobody holds any more is cancelled at the next call. So
         are all of them if an interrupt (Ctrl-C) keeps this from returning, at whatever line it comes.
         """
-        check_turns(specs, self.limits, self._conversations, self._tokenizer)
-        turns: list[Turn] = []
-        try:
-            for spec in specs:
-                turns.append(self._submit(spec))
-        except PensieveError:
-            for turn in turns:
-                self._ledger.cancel(turn.reply)
-            raise
-        return turns
+        return self._intake.submit(specs)
 
     @change
     def cancel(self, turn: Turn) -> None:
@@ -196,7 +189,7 @@ class Engine:
             ran = [reply for reply in replies if reply.request.status is not RequestStatus.WAITING]
             return self._lose_step(error, ran)
 
-    def take_deltas(self) -> list[tuple[Turn, Taken]]:
+    def take_deltas(self) -> Deltas:
         """What came of turns in progress since the last call; `step` returns those that have ended."""
         self._check_usable()
         return self._ledger.take_deltas()
@@ -251,6 +244,16 @@ class Engine:
         self._conversations.forget_state(conversation_id)
 
     @change
+    def push_out_turn(self, owner: str, turn_id: str) -> int:
+        """As `push_out`, of the path to a turn; see `ConversationTable.push_out_turn`."""
+        return self._conversations.push_out_turn(owner, turn_id)
+
+    @change
+    def forget_turn_state(self, owner: str, turn_id: str) -> None:
+        """As `forget_state`, of the path to a turn; see `ConversationTable.forget_turn_state`."""
+        self._conversations.forget_turn_state(owner, turn_id)
+
+    @change
     def forget_experience(self) -> None:
         """Have an order that learns begin anew, here and in the history; raises HistoryError."""
         self._ledger.forget_experience()
@@ -260,6 +263,11 @@ class Engine:
         self._check_usable()
         found = self._conversations.look_up(conversation_id)
         return explain(found, self._prefixes, self._cache, self._drops, self._config)
+
+    def chunk_map(self, owner: str) -> list[BranchMap]:
+        """Where the state of an owner's placed turns is, by branch in memory."""
+        self._check_usable()
+        return chunk_map(self._conversations.branches.of(owner))
 
     def stats(self) -> dict[str, int | float]:
         """Counters since the start, and what is held now."""
@@ -328,25 +336,6 @@ class Engine:
         self._drops.lose(self._cache.held(), reason)
         self._make_state()
         self._guard.interrupted = self._lost_pools = False
-
-    def _submit(self, spec: TurnSpec) -> Turn:
-        live = self._conversations.get_or_create(spec.conversation_id)
-        live.busy = True
-        if spec.prefix is not None:
-            live.conversation.token_ids += spec.prefix.token_ids
-            if self._config.stateful and not live.sequence.chunks:
-                self._prefixes.begin(live.sequence, spec.prefix)
-        live.conversation.token_ids += map(int, spec.prompt_token_ids)  # numpy's ints become Python's
-        params = spec.params
-        request = self._loop.submit(
-            live.conversation,
-            live.sequence,
-            params,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-            ending_ids=params.ending_ids(self.limits.eos_token_ids),
-            max_context_tokens=self.limits.max_context_tokens,
-        )
-        return self._ledger.enter(Reply(request, self._tokenizer, spec.messages, spec.node))
 
     def _note(self, output: SchedulerOutput) -> None:
         try:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from pensieve_jax.cache import CachedSequence, CacheManager, ChunkState, Role
 from pensieve_jax.config import EngineConfig
-from pensieve_jax.engine.conversations import LiveConversation
 from pensieve_jax.engine.drop_journal import DropJournal, DropRecord
+from pensieve_jax.engine.live import LiveConversation
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.history import ConversationRecord
 

@@ -16,12 +16,13 @@ from typing import Any
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import FinishReason
-from pensieve_jax.engine.conversations import ConversationTable, LiveConversation
+from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.experience import ExperienceKeeper
+from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.loop import EngineLoop
 from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.stats import EngineStats
-from pensieve_jax.engine.turn import Taken, Turn
+from pensieve_jax.engine.turn import Deltas, Turn, take_deltas
 from pensieve_jax.history import HistoryStore, TurnRecord
 from pensieve_jax.scheduler import Request
 
@@ -69,12 +70,12 @@ class TurnLedger:
         self.replies[reply.request] = reply
         return turn
 
-    def take_deltas(self) -> list[tuple[Turn, Taken]]:
+    def take_deltas(self) -> Deltas:
         """What came of each turn in progress that got an id since the last call, and somebody holds."""
         held = self._turns
-        found = [(turn, turn.take()) for request in self.touched if (turn := held[request]()) is not None]
+        deltas = take_deltas([turn for request in self.touched if (turn := held[request]()) is not None])
         self.touched.clear()
-        return [(turn, taken) for turn, taken in found if taken is not None]
+        return deltas
 
     @property
     def in_use(self) -> frozenset[str]:
@@ -175,19 +176,29 @@ class TurnLedger:
         # A step of look-ahead may have computed one token more than the reply has; it never counts.
         del conversation.token_ids[request.num_prompt_end + len(reply.token_ids) :]
         self._loop.settle(request, reply.finish(reason))
+        live = self._live_of(reply)
+        if reply.node is not None and isinstance(live, Branch):
+            self._conversations.branches.settled(live, reply.node)
         self._leave(reply, forget=conversation.one_off)
 
     def _roll_back(self, reply: Reply) -> None:
         """Forget a turn that gave nothing to the history."""
         conversation = reply.request.conversation
         self._loop.withdraw(reply.request)
-        self._leave(reply, forget=conversation.one_off or not conversation.num_turns)
+        forget = conversation.one_off or not conversation.num_turns
+        live = self._live_of(reply)
+        if reply.node is not None and reply.origin is not None and isinstance(live, Branch):
+            forget = self._conversations.branches.withdrawn(live, reply.node, reply.origin)
+        self._leave(reply, forget=forget)
 
     def _leave(self, reply: Reply, *, forget: bool) -> None:
         del self.replies[reply.request]
         self.touched.pop(reply.request, None)
         del self._turns[reply.request]  # it may be dropped now
-        live: LiveConversation = self._conversations.get(reply.request.conversation.conversation_id)
+        live = self._live_of(reply)
         live.busy = False
         if forget:
             self._conversations.forget(live)
+
+    def _live_of(self, reply: Reply) -> LiveConversation:
+        return self._conversations.get(reply.request.conversation.conversation_id)

@@ -11,7 +11,7 @@ import numpy as np
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob, Usage
-from pensieve_jax.core.turn_node import TurnNode
+from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import IncrementalDetokenizer, Message, Tokenizer
 
@@ -23,6 +23,7 @@ class Reply:
       request: what the scheduler holds.
       messages: the chat messages that the prompt was rendered from; None for text or ids.
       node: where it stands in a tree of turns, if its caller placed it.
+      origin: what that was found to go on from in memory.
       output: the result, once the turn has ended.
       error: why there is none, if a step failed.
       token_ids: the ids so far.
@@ -36,11 +37,13 @@ class Reply:
         tokenizer: Tokenizer | None,
         messages: tuple[Message, ...] | None,
         node: TurnNode | None = None,
+        origin: TurnOrigin | None = None,
     ) -> None:
         """No tokens yet; no text is made without a tokenizer."""
         self.request = request
         self.messages = messages
         self.node = node
+        self.origin = origin
         self.output: Output | None = None
         self.error: PensieveError | None = None
         self._detokenizer = (
@@ -100,7 +103,9 @@ class Reply:
         conversation = self.request.conversation
         usage = self.request.usage(num_output_tokens=len(self.token_ids))
         self.output = Output(
-            conversation_id=None if conversation.one_off else conversation.conversation_id,
+            conversation_id=None
+            if conversation.one_off or self.node is not None
+            else conversation.conversation_id,
             token_ids=tuple(self.token_ids),
             text=self.text,
             finish_reason=reason,

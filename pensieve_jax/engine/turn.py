@@ -7,16 +7,30 @@ Called by: whoever submitted it. The engine refers to it weakly only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Delta, Output, TokenLogprob
+from pensieve_jax.core.turn_node import TurnOrigin
 from pensieve_jax.engine.reply import Reply
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import Message
 
-type Taken = tuple[str, list[int], list[TokenLogprob] | None]
-"""What came of a reply since somebody last took of it."""
+
+class Deltas(NamedTuple):
+    """What came of many turns, by columns: turn i said `texts[i]`, with `token_ids[i]`.
+
+    Attributes:
+      turns, texts: of those that said something.
+      token_ids: an id where there is one, as almost always, else a list of them.
+      logprobs: by turn, of those that asked for them.
+    """
+
+    turns: list[Turn]
+    texts: list[str]
+    token_ids: list[int | list[int]]
+    logprobs: dict[Turn, list[TokenLogprob]]
 
 
 class Turn:
@@ -45,6 +59,11 @@ class Turn:
     def messages(self) -> tuple[Message, ...] | None:
         """The chat messages that the prompt was rendered from; None for text or ids."""
         return self.reply.messages
+
+    @property
+    def origin(self) -> TurnOrigin | None:
+        """What a turn with a node was found to go on from in memory; None for one without."""
+        return self.reply.origin
 
     @property
     def output(self) -> Output | None:
@@ -81,16 +100,27 @@ class Turn:
 
     def take_delta(self) -> Delta | None:
         """What came since the last call; None if nothing did."""
-        taken = self.take()
-        return None if taken is None else Delta(taken[0], tuple(taken[1]))
-
-    def take(self) -> Taken | None:
-        """The same as a text, ids and logprobs, where the turn asked for these; for many turns at a time."""
-        reply, num_ids = self.reply, self._num_ids
-        token_ids, pieces = reply.token_ids, reply.pieces
-        if (now := len(token_ids)) == num_ids:
+        deltas = take_deltas([self])
+        if not deltas.turns:
             return None
-        text = "".join(pieces[self._num_pieces :])
-        self._num_ids, self._num_pieces = now, len(pieces)
-        logprobs = None if reply.logprobs is None else reply.logprobs[num_ids:]
-        return text, token_ids[num_ids:], logprobs
+        (token_ids,) = deltas.token_ids
+        return Delta(deltas.texts[0], (token_ids,) if isinstance(token_ids, int) else tuple(token_ids))
+
+
+def take_deltas(turns: Iterable[Turn]) -> Deltas:
+    """What came of each turn since it was last taken. Its caller has 256 of them in every step."""
+    deltas = said, texts, ids, logprobs = Deltas([], [], [], {})
+    for turn in turns:
+        reply, start = turn.reply, turn._num_ids
+        token_ids, pieces = reply.token_ids, reply.pieces
+        num_new = len(token_ids) - start
+        if not num_new:
+            continue
+        first_piece = turn._num_pieces
+        texts.append(pieces[-1] if len(pieces) == first_piece + 1 else "".join(pieces[first_piece:]))
+        ids.append(token_ids[-1] if num_new == 1 else token_ids[start:])
+        said.append(turn)
+        if reply.logprobs is not None:
+            logprobs[turn] = reply.logprobs[start:]
+        turn._num_ids, turn._num_pieces = start + num_new, len(pieces)
+    return deltas

@@ -21,6 +21,7 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode
+from pensieve_jax.engine.branches import Place
 from pensieve_jax.engine.conversations import ConversationTable, check_conversation_id
 from pensieve_jax.text import Message, Tokenizer
 
@@ -75,9 +76,14 @@ def check_turns(
     limits: ModelLimits,
     conversations: ConversationTable,
     tokenizer: Tokenizer | None,
-) -> None:
-    """Raise InvalidRequestError, ContextLengthError, ConversationBusyError or TokenizerMissingError."""
+) -> list[Place | None]:
+    """Where turns with a node stand.
+
+    Raises InvalidRequestError, ContextLengthError, ConversationBusyError, TokenizerMissingError,
+    UnknownTurnError or HistoryError.
+    """
     seen: set[str] = set()
+    places: list[Place | None] = []
     for i, spec in enumerate(specs):
         field = "conversation_id" if len(specs) == 1 else f"conversation_ids[{i}]"
         conversation_id = spec.conversation_id
@@ -90,11 +96,15 @@ def check_turns(
             seen.add(conversation_id)
         field = "prompt" if len(specs) == 1 else f"prompts[{i}]"
         check_token_ids(field, spec.prompt_token_ids, limits.vocab_size)
+        place = None if spec.node is None else _checked_place(spec, spec.node, seen, conversations)
+        places.append(place)
         if spec.prefix is not None:
             check_prefix(spec.prefix, conversation_id, conversations)
             check_token_ids("prefix", spec.prefix.token_ids, limits.vocab_size)
-        _check_length(field, spec, limits, conversations)
+        num_history = conversations.num_tokens(conversation_id) if place is None else len(place.token_ids)
+        _check_length(field, spec, limits, num_history)
         _check_params(spec.params, limits, tokenizer)
+    return places
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -142,8 +152,23 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _check_length(field: str, spec: TurnSpec, limits: ModelLimits, conversations: ConversationTable) -> None:
-    history_len, prompt_len = conversations.num_tokens(spec.conversation_id), spec.num_new_tokens
+def _checked_place(spec: TurnSpec, node: TurnNode, seen: set[str], conversations: ConversationTable) -> Place:
+    """Where a turn stands whose caller placed it; nothing else may say so."""
+    if not isinstance(node, TurnNode):
+        raise InvalidRequestError("node", node, "a TurnNode or None")
+    for field, value in (("conversation_id", spec.conversation_id), ("prefix", spec.prefix)):
+        if value is not None:
+            raise InvalidRequestError(
+                field, value, "None for a turn with a node, which says what it goes on from"
+            )
+    if node.turn_id in seen:
+        raise InvalidRequestError("turn_id", node.turn_id, "named once in a call")
+    seen.add(node.turn_id)
+    return conversations.branches.find(node)
+
+
+def _check_length(field: str, spec: TurnSpec, limits: ModelLimits, history_len: int) -> None:
+    prompt_len = spec.num_new_tokens
     if history_len + prompt_len + 1 > limits.max_context_tokens:
         raise ContextLengthError(
             field,

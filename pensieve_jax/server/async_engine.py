@@ -8,7 +8,7 @@ engine's process, and by fakes in tests.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -99,6 +99,16 @@ class EngineService(Protocol):
     @property
     def epoch(self) -> int:
         """Counts the engine's starts: what was in memory only did not outlive one."""
+        ...
+
+    @property
+    def last_heard_s(self) -> float:
+        """Seconds since the engine said anything, which it does once a second; infinity before it began."""
+        ...
+
+    @property
+    def last_stats(self) -> Mapping[str, Any]:
+        """`Engine.stats`, at most a second old while it runs; nothing before it began."""
         ...
 
     def submit(self, spec: TurnSpec) -> AsyncTurn:

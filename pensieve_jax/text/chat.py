@@ -220,9 +220,19 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """A sandbox in which `message.role` does not take an exception each time."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """As the base class, which looks for attributes before keys."""
+        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
 def _environment() -> jinja2.Environment:
     """Jinja as chat templates are written for; sandboxed, since a template comes with a download."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
     )
     environment.filters["tojson"] = _to_json
@@ -256,9 +266,9 @@ def _no_prefix(reason: str) -> NoReturn:
 
 def _placeholder(messages: Sequence[Mapping[str, Any]]) -> str:
     """A word that no message holds, of letters only, so that trimming and quoting leave it alone."""
-    text = json.dumps(messages, default=str)
     word = _PLACEHOLDER
-    while word in text:
+    texts = [str(part) for message in messages for part in (*message, *message.values())]
+    while any(word in text for text in texts):
         word += "X"
     return word
 

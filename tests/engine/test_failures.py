@@ -200,15 +200,16 @@ def test_pools_that_cannot_be_made_again_are_tried_again_at_the_next_call():
 
 def test_a_submission_that_fails_half_way_queues_nothing(monkeypatch):
     harness = Harness()
-    submit = harness.engine._submit
+    table = harness.engine.conversations
+    get_or_create = table.get_or_create
     specs = [TurnSpec(harness.prompt(5), SamplingParams(), name) for name in "ab"]
 
-    def fail_on_the_second(spec):
-        if spec.conversation_id == "b":
+    def fail_on_the_second(conversation_id):
+        if conversation_id == "b":
             raise HistoryError("the history cannot be read")
-        return submit(spec)
+        return get_or_create(conversation_id)
 
-    monkeypatch.setattr(harness.engine, "_submit", fail_on_the_second)
+    monkeypatch.setattr(table, "get_or_create", fail_on_the_second)
     with pytest.raises(HistoryError):
         harness.engine.submit(specs)
     assert not harness.engine.has_unfinished

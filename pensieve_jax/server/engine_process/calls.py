@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.engine.engine import Engine
-from pensieve_jax.history.changes import HistoryChange
 
 
 def answer(engine: Engine, name: str, arguments: Sequence[Any]) -> Any:
@@ -26,11 +25,6 @@ def answer(engine: Engine, name: str, arguments: Sequence[Any]) -> Any:
     except TypeError as error:
         raise InvalidRequestError(f"{name}(...)", list(arguments), "its arguments", str(error)) from error
     return call(engine, *arguments)
-
-
-def apply(engine: Engine, change: HistoryChange) -> None:
-    """Change what the history keeps beside turns; raises what `HistoryStore.apply` does."""
-    raise NotImplementedError(f"The engine cannot apply {type(change).__name__} yet.")
 
 
 def _stats(engine: Engine) -> dict[str, int | float]:

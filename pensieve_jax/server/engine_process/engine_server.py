@@ -20,9 +20,10 @@ from typing import Any
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.engine.engine import Engine
-from pensieve_jax.engine.turn import Turn
+from pensieve_jax.engine.turn import Deltas, Turn
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.prompts import PromptEncoder
+from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process import calls
 from pensieve_jax.server.engine_process.messages import (
     Answer,
@@ -31,6 +32,7 @@ from pensieve_jax.server.engine_process.messages import (
     Cancel,
     Ending,
     FrontMessage,
+    Ready,
     Report,
     SentTurn,
     Submit,
@@ -59,6 +61,7 @@ class EngineServer:
         tokenizer: Tokenizer | None,
         front: socket.socket,
         *,
+        info: EngineInfo | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Both become this object's: the engine and the socket are closed at the end of `run`.
@@ -67,6 +70,7 @@ class EngineServer:
           engine: idle.
           tokenizer: of prompts that the front sends as text or messages.
           front: the engine's end of the socket pair.
+          info: what the front is told first; None: nothing, it knows.
           now: the time in seconds, for heartbeats.
         """
         front.setblocking(False)
@@ -78,13 +82,14 @@ class EngineServer:
         self._writer = FrameWriter()
         self._poll = select.poll()
         self._poll.register(front, select.POLLIN)
-        self._unsent = memoryview(b"")  # of a message that the socket took a part of
+        # Of a message that the socket took a part of.
+        self._unsent = memoryview(b"" if info is None else self._writer.frame(Ready(info)))
         self._report = Report()  # what is to be told next, without deltas
         self._numbers: dict[Turn, int] = {}
         self._turns: dict[int, Turn] = {}  # holding them keeps them running
         self._front_left = False
         self._beat_s = -_BEAT_S
-        self._num_deltas = self._num_delta_tokens = 0
+        self._num_deltas = 0
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             Submit: self._submit,
             Cancel: self._cancel,
@@ -189,7 +194,7 @@ class EngineServer:
         self._answer(message.number, lambda: calls.answer(self._engine, message.name, message.arguments))
 
     def _apply(self, message: Apply) -> None:
-        self._answer(message.number, lambda: calls.apply(self._engine, received_change(message)))
+        self._answer(message.number, lambda: self._engine.apply(received_change(message)))
 
     def _answer(self, number: int, call: Callable[[], Any]) -> None:
         try:
@@ -214,7 +219,6 @@ class EngineServer:
         self._report.stats = {
             **self._engine.stats(),
             "num_deltas": self._num_deltas,
-            "num_delta_tokens": self._num_delta_tokens,
             "engine_thread_s": time.thread_time(),
         }
 
@@ -225,7 +229,8 @@ class EngineServer:
         if self._unsent:
             return
         report = self._report
-        if deltas := self._engine.take_deltas():
+        deltas = self._engine.take_deltas()
+        if deltas.turns:
             self._add_deltas(report, deltas)
         elif not (report.endings or report.accepted or report.answers or report.stats):
             return
@@ -233,14 +238,12 @@ class EngineServer:
         self._unsent = memoryview(self._writer.frame(report))
         self._send()
 
-    def _add_deltas(self, report: Report, deltas: list[Any]) -> None:
+    def _add_deltas(self, report: Report, deltas: Deltas) -> None:
         numbers = self._numbers
-        report.numbers = [numbers[turn] for turn, _ in deltas]
-        report.texts = [taken[0] for _, taken in deltas]
-        report.token_ids = ids = [t[1][0] if len(t[1]) == 1 else t[1] for _, t in deltas]
-        report.logprobs = {numbers[turn]: taken[2] for turn, taken in deltas if taken[2] is not None}
-        self._num_deltas += len(deltas)
-        self._num_delta_tokens += sum(1 if type(one) is int else len(one) for one in ids)
+        report.numbers = [numbers[turn] for turn in deltas.turns]
+        report.texts, report.token_ids = deltas.texts, deltas.token_ids
+        report.logprobs = {numbers[turn]: logprobs for turn, logprobs in deltas.logprobs.items()}
+        self._num_deltas += len(deltas.turns)
 
     def _send(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -21,8 +21,7 @@ from typing import Protocol
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process.engine_server import EngineServer
-from pensieve_jax.server.engine_process.messages import Ready, Start
-from pensieve_jax.server.engine_process.wire import FrameWriter
+from pensieve_jax.server.engine_process.messages import Start
 from pensieve_jax.text import Tokenizer
 
 _WORKER = "pensieve_jax.server.engine_process.worker"
@@ -125,8 +124,7 @@ class ThreadLife:
     def _run(self) -> None:
         try:
             engine, tokenizer, info = self._make()
-            self._engine_end.sendall(FrameWriter().frame(Ready(info)))
-            EngineServer(engine, tokenizer, self._engine_end).run()
+            EngineServer(engine, tokenizer, self._engine_end, info=info).run()
         finally:
             self._engine_end.close()
             if not self._loop.is_closed():

@@ -25,7 +25,7 @@ from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.description import describe
 from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process.engine_server import EngineServer
-from pensieve_jax.server.engine_process.messages import Failed, Ready, Start
+from pensieve_jax.server.engine_process.messages import Failed, Start
 from pensieve_jax.server.engine_process.sent_errors import sent_error
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
 
@@ -49,9 +49,8 @@ def main() -> int:
         except (PensieveError, ModelError, AttentionArgumentError) as error:
             front.sendall(FrameWriter().frame(Failed(sent_error(error))))
             return EXIT_REFUSED
-        front.sendall(FrameWriter().frame(Ready(_info(parts, start))))
         ready.set()
-        EngineServer(parts.engine, parts.tokenizer, front).run()
+        EngineServer(parts.engine, parts.tokenizer, front, info=_info(parts, start)).run()
     return 0
 
 

@@ -1,0 +1,93 @@
+"""Conversations over HTTP: an OpenAI-compatible server whose conversations are state.
+
+    pensieve serve --model=chat --history=chats.sqlite --port=8000
+
+One line says where, once the first request would be answered at once. The engine runs in a process of its
+own, and is started again if that dies; conversations go on from the history then. Ctrl-C or SIGTERM lets
+running turns end, for `--drain_s` seconds at most; a second one ends everything at once.
+
+Without `--history`, conversations are kept in a private file that is removed at the end. Without
+`--api_keys_file`, only this machine is served. It needs more than the library does:
+`pip install "pensieve-jax[server]"`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+from absl import flags
+
+from pensieve_jax import ConfigError
+from pensieve_jax.commands.engine_flags import (
+    CACHE_DIR,
+    define_engine_flags,
+    engine_config,
+    shows_progress,
+)
+
+FLAGS = flags.FLAGS
+flags.disclaim_key_flags()
+_EXTRA = ("msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop")
+
+
+def main() -> int:
+    """Serve until told to end; the exit status."""
+    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        hint = 'pip install "pensieve-jax[server]"'
+        raise ConfigError("pensieve serve", f"without {', '.join(missing)}", "installed with it", hint)
+    return serve()
+
+
+def serve() -> int:
+    """With everything installed; the exit status."""
+    from pensieve_jax import AsyncEngine
+    from pensieve_jax.server.application import make_application
+    from pensieve_jax.server.http.keys import ApiKeys
+    from pensieve_jax.server.http.settings import ServerSettings
+    from pensieve_jax.server.listening import bind, history_file
+    from pensieve_jax.server.listening import serve as serve_until_told
+
+    config = engine_config()
+    settings = ServerSettings(
+        host=FLAGS.host,
+        port=FLAGS.port,
+        api_keys_file=FLAGS.api_keys_file,
+        cors_origin=tuple(FLAGS.cors_origin),
+        drain_s=FLAGS.drain_s,
+    )
+    keys = ApiKeys(settings.api_keys_file)
+
+    def announce(engine: AsyncEngine, address: str) -> None:
+        print(f"serving {engine.info.model_name} at {address}", flush=True)
+
+    with history_file(FLAGS.history) as history:
+        start = functools.partial(
+            AsyncEngine.start,
+            FLAGS.model,
+            dtype=FLAGS.dtype,
+            history=history,
+            config=config,
+            progress=shows_progress(),
+        )
+        return serve_until_told(
+            start,
+            functools.partial(make_application, settings=settings, keys=keys),
+            bind(settings.host, settings.port),
+            drain_s=settings.drain_s,
+            announce=announce,
+            on_hangup=keys.reload,
+        )
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
+    flags.DEFINE_integer("port", 8000, "Port to listen at; 0 takes a free one.")
+    flags.DEFINE_string("api_keys_file", None, "Lines of owner:sha256 of a key; without, loopback only.")
+    flags.DEFINE_multi_string("cors_origin", [], "A page of this origin may ask; may be given several times.")
+    flags.DEFINE_float("drain_s", 30.0, "Seconds that running turns get when the server is told to end.")
+    flags.DEFINE_string("history", None, "SQLite file that keeps the conversations; default: a private one.")
+    define_engine_flags()
+    FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))

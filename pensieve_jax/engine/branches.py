@@ -1,0 +1,198 @@
+"""Turns whose caller places them in a tree: which conversation in memory one goes on from, or begins as.
+
+Owns: the branches in memory by the turns on their paths, and what a turn is found to go on from.
+Does not know: how turns are run or committed, when branches leave memory, or where their state is.
+Called by: `ConversationTable`, which says what comes and goes; the engine for turns with a node.
+
+A branch is a path of turns in memory, with one cached sequence. A turn whose parent is the tip of an idle
+branch extends it; any other one begins a branch of its own, which shares the full chunks of what it was found
+to begin with (`CacheManager.fork`). So siblings run side by side, and no turn is ever busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from pensieve_jax.cache import CachedSequence, CacheManager
+from pensieve_jax.core.conversation import Conversation
+from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
+from pensieve_jax.engine.chunk_index import ChunkIndex
+from pensieve_jax.engine.live import Branch, TurnEnd
+from pensieve_jax.history import HistoryStore
+
+
+class Place(NamedTuple):
+    """Where a turn stands: behind the path to its parent.
+
+    Attributes:
+      branch: has that path in memory; None: it was read from the history, or there is no parent.
+      path: the turns on it, by id, in order.
+      token_ids: all of their tokens.
+      last_active_s: of a path from the history: when its last turn was committed.
+    """
+
+    branch: Branch | None
+    path: dict[str, TurnEnd]
+    token_ids: list[int]
+    last_active_s: float = 0.0
+
+
+class BranchTable:
+    """Branches in memory."""
+
+    def __init__(
+        self,
+        store: HistoryStore,
+        cache: CacheManager,
+        enter: Callable[[Branch], None],
+        *,
+        shares_state: bool,
+    ) -> None:
+        """None; `enter` is told of new ones. With `shares_state` False none begins with another's chunks."""
+        self._store = store
+        self._cache = cache
+        self._enter = enter
+        self._shares_state = shares_state
+        self._by_turn: dict[tuple[str, str], dict[Branch, None]] = {}
+        self._by_owner: dict[str, dict[Branch, None]] = {}
+        self._running: set[str] = set()  # turns in progress
+        self._chunks: ChunkIndex[Branch] = ChunkIndex(cache.chunk_tokens)
+        self._num_opened = 0
+
+    def of(self, owner: str) -> Iterator[Branch]:
+        """An owner's branches, the oldest first."""
+        yield from self._by_owner.get(owner, ())
+
+    def at(self, owner: str, turn_id: str) -> list[Branch]:
+        """The branches whose tip is a turn, or else those that it is on; none: it is not in memory."""
+        branches = self._by_turn.get((owner, turn_id), {})
+        return [branch for branch in branches if branch.tip == turn_id] or list(branches)
+
+    def find(self, node: TurnNode) -> Place:
+        """Where a turn would stand; changes nothing.
+
+        Raises UnknownTurnError for a parent that this owner does not have, InvalidRequestError for an id that
+        is taken, or a parent that the history will never have, and HistoryError.
+        """
+        if node.turn_id in self._running or (node.owner, node.turn_id) in self._by_turn:
+            raise InvalidRequestError("turn_id", node.turn_id, "that of a new turn")
+        if node.parent_id is None:
+            return Place(None, {}, [])
+        for branch in self.at(node.owner, node.parent_id)[:1]:
+            end = branch.path[node.parent_id]
+            if node.durable and not end.durable:
+                limit = f"False behind the turn {node.parent_id}, which is kept in memory only"
+                raise InvalidRequestError("durable", node.durable, limit)
+            return Place(branch, _until(branch.path, node.parent_id), branch.known_tokens[: end.num_tokens])
+        record = self._store.load_turn(node.owner, node.parent_id)
+        path, num_tokens = {}, 0
+        for turn in record.turns:
+            num_tokens += len(turn.prompt_token_ids) + len(turn.output_token_ids)
+            path[turn.turn_id] = TurnEnd(num_tokens, True)
+        return Place(None, path, record.token_ids.tolist(), record.last_active_s)
+
+    def begin(
+        self, node: TurnNode, place: Place, prompt: Sequence[int], *, twin: Branch | None, has_twins: bool
+    ) -> tuple[Branch, TurnOrigin]:
+        """The branch that a turn is to run in, without its prompt.
+
+        `twin` is that of a turn of the same call with the same parent and prompt. The first of such turns
+        `has_twins`: all of them share what its prompt will be, and whoever runs first computes it.
+        """
+        branch, origin = self._begin(node, place, prompt, twin)
+        num_shared = len(place.token_ids) + len(prompt) - 1  # a turn misses a token at least
+        if has_twins and twin is None and self._shares_state:
+            self._cache.lay_out(branch.sequence, num_shared)
+        self._running.add(node.turn_id)
+        return branch, origin
+
+    def settled(self, branch: Branch, node: TurnNode) -> None:
+        """A turn was answered; its tokens are history."""
+        self._running.remove(node.turn_id)
+        branch.path[node.turn_id] = TurnEnd(branch.conversation.num_history_tokens, node.durable)
+        self._by_turn.setdefault((branch.owner, node.turn_id), {})[branch] = None
+        if self._shares_state:
+            self._chunks.enter(branch)
+
+    def withdrawn(self, branch: Branch, node: TurnNode, origin: TurnOrigin) -> bool:
+        """A turn left nothing behind; returns whether its branch was there for it alone."""
+        self._running.remove(node.turn_id)
+        tip = branch.tip
+        return tip is None or (origin.kind != "extended" and len(self._by_turn[branch.owner, tip]) > 1)
+
+    def forget(self, branch: Branch) -> None:
+        """A branch leaves memory."""
+        for turn_id in branch.path:
+            branches = self._by_turn[branch.owner, turn_id]
+            del branches[branch]
+            if not branches:
+                del self._by_turn[branch.owner, turn_id]
+        del self._by_owner[branch.owner][branch]
+        if not self._by_owner[branch.owner]:
+            del self._by_owner[branch.owner]
+        self._chunks.leave(branch)
+
+    # Inside
+
+    def _begin(
+        self, node: TurnNode, place: Place, prompt: Sequence[int], twin: Branch | None
+    ) -> tuple[Branch, TurnOrigin]:
+        num_history = len(place.token_ids)
+        if twin is not None:
+            num_context = num_history + len(prompt) - 1
+            return self._open(node, place, twin, num_context), TurnOrigin("forked", num_context)
+        parent = place.branch
+        if parent is not None and not parent.busy and parent.tip == node.parent_id:
+            return parent, TurnOrigin("extended", num_history)
+        source, num_found = self._longest(node.owner, [*place.token_ids, *prompt])
+        if parent is not None and num_found < num_history:
+            source, num_found = parent, num_history
+        branch = self._open(node, place, source, num_found)
+        if parent is not None:
+            return branch, TurnOrigin("forked", num_found)
+        if node.parent_id is not None:
+            branch.sequence.last_active_s = place.last_active_s
+            return branch, TurnOrigin("loaded", num_found)
+        return branch, TurnOrigin("chunks" if num_found else "new", num_found)
+
+    def _open(self, node: TurnNode, place: Place, source: Branch | None, num_tokens: int) -> Branch:
+        """A branch that has no turn but those of the path; it begins with the first tokens of a source."""
+        self._num_opened += 1
+        name = f"\0branch-{self._num_opened}"  # never a caller's id: those have no NUL
+        num_history = len(place.token_ids)
+        conversation = Conversation(
+            name,
+            list(place.token_ids),
+            num_history_tokens=num_history,
+            num_computed_tokens=max(num_history - 1, 0),
+            num_turns=len(place.path),
+        )
+        branch = Branch(
+            conversation, self._begin_with(name, source, num_tokens), owner=node.owner, path=place.path
+        )
+        self._by_owner.setdefault(branch.owner, {})[branch] = None
+        for turn_id in branch.path:
+            self._by_turn.setdefault((branch.owner, turn_id), {})[branch] = None
+        if self._shares_state:
+            if place.branch is not None:
+                self._chunks.share(branch, place.branch, num_history // self._cache.chunk_tokens)
+            self._chunks.enter(branch)
+        self._enter(branch)
+        return branch
+
+    def _begin_with(self, name: str, source: Branch | None, num_tokens: int) -> CachedSequence:
+        if source is None or not self._shares_state:
+            return self._cache.open(name)
+        return self._cache.fork(source.sequence, num_tokens, name)
+
+    def _longest(self, owner: str, context: list[int]) -> tuple[Branch | None, int]:
+        """Who begins as a context does, with most of its tokens; of the last one somebody must be sampled."""
+        return self._chunks.longest(owner, context[:-1]) or (None, 0)
+
+
+def _until(path: dict[str, TurnEnd], turn_id: str) -> dict[str, TurnEnd]:
+    """The path to a turn that is on it."""
+    end = path[turn_id]
+    return {name: before for name, before in path.items() if before.num_tokens <= end.num_tokens}

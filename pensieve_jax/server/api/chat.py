@@ -1,0 +1,222 @@
+"""POST /v1/chat/completions.
+
+Owns: what a chat completion does, and its answers, whole and in chunks.
+Does not know: how a context is recognised, or how turns run.
+Called by: the application, by the row of `ROUTES`.
+
+A client sends all messages of a conversation each time. The resolver finds the turn that they go on from, so
+only what is new is computed. Turns are kept in the engine's memory, and in the history where the request says
+`store` or the server is set to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.core.outputs import Output, TokenLogprob
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.server.api.chat_schemas import ChatBody
+from pensieve_jax.server.api.common import check_model
+from pensieve_jax.server.api.completion_stream import ChunkFrame
+from pensieve_jax.server.api.running import RunningTurns, merged, run_turns
+from pensieve_jax.server.api.sampling import sampling_params
+from pensieve_jax.server.api.usage import completion_usage
+from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
+from pensieve_jax.server.context.resolver import Memory, ResolvedContext
+from pensieve_jax.server.context.start import start_turns
+from pensieve_jax.server.http.call import Call
+from pensieve_jax.server.http.errors import ApiError, as_api_error, renamed_fields
+from pensieve_jax.server.http.replies import Reply, encode_json, json_reply
+from pensieve_jax.server.http.routes import Route
+from pensieve_jax.server.http.sse import DONE, Events, event
+
+_FIELDS = {"prompt": "messages", "logprobs": "top_logprobs"}
+"""What the engine calls fields of this API."""
+
+
+async def create_chat_completion(call: Call) -> Reply:
+    """One reply or several to a list of messages."""
+    body = call.decode(ChatBody)
+    check_model(call.services, body.model)
+    completion = ChatCompletion(call, body)
+    running = await call.unless_gone(completion.start())
+    if body.stream:
+        settings = call.services.settings
+        return Events(
+            completion.stream(running),
+            heartbeat_s=settings.heartbeat_s,
+            stall_timeout_s=settings.stall_timeout_s,
+            on_end=running.close,
+        )
+    try:
+        with renamed_fields(_FIELDS):
+            outputs = await call.unless_gone(running.results())
+        return json_reply(completion.whole(outputs))
+    finally:
+        await running.close()
+
+
+ROUTES = [Route("POST", "/v1/chat/completions", create_chat_completion)]
+
+
+class ChatCompletion:
+    """One request, from its messages to its answer."""
+
+    def __init__(self, call: Call, body: ChatBody) -> None:
+        """Of a body that was read; raises ApiError for what only reading it whole can tell."""
+        self._services = call.services
+        self._notes = call.notes
+        self._owner = call.owner
+        self._body = body
+        self._messages = body.context()
+        self._num_logprobs = body.num_logprobs()
+        self._created = int(self._services.now_s())
+        self._contexts: list[ResolvedContext] = []
+
+    async def start(self) -> RunningTurns:
+        """Wait for a place and submit; raises ApiError."""
+        num_characters = sum(len(message["content"]) for message in self._messages)
+
+        async def start() -> Sequence[AsyncTurn]:
+            _, turns = await start_turns(
+                self._services.engine, self._find, self._specs, num_characters=num_characters
+            )
+            return turns
+
+        with renamed_fields(_FIELDS):
+            return await run_turns(
+                self._services,
+                self._owner,
+                start,
+                num_turns=self._body.num_choices,
+                num_tokens=num_characters // 4,
+            )
+
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """The answer, once all turns have ended."""
+        self._commit(outputs)
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": output.text, "refusal": None},
+                "logprobs": self._logprobs(output.logprobs),
+                "finish_reason": output.finish_reason,
+            }
+            for index, output in enumerate(outputs)
+        ]
+        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage(outputs)}
+
+    async def stream(self, running: RunningTurns) -> AsyncGenerator[bytes]:
+        """The answer in chunks; what fails in between is told in the stream."""
+        body = self._body
+        frame = ChunkFrame(self._head("chat.completion.chunk"), includes_usage=body.includes_usage)
+        for index in range(body.num_choices):
+            yield frame.chunk(_choice(index, b'{"role":"assistant","content":""}'))
+        try:
+            async with aclosing(merged(running.turns)) as deltas:
+                async for index, delta in deltas:
+                    if delta is None:
+                        output = running.turns[index].output
+                        assert output is not None
+                        yield frame.chunk(_choice(index, b"{}", reason=output.finish_reason))
+                    elif delta.text or delta.logprobs:
+                        yield frame.chunk(self._delta(index, delta))
+        except (ApiError, PensieveError) as error:
+            yield event(encode_json(as_api_error(error, _FIELDS).body))
+        else:
+            outputs = [output for turn in running.turns if (output := turn.output) is not None]
+            self._commit(outputs)
+            if body.includes_usage:
+                yield frame.last(self._usage(outputs))
+        yield DONE
+
+    # Inside
+
+    def _find(self, memory: Memory) -> ResolvedContext:
+        services = self._services
+        store = self._body.store
+        return services.resolver.resolve(
+            self._owner,
+            self._messages,
+            epoch=services.engine.epoch,
+            durable=services.settings.chat_history == "durable" if store is None else store,
+            memory=memory,
+        )
+
+    def _specs(self, resolved: ResolvedContext) -> list[TurnSpec]:
+        """A turn for each choice, siblings behind the same parent."""
+        body, services = self._body, self._services
+        self._contexts = [resolved, *(resolved.again() for _ in range(body.num_choices - 1))]
+        room = services.engine.info.limits.max_context_tokens - resolved.num_context_tokens
+        params = sampling_params(
+            services.defaults,
+            max_tokens=body.max_completion_tokens or body.max_tokens or max(1, room),
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            seed=body.seed,
+            stop=body.stop,
+            logprobs=self._num_logprobs,
+            min_tokens=body.min_tokens,
+            stop_token_ids=body.stop_token_ids,
+            ignore_eos=body.ignore_eos,
+        )
+        return [
+            # With one seed for all, every choice would be the same reply.
+            context.spec(params if params.seed is None else replace(params, seed=params.seed + i))
+            for i, context in enumerate(self._contexts)
+        ]
+
+    def _commit(self, outputs: Sequence[Output]) -> None:
+        """From now on contexts go on from these turns."""
+        for context, output in zip(self._contexts, outputs, strict=True):
+            context.commit(output)
+            self._services.metrics.matched(context.match_kind(output))
+        self._notes.counts |= completion_usage([output.usage for output in outputs], len(outputs))
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"chatcmpl-{self._contexts[0].node.turn_id}",
+            "object": kind,
+            "created": self._created,
+            "model": self._services.model_name,
+            "system_fingerprint": None,
+        }
+
+    def _usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        return completion_usage([output.usage for output in outputs], len(outputs))
+
+    def _delta(self, index: int, delta: AsyncDelta) -> bytes:
+        content = b'{"content":' + encode_json(delta.text) + b"}"
+        if delta.logprobs is None:
+            return _choice(index, content)
+        return _choice(index, content, encode_json(self._logprobs(delta.logprobs)))
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+        if logprobs is None:
+            return None
+        content = [
+            {
+                **self._token(one.token_id, one.logprob),
+                "top_logprobs": [self._token(*top) for top in one.top.items()],
+            }
+            for one in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        texts = self._services.token_texts
+        return {"token": texts.text(token_id), "logprob": logprob, "bytes": texts.raw(token_id)}
+
+
+def _choice(index: int, delta: bytes, logprobs: bytes = b"null", *, reason: str | None = None) -> bytes:
+    return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}' % (
+        index,
+        delta,
+        logprobs,
+        encode_json(reason),
+    )

@@ -1,0 +1,184 @@
+"""The body of a request for a chat completion.
+
+Owns: its fields, and what of OpenAI's API is refused or taken without effect.
+Does not know: turns, templates, answers.
+Called by: `chat`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final
+
+from msgspec import Meta
+
+from pensieve_jax.server.http.bodies import Body
+from pensieve_jax.server.http.errors import invalid_value, unsupported
+from pensieve_jax.text import Message
+
+MAX_CHOICES: Final = 8
+type Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+type Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+
+
+class StreamOptions(Body):
+    """What a stream has beside text."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+    include_usage: bool | None = None
+
+
+class ContentPart(Body):
+    """A part of a message's content; only text is read."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        name: () for name in ("image_url", "input_audio", "file", "refusal", "video_url", "audio_url")
+    }
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(Body):
+    """A message of a chat."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tool_calls": ([],),
+        "function_call": (),
+        "audio": (),
+    }
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"refusal", "annotations", "reasoning_content"})
+
+    role: str
+    content: str | list[ContentPart] | None = None
+
+    def as_message(self, at: str) -> Message:
+        """Its role and its whole text; raises ApiError where it has none. `at` is its path."""
+        content = self.content
+        if isinstance(content, list):
+            return {
+                "role": self.role,
+                "content": "".join(_text(part, i, at) for i, part in enumerate(content)),
+            }
+        if content is None:
+            raise invalid_value(f"{at}.content", f"{at}.content is missing, but must be text.")
+        return {"role": self.role, "content": content}
+
+
+def _text(part: ContentPart, index: int, at: str) -> str:
+    path = f"{at}.content[{index}]"
+    if part.type != "text":
+        raise unsupported(f"{path}.type", "only parts of type text are read")
+    if part.text is None:
+        raise invalid_value(f"{path}.text", f"{path}.text is missing, but must be text.")
+    return part.text
+
+
+class SamplingFields(Body):
+    """What Chat Completions and Completions have in common.
+
+    `top_k`, `min_tokens`, `stop_token_ids` and `ignore_eos` are vLLM's.
+    """
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "frequency_penalty": (0,),
+        "presence_penalty": (0,),
+        "repetition_penalty": (1,),
+        "length_penalty": (1,),
+        "logit_bias": ({},),
+        "min_p": (0,),
+        "use_beam_search": (False,),
+        "best_of": (1,),
+        "prompt_logprobs": (),
+        "response_format": ({"type": "text"},),
+        "structured_outputs": ({},),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "logits_processors": ([],),
+        "truncate_prompt_tokens": (),
+    }
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        {
+            "user",
+            "metadata",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "service_tier",
+        }
+    )
+
+    model: str | None = None
+    n: Choices | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Tokens | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    store: bool | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Replies to each prompt."""
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with what was used."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatBody(SamplingFields, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **SamplingFields.UNSUPPORTED,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "reasoning_effort": ("none",),
+        "verbosity": ("medium",),
+        "moderation": (),
+        "echo": (False,),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "documents": ([],),
+        "mm_processor_kwargs": ({},),
+    }
+    IGNORED: ClassVar[frozenset[str]] = SamplingFields.IGNORED | {"parallel_tool_calls"}
+
+    messages: list[ChatMessage]
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+    def context(self) -> list[Message]:
+        """The messages, of role and text only; raises ApiError naming the field."""
+        if not self.messages:
+            raise invalid_value("messages", "messages is empty, but must be at least one message.")
+        return [message.as_message(f"messages[{i}]") for i, message in enumerate(self.messages)]
+
+    def num_logprobs(self) -> int | None:
+        """For the engine: None for none, 0 for those of the chosen tokens, k for the most likely as well."""
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise invalid_value("top_logprobs", "top_logprobs needs logprobs to be true.")
+        return None

@@ -1,0 +1,266 @@
+"""POST /v1/completions.
+
+Owns: its body, what a completion does, and its answers, whole and in chunks.
+Does not know: chats, or conversations: every prompt is one of its own. The engine still finds the state of
+what it begins with, where a conversation of the same owner begins so.
+Called by: the application, by the row of `ROUTES`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta
+
+from pensieve_jax.core.errors import InvalidRequestError, PensieveError, TokenizerMissingError
+from pensieve_jax.core.outputs import Output, TokenLogprob
+from pensieve_jax.core.turn_node import TurnNode, new_turn_id
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.server.api.chat_schemas import SamplingFields
+from pensieve_jax.server.api.common import check_model
+from pensieve_jax.server.api.completion_stream import ChunkFrame
+from pensieve_jax.server.api.running import RunningTurns, merged, run_turns
+from pensieve_jax.server.api.sampling import sampling_params
+from pensieve_jax.server.api.usage import completion_usage
+from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
+from pensieve_jax.server.context.start import INLINE_CHARACTERS
+from pensieve_jax.server.http.call import Call
+from pensieve_jax.server.http.errors import ApiError, as_api_error, invalid_value
+from pensieve_jax.server.http.replies import Reply, encode_json, json_reply
+from pensieve_jax.server.http.routes import Route
+from pensieve_jax.server.http.sse import DONE, Events, event
+
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this API alone
+_MAX_PROMPTS = 64
+
+
+class CompletionBody(SamplingFields, kw_only=True):
+    """The body."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **SamplingFields.UNSUPPORTED,
+        "echo": (False,),
+        "suffix": ("",),
+        "prompt_embeds": (),
+        "add_special_tokens": (True,),
+    }
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+async def create_completion(call: Call) -> Reply:
+    """One reply or several to each prompt."""
+    body = call.decode(CompletionBody)
+    check_model(call.services, body.model)
+    completion = Completion(call, body)
+    await completion.encode()
+    running = await call.unless_gone(completion.start())
+    if body.stream:
+        settings = call.services.settings
+        return Events(
+            completion.stream(running),
+            heartbeat_s=settings.heartbeat_s,
+            stall_timeout_s=settings.stall_timeout_s,
+            on_end=running.close,
+        )
+    try:
+        return json_reply(completion.whole(await call.unless_gone(running.results())))
+    finally:
+        await running.close()
+
+
+ROUTES = [Route("POST", "/v1/completions", create_completion)]
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """One prompt or several; raises ApiError for lists of different things."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid_value("prompt", "prompt is empty, but must be text or token ids.")
+    ids = [one for one in prompt if isinstance(one, int)]
+    if ids:
+        if len(ids) < len(prompt):
+            raise invalid_value("prompt", "prompt must be text, token ids, or a list of either.")
+        return [ids]
+    several = [one for one in prompt if not isinstance(one, int)]
+    if len(several) > _MAX_PROMPTS:
+        raise invalid_value(
+            "prompt", f"prompt must be at most {_MAX_PROMPTS} prompts; send several requests."
+        )
+    return several
+
+
+class Completion:
+    """One request, from its prompts to its answer."""
+
+    def __init__(self, call: Call, body: CompletionBody) -> None:
+        """Of a body that was read; raises ApiError for what only reading it whole can tell."""
+        self._services = call.services
+        self._notes = call.notes
+        self._owner = call.owner
+        self._body = body
+        self._prompts = _prompts(body.prompt)
+        if len(self._prompts) * body.num_choices > _MAX_PROMPTS:
+            limit = f"n times the number of prompts must be at most {_MAX_PROMPTS}."
+            raise invalid_value("n", limit)
+        self._id = f"cmpl-{new_turn_id()}"
+        self._created = int(self._services.now_s())
+        self._token_ids: list[list[int]] = []
+        self._shown: list[int] = [0] * (len(self._prompts) * body.num_choices)
+
+    async def encode(self) -> None:
+        """Tokenize; raises ApiError and TokenizerMissingError."""
+        num_characters = sum(len(prompt) for prompt in self._prompts)
+        if num_characters > INLINE_CHARACTERS:
+            self._token_ids = await asyncio.to_thread(self._encoded)
+        else:
+            self._token_ids = self._encoded()
+
+    async def start(self) -> RunningTurns:
+        """Wait for a place and submit; raises ApiError."""
+        specs = [spec for i in range(len(self._prompts)) for spec in self._specs(i)]
+
+        async def start() -> Sequence[AsyncTurn]:
+            turns = self._services.engine.submit_all(specs)
+            for turn in turns:
+                await turn.accepted()
+            return turns
+
+        num_tokens = sum(map(len, self._token_ids))
+        services = self._services
+        return await run_turns(services, self._owner, start, num_turns=len(specs), num_tokens=num_tokens)
+
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """The answer, once all turns have ended."""
+        self._note(outputs)
+        choices = [
+            {
+                "index": index,
+                "text": output.text,
+                "logprobs": self._logprobs(index, output.logprobs),
+                "finish_reason": output.finish_reason,
+            }
+            for index, output in enumerate(outputs)
+        ]
+        return {**self._head(), "choices": choices, "usage": self._usage(outputs)}
+
+    async def stream(self, running: RunningTurns) -> AsyncGenerator[bytes]:
+        """The answer in chunks; what fails in between is told in the stream."""
+        frame = ChunkFrame(self._head(), includes_usage=self._body.includes_usage)
+        try:
+            async with aclosing(merged(running.turns)) as deltas:
+                async for index, delta in deltas:
+                    if delta is None:
+                        output = running.turns[index].output
+                        assert output is not None
+                        yield frame.chunk(_choice(index, "", reason=output.finish_reason))
+                    elif delta.text or delta.logprobs:
+                        yield frame.chunk(self._delta(index, delta))
+        except (ApiError, PensieveError) as error:
+            yield event(encode_json(as_api_error(error).body))
+        else:
+            outputs = [output for turn in running.turns if (output := turn.output) is not None]
+            self._note(outputs)
+            if self._body.includes_usage:
+                yield frame.last(self._usage(outputs))
+        yield DONE
+
+    # Inside
+
+    def _encoded(self) -> list[list[int]]:
+        tokenizer = self._services.tokenizer
+        found = []
+        for index, prompt in enumerate(self._prompts):
+            if isinstance(prompt, list):
+                found.append(prompt)
+            elif tokenizer is None:
+                raise TokenizerMissingError
+            else:
+                try:
+                    found.append(tokenizer.encode(prompt, add_bos=True))
+                except InvalidRequestError as error:
+                    raise invalid_value(self._field(index), str(error)) from error
+            if not found[-1]:
+                raise invalid_value(self._field(index), f"{self._field(index)} must be at least one token.")
+        return found
+
+    def _field(self, index: int) -> str:
+        return "prompt" if len(self._prompts) == 1 else f"prompt[{index}]"
+
+    def _specs(self, index: int) -> list[TurnSpec]:
+        """A turn for each choice of one prompt, each the first of a tree of its own that nobody keeps."""
+        body, services = self._body, self._services
+        params = sampling_params(
+            services.defaults,
+            max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            seed=body.seed,
+            stop=body.stop,
+            logprobs=body.logprobs,
+            min_tokens=body.min_tokens,
+            stop_token_ids=body.stop_token_ids,
+            ignore_eos=body.ignore_eos,
+        )
+        return [
+            TurnSpec(
+                self._token_ids[index],
+                params if params.seed is None else replace(params, seed=params.seed + i),
+                node=TurnNode(turn_id=new_turn_id(), owner=self._owner, durable=False),
+            )
+            for i in range(body.num_choices)
+        ]
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._services.model_name,
+            "system_fingerprint": None,
+        }
+
+    def _note(self, outputs: Sequence[Output]) -> None:
+        self._notes.counts |= self._usage(outputs)
+        for output in outputs:
+            usage = output.usage
+            found = usage.reused_gpu_tokens + usage.swapped_in_tokens
+            self._services.metrics.matched("chunk" if found else "none")
+
+    def _usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        return completion_usage([output.usage for output in outputs], self._body.num_choices)
+
+    def _delta(self, index: int, delta: AsyncDelta) -> bytes:
+        return _choice(index, delta.text, self._logprobs(index, delta.logprobs))
+
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+        """In the columns of this API; offsets are of characters of the reply, by the tokens' own texts."""
+        if logprobs is None:
+            return None
+        texts = self._services.token_texts
+        tokens = [texts.text(one.token_id) for one in logprobs]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._shown[index])
+            self._shown[index] += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [one.logprob for one in logprobs],
+            "top_logprobs": [
+                {texts.text(token_id): logprob for token_id, logprob in one.top.items()} for one in logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _choice(
+    index: int, text: str, logprobs: dict[str, Any] | None = None, *, reason: str | None = None
+) -> bytes:
+    return encode_json({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason})

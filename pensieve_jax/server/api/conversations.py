@@ -1,0 +1,217 @@
+"""The routes of /v1/conversations: lists of items that responses are appended to.
+
+Owns: what each of them does.
+Does not know: turns: which one a conversation goes on from follows from its items, so that to delete an item
+is right by construction.
+Called by: the application, by the rows of `Conversations.routes`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pensieve_jax.core.errors import ConversationChangedError
+from pensieve_jax.history.changes import (
+    AppendItems,
+    ConversationRow,
+    CreateConversation,
+    DeleteConversation,
+    DeleteItem,
+    HistoryChange,
+    UpdateConversation,
+)
+from pensieve_jax.server.api.item_schemas import (
+    MAX_ITEMS_OF_A_POST,
+    Item,
+    ItemReference,
+    parse_input,
+    with_new_ids,
+)
+from pensieve_jax.server.api.pages import page_object, page_of_rows, page_query
+from pensieve_jax.server.api.response_schemas import check_metadata
+from pensieve_jax.server.api.responses import check_unlocked
+from pensieve_jax.server.http.bodies import Body
+from pensieve_jax.server.http.call import Call
+from pensieve_jax.server.http.errors import invalid_value, unsupported
+from pensieve_jax.server.http.replies import Reply, json_reply
+from pensieve_jax.server.http.routes import Route
+
+_MAX_TRIES = 3  # of a change that another one came before
+
+
+class NewConversation(Body, kw_only=True):
+    """POST /v1/conversations."""
+
+    items: list[Any] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class Metadata(Body, kw_only=True):
+    """POST /v1/conversations/{conversation_id}."""
+
+    metadata: dict[str, str] | None
+
+
+class NewItems(Body, kw_only=True):
+    """POST /v1/conversations/{conversation_id}/items."""
+
+    items: list[Any]
+
+
+class Conversations:
+    """The handlers of one server."""
+
+    def __init__(self, locks: set[tuple[str, str]]) -> None:
+        """`locks` has the conversations, by owner and id, of which a turn runs."""
+        self._locks = locks
+
+    @property
+    def routes(self) -> list[Route]:
+        """Their rows."""
+        one = "/v1/conversations/{conversation_id}"
+        return [
+            Route("POST", "/v1/conversations", self.create, has_body=False),
+            Route("GET", one, self.retrieve),
+            Route("POST", one, self.update),
+            Route("DELETE", one, self.delete),
+            Route("GET", f"{one}/items", self.items),
+            Route("POST", f"{one}/items", self.append),
+            Route("GET", f"{one}/items/{{item_id}}", self.item),
+            Route("DELETE", f"{one}/items/{{item_id}}", self.delete_item),
+        ]
+
+    async def create(self, call: Call) -> Reply:
+        """A new conversation, with its first items."""
+        body = call.decode(NewConversation) if call.body else NewConversation()
+        check_metadata(body.metadata)
+        items = _new_items(call, body.items or [])
+        row = ConversationRow(
+            conversation_id=f"conv_{secrets.token_hex(16)}",
+            owner=call.owner,
+            version=0,
+            metadata=json.dumps(body.metadata or {}),
+            created_at_s=call.services.now_s(),
+        )
+        change = CreateConversation(
+            owner=call.owner,
+            conversation_id=row.conversation_id,
+            metadata=row.metadata,
+            created_at_s=row.created_at_s,
+            items=json.dumps(items),
+        )
+        await call.services.engine.apply(change)
+        return json_reply(_conversation_object(row))
+
+    async def retrieve(self, call: Call) -> Reply:
+        """A conversation without its items."""
+        return json_reply(_conversation_object(_row(call)))
+
+    async def update(self, call: Call) -> Reply:
+        """Other metadata in place of what there is."""
+        body = call.decode(Metadata)
+        check_metadata(body.metadata)
+        change = UpdateConversation(
+            owner=call.owner,
+            conversation_id=call.path["conversation_id"],
+            metadata=json.dumps(body.metadata or {}),
+        )
+        await call.services.engine.apply(change)
+        return json_reply(_conversation_object(_row(call)))
+
+    async def delete(self, call: Call) -> Reply:
+        """Forget a conversation and its items; its responses stay."""
+        conversation_id = self._unlocked(call)
+        await call.services.engine.apply(
+            DeleteConversation(owner=call.owner, conversation_id=conversation_id)
+        )
+        return json_reply({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+
+    async def items(self, call: Call) -> Reply:
+        """A part of its items."""
+        query = page_query(call.query)
+        page = call.services.history.items(
+            call.owner,
+            call.path["conversation_id"],
+            after=query.after,
+            limit=query.limit,
+            order=query.order,
+        )
+        return json_reply(page_of_rows(page))
+
+    async def append(self, call: Call) -> Reply:
+        """Items behind those that there are; answers with the new ones."""
+        body = call.decode(NewItems)
+        if not body.items:
+            raise invalid_value("items", "items is empty, but must have at least one item.")
+        items = _new_items(call, body.items)
+
+        def change(row: ConversationRow) -> HistoryChange:
+            return AppendItems(
+                owner=row.owner,
+                conversation_id=row.conversation_id,
+                expected_version=row.version,
+                items=json.dumps(items),
+            )
+
+        await self._change(call, change)
+        return json_reply(page_object(items, has_more=False))
+
+    async def item(self, call: Call) -> Reply:
+        """One item."""
+        row = call.services.history.item(call.owner, call.path["conversation_id"], call.path["item_id"])
+        return json_reply(json.loads(row.item))
+
+    async def delete_item(self, call: Call) -> Reply:
+        """Take an item out; answers with the conversation."""
+        conversation_id = self._unlocked(call)
+        change = DeleteItem(owner=call.owner, conversation_id=conversation_id, item_id=call.path["item_id"])
+        await call.services.engine.apply(change)
+        return json_reply(_conversation_object(_row(call)))
+
+    # Inside
+
+    def _unlocked(self, call: Call) -> str:
+        """The id of the conversation, of which no turn runs that a change would get in the way of."""
+        conversation_id = call.path["conversation_id"]
+        check_unlocked(self._locks, call.owner, conversation_id)
+        return conversation_id
+
+    async def _change(self, call: Call, change_of: Callable[[ConversationRow], HistoryChange]) -> None:
+        """Apply a change of the conversation as it is now; once more where another one came before."""
+        for tries_left in reversed(range(_MAX_TRIES)):
+            self._unlocked(call)
+            try:
+                await call.services.engine.apply(change_of(_row(call)))
+                return
+            except ConversationChangedError:
+                if not tries_left:
+                    raise
+
+
+def _row(call: Call) -> ConversationRow:
+    row: ConversationRow = call.services.history.conversation(call.owner, call.path["conversation_id"])
+    return row
+
+
+def _conversation_object(row: ConversationRow) -> dict[str, Any]:
+    return {
+        "id": row.conversation_id,
+        "object": "conversation",
+        "created_at": int(row.created_at_s),
+        "metadata": json.loads(row.metadata),
+    }
+
+
+def _new_items(call: Call, given: Sequence[Any]) -> list[Item]:
+    if len(given) > MAX_ITEMS_OF_A_POST:
+        sentence = f"items has {len(given)} items, but must have at most {MAX_ITEMS_OF_A_POST}."
+        raise invalid_value("items", sentence)
+    items, ignored = parse_input(given, "items")
+    call.notes.ignored_fields += ignored
+    for index, item in enumerate(items):
+        if isinstance(item, ItemReference):
+            raise unsupported(f"items[{index}].type", "a conversation is made of messages")
+    return with_new_ids(item for item in items if not isinstance(item, ItemReference))

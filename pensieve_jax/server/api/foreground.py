@@ -1,0 +1,113 @@
+"""A response whose client waits for it.
+
+Owns: that its turn runs, becomes a response, and leaves no trace where its client goes first.
+Does not know: requests, or how an answer is written.
+Called by: `responses`, directly or in a task of its own for a request with an idempotency key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from pensieve_jax.core.outputs import Output
+from pensieve_jax.server.api.repeats import Repeats
+from pensieve_jax.server.api.response_object import ResponseHead, finished_response
+from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
+from pensieve_jax.server.api.response_streams import turn_events
+from pensieve_jax.server.api.running import RunningTurns, TimedTurn, run_turns
+from pensieve_jax.server.async_engine import AsyncTurn
+from pensieve_jax.server.context.start import start_turns
+from pensieve_jax.server.http.errors import renamed_fields
+from pensieve_jax.server.http.services import Services
+
+
+class ForegroundResponse:
+    """One response; whoever started it calls `close`, whatever happens."""
+
+    def __init__(
+        self, services: Services, plan: ResponsePlan, repeats: Repeats, unlock: Callable[[], None]
+    ) -> None:
+        """Of a plan; `unlock` is called at the end."""
+        self._services = services
+        self._plan = plan
+        self._repeats = repeats
+        self._unlock = unlock
+        self._running: RunningTurns | None = None
+        self._is_finished = False
+        self._is_delivered = False
+
+    @property
+    def head(self) -> ResponseHead:
+        """What is known of it, once it has started."""
+        assert self._plan.head is not None
+        return self._plan.head
+
+    @property
+    def turn(self) -> TimedTurn:
+        """Its turn, once it has started."""
+        assert self._running is not None
+        return self._running.turns[0]
+
+    async def start(self) -> None:
+        """Wait for a place, and until the engine has its turn; raises ApiError and what the engine raises."""
+        plan, services = self._plan, self._services
+
+        async def start() -> Sequence[AsyncTurn]:
+            _, turns = await start_turns(
+                services.engine,
+                plan.context.find,
+                plan.specs,
+                num_characters=plan.context.num_characters,
+            )
+            return turns
+
+        with renamed_fields(ENGINE_FIELDS):
+            self._running = await run_turns(
+                services, plan.owner, start, num_tokens=plan.context.num_characters // 4
+            )
+
+    async def whole(self) -> dict[str, Any]:
+        """Wait for the response object."""
+        with renamed_fields(ENGINE_FIELDS):
+            output = await self.turn.result()
+        return self.finish(output)
+
+    def stream(self) -> AsyncGenerator[bytes]:
+        """Its events."""
+        return turn_events(
+            self.head, self.turn, self._services.token_texts, finish=self.finish, delivered=self.delivered
+        )
+
+    def finish(self, output: Output) -> dict[str, Any]:
+        """The turn has ended, and is committed where it is stored: its response object."""
+        self._is_finished = True
+        self._commit(output)
+        return finished_response(self.head, output, self._services.now_s(), self._services.token_texts)
+
+    def delivered(self) -> None:
+        """Its client has got it."""
+        self._is_delivered = True
+
+    async def close(self) -> None:
+        """End what runs, and remember where nobody was told what may have been committed."""
+        try:
+            if self._running is not None:
+                await self._running.close()
+                self._note_end(self.turn.output)
+        finally:
+            self._unlock()
+
+    def _note_end(self, output: Output | None) -> None:
+        if output is not None and output.finish_reason != "cancelled" and not self._is_finished:
+            self._commit(output)
+        if not self._is_delivered and self._plan.draft is not None:
+            # It may have been committed all the same: while its client left, or before its engine died.
+            now_s = self._services.now_s()
+            self._repeats.missed(self._plan.owner, self._plan.body_sha256, self.head.response_id, now_s)
+
+    def _commit(self, output: Output) -> None:
+        resolved = self._plan.resolved
+        assert resolved is not None
+        resolved.commit(output)
+        self._services.metrics.matched(resolved.match_kind(output))

@@ -1,0 +1,62 @@
+"""Lists that come in parts.
+
+Owns: what a client may ask of a list, and the object that a part is.
+Does not know: what the list is of.
+Called by: `responses`, `conversations`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.datastructures import QueryParams
+
+from pensieve_jax.history.changes import ItemRow
+from pensieve_jax.history.reader import Order, Page
+from pensieve_jax.server.http.errors import invalid_value
+
+DEFAULT_LIMIT: Final = 20
+MAX_LIMIT: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class PageQuery:
+    """Which part of a list: at most `limit` behind the one with the id `after`."""
+
+    after: str | None
+    limit: int
+    order: Order
+
+
+def page_query(query: QueryParams) -> PageQuery:
+    """What the query of a request asks for; raises ApiError 400."""
+    given = query.get("limit", str(DEFAULT_LIMIT))
+    is_number = given.isascii() and given.isdecimal() and len(given) < 10
+    if not is_number or not 1 <= int(given) <= MAX_LIMIT:
+        raise invalid_value("limit", f"limit is {given[:20]!r}, but must be from 1 to {MAX_LIMIT}.")
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise invalid_value("order", f"order is {order[:20]!r}, but must be asc or desc.")
+    return PageQuery(query.get("after"), int(given), "asc" if order == "asc" else "desc")
+
+
+def page_of_rows(page: Page[ItemRow]) -> dict[str, Any]:
+    """The list object of items as they are kept."""
+    return page_object([json.loads(row.item) for row in page.rows], has_more=page.has_more)
+
+
+def page_object(
+    data: Sequence[dict[str, Any]] | Iterable[dict[str, Any]], *, has_more: bool
+) -> dict[str, Any]:
+    """The list object of things with ids. OpenAI's schema has no null for the ids of an empty list."""
+    listed = list(data)
+    return {
+        "object": "list",
+        "data": listed,
+        "first_id": listed[0]["id"] if listed else "",
+        "last_id": listed[-1]["id"] if listed else "",
+        "has_more": has_more,
+    }

@@ -1,0 +1,115 @@
+"""Requests that come more than once, and must not run more than once.
+
+Owns: which request with an idempotency key runs, which responses may have been committed without arriving,
+and when an earlier response is the answer to a repeated request.
+Does not know: how a response runs, or how it is answered.
+Called by: `response_service`.
+
+The openai client sends no key by itself, but repeats a request whose connection was lost, with
+`x-stainless-retry-count`. Such a retry gets the response to the same body that was committed while its client
+was gone, or within two minutes before this server started; in between, every other response was answered.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pensieve_jax.core.errors import UnknownRecordError
+from pensieve_jax.history.changes import Idempotency, ResponseRecord
+from pensieve_jax.server.api.response_runs import ResponseRun
+from pensieve_jax.server.http.errors import ApiError
+
+KEY_LIFETIME_S: Final = 24 * 3600.0
+UNDELIVERED_LIFETIME_S: Final = 600.0
+BEFORE_START_S: Final = 120.0
+MAX_KEY_CHARACTERS: Final = 255
+_MAX_UNDELIVERED: Final = 10_000
+
+
+class Repeats:
+    """What is known of repeated requests of one server. Used by the event loop's thread only."""
+
+    def __init__(self, history: Any, started_at_s: float) -> None:
+        """Of a history's reader; `started_at_s` is when this server started."""
+        self._history = history
+        self._started_at_s = started_at_s
+        self._running: dict[tuple[str, str], ResponseRun] = {}
+        self._undelivered: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
+
+    def by_key(
+        self, owner: str, key: str, body_sha256: str, now_s: float
+    ) -> ResponseRun | ResponseRecord | None:
+        """What a request with this key began earlier, and is not forgotten.
+
+        Raises ApiError 422 where that request had another body.
+        """
+        run = self._running.get((owner, key))
+        if run is not None:
+            _check_same(body_sha256, run.body_sha256)
+            return run
+        known = self._history.idempotent(owner, key, now_s)
+        if known is None:
+            return None
+        _check_same(body_sha256, known.body_sha256)
+        record: ResponseRecord = self._history.response(owner, known.response_id)
+        return record
+
+    def by_body(self, owner: str, body_sha256: str, now_s: float) -> ResponseRecord | None:
+        """The response that the client of a repeated request has probably never seen."""
+        found = self._undelivered.get((owner, body_sha256))
+        if found is not None and found[1] > now_s - UNDELIVERED_LIFETIME_S:
+            try:
+                record: ResponseRecord = self._history.response(owner, found[0])
+                return record
+            except UnknownRecordError:  # deleted
+                return None
+        since_s = self._started_at_s - BEFORE_START_S
+        last: ResponseRecord | None = self._history.by_body(owner, body_sha256, since_s)
+        if last is None or last.background or last.completed_at_s is None:
+            return None
+        return last if last.completed_at_s < self._started_at_s else None
+
+    def start(self, owner: str, key: str, run: ResponseRun) -> None:
+        """A request with a key runs."""
+        self._running[owner, key] = run
+
+    def end(self, owner: str, key: str) -> None:
+        """It does so no longer; what it became stands in the history, if it is stored."""
+        self._running.pop((owner, key), None)
+
+    def missed(self, owner: str, body_sha256: str, response_id: str, now_s: float) -> None:
+        """A response was committed, but its client had left."""
+        self._undelivered[owner, body_sha256] = (response_id, now_s)
+        self._undelivered.move_to_end((owner, body_sha256))
+        while len(self._undelivered) > _MAX_UNDELIVERED:
+            self._undelivered.popitem(last=False)
+
+
+def idempotency_key(headers: Mapping[str, str]) -> str | None:
+    """The key of a request; raises ApiError 400 for one that is too long."""
+    key = headers.get("idempotency-key")
+    if key is not None and not 0 < len(key) <= MAX_KEY_CHARACTERS:
+        sentence = f"Idempotency-Key has {len(key)} characters, but must have 1 to {MAX_KEY_CHARACTERS}."
+        raise ApiError(400, "invalid_value", sentence, param="Idempotency-Key")
+    return key
+
+
+def is_retry(headers: Mapping[str, str]) -> bool:
+    """Whether the openai client says that it sends this once more."""
+    count = headers.get("x-stainless-retry-count", "0")
+    return count.isascii() and count.isdecimal() and count.strip("0") != ""
+
+
+def kept_key(key: str | None, body_sha256: str, now_s: float) -> Idempotency | None:
+    """What is committed of a request's key."""
+    if key is None:
+        return None
+    return Idempotency(key=key, body_sha256=body_sha256, expires_at_s=now_s + KEY_LIFETIME_S)
+
+
+def _check_same(body_sha256: str, earlier: str) -> None:
+    if body_sha256 != earlier:
+        sentence = "This Idempotency-Key was sent with another body; take a new key for a new request."
+        raise ApiError(422, "idempotency_key_reused", sentence, param="Idempotency-Key")

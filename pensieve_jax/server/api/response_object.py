@@ -1,0 +1,150 @@
+"""The response object, of a turn that runs or of one that is kept.
+
+Owns: its fields, and what of a turn's end they say.
+Does not know: HTTP, streams, or where responses are kept.
+Called by: `response_events`, `responses`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pensieve_jax.core.outputs import Output, TokenLogprob, Usage
+from pensieve_jax.history.changes import ResponseDraft, ResponseRecord
+from pensieve_jax.server.api.item_schemas import Item, output_part
+from pensieve_jax.server.api.usage import num_cached_tokens, num_context_tokens, token_sources
+from pensieve_jax.server.token_texts import TokenTexts
+
+_ENDED_WITH_REPLY = ("completed", "incomplete")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseHead:
+    """What is known of a response from its start.
+
+    Attributes:
+      echo: what it repeats of its request.
+      item_id: of the reply.
+    """
+
+    response_id: str
+    item_id: str
+    created_at_s: float
+    echo: Mapping[str, Any]
+
+    def object(
+        self,
+        status: str,
+        *,
+        output: Sequence[Item] = (),
+        usage: Mapping[str, Any] | None = None,
+        completed_at_s: float | None = None,
+        error: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The response object with every field that OpenAI's and Open Responses' schemas require."""
+        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": int(self.created_at_s),
+            "completed_at": None if completed_at_s is None else int(completed_at_s),
+            "status": status,
+            "error": error,
+            "incomplete_details": incomplete,
+            "output": list(output),
+            "usage": usage,
+            **self.echo,
+        }
+
+    def item(self, status: str, parts: Sequence[Mapping[str, Any]] = ()) -> Item:
+        """The reply as an item."""
+        return {
+            "id": self.item_id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": list(parts),
+        }
+
+    def ended(
+        self, text: str, finish_reason: str, usage: Usage, completed_at_s: float, logprobs: Sequence[Any] = ()
+    ) -> dict[str, Any]:
+        """The response of a turn that ended with a reply."""
+        status = status_of(finish_reason)
+        return self.object(
+            status,
+            output=[self.item(status, [output_part(text, logprobs)])],
+            usage=usage_object(usage),
+            completed_at_s=completed_at_s,
+        )
+
+    def failed(self, error: Mapping[str, Any]) -> dict[str, Any]:
+        """The response of a turn that failed."""
+        return self.object("failed", error=error)
+
+
+def head_of(draft: ResponseDraft | ResponseRecord) -> ResponseHead:
+    """Of a response that runs, or is kept."""
+    return ResponseHead(
+        response_id=draft.response_id,
+        item_id=draft.output_item_id,
+        created_at_s=draft.created_at_s,
+        echo=json.loads(draft.request),
+    )
+
+
+def kept_response(record: ResponseRecord) -> dict[str, Any]:
+    """The response object of what is kept."""
+    head = head_of(record)
+    if record.status in _ENDED_WITH_REPLY:
+        assert record.usage is not None and record.completed_at_s is not None
+        usage = Usage(**json.loads(record.usage))
+        return head.ended(
+            record.output_text or "", record.finish_reason or "stop", usage, record.completed_at_s
+        )
+    error = None if record.error is None else json.loads(record.error)
+    return head.object(record.status, error=error)
+
+
+def finished_response(
+    head: ResponseHead, output: Output, completed_at_s: float, texts: TokenTexts
+) -> dict[str, Any]:
+    """The response object of a turn that has just ended."""
+    logprobs = logprob_objects(texts, output.logprobs or ())
+    return head.ended(output.text, output.finish_reason, output.usage, completed_at_s, logprobs)
+
+
+def status_of(finish_reason: str) -> str:
+    """A response's status, of how its turn ended with a reply."""
+    return "completed" if finish_reason == "stop" else "incomplete"
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """Tokens as OpenAI counts them, and where those of the context came from."""
+    num_input = num_context_tokens(usage)
+    return {
+        "input_tokens": num_input,
+        "input_tokens_details": {"cached_tokens": num_cached_tokens(usage), "cache_write_tokens": 0},
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": num_input + usage.output_tokens,
+        "pensieve": token_sources([usage]),
+    }
+
+
+def logprob_objects(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Log-probabilities as the Responses API writes them."""
+    return [
+        {
+            **_token_logprob(texts, one.token_id, one.logprob),
+            "top_logprobs": [_token_logprob(texts, *pair) for pair in one.top.items()],
+        }
+        for one in logprobs
+    ]
+
+
+def _token_logprob(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": texts.text(token_id), "bytes": texts.raw(token_id) or [], "logprob": logprob}

@@ -1,0 +1,119 @@
+"""What a request for a response asks the engine for.
+
+Owns: the way from a request's fields to a turn: its context, its parameters, and what is kept with it.
+Does not know: how the turn runs, or how it is answered.
+Called by: `foreground`, `background`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Final
+
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.history.changes import ConversationAppend, ResponseDraft
+from pensieve_jax.server.api.item_schemas import reply_id, with_input_ids
+from pensieve_jax.server.api.repeats import kept_key
+from pensieve_jax.server.api.response_context import RequestContext, request_context
+from pensieve_jax.server.api.response_object import ResponseHead
+from pensieve_jax.server.api.response_schemas import CreateResponse, echo_of
+from pensieve_jax.server.api.sampling import sampling_params
+from pensieve_jax.server.context.resolver import ResolvedContext
+from pensieve_jax.server.http.services import Services
+
+LIFETIME_S: Final = 30 * 24 * 3600.0
+ENGINE_FIELDS: Final[Mapping[str, str]] = {
+    "prompt": "input",
+    "messages": "input",
+    "logprobs": "top_logprobs",
+    "max_tokens": "max_output_tokens",
+}
+"""What the engine calls fields of this API."""
+
+
+class ResponsePlan:
+    """One request for a response, checked.
+
+    Attributes:
+      owner: whose it is.
+      body, body_sha256: the request, and a digest of it as it came.
+      key: its idempotency key.
+      context: what comes before the reply.
+      resolved, head, draft: of the turn that was made last, by `specs`; there is a draft of a stored one.
+    """
+
+    def __init__(
+        self, services: Services, owner: str, body: CreateResponse, body_sha256: str, key: str | None
+    ) -> None:
+        """Read what the request names; raises ApiError and UnknownRecordError."""
+        self._services = services
+        self.owner = owner
+        self.body = body
+        self.body_sha256 = body_sha256
+        self.key = key
+        self.context: RequestContext = request_context(services, owner, body, durable=body.stores)
+        self.resolved: ResolvedContext | None = None
+        self.head: ResponseHead | None = None
+        self.draft: ResponseDraft | None = None
+        self._created_at_s = services.now_s()
+        # Drawn here, since a background response must be the same one when it runs once more.
+        self._seed = secrets.randbits(63) if body.seed is None else body.seed
+
+    @property
+    def conversation_id(self) -> str | None:
+        """The conversation that the turn is appended to."""
+        return self.body.conversation_id
+
+    def specs(self, resolved: ResolvedContext) -> list[TurnSpec]:
+        """The turn of a context, with what is kept beside it."""
+        params = self._params(resolved)
+        turn_id = resolved.node.turn_id
+        echo = echo_of(self.body, self._services.model_name, params.temperature, params.top_p)
+        self.resolved = resolved
+        self.head = ResponseHead(
+            response_id=f"resp_{turn_id}",
+            item_id=reply_id(turn_id),
+            created_at_s=self._created_at_s,
+            echo=echo,
+        )
+        self.draft = self._draft(self.head, turn_id) if self.body.stores else None
+        return [resolved.spec(params, self.draft)]
+
+    def _params(self, resolved: ResolvedContext) -> SamplingParams:
+        body, services = self.body, self._services
+        room = services.engine.info.limits.max_context_tokens - resolved.num_context_tokens
+        return sampling_params(
+            services.defaults,
+            max_tokens=body.max_output_tokens or max(1, room),
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            seed=self._seed,
+            logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
+        )
+
+    def _draft(self, head: ResponseHead, turn_id: str) -> ResponseDraft:
+        items = json.dumps(with_input_ids(self.context.new_items, turn_id))
+        append, conversation = None, self.context.conversation
+        if conversation is not None:
+            append = ConversationAppend(
+                conversation_id=conversation.conversation_id,
+                expected_version=conversation.version,
+                items=items,
+            )
+        return ResponseDraft(
+            response_id=head.response_id,
+            owner=self.owner,
+            request=json.dumps(head.echo),
+            input_items=items,
+            output_item_id=head.item_id,
+            created_at_s=self._created_at_s,
+            expires_at_s=self._created_at_s + LIFETIME_S,
+            background=bool(self.body.background),
+            body_sha256=self.body_sha256,
+            conversation=append,
+            idempotency=kept_key(self.key, self.body_sha256, self._created_at_s),
+        )

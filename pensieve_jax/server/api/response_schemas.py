@@ -1,0 +1,200 @@
+"""The body of a request for a response: its fields, and what is taken of them.
+
+Owns: `CreateResponse`, the limits of its fields, and what a response echoes of them.
+Does not know: turns, engines, or where anything is kept.
+Called by: `responses`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+from msgspec import Meta
+
+from pensieve_jax.server.http.bodies import Body
+from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
+
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+LOGPROBS: Final = "message.output_text.logprobs"
+_INCLUDES: Final = (
+    LOGPROBS,
+    # They ask for more of items that this server never has.
+    *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+    *("message.input_image.image_url", "computer_call_output.output.image_url"),
+    *("code_interpreter_call.outputs", "reasoning.encrypted_content"),
+)
+
+
+class StreamOptions(Body, kw_only=True):
+    """How a response is streamed; there is nothing to choose here."""
+
+    IGNORED = frozenset({"include_obfuscation"})
+
+
+class TextConfig(Body, kw_only=True):
+    """The form of the text."""
+
+    UNSUPPORTED = {"verbosity": ("medium",)}  # noqa: RUF012 - a ClassVar of the base class
+
+    format: dict[str, Any] | None = None
+
+
+class ConversationRef(Body, kw_only=True):
+    """A conversation by its id."""
+
+    id: str
+
+
+class ContextFields(Body, kw_only=True):
+    """What the context of a response is made of; also all that counting its tokens takes."""
+
+    UNSUPPORTED = {  # noqa: RUF012 - a ClassVar of the base class
+        "tools": ([],),
+        "tool_choice": ("auto", "none"),
+        "truncation": ("disabled",),
+        "reasoning": ({}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None}),
+        "prompt": (),
+        "personality": (),
+        "context_management": ([],),
+    }
+
+    model: str | None = None
+    input: str | list[Any] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    conversation: str | ConversationRef | None = None
+    text: TextConfig | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def conversation_id(self) -> str | None:
+        """However it was given."""
+        given = self.conversation
+        return given.id if isinstance(given, ConversationRef) else given
+
+
+class CreateResponse(ContextFields, kw_only=True):
+    """POST /v1/responses."""
+
+    UNSUPPORTED = {  # noqa: RUF012 - a ClassVar of the base class
+        **ContextFields.UNSUPPORTED,
+        "presence_penalty": (0, 0.0),
+        "frequency_penalty": (0, 0.0),
+        "logit_bias": ({},),
+        "stop": ([],),
+        "n": (1,),
+        "service_tier": ("auto", "default"),
+        "moderation": (),
+        "image": (),
+        "access_programs": (),
+        "background_options": (),
+    }
+    IGNORED = frozenset({"prompt_cache_options", "prompt_cache_retention"})
+
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    background: bool | None = None
+    metadata: dict[str, str] | None = None
+    include: list[str] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def stores(self) -> bool:
+        """Whether the response is kept."""
+        return self.store is not False
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the reply comes with the probabilities of its tokens."""
+        return LOGPROBS in (self.include or ())
+
+
+class CountTokens(ContextFields, kw_only=True):
+    """POST /v1/responses/input_tokens."""
+
+
+def check_context(body: ContextFields) -> None:
+    """Raise ApiError 400 for fields that do not go together."""
+    if body.previous_response_id is not None and body.conversation is not None:
+        sentence = "previous_response_id and conversation both say what comes before; give one of them."
+        raise invalid_value("previous_response_id", sentence)
+    text_format = None if body.text is None else body.text.format
+    if text_format is not None and text_format.get("type") != "text":
+        raise unsupported("text.format", "replies are plain text")
+    if not body.input and (body.conversation is None or body.input is not None):
+        raise ApiError(400, "missing_required_parameter", "input is missing.", param="input")
+
+
+def check_create(body: CreateResponse) -> None:
+    """Raise ApiError 400 for fields that do not go together, or hold too much."""
+    check_context(body)
+    check_metadata(body.metadata)
+    for index, name in enumerate(body.include or ()):
+        if name not in _INCLUDES:
+            raise invalid_value(f"include[{index}]", f"include[{index}] is {name!r}, which is not known.")
+    if body.background and not body.stores:
+        raise invalid_value("background", "background needs store: nobody could ask for the response.")
+
+
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
+    """Raise ApiError 400 where it is more than is kept."""
+    if metadata is None:
+        return
+    if len(metadata) > MAX_METADATA:
+        sentence = f"metadata has {len(metadata)} pairs, but must have at most {MAX_METADATA}."
+        raise invalid_value("metadata", sentence)
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY:
+            sentence = (
+                f"A key of metadata has {len(key)} characters, but must have at most {MAX_METADATA_KEY}."
+            )
+            raise invalid_value("metadata", sentence)
+        if len(value) > MAX_METADATA_VALUE:
+            sentence = (
+                f"metadata.{key} has {len(value)} characters, but must have at most {MAX_METADATA_VALUE}."
+            )
+            raise invalid_value(f"metadata.{key}", sentence)
+
+
+def echo_of(body: CreateResponse, model: str, temperature: float, top_p: float) -> dict[str, Any]:
+    """What a response repeats of its request, by the schemas of OpenAI and of Open Responses."""
+    echo: dict[str, Any] = {
+        "model": model,
+        "instructions": body.instructions,
+        "previous_response_id": body.previous_response_id,
+        "metadata": body.metadata or {},
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_logprobs": body.top_logprobs or 0,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "tools": [],
+        "tool_choice": "auto",
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "reasoning": None,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "service_tier": "default",
+        "store": body.stores,
+        "background": bool(body.background),
+        "safety_identifier": body.safety_identifier,
+        "prompt_cache_key": body.prompt_cache_key,
+    }
+    if body.conversation_id is not None:
+        echo["conversation"] = {"id": body.conversation_id}
+    if body.user is not None:  # OpenAI's schema has no null here
+        echo["user"] = body.user
+    return echo

@@ -1,0 +1,139 @@
+"""Streams of a response: as its turn goes on, beside one that runs by itself, and of one that is kept.
+
+Owns: making events of deltas or of token ids, and what ends a stream.
+Does not know: where a response comes from, or HTTP beyond what an event is.
+Called by: `responses`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from typing import Any
+
+from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.core.outputs import Output, TokenLogprob
+from pensieve_jax.server.api.response_events import ResponseEvents
+from pensieve_jax.server.api.response_object import ResponseHead, logprob_objects
+from pensieve_jax.server.api.response_plan import ENGINE_FIELDS
+from pensieve_jax.server.api.response_runs import ResponseRun
+from pensieve_jax.server.api.running import TimedTurn
+from pensieve_jax.server.http.errors import ApiError, as_api_error
+from pensieve_jax.server.http.sse import DONE
+from pensieve_jax.server.token_texts import TokenTexts
+from pensieve_jax.text import Tokenizer
+from pensieve_jax.text.detokenizer import IncrementalDetokenizer
+
+REPLAYED_OTHERWISE = ApiError(
+    500,
+    "replayed_otherwise",
+    "The engine was started again and sampled another reply; get the response anew.",
+)
+
+
+async def turn_events(
+    head: ResponseHead,
+    turn: TimedTurn,
+    texts: TokenTexts,
+    *,
+    finish: Callable[[Output], Mapping[str, Any]],
+    delivered: Callable[[], None],
+) -> AsyncGenerator[bytes]:
+    """The events of a turn that this stream alone follows; what fails in between is told in the stream.
+
+    Args:
+      head: of its response.
+      turn: accepted; nobody has taken anything of it.
+      texts: for the names of tokens in log-probabilities.
+      finish: makes the response object of the turn's output.
+      delivered: called once the client has taken everything.
+    """
+    events = ResponseEvents(head)
+    for data in events.begin(background=False):
+        yield data
+    try:
+        waiting: list[TokenLogprob] = []  # of tokens whose text has not come yet
+        async for delta in turn:
+            waiting += delta.logprobs or ()
+            if delta.text:
+                yield events.delta(delta.text, logprob_objects(texts, waiting))
+                waiting.clear()
+        assert turn.output is not None
+        response = finish(turn.output)
+    except (ApiError, PensieveError) as error:
+        for data in events.failure(as_api_error(error, ENGINE_FIELDS)):
+            yield data
+    else:
+        for data in events.end(response):
+            yield data
+    yield DONE
+    delivered()
+
+
+async def run_events(
+    run: ResponseRun, head: ResponseHead, tokenizer: Tokenizer, starting_after: int = -1
+) -> AsyncGenerator[bytes]:
+    """The events of a response that runs by itself, from the first one after a number."""
+    events = ResponseEvents(head, starting_after)
+    async for data in _token_events(events, run.token_ids(), tokenizer, background=run.background):
+        yield data
+    for data in _last_events(events, run.response, run.error):
+        yield data
+    yield DONE
+
+
+async def kept_events(
+    head: ResponseHead,
+    response: Mapping[str, Any],
+    token_ids: Iterable[int],
+    tokenizer: Tokenizer,
+    starting_after: int = -1,
+) -> AsyncGenerator[bytes]:
+    """The events of a response that has ended, as they were or would have been."""
+    events = ResponseEvents(head, starting_after)
+    background = bool(head.echo.get("background"))
+    async for data in _token_events(events, _each(token_ids), tokenizer, background=background):
+        yield data
+    for data in _last_events(events, response, None):
+        yield data
+    yield DONE
+
+
+async def _token_events(
+    events: ResponseEvents, token_ids: AsyncIterator[int], tokenizer: Tokenizer, *, background: bool
+) -> AsyncIterator[bytes]:
+    """The beginning, and an event for each token that shows text."""
+    for data in events.begin(background=background):
+        if data:
+            yield data
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    async for token_id in token_ids:
+        text = detokenizer.push(token_id)
+        data = events.delta(text) if text else b""
+        if data:
+            yield data
+    rest = detokenizer.flush()
+    data = events.delta(rest) if rest else b""
+    if data:
+        yield data
+
+
+def _last_events(
+    events: ResponseEvents, response: Mapping[str, Any] | None, error: ApiError | None
+) -> list[bytes]:
+    if error is not None or response is None:
+        last = events.failure(error or REPLAYED_OTHERWISE)
+    elif response["status"] == "failed":
+        failed = response["error"]
+        last = events.failure(ApiError(500, failed["code"], failed["message"]))
+    elif response["status"] == "cancelled":
+        last = events.cancelled()
+    elif events.text != response["output"][0]["content"][0]["text"]:
+        last = events.failure(REPLAYED_OTHERWISE)
+    else:
+        last = events.end(response)
+    return [data for data in last if data]
+
+
+async def _each(token_ids: Iterable[int]) -> AsyncIterator[int]:
+    for token_id in token_ids:
+        yield token_id

@@ -1,0 +1,271 @@
+"""The routes of /v1/responses.
+
+Owns: what each of them does, and which of its answers a repeated request gets.
+Does not know: how turns run, what is kept, or how events are written.
+Called by: the application, by the rows of `Responses.routes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.history.changes import DeleteResponse, ResponseRecord
+from pensieve_jax.server.api.background import BackgroundResponses
+from pensieve_jax.server.api.common import check_model
+from pensieve_jax.server.api.foreground import ForegroundResponse
+from pensieve_jax.server.api.pages import page_of_rows, page_query
+from pensieve_jax.server.api.repeats import Repeats, idempotency_key, is_retry
+from pensieve_jax.server.api.response_context import request_context
+from pensieve_jax.server.api.response_object import head_of, kept_response
+from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
+from pensieve_jax.server.api.response_runs import ResponseRun
+from pensieve_jax.server.api.response_schemas import CountTokens, CreateResponse, check_context, check_create
+from pensieve_jax.server.api.response_streams import kept_events, run_events
+from pensieve_jax.server.context.start import resolved_context
+from pensieve_jax.server.http.call import Call
+from pensieve_jax.server.http.errors import (
+    ApiError,
+    as_api_error,
+    internal_error,
+    invalid_value,
+    renamed_fields,
+)
+from pensieve_jax.server.http.replies import Reply, json_reply
+from pensieve_jax.server.http.routes import Route
+from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.http.sse import Events
+from pensieve_jax.text import Tokenizer
+
+
+class Responses:
+    """The handlers of one server, and what they know together. Used by the event loop's thread only.
+
+    Attributes:
+      background: enter its `lifespan`.
+      locks: the conversations, by owner and id, of which a turn runs.
+    """
+
+    def __init__(self, services: Services) -> None:
+        """Of a server that starts now."""
+        self._services = services
+        self._repeats = Repeats(services.history, services.now_s())
+        self.locks: set[tuple[str, str]] = set()
+        self.background = BackgroundResponses(services, self.locks)
+
+    @property
+    def routes(self) -> list[Route]:
+        """Their rows."""
+        one = "/v1/responses/{response_id}"
+        return [
+            Route("POST", "/v1/responses", self.create),
+            Route("POST", "/v1/responses/input_tokens", self.count_tokens),
+            Route("GET", one, self.retrieve),
+            Route("DELETE", one, self.delete),
+            Route("GET", f"{one}/input_items", self.input_items),
+            Route("POST", f"{one}/cancel", self.cancel, has_body=False),
+        ]
+
+    async def create(self, call: Call) -> Reply:
+        """A response, whole, as a stream, or queued."""
+        body = call.decode(CreateResponse)
+        check_create(body)
+        check_model(call.services, body.model)
+        sha256 = hashlib.sha256(call.body).hexdigest()
+        key = idempotency_key(call.headers)
+        known = self._known(call, key, sha256)
+        if known is not None:
+            return await self._repeated(call, body, known)
+        plan = ResponsePlan(call.services, call.owner, body, sha256, key)
+        call.notes.ignored_fields += plan.context.ignored_fields
+        unlock = self._lock(call.owner, plan.conversation_id)
+        if body.background or key is not None:
+            run = self._run(plan, unlock)
+            return await self._follow(call, body, run)
+        response = ForegroundResponse(call.services, plan, self._repeats, unlock)
+        started = False
+        try:
+            await call.unless_gone(response.start())
+            started = True
+        finally:
+            if not started:
+                await response.close()
+        if body.stream:
+            return self._events(response.stream(), response.close)
+        try:
+            answer = await call.unless_gone(response.whole())
+            response.delivered()
+            return json_reply(answer)
+        finally:
+            await response.close()
+
+    async def retrieve(self, call: Call) -> Reply:
+        """A response, or with `stream=true` its events from the one after `starting_after` on."""
+        response_id = call.path["response_id"]
+        starting_after = _starting_after(call.query.get("starting_after"))
+        streams = call.query.get("stream", "false").lower() == "true"
+        if not streams and call.query.get("starting_after") is not None:
+            raise invalid_value("starting_after", "starting_after needs stream=true.")
+        run = self.background.find(call.owner, response_id)
+        if run is not None and run.head is not None and not run.has_ended:
+            if streams:
+                return self._events(run_events(run, run.head, self._tokenizer, starting_after))
+            return json_reply(run.head.object("in_progress" if run.is_started else "queued"))
+        record: ResponseRecord = call.services.history.response(call.owner, response_id)
+        if streams:
+            return self._kept_events(record, starting_after)
+        return json_reply(kept_response(record))
+
+    async def delete(self, call: Call) -> Reply:
+        """Forget a response; one that runs is cancelled first."""
+        services, response_id = call.services, call.path["response_id"]
+        record: ResponseRecord = services.history.response(call.owner, response_id)
+        if record.status == "queued":
+            await self.background.cancel(call.owner, record)
+        await services.engine.apply(DeleteResponse(owner=call.owner, response_id=response_id))
+        if record.turn_id is not None:
+            services.resolver.index.forget(call.owner, record.turn_id)
+        return json_reply({"id": response_id, "object": "response", "deleted": True})
+
+    async def input_items(self, call: Call) -> Reply:
+        """The items of a response's own request."""
+        query = page_query(call.query)
+        page = call.services.history.input_items(
+            call.owner, call.path["response_id"], after=query.after, limit=query.limit, order=query.order
+        )
+        return json_reply(page_of_rows(page))
+
+    async def cancel(self, call: Call) -> Reply:
+        """End a response in the background; one that has ended is answered as it is."""
+        response_id = call.path["response_id"]
+        record: ResponseRecord = call.services.history.response(call.owner, response_id)
+        if not record.background:
+            sentence = f"Response {response_id!r} does not run in the background: only its client ends it."
+            raise invalid_value("response_id", sentence)
+        return json_reply(await self.background.cancel(call.owner, record))
+
+    async def count_tokens(self, call: Call) -> Reply:
+        """How many tokens a context has."""
+        body = call.decode(CountTokens)
+        check_context(body)
+        check_model(call.services, body.model)
+        context = request_context(call.services, call.owner, body, durable=True)
+        with renamed_fields(ENGINE_FIELDS):
+            resolved = await resolved_context(context.find, num_characters=context.num_characters)
+        return json_reply({"object": "response.input_tokens", "input_tokens": resolved.num_context_tokens})
+
+    # Inside
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        tokenizer = self._services.tokenizer
+        assert tokenizer is not None, "without one there are no responses"
+        return tokenizer
+
+    def _events(self, events: AsyncGenerator[bytes], on_end: Any = None) -> Reply:
+        settings = self._services.settings
+        return Events(
+            events,
+            heartbeat_s=settings.heartbeat_s,
+            stall_timeout_s=settings.stall_timeout_s,
+            on_end=on_end,
+        )
+
+    def _kept_events(self, record: ResponseRecord, starting_after: int = -1) -> Reply:
+        token_ids: tuple[int, ...] = ()
+        if record.turn_id is not None:
+            token_ids = self._services.history.turn(record.owner, record.turn_id).output_token_ids
+        response = kept_response(record)
+        return self._events(
+            kept_events(head_of(record), response, token_ids, self._tokenizer, starting_after)
+        )
+
+    def _known(self, call: Call, key: str | None, sha256: str) -> ResponseRun | ResponseRecord | None:
+        """What an earlier request with the same key or body became."""
+        now_s = self._services.now_s()
+        if key is not None:
+            return self._repeats.by_key(call.owner, key, sha256, now_s)
+        return self._repeats.by_body(call.owner, sha256, now_s) if is_retry(call.headers) else None
+
+    async def _repeated(self, call: Call, body: CreateResponse, known: ResponseRun | ResponseRecord) -> Reply:
+        """The answer to a request that was sent before."""
+        if isinstance(known, ResponseRecord):
+            run = self.background.find(known.owner, known.response_id)
+            if run is None:
+                return self._kept_events(known) if body.stream else json_reply(kept_response(known))
+            known = run
+        return await self._follow(call, body, known)
+
+    async def _follow(self, call: Call, body: CreateResponse, run: ResponseRun) -> Reply:
+        """The answer to a request whose response runs by itself."""
+        head = await call.unless_gone(run.known())
+        if body.stream:
+            return self._events(run_events(run, head, self._tokenizer))
+        if run.background:
+            return json_reply(run.response or head.object("queued"))
+        return json_reply(await call.unless_gone(run.result()))
+
+    def _lock(self, owner: str, conversation_id: str | None) -> Callable[[], None]:
+        """Lock a conversation for a turn; what unlocks it. Raises ApiError 409 where one runs already."""
+        if conversation_id is None:
+            return lambda: None
+        lock = (owner, conversation_id)
+        check_unlocked(self.locks, owner, conversation_id)
+        self.locks.add(lock)
+        return lambda: self.locks.discard(lock)
+
+    def _run(self, plan: ResponsePlan, unlock: Callable[[], None]) -> ResponseRun:
+        """Have a response run by itself."""
+        run = ResponseRun(plan.owner, plan.body_sha256, background=bool(plan.body.background))
+        if plan.key is not None:
+            self._repeats.start(plan.owner, plan.key, run)
+        run.task = asyncio.ensure_future(self._drive(plan, run, unlock))
+        return run
+
+    async def _drive(self, plan: ResponsePlan, run: ResponseRun, unlock: Callable[[], None]) -> None:
+        """Until a background response is queued, and any other has ended."""
+        try:
+            if run.background:
+                await self.background.queue(plan, run, unlock)
+            else:
+                await self._drive_foreground(plan, run, unlock)
+        except (ApiError, PensieveError) as error:
+            run.fail(as_api_error(error, ENGINE_FIELDS))
+        finally:
+            if plan.key is not None:
+                self._repeats.end(plan.owner, plan.key)
+            if not run.has_ended and (run.head is None or not run.background):
+                run.fail(internal_error())
+
+    async def _drive_foreground(
+        self, plan: ResponsePlan, run: ResponseRun, unlock: Callable[[], None]
+    ) -> None:
+        response = ForegroundResponse(self._services, plan, self._repeats, unlock)
+        try:
+            await response.start()
+            run.begin(response.head)
+            async for delta in response.turn:
+                run.take(delta.token_ids)
+            assert response.turn.output is not None
+            run.end(response.finish(response.turn.output))
+        finally:
+            await response.close()
+
+
+def check_unlocked(locks: set[tuple[str, str]], owner: str, conversation_id: str) -> None:
+    """Raise ApiError 409 while a turn of a conversation runs."""
+    if (owner, conversation_id) in locks:
+        sentence = f"A turn of conversation {conversation_id!r} is running; send this when it has ended."
+        headers = {"retry-after": "1"}
+        raise ApiError(409, "conversation_locked", sentence, param="conversation", headers=headers)
+
+
+def _starting_after(given: str | None) -> int:
+    if given is None:
+        return -1
+    if not (given.isascii() and given.isdecimal() and len(given) < 10):
+        raise invalid_value("starting_after", f"starting_after is {given[:20]!r}, but must be a number.")
+    return int(given)

@@ -1,0 +1,170 @@
+"""The turns of one request, from their place in the queue to their end.
+
+Owns: that a place is taken before and given back after, that turns end with their request, and what is
+counted of them.
+Does not know: what turns are for, schemas, or how a reply is written.
+Called by: the handlers of everything that runs turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+
+from pensieve_jax.core.outputs import Output
+from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
+from pensieve_jax.server.http.errors import ApiError, overloaded
+from pensieve_jax.server.http.limits import Place
+from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.metrics import Metrics
+
+type Start = Callable[[], Awaitable[Sequence[AsyncTurn]]]
+
+
+class TimedTurn:
+    """A turn of an engine, whose tokens are counted as they come."""
+
+    def __init__(self, turn: AsyncTurn, metrics: Metrics, began_s: float) -> None:
+        """`began_s` is when its request came, by `time.perf_counter`."""
+        self._turn = turn
+        self._metrics = metrics
+        self._began_s = began_s
+        self._deltas = aiter(turn)
+        self._latest_s = 0.0
+        self._is_counted = False
+
+    @property
+    def turn_id(self) -> str:
+        """The engine's."""
+        return self._turn.turn_id
+
+    @property
+    def output(self) -> Output | None:
+        """The result, once the turn has ended well."""
+        return self._turn.output
+
+    def __aiter__(self) -> AsyncIterator[AsyncDelta]:
+        """Itself."""
+        return self
+
+    async def __anext__(self) -> AsyncDelta:
+        """What came since the last call; raises what the turn failed with, and ApiError if it was ended."""
+        try:
+            delta = await anext(self._deltas)
+        except StopAsyncIteration:
+            self._count_end()
+            raise
+        now_s = time.perf_counter()
+        if not self._latest_s:
+            self._metrics.first_token(now_s - self._began_s)
+        else:
+            self._metrics.delta(len(delta.token_ids), now_s - self._latest_s)
+        self._latest_s = now_s
+        return delta
+
+    async def result(self) -> Output:
+        """Wait for the end; raises what the turn failed with, and ApiError if it was ended."""
+        if not self._latest_s:
+            await anext(self, None)  # the first token's time counts here as well
+        output = await self._turn.result()
+        self._count_end()
+        return output
+
+    async def cancel(self) -> None:
+        """End it as if it had never been sent, unless it has ended."""
+        if self._turn.output is None:
+            await self._turn.cancel()
+
+    def _count_end(self) -> None:
+        output = self._turn.output
+        assert output is not None, "a turn ends with an output or raises"
+        if output.finish_reason == "cancelled":
+            raise overloaded("The server ended this turn before it was done; send it again.", 1)
+        if not self._is_counted:
+            self._is_counted = True
+            self._metrics.finished(output, time.perf_counter() - self._began_s)
+
+
+class RunningTurns:
+    """Turns that run for one request; whoever has them calls `close`, whatever happens.
+
+    Attributes:
+      turns: in the order in which they were submitted.
+    """
+
+    def __init__(self, turns: Sequence[TimedTurn], place: Place) -> None:
+        """Of a place that they were given."""
+        self.turns = turns
+        self._place = place
+
+    async def results(self) -> list[Output]:
+        """Wait for all of them; raises what the first of them failed with."""
+        return [await turn.result() for turn in self.turns]
+
+    async def close(self) -> None:
+        """Cancel those that have not ended, and give the place to others."""
+        outputs = [turn.output for turn in self.turns]
+        try:
+            for turn, output in zip(self.turns, outputs, strict=True):
+                if output is None:
+                    await turn.cancel()
+        finally:
+            usages = [output.usage for output in outputs if output is not None]
+            self._place.leave(sum(usage.prompt_tokens + usage.output_tokens for usage in usages))
+
+
+async def run_turns(
+    services: Services, owner: str, start: Start, *, num_turns: int = 1, num_tokens: int = 0
+) -> RunningTurns:
+    """Wait for a place, and start turns in it.
+
+    Args:
+      services: of the server.
+      owner: whose turns they are.
+      start: submits them and waits until they are accepted; may raise.
+      num_turns: how many there will be.
+      num_tokens: about what is to be computed for them.
+
+    Raises ApiError 429 and 503, and what `start` raises. Cancelled while it waits, it leaves nothing behind.
+    """
+    began_s = time.perf_counter()
+    try:
+        place = await services.limits.enter(owner, num_turns, num_tokens)
+    except ApiError as error:
+        services.metrics.refused(error.code)
+        raise
+    services.metrics.waited(time.perf_counter() - began_s, services.limits.num_waiting)
+    try:
+        turns = await start()
+    except BaseException:
+        place.leave()
+        raise
+    return RunningTurns([TimedTurn(turn, services.metrics, began_s) for turn in turns], place)
+
+
+async def merged(turns: Sequence[TimedTurn]) -> AsyncGenerator[tuple[int, AsyncDelta | None]]:
+    """Deltas of several turns as they come, with the turn's index; None says that one has ended.
+
+    No turn is asked for more than one delta ahead, so that they merge while nobody takes them.
+    """
+    if len(turns) == 1:
+        async for delta in turns[0]:
+            yield 0, delta
+        yield 0, None
+        return
+    waiting = {asyncio.ensure_future(anext(turn, None)): index for index, turn in enumerate(turns)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                index = waiting.pop(task)
+                found = task.result()
+                yield index, found
+                if found is not None:
+                    waiting[asyncio.ensure_future(anext(turns[index], None))] = index
+    finally:
+        for task in waiting:
+            task.cancel()
+        if waiting:
+            await asyncio.wait(waiting)

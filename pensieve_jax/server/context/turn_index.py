@@ -1,0 +1,186 @@
+"""What the front remembers of turns: enough to find them by their messages and to write what follows.
+
+Owns: the turns in memory, newest first, within a budget of bytes, and asking the history for older ones.
+Does not know: requests, rendering, or whether a turn's state is on the device.
+Called by: `resolver`, from the event loop and from threads that tokenize.
+
+Turns that are in memory only last as long as the engine that holds them: they go when its epoch changes, and
+when it says that it does not know one of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pensieve_jax.core.errors import UnknownTurnError
+from pensieve_jax.server.context.chains import chain_after
+from pensieve_jax.text.messages import Message
+
+_TURN_BYTES = 1000  # of a turn's objects, beside its texts and ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PastTurn:
+    """A finished turn.
+
+    Attributes:
+      before: the chain of the messages up to and including its own; its reply's follows.
+      num_tokens: of the whole path up to and including its reply.
+      messages: its own, as they were rendered; None for a turn of text or ids.
+      output_token_ids, output_text, finish_reason: of its reply. The ids are kept in four bytes each.
+      durable: whether the history has it.
+      chain: of everything up to and including its reply.
+    """
+
+    turn_id: str
+    parent_id: str | None
+    owner: str
+    before: bytes
+    num_tokens: int
+    messages: tuple[Message, ...] | None
+    output_token_ids: Sequence[int]
+    output_text: str | None
+    finish_reason: str
+    durable: bool
+    chain: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Pack the ids and fold the reply into the chain."""
+        object.__setattr__(self, "output_token_ids", array("i", self.output_token_ids))
+        object.__setattr__(self, "chain", chain_after(self.before, "assistant", self.output_text or ""))
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes to remember it."""
+        texts = sum(len(message["content"]) for message in self.messages or ()) + len(self.output_text or "")
+        return _TURN_BYTES + texts + 4 * len(self.output_token_ids)
+
+
+class TurnSource(Protocol):
+    """The durable turns. Called from any thread."""
+
+    def find_chain(self, owner: str, before: bytes, reply: str) -> PastTurn | None:
+        """The newest turn with this chain before its reply, and this reply (canonical); None without one."""
+        ...
+
+    def path(self, owner: str, turn_id: str) -> Sequence[PastTurn]:
+        """The turns from the first of a tree to this one; raises UnknownTurnError."""
+        ...
+
+
+class NoTurns:
+    """A source without any."""
+
+    def find_chain(self, owner: str, before: bytes, reply: str) -> PastTurn | None:
+        """None."""
+        return None
+
+    def path(self, owner: str, turn_id: str) -> Sequence[PastTurn]:
+        """Raises UnknownTurnError."""
+        raise UnknownTurnError(turn_id)
+
+
+class TurnIndex:
+    """Turns by id and by chain, of memory first and of the history behind it. Safe to share by threads."""
+
+    def __init__(self, source: TurnSource, *, max_bytes: int = 256 << 20) -> None:
+        """Remember about `max_bytes` of turns; `source` has the durable ones that are not remembered."""
+        self._source = source
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._turns: OrderedDict[tuple[str, str], PastTurn] = OrderedDict()  # by owner and id, oldest first
+        # By owner, chain and durability: the newest turn of several that say the same.
+        self._by_chain: dict[tuple[str, bytes, bool], str] = {}
+        self._num_bytes = 0
+        self._epoch: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """About what the remembered turns take."""
+        return self._num_bytes
+
+    def __len__(self) -> int:
+        """How many turns are remembered."""
+        return len(self._turns)
+
+    def see_epoch(self, epoch: int) -> None:
+        """The engine has started so many times: what was in an earlier one's memory only is gone."""
+        with self._lock:
+            if self._epoch not in (None, epoch):
+                for key in [key for key, turn in self._turns.items() if not turn.durable]:
+                    self._remove(key)
+            self._epoch = epoch
+
+    def add(self, turn: PastTurn, epoch: int | None = None) -> None:
+        """Remember a turn; one in memory only must be of the engine that runs, by its `epoch`."""
+        key = (turn.owner, turn.turn_id)
+        with self._lock:
+            if not turn.durable and epoch != self._epoch:
+                return
+            if key in self._turns:
+                self._remove(key)
+            self._turns[key] = turn
+            self._by_chain[turn.owner, turn.chain, turn.durable] = turn.turn_id
+            self._num_bytes += turn.num_bytes
+            while self._num_bytes > self._max_bytes and len(self._turns) > 1:
+                self._remove(next(iter(self._turns)))
+
+    def forget(self, owner: str, turn_id: str) -> None:
+        """The engine, or the history, does not have it any more."""
+        with self._lock:
+            if (owner, turn_id) in self._turns:
+                self._remove((owner, turn_id))
+
+    def find(self, owner: str, before: bytes, reply: str, *, durable: bool) -> PastTurn | None:
+        """The newest turn of these messages and this reply; with `durable`, among those of the history."""
+        chain = chain_after(before, "assistant", reply)
+        with self._lock:
+            turn_id = None if durable else self._by_chain.get((owner, chain, False))
+            turn_id = turn_id or self._by_chain.get((owner, chain, True))
+            if turn_id is not None:
+                return self._touch((owner, turn_id))
+        found = self._source.find_chain(owner, before, reply)
+        if found is not None:
+            self.add(found)
+        return found
+
+    def turn(self, owner: str, turn_id: str) -> PastTurn:
+        """Raises UnknownTurnError."""
+        with self._lock:
+            if (owner, turn_id) in self._turns:
+                return self._touch((owner, turn_id))
+        return self._read_path(owner, turn_id)[-1]
+
+    def path(self, turn: PastTurn) -> list[PastTurn]:
+        """The turns from the first of its tree to this one; raises UnknownTurnError where one is gone."""
+        path = [turn]
+        while (parent_id := path[-1].parent_id) is not None:
+            with self._lock:
+                known = (turn.owner, parent_id) in self._turns
+                if known:
+                    path.append(self._touch((turn.owner, parent_id)))
+            if not known:
+                return [*self._read_path(turn.owner, parent_id), *path[::-1]]
+        return path[::-1]
+
+    def _read_path(self, owner: str, turn_id: str) -> Sequence[PastTurn]:
+        path = self._source.path(owner, turn_id)
+        for turn in path:
+            self.add(turn)
+        return path
+
+    def _touch(self, key: tuple[str, str]) -> PastTurn:
+        self._turns.move_to_end(key)
+        return self._turns[key]
+
+    def _remove(self, key: tuple[str, str]) -> None:
+        turn = self._turns.pop(key)
+        self._num_bytes -= turn.num_bytes
+        by_chain = (turn.owner, turn.chain, turn.durable)
+        if self._by_chain.get(by_chain) == turn.turn_id:
+            del self._by_chain[by_chain]

@@ -1,0 +1,124 @@
+"""The application: requests in, answers out.
+
+Owns: how a request gets to its handler: the layers around it, its key, its body.
+Does not know: what handlers do, or sockets.
+Called by: whoever starts a server, with rows from `server.api`; tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from starlette.datastructures import Headers, QueryParams
+from starlette.routing import Route as StarletteRoute
+from starlette.routing import Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pensieve_jax.server.http.call import Call, RequestNotes, read_body
+from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.http.middleware import NOTES, Cors, ErrorReplies, HostCheck, RequestLog
+from pensieve_jax.server.http.routes import Route
+from pensieve_jax.server.http.services import Services
+
+type Lifespan = Callable[[], AbstractAsyncContextManager[None]]
+
+
+def make_app(services: Services, routes: Iterable[Route], lifespans: Sequence[Lifespan] = ()) -> ASGIApp:
+    """The ASGI application that serves these routes.
+
+    Args:
+      services: what handlers get.
+      routes: rows; several may have one path.
+      lifespans: entered in order before the first request, left in reverse order after the last.
+    """
+    by_path: dict[str, dict[str, Route]] = {}
+    for route in routes:
+        by_path.setdefault(route.path, {})[route.method] = route
+    router = Router(
+        [
+            StarletteRoute(path, _Path(services, path, rows), methods=list(rows))
+            for path, rows in by_path.items()
+        ],
+        redirect_slashes=False,
+        lifespan=_all_of(lifespans),
+    )
+    settings = services.settings
+    app: ASGIApp = router
+    if settings.cors_origin:
+        app = Cors(app, settings.cors_origin)
+    app = HostCheck(app, settings)
+    app = RequestLog(ErrorReplies(app))
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = application  # by which the router raises what it cannot find, for us to word
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        await app(scope, receive, send)
+
+    return application
+
+
+class _Path:
+    """The routes of one path."""
+
+    def __init__(self, services: Services, path: str, routes: Mapping[str, Route]) -> None:
+        self._services = services
+        self._path = path
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method = scope["method"]
+        route = self._routes["GET" if method == "HEAD" else method]
+        notes: RequestNotes = scope[NOTES]
+        notes.route = self._path
+        headers = Headers(scope=scope)
+        notes.owner = owner = self._owner(route, headers)
+        body = b""
+        if method == "POST":
+            body = await self._body(route, headers, receive)
+        call = Call(
+            services=self._services,
+            owner=owner,
+            path=scope["path_params"],
+            query=QueryParams(scope["query_string"]),
+            headers=headers,
+            body=body,
+            notes=notes,
+            receive=receive,
+        )
+        reply = await route.handler(call)
+        await reply.send(receive, send)
+
+    def _owner(self, route: Route, headers: Headers) -> str:
+        services = self._services
+        needs_key = route.needs_key
+        if needs_key == "off_loopback":
+            needs_key = not services.settings.is_loopback
+        owner = services.keys.owner(headers.get("authorization"))
+        if owner is None and needs_key:
+            sentence = "There is no such API key; send one as Authorization: Bearer KEY."
+            headers_out = {"www-authenticate": "Bearer"}
+            raise ApiError(401, "invalid_api_key", sentence, headers=headers_out)
+        return owner or ""
+
+    async def _body(self, route: Route, headers: Headers, receive: Receive) -> bytes:
+        settings = self._services.settings
+        content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if route.has_body and content_type != "application/json":
+            raise ApiError(415, "unsupported_media_type", "The body must be sent as application/json.")
+        return await read_body(receive, headers, settings.max_body_bytes, settings.body_timeout_s)
+
+
+def _all_of(lifespans: Sequence[Lifespan]) -> Callable[[Any], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        if not lifespans:
+            yield
+            return
+        async with lifespans[0](), _all_of(lifespans[1:])(app):
+            yield
+
+    return lifespan

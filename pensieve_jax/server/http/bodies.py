@@ -1,0 +1,151 @@
+"""JSON bodies to structs, with the path of what is wrong.
+
+Owns: how a body is decoded, which of its fields are unknown, and which are refused by name.
+Does not know: any request's fields: the structs say.
+Called by: `call`, for handlers.
+
+A field of OpenAI's API that this server does not have is in a struct's `UNSUPPORTED`, with the values that
+would change nothing; any other value is refused, by name. A name that no struct knows is left alone, and
+listed, so that a client can tell that it had no effect.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
+
+_PATH = re.compile(r" - at `\$(?P<path>.*)`\Z")
+_KEY = re.compile(r" - at `key in \$(?P<path>.*)`\Z")
+MAX_DEPTH_ERROR = "The body is nested too deeply."
+
+
+class Body(msgspec.Struct):
+    """A JSON object of a request.
+
+    Attributes:
+      UNSUPPORTED: fields of OpenAI's API without the effect they ask for, each with the values that ask for
+        none; beside them None.
+      IGNORED: fields of OpenAI's API that are taken and change nothing by their nature, such as labels.
+    """
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+
+
+def decode_body[T](body: bytes, kind: type[T]) -> tuple[T, tuple[str, ...]]:
+    """The body as `kind`, and the paths of fields that it does not know.
+
+    Raises ApiError 400 with the path of the field as `param`.
+    """
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, "invalid_json", f"The body is no JSON: {error}.") from None
+    except RecursionError:
+        raise ApiError(400, "invalid_json", MAX_DEPTH_ERROR) from None
+    return convert(value, kind)
+
+
+def convert[T](value: Any, kind: type[T], at: str = "") -> tuple[T, tuple[str, ...]]:
+    """As `decode_body`, of a value that is decoded already; `at` is its own path."""
+    ignored: list[str] = []
+    _look(value, kind, at, ignored)
+    try:
+        return msgspec.convert(value, kind), tuple(dict.fromkeys(ignored))
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), at) from None
+    except RecursionError:
+        raise ApiError(400, "invalid_json", MAX_DEPTH_ERROR) from None
+
+
+def _explained(text: str, at: str) -> ApiError:
+    match = _PATH.search(text) or _KEY.search(text)
+    path = at + (match["path"] if match else "")
+    path = path.removeprefix(".")
+    reason = text[: match.start()] if match else text
+    missing = re.match(r"Object missing required field `(?P<name>[^`]*)`", reason)
+    if missing:
+        path = f"{path}.{missing['name']}".removeprefix(".")
+        return ApiError(400, "missing_required_parameter", f"{path} is missing.", param=path)
+    if not path:
+        return ApiError(400, "invalid_value", f"The body cannot be read: {reason}.")
+    return invalid_value(path, f"{path} cannot be read: {reason}.")
+
+
+def _look(value: Any, kind: Any, at: str, ignored: list[str]) -> None:
+    """Refuse what is unsupported, and collect what is unknown, in a value that should be a `kind`."""
+    if isinstance(value, dict):
+        body = _body_of(kind, value)
+        if body is None:
+            return
+        known = _fields(body)
+        for name, inner in value.items():
+            path = f"{at}.{name}" if at else name
+            if name in known:
+                if isinstance(inner, dict | list):
+                    _look(inner, known[name], path, ignored)
+            elif name in body.UNSUPPORTED:
+                if inner is not None and not _is_one_of(inner, body.UNSUPPORTED[name]):
+                    raise unsupported(path)
+            elif name not in body.IGNORED:
+                ignored.append(re.sub(r"\[\d+\]", "[]", path))
+    elif isinstance(value, list):
+        item = _item_of(kind)
+        if item is not None:
+            for index, inner in enumerate(value):
+                if isinstance(inner, dict | list):
+                    _look(inner, item, f"{at}[{index}]", ignored)
+
+
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether JSON wrote one of these; 0 is not False."""
+    return any(value == other and (isinstance(value, bool) == isinstance(other, bool)) for other in values)
+
+
+@functools.cache
+def _fields(body: type[Body]) -> dict[str, Any]:
+    """What the fields of a struct are, by the names that JSON gives them."""
+    return {field.encode_name: field.type for field in msgspec.structs.fields(body)}
+
+
+@functools.cache
+def _options(kind: Any) -> tuple[Any, ...]:
+    """A type, or those of a union."""
+    if isinstance(kind, typing.TypeAliasType):
+        return _options(kind.__value__)
+    if typing.get_origin(kind) is typing.Annotated:
+        return _options(typing.get_args(kind)[0])
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return tuple(one for option in typing.get_args(kind) for one in _options(option))
+    return (kind,)
+
+
+def _body_of(kind: Any, value: dict[str, Any]) -> type[Body] | None:
+    """The struct that an object should be; in a tagged union, its tag says which."""
+    bodies = [one for one in _options(kind) if isinstance(one, type) and issubclass(one, Body)]
+    if len(bodies) > 1:
+        for body in bodies:
+            config = body.__struct_config__
+            if config.tag_field is not None and value.get(config.tag_field) == config.tag:
+                return body
+        return None
+    return bodies[0] if bodies else None
+
+
+@functools.cache
+def _item_of(kind: Any) -> Any:
+    """What the items of a list are, where they may be structs."""
+    for one in _options(kind):
+        if typing.get_origin(one) in (list, tuple) and typing.get_args(one):
+            item = typing.get_args(one)[0]
+            if any(isinstance(each, type) and issubclass(each, Body) for each in _options(item)):
+                return item
+    return None

@@ -1,0 +1,128 @@
+"""A request as a handler sees it.
+
+Owns: the values that came with it, reading its body, and whether its client is still there.
+Does not know: routes, what a body means, or how an answer is written.
+Called by: the application, which makes one for each request; handlers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers, QueryParams
+from starlette.types import Receive
+
+from pensieve_jax.server.http.bodies import decode_body
+from pensieve_jax.server.http.errors import ApiError
+
+if TYPE_CHECKING:
+    from pensieve_jax.server.http.services import Services
+
+
+class ClientGoneError(Exception):
+    """The client left, or takes nothing any more: there is nobody to answer."""
+
+
+@dataclass(slots=True)
+class RequestNotes:
+    """What is known of a request beside its text, for the log and the answer's headers.
+
+    Attributes:
+      request_id: as the client gave it, or made here.
+      route: the pattern that its path matched.
+      owner: whose key it showed; None before that is known.
+      ignored_fields: paths of fields of its body that this API does not know.
+      counts: numbers and short names from fixed lists, such as tokens or a finish reason.
+    """
+
+    request_id: str
+    route: str | None = None
+    owner: str | None = None
+    ignored_fields: tuple[str, ...] = ()
+    counts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Call:
+    """One request.
+
+    Attributes:
+      services: what the server is made of.
+      owner: whose request it is; "" where no keys are asked for.
+      path: the parameters of its path.
+      query, headers: of the request.
+      body: all of it; b"" for methods without one.
+      notes: for the log.
+    """
+
+    services: Services
+    owner: str
+    path: Mapping[str, str]
+    query: QueryParams
+    headers: Headers
+    body: bytes
+    notes: RequestNotes
+    receive: Receive
+
+    def decode[T](self, kind: type[T]) -> T:
+        """The body as a struct of requests; see `bodies`. Notes what it does not know."""
+        value, ignored = decode_body(self.body, kind)
+        self.notes.ignored_fields = ignored
+        return value
+
+    async def unless_gone[T](self, work: Awaitable[T]) -> T:
+        """What `work` results in; cancels it and raises ClientGoneError when the client leaves first."""
+        task = asyncio.ensure_future(work)
+        watch = asyncio.ensure_future(until_disconnect(self.receive))
+        try:
+            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise ClientGoneError
+        finally:
+            watch.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Wait until the client leaves; its body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_body(receive: Receive, headers: Headers, max_bytes: int, timeout_s: float) -> bytes:
+    """A request's body.
+
+    Raises ApiError 413 where it is longer than `max_bytes`, 408 where it takes longer than `timeout_s`, and
+    ClientGoneError.
+    """
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length) > max_bytes:
+        raise _too_large(max_bytes)
+    parts, num_bytes = [], 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                part = message.get("body", b"")
+                num_bytes += len(part)
+                if num_bytes > max_bytes:
+                    raise _too_large(max_bytes)
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
+    except TimeoutError:
+        sentence = f"The body did not come within {timeout_s:g} s; send it again."
+        raise ApiError(408, "request_timeout", sentence, headers={"connection": "close"}) from None
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    sentence = f"The body is too long, but must be at most {max_bytes} bytes."
+    return ApiError(413, "body_too_large", sentence, headers={"connection": "close"})

@@ -1,0 +1,218 @@
+"""How many turns there may be at a time, and what those are told that come too many.
+
+Owns: places in the engine and in the queue before it, a key's share of them, and how fast tokens go by.
+Does not know: the engine beyond its state and size, HTTP beyond the error that says "later".
+Called by: handlers, before they give the engine a turn.
+
+The engine gets as many turns as it can run, and some more so that a place never stands empty; the others wait
+here, first come first served, where waiting can be ended. Retry-After is how long the tokens that are waited
+for should take at the rate of late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, Self
+
+from pensieve_jax.server.async_engine import EngineService
+from pensieve_jax.server.http.errors import ApiError, overloaded, rate_limited
+from pensieve_jax.server.http.settings import ServerSettings
+
+MAX_RETRY_AFTER_S: Final = 30
+_RATE_WINDOW_S: Final = 30.0
+_STATES: Final = {
+    "starting": "The engine is starting; try again soon.",
+    "draining": "The server is about to end, and takes no more turns.",
+    "dead": "The engine has ended; it is started again, or the server ends.",
+}
+
+
+class TokenRate:
+    """Tokens a second over the last half minute."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        """`now_s` tells the time in seconds."""
+        self._now_s = now_s
+        self._began_s = now_s()
+        self._counts: deque[tuple[float, int]] = deque()
+        self._total = 0
+
+    def add(self, num_tokens: int) -> None:
+        """So many were computed or sampled just now."""
+        self._counts.append((self._now_s(), num_tokens))
+        self._total += num_tokens
+        self._forget()
+
+    def per_second(self) -> float:
+        """0 while nothing is known."""
+        self._forget()
+        span_s = min(_RATE_WINDOW_S, self._now_s() - self._began_s)
+        return self._total / span_s if span_s > 0 else 0.0
+
+    def _forget(self) -> None:
+        oldest_s = self._now_s() - _RATE_WINDOW_S
+        while self._counts and self._counts[0][0] < oldest_s:
+            self._total -= self._counts.popleft()[1]
+
+
+class Place:
+    """Room for some turns of one request, from `Limits.enter` until `leave`; a context manager."""
+
+    def __init__(self, limits: Limits, owner: str, num_turns: int, num_tokens: int) -> None:
+        """For `Limits.enter`."""
+        self.owner = owner
+        self.num_turns = num_turns
+        self.num_tokens = num_tokens
+        self._limits = limits
+        self._left = False
+
+    def leave(self, num_done_tokens: int = 0) -> None:
+        """Give it back; more than once is as good as once. `num_done_tokens` were computed meanwhile."""
+        if not self._left:
+            self._left = True
+            self._limits._leave(self, num_done_tokens)
+
+    def __enter__(self) -> Self:
+        """For `with`."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave."""
+        self.leave()
+
+
+class Limits:
+    """The places of one server. Used by the event loop's thread only."""
+
+    def __init__(self, engine: EngineService, settings: ServerSettings, now_s: Callable[[], float]) -> None:
+        """`now_s` tells the time in seconds, for the rate."""
+        self._engine = engine
+        self._settings = settings
+        self.rate = TokenRate(now_s)
+        self._num_inside = 0
+        self._num_waiting = 0
+        self._num_tokens = 0
+        self._in_flight: dict[str, int] = {}
+        self._queue: deque[tuple[asyncio.Future[None], Place]] = deque()
+
+    @property
+    def num_inside(self) -> int:
+        """Turns that the engine has."""
+        return self._num_inside
+
+    @property
+    def num_waiting(self) -> int:
+        """Turns that wait here."""
+        return self._num_waiting
+
+    def in_flight(self, owner: str) -> int:
+        """Turns that a key has, waiting or not."""
+        return self._in_flight.get(owner, 0)
+
+    def check_ready(self) -> None:
+        """Raise ApiError 503 unless the engine takes turns."""
+        state = self._engine.state
+        if state != "ready":
+            raise overloaded(_STATES[state], self.retry_after_s())
+
+    async def enter(self, owner: str, num_turns: int = 1, num_tokens: int = 0) -> Place:
+        """Room for turns that are given to the engine together, now or within the time that they may wait.
+
+        Args:
+          owner: whose they are.
+          num_turns: how many.
+          num_tokens: what is to be computed for them, as far as that is known.
+
+        Raises ApiError 429 where the key has too many, 503 where the queue is full, the wait too long, or the
+        engine takes none.
+        """
+        self.check_ready()
+        most = self._settings.max_in_flight_per_key
+        if self.in_flight(owner) + num_turns > most:
+            sentence = f"A key may have {most} turns at a time; wait for one of them."
+            raise rate_limited(sentence, self.retry_after_s())
+        place = Place(self, owner, num_turns, num_tokens)
+        if not self._queue and self._has_room(num_turns):
+            self._num_inside += num_turns
+            self._count(place, 1)
+            return place
+        most_waiting = self._settings.queue_per_running * self._engine.info.max_num_running
+        if self._num_waiting + num_turns > most_waiting:
+            raise self._overloaded("The queue is full; try again later.")
+        self._count(place, 1)
+        await self._wait(place)
+        return place
+
+    def retry_after_s(self) -> int:
+        """Whole seconds, 1 to 30, until what is waited for should be done."""
+        rate = self.rate.per_second()
+        if self._num_tokens == 0 or rate <= 0:
+            return 1
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(self._num_tokens / rate)))
+
+    # Inside
+
+    def _overloaded(self, sentence: str) -> ApiError:
+        return overloaded(sentence, self.retry_after_s())
+
+    def _has_room(self, num_turns: int) -> bool:
+        """Some wait in the engine, so that a place that falls free is taken by the very next step."""
+        most = self._engine.info.max_num_running
+        return self._num_inside + num_turns <= most + max(8, most // 4)
+
+    def _count(self, place: Place, sign: int) -> None:
+        left = self.in_flight(place.owner) + sign * place.num_turns
+        self._num_tokens += sign * place.num_tokens
+        if left:
+            self._in_flight[place.owner] = left
+        else:
+            del self._in_flight[place.owner]
+
+    async def _wait(self, place: Place) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append((turn, place))
+        self._num_waiting += place.num_turns
+        try:
+            async with asyncio.timeout(self._settings.queue_timeout_s):
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled():  # its place came in the same moment
+                place.leave()
+            else:
+                self._queue.remove((turn, place))
+                self._num_waiting -= place.num_turns
+                self._count(place, -1)
+                self._let_in()
+            if isinstance(error, TimeoutError):
+                waited = f"{self._settings.queue_timeout_s:g}"
+                raise self._overloaded(f"No place fell free within {waited} s; try again later.") from None
+            raise
+        self.check_ready_or_leave(place)
+
+    def check_ready_or_leave(self, place: Place) -> None:
+        """The engine may have ended while a turn waited."""
+        try:
+            self.check_ready()
+        except ApiError:
+            place.leave()
+            raise
+
+    def _leave(self, place: Place, num_done_tokens: int) -> None:
+        self._num_inside -= place.num_turns
+        self._count(place, -1)
+        if num_done_tokens:
+            self.rate.add(num_done_tokens)
+        self._let_in()
+
+    def _let_in(self) -> None:
+        while self._queue and self._has_room(self._queue[0][1].num_turns):
+            turn, place = self._queue.popleft()
+            self._num_waiting -= place.num_turns
+            self._num_inside += place.num_turns
+            turn.set_result(None)

@@ -1,0 +1,34 @@
+"""Rows of the table of routes.
+
+Owns: what is said of a route. Does not know: any route.
+Called by: modules of handlers, which have a list of rows each; the application, which serves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from pensieve_jax.server.http.call import Call
+from pensieve_jax.server.http.replies import Reply
+
+type Handler = Callable[[Call], Awaitable[Reply]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One method of one path.
+
+    Attributes:
+      method: GET, POST or DELETE. A GET answers HEAD as well.
+      path: with parameters in braces, as in "/v1/responses/{response_id}".
+      handler: gets the request and returns the answer, or raises.
+      needs_key: False answers those without a key; "off_loopback": where others than this machine can ask.
+      has_body: a POST without one is not asked for its content type.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    needs_key: bool | str = True
+    has_body: bool = True

@@ -1,0 +1,59 @@
+"""What a server is made of, as handlers get it.
+
+Owns: the list. Does not know: how the parts are made.
+Called by: whoever starts a server, which fills it; handlers, which read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pensieve_jax.server.async_engine import EngineService
+from pensieve_jax.server.context.resolver import Resolver
+from pensieve_jax.server.http.keys import ApiKeys
+from pensieve_jax.server.http.limits import Limits
+from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.metrics import Metrics
+from pensieve_jax.server.token_texts import TokenTexts
+from pensieve_jax.text import ChatFormat, Tokenizer
+
+
+@dataclass(slots=True, kw_only=True)
+class Services:
+    """The parts of one server.
+
+    Attributes:
+      engine: runs turns.
+      settings: limits and addresses.
+      keys: who may ask.
+      limits: places for turns.
+      metrics: what is counted.
+      tokenizer: the model's; None serves token ids only.
+      chat_format: the model's chat template; None where it has none.
+      defaults: sampling where a request says nothing: `temperature`, `top_p`, `top_k`.
+      resolver: finds the turn that a list of messages goes on from; see `server.context`.
+      token_texts: of the model's vocabulary.
+      history: reads what the history keeps beside turns; None keeps nothing.
+      now_s: seconds since the epoch; `started_at`: when the server began.
+    """
+
+    engine: EngineService
+    settings: ServerSettings
+    keys: ApiKeys
+    limits: Limits
+    metrics: Metrics
+    tokenizer: Tokenizer | None
+    chat_format: ChatFormat | None
+    defaults: dict[str, Any]
+    resolver: Resolver
+    token_texts: TokenTexts
+    history: Any
+    now_s: Callable[[], float]
+    started_at: int
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.settings.served_model_name or self.engine.info.model_name

@@ -1,0 +1,87 @@
+"""What whoever starts a server chooses about HTTP.
+
+Owns: the fields, their defaults, and which of them do not go together.
+Does not know: command lines, or what else a server is made of.
+Called by: the command that starts a server, and everything of `http` that has a limit to keep.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from pensieve_jax.core.errors import ConfigError
+
+MAX_BODY_BYTES = 10 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How a server listens, whom it lets in, and how long it waits.
+
+    Attributes:
+      host, port: where it listens; port 0 takes a free one.
+      api_keys_file: lines `owner:sha256 of the key`; None asks for no key, on loopback only.
+      cors_origin: pages of these origins may read answers; "*" is any.
+      allowed_hosts: names that clients may call this server by, beside those of loopback; without keys, a
+        request under any other name is refused.
+      served_model_name: what /v1/models calls the model; None: as it was given.
+      chat_history: "memory" keeps turns of Chat Completions until the engine ends, "durable" in the history.
+      max_body_bytes: of a request; `body_timeout_s`: until it must have come in.
+      max_in_flight_per_key: turns that one key may have at a time.
+      queue_per_running: how many turns may wait for each that can run.
+      queue_timeout_s: how long a turn waits for its place before it is refused.
+      heartbeat_s: a stream that is silent for so long gets a comment.
+      stall_timeout_s: a client that takes nothing for so long is let go.
+      drain_s: how long running turns may go on when the server is told to end.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys_file: str | None = None
+    cors_origin: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    served_model_name: str | None = None
+    chat_history: str = "memory"
+    max_body_bytes: int = MAX_BODY_BYTES
+    body_timeout_s: float = 30.0
+    max_in_flight_per_key: int = 64
+    queue_per_running: int = 2
+    queue_timeout_s: float = 60.0
+    heartbeat_s: float = 15.0
+    stall_timeout_s: float = 30.0
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for what cannot be, or would let anybody in."""
+        if self.chat_history not in ("memory", "durable"):
+            raise ConfigError("chat_history", self.chat_history, "memory or durable")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError("port", self.port, "from 0 to 65535")
+        if self.api_keys_file is None and not self.is_loopback:
+            limit = "a loopback address, such as 127.0.0.1, while no keys are asked for"
+            raise ConfigError("host", self.host, limit, "give --api_keys_file to serve others")
+        for name in ("max_body_bytes", "max_in_flight_per_key", "queue_per_running"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "at least 1")
+        timeouts = ("body_timeout_s", "queue_timeout_s", "heartbeat_s", "stall_timeout_s")
+        for name in timeouts:
+            if not getattr(self, name) > 0:
+                raise ConfigError(name, getattr(self, name), "above 0")
+        if not self.drain_s >= 0:
+            raise ConfigError("drain_s", self.drain_s, "at least 0")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only programs of this machine reach it."""
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or `localhost`, is of this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

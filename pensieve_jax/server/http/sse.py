@@ -1,0 +1,124 @@
+"""Streams of server-sent events.
+
+Owns: how an event is written, comments in silence, what happens when a client leaves or takes nothing.
+Does not know: what events say, or what to do about a turn whose client left: the iterator of events does.
+Called by: handlers, which return `Events`.
+
+Every event is one write, since some readers forget half an event between two reads. Nothing is queued here:
+while a client does not take an event, the next one is not asked for, and the turn merges its deltas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from starlette.types import Receive, Send
+
+from pensieve_jax.server.http.call import ClientGoneError, until_disconnect
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream, by OpenAI's rules."""
+_COMMENT = b": still here\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # or nginx would hold events back
+]
+
+
+def event(data: bytes, name: str | None = None) -> bytes:
+    """An event of one line of JSON, as it is written."""
+    if name is None:
+        return b"data: %b\n\n" % data
+    return b"event: %b\ndata: %b\n\n" % (name.encode("ascii"), data)
+
+
+@dataclass(slots=True)
+class Events:
+    """A stream of events, each as `event` writes it.
+
+    Attributes:
+      events: closed when the client leaves or takes nothing for too long, which it sees as GeneratorExit or
+        CancelledError: what it began, it ends then.
+      on_end: called once, however the stream ended; also where it never began.
+      heartbeat_s, stall_timeout_s: see `ServerSettings`.
+    """
+
+    events: AsyncGenerator[bytes]
+    heartbeat_s: float = 15.0
+    stall_timeout_s: float = 30.0
+    on_end: Callable[[], Awaitable[None]] | None = None
+
+    async def send(self, receive: Receive, send: Send) -> None:
+        """Write events until there are no more; raises ClientGoneError where the client left first."""
+        try:
+            async with aclosing(self.events):
+                await self._send_all(receive, send)
+        finally:
+            if self.on_end is not None:
+                await self.on_end()
+
+    async def _send_all(self, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        open_ = asyncio.timeout(None)  # without a time: somebody says when it is over
+        try:
+            async with open_:
+                writer = _Writer(send, self, open_)
+                watch = asyncio.ensure_future(_close_on_disconnect(receive, open_))
+                try:
+                    async for data in self.events:
+                        await writer.write(data)
+                finally:
+                    watch.cancel()
+                    writer.stop()
+        except TimeoutError as error:
+            if open_.expired():
+                raise ClientGoneError from error
+            raise
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _close_on_disconnect(receive: Receive, open_: asyncio.Timeout) -> None:
+    await until_disconnect(receive)
+    open_.reschedule(0.0)  # a time that has passed
+
+
+class _Writer:
+    """One client's writes; a timer that looks at them now and then, since one for each would cost more."""
+
+    def __init__(self, send: Send, settings: Events, open_: asyncio.Timeout) -> None:
+        self._send = send
+        self._settings = settings
+        self._open = open_
+        self._loop = asyncio.get_running_loop()
+        self._period_s = min(settings.heartbeat_s, settings.stall_timeout_s) / 4
+        self._lock = asyncio.Lock()
+        self._write_began_s: float | None = None
+        self._last_write_s = self._loop.time()
+        self._comment: asyncio.Future[None] | None = None
+        self._timer = self._loop.call_later(self._period_s, self._look)
+
+    async def write(self, data: bytes) -> None:
+        async with self._lock:  # a comment may be on its way
+            self._write_began_s = self._loop.time()
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            self._write_began_s = None
+            self._last_write_s = self._loop.time()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+        if self._comment is not None:
+            self._comment.cancel()
+
+    def _look(self) -> None:
+        now_s = self._loop.time()
+        if self._write_began_s is not None:
+            if now_s - self._write_began_s >= self._settings.stall_timeout_s:
+                self._open.reschedule(0.0)
+                return
+        elif now_s - self._last_write_s >= self._settings.heartbeat_s and not self._lock.locked():
+            self._comment = asyncio.ensure_future(self.write(_COMMENT))
+        self._timer = self._loop.call_later(self._period_s, self._look)

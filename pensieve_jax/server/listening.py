@@ -1,0 +1,234 @@
+"""A server's process from its start to its end: an engine, an application in front of it, and signals.
+
+Owns: in which order the two start and end, what signals mean, the socket that is listened on, and the file
+of a history that nobody wants to keep.
+Does not know: what the application does, command lines, or how an engine runs.
+Called by: `pensieve serve`.
+
+The first SIGTERM or Ctrl-C drains: no more turns are taken, those that run get their time, and the status is
+0. The second ends everything at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.server.engine_process.public import AsyncEngine
+
+EXIT_AT_ONCE: Final = 128 + signal.SIGTERM
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 75  # clients' pools keep connections for a minute or so, and must not find them closed
+_log = logging.getLogger(__name__)
+_GOODBYE_S = 5  # for answers that are complete and still on their way
+
+
+class Signals:
+    """What this process was told. Whoever enters it takes over SIGTERM, SIGINT and SIGHUP."""
+
+    def __init__(self, on_hangup: Callable[[], object]) -> None:
+        """Nothing yet."""
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self._on_hangup = on_hangup
+
+    def __enter__(self) -> Signals:
+        """Take the signals over."""
+        loop = asyncio.get_running_loop()
+        for number in _ENDING:
+            loop.add_signal_handler(number, self._end)
+        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give them back."""
+        for number in (*_ENDING, signal.SIGHUP):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _end(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+    def _hang_up(self) -> None:
+        try:
+            self._on_hangup()
+        except ConfigError as error:
+            _log.error("%s", error)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to us, and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        """Not yet."""
+        super().__init__(config)
+        self.listens = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        self.listens.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None are captured."""
+        yield
+
+
+def serve(
+    start: Callable[[], AsyncEngine],
+    make_application: Callable[[AsyncEngine], ASGIApp],
+    listening: socket.socket,
+    *,
+    drain_s: float,
+    announce: Callable[[AsyncEngine, str], None],
+    on_hangup: Callable[[], object] = lambda: None,
+) -> int:
+    """Serve until told to end; the exit status.
+
+    Args:
+      start: an engine that is not started yet.
+      make_application: what answers, of the engine when it is ready.
+      listening: as `bind` returns it; closed at the end.
+      drain_s: how long turns may go on.
+      announce: called with the engine and the address once both are ready.
+      on_hangup: called for a SIGHUP; a ConfigError that it raises is logged.
+
+    Raises what keeps the engine from starting.
+    """
+
+    async def work() -> int:
+        with Signals(on_hangup) as signals:
+            return await _serve(start, make_application, listening, drain_s, announce, signals)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work())
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket for this address; before minutes of loading, so that clients are refused until it listens.
+
+    Raises ConfigError for an address that is taken, or not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except OSError:
+            found.close()
+            raise
+    except OSError as error:
+        problem = error.strerror or str(error)
+        raise ConfigError(
+            "--host and --port", f"{host}:{port}", "a free address of this machine", problem
+        ) from error
+    return found
+
+
+def address_of(listening: socket.socket) -> str:
+    """Where clients find it."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def history_file(path: str | None) -> Iterator[str]:
+    """The file of the history: `path`, or one that nobody else can read and that is gone at the end."""
+    if path is not None:
+        yield path
+        return
+    directory = Path(tempfile.mkdtemp(prefix="pensieve-"))  # of mode 0700
+    try:
+        yield str(directory / "history.sqlite")
+    finally:
+        shutil.rmtree(directory)
+
+
+async def _serve(
+    start: Callable[[], AsyncEngine],
+    make_application: Callable[[AsyncEngine], ASGIApp],
+    listening: socket.socket,
+    drain_s: float,
+    announce: Callable[[AsyncEngine, str], None],
+    signals: Signals,
+) -> int:
+    engine = start()
+    with contextlib.closing(listening):
+        try:
+            if not await _until(signals.first, engine.open()):
+                return 0
+            server = _Uvicorn(
+                uvicorn.Config(
+                    make_application(engine),
+                    log_level="warning",
+                    access_log=False,
+                    backlog=_BACKLOG,
+                    timeout_keep_alive=_KEEP_ALIVE_S,
+                    timeout_graceful_shutdown=_GOODBYE_S,
+                    server_header=False,
+                )
+            )
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            if not await _until(server.listens, _outcome(serving)):
+                announce(engine, address_of(listening))
+            return await _until_told(engine, server, serving, signals, drain_s)
+        finally:
+            await engine.close()
+
+
+async def _until_told(
+    engine: AsyncEngine, server: _Uvicorn, serving: asyncio.Task[None], signals: Signals, drain_s: float
+) -> int:
+    """Serve until the first signal, then drain, until the second."""
+    await _until(signals.first, _outcome(serving))
+    if await _until(signals.second, _drain(engine, server, serving, drain_s)):
+        return 0
+    server.force_exit = server.should_exit = True
+    engine.kill()
+    await serving
+    return EXIT_AT_ONCE
+
+
+async def _drain(engine: AsyncEngine, server: _Uvicorn, serving: asyncio.Task[None], drain_s: float) -> None:
+    """Turns first, which clients are still told of; then connections."""
+    await engine.drain(drain_s)
+    server.should_exit = True
+    await _outcome(serving)
+
+
+async def _outcome(task: asyncio.Task[None]) -> None:
+    """Wait for a task that goes on when this does not."""
+    await asyncio.shield(task)
+
+
+async def _until(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
+    """Whether `work` came to its end before the event, which cancels it; raises what it raises."""
+    doing = asyncio.create_task(work)
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({doing, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            await doing
+            return True
+        doing.cancel()
+        await asyncio.wait({doing})
+        return False
+    finally:
+        waiting.cancel()

@@ -1,0 +1,121 @@
+"""`pensieve serve` as a process: it says where, answers, and ends well; what it refuses is one line."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from pensieve_jax.commands.launch import EXIT_BAD_INPUT
+from tests.launching import ROOT, TINY_MODEL
+
+TIMEOUT_S = 120
+SIZES = ("--gpu_pages=24", "--max_num_running=8", "--max_num_batched_tokens=64", "--token_buckets=64")
+
+
+class Server:
+    """A started command and a client of it."""
+
+    def __init__(self, *flags: str) -> None:
+        command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "serve.py"), "--port=0", *flags]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.line = self.process.stdout.readline()
+        address = urlsplit(self.line.split()[-1])
+        self.host, self.port = address.hostname, address.port
+
+    def ask(self, method: str, path: str, body: Any = None, key: str = "") -> tuple[int, Any]:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=TIMEOUT_S)
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            connection.close()
+
+    def chat(self, *contents: str, key: str = "") -> tuple[int, Any]:
+        roles = ["user", "assistant"] * len(contents)
+        messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+        body = {"messages": messages, "max_completion_tokens": 8, "temperature": 0, "model": TINY_MODEL}
+        return self.ask("POST", "/v1/chat/completions", body, key)
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.stdout.close()
+        return self.process.wait(TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("serve") / "keys"
+    path.write_text(f"ada:{hashlib.sha256(b'first').hexdigest()}\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(compilation_cache: str, keys_file: Path) -> Iterator[Server]:
+    server = Server(
+        f"--model={TINY_MODEL}",
+        "--dtype=float32",
+        f"--compilation_cache_dir={compilation_cache}",
+        f"--api_keys_file={keys_file}",
+        *SIZES,
+    )
+    yield server
+    assert server.end() == 0
+
+
+def test_it_says_where_and_answers_at_once(server: Server) -> None:
+    assert server.line == f"serving {TINY_MODEL} at http://127.0.0.1:{server.port}\n"
+    assert server.ask("GET", "/ready")[0] == 200
+    status, answer = server.chat("Hello", key="first")
+    assert status == 200, answer
+    reply = answer["choices"][0]["message"]["content"]
+    status, answer = server.chat("Hello", reply, "And now?", key="first")
+    assert status == 200, answer
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_the_front_has_no_jax(server: Server) -> None:
+    assert "jaxlib" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+
+
+def test_keys_are_read_again_for_a_hangup(server: Server, keys_file: Path) -> None:
+    assert server.chat("Hello", key="second")[0] == 401
+    with keys_file.open("a") as file:
+        file.write(f"bob:{hashlib.sha256(b'second').hexdigest()}\n")
+    server.process.send_signal(signal.SIGHUP)
+    while server.chat("Hello", key="second")[0] == 401:
+        pass
+    assert server.chat("Hello", key="second")[0] == 200
+
+
+def refused(*flags: str, code: str = "") -> str:
+    """Standard error of a start that is refused."""
+    start = "runpy.run_path('scripts/serve.py', run_name='__main__')"
+    script = f"import runpy, sys\n{code}\nsys.argv[1:] = {flags!r}\n{start}"
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == EXIT_BAD_INPUT, done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+    return done.stderr
+
+
+def test_what_cannot_be_served_is_told_in_a_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert f"127.0.0.1:{port}" in refused(f"--port={port}")
+    assert "api_keys_file" in refused("--host=0.0.0.0")
+    missing = refused(code="sys.modules['uvicorn'] = None")
+    assert 'pip install "pensieve-jax[server]"' in missing and "uvicorn" in missing
+    assert "/no/such/model" in refused("--model=/no/such/model", "--port=0")

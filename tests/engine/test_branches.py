@@ -1,0 +1,381 @@
+"""Turns placed in trees: extended, forked, loaded, found by their chunks, and always answered alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.cache import Role
+from pensieve_jax.core.errors import (
+    ContextLengthError,
+    HistoryError,
+    InvalidRequestError,
+    StepFailedError,
+    UnknownTurnError,
+)
+from pensieve_jax.core.prefix import SharedPrefix
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.turn_node import TurnNode, TurnOrigin, new_turn_id
+from pensieve_jax.engine.validation import TurnSpec
+from tests.engine.harness import Harness, small_config
+from tests.engine.trees import Forest
+
+CHUNK = 16
+
+
+def forest(*, path=None, **config):
+    return Forest(Harness(small_config(**config), path=path))
+
+
+def usage_of(sent):
+    """Tokens of the context that were there, and that were computed."""
+    usage = sent.turn.output.usage
+    return usage.reused_gpu_tokens + usage.swapped_in_tokens, usage.recomputed_tokens + usage.prefilled_tokens
+
+
+def test_a_turn_behind_the_latest_one_extends_its_branch():
+    trees = forest()
+    first = trees.turn(prompt=40)
+    (second,) = trees.send(first, 10)
+    assert second.turn.origin == TurnOrigin("extended", 48)
+    trees.settle(second)
+    assert usage_of(second) == (47, 11), "but for the last token of the reply before"
+    assert trees.engine.stats()["num_live_conversations"] == 1
+    assert second.turn.output.conversation_id is None
+
+
+def test_a_turn_behind_an_earlier_one_forks():
+    trees = forest()
+    first = trees.turn(prompt=40)
+    trees.turn(first, 10)
+    (other,) = trees.send(first, 10, seed=3)
+    assert other.turn.origin == TurnOrigin("forked", 48)
+    trees.settle(other)
+    assert usage_of(other) == (48, 10), "three chunks, the last of which the other branch has filled"
+    assert trees.engine.stats()["num_live_conversations"] == 2
+
+
+def test_a_fork_computes_no_more_than_the_rest_of_a_chunk():
+    trees = forest()
+    first = trees.turn(prompt=41)
+    trees.turn(first, 3, max_tokens=2)
+    (other,) = trees.send(first, 10, seed=3)
+    trees.settle(other)
+    assert usage_of(other) == (48, 49 + 10 - 48)
+
+
+def test_siblings_run_side_by_side():
+    trees = forest()
+    first = trees.turn(prompt=40)
+    siblings = [trees.send(first, 5 + number, seed=number)[0] for number in range(4)]
+    assert [one.turn.origin.kind for one in siblings] == ["extended", "forked", "forked", "forked"]
+    trees.harness.step(2)
+    assert sum(one.turn.request.sequence.role is Role.RUNNING for one in siblings) == 4
+    trees.settle(*siblings)
+    for one in siblings[1:]:
+        assert usage_of(one)[0] == 2 * CHUNK, "the third chunk was not full when they forked"
+
+
+def test_a_turn_that_is_generated_again_finds_its_prompt_too():
+    trees = forest()
+    first = trees.turn(prompt=40)
+    prompt = trees.harness.prompt(50, 9)
+    trees.turn(first, prompt, max_tokens=20)
+    (again,) = trees.send(first, prompt, seed=1)
+    assert again.turn.origin == TurnOrigin("forked", 6 * CHUNK)
+    trees.settle(again)
+    assert usage_of(again) == (6 * CHUNK, 48 + 50 - 6 * CHUNK)
+
+
+@pytest.mark.parametrize("parent_len", [None, 40, 41])
+def test_choices_share_what_none_of_them_has_computed(parent_len):
+    trees = forest()
+    parent = None if parent_len is None else trees.turn(prompt=parent_len)
+    num_before = 0 if parent is None else len(trees.tokens[parent])
+    choices = trees.send(parent, 100, number=3)
+    kinds = [one.turn.origin.kind for one in choices]
+    assert kinds == ["new" if parent is None else "extended", "forked", "forked"]
+    trees.settle(*choices)
+    num_computed = sum(usage_of(one)[1] for one in choices)
+    num_context = num_before + 100
+    num_shared = (num_context - 1) // CHUNK * CHUNK
+    num_found = max(num_before - 1, 0) // CHUNK * CHUNK
+    assert num_computed == num_context - num_found + 2 * (num_context - num_shared)
+    assert len({one.turn.output.token_ids for one in choices}) == 1, "greedy choices are alike"
+
+
+def test_a_choice_that_is_cancelled_leaves_the_others_what_they_share():
+    trees = forest()
+    parent = trees.turn(prompt=40)
+    choices = trees.send(parent, 100, number=3)
+    trees.harness.step(1)
+    trees.engine.cancel(choices[0].turn)
+    trees.engine.check_integrity()
+    trees.settle(*choices[1:])
+    (again,) = trees.send(parent, 5)
+    assert again.turn.origin.kind == "extended"
+    trees.settle(again)
+
+
+def test_a_cancelled_fork_leaves_nothing_behind():
+    trees = forest()
+    first = trees.turn(prompt=40)
+    trees.turn(first, 10)
+    (other,) = trees.send(first, 10, seed=3)
+    trees.harness.step(1)
+    trees.engine.cancel(other.turn)
+    trees.engine.check_integrity()
+    assert trees.engine.stats()["num_live_conversations"] == 1
+    (new,) = trees.send(None, 20)
+    trees.engine.cancel(new.turn)
+    assert trees.engine.stats()["num_live_conversations"] == 1
+    with pytest.raises(UnknownTurnError):
+        trees.engine.submit([TurnSpec((1,), SamplingParams(), node=_behind(new.node.turn_id))])
+
+
+def _behind(turn_id, owner="ann", **more):
+    return TurnNode(turn_id=new_turn_id(turn_id), parent_id=turn_id, owner=owner, **more)
+
+
+def test_a_parent_in_the_history_is_loaded(tmp_path):
+    path = tmp_path / "history.sqlite"
+    trees = forest(path=path)
+    first = trees.turn(prompt=40)
+    second = trees.turn(first, 10)
+    known = trees.tokens
+    trees.engine.close()
+    trees = forest(path=path)
+    trees.tokens = known
+    (third,) = trees.send(second, 10)
+    assert third.turn.origin == TurnOrigin("loaded", 0)
+    trees.settle(third)
+    (fourth,) = trees.send(first, 30)
+    assert fourth.turn.origin == TurnOrigin("forked", 48), "its parent came with the path to another turn"
+    trees.settle(fourth)
+
+
+def test_a_path_that_is_loaded_begins_with_what_is_in_memory():
+    trees = forest()
+    first = trees.turn(prompt=40)
+    second = trees.turn(first, 30)
+    table = trees.engine.conversations
+    table.forget(table.branches.at("ann", second)[0])
+    trees.turn(first, 5)
+    (third,) = trees.send(second, 10)
+    assert third.turn.origin == TurnOrigin("loaded", 3 * CHUNK)
+    trees.settle(third)
+    assert usage_of(third)[0] == 3 * CHUNK
+
+
+def test_a_turn_without_a_parent_finds_the_chunks_that_it_begins_with():
+    trees = forest()
+    first = trees.turn(prompt=40)
+    resent = (*trees.tokens[first], *trees.harness.prompt(20, 7))
+    (again,) = trees.send(None, resent)
+    assert again.turn.origin == TurnOrigin("chunks", 3 * CHUNK)
+    trees.settle(again)
+    assert usage_of(again) == (2 * CHUNK, 48 + 20 - 2 * CHUNK), "the last token of a reply was never computed"
+    (other,) = trees.send(None, (*resent[:20], 1, *resent[21:]))
+    assert other.turn.origin == TurnOrigin("chunks", CHUNK)
+    trees.settle(other)
+
+
+def test_all_of_a_context_is_never_found():
+    """The last token must be computed, since the next one is sampled from it."""
+    trees = forest()
+    prompt = trees.harness.prompt(4 * CHUNK)
+    trees.turn(None, prompt)
+    (again,) = trees.send(None, prompt)
+    assert again.turn.origin == TurnOrigin("chunks", 3 * CHUNK)
+    trees.settle(again)
+    trees.settle(*trees.send(None, trees.harness.prompt(2 * CHUNK, 5), number=2))
+
+
+def test_owners_share_nothing():
+    trees = forest()
+    first = trees.turn(prompt=60)
+    prompt = trees.harness.prompt(60)
+    (other,) = trees.send(None, prompt, owner="bob")
+    assert other.turn.origin == TurnOrigin("new", 0)
+    trees.settle(other)
+    assert usage_of(other) == (0, 60)
+    with pytest.raises(UnknownTurnError):
+        trees.send(first, 5, owner="bob")
+    assert trees.engine.chunk_map("carol") == []
+
+
+def test_what_is_not_durable_lasts_as_long_as_its_state():
+    trees = forest()
+    first = trees.turn(prompt=40, durable=False)
+    (second,) = trees.send(first, 10, durable=False)
+    assert second.turn.origin.kind == "extended"
+    trees.settle(second)
+    assert not trees.harness.store.commits
+    trees.forget_all()
+    with pytest.raises(UnknownTurnError):
+        trees.send(second.node.turn_id, 10, durable=False)
+
+
+def test_a_durable_turn_has_durable_parents():
+    trees = forest()
+    first = trees.turn(prompt=40)
+    second = trees.turn(first, 10, durable=False)
+    with pytest.raises(InvalidRequestError, match=r"durable is True, but must be False behind the turn"):
+        trees.send(second, 10)
+    third = trees.turn(first, 10, seed=3)
+    trees.forget_all()
+    assert trees.turn(third, 5)
+
+
+def test_idle_branches_leave_memory_with_time():
+    trees = forest(idle_ttl_s=60.0)
+    first = trees.turn(prompt=40, durable=False)
+    trees.harness.clock.advance(59)
+    trees.engine.expire_idle()
+    second = trees.turn(first, 10, durable=False)
+    trees.harness.clock.advance(61)
+    trees.engine.expire_idle()
+    with pytest.raises(UnknownTurnError):
+        trees.send(second, 10, durable=False)
+    assert trees.engine.stats()["num_live_conversations"] == 0
+
+
+def test_no_more_branches_stay_than_conversations_may():
+    trees = forest(max_idle_conversations=2)
+    turns = []
+    for number in range(4):
+        turns.append(trees.turn(prompt=20, seed=number, durable=False))
+        trees.harness.clock.advance(1)
+    trees.engine.expire_idle()
+    for turn_id in turns[:2]:
+        with pytest.raises(UnknownTurnError):
+            trees.send(turn_id, 5, durable=False)
+    trees.turn(turns[3], 5, durable=False)
+
+
+def test_branches_that_lost_their_state_are_swept():
+    trees = forest(gpu_pages=20)
+    turns = [trees.turn(prompt=100, seed=number) for number in range(70)]
+    assert trees.engine.stats()["num_live_conversations"] < 70
+    (again,) = trees.send(turns[0], 10)
+    assert again.turn.origin.kind == "loaded"
+    trees.settle(again)
+
+
+def test_a_turn_that_cannot_be_placed_queues_none_of_its_call():
+    trees = forest()
+    first = trees.turn(prompt=40)
+    good = TurnSpec((1, 2), SamplingParams(), node=_behind(first))
+    node = _behind(first)
+    prefix = SharedPrefix((1, 2, 3))
+    bad = [
+        (TurnSpec((1,), SamplingParams(), node=_behind(new_turn_id())), UnknownTurnError),
+        (TurnSpec((1,), SamplingParams(), node=_behind(first, owner="bob")), UnknownTurnError),
+        (TurnSpec((1,), SamplingParams(), node=good.node), InvalidRequestError),
+        (TurnSpec((1,), SamplingParams(), "alice", node=node), InvalidRequestError),
+        (TurnSpec((1,), SamplingParams(), prefix=prefix, node=node), InvalidRequestError),
+        (TurnSpec((1,), SamplingParams(), node="a turn"), InvalidRequestError),
+        (TurnSpec((1,) * 600, SamplingParams(), node=node), ContextLengthError),
+        (TurnSpec((), SamplingParams(), node=node), InvalidRequestError),
+        (TurnSpec((1,), SamplingParams(), node=TurnNode(turn_id=first, owner="ann")), InvalidRequestError),
+    ]
+    for spec, error in bad:
+        with pytest.raises(error):
+            trees.engine.submit([good, spec])
+        assert not trees.engine.has_unfinished
+        trees.engine.check_integrity()
+    running = trees.engine.submit([good])[0]
+    with pytest.raises(InvalidRequestError, match="turn_id"):
+        trees.engine.submit([good])
+    assert running.origin.kind == "extended"
+
+
+def test_a_turn_that_fails_leaves_its_parent_as_it_was():
+    trees = forest()
+    first = trees.turn(prompt=40)
+    (failed,) = trees.send(first, 10)
+    trees.harness.runner.faults["dispatch"] = lambda: StepFailedError("the device failed")
+    trees.harness.drain()
+    assert isinstance(failed.turn.error, StepFailedError)
+    (refused,) = trees.send(first, 10)
+    trees.harness.store.faults["commit"] = lambda: HistoryError("the disk is full")
+    trees.harness.drain()
+    assert isinstance(refused.turn.error, HistoryError)
+    trees.turn(first, 10)
+
+
+def test_a_branch_of_a_stateless_engine_finds_its_tokens_and_no_state():
+    trees = forest(stateful=False)
+    first = trees.turn(prompt=40)
+    siblings = trees.send(first, 10, number=2)
+    trees.settle(*siblings)
+    assert [usage_of(one) for one in siblings] == [(0, 58), (0, 58)]
+
+
+def test_the_chunks_of_an_owner_are_shown_once():
+    trees = forest(cpu_pages=40)
+    first = trees.turn(prompt=40)
+    (shown,) = trees.engine.chunk_map("ann")
+    assert shown == (first, 48, False, 0, 0, "3g")
+    second = trees.turn(first, 40)
+    (third,) = trees.send(first, 20, seed=2)
+    one, two = trees.engine.chunk_map("ann")
+    assert one == (second, 96, False, 3, 0, "6g")
+    assert two == (first, 68, True, 3, 3, "")
+    trees.settle(third)
+    assert trees.engine.push_out_turn("ann", second) == 6
+    trees.harness.step()
+    trees.harness.finish_copies()
+    one, two = trees.engine.chunk_map("ann")
+    assert one.states == "6c" and (two.turn_id, two.first, two.states) == (third.node.turn_id, 3, "2g")
+    trees.engine.forget_turn_state("ann", third.node.turn_id)
+    (one, two) = trees.engine.chunk_map("ann")
+    assert one.states == "6c" and two.states == ""
+    trees.turn(second, 5)
+    trees.turn(third.node.turn_id, 5)
+
+
+def test_state_is_reached_by_turn():
+    trees = forest(cpu_pages=40)
+    first = trees.turn(prompt=40)
+    trees.forget_all()
+    assert trees.engine.push_out_turn("ann", first) == 0, "it is in the history only"
+    trees.engine.forget_turn_state("ann", first)
+    for call in (trees.engine.push_out_turn, trees.engine.forget_turn_state):
+        with pytest.raises(UnknownTurnError):
+            call("bob", first)
+        with pytest.raises(InvalidRequestError):
+            call("ann", "no turn")
+
+
+def test_a_named_conversation_forks_with_its_state():
+    harness = Harness()
+    harness.turn("alice", 60)
+    harness.engine.fork("alice", "bob", 40)
+    assert harness.history("bob") == harness.history("alice")[:40]
+    output = harness.turn("bob", 10)
+    assert output.usage.reused_gpu_tokens == 2 * CHUNK
+    harness.turn("alice", 10)
+    harness.check_empty()
+
+
+def test_a_running_conversation_forks_at_what_was_committed():
+    harness = Harness()
+    harness.turn("alice", 60)
+    running = harness.submit(harness.facts(harness.prompt(30, 4), "alice", max_tokens=20), "alice")
+    harness.step(3)
+    harness.engine.fork("alice", "bob")
+    harness.engine.check_integrity()
+    output = harness.turn("bob", 10)
+    assert output.usage.reused_gpu_tokens == len(harness.history("alice")) // CHUNK * CHUNK or running.done
+    harness.check_empty()
+
+
+def test_everything_is_free_in_the_end():
+    trees = forest(cpu_pages=20)
+    first = trees.turn(prompt=40)
+    for number in range(6):
+        trees.turn(first, 40, seed=number)
+    trees.forget_all()
+    trees.harness.check_empty()
+    index = trees.engine.conversations.branches
+    assert not len(index._chunks) and not index._by_turn and not index._by_owner and not index._running

@@ -1,0 +1,93 @@
+"""Turns of trees through an observed engine, and what each must answer: what tests of branches build on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pensieve_jax.cache import CachedSequence
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.turn_node import TurnNode, new_turn_id
+from pensieve_jax.engine.turn import Turn
+from pensieve_jax.engine.validation import TurnSpec
+from tests.engine.harness import Harness
+from tests.engine.oracles import TurnFacts
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A turn that was sent, and what it is a function of."""
+
+    turn: Turn
+    node: TurnNode
+    facts: TurnFacts
+
+
+class Forest:
+    """Trees of turns in one engine.
+
+    Attributes:
+      tokens: of the context up to and including a turn that was answered, by its id.
+    """
+
+    def __init__(self, harness: Harness) -> None:
+        self.harness = harness
+        self.engine = harness.engine
+        self.tokens: dict[str, tuple[int, ...]] = {}
+
+    def facts(self, parent: str | None, prompt: Sequence[int], seed: int = 0, **params: object) -> TurnFacts:
+        """What a turn behind `parent` would be a function of."""
+        history = () if parent is None else self.tokens[parent]
+        parameters = SamplingParams(**{"ignore_eos": True, "seed": seed, "max_tokens": 8} | params)
+        return TurnFacts(history, tuple(prompt), parameters, seed, self.harness.max_context_tokens)
+
+    def send(
+        self,
+        parent: str | None = None,
+        prompt: Sequence[int] | int = 40,
+        *,
+        seed: int = 0,
+        number: int = 1,
+        owner: str = "ann",
+        durable: bool = True,
+        **params: object,
+    ) -> list[Sent]:
+        """Queue a turn, or several choices of one."""
+        if isinstance(prompt, int):
+            prompt = self.harness.prompt(prompt, seed)
+        sent, specs = [], []
+        for choice in range(number):
+            facts = self.facts(parent, prompt, seed + choice, **params)
+            node = TurnNode(turn_id=new_turn_id(parent), parent_id=parent, owner=owner, durable=durable)
+            specs.append(TurnSpec(facts.prompt, facts.params, node=node))
+            sent.append((node, facts))
+        turns = self.harness.submit_all(specs)
+        return [Sent(turn, node, facts) for turn, (node, facts) in zip(turns, sent, strict=True)]
+
+    def settle(self, *sent: Sent) -> list[str]:
+        """Run turns to their ends, and check them against the reference; their ids."""
+        outputs = self.harness.run(*(one.turn for one in sent))
+        for one, output in zip(sent, outputs, strict=True):
+            self.check(one, output.token_ids)
+        return [one.node.turn_id for one in sent]
+
+    def check(self, sent: Sent, token_ids: Sequence[int]) -> None:
+        """A turn was answered with these."""
+        self.harness.bench.check_tokens(sent.facts, token_ids, whole=True)
+        self.tokens[sent.node.turn_id] = (*sent.facts.history, *sent.facts.prompt, *token_ids)
+
+    def turn(self, parent: str | None = None, prompt: Sequence[int] | int = 40, **more: object) -> str:
+        """Send a turn and run it to its end; its id."""
+        return self.settle(*self.send(parent, prompt, **more))[0]
+
+    def sequence(self, turn_id: str, owner: str = "ann") -> CachedSequence:
+        """The state of a branch that ends with a turn, or that has it."""
+        return self.engine.conversations.branches.at(owner, turn_id)[0].sequence
+
+    def forget_all(self) -> None:
+        """Take every idle branch out of memory, as a sweep does with those that lost their state."""
+        table = self.engine.conversations
+        for live in list(table._live.values()):
+            if not live.busy:
+                table.forget(live)
+        self.engine.check_integrity()

@@ -1,0 +1,233 @@
+"""Responses in the background: queued before the answer, alone at work, cancelled, followed, run again."""
+
+from __future__ import annotations
+
+import time
+
+import openai
+import pytest
+
+from pensieve_jax.core.errors import EngineDiedError, StepFailedError
+from pensieve_jax.history.changes import QueueResponse
+from tests.server.api.live import START_S, LiveServer
+
+
+@pytest.fixture
+def server(tmp_path):
+    with LiveServer(tmp_path / "history.sqlite") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with server.client() as made:
+        yield made
+
+
+def turn_of(server, index: int = -1):
+    """The engine's turn, once it is there."""
+    wait_until(lambda: len(server.engine.turns) > (index if index >= 0 else 0))
+    return server.engine.turns[index]
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def feed(server, turn, *pieces: str, end: bool = False) -> None:
+    def work() -> None:
+        for piece in pieces:
+            turn.feed(piece)
+        if end:
+            turn.feed("", (257,))
+            turn.finish()
+
+    server.on_loop(work)
+
+
+def ended(client, response_id: str):
+    wait_until(lambda: client.responses.retrieve(response_id).status not in ("queued", "in_progress"))
+    return client.responses.retrieve(response_id)
+
+
+def test_queued_running_completed(server, client):
+    queued = client.responses.create(input="hi", background=True)
+    assert queued.status == "queued" and queued.background and queued.output == [] and queued.usage is None
+    assert isinstance(server.engine.changes[-1], QueueResponse)
+    turn = turn_of(server)
+    assert f"resp_{turn.turn_id}" == queued.id and turn.spec.params.seed is not None
+    feed(server, turn, "hel")
+    wait_until(lambda: client.responses.retrieve(queued.id).status == "in_progress")
+    feed(server, turn, "lo", end=True)
+    done = ended(client, queued.id)
+    assert done.output_text == "hello" and done.status == "completed" and done.id == queued.id
+    following = client.responses.create(input="and", previous_response_id=queued.id, background=True)
+    feed(server, turn_of(server, 1), "so", end=True)
+    assert ended(client, following.id).output_text == "so"
+
+
+def test_it_runs_on_when_its_client_leaves(server, client):
+    with client.responses.create(input="hi", background=True, stream=True) as stream:
+        first = next(iter(stream))
+    turn = turn_of(server)
+    feed(server, turn, "hello", end=True)
+    assert ended(client, first.response.id).output_text == "hello"
+    assert not turn.cancelled
+
+
+def test_a_stream_is_the_same_from_wherever_it_is_followed(server, client):
+    stream = iter(client.responses.create(input="hi", background=True, stream=True))
+    created, queued = next(stream), next(stream)
+    assert (created.type, queued.type) == ("response.created", "response.queued")
+    turn = turn_of(server)
+    feed(server, turn, "a\u00e9", "\U0001f600 b")  # two bytes, and four, for one character each
+    live = [created, queued, *(next(stream) for _ in range(4))]
+    response_id = created.response.id
+    late = iter(client.responses.retrieve(response_id, stream=True, starting_after=4))
+    feed(server, turn, "c", end=True)
+    live += list(stream)
+    assert [event.sequence_number for event in live] == list(range(len(live)))
+    deltas = [event.delta for event in live if event.type == "response.output_text.delta"]
+    assert deltas == ["a", "\u00e9", "\U0001f600", " ", "b", "c"]
+    ended(client, response_id)
+    kept = [event.to_dict() for event in client.responses.retrieve(response_id, stream=True)]
+    assert [event.to_dict() for event in live] == kept
+    assert [event.to_dict() for event in late] == kept[5:]
+
+
+def test_after_a_restart_it_runs_again_with_the_same_seed_and_numbers(tmp_path):
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path) as server, server.client() as client:
+        stream = iter(client.responses.create(input="hi", background=True, stream=True))
+        first = next(stream)
+        turn = turn_of(server)
+        feed(server, turn, "hel")
+        before = [first, *(next(stream) for _ in range(5))]
+        seed, node, prompt = turn.spec.params.seed, turn.spec.node, turn.spec.prompt_token_ids
+    with LiveServer(path, start_s=START_S + 5) as server, server.client() as client:
+        turn = turn_of(server)
+        assert (turn.spec.params.seed, list(turn.spec.prompt_token_ids)) == (seed, list(prompt))
+        assert (turn.spec.node.turn_id, turn.spec.node.chain) == (node.turn_id, node.chain)
+        feed(server, turn, "hello", end=True)
+        assert ended(client, first.response.id).output_text == "hello"
+        events = [event.to_dict() for event in client.responses.retrieve(first.response.id, stream=True)]
+        assert events[: len(before)] == [event.to_dict() for event in before]
+
+
+def test_an_engine_that_dies_is_survived(server, client):
+    stream = iter(client.responses.create(input="hi", background=True, stream=True))
+    first = next(stream)
+    turn = turn_of(server)
+    feed(server, turn, "hel")
+    server.on_loop(lambda: turn.fail(EngineDiedError("The engine's process died.")))
+    wait_until(lambda: len(server.engine.turns) == 2)
+    again = server.engine.turns[1]
+    assert again.spec.params == turn.spec.params
+    feed(server, again, "hello", end=True)
+    assert ended(client, first.response.id).output_text == "hello"
+    rest = list(stream)
+    assert rest[-1].type == "response.completed" and rest[-1].response.output_text == "hello"
+
+
+def test_what_was_committed_before_the_engine_died_does_not_run_again(server, client):
+    queued = client.responses.create(input="hi", background=True)
+    turn = turn_of(server)
+
+    def commit_and_die() -> None:
+        turn.feed("hello")
+        turn.finish()
+        turn.output = None
+        turn.fail(EngineDiedError("The engine's process died."))
+
+    server.on_loop(commit_and_die)
+    assert ended(client, queued.id).output_text == "hello"
+    wait_until(lambda: not server.responses.background._runs)
+    assert len(server.engine.turns) == 1
+
+
+def test_one_that_fails_says_so(server, client):
+    stream = iter(client.responses.create(input="hi", background=True, stream=True))
+    first = next(stream)
+    turn = turn_of(server)
+    server.on_loop(lambda: turn.fail(StepFailedError("A step failed.")))
+    failed = ended(client, first.response.id)
+    assert failed.status == "failed" and failed.error.code == "server_error"
+    assert failed.error.message == "A step failed."
+    assert [event.type for event in stream][-2:] == ["error", "response.failed"]
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.responses.create(input="and", previous_response_id=failed.id)
+    assert raised.value.param == "previous_response_id"
+
+
+def test_cancelled(server, client):
+    stream = iter(client.responses.create(input="hi", background=True, stream=True))
+    first = next(stream)
+    turn = turn_of(server)
+    feed(server, turn, "hel")
+    cancelled = client.responses.cancel(first.response.id)
+    assert cancelled.status == "cancelled" and turn.cancelled
+    assert client.responses.cancel(first.response.id).to_dict() == cancelled.to_dict()
+    assert client.responses.retrieve(first.response.id).status == "cancelled"
+    rest = list(stream)
+    assert rest[-1].response.status == "cancelled"
+    wait_until(lambda: not server.responses.background._runs)
+
+
+def test_only_background_responses_are_cancelled(server, client):
+    server.on_loop(lambda: setattr(server.engine, "script", lambda turn: (turn.feed("x"), turn.finish())))
+    done = client.responses.create(input="hi")
+    with pytest.raises(openai.BadRequestError):
+        client.responses.cancel(done.id)
+    queued = client.responses.create(input="hi", background=True)
+    ended(client, queued.id)
+    assert client.responses.cancel(queued.id).status == "completed"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.cancel("resp_" + "0" * 32)
+
+
+def test_deleted_while_it_runs(server, client):
+    queued = client.responses.create(input="hi", background=True)
+    turn = turn_of(server)
+    client.responses.delete(queued.id)
+    assert turn.cancelled
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(queued.id)
+
+
+def test_a_response_is_not_gone_on_from_before_its_end(server, client):
+    queued = client.responses.create(input="hi", background=True)
+    turn_of(server)
+    with pytest.raises(openai.ConflictError) as raised:
+        client.responses.create(input="and", previous_response_id=queued.id)
+    assert raised.value.code == "response_in_progress"
+    assert raised.value.response.headers["retry-after"] == "1"
+
+
+def test_it_holds_its_conversation(server, client):
+    made = client.conversations.create()
+    queued = client.responses.create(input="hi", conversation=made.id, background=True)
+    turn = turn_of(server)
+    for refused in (
+        lambda: client.responses.create(input="and", conversation=made.id),
+        lambda: client.conversations.items.create(made.id, items=[{"role": "user", "content": "x"}]),
+        lambda: client.conversations.delete(made.id),
+    ):
+        with pytest.raises(openai.ConflictError) as raised:
+            refused()
+        assert raised.value.code == "conversation_locked"
+        assert raised.value.response.headers["retry-after"] == "1"
+    feed(server, turn, "hello", end=True)
+    ended(client, queued.id)
+    wait_until(lambda: not server.responses.locks)
+    texts = [item.content[0].text for item in client.conversations.items.list(made.id, order="asc")]
+    assert texts == ["hi", "hello"]
+
+
+def test_a_context_that_is_too_long_is_not_queued(server, client):
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.responses.create(input="x" * 5000, background=True)
+    assert raised.value.code == "context_length_exceeded"
+    assert not server.engine.changes[1:]  # the first is the expiry's

@@ -1,0 +1,317 @@
+"""Chat Completions: whole and in chunks, several choices, what is refused, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from pensieve_jax.core.errors import EngineDiedError, StepFailedError
+from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.http.settings import ServerSettings
+from tests.server.fakes import MODEL, FakeEngine, Harness, say
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def chat(messages=HELLO, **fields):
+    return {"model": MODEL, "messages": messages, **fields}
+
+
+async def post(harness: Harness, body, path="/v1/chat/completions"):
+    status, headers, raw = await harness.open("POST", path, body).whole()
+    return status, headers, raw
+
+
+def ask(harness: Harness, body):
+    status, _, raw = asyncio.run(post(harness, body))
+    return status, json.loads(raw)
+
+
+def events_of(raw: bytes) -> list:
+    parts = raw.decode().split("\n\n")
+    assert parts.pop() == "" and all(part.startswith("data: ") for part in parts)
+    assert parts.pop() == "data: [DONE]"
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+def text_of(events, index=0):
+    choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+def test_a_reply_and_what_it_took():
+    harness = Harness(ROUTES, FakeEngine(say("hello there", reused_gpu_tokens=5, swapped_in_tokens=2)))
+    status, body = ask(harness, chat())
+    turn = harness.engine.turns[0]
+    num_prompt = len(turn.spec.prompt_token_ids)
+    assert status == 200 and body["object"] == "chat.completion"
+    assert body["id"] == f"chatcmpl-{turn.turn_id}" and body["model"] == MODEL
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "hello there", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    usage = body["usage"]
+    assert usage["prompt_tokens"] == num_prompt + 7 and usage["completion_tokens"] == 12
+    assert usage["total_tokens"] == num_prompt + 19
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 7}
+    assert usage["pensieve"]["gpu_tokens"] == 5 and usage["pensieve"]["new_tokens"] == num_prompt
+    params = turn.spec.params
+    assert params.temperature == 1.0 and params.max_tokens == 4096 - num_prompt
+    assert not turn.spec.node.durable and turn.spec.node.parent_id is None
+
+
+def test_a_client_that_sends_everything_again_goes_on_from_its_turn():
+    harness = Harness(ROUTES)
+    ask(harness, chat())
+    messages = [*HELLO, {"role": "assistant", "content": "hello there"}, {"role": "user", "content": "More"}]
+    ask(harness, chat(messages))
+    first, second = harness.engine.turns
+    assert second.spec.node.parent_id == first.turn_id
+    assert second.spec.messages == ({"role": "user", "content": "More"},)
+    messages[1]["content"] = "something else"
+    ask(harness, chat(messages))
+    assert harness.engine.turns[2].spec.node.parent_id is None
+    metrics = harness.services.metrics.render().decode()
+    assert 'pensieve:context_match_total{kind="message",model_name="fake"} 1.0' in metrics
+    assert 'pensieve:context_match_total{kind="none",model_name="fake"} 2.0' in metrics
+
+
+def test_a_stream_says_what_the_whole_answer_says():
+    body = chat(stream=True, stream_options={"include_usage": True})
+    status, headers, raw = asyncio.run(post(Harness(ROUTES), body))
+    events = events_of(raw)
+    assert status == 200 and headers["content-type"].startswith("text/event-stream")
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert len({event["id"] for event in events}) == 1
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert text_of(events) == "hello there"
+    assert [e["choices"][0]["finish_reason"] for e in events[:-1]] == [None] * (len(events) - 2) + ["stop"]
+    assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 12
+    assert all(event["usage"] is None for event in events[:-1])
+    _, _, raw = asyncio.run(post(Harness(ROUTES), chat(stream=True)))
+    assert all("usage" not in event for event in events_of(raw))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_choices_are_siblings_with_seeds_of_their_own(stream):
+    scripts = iter([say("one"), say("two"), say("three")])
+    harness = Harness(ROUTES, FakeEngine(lambda turn: next(scripts)(turn)))
+    body = chat(n=3, seed=5, stream=stream, stream_options={"include_usage": True})
+    _, _, raw = asyncio.run(post(harness, body))
+    turns = harness.engine.turns
+    assert [turn.spec.params.seed for turn in turns] == [5, 6, 7]
+    assert len({turn.turn_id for turn in turns}) == 3
+    if stream:
+        events = events_of(raw)
+        texts = [text_of(events, index) for index in range(3)]
+        ends = [c["index"] for e in events for c in e["choices"] if c["finish_reason"]]
+        assert sorted(ends) == [0, 1, 2]
+        usage = events[-1]["usage"]
+    else:
+        texts = [choice["message"]["content"] for choice in json.loads(raw)["choices"]]
+        usage = json.loads(raw)["usage"]
+    assert texts == ["one", "two", "three"]
+    num_prompt = len(turns[0].spec.prompt_token_ids)
+    assert usage["prompt_tokens"] == num_prompt and usage["completion_tokens"] == 3 + 3 + 5 + 3
+    assert usage["pensieve"]["prefilled_tokens"] == 3 * num_prompt
+
+
+def test_log_probabilities_whole_and_in_chunks_are_the_same():
+    body = chat(logprobs=True, top_logprobs=2)
+    _, whole = ask(Harness(ROUTES), body)
+    _, _, raw = asyncio.run(post(Harness(ROUTES), body | {"stream": True}))
+    entries = whole["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == [*"hello there", "<eos>"]
+    assert entries[0]["bytes"] == [104] and len(entries[0]["top_logprobs"]) == 2
+    assert entries[0]["top_logprobs"][0] == {"token": "h", "logprob": -0.5, "bytes": [104]}
+    chunks = [e["choices"][0]["logprobs"] for e in events_of(raw)]
+    assert [entry for chunk in chunks if chunk for entry in chunk["content"]] == entries
+    _, whole = ask(Harness(ROUTES), chat(logprobs=True))
+    assert whole["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+def test_what_a_request_says_of_sampling_reaches_the_engine():
+    harness = Harness(ROUTES, defaults={"temperature": 0.25, "top_p": 0.5})
+    ask(harness, chat(temperature=0, top_k=4, stop="x", max_completion_tokens=3, max_tokens=9, seed=-1))
+    params = harness.engine.turns[0].spec.params
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0, 0.5, 4, 3)
+    assert params.stop == ["x"] and params.seed == 2**63 - 1
+    _, body = ask(harness, chat(max_tokens=2))
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+def test_content_may_be_parts_of_text():
+    harness = Harness(ROUTES)
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    ask(harness, chat([{"role": "user", "content": parts}]))
+    assert harness.engine.turns[0].spec.messages == ({"role": "user", "content": "Hello"},)
+
+
+@pytest.mark.parametrize("store", [None, False, True])
+@pytest.mark.parametrize("history", ["memory", "durable"])
+def test_a_turn_is_kept_where_the_request_or_the_server_says_so(store, history):
+    harness = Harness(ROUTES, settings=ServerSettings(chat_history=history))
+    ask(harness, chat(store=store))
+    assert harness.engine.turns[0].spec.node.durable is (history == "durable" if store is None else store)
+
+
+PART = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "code", "param"),
+    [
+        ({"model": "other"}, 404, "model_not_found", "model"),
+        ({"messages": []}, 400, "invalid_value", "messages"),
+        ({"messages": None}, 400, "invalid_value", "messages"),
+        ({"messages": [{"content": "a"}]}, 400, "missing_required_parameter", "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, 400, "invalid_value", "messages[0].content"),
+        ({"messages": [{"role": "bad", "content": "a"}]}, 400, "invalid_value", "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, 400, "invalid_value", None),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_json", None),
+        (
+            {"messages": [{"role": "user", "content": [PART]}]},
+            400,
+            "unsupported_parameter",
+            "messages[0].content[0].image_url",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "x"}]}]},
+            400,
+            "unsupported_parameter",
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            400,
+            "invalid_value",
+            "messages[0].content[0].text",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+            400,
+            "unsupported_parameter",
+            "messages[0].tool_calls",
+        ),
+        ({"messages": [{"role": "user", "content": "a" * 4096}]}, 400, "context_length_exceeded", "messages"),
+        ({"n": 9}, 400, "invalid_value", "n"),
+        ({"n": 0}, 400, "invalid_value", "n"),
+        ({"temperature": -1}, 400, "invalid_value", "temperature"),
+        ({"temperature": "hot"}, 400, "invalid_value", "temperature"),
+        ({"top_p": 0}, 400, "invalid_value", "top_p"),
+        ({"max_tokens": 0}, 400, "invalid_value", "max_tokens"),
+        ({"max_tokens": 2**31}, 400, "invalid_value", "max_tokens"),
+        ({"seed": 1.5}, 400, "invalid_value", "seed"),
+        ({"stop": [""]}, 400, "invalid_value", "stop"),
+        ({"stop": 3}, 400, "invalid_value", "stop"),
+        ({"top_logprobs": 2}, 400, "invalid_value", "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 9}, 400, "invalid_value", "top_logprobs"),
+        ({"stop_token_ids": [999]}, 400, "invalid_value", "stop_token_ids[0]"),
+        ({"tools": [{"type": "function"}]}, 400, "unsupported_parameter", "tools"),
+        ({"frequency_penalty": 0.5}, 400, "unsupported_parameter", "frequency_penalty"),
+        ({"logit_bias": {"1": 2}}, 400, "unsupported_parameter", "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format"),
+        ({"stream_options": {"include_usage": 1}}, 400, "invalid_value", "stream_options.include_usage"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_served_is_named_before_anything_runs(fields, status, code, param, stream):
+    harness = Harness(ROUTES)
+    answered, body = ask(harness, chat(stream=stream) | fields)
+    assert (answered, body["error"]["code"], body["error"]["param"]) == (status, code, param)
+    assert harness.services.limits.num_inside == 0
+    assert harness.services.limits.in_flight("") == 0
+
+
+def test_fields_without_effect_are_taken():
+    neutral = {
+        "tools": None,
+        "frequency_penalty": 0,
+        "logit_bias": None,
+        "response_format": {"type": "text"},
+        "user": "u",
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": True,
+        "n": None,
+        "made_up": 1,
+    }
+    status, headers, _ = asyncio.run(post(Harness(ROUTES), chat(**neutral)))
+    assert status == 200 and headers["x-ignored-fields"] == "made_up"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(StepFailedError("x"), "step_failed"), (EngineDiedError("x"), "step_failed")]
+)
+def test_a_turn_that_fails_says_so_in_the_answer_or_in_the_stream(error, code):
+    def script(turn):
+        turn.feed("hel")
+        turn.fail(error)
+
+    status, body = ask(Harness(ROUTES, FakeEngine(script)), chat())
+    assert (status, body["error"]["code"]) == (500, code)
+    harness = Harness(ROUTES, FakeEngine(script))
+    status, _, raw = asyncio.run(post(harness, chat(stream=True)))
+    events = events_of(raw)
+    assert status == 200 and events[-1]["error"]["code"] == code
+    assert harness.services.limits.num_inside == 0
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_takes_its_turns_along(stream, num_choices):
+    async def scenario():
+        harness = Harness(ROUTES, FakeEngine(lambda turn: turn.feed("hel")))
+        client = harness.open("POST", "/v1/chat/completions", chat(stream=stream, n=num_choices))
+        if stream:
+            while b"hel" not in (await client.next()).get("body", b""):
+                pass
+        else:
+            await harness.engine.submitted.wait()
+        client.leave()
+        await client.task
+        assert all(turn.cancelled for turn in harness.engine.turns)
+        assert len(harness.engine.turns) == num_choices
+        assert harness.services.limits.num_inside == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_client_gets_merged_deltas():
+    async def scenario():
+        harness = Harness(ROUTES, FakeEngine(lambda turn: turn.feed("a")))
+        client = harness.open("POST", "/v1/chat/completions", chat(stream=True))
+        while b'"a"' not in (await client.next()).get("body", b""):
+            pass
+        client.takes.clear()
+        turn = harness.engine.turns[0]
+        turn.feed("b")
+        for _ in range(10):
+            await asyncio.sleep(0)
+        for letter in "cdef":
+            turn.feed(letter)
+            await asyncio.sleep(0)
+        turn.finish()
+        client.takes.set()
+        await client.task
+        chunks = []
+        while not client._outgoing.empty():
+            chunks.append(client._outgoing.get_nowait().get("body", b""))
+        contents = [json.loads(chunk[6:])["choices"][0]["delta"].get("content") for chunk in chunks[:-2]]
+        assert contents == ["b", "cdef", None]
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_that_the_server_ends_is_to_be_sent_again():
+    def script(turn):
+        turn.feed("hel")
+        turn.finish("cancelled")
+
+    status, body = ask(Harness(ROUTES, FakeEngine(script)), chat())
+    assert (status, body["error"]["code"]) == (503, "overloaded")

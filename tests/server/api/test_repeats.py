@@ -1,0 +1,157 @@
+"""Requests that are sent again do not run again."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import openai
+import pytest
+
+from tests.server.api.live import START_S, LiveServer
+from tests.server.api.test_background import feed, turn_of, wait_until
+from tests.server.fakes import say
+
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+@pytest.fixture
+def server(tmp_path):
+    with LiveServer(tmp_path / "history.sqlite", say("hello")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with server.client() as made:
+        yield made
+
+
+def keyed(key: str = "k") -> dict:
+    return {"Idempotency-Key": key}
+
+
+def test_the_same_key_gives_the_same_response(server, client):
+    first = client.responses.create(input="hi", extra_headers=keyed())
+    again = client.responses.create(input="hi", extra_headers=keyed())
+    assert again.to_dict() == first.to_dict() and len(server.engine.turns) == 1
+    with pytest.raises(openai.UnprocessableEntityError) as raised:
+        client.responses.create(input="other", extra_headers=keyed())
+    assert raised.value.code == "idempotency_key_reused"
+    client.responses.create(input="hi", extra_headers=keyed("other"))
+    assert len(server.engine.turns) == 2
+
+
+def test_a_key_is_forgotten_after_a_day(server, client):
+    first = client.responses.create(input="hi", extra_headers=keyed())
+    server.on_loop(lambda: server.harness.clock.advance(24 * 3600 + 1))
+    again = client.responses.create(input="hi", extra_headers=keyed())
+    assert again.id != first.id
+
+
+def test_a_key_attaches_to_the_running_turn(server, client):
+    server.on_loop(lambda: setattr(server.engine, "script", None))
+    answers = []
+
+    def ask() -> None:
+        with server.client() as another:
+            answers.append(another.responses.create(input="hi", extra_headers=keyed()))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    turn = turn_of(server)
+    with server.client() as third:
+        events = iter(third.responses.create(input="hi", stream=True, extra_headers=keyed("s")))
+        next(events)
+        streamed = turn_of(server, 1)
+        feed(server, streamed, "hello", end=True)
+        again = list(third.responses.create(input="hi", stream=True, extra_headers=keyed("s")))
+        assert again[-1].response.id == list(events)[-1].response.id
+    feed(server, turn, "hello", end=True)
+    for thread in threads:
+        thread.join(20)
+    assert len(answers) == 2 and answers[0].to_dict() == answers[1].to_dict()
+    assert len(server.engine.turns) == 2
+
+
+def test_a_keyed_request_that_failed_may_be_sent_again(server, client):
+    server.on_loop(lambda: setattr(server.engine, "state", "draining"))
+    with pytest.raises(openai.InternalServerError) as raised:
+        client.responses.create(input="hi", extra_headers=keyed())
+    assert raised.value.status_code == 503
+    server.on_loop(lambda: setattr(server.engine, "state", "ready"))
+    assert client.responses.create(input="hi", extra_headers=keyed()).output_text == "hello"
+
+
+def test_a_background_response_with_a_key_runs_once(server, client):
+    first = client.responses.create(input="hi", background=True, extra_headers=keyed())
+    again = client.responses.create(input="hi", background=True, extra_headers=keyed())
+    assert again.id == first.id
+    wait_until(lambda: client.responses.retrieve(first.id).status == "completed")
+    assert len(server.engine.turns) == 1
+
+
+def test_a_retry_is_a_new_request_where_the_first_was_answered(server, client):
+    first = client.responses.create(input="hi")
+    again = client.responses.create(input="hi", extra_headers=RETRY)
+    assert again.id != first.id
+
+
+def test_a_retry_gets_what_was_committed_while_its_client_was_gone(server, client):
+    server.on_loop(lambda: setattr(server.engine, "script", None))
+    conversation = client.conversations.create().id
+
+    def ask(asking, **options):
+        return asking.responses.create(input="hi", conversation=conversation, **options)
+
+    def commit_late(turn) -> None:
+        """The turn ends in the moment in which its client leaves, and cancelling it comes too late."""
+
+        async def cancel() -> None:
+            turn.feed("hello")
+            turn.finish()
+
+        turn.cancel = cancel
+
+    with server.client(timeout=0.5) as hasty:
+
+        def give_up() -> None:
+            with contextlib.suppress(openai.APITimeoutError):
+                ask(hasty)
+
+        gone = threading.Thread(target=give_up)
+        gone.start()
+        turn = turn_of(server)
+        server.on_loop(lambda: commit_late(turn))
+        gone.join(20)
+    wait_until(lambda: not server.responses.locks)
+    answer = ask(client, extra_headers=RETRY)
+    assert answer.output_text == "hello" and len(server.engine.turns) == 1
+    texts = [item.content[0].text for item in client.conversations.items.list(conversation, order="asc")]
+    assert texts == ["hi", "hello"]
+
+
+def test_a_client_that_leaves_ends_its_turn(server, client):
+    server.on_loop(lambda: setattr(server.engine, "script", None))
+    with client.responses.create(input="hi", stream=True) as stream:
+        next(iter(stream))
+        turn = turn_of(server)
+    wait_until(lambda: turn.cancelled)
+    with server.client(timeout=0.3) as hasty, pytest.raises(openai.APITimeoutError):
+        hasty.responses.create(input="hi")
+    wait_until(lambda: server.engine.turns[1].cancelled)
+    wait_until(lambda: server.harness.services.limits.num_inside == 0)
+    assert server.engine.num_committed == 0 and len(server.harness.services.resolver.index) == 0
+
+
+@pytest.mark.parametrize(("seconds", "is_same"), [(60, True), (300, False)])
+def test_a_retry_after_a_restart_gets_what_was_committed_shortly_before(tmp_path, seconds, is_same):
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path, say("hello")) as server, server.client() as client:
+        first = client.responses.create(input="hi")
+    with LiveServer(path, say("hello"), start_s=START_S + seconds) as server, server.client() as client:
+        again = client.responses.create(input="hi", extra_headers=RETRY)
+        assert (again.id == first.id) == is_same
+        other = client.responses.create(input="hi")
+        assert other.id not in (first.id, again.id)  # it was not said to be a retry

@@ -1,0 +1,307 @@
+"""What is wrong with a request for a response is said with its field, its code and a status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from pensieve_jax.core.errors import EngineClosedError, HistoryError, StepFailedError
+from pensieve_jax.server.api.item_schemas import parse_input
+from pensieve_jax.server.http.errors import ApiError
+from tests.server.api.live import LiveServer
+from tests.server.fakes import say
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with LiveServer(tmp_path_factory.mktemp("server") / "history.sqlite", say("hello")) as running:
+        yield running
+
+
+@pytest.fixture
+def post(server):
+    with server.client(_strict_response_validation=False) as client:
+
+        def send(path: str, body: Any = None, method: str = "POST") -> tuple[int, dict[str, Any], Any]:
+            response = client._client.request(method, f"{server.url}{path}", json=body)
+            return response.status_code, response.json(), response.headers
+
+        yield send
+
+
+UNSUPPORTED = {
+    "tools": [{"type": "function", "name": "f"}],
+    "tool_choice": "required",
+    "truncation": "auto",
+    "reasoning": {"effort": "high"},
+    "prompt": {"id": "p"},
+    "context_management": [{"type": "compaction"}],
+    "presence_penalty": 0.5,
+    "frequency_penalty": 1,
+    "logit_bias": {"5": 1},
+    "service_tier": "flex",
+    "moderation": {"model": "m"},
+    "background_options": {},
+    "n": 2,
+    "stop": ["x"],
+}
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED)
+def test_unsupported_fields_are_refused_by_name(post, field):
+    status, body, _ = post("/responses", {"input": "hi", field: UNSUPPORTED[field]})
+    assert status == 400
+    assert (body["error"]["param"], body["error"]["code"]) == (field, "unsupported_parameter")
+
+
+BAD = [
+    ({}, "input", "missing_required_parameter"),
+    ({"input": ""}, "input", "missing_required_parameter"),
+    ({"input": []}, "input", "missing_required_parameter"),
+    ({"input": 5}, "input", "invalid_value"),
+    ({"input": "hi", "max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
+    ({"input": "hi", "temperature": 3}, "temperature", "invalid_value"),
+    ({"input": "hi", "top_p": 0}, "top_p", "invalid_value"),
+    ({"input": "hi", "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    (
+        {"input": "hi", "top_logprobs": 20, "include": ["message.output_text.logprobs"]},
+        "top_logprobs",
+        "invalid_value",
+    ),
+    ({"input": "hi", "include": ["everything"]}, "include[0]", "invalid_value"),
+    ({"input": "hi", "metadata": {"k": 1}}, "metadata[...]", "invalid_value"),
+    ({"input": "hi", "metadata": {str(i): "" for i in range(17)}}, "metadata", "invalid_value"),
+    ({"input": "hi", "metadata": {"k" * 65: ""}}, "metadata", "invalid_value"),
+    ({"input": "hi", "metadata": {"k": "v" * 513}}, "metadata.k", "invalid_value"),
+    ({"input": "hi", "background": True, "store": False}, "background", "invalid_value"),
+    (
+        {"input": "hi", "previous_response_id": "resp_x", "conversation": "conv_x"},
+        "previous_response_id",
+        "invalid_value",
+    ),
+    ({"input": "hi", "text": {"format": {"type": "json_object"}}}, "text.format", "unsupported_parameter"),
+    ({"input": "hi", "text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),
+    ({"input": [5]}, "input[0]", "invalid_value"),
+    ({"input": [{"role": "user"}]}, "input[0].content", "missing_required_parameter"),
+    ({"input": [{"role": "king", "content": "x"}]}, "input[0].role", "invalid_value"),
+    (
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
+        "input[0].type",
+        "unsupported_parameter",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "input[0].content[0].type",
+        "unsupported_parameter",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+        "input[0].content[0].text",
+        "missing_required_parameter",
+    ),
+    ({"input": [{"role": "user", "content": ["x"]}]}, "input[0].content[0]", "invalid_value"),
+    ({"input": "x" * 5000}, "input", "context_length_exceeded"),
+]
+
+
+@pytest.mark.parametrize(("sent", "param", "code"), BAD, ids=lambda value: str(value)[:40])
+def test_what_is_wrong_is_named(post, sent, param, code):
+    status, body, _ = post("/responses", sent)
+    assert status == 400 and set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert (body["error"]["param"], body["error"]["code"]) == (param, code)
+    assert body["error"]["type"] == "invalid_request_error" and body["error"]["message"].endswith(".")
+
+
+def test_unknown_fields_are_ignored_and_listed(post):
+    sent = {"input": [{"role": "user", "content": "hi", "mood": "good"}], "colour": "red", "top_k": 3}
+    status, _, headers = post("/responses", sent)
+    assert status == 200
+    assert set(headers["x-ignored-fields"].split(",")) == {"colour", "input[].mood"}
+
+
+def test_what_asks_for_nothing_is_taken(post):
+    harmless = {
+        "tools": [],
+        "tool_choice": "auto",
+        "truncation": "disabled",
+        "reasoning": None,
+        "presence_penalty": 0,
+        "text": {"format": {"type": "text"}},
+        "service_tier": "auto",
+        "user": "me",
+        "parallel_tool_calls": False,
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "stream_options": {"include_obfuscation": False},
+    }
+    status, body, headers = post("/responses", {"input": "hi", **harmless})
+    assert status == 200 and "x-ignored-fields" not in headers
+    assert body["user"] == "me" and body["parallel_tool_calls"] is False
+
+
+MISSING = [
+    ("GET", "/responses/resp_x", "not_found"),
+    ("DELETE", "/responses/resp_x", "not_found"),
+    ("GET", "/responses/resp_x/input_items", "not_found"),
+    ("POST", "/responses/resp_x/cancel", "not_found"),
+    ("GET", "/conversations/conv_x", "not_found"),
+    ("POST", "/conversations/conv_x", "not_found"),
+    ("DELETE", "/conversations/conv_x", "not_found"),
+    ("GET", "/conversations/conv_x/items", "not_found"),
+    ("POST", "/conversations/conv_x/items", "not_found"),
+    ("GET", "/conversations/conv_x/items/msg_x", "not_found"),
+    ("DELETE", "/conversations/conv_x/items/msg_x", "not_found"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "code"), MISSING)
+def test_what_is_not_there(post, method, path, code):
+    sent = {"metadata": {}, "items": [{"role": "user", "content": "x"}]} if method == "POST" else None
+    status, body, _ = post(path, sent, method)
+    assert (status, body["error"]["code"]) == (404, code)
+
+
+def test_a_missing_past(post):
+    for field, value, code in (
+        ("previous_response_id", "resp_x", "previous_response_not_found"),
+        ("conversation", "conv_x", "not_found"),
+    ):
+        status, body, _ = post("/responses", {"input": "hi", field: value})
+        assert (status, body["error"]["code"]) == (404, code)
+
+
+def test_another_model(post):
+    status, body, _ = post("/responses", {"input": "hi", "model": "gpt-6"})
+    assert (status, body["error"]["code"], body["error"]["param"]) == (404, "model_not_found", "model")
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("limit=0", "limit"),
+        ("limit=101", "limit"),
+        ("limit=x", "limit"),
+        ("limit=-1", "limit"),
+        ("order=up", "order"),
+    ],
+)
+def test_bad_pages(post, query, param):
+    _, conversation, _ = post("/conversations", {})
+    status, body, _ = post(f"/conversations/{conversation['id']}/items?{query}", None, "GET")
+    assert (status, body["error"]["param"]) == (400, param)
+
+
+def test_pages_of_input_items(post):
+    items = [{"role": "user", "content": str(index)} for index in range(5)]
+    _, response, _ = post("/responses", {"input": items})
+    path = f"/responses/{response['id']}/input_items"
+    _, page, _ = post(f"{path}?limit=2", None, "GET")
+    assert [item["content"][0]["text"] for item in page["data"]] == ["4", "3"]
+    assert page["has_more"] and page["last_id"] == page["data"][1]["id"]
+    _, page, _ = post(f"{path}?limit=3&after={page['last_id']}", None, "GET")
+    assert [item["content"][0]["text"] for item in page["data"]] == ["2", "1", "0"]
+    assert not page["has_more"]
+    _, page, _ = post(f"{path}?after={page['last_id']}", None, "GET")
+    assert page == {"object": "list", "data": [], "first_id": "", "last_id": "", "has_more": False}
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("starting_after=2", "starting_after"), ("stream=true&starting_after=x", "starting_after")],
+)
+def test_bad_replays(post, query, param):
+    _, response, _ = post("/responses", {"input": "hi"})
+    status, body, _ = post(f"/responses/{response['id']}?{query}", None, "GET")
+    assert (status, body["error"]["param"]) == (400, param)
+
+
+def test_too_many_items_at_once(post):
+    items = [{"role": "user", "content": "x"}] * 21
+    _, conversation, _ = post("/conversations", {})
+    for path in ("/conversations", f"/conversations/{conversation['id']}/items"):
+        status, body, _ = post(path, {"items": items})
+        assert (status, body["error"]["param"]) == (400, "items")
+    status, body, _ = post(f"/conversations/{conversation['id']}/items", {"items": []})
+    assert (status, body["error"]["param"]) == (400, "items")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (StepFailedError("A step failed."), 500, "step_failed"),
+        (HistoryError("The disk is full."), 500, "history_failed"),
+        (EngineClosedError("The engine has ended."), 503, "overloaded"),
+    ],
+)
+def test_a_turn_that_fails(server, post, error, status, code):
+    server.on_loop(lambda: server.engine.refuse.append(error))
+    seen, body, _ = post("/responses", {"input": "hi"})
+    assert (seen, body["error"]["code"]) == (status, code)
+    assert server.on_loop(lambda: server.harness.services.limits.num_inside) == 0
+
+
+def test_a_turn_that_fails_in_a_stream(server):
+    with server.client() as client:
+        server.on_loop(lambda: setattr(server.engine, "script", None))
+        try:
+            stream = iter(client.responses.create(input="hi", stream=True))
+            first = [next(stream) for _ in range(4)]
+            turn = server.engine.turns[-1]
+            server.on_loop(lambda: turn.fail(StepFailedError("A step failed.")))
+            rest = list(stream)
+        finally:
+            server.on_loop(lambda: setattr(server.engine, "script", say("hello")))
+    assert [event.type for event in rest] == ["error", "response.failed"]
+    assert rest[0].message == "A step failed." and rest[1].response.error.message == "A step failed."
+    assert [event.sequence_number for event in (*first, *rest)] == list(range(6))
+
+
+def test_two_turns_of_a_conversation_at_once(server, post):
+    _, conversation, _ = post("/conversations", {})
+
+    async def both() -> list[int]:
+        async with server.async_client() as client:
+            raw = [
+                client._client.post(
+                    f"{server.url}/responses", json={"input": "hi", "conversation": conversation["id"]}
+                )
+                for _ in range(2)
+            ]
+            server.on_loop(lambda: setattr(server.engine, "script", None))
+            tasks = [asyncio.ensure_future(one) for one in raw]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            turn = server.engine.turns[-1]
+            server.on_loop(lambda: (turn.feed("x"), turn.finish()))
+            return sorted([(await task).status_code for task in tasks])
+
+    try:
+        assert asyncio.run(both()) == [200, 409]
+    finally:
+        server.on_loop(lambda: setattr(server.engine, "script", say("hello")))
+
+
+def test_items_in_many_forms_are_kept_in_one():
+    forms = [
+        "hi",
+        [{"role": "user", "content": "hi"}],
+        [{"role": "user", "content": [{"type": "input_text", "text": "hi"}], "type": "message"}],
+        [
+            {
+                "role": "user",
+                "content": [{"type": "input_text", "text": "h"}, {"type": "input_text", "text": "i"}],
+            }
+        ],
+    ]
+    kept = [parse_input(form, "input")[0] for form in forms]
+    assert kept[0] == kept[1] == kept[2]
+    assert [part["text"] for part in kept[3][0]["content"]] == ["h", "i"]
+    refused, _ = parse_input(
+        [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "id": "msg_1"}], "input"
+    )
+    assert json.dumps(refused[0]).count("output_text") == 1
+    with pytest.raises(ApiError):
+        parse_input([{"role": "user", "content": [{"type": "refusal"}]}], "input")

@@ -1,0 +1,279 @@
+"""The longest match is always found, for its owner only, and goes on from the ids as they were sampled."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError, UnknownTurnError
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.server.context import chains, resolver, turn_index
+from pensieve_jax.server.context.resolver import Memory, Resolver
+from pensieve_jax.server.context.turn_index import NoTurns, TurnIndex
+from pensieve_jax.text import Tokenizer
+from tests.server.context.scenarios import FakeSource, Scenario, output_of, tokenizer
+
+NUM_SCENARIOS = 60
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture
+def resolving() -> Resolver:
+    return Resolver(tokenizer(), "model:1", TurnIndex(FakeSource()))
+
+
+def finish(resolved, text: str = "fine", **options):
+    ids = [*tokenizer().encode(text, add_bos=False), tokenizer().eos_id]
+    return resolved.commit(output_of(ids, text, **options))
+
+
+def test_random_trees_of_conversations():
+    num_found = 0
+    for _ in range(NUM_SCENARIOS):
+        seed = random.randrange(2**32)
+        scenario = Scenario(seed)
+        try:
+            scenario.run()
+        except AssertionError:
+            print(f"Scenario({seed}).run()")
+            raise
+        num_found += scenario.num_found
+    assert num_found > 5 * NUM_SCENARIOS  # the scenarios are about something
+
+
+def ignore_role(chain: bytes, role: str, text: str) -> bytes:
+    return ORIGINAL_CHAIN_AFTER(chain, "any", text)
+
+
+def ignore_owner(owner: str, fingerprint: str, template: str | None) -> bytes:
+    return ORIGINAL_ROOT("", fingerprint, template)
+
+
+def find_of_anybody(self: TurnIndex, owner: str, before: bytes, reply: str, *, durable: bool):
+    for other in ("ann", "bob"):
+        found = ORIGINAL_FIND(self, other, before, reply, durable=durable)
+        if found is not None:
+            return found
+    return None
+
+
+def find_stale(self: TurnIndex, owner: str, before: bytes, reply: str, *, durable: bool):
+    """A reply is found where the one before it was."""
+    found = ORIGINAL_FIND(self, owner, before, reply, durable=durable)
+    return found if found is None or found.parent_id is None else self.turn(owner, found.parent_id)
+
+
+def commit_retokenized(self, output):
+    ids = tokenizer().encode(output.text, add_bos=False)
+    return ORIGINAL_COMMIT(self, output_of(ids, output.text, output.finish_reason))
+
+
+def find_in_old_memory(self: TurnIndex, epoch: int) -> None:
+    self._epoch = epoch
+
+
+def find_undurable(self: TurnIndex, owner: str, before: bytes, reply: str, *, durable: bool):
+    return ORIGINAL_FIND(self, owner, before, reply, durable=False)
+
+
+def keep_white_space(text: str) -> str:
+    return text
+
+
+ORIGINAL_CHAIN_AFTER, ORIGINAL_ROOT = chains.chain_after, chains.root_chain
+ORIGINAL_FIND, ORIGINAL_COMMIT = TurnIndex.find, resolver.ResolvedContext.commit
+PLANTED = {
+    "a chain that ignores roles": [
+        (chains, "chain_after", ignore_role),
+        (turn_index, "chain_after", ignore_role),
+    ],
+    "another owner's turn": [
+        (resolver, "root_chain", ignore_owner),
+        (TurnIndex, "find", find_of_anybody),
+    ],
+    "a stale parent": [(TurnIndex, "find", find_stale)],
+    "a reply that was tokenized again": [(resolver.ResolvedContext, "commit", commit_retokenized)],
+    "memory of an engine that is gone": [(TurnIndex, "see_epoch", find_in_old_memory)],
+    "a durable turn behind one in memory": [(TurnIndex, "find", find_undurable)],
+    "white space that counts": [(chains, "canonical_text", keep_white_space)],
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_are_seen(bug, monkeypatch):
+    for owner, name, planted in PLANTED[bug]:
+        monkeypatch.setattr(owner, name, planted)
+    with pytest.raises((AssertionError, StopIteration)):
+        for seed in range(NUM_SCENARIOS):
+            Scenario(seed).run()
+
+
+def test_a_small_memory_finds_what_the_history_has():
+    """The budget holds a turn or two; durable turns come back from the history, others are begun anew."""
+    for seed in range(10):
+        scenario = Scenario(seed, max_bytes=2000)
+        scenario.random.random = lambda draw=scenario.random.random: draw() * 0.59  # all durable
+        scenario.run()
+        assert scenario.index.num_bytes <= 2000 or len(scenario.index) == 1
+
+
+def test_a_whole_context_and_its_turns_are_the_same_chain(resolving):
+    """A tree that began with replies from elsewhere is found by who sends it on."""
+    context = [user("hi"), assistant("hello"), user("again")]
+    first = resolving.resolve("ann", context, epoch=1, durable=False)
+    assert first.parent is None and first.missed_tokens > 0
+    finish(first)
+    second = resolving.resolve("ann", [*context, assistant("fine"), user("more")], epoch=1, durable=False)
+    assert second.parent.turn_id == first.node.turn_id and second.missed_tokens == 0
+
+
+def test_regenerations_and_edited_replies_are_siblings(resolving):
+    first = resolving.resolve("ann", [user("hi")], epoch=1, durable=True)
+    resolving.index._source.turns.append(finish(first, "one"))
+    again = resolving.resolve("ann", [user("hi")], epoch=1, durable=True)
+    assert again.parent is None
+    finish(again, "two")
+    for reply, turn in (("one", first), ("two", again)):
+        found = resolving.resolve("ann", [user("hi"), assistant(reply), user("so")], epoch=1, durable=True)
+        assert found.node.parent_id == turn.node.turn_id
+    edited = resolving.resolve("ann", [user("hi"), assistant("three"), user("so")], epoch=1, durable=True)
+    assert edited.parent is None
+
+
+def test_several_replies_to_one_context_have_ids_of_their_own(resolving):
+    first = resolving.resolve("ann", [user("hi")], epoch=1, durable=False)
+    finish(first)
+    second = resolving.resolve("ann", [user("hi"), assistant("fine"), user("x")], epoch=1, durable=False)
+    other = second.again()
+    assert other.node.turn_id != second.node.turn_id
+    assert other.node.parent_id == second.node.parent_id == first.node.turn_id
+    assert second.again(second.node.turn_id).node == second.node
+
+
+def test_a_named_turn_is_gone_on_from(resolving):
+    first = resolving.resolve("ann", [user("hi")], epoch=1, durable=True)
+    finish(first)
+    second = resolving.resolve_after("ann", first.node.turn_id, [user("and")], epoch=1, durable=True)
+    by_message = resolving.resolve("ann", [user("hi"), assistant("fine"), user("and")], epoch=1, durable=True)
+    assert second.prompt_token_ids == by_message.prompt_token_ids
+    assert second.node.chain == by_message.node.chain
+    assert second.match_kind(output_of([1], "x")) == "id"
+    assert by_message.match_kind(output_of([1], "x")) == "message"
+    for owner, turn_id in (("bob", first.node.turn_id), ("ann", "f" * 32)):
+        with pytest.raises(UnknownTurnError):
+            resolving.resolve_after(owner, turn_id, [user("and")], epoch=1, durable=True)
+
+
+def test_only_durable_turns_can_be_named_for_durable_ones(resolving):
+    first = resolving.resolve("ann", [user("hi")], epoch=1, durable=False)
+    finish(first)
+    resolving.resolve_after("ann", first.node.turn_id, [user("and")], epoch=1, durable=False)
+    with pytest.raises(UnknownTurnError):
+        resolving.resolve_after("ann", first.node.turn_id, [user("and")], epoch=1, durable=True)
+
+
+def test_the_engine_tells_whether_chunks_were_found(resolving):
+    first = resolving.resolve("ann", [user("hi")], epoch=1, durable=False)
+    assert first.match_kind(output_of([1], "x")) == "none"
+    assert first.match_kind(output_of([1], "x", reused_gpu_tokens=32)) == "chunk"
+    assert first.match_kind(output_of([1], "x", swapped_in_tokens=32)) == "chunk"
+
+
+def test_narrower_memory_finds_less(resolving):
+    first = resolving.resolve("ann", [user("hi")], epoch=1, durable=False)
+    finish(first)
+    context = [user("hi"), assistant("fine"), user("and")]
+    kinds = {
+        memory: resolving.resolve("ann", context, epoch=1, durable=False, memory=memory).parent is not None
+        for memory in Memory
+    }
+    assert kinds == {Memory.ALL: True, Memory.DURABLE: False, Memory.NONE: False}
+
+
+def test_a_path_with_a_gap_is_no_match(resolving):
+    first = resolving.resolve("ann", [user("hi")], epoch=1, durable=False)
+    finish(first)
+    context = [user("hi"), assistant("fine"), user("and")]
+    second = resolving.resolve("ann", context, epoch=1, durable=False)
+    finish(second)
+    resolving.index.forget("ann", first.node.turn_id)
+    third = resolving.resolve("ann", [*context, assistant("fine"), user("so")], epoch=1, durable=False)
+    assert third.parent is None
+    with pytest.raises(UnknownTurnError):
+        resolving.resolve_after("ann", second.node.turn_id, [user("so")], epoch=1, durable=False)
+
+
+def template_tokenizer(template: str | None) -> Tokenizer:
+    loaded = tokenizer()
+    loaded.chat_template = template
+    return loaded
+
+
+# It writes how many messages there are, so that a conversation does not only grow.
+COUNTING = (
+    "{{ messages | length }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+)
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_a_template_that_cannot_go_on_writes_the_whole(by_id):
+    resolving = Resolver(template_tokenizer(COUNTING), "model:1", TurnIndex(FakeSource()))
+    first = resolving.resolve("ann", [user("hi")], epoch=1, durable=True)
+    finish(first)
+    context = [user("hi"), assistant("fine"), user("and")]
+    if by_id:
+        second = resolving.resolve_after("ann", first.node.turn_id, context[2:], epoch=1, durable=True)
+    else:
+        second = resolving.resolve("ann", context, epoch=1, durable=True)
+    assert second.parent is None and second.node.parent_id is None
+    assert list(second.messages) == context
+    expected = "3<user>hi<assistant>fine<user>and<assistant>"
+    assert tokenizer().decode(second.prompt_token_ids).replace(" ", "") == expected
+    finish(second, "so")
+    third = resolving.resolve("ann", [*context, assistant("so"), user("on")], epoch=1, durable=True)
+    assert third.node.chain != second.node.chain
+
+
+def test_models_without_a_template_have_no_contexts():
+    with pytest.raises(ChatTemplateError):
+        Resolver(template_tokenizer(None), "m", TurnIndex(NoTurns())).resolve(
+            "ann", [user("hi")], epoch=1, durable=True
+        )
+    with pytest.raises(TokenizerMissingError):
+        Resolver(None, "m", TurnIndex(NoTurns())).resolve("ann", [user("hi")], epoch=1, durable=True)
+
+
+def test_developers_speak_as_the_system_where_a_template_knows_none(resolving):
+    developer = resolving.resolve(
+        "ann", [{"role": "developer", "content": "be brief"}, user("hi")], epoch=1, durable=True
+    )
+    system = resolving.resolve(
+        "ann", [{"role": "system", "content": "be brief"}, user("hi")], epoch=1, durable=True
+    )
+    assert developer.prompt_token_ids == system.prompt_token_ids
+    assert developer.node.chain == system.node.chain
+
+
+def test_the_spec_carries_node_messages_and_attachment(resolving):
+    resolved = resolving.resolve("ann", [user("hi")], epoch=1, durable=True)
+    spec = resolved.spec(SamplingParams(), attachment="kept")
+    assert spec.node.attachment == "kept" and resolved.node.attachment is None
+    assert spec.node.turn_id == resolved.node.turn_id and spec.messages == (user("hi"),)
+    assert spec.conversation_id is None and spec.prompt_token_ids == resolved.prompt_token_ids
+
+
+def test_parts_of_a_chain_do_not_run_together():
+    root = chains.root_chain("ann", "m", None)
+    assert chains.root_chain("an", "nm", None) != root
+    assert chains.chain_after(root, "user", "ab") != chains.chain_after(root, "usera", "b")
+    assert chains.chain_after(root, "user", "hi \n") == chains.chain_after(root, "user", "hi")
+    assert chains.chain_after(root, "user", " hi") != chains.chain_after(root, "user", "hi")
+    assert chains.chain_after(root, "user", "\ud800") != chains.chain_after(root, "user", "")

@@ -1,0 +1,310 @@
+"""Every request's way to its handler and back: errors of one shape, keys, names, bodies, ids, the log."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import logging
+from typing import ClassVar
+
+import pytest
+
+from pensieve_jax.core import errors as core
+from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.server.http.bodies import Body
+from pensieve_jax.server.http.call import Call
+from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.http.keys import ApiKeys
+from pensieve_jax.server.http.replies import Reply, json_reply
+from pensieve_jax.server.http.routes import Route
+from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.logs import LOGGER, JsonLines
+from tests.server.fakes import Harness, Open
+
+SECRET = "the secret words of a prompt"
+
+
+class Inner(Body):
+    size: int = 0
+
+
+class Outer(Body):
+    name: str
+    inner: Inner | None = None
+    many: tuple[Inner, ...] = ()
+
+    UNSUPPORTED: ClassVar = {"tools": ([],), "penalty": (0,)}
+    IGNORED: ClassVar = frozenset({"user"})
+
+
+async def echo(call: Call) -> Reply:
+    body = call.decode(Outer)
+    return json_reply({"owner": call.owner, "name": body.name})
+
+
+async def show(call: Call) -> Reply:
+    return json_reply({"id": call.path["thing_id"], "owner": call.owner})
+
+
+async def unexpected(call: Call) -> Reply:
+    raise RuntimeError(SECRET)
+
+
+def raising(error: Exception) -> Route:
+    async def handler(call: Call) -> Reply:
+        raise error
+
+    return Route("GET", "/raise", handler)
+
+
+ROUTES = [
+    Route("POST", "/echo", echo),
+    Route("GET", "/things/{thing_id}", show),
+    Route("DELETE", "/things/{thing_id}", show),
+    Route("GET", "/unexpected", unexpected),
+    Route("GET", "/open", unexpected, needs_key=False),
+    Route("POST", "/act", lambda call: _done(), has_body=False),
+]
+
+
+async def _done() -> Reply:
+    return json_reply({})
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+async def ask(harness: Harness, method: str, path: str, body=None, headers=None):
+    status, headers_out, raw = await harness.open(method, path, body, headers).whole()
+    return status, headers_out, raw
+
+
+@pytest.fixture
+def lines():
+    """The log's lines."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLines())
+    LOGGER.addHandler(handler)
+    level, LOGGER.level = LOGGER.level, logging.INFO
+    LOGGER.setLevel(logging.INFO)
+    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    LOGGER.removeHandler(handler)
+    LOGGER.setLevel(level)
+
+
+def test_a_request_reaches_its_handler_and_names_what_it_ignored():
+    body = {"name": "n", "user": "u", "tools": [], "penalty": 0, "odd é": 1, "many": [{"size": 1, "x": 2}]}
+    status, headers, raw = run(ask(Harness(ROUTES), "POST", "/echo", body))
+    assert (status, json.loads(raw)) == (200, {"owner": "", "name": "n"})
+    assert headers["x-ignored-fields"] == "odd%20%C3%A9,many[].x"
+    assert headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "param"),
+    [
+        (core.InvalidRequestError("top_p", 2, "at most 1"), 400, "invalid_value", "top_p"),
+        (core.ContextLengthError("prompt", 9, "at most 8"), 400, "context_length_exceeded", "prompt"),
+        (core.TokenizerMissingError(), 400, "invalid_value", None),
+        (core.ChatTemplateError("no template"), 400, "invalid_value", None),
+        (core.UnknownTurnError("0" * 32), 404, "previous_response_not_found", None),
+        (core.UnknownRecordError("response", "resp_1"), 404, "not_found", None),
+        (core.UnknownConversationError("c"), 404, "not_found", None),
+        (core.ConversationBusyError("c"), 409, "conversation_locked", None),
+        (core.ConversationChangedError("c"), 409, "conversation_locked", None),
+        (core.StepFailedError("a step failed"), 500, "step_failed", None),
+        (core.HistoryError("read-only"), 500, "history_failed", None),
+        (core.HistoryLockedError("open"), 500, "history_failed", None),
+        (core.EngineClosedError("closed"), 503, "overloaded", None),
+        (core.ConfigError("port", 1, "2"), 500, "internal_error", None),
+        (ApiError(422, "other_body", "Another body."), 422, "other_body", None),
+        (ValueError(SECRET), 500, "internal_error", None),
+        (RecursionError(), 500, "internal_error", None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_every_error_has_one_shape(error, status, code, param):
+    answered, headers, raw = run(ask(Harness([raising(error)]), "GET", "/raise"))
+    described = json.loads(raw)["error"]
+    assert (answered, described["code"], described["param"]) == (status, code, param)
+    assert described.keys() == {"message", "type", "param", "code"} and json.loads(raw).keys() == {"error"}
+    assert described["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    assert SECRET not in raw.decode() and "Traceback" not in raw.decode()
+    assert headers.get("retry-after") == ("1" if status in (409, 503) else None)
+    assert headers.get("x-should-retry") == ("false" if code in ("step_failed", "history_failed") else None)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/", 404, "unknown_url"),
+        ("GET", "/echo/", 404, "unknown_url"),
+        ("GET", "/things/a/b", 404, "unknown_url"),
+        ("GET", "/echo", 405, "method_not_allowed"),
+        ("PUT", "/things/a", 405, "method_not_allowed"),
+        ("OPTIONS", "/echo", 405, "method_not_allowed"),
+    ],
+)
+def test_unknown_routes_are_told_in_our_words(method, path, status, code):
+    answered, headers, raw = run(ask(Harness(ROUTES), method, path))
+    assert (answered, json.loads(raw)["error"]["code"]) == (status, code)
+    if path == "/things/a":
+        assert {word.strip() for word in headers["allow"].split(",")} == {"GET", "HEAD", "DELETE"}
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        (b"", "invalid_json", None),
+        (b"{", "invalid_json", None),
+        (b"\xff", "invalid_json", None),
+        (b"[" * 100_000, "invalid_json", None),
+        (b'{"name": "n", "inner": ' + b'{"inner": ' * 5_000, "invalid_json", None),
+        ([], "invalid_value", None),
+        ({}, "missing_required_parameter", "name"),
+        ({"name": 1}, "invalid_value", "name"),
+        ({"name": "n", "inner": {"size": "1"}}, "invalid_value", "inner.size"),
+        ({"name": "n", "many": [{}, {"size": 1.5}]}, "invalid_value", "many[1].size"),
+        ({"name": "n", "many": [{"size": 1}, 3]}, "invalid_value", "many[1]"),
+        ({"name": "n", "tools": [{}]}, "unsupported_parameter", "tools"),
+        ({"name": "n", "penalty": 0.5}, "unsupported_parameter", "penalty"),
+        ({"name": "n", "penalty": False}, "unsupported_parameter", "penalty"),
+    ],
+)
+def test_a_bad_body_is_told_by_the_path_of_its_field(body, code, param):
+    status, _, raw = run(ask(Harness(ROUTES), "POST", "/echo", body))
+    error = json.loads(raw)["error"]
+    assert (status, error["code"], error["param"]) == (400, code, param)
+
+
+def test_bodies_are_json_of_a_bounded_length():
+    harness = Harness(ROUTES, settings=ServerSettings(max_body_bytes=100))
+    whole = {"name": "n" * 200}
+    assert run(ask(harness, "POST", "/echo", whole))[0] == 413
+    assert run(ask(harness, "POST", "/echo", whole, {"content-length": "300"}))[0] == 413
+    assert run(ask(harness, "POST", "/echo", {"name": "n"}, {"content-type": "text/plain"}))[0] == 415
+    utf8 = {"content-type": "Application/JSON; charset=utf-8"}
+    assert run(ask(harness, "POST", "/echo", {"name": "n"}, utf8))[0] == 200
+    assert run(ask(harness, "POST", "/act", None, {"content-type": ""}))[0] == 200
+
+
+def test_a_body_that_does_not_come_is_not_waited_for():
+    async def scenario():
+        request = Open(
+            Harness(ROUTES, settings=ServerSettings(body_timeout_s=0.01)).app, "POST", "/echo", b"", {}
+        )
+        request._incoming.get_nowait()
+        request._incoming.put_nowait({"type": "http.request", "body": b"{", "more_body": True})
+        return await request.whole()
+
+    status, headers, raw = run(scenario())
+    assert (status, json.loads(raw)["error"]["code"]) == (408, "request_timeout")
+    assert headers["connection"] == "close"
+
+
+def test_names_that_are_not_ours_are_refused_while_no_key_is_asked_for(tmp_path):
+    harness = Harness(ROUTES)
+    for host in ("localhost:8000", "127.0.0.1", "[::1]:80", "LOCALHOST"):
+        assert run(ask(harness, "GET", "/things/a", headers={"host": host}))[0] == 200
+    for host in ("evil.example", "localhost.evil.example:8000", ""):
+        status, _, raw = run(ask(harness, "GET", "/things/a", headers={"host": host}))
+        assert (status, json.loads(raw)["error"]["code"]) == (403, "unknown_host")
+    named = Harness(ROUTES, settings=ServerSettings(allowed_hosts=("chat.example",)))
+    assert run(ask(named, "GET", "/things/a", headers={"host": "chat.example"}))[0] == 200
+    keyed = Harness(ROUTES, settings=ServerSettings(api_keys_file=str(keys_file(tmp_path, alice="a"))))
+    headers = {"host": "any.example", "authorization": "Bearer a"}
+    assert run(ask(keyed, "GET", "/things/a", headers=headers))[0] == 200
+
+
+def keys_file(directory, **keys: str):
+    path = directory / "keys"
+    path.write_text("# whose: which\n\n" + "".join(f"{o}:{digest(k)}\n" for o, k in keys.items()))
+    return path
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def test_keys_have_owners(tmp_path):
+    path = keys_file(tmp_path, alice="key-a", bob="key-b")
+    harness = Harness(ROUTES, settings=ServerSettings(host="0.0.0.0", api_keys_file=str(path)))
+
+    def owner(authorization: str):
+        status, _, raw = run(ask(harness, "GET", "/things/a", headers={"authorization": authorization}))
+        return json.loads(raw)["owner"] if status == 200 else (status, json.loads(raw)["error"]["code"])
+
+    assert owner("Bearer key-a") == "alice" and owner("bearer  key-b") == "bob"
+    wrong = (401, "invalid_api_key")
+    assert [owner(text) for text in ("", "Bearer", "Bearer key-c", "Basic key-a", "key-a", "Bearer é")] == [
+        wrong
+    ] * 6
+    assert run(ask(harness, "GET", "/open"))[0] == 500  # reached without a key
+
+    path.write_text(f"carol:{digest('key-c')}\n")
+    assert harness.services.keys.reload() == 1 and owner("Bearer key-c") == "carol"
+    assert owner("Bearer key-a") == wrong
+
+
+@pytest.mark.parametrize("text", ["alice\n", "alice:12\n", "a b:" + "0" * 64, "", "# none\n", "sk-secret\n"])
+def test_a_bad_file_of_keys_keeps_the_old_ones_and_shows_no_line(tmp_path, text):
+    path = keys_file(tmp_path, alice="a")
+    keys = ApiKeys(path)
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="api_keys_file") as caught:
+        keys.reload()
+    assert keys.owner("Bearer a") == "alice"
+    assert "sk-secret" not in str(caught.value)
+    path.unlink()
+    with pytest.raises(ConfigError, match="readable"):
+        keys.reload()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.1", "example.com", "::"])
+def test_without_keys_only_this_machine_is_served(host):
+    with pytest.raises(ConfigError, match="loopback"):
+        ServerSettings(host=host)
+    ServerSettings(host=host, api_keys_file="keys")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.1.2.3"])
+def test_loopback_needs_no_keys(host):
+    assert ServerSettings(host=host).is_loopback
+
+
+def test_a_request_has_an_id_and_a_line_without_anybodys_words(lines):
+    harness = Harness(ROUTES)
+    _, headers, _ = run(ask(harness, "POST", "/echo", {"name": SECRET}, {"x-request-id": "mine-1"}))
+    assert headers["x-request-id"] == "mine-1"
+    _, headers, _ = run(ask(harness, "GET", f"/things/{SECRET}", headers={"x-request-id": "with space"}))
+    made = headers["x-request-id"]
+    assert made.startswith("req_")
+    status, headers, raw = run(ask(harness, "GET", "/unexpected"))
+    first, second, error, third = lines()
+    assert (first["request_id"], first["route"], first["status"]) == ("mine-1", "/echo", 200)
+    assert (second["request_id"], second["route"]) == (made, "/things/{thing_id}")
+    assert (
+        error["error"]["kind"] == "builtins.RuntimeError" and error["request_id"] == headers["x-request-id"]
+    )
+    assert any("test_kernel.py" in place for place in error["error"]["at"])
+    assert third["status"] == status == 500
+    assert SECRET not in json.dumps(lines()) and SECRET not in raw.decode()
+
+
+def test_pages_of_other_origins_read_nothing_unless_told():
+    origin = {"origin": "https://chat.example"}
+    preflight = origin | {"access-control-request-method": "POST", "access-control-request-headers": "x-a"}
+    assert (
+        "access-control-allow-origin" not in run(ask(Harness(ROUTES), "GET", "/things/a", headers=origin))[1]
+    )
+    harness = Harness(ROUTES, settings=ServerSettings(cors_origin=("https://chat.example",)))
+    _, headers, _ = run(ask(harness, "GET", "/things/a", headers=origin))
+    assert headers["access-control-allow-origin"] == "https://chat.example"
+    status, headers, raw = run(ask(harness, "OPTIONS", "/echo", headers=preflight))
+    assert (status, raw, headers["access-control-allow-origin"]) == (204, b"", "https://chat.example")
+    status, _, raw = run(ask(harness, "OPTIONS", "/echo", headers=preflight | {"origin": "https://other"}))
+    assert (status, json.loads(raw)["error"]["code"]) == (403, "cors_refused")

@@ -1,0 +1,170 @@
+"""Streams of events, and what happens when their client is silent, slow or gone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pensieve_jax.server.http.call import Call, ClientGoneError
+from pensieve_jax.server.http.replies import Reply, json_reply
+from pensieve_jax.server.http.routes import Route
+from pensieve_jax.server.http.sse import DONE, Events, event
+from tests.server.fakes import Harness
+
+
+class Source:
+    """Events that a test gives one by one, and how it ended for whoever made them."""
+
+    def __init__(self, **timing: float) -> None:
+        self.queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.num_asked_for = 0
+        self.closed = asyncio.Event()
+        self.timing = timing
+
+    async def handler(self, call: Call) -> Reply:
+        return Events(self.events(), **self.timing)
+
+    async def events(self):
+        try:
+            while True:
+                self.num_asked_for += 1
+                data = await self.queue.get()
+                if data is None:
+                    return
+                yield event(data)
+        finally:
+            self.closed.set()
+
+    def open(self):
+        return Harness([Route("GET", "/events", self.handler)]).open("GET", "/events")
+
+
+def test_every_event_is_one_write():
+    async def scenario():
+        source = Source()
+        client = source.open()
+        start = await client.next()
+        headers = dict(start["headers"])
+        assert headers[b"content-type"].startswith(b"text/event-stream")
+        for data in (b'{"a":1}', b'{"a":2}'):
+            source.queue.put_nowait(data)
+            assert (await client.next())["body"] == b"data: " + data + b"\n\n"
+        source.queue.put_nowait(None)
+        assert await client.next() == {"type": "http.response.body", "body": b"", "more_body": False}
+        await client.task
+        assert source.closed.is_set()
+
+    asyncio.run(scenario())
+    assert event(b"{}", "response.created") == b"event: response.created\ndata: {}\n\n"
+    assert DONE == b"data: [DONE]\n\n"
+
+
+def test_a_client_that_leaves_ends_the_stream_before_and_after_the_first_event():
+    async def scenario(num_events: int):
+        source = Source()
+        client = source.open()
+        await client.next()
+        for _ in range(num_events):
+            source.queue.put_nowait(b"{}")
+            await client.next()
+        client.leave()
+        await asyncio.wait_for(source.closed.wait(), 5)
+        await client.task
+
+    asyncio.run(scenario(0))
+    asyncio.run(scenario(2))
+
+
+def test_silence_is_broken_by_comments():
+    async def scenario():
+        source = Source(heartbeat_s=0.01)
+        client = source.open()
+        await client.next()
+        comments = [(await client.next())["body"] for _ in range(3)]
+        source.queue.put_nowait(b"{}")
+        while (body := (await client.next())["body"]).startswith(b":"):
+            comments.append(body)
+        assert body == b"data: {}\n\n"
+        assert all(comment.startswith(b":") and comment.endswith(b"\n\n") for comment in comments)
+        client.leave()
+        await client.task
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_takes_nothing_is_asked_for_no_more_and_let_go():
+    async def scenario():
+        source = Source(stall_timeout_s=0.02)
+        client = source.open()
+        await client.next()
+        client.takes.clear()
+        for _ in range(3):
+            source.queue.put_nowait(b"{}")
+        await asyncio.wait_for(source.closed.wait(), 5)
+        assert source.num_asked_for == 1
+        await client.task
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_breaks_does_not_look_whole():
+    async def broken():
+        yield event(b"{}")
+        raise RuntimeError("inside")
+
+    async def handler(call: Call) -> Reply:
+        return Events(broken())
+
+    async def scenario():
+        client = Harness([Route("GET", "/events", handler)]).open("GET", "/events")
+        await client.task
+        return [await client.next() for _ in range(2)], client._outgoing.empty()
+
+    messages, is_all = asyncio.run(scenario())
+    assert is_all and messages[-1]["more_body"]
+
+
+def test_work_in_the_foreground_ends_when_its_client_leaves():
+    cancelled = asyncio.Event()
+
+    async def work():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async def handler(call: Call) -> Reply:
+        await call.unless_gone(work())
+        return json_reply({})
+
+    async def scenario():
+        client = Harness([Route("POST", "/work", handler)]).open("POST", "/work", {})
+        client.leave()
+        await client.task
+        assert cancelled.is_set() and client._outgoing.empty()
+
+    asyncio.run(scenario())
+
+
+def test_work_in_the_foreground_gives_its_result_and_its_errors():
+    async def result():
+        return 3
+
+    async def error():
+        raise KeyError("k")
+
+    async def scenario():
+        receive = asyncio.Event()
+
+        async def never():
+            await receive.wait()
+
+        call = Call.__new__(Call)
+        call.receive = never
+        assert await call.unless_gone(result()) == 3
+        with pytest.raises(KeyError):
+            await call.unless_gone(error())
+
+    asyncio.run(scenario())
+    assert issubclass(ClientGoneError, Exception)

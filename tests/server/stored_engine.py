@@ -1,0 +1,121 @@
+"""A fake engine with a real history behind it: what it finishes is committed, as an engine's process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pensieve_jax.core.clock import VirtualClock
+from pensieve_jax.core.errors import PensieveError, UnknownTurnError
+from pensieve_jax.core.outputs import FinishReason
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.history.changes import HistoryChange
+from pensieve_jax.history.reader import HistoryReader
+from pensieve_jax.history.sqlite_store import SQLiteHistoryStore
+from pensieve_jax.history.store import TurnRecord
+from pensieve_jax.server.context.history_turns import HistoryTurns
+from pensieve_jax.server.context.resolver import Resolver
+from pensieve_jax.server.context.turn_index import TurnIndex
+from pensieve_jax.text import Tokenizer
+from tests.server.fakes import FakeEngine, FakeTurn
+
+FINGERPRINT = "fingerprint"
+
+
+class StoredEngine(FakeEngine):
+    """Commits durable turns at their end; a turn behind an unknown one is refused.
+
+    Attributes:
+      lost: ids of turns in memory only that it has forgotten.
+    """
+
+    def __init__(
+        self, path: Path, clock: VirtualClock, script: Callable[[FakeTurn], None] | None = None
+    ) -> None:
+        super().__init__(script)
+        self.clock = clock
+        self.store = SQLiteHistoryStore(path, fingerprint=FINGERPRINT)
+        self.memory: set[str] = set()
+        self.num_committed = 0
+
+    def submit_all(self, specs: Sequence[TurnSpec]) -> list[Any]:
+        for spec in specs:
+            node = spec.node
+            if node is not None and node.parent_id is not None and not self._has(node.owner, node.parent_id):
+                self.refuse.append(UnknownTurnError(node.parent_id))
+                break
+        turns = super().submit_all(specs)
+        for turn in turns:
+            self._watch(turn)
+        return turns
+
+    def restart(self) -> None:
+        """What was in memory only is gone."""
+        self.memory.clear()
+        self.epoch += 1
+
+    async def apply(self, change: HistoryChange) -> None:
+        await super().apply(change)
+        self.store.apply(change)
+
+    def _has(self, owner: str, turn_id: str) -> bool:
+        if turn_id in self.memory:
+            return True
+        try:
+            self.store.load_turn(owner, turn_id)
+        except UnknownTurnError:
+            return False
+        return True
+
+    def _watch(self, turn: FakeTurn) -> None:
+        """Commit before the turn tells anybody that it has ended."""
+        if turn.output is not None:
+            turn.output, output = None, turn.output
+            self._commit(turn, output)
+            return
+        finish = turn.finish
+
+        def finish_and_commit(reason: FinishReason = "stop", **usage: int) -> None:
+            finish(reason, **usage)
+            if reason == "cancelled":
+                return
+            turn.output, output = None, turn.output
+            self._commit(turn, output)
+
+        turn.finish = finish_and_commit  # type: ignore[method-assign]
+
+    def _commit(self, turn: FakeTurn, output: Any) -> None:
+        node = turn.spec.node
+        if node is None or not node.durable:
+            if node is not None:
+                self.memory.add(node.turn_id)
+            turn.output = output
+            return
+        index = 0 if node.parent_id is None else len(self.store.load_turn(node.owner, node.parent_id).turns)
+        record = TurnRecord(
+            conversation_id="",
+            turn_index=index,
+            prompt_token_ids=tuple(turn.spec.prompt_token_ids),
+            output_token_ids=output.token_ids,
+            seed=output.seed,
+            finish_reason=output.finish_reason,
+            created_at_s=self.clock.now(),
+            messages=turn.spec.messages,
+            output_text=output.text,
+            turn_id=node.turn_id,
+            parent_id=node.parent_id,
+            owner=node.owner,
+            chain=node.chain,
+            usage=output.usage,
+        )
+        refused: PensieveError | None = self.store.commit([record], [node.attachment]).get(0)
+        if refused is not None:
+            turn.fail(refused)
+            return
+        self.num_committed += 1
+        turn.output = output
+
+
+def resolving(tokenizer: Tokenizer, reader: HistoryReader) -> Resolver:
+    return Resolver(tokenizer, FINGERPRINT, TurnIndex(HistoryTurns(reader)))

@@ -1,0 +1,192 @@
+"""A server's start, drain and end, with an application of a few lines over an engine on the fake runner."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve_jax import AsyncEngine, ConfigError, EngineClosedError
+from pensieve_jax.server.engine_process.lives import ThreadLife
+from pensieve_jax.server.engine_process.supervisor import Restarts
+from pensieve_jax.server.listening import EXIT_AT_ONCE, address_of, bind, history_file, serve
+from tests.engine.harness import Harness
+from tests.server.engine_process.fakes import TIMEOUT_S, FakeLives, spec
+
+LONG = 1500
+
+
+def application(engine: AsyncEngine) -> Any:
+    """GET /n: the ids of a reply of n tokens, as they come."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await receive()
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        try:
+            turn = engine.submit(spec([5], max_tokens=int(scope["path"][1:])))
+        except EngineClosedError as error:
+            await send({"type": "http.response.start", "status": 503, "headers": []})
+            await send({"type": "http.response.body", "body": str(error).encode()})
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        async for delta in turn:
+            body = "".join(f"{token_id}\n" for token_id in delta.token_ids).encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": turn.output.finish_reason.encode()})
+
+    return app
+
+
+class Client(threading.Thread):
+    """Does its work against the server once there is one; what went wrong is raised by `join`."""
+
+    def __init__(self, work: Callable[[Callable[[int], http.client.HTTPResponse]], None]) -> None:
+        super().__init__(daemon=True)
+        self.work = work
+        self.error: BaseException | None = None
+        self.connections: list[http.client.HTTPConnection] = []
+
+    def announce(self, engine: AsyncEngine, address: str) -> None:
+        self.address = address.removeprefix("http://")
+        self.start()
+
+    def ask(self, num_tokens: int) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection(self.address, timeout=TIMEOUT_S)
+        self.connections.append(connection)
+        connection.request("GET", f"/{num_tokens}")
+        return connection.getresponse()
+
+    def run(self) -> None:
+        try:
+            self.work(self.ask)
+        except BaseException as error:
+            self.error = error
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def join(self, timeout: float | None = TIMEOUT_S) -> None:
+        super().join(timeout)
+        for connection in self.connections:
+            connection.close()
+        if self.error is not None:
+            raise self.error
+
+
+def run(client: Client, *, drain_s: float, lives: FakeLives | None = None) -> int:
+    lives = lives or FakeLives()
+    status = serve(
+        lambda: AsyncEngine(lives.begin, restarts=Restarts(first_delay_s=0.0)),
+        application,
+        bind("127.0.0.1", 0),
+        drain_s=drain_s,
+        announce=client.announce,
+    )
+    client.join()
+    assert lives.harness.engine.closed
+    return status
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_turns_that_run_get_their_time() -> None:
+    def work(ask: Callable[[int], http.client.HTTPResponse]) -> None:
+        short = ask(3).read().split()
+        assert len(short) == 4 and short[-1] == b"length"
+        running = ask(LONG)
+        assert running.readline().strip().isdigit()
+        terminate()
+        while (late := ask(1)).status != 503:
+            late.read()
+        assert b"draining" in late.read()
+        assert running.read().split()[-1] == b"length"
+
+    assert run(Client(work), drain_s=TIMEOUT_S) == 0
+
+
+def test_turns_that_take_longer_are_cancelled() -> None:
+    def work(ask: Callable[[int], http.client.HTTPResponse]) -> None:
+        running = ask(LONG)
+        running.readline()
+        terminate()
+        assert running.read().split()[-1] == b"cancelled"
+
+    assert run(Client(work), drain_s=0.0) == 0
+
+
+def test_a_second_signal_ends_everything_at_once() -> None:
+    lives, gate = FakeLives(), threading.Event()
+    lives.prepare = lambda harness: setattr(harness, "on_step", lambda output: gate.wait(TIMEOUT_S))
+
+    def work(ask: Callable[[int], http.client.HTTPResponse]) -> None:
+        running = ask(LONG)  # of which no step ends
+        terminate()
+        while ask(1).status != 503:
+            pass
+        terminate()
+        gate.set()
+        with pytest.raises((http.client.HTTPException, ConnectionError)):
+            running.read()
+
+    assert run(Client(work), drain_s=TIMEOUT_S, lives=lives) == EXIT_AT_ONCE
+
+
+def test_a_signal_while_it_starts_ends_it() -> None:
+    gate = threading.Event()
+
+    def prepare(harness: Harness) -> None:
+        terminate()
+        gate.wait(TIMEOUT_S)
+
+    class Lives(FakeLives):
+        async def begin(self) -> ThreadLife:
+            life = await super().begin()
+            kill = life.kill
+            life.kill = lambda: (gate.set(), kill())
+            return life
+
+    lives = Lives()
+    lives.prepare = prepare
+    client = Client(lambda ask: pytest.fail("it was announced"))
+    status = serve(
+        lambda: AsyncEngine(lives.begin),
+        application,
+        bind("127.0.0.1", 0),
+        drain_s=0,
+        announce=client.announce,
+    )
+    assert status == 0 and not client.is_alive()
+
+
+def test_an_address_that_is_taken_is_refused_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+            bind("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.1"):
+        bind("203.0.113.1", 0)
+    with bind("127.0.0.1", 0) as free:
+        assert address_of(free) == f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_a_history_that_nobody_keeps_is_private_and_gone_at_the_end(tmp_path: Path) -> None:
+    with history_file(None) as path:
+        directory = Path(path).parent
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        Path(path).write_text("x")
+    assert not directory.exists()
+    with history_file(str(tmp_path / "kept")) as path:
+        Path(path).write_text("x")
+    assert (tmp_path / "kept").exists()
