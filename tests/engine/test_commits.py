@@ -120,7 +120,8 @@ def test_a_history_that_cannot_be_written_fails_all_of_a_step():
     assert harness.store.conversations() == []
 
 
-def test_a_change_that_deletes_what_a_running_turn_goes_on_from_leaves_it_the_tokens():
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_change_that_deletes_what_a_running_turn_goes_on_from_leaves_it_the_tokens(ends):
     harness = Harness()
     parent = placed(harness, 1)
     harness.run(*harness.submit_all([parent]))
@@ -131,6 +132,11 @@ def test_a_change_that_deletes_what_a_running_turn_goes_on_from_leaves_it_the_to
     harness.engine.apply(DeleteResponse(owner="ann", response_id=f"resp_{parent_id}"))
     harness.engine.apply(Expire(now_s=0.0))
     assert harness.store.load_turn("ann", parent_id)
+    if ends:
+        harness.run(turn)
+        path = harness.store.load_turn("ann", node.turn_id)
+        assert [one.turn_id for one in path.turns] == [parent_id, node.turn_id]
+        return
     harness.engine.cancel(turn)
     harness.engine.apply(Expire(now_s=0.0))
     with pytest.raises(UnknownTurnError):
