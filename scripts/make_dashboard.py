@@ -56,6 +56,11 @@ def quantiles(histogram: str) -> list[Line]:
     ]
 
 
+def average(metric: str) -> Line:
+    """Of what a histogram or a summary observed."""
+    return Line(f"{rate(f'{metric}_sum')} / {rate(f'{metric}_count')}", "on average")
+
+
 def by(label: str, metric: str) -> Line:
     """A curve for each value of a label."""
     return Line(f"sum by ({label}) ({rate(metric)})", f"{{{{{label}}}}}")
@@ -155,16 +160,10 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
             Panel(
                 "Tokens a step",
                 "short",
-                [
-                    Line(
-                        f"{rate('vllm:iteration_tokens_total_sum')} / "
-                        f"{rate('vllm:iteration_tokens_total_count')}",
-                        "on average",
-                    )
-                ],
+                [average("vllm:iteration_tokens_total")],
             ),
             Panel("Tokens an event", "short", [Line(f"pensieve:delta_merge_ratio{_SELECTOR}", "on average")]),
-            Panel("Commit", "s", quantiles("pensieve:commit_seconds")),
+            Panel("Commit", "s", [average("pensieve:commit_seconds")]),
         ),
     ),
 )

@@ -12,7 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 # By the names of `Engine.stats`: the metric and its help.
@@ -32,10 +38,6 @@ _COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "engine_thread_s": ("pensieve:engine_host_seconds", "Time of the engine's thread on a processor."),
     "num_deltas": ("pensieve:engine_deltas", "Pieces of replies that the engine sent."),
     "num_delta_tokens": ("pensieve:engine_delta_tokens", "Tokens in them."),
-    "disk_checksum_failures": (
-        "pensieve:disk_checksum_failures",
-        "Chunks on disk that were not what had been written.",
-    ),
 }
 
 
@@ -87,6 +89,7 @@ class EngineReport(Collector):
         yield self._chunks()
         yield self._tier_bytes()
         yield self._step_tokens()
+        yield self._commits()
 
     def _value(self, key: str) -> float:
         return float(self.stats.get(key, 0))
@@ -124,10 +127,14 @@ class EngineReport(Collector):
             family.add_metric([self._model_name, start, end], self._value(key) * self.chunk_bytes)
         return family
 
+    def _commits(self) -> Metric:
+        family = SummaryMetricFamily("pensieve:commit_seconds", "Of a transaction.", labels=["model_name"])
+        family.add_metric([self._model_name], int(self._value("num_commits")), self._value("commit_s"))
+        return family
+
     def _step_tokens(self) -> Metric:
-        """`step_tokens` of the stats: [[bound, steps of at most so many tokens], ...], ascending."""
-        buckets = [(str(float(bound)), float(count)) for bound, count in self.stats.get("step_tokens", ())]
-        buckets.append(("+Inf", self._value("num_steps")))
+        """The engine keeps sums, so there is one bucket, and the average."""
+        buckets = [("+Inf", self._value("num_steps"))]
         family = HistogramMetricFamily(
             "vllm:iteration_tokens_total", "Query tokens of a step.", labels=["model_name"]
         )

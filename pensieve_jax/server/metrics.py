@@ -42,7 +42,6 @@ _FIRST_TOKEN_S = (
 )
 _BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1, 2.5, 5)
 _REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
-_SHORT_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
 class Metrics:
@@ -87,7 +86,6 @@ class Metrics:
         self._rebuilds = self._counter(
             "pensieve:context_rebuilds", "Contexts that were made anew, by reason.", "reason"
         )
-        self._commit_s = self._histogram("pensieve:commit_seconds", "Of a transaction.", _SHORT_S)
         self._deltas = self._counter("pensieve:deltas", "Events of text sent.")
         self._delta_tokens = self._counter("pensieve:delta_tokens", "Tokens in events of text.")
         self._merge_ratio = self._gauge(
@@ -158,10 +156,6 @@ class Metrics:
     def rebuilt(self, reason: str) -> None:
         """A context was made anew; `reason` is a word from a fixed list."""
         self._rebuilds.labels(**self._label, reason=reason).inc()
-
-    def committed(self, seconds: float) -> None:
-        """A transaction took so long."""
-        self._commit_s.observe(seconds)
 
     # Inside
 
