@@ -84,6 +84,11 @@ class Metrics:
         self._matches = self._counter(
             "pensieve:context_match", "Contexts, by what their earlier turn was found with.", "kind"
         )
+        self._context_tokens = self._counter(
+            "pensieve:context_tokens",
+            "Tokens of contexts up to their last reply: found in earlier turns, or about how many were not.",
+            "result",
+        )
         self._rebuilds = self._counter(
             "pensieve:context_rebuilds", "Contexts that were made anew, by reason.", "reason"
         )
@@ -153,6 +158,11 @@ class Metrics:
     def matched(self, kind: str) -> None:
         """A context's earlier turn was found by "id", "message" or "chunk", or by "none"."""
         self._child(self._matches, kind).inc()
+
+    def context(self, found_tokens: int, missed_tokens: int) -> None:
+        """Of a context, so much stood in an earlier turn, and so much more might have."""
+        self._context_tokens.labels(**self._label, result="found").inc(found_tokens)
+        self._context_tokens.labels(**self._label, result="missed").inc(missed_tokens)
 
     def rebuilt(self, reason: str) -> None:
         """A context was made anew; `reason` is a word from a fixed list."""

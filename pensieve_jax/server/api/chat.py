@@ -180,6 +180,7 @@ class ChatCompletion:
         for context, output in zip(self._contexts, outputs, strict=True):
             context.commit(output)
             self._services.metrics.matched(context.match_kind(output))
+            self._services.metrics.context(context.found_tokens, context.missed_tokens)
             if context.missed_tokens:
                 self._services.metrics.rebuilt("unknown_reply")
         self._notes.counts |= completion_usage([output.usage for output in outputs], len(outputs))
