@@ -48,13 +48,18 @@ def serve() -> int:
     from pensieve_jax.server.http.settings import ServerSettings
     from pensieve_jax.server.listening import bind, history_file
     from pensieve_jax.server.listening import serve as serve_until_told
+    from pensieve_jax.server.logs import log_to
 
+    log_to()
     config = engine_config()
     settings = ServerSettings(
         host=FLAGS.host,
         port=FLAGS.port,
         api_keys_file=FLAGS.api_keys_file,
         cors_origin=tuple(FLAGS.cors_origin),
+        allowed_hosts=tuple(FLAGS.allowed_hosts),
+        served_model_name=FLAGS.served_model_name,
+        chat_history=FLAGS.chat_history,
         drain_s=FLAGS.drain_s,
     )
     keys = ApiKeys(settings.api_keys_file)
@@ -87,6 +92,11 @@ def define_flags() -> None:
     flags.DEFINE_integer("port", 8000, "Port to listen at; 0 takes a free one.")
     flags.DEFINE_string("api_keys_file", None, "Lines of owner:sha256 of a key; without, loopback only.")
     flags.DEFINE_multi_string("cors_origin", [], "A page of this origin may ask; may be given several times.")
+    flags.DEFINE_list("allowed_hosts", [], "Names that clients may call this server by, beside localhost.")
+    flags.DEFINE_string("served_model_name", None, "What /v1/models calls the model; default: as --model.")
+    flags.DEFINE_enum(
+        "chat_history", "memory", ["memory", "durable"], "Where turns of Chat Completions are kept."
+    )
     flags.DEFINE_float("drain_s", 30.0, "Seconds that running turns get when the server is told to end.")
     flags.DEFINE_string("history", None, "SQLite file that keeps the conversations; default: a private one.")
     define_engine_flags()

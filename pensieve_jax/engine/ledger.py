@@ -8,6 +8,7 @@ Called by: the engine.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -107,7 +108,9 @@ class TurnLedger:
             if kept:
                 records = [self._record(reply, reason) for reply, reason in kept]
                 attachments = [None if reply.node is None else reply.node.attachment for reply, _ in kept]
+                began_s = time.perf_counter()
                 refused = self._store.commit(records, attachments, self.in_use)
+                self._stats.count_commit(time.perf_counter() - began_s)
                 for position, refusal in refused.items():
                     self.lose([kept[position][0]], refusal)
         except PensieveError as error:

@@ -35,11 +35,18 @@ class EngineStats:
     history_tokens: int = 0
     history_gpu_tokens: int = 0
     history_cpu_tokens: int = 0
+    num_commits: int = 0
+    commit_s: float = 0.0
 
     def count_step(self, num_tokens: int) -> None:
         """A step of so many query tokens was launched."""
         self.num_steps += 1
         self.num_step_tokens += num_tokens
+
+    def count_commit(self, seconds: float) -> None:
+        """The turns that ended in a step were written to the history."""
+        self.num_commits += 1
+        self.commit_s += seconds
 
     def count_decisions(self, output: SchedulerOutput) -> None:
         """What a step decides besides what it computes."""

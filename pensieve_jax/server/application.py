@@ -1,21 +1,24 @@
-"""From an engine that is ready to the application in front of it: the parts of a server, put together.
+"""The application of a server: everything that stands before its engine, put together.
 
-Owns: what each part is made of, and giving back what it holds.
-Does not know: what requests there are, or how the engine runs.
-Called by: `pensieve serve`; tests of a whole server.
+Owns: which parts there are, what each is made of, and giving back what they hold.
+Does not know: sockets, processes or signals.
+Called by: `pensieve serve`; programs that put the application into a server of their own; tests.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from typing import Any
 
 from starlette.types import ASGIApp
 
+from pensieve_jax.core.clock import WallClock
 from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.model_source import source_tokenizer
+from pensieve_jax.server.api.conversations import Conversations
+from pensieve_jax.server.api.responses import Responses
 from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.api.sampling import model_defaults
 from pensieve_jax.server.async_engine import EngineService
@@ -40,39 +43,57 @@ def make_application(engine: EngineService, settings: ServerSettings, keys: ApiK
       settings: of HTTP.
       keys: who may ask; whoever gives them may have them read again.
 
-    Raises ConfigError for a tokenizer that does not fit the model, and HistoryError.
+    Raises ConfigError for a tokenizer or defaults that do not fit the model, and HistoryError.
     """
     info = engine.info
-    tokenizer = source_tokenizer(info.source, info.limits.vocab_size)
     reader = HistoryReader(info.history, fingerprint=info.fingerprint)
-    services = Services(
+    services = make_services(engine, settings, keys, reader)
+    responses = Responses(services)
+
+    @asynccontextmanager
+    async def reading() -> AsyncIterator[None]:
+        with closing(reader):
+            yield
+
+    routes = (*ROUTES, *responses.routes, *Conversations(responses.locks).routes)
+    return make_app(services, routes, [reading, responses.background.lifespan])
+
+
+def make_services(
+    engine: EngineService, settings: ServerSettings, keys: ApiKeys, history: HistoryReader
+) -> Services:
+    """The parts, of an engine that is ready and its open history; raises ConfigError."""
+    info = engine.info
+    tokenizer = source_tokenizer(info.source, info.limits.vocab_size)
+    clock = WallClock()
+    metrics = Metrics(settings.served_model_name or info.model_name)
+    metrics.engine.chunk_bytes = _chunk_bytes(info.description)
+    return Services(
         engine=engine,
         settings=settings,
         keys=keys,
-        limits=Limits(engine, settings, time.monotonic),
-        metrics=Metrics(settings.served_model_name or info.model_name),
+        limits=Limits(engine, settings, clock.now),
+        metrics=metrics,
         tokenizer=tokenizer,
         chat_format=_chat_format(tokenizer),
         defaults=model_defaults(info.source),
-        resolver=Resolver(tokenizer, info.fingerprint, TurnIndex(HistoryTurns(reader))),
+        resolver=Resolver(tokenizer, info.fingerprint, TurnIndex(HistoryTurns(history))),
         token_texts=TokenTexts(tokenizer),
-        history=reader,
-        now_s=time.time,
-        started_at=int(time.time()),
+        history=history,
+        now_s=clock.now,
+        started_at=int(clock.now()),
     )
-
-    @contextlib.asynccontextmanager
-    async def reading() -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            reader.close()
-
-    return make_app(services, ROUTES, [reading])
 
 
 def _chat_format(tokenizer: Tokenizer | None) -> ChatFormat | None:
+    """None where messages cannot be written for this model; a request with messages is then told why."""
     try:
         return ChatFormat(tokenizer)
     except (TokenizerMissingError, ChatTemplateError):
         return None
+
+
+def _chunk_bytes(description: dict[str, Any]) -> int:
+    """Of one chunk on all devices."""
+    cache, device = description.get("cache", {}), description.get("device", {})
+    return int(cache.get("page_bytes", 0)) * int(device.get("count", 1))

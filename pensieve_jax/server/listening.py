@@ -177,6 +177,7 @@ async def _serve(
             server = _Uvicorn(
                 uvicorn.Config(
                     make_application(engine),
+                    log_config=None,
                     log_level="warning",
                     access_log=False,
                     backlog=_BACKLOG,

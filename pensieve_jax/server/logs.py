@@ -37,9 +37,9 @@ class JsonLines(logging.Formatter):
         return msgspec.json.encode(line).decode()
 
 
-def log_to(stream: TextIO = sys.stderr, level: int = logging.INFO) -> None:
-    """Write this server's log, and uvicorn's, to a stream as JSON lines; replaces an earlier choice."""
-    handler = logging.StreamHandler(stream)
+def log_to(stream: TextIO | None = None, level: int = logging.INFO) -> None:
+    """Write this server's log, and uvicorn's, as JSON lines to a stream (stderr), and nowhere else."""
+    handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines())
     for name in (LOGGER.name, "uvicorn", "uvicorn.error"):
         logger = logging.getLogger(name)

@@ -1,8 +1,8 @@
 """What a server counts, in Prometheus' format.
 
 Owns: the metrics, their names and labels.
-Does not know: when something happens: handlers, limits and the engine's reports tell it.
-Called by: handlers as turns go on and end, the poll of the engine's counters, `/metrics`.
+Does not know: when something happens: handlers tell it; the engine's counters, which `engine_report` has.
+Called by: handlers as turns go on and end, `/metrics`.
 
 Names that begin with vllm: mean what they mean there, so that dashboards and scalers made for vLLM work; what
 has no equal there begins with pensieve:. Labels hold the model's name and words from fixed lists, never what
@@ -11,14 +11,12 @@ a client sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from pensieve_jax.core.outputs import Output
+from pensieve_jax.server.engine_report import EngineReport
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN_S = (
@@ -44,40 +42,21 @@ _FIRST_TOKEN_S = (
 )
 _BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1, 2.5, 5)
 _REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
-_SHORT_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
-
-# The engine's counters by their names in its report: metric, help, and labels beside the model's name.
-_ENGINE_GAUGES: Mapping[str, tuple[str, str]] = {
-    "num_running": ("vllm:num_requests_running", "Turns in the batch."),
-    "num_waiting": ("vllm:num_requests_waiting", "Turns that wait for a place in the batch."),
-    "gpu_usage": ("vllm:kv_cache_usage_perc", "Pages of device memory in use; 1 is all."),
-    "cpu_usage": ("pensieve:cpu_cache_usage_perc", "Slots of host memory in use; 1 is all."),
-    "num_conversations": ("pensieve:conversations", "Conversations with state in either tier."),
-}
-_ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = {
-    "num_steps": ("pensieve:steps", "Steps."),
-    "num_step_tokens": ("pensieve:step_tokens", "Query tokens of all steps."),
-    "num_suspensions": ("vllm:num_preemptions", "Turns taken out of the batch under memory pressure."),
-    "transfer_stall_s": ("pensieve:transfer_stall_seconds", "Time that steps waited for copies."),
-    "num_forced_swap_outs": ("pensieve:forced_swap_outs", "Chunks copied out because a page was needed now."),
-    "num_dropped_chunks": ("pensieve:dropped_chunks", "Chunks whose state was given up."),
-    "disk_checksum_failures": (
-        "pensieve:disk_checksum_failures",
-        "Chunks on disk that were not what had been written.",
-    ),
-    "host_s": ("pensieve:engine_host_seconds", "Time of the engine's thread on the host, of all steps."),
-}
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own."""
+    """The metrics of one server, in a registry of their own.
+
+    Attributes:
+      engine: what the engine counts itself.
+    """
 
     def __init__(self, model_name: str) -> None:
         """All at zero."""
         self.registry = CollectorRegistry()
         self._label = {"model_name": model_name}
-        self._engine = _EngineReport(model_name)
-        self.registry.register(self._engine)
+        self.engine = EngineReport(model_name)
+        self.registry.register(self.engine)
         self._success = self._counter("vllm:request_success", "Turns that ended well.", "finished_reason")
         self._prompt = self._counter("vllm:prompt_tokens", "Tokens of contexts: history and prompt.")
         self._generation = self._counter("vllm:generation_tokens", "Tokens of replies.")
@@ -107,7 +86,6 @@ class Metrics:
         self._rebuilds = self._counter(
             "pensieve:context_rebuilds", "Contexts that were made anew, by reason.", "reason"
         )
-        self._commit_s = self._histogram("pensieve:commit_seconds", "Of a transaction.", _SHORT_S)
         self._deltas = self._counter("pensieve:deltas", "Events of text sent.")
         self._delta_tokens = self._counter("pensieve:delta_tokens", "Tokens in events of text.")
         self._merge_ratio = self._gauge(
@@ -179,14 +157,6 @@ class Metrics:
         """A context was made anew; `reason` is a word from a fixed list."""
         self._rebuilds.labels(**self._label, reason=reason).inc()
 
-    def committed(self, seconds: float) -> None:
-        """A transaction took so long."""
-        self._commit_s.observe(seconds)
-
-    def report(self, report: Mapping[str, Any]) -> None:
-        """What the engine counted since its start, by the names of its report."""
-        self._engine.report = report
-
     # Inside
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
@@ -202,55 +172,3 @@ class Metrics:
     def _made(self, metric: Any, labels: tuple[str, ...]) -> Any:
         """One without further labels is the one child there is."""
         return metric if labels else metric.labels(**self._label)
-
-
-class _EngineReport(Collector):
-    """The engine's counters as it last reported them; a new engine begins at zero, which rates allow for."""
-
-    def __init__(self, model_name: str) -> None:
-        self.report: Mapping[str, Any] = {}
-        self._model_name = model_name
-
-    def collect(self) -> Iterator[Metric]:
-        """Every metric there is, at zero where the engine said nothing of it."""
-        for key, (name, text) in _ENGINE_GAUGES.items():
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric([self._model_name], float(self.report.get(key, 0)))
-            yield gauge
-        for key, (name, text) in _ENGINE_COUNTERS.items():
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model_name], float(self.report.get(key, 0)))
-            yield counter
-        yield self._chunks()
-        yield self._tier_bytes()
-        yield self._step_tokens()
-
-    def _chunks(self) -> Metric:
-        """`chunks` of the report: {"gpu": {"idle": 3}, ...}."""
-        chunks = GaugeMetricFamily(
-            "pensieve:chunks", "Chunks of KV state.", labels=["model_name", "tier", "state"]
-        )
-        for tier, states in self.report.get("chunks", {}).items():
-            for state, count in states.items():
-                chunks.add_metric([self._model_name, tier, state], float(count))
-        return chunks
-
-    def _tier_bytes(self) -> Metric:
-        """`tier_bytes` of the report: {"gpu": {"cpu": 4096}, ...}, by where from and where to."""
-        moved = CounterMetricFamily(
-            "pensieve:tier_bytes", "Bytes between tiers.", labels=["model_name", "from", "to"]
-        )
-        for start, ends in self.report.get("tier_bytes", {}).items():
-            for end, num_bytes in ends.items():
-                moved.add_metric([self._model_name, start, end], float(num_bytes))
-        return moved
-
-    def _step_tokens(self) -> Metric:
-        """`step_tokens` of the report: [[bound, steps of at most so many tokens], ...], ascending."""
-        buckets = [(str(float(bound)), float(count)) for bound, count in self.report.get("step_tokens", ())]
-        buckets.append(("+Inf", float(self.report.get("num_steps", 0))))
-        steps = HistogramMetricFamily(
-            "vllm:iteration_tokens_total", "Query tokens of a step.", labels=["model_name"]
-        )
-        steps.add_metric([self._model_name], buckets, float(self.report.get("num_step_tokens", 0)))
-        return steps

@@ -14,6 +14,8 @@ import httpx2
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.errors import EngineClosedError, PensieveError
 from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob, Usage
+from pensieve_jax.core.turn_node import TurnNode
+from pensieve_jax.engine.branches import Place
 from pensieve_jax.engine.validation import ModelLimits, TurnSpec, check_turns
 from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.server.async_engine import AsyncDelta, EngineInfo, EngineState
@@ -164,8 +166,17 @@ def say(text: str, **usage: int) -> Callable[[FakeTurn], None]:
     return script
 
 
+class _NoBranches:
+    """Every turn begins a tree: its parents are the test's own business."""
+
+    def find(self, node: TurnNode) -> Place:
+        return Place(None, {}, [])
+
+
 class _NoConversations:
     """What checks ask of a table, where turns stand in a tree."""
+
+    branches = _NoBranches()
 
     def is_busy(self, conversation_id: str) -> bool:
         return False
@@ -191,7 +202,7 @@ class FakeEngine:
         self.refuse: deque[BaseException] = deque()
         self.changes: list[HistoryChange] = []
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.answers: dict[str, Any] = {"stats": {}}
+        self.answers: dict[str, Any] = {"stats": {}, "census": {}}
         self.last_heard_s = 0.0
         self.last_stats: dict[str, Any] = {}
         self.submitted = asyncio.Event()

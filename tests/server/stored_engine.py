@@ -78,6 +78,8 @@ class StoredEngine(FakeEngine):
 
         def finish_and_commit(reason: FinishReason = "stop", **usage: int) -> None:
             finish(reason, **usage)
+            if reason == "cancelled":
+                return
             turn.output, output = None, turn.output
             self._commit(turn, output)
 

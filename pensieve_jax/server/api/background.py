@@ -29,7 +29,7 @@ from pensieve_jax.server.api.running import RunningTurns, run_turns
 from pensieve_jax.server.async_engine import AsyncTurn
 from pensieve_jax.server.context.resolver import ResolvedContext
 from pensieve_jax.server.context.start import resolved_context
-from pensieve_jax.server.http.errors import ApiError, as_api_error, overloaded, renamed_fields
+from pensieve_jax.server.http.errors import ApiError, as_api_error, internal_error, overloaded, renamed_fields
 from pensieve_jax.server.http.services import Services
 
 MAX_RUNS: Final = 1000
@@ -123,11 +123,18 @@ class BackgroundResponses:
         self._runs[key] = run
 
         async def drive() -> None:
+            is_expected = False
             try:
                 await self._drive(run, spec, draft, resolved)
+                is_expected = True
+            except asyncio.CancelledError:  # whoever cancelled it says what became of it
+                is_expected = True
+                raise
             finally:
                 del self._runs[key]
                 unlock()
+                if not is_expected:
+                    run.fail(internal_error())
 
         run.task = asyncio.ensure_future(drive())
 

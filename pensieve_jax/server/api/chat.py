@@ -139,6 +139,8 @@ class ChatCompletion:
     def _find(self, memory: Memory) -> ResolvedContext:
         services = self._services
         store = self._body.store
+        if memory is not Memory.ALL:
+            services.metrics.rebuilt("turn_lost")
         return services.resolver.resolve(
             self._owner,
             self._messages,
@@ -176,6 +178,8 @@ class ChatCompletion:
         for context, output in zip(self._contexts, outputs, strict=True):
             context.commit(output)
             self._services.metrics.matched(context.match_kind(output))
+            if context.missed_tokens:
+                self._services.metrics.rebuilt("unknown_reply")
         self._notes.counts |= completion_usage([output.usage for output in outputs], len(outputs))
 
     def _head(self, kind: str) -> dict[str, Any]:

@@ -42,20 +42,20 @@ from pensieve_jax.server.http.routes import Route
 _MAX_TRIES = 3  # of a change that another one came before
 
 
-class NewConversation(Body, kw_only=True, frozen=True):
+class NewConversation(Body, kw_only=True):
     """POST /v1/conversations."""
 
     items: list[Any] | None = None
     metadata: dict[str, str] | None = None
 
 
-class Metadata(Body, kw_only=True, frozen=True):
+class Metadata(Body, kw_only=True):
     """POST /v1/conversations/{conversation_id}."""
 
     metadata: dict[str, str] | None
 
 
-class NewItems(Body, kw_only=True, frozen=True):
+class NewItems(Body, kw_only=True):
     """POST /v1/conversations/{conversation_id}/items."""
 
     items: list[Any]

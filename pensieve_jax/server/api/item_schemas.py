@@ -29,7 +29,7 @@ _REPLY_ID: Final = re.compile(r"msg_([0-9a-f]{32})\Z")
 _INPUT_ID: Final = re.compile(r"msg_([0-9a-f]{32})_(\d{1,6})\Z")
 
 
-class Part(Body, kw_only=True, frozen=True):
+class Part(Body, kw_only=True):
     """A part of a message's content."""
 
     UNSUPPORTED = {"prompt_cache_breakpoint": ()}  # noqa: RUF012 - a ClassVar of the base class
@@ -40,7 +40,7 @@ class Part(Body, kw_only=True, frozen=True):
     refusal: str | None = None
 
 
-class MessageItem(Body, kw_only=True, frozen=True):
+class MessageItem(Body, kw_only=True):
     """A message, with a text or with parts."""
 
     IGNORED = frozenset({"id", "status", "phase", "object", "created_at", "name"})
@@ -50,7 +50,7 @@ class MessageItem(Body, kw_only=True, frozen=True):
     type: Literal["message"] = "message"
 
 
-class ItemReference(Body, kw_only=True, frozen=True):
+class ItemReference(Body, kw_only=True):
     """An item that the server has."""
 
     id: str

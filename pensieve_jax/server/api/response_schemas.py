@@ -26,13 +26,13 @@ _INCLUDES: Final = (
 )
 
 
-class StreamOptions(Body, kw_only=True, frozen=True):
+class StreamOptions(Body, kw_only=True):
     """How a response is streamed; there is nothing to choose here."""
 
     IGNORED = frozenset({"include_obfuscation"})
 
 
-class TextConfig(Body, kw_only=True, frozen=True):
+class TextConfig(Body, kw_only=True):
     """The form of the text."""
 
     UNSUPPORTED = {"verbosity": ("medium",)}  # noqa: RUF012 - a ClassVar of the base class
@@ -40,13 +40,13 @@ class TextConfig(Body, kw_only=True, frozen=True):
     format: dict[str, Any] | None = None
 
 
-class ConversationRef(Body, kw_only=True, frozen=True):
+class ConversationRef(Body, kw_only=True):
     """A conversation by its id."""
 
     id: str
 
 
-class ContextFields(Body, kw_only=True, frozen=True):
+class ContextFields(Body, kw_only=True):
     """What the context of a response is made of; also all that counting its tokens takes."""
 
     UNSUPPORTED = {  # noqa: RUF012 - a ClassVar of the base class
@@ -74,7 +74,7 @@ class ContextFields(Body, kw_only=True, frozen=True):
         return given.id if isinstance(given, ConversationRef) else given
 
 
-class CreateResponse(ContextFields, kw_only=True, frozen=True):
+class CreateResponse(ContextFields, kw_only=True):
     """POST /v1/responses."""
 
     UNSUPPORTED = {  # noqa: RUF012 - a ClassVar of the base class
@@ -120,7 +120,7 @@ class CreateResponse(ContextFields, kw_only=True, frozen=True):
         return LOGPROBS in (self.include or ())
 
 
-class CountTokens(ContextFields, kw_only=True, frozen=True):
+class CountTokens(ContextFields, kw_only=True):
     """POST /v1/responses/input_tokens."""
 
 

@@ -7,9 +7,10 @@ Called by: handlers; whoever starts a server, for the model's own defaults.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.core.sampling_params import MAX_SEED, SamplingParams
@@ -29,10 +30,10 @@ def model_defaults(source: str) -> dict[str, Any]:
     if not path.is_file():
         return dict(_DEFAULTS)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        found = {name: values[name] for name in ("temperature", "top_p", "top_k") if name in values}
-    except (OSError, ValueError, TypeError) as error:
+        values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, ValueError) as error:
         raise ConfigError(str(path), "unreadable", f"a JSON object ({error})") from error
+    found = {name: values[name] for name in ("temperature", "top_p", "top_k") if name in values}
     if values.get("do_sample") is False:
         found.setdefault("temperature", 0.0)
     found = {name: value for name, value in found.items() if value is not None}

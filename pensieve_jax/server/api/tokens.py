@@ -95,7 +95,8 @@ def _token_ids(services: Services, body: TokenizeBody) -> list[int]:
         raise invalid_value("prompt", "Either prompt or messages must be given.")
     if body.messages is not None:
         messages = [message.as_message(f"messages[{i}]") for i, message in enumerate(body.messages)]
-        return ChatFormat(services.tokenizer).turn_token_ids([], messages)
+        chat_format = services.chat_format or ChatFormat(services.tokenizer)  # which raises what is missing
+        return chat_format.turn_token_ids([], messages)
     assert body.prompt is not None
     try:
         return services.tokenizer.encode(body.prompt, add_bos=body.add_special_tokens)

@@ -99,7 +99,7 @@ class Limits:
         self._num_waiting = 0
         self._num_tokens = 0
         self._in_flight: dict[str, int] = {}
-        self._queue: deque[tuple[asyncio.Future[None], Place]] = deque()
+        self._queue: dict[asyncio.Future[None], Place] = {}  # by arrival
 
     @property
     def num_inside(self) -> int:
@@ -176,7 +176,7 @@ class Limits:
 
     async def _wait(self, place: Place) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append((turn, place))
+        self._queue[turn] = place
         self._num_waiting += place.num_turns
         try:
             async with asyncio.timeout(self._settings.queue_timeout_s):
@@ -185,20 +185,14 @@ class Limits:
             if turn.done() and not turn.cancelled():  # its place came in the same moment
                 place.leave()
             else:
-                self._queue.remove((turn, place))
-                self._num_waiting -= place.num_turns
-                self._count(place, -1)
+                self._give_up(turn)
                 self._let_in()
             if isinstance(error, TimeoutError):
                 waited = f"{self._settings.queue_timeout_s:g}"
                 raise self._overloaded(f"No place fell free within {waited} s; try again later.") from None
             raise
-        self.check_ready_or_leave(place)
-
-    def check_ready_or_leave(self, place: Place) -> None:
-        """The engine may have ended while a turn waited."""
         try:
-            self.check_ready()
+            self.check_ready()  # it may have ended meanwhile
         except ApiError:
             place.leave()
             raise
@@ -211,8 +205,20 @@ class Limits:
         self._let_in()
 
     def _let_in(self) -> None:
-        while self._queue and self._has_room(self._queue[0][1].num_turns):
-            turn, place = self._queue.popleft()
+        for turn, place in list(self._queue.items()):
+            if turn.cancelled():  # whoever waited has not been told yet
+                self._give_up(turn)
+                continue
+            if not self._has_room(place.num_turns):
+                return
+            del self._queue[turn]
             self._num_waiting -= place.num_turns
             self._num_inside += place.num_turns
             turn.set_result(None)
+
+    def _give_up(self, turn: asyncio.Future[None]) -> None:
+        """Nobody waits for this place any more."""
+        place = self._queue.pop(turn, None)
+        if place is not None:
+            self._num_waiting -= place.num_turns
+            self._count(place, -1)

@@ -1,4 +1,4 @@
-"""Responses of a real engine in a process of its own: what is resent is found, and survives both processes."""
+"""Responses of a real engine: what is resent is found, and state survives both processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from pensieve_jax import LLM, AsyncEngine, EngineConfig, RunnerConfig, SamplingParams
-from pensieve_jax.core.clock import SystemClock
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.server.context.history_turns import HistoryTurns
 from pensieve_jax.server.context.resolver import Resolver
@@ -34,7 +33,7 @@ class RealServer(LiveServer):
         self._compilation_cache = compilation_cache
 
     async def _services(self, stack: contextlib.AsyncExitStack) -> Services:
-        config = EngineConfig(runner=RunnerConfig(compilation_cache=self._compilation_cache))
+        config = EngineConfig(runner=RunnerConfig(compilation_cache_dir=self._compilation_cache))
         engine = AsyncEngine.start("chat", dtype="float32", history=self._path, config=config, progress=False)
         self.real = await stack.enter_async_context(engine)
         info = self.real.info
@@ -50,7 +49,7 @@ class RealServer(LiveServer):
 @pytest.fixture(scope="module")
 def replies(compilation_cache: str) -> list[str]:
     """What the library says to the same messages in one conversation."""
-    config = EngineConfig(runner=RunnerConfig(compilation_cache=compilation_cache))
+    config = EngineConfig(runner=RunnerConfig(compilation_cache_dir=compilation_cache))
     with LLM("chat", dtype="float32", config=config) as llm:
         params = SamplingParams(temperature=0, max_tokens=12)
         return [
@@ -76,7 +75,10 @@ def test_state_is_found_by_id_by_messages_and_after_a_restart(tmp_path, compilat
         by_messages = client.responses.create(input=resent, **GREEDY)
         assert by_messages.output_text == replies[1]
         assert by_messages.usage.input_tokens == by_id.usage.input_tokens
-        assert by_messages.usage.input_tokens_details.cached_tokens > 0
+        # A sibling of `by_id`: it shares whole chunks with it, and computes the rest of the path anew.
+        sources = by_messages.usage.to_dict()["pensieve"]
+        assert sources["new_tokens"] == by_id.usage.to_dict()["pensieve"]["new_tokens"]
+        assert sources["recomputed_tokens"] < 32
         events = list(
             client.responses.create(
                 input=ASKED[2], previous_response_id=by_messages.id, stream=True, background=True, **GREEDY

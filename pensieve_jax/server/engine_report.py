@@ -1,0 +1,142 @@
+"""The engine's own counters as metrics.
+
+Owns: which of its counters are shown, under which names, and what is derived from them.
+Does not know: how they are counted, or how they came here.
+Called by: `metrics`.
+
+An engine that is started again begins at zero, which Prometheus' rates allow for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+# By the names of `Engine.stats`: the metric and its help.
+_GAUGES: Final[Mapping[str, tuple[str, str]]] = {
+    "num_running": ("vllm:num_requests_running", "Turns in the batch."),
+    "num_waiting": ("vllm:num_requests_waiting", "Turns that wait in the engine for a place in the batch."),
+    "num_live_conversations": ("pensieve:conversations", "Conversations in memory."),
+}
+_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
+    "num_steps": ("pensieve:steps", "Steps."),
+    "num_suspensions": ("vllm:num_preemptions", "Turns taken out of the batch under memory pressure."),
+    "num_turns_cancelled": ("pensieve:turns_cancelled", "Turns that ended as if they had not been sent."),
+    "num_turns_failed": ("pensieve:turns_failed", "Turns that were lost with their step."),
+    "num_dropped_chunks": ("pensieve:dropped_chunks", "Chunks whose state was given up."),
+    "num_forced_swap_outs": ("pensieve:forced_swap_outs", "Chunks copied out because a page was needed now."),
+    "transfer_stall_s": ("pensieve:transfer_stall_seconds", "Time that steps waited for copies."),
+    "engine_thread_s": ("pensieve:engine_host_seconds", "Time of the engine's thread on a processor."),
+    "num_deltas": ("pensieve:engine_deltas", "Pieces of replies that the engine sent."),
+    "num_delta_tokens": ("pensieve:engine_delta_tokens", "Tokens in them."),
+}
+
+
+class _Place(NamedTuple):
+    tier: str
+    state: str
+
+
+# By the names of the states in `Engine.census`; a chunk with a copy in either tier counts once.
+_CHUNKS: Final[Mapping[str, _Place]] = {
+    "reserved": _Place("gpu", "reserved"),
+    "on gpu": _Place("gpu", "resting"),
+    "copying out": _Place("gpu", "copying"),
+    "on both": _Place("both", "resting"),
+    "copying in": _Place("cpu", "copying"),
+    "leaving": _Place("cpu", "arriving"),
+    "on cpu": _Place("cpu", "resting"),
+}
+
+
+class EngineReport(Collector):
+    """What the engine said last; set all of it before a scrape.
+
+    Attributes:
+      stats: as `Engine.stats`, with the worker's own counters.
+      census: as `Engine.census`.
+      chunk_bytes: of the state of one chunk.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        """Nothing yet: all at zero."""
+        self.stats: Mapping[str, Any] = {}
+        self.census: Mapping[str, int] = {}
+        self.chunk_bytes = 0
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric, at zero where the engine says nothing of it."""
+        for key, (name, text) in _GAUGES.items():
+            yield self._gauge(name, text, self._value(key))
+        for key, (name, text) in _COUNTERS.items():
+            yield self._counter(name, text, self._value(key))
+        usage = self._used("num_available_gpu_pages", "num_gpu_pages")
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc", "Pages of device memory that no turn could take now; 1 is all.", usage
+        )
+        usage = self._used("num_free_cpu_pages", "num_cpu_pages")
+        yield self._gauge("pensieve:cpu_cache_usage_perc", "Slots of host memory in use; 1 is all.", usage)
+        yield self._chunks()
+        yield self._tier_bytes()
+        yield self._step_tokens()
+        yield self._commits()
+
+    def _value(self, key: str) -> float:
+        return float(self.stats.get(key, 0))
+
+    def _used(self, free: str, total: str) -> float:
+        """The share of a tier that is taken."""
+        return 1 - self._value(free) / self._value(total) if self._value(total) else 0.0
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _chunks(self) -> Metric:
+        labels = ["model_name", "tier", "state"]
+        family = GaugeMetricFamily(
+            "pensieve:chunks", "Chunks that have state, by where it is.", labels=labels
+        )
+        for name, place in _CHUNKS.items():
+            family.add_metric([self._model_name, *place], float(self.census.get(name, 0)))
+        return family
+
+    def _tier_bytes(self) -> Metric:
+        labels = ["model_name", "from", "to"]
+        family = CounterMetricFamily(
+            "pensieve:tier_bytes", "State moved between tiers, in bytes.", labels=labels
+        )
+        moves = (("num_swapped_out_chunks", "gpu", "cpu"), ("num_swapped_in_chunks", "cpu", "gpu"))
+        for key, start, end in moves:
+            family.add_metric([self._model_name, start, end], self._value(key) * self.chunk_bytes)
+        return family
+
+    def _commits(self) -> Metric:
+        family = SummaryMetricFamily("pensieve:commit_seconds", "Of a transaction.", labels=["model_name"])
+        family.add_metric([self._model_name], int(self._value("num_commits")), self._value("commit_s"))
+        return family
+
+    def _step_tokens(self) -> Metric:
+        """The engine keeps sums, so there is one bucket, and the average."""
+        buckets = [("+Inf", self._value("num_steps"))]
+        family = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Query tokens of a step.", labels=["model_name"]
+        )
+        family.add_metric([self._model_name], buckets, self._value("num_step_tokens"))
+        return family

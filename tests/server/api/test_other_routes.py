@@ -1,0 +1,217 @@
+"""Completions, models, tokens, and whether a server is well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+import pensieve_jax
+from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.api.sampling import model_defaults
+from pensieve_jax.server.http.settings import ServerSettings
+from tests.server.fakes import MODEL, FakeEngine, Harness, say
+
+
+def ask(harness: Harness, method, path, body=None):
+    async def answer():
+        return await harness.open(method, path, body).whole()
+
+    status, headers, raw = asyncio.run(answer())
+    is_json = headers["content-type"] == "application/json"
+    return status, json.loads(raw) if is_json else raw.decode()
+
+
+def complete(harness: Harness, prompt, **fields):
+    return ask(harness, "POST", "/v1/completions", {"model": MODEL, "prompt": prompt, **fields})
+
+
+def events(raw: str):
+    return [json.loads(part[6:]) for part in raw.split("\n\n")[:-2]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("Hi", [[256, 72, 105]]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        (["a", "b"], [[256, 97], [256, 98]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        (["a", [5]], [[256, 97], [5]]),
+    ],
+)
+def test_prompts_are_text_ids_or_lists_of_either(prompt, expected):
+    harness = Harness(ROUTES)
+    status, body = complete(harness, prompt)
+    assert status == 200
+    assert [list(turn.spec.prompt_token_ids) for turn in harness.engine.turns] == expected
+    assert [choice["index"] for choice in body["choices"]] == list(range(len(expected)))
+    assert harness.engine.turns[0].spec.params.max_tokens == 16
+    assert not harness.engine.turns[0].spec.node.durable
+    assert body["object"] == "text_completion"
+    assert body["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+def test_several_choices_of_several_prompts():
+    harness = Harness(ROUTES)
+    _, body = complete(harness, ["a", "bc"], n=2, seed=3)
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert [turn.spec.params.seed for turn in harness.engine.turns] == [3, 4, 3, 4]
+    assert body["usage"]["prompt_tokens"] == 2 + 3 and body["usage"]["completion_tokens"] == 4 * 12
+
+
+def test_a_stream_and_the_whole_answer_say_the_same():
+    fields = {"logprobs": 2, "n": 2}
+    _, whole = complete(Harness(ROUTES), "Hi", **fields)
+    _, raw = complete(Harness(ROUTES), "Hi", stream=True, stream_options={"include_usage": True}, **fields)
+    chunks = events(raw)
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
+    for index in range(2):
+        mine = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == whole["choices"][index]["text"]
+        assert mine[-1]["finish_reason"] == "stop"
+        columns = whole["choices"][index]["logprobs"]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [x for choice in mine if choice["logprobs"] for x in choice["logprobs"][name]] == columns[
+                name
+            ]
+    assert columns["tokens"][:3] == ["h", "e", "l"] and columns["text_offset"][:3] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "param"),
+    [
+        ([], {}, "prompt"),
+        ("", {}, None),
+        ([[]], {}, "prompt"),
+        (["a", []], {}, "prompt[1]"),
+        ([1, "a"], {}, "prompt"),
+        ([300], {}, "prompt[0]"),
+        ([-1], {}, "prompt[0]"),
+        ([True], {}, "prompt[0]"),
+        (None, {}, "prompt"),
+        (["a"] * 65, {}, "prompt"),
+        (["a"] * 33, {"n": 2}, "n"),
+        ("a", {"echo": True}, "echo"),
+        ("a", {"suffix": "b"}, "suffix"),
+        ("a", {"best_of": 2}, "best_of"),
+        ("a", {"logprobs": 9}, "logprobs"),
+        ("a", {"n": 2, "temperature": "x"}, "temperature"),
+    ],
+)
+def test_what_cannot_be_completed_is_named(prompt, fields, param):
+    harness = Harness(ROUTES)
+    status, body = complete(harness, prompt, **fields)
+    if prompt == "":  # the beginning of a text alone is a prompt, where a model has one
+        assert status == 200 and list(harness.engine.turns[0].spec.prompt_token_ids) == [256]
+        return
+    assert (status, body["error"]["param"]) == (400, param)
+    assert harness.services.limits.num_inside == 0
+
+
+def test_models_in_vllms_shape():
+    harness = Harness(ROUTES, settings=ServerSettings(served_model_name="org/mine"))
+    _, body = ask(harness, "GET", "/v1/models")
+    card = body["data"][0]
+    assert card == {
+        "id": "org/mine",
+        "object": "model",
+        "created": 1_000_000,
+        "owned_by": "pensieve",
+        "root": "random:fake",
+        "parent": None,
+        "max_model_len": 4096,
+    }
+    assert ask(harness, "GET", "/v1/models/org/mine") == (200, card)
+    status, body = ask(harness, "GET", "/v1/models/other")
+    assert (status, body["error"]["code"]) == (404, "model_not_found")
+
+
+def test_text_to_ids_and_back():
+    harness = Harness(ROUTES)
+    _, body = ask(harness, "POST", "/tokenize", {"prompt": "é", "return_token_strs": True})
+    assert body == {
+        "count": 3,
+        "max_model_len": 4096,
+        "tokens": [256, 0xC3, 0xA9],
+        "token_strs": ["<bos>", "\ufffd", "\ufffd"],
+    }
+    _, body = ask(harness, "POST", "/tokenize", {"prompt": "a", "add_special_tokens": False})
+    assert body["tokens"] == [97] and body["token_strs"] is None
+    messages = [{"role": "user", "content": "Hi"}]
+    _, body = ask(harness, "POST", "/tokenize", {"messages": messages})
+    _, text = ask(harness, "POST", "/detokenize", {"tokens": body["tokens"]})
+    assert text == {"prompt": "<bos><|user|>Hi<|end|><|assistant|>"}
+    assert ask(harness, "POST", "/detokenize", {"tokens": []}) == (200, {"prompt": ""})
+    for path, bad in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": messages}),
+        ("/detokenize", {"tokens": [999]}),
+        ("/detokenize", {"tokens": "a"}),
+    ):
+        assert ask(harness, "POST", path, bad)[0] == 400
+
+
+def test_health_and_readiness():
+    engine = FakeEngine()
+    harness = Harness(ROUTES, engine)
+
+    def both():
+        return ask(harness, "GET", "/health")[0], ask(harness, "GET", "/ready")[0]
+
+    assert both() == (200, 200)
+    engine.last_heard_s = 11.0
+    assert both() == (503, 503)
+    engine.state = "starting"
+    assert both() == (200, 503)
+    engine.last_heard_s, engine.state = 0.0, "draining"
+    assert both() == (200, 503)
+    engine.state = "dead"
+    assert both() == (503, 503)
+    assert ask(harness, "GET", "/version") == (200, {"version": pensieve_jax.__version__})
+
+
+def test_what_needs_a_key_and_what_does_not(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("alice:" + "0" * 64 + "\n")
+    open_to_all = {"/health", "/ready"}
+    for host, without in (("127.0.0.1", open_to_all | {"/metrics"}), ("0.0.0.0", open_to_all)):
+        harness = Harness(ROUTES, settings=ServerSettings(host=host, api_keys_file=str(path)))
+        found = set()
+        for route in ROUTES:
+            where = route.path.replace("{model:path}", MODEL)
+            body = {} if route.method == "POST" else None
+            if ask(harness, route.method, where, body)[0] != 401:
+                found.add(route.path)
+        assert found == without
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, {"temperature": 1.0}),
+        ("{}", {"temperature": 1.0}),
+        ('{"temperature": 0.6, "top_p": 0.9, "do_sample": true}', {"temperature": 0.6, "top_p": 0.9}),
+        ('{"do_sample": false}', {"temperature": 0.0}),
+        ('{"temperature": null, "top_k": 50}', {"temperature": 1.0, "top_k": 50}),
+    ],
+)
+def test_sampling_is_as_the_model_has_it(tmp_path, text, expected):
+    if text is not None:
+        (tmp_path / "generation_config.json").write_text(text)
+    assert model_defaults(str(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("text", ["[", "[]", "3"])
+def test_defaults_that_cannot_be_read_are_named(tmp_path, text):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match="generation_config"):
+        model_defaults(str(tmp_path))
+
+
+def test_a_turn_of_a_script_can_be_anything():
+    harness = Harness(ROUTES, FakeEngine(say("")))
+    _, body = complete(harness, "a")
+    assert body["choices"][0]["text"] == "" and body["usage"]["completion_tokens"] == 1

@@ -1,0 +1,167 @@
+"""Places for turns: who gets one, who waits, and what the others are told."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from pensieve_jax.core.clock import VirtualClock
+from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.http.limits import Limits
+from pensieve_jax.server.http.settings import ServerSettings
+from tests.server.fakes import FakeEngine
+
+
+def limits_of(max_num_running=2, **settings):
+    engine, clock = FakeEngine(max_num_running=max_num_running), VirtualClock()
+    return Limits(engine, ServerSettings(**settings), clock.now), engine, clock
+
+
+async def fill(limits, owner="a"):
+    """Places until one would have to wait."""
+    places = []
+    while limits._has_room(1):
+        places.append(await limits.enter(owner))
+    return places
+
+
+def test_a_key_has_so_many_turns_at_a_time():
+    async def scenario():
+        limits, _, _ = limits_of(max_in_flight_per_key=3)
+        first = await limits.enter("a", 2)
+        with pytest.raises(ApiError) as caught:
+            await limits.enter("a", 2)
+        assert (caught.value.status, caught.value.code) == (429, "rate_limit_exceeded")
+        assert caught.value.headers == {"retry-after": "1"}
+        await limits.enter("a")
+        await limits.enter("b", 3)
+        first.leave()
+        first.leave()
+        assert limits.in_flight("a") == 1
+        await limits.enter("a", 2)
+
+    asyncio.run(scenario())
+
+
+def test_those_that_wait_come_in_the_order_they_came():
+    async def scenario():
+        limits, _, _ = limits_of()
+        places = await fill(limits)
+        assert len(places) == 10  # two that run, eight that the engine has in reserve
+        order: list[int] = []
+
+        async def wait(number: int, num_turns: int):
+            place = await limits.enter("b", num_turns)
+            order.append(number)
+            return place
+
+        tasks = [asyncio.ensure_future(wait(i, n)) for i, n in enumerate((2, 1, 1))]
+        await asyncio.sleep(0)
+        assert limits.num_waiting == 4
+        places.pop().leave()
+        await asyncio.sleep(0)
+        assert order == []  # the first needs two, and nobody overtakes it
+        places.pop().leave()
+        await tasks[0]
+        places.pop().leave()
+        places.pop().leave()
+        await asyncio.gather(*tasks)
+        assert order == [0, 1, 2] and limits.num_waiting == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_full_queue_a_long_wait_and_an_engine_that_takes_none_are_told_to_come_later():
+    async def scenario():
+        limits, engine, _ = limits_of(queue_timeout_s=0.01)
+        places = await fill(limits)
+        waiting = [asyncio.ensure_future(limits.enter("b")) for _ in range(4)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="full") as caught:
+            await limits.enter("c")
+        assert (caught.value.status, caught.value.code) == (503, "overloaded")
+        for error in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(error, ApiError) and "0.01 s" in error.message
+        assert limits.num_waiting == 0 and limits.in_flight("b") == 0
+        for state in ("starting", "draining", "dead"):
+            engine.state = state
+            with pytest.raises(ApiError) as caught:
+                await limits.enter("c")
+            assert caught.value.code == "overloaded" and "retry-after" in caught.value.headers
+        assert len(places) == limits.num_inside
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_ends_while_a_turn_waits_gives_it_no_place():
+    async def scenario():
+        limits, engine, _ = limits_of()
+        places = await fill(limits)
+        waiting = asyncio.ensure_future(limits.enter("b"))
+        await asyncio.sleep(0)
+        engine.state = "draining"
+        places.pop().leave()
+        with pytest.raises(ApiError, match="about to end"):
+            await waiting
+        assert limits.num_inside == len(places)
+
+    asyncio.run(scenario())
+
+
+def test_retry_after_is_what_is_waited_for_over_the_rate_of_late():
+    async def scenario():
+        limits, _, clock = limits_of()
+        assert limits.retry_after_s() == 1
+        place = await limits.enter("a", num_tokens=1000)
+        assert limits.retry_after_s() == 1  # nothing is known of the rate
+        clock.advance(10.0)
+        limits.rate.add(1000)
+        assert limits.rate.per_second() == 100
+        assert limits.retry_after_s() == 10
+        clock.advance(20.0)
+        assert limits.retry_after_s() == 30
+        place.leave(num_done_tokens=3000)
+        assert limits.retry_after_s() == 1
+        clock.advance(31.0)
+        assert limits.rate.per_second() == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_places_are_never_lost_or_given_twice(seed):
+    async def scenario():
+        chooser = random.Random(seed)
+        limits, _, _ = limits_of(max_in_flight_per_key=12)
+        tasks: list[asyncio.Task] = []
+        held = []
+        for _ in range(300):
+            action = chooser.random()
+            if action < 0.5:
+                owner, num_turns = chooser.choice("abc"), chooser.randint(1, 8)
+                tasks.append(asyncio.ensure_future(limits.enter(owner, num_turns, 10)))
+            elif action < 0.75 and held:
+                held.pop(chooser.randrange(len(held))).leave(5)
+            elif tasks:
+                chooser.choice(tasks).cancel()
+            if chooser.random() < 0.5:
+                await asyncio.sleep(0)
+            assert limits.num_inside <= 2 + 8 and limits.num_waiting <= 2 * 2
+            for task in [task for task in tasks if task.done()]:
+                tasks.remove(task)
+                if not task.cancelled() and task.exception() is None:
+                    held.append(task.result())
+        for task in tasks:
+            task.cancel()
+        for found in await asyncio.gather(*tasks, return_exceptions=True):
+            if not isinstance(found, BaseException):
+                held.append(found)
+        assert limits.num_inside == sum(place.num_turns for place in held)
+        for place in held:
+            place.leave()
+        assert (limits.num_inside, limits.num_waiting, limits._num_tokens) == (0, 0, 0)
+        assert limits._in_flight == {}
+
+    asyncio.run(scenario())

@@ -1,0 +1,191 @@
+"""What /metrics gives: the names, what each counts, and that the dashboard asks for nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from pensieve_jax.core.errors import EngineClosedError
+from pensieve_jax.server.api.routes import ROUTES
+from tests.launching import load
+from tests.server.fakes import MODEL, FakeEngine, Harness, say
+
+# As vLLM has them, in the form that Prometheus stores.
+VLLM = [
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_preemptions_total",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:prompt_tokens_by_source_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:request_success_total",
+    "vllm:time_to_first_token_seconds_bucket",
+    "vllm:inter_token_latency_seconds_bucket",
+    "vllm:e2e_request_latency_seconds_bucket",
+    "vllm:request_queue_time_seconds_bucket",
+    "vllm:iteration_tokens_total_bucket",
+]
+OURS = [
+    "pensieve:chunks",
+    "pensieve:history_tokens_total",
+    "pensieve:tier_bytes_total",
+    "pensieve:transfer_stall_seconds_total",
+    "pensieve:forced_swap_outs_total",
+    "pensieve:context_match_total",
+    "pensieve:context_rebuilds_total",
+    "pensieve:commit_seconds_sum",
+    "pensieve:engine_host_seconds_total",
+    "pensieve:delta_merge_ratio",
+]
+STATS = {
+    "num_running": 3,
+    "num_waiting": 2,
+    "num_suspensions": 4,
+    "num_gpu_pages": 100,
+    "num_available_gpu_pages": 25,
+    "num_cpu_pages": 10,
+    "num_free_cpu_pages": 4,
+    "num_steps": 7,
+    "num_step_tokens": 70,
+    "num_commits": 4,
+    "commit_s": 0.5,
+    "num_swapped_out_chunks": 5,
+    "num_swapped_in_chunks": 1,
+    "transfer_stall_s": 0.25,
+    "engine_thread_s": 1.5,
+}
+CENSUS = {"on gpu": 6, "on both": 5, "on cpu": 4, "leaving": 1, "free pages": 9}
+
+
+def scraped(harness: Harness) -> dict[tuple, float]:
+    """Samples by name and labels, without the model's."""
+
+    async def scrape():
+        return await harness.open("GET", "/metrics").whole()
+
+    status, headers, raw = asyncio.run(scrape())
+    assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
+    found = {}
+    for family in text_string_to_metric_families(raw.decode()):
+        for sample in family.samples:
+            assert sample.labels.pop("model_name") == MODEL, sample
+            found[sample.name, *sorted(sample.labels.items())] = sample.value
+    return found
+
+
+def ask(harness: Harness, **fields) -> None:
+    async def post():
+        messages = [{"role": "user", "content": "a label that nobody may see"}]
+        return await harness.open("POST", "/v1/chat/completions", {"messages": messages, **fields}).whole()
+
+    assert asyncio.run(post())[0] == 200
+
+
+def busy() -> Harness:
+    """A server that had something to do."""
+    script = say("hello there", reused_gpu_tokens=30, swapped_in_tokens=20, recomputed_tokens=10)
+    harness = Harness(ROUTES, FakeEngine(script))
+    harness.services.metrics.engine.chunk_bytes = 1000
+    harness.engine.last_stats, harness.engine.answers["census"] = STATS, CENSUS
+    ask(harness)
+    ask(harness, stream=True, max_tokens=6, user="somebody")
+    harness.services.metrics.refused("overloaded")
+    harness.services.metrics.rebuilt("engine")
+    return harness
+
+
+def test_every_name_is_there_before_anything_happened():
+    names = {name for name, *_ in scraped(Harness(ROUTES))}
+    labelled = {
+        *(
+            "vllm:request_success_total",
+            "vllm:prompt_tokens_by_source_total",
+            "pensieve:history_tokens_total",
+        ),
+        *("pensieve:context_match_total", "pensieve:context_rebuilds_total"),
+    }
+    assert set(VLLM + OURS) - names <= labelled
+    assert set(VLLM + OURS) <= {name for name, *_ in scraped(busy())}
+
+
+def test_turns_are_counted_by_where_their_tokens_came_from():
+    harness = busy()
+    found = scraped(harness)
+    num_prompt = sum(len(turn.spec.prompt_token_ids) for turn in harness.engine.turns)
+    assert found["vllm:prompt_tokens_total",] == num_prompt + 2 * 60
+    assert found["vllm:generation_tokens_total",] == 12 + 6
+    assert found["vllm:prefix_cache_queries_total",] == num_prompt + 120
+    assert found["vllm:prefix_cache_hits_total",] == 100
+    by_source = {key[1][1]: v for key, v in found.items() if key[0] == "vllm:prompt_tokens_by_source_total"}
+    assert by_source == {
+        "local_compute": num_prompt + 20,
+        "local_cache_hit": 60,
+        "external_kv_transfer": 40,
+    }
+    history = {key[1][1]: v for key, v in found.items() if key[0] == "pensieve:history_tokens_total"}
+    assert history == {"gpu": 60, "cpu": 40, "recomputed": 20}
+    assert found["vllm:request_success_total", ("finished_reason", "stop")] == 1
+    assert found["vllm:request_success_total", ("finished_reason", "length")] == 1
+    assert found["vllm:time_to_first_token_seconds_count",] == 2
+    assert found["vllm:e2e_request_latency_seconds_count",] == 2
+    assert found["vllm:request_queue_time_seconds_count",] == 2
+
+
+def test_the_engines_own_counters():
+    found = scraped(busy())
+    assert found["vllm:num_requests_running",] == 3 and found["vllm:num_requests_waiting",] == 2
+    assert found["vllm:kv_cache_usage_perc",] == 0.75 and found["pensieve:cpu_cache_usage_perc",] == 0.6
+    assert found["vllm:num_preemptions_total",] == 4
+    assert found["pensieve:chunks", ("state", "resting"), ("tier", "both")] == 5
+    assert found["pensieve:chunks", ("state", "arriving"), ("tier", "cpu")] == 1
+    assert found["pensieve:tier_bytes_total", ("from", "gpu"), ("to", "cpu")] == 5000
+    assert found["pensieve:tier_bytes_total", ("from", "cpu"), ("to", "gpu")] == 1000
+    assert found["pensieve:engine_host_seconds_total",] == 1.5
+    assert found["vllm:iteration_tokens_total_count",] == 7
+    assert (found["pensieve:commit_seconds_sum",], found["pensieve:commit_seconds_count",]) == (0.5, 4)
+    assert found["vllm:iteration_tokens_total_sum",] == 70
+
+
+def test_no_label_holds_what_a_client_sent():
+    text = busy().services.metrics.render().decode()
+    assert "nobody" not in text and "somebody" not in text
+
+
+def test_an_engine_that_cannot_answer_leaves_what_is_known():
+    harness = busy()
+    scraped(harness)
+
+    async def call(name, *arguments):
+        raise EngineClosedError("It has ended.")
+
+    harness.engine.call = call
+    assert scraped(harness)["pensieve:chunks", ("state", "resting"), ("tier", "both")] == 5
+
+
+def test_the_dashboard_asks_only_for_what_there_is():
+    make_dashboard = load("make_dashboard")
+    text = make_dashboard.DASHBOARD.read_text("utf-8")
+    assert json.loads(text) == make_dashboard.dashboard(), "run scripts/make_dashboard.py"
+    names = {name for name, *_ in scraped(busy())}
+    labels = {name: {label for label, _ in key} | {"model_name"} for name, *key in scraped(busy())}
+    expressions = [
+        target["expr"] for panel in json.loads(text)["panels"] for target in panel.get("targets", ())
+    ]
+    assert len(expressions) > 30
+    for expression in expressions:
+        asked = re.findall(r"(?:vllm|pensieve):[a-z0-9_]+", expression)
+        assert asked and set(asked) <= names, expression
+        grouped = re.findall(r"sum by \(([^)]*)\)", expression)
+        for label in (label.strip() for group in grouped for label in group.split(",")):
+            assert all(label in labels[name] for name in asked), expression
+        assert expression.count("(") == expression.count(")")
+        assert expression.count('{model_name=~"$model_name"}') == len(asked)
+        for name in asked:
+            is_counter = name.endswith(("_total", "_bucket", "_sum", "_count"))
+            assert (f"rate({name}{{" in expression) == is_counter, expression
