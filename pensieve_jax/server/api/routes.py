@@ -6,6 +6,6 @@ Called by: whoever starts a server.
 
 from __future__ import annotations
 
-from pensieve_jax.server.api import chat, completions, models, state, tokens
+from pensieve_jax.server.api import chat, completions, health, models, tokens
 
-ROUTES = (*chat.ROUTES, *completions.ROUTES, *models.ROUTES, *tokens.ROUTES, *state.ROUTES)
+ROUTES = (*chat.ROUTES, *completions.ROUTES, *models.ROUTES, *tokens.ROUTES, *health.ROUTES)
