@@ -46,9 +46,16 @@ def _drop(drop: Any) -> dict[str, Any]:
     return {"at_s": drop.at_s, "reason": drop.reason.name, "worth": drop.worth}
 
 
-def _chunk_map(engine: Engine, conversation_id: str) -> list[str | None]:
-    """The tier of every chunk of a conversation: "gpu", "cpu", or None for one that a turn computes."""
-    return [chunk.tier for chunk in engine.explain(conversation_id).chunks]
+def _chunk_map(engine: Engine, owner: str) -> dict[str, Any]:
+    """`branches`, each a `BranchMap` by field, and how much of each tier there is and is free."""
+    stats, census = engine.stats(), engine.census()
+    return {
+        "branches": [branch._asdict() for branch in engine.chunk_map(owner)],
+        "gpu_pages": stats["num_gpu_pages"],
+        "free_gpu_pages": census["free pages"],
+        "cpu_pages": stats["num_cpu_pages"],
+        "free_cpu_pages": census["free slots"],
+    }
 
 
 def _conversations(engine: Engine) -> list[dict[str, Any]]:
@@ -61,9 +68,12 @@ CALLS: Final[Mapping[str, Callable[..., Any]]] = {
     "stats": _stats,
     "census": Engine.census,
     "push_out": Engine.push_out,
+    "push_out_turn": Engine.push_out_turn,
     "forget_state": Engine.forget_state,
+    "forget_turn_state": Engine.forget_turn_state,
     "forget_experience": Engine.forget_experience,
     "truncate": Engine.truncate,
+    "fork": Engine.fork,
     "end": Engine.end,
     "explain": _explain,
     "chunk_map": _chunk_map,
