@@ -22,7 +22,7 @@ from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import EndResponse, Expire, QueueResponse, ResponseDraft, ResponseRecord
 from pensieve_jax.server.api.background_job import decode_job, encode_job
 from pensieve_jax.server.api.response_events import failure_object
-from pensieve_jax.server.api.response_object import finished_response, head_of, kept_response
+from pensieve_jax.server.api.response_object import head_of, kept_response
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.api.response_runs import ResponseRun
 from pensieve_jax.server.api.running import RunningTurns, run_turns
@@ -166,7 +166,9 @@ class BackgroundResponses:
         if resolved is not None:
             resolved.commit(output)
             services.metrics.matched(resolved.match_kind(output))
-        run.end(finished_response(head_of(draft), output, services.now_s(), services.token_texts))
+            services.metrics.context(resolved.found_tokens, resolved.missed_tokens)
+        # As it is kept: whoever followed it live and whoever asks later see the same.
+        run.end(kept_response(services.history.response(draft.owner, draft.response_id)))
 
     def _was_committed(self, run: ResponseRun, draft: ResponseDraft) -> bool:
         history = self._services.history

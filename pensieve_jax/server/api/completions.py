@@ -59,7 +59,7 @@ async def create_completion(call: Call) -> Reply:
     check_model(call.services, body.model)
     completion = Completion(call, body)
     await completion.encode()
-    running = await call.unless_gone(completion.start())
+    running = await completion.start()
     if body.stream:
         settings = call.services.settings
         return Events(
@@ -103,6 +103,7 @@ class Completion:
         """Of a body that was read; raises ApiError for what only reading it whole can tell."""
         self._services = call.services
         self._notes = call.notes
+        self._wait = call.unless_gone
         self._owner = call.owner
         self._body = body
         self._prompts = _prompts(body.prompt)
@@ -134,7 +135,9 @@ class Completion:
 
         num_tokens = sum(map(len, self._token_ids))
         services = self._services
-        return await run_turns(services, self._owner, start, num_turns=len(specs), num_tokens=num_tokens)
+        return await run_turns(
+            services, self._owner, start, num_turns=len(specs), num_tokens=num_tokens, wait=self._wait
+        )
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The answer, once all turns have ended."""

@@ -111,3 +111,4 @@ class ForegroundResponse:
         assert resolved is not None
         resolved.commit(output)
         self._services.metrics.matched(resolved.match_kind(output))
+        self._services.metrics.context(resolved.found_tokens, resolved.missed_tokens)

@@ -57,7 +57,7 @@ async def metrics(call: Call) -> Reply:
     with suppress(TimeoutError, PensieveError):
         async with asyncio.timeout(_CENSUS_TIMEOUT_S):
             report.census = await services.engine.call("census")
-    return Bytes(services.metrics.render(), CONTENT_TYPE)
+    return Bytes(services.metrics.render(services.limits.num_waiting), CONTENT_TYPE)
 
 
 ROUTES = [

@@ -120,6 +120,7 @@ def _behind(
         return find, _num_characters(new_messages)
     if instructions:
         past = past[1:]
+    services.metrics.rebuilt("instructions")
     whole = [*_instructions(body.instructions), *past, *new_messages]
     return _by_messages(services, owner, whole, durable), _num_characters(whole)
 

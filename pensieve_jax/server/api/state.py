@@ -14,9 +14,10 @@ from typing import Any, Final
 
 from pensieve_jax.core.errors import InvalidRequestError, UnknownTurnError
 from pensieve_jax.core.turn_node import check_turn_id
+from pensieve_jax.server.api.usage import token_sources
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.call import Call
-from pensieve_jax.server.http.errors import ApiError, not_found
+from pensieve_jax.server.http.errors import not_found
 from pensieve_jax.server.http.replies import Reply, encode_json, json_reply
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.sse import Events, event
@@ -34,7 +35,7 @@ class OfResponse(Body):
 
 
 async def chunks(call: Call) -> Reply:
-    """GET /v1/pensieve/chunks: every branch of the caller's, chunk by chunk; `stream=true` goes on telling."""
+    """GET /v1/pensieve/chunks: the caller's branches, chunk by chunk; `stream=true` goes on telling."""
     if call.query.get("stream") == "true":
         return Events(_maps(call))
     return json_reply(await _map(call))
@@ -108,7 +109,18 @@ async def tree(call: Call) -> Reply:
     found = call.services.history.tree(call.owner, root)
     if not found:
         raise not_found("conversation", root)
-    return json_reply({"data": found})
+    data = [
+        {
+            "id": turn.id,
+            "parent": turn.parent,
+            "input": turn.input,
+            "output": turn.output,
+            "status": turn.status,
+            "usage": None if turn.usage is None else token_sources([turn.usage]),
+        }
+        for turn in found
+    ]
+    return json_reply({"data": data})
 
 
 ROUTES: Final = (

@@ -33,7 +33,7 @@ def _stats(engine: Engine) -> dict[str, int | float]:
 
 
 def _explain(engine: Engine, conversation_id: str) -> dict[str, Any]:
-    """`Explanation` by field; `chunks` as `chunk_map`'s, and what was dropped with reason and worth."""
+    """`Explanation` by field; `chunks` with what was dropped with reason and worth."""
     found = engine.explain(conversation_id)
     chunks = [
         {**chunk._asdict(), "drop": None if chunk.drop is None else _drop(chunk.drop)}
@@ -47,14 +47,15 @@ def _drop(drop: Any) -> dict[str, Any]:
 
 
 def _chunk_map(engine: Engine, owner: str) -> dict[str, Any]:
-    """`branches`, each a `BranchMap` by field, and how much of each tier there is and is free."""
-    stats, census = engine.stats(), engine.census()
+    """An owner's branches, as `Engine.chunk_map` tells them, and how full both tiers are."""
+    stats = engine.stats()
     return {
-        "branches": [branch._asdict() for branch in engine.chunk_map(owner)],
+        "chunk_tokens": engine.cache.chunk_tokens,
         "gpu_pages": stats["num_gpu_pages"],
-        "free_gpu_pages": census["free pages"],
+        "free_gpu_pages": stats["num_free_gpu_pages"],
         "cpu_pages": stats["num_cpu_pages"],
-        "free_cpu_pages": census["free slots"],
+        "free_cpu_pages": stats["num_free_cpu_pages"],
+        "branches": [branch._asdict() for branch in engine.chunk_map(owner)],
     }
 
 

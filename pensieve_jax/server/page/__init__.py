@@ -22,8 +22,8 @@ _TYPES: Final = {
 }
 _HEADERS: Final = {
     # Nothing from elsewhere, nothing inline: a model's words can never become a script.
-    "content-security-policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",

@@ -1,12 +1,12 @@
 // The map of chunks: a row for each branch, a cell for each chunk, a colour for each tier.
 
-const STATES = { g: "gpu", b: "both", c: "cpu", l: "loading", d: "dropped" };
+const STATES = { g: "gpu", b: "both", c: "cpu", l: "loading", v: "loading", d: "dropped" };
 const NAMES = { gpu: "device", both: "device and host", cpu: "host", loading: "on its way", dropped: "dropped" };
 const CELL = { width: 7, height: 11, gap: 1 };
 
-/** "g3c2d" is three on the device, two in host memory and one dropped. */
+/** "3g2c1d" is three on the device, two in host memory and one dropped. */
 export function unpack(runs) {
-  return [...runs.matchAll(/([a-z])(\d*)/g)].flatMap(([, letter, count]) => Array(Number(count || 1)).fill(STATES[letter]));
+  return [...runs.matchAll(/(\d+)([a-z])/g)].flatMap(([, count, letter]) => Array(Number(count)).fill(STATES[letter]));
 }
 
 export class ChunkMap {
@@ -29,7 +29,11 @@ export class ChunkMap {
     const style = getComputedStyle(document.documentElement);
     const width = this.canvas.clientWidth;
     const perRow = Math.max(1, Math.floor((width - 4) / CELL.width));
-    const rows = told.branches.map((branch) => ({ branch, cells: unpack(branch.chunks) }));
+    // A fork's beginning is drawn once, with the branch before it: its own row begins where it left that.
+    const rows = told.branches.map((branch) => ({
+      branch,
+      cells: [...Array(branch.first).fill(null), ...unpack(branch.states)],
+    }));
     const linesOf = (row) => Math.max(1, Math.ceil(row.cells.length / perRow));
     const height = rows.reduce((sum, row) => sum + linesOf(row) * CELL.height + 6, 4);
     const scale = devicePixelRatio;
@@ -42,13 +46,16 @@ export class ChunkMap {
     let top = 4;
     for (const row of rows) {
       row.cells.forEach((state, index) => {
-        if (index >= row.branch.shared) counts[state] += 1; // a fork's beginning is counted where it is held
-        pen.fillStyle = style.getPropertyValue(`--${state}`);
-        pen.globalAlpha = index < row.branch.shared ? 0.45 : 1;
         const [x, y] = [2 + (index % perRow) * CELL.width, top + Math.floor(index / perRow) * CELL.height];
+        if (state === null) {
+          pen.fillStyle = style.getPropertyValue("--line");
+          pen.fillRect(x, y + (CELL.height - 2) / 2, CELL.width, 1);
+          return;
+        }
+        counts[state] += 1;
+        pen.fillStyle = style.getPropertyValue(`--${state}`);
         pen.fillRect(x, y, CELL.width - CELL.gap, CELL.height - 2);
       });
-      pen.globalAlpha = 1;
       if (row.branch.turn_id === current) {
         pen.strokeStyle = style.getPropertyValue("--ink");
         pen.strokeRect(0.5, top - 2.5, Math.min(row.cells.length, perRow) * CELL.width + 3, linesOf(row) * CELL.height + 2);

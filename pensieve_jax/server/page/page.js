@@ -105,8 +105,8 @@ function reply(turn) {
 }
 
 const PARTS = [
-  ["reused", "reused_gpu_tokens", "found on the device"],
-  ["swapped", "swapped_in_tokens", "copied back from host memory"],
+  ["reused", "gpu_tokens", "found on the device"],
+  ["swapped", "cpu_tokens", "copied back from host memory"],
   ["recomputed", "recomputed_tokens", "computed again"],
   ["new", "prefilled_tokens", "new"],
 ];
@@ -120,7 +120,7 @@ function account(usage) {
     bar.append(part);
   }
   const words = PARTS.filter(([, field]) => usage[field]).map(([, field, what]) => `${usage[field]} ${what}`);
-  return [bar, make("div", "told", `tokens: ${words.join(", ")}; ${usage.output_tokens} in the reply`)];
+  return [bar, make("div", "told", `tokens: ${words.join(", ")}`)];
 }
 
 // A turn
