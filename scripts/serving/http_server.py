@@ -3,9 +3,9 @@
 Owns: starting `pensieve serve` with the flags of the run, the clients' event loop, and what its answers tell.
 Does not know: users or figures. Called by: benchmark_serving.
 
-A turn is a streamed completion of token ids that goes on from the one before by its id, so that what is measured
-beside the engine in this process differs from it by the wire alone. Histories of before the run are computed in
-the order of their last answers, and are as old as their computation: the server has the wall's clock.
+A turn is a streamed completion of token ids that goes on from the one before by its id, so that it differs
+from a turn of the engine in this process by the wire alone. Histories of before the run are computed in the
+order of their last answers, and are as old as their computation: the server has the wall's clock.
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ FLAGS = flags.FLAGS
 _PATIENCE_S = 0.002  # of a step in which nothing ends: what users send waits for so long at most
 _ADDRESS = re.compile(r"http://[^:/]+:(\d+)")
 _STOP_S = 30.0
-_USAGE = (
-    *("prompt_tokens", "reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens"),
-    *("prefilled_tokens", "output_tokens", "num_suspensions"),
-)
+# Of `Usage`, by what the server calls it.
+_SOURCES = {
+    "prompt_tokens": "new_tokens",
+    "reused_gpu_tokens": "gpu_tokens",
+    "swapped_in_tokens": "cpu_tokens",
+    "recomputed_tokens": "recomputed_tokens",
+    "prefilled_tokens": "prefilled_tokens",
+}
 
 
 class HttpServer:
@@ -116,7 +120,8 @@ class HttpServer:
     @property
     def device(self) -> str:
         """The kind of its device."""
-        return str(self._stats()["device"])
+        device = self._stats()["device"]
+        return f"{device['platform']}: {device['kind']}"
 
     def _stats(self) -> dict[str, Any]:
         stats: dict[str, Any] = self._start(self._client.get("/v1/pensieve/stats")).result().last[-1]
@@ -156,7 +161,8 @@ class HttpServer:
         if isinstance(told, BaseException):
             raise told
         last = told.last[-1]
-        usage = Usage(**{name: last["usage"]["pensieve"][name] for name in _USAGE})
+        sources = {name: last["usage"]["pensieve"][theirs] for name, theirs in _SOURCES.items()}
+        usage = Usage(**sources, output_tokens=last["usage"]["completion_tokens"])
         if usage.output_tokens != turn.output_tokens:
             raise HttpError(f"{usage.output_tokens} tokens came, and {turn.output_tokens} were asked for.")
         self._last[turn.conversation_id] = last["id"]
