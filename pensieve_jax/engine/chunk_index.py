@@ -12,7 +12,7 @@ A hash has 64 bits, so a match is only a candidate: tokens are compared before a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
@@ -50,12 +50,11 @@ class ChunkIndex[C: Indexed]:
 
     def enter(self, conversation: C) -> None:
         """A conversation is new, or longer than it was."""
-        tokens, hashes, size = conversation.known_tokens, conversation.hashes, self._chunk_tokens
+        hashes, size = conversation.hashes, self._chunk_tokens
         before = hashes[-1] if hashes else _salt(conversation.owner)
-        for end in range((len(hashes) + 1) * size, len(tokens) + 1, size):
-            before = _chained(before, tokens[end - size : end])
-            hashes.append(before)
-            self._add(before, conversation)
+        for found in _chain(before, conversation.known_tokens[len(hashes) * size :], size):
+            hashes.append(found)
+            self._add(found, conversation)
 
     def share(self, conversation: C, source: C, num_chunks: int) -> None:
         """A conversation begins with the first chunks of another one, as far as these were entered."""
@@ -78,14 +77,13 @@ class ChunkIndex[C: Indexed]:
 
     def longest(self, owner: str, tokens: Sequence[int]) -> tuple[C, int] | None:
         """Who begins with most of the full chunks of `tokens`, and how many tokens these are."""
-        size, before = self._chunk_tokens, _salt(owner)
-        best: tuple[C, int] | None = None
-        for end in range(size, len(tokens) + 1, size):
-            before = _chained(before, tokens[end - size : end])
-            who = self._found.get(before)
+        best, num_tokens = None, 0
+        for known in _chain(_salt(owner), tokens, self._chunk_tokens):
+            who = self._found.get(known)
             if who is None:
                 break
-            best = (next(iter(who)) if isinstance(who, dict) else who), end
+            num_tokens += self._chunk_tokens
+            best = (next(iter(who)) if isinstance(who, dict) else who), num_tokens
         if best is not None and (
             best[0].owner != owner or best[0].known_tokens[: best[1]] != tokens[: best[1]]
         ):
@@ -104,6 +102,15 @@ def _salt(owner: str) -> int:
     return int.from_bytes(blake2b(owner.encode(), digest_size=_HASH_BYTES).digest())
 
 
-def _chained(before: int, tokens: Sequence[int]) -> int:
-    data = before.to_bytes(_HASH_BYTES) + array("i", tokens).tobytes()
+def _chain(before: int, tokens: Sequence[int], size: int) -> Iterator[int]:
+    """The hashes of chunks of `size` tokens that follow one of this hash."""
+    data = array("i", tokens)
+    raw, num_bytes = data.tobytes(), size * data.itemsize
+    for start in range(0, len(raw) - num_bytes + 1, num_bytes):
+        before = _chained(before, raw[start : start + num_bytes])
+        yield before
+
+
+def _chained(before: int, chunk: bytes) -> int:
+    data = before.to_bytes(_HASH_BYTES) + chunk
     return int.from_bytes(blake2b(data, digest_size=_HASH_BYTES).digest())

@@ -241,13 +241,12 @@ def turns_end_a_token_early(patch):
 
 def _find_without_looking(self, owner, tokens):
     """As `ChunkIndex.longest`, but that nobody's tokens are compared."""
-    best, size, before = None, self._chunk_tokens, chunk_index._salt(owner)
-    for end in range(size, len(tokens) + 1, size):
-        before = chunk_index._chained(before, tokens[end - size : end])
-        if before not in self._found:
+    best, num_tokens = None, 0
+    for known in chunk_index._chain(chunk_index._salt(owner), tokens, self._chunk_tokens):
+        if known not in self._found:
             break
-        who = self._found[before]
-        best = (next(iter(who)) if isinstance(who, dict) else who), end
+        who, num_tokens = self._found[known], num_tokens + self._chunk_tokens
+        best = (next(iter(who)) if isinstance(who, dict) else who), num_tokens
     return best
 
 
@@ -257,7 +256,7 @@ def owners_share_chunks(patch):
 
 
 def hashes_are_not_chained(patch):
-    patch.setattr(chunk_index, "_chained", lambda before, tokens: hash(tuple(tokens)) & (2**64 - 1))
+    patch.setattr(chunk_index, "_chained", lambda before, chunk: hash(chunk) & (2**64 - 1))
     patch.setattr(ChunkIndex, "longest", _find_without_looking)
 
 

@@ -115,6 +115,29 @@ def test_a_shared_prefix_is_named():
     assert "shared with others" in str(explanation)
 
 
+def test_what_was_dropped_of_a_fork_is_told_to_all_that_begin_with_it():
+    """Before the fork, while it is shared, and when it is one's own again."""
+    harness = Harness()
+    harness.turn("a", 90, max_tokens=4)
+    harness.drop("a", 0)
+    harness.engine.fork("a", "b", 70)
+    for name in "ab":
+        chunks = harness.engine.explain(name).chunks
+        assert chunks[0].drop is not None and chunks[0].drop.reason is DropReason.NO_HOST_MEMORY
+        assert [chunk.is_shared for chunk in chunks] == [True] * 4 + [False] * (len(chunks) - 4)
+    store, trunk = harness.engine.cache._store, harness.engine.conversations.get("a").sequence.trunk
+    store.drop(trunk, 1, DropReason.SLOT_NEEDED, 0.5)
+    assert harness.engine.explain("b").chunks[1].drop.reason is DropReason.SLOT_NEEDED
+    harness.engine.end("b")
+    chunks = harness.engine.explain("a").chunks
+    assert [chunk.drop and chunk.drop.reason for chunk in chunks[:3]] == [
+        DropReason.NO_HOST_MEMORY,
+        DropReason.SLOT_NEEDED,
+        None,
+    ]
+    assert not any(chunk.is_shared for chunk in chunks)
+
+
 def test_a_failed_step_and_an_interrupt_are_told():
     harness = Harness()
     harness.turn("a", 40, max_tokens=4)

@@ -183,7 +183,7 @@ class TreeScenario:
             )
             return False
         self.check_ended(ended)
-        self.check()
+        self.engine.check_integrity()
         return self.engine.has_unfinished
 
     def check_ended(self, ended: list) -> None:
