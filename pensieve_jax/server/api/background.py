@@ -21,6 +21,7 @@ from pensieve_jax.core.outputs import Output
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import EndResponse, Expire, QueueResponse, ResponseDraft, ResponseRecord
 from pensieve_jax.server.api.background_job import decode_job, encode_job
+from pensieve_jax.server.api.common import commit_context
 from pensieve_jax.server.api.response_events import failure_object
 from pensieve_jax.server.api.response_object import head_of, kept_response
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
@@ -164,9 +165,7 @@ class BackgroundResponses:
             run.begin_again()
             await asyncio.sleep(_RETRY_S)
         if resolved is not None:
-            resolved.commit(output)
-            services.metrics.matched(resolved.match_kind(output))
-            services.metrics.context(resolved.found_tokens, resolved.missed_tokens)
+            commit_context(services, resolved, output)
         # As it is kept: whoever followed it live and whoever asks later see the same.
         run.end(kept_response(services.history.response(draft.owner, draft.response_id)))
 

@@ -129,6 +129,8 @@ def _by_messages(
     services: Services, owner: str, messages: Sequence[Message], durable: bool
 ) -> Callable[[Memory], ResolvedContext]:
     def find(memory: Memory) -> ResolvedContext:
+        if memory is not Memory.ALL:
+            services.metrics.rebuilt("turn_lost")
         found: ResolvedContext = services.resolver.resolve(
             owner, messages, epoch=services.engine.epoch, durable=durable, memory=memory
         )
