@@ -182,6 +182,8 @@ class BackgroundResponses:
     async def _run_once(self, run: ResponseRun, spec: TurnSpec) -> Output:
         services = self._services
         services.limits.check_ready()
+        if services.limits.num_waiting or not self._has_share(run.owner):
+            raise overloaded("Those whose clients wait come first.", 1)
         running: RunningTurns | None = None
 
         async def start() -> Sequence[AsyncTurn]:
@@ -199,6 +201,9 @@ class BackgroundResponses:
         finally:
             if running is not None:
                 await running.close()
+
+    def _has_share(self, owner: str) -> bool:
+        return self._services.limits.in_flight(owner) < self._services.settings.max_in_flight_per_key
 
     async def _fail(self, run: ResponseRun, draft: ResponseDraft, error: ApiError) -> None:
         change = EndResponse(
