@@ -21,6 +21,7 @@ Systems, one to a process, on the same memory:
                  `--nounified` take parts of it away);
   pensieve-gpu   in device memory alone (the paper's "Pensieve (GPU cache)");
   stateless      every turn computes its whole history, by the same kernels, batches alike;
+  http           `pensieve`, behind `pensieve serve`: a front and an engine in processes of their own;
   transformers   Hugging Face's continuous batching, if it can be imported;
   vllm, vllm-no-prefix, vllm-offload
                  vLLM, if it can be imported: with its prefix cache, without, and with host memory as well.
@@ -42,12 +43,14 @@ from typing import Any, NamedTuple
 from absl import flags
 from common.live_figures import LiveFigures
 from common.session_flags import define_session_flags, load_trace, rates, sessions
+from common.systems import PENSIEVE, system_config
 from common.systems import SYSTEMS as ENGINE_SYSTEMS
-from common.systems import system_config
 from serving.client import InlineClient, Prompts, ThreadedClient
 from serving.clock import RunClock
 from serving.engine_server import EngineServer, EngineSystem
 from serving.figures import UNITS, figures
+from serving.http_server import SYSTEM as HTTP_SYSTEM
+from serving.http_server import HttpSystem
 from serving.latency_plot import View
 from serving.report import (
     BENCHMARK,
@@ -82,7 +85,7 @@ from pensieve_jax.model_source import resolve_model
 from pensieve_jax.workload import Client, ConversationTrace, History, Session, Trace, TurnTrace
 
 FLAGS = flags.FLAGS
-SYSTEMS = (*ENGINE_SYSTEMS, "transformers", *VLLM_SYSTEMS)
+SYSTEMS = (*ENGINE_SYSTEMS, HTTP_SYSTEM, "transformers", *VLLM_SYSTEMS)
 Point = dict[str, Any]
 _NUM_CLOSED = 200  # conversations of a closed loop, unless --num_conversations says otherwise
 _USERS = ("think", "time_scale", "mid_life_s", "warm_up_s", "window_s", "drain_s", "recorded_arrivals")
@@ -127,6 +130,8 @@ def open_system(model: ModelConfig) -> System:
     name, config = FLAGS.system, engine_config()
     if name in ENGINE_SYSTEMS:
         return EngineSystem(name, system_config(name, config))
+    if name == HTTP_SYSTEM:
+        return HttpSystem(system_config(PENSIEVE, config))
     source = resolve_model(FLAGS.model)
     dtype = model.dtype if FLAGS.dtype == "auto" else FLAGS.dtype
     if name == "transformers":
@@ -195,7 +200,7 @@ def check_flags() -> None:
         raise ConfigError("--max_client_lag_s", FLAGS.max_client_lag_s, "above 0")
     if not FLAGS.stateful:
         raise ConfigError("--stateful", False, "left out: --system says it")
-    if FLAGS.system not in ENGINE_SYSTEMS and FLAGS.gpu_memory_fraction is not None:
+    if FLAGS.system not in (*ENGINE_SYSTEMS, HTTP_SYSTEM) and FLAGS.gpu_memory_fraction is not None:
         limit = f"left out for --system={FLAGS.system}, which gets as much memory as --gpu_pages says"
         raise ConfigError("--gpu_memory_fraction", FLAGS.gpu_memory_fraction, limit)
     if FLAGS.output_json is not None:

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import pytest
 
 from pensieve_jax import LLM, SamplingParams
+from pensieve_jax.core.turn_node import TurnNode, new_turn_id
+from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.store import CUT_FINISH_REASON
 from tests.engine.fake_transfers import Delays
 from tests.engine.harness import Harness, small_config
@@ -105,6 +107,30 @@ def conversations(llm: LLM) -> None:
     llm.end("b")
 
 
+def trees(llm: LLM) -> None:
+    """Turns that their caller places: choices, forks, a history that is sent again, and their calls."""
+    engine, ids = llm.engine, list(range(1, 41))
+    first = [TurnNode(turn_id=new_turn_id()) for _ in range(2)]
+    turns = engine.submit([TurnSpec(ids, PARAMS, node=node) for node in first])
+    while not all(turn.done for turn in turns):
+        engine.step()
+    behind = [
+        TurnNode(turn_id=new_turn_id(node.turn_id), parent_id=node.turn_id) for node in (*first, first[0])
+    ]
+    again = TurnNode(turn_id=new_turn_id(), owner="", durable=False)
+    turns = engine.submit([TurnSpec([7], PARAMS, node=node) for node in behind])
+    turns += engine.submit([TurnSpec([*ids, 8], PARAMS, node=again)])
+    engine.step()
+    engine.cancel(turns[2])
+    while not all(turn.done for turn in turns):
+        engine.step()
+    engine.chunk_map("")
+    engine.push_out_turn("", first[0].turn_id)
+    engine.forget_turn_state("", behind[0].turn_id)
+    engine.fork("b", "d", 20)
+    llm.end("d")
+
+
 def learning(llm: LLM) -> None:
     """An order that learns: turns are sent, answered and withdrawn, and it is told to begin anew."""
     llm.generate(["x"], PARAMS, conversation_ids=["a"])
@@ -129,7 +155,7 @@ def close(llm: LLM) -> None:
 
 
 CHATS = {"chat", "chat_of_several", "stream_of_chat", "steps"}
-BLOCKING = {"generate", "chat", "chat_of_several", "conversations", "recovery"}
+BLOCKING = {"generate", "chat", "chat_of_several", "conversations", "recovery", "trees"}
 NUM_SECOND_INTERRUPTS = 15
 STRIDE = int(os.environ.get("INTERRUPTS_STRIDE", "20"))
 
@@ -151,6 +177,7 @@ CALLS: dict[str, Callable[[LLM], None]] = {
         two_streams,
         steps,
         conversations,
+        trees,
         learning,
         recovery,
         close,

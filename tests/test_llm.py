@@ -165,6 +165,27 @@ def test_bad_calls_are_typed_errors_and_harm_nobody(llm: LLM, name: str) -> None
     assert sum(len(delta.token_ids) for delta in stream) == 4
 
 
+def test_a_fork_answers_as_one_that_was_told_the_same(llm: LLM) -> None:
+    """All of a conversation, and the beginning of one: each goes on by itself."""
+    llm.generate(["once upon a time"], SHORT, conversation_ids=["tale"])
+    whole = llm.history("tale").token_ids.tolist()
+    llm.fork("tale", "other")
+    llm.fork("tale", "beginning", 9)
+    outputs = llm.generate(["there"] * 2, SHORT, conversation_ids=["tale", "other"])
+    (told,) = llm.generate([whole[:9]], SamplingParams(max_tokens=1), conversation_ids=["told"])
+    llm.truncate("told", 9)
+    outputs += llm.generate(["there"] * 2, SHORT, conversation_ids=["beginning", "told"])
+    assert outputs[0].token_ids == outputs[1].token_ids and outputs[2].token_ids == outputs[3].token_ids
+    assert len(told.token_ids) == 1
+    histories = {name: llm.history(name) for name in ("tale", "other", "beginning", "told")}
+    assert histories["tale"].turns[0].turn_id == histories["other"].turns[0].turn_id
+    assert histories["beginning"].token_ids.tolist() == histories["told"].token_ids.tolist()
+    with pytest.raises(InvalidRequestError, match="new_conversation_id"):
+        llm.fork("tale", "other")
+    for name in histories:
+        llm.end(name)
+
+
 def test_a_second_turn_while_one_runs_is_busy(llm: LLM) -> None:
     with llm.stream("a", SHORT, conversation_id="busy"):
         for call in (

@@ -135,6 +135,7 @@ class Trunks:
             trunk.trunk.users[trunk] = None
         self._store.hand_over(owner, trunk, trunk.num_shared, num_chunks)
         self._moved(owner, trunk, range(trunk.num_shared, num_chunks))
+        self.tidy(trunk)  # what an owner that waits begins with alone may be this idle one's
         return trunk
 
     def _merge(self, trunk: CachedSequence, sequence: CachedSequence) -> None:

@@ -79,6 +79,11 @@ def define_engine_flags(*, model: str = DEFAULT_MODEL) -> None:
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
 
 
+def engine_flag_names() -> list[str]:
+    """The flags of `define_engine_flags`, for commands that start another with the same ones."""
+    return ["model", "dtype", "progress", *_OPTIONS]
+
+
 def define_model_flag(default: str = DEFAULT_MODEL) -> None:
     """Which model; by default the small chat model that comes with the library."""
     flags.DEFINE_string("model", default, "chat, a directory, a hub name, or random:<preset>.")

@@ -38,7 +38,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_to(stream: TextIO | None = None, level: int = logging.INFO) -> None:
-    """Write this server's log, and uvicorn's, as JSON lines to a stream, stderr by default, and nowhere else."""
+    """Write this server's log, and uvicorn's, as JSON lines to a stream (stderr), and nowhere else."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines())
     for name in (LOGGER.name, "uvicorn", "uvicorn.error"):

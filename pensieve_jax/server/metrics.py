@@ -55,6 +55,7 @@ class Metrics:
         """All at zero."""
         self.registry = CollectorRegistry()
         self._label = {"model_name": model_name}
+        self._children: dict[tuple[Any, str], Any] = {}
         self.engine = EngineReport(model_name)
         self.registry.register(self.engine)
         self._success = self._counter("vllm:request_success", "Turns that ended well.", "finished_reason")
@@ -100,20 +101,20 @@ class Metrics:
         self._front_waiting = self._gauge("pensieve:front_waiting", "Turns that wait before the engine.")
         self._num_deltas = self._num_delta_tokens = 0
 
-    def render(self) -> bytes:
-        """All of them, as `/metrics` gives them."""
+    def render(self, num_waiting: int = 0) -> bytes:
+        """All of them, as `/metrics` gives them; `num_waiting` turns wait before the engine."""
+        self._front_waiting.set(num_waiting)
         if self._num_deltas:
             self._merge_ratio.set(self._num_delta_tokens / self._num_deltas)
         return generate_latest(self.registry)
 
-    def waited(self, seconds: float, num_waiting: int) -> None:
-        """A request got its place in the engine after so long; so many turns still wait."""
+    def waited(self, seconds: float) -> None:
+        """A request got its place in the engine after so long."""
         self._queue_s.observe(seconds)
-        self._front_waiting.set(num_waiting)
 
     def refused(self, code: str) -> None:
         """A request was told to come later; `code` is its error's."""
-        self._refused.labels(**self._label, code=code).inc()
+        self._child(self._refused, code).inc()
 
     def first_token(self, seconds: float) -> None:
         """A reply began so long after its request."""
@@ -134,7 +135,7 @@ class Metrics:
         computed = usage.recomputed_tokens + usage.prefilled_tokens
         found = usage.reused_gpu_tokens + usage.swapped_in_tokens
         self._request_s.observe(seconds)
-        self._success.labels(**self._label, finished_reason=output.finish_reason).inc()
+        self._child(self._success, output.finish_reason).inc()
         self._prompt.inc(found + computed)
         self._generation.inc(usage.output_tokens)
         self._queries.inc(found + computed)
@@ -145,18 +146,18 @@ class Metrics:
             "external_kv_transfer": usage.swapped_in_tokens,
         }
         for source, num_tokens in sources.items():
-            self._by_source.labels(**self._label, source=source).inc(num_tokens)
+            self._child(self._by_source, source).inc(num_tokens)
         tiers = {
             "gpu": usage.reused_gpu_tokens,
             "cpu": usage.swapped_in_tokens,
             "recomputed": usage.recomputed_tokens,
         }
         for source, num_tokens in tiers.items():
-            self._history.labels(**self._label, source=source).inc(num_tokens)
+            self._child(self._history, source).inc(num_tokens)
 
     def matched(self, kind: str) -> None:
         """A context's earlier turn was found by "id", "message" or "chunk", or by "none"."""
-        self._matches.labels(**self._label, kind=kind).inc()
+        self._child(self._matches, kind).inc()
 
     def context(self, found_tokens: int, missed_tokens: int) -> None:
         """Of a context, so much stood in an earlier turn, and so much more might have."""
@@ -165,9 +166,16 @@ class Metrics:
 
     def rebuilt(self, reason: str) -> None:
         """A context was made anew; `reason` is a word from a fixed list."""
-        self._rebuilds.labels(**self._label, reason=reason).inc()
+        self._child(self._rebuilds, reason).inc()
 
     # Inside
+
+    def _child(self, metric: Any, label: str) -> Any:
+        """Of a metric with one label beside the model's; looked up once, since the library's way is long."""
+        child = self._children.get((metric, label))
+        if child is None:
+            child = self._children[metric, label] = metric.labels(self._label["model_name"], label)
+        return child
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
         return self._made(Counter(name, text, ("model_name", *labels), registry=self.registry), labels)

@@ -28,7 +28,7 @@ class ForkScenario:
         self.random = random.Random(seed)
         pick = self.random.choice
         self.cache = Cache(
-            pick((12, 20, 30)),
+            pick((6, 12, 20)),
             pick((0, 6, 20, 60)),
             policy=pick(("retention", "lru", "conversation", "trailing", "learned")),
             clean_pages=pick((0, 4, 8)),

@@ -96,6 +96,16 @@ def test_a_trunk_stays_while_its_one_user_runs_and_goes_when_it_stops():
     assert lineage(made) == [3] and made.num_resident == 3
 
 
+def test_what_a_sequence_that_waits_begins_with_alone_goes_to_a_trunk_that_is_split_off_it():
+    cache = Cache(12)
+    source, (made,) = a_line_of_forks(cache, 2, 5)
+    cache.queued("source", source)
+    cache.manager.close(made)
+    assert lineage(source) == [5, 2]
+    fork(cache, source, 4 * CHUNK, "fork")
+    assert lineage(source) == [5, 4]
+
+
 def test_all_trunks_are_pinned_while_one_sequence_runs():
     cache = Cache(8)
     source, (one, three) = a_line_of_forks(cache, 1, 3, 4)

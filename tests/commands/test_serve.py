@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import importlib.util
 import json
 import signal
 import socket
@@ -16,8 +17,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from pensieve_jax import ConfigError
 from pensieve_jax.commands.launch import EXIT_BAD_INPUT
-from tests.launching import ROOT, TINY_MODEL
+from tests.launching import ROOT, TINY_MODEL, Launch
 
 TIMEOUT_S = 120
 SIZES = ("--gpu_pages=24", "--max_num_running=8", "--max_num_batched_tokens=64", "--token_buckets=64")
@@ -100,22 +102,23 @@ def test_keys_are_read_again_for_a_hangup(server: Server, keys_file: Path) -> No
     assert server.chat("Hello", key="second")[0] == 200
 
 
-def refused(*flags: str, code: str = "") -> str:
-    """Standard error of a start that is refused."""
-    start = "runpy.run_path('scripts/serve.py', run_name='__main__')"
-    script = f"import runpy, sys\n{code}\nsys.argv[1:] = {flags!r}\n{start}"
-    command = [sys.executable, "-W", "ignore", "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == EXIT_BAD_INPUT, done.stderr
-    assert done.stderr.count("\n") == 1 and done.stdout == ""
-    return done.stderr
-
-
-def test_what_cannot_be_served_is_told_in_a_line() -> None:
+def test_what_cannot_be_served_is_refused(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert f"127.0.0.1:{port}" in refused(f"--port={port}")
-    assert "api_keys_file" in refused("--host=0.0.0.0")
-    missing = refused(code="sys.modules['uvicorn'] = None")
-    assert 'pip install "pensieve-jax[server]"' in missing and "uvicorn" in missing
-    assert "/no/such/model" in refused("--model=/no/such/model", "--port=0")
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+            launch("serve", shared_llm=False, port=port)
+    with pytest.raises(ConfigError, match="api_keys_file"):
+        launch("serve", shared_llm=False, host="0.0.0.0")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find_spec(name)
+    )
+    with pytest.raises(ConfigError, match=r'without uvicorn.*pip install "pensieve-jax\[server\]"'):
+        launch("serve", shared_llm=False)
+
+
+def test_what_the_engine_refuses_is_told_in_a_line() -> None:
+    command = [sys.executable, "-W", "ignore", "scripts/serve.py", "--model=/no/such/model", "--port=0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == EXIT_BAD_INPUT and done.stdout == ""
+    assert "/no/such/model" in done.stderr and done.stderr.count("\n") == 1

@@ -12,6 +12,7 @@ from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.engine import Engine
+from pensieve_jax.engine.live import Branch
 from pensieve_jax.engine.observer import Observe, unobserved
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.validation import ModelLimits, TurnSpec
@@ -248,10 +249,19 @@ class Harness:
                     if sequence.chunks[index].state is not ChunkState.DROPPED:
                         store.drop(sequence, index, DropReason.NO_HOST_MEMORY, None)
 
+    def forget_branches(self) -> None:
+        """Take every idle branch out of memory, as a sweep does with those that lost their state."""
+        table = self.engine.conversations
+        for live in list(table._live.values()):
+            if isinstance(live, Branch) and not live.busy:
+                table.forget(live)
+        self.engine.check_integrity()
+
     def check_empty(self) -> None:
         """Nothing runs; ending every conversation frees every page and every slot."""
         for info in self.store.conversations():
             self.engine.end(info.conversation_id)
+        self.forget_branches()
         self._drop_prefixes()
         self.engine.check_integrity()
         self.finish_copies()

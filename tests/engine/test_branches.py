@@ -210,7 +210,7 @@ def test_what_is_not_durable_lasts_as_long_as_its_state():
     assert second.turn.origin.kind == "extended"
     trees.settle(second)
     assert not trees.harness.store.commits
-    trees.forget_all()
+    trees.harness.forget_branches()
     with pytest.raises(UnknownTurnError):
         trees.send(second.node.turn_id, 10, durable=False)
 
@@ -222,7 +222,7 @@ def test_a_durable_turn_has_durable_parents():
     with pytest.raises(InvalidRequestError, match=r"durable is True, but must be False behind the turn"):
         trees.send(second, 10)
     third = trees.turn(first, 10, seed=3)
-    trees.forget_all()
+    trees.harness.forget_branches()
     assert trees.turn(third, 5)
 
 
@@ -337,7 +337,7 @@ def test_the_chunks_of_an_owner_are_shown_once():
 def test_state_is_reached_by_turn():
     trees = forest(cpu_pages=40)
     first = trees.turn(prompt=40)
-    trees.forget_all()
+    trees.harness.forget_branches()
     assert trees.engine.push_out_turn("ann", first) == 0, "it is in the history only"
     trees.engine.forget_turn_state("ann", first)
     for call in (trees.engine.push_out_turn, trees.engine.forget_turn_state):
@@ -375,7 +375,7 @@ def test_everything_is_free_in_the_end():
     first = trees.turn(prompt=40)
     for number in range(6):
         trees.turn(first, 40, seed=number)
-    trees.forget_all()
+    trees.harness.forget_branches()
     trees.harness.check_empty()
     index = trees.engine.conversations.branches
     assert not len(index._chunks) and not index._by_turn and not index._by_owner and not index._running

@@ -128,3 +128,27 @@ def test_logprobs_come_with_the_tokens():
     for one, output, k in zip(facts[1:], outputs[1:], wanted[1:], strict=True):
         harness.bench.check_logprobs(one, output.logprobs)
         assert all(len(entry.top) == k for entry in output.logprobs)
+
+
+def test_deltas_of_all_turns_come_by_columns():
+    harness = text_harness()
+    asked = [harness.facts([number + 1], max_tokens=9, logprobs=number or None) for number in range(2)]
+    turns = one, other = harness.submit_all([spec_of(facts, None) for facts in asked])
+    texts, ids, logprobs = {one: "", other: ""}, {one: [], other: []}, []
+    for num_steps in (1, 1, 1, 3, 1, 1):
+        harness.step(num_steps)
+        deltas = harness.engine.take_deltas()
+        for turn, text, new in zip(deltas.turns, deltas.texts, deltas.token_ids, strict=True):
+            assert new if num_steps == 1 else len(new) == 3  # what nobody took is one delta
+            ids[turn] += [new] if isinstance(new, int) else new
+            texts[turn] += text
+        logprobs += deltas.logprobs.get(other, [])
+        assert one not in deltas.logprobs
+    assert len(ids[one]) == 7 and harness.engine.take_deltas().turns == []
+    harness.drain()
+    assert harness.engine.take_deltas().turns == [], "turns that ended are those that `step` returned"
+    for turn in turns:
+        rest = turn.take_delta()
+        assert (*ids[turn], *rest.token_ids) == turn.output.token_ids
+        assert texts[turn] + rest.text == turn.output.text
+    assert tuple(logprobs) == other.output.logprobs[:7]

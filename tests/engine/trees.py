@@ -83,11 +83,3 @@ class Forest:
     def sequence(self, turn_id: str, owner: str = "ann") -> CachedSequence:
         """The state of a branch that ends with a turn, or that has it."""
         return self.engine.conversations.branches.at(owner, turn_id)[0].sequence
-
-    def forget_all(self) -> None:
-        """Take every idle branch out of memory, as a sweep does with those that lost their state."""
-        table = self.engine.conversations
-        for live in list(table._live.values()):
-            if not live.busy:
-                table.forget(live)
-        self.engine.check_integrity()

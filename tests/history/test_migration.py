@@ -148,6 +148,38 @@ def test_a_file_without_room_for_both_versions_stays_the_old_one(old, monkeypatc
     check_all_is_there(old)
 
 
+def test_a_read_only_file_stays_the_old_one_and_says_so(old, monkeypatch):
+    """As on a file system that is mounted read-only, whose lock could be taken."""
+    before = old.read_bytes()
+    open_read_only(monkeypatch)
+    with pytest.raises(HistoryError, match=r"schema version 1 .*readonly.* it is as it was"):
+        open_store(old)
+    monkeypatch.undo()
+    assert old.read_bytes() == before
+    check_all_is_there(old)
+
+
+def test_a_read_only_file_of_this_version_can_be_read_and_loses_nothing(old, monkeypatch):
+    check_all_is_there(old)
+    open_read_only(monkeypatch)
+    with open_store(old) as store:
+        with pytest.raises(HistoryError, match=r"readonly.*nothing of this call was kept"):
+            store.commit([TurnRecord("alice", 3, (1,), (2,), 0, "stop", 9.0)])
+        assert store.load("alice").token_ids.tolist()[:3] == [1, 2, 3]
+    monkeypatch.undo()
+    check_all_is_there(old)
+
+
+def open_read_only(monkeypatch):
+    monkeypatch.setattr(
+        database,
+        "_connect",
+        lambda path: sqlite3.connect(
+            f"file:{path}?mode=ro", uri=True, isolation_level=None, check_same_thread=False
+        ),
+    )
+
+
 def test_another_models_old_file_is_refused_as_it_is(old):
     before, names = old.read_bytes(), sorted(old.parent.iterdir())
     with pytest.raises(HistoryMismatchError, match="model:z"):

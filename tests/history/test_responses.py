@@ -277,7 +277,7 @@ def test_a_background_response_that_was_deleted_does_not_come_back(store, reader
     background = draft(one, background=True)
     store.apply(QueueResponse(draft=background, job=b""))
     store.apply(DeleteResponse(owner="ann", response_id=background.response_id))
-    assert isinstance(store.commit([one], [background])[0], UnknownRecordError)
+    assert isinstance(store.commit([one], [background]).get(0), UnknownRecordError)
     assert reader.unfinished_background() == []
 
 

@@ -43,7 +43,7 @@ async def create_chat_completion(call: Call) -> Reply:
     body = call.decode(ChatBody)
     check_model(call.services, body.model)
     completion = ChatCompletion(call, body)
-    running = await call.unless_gone(completion.start())
+    running = await completion.start()
     if body.stream:
         settings = call.services.settings
         return Events(
@@ -70,6 +70,7 @@ class ChatCompletion:
         """Of a body that was read; raises ApiError for what only reading it whole can tell."""
         self._services = call.services
         self._notes = call.notes
+        self._wait = call.unless_gone
         self._owner = call.owner
         self._body = body
         self._messages = body.context()
@@ -94,6 +95,7 @@ class ChatCompletion:
                 start,
                 num_turns=self._body.num_choices,
                 num_tokens=num_characters // 4,
+                wait=self._wait,
             )
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:

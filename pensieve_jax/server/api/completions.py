@@ -1,8 +1,9 @@
 """POST /v1/completions.
 
 Owns: its body, what a completion does, and its answers, whole and in chunks.
-Does not know: chats, or conversations: every prompt is one of its own. The engine still finds the state of
-what it begins with, where a conversation of the same owner begins so.
+Does not know: chats or messages. A prompt is one of its own, and the engine still finds the state of what it
+begins with, where a conversation of the same owner begins so; or it goes on from the completion that
+`previous_response_id` names, by the ids that were sampled, for clients that speak tokens.
 Called by: the application, by the row of `ROUTES`.
 """
 
@@ -16,9 +17,14 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from pensieve_jax.core.errors import InvalidRequestError, PensieveError, TokenizerMissingError
+from pensieve_jax.core.errors import (
+    InvalidRequestError,
+    PensieveError,
+    TokenizerMissingError,
+    UnknownTurnError,
+)
 from pensieve_jax.core.outputs import Output, TokenLogprob
-from pensieve_jax.core.turn_node import TurnNode, new_turn_id
+from pensieve_jax.core.turn_node import TurnNode, check_turn_id, new_turn_id
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.server.api.chat_schemas import SamplingFields
 from pensieve_jax.server.api.common import check_model
@@ -36,6 +42,7 @@ from pensieve_jax.server.http.sse import DONE, Events, event
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this API alone
 _MAX_PROMPTS = 64
+_ID_PREFIX = "cmpl-"
 
 
 class CompletionBody(SamplingFields, kw_only=True):
@@ -51,6 +58,8 @@ class CompletionBody(SamplingFields, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    previous_response_id: str | None = None
+    return_token_ids: bool = False
 
 
 async def create_completion(call: Call) -> Reply:
@@ -59,7 +68,7 @@ async def create_completion(call: Call) -> Reply:
     check_model(call.services, body.model)
     completion = Completion(call, body)
     await completion.encode()
-    running = await call.unless_gone(completion.start())
+    running = await completion.start()
     if body.stream:
         settings = call.services.settings
         return Events(
@@ -96,6 +105,23 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
     return several
 
 
+def _parent(body: CompletionBody, num_prompts: int) -> str | None:
+    """The turn that a request goes on from; raises ApiError for what can be none."""
+    previous = body.previous_response_id
+    if previous is None:
+        return None
+    if num_prompts > 1:
+        raise invalid_value(
+            "previous_response_id", "previous_response_id must be left out of several prompts."
+        )
+    turn_id = previous.removeprefix(_ID_PREFIX)
+    try:
+        check_turn_id("previous_response_id", turn_id)
+    except InvalidRequestError:
+        raise as_api_error(UnknownTurnError(previous)) from None
+    return turn_id
+
+
 class Completion:
     """One request, from its prompts to its answer."""
 
@@ -103,13 +129,16 @@ class Completion:
         """Of a body that was read; raises ApiError for what only reading it whole can tell."""
         self._services = call.services
         self._notes = call.notes
+        self._wait = call.unless_gone
         self._owner = call.owner
         self._body = body
         self._prompts = _prompts(body.prompt)
         if len(self._prompts) * body.num_choices > _MAX_PROMPTS:
             limit = f"n times the number of prompts must be at most {_MAX_PROMPTS}."
             raise invalid_value("n", limit)
-        self._id = f"cmpl-{new_turn_id()}"
+        self._parent_id = _parent(body, len(self._prompts))
+        self._turn_ids = [new_turn_id(self._parent_id) for _ in range(len(self._prompts) * body.num_choices)]
+        self._id = f"{_ID_PREFIX}{self._turn_ids[0]}"
         self._created = int(self._services.now_s())
         self._token_ids: list[list[int]] = []
         self._shown: list[int] = [0] * (len(self._prompts) * body.num_choices)
@@ -134,7 +163,9 @@ class Completion:
 
         num_tokens = sum(map(len, self._token_ids))
         services = self._services
-        return await run_turns(services, self._owner, start, num_turns=len(specs), num_tokens=num_tokens)
+        return await run_turns(
+            services, self._owner, start, num_turns=len(specs), num_tokens=num_tokens, wait=self._wait
+        )
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The answer, once all turns have ended."""
@@ -145,6 +176,7 @@ class Completion:
                 "text": output.text,
                 "logprobs": self._logprobs(index, output.logprobs),
                 "finish_reason": output.finish_reason,
+                **({"token_ids": output.token_ids} if self._body.return_token_ids else {}),
             }
             for index, output in enumerate(outputs)
         ]
@@ -160,7 +192,7 @@ class Completion:
                         output = running.turns[index].output
                         assert output is not None
                         yield frame.chunk(_choice(index, "", reason=output.finish_reason))
-                    elif delta.text or delta.logprobs:
+                    elif delta.text or delta.logprobs or self._body.return_token_ids:
                         yield frame.chunk(self._delta(index, delta))
         except (ApiError, PensieveError) as error:
             yield event(encode_json(as_api_error(error).body))
@@ -183,7 +215,7 @@ class Completion:
                 raise TokenizerMissingError
             else:
                 try:
-                    found.append(tokenizer.encode(prompt, add_bos=True))
+                    found.append(tokenizer.encode(prompt, add_bos=self._parent_id is None))
                 except InvalidRequestError as error:
                     raise invalid_value(self._field(index), str(error)) from error
             if not found[-1]:
@@ -194,8 +226,9 @@ class Completion:
         return "prompt" if len(self._prompts) == 1 else f"prompt[{index}]"
 
     def _specs(self, index: int) -> list[TurnSpec]:
-        """A turn for each choice of one prompt, each the first of a tree of its own that nobody keeps."""
+        """A turn for each choice of one prompt, that nobody keeps."""
         body, services = self._body, self._services
+        first = index * body.num_choices
         params = sampling_params(
             services.defaults,
             max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
@@ -213,9 +246,9 @@ class Completion:
             TurnSpec(
                 self._token_ids[index],
                 params if params.seed is None else replace(params, seed=params.seed + i),
-                node=TurnNode(turn_id=new_turn_id(), owner=self._owner, durable=False),
+                node=TurnNode(turn_id=turn_id, parent_id=self._parent_id, owner=self._owner, durable=False),
             )
-            for i in range(body.num_choices)
+            for i, turn_id in enumerate(self._turn_ids[first : first + body.num_choices])
         ]
 
     def _head(self) -> dict[str, Any]:
@@ -232,13 +265,15 @@ class Completion:
         for output in outputs:
             usage = output.usage
             found = usage.reused_gpu_tokens + usage.swapped_in_tokens
-            self._services.metrics.matched("chunk" if found else "none")
+            kind = "chunk" if found else "none"
+            self._services.metrics.matched("id" if self._parent_id is not None else kind)
 
     def _usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         return completion_usage([output.usage for output in outputs], self._body.num_choices)
 
     def _delta(self, index: int, delta: AsyncDelta) -> bytes:
-        return _choice(index, delta.text, self._logprobs(index, delta.logprobs))
+        token_ids = delta.token_ids if self._body.return_token_ids else None
+        return _choice(index, delta.text, self._logprobs(index, delta.logprobs), token_ids=token_ids)
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
         """In the columns of this API; offsets are of characters of the reply, by the tokens' own texts."""
@@ -261,6 +296,12 @@ class Completion:
 
 
 def _choice(
-    index: int, text: str, logprobs: dict[str, Any] | None = None, *, reason: str | None = None
+    index: int,
+    text: str,
+    logprobs: dict[str, Any] | None = None,
+    *,
+    reason: str | None = None,
+    token_ids: Sequence[int] | None = None,
 ) -> bytes:
-    return encode_json({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason})
+    choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    return encode_json(choice if token_ids is None else {**choice, "token_ids": token_ids})

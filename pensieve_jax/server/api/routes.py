@@ -6,6 +6,8 @@ Called by: whoever starts a server.
 
 from __future__ import annotations
 
-from pensieve_jax.server.api import chat, completions, models, state, tokens
+from pensieve_jax.server import page
+from pensieve_jax.server.api import chat, completions, health, models, state, tokens
 
-ROUTES = (*chat.ROUTES, *completions.ROUTES, *models.ROUTES, *tokens.ROUTES, *state.ROUTES)
+MODULES = (chat, completions, models, tokens, health, state, page)
+ROUTES = tuple(route for module in MODULES for route in module.ROUTES)

@@ -115,7 +115,13 @@ class RunningTurns:
 
 
 async def run_turns(
-    services: Services, owner: str, start: Start, *, num_turns: int = 1, num_tokens: int = 0
+    services: Services,
+    owner: str,
+    start: Start,
+    *,
+    num_turns: int = 1,
+    num_tokens: int = 0,
+    wait: Callable[[Awaitable[Place]], Awaitable[Place]] | None = None,
 ) -> RunningTurns:
     """Wait for a place, and start turns in it.
 
@@ -125,16 +131,20 @@ async def run_turns(
       start: submits them and waits until they are accepted; may raise.
       num_turns: how many there will be.
       num_tokens: about what is to be computed for them.
+      wait: how a place is waited for, such as `Call.unless_gone`; most need not wait, nor pay for that.
 
     Raises ApiError 429 and 503, and what `start` raises. Cancelled while it waits, it leaves nothing behind.
     """
     began_s = time.perf_counter()
     try:
-        place = await services.limits.enter(owner, num_turns, num_tokens)
+        place = services.limits.enter_now(owner, num_turns, num_tokens)
+        if place is None:
+            entering = services.limits.enter(owner, num_turns, num_tokens)
+            place = await (entering if wait is None else wait(entering))
     except ApiError as error:
         services.metrics.refused(error.code)
         raise
-    services.metrics.waited(time.perf_counter() - began_s, services.limits.num_waiting)
+    services.metrics.waited(time.perf_counter() - began_s)
     try:
         turns = await start()
     except BaseException:

@@ -1,68 +1,133 @@
-"""GET /health, /ready, /version and /metrics: whether a server is well, for those who run it.
+"""What only this server can tell: where the state of conversations is, and what becomes of it when asked.
 
-Owns: when a server is healthy and when it is ready.
-Does not know: what is counted.
-Called by: the application, by the rows of `ROUTES`.
-
-Healthy means that starting the server again would help nobody; ready, that a turn sent now would be run now.
-While the engine starts or is started again, a server is healthy and not ready.
+Owns: `/v1/pensieve/...`: the map of chunks, once or as a stream; pushing a turn's state out or forgetting it;
+the engine's counters; the trees of turns that responses make.
+Does not know: how state is kept, or who draws it.
+Called by: the application, with these rows; the page, and people with curl.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
-from typing import Final
+from collections.abc import AsyncGenerator
+from typing import Any, Final
 
-import pensieve_jax
-from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.core.errors import InvalidRequestError, UnknownTurnError
+from pensieve_jax.core.turn_node import check_turn_id
+from pensieve_jax.server.api.usage import token_sources
+from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.call import Call
-from pensieve_jax.server.http.errors import overloaded
-from pensieve_jax.server.http.replies import Bytes, Reply, json_reply
+from pensieve_jax.server.http.errors import not_found
+from pensieve_jax.server.http.replies import Reply, encode_json, json_reply
 from pensieve_jax.server.http.routes import Route
-from pensieve_jax.server.metrics import CONTENT_TYPE
+from pensieve_jax.server.http.sse import Events, event
 
-MAX_SILENCE_S: Final = 10.0
-"""An engine that says nothing for so long does not run; it says something every second."""
-_CENSUS_TIMEOUT_S: Final = 2.0
+_PERIOD_S: Final = 0.25
+"""Between two maps of a stream."""
+_MAX_TREES: Final = 100
+_PREFIXES: Final = ("resp_", "chatcmpl-", "cmpl-")
 
 
-async def health(call: Call) -> Reply:
-    """200, or 503 where the engine has ended for good or says nothing."""
+class OfResponse(Body):
+    """Which response's state is meant."""
+
+    response_id: str
+
+
+async def chunks(call: Call) -> Reply:
+    """GET /v1/pensieve/chunks: the caller's branches, chunk by chunk; `stream=true` goes on telling."""
+    if call.query.get("stream") == "true":
+        return Events(_maps(call))
+    return json_reply(await _map(call))
+
+
+async def _maps(call: Call) -> AsyncGenerator[bytes]:
+    """A map whenever it has changed, four a second at most, for as long as somebody watches."""
+    told = None
+    while True:
+        now = encode_json(await _map(call))
+        if now != told:
+            told = now
+            yield event(now)
+        await asyncio.sleep(_PERIOD_S)
+
+
+async def _map(call: Call) -> dict[str, Any]:
     engine = call.services.engine
-    if engine.state == "dead":
-        raise overloaded("The engine has ended.", 1)
-    if engine.state == "ready" and engine.last_heard_s > MAX_SILENCE_S:
-        raise overloaded(f"The engine has said nothing for {engine.last_heard_s:.0f} s.", 1)
-    return json_reply({"status": "ok", "engine": engine.state})
+    told: dict[str, Any] = await engine.call("chunk_map", call.owner)
+    return told
 
 
-async def ready(call: Call) -> Reply:
-    """200 where a turn would be run at once, else 503."""
-    call.services.limits.check_ready()
-    return await health(call)
+async def push_out(call: Call) -> Reply:
+    """POST /v1/pensieve/push_out: copy a response's state to host memory and free its pages."""
+    return json_reply({"num_chunks": await _on_turn(call, "push_out_turn")})
 
 
-async def version(call: Call) -> Reply:
-    """The package's."""
-    return json_reply({"version": pensieve_jax.__version__})
+async def forget_state(call: Call) -> Reply:
+    """POST /v1/pensieve/forget_state: drop a response's state in every tier; what was said stays."""
+    await _on_turn(call, "forget_turn_state")
+    return json_reply({})
 
 
-async def metrics(call: Call) -> Reply:
-    """All metrics in Prometheus' format."""
-    services = call.services
-    report = services.metrics.engine
-    report.stats = services.engine.last_stats
-    # Only a stuck engine does not answer in time, and then its last census is still good.
-    with suppress(TimeoutError, PensieveError):
-        async with asyncio.timeout(_CENSUS_TIMEOUT_S):
-            report.census = await services.engine.call("census")
-    return Bytes(services.metrics.render(), CONTENT_TYPE)
+async def _on_turn(call: Call, name: str) -> Any:
+    response_id = call.decode(OfResponse).response_id
+    turn_id = response_id
+    for prefix in _PREFIXES:
+        turn_id = turn_id.removeprefix(prefix)
+    try:
+        check_turn_id("response_id", turn_id)
+        return await call.services.engine.call(name, call.owner, turn_id)
+    except (InvalidRequestError, UnknownTurnError):
+        raise not_found("response with state", response_id) from None
 
 
-ROUTES = [
-    Route("GET", "/health", health, needs_key=False),
-    Route("GET", "/ready", ready, needs_key=False),
-    Route("GET", "/version", version),
-    Route("GET", "/metrics", metrics, needs_key="off_loopback"),
-]
+async def stats(call: Call) -> Reply:
+    """GET /v1/pensieve/stats: the engine's counters since its start."""
+    engine = call.services.engine
+    told = await engine.call("stats")
+    return json_reply({**told, "device": engine.info.description.get("device")})
+
+
+async def trees(call: Call) -> Reply:
+    """GET /v1/pensieve/trees: conversations made of responses, the most recently active first."""
+    found = call.services.history.trees(call.owner, _MAX_TREES)
+    rows = [
+        {
+            "root": tree.root,
+            "num_turns": tree.num_turns,
+            "first_text": tree.first_text,
+            "last_active": tree.last_active_s,
+        }
+        for tree in found
+    ]
+    return json_reply({"data": rows})
+
+
+async def tree(call: Call) -> Reply:
+    """GET /v1/pensieve/trees/{root}: the turns of one of them, in the order in which they were made."""
+    root = call.path["root"]
+    found = call.services.history.tree(call.owner, root)
+    if not found:
+        raise not_found("conversation", root)
+    data = [
+        {
+            "id": turn.id,
+            "parent": turn.parent,
+            "input": turn.input,
+            "output": turn.output,
+            "status": turn.status,
+            "usage": None if turn.usage is None else token_sources([turn.usage]),
+        }
+        for turn in found
+    ]
+    return json_reply({"data": data})
+
+
+ROUTES: Final = (
+    Route("GET", "/v1/pensieve/chunks", chunks),
+    Route("POST", "/v1/pensieve/push_out", push_out),
+    Route("POST", "/v1/pensieve/forget_state", forget_state),
+    Route("GET", "/v1/pensieve/stats", stats, needs_key="off_loopback"),
+    Route("GET", "/v1/pensieve/trees", trees),
+    Route("GET", "/v1/pensieve/trees/{root}", tree),
+)

@@ -33,7 +33,7 @@ def _stats(engine: Engine) -> dict[str, int | float]:
 
 
 def _explain(engine: Engine, conversation_id: str) -> dict[str, Any]:
-    """`Explanation` by field; `chunks` as `chunk_map`'s, and what was dropped with reason and worth."""
+    """`Explanation` by field; `chunks` with what was dropped with reason and worth."""
     found = engine.explain(conversation_id)
     chunks = [
         {**chunk._asdict(), "drop": None if chunk.drop is None else _drop(chunk.drop)}
@@ -46,9 +46,31 @@ def _drop(drop: Any) -> dict[str, Any]:
     return {"at_s": drop.at_s, "reason": drop.reason.name, "worth": drop.worth}
 
 
-def _chunk_map(engine: Engine, conversation_id: str) -> list[str | None]:
-    """The tier of every chunk of a conversation: "gpu", "cpu", or None for one that a turn computes."""
-    return [chunk.tier for chunk in engine.explain(conversation_id).chunks]
+def _push_out_turn(engine: Engine, owner: str, turn_id: str) -> int:
+    """As the engine's, and begun at once."""
+    num_chunks = engine.push_out_turn(owner, turn_id)
+    _settle(engine)
+    return num_chunks
+
+
+def _settle(engine: Engine) -> None:
+    """Copies begin and end with steps: let an engine that has nothing to step for take one."""
+    if not engine.has_unfinished:
+        engine.step()
+
+
+def _chunk_map(engine: Engine, owner: str) -> dict[str, Any]:
+    """An owner's branches, as `Engine.chunk_map` tells them, and how full both tiers are."""
+    _settle(engine)
+    stats = engine.stats()
+    return {
+        "chunk_tokens": engine.cache.chunk_tokens,
+        "gpu_pages": stats["num_gpu_pages"],
+        "free_gpu_pages": stats["num_free_gpu_pages"],
+        "cpu_pages": stats["num_cpu_pages"],
+        "free_cpu_pages": stats["num_free_cpu_pages"],
+        "branches": [branch._asdict() for branch in engine.chunk_map(owner)],
+    }
 
 
 def _conversations(engine: Engine) -> list[dict[str, Any]]:
@@ -62,6 +84,8 @@ CALLS: Final[Mapping[str, Callable[..., Any]]] = {
     "census": Engine.census,
     "push_out": Engine.push_out,
     "forget_state": Engine.forget_state,
+    "push_out_turn": _push_out_turn,
+    "forget_turn_state": Engine.forget_turn_state,
     "forget_experience": Engine.forget_experience,
     "truncate": Engine.truncate,
     "end": Engine.end,

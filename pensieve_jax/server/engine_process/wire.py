@@ -23,6 +23,7 @@ HEADER_BYTES: Final = 8
 MAX_FRAME_BYTES: Final = 1 << 28
 """A prompt of 10 million ids takes a fifth of it."""
 _HEADER = struct.Struct(">4sI")
+_LIMIT: Final = "but must have at most "
 
 
 class WireError(PensieveError):
@@ -45,7 +46,7 @@ class FrameWriter:
             raise WireError(f"A value of this kind cannot cross to the engine's process: {error}.") from error
         length = len(buffer) - HEADER_BYTES
         if length > MAX_FRAME_BYTES:
-            raise WireError(f"A message has {length:,} bytes, but must have at most {MAX_FRAME_BYTES:,}.")
+            raise WireError(f"A message has {length:,} bytes, {_LIMIT}{MAX_FRAME_BYTES:,}.")
         _HEADER.pack_into(buffer, 0, MAGIC, length)
         return buffer
 
@@ -69,9 +70,7 @@ class FrameReader:
                 if magic != MAGIC:
                     raise WireError(f"A frame begins with {bytes(magic)!r}, but must begin with {MAGIC!r}.")
                 if length > MAX_FRAME_BYTES:
-                    raise WireError(
-                        f"A frame has {length:,} bytes, but must have {MAX_FRAME_BYTES:,} at most."
-                    )
+                    raise WireError(f"A frame has {length:,} bytes, {_LIMIT}{MAX_FRAME_BYTES:,}.")
                 end = start + HEADER_BYTES + length
                 if len(buffer) < end:
                     break
@@ -89,5 +88,5 @@ class FrameReader:
     def _decode(self, payload: bytes) -> Any:
         try:
             return self._decoder.decode(payload)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(f"A frame holds what is no message: {error}.") from error

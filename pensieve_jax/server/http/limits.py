@@ -132,22 +132,29 @@ class Limits:
         Raises ApiError 429 where the key has too many, 503 where the queue is full, the wait too long, or the
         engine takes none.
         """
+        place = self.enter_now(owner, num_turns, num_tokens)
+        if place is None:
+            place = Place(self, owner, num_turns, num_tokens)
+            self._count(place, 1)
+            await self._wait(place)
+        return place
+
+    def enter_now(self, owner: str, num_turns: int = 1, num_tokens: int = 0) -> Place | None:
+        """As `enter`, but None where there is a wait to begin."""
         self.check_ready()
         most = self._settings.max_in_flight_per_key
         if self.in_flight(owner) + num_turns > most:
             sentence = f"A key may have {most} turns at a time; wait for one of them."
             raise rate_limited(sentence, self.retry_after_s())
-        place = Place(self, owner, num_turns, num_tokens)
         if not self._queue and self._has_room(num_turns):
+            place = Place(self, owner, num_turns, num_tokens)
             self._num_inside += num_turns
             self._count(place, 1)
             return place
         most_waiting = self._settings.queue_per_running * self._engine.info.max_num_running
         if self._num_waiting + num_turns > most_waiting:
             raise self._overloaded("The queue is full; try again later.")
-        self._count(place, 1)
-        await self._wait(place)
-        return place
+        return None
 
     def retry_after_s(self) -> int:
         """Whole seconds, 1 to 30, until what is waited for should be done."""

@@ -315,3 +315,22 @@ def test_a_turn_that_the_server_ends_is_to_be_sent_again():
 
     status, body = ask(Harness(ROUTES, FakeEngine(script)), chat())
     assert (status, body["error"]["code"]) == (503, "overloaded")
+
+
+def test_a_client_that_leaves_while_it_waits_for_a_place_leaves_the_queue():
+    async def scenario():
+        harness = Harness(ROUTES, FakeEngine(lambda turn: None, max_num_running=1))
+        limits = harness.services.limits
+        clients = [harness.open("POST", "/v1/chat/completions", chat()) for _ in range(10)]
+        while limits.num_waiting < 1:
+            await asyncio.sleep(0)
+        assert limits.num_inside == 9
+        clients[-1].leave()
+        await clients[-1].task
+        assert limits.num_waiting == 0 and len(harness.engine.turns) == 9
+        for client in clients[:-1]:
+            client.leave()
+            await client.task
+        assert limits.in_flight("") == 0
+
+    asyncio.run(scenario())

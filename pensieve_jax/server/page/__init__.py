@@ -1,0 +1,62 @@
+"""The page that comes with the server: a chat that shows where the state of its conversations is.
+
+Owns: the files beside this module and the headers they are served with.
+Does not know: what the page asks: its script says, in OpenAI's API and in that of `server.api.state`.
+Called by: the application, with these rows. No key is asked for: the page has none of anybody's words in it.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Final
+
+from pensieve_jax.server.http.call import Call
+from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.http.replies import Bytes, Reply
+from pensieve_jax.server.http.routes import Route
+
+_TYPES: Final = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+}
+_HEADERS: Final = {
+    # Nothing from elsewhere, nothing inline: a model's words can never become a script.
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def _read() -> dict[str, Bytes]:
+    """Every file of the page, by name."""
+    files = {}
+    for file in resources.files(__package__).iterdir():
+        suffix = file.name.rpartition(".")[2]
+        if suffix in _TYPES:
+            files[file.name] = Bytes(file.read_bytes(), _TYPES[suffix], headers=_HEADERS)
+    return files
+
+
+_FILES: Final = _read()
+
+
+async def index(call: Call) -> Reply:
+    """GET /: the page itself."""
+    return _FILES["index.html"]
+
+
+async def asset(call: Call) -> Reply:
+    """GET /page/{name}: its script and style."""
+    name = call.path["name"]
+    if name not in _FILES:
+        raise ApiError(404, "unknown_url", f"There is no {name!r} here.")
+    return _FILES[name]
+
+
+ROUTES: Final = (
+    Route("GET", "/", index, needs_key=False),
+    Route("GET", "/page/{name}", asset, needs_key=False),
+)

@@ -1,0 +1,26 @@
+// What the page asks of the server, and how a refusal is told.
+
+import { eventsOf } from "./sse.js";
+
+const KEY = "pensieve-key"; // of this tab only: gone with it
+
+export const key = {
+  get: () => sessionStorage.getItem(KEY) ?? "",
+  set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+};
+
+export class Refused extends Error {}
+
+async function ask(method, path, body, signal) {
+  const headers = {};
+  if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
+  if (body !== undefined) headers["Content-Type"] = "application/json";
+  const response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
+  if (response.ok) return response;
+  const told = await response.json().catch(() => null);
+  throw new Refused(told?.error?.message ?? `The server answered ${response.status}.`);
+}
+
+export const get = async (path) => (await ask("GET", path)).json();
+export const post = async (path, body) => (await ask("POST", path, body)).json();
+export const stream = async (method, path, body, signal) => eventsOf(await ask(method, path, body, signal));

@@ -1,0 +1,160 @@
+"""Clients of a completions API: streams on kept connections, each turn behind the one before by its id.
+
+Owns: connections, and what a benchmark reads of a stream: when its first token came, and its last events.
+Does not know: which server answers, users, or figures. Called by: `http_server`.
+
+One thread with an event loop of its own. Events in the middle of a stream are counted, not parsed: a client
+that looks at every delta costs more than the server that sends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import httptools
+
+from pensieve_jax import PensieveError
+
+_EVENT_END = b"\n\n"
+_KEPT = 3  # events that are parsed, from the end: usage, and [DONE]
+_KEPT_BYTES = 8_192  # more than they come to
+
+
+class HttpError(PensieveError):
+    """A server refused a turn, or its stream ended too soon."""
+
+
+class Told(NamedTuple):
+    """What came of a request.
+
+    Attributes:
+      first_s, end_s: readings of `time.perf_counter` when the first event with a token and the end came.
+      events: how many.
+      last: the last events, parsed; of an answer that is no stream, the whole.
+    """
+
+    first_s: float
+    end_s: float
+    events: int
+    last: list[Any]
+
+
+class _Connection(asyncio.Protocol):
+    """One request at a time."""
+
+    def __init__(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[Told] | None = None
+        self._body = bytearray()
+        self._first_s = 0.0
+        self._events = 0
+        self.usable = True
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.usable = False
+        self._fail(HttpError("The connection ended before its answer did."))
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        self._body.clear()
+        self._first_s, self._events = 0.0, 0
+
+    def on_body(self, body: bytes) -> None:
+        if not self._first_s:
+            self._first_s = time.perf_counter()
+        self._events += body.count(_EVENT_END)
+        self._body += body
+        if self._events and len(self._body) > 2 * _KEPT_BYTES:
+            del self._body[:-_KEPT_BYTES]
+
+    def on_message_complete(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        self.usable = self.usable and self._parser.should_keep_alive()
+        if waiter is None or waiter.done():
+            return
+        if self._parser.get_status_code() != 200:
+            waiter.set_exception(HttpError(self._body.decode(errors="replace")[:500]))
+            return
+        end_s = time.perf_counter()
+        data = [part[5:].strip() for part in self._body.split(_EVENT_END) if part.startswith(b"data:")]
+        whole = data[-_KEPT:] if data else [bytes(self._body)]
+        last = [json.loads(part) for part in whole if part != b"[DONE]"]
+        waiter.set_result(Told(self._first_s, end_s, self._events, last))
+
+    async def ask(self, request: bytes) -> Told:
+        assert self._transport is not None and self._waiter is None
+        self._parser = httptools.HttpResponseParser(self)
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return await self._waiter
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _fail(self, error: HttpError) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(error)
+        self._waiter = None
+
+
+class HttpClient:
+    """Requests to one server; used within one event loop."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """No connection yet."""
+        self._host, self._port = host, port
+        self._idle: list[_Connection] = []
+        self._all: list[_Connection] = []
+
+    async def post(self, path: str, body: dict[str, Any]) -> Told:
+        """Send a request and wait for the whole of its answer; raises HttpError."""
+        content = json.dumps(body, separators=(",", ":")).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(content)}\r\n\r\n"
+        )
+        connection = await self._connection()
+        told = await connection.ask(head.encode() + content)
+        if connection.usable:
+            self._idle.append(connection)
+        return told
+
+    async def get(self, path: str) -> Told:
+        """As `post`, without a body."""
+        connection = await self._connection()
+        told = await connection.ask(
+            f"GET {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n\r\n".encode()
+        )
+        if connection.usable:
+            self._idle.append(connection)
+        return told
+
+    async def close(self) -> None:
+        """End every connection."""
+        for connection in self._all:
+            connection.close()
+
+    async def _connection(self) -> _Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable:
+                return connection
+        make: Callable[[], _Connection] = _Connection
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(make, self._host, self._port)
+        self._all.append(connection)
+        return connection

@@ -1,0 +1,314 @@
+"""Bugs to plant around forks: slips in trunks, in branches and in what finds them. See `mutations`."""
+
+from __future__ import annotations
+
+from pensieve_jax.cache import CachedSequence, CacheManager, Role, Shelf
+from pensieve_jax.cache.chunk_store import ChunkStore
+from pensieve_jax.cache.trunks import Trunks
+from pensieve_jax.engine import chunk_index
+from pensieve_jax.engine.branches import BranchTable
+from pensieve_jax.engine.chunk_index import ChunkIndex
+from pensieve_jax.engine.live import TurnEnd
+from tests.engine.mutations import Mutation
+
+
+def a_fork_takes_the_chunk_in_progress(patch):
+    """The last chunk is shared though it is computed in part."""
+    fork = CacheManager.fork
+
+    def forked(self, source, num_tokens, sequence_id):
+        size = self.chunk_tokens
+        return fork(self, source, -(-num_tokens // size) * size, sequence_id)
+
+    patch.setattr(CacheManager, "fork", forked)
+    at = Trunks.at
+
+    def found(self, sequence, num_chunks):
+        rest = sequence.num_kv_tokens % self._chunk_tokens
+        if (
+            num_chunks
+            and rest
+            and num_chunks == len(sequence.chunks) - 1
+            and num_chunks + 1 > sequence.num_shared
+        ):
+            return at(self, sequence, num_chunks + 1)
+        return at(self, sequence, num_chunks)
+
+    patch.setattr(Trunks, "at", found)
+
+
+def copies_in_flight_stay_with_the_giver(patch):
+    hand_over = ChunkStore.hand_over
+
+    def handed(self, giver, taker, first, end):
+        flights = dict(self._flights)
+        hand_over(self, giver, taker, first, end)
+        self._flights.update(flights)
+
+    patch.setattr(ChunkStore, "hand_over", handed)
+
+
+def counts_stay_with_the_giver(patch):
+    hand_over = ChunkStore.hand_over
+
+    def handed(self, giver, taker, first, end):
+        before = giver.num_on.copy(), taker.num_on.copy()
+        hand_over(self, giver, taker, first, end)
+        giver.num_on[:], taker.num_on[:] = before
+
+    patch.setattr(ChunkStore, "hand_over", handed)
+
+
+def a_new_trunk_is_not_pinned(patch):
+    split = Trunks._split
+
+    def made(self, owner, num_chunks):
+        trunk = split(self, owner, num_chunks)
+        if trunk.role is Role.RUNNING and not any(c.shelf is Shelf.ABSENT for c in trunk.chunks):
+            self._store.set_role(trunk, Role.IDLE)
+        return trunk
+
+    patch.setattr(Trunks, "_split", made)
+
+
+def only_the_nearest_trunk_is_pinned(patch):
+    def pin(self, sequence):
+        trunk = sequence.trunk
+        if trunk is not None:
+            trunk.num_running_users += 1
+            if trunk.role is not Role.RUNNING:
+                self._store.set_role(trunk, Role.RUNNING)
+
+    patch.setattr(Trunks, "pin", pin)
+
+
+def a_trunk_is_unpinned_with_the_first_that_stops(patch):
+    def unpin(self, trunk):
+        while trunk is not None and trunk.role is Role.RUNNING:
+            trunk.num_running_users -= 1
+            self._store.cancel_reserved(trunk)
+            self._store.set_role(trunk, Role.IDLE)
+            trunk = trunk.trunk
+
+    patch.setattr(Trunks, "_unpin_from", unpin)
+
+
+def a_trunk_outlives_its_users(patch):
+    patch.setattr(Trunks, "_tidy_below", lambda self, trunk: None)
+
+
+def trunks_are_never_merged(patch):
+    patch.setattr(Trunks, "tidy", lambda self, sequence: None)
+
+
+def a_merged_tail_is_not_trimmed(patch):
+    merge, trim = Trunks._merge, ChunkStore.trim
+
+    def merged(self, trunk, sequence):
+        patch.setattr(ChunkStore, "trim", lambda self, sequence: None)
+        merge(self, trunk, sequence)
+        patch.setattr(ChunkStore, "trim", trim)
+
+    patch.setattr(Trunks, "_merge", merged)
+
+
+def victims_are_looked_for_before_the_fork(patch):
+    """Where to look first for a chunk on a shelf is as before the fork."""
+    give_to = CachedSequence.give_to
+
+    def given(self, trunk, num_chunks):
+        first_on = list(self._first_on)
+        give_to(self, trunk, num_chunks)
+        self._first_on = first_on
+
+    patch.setattr(CachedSequence, "give_to", given)
+
+
+def chunks_that_come_back_are_not_looked_for(patch):
+    def take_from(self, trunk):
+        self.trunk, self.num_shared = trunk.trunk, trunk.num_shared
+
+    patch.setattr(CachedSequence, "take_from", take_from)
+
+
+def arriving_chunks_of_far_trunks_are_read(patch):
+    def first_arriving(self):
+        for own in list(self.lineage())[1::-1]:
+            if own.num_on[Shelf.ARRIVING]:
+                return own.first_on(Shelf.ARRIVING)
+        return None
+
+    patch.setattr(CachedSequence, "first_arriving", property(first_arriving))
+
+
+def departing_chunks_of_trunks_are_admitted(patch):
+    try_admit = CacheManager.try_admit
+
+    def admitted(self, sequence, num_tokens, *, waive_reserve):
+        trunk, sequence.trunk = sequence.trunk, None
+        blocked = any(own.num_on[Shelf.DEPARTING] for own in sequence.lineage())
+        sequence.trunk = trunk
+        held = [(own, own.num_on[Shelf.DEPARTING]) for own in sequence.lineage()]
+        if not blocked:
+            for own, _ in held:
+                own.num_on[Shelf.DEPARTING] = 0
+        try:
+            return try_admit(self, sequence, num_tokens, waive_reserve=waive_reserve)
+        finally:
+            for own, number in held if not blocked else ():
+                own.num_on[Shelf.DEPARTING] += number
+
+    patch.setattr(CacheManager, "try_admit", admitted)
+
+
+def a_cut_loses_its_place(patch):
+    """Who is cut inside a trunk keeps a chunk more than is good."""
+    cut = Trunks.cut
+
+    def kept(self, sequence, num_chunks):
+        cut(self, sequence, min(num_chunks + 1, sequence.num_shared - 1))
+
+    patch.setattr(Trunks, "cut", kept)
+
+
+def room_counts_what_a_request_begins_with(patch):
+    num_available = CacheManager.num_available
+
+    def counted(self, requester=None):
+        if requester is None or requester.trunk is None:
+            return num_available(self, requester)
+        trunk, requester.trunk = requester.trunk, None
+        try:
+            return num_available(self, requester)
+        finally:
+            requester.trunk = trunk
+
+    patch.setattr(CacheManager, "num_available", counted)
+
+
+def a_laid_out_tail_counts_as_computed(patch):
+    """The chunk that was computed in part is taken for a full one."""
+    lay_out = CacheManager.lay_out
+
+    def laid(self, sequence, num_tokens):
+        num_chunks = num_tokens // self.chunk_tokens
+        if num_chunks > sequence.num_kv_tokens // self.chunk_tokens:
+            self._store.extend(sequence, num_chunks)
+            sequence.num_kv_tokens = num_chunks * self.chunk_tokens
+            self._trunks.at(sequence, num_chunks)
+        else:
+            lay_out(self, sequence, num_tokens)
+
+    patch.setattr(CacheManager, "lay_out", laid)
+
+
+def a_turn_behind_an_earlier_one_extends(patch):
+    """The branch is taken though its tip is another turn."""
+    begin = BranchTable._begin
+
+    def begun(self, node, place, prompt, twin):
+        if place.branch is not None and not place.branch.busy and twin is None:
+            branch, origin = place.branch, begin(self, node, place, prompt, twin)[1]
+            return branch, origin
+        return begin(self, node, place, prompt, twin)
+
+    patch.setattr(BranchTable, "_begin", begun)
+
+
+def a_busy_branch_is_extended(patch):
+    begin = BranchTable._begin
+
+    def begun(self, node, place, prompt, twin):
+        if place.branch is None or not place.branch.busy or twin is not None:
+            return begin(self, node, place, prompt, twin)
+        place.branch.busy = False
+        return begin(self, node, place, prompt, twin)
+
+    patch.setattr(BranchTable, "_begin", begun)
+
+
+def turns_end_a_token_early(patch):
+    """A fork begins with a token less than its parent has."""
+    settled = BranchTable.settled
+
+    def short(self, branch, node):
+        settled(self, branch, node)
+        end = branch.path[node.turn_id]
+        branch.path[node.turn_id] = TurnEnd(end.num_tokens - 1, end.durable)
+
+    patch.setattr(BranchTable, "settled", short)
+
+
+def _find_without_looking(self, owner, tokens):
+    """As `ChunkIndex.longest`, but that nobody's tokens are compared."""
+    best, size, before = None, self._chunk_tokens, chunk_index._salt(owner)
+    for end in range(size, len(tokens) + 1, size):
+        before = chunk_index._chained(before, tokens[end - size : end])
+        if before not in self._found:
+            break
+        who = self._found[before]
+        best = (next(iter(who)) if isinstance(who, dict) else who), end
+    return best
+
+
+def owners_share_chunks(patch):
+    patch.setattr(chunk_index, "_salt", lambda owner: 0)
+    patch.setattr(ChunkIndex, "longest", _find_without_looking)
+
+
+def hashes_are_not_chained(patch):
+    patch.setattr(chunk_index, "_chained", lambda before, tokens: hash(tuple(tokens)) & (2**64 - 1))
+    patch.setattr(ChunkIndex, "longest", _find_without_looking)
+
+
+def branches_stay_in_the_index(patch):
+    patch.setattr(ChunkIndex, "leave", lambda self, conversation: None)
+
+
+def all_of_a_context_is_found(patch):
+    patch.setattr(
+        BranchTable,
+        "_longest",
+        lambda self, owner, context: self._chunks.longest(owner, context) or (None, 0),
+    )
+
+
+def what_is_in_memory_only_has_durable_turns(patch):
+    settled = BranchTable.settled
+
+    def durable(self, branch, node):
+        settled(self, branch, node)
+        branch.path[node.turn_id] = branch.path[node.turn_id]._replace(durable=not node.durable)
+
+    patch.setattr(BranchTable, "settled", durable)
+
+
+FORK_MUTATIONS: dict[str, Mutation] = {
+    mutation.__name__.replace("_", " "): mutation
+    for mutation in (
+        a_fork_takes_the_chunk_in_progress,
+        copies_in_flight_stay_with_the_giver,
+        counts_stay_with_the_giver,
+        a_new_trunk_is_not_pinned,
+        only_the_nearest_trunk_is_pinned,
+        a_trunk_is_unpinned_with_the_first_that_stops,
+        a_trunk_outlives_its_users,
+        trunks_are_never_merged,
+        a_merged_tail_is_not_trimmed,
+        victims_are_looked_for_before_the_fork,
+        chunks_that_come_back_are_not_looked_for,
+        arriving_chunks_of_far_trunks_are_read,
+        departing_chunks_of_trunks_are_admitted,
+        a_cut_loses_its_place,
+        room_counts_what_a_request_begins_with,
+        a_laid_out_tail_counts_as_computed,
+        a_turn_behind_an_earlier_one_extends,
+        a_busy_branch_is_extended,
+        turns_end_a_token_early,
+        owners_share_chunks,
+        hashes_are_not_chained,
+        branches_stay_in_the_index,
+        all_of_a_context_is_found,
+        what_is_in_memory_only_has_durable_turns,
+    )
+}

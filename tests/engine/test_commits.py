@@ -1,0 +1,192 @@
+"""What the ledger commits: named turns and placed ones together, and one refusal harms no other turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.core.errors import (
+    ConversationBusyError,
+    ConversationChangedError,
+    HistoryError,
+    InvalidRequestError,
+    UnknownConversationError,
+    UnknownTurnError,
+)
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.turn_node import TurnNode, new_turn_id
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.history import HistoryReader
+from pensieve_jax.history.changes import (
+    ConversationAppend,
+    CreateConversation,
+    DeleteResponse,
+    Expire,
+    ResponseDraft,
+)
+from tests.engine.harness import Harness
+
+CONVERSATION = CreateConversation(owner="ann", conversation_id="conv_1", metadata="{}", created_at_s=1.0)
+
+
+def draft_of(turn_id, **fields):
+    return ResponseDraft(
+        response_id=f"resp_{turn_id}",
+        owner="ann",
+        request="{}",
+        input_items="[]",
+        output_item_id=f"msg_{turn_id}",
+        created_at_s=1.0,
+        expires_at_s=9e9,
+        **fields,
+    )
+
+
+def placed(harness, seed, *, conversation=None, attached=True, **node):
+    """A turn that begins a tree."""
+    turn_id = new_turn_id()
+    attachment = draft_of(turn_id, conversation=conversation) if attached else None
+    params = SamplingParams(max_tokens=4, ignore_eos=True, seed=seed)
+    node = TurnNode(turn_id=turn_id, owner="ann", attachment=attachment, **node)
+    return TurnSpec(harness.prompt(9, seed), params, node=node)
+
+
+def named(harness, seed, name):
+    params = SamplingParams(max_tokens=4, ignore_eos=True, seed=seed)
+    return TurnSpec(harness.prompt(9, seed), params, name)
+
+
+def test_a_placed_turn_is_committed_under_its_ids_with_its_response(tmp_path):
+    harness = Harness(path=tmp_path / "h")
+    spec = placed(harness, 1, chain=b"\1")
+    (output,) = harness.run(*harness.submit_all([spec]))
+    (turn,) = harness.store.load_turn("ann", spec.node.turn_id).turns
+    assert (turn.turn_id, turn.parent_id, turn.owner, turn.chain) == (spec.node.turn_id, None, "ann", b"\1")
+    assert turn.prompt_token_ids == spec.prompt_token_ids and turn.output_token_ids == output.token_ids
+    assert turn.usage == output.usage and turn.conversation_id == ""
+    with HistoryReader(tmp_path / "h", fingerprint="test") as reader:
+        record = reader.response("ann", f"resp_{turn.turn_id}")
+    assert (record.status, record.turn_id) == ("incomplete", turn.turn_id)
+    assert harness.store.conversations() == []
+
+
+def test_what_is_not_durable_never_reaches_the_history():
+    harness = Harness()
+    spec = placed(harness, 1, durable=False, attached=False)
+    harness.run(*harness.submit_all([spec]))
+    assert harness.store.commits == []
+    with pytest.raises(UnknownTurnError):
+        harness.store.load_turn("ann", spec.node.turn_id)
+
+
+def test_usage_of_a_named_turn_is_kept():
+    harness = Harness()
+    output = harness.turn("alice")
+    assert harness.store.load("alice").turns[0].usage == output.usage
+
+
+def test_one_refused_turn_fails_alone_in_a_step_of_several():
+    harness = Harness()
+    harness.engine.apply(CONVERSATION)
+    append = ConversationAppend(conversation_id="conv_1", expected_version=0, items="[]")
+    specs = [
+        named(harness, 1, "alice"),
+        placed(harness, 2, conversation=append),
+        placed(harness, 3, conversation=append),
+        placed(harness, 4),
+    ]
+    turns = harness.submit_all(specs)
+    harness.drain()
+    errors = [turn.error for turn in turns]
+    assert isinstance(errors[2], ConversationChangedError)
+    assert [error is None for error in errors] == [True, True, False, True]
+    assert turns[2].output is None and harness.engine.stats()["num_turns_failed"] == 1
+    assert len(harness.store.commits) == 1, "all in one transaction"
+    assert len(harness.store.load("alice").turns) == 1
+    for spec, error in zip(specs[1:], errors[1:], strict=True):
+        if error is None:
+            assert harness.store.load_turn("ann", spec.node.turn_id)
+        else:
+            with pytest.raises(UnknownTurnError):
+                harness.store.load_turn("ann", spec.node.turn_id)
+    harness.turn("alice", seed=9)  # and on it goes
+
+
+def test_a_history_that_cannot_be_written_fails_all_of_a_step():
+    harness = Harness()
+    harness.store.faults["commit"] = lambda: HistoryError("full")
+    turns = harness.submit_all([named(harness, 1, "alice"), placed(harness, 2)])
+    harness.drain()
+    assert all(isinstance(turn.error, HistoryError) for turn in turns)
+    assert harness.store.conversations() == []
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_change_that_deletes_what_a_running_turn_goes_on_from_leaves_it_the_tokens(ends):
+    harness = Harness()
+    parent = placed(harness, 1)
+    harness.run(*harness.submit_all([parent]))
+    parent_id = parent.node.turn_id
+    params = SamplingParams(max_tokens=4, ignore_eos=True, seed=2)
+    node = TurnNode(turn_id=new_turn_id(parent_id), parent_id=parent_id, owner="ann")
+    (turn,) = harness.submit_all([TurnSpec(harness.prompt(9, 2), params, node=node)])
+    harness.engine.apply(DeleteResponse(owner="ann", response_id=f"resp_{parent_id}"))
+    harness.engine.apply(Expire(now_s=0.0))
+    assert harness.store.load_turn("ann", parent_id)
+    if ends:
+        harness.run(turn)
+        path = harness.store.load_turn("ann", node.turn_id)
+        assert [one.turn_id for one in path.turns] == [parent_id, node.turn_id]
+        return
+    harness.engine.cancel(turn)
+    harness.engine.apply(Expire(now_s=0.0))
+    with pytest.raises(UnknownTurnError):
+        harness.store.load_turn("ann", parent_id)
+
+
+# --- forks of named conversations
+
+
+@pytest.mark.parametrize("num_tokens", [None, 0, 5, 14, 20, 28])
+def test_a_fork_goes_on_as_its_history_says_and_so_does_what_it_came_from(num_tokens):
+    harness = Harness()
+    for number in range(2):
+        harness.turn("alice", 10, seed=number, max_tokens=4)
+    whole = harness.history("alice")
+    harness.engine.fork("alice", "bob", num_tokens)
+    assert harness.history("bob") == whole[:num_tokens]
+    outputs = [harness.turn(name, 7, seed=5, max_tokens=4) for name in ("alice", "bob")]
+    if num_tokens is None:
+        assert outputs[0].token_ids == outputs[1].token_ids
+    assert harness.history("alice")[: len(whole)] == whole
+    harness.check_empty()
+
+
+def test_a_conversation_is_forked_while_a_turn_of_it_runs():
+    harness = Harness()
+    harness.turn("alice", 10, max_tokens=4)
+    facts = harness.facts(harness.prompt(9), "alice", max_tokens=8)
+    turn = harness.submit(facts, "alice")
+    harness.step(2)
+    harness.engine.fork("alice", "bob")
+    assert harness.history("bob") == harness.history("alice")
+    (output,) = harness.run(turn)
+    assert output.token_ids == harness.expected(facts)
+    assert len(harness.store.load("bob").turns) == 1
+    harness.check_empty()
+
+
+def test_forks_that_cannot_be_change_nothing():
+    harness = Harness()
+    harness.turn("alice")
+    running = harness.submit(harness.facts(harness.prompt(9), "bob"), "bob")
+    with pytest.raises(ConversationBusyError):
+        harness.engine.fork("alice", "bob")  # it does not exist in the history yet
+    with pytest.raises(UnknownConversationError):
+        harness.engine.fork("nobody", "carol")
+    for name, num_tokens in (("alice", None), ("c\0", None), ("", None), ("carol", 99)):
+        with pytest.raises(InvalidRequestError):
+            harness.engine.fork("alice", name, num_tokens)
+    with pytest.raises(InvalidRequestError):
+        harness.engine.fork("alice", None)
+    harness.run(running)
+    assert {info.conversation_id for info in harness.store.conversations()} == {"alice", "bob"}

@@ -1,0 +1,58 @@
+"""Random lives of trees of turns with fixed seeds, and bugs around forks, planted one at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from tests.cache.fork_scenarios import run_fork_scenario
+from tests.engine.fork_mutations import FORK_MUTATIONS
+from tests.engine.tree_scenarios import run_tree_scenario
+
+LEAST = {  # of a thousand
+    "turns": 10_000,
+    "found": 100_000,  # tokens
+    "computed": 100_000,
+    "extended": 1500,
+    "forked": 5000,
+    "loaded": 300,
+    "chunks": 500,
+    "new": 5000,
+    "forgotten": 100,
+}
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(150), pytest.param(range(150, 2150), marks=pytest.mark.long)], ids=len
+)
+def test_trees_of_turns_answer_as_the_reference(seeds: Sequence[int]):
+    """Everything that can be found of a context is found, often; and every turn equals the reference."""
+    totals, deepest = Counter(), 0
+    for seed in seeds:
+        found = run_tree_scenario(seed)
+        deepest = max(deepest, found.pop("depth", 0))
+        totals += found
+    print(f"{dict(totals)}, deepest {deepest}")
+    assert deepest >= 4
+    rare = {name: totals[name] for name, count in LEAST.items() if totals[name] < count * len(seeds) / 1000}
+    assert not rare
+
+
+@pytest.mark.parametrize("name", FORK_MUTATIONS)
+def test_planted_bug_is_caught(name, monkeypatch):
+    """Some scenario fails; without the bug, these and the ones above say, none does."""
+    FORK_MUTATIONS[name](monkeypatch)
+    check_caught(name, range(40), range(30))
+
+
+def check_caught(name: str, tree_seeds: Iterable[int], fork_seeds: Iterable[int]) -> None:
+    for run, seeds in ((run_fork_scenario, fork_seeds), (run_tree_scenario, tree_seeds)):
+        for seed in seeds:
+            try:
+                run(seed)
+            except (AssertionError, ValueError, LookupError, AttributeError) as error:
+                print(f"caught by {run.__name__}({seed}): {error}")
+                return
+    pytest.fail(f"all passed with this bug: {name}")

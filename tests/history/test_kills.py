@@ -1,0 +1,93 @@
+"""SIGKILL among commits: a turn is there with everything that was attached to it, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pensieve_jax.history import HistoryReader, SQLiteHistoryStore
+from tests.history import endless_commits
+from tests.history.endless_commits import FINGERPRINT, NUM_LANES, OWNER, latecomer, planned
+from tests.history.test_database_file import PREAMBLE
+
+PROGRAM = f"{PREAMBLE}import runpy\nrunpy.run_path({endless_commits.__file__!r}, run_name='__main__')\n"
+
+
+def live_and_die(path: Path, first: int, rng: np.random.Generator) -> int:
+    """Have a process commit from `first` on, and kill it; returns the last commit that it told of, or -1."""
+    command = [sys.executable, "-c", PROGRAM, os.fspath(path), str(first)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE)
+    told = -1
+    for _ in range(int(rng.integers(0, 30))):
+        told = int(child.stdout.readline())
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(rng.uniform(0, 0.003))
+    child.send_signal(signal.SIGKILL)
+    rest, _ = child.communicate()
+    assert child.returncode == -signal.SIGKILL
+    return max([told, *(int(line) for line in rest.split(b"\n")[:-1])])
+
+
+def names(connection, query):
+    return {row[0] for row in connection.execute(query)}
+
+
+def check(path: Path, told: int) -> int:
+    """What is in the file is whole commits and nothing else; returns how many."""
+    with SQLiteHistoryStore(path, fingerprint=FINGERPRINT) as store:
+        connection = store._connection
+        number = sum(info.num_turns for info in store.conversations())
+        plans = [plan for before in range(number) for plan in planned(before)]
+        ids = {plan.turn.turn_id for plan in plans}
+        assert names(connection, f"SELECT turn_id FROM turns WHERE owner = '{OWNER}'") == ids
+        responses = "SELECT turn_id FROM responses WHERE status IN ('completed', 'incomplete')"
+        assert names(connection, responses) == ids
+        keys = {plan.draft.idempotency.key for plan in plans if plan.draft.idempotency is not None}
+        items = {item_id for plan in plans for item_id in plan.item_ids}
+        assert names(connection, "SELECT item_id FROM items") == items
+        late = {late.turn.turn_id for before in range(number + 1) if (late := latecomer(before)) is not None}
+        assert not late & ids
+        # What is queued was queued for the next commit, with its key, in a transaction of its own.
+        queued = names(connection, "SELECT response_id FROM responses WHERE status = 'queued'")
+        following = [plan.draft for plan in planned(number) if plan.draft.response_id in queued]
+        assert {draft.response_id for draft in following} == queued
+        keys |= {draft.idempotency.key for draft in following}
+        assert names(connection, "SELECT key FROM idempotency") == keys
+        versions = connection.execute(
+            "SELECT version, (SELECT count(*) FROM items WHERE items.conversation_id = "
+            "conversations.conversation_id) FROM conversations WHERE metadata IS NOT NULL"
+        ).fetchall()
+        assert all(num_items == 2 * version for version, num_items in versions)
+        if number:
+            assert len(store.load("alice").turns) == number
+            for plan in planned(number - 1):
+                assert store.load_turn(OWNER, plan.turn.turn_id).turns[-1] == plan.turn
+    assert number - 1 in (told, told + 1)
+    return number
+
+
+@pytest.mark.parametrize("num_kills", [20, pytest.param(200, marks=pytest.mark.long)])
+def test_a_turn_is_kept_with_all_that_is_attached_or_not_at_all(tmp_path, num_kills, record_property):
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    rng, path = np.random.default_rng(seed), tmp_path / "chats.sqlite"
+    number = num_untold = 0
+    for _ in range(num_kills):
+        told = max(live_and_die(path, number, rng), number - 1)
+        number = check(path, told)
+        num_untold += number - 1 > told
+    record_property("note", f"{number * NUM_LANES} turns, {num_untold} commits made and not told of")
+    assert number > 5 * num_kills
+    with SQLiteHistoryStore(path, fingerprint=FINGERPRINT) as store:  # it goes on
+        assert store.commit([endless_commits.named(number)]) == {}
+        with HistoryReader(path, fingerprint=FINGERPRINT) as reader:
+            last = planned(number - 1)[0]
+            assert reader.response(OWNER, last.draft.response_id).turn_id == last.turn.turn_id

@@ -1,0 +1,180 @@
+"""Bugs planted in what is committed and removed; the tests of this room notice each of them."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.history import (
+    HistoryReader,
+    SQLiteHistoryStore,
+    codec,
+    named_conversations,
+    responses_table,
+    server_conversations,
+    sqlite_store,
+    turns_table,
+)
+from tests.history import test_responses as responses
+from tests.history import test_trees as trees
+
+
+def without_savepoint(monkeypatch):
+    """What was written of a refused turn before its refusal stays."""
+    append_all = sqlite_store._append_all
+
+    class Deaf:
+        def __init__(self, connection):
+            self._connection = connection
+
+        def execute(self, statement, *values):
+            return self._connection.execute(
+                statement if "TO placed" not in statement else "SELECT 1", *values
+            )
+
+    monkeypatch.setattr(
+        sqlite_store, "_append_all", lambda connection, *rest: append_all(Deaf(connection), *rest)
+    )
+
+
+def unchecked_version(monkeypatch):
+    """Whoever comes last appends, whatever has changed."""
+    monkeypatch.setattr(server_conversations, "_check_version", lambda *arguments: None)
+
+
+def refusal_fails_the_step(monkeypatch):
+    """One turn's refusal is everybody's."""
+    append_all = sqlite_store._append_all
+
+    def strict(*arguments):
+        for refusal in append_all(*arguments).values():
+            raise refusal
+        return {}
+
+    monkeypatch.setattr(sqlite_store, "_append_all", strict)
+
+
+def background_comes_back(monkeypatch):
+    """A response that was cancelled or deleted while it ran is completed all the same."""
+    complete = responses_table.complete
+
+    def forgiving(connection, draft, *rest):
+        try:
+            complete(connection, draft, *rest)
+        except PensieveError:
+            responses_table._insert(connection, draft, "completed")
+
+    monkeypatch.setattr(responses_table, "complete", forgiving)
+
+
+def nothing_is_removed(monkeypatch):
+    """Tokens outlive what needed them."""
+    monkeypatch.setattr(turns_table, "collect", lambda *arguments: None)
+
+
+def only_the_last_is_removed(monkeypatch):
+    """The turns before a removed one stay."""
+    monkeypatch.setattr(
+        turns_table, "_UNNEEDED", turns_table._UNNEEDED.replace("SELECT parent_id", "SELECT NULL")
+    )
+
+
+def needed_by(what):
+    def bug(monkeypatch):
+        lines = [line for line in turns_table._UNNEEDED.split("\n") if f"FROM {what} WHERE" not in line]
+        monkeypatch.setattr(turns_table, "_UNNEEDED", "\n".join(lines))
+
+    bug.__name__ = f"removed_though_{what}_need_it"
+    return bug
+
+
+def in_use_is_ignored(monkeypatch):
+    """A deletion takes the tokens of a running turn's parent."""
+    collect = turns_table.collect
+    monkeypatch.setattr(
+        turns_table,
+        "collect",
+        lambda connection, owner, turn_id, in_use=(): collect(connection, owner, turn_id),
+    )
+
+
+def released_is_forgotten(monkeypatch):
+    """What was in use once stays for ever."""
+    monkeypatch.setattr(turns_table, "collect_released", lambda *arguments: None)
+
+
+def wrong_count(monkeypatch):
+    """A turn counts its own tokens only."""
+    insert = turns_table.insert
+    monkeypatch.setattr(
+        turns_table,
+        "insert",
+        lambda connection, row: insert(connection, row._replace(num_tokens=codec.num_own_tokens(row))),
+    )
+
+
+def fork_moves_the_source(monkeypatch):
+    """Cutting for a fork cuts the conversation that it came from as well."""
+    fork = named_conversations.fork
+
+    def greedy(connection, conversation_id, new_conversation_id, num_tokens):
+        number = fork(connection, conversation_id, new_conversation_id, num_tokens)
+        if num_tokens is not None:
+            named_conversations.truncate(connection, conversation_id, num_tokens)
+        return number
+
+    monkeypatch.setattr(named_conversations, "fork", greedy)
+
+
+def any_owner(monkeypatch):
+    """A path is read for whoever knows its id."""
+    monkeypatch.setattr(
+        turns_table,
+        "_PATH_ROWS",
+        turns_table._PATH_ROWS.replace("WHERE owner = ? AND", "WHERE ? <> ' ' AND", 1),
+    )
+
+
+BUGS = {
+    without_savepoint: responses.test_a_turn_that_lost_a_race_is_refused_alone,
+    unchecked_version: responses.test_a_turn_that_lost_a_race_is_refused_alone,
+    refusal_fails_the_step: responses.test_a_turn_that_lost_a_race_is_refused_alone,
+    background_comes_back: responses.test_a_background_response_that_was_deleted_does_not_come_back,
+    nothing_is_removed: responses.test_a_deleted_response_takes_its_tokens_unless_somebody_goes_on_from_them,
+    only_the_last_is_removed: (
+        responses.test_a_deleted_response_takes_its_tokens_unless_somebody_goes_on_from_them
+    ),
+    needed_by("turns"): (
+        responses.test_a_deleted_response_takes_its_tokens_unless_somebody_goes_on_from_them
+    ),
+    needed_by("conversations"): responses.test_a_conversation_keeps_the_tokens_of_deleted_responses,
+    needed_by("responses"): responses.test_a_deleted_conversation_leaves_its_responses,
+    in_use_is_ignored: responses.test_a_turn_in_use_stays_until_nobody_goes_on_from_it,
+    released_is_forgotten: (
+        responses.test_a_turn_that_was_in_use_goes_when_the_turn_that_used_it_was_cancelled
+    ),
+    wrong_count: trees.test_a_placed_turn_comes_back_as_it_was,
+    fork_moves_the_source: trees.test_a_fork_of_a_part_copies_at_most_a_cut_turn,
+    any_owner: trees.test_what_is_not_there_or_is_another_owners_is_unknown,
+}
+FIXTURES = {"num_tokens": 6, "num_turns_then": 2, "num_rows": 3}
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_the_bug_is_noticed(bug, tmp_path, monkeypatch):
+    noticing = BUGS[bug]
+    for name in ("sound", "with the bug"):
+        with (
+            SQLiteHistoryStore(tmp_path / name, fingerprint=responses.FINGERPRINT) as store,
+            HistoryReader(tmp_path / name, fingerprint=responses.FINGERPRINT) as reader,
+        ):
+            given = {**FIXTURES, "store": store, "reader": reader}
+            arguments = {key: given[key] for key in inspect.signature(noticing).parameters}
+            if name == "sound":
+                noticing(**arguments)
+                continue
+            bug(monkeypatch)
+            with pytest.raises((AssertionError, PensieveError, pytest.fail.Exception)):
+                noticing(**arguments)

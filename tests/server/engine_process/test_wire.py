@@ -1,0 +1,182 @@
+"""What crosses: frames in any pieces, noise in any form, values, and errors with their classes and words."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+import pensieve_jax
+from pensieve_jax import InvalidRequestError, PensieveError, SamplingParams, UnknownConversationError
+from pensieve_jax.core.errors import ConversationBusyError, UnknownRecordError
+from pensieve_jax.core.prefix import SharedPrefix
+from pensieve_jax.core.turn_node import TurnNode, new_turn_id
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.history import changes
+from pensieve_jax.server.engine_process import wire
+from pensieve_jax.server.engine_process.messages import (
+    Apply,
+    Call,
+    Cancel,
+    EngineMessage,
+    FrontMessage,
+    Report,
+    Submit,
+    received_change,
+    received_spec,
+    sent_change,
+    sent_prompt,
+    sent_spec,
+)
+from pensieve_jax.server.engine_process.sent_errors import SentError, received_error, sent_error
+from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
+
+SEEDS = range(3000)
+DRAFT = changes.ResponseDraft(
+    response_id="resp_1",
+    owner="ada",
+    request="{}",
+    input_items="[]",
+    output_item_id="msg_1",
+    created_at_s=1.5,
+    expires_at_s=2.5,
+    conversation=changes.ConversationAppend(conversation_id="conv_1", expected_version=3, items="[]"),
+    idempotency=changes.Idempotency(key="k", body_sha256="0", expires_at_s=3.0),
+)
+
+
+def crossed(message: object) -> object:
+    (found,) = FrameReader(FrontMessage.__value__).feed(bytes(FrameWriter().frame(message)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_messages_come_whole_in_whatever_pieces(seed: int) -> None:
+    rng = random.Random(seed)
+    messages = [Cancel([rng.randrange(1 << 40)] * rng.randrange(2000)) for _ in range(20)]
+    stream = b"".join(bytes(FrameWriter().frame(message)) for message in messages)
+    reader, found, at = FrameReader(FrontMessage.__value__), [], 0
+    while at < len(stream):
+        size = rng.choice((1, 3, 8, 100, 10_000))
+        found += reader.feed(stream[at : at + size])
+        at += size
+    assert found == messages, f"seed {seed}"
+    reader.finish()
+
+
+def test_noise_is_an_error_and_never_a_wait() -> None:
+    """A frame with bytes changed is a message, an error, or, if its length grew, half a frame at the end."""
+    turn = sent_spec(1, TurnSpec([1, 2, 3], SamplingParams(stop=("a",)), "a"))
+    frames = [bytes(FrameWriter().frame(m)) for m in (Submit([turn]), Cancel([1]), Call(2, "end", ["a"]))]
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        frame = bytearray(rng.choice(frames))
+        for _ in range(rng.randrange(1, 4)):
+            frame[rng.randrange(len(frame))] = rng.randrange(256)
+        reader = FrameReader(FrontMessage.__value__)
+        try:
+            list(reader.feed(bytes(frame)))
+            reader.finish()
+        except WireError as error:
+            assert str(error), f"seed {seed}"
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        noise = rng.randbytes(rng.randrange(8, 200))
+        if noise[:4] != wire.MAGIC:
+            with pytest.raises(WireError, match="begins with"):
+                list(FrameReader(FrontMessage.__value__).feed(noise))
+
+
+def test_a_frame_has_a_limit_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = bytes(FrameWriter().frame(Cancel([1] * 1000)))
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 100)
+    with pytest.raises(WireError, match="at most 100"):
+        FrameWriter().frame(Cancel([1] * 1000))
+    with pytest.raises(WireError, match="at most 100"):
+        list(FrameReader(FrontMessage.__value__).feed(frame))
+    with pytest.raises(WireError, match="cannot cross"):
+        FrameWriter().frame(Call(1, "end", [object()]))
+
+
+def test_a_message_of_the_other_direction_is_none() -> None:
+    with pytest.raises(WireError, match="no message"):
+        list(FrameReader(EngineMessage.__value__).feed(bytes(FrameWriter().frame(Cancel([1])))))
+    with pytest.raises(WireError, match="no message"):
+        crossed(Report())
+
+
+def test_a_specification_crosses_whole() -> None:
+    parent = new_turn_id()
+    node = TurnNode(
+        turn_id=new_turn_id(parent),
+        parent_id=parent,
+        owner="ada",
+        durable=False,
+        chain=b"\0\xff",
+        attachment=DRAFT,
+    )
+    params = SamplingParams(max_tokens=7, temperature=0.5, stop=("x",), stop_token_ids=(3,), seed=2**62)
+    message = {"role": "user", "content": "hé", "more": [1, {"x": None}]}
+    prefix = SharedPrefix((1, 2), (message,))
+    spec = TurnSpec(np.array([4, 5], np.int32), params, None, (message,), prefix, node)
+    sent = crossed(Submit([sent_spec(9, spec)]))
+    found = received_spec(sent.turns[0])
+    assert list(found.prompt_token_ids) == [4, 5] and found.node == node and found.messages == (message,)
+    assert (found.prefix.token_ids, found.prefix.messages) == ((1, 2), (message,))
+    ours = {name: getattr(found.params, name) for name in vars(params)}
+    assert ours == vars(params) | {"stop": ["x"], "stop_token_ids": [3]}
+
+
+def test_what_cannot_cross_is_refused_where_it_is_sent() -> None:
+    node = TurnNode(turn_id=new_turn_id(), attachment={"any": "thing"})
+    with pytest.raises(InvalidRequestError, match=r"node\.attachment"):
+        sent_spec(1, TurnSpec([1], SamplingParams(), node=node))
+    with pytest.raises(InvalidRequestError, match="sampling_params"):
+        sent_prompt(1, "x", None, None)
+    with pytest.raises(InvalidRequestError, match="change"):
+        sent_change(1, DRAFT)
+
+
+def test_every_change_of_a_history_crosses() -> None:
+    values = {"str": "x", "float": 1.5, "int": 3, "bytes": b"\0", "str | None": None, "ResponseDraft": DRAFT}
+    for kind in changes.HistoryChange.__value__.__args__:
+        change = kind(**{name: values[hint] for name, hint in kind.__annotations__.items()})
+        assert received_change(crossed(sent_change(1, change))) == change
+    with pytest.raises(InvalidRequestError, match="change"):
+        received_change(Apply(1, "Nothing", sent_change(1, change).change))
+    with pytest.raises(InvalidRequestError, match="complete"):
+        received_change(Apply(1, "DeleteItem", sent_change(1, changes.Expire(now_s=1.0)).change))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequestError("prompt", list(range(100_000)), "short", "cut it"),
+        InvalidRequestError("seed", 2**80, "smaller"),
+        InvalidRequestError("x", np.float32(1), "plain"),
+        UnknownConversationError("a"),
+        ConversationBusyError("a", "wait"),
+        UnknownRecordError("response", "resp_1"),
+        pensieve_jax.TokenizerMissingError(),
+        pensieve_jax.EngineDiedError("died"),
+        pensieve_jax.UnsupportedModelError("Nothing"),
+        WireError("noise"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_come_out_as_they_went_in(error: Exception) -> None:
+    import msgspec
+
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(sent_error(error)), type=SentError)
+    found = received_error(sent)
+    assert type(found) is type(error) and str(found) == str(error)
+    assert vars(found).keys() == vars(error).keys()
+    plain = {name: value for name, value in vars(error).items() if name != "value"}
+    assert {name: getattr(found, name) for name in plain} == plain
+
+
+def test_an_error_of_nobody_known_keeps_its_words() -> None:
+    for module, name in (("os", "system"), ("pensieve_jax.core.errors", "reprlib"), ("no.such", "Error")):
+        found = received_error(SentError(module, name, ("what went wrong",), {}))
+        assert type(found) is PensieveError and str(found) == "what went wrong"
