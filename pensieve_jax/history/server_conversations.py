@@ -151,7 +151,8 @@ def append_turn(
         f"num_turns = num_turns + 1 WHERE {THIS}",
         (row.turn_id, row.created_at_s, row.num_tokens, *key),
     )
-    turns_table.collect(connection, row.owner, head, in_use)
+    if head != row.parent_id:  # else the turn needs it
+        turns_table.collect(connection, row.owner, head, in_use)
 
 
 def _check_version(connection: sqlite3.Connection, key: tuple[str, str], expected_version: int) -> None:

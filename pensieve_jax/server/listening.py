@@ -34,6 +34,7 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75  # clients' pools keep connections for a minute or so, and must not find them closed
 _log = logging.getLogger(__name__)
+_UNTAKEN_MS = 30_000
 _GOODBYE_S = 5  # for answers that are complete and still on their way
 
 
@@ -130,6 +131,8 @@ def bind(host: str, port: int) -> socket.socket:
         found = socket.socket(family, kind, protocol)
         try:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # what a client never takes must not keep its connection
+                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNTAKEN_MS)
             found.bind(address)
         except OSError:
             found.close()

@@ -29,7 +29,7 @@ class JsonLines(logging.Formatter):
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
-            "message": record.getMessage(),
+            "message": record.getMessage().partition("\n")[0],  # asyncio quotes errors in further lines
             **getattr(record, _FIELDS, {}),
         }
         if record.exc_info and record.exc_info[1] is not None:
@@ -41,16 +41,11 @@ def log_to(stream: TextIO | None = None, level: int = logging.INFO) -> None:
     """Write this server's log, and uvicorn's, as JSON lines to a stream (stderr), and nowhere else."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines())
-    for name in (LOGGER.name, "uvicorn", "uvicorn.error"):
+    for name in (LOGGER.name, "asyncio", "uvicorn", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers = [handler] if name != "uvicorn.error" else []
         logger.setLevel(level)
         logger.propagate = name == "uvicorn.error"
-
-
-def log_event(message: str, **fields: Any) -> None:
-    """Something that happened to the server; `fields` are ids, counts and times."""
-    LOGGER.info(message, extra={_FIELDS: fields})
 
 
 def log_request(request_id: str, **fields: Any) -> None:

@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import re
-import subprocess
-import sys
 import threading
 from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -28,12 +24,11 @@ from pensieve_jax.commands.engine_flags import engine_flag_names
 from pensieve_jax.workload import Answer, History, Steps, UserTurn
 from serving.clock import RunClock
 from serving.http_client import HttpClient, HttpError, Told
+from serving.served import ServedProcess
 
 SYSTEM = "http"
 FLAGS = flags.FLAGS
 _PATIENCE_S = 0.002  # of a step in which nothing ends: what users send waits for so long at most
-_ADDRESS = re.compile(r"http://[^:/]+:(\d+)")
-_STOP_S = 30.0
 # Of `Usage`, by what the server calls it.
 _SOURCES = {
     "prompt_tokens": "new_tokens",
@@ -47,17 +42,15 @@ _SOURCES = {
 class HttpServer:
     """A `Server` over a socket."""
 
-    def __init__(
-        self, process: subprocess.Popen[str], port: int, clock: RunClock, max_in_flight: int
-    ) -> None:
-        """A server that is ready at `port`."""
-        self._process = process
+    def __init__(self, served: ServedProcess, clock: RunClock, max_in_flight: int) -> None:
+        """A server that is ready."""
+        self._served = served
         self.clock = clock
         self._max_in_flight = max_in_flight
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="clients", daemon=True)
         self._thread.start()
-        self._client = HttpClient("127.0.0.1", port)
+        self._client = HttpClient(served.host, served.port)
         self._ended: queue.SimpleQueue[tuple[UserTurn, Told | BaseException]] = queue.SimpleQueue()
         self._last: dict[str, str] = {}  # the id that a conversation's next turn goes on from
         self._num_unfinished = 0
@@ -113,9 +106,7 @@ class HttpServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self._process.terminate()
-        self._process.send_signal(15)  # the second signal does not wait for turns
-        self._process.wait(_STOP_S)
+        self._served.close()
 
     @property
     def device(self) -> str:
@@ -183,12 +174,10 @@ class HttpSystem:
         self._server: HttpServer | None = None
 
     def start(self, clock: RunClock) -> HttpServer:
-        """A server that is ready; raises HttpError if it does not become so."""
+        """A server that is ready; raises ServerEndedError if it does not become so."""
         self.close()
-        command = [sys.executable, str(Path(__file__).parents[1] / "serve.py"), "--port=0", *_engine_flags()]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        port = _port_of(process)
-        self._server = HttpServer(process, port, clock, self._config.scheduler.max_num_running)
+        served = ServedProcess(_engine_flags())
+        self._server = HttpServer(served, clock, self._config.scheduler.max_num_running)
         return self._server
 
     def describe(self) -> dict[str, Any]:
@@ -211,13 +200,3 @@ def _engine_flags() -> list[str]:
     """The flags of the engine that this command was given, as it was given them."""
     named = [FLAGS[name] for name in engine_flag_names()]
     return [flag.serialize() for flag in named if flag.present and flag.serialize()]
-
-
-def _port_of(process: subprocess.Popen[str]) -> int:
-    """Where the server listens, as it tells when it is ready; raises HttpError if it ends before."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        found = _ADDRESS.search(line)
-        if found:
-            return int(found.group(1))
-    raise HttpError(f"The server ended with status {process.wait(_STOP_S)} before it was ready.")

@@ -190,3 +190,14 @@ def test_a_history_that_nobody_keeps_is_private_and_gone_at_the_end(tmp_path: Pa
     with history_file(str(tmp_path / "kept")) as path:
         Path(path).write_text("x")
     assert (tmp_path / "kept").exists()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="an option of Linux")
+def test_a_connection_whose_client_takes_nothing_does_not_last():
+    """Closing one waits until what was written is taken; the kernel ends that wait, for accepted ones too."""
+    with bind("127.0.0.1", 0) as listening:
+        listening.listen()
+        with socket.create_connection(listening.getsockname()[:2]):
+            accepted, _ = listening.accept()
+            with accepted:
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000

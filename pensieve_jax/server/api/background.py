@@ -21,6 +21,7 @@ from pensieve_jax.core.outputs import Output
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import EndResponse, Expire, QueueResponse, ResponseDraft, ResponseRecord
 from pensieve_jax.server.api.background_job import decode_job, encode_job
+from pensieve_jax.server.api.common import commit_context
 from pensieve_jax.server.api.response_events import failure_object
 from pensieve_jax.server.api.response_object import head_of, kept_response
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
@@ -164,9 +165,7 @@ class BackgroundResponses:
             run.begin_again()
             await asyncio.sleep(_RETRY_S)
         if resolved is not None:
-            resolved.commit(output)
-            services.metrics.matched(resolved.match_kind(output))
-            services.metrics.context(resolved.found_tokens, resolved.missed_tokens)
+            commit_context(services, resolved, output)
         # As it is kept: whoever followed it live and whoever asks later see the same.
         run.end(kept_response(services.history.response(draft.owner, draft.response_id)))
 
@@ -183,6 +182,8 @@ class BackgroundResponses:
     async def _run_once(self, run: ResponseRun, spec: TurnSpec) -> Output:
         services = self._services
         services.limits.check_ready()
+        if services.limits.num_waiting or not self._has_share(run.owner):
+            raise overloaded("Those whose clients wait come first.", 1)
         running: RunningTurns | None = None
 
         async def start() -> Sequence[AsyncTurn]:
@@ -200,6 +201,9 @@ class BackgroundResponses:
         finally:
             if running is not None:
                 await running.close()
+
+    def _has_share(self, owner: str) -> bool:
+        return self._services.limits.in_flight(owner) < self._services.settings.max_in_flight_per_key
 
     async def _fail(self, run: ResponseRun, draft: ResponseDraft, error: ApiError) -> None:
         change = EndResponse(

@@ -20,7 +20,7 @@ from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Output, TokenLogprob
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.server.api.chat_schemas import ChatBody
-from pensieve_jax.server.api.common import check_model
+from pensieve_jax.server.api.common import check_model, commit_context
 from pensieve_jax.server.api.completion_stream import ChunkFrame
 from pensieve_jax.server.api.running import RunningTurns, merged, run_turns
 from pensieve_jax.server.api.sampling import sampling_params
@@ -178,11 +178,7 @@ class ChatCompletion:
     def _commit(self, outputs: Sequence[Output]) -> None:
         """From now on contexts go on from these turns."""
         for context, output in zip(self._contexts, outputs, strict=True):
-            context.commit(output)
-            self._services.metrics.matched(context.match_kind(output))
-            self._services.metrics.context(context.found_tokens, context.missed_tokens)
-            if context.missed_tokens:
-                self._services.metrics.rebuilt("unknown_reply")
+            commit_context(self._services, context, output)
         self._notes.counts |= completion_usage([output.usage for output in outputs], len(outputs))
 
     def _head(self, kind: str) -> dict[str, Any]:

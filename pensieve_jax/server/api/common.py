@@ -1,12 +1,14 @@
 """What several handlers ask of a request.
 
-Owns: the check of a model's name.
+Owns: the check of a model's name; what is done once a turn of a context has ended well.
 Does not know: schemas.
 Called by: handlers.
 """
 
 from __future__ import annotations
 
+from pensieve_jax.core.outputs import Output
+from pensieve_jax.server.context.resolver import ResolvedContext
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.services import Services
 
@@ -16,3 +18,12 @@ def check_model(services: Services, model: str | None) -> None:
     if model is not None and model != services.model_name:
         sentence = f"There is no model {model!r} here, but {services.model_name!r}."
         raise ApiError(404, "model_not_found", sentence, param="model")
+
+
+def commit_context(services: Services, context: ResolvedContext, output: Output) -> None:
+    """From now on contexts go on from this turn; and what was found for it is counted."""
+    context.commit(output)
+    services.metrics.matched(context.match_kind(output))
+    services.metrics.context(context.found_tokens, context.missed_tokens)
+    if context.missed_tokens:
+        services.metrics.rebuilt("unknown_reply")

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from pensieve_jax.core.outputs import Output
+from pensieve_jax.server.api.common import commit_context
 from pensieve_jax.server.api.repeats import Repeats
 from pensieve_jax.server.api.response_object import ResponseHead, finished_response
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
@@ -107,8 +108,5 @@ class ForegroundResponse:
             self._repeats.missed(self._plan.owner, self._plan.body_sha256, self.head.response_id, now_s)
 
     def _commit(self, output: Output) -> None:
-        resolved = self._plan.resolved
-        assert resolved is not None
-        resolved.commit(output)
-        self._services.metrics.matched(resolved.match_kind(output))
-        self._services.metrics.context(resolved.found_tokens, resolved.missed_tokens)
+        assert self._plan.resolved is not None
+        commit_context(self._services, self._plan.resolved, output)

@@ -102,10 +102,6 @@ def _behind(
     turn_id = record.turn_id
     assert turn_id is not None
     instructions = json.loads(record.request).get("instructions")
-    try:
-        past = services.resolver.path_messages(owner, turn_id)
-    except UnknownTurnError:
-        raise unknown_previous(response_id) from None
     if (instructions or None) == (body.instructions or None):
 
         def find(memory: Memory) -> ResolvedContext:
@@ -118,6 +114,10 @@ def _behind(
             return found
 
         return find, _num_characters(new_messages)
+    try:
+        past = services.resolver.path_messages(owner, turn_id)
+    except UnknownTurnError:
+        raise unknown_previous(response_id) from None
     if instructions:
         past = past[1:]
     services.metrics.rebuilt("instructions")
@@ -129,6 +129,8 @@ def _by_messages(
     services: Services, owner: str, messages: Sequence[Message], durable: bool
 ) -> Callable[[Memory], ResolvedContext]:
     def find(memory: Memory) -> ResolvedContext:
+        if memory is not Memory.ALL:
+            services.metrics.rebuilt("turn_lost")
         found: ResolvedContext = services.resolver.resolve(
             owner, messages, epoch=services.engine.epoch, durable=durable, memory=memory
         )

@@ -68,9 +68,12 @@ class ResponseEvents:
 
     def failure(self, error: ApiError) -> list[bytes]:
         """What comes behind the last delta of a response that failed."""
-        said = {"code": error.code, "message": error.message, "param": error.param}
         response = self._head.failed(failure_object(error))
-        return [self._write("error", said), self._write("response.failed", {"response": response})]
+        return [self.interruption(error), self._write("response.failed", {"response": response})]
+
+    def interruption(self, error: ApiError) -> bytes:
+        """Why a stream ends before its response, which goes on."""
+        return self._write("error", {"code": error.code, "message": error.message, "param": error.param})
 
     def cancelled(self) -> list[bytes]:
         """What comes behind the last delta of a response that was cancelled; OpenAI has no event of it."""

@@ -120,7 +120,9 @@ async def _token_events(
 def _last_events(
     events: ResponseEvents, response: Mapping[str, Any] | None, error: ApiError | None
 ) -> list[bytes]:
-    if error is not None or response is None:
+    if error is not None and error.status == 503:
+        last = [events.interruption(error)]
+    elif error is not None or response is None:
         last = events.failure(error or REPLAYED_OTHERWISE)
     elif response["status"] == "failed":
         failed = response["error"]

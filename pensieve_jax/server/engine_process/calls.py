@@ -46,22 +46,8 @@ def _drop(drop: Any) -> dict[str, Any]:
     return {"at_s": drop.at_s, "reason": drop.reason.name, "worth": drop.worth}
 
 
-def _push_out_turn(engine: Engine, owner: str, turn_id: str) -> int:
-    """As the engine's, and begun at once."""
-    num_chunks = engine.push_out_turn(owner, turn_id)
-    _settle(engine)
-    return num_chunks
-
-
-def _settle(engine: Engine) -> None:
-    """Copies begin and end with steps: let an engine that has nothing to step for take one."""
-    if not engine.has_unfinished:
-        engine.step()
-
-
 def _chunk_map(engine: Engine, owner: str) -> dict[str, Any]:
     """An owner's branches, as `Engine.chunk_map` tells them, and how full both tiers are."""
-    _settle(engine)
     stats = engine.stats()
     return {
         "chunk_tokens": engine.cache.chunk_tokens,
@@ -83,11 +69,12 @@ CALLS: Final[Mapping[str, Callable[..., Any]]] = {
     "stats": _stats,
     "census": Engine.census,
     "push_out": Engine.push_out,
+    "push_out_turn": Engine.push_out_turn,
     "forget_state": Engine.forget_state,
-    "push_out_turn": _push_out_turn,
     "forget_turn_state": Engine.forget_turn_state,
     "forget_experience": Engine.forget_experience,
     "truncate": Engine.truncate,
+    "fork": Engine.fork,
     "end": Engine.end,
     "explain": _explain,
     "chunk_map": _chunk_map,

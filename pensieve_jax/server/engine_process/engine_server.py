@@ -90,6 +90,7 @@ class EngineServer:
         self._front_left = False
         self._beat_s = -_BEAT_S
         self._num_deltas = 0
+        self._may_copy = False  # an idle engine's copies begin and end in steps, too
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             Submit: self._submit,
             Cancel: self._cancel,
@@ -115,7 +116,8 @@ class EngineServer:
         if not engine.has_unfinished:
             self._wait()
         self._take_inbox()
-        if engine.has_unfinished:
+        if engine.has_unfinished or self._may_copy:
+            self._may_copy = False
             for turn in engine.step():
                 self._tell_end(self._numbers[turn], turn)
         self._beat()
@@ -191,6 +193,7 @@ class EngineServer:
                 self._tell_end(number, turn)
 
     def _call(self, message: Call) -> None:
+        self._may_copy = True
         self._answer(message.number, lambda: calls.answer(self._engine, message.name, message.arguments))
 
     def _apply(self, message: Apply) -> None:
@@ -215,6 +218,7 @@ class EngineServer:
         if now_s - self._beat_s < _BEAT_S:
             return
         self._beat_s = now_s
+        self._may_copy = True
         self._engine.expire_idle()
         self._report.stats = {
             **self._engine.stats(),

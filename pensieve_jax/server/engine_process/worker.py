@@ -10,6 +10,7 @@ Ctrl-C and SIGTERM are the front's business, which drains first: this process go
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -50,6 +51,8 @@ def main() -> int:
             front.sendall(FrameWriter().frame(Failed(sent_error(error))))
             return EXIT_REFUSED
         ready.set()
+        gc.collect()
+        gc.freeze()  # what was made so far stays, and need not be looked through again
         EngineServer(parts.engine, parts.tokenizer, front, info=_info(parts, start)).run()
     return 0
 

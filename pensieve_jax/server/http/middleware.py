@@ -79,7 +79,7 @@ class RequestLog:
                 duration_ms=round((time.perf_counter() - began_s) * 1000, 3),
                 bytes_sent=num_bytes,
                 client_gone=gone,
-                **notes.counts,
+                counts=notes.counts,
             )
 
 

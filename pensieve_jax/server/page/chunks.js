@@ -2,7 +2,7 @@
 
 const STATES = { g: "gpu", b: "both", c: "cpu", l: "loading", v: "loading", d: "dropped" };
 const NAMES = { gpu: "device", both: "device and host", cpu: "host", loading: "on its way", dropped: "dropped" };
-const CELL = { width: 7, height: 11, gap: 1 };
+const CELL = { width: 10, height: 14, gap: 2 };
 
 /** "3g2c1d" is three on the device, two in host memory and one dropped. */
 export function unpack(runs) {
@@ -44,6 +44,7 @@ export class ChunkMap {
     pen.scale(scale, scale);
     const counts = Object.fromEntries(Object.keys(NAMES).map((state) => [state, 0]));
     let top = 4;
+    this.canvas.dataset.framed = rows.some((row) => row.branch.turn_id === current);
     for (const row of rows) {
       row.cells.forEach((state, index) => {
         const [x, y] = [2 + (index % perRow) * CELL.width, top + Math.floor(index / perRow) * CELL.height];

@@ -14,10 +14,11 @@ let told = null; // the latest map
 
 const make = (tag, className, text) => Object.assign(document.createElement(tag), { className, textContent: text ?? "" });
 const button = (text, act) => Object.assign(make("button", "", text), { type: "button", onclick: act });
+const clear = () => ($("notice").textContent = "");
 const turnId = (responseId) => responseId?.replace("resp_", "");
 
+/** Do what may be refused, and tell why it was; what was told before goes with what a person does next. */
 async function attempt(act) {
-  $("notice").textContent = "";
   try {
     return await act();
   } catch (error) {
@@ -43,6 +44,7 @@ async function list() {
 
 async function open(root) {
   const found = await get(`/v1/pensieve/trees/${root}`);
+  clear();
   running?.abort();
   tree = new Tree(root);
   for (const turn of found.data) tree.add(turn);
@@ -127,6 +129,7 @@ function account(usage) {
 
 async function say(input, parent) {
   if (!input.trim() || running) return;
+  clear();
   const before = tree.tip;
   running = new AbortController();
   $("send").hidden = true;
@@ -188,6 +191,7 @@ async function watch() {
 }
 
 async function act(path) {
+  clear();
   const response_id = tree.tip;
   await attempt(() => post(path, { response_id }));
 }
@@ -208,6 +212,7 @@ $("text").onkeydown = (event) => {
 };
 $("stop").onclick = () => running?.abort();
 $("new").onclick = () => {
+  clear();
   running?.abort();
   tree = new Tree();
   show();
@@ -218,6 +223,7 @@ $("push-out").onclick = () => act("/v1/pensieve/push_out");
 $("forget").onclick = () => act("/v1/pensieve/forget_state");
 $("key").value = key.get();
 $("key").onchange = () => {
+  clear();
   key.set($("key").value);
   start();
 };

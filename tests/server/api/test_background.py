@@ -231,3 +231,38 @@ def test_a_context_that_is_too_long_is_not_queued(server, client):
         client.responses.create(input="x" * 5000, background=True)
     assert raised.value.code == "context_length_exceeded"
     assert not server.engine.changes[1:]  # the first is the expiry's
+
+
+def test_a_server_that_ends_leaves_it_to_the_next_one(tmp_path):
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path) as server, server.client() as client:
+        stream = iter(client.responses.create(input="hi", background=True, stream=True))
+        first = next(stream)
+        turn = turn_of(server)
+
+        def drain() -> None:
+            server.engine.state = "draining"
+            turn.finish("cancelled")
+
+        server.on_loop(drain)
+        rest = list(stream)
+        assert rest[-1].type == "error" and "goes on" in rest[-1].message
+        assert client.responses.retrieve(first.response.id).status == "queued"
+    with LiveServer(path) as server, server.client() as client:
+        feed(server, turn_of(server), "hello", end=True)
+        assert ended(client, first.response.id).output_text == "hello"
+
+
+def test_those_whose_clients_wait_come_first(server, client):
+    first = client.responses.create(input="hi", background=True)
+    turn_of(server)
+    limits = server.harness.services.limits
+    server.on_loop(lambda: setattr(limits, "_num_waiting", 1))
+    second = client.responses.create(input="ho", background=True)
+    wait_until(lambda: client.responses.retrieve(second.id).status == "queued")
+    assert len(server.engine.turns) == 1
+    server.on_loop(lambda: setattr(limits, "_num_waiting", 0))
+    feed(server, turn_of(server, 1), "hello", end=True)
+    assert ended(client, second.id).output_text == "hello"
+    feed(server, server.engine.turns[0], "hello", end=True)
+    assert ended(client, first.id).output_text == "hello"

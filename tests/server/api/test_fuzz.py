@@ -83,7 +83,7 @@ class Chooser(random.Random):
 
 async def run_case(harness: Harness, chooser: Chooser) -> int:
     path = chooser.choice(list(VALID))
-    method = chooser.choice(["POST"] * 20 + ["GET", "PUT", "OPTIONS", "HEAD", "DELETE"])
+    method = chooser.choice(["POST"] * 100 + ["GET", "PUT", "OPTIONS", "HEAD", "DELETE"])
     body, headers = chooser.body(path), chooser.headers()
     where = path if chooser.random() < 0.97 else path + chooser.choice(["/", "?x=%00", "/%2e%2e", "é"])
     client = harness.open(method, where, body, headers)

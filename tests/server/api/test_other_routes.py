@@ -176,8 +176,9 @@ def test_health_and_readiness():
 def test_what_needs_a_key_and_what_does_not(tmp_path):
     path = tmp_path / "keys"
     path.write_text("alice:" + "0" * 64 + "\n")
-    open_to_all = {"/health", "/ready"}
-    for host, without in (("127.0.0.1", open_to_all | {"/metrics"}), ("0.0.0.0", open_to_all)):
+    open_to_all = {"/", "/page/{name}", "/health", "/ready"}
+    of_this_machine = {"/metrics", "/v1/pensieve/stats"}
+    for host, without in (("127.0.0.1", open_to_all | of_this_machine), ("0.0.0.0", open_to_all)):
         harness = Harness(ROUTES, settings=ServerSettings(host=host, api_keys_file=str(path)))
         found = set()
         for route in ROUTES:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import socket
 import threading
 
 import pytest
 
 from pensieve_jax import (
+    AsyncEngine,
     ContextLengthError,
     ConversationBusyError,
     EngineClosedError,
@@ -17,7 +19,10 @@ from pensieve_jax import (
     InvalidRequestError,
     SamplingParams,
     UnknownConversationError,
+    UnknownTurnError,
 )
+from pensieve_jax.core.turn_node import TurnNode, new_turn_id
+from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import Report, Submit, sent_spec
 from pensieve_jax.server.engine_process.supervisor import Restarts
@@ -118,8 +123,9 @@ def test_calls_return_plain_values_and_raise_what_the_engine_raises() -> None:
         async with fake_engine() as engine:
             await engine.submit(spec([5] * 40, conversation_id="a")).result()
             assert (await engine.call("stats"))["num_turns_finished"] == 1
-            assert await engine.call("chunk_map", "a") == ["gpu"] * 3
-            assert (await engine.call("explain", "a"))["num_tokens"] == 46
+            explained = await engine.call("explain", "a")
+            assert explained["num_tokens"] == 46
+            assert [chunk["tier"] for chunk in explained["chunks"]] == ["gpu"] * 3
             await engine.call("truncate", "a", 20)
             assert (await engine.call("conversations"))[0]["num_tokens"] == 20
             await engine.call("forget_state", "a")
@@ -129,6 +135,27 @@ def test_calls_return_plain_values_and_raise_what_the_engine_raises() -> None:
             for name, arguments in (("close", ()), ("end", ()), ("end", ("a", "b")), ("__init__", ())):
                 with pytest.raises(InvalidRequestError):
                     await engine.call(name, *arguments)
+
+    run(work())
+
+
+def test_an_idle_engine_carries_out_what_it_is_told_of_state() -> None:
+    async def work() -> None:
+        async with fake_engine(cpu_pages=8) as engine:
+            node = TurnNode(turn_id=new_turn_id(), owner="ada")
+            turn = TurnSpec([5] * 40, SamplingParams(max_tokens=6, ignore_eos=True), node=node)
+            await engine.submit(turn).result()
+            told = await engine.call("chunk_map", "ada")
+            (branch,) = told["branches"]
+            assert (branch["turn_id"], branch["num_tokens"], branch["states"]) == (node.turn_id, 46, "3g")
+            assert told["free_gpu_pages"] == told["gpu_pages"] - 3 and told["free_cpu_pages"] == 8
+            assert (await engine.call("chunk_map", "bob"))["branches"] == []
+            assert await engine.call("push_out_turn", "ada", node.turn_id) == 3
+            while (await engine.call("chunk_map", "ada"))["branches"][0]["states"] != "3c":
+                pass
+            await engine.call("forget_turn_state", "ada", node.turn_id)
+            with pytest.raises(UnknownTurnError):
+                await engine.call("push_out_turn", "bob", node.turn_id)
 
     run(work())
 
@@ -203,6 +230,46 @@ def test_nobody_takes_deltas_and_one_is_left_of_them() -> None:
             output = await turn.result()
             (delta,) = [delta async for delta in turn]
             assert delta.token_ids == output.token_ids and delta.text == output.text
+
+    run(work())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_clients_that_vanish_leave_nothing_behind(seed: int) -> None:
+    rng = random.Random(seed)
+
+    async def client(engine: AsyncEngine, number: int) -> tuple[int, ...]:
+        turn = engine.submit(spec([number + 1], max_tokens=rng.randrange(1, 60)))
+        async for _ in turn:
+            if rng.random() < 0.02:
+                await turn.cancel()
+            elif rng.random() < 0.02:
+                raise asyncio.CancelledError
+        return turn.output.token_ids if turn.output.finish_reason != "cancelled" else ()
+
+    async def work() -> None:
+        lives = FakeLives(cpu_pages=8)
+        async with fake_engine(lives) as engine:
+            before = await engine.call("census")
+            tasks = [asyncio.create_task(client(engine, number)) for number in range(100)]
+            for _ in range(30):
+                await asyncio.sleep(0)
+                rng.choice(tasks).cancel()
+            done = await asyncio.gather(*tasks, return_exceptions=True)
+            assert any(isinstance(one, tuple) and one for one in done)
+            for number, ids in enumerate(done):
+                if isinstance(ids, tuple) and ids:
+                    assert ids == expected(lives.harness, spec([number + 1], max_tokens=len(ids)))
+            del tasks, done
+            gc.collect()
+            while (await engine.call("stats"))["num_running"] or engine._connection._turns:
+                await asyncio.sleep(0)
+            stats = await engine.call("stats")
+            assert stats["num_waiting"] == 0 and stats["num_live_conversations"] == 0, f"seed {seed}"
+            while await engine.call("census") != before:
+                pass
+            connection = engine._connection
+            assert not (connection._waiting or connection._calls or connection._idle)
 
     run(work())
 
