@@ -2,12 +2,15 @@
 
     pensieve serve --model=chat --history=chats.sqlite --port=8000
 
-One line says where, once the first request would be answered at once. The engine runs in a process of its
+One line says where, once the first request would be answered at once; in a browser there is a page to chat
+on. The engine runs in a process of its
 own, and is started again if that dies; conversations go on from the history then. Ctrl-C or SIGTERM lets
 running turns end, for `--drain_s` seconds at most; a second one ends everything at once.
 
 Without `--history`, conversations are kept in a private file that is removed at the end. Without
-`--api_keys_file`, only this machine is served. It needs more than the library does:
+`--api_keys_file`, only this machine is served. State that leaves the device goes to host memory, of which
+the server takes a gigabyte at its start unless `--cpu_bytes` or `--cpu_pages` says otherwise. docs/server.md
+has the rest. It needs more than the library does:
 `pip install "pensieve-jax[server]"`.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 
 from absl import flags
 
@@ -28,6 +32,7 @@ from pensieve_jax.commands.engine_flags import (
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
+_CPU_BYTES = "1GB"
 _EXTRA = ("msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop")
 
 
@@ -48,9 +53,9 @@ def serve() -> int:
     from pensieve_jax.server.http.settings import ServerSettings
     from pensieve_jax.server.listening import bind, history_file
     from pensieve_jax.server.listening import serve as serve_until_told
-    from pensieve_jax.server.logs import log_to
+    from pensieve_jax.server.logs import is_text, log_to
 
-    log_to()
+    log_to(log_format=FLAGS.log_format)
     config = engine_config()
     settings = ServerSettings(
         host=FLAGS.host,
@@ -66,6 +71,8 @@ def serve() -> int:
 
     def announce(engine: AsyncEngine, address: str) -> None:
         print(f"serving {engine.info.model_name} at {address}", flush=True)
+        if is_text(FLAGS.log_format, sys.stderr):
+            print(first_words(address, FLAGS.history), file=sys.stderr, flush=True)
 
     with history_file(FLAGS.history) as history:
         start = functools.partial(
@@ -86,6 +93,12 @@ def serve() -> int:
         )
 
 
+def first_words(address: str, history: str | None) -> str:
+    """What somebody at a terminal should know next."""
+    kept = f"kept in {history}" if history else "gone when this ends; --history=FILE keeps them"
+    return f"a page to chat on: {address}   the API: {address}/v1   Ctrl-C ends it\nconversations are {kept}"
+
+
 def define_flags() -> None:
     """The command line."""
     flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
@@ -98,6 +111,13 @@ def define_flags() -> None:
         "chat_history", "memory", ["memory", "durable"], "Where turns of Chat Completions are kept."
     )
     flags.DEFINE_float("drain_s", 30.0, "Seconds that running turns get when the server is told to end.")
+    flags.DEFINE_enum(
+        "log_format",
+        "auto",
+        ["auto", "json", "text"],
+        "Lines of the log; auto: text on a terminal, else JSON.",
+    )
     flags.DEFINE_string("history", None, "SQLite file that keeps the conversations; default: a private one.")
     define_engine_flags()
     FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))
+    FLAGS.set_default("cpu_bytes", _CPU_BYTES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import logging
 import os
 import signal
 import socket
@@ -126,7 +127,7 @@ def test_turns_that_take_longer_are_cancelled() -> None:
     assert run(Client(work), drain_s=0.0) == 0
 
 
-def test_a_second_signal_ends_everything_at_once() -> None:
+def test_a_second_signal_ends_everything_at_once(caplog: pytest.LogCaptureFixture) -> None:
     lives, gate = FakeLives(), threading.Event()
     lives.prepare = lambda harness: setattr(harness, "on_step", lambda output: gate.wait(TIMEOUT_S))
 
@@ -141,6 +142,7 @@ def test_a_second_signal_ends_everything_at_once() -> None:
             running.read()
 
     assert run(Client(work), drain_s=TIMEOUT_S, lives=lives) == EXIT_AT_ONCE
+    assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []
 
 
 def test_a_signal_while_it_starts_ends_it() -> None:

@@ -222,10 +222,11 @@ class SupervisedEngine:
         """Whenever the engine dies, start it again, until it died too often; draining engines stay dead."""
         while self._connection is not None:
             await self._connection.lost.wait()
-            is_wanted = self._state == "ready"
+            is_wanted, was_killed = self._state == "ready", self._state == "dead"
             self._state = "starting" if is_wanted else "dead"
             how = await self._bury()
-            _log.error("The engine's process %s.", how)
+            if not was_killed:
+                _log.error("The engine's process %s.", how)
             if not is_wanted or not await self._live_again():
                 self._state = "dead"
                 return
