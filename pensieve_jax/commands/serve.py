@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+from collections.abc import Sequence
 
 from absl import flags
 
@@ -34,15 +35,29 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 _CPU_BYTES = "1GB"
 _EXTRA = ("msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop")
+_OTEL_EXTRA = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 def main() -> int:
     """Serve until told to end; the exit status."""
-    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
-    if missing:
-        hint = 'pip install "pensieve-jax[server]"'
-        raise ConfigError("pensieve serve", f"without {', '.join(missing)}", "installed with it", hint)
+    _need("pensieve serve", _EXTRA, "server")
+    if FLAGS.otel_endpoint is not None:
+        _need("--otel_endpoint", _OTEL_EXTRA, "server,otel")
     return serve()
+
+
+def _need(what: str, packages: Sequence[str], extras: str) -> None:
+    missing = [name for name in packages if not _is_installed(name)]
+    if missing:
+        hint = f'pip install "pensieve-jax[{extras}]"'
+        raise ConfigError(what, f"without {', '.join(missing)}", "installed with it", hint)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not even what it is a part of
+        return False
 
 
 def serve() -> int:
@@ -65,6 +80,7 @@ def serve() -> int:
         allowed_hosts=tuple(FLAGS.allowed_hosts),
         served_model_name=FLAGS.served_model_name,
         chat_history=FLAGS.chat_history,
+        otel_endpoint=FLAGS.otel_endpoint,
         drain_s=FLAGS.drain_s,
     )
     keys = ApiKeys(settings.api_keys_file)
@@ -111,6 +127,9 @@ def define_flags() -> None:
         "chat_history", "memory", ["memory", "durable"], "Where turns of Chat Completions are kept."
     )
     flags.DEFINE_float("drain_s", 30.0, "Seconds that running turns get when the server is told to end.")
+    flags.DEFINE_string(
+        "otel_endpoint", None, "URL that takes spans of turns over OTLP; default: none are made."
+    )
     flags.DEFINE_enum(
         "log_format",
         "auto",

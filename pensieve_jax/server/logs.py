@@ -89,7 +89,7 @@ def is_text(log_format: LogFormat, stream: TextIO) -> bool:
 
 
 def log_to(stream: TextIO | None = None, level: int = logging.INFO, log_format: LogFormat = "json") -> None:
-    """Write this server's log, and uvicorn's, to a stream (stderr), and nowhere else."""
+    """Write this server's log, and those of what it stands on, to a stream (stderr), and nowhere else."""
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
     if is_text(log_format, stream):
@@ -97,7 +97,7 @@ def log_to(stream: TextIO | None = None, level: int = logging.INFO, log_format: 
         handler.addFilter(_Worth())
     else:
         handler.setFormatter(JsonLines())
-    for name in (LOGGER.name, "asyncio", "uvicorn", "uvicorn.error"):
+    for name in (LOGGER.name, "asyncio", "opentelemetry", "uvicorn", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers = [handler] if name != "uvicorn.error" else []
         logger.setLevel(level)
