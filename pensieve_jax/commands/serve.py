@@ -82,6 +82,7 @@ def serve() -> int:
         chat_history=FLAGS.chat_history,
         otel_endpoint=FLAGS.otel_endpoint,
         drain_s=FLAGS.drain_s,
+        max_in_flight_per_key=FLAGS.max_turns_per_key,
     )
     keys = ApiKeys(settings.api_keys_file)
 
@@ -126,6 +127,7 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "chat_history", "memory", ["memory", "durable"], "Where turns of Chat Completions are kept."
     )
+    flags.DEFINE_integer("max_turns_per_key", 64, "Turns that one key may have at a time.")
     flags.DEFINE_float("drain_s", 30.0, "Seconds that running turns get when the server is told to end.")
     flags.DEFINE_string(
         "otel_endpoint", None, "URL that takes spans of turns over OTLP; default: none are made."
