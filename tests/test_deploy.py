@@ -67,7 +67,7 @@ def test_the_routes_and_limits_of_the_page_are_those_of_the_server() -> None:
     assert set(re.findall(r"^\| `(/\w+)` \|", page, re.M)) <= paths
     settings = ServerSettings()
     for words in (
-        f"| turns of one key at a time | {settings.max_in_flight_per_key} |",
+        f"(`--max_turns_per_key`); none without keys | {settings.max_in_flight_per_key} |",
         f"| waiting for a place | {settings.queue_timeout_s:g} s |",
         f"| a body | {MAX_BODY_BYTES >> 20} MiB, within {settings.body_timeout_s:g} s |",
         f"| a client that takes nothing of its stream | {settings.stall_timeout_s:g} s |",
