@@ -283,6 +283,10 @@ class Engine:
             "num_shared_prefixes": len(self._prefixes),
         }
 
+    def distributions(self) -> dict[str, tuple[list[int], float]]:
+        """How large steps were and how long commits took: see `EngineStats.distributions`."""
+        return self._stats.distributions()
+
     def census(self) -> dict[str, int]:
         """Chunks by the name of their state, and free pages and slots, as they are now."""
         return self._cache.census()

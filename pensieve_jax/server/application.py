@@ -7,9 +7,10 @@ Called by: `pensieve serve`; programs that put the application into a server of 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp
 
@@ -34,6 +35,9 @@ from pensieve_jax.server.metrics import Metrics
 from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.text import ChatFormat, Tokenizer
 
+if TYPE_CHECKING:  # of an extra
+    from pensieve_jax.server.tracing import Tracing
+
 
 def make_application(engine: EngineService, settings: ServerSettings, keys: ApiKeys) -> ASGIApp:
     """The ASGI application of a server.
@@ -53,7 +57,11 @@ def make_application(engine: EngineService, settings: ServerSettings, keys: ApiK
     @asynccontextmanager
     async def reading() -> AsyncIterator[None]:
         with closing(reader):
-            yield
+            try:
+                yield
+            finally:
+                if services.tracing is not None:  # which waits for the network
+                    await asyncio.to_thread(services.tracing.close)
 
     routes = (*ROUTES, *responses.routes, *Conversations(responses.locks).routes)
     return make_app(services, routes, [reading, responses.background.lifespan])
@@ -82,7 +90,16 @@ def make_services(
         history=history,
         now_s=clock.now,
         started_at=int(clock.now()),
+        tracing=_tracing(settings, info.model_name),
     )
+
+
+def _tracing(settings: ServerSettings, model_name: str) -> Tracing | None:
+    if settings.otel_endpoint is None:
+        return None
+    from pensieve_jax.server.tracing import Tracing  # of an extra
+
+    return Tracing.to(settings.otel_endpoint, settings.served_model_name or model_name)
 
 
 def _chat_format(tokenizer: Tokenizer | None) -> ChatFormat | None:

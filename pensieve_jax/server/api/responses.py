@@ -85,7 +85,7 @@ class Responses:
         if body.background or key is not None:
             run = self._run(plan, unlock)
             return await self._follow(call, body, run)
-        response = ForegroundResponse(call.services, plan, self._repeats, unlock)
+        response = ForegroundResponse(call.services, plan, self._repeats, unlock, call.notes.counts)
         started = False
         try:
             await call.unless_gone(response.start())
@@ -243,7 +243,7 @@ class Responses:
     async def _drive_foreground(
         self, plan: ResponsePlan, run: ResponseRun, unlock: Callable[[], None]
     ) -> None:
-        response = ForegroundResponse(self._services, plan, self._repeats, unlock)
+        response = ForegroundResponse(self._services, plan, self._repeats, unlock, {})
         try:
             await response.start()
             run.begin(response.head)

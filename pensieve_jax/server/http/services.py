@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.resolver import Resolver
@@ -18,6 +18,9 @@ from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics
 from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.text import ChatFormat, Tokenizer
+
+if TYPE_CHECKING:  # of an extra
+    from pensieve_jax.server.tracing import Tracing
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +39,7 @@ class Services:
       resolver: finds the turn that a list of messages goes on from; see `server.context`.
       token_texts: of the model's vocabulary.
       history: reads what the history keeps beside turns; None keeps nothing.
+      tracing: makes spans of turns; None makes none.
       now_s: seconds since the epoch; `started_at`: when the server began.
     """
 
@@ -52,6 +56,7 @@ class Services:
     history: Any
     now_s: Callable[[], float]
     started_at: int
+    tracing: Tracing | None = None
 
     @property
     def model_name(self) -> str:

@@ -33,6 +33,7 @@ class ServerSettings:
       queue_timeout_s: how long a turn waits for its place before it is refused.
       heartbeat_s: a stream that is silent for so long gets a comment.
       stall_timeout_s: a client that takes nothing for so long is let go.
+      otel_endpoint: where spans of turns go, over OTLP and HTTP; None makes none.
       drain_s: how long running turns may go on when the server is told to end.
     """
 
@@ -50,6 +51,7 @@ class ServerSettings:
     queue_timeout_s: float = 60.0
     heartbeat_s: float = 15.0
     stall_timeout_s: float = 30.0
+    otel_endpoint: str | None = None
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -68,6 +70,10 @@ class ServerSettings:
         for name in timeouts:
             if not getattr(self, name) > 0:
                 raise ConfigError(name, getattr(self, name), "above 0")
+        if self.otel_endpoint is not None and not self.otel_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                "otel_endpoint", self.otel_endpoint, "a URL that begins with http:// or https://"
+            )
         if not self.drain_s >= 0:
             raise ConfigError("drain_s", self.drain_s, "at least 0")
 
