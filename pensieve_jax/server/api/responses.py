@@ -26,7 +26,7 @@ from pensieve_jax.server.api.response_runs import ResponseRun
 from pensieve_jax.server.api.response_schemas import CountTokens, CreateResponse, check_context, check_create
 from pensieve_jax.server.api.response_streams import kept_events, run_events
 from pensieve_jax.server.context.start import resolved_context
-from pensieve_jax.server.http.call import Call
+from pensieve_jax.server.http.call import Call, ClientGoneError
 from pensieve_jax.server.http.errors import (
     ApiError,
     as_api_error,
@@ -55,6 +55,12 @@ class Responses:
         self._repeats = Repeats(services.history, services.now_s())
         self.locks: set[tuple[str, str]] = set()
         self.background = BackgroundResponses(services, self.locks)
+        services.tables |= {
+            "locked_conversations": lambda: len(self.locks),
+            "background_responses": lambda: self.background.num_running,
+            "requests_with_keys": lambda: self._repeats.num_running,
+            "responses_undelivered": lambda: self._repeats.num_undelivered,
+        }
 
     @property
     def routes(self) -> list[Route]:
@@ -201,7 +207,11 @@ class Responses:
 
     async def _follow(self, call: Call, body: CreateResponse, run: ResponseRun) -> Reply:
         """The answer to a request whose response runs by itself."""
-        head = await call.unless_gone(run.known())
+        try:
+            head = await call.unless_gone(run.known())
+        except ClientGoneError:
+            run.is_abandoned = True
+            raise
         if body.stream:
             return self._events(run_events(run, head, self._tokenizer))
         if run.background:
@@ -237,6 +247,10 @@ class Responses:
         finally:
             if plan.key is not None:
                 self._repeats.end(plan.owner, plan.key)
+            if run.background and plan.head is not None and (run.head is None or run.is_abandoned):
+                # It may have been queued all the same, and nobody was told of it.
+                now_s = self._services.now_s()
+                self._repeats.missed(plan.owner, plan.body_sha256, plan.head.response_id, now_s)
             if not run.has_ended and (run.head is None or not run.background):
                 run.fail(internal_error())
 
