@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import replace
 
 import openai
 import pytest
@@ -171,6 +172,27 @@ def test_a_background_response_that_was_queued_without_a_word_is_not_queued_agai
     again = client.responses.create(input="hi", background=True)
     assert first.id != again.id
     assert len(server.harness.services.history.unfinished_background()) == 2
+
+
+def test_a_reply_that_ends_with_an_id_that_has_text_is_told_again_as_it_was(server, client):
+    """Nobody says that an ending id is special to the tokenizer."""
+
+    def end_with_a_mark(turn) -> None:
+        turn.feed("hello")
+        turn.feed("", tuple(b"!"))
+        turn.finish()
+
+    def prepare() -> None:
+        server.engine.script = end_with_a_mark
+        limits = replace(server.engine.info.limits, eos_token_ids=tuple(b"!"))
+        server.engine.info = replace(server.engine.info, limits=limits)
+
+    server.on_loop(prepare)
+    for _ in range(2):
+        events = list(client.responses.create(input="hi", stream=True, extra_headers=keyed()))
+        assert events[-1].type == "response.completed" and events[-1].response.output_text == "hello"
+    replayed = list(client.responses.retrieve(events[-1].response.id, stream=True))
+    assert [event.to_dict() for event in replayed] == [event.to_dict() for event in events]
 
 
 def test_a_client_that_leaves_ends_its_turn(server, client):

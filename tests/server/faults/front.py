@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
+import os
+import signal
+import socket
 import sys
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from pensieve_jax import EngineConfig
 from pensieve_jax.commands.launch import EXIT_BAD_INPUT
@@ -18,8 +25,81 @@ from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.listening import bind, serve
 from pensieve_jax.server.logs import log_to
+from tests.server.faults import worker
+from tests.server.faults.worker import FORKS
 
 lives._WORKER = "tests.server.faults.worker"
+
+
+class Nursery:
+    """A process that has imported everything, and forks an engine's process for each socket that it is sent.
+
+    It is forked itself before the front opens the history: SQLite does not survive a fork.
+    """
+
+    def __init__(self) -> None:
+        self._ours, theirs = socket.socketpair()
+        front = os.getpid()
+        if not os.fork():
+            self._ours.close()
+            _bear(theirs, front)
+        theirs.close()
+
+    async def begin(self, greeting: Start) -> lives.Life:
+        front, engine = socket.socketpair()
+        socket.send_fds(self._ours, [b"another"], [engine.fileno()])
+        engine.close()
+        return NurseryLife(greeting, front, int(self._ours.recv(32)))
+
+
+def _bear(socket_: socket.socket, front: int) -> NoReturn:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    while True:
+        message, descriptors, *_ = socket.recv_fds(socket_, 32, 1)
+        if not message:
+            os._exit(0)
+        pid = os.fork()
+        if not pid:
+            worker.front_pid = front
+            _be_the_engine(descriptors[0])
+        os.close(descriptors[0])
+        socket_.send(str(pid).encode())
+
+
+def _be_the_engine(descriptor: int) -> NoReturn:
+    os.setsid()
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, 4096)
+    sys.argv = ["worker", str(descriptor)]
+    status = 1
+    try:
+        status = worker.main()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
+
+
+class NurseryLife:
+    """An engine of the nursery."""
+
+    def __init__(self, greeting: Start, front: socket.socket, pid: int) -> None:
+        self.greeting: Start | None = greeting
+        self.front = front
+        self._pid = pid
+
+    async def wait(self) -> str:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(self._pid)
+            loop.add_reader(descriptor, ended.set)
+            await ended.wait()
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+        return "ended"
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
 
 
 def main(history: str, port: str, keys_file: str | None = None) -> int:
@@ -27,9 +107,10 @@ def main(history: str, port: str, keys_file: str | None = None) -> int:
     greeting = Start("fake", "auto", str(Path(history).absolute()), "normal", EngineConfig(), False)
     settings = ServerSettings(api_keys_file=keys_file, max_in_flight_per_key=1000)
     keys = ApiKeys(keys_file)
+    begin = Nursery().begin if FORKS in os.environ else lives.ProcessLife.begin
     return serve(
         lambda: AsyncEngine(
-            functools.partial(lives.ProcessLife.begin, greeting),
+            functools.partial(begin, greeting),
             restarts=Restarts(most=10**6, first_delay_s=0.0),
         ),
         functools.partial(make_application, settings=settings, keys=keys),

@@ -27,7 +27,7 @@ import numpy as np
 from pensieve_jax.core.sampling_params import SamplingParams
 from tests.engine.oracles import FakeBench, TurnFacts
 from tests.server.faults.served import TIMEOUT_S, FaultyServer
-from tests.server.faults.worker import Death
+from tests.server.faults.worker import FORKS, Death
 
 _AGAIN = (409, 500, 503)
 _PATIENCE_S = 600.0
@@ -129,7 +129,7 @@ class Client:
                 if sent.kind == "once":
                     return
                 if sent.seen is None:
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(0.1)
 
     async def _try(self, body: dict[str, Any], headers: dict[str, str]) -> tuple[str, str] | None:
         """The response's id and text; None where it must be sent again."""
@@ -268,7 +268,7 @@ def scenario(directory: Path, seed: int, num_deaths: int, num_clients: int = 9) 
     """One run from its seed; figures of what happened."""
     draw = random.Random(seed)
     deaths = plan(draw, num_deaths)
-    with FaultyServer(directory, deaths) as server:
+    with FaultyServer(directory, deaths, **{FORKS: ""}) as server:
         server._plan.write_text(server._plan.read_text() + "null\n")
         scene = Scene(server, draw)
         asyncio.run(run(scene, num_clients))

@@ -27,7 +27,11 @@ from tests.engine.harness import Harness, small_config
 
 FINGERPRINT = "test"
 MODEL = "random:fake-tiny"
-PLAN, MAX_PAGES = "PENSIEVE_FAULTS", "PENSIEVE_MAX_PAGES"
+PLAN, FORKS = "PENSIEVE_FAULTS", "PENSIEVE_FORKS"
+
+
+front_pid: int | None = None
+"""The front, where it is not this process's parent."""
 
 
 class Death(NamedTuple):
@@ -67,7 +71,7 @@ class MortalSocket(socket.socket):
     def _die(self) -> None:
         assert self.death is not None
         if self.death.who != "engine":
-            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(front_pid or os.getppid(), signal.SIGKILL)
         if self.death.who != "front":
             os.kill(os.getpid(), signal.SIGKILL)
         self.death = None
@@ -115,7 +119,7 @@ def main() -> int:
 
 def new_engine(history: Path) -> Engine:
     """A small engine on a real clock, with a real history."""
-    config = small_config(gpu_pages=int(os.environ.get(MAX_PAGES, "60")), cpu_pages=30)
+    config = small_config(gpu_pages=60, cpu_pages=30)
     harness = Harness(config, path=history, tokenizer=byte_tokenizer(), clock=WallClock())  # type: ignore[arg-type]
     harness.scheduled = _Forgetful()
     return harness.engine
