@@ -60,6 +60,7 @@ def serve() -> int:
         allowed_hosts=tuple(FLAGS.allowed_hosts),
         served_model_name=FLAGS.served_model_name,
         chat_history=FLAGS.chat_history,
+        tools=FLAGS.tools,
         drain_s=FLAGS.drain_s,
     )
     keys = ApiKeys(settings.api_keys_file)
@@ -96,6 +97,9 @@ def define_flags() -> None:
     flags.DEFINE_string("served_model_name", None, "What /v1/models calls the model; default: as --model.")
     flags.DEFINE_enum(
         "chat_history", "memory", ["memory", "durable"], "Where turns of Chat Completions are kept."
+    )
+    flags.DEFINE_enum(
+        "tools", "refuse", ["refuse", "ignore"], "What becomes of requests that offer tools to the model."
     )
     flags.DEFINE_float("drain_s", 30.0, "Seconds that running turns get when the server is told to end.")
     flags.DEFINE_string("history", None, "SQLite file that keeps the conversations; default: a private one.")
