@@ -62,6 +62,7 @@ def serve() -> int:
         chat_history=FLAGS.chat_history,
         tools=FLAGS.tools,
         drain_s=FLAGS.drain_s,
+        max_in_flight_per_key=FLAGS.max_turns_per_key,
     )
     keys = ApiKeys(settings.api_keys_file)
 
@@ -101,6 +102,7 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "tools", "refuse", ["refuse", "ignore"], "What becomes of requests that offer tools to the model."
     )
+    flags.DEFINE_integer("max_turns_per_key", 64, "Turns that one key may have at a time.")
     flags.DEFINE_float("drain_s", 30.0, "Seconds that running turns get when the server is told to end.")
     flags.DEFINE_string("history", None, "SQLite file that keeps the conversations; default: a private one.")
     define_engine_flags()

@@ -133,6 +133,7 @@ class HttpServer:
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
+            "store": True,  # as the engine in this process keeps its turns
         }
         if conversation_id in self._last:
             body["previous_response_id"] = self._last[conversation_id]

@@ -13,8 +13,9 @@ import httpx2
 import pytest
 from serving.served import ServedProcess
 
+from tests.server.conftest import SIZES
+
 TRAFFIC = Path(__file__).with_name("traffic") / "open_webui.jsonl"
-SIZES = ("--dtype=float32", "--gpu_pages=128", "--max_num_running=4", "--token_buckets=4,64")
 _COUNTER = re.compile(
     r'pensieve:context_(?P<name>\w+)_total\{.*(?:kind|result)="(?P<label>\w+)".*\} (?P<value>\S+)'
 )

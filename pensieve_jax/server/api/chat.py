@@ -18,10 +18,13 @@ from typing import Any
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Output, TokenLogprob
+from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.history.changes import ResponseDraft
 from pensieve_jax.server.api.chat_schemas import ChatBody
 from pensieve_jax.server.api.common import check_model, commit_context
 from pensieve_jax.server.api.completion_stream import ChunkFrame
+from pensieve_jax.server.api.kept_turns import kept_draft
 from pensieve_jax.server.api.running import RunningTurns, merged, run_turns
 from pensieve_jax.server.api.sampling import sampling_params
 from pensieve_jax.server.api.usage import completion_usage
@@ -169,11 +172,19 @@ class ChatCompletion:
             stop_token_ids=body.stop_token_ids,
             ignore_eos=body.ignore_eos,
         )
+        # With one seed for all, every choice would be the same reply.
+        seeds = [None if params.seed is None else params.seed + i for i in range(body.num_choices)]
         return [
-            # With one seed for all, every choice would be the same reply.
-            context.spec(params if params.seed is None else replace(params, seed=params.seed + i))
-            for i, context in enumerate(self._contexts)
+            context.spec(replace(params, seed=seed), self._attachment(context, params))
+            for context, seed in zip(self._contexts, seeds, strict=True)
         ]
+
+    def _attachment(self, context: ResolvedContext, params: SamplingParams) -> ResponseDraft | None:
+        """What is committed with a turn that is to be kept."""
+        node = context.node
+        if not node.durable:
+            return None
+        return kept_draft(self._services, self._owner, node.turn_id, context.messages, params)
 
     def _commit(self, outputs: Sequence[Output]) -> None:
         """From now on contexts go on from these turns."""

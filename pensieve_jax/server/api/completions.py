@@ -24,11 +24,13 @@ from pensieve_jax.core.errors import (
     UnknownTurnError,
 )
 from pensieve_jax.core.outputs import Output, TokenLogprob
+from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, check_turn_id, new_turn_id
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.server.api.chat_schemas import SamplingFields
 from pensieve_jax.server.api.common import check_model, unknown_previous
 from pensieve_jax.server.api.completion_stream import ChunkFrame
+from pensieve_jax.server.api.kept_turns import kept_draft
 from pensieve_jax.server.api.running import RunningTurns, merged, run_turns
 from pensieve_jax.server.api.sampling import sampling_params
 from pensieve_jax.server.api.usage import completion_usage
@@ -60,6 +62,7 @@ class CompletionBody(SamplingFields, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     previous_response_id: str | None = None
     return_token_ids: bool = False
+    store: bool = False
 
 
 async def create_completion(call: Call) -> Reply:
@@ -114,7 +117,7 @@ def _parent(body: CompletionBody, num_prompts: int) -> str | None:
         raise invalid_value(
             "previous_response_id", "previous_response_id must be left out of several prompts."
         )
-    turn_id = previous.removeprefix(_ID_PREFIX)
+    turn_id = previous.removeprefix(_ID_PREFIX).removeprefix("resp_")
     try:
         check_turn_id("previous_response_id", turn_id)
     except InvalidRequestError:
@@ -229,7 +232,7 @@ class Completion:
         return "prompt" if len(self._prompts) == 1 else f"prompt[{index}]"
 
     def _specs(self, index: int) -> list[TurnSpec]:
-        """A turn for each choice of one prompt, that nobody keeps."""
+        """A turn for each choice of one prompt."""
         body, services = self._body, self._services
         first = index * body.num_choices
         params = sampling_params(
@@ -249,10 +252,25 @@ class Completion:
             TurnSpec(
                 self._token_ids[index],
                 params if params.seed is None else replace(params, seed=params.seed + i),
-                node=TurnNode(turn_id=turn_id, parent_id=self._parent_id, owner=self._owner, durable=False),
+                node=self._node(index, turn_id, params),
             )
             for i, turn_id in enumerate(self._turn_ids[first : first + body.num_choices])
         ]
+
+    def _node(self, index: int, turn_id: str, params: SamplingParams) -> TurnNode:
+        """Where a choice stands, and what is kept with it."""
+        draft = None
+        if self._body.store:
+            prompt = self._prompts[index]
+            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
+            draft = kept_draft(self._services, self._owner, turn_id, said, params)
+        return TurnNode(
+            turn_id=turn_id,
+            parent_id=self._parent_id,
+            owner=self._owner,
+            durable=self._body.store,
+            attachment=draft,
+        )
 
     def _head(self) -> dict[str, Any]:
         return {

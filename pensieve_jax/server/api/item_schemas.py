@@ -119,6 +119,11 @@ def _kept(role: str, texts: Sequence[str]) -> Item:
     return {"type": "message", "status": "completed", "role": role, "content": parts}
 
 
+def item_of(message: Mapping[str, Any]) -> Item:
+    """A message of text as an item that is kept, without an id."""
+    return _kept(message["role"], [message["content"]])
+
+
 def output_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
     """The content of a reply."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}

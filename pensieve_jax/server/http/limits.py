@@ -98,6 +98,7 @@ class Limits:
         self._num_inside = 0
         self._num_waiting = 0
         self._num_tokens = 0
+        self._has_keys = settings.api_keys_file is not None  # without keys, nobody's share is another's loss
         self._in_flight: dict[str, int] = {}
         self._queue: dict[asyncio.Future[None], Place] = {}  # by arrival
 
@@ -143,7 +144,7 @@ class Limits:
         """As `enter`, but None where there is a wait to begin."""
         self.check_ready()
         most = self._settings.max_in_flight_per_key
-        if self.in_flight(owner) + num_turns > most:
+        if self._has_keys and self.in_flight(owner) + num_turns > most:
             sentence = f"A key may have {most} turns at a time; wait for one of them."
             raise rate_limited(sentence, self.retry_after_s())
         if not self._queue and self._has_room(num_turns):

@@ -30,7 +30,7 @@ class ServerSettings:
       tools: that a request offers the model, which calls none: "refuse" refuses the request by name, "ignore"
         serves it without them. A request that demands a call is refused in either case.
       max_body_bytes: of a request; `body_timeout_s`: until it must have come in.
-      max_in_flight_per_key: turns that one key may have at a time.
+      max_in_flight_per_key: turns that one key may have at a time, where keys are asked for.
       queue_per_running: how many turns may wait for each that can run.
       queue_timeout_s: how long a turn waits for its place before it is refused.
       heartbeat_s: a stream that is silent for so long gets a comment.

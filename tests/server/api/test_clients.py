@@ -14,14 +14,11 @@ from clients.openai_schemas import Schemas, all_complaints, reduced
 from clients.recorder import Exchange, Recorder
 from serving.served import ServedProcess
 
-SIZES = ("--dtype=float32", "--gpu_pages=256", "--max_num_running=4", "--token_buckets=4,64")
-
 
 @pytest.fixture(scope="module")
-def recorder(compilation_cache) -> Iterator[Recorder]:
-    """Before a server of this module."""
-    flags = [*SIZES, f"--compilation_cache_dir={compilation_cache}"]
-    with ServedProcess(flags) as served, Recorder(served.address) as recorder:
+def recorder(chat_server: ServedProcess) -> Iterator[Recorder]:
+    """Before the server that tests share."""
+    with Recorder(chat_server.address) as recorder:
         yield recorder
 
 

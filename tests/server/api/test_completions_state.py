@@ -11,6 +11,7 @@ import pytest
 from serving.served import ServedProcess
 
 from pensieve_jax import LLM, SamplingParams
+from tests.server.conftest import SIZES
 
 PROMPT = "Tell me about the weather in San Jose, and where to eat there in the evening."
 FIXED = {"model": "chat", "temperature": 0, "max_tokens": 20}
@@ -23,9 +24,8 @@ def server(tmp_path_factory, compilation_cache) -> Iterator[ServedProcess]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     lines = [f"{owner}:{hashlib.sha256(owner.encode()).hexdigest()}" for owner in ("ann", "bob")]
     keys.write_text("\n".join(lines))
-    sizes = ("--dtype=float32", "--gpu_pages=64", "--max_num_running=4", "--token_buckets=4,64")
-    cache = f"--compilation_cache_dir={compilation_cache}"
-    with ServedProcess([*sizes, cache, f"--api_keys_file={keys}"]) as served:
+    flags = [*SIZES, f"--compilation_cache_dir={compilation_cache}", f"--api_keys_file={keys}"]
+    with ServedProcess(flags) as served:
         yield served
 
 

@@ -29,7 +29,7 @@ async def fill(limits, owner="a"):
 
 def test_a_key_has_so_many_turns_at_a_time():
     async def scenario():
-        limits, _, _ = limits_of(max_in_flight_per_key=3)
+        limits, _, _ = limits_of(max_in_flight_per_key=3, api_keys_file="keys")
         first = await limits.enter("a", 2)
         with pytest.raises(ApiError) as caught:
             await limits.enter("a", 2)
@@ -41,6 +41,15 @@ def test_a_key_has_so_many_turns_at_a_time():
         first.leave()
         assert limits.in_flight("a") == 1
         await limits.enter("a", 2)
+
+    asyncio.run(scenario())
+
+
+def test_without_keys_nobody_has_a_share():
+    async def scenario():
+        limits, _, _ = limits_of(max_num_running=200, max_in_flight_per_key=3)
+        await limits.enter("", 200)
+        assert limits.in_flight("") == 200
 
     asyncio.run(scenario())
 
@@ -134,7 +143,7 @@ def test_retry_after_is_what_is_waited_for_over_the_rate_of_late():
 def test_places_are_never_lost_or_given_twice(seed):
     async def scenario():
         chooser = random.Random(seed)
-        limits, _, _ = limits_of(max_in_flight_per_key=12)
+        limits, _, _ = limits_of(max_in_flight_per_key=12, api_keys_file="keys")
         tasks: list[asyncio.Task] = []
         held = []
         for _ in range(300):
