@@ -82,6 +82,7 @@ def serve() -> int:
         chat_history=FLAGS.chat_history,
         otel_endpoint=FLAGS.otel_endpoint,
         max_index_bytes=FLAGS.max_index_bytes,
+        tools=FLAGS.tools,
         drain_s=FLAGS.drain_s,
         max_in_flight_per_key=FLAGS.max_turns_per_key,
     )
@@ -127,6 +128,9 @@ def define_flags() -> None:
     flags.DEFINE_string("served_model_name", None, "What /v1/models calls the model; default: as --model.")
     flags.DEFINE_enum(
         "chat_history", "memory", ["memory", "durable"], "Where turns of Chat Completions are kept."
+    )
+    flags.DEFINE_enum(
+        "tools", "refuse", ["refuse", "ignore"], "What becomes of requests that offer tools to the model."
     )
     flags.DEFINE_integer("max_turns_per_key", 64, "Turns that one key may have at a time.")
     flags.DEFINE_integer(

@@ -30,6 +30,8 @@ class ServerSettings:
       chat_history: "memory" keeps turns of Chat Completions until the engine ends, "durable" in the history.
       max_index_bytes: of turns that are remembered, to find what a request goes on from; the history has
         all durable ones.
+      tools: that a request offers the model, which calls none: "refuse" refuses the request by name, "ignore"
+        serves it without them. A request that demands a call is refused in either case.
       max_body_bytes: of a request; `body_timeout_s`: until it must have come in.
       max_in_flight_per_key: turns that one key may have at a time, where keys are asked for.
       queue_per_running: how many turns may wait for each that can run.
@@ -48,6 +50,7 @@ class ServerSettings:
     served_model_name: str | None = None
     chat_history: str = "memory"
     max_index_bytes: int = MAX_INDEX_BYTES
+    tools: str = "refuse"
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = 30.0
     max_in_flight_per_key: int = 64
@@ -62,6 +65,8 @@ class ServerSettings:
         """Raise ConfigError for what cannot be, or would let anybody in."""
         if self.chat_history not in ("memory", "durable"):
             raise ConfigError("chat_history", self.chat_history, "memory or durable")
+        if self.tools not in ("refuse", "ignore"):
+            raise ConfigError("tools", self.tools, "refuse or ignore")
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", self.port, "from 0 to 65535")
         if self.api_keys_file is None and not self.is_loopback:
