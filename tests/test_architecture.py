@@ -19,7 +19,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COMMON_FILES = 400, 60, 12
 SAY_WHOSE_THEY_ARE = (
     *(f"pensieve_jax/{room}" for room in ("commands", "core", "device", "history", "runtime", "simulator")),
     *("pensieve_jax/text", "pensieve_jax/workload", "pallas_kernels"),
-    *(f"scripts/{family}" for family in ("common", "chat_training", "kernels", "pages", "serving")),
+    *(
+        f"scripts/{family}"
+        for family in ("clients", "common", "chat_training", "kernels", "pages", "serving")
+    ),
     *("scripts/simulation", "scripts/steps"),
 )
 # Bodies of kernels are long by nature.

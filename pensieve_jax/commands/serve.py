@@ -81,6 +81,8 @@ def serve() -> int:
         served_model_name=FLAGS.served_model_name,
         chat_history=FLAGS.chat_history,
         otel_endpoint=FLAGS.otel_endpoint,
+        max_index_bytes=FLAGS.max_index_bytes,
+        tools=FLAGS.tools,
         drain_s=FLAGS.drain_s,
         max_in_flight_per_key=FLAGS.max_turns_per_key,
     )
@@ -129,7 +131,13 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "chat_history", "memory", ["memory", "durable"], "Where turns of Chat Completions are kept."
     )
+    flags.DEFINE_enum(
+        "tools", "refuse", ["refuse", "ignore"], "What becomes of requests that offer tools to the model."
+    )
     flags.DEFINE_integer("max_turns_per_key", 64, "Turns that one key may have at a time.")
+    flags.DEFINE_integer(
+        "max_index_bytes", 256 * 2**20, "Of turns that the server remembers, to recognise resent messages."
+    )
     flags.DEFINE_float("drain_s", 30.0, "Seconds that running turns get when the server is told to end.")
     flags.DEFINE_string(
         "otel_endpoint", None, "URL that takes spans of turns over OTLP; default: none are made."

@@ -280,6 +280,8 @@ class Engine:
             "num_running": len(self._loop.scheduler.running),
             "num_waiting": len(self._loop.scheduler.waiting),
             "num_live_conversations": len(self._conversations),
+            "num_known_turns": len(self._conversations.branches),
+            "num_known_chunks": self._conversations.branches.num_chunks,
             "num_shared_prefixes": len(self._prefixes),
         }
 

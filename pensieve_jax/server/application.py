@@ -76,6 +76,7 @@ def make_services(
     clock = WallClock()
     metrics = Metrics(settings.served_model_name or info.model_name)
     metrics.engine.chunk_bytes = _chunk_bytes(info.description)
+    index = TurnIndex(HistoryTurns(history), max_bytes=settings.max_index_bytes)
     return Services(
         engine=engine,
         settings=settings,
@@ -85,12 +86,13 @@ def make_services(
         tokenizer=tokenizer,
         chat_format=_chat_format(tokenizer),
         defaults=model_defaults(info.source),
-        resolver=Resolver(tokenizer, info.fingerprint, TurnIndex(HistoryTurns(history))),
+        resolver=Resolver(tokenizer, info.fingerprint, index),
         token_texts=TokenTexts(tokenizer),
         history=history,
         now_s=clock.now,
         started_at=int(clock.now()),
         tracing=_tracing(settings, info.model_name),
+        tables={"turns_remembered": lambda: len(index), "turn_bytes_remembered": lambda: index.num_bytes},
     )
 
 

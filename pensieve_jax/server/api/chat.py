@@ -198,7 +198,6 @@ class ChatCompletion:
             "object": kind,
             "created": self._created,
             "model": self._services.model_name,
-            "system_fingerprint": None,
         }
 
     def _usage(self, outputs: Sequence[Output]) -> dict[str, Any]:

@@ -163,6 +163,7 @@ class ChatBody(SamplingFields, kw_only=True):
         "mm_processor_kwargs": ({},),
     }
     IGNORED: ClassVar[frozenset[str]] = SamplingFields.IGNORED | {"parallel_tool_calls"}
+    OFFERS: ClassVar[frozenset[str]] = frozenset({"tools", "functions"})
 
     messages: list[ChatMessage]
     max_completion_tokens: Tokens | None = None

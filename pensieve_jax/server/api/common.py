@@ -1,6 +1,7 @@
 """What several handlers ask of a request.
 
-Owns: the check of a model's name; what is done once a turn of a context has ended well.
+Owns: the check of a model's name; the words for a previous response that is not there; what is done once a
+turn of a context has ended well.
 Does not know: schemas.
 Called by: handlers.
 """
@@ -18,6 +19,12 @@ def check_model(services: Services, model: str | None) -> None:
     if model is not None and model != services.model_name:
         sentence = f"There is no model {model!r} here, but {services.model_name!r}."
         raise ApiError(404, "model_not_found", sentence, param="model")
+
+
+def unknown_previous(response_id: str) -> ApiError:
+    """404, in the same words for what never was, is gone, or is another key's."""
+    sentence = f"There is no response {response_id!r} to go on from."
+    return ApiError(404, "previous_response_not_found", sentence, param="previous_response_id")
 
 
 def commit_context(services: Services, context: ResolvedContext, output: Output) -> None:

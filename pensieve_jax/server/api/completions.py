@@ -28,7 +28,7 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, check_turn_id, new_turn_id
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.server.api.chat_schemas import SamplingFields
-from pensieve_jax.server.api.common import check_model
+from pensieve_jax.server.api.common import check_model, unknown_previous
 from pensieve_jax.server.api.completion_stream import ChunkFrame
 from pensieve_jax.server.api.kept_turns import kept_draft
 from pensieve_jax.server.api.running import RunningTurns, merged, run_turns
@@ -121,7 +121,7 @@ def _parent(body: CompletionBody, num_prompts: int) -> str | None:
     try:
         check_turn_id("previous_response_id", turn_id)
     except InvalidRequestError:
-        raise as_api_error(UnknownTurnError(previous)) from None
+        raise unknown_previous(previous) from None
     return turn_id
 
 
@@ -160,8 +160,11 @@ class Completion:
 
         async def start() -> Sequence[AsyncTurn]:
             turns = self._services.engine.submit_all(specs)
-            for turn in turns:
-                await turn.accepted()
+            try:
+                for turn in turns:
+                    await turn.accepted()
+            except UnknownTurnError as error:
+                raise unknown_previous(self._body.previous_response_id or error.turn_id) from error
             return turns
 
         num_tokens = sum(map(len, self._token_ids))
@@ -275,7 +278,6 @@ class Completion:
             "object": "text_completion",
             "created": self._created,
             "model": self._services.model_name,
-            "system_fingerprint": None,
         }
 
     def _note(self, outputs: Sequence[Output]) -> None:

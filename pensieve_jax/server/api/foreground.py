@@ -103,7 +103,8 @@ class ForegroundResponse:
         try:
             if self._running is not None:
                 await self._running.close()
-                self._note_end(self.turn.output)
+            if self._plan.head is not None:  # the engine may have got its turn, whatever it said of it
+                self._note_end(None if self._running is None else self.turn.output)
         finally:
             self._unlock()
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pensieve_jax.core.errors import UnknownRecordError, UnknownTurnError
 from pensieve_jax.history.changes import ConversationRow, ResponseRecord
+from pensieve_jax.server.api.common import unknown_previous
 from pensieve_jax.server.api.item_schemas import (
     Item,
     ItemReference,
@@ -77,12 +78,6 @@ def request_context(services: Services, owner: str, body: ContextFields, *, dura
         conversation=conversation,
         ignored_fields=ignored,
     )
-
-
-def unknown_previous(response_id: str) -> ApiError:
-    """404, in the same words for what never was, is gone, or is another key's."""
-    sentence = f"There is no response {response_id!r} to go on from."
-    return ApiError(404, "previous_response_not_found", sentence, param="previous_response_id")
 
 
 def _behind(

@@ -58,6 +58,7 @@ class ContextFields(Body, kw_only=True):
         "personality": (),
         "context_management": ([],),
     }
+    OFFERS = frozenset({"tools"})
 
     model: str | None = None
     input: str | list[Any] | None = None

@@ -25,6 +25,7 @@ from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
 _PATH = re.compile(r" - at `\$(?P<path>.*)`\Z")
 _KEY = re.compile(r" - at `key in \$(?P<path>.*)`\Z")
 MAX_DEPTH_ERROR = "The body is nested too deeply."
+_OFFER = "its model calls none, and only `pensieve serve --tools=ignore` takes them, without effect"
 
 
 class Body(msgspec.Struct):
@@ -34,14 +35,19 @@ class Body(msgspec.Struct):
       UNSUPPORTED: fields of OpenAI's API without the effect they ask for, each with the values that ask for
         none; beside them None.
       IGNORED: fields of OpenAI's API that are taken and change nothing by their nature, such as labels.
+      OFFERS: fields of UNSUPPORTED that offer the model what it may always leave alone; whoever starts a
+        server may have them ignored.
     """
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     IGNORED: ClassVar[frozenset[str]] = frozenset()
+    OFFERS: ClassVar[frozenset[str]] = frozenset()
 
 
-def decode_body[T](body: bytes, kind: type[T]) -> tuple[T, tuple[str, ...]]:
+def decode_body[T](body: bytes, kind: type[T], *, ignores_offers: bool = False) -> tuple[T, tuple[str, ...]]:
     """The body as `kind`, and the paths of fields that it does not know.
+
+    With `ignores_offers`, what is in `OFFERS` is one of these fields instead of being refused.
 
     Raises ApiError 400 with the path of the field as `param`.
     """
@@ -51,7 +57,11 @@ def decode_body[T](body: bytes, kind: type[T]) -> tuple[T, tuple[str, ...]]:
         raise ApiError(400, "invalid_json", f"The body is no JSON: {error}.") from None
     except RecursionError:
         raise ApiError(400, "invalid_json", MAX_DEPTH_ERROR) from None
-    return convert(value, kind)
+    offers = _offers(value, kind) if ignores_offers else {}
+    if offers:
+        value = {name: inner for name, inner in value.items() if name not in offers}
+    converted, ignored = convert(value, kind)
+    return converted, (*offers, *ignored)
 
 
 def convert[T](value: Any, kind: type[T], at: str = "") -> tuple[T, tuple[str, ...]]:
@@ -80,6 +90,16 @@ def _explained(text: str, at: str) -> ApiError:
     return invalid_value(path, f"{path} cannot be read: {reason}.")
 
 
+def _offers(value: Any, kind: Any) -> dict[str, None]:
+    """The names, in their order, of an object's own fields that offer something."""
+    body = _body_of(kind, value) if isinstance(value, dict) else None
+    if body is None:
+        return {}
+    return dict.fromkeys(
+        name for name in value if name in body.OFFERS and value[name] and isinstance(value[name], list)
+    )
+
+
 def _look(value: Any, kind: Any, at: str, ignored: list[str]) -> None:
     """Refuse what is unsupported, and collect what is unknown, in a value that should be a `kind`."""
     if isinstance(value, dict):
@@ -94,7 +114,7 @@ def _look(value: Any, kind: Any, at: str, ignored: list[str]) -> None:
                     _look(inner, known[name], path, ignored)
             elif name in body.UNSUPPORTED:
                 if inner is not None and not _is_one_of(inner, body.UNSUPPORTED[name]):
-                    raise unsupported(path)
+                    raise unsupported(path, _OFFER if name in body.OFFERS else "")
             elif name not in body.IGNORED:
                 ignored.append(re.sub(r"\[\d+\]", "[]", path))
     elif isinstance(value, list):

@@ -69,7 +69,8 @@ class Call:
 
     def decode[T](self, kind: type[T]) -> T:
         """The body as a struct of requests; see `bodies`. Notes what it does not know."""
-        value, ignored = decode_body(self.body, kind)
+        ignores_tools = self.services.settings.tools == "ignore"
+        value, ignored = decode_body(self.body, kind, ignores_offers=ignores_tools)
         self.notes.ignored_fields = ignored
         return value
 

@@ -7,7 +7,7 @@ Called by: whoever starts a server, which fills it; handlers, which read it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pensieve_jax.server.async_engine import EngineService
@@ -41,6 +41,7 @@ class Services:
       history: reads what the history keeps beside turns; None keeps nothing.
       tracing: makes spans of turns; None makes none.
       now_s: seconds since the epoch; `started_at`: when the server began.
+      tables: how many rows each table of ids has; whoever has one enters it here.
     """
 
     engine: EngineService
@@ -57,6 +58,7 @@ class Services:
     now_s: Callable[[], float]
     started_at: int
     tracing: Tracing | None = None
+    tables: dict[str, Callable[[], int]] = field(default_factory=dict)
 
     @property
     def model_name(self) -> str:

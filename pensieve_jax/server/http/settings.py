@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pensieve_jax.core.errors import ConfigError
 
 MAX_BODY_BYTES = 10 * 2**20
+MAX_INDEX_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,10 @@ class ServerSettings:
         request under any other name is refused.
       served_model_name: what /v1/models calls the model; None: as it was given.
       chat_history: "memory" keeps turns of Chat Completions until the engine ends, "durable" in the history.
+      max_index_bytes: of turns that are remembered, to find what a request goes on from; the history has
+        all durable ones.
+      tools: that a request offers the model, which calls none: "refuse" refuses the request by name, "ignore"
+        serves it without them. A request that demands a call is refused in either case.
       max_body_bytes: of a request; `body_timeout_s`: until it must have come in.
       max_in_flight_per_key: turns that one key may have at a time, where keys are asked for.
       queue_per_running: how many turns may wait for each that can run.
@@ -44,6 +49,8 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     served_model_name: str | None = None
     chat_history: str = "memory"
+    max_index_bytes: int = MAX_INDEX_BYTES
+    tools: str = "refuse"
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = 30.0
     max_in_flight_per_key: int = 64
@@ -58,12 +65,14 @@ class ServerSettings:
         """Raise ConfigError for what cannot be, or would let anybody in."""
         if self.chat_history not in ("memory", "durable"):
             raise ConfigError("chat_history", self.chat_history, "memory or durable")
+        if self.tools not in ("refuse", "ignore"):
+            raise ConfigError("tools", self.tools, "refuse or ignore")
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", self.port, "from 0 to 65535")
         if self.api_keys_file is None and not self.is_loopback:
             limit = "a loopback address, such as 127.0.0.1, while no keys are asked for"
             raise ConfigError("host", self.host, limit, "give --api_keys_file to serve others")
-        for name in ("max_body_bytes", "max_in_flight_per_key", "queue_per_running"):
+        for name in ("max_index_bytes", "max_body_bytes", "max_in_flight_per_key", "queue_per_running"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "at least 1")
         timeouts = ("body_timeout_s", "queue_timeout_s", "heartbeat_s", "stall_timeout_s")

@@ -245,6 +245,49 @@ def test_fields_without_effect_are_taken():
     assert status == 200 and headers["x-ignored-fields"] == "made_up"
 
 
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+def test_a_refused_tool_names_the_flag_that_takes_it():
+    status, body = ask(Harness(ROUTES), chat(tools=TOOLS))
+    assert status == 400 and "--tools=ignore" in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "listed"),
+    [
+        ({"tools": TOOLS}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "auto", "made_up": 1}, "tools,made_up"),
+        ({"tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": True}, "tools"),
+        ({"functions": [{"name": "weather"}], "function_call": "auto"}, "functions"),
+        ({"tools": []}, None),
+        ({"tools": None}, None),
+    ],
+)
+def test_tools_may_be_ignored(fields, listed):
+    harness = Harness(ROUTES, settings=ServerSettings(tools="ignore"))
+    status, headers, _ = asyncio.run(post(harness, chat(**fields)))
+    assert status == 200 and headers.get("x-ignored-fields") == listed
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+            "tool_choice",
+        ),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "f"}}, "function_call"),
+        ({"tools": "all"}, "tools"),
+    ],
+)
+def test_a_call_that_is_demanded_is_refused_whatever_is_ignored(fields, param):
+    harness = Harness(ROUTES, settings=ServerSettings(tools="ignore"))
+    status, body = ask(harness, chat(**fields))
+    assert (status, body["error"]["code"], body["error"]["param"]) == (400, "unsupported_parameter", param)
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(StepFailedError("x"), "step_failed"), (EngineDiedError("x"), "step_failed")]
 )

@@ -6,11 +6,13 @@ import asyncio
 import json
 from typing import Any
 
+import openai
 import pytest
 
 from pensieve_jax.core.errors import EngineClosedError, HistoryError, StepFailedError
 from pensieve_jax.server.api.item_schemas import parse_input
 from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.http.settings import ServerSettings
 from tests.server.api.live import LiveServer
 from tests.server.fakes import say
 
@@ -121,6 +123,22 @@ def test_unknown_fields_are_ignored_and_listed(post):
     status, _, headers = post("/responses", sent)
     assert status == 200
     assert set(headers["x-ignored-fields"].split(",")) == {"colour", "input[].mood"}
+
+
+def test_tools_may_be_ignored_but_not_where_a_call_is_demanded(tmp_path):
+    settings = ServerSettings(tools="ignore")
+    tools = UNSUPPORTED["tools"]
+    with (
+        LiveServer(tmp_path / "history.sqlite", say("hello"), settings=settings) as server,
+        server.client() as client,
+    ):
+        raw = client.responses.with_raw_response.create(input="hi", tools=tools, tool_choice="auto")
+        assert raw.headers["x-ignored-fields"] == "tools"
+        assert raw.parse().tools == [] and raw.parse().output_text == "hello"
+        assert client.responses.input_tokens.count(input="hi", tools=tools).input_tokens > 0
+        with pytest.raises(openai.BadRequestError) as raised:
+            client.responses.create(input="hi", tools=tools, tool_choice="required")
+        assert raised.value.param == "tool_choice"
 
 
 def test_what_asks_for_nothing_is_taken(post):

@@ -1,0 +1,1 @@
+"""Clients that people bring, against a server: see `check_clients`."""

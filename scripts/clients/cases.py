@@ -1,0 +1,176 @@
+"""What the openai client is made to do, and how it is told which of it went well.
+
+Owns: the list of cases, running each with the synchronous and the asynchronous client, and its outcome.
+Does not know: what the cases do, processes, or tables.
+Called by: modules of cases, which add theirs by `case`; `check_clients`, tests of clients.
+
+A case is written once, for the asynchronous client. The synchronous one is made to look like it: what its
+methods return is awaited at once, and what can be iterated is iterated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import openai
+
+MODEL: Final = "chat"
+GREEDY: Final[dict[str, Any]] = {"model": MODEL, "temperature": 0, "max_output_tokens": 12}
+CHAT: Final[dict[str, Any]] = {"model": MODEL, "temperature": 0, "max_tokens": 12}
+
+type Body = Callable[[Any], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing that a client may ask for.
+
+    Attributes:
+      area: of the API, such as responses.
+      name: in a few words.
+      body: does it with a client, and fails by an assertion.
+      is_refusal: the server refuses it by design, and the case is that it says so.
+    """
+
+    area: str
+    name: str
+    body: Body
+    is_refusal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a case went; `problem` is None where it went well."""
+
+    area: str
+    name: str
+    client: str
+    is_refusal: bool
+    problem: str | None
+
+
+CASES: Final[list[Case]] = []
+
+
+def case(area: str, name: str, *, is_refusal: bool = False) -> Callable[[Body], Body]:
+    """Add a function to the cases."""
+
+    def add(body: Body) -> Body:
+        CASES.append(Case(area, name, body, is_refusal))
+        return body
+
+    return add
+
+
+def run_case(one: Case, url: str, *, is_async: bool, api_key: str = "none") -> Outcome:
+    """Run a case with a strict client that repeats nothing."""
+    return asyncio.run(_run(one, url, is_async, api_key))
+
+
+async def _run(one: Case, url: str, is_async: bool, api_key: str) -> Outcome:
+    problem = None
+    try:
+        if is_async:
+            async with openai.AsyncOpenAI(
+                base_url=url, api_key=api_key, max_retries=0, _strict_response_validation=True
+            ) as client:
+                await one.body(client)
+        else:
+            with openai.OpenAI(
+                base_url=url, api_key=api_key, max_retries=0, _strict_response_validation=True
+            ) as client:
+                await one.body(Awaited(client))
+    except (AssertionError, openai.OpenAIError) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        problem = f"{type(error).__name__}: {error} ({place.name}: {place.line})"
+    return Outcome(
+        one.area, one.name, "openai, async" if is_async else "openai, sync", one.is_refusal, problem
+    )
+
+
+class Awaited:
+    """A synchronous client, or a part of one, that is used like an asynchronous one."""
+
+    def __init__(self, value: Any) -> None:
+        """Of a client, a part of it, or a stream."""
+        self._value = value
+
+    def __getattr__(self, name: str) -> Any:
+        """The same of it; methods can be awaited."""
+        return _awaited(getattr(self._value, name))
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Call it at once; the result can be awaited, entered, and iterated."""
+        return Called(self._value(*arguments, **options))
+
+
+class Called:
+    """What a synchronous method returned, for whoever awaits, enters or iterates it."""
+
+    def __init__(self, value: Any) -> None:
+        """Of any value."""
+        self._value = value
+
+    def __await__(self) -> Iterator[Any]:
+        """It is there already."""
+        return self._result().__await__()
+
+    async def _result(self) -> Any:
+        return _awaited(self._value)
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        """The same things, one by one."""
+        return _each(self._value)
+
+    async def __aenter__(self) -> Any:
+        """Enter it."""
+        return _awaited(self._value.__enter__())
+
+    async def __aexit__(self, *error: Any) -> None:
+        """Leave it."""
+        self._value.__exit__(*error)
+
+
+class AwaitedStream(Awaited):
+    """A synchronous stream."""
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        """Its events."""
+        return _each(self._value)
+
+    async def __aenter__(self) -> Any:
+        """Enter it."""
+        self._value.__enter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        """Leave it."""
+        self._value.__exit__(*error)
+
+
+async def _each(values: Any) -> AsyncIterator[Any]:
+    for value in values:
+        yield value
+
+
+def _awaited(value: Any) -> Any:
+    """A client's parts, methods and streams are wrapped; results are left as they are."""
+    if hasattr(value, "__next__") and hasattr(value, "__enter__"):
+        return AwaitedStream(value)
+    is_part = type(value).__module__.startswith("openai.resources")
+    return Awaited(value) if callable(value) or is_part else value
+
+
+async def refused(code: str, param: str | None, call: Any, **options: Any) -> None:
+    """Assert that a call with these options is refused with a code, by the name of a field."""
+    try:
+        await call(**options)
+    except openai.APIStatusError as error:
+        found = (error.code, error.param)
+        assert found == (code, param), f"{found} instead of {(code, param)}: {error.message}"
+    else:
+        raise AssertionError(f"not refused: {param}")

@@ -1,0 +1,156 @@
+"""A proxy between clients and a server that keeps what both said.
+
+Owns: sockets of its own, passing requests on and answers back as they come, and the list of exchanges.
+Does not know: what either side means by it.
+Called by: `check_clients`, tests of clients; `python scripts/clients/recorder.py` for those started by hand.
+
+Answers are passed on piece by piece, so that streams stay streams.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from http.client import HTTPConnection, HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+_PIECE_BYTES = 65536
+_TIMEOUT_S = 600.0
+_OF_ONE_HOP = frozenset({"connection", "content-length", "host", "keep-alive", "transfer-encoding"})
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A request and its answer.
+
+    Attributes:
+      request, answer: their bodies as text; "" for none. Of an answer that its client left, what it got.
+      kind: the answer's content type, without parameters.
+      headers: of the answer, by names in lower case.
+    """
+
+    method: str
+    path: str
+    request: str
+    status: int
+    kind: str
+    headers: Mapping[str, str]
+    answer: str
+
+
+class Recorder(ThreadingHTTPServer):
+    """Listens from its making until `close`; a context manager.
+
+    Attributes:
+      exchanges: in the order in which they ended.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, target: str, *, port: int = 0, path: Path | None = None) -> None:
+        """Before the server at `target`, such as http://127.0.0.1:8000; `path`: JSON lines as they come."""
+        found = urlsplit(target)
+        self.target = (found.hostname or "127.0.0.1", found.port or 80)
+        self.exchanges: list[Exchange] = []
+        self._path = path
+        self._lock = threading.Lock()
+        super().__init__(("127.0.0.1", port), _Handler)
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """For clients."""
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def keep(self, exchange: Exchange) -> None:
+        """Add one to the list."""
+        with self._lock:
+            self.exchanges.append(exchange)
+            if self._path is not None:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(exchange)) + "\n")
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that left is no news; anything else is."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+    def __enter__(self) -> Self:
+        """The recorder itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Listen no more."""
+        self.close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request: to the server and back."""
+
+    server: Recorder
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+    def _pass_on(self) -> None:
+        length = int(self.headers.get("content-length") or 0)
+        body = self.rfile.read(length) if length else None
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in _OF_ONE_HOP}
+        headers["accept-encoding"] = "identity"
+        connection = HTTPConnection(*self.server.target, timeout=_TIMEOUT_S)
+        try:
+            connection.request(self.command, self.path, body, headers)
+            self._answer(connection, (body or b"").decode())
+        except HTTPException as error:
+            self.send_error(502, str(error))
+        finally:
+            connection.close()
+
+    do_GET = do_POST = do_DELETE = do_HEAD = _pass_on
+
+    def _answer(self, connection: HTTPConnection, request: str) -> None:
+        answer = connection.getresponse()
+        headers = {name.lower(): value for name, value in answer.getheaders()}
+        self.send_response_only(answer.status)
+        for name, value in headers.items():
+            if name not in _OF_ONE_HOP:
+                self.send_header(name, value)
+        self.send_header("connection", "close")
+        self.end_headers()
+        pieces = []
+        try:
+            while piece := answer.read1(_PIECE_BYTES):
+                pieces.append(piece)
+                self.wfile.write(piece)
+        finally:
+            kind = headers.get("content-type", "").partition(";")[0]
+            text = b"".join(pieces).decode(errors="replace")
+            self.server.keep(Exchange(self.command, self.path, request, answer.status, kind, headers, text))
+
+
+def main() -> None:
+    """`recorder.py TARGET PORT FILE`, until it is interrupted."""
+    target, port, path = sys.argv[1:]
+    with Recorder(target, port=int(port), path=Path(path)) as recorder:
+        print(f"recording {target} at {recorder.address}", flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
