@@ -115,7 +115,9 @@ def serve() -> int:
 def first_words(address: str, history: str | None) -> str:
     """What somebody at a terminal should know next."""
     kept = f"kept in {history}" if history else "gone when this ends; --history=FILE keeps them"
-    return f"a page to chat on: {address}   the API: {address}/v1   Ctrl-C ends it\nconversations are {kept}"
+    return (
+        f"open that in a browser to chat; the API is {address}/v1; Ctrl-C ends it\nconversations are {kept}"
+    )
 
 
 def define_flags() -> None:
