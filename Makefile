@@ -6,7 +6,7 @@ EXTRAS ?= dev
 PYTHON ?=
 export PYTHON
 
-.PHONY: setup demo test test-all test-gpu lint check-wheel bench-scheduler clean
+.PHONY: setup demo serve test test-all test-gpu lint check-wheel bench-scheduler clean
 
 setup: $(STAMP)
 
@@ -18,6 +18,9 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP)
 	JAX_PLATFORMS=cpu $(BIN)/python scripts/demo.py
+
+serve: $(STAMP)
+	$(BIN)/pensieve serve --history=chats.sqlite
 
 # A file's tests share what they compile, so a file stays in one process. Files are handed out in the order of
 # `tests/conftest.py`, long ones first; pytest-xdist by itself would keep files of few tests, the longest, for the end.

@@ -57,7 +57,7 @@ def quantiles(histogram: str) -> list[Line]:
 
 
 def average(metric: str) -> Line:
-    """Of what a histogram or a summary observed."""
+    """Of what a histogram observed."""
     return Line(f"{rate(f'{metric}_sum')} / {rate(f'{metric}_count')}", "on average")
 
 
@@ -160,10 +160,10 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
             Panel(
                 "Tokens a step",
                 "short",
-                [average("vllm:iteration_tokens_total")],
+                [average("vllm:iteration_tokens_total"), *quantiles("vllm:iteration_tokens_total")],
             ),
             Panel("Tokens an event", "short", [Line(f"pensieve:delta_merge_ratio{_SELECTOR}", "on average")]),
-            Panel("Commit", "s", [average("pensieve:commit_seconds")]),
+            Panel("Commit", "s", quantiles("pensieve:commit_seconds")),
         ),
     ),
 )

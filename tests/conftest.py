@@ -49,6 +49,8 @@ _LONGEST = (
     "test_generate",
     "test_tensor_parallel",
     "test_check_models",
+    "test_prometheus",
+    "test_serve",
     "test_mosaic_lowering",
 )
 

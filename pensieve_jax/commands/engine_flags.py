@@ -248,7 +248,7 @@ def num_bytes(flag: str, text: str) -> int:
 
 
 def _cpu_bytes(text: str | None) -> int | None:
-    if text is None:
+    if text is None or (FLAGS.cpu_pages is not None and FLAGS["cpu_bytes"].using_default_value):
         return None
     if FLAGS.cpu_pages:
         raise ConfigError("--cpu_bytes", text, "left out beside --cpu_pages")

@@ -2,12 +2,15 @@
 
     pensieve serve --model=chat --history=chats.sqlite --port=8000
 
-One line says where, once the first request would be answered at once. The engine runs in a process of its
+One line says where, once the first request would be answered at once; in a browser there is a page to chat
+on. The engine runs in a process of its
 own, and is started again if that dies; conversations go on from the history then. Ctrl-C or SIGTERM lets
 running turns end, for `--drain_s` seconds at most; a second one ends everything at once.
 
 Without `--history`, conversations are kept in a private file that is removed at the end. Without
-`--api_keys_file`, only this machine is served. It needs more than the library does:
+`--api_keys_file`, only this machine is served. State that leaves the device goes to host memory, of which
+the server takes a gigabyte at its start unless `--cpu_bytes` or `--cpu_pages` says otherwise. docs/server.md
+has the rest. It needs more than the library does:
 `pip install "pensieve-jax[server]"`.
 """
 
@@ -15,6 +18,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
+from collections.abc import Sequence
 
 from absl import flags
 
@@ -28,16 +33,31 @@ from pensieve_jax.commands.engine_flags import (
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
+_CPU_BYTES = "1GB"
 _EXTRA = ("msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop")
+_OTEL_EXTRA = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 def main() -> int:
     """Serve until told to end; the exit status."""
-    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
-    if missing:
-        hint = 'pip install "pensieve-jax[server]"'
-        raise ConfigError("pensieve serve", f"without {', '.join(missing)}", "installed with it", hint)
+    _need("pensieve serve", _EXTRA, "server")
+    if FLAGS.otel_endpoint is not None:
+        _need("--otel_endpoint", _OTEL_EXTRA, "server,otel")
     return serve()
+
+
+def _need(what: str, packages: Sequence[str], extras: str) -> None:
+    missing = [name for name in packages if not _is_installed(name)]
+    if missing:
+        hint = f'pip install "pensieve-jax[{extras}]"'
+        raise ConfigError(what, f"without {', '.join(missing)}", "installed with it", hint)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not even what it is a part of
+        return False
 
 
 def serve() -> int:
@@ -48,9 +68,9 @@ def serve() -> int:
     from pensieve_jax.server.http.settings import ServerSettings
     from pensieve_jax.server.listening import bind, history_file
     from pensieve_jax.server.listening import serve as serve_until_told
-    from pensieve_jax.server.logs import log_to
+    from pensieve_jax.server.logs import is_text, log_to
 
-    log_to()
+    log_to(log_format=FLAGS.log_format)
     config = engine_config()
     settings = ServerSettings(
         host=FLAGS.host,
@@ -60,6 +80,8 @@ def serve() -> int:
         allowed_hosts=tuple(FLAGS.allowed_hosts),
         served_model_name=FLAGS.served_model_name,
         chat_history=FLAGS.chat_history,
+        otel_endpoint=FLAGS.otel_endpoint,
+        max_index_bytes=FLAGS.max_index_bytes,
         tools=FLAGS.tools,
         drain_s=FLAGS.drain_s,
         max_in_flight_per_key=FLAGS.max_turns_per_key,
@@ -68,6 +90,8 @@ def serve() -> int:
 
     def announce(engine: AsyncEngine, address: str) -> None:
         print(f"serving {engine.info.model_name} at {address}", flush=True)
+        if is_text(FLAGS.log_format, sys.stderr):
+            print(first_words(address, FLAGS.history), file=sys.stderr, flush=True)
 
     with history_file(FLAGS.history) as history:
         start = functools.partial(
@@ -88,6 +112,12 @@ def serve() -> int:
         )
 
 
+def first_words(address: str, history: str | None) -> str:
+    """What somebody at a terminal should know next."""
+    kept = f"kept in {history}" if history else "gone when this ends; --history=FILE keeps them"
+    return f"a page to chat on: {address}   the API: {address}/v1   Ctrl-C ends it\nconversations are {kept}"
+
+
 def define_flags() -> None:
     """The command line."""
     flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
@@ -103,7 +133,20 @@ def define_flags() -> None:
         "tools", "refuse", ["refuse", "ignore"], "What becomes of requests that offer tools to the model."
     )
     flags.DEFINE_integer("max_turns_per_key", 64, "Turns that one key may have at a time.")
+    flags.DEFINE_integer(
+        "max_index_bytes", 256 * 2**20, "Of turns that the server remembers, to recognise resent messages."
+    )
     flags.DEFINE_float("drain_s", 30.0, "Seconds that running turns get when the server is told to end.")
+    flags.DEFINE_string(
+        "otel_endpoint", None, "URL that takes spans of turns over OTLP; default: none are made."
+    )
+    flags.DEFINE_enum(
+        "log_format",
+        "auto",
+        ["auto", "json", "text"],
+        "Lines of the log; auto: text on a terminal, else JSON.",
+    )
     flags.DEFINE_string("history", None, "SQLite file that keeps the conversations; default: a private one.")
     define_engine_flags()
     FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))
+    FLAGS.set_default("cpu_bytes", _CPU_BYTES)

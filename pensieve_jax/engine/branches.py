@@ -61,6 +61,15 @@ class BranchTable:
         self._chunks: ChunkIndex[Branch] = ChunkIndex(cache.chunk_tokens)
         self._num_opened = 0
 
+    def __len__(self) -> int:
+        """How many turns are in memory."""
+        return len(self._by_turn)
+
+    @property
+    def num_chunks(self) -> int:
+        """How many different chunks contexts are looked for in."""
+        return len(self._chunks)
+
     def of(self, owner: str) -> Iterator[Branch]:
         """An owner's branches, the oldest first."""
         yield from self._by_owner.get(owner, ())

@@ -280,8 +280,14 @@ class Engine:
             "num_running": len(self._loop.scheduler.running),
             "num_waiting": len(self._loop.scheduler.waiting),
             "num_live_conversations": len(self._conversations),
+            "num_known_turns": len(self._conversations.branches),
+            "num_known_chunks": self._conversations.branches.num_chunks,
             "num_shared_prefixes": len(self._prefixes),
         }
+
+    def distributions(self) -> dict[str, tuple[list[int], float]]:
+        """How large steps were and how long commits took: see `EngineStats.distributions`."""
+        return self._stats.distributions()
 
     def census(self) -> dict[str, int]:
         """Chunks by the name of their state, and free pages and slots, as they are now."""

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field, fields
+from typing import Final
 
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.scheduler import SchedulerOutput
+
+STEP_TOKENS_BOUNDS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+COMMIT_S_BOUNDS: Final = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
+
+
+def _no_counts(bounds: tuple[float, ...]) -> list[int]:
+    return [0] * (len(bounds) + 1)
 
 
 @dataclass(slots=True)
@@ -13,6 +22,8 @@ class EngineStats:
     """What was done so far; tokens are counted when their turn ends well, as in its `usage`.
 
     `history_*_tokens` are of returning turns alone: all that had KV state once, and what each tier had of it.
+    `step_tokens_counts` and `commit_s_counts` say how many steps, and commits, were at most as large as each
+    of the bounds above and larger than the one before; the last is of those beyond all.
     """
 
     num_steps: int = 0
@@ -37,16 +48,20 @@ class EngineStats:
     history_cpu_tokens: int = 0
     num_commits: int = 0
     commit_s: float = 0.0
+    step_tokens_counts: list[int] = field(default_factory=lambda: _no_counts(STEP_TOKENS_BOUNDS))
+    commit_s_counts: list[int] = field(default_factory=lambda: _no_counts(COMMIT_S_BOUNDS))
 
     def count_step(self, num_tokens: int) -> None:
         """A step of so many query tokens was launched."""
         self.num_steps += 1
         self.num_step_tokens += num_tokens
+        self.step_tokens_counts[bisect_left(STEP_TOKENS_BOUNDS, num_tokens)] += 1
 
     def count_commit(self, seconds: float) -> None:
         """The turns that ended in a step were written to the history."""
         self.num_commits += 1
         self.commit_s += seconds
+        self.commit_s_counts[bisect_left(COMMIT_S_BOUNDS, seconds)] += 1
 
     def count_decisions(self, output: SchedulerOutput) -> None:
         """What a step decides besides what it computes."""
@@ -72,11 +87,22 @@ class EngineStats:
         self.resume_recomputed_tokens += usage.resume_recomputed_tokens
         self.resume_swapped_in_tokens += usage.resume_swapped_in_tokens
 
+    def distributions(self) -> dict[str, tuple[list[int], float]]:
+        """Of "step_tokens" and "commit_s": the counts, and the sum of what was counted."""
+        return {
+            "step_tokens": (list(self.step_tokens_counts), self.num_step_tokens),
+            "commit_s": (list(self.commit_s_counts), self.commit_s),
+        }
+
     def as_dict(self) -> dict[str, int | float]:
         """By name, with the hit rate of each tier: its share of the history of turns that returned."""
         num_tokens = max(self.history_tokens, 1)
+        counters = {name: getattr(self, name) for name in _COUNTERS}
         return {
-            **asdict(self),
+            **counters,
             "gpu_hit_rate": self.history_gpu_tokens / num_tokens,
             "cpu_hit_rate": self.history_cpu_tokens / num_tokens,
         }
+
+
+_COUNTERS: Final = tuple(one.name for one in fields(EngineStats) if not one.name.endswith("_counts"))

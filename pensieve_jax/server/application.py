@@ -7,9 +7,10 @@ Called by: `pensieve serve`; programs that put the application into a server of 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp
 
@@ -34,6 +35,9 @@ from pensieve_jax.server.metrics import Metrics
 from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.text import ChatFormat, Tokenizer
 
+if TYPE_CHECKING:  # of an extra
+    from pensieve_jax.server.tracing import Tracing
+
 
 def make_application(engine: EngineService, settings: ServerSettings, keys: ApiKeys) -> ASGIApp:
     """The ASGI application of a server.
@@ -53,7 +57,11 @@ def make_application(engine: EngineService, settings: ServerSettings, keys: ApiK
     @asynccontextmanager
     async def reading() -> AsyncIterator[None]:
         with closing(reader):
-            yield
+            try:
+                yield
+            finally:
+                if services.tracing is not None:  # which waits for the network
+                    await asyncio.to_thread(services.tracing.close)
 
     routes = (*ROUTES, *responses.routes, *Conversations(responses.locks).routes)
     return make_app(services, routes, [reading, responses.background.lifespan])
@@ -68,6 +76,7 @@ def make_services(
     clock = WallClock()
     metrics = Metrics(settings.served_model_name or info.model_name)
     metrics.engine.chunk_bytes = _chunk_bytes(info.description)
+    index = TurnIndex(HistoryTurns(history), max_bytes=settings.max_index_bytes)
     return Services(
         engine=engine,
         settings=settings,
@@ -77,12 +86,22 @@ def make_services(
         tokenizer=tokenizer,
         chat_format=_chat_format(tokenizer),
         defaults=model_defaults(info.source),
-        resolver=Resolver(tokenizer, info.fingerprint, TurnIndex(HistoryTurns(history))),
+        resolver=Resolver(tokenizer, info.fingerprint, index),
         token_texts=TokenTexts(tokenizer),
         history=history,
         now_s=clock.now,
         started_at=int(clock.now()),
+        tracing=_tracing(settings, info.model_name),
+        tables={"turns_remembered": lambda: len(index), "turn_bytes_remembered": lambda: index.num_bytes},
     )
+
+
+def _tracing(settings: ServerSettings, model_name: str) -> Tracing | None:
+    if settings.otel_endpoint is None:
+        return None
+    from pensieve_jax.server.tracing import Tracing  # of an extra
+
+    return Tracing.to(settings.otel_endpoint, settings.served_model_name or model_name)
 
 
 def _chat_format(tokenizer: Tokenizer | None) -> ChatFormat | None:

@@ -9,7 +9,8 @@ An engine that is started again begins at zero, which Prometheus' rates allow fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from prometheus_client.core import (
@@ -17,9 +18,10 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
-    SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
+
+from pensieve_jax.engine.stats import COMMIT_S_BOUNDS, STEP_TOKENS_BOUNDS
 
 # By the names of `Engine.stats`: the metric and its help.
 _GAUGES: Final[Mapping[str, tuple[str, str]]] = {
@@ -57,6 +59,12 @@ _CHUNKS: Final[Mapping[str, _Place]] = {
     "on cpu": _Place("cpu", "resting"),
 }
 
+# The metric, its name in `Engine.distributions`, its help, and its bounds.
+_DISTRIBUTIONS: Final = (
+    ("vllm:iteration_tokens_total", "step_tokens", "Query tokens of a step.", STEP_TOKENS_BOUNDS),
+    ("pensieve:commit_seconds", "commit_s", "Of a transaction, in seconds.", COMMIT_S_BOUNDS),
+)
+
 
 class EngineReport(Collector):
     """What the engine said last; set all of it before a scrape.
@@ -64,6 +72,7 @@ class EngineReport(Collector):
     Attributes:
       stats: as `Engine.stats`, with the worker's own counters.
       census: as `Engine.census`.
+      distributions: as `Engine.distributions`.
       chunk_bytes: of the state of one chunk.
     """
 
@@ -71,6 +80,7 @@ class EngineReport(Collector):
         """Nothing yet: all at zero."""
         self.stats: Mapping[str, Any] = {}
         self.census: Mapping[str, int] = {}
+        self.distributions: Mapping[str, tuple[Sequence[int], float]] = {}
         self.chunk_bytes = 0
         self._model_name = model_name
 
@@ -88,8 +98,8 @@ class EngineReport(Collector):
         yield self._gauge("pensieve:cpu_cache_usage_perc", "Slots of host memory in use; 1 is all.", usage)
         yield self._chunks()
         yield self._tier_bytes()
-        yield self._step_tokens()
-        yield self._commits()
+        for metric, key, text, bounds in _DISTRIBUTIONS:
+            yield self._histogram(metric, text, bounds, *self.distributions.get(key, ((), 0)))
 
     def _value(self, key: str) -> float:
         return float(self.stats.get(key, 0))
@@ -127,16 +137,11 @@ class EngineReport(Collector):
             family.add_metric([self._model_name, start, end], self._value(key) * self.chunk_bytes)
         return family
 
-    def _commits(self) -> Metric:
-        family = SummaryMetricFamily("pensieve:commit_seconds", "Of a transaction.", labels=["model_name"])
-        family.add_metric([self._model_name], int(self._value("num_commits")), self._value("commit_s"))
-        return family
-
-    def _step_tokens(self) -> Metric:
-        """The engine keeps sums, so there is one bucket, and the average."""
-        buckets = [("+Inf", self._value("num_steps"))]
-        family = HistogramMetricFamily(
-            "vllm:iteration_tokens_total", "Query tokens of a step.", labels=["model_name"]
-        )
-        family.add_metric([self._model_name], buckets, self._value("num_step_tokens"))
+    def _histogram(
+        self, name: str, text: str, bounds: Sequence[float], counts: Sequence[int], total: float
+    ) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=["model_name"])
+        names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+        up_to = accumulate(counts or [0] * len(names))
+        family.add_metric([self._model_name], list(zip(names, up_to, strict=True)), total)
         return family

@@ -6,7 +6,8 @@ Does not know: what the application does, command lines, or how an engine runs.
 Called by: `pensieve serve`.
 
 The first SIGTERM or Ctrl-C drains: no more turns are taken, those that run get their time, and the status is
-0. The second ends everything at once.
+0. The second ends everything at once. An engine that dies too often ends the server, with status 1, so that
+whoever watches over it can start it anew.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.server.engine_process.public import AsyncEngine
 
 EXIT_AT_ONCE: Final = 128 + signal.SIGTERM
+EXIT_GIVEN_UP: Final = 1
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75  # clients' pools keep connections for a minute or so, and must not find them closed
 _log = logging.getLogger(__name__)
 _UNTAKEN_MS = 30_000
+_AT_ONCE_S = 1
 _GOODBYE_S = 5  # for answers that are complete and still on their way
 
 
@@ -200,14 +203,47 @@ async def _serve(
 async def _until_told(
     engine: AsyncEngine, server: _Uvicorn, serving: asyncio.Task[None], signals: Signals, drain_s: float
 ) -> int:
-    """Serve until the first signal, then drain, until the second."""
-    await _until(signals.first, _outcome(serving))
+    """Serve until the first signal, then drain, until the second; or until the engine is given up."""
+    if not await _until(signals.first, _until(engine.gave_up, _outcome(serving))):
+        _log.info("ending: turns that run get %g s; a second signal ends them at once", drain_s)
+    elif engine.gave_up.is_set():
+        server.should_exit = True
+        await _outcome(serving)
+        return EXIT_GIVEN_UP
     if await _until(signals.second, _drain(engine, server, serving, drain_s)):
         return 0
-    server.force_exit = server.should_exit = True
-    engine.kill()
-    await serving
+    with _quiet("uvicorn.error"):
+        server.force_exit = server.should_exit = True
+        engine.kill()
+        await serving
+        await _cut_off(server)
     return EXIT_AT_ONCE
+
+
+async def _cut_off(server: _Uvicorn) -> None:
+    """End what a server that was forced to exit leaves behind."""
+    requests = list(server.server_state.tasks)
+    for request in requests:
+        request.cancel()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_AT_ONCE_S):
+            await asyncio.gather(*requests, return_exceptions=True)
+            await server.lifespan.shutdown()
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Without a logger's lines: of requests that were cut off on purpose, each is an error with a trace."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 async def _drain(engine: AsyncEngine, server: _Uvicorn, serving: asyncio.Task[None], drain_s: float) -> None:

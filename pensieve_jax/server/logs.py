@@ -1,6 +1,7 @@
-"""The log of a server: a JSON object a line, with ids, counts and times, and never a word of anybody's text.
+"""The log of a server: ids, counts and times, and never a word of anybody's text.
 
-Owns: the form of a line, and what of an error is written.
+Owns: the two forms of a line, JSON for programs and a few words for a terminal, and what of an error is
+written.
 Does not know: where lines go beyond a stream.
 Called by: `http` for requests and errors; the command that starts a server.
 
@@ -12,13 +13,16 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import Any, Final, Literal, TextIO
 
 import msgspec
 
 LOGGER = logging.getLogger("pensieve_jax.server")
 _FIELDS = "fields"
+_QUIET: Final = ("GET", "HEAD")
+type LogFormat = Literal["auto", "json", "text"]
 
 
 class JsonLines(logging.Formatter):
@@ -29,7 +33,7 @@ class JsonLines(logging.Formatter):
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
-            "message": record.getMessage().partition("\n")[0],  # asyncio quotes errors in further lines
+            "message": _first_line(record),
             **getattr(record, _FIELDS, {}),
         }
         if record.exc_info and record.exc_info[1] is not None:
@@ -37,11 +41,63 @@ class JsonLines(logging.Formatter):
         return msgspec.json.encode(line).decode()
 
 
-def log_to(stream: TextIO | None = None, level: int = logging.INFO) -> None:
-    """Write this server's log, and uvicorn's, as JSON lines to a stream (stderr), and nowhere else."""
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonLines())
-    for name in (LOGGER.name, "asyncio", "uvicorn", "uvicorn.error"):
+class TextLines(logging.Formatter):
+    """A record in a few words, for somebody who looks on."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The time of day, and what happened."""
+        fields = getattr(record, _FIELDS, {})
+        words = _request_words(fields) if _is_request(fields) else _first_line(record)
+        error = fields.get("error")
+        if record.exc_info and record.exc_info[1] is not None:
+            error = describe_error(record.exc_info[1])
+        if error is not None:
+            at = error["at"][-1] if error["at"] else "?"
+            words += f": {error['kind']} at {at} ({fields.get('request_id', 'no request')})"
+        return f"{datetime.fromtimestamp(record.created):%H:%M:%S} {words}"
+
+
+class _Worth(logging.Filter):
+    """Of requests, those that somebody at a terminal wants to see: what looks without asking is not."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        fields = getattr(record, _FIELDS, {})
+        return not _is_request(fields) or fields["method"] not in _QUIET or fields["status"] >= 400
+
+
+def _is_request(fields: Mapping[str, Any]) -> bool:
+    return "method" in fields and "status" in fields
+
+
+def _request_words(fields: Mapping[str, Any]) -> str:
+    counts = fields.get("counts", {})
+    words = f"{fields['method']} {fields.get('route') or 'no such path'} {fields['status']}"
+    words += f", {fields.get('duration_ms', 0):.0f} ms"
+    if "prompt_tokens" in counts:
+        words += f", {counts['prompt_tokens']} + {counts['completion_tokens']} tokens"
+        words += f", {counts['prompt_tokens_details']['cached_tokens']} cached"
+    return words + (", the client left" if fields.get("client_gone") else "")
+
+
+def _first_line(record: logging.LogRecord) -> str:
+    return record.getMessage().partition("\n")[0]  # asyncio quotes errors in further lines
+
+
+def is_text(log_format: LogFormat, stream: TextIO) -> bool:
+    """Whether lines are words; `auto` is words on a terminal and JSON elsewhere."""
+    return stream.isatty() if log_format == "auto" else log_format == "text"
+
+
+def log_to(stream: TextIO | None = None, level: int = logging.INFO, log_format: LogFormat = "json") -> None:
+    """Write this server's log, and those of what it stands on, to a stream (stderr), and nowhere else."""
+    stream = stream or sys.stderr
+    handler = logging.StreamHandler(stream)
+    if is_text(log_format, stream):
+        handler.setFormatter(TextLines())
+        handler.addFilter(_Worth())
+    else:
+        handler.setFormatter(JsonLines())
+    for name in (LOGGER.name, "asyncio", "opentelemetry", "uvicorn", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers = [handler] if name != "uvicorn.error" else []
         logger.setLevel(level)

@@ -198,6 +198,9 @@ class HttpSystem:
 
 
 def _engine_flags() -> list[str]:
-    """The flags of the engine that this command was given, as it was given them."""
+    """The flags of the engine that this command was given, as it was given them.
+
+    A server has host memory by default; here it has what the engine beside it has.
+    """
     named = [FLAGS[name] for name in engine_flag_names()]
-    return [flag.serialize() for flag in named if flag.present and flag.serialize()]
+    return ["--cpu_pages=0", *(flag.serialize() for flag in named if flag.present and flag.serialize())]

@@ -6,6 +6,8 @@ import hashlib
 import http.client
 import importlib.util
 import json
+import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,11 +20,22 @@ from urllib.parse import urlsplit
 import pytest
 
 from pensieve_jax import ConfigError
+from pensieve_jax.commands import serve
+from pensieve_jax.commands.engine_flags import engine_config
 from pensieve_jax.commands.launch import EXIT_BAD_INPUT
+from pensieve_jax.server.listening import EXIT_AT_ONCE
+from tests.commands.terminal import Terminal
 from tests.launching import ROOT, TINY_MODEL, Launch
 
 TIMEOUT_S = 120
-SIZES = ("--gpu_pages=24", "--max_num_running=8", "--max_num_batched_tokens=64", "--token_buckets=64")
+JSON = {"content-type": "application/json"}
+SIZES = (
+    "--gpu_pages=24",
+    "--cpu_pages=8",
+    "--max_num_running=8",
+    "--max_num_batched_tokens=64",
+    "--token_buckets=64",
+)
 
 
 class Server:
@@ -122,3 +135,51 @@ def test_what_the_engine_refuses_is_told_in_a_line() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == EXIT_BAD_INPUT and done.stdout == ""
     assert "/no/such/model" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "cpu_bytes", "cpu_pages"),
+    [
+        ({}, 10**9, 0),
+        ({"cpu_bytes": "2GiB"}, 2**31, 0),
+        ({"cpu_pages": 7}, None, 7),
+        ({"cpu_pages": 0}, None, 0),
+        ({"cpu_pages": 0, "cpu_bytes": "2GiB"}, 2**31, 0),
+    ],
+)
+def test_there_is_host_memory_unless_told_otherwise(
+    launch: Launch,
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Any],
+    cpu_bytes: int | None,
+    cpu_pages: int,
+) -> None:
+    configs = []
+    monkeypatch.setattr(serve, "serve", lambda: configs.append(engine_config()) or 0)
+    assert launch("serve", shared_llm=False, **given) == 0
+    assert (configs[0].cache.cpu_bytes, configs[0].cache.cpu_pages) == (cpu_bytes, cpu_pages)
+
+
+def test_on_a_terminal_it_tells_in_words_and_a_second_interrupt_is_quiet(compilation_cache: str) -> None:
+    flags = [f"--model={TINY_MODEL}", "--dtype=float32", f"--compilation_cache_dir={compilation_cache}"]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "serve.py"), "--port=0", *flags, *SIZES]
+    with Terminal(command, root=ROOT, environment=os.environ) as terminal:
+        terminal.see("serving ")
+        found = re.search(r"http://([\d.]+):(\d+)", terminal.see("conversations are gone when this ends"))
+        assert found is not None
+        connection = http.client.HTTPConnection(found[1], int(found[2]), timeout=TIMEOUT_S)
+        fields = {"max_tokens": 400, "ignore_eos": True, "stream": True}
+        body = {"messages": [{"role": "user", "content": "Hello"}], **fields}
+        for number in (1, 2):
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
+            response = connection.getresponse()
+            assert response.status == 200
+            if number == 1:
+                response.read()
+                terminal.see("POST /v1/chat/completions 200, ")
+        terminal.type("\x03")
+        terminal.see("ending: turns that run get 30 s")
+        terminal.type("\x03")
+        connection.close()
+        assert terminal.wait() == EXIT_AT_ONCE
+        assert "Traceback" not in terminal.shown and "rror" not in terminal.shown

@@ -202,7 +202,7 @@ class FakeEngine:
         self.refuse: deque[BaseException] = deque()
         self.changes: list[HistoryChange] = []
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.answers: dict[str, Any] = {"stats": {}, "census": {}}
+        self.answers: dict[str, Any] = {"stats": {}, "census": {}, "distributions": {}}
         self.last_heard_s = 0.0
         self.last_stats: dict[str, Any] = {}
         self.submitted = asyncio.Event()

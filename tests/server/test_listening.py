@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import logging
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ import pytest
 from pensieve_jax import AsyncEngine, ConfigError, EngineClosedError
 from pensieve_jax.server.engine_process.lives import ThreadLife
 from pensieve_jax.server.engine_process.supervisor import Restarts
-from pensieve_jax.server.listening import EXIT_AT_ONCE, address_of, bind, history_file, serve
+from pensieve_jax.server.listening import EXIT_AT_ONCE, EXIT_GIVEN_UP, address_of, bind, history_file, serve
 from tests.engine.harness import Harness
 from tests.server.engine_process.fakes import TIMEOUT_S, FakeLives, spec
 
@@ -126,7 +127,7 @@ def test_turns_that_take_longer_are_cancelled() -> None:
     assert run(Client(work), drain_s=0.0) == 0
 
 
-def test_a_second_signal_ends_everything_at_once() -> None:
+def test_a_second_signal_ends_everything_at_once(caplog: pytest.LogCaptureFixture) -> None:
     lives, gate = FakeLives(), threading.Event()
     lives.prepare = lambda harness: setattr(harness, "on_step", lambda output: gate.wait(TIMEOUT_S))
 
@@ -141,6 +142,22 @@ def test_a_second_signal_ends_everything_at_once() -> None:
             running.read()
 
     assert run(Client(work), drain_s=TIMEOUT_S, lives=lives) == EXIT_AT_ONCE
+    assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []
+
+
+def test_an_engine_that_dies_too_often_ends_the_server() -> None:
+    lives = FakeLives()
+
+    def work(ask: Callable[[int], http.client.HTTPResponse]) -> None:
+        for _ in range(1 + Restarts().most):
+            while (running := ask(LONG)).status == 503:  # it is being started again
+                running.read()
+            lives.lives[-1].kill()
+            with pytest.raises((http.client.HTTPException, ConnectionError)):
+                running.read()
+
+    assert run(Client(work), drain_s=TIMEOUT_S, lives=lives) == EXIT_GIVEN_UP
+    assert len(lives.lives) == 1 + Restarts().most
 
 
 def test_a_signal_while_it_starts_ends_it() -> None:

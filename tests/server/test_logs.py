@@ -8,19 +8,19 @@ import logging
 
 import pytest
 
-from pensieve_jax.server.logs import LOGGER, log_error, log_request, log_to
+from pensieve_jax.server.logs import LOGGER, is_text, log_error, log_request, log_to
 
 SECRET = "words of a prompt"
-NAMES = (LOGGER.name, "asyncio", "uvicorn", "uvicorn.error")
+NAMES = (LOGGER.name, "asyncio", "opentelemetry", "uvicorn", "uvicorn.error")
 
 
 @pytest.fixture
-def stream():
-    """Where the log goes; afterwards it goes where it went before."""
+def stream(request):
+    """Where the log goes, in the form of the parameter; afterwards it goes where it went before."""
     loggers = [logging.getLogger(name) for name in NAMES]
     before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
     stream = io.StringIO()
-    log_to(stream)
+    log_to(stream, log_format=getattr(request, "param", "json"))
     yield stream
     for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
         logger.handlers, logger.propagate = handlers, propagate
@@ -66,3 +66,41 @@ def test_what_others_log_is_a_line_once_and_quotes_no_error(stream, name):
     assert line["message"] == "Task exception was never retrieved"
     assert line["error"]["kind"] == "builtins.ValueError"
     assert SECRET not in stream.getvalue()
+
+
+@pytest.mark.parametrize("stream", ["text"], indirect=True)
+def test_on_a_terminal_a_request_is_a_few_words(stream):
+    usage = {
+        "prompt_tokens": 37,
+        "completion_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 27},
+    }
+    fields = {"method": "POST", "route": "/v1/responses", "duration_ms": 124.5, "client_gone": False}
+    log_request("req_1", **fields, status=200, counts=usage)
+    (line,) = stream.getvalue().splitlines()
+    assert line[8:] == " POST /v1/responses 200, 124 ms, 37 + 9 tokens, 27 cached"
+    log_request("req_2", **fields | {"client_gone": True}, status=499)
+    assert stream.getvalue().splitlines()[1].endswith("499, 124 ms, the client left")
+
+
+@pytest.mark.parametrize("stream", ["text"], indirect=True)
+def test_on_a_terminal_looking_is_not_told_and_failing_is(stream):
+    log_request("req_1", method="GET", route="/v1/pensieve/trees", status=200)
+    assert stream.getvalue() == ""
+    log_request("req_2", method="GET", route=None, status=404)
+    assert "GET no such path 404" in stream.getvalue()
+    try:
+        raise ValueError(SECRET)
+    except ValueError as error:
+        log_error("req_3", error)
+        logging.getLogger("asyncio").error("A task failed\n%r", error, exc_info=error)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 3 and all("builtins.ValueError" in line for line in lines[1:])
+    assert "req_3" in lines[1] and SECRET not in stream.getvalue()
+
+
+def test_json_is_for_programs(monkeypatch):
+    stream = io.StringIO()
+    assert not is_text("auto", stream) and is_text("text", stream) and not is_text("json", stream)
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert is_text("auto", stream) and not is_text("json", stream)

@@ -39,7 +39,7 @@ OURS = [
     "pensieve:forced_swap_outs_total",
     "pensieve:context_match_total",
     "pensieve:context_rebuilds_total",
-    "pensieve:commit_seconds_sum",
+    "pensieve:commit_seconds_bucket",
     "pensieve:engine_host_seconds_total",
     "pensieve:delta_merge_ratio",
 ]
@@ -52,13 +52,14 @@ STATS = {
     "num_cpu_pages": 10,
     "num_free_cpu_pages": 4,
     "num_steps": 7,
-    "num_step_tokens": 70,
-    "num_commits": 4,
-    "commit_s": 0.5,
     "num_swapped_out_chunks": 5,
     "num_swapped_in_chunks": 1,
     "transfer_stall_s": 0.25,
     "engine_thread_s": 1.5,
+}
+DISTRIBUTIONS = {
+    "step_tokens": ([1, 0, 2, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1], 20_070),
+    "commit_s": ([3, *[0] * 11, 1, 0], 0.5),
 }
 CENSUS = {"on gpu": 6, "on both": 5, "on cpu": 4, "leaving": 1, "free pages": 9}
 
@@ -93,6 +94,7 @@ def busy() -> Harness:
     harness = Harness(ROUTES, FakeEngine(script))
     harness.services.metrics.engine.chunk_bytes = 1000
     harness.engine.last_stats, harness.engine.answers["census"] = STATS, CENSUS
+    harness.engine.answers["distributions"] = DISTRIBUTIONS
     ask(harness)
     ask(harness, stream=True, max_tokens=6, user="somebody")
     harness.services.metrics.refused("overloaded")
@@ -149,7 +151,11 @@ def test_the_engines_own_counters():
     assert found["pensieve:engine_host_seconds_total",] == 1.5
     assert found["vllm:iteration_tokens_total_count",] == 7
     assert (found["pensieve:commit_seconds_sum",], found["pensieve:commit_seconds_count",]) == (0.5, 4)
-    assert found["vllm:iteration_tokens_total_sum",] == 70
+    assert found["vllm:iteration_tokens_total_sum",] == 20_070
+    steps = [found["vllm:iteration_tokens_total_bucket", ("le", le)] for le in ("1.0", "8.0", "16.0", "32.0")]
+    assert steps == [1, 1, 3, 6] and found["vllm:iteration_tokens_total_bucket", ("le", "+Inf")] == 7
+    commits = [found["pensieve:commit_seconds_bucket", ("le", le)] for le in ("0.0001", "0.5", "1.0")]
+    assert commits == [3, 3, 4]
 
 
 def test_no_label_holds_what_a_client_sent():

@@ -48,6 +48,11 @@ class BackgroundResponses:
         self._locks = locks
         self._runs: dict[tuple[str, str], ResponseRun] = {}
 
+    @property
+    def num_running(self) -> int:
+        """Responses that have not ended."""
+        return len(self._runs)
+
     def find(self, owner: str, response_id: str) -> ResponseRun | None:
         """A response that has not ended."""
         return self._runs.get((owner, response_id))

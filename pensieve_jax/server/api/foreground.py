@@ -17,6 +17,7 @@ from pensieve_jax.server.api.response_object import ResponseHead, finished_respo
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.api.response_streams import turn_events
 from pensieve_jax.server.api.running import RunningTurns, TimedTurn, run_turns
+from pensieve_jax.server.api.usage import completion_usage
 from pensieve_jax.server.async_engine import AsyncTurn
 from pensieve_jax.server.context.start import start_turns
 from pensieve_jax.server.http.errors import renamed_fields
@@ -27,9 +28,15 @@ class ForegroundResponse:
     """One response; whoever started it calls `close`, whatever happens."""
 
     def __init__(
-        self, services: Services, plan: ResponsePlan, repeats: Repeats, unlock: Callable[[], None]
+        self,
+        services: Services,
+        plan: ResponsePlan,
+        repeats: Repeats,
+        unlock: Callable[[], None],
+        counts: dict[str, Any],
     ) -> None:
-        """Of a plan; `unlock` is called at the end."""
+        """Of a plan; `unlock` is called at the end, and `counts` of its request get those of its tokens."""
+        self._counts = counts
         self._services = services
         self._plan = plan
         self._repeats = repeats
@@ -84,6 +91,7 @@ class ForegroundResponse:
         """The turn has ended, and is committed where it is stored: its response object."""
         self._is_finished = True
         self._commit(output)
+        self._counts |= completion_usage([output.usage])
         return finished_response(self.head, output, self._services.now_s(), self._services.token_texts)
 
     def delivered(self) -> None:
@@ -95,7 +103,8 @@ class ForegroundResponse:
         try:
             if self._running is not None:
                 await self._running.close()
-                self._note_end(self.turn.output)
+            if self._plan.head is not None:  # the engine may have got its turn, whatever it said of it
+                self._note_end(None if self._running is None else self.turn.output)
         finally:
             self._unlock()
 

@@ -24,7 +24,7 @@ from pensieve_jax.version import __version__
 
 MAX_SILENCE_S: Final = 10.0
 """An engine that says nothing for so long does not run; it says something every second."""
-_CENSUS_TIMEOUT_S: Final = 2.0
+_ANSWER_TIMEOUT_S: Final = 2.0
 
 
 async def health(call: Call) -> Reply:
@@ -53,10 +53,11 @@ async def metrics(call: Call) -> Reply:
     services = call.services
     report = services.metrics.engine
     report.stats = services.engine.last_stats
-    # Only a stuck engine does not answer in time, and then its last census is still good.
+    # Only a stuck engine does not answer in time, and then what it said last is still good.
     with suppress(TimeoutError, PensieveError):
-        async with asyncio.timeout(_CENSUS_TIMEOUT_S):
+        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
             report.census = await services.engine.call("census")
+            report.distributions = await services.engine.call("distributions")
     return Bytes(services.metrics.render(services.limits.num_waiting), CONTENT_TYPE)
 
 

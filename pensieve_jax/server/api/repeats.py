@@ -38,6 +38,16 @@ class Repeats:
         self._running: dict[tuple[str, str], ResponseRun] = {}
         self._undelivered: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
 
+    @property
+    def num_running(self) -> int:
+        """Requests with a key that run."""
+        return len(self._running)
+
+    @property
+    def num_undelivered(self) -> int:
+        """Responses whose clients may have missed them, at most a fixed number."""
+        return len(self._undelivered)
+
     def by_key(
         self, owner: str, key: str, body_sha256: str, now_s: float
     ) -> ResponseRun | ResponseRecord | None:
@@ -83,7 +93,11 @@ class Repeats:
         """A response was committed, but its client had left."""
         self._undelivered[owner, body_sha256] = (response_id, now_s)
         self._undelivered.move_to_end((owner, body_sha256))
-        while len(self._undelivered) > _MAX_UNDELIVERED:
+        forgotten_s = now_s - UNDELIVERED_LIFETIME_S
+        while (
+            len(self._undelivered) > _MAX_UNDELIVERED
+            or next(iter(self._undelivered.values()))[1] <= forgotten_s
+        ):
             self._undelivered.popitem(last=False)
 
 

@@ -28,6 +28,7 @@ class ResponseRun:
       head: None until it is known which turn it is.
       background: whether its client was told that it is queued.
       is_started: whether the engine has it.
+      is_abandoned: a client left before it was told which response this is.
       response: the response object, once it has ended with a reply, or was cancelled.
       error: what it failed with.
       task: what drives it.
@@ -40,6 +41,7 @@ class ResponseRun:
         self.background = background
         self.head: ResponseHead | None = None
         self.is_started = False
+        self.is_abandoned = False
         self.response: dict[str, Any] | None = None
         self.error: ApiError | None = None
         self.task: asyncio.Task[None] | None = None

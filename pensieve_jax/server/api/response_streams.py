@@ -7,8 +7,8 @@ Called by: `responses`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Output, TokenLogprob
@@ -69,12 +69,19 @@ async def turn_events(
     delivered()
 
 
+class ReplyTexts(NamedTuple):
+    """How token ids become the text of a reply; `ending_ids` end one and are no part of its text."""
+
+    tokenizer: Tokenizer
+    ending_ids: Sequence[int]
+
+
 async def run_events(
-    run: ResponseRun, head: ResponseHead, tokenizer: Tokenizer, starting_after: int = -1
+    run: ResponseRun, head: ResponseHead, texts: ReplyTexts, starting_after: int = -1
 ) -> AsyncGenerator[bytes]:
     """The events of a response that runs by itself, from the first one after a number."""
     events = ResponseEvents(head, starting_after)
-    async for data in _token_events(events, run.token_ids(), tokenizer, background=run.background):
+    async for data in _token_events(events, run.token_ids(), texts, background=run.background):
         yield data
     for data in _last_events(events, run.response, run.error):
         yield data
@@ -85,13 +92,13 @@ async def kept_events(
     head: ResponseHead,
     response: Mapping[str, Any],
     token_ids: Iterable[int],
-    tokenizer: Tokenizer,
+    texts: ReplyTexts,
     starting_after: int = -1,
 ) -> AsyncGenerator[bytes]:
     """The events of a response that has ended, as they were or would have been."""
     events = ResponseEvents(head, starting_after)
     background = bool(head.echo.get("background"))
-    async for data in _token_events(events, _each(token_ids), tokenizer, background=background):
+    async for data in _token_events(events, _each(token_ids), texts, background=background):
         yield data
     for data in _last_events(events, response, None):
         yield data
@@ -99,15 +106,15 @@ async def kept_events(
 
 
 async def _token_events(
-    events: ResponseEvents, token_ids: AsyncIterator[int], tokenizer: Tokenizer, *, background: bool
+    events: ResponseEvents, token_ids: AsyncIterator[int], texts: ReplyTexts, *, background: bool
 ) -> AsyncIterator[bytes]:
     """The beginning, and an event for each token that shows text."""
     for data in events.begin(background=background):
         if data:
             yield data
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = IncrementalDetokenizer(texts.tokenizer)
     async for token_id in token_ids:
-        text = detokenizer.push(token_id)
+        text = "" if token_id in texts.ending_ids else detokenizer.push(token_id)
         data = events.delta(text) if text else b""
         if data:
             yield data

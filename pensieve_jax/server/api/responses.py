@@ -24,9 +24,9 @@ from pensieve_jax.server.api.response_object import head_of, kept_response
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.api.response_runs import ResponseRun
 from pensieve_jax.server.api.response_schemas import CountTokens, CreateResponse, check_context, check_create
-from pensieve_jax.server.api.response_streams import kept_events, run_events
+from pensieve_jax.server.api.response_streams import ReplyTexts, kept_events, run_events
 from pensieve_jax.server.context.start import resolved_context
-from pensieve_jax.server.http.call import Call
+from pensieve_jax.server.http.call import Call, ClientGoneError
 from pensieve_jax.server.http.errors import (
     ApiError,
     as_api_error,
@@ -38,7 +38,6 @@ from pensieve_jax.server.http.replies import Reply, json_reply
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.http.sse import Events
-from pensieve_jax.text import Tokenizer
 
 
 class Responses:
@@ -55,6 +54,12 @@ class Responses:
         self._repeats = Repeats(services.history, services.now_s())
         self.locks: set[tuple[str, str]] = set()
         self.background = BackgroundResponses(services, self.locks)
+        services.tables |= {
+            "locked_conversations": lambda: len(self.locks),
+            "background_responses": lambda: self.background.num_running,
+            "requests_with_keys": lambda: self._repeats.num_running,
+            "responses_undelivered": lambda: self._repeats.num_undelivered,
+        }
 
     @property
     def routes(self) -> list[Route]:
@@ -85,7 +90,7 @@ class Responses:
         if body.background or key is not None:
             run = self._run(plan, unlock)
             return await self._follow(call, body, run)
-        response = ForegroundResponse(call.services, plan, self._repeats, unlock)
+        response = ForegroundResponse(call.services, plan, self._repeats, unlock, call.notes.counts)
         started = False
         try:
             await call.unless_gone(response.start())
@@ -112,7 +117,7 @@ class Responses:
         run = self.background.find(call.owner, response_id)
         if run is not None and run.head is not None and not run.has_ended:
             if streams:
-                return self._events(run_events(run, run.head, self._tokenizer, starting_after))
+                return self._events(run_events(run, run.head, self._texts, starting_after))
             return json_reply(run.head.object("in_progress" if run.is_started else "queued"))
         record: ResponseRecord = call.services.history.response(call.owner, response_id)
         if streams:
@@ -160,10 +165,10 @@ class Responses:
     # Inside
 
     @property
-    def _tokenizer(self) -> Tokenizer:
+    def _texts(self) -> ReplyTexts:
         tokenizer = self._services.tokenizer
         assert tokenizer is not None, "without one there are no responses"
-        return tokenizer
+        return ReplyTexts(tokenizer, self._services.engine.info.limits.eos_token_ids)
 
     def _events(self, events: AsyncGenerator[bytes], on_end: Any = None) -> Reply:
         settings = self._services.settings
@@ -179,9 +184,7 @@ class Responses:
         if record.turn_id is not None:
             token_ids = self._services.history.turn(record.owner, record.turn_id).output_token_ids
         response = kept_response(record)
-        return self._events(
-            kept_events(head_of(record), response, token_ids, self._tokenizer, starting_after)
-        )
+        return self._events(kept_events(head_of(record), response, token_ids, self._texts, starting_after))
 
     def _known(self, call: Call, key: str | None, sha256: str) -> ResponseRun | ResponseRecord | None:
         """What an earlier request with the same key or body became."""
@@ -201,9 +204,13 @@ class Responses:
 
     async def _follow(self, call: Call, body: CreateResponse, run: ResponseRun) -> Reply:
         """The answer to a request whose response runs by itself."""
-        head = await call.unless_gone(run.known())
+        try:
+            head = await call.unless_gone(run.known())
+        except ClientGoneError:
+            run.is_abandoned = True
+            raise
         if body.stream:
-            return self._events(run_events(run, head, self._tokenizer))
+            return self._events(run_events(run, head, self._texts))
         if run.background:
             return json_reply(run.response or head.object("queued"))
         return json_reply(await call.unless_gone(run.result()))
@@ -237,13 +244,17 @@ class Responses:
         finally:
             if plan.key is not None:
                 self._repeats.end(plan.owner, plan.key)
+            if run.background and plan.head is not None and (run.head is None or run.is_abandoned):
+                # It may have been queued all the same, and nobody was told of it.
+                now_s = self._services.now_s()
+                self._repeats.missed(plan.owner, plan.body_sha256, plan.head.response_id, now_s)
             if not run.has_ended and (run.head is None or not run.background):
                 run.fail(internal_error())
 
     async def _drive_foreground(
         self, plan: ResponsePlan, run: ResponseRun, unlock: Callable[[], None]
     ) -> None:
-        response = ForegroundResponse(self._services, plan, self._repeats, unlock)
+        response = ForegroundResponse(self._services, plan, self._repeats, unlock, {})
         try:
             await response.start()
             run.begin(response.head)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
@@ -18,18 +19,26 @@ from pensieve_jax.server.http.errors import ApiError, overloaded
 from pensieve_jax.server.http.limits import Place
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.metrics import Metrics
+from pensieve_jax.server.turn_times import TurnTimes
+
+if TYPE_CHECKING:  # of an extra
+    from pensieve_jax.server.tracing import Tracing
 
 type Start = Callable[[], Awaitable[Sequence[AsyncTurn]]]
 
 
 class TimedTurn:
-    """A turn of an engine, whose tokens are counted as they come."""
+    """A turn of an engine, whose tokens are counted as they come.
 
-    def __init__(self, turn: AsyncTurn, metrics: Metrics, began_s: float) -> None:
-        """`began_s` is when its request came, by `time.perf_counter`."""
+    Attributes:
+      times: of what has happened to it.
+    """
+
+    def __init__(self, turn: AsyncTurn, metrics: Metrics, times: TurnTimes) -> None:
+        """`times` of a turn that the engine has accepted."""
+        self.times = times
         self._turn = turn
         self._metrics = metrics
-        self._began_s = began_s
         self._deltas = aiter(turn)
         self._latest_s = 0.0
         self._is_counted = False
@@ -57,7 +66,8 @@ class TimedTurn:
             raise
         now_s = time.perf_counter()
         if not self._latest_s:
-            self._metrics.first_token(now_s - self._began_s)
+            self.times.first_token_s = now_s
+            self._metrics.first_token(now_s - self.times.began_s)
         else:
             self._metrics.delta(len(delta.token_ids), now_s - self._latest_s)
         self._latest_s = now_s
@@ -83,7 +93,8 @@ class TimedTurn:
             raise overloaded("The server ended this turn before it was done; send it again.", 1)
         if not self._is_counted:
             self._is_counted = True
-            self._metrics.finished(output, time.perf_counter() - self._began_s)
+            self.times.ended_s = time.perf_counter()
+            self._metrics.finished(output, self.times.ended_s - self.times.began_s)
 
 
 class RunningTurns:
@@ -93,10 +104,11 @@ class RunningTurns:
       turns: in the order in which they were submitted.
     """
 
-    def __init__(self, turns: Sequence[TimedTurn], place: Place) -> None:
-        """Of a place that they were given."""
+    def __init__(self, turns: Sequence[TimedTurn], place: Place, tracing: Tracing | None) -> None:
+        """Of a place that they were given; `tracing` is told of their ends, once."""
         self.turns = turns
         self._place = place
+        self._tracing = tracing
 
     async def results(self) -> list[Output]:
         """Wait for all of them; raises what the first of them failed with."""
@@ -110,8 +122,16 @@ class RunningTurns:
                 if output is None:
                     await turn.cancel()
         finally:
+            self._trace()
             usages = [output.usage for output in outputs if output is not None]
             self._place.leave(sum(usage.prompt_tokens + usage.output_tokens for usage in usages))
+
+    def _trace(self) -> None:
+        tracing, self._tracing = self._tracing, None
+        if tracing is not None:
+            for turn in self.turns:
+                turn.times.ended_s = turn.times.ended_s or time.perf_counter()
+                tracing.ended(turn.turn_id, turn.times, turn.output)
 
 
 async def run_turns(
@@ -150,7 +170,9 @@ async def run_turns(
     except BaseException:
         place.leave()
         raise
-    return RunningTurns([TimedTurn(turn, services.metrics, began_s) for turn in turns], place)
+    accepted_s = time.perf_counter()
+    timed = [TimedTurn(turn, services.metrics, TurnTimes(began_s, accepted_s)) for turn in turns]
+    return RunningTurns(timed, place, services.tracing)
 
 
 async def merged(turns: Sequence[TimedTurn]) -> AsyncGenerator[tuple[int, AsyncDelta | None]]:

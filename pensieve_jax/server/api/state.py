@@ -82,10 +82,17 @@ async def _on_turn(call: Call, name: str) -> Any:
 
 
 async def stats(call: Call) -> Reply:
-    """GET /v1/pensieve/stats: the engine's counters since its start."""
-    engine = call.services.engine
+    """GET /v1/pensieve/stats: the engine's counters since its start, and how full the front's tables are."""
+    engine, limits = call.services.engine, call.services.limits
     told = await engine.call("stats")
-    return json_reply({**told, "device": engine.info.description.get("device")})
+    tables = {
+        **{name: num_rows() for name, num_rows in call.services.tables.items()},
+        "turns_in_engine": limits.num_inside,
+        "turns_in_queue": limits.num_waiting,
+        "owners_in_flight": limits.num_owners,
+        "tasks": len(asyncio.all_tasks()),
+    }
+    return json_reply({**told, "device": engine.info.description.get("device"), "tables": tables})
 
 
 async def trees(call: Call) -> Reply:

@@ -68,6 +68,7 @@ def _conversations(engine: Engine) -> list[dict[str, Any]]:
 CALLS: Final[Mapping[str, Callable[..., Any]]] = {
     "stats": _stats,
     "census": Engine.census,
+    "distributions": Engine.distributions,
     "push_out": Engine.push_out,
     "push_out_turn": Engine.push_out_turn,
     "forget_state": Engine.forget_state,

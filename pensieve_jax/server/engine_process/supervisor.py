@@ -50,7 +50,11 @@ class Restarts:
 
 
 class SupervisedEngine:
-    """An engine elsewhere; see `EngineService` for what its methods promise."""
+    """An engine elsewhere; see `EngineService` for what its methods promise.
+
+    Attributes:
+      gave_up: set when it died too often, and is not started again.
+    """
 
     def __init__(self, begin: Begin, *, restarts: Restarts | None = None, patience_s: float = 10.0) -> None:
         """Nothing is started yet.
@@ -60,6 +64,7 @@ class SupervisedEngine:
           restarts: when it is called again.
           patience_s: how long a life may take to end before it is killed.
         """
+        self.gave_up = asyncio.Event()
         self._begin = begin
         self._restarts = restarts or Restarts()
         self._patience_s = patience_s
@@ -222,12 +227,15 @@ class SupervisedEngine:
         """Whenever the engine dies, start it again, until it died too often; draining engines stay dead."""
         while self._connection is not None:
             await self._connection.lost.wait()
-            is_wanted = self._state == "ready"
+            is_wanted, was_killed = self._state == "ready", self._state == "dead"
             self._state = "starting" if is_wanted else "dead"
             how = await self._bury()
-            _log.error("The engine's process %s.", how)
+            if not was_killed:
+                _log.error("The engine's process %s.", how)
             if not is_wanted or not await self._live_again():
                 self._state = "dead"
+                if is_wanted:
+                    self.gave_up.set()
                 return
 
     async def _live_again(self) -> bool:

@@ -49,6 +49,10 @@ def make_app(services: Services, routes: Iterable[Route], lifespans: Sequence[Li
     if settings.cors_origin:
         app = Cors(app, settings.cors_origin)
     app = HostCheck(app, settings)
+    if services.tracing is not None:
+        from pensieve_jax.server.tracing import TraceContext  # of an extra
+
+        app = TraceContext(app)
     app = RequestLog(ErrorReplies(app))
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:

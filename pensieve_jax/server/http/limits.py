@@ -108,6 +108,11 @@ class Limits:
         return self._num_inside
 
     @property
+    def num_owners(self) -> int:
+        """Owners who have turns in flight."""
+        return len(self._in_flight)
+
+    @property
     def num_waiting(self) -> int:
         """Turns that wait here."""
         return self._num_waiting

@@ -7,8 +7,8 @@ Called by: whoever starts a server, which fills it; handlers, which read it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.resolver import Resolver
@@ -18,6 +18,9 @@ from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics
 from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.text import ChatFormat, Tokenizer
+
+if TYPE_CHECKING:  # of an extra
+    from pensieve_jax.server.tracing import Tracing
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +39,9 @@ class Services:
       resolver: finds the turn that a list of messages goes on from; see `server.context`.
       token_texts: of the model's vocabulary.
       history: reads what the history keeps beside turns; None keeps nothing.
+      tracing: makes spans of turns; None makes none.
       now_s: seconds since the epoch; `started_at`: when the server began.
+      tables: how many rows each table of ids has; whoever has one enters it here.
     """
 
     engine: EngineService
@@ -52,6 +57,8 @@ class Services:
     history: Any
     now_s: Callable[[], float]
     started_at: int
+    tracing: Tracing | None = None
+    tables: dict[str, Callable[[], int]] = field(default_factory=dict)
 
     @property
     def model_name(self) -> str:

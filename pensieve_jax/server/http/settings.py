@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pensieve_jax.core.errors import ConfigError
 
 MAX_BODY_BYTES = 10 * 2**20
+MAX_INDEX_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class ServerSettings:
         request under any other name is refused.
       served_model_name: what /v1/models calls the model; None: as it was given.
       chat_history: "memory" keeps turns of Chat Completions until the engine ends, "durable" in the history.
+      max_index_bytes: of turns that are remembered, to find what a request goes on from; the history has
+        all durable ones.
       tools: that a request offers the model, which calls none: "refuse" refuses the request by name, "ignore"
         serves it without them. A request that demands a call is refused in either case.
       max_body_bytes: of a request; `body_timeout_s`: until it must have come in.
@@ -35,6 +38,7 @@ class ServerSettings:
       queue_timeout_s: how long a turn waits for its place before it is refused.
       heartbeat_s: a stream that is silent for so long gets a comment.
       stall_timeout_s: a client that takes nothing for so long is let go.
+      otel_endpoint: where spans of turns go, over OTLP and HTTP; None makes none.
       drain_s: how long running turns may go on when the server is told to end.
     """
 
@@ -45,6 +49,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     served_model_name: str | None = None
     chat_history: str = "memory"
+    max_index_bytes: int = MAX_INDEX_BYTES
     tools: str = "refuse"
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = 30.0
@@ -53,6 +58,7 @@ class ServerSettings:
     queue_timeout_s: float = 60.0
     heartbeat_s: float = 15.0
     stall_timeout_s: float = 30.0
+    otel_endpoint: str | None = None
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -66,13 +72,17 @@ class ServerSettings:
         if self.api_keys_file is None and not self.is_loopback:
             limit = "a loopback address, such as 127.0.0.1, while no keys are asked for"
             raise ConfigError("host", self.host, limit, "give --api_keys_file to serve others")
-        for name in ("max_body_bytes", "max_in_flight_per_key", "queue_per_running"):
+        for name in ("max_index_bytes", "max_body_bytes", "max_in_flight_per_key", "queue_per_running"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "at least 1")
         timeouts = ("body_timeout_s", "queue_timeout_s", "heartbeat_s", "stall_timeout_s")
         for name in timeouts:
             if not getattr(self, name) > 0:
                 raise ConfigError(name, getattr(self, name), "above 0")
+        if self.otel_endpoint is not None and not self.otel_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                "otel_endpoint", self.otel_endpoint, "a URL that begins with http:// or https://"
+            )
         if not self.drain_s >= 0:
             raise ConfigError("drain_s", self.drain_s, "at least 0")
 

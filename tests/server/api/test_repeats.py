@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import replace
 
 import openai
 import pytest
 
+from pensieve_jax.core.errors import EngineDiedError
+from pensieve_jax.server.api.repeats import UNDELIVERED_LIFETIME_S, Repeats
 from tests.server.api.live import START_S, LiveServer
 from tests.server.api.test_background import feed, turn_of, wait_until
 from tests.server.fakes import say
@@ -132,6 +135,66 @@ def test_a_retry_gets_what_was_committed_while_its_client_was_gone(server, clien
     assert texts == ["hi", "hello"]
 
 
+def test_a_retry_gets_what_was_committed_before_the_engine_told_that_it_had_the_turn(server, client):
+    """The engine died between the commit and its word of it; the client is told that it died."""
+
+    async def accepted() -> None:
+        raise EngineDiedError("The engine's process died.")
+
+    def commit_and_die(turn) -> None:
+        turn.feed("hello")
+        turn.finish()
+        turn.accepted = accepted
+
+    server.on_loop(lambda: setattr(server.engine, "script", commit_and_die))
+    conversation = client.conversations.create().id
+    with pytest.raises(openai.InternalServerError) as raised:
+        client.responses.create(input="hi", conversation=conversation)
+    assert raised.value.code == "step_failed"
+    answer = client.responses.create(input="hi", conversation=conversation, extra_headers=RETRY)
+    assert answer.output_text == "hello" and len(server.engine.turns) == 1
+    assert len(client.conversations.items.list(conversation).data) == 2
+
+
+def test_a_background_response_that_was_queued_without_a_word_is_not_queued_again(server, client):
+    server.on_loop(lambda: setattr(server.engine, "script", None))
+    apply = server.engine.apply
+
+    async def apply_and_die(change) -> None:
+        await apply(change)
+        raise EngineDiedError("The engine's process died.")
+
+    server.on_loop(lambda: setattr(server.engine, "apply", apply_and_die))
+    with pytest.raises(openai.InternalServerError):
+        client.responses.create(input="hi", background=True)
+    server.on_loop(lambda: setattr(server.engine, "apply", apply))
+    first = client.responses.create(input="hi", background=True, extra_headers=RETRY)
+    again = client.responses.create(input="hi", background=True)
+    assert first.id != again.id
+    assert len(server.harness.services.history.unfinished_background()) == 2
+
+
+def test_a_reply_that_ends_with_an_id_that_has_text_is_told_again_as_it_was(server, client):
+    """Nobody says that an ending id is special to the tokenizer."""
+
+    def end_with_a_mark(turn) -> None:
+        turn.feed("hello")
+        turn.feed("", tuple(b"!"))
+        turn.finish()
+
+    def prepare() -> None:
+        server.engine.script = end_with_a_mark
+        limits = replace(server.engine.info.limits, eos_token_ids=tuple(b"!"))
+        server.engine.info = replace(server.engine.info, limits=limits)
+
+    server.on_loop(prepare)
+    for _ in range(2):
+        events = list(client.responses.create(input="hi", stream=True, extra_headers=keyed()))
+        assert events[-1].type == "response.completed" and events[-1].response.output_text == "hello"
+    replayed = list(client.responses.retrieve(events[-1].response.id, stream=True))
+    assert [event.to_dict() for event in replayed] == [event.to_dict() for event in events]
+
+
 def test_a_client_that_leaves_ends_its_turn(server, client):
     server.on_loop(lambda: setattr(server.engine, "script", None))
     with client.responses.create(input="hi", stream=True) as stream:
@@ -155,3 +218,11 @@ def test_a_retry_after_a_restart_gets_what_was_committed_shortly_before(tmp_path
         assert (again.id == first.id) == is_same
         other = client.responses.create(input="hi")
         assert other.id not in (first.id, again.id)  # it was not said to be a retry
+
+
+def test_what_nobody_came_back_for_is_forgotten():
+    repeats = Repeats(None, 0.0)
+    for number in range(100):
+        repeats.missed("ann", str(number), f"resp_{number}", float(number))
+    repeats.missed("ann", "later", "resp_later", 50.0 + UNDELIVERED_LIFETIME_S)
+    assert repeats.num_undelivered == 50

@@ -1,0 +1,101 @@
+"""What is sampled of a server while it is busy, and whether that grows.
+
+Owns: the figures of a sample, where they come from, and what counts as growth.
+Does not know: what clients do. Called by: soak_server, tests.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_ENGINE_TABLES = (
+    *("num_live_conversations", "num_known_turns", "num_known_chunks", "num_shared_prefixes"),
+    *("num_running", "num_waiting"),
+)
+
+
+class Slack(NamedTuple):
+    """A series grows if the median of its last third exceeds that of its second by more than both."""
+
+    ratio: float
+    amount: float
+
+
+_SLACKS = {"rss_mb": Slack(1.05, 4.0), "threads": Slack(1.0, 1.0), "descriptors": Slack(1.1, 12.0)}
+_TABLES_SLACK = Slack(1.25, 20.0)
+
+
+@dataclass
+class Samples:
+    """Figures by name, all of the same length; `minutes` says when."""
+
+    minutes: list[float] = field(default_factory=list)
+    series: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, minutes: float, figures: Mapping[str, float]) -> None:
+        """A sample; names that come later begin with zeros."""
+        num_before = len(self.minutes)
+        self.minutes.append(round(minutes, 2))
+        for name in {**self.series, **figures}:
+            self.series.setdefault(name, [0.0] * num_before).append(figures.get(name, 0.0))
+
+    def growing(self) -> dict[str, str]:
+        """The series that grow, and by how much; nothing before there are samples for it."""
+        found = {}
+        for name, values in sorted(self.series.items()):
+            slack = next((s for end, s in _SLACKS.items() if name.endswith(end)), _TABLES_SLACK)
+            middle, last = _thirds(values)
+            if last > max(middle * slack.ratio, middle + slack.amount):
+                found[name] = f"{middle:g} in the second third, {last:g} in the last"
+        return found
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """First, median of the second and of the last third, largest and last value of every series."""
+        return {
+            name: {
+                "first": values[0],
+                "second_third": _thirds(values)[0],
+                "last_third": _thirds(values)[1],
+                "largest": max(values),
+                "last": values[-1],
+            }
+            for name, values in sorted(self.series.items())
+        }
+
+
+def process_figures(name: str, pid: int) -> dict[str, float]:
+    """Resident memory in MB, threads and descriptors of a process, under its name; raises OSError."""
+    process = Path("/proc") / str(pid)
+    resident = int((process / "statm").read_text().split()[1]) * _PAGE_BYTES
+    return {
+        f"{name}_rss_mb": round(resident / 1e6, 2),
+        f"{name}_threads": float(len(os.listdir(process / "task"))),
+        f"{name}_descriptors": float(len(os.listdir(process / "fd"))),
+    }
+
+
+def child_of(pid: int) -> int:
+    """The one child of the server's front: the engine's process; raises ValueError where it has none."""
+    for thread in (Path("/proc") / str(pid) / "task").iterdir():
+        children = (thread / "children").read_text().split()
+        if children:
+            return int(children[0])
+    raise ValueError(f"process {pid} has no child")
+
+
+def table_figures(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Of an answer of /v1/pensieve/stats: how many rows every table of ids has."""
+    engine = {f"engine_{name.removeprefix('num_')}": float(stats[name]) for name in _ENGINE_TABLES}
+    return {**{f"front_{name}": float(rows) for name, rows in stats["tables"].items()}, **engine}
+
+
+def _thirds(values: Sequence[float]) -> tuple[float, float]:
+    """Medians of the second and of the last third."""
+    third = max(1, len(values) // 3)
+    return statistics.median(values[third : 2 * third] or values), statistics.median(values[-third:])

@@ -1,0 +1,146 @@
+"""An engine's process on the fake runner that dies when it is told to: `python worker.py FD`.
+
+The plan of its life is the next line of the file that `PENSIEVE_FAULTS` names: who is killed, after how many
+bytes of which direction. Without one it lives on. Integrity is checked after every step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pensieve_jax.core.clock import WallClock
+from pensieve_jax.engine.engine import Engine
+from pensieve_jax.server.async_engine import EngineInfo
+from pensieve_jax.server.engine_process.engine_server import EngineServer
+from pensieve_jax.server.engine_process.messages import Failed
+from pensieve_jax.server.engine_process.sent_errors import sent_error
+from pensieve_jax.server.engine_process.wire import FrameWriter
+from pensieve_jax.server.engine_process.worker import EXIT_REFUSED, _first_message
+from pensieve_jax.text import byte_tokenizer
+from tests.engine.harness import Harness, small_config
+
+FINGERPRINT = "test"
+MODEL = "random:fake-tiny"
+PLAN, FORKS = "PENSIEVE_FAULTS", "PENSIEVE_FORKS"
+
+
+front_pid: int | None = None
+"""The front, where it is not this process's parent."""
+
+
+class Death(NamedTuple):
+    """Kill `who` once so many bytes have gone `way` through the engine's end of the wire."""
+
+    who: Literal["engine", "front", "both"]
+    way: Literal["in", "out"]
+    num_bytes: int
+
+
+class MortalSocket(socket.socket):
+    """Passes the bytes of a plan, and not one more."""
+
+    death: Death | None = None
+    left = 0
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        if self.death is None or self.death.way == "out":
+            return super().recv(size, flags)
+        if not self.left:
+            self._die()
+        data = super().recv(min(size, self.left) if self.left else size, flags)
+        self.left -= len(data)
+        return data
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        if self.death is None or self.death.way == "in":
+            return super().send(data, flags)
+        if not self.left:
+            self._die()
+        sent = super().send(data[: self.left] if self.left else data, flags)
+        self.left -= sent
+        if not self.left:
+            self._die()
+        return sent
+
+    def _die(self) -> None:
+        assert self.death is not None
+        if self.death.who != "engine":
+            os.kill(front_pid or os.getppid(), signal.SIGKILL)
+        if self.death.who != "front":
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.death = None
+
+
+class CheckedServer(EngineServer):
+    """Looks after every step whether pages, chunks, conversations and requests agree."""
+
+    def turn_over(self) -> None:
+        super().turn_over()
+        if not self._engine.closed:
+            self._engine.check_integrity()
+
+
+def main() -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with MortalSocket(fileno=int(sys.argv[1])) as front:
+        start = _first_message(front)
+        if start is None:
+            return 0
+        assert start.history is not None
+        from pensieve_jax.core.errors import PensieveError
+
+        try:
+            engine = new_engine(Path(start.history))
+        except PensieveError as error:
+            front.sendall(FrameWriter().frame(Failed(sent_error(error))))
+            return EXIT_REFUSED
+        front.death = _next_death()
+        front.left = front.death.num_bytes if front.death else 0
+        info = EngineInfo(
+            model_name="fake",
+            source=MODEL,
+            fingerprint=FINGERPRINT,
+            history=start.history,
+            limits=engine.limits,
+            max_num_running=8,
+            chunk_tokens=16,
+            description={"model": {"name": "fake"}},
+        )
+        CheckedServer(engine, byte_tokenizer(), front, info=info).run()
+    return 0
+
+
+def new_engine(history: Path) -> Engine:
+    """A small engine on a real clock, with a real history."""
+    config = small_config(gpu_pages=60, cpu_pages=30)
+    harness = Harness(config, path=history, tokenizer=byte_tokenizer(), clock=WallClock())  # type: ignore[arg-type]
+    harness.scheduled = _Forgetful()
+    return harness.engine
+
+
+class _Forgetful(list[Any]):
+    """The harness keeps what it saw of every step, which servers have without end."""
+
+    def append(self, _: Any) -> None:
+        pass
+
+
+def _next_death() -> Death | None:
+    plan = os.environ.get(PLAN)
+    if plan is None:
+        return None
+    path = Path(plan)
+    first, _, rest = path.read_text().partition("\n")
+    path.write_text(rest)
+    return Death(*json.loads(first)) if first and first != "null" else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

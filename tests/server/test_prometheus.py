@@ -1,0 +1,194 @@
+"""A real Prometheus scrapes a real server, and the dashboard's expressions have values in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving.served import ServedProcess
+
+from tests.launching import TINY_MODEL, load
+
+PROMETHEUS = shutil.which("prometheus") or "/usr/bin/prometheus"
+PATIENCE_S = 120
+POLL_S = 0.05
+# Two samples make a rate: the window that Grafana would choose is many scrapes wide.
+SCRAPE_S, WINDOW_S = 1, 60
+SIZES = (
+    *(f"--model={TINY_MODEL}", "--dtype=float32", "--gpu_pages=24", "--cpu_pages=64"),
+    *("--max_num_running=8", "--max_num_batched_tokens=64", "--token_buckets=64"),
+)
+BODY = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 12, "ignore_eos": True}
+
+pytestmark = [
+    pytest.mark.prometheus,
+    pytest.mark.skipif(not Path(PROMETHEUS).exists(), reason=f"{PROMETHEUS} is not installed"),
+    pytest.mark.skipif(os.environ.get("JAX_PLATFORMS") != "cpu", reason="a server of its own, on a CPU"),
+]
+
+
+class Prometheus:
+    """A Prometheus that scrapes one server; a context manager."""
+
+    def __init__(self, directory: Path, target: str) -> None:
+        config = {
+            "global": {"scrape_interval": f"{SCRAPE_S}s", "scrape_timeout": f"{SCRAPE_S}s"},
+            "scrape_configs": [{"job_name": "pensieve", "static_configs": [{"targets": [target]}]}],
+        }
+        (directory / "prometheus.yml").write_text(json.dumps(config))  # YAML has JSON in it
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        command = [
+            *(
+                PROMETHEUS,
+                f"--config.file={directory}/prometheus.yml",
+                f"--storage.tsdb.path={directory}/data",
+            ),
+            *(f"--web.listen-address={self.address}", "--log.level=error"),
+        ]
+        self.process = subprocess.Popen(command)
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """The series of an expression now; raises AssertionError with what Prometheus says of a bad one."""
+        query = urllib.parse.urlencode({"query": expression})
+        try:
+            with urllib.request.urlopen(f"http://{self.address}/api/v1/query?{query}", timeout=10) as answer:
+                found = json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{expression}: {error.read().decode()}") from error
+        assert found["status"] == "success", found
+        return found["data"]["result"]
+
+    def __enter__(self) -> Prometheus:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.wait(PATIENCE_S)
+
+
+def wait_for[T](find: Callable[[], T], work: Callable[[], object] = lambda: None) -> T:
+    """Do `work` until there is something to find."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            found = find()
+        except (ConnectionError, urllib.error.URLError):  # it has only just been started
+            found = None
+        if found:
+            return found
+        assert time.monotonic() < deadline_s, "nothing came"
+        work()
+        time.sleep(POLL_S)
+
+
+@pytest.fixture(scope="module")
+def server(compilation_cache: str) -> Iterator[ServedProcess]:
+    with ServedProcess([*SIZES, f"--compilation_cache_dir={compilation_cache}"]) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def prometheus(server: ServedProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    with Prometheus(tmp_path_factory.mktemp("prometheus"), f"{server.host}:{server.port}") as prometheus:
+        yield prometheus
+
+
+def ask(server: ServedProcess, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        server.address + path, json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        raw = answer.read()
+    return {} if body.get("stream") else json.loads(raw)
+
+
+def expressions() -> dict[str, str]:
+    """By panel and line, with Grafana's variables filled in."""
+    panels = json.loads(load("make_dashboard").DASHBOARD.read_text("utf-8"))["panels"]
+    return {
+        f"{panel['title']}: {target['legendFormat']}": target["expr"]
+        .replace("$model_name", ".+")
+        .replace("$__rate_interval", f"{WINDOW_S}s")
+        for panel in panels
+        for target in panel.get("targets", ())
+    }
+
+
+# What no test server does by itself: be asked for too much, or lose what it knew.
+QUIET = {"Refused a second: {{code}}", "Contexts made anew: {{reason}}"}
+
+
+def test_every_line_of_the_dashboard_has_values(server: ServedProcess, prometheus: Prometheus) -> None:
+    lines = expressions()
+    assert len(lines) > 30 and set(lines) >= QUIET
+    ids: list[str] = []
+
+    def use() -> None:
+        """A turn that goes on from the one before, so that everything keeps counting."""
+        previous = {"previous_response_id": ids[-1]} if len(ids) % 4 else {}
+        body = {"input": "Hello there", "max_output_tokens": 8, **previous}
+        ids.append(ask(server, "/v1/responses", body)["id"])
+        ask(server, "/v1/chat/completions", {**BODY, "stream": True})
+
+    def missing() -> list[str]:
+        return [name for name, expression in lines.items() if not has_values(prometheus, expression)]
+
+    def all_but_quiet() -> bool:
+        return set(missing()) <= QUIET
+
+    wait_for(all_but_quiet, use)
+    (up,) = prometheus.query("up")
+    assert up["value"][1] == "1"
+
+
+def has_values(prometheus: Prometheus, expression: str) -> bool:
+    """A number in some series of an expression; Prometheus refuses a bad one."""
+    return any(series["value"][1] != "NaN" for series in prometheus.query(expression))
+
+
+def test_what_it_stores_is_what_was_done(server: ServedProcess, prometheus: Prometheus) -> None:
+    for _ in range(3):
+        ask(server, "/v1/chat/completions", BODY)
+    with urllib.request.urlopen(f"{server.address}/metrics", timeout=PATIENCE_S) as answer:
+        samples = [
+            sample
+            for family in text_string_to_metric_families(answer.read().decode())
+            for sample in family.samples
+        ]
+    for name in (
+        "vllm:request_success_total",
+        "vllm:generation_tokens_total",
+        "vllm:e2e_request_latency_seconds_count",
+    ):
+        told = sum(sample.value for sample in samples if sample.name == name)
+        assert told >= 3
+
+        def has_come(name: str = name, told: float = told) -> bool:
+            return sum_of(prometheus, name) == told
+
+        wait_for(has_come)
+
+
+def sum_of(prometheus: Prometheus, expression: str) -> float:
+    return sum(float(series["value"][1]) for series in prometheus.query(expression))
+
+
+def test_a_wrong_expression_is_an_error(prometheus: Prometheus) -> None:
+    def is_up() -> bool:
+        return bool(prometheus.query("vector(1)"))
+
+    wait_for(is_up)
+    with pytest.raises(AssertionError, match="parse error"):
+        prometheus.query("rate(vllm:num_requests_running")

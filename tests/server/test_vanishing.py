@@ -1,0 +1,136 @@
+"""Clients that go without a word, at any moment of a request: nothing of them stays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.faults.served import TIMEOUT_S, FaultyServer
+
+MOMENTS = ("in the headers", "in the body", "before the answer", "in the answer", "behind a chunk")
+IN_FLIGHT = (
+    *("turns_in_engine", "turns_in_queue", "owners_in_flight"),
+    *("locked_conversations", "background_responses", "requests_with_keys"),
+)
+
+
+def bodies(draw: random.Random, conversations: list[str]) -> tuple[str, dict[str, Any]]:
+    """A path and a body that runs turns for a while."""
+    text = "word " * draw.randint(1, 30)
+    path = draw.choice(("/v1/responses", "/v1/responses", "/v1/chat/completions", "/v1/completions"))
+    body: dict[str, Any] = {"stream": draw.random() < 0.6, "temperature": draw.choice((0, 1))}
+    if path == "/v1/responses":
+        body |= {"input": text, "max_output_tokens": 400}
+        if draw.random() < 0.4:
+            body["conversation"] = draw.choice(conversations)
+    elif path == "/v1/chat/completions":
+        n = draw.choice((1, 2, 4))
+        body |= {
+            "messages": [{"role": "user", "content": text}],
+            "n": n,
+            "max_tokens": 400,
+            "min_tokens": 200,
+        }
+    else:
+        body |= {"prompt": [text, text + "x"], "max_tokens": 400, "min_tokens": 200}
+    return path, body
+
+
+async def vanish(server: FaultyServer, draw: random.Random, conversations: list[str]) -> str:
+    """One client; the moment in which it went."""
+    moment = draw.choice(MOMENTS)
+    path, body = bodies(draw, conversations)
+    raw = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(raw)}\r\n\r\n"
+    ).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+    try:
+        if moment == "in the headers":
+            writer.write(head[: draw.randrange(1, len(head) - 2)])
+        elif moment == "in the body":
+            writer.write(head + raw[: draw.randrange(len(raw))])
+        else:
+            writer.write(head + raw)
+        await writer.drain()
+        async with asyncio.timeout(TIMEOUT_S):
+            if moment == "in the answer":
+                await reader.read(draw.randint(1, 3000))
+            elif moment == "behind a chunk" and body["stream"]:
+                for _ in range(draw.randint(1, 6)):
+                    if not await reader.readline():
+                        break
+            elif moment != "behind a chunk":
+                await asyncio.sleep(draw.random() * 0.05)
+    finally:
+        if draw.random() < 0.5:
+            writer.transport.abort()
+        else:
+            writer.close()
+    return moment
+
+
+def held(server: FaultyServer) -> dict[str, Any]:
+    """What may not stay: rows, turns, pages that are set aside, threads and descriptors."""
+    assert server.process is not None
+    said = server.ask("GET", "/v1/pensieve/stats").json()
+    front, engine = Path(f"/proc/{server.process.pid}"), Path(f"/proc/{server.engine_pid}")
+    return {
+        **{name: said["tables"][name] for name in (*IN_FLIGHT, "tasks")},
+        **{name: said[name] for name in ("num_running", "num_waiting", "reserved", "copying in", "leaving")},
+        **{f"{p.name} {what}": len(os.listdir(p / what)) for p in (front, engine) for what in ("task", "fd")},
+    }
+
+
+def settled(server: FaultyServer, before: dict[str, Any]) -> None:
+    """Wait until everything is as it was."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while (now := held(server)) != before:
+        assert time.monotonic() < deadline_s, {name: now[name] for name in now if now[name] != before[name]}
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("num_clients", [60, pytest.param(300, marks=pytest.mark.long)])
+def test_nothing_of_them_stays(tmp_path, num_clients):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+
+    async def all_of_them() -> Counter[str]:
+        limit = asyncio.Semaphore(20)
+
+        async def one() -> str:
+            async with limit:
+                return await vanish(server, draw, conversations)
+
+        return Counter(await asyncio.gather(*(one() for _ in range(num_clients))))
+
+    with FaultyServer(tmp_path) as server:
+        conversations = [server.ask("POST", "/v1/conversations", {}).json()["id"] for _ in range(3)]
+        assert server.ask("POST", "/v1/responses", {"input": "hello"}).status_code == 200
+        time.sleep(0.2)
+        before = held(server)
+        moments = asyncio.run(all_of_them())
+        settled(server, before)
+        print(moments, before)
+        assert len(moments) == len(MOMENTS)
+        # Pages are all there: a conversation that needs nearly all of them is served.
+        body = {"prompt": [5] * 800, "max_tokens": 20, "min_tokens": 20}
+        assert server.ask("POST", "/v1/completions", body).json()["usage"]["completion_tokens"] == 20
+        for conversation in conversations:
+            answer = server.ask("POST", "/v1/responses", {"input": "hi", "conversation": conversation})
+            assert answer.status_code == 200
+            items = server.ask("GET", f"/v1/conversations/{conversation}/items?limit=100&order=asc").json()
+            roles = [item["role"] for item in items["data"]]
+            assert roles == ["user", "assistant"] * (len(roles) // 2)
+        assert server.close() == 0
+        assert "Traceback" not in server.log and '"level":"error"' not in server.log, server.log[-3000:]

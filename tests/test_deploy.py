@@ -1,0 +1,101 @@
+"""What `deploy/` and the pages tell people to type: every flag, file and route in them exists."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pensieve_jax.commands import serve
+from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.http.settings import MAX_BODY_BYTES, ServerSettings
+from tests.launching import ROOT, Launch
+
+DEPLOY = ROOT / "deploy"
+PAGE = ROOT / "docs" / "server.md"
+FILES = [*sorted(DEPLOY.iterdir()), PAGE]
+_FLAG = re.compile(r"(?<![\w-])--([a-z]+(?:_[a-z]+)+|model|host|port|history)(?==|`|\s)")
+
+
+@pytest.fixture
+def flags_of_serve(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    found: list[str] = []
+    monkeypatch.setattr(serve, "serve", lambda: found.extend(serve.FLAGS) or 0)
+    assert launch("serve", shared_llm=False) == 0
+    return set(found)
+
+
+def test_every_flag_that_is_named_is_one_of_the_server(flags_of_serve: set[str]) -> None:
+    named = {path.name: set(_FLAG.findall(path.read_text(encoding="utf-8"))) for path in FILES}
+    assert len(named["pensieve.service"]) >= 7 and len(named["Containerfile"]) >= 5
+    assert {name: flags - flags_of_serve for name, flags in named.items() if flags - flags_of_serve} == {}
+
+
+def test_the_unit_waits_for_longer_than_the_server_drains() -> None:
+    unit = (DEPLOY / "pensieve.service").read_text(encoding="utf-8")
+    drain_s = int(re.search(r"--drain_s=(\d+)", unit)[1])
+    assert int(re.search(r"TimeoutStopSec=(\d+)", unit)[1]) > drain_s + 5
+
+
+def test_a_command_goes_on_to_its_end() -> None:
+    """A comment or a blank after a line's backslash would end it."""
+    for path in DEPLOY.iterdir():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for line, following in itertools.pairwise(lines):
+            assert not line.endswith("\\ "), path
+            if line.endswith("\\") and not line.startswith("#"):
+                assert following.strip() and not following.lstrip().startswith("#"), (path, line)
+
+
+def test_the_container_has_what_it_copies_and_installs() -> None:
+    text = (DEPLOY / "Containerfile").read_text(encoding="utf-8")
+    copied = [name for line in re.findall(r"^COPY (.*)$", text, re.M) for name in line.split()[:-1]]
+    assert "pensieve_jax" in copied and all((ROOT / name).exists() for name in copied)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"EXTRAS=([\w,]+)", text)
+    assert len(named) == 2 and {extra for words in named for extra in words.split(",")} <= set(extras)
+
+
+def test_the_routes_and_limits_of_the_page_are_those_of_the_server() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    paths = {route.path for route in ROUTES}
+    assert set(re.findall(r"^\| `(/\w+)` \|", page, re.M)) <= paths
+    settings = ServerSettings()
+    for words in (
+        f"(`--max_turns_per_key`); none without keys | {settings.max_in_flight_per_key} |",
+        f"| waiting for a place | {settings.queue_timeout_s:g} s |",
+        f"| a body | {MAX_BODY_BYTES >> 20} MiB, within {settings.body_timeout_s:g} s |",
+        f"| a client that takes nothing of its stream | {settings.stall_timeout_s:g} s |",
+        f"| a silent stream | {settings.heartbeat_s:g} s |",
+    ):
+        assert words in page
+    assert settings.queue_per_running == 2, "the page says twice as many"
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
+def test_nginx_takes_its_configuration(tmp_path: Path) -> None:
+    """All but TLS, whose files are somebody's own."""
+    text = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
+    text = re.sub(r"^ *ssl_certificate.*\n", "", text, flags=re.M).replace(
+        "listen 443 ssl", "listen 127.0.0.1:8443"
+    )
+    (tmp_path / "site.conf").write_text(text)
+    own = f"pid {tmp_path}/pid; events {{}} http {{ access_log off; include {tmp_path}/site.conf; }}"
+    (tmp_path / "nginx.conf").write_text(own)
+    command = ["nginx", "-t", "-q", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    unit = (DEPLOY / "pensieve.service").read_text(encoding="utf-8")
+    (tmp_path / "pensieve.service").write_text(unit.replace("/opt/pensieve/bin/pensieve", "/bin/true"))
+    command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "pensieve.service")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
