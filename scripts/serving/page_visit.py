@@ -78,6 +78,14 @@ class Visit:
         """Press a button of the page by its name."""
         self.page.get_by_role("button", name=button, exact=True).click()
 
+    def hold_streams(self) -> None:
+        """From here on no reply comes, until `release_streams`."""
+        self.page.route("**/v1/responses", lambda route: None)
+
+    def release_streams(self) -> None:
+        """Replies come again."""
+        self.page.unroute("**/v1/responses")
+
     def chunks(self) -> dict[str, int]:
         """Chunks by where they are, as the map says to those who cannot see it."""
         told = self.page.get_attribute("#chunks", "aria-label") or ""

@@ -91,6 +91,21 @@ def test_conversations_are_listed_and_opened_again(visit):
     assert num_of(visit.accounts()[-1], "new") < num_of(visit.accounts()[0], "new") + 20
 
 
+def test_another_conversation_while_a_reply_comes(visit):
+    visit.say(FIRST)
+    visit.hold_streams()  # a reply that is on its way for as long as it takes
+    visit.page.fill("#text", "Italian please, something cheap.")
+    visit.page.press("#text", "Enter")
+    visit.page.locator("#stop").wait_for()
+    visit.press("New conversation")
+    visit.page.locator("#send").wait_for()
+    visit.release_streams()
+    assert visit.texts() == []
+    visit.say("Can you find me some jazz?")
+    assert visit.texts()[0] == "Can you find me some jazz?" and len(visit.texts()) == 2
+    assert num_of(visit.accounts()[0], "found on the device") == 0, "a conversation of its own"
+
+
 def test_a_model_cannot_write_into_the_page(visit):
     visit.say("<img src=x onerror=\"document.title='owned'\"><b>bold</b>")
     assert visit.texts()[0].startswith("<img") and visit.page.locator("article img, article b").count() == 0

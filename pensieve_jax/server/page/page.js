@@ -43,9 +43,9 @@ async function list() {
 }
 
 async function open(root) {
-  const found = await get(`/v1/pensieve/trees/${root}`);
   clear();
   running?.abort();
+  const found = await get(`/v1/pensieve/trees/${root}`);
   tree = new Tree(root);
   for (const turn of found.data) tree.add(turn);
   show();
@@ -130,38 +130,45 @@ function account(usage) {
 async function say(input, parent) {
   if (!input.trim() || running) return;
   clear();
-  const before = tree.tip;
-  running = new AbortController();
-  $("send").hidden = true;
-  $("stop").hidden = false;
+  const here = tree; // whoever looks at another conversation meanwhile sees that one
+  const before = here.tip;
+  const mine = (running = new AbortController());
   const turn = { id: "running", parent, input, output: "", status: "in_progress" };
-  tree.add(turn);
+  here.add(turn);
+  showSending(true);
   show();
-  const ended = await attempt(() => run(turn));
-  tree.turns.delete("running");
-  running = null;
-  $("send").hidden = false;
-  $("stop").hidden = true;
+  let ended;
+  try {
+    ended = await attempt(() => run(turn, mine.signal));
+  } finally {
+    here.turns.delete(turn.id);
+    here.tip = before; // what did not end left no trace
+    running = null;
+    showSending(false);
+  }
   if (ended) {
-    tree.root = turnId(ended.id).slice(0, 16);
-    tree.add({ ...turn, id: ended.id, status: ended.status, usage: ended.usage?.pensieve });
-  } else {
-    tree.tip = before; // it left no trace: the text goes back to where it was typed
-    $("text").value ||= input;
+    here.root = turnId(ended.id).slice(0, 16);
+    here.add({ ...turn, id: ended.id, status: ended.status, usage: ended.usage?.pensieve });
+  } else if (tree === here) {
+    $("text").value ||= input; // back to where it was typed
   }
   show();
   await attempt(list);
 }
 
+function showSending(isSending) {
+  $("send").hidden = isSending;
+  $("stop").hidden = !isSending;
+}
+
 /** Stream a reply into `turn`; the response as it ended. */
-async function run(turn) {
+async function run(turn, signal) {
   const body = { model, input: turn.input, stream: true, temperature: $("temperature").valueAsNumber || 0 };
   body.max_output_tokens = $("max-tokens").valueAsNumber || 200;
   if (turn.parent) body.previous_response_id = turn.parent;
   if ($("instructions").value.trim()) body.instructions = $("instructions").value.trim();
-  const events = await stream("POST", "/v1/responses", body, running.signal);
   const shown = $("messages").lastElementChild.querySelector(".text");
-  for await (const event of events) {
+  for await (const event of await stream("POST", "/v1/responses", body, signal)) {
     if (event.type === "response.output_text.delta") {
       turn.output += event.delta;
       shown.textContent = turn.output;
