@@ -145,13 +145,18 @@ class SupervisedEngine:
         """Start the engine and wait until it is ready.
 
         Raises what keeps it from starting: ConfigError, model_defs.ModelError, HistoryError; EngineDiedError
-        if its process died.
+        if its process died or the system cannot start one; EngineClosedError if it was told to end meanwhile.
         """
-        error = await self._live()
-        if error is not None:
+        self._state = "starting"
+        try:
+            error = await self._live()
+            if error is not None:
+                raise received_error(error)
+        except BaseException:
             self._state = "dead"
-            raise received_error(error)
+            raise
         self._watch = asyncio.create_task(self._keep_alive())
+        self._watch.add_done_callback(self._watch_ended)
 
     async def close(self) -> None:
         """Cancel what runs and end the engine; a second call does nothing."""
@@ -180,23 +185,23 @@ class SupervisedEngine:
         return self._connection
 
     async def _live(self) -> SentError | None:
-        """Begin a life; returns why it is none, or when it is ready. What is cancelled ends it."""
-        life = self._life = await self._begin()
+        """Begin a life; returns why it is none, or when it is ready. One that does not become ready is ended.
+
+        Raises EngineDiedError if it died or could not begin; EngineClosedError if it is not wanted any more.
+        """
         try:
-            loop = asyncio.get_running_loop()
-            _, connection = await loop.create_unix_connection(
-                lambda: Connection(self._numbers), sock=life.front
-            )
-            self._connection = connection
-            if life.greeting is not None:
-                connection.send(life.greeting)
-            found = await connection.opening
+            found = await self._opening()
+            if not self._is_starting():
+                raise EngineClosedError(f"The engine is not wanted any more: it is {self._state}.")
         except EngineDiedError as error:
             how = await self._bury()
             raise EngineDiedError(f"The engine's process died before it was ready: it {how}.") from error
-        except asyncio.CancelledError:
-            life.kill()
-            await self._bury()
+        except OSError as error:  # too many processes or open files, no memory
+            await self._kill_and_bury()
+            problem = error.strerror or str(error)
+            raise EngineDiedError(f"The engine's process cannot be started: {problem}.") from error
+        except BaseException:
+            await self._kill_and_bury()
             raise
         if isinstance(found, SentError):
             await self._bury()
@@ -205,6 +210,25 @@ class SupervisedEngine:
         self._epoch += 1
         self._state = "ready"
         return None
+
+    async def _opening(self) -> EngineInfo | SentError:
+        """Begin a life, and wait for the first that it says."""
+        life = self._life = await self._begin()
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_unix_connection(lambda: Connection(self._numbers), sock=life.front)
+        self._connection = connection
+        if life.greeting is not None:
+            connection.send(life.greeting)
+        return await connection.opening
+
+    def _is_starting(self) -> bool:
+        """Whether nobody has told it to end."""
+        return self._state == "starting"
+
+    async def _kill_and_bury(self) -> None:
+        if self._life is not None:
+            self._life.kill()
+        await self._bury()
 
     async def _bury(self) -> str:
         """Wait for the end of a life whose socket is closed, or end it; how it ended."""
@@ -233,14 +257,22 @@ class SupervisedEngine:
             if not was_killed:
                 _log.error("The engine's process %s.", how)
             if not is_wanted or not await self._live_again():
-                self._state = "dead"
-                if is_wanted:
+                if self._is_starting():
                     self.gave_up.set()
+                self._state = "dead"
                 return
 
+    def _watch_ended(self, watch: asyncio.Task[None]) -> None:
+        """Nobody starts the engine again; whoever watches over the server must know why."""
+        self._state = "dead"
+        error = None if watch.cancelled() else watch.exception()
+        if error is not None:
+            _log.error("The engine cannot be started again.", exc_info=error)
+            self.gave_up.set()
+
     async def _live_again(self) -> bool:
-        """Start until it is ready; False when that was tried too often."""
-        while True:
+        """Start until it is ready; False when that was tried too often, or it is told to end meanwhile."""
+        while self._is_starting():
             now_s = time.monotonic()
             while self._starts_s and now_s - self._starts_s[0] > self._restarts.within_s:
                 self._starts_s.popleft()
@@ -249,12 +281,17 @@ class SupervisedEngine:
                 _log.error("The engine died %d times in %g s: given up.", num_before, self._restarts.within_s)
                 return False
             await asyncio.sleep(self._restarts.delay_s(num_before))
+            if not self._is_starting():
+                break
             self._starts_s.append(time.monotonic())
             try:
                 problem = await self._live()
             except EngineDiedError as error:
                 _log.error("%s", error)
                 continue
+            except EngineClosedError:
+                break
             if problem is None:
                 return True
             _log.error("The engine cannot start: %s", received_error(problem))
+        return False
