@@ -24,7 +24,7 @@ class Route:
       path: with parameters in braces, as in "/v1/responses/{response_id}".
       handler: gets the request and returns the answer, or raises.
       needs_key: False answers those without a key; "off_loopback": where others than this machine can ask.
-      has_body: a POST without one is not asked for its content type.
+      has_body: a POST that may come without one is asked for its content type only where it has one.
     """
 
     method: str
