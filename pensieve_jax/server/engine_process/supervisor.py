@@ -137,7 +137,17 @@ class SupervisedEngine:
                 await connection.idle()
         except TimeoutError:
             connection.cancel_all()
-            await connection.idle()
+            await self._idle_or_killed(connection)
+
+    async def _idle_or_killed(self, connection: Connection) -> None:
+        """Wait for what was cancelled; an engine that is stuck would have everybody wait for ever."""
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await connection.idle()
+        except TimeoutError:
+            _log.error("The engine cancelled no turn within %g s, and is killed.", self._patience_s)
+            self.kill()
+            await connection.lost.wait()
 
     # Its lives
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 
 import pytest
 
 from pensieve_jax import AsyncEngine, EngineClosedError, EngineDiedError
 from pensieve_jax.server.engine_process.lives import ThreadLife
 from pensieve_jax.server.engine_process.supervisor import Restarts
-from tests.server.engine_process.fakes import FakeLives, fake_engine, run, spec, until
+from tests.server.engine_process.fakes import TIMEOUT_S, FakeLives, fake_engine, run, spec, until
 
 TOO_MANY_FILES = OSError(errno.EMFILE, "Too many open files")
 
@@ -139,6 +140,32 @@ def test_an_engine_that_is_told_to_end_while_it_is_started_again_ends(
                 engine.submit(spec([5]))
 
     run(work())
+
+
+def test_a_drain_does_not_wait_for_an_engine_that_is_stuck(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        lives, steps, may_go_on = FakeLives(), threading.Event(), threading.Event()
+
+        def stick(output: object) -> None:
+            steps.set()
+            may_go_on.wait(TIMEOUT_S)
+
+        lives.prepare = lambda harness: setattr(harness, "on_step", stick)
+        engine = AsyncEngine(lives.begin, patience_s=0.01)
+        await engine.open()
+        turn = engine.submit(spec([5], max_tokens=1500))
+        await until(steps.is_set)
+        try:
+            await engine.drain(0.0)
+            with pytest.raises(EngineDiedError):
+                await turn.result()
+        finally:
+            may_go_on.set()
+        await engine.close()
+        assert engine.state == "dead" and not engine.gave_up.is_set()
+
+    run(work())
+    assert "cancelled no turn within 0.01 s" in caplog.text
 
 
 def test_an_engine_that_is_told_to_end_between_two_starts_is_not_started() -> None:
