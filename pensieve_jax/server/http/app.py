@@ -97,12 +97,8 @@ class _Path:
         await reply.send(receive, send)
 
     def _owner(self, route: Route, headers: Headers) -> str:
-        services = self._services
-        needs_key = route.needs_key
-        if needs_key == "off_loopback":
-            needs_key = not services.settings.is_loopback
-        owner = services.keys.owner(headers.get("authorization"))
-        if owner is None and needs_key:
+        owner = self._services.keys.owner(headers.get("authorization"))
+        if owner is None and route.needs_key:
             sentence = "There is no such API key; send one as Authorization: Bearer KEY."
             headers_out = {"www-authenticate": "Bearer"}
             raise ApiError(401, "invalid_api_key", sentence, headers=headers_out)
