@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,18 +56,27 @@ class SupervisedEngine:
       gave_up: set when it died too often, and is not started again.
     """
 
-    def __init__(self, begin: Begin, *, restarts: Restarts | None = None, patience_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        begin: Begin,
+        *,
+        restarts: Restarts | None = None,
+        patience_s: float = 10.0,
+        answer_s: float = 30.0,
+    ) -> None:
         """Nothing is started yet.
 
         Args:
           begin: starts one life.
           restarts: when it is called again.
-          patience_s: how long a life may take to end before it is killed.
+          patience_s: how long a life may take to end, or to cancel its turns, before it is killed.
+          answer_s: how long a call or a change may take; an engine that is stuck would collect them.
         """
         self.gave_up = asyncio.Event()
         self._begin = begin
         self._restarts = restarts or Restarts()
         self._patience_s = patience_s
+        self._answer_s = answer_s
         self._numbers = numbering()
         self._state: EngineState = "starting"
         self._epoch = 0
@@ -120,12 +129,12 @@ class SupervisedEngine:
         return connection.submit(sent)
 
     async def apply(self, change: HistoryChange) -> None:
-        """Change what the history keeps beside turns."""
-        await self._open().apply(change)
+        """Change what the history keeps beside turns; EngineClosedError without an answer leaves it open."""
+        await self._in_time(self._open().apply(change))
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """One of `calls.CALLS` by name."""
-        return await self._open().call(name, arguments)
+        """One of `calls.CALLS` by name; raises EngineClosedError without an answer."""
+        return await self._in_time(self._open().call(name, arguments))
 
     async def drain(self, deadline_s: float) -> None:
         """Take no more turns, and wait for those that run, or cancel them when the time is over."""
@@ -148,6 +157,17 @@ class SupervisedEngine:
             _log.error("The engine cancelled no turn within %g s, and is killed.", self._patience_s)
             self.kill()
             await connection.lost.wait()
+
+    async def _in_time[T](self, asked: Awaitable[T]) -> T:
+        limit = asyncio.timeout(self._answer_s)
+        try:
+            async with limit:
+                return await asked
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            sentence = f"The engine has not answered within {self._answer_s:g} s; it may still do so."
+            raise EngineClosedError(sentence) from None
 
     # Its lives
 

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from pensieve_jax import AsyncEngine, EngineClosedError, EngineDiedError
+from pensieve_jax.history.changes import DeleteConversation
 from pensieve_jax.server.engine_process.lives import ThreadLife
 from pensieve_jax.server.engine_process.supervisor import Restarts
 from tests.server.engine_process.fakes import TIMEOUT_S, FakeLives, fake_engine, run, spec, until
@@ -166,6 +167,32 @@ def test_a_drain_does_not_wait_for_an_engine_that_is_stuck(caplog: pytest.LogCap
 
     run(work())
     assert "cancelled no turn within 0.01 s" in caplog.text
+
+
+def test_an_engine_that_is_stuck_keeps_nobody_waiting() -> None:
+    async def work() -> None:
+        lives, steps, may_go_on = FakeLives(), threading.Event(), threading.Event()
+
+        def stick(output: object) -> None:
+            steps.set()
+            may_go_on.wait(TIMEOUT_S)
+
+        lives.prepare = lambda harness: setattr(harness, "on_step", stick)
+        async with AsyncEngine(lives.begin, answer_s=0.01) as engine:
+            turn = engine.submit(spec([5]))
+            await until(steps.is_set)
+            change = DeleteConversation(owner="", conversation_id="c")
+            try:
+                for asked in (engine.call("stats"), engine.apply(change)):
+                    with pytest.raises(EngineClosedError, match=r"0\.01 s"):
+                        await asked
+                assert engine._connection is not None and not engine._connection._calls
+            finally:
+                may_go_on.set()
+            assert (await turn.result()).finish_reason == "length"  # what it says too late disturbs nobody
+            assert engine.state == "ready"
+
+    run(work())
 
 
 def test_an_engine_that_is_told_to_end_between_two_starts_is_not_started() -> None:
