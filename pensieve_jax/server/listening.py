@@ -6,8 +6,8 @@ Does not know: what the application does, command lines, or how an engine runs.
 Called by: `pensieve serve`.
 
 The first SIGTERM or Ctrl-C drains: no more turns are taken, those that run get their time, and the status is
-0. The second ends everything at once. An engine that dies too often ends the server, with status 1, so that
-whoever watches over it can start it anew.
+0. The second ends everything at once. An engine that dies too often ends the server, with status 1, as does
+an end that nobody asked for, so that whoever watches over it can start it anew.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.server.engine_process.public import AsyncEngine
 
 EXIT_AT_ONCE: Final = 128 + signal.SIGTERM
-EXIT_GIVEN_UP: Final = 1
+EXIT_ENDED: Final = 1
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75  # clients' pools keep connections for a minute or so, and must not find them closed
@@ -206,10 +206,12 @@ async def _until_told(
     """Serve until the first signal, then drain, until the second; or until the engine is given up."""
     if not await _until(signals.first, _until(engine.gave_up, _outcome(serving))):
         _log.info("ending: turns that run get %g s; a second signal ends them at once", drain_s)
-    elif engine.gave_up.is_set():
+    else:
+        if not engine.gave_up.is_set():
+            _log.error("the server has ended without being told to")
         server.should_exit = True
         await _outcome(serving)
-        return EXIT_GIVEN_UP
+        return EXIT_ENDED
     if await _until(signals.second, _drain(engine, server, serving, drain_s)):
         return 0
     with _quiet("uvicorn.error"):

@@ -18,7 +18,15 @@ import pytest
 from pensieve_jax import AsyncEngine, ConfigError, EngineClosedError
 from pensieve_jax.server.engine_process.lives import ThreadLife
 from pensieve_jax.server.engine_process.supervisor import Restarts
-from pensieve_jax.server.listening import EXIT_AT_ONCE, EXIT_GIVEN_UP, address_of, bind, history_file, serve
+from pensieve_jax.server.listening import (
+    EXIT_AT_ONCE,
+    EXIT_ENDED,
+    _Uvicorn,
+    address_of,
+    bind,
+    history_file,
+    serve,
+)
 from tests.engine.harness import Harness
 from tests.server.engine_process.fakes import TIMEOUT_S, FakeLives, spec
 
@@ -156,8 +164,32 @@ def test_an_engine_that_dies_too_often_ends_the_server() -> None:
             with pytest.raises((http.client.HTTPException, ConnectionError)):
                 running.read()
 
-    assert run(Client(work), drain_s=TIMEOUT_S, lives=lives) == EXIT_GIVEN_UP
+    assert run(Client(work), drain_s=TIMEOUT_S, lives=lives) == EXIT_ENDED
     assert len(lives.lives) == 1 + Restarts().most
+
+
+def test_an_end_that_nobody_asked_for_is_no_good_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever watches over the server starts it anew for status 1, not for 0."""
+
+    servers: list[_Uvicorn] = []
+    startup = _Uvicorn.startup
+
+    async def noted(server: _Uvicorn, sockets: list[socket.socket] | None = None) -> None:
+        servers.append(server)
+        await startup(server, sockets)
+
+    monkeypatch.setattr(_Uvicorn, "startup", noted)
+    status = serve(
+        lambda: AsyncEngine(FakeLives().begin),
+        application,
+        bind("127.0.0.1", 0),
+        drain_s=0,
+        announce=lambda engine, address: setattr(servers[0], "should_exit", True),
+    )
+    assert status == EXIT_ENDED
+    assert "has ended without being told to" in caplog.text
 
 
 def test_a_signal_while_it_starts_ends_it() -> None:

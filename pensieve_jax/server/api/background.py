@@ -30,7 +30,14 @@ from pensieve_jax.server.api.running import RunningTurns, run_turns
 from pensieve_jax.server.async_engine import AsyncTurn
 from pensieve_jax.server.context.resolver import ResolvedContext
 from pensieve_jax.server.context.start import resolved_context
-from pensieve_jax.server.http.errors import ApiError, as_api_error, internal_error, overloaded, renamed_fields
+from pensieve_jax.server.http.errors import (
+    ApiError,
+    as_api_error,
+    internal_error,
+    overloaded,
+    rate_limited,
+    renamed_fields,
+)
 from pensieve_jax.server.http.services import Services
 
 MAX_RUNS: Final = 1000
@@ -63,6 +70,7 @@ class BackgroundResponses:
         try:
             if len(self._runs) >= MAX_RUNS:
                 raise overloaded("There are too many responses in the background; try again later.", 30)
+            self._check_share(run.owner)
             self._services.limits.check_ready()
             context = plan.context
             with renamed_fields(ENGINE_FIELDS):
@@ -116,6 +124,14 @@ class BackgroundResponses:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     # Inside
+
+    def _check_share(self, owner: str) -> None:
+        """No key may fill the background for the others; without keys, nobody's share is another's loss."""
+        settings = self._services.settings
+        most = settings.max_in_flight_per_key
+        if settings.api_keys_file is not None and sum(key[0] == owner for key in self._runs) >= most:
+            sentence = f"A key may have {most} responses in the background; wait for one of them."
+            raise rate_limited(sentence, self._services.limits.retry_after_s())
 
     def _start(
         self,

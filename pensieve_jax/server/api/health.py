@@ -65,5 +65,5 @@ ROUTES = [
     Route("GET", "/health", health, needs_key=False),
     Route("GET", "/ready", ready, needs_key=False),
     Route("GET", "/version", version),
-    Route("GET", "/metrics", metrics, needs_key="off_loopback"),
+    Route("GET", "/metrics", metrics),
 ]

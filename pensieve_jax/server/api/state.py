@@ -17,13 +17,16 @@ from pensieve_jax.core.turn_node import check_turn_id
 from pensieve_jax.server.api.usage import token_sources
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.call import Call
-from pensieve_jax.server.http.errors import not_found
+from pensieve_jax.server.http.errors import not_found, rate_limited
 from pensieve_jax.server.http.replies import Reply, encode_json, json_reply
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.sse import Events, event
 
 _PERIOD_S: Final = 0.25
 """Between two maps of a stream."""
+MAX_STREAMS: Final = 8
+"""Of maps, for each owner."""
+_RETRY_S: Final = 30
 _MAX_TREES: Final = 100
 _PREFIXES: Final = ("resp_", "chatcmpl-", "cmpl-")
 
@@ -37,8 +40,25 @@ class OfResponse(Body):
 async def chunks(call: Call) -> Reply:
     """GET /v1/pensieve/chunks: the caller's branches, chunk by chunk; `stream=true` goes on telling."""
     if call.query.get("stream") == "true":
-        return Events(_maps(call))
+        return _watched_maps(call)
     return json_reply(await _map(call))
+
+
+def _watched_maps(call: Call) -> Events:
+    """Few at a time: each asks the engine four times a second."""
+    services, owner = call.services, call.owner
+    if services.map_streams[owner] >= MAX_STREAMS:
+        sentence = f"A key may watch {MAX_STREAMS} maps at a time; close one of them."
+        raise rate_limited(sentence, _RETRY_S)
+    services.map_streams[owner] += 1
+
+    async def over() -> None:
+        services.map_streams[owner] -= 1
+        if not services.map_streams[owner]:
+            del services.map_streams[owner]
+
+    settings = services.settings
+    return Events(_maps(call), settings.heartbeat_s, settings.stall_timeout_s, over)
 
 
 async def _maps(call: Call) -> AsyncGenerator[bytes]:
@@ -134,7 +154,7 @@ ROUTES: Final = (
     Route("GET", "/v1/pensieve/chunks", chunks),
     Route("POST", "/v1/pensieve/push_out", push_out),
     Route("POST", "/v1/pensieve/forget_state", forget_state),
-    Route("GET", "/v1/pensieve/stats", stats, needs_key="off_loopback"),
+    Route("GET", "/v1/pensieve/stats", stats),
     Route("GET", "/v1/pensieve/trees", trees),
     Route("GET", "/v1/pensieve/trees/{root}", tree),
 )

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,18 +56,27 @@ class SupervisedEngine:
       gave_up: set when it died too often, and is not started again.
     """
 
-    def __init__(self, begin: Begin, *, restarts: Restarts | None = None, patience_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        begin: Begin,
+        *,
+        restarts: Restarts | None = None,
+        patience_s: float = 10.0,
+        answer_s: float = 30.0,
+    ) -> None:
         """Nothing is started yet.
 
         Args:
           begin: starts one life.
           restarts: when it is called again.
-          patience_s: how long a life may take to end before it is killed.
+          patience_s: how long a life may take to end, or to cancel its turns, before it is killed.
+          answer_s: how long a call or a change may take; an engine that is stuck would collect them.
         """
         self.gave_up = asyncio.Event()
         self._begin = begin
         self._restarts = restarts or Restarts()
         self._patience_s = patience_s
+        self._answer_s = answer_s
         self._numbers = numbering()
         self._state: EngineState = "starting"
         self._epoch = 0
@@ -120,12 +129,12 @@ class SupervisedEngine:
         return connection.submit(sent)
 
     async def apply(self, change: HistoryChange) -> None:
-        """Change what the history keeps beside turns."""
-        await self._open().apply(change)
+        """Change what the history keeps beside turns; EngineClosedError without an answer leaves it open."""
+        await self._in_time(self._open().apply(change))
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """One of `calls.CALLS` by name."""
-        return await self._open().call(name, arguments)
+        """One of `calls.CALLS` by name; raises EngineClosedError without an answer."""
+        return await self._in_time(self._open().call(name, arguments))
 
     async def drain(self, deadline_s: float) -> None:
         """Take no more turns, and wait for those that run, or cancel them when the time is over."""
@@ -137,7 +146,28 @@ class SupervisedEngine:
                 await connection.idle()
         except TimeoutError:
             connection.cancel_all()
-            await connection.idle()
+            await self._idle_or_killed(connection)
+
+    async def _idle_or_killed(self, connection: Connection) -> None:
+        """Wait for what was cancelled; an engine that is stuck would have everybody wait for ever."""
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await connection.idle()
+        except TimeoutError:
+            _log.error("The engine cancelled no turn within %g s, and is killed.", self._patience_s)
+            self.kill()
+            await connection.lost.wait()
+
+    async def _in_time[T](self, asked: Awaitable[T]) -> T:
+        limit = asyncio.timeout(self._answer_s)
+        try:
+            async with limit:
+                return await asked
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            sentence = f"The engine has not answered within {self._answer_s:g} s; it may still do so."
+            raise EngineClosedError(sentence) from None
 
     # Its lives
 
@@ -145,13 +175,18 @@ class SupervisedEngine:
         """Start the engine and wait until it is ready.
 
         Raises what keeps it from starting: ConfigError, model_defs.ModelError, HistoryError; EngineDiedError
-        if its process died.
+        if its process died or the system cannot start one; EngineClosedError if it was told to end meanwhile.
         """
-        error = await self._live()
-        if error is not None:
+        self._state = "starting"
+        try:
+            error = await self._live()
+            if error is not None:
+                raise received_error(error)
+        except BaseException:
             self._state = "dead"
-            raise received_error(error)
+            raise
         self._watch = asyncio.create_task(self._keep_alive())
+        self._watch.add_done_callback(self._watch_ended)
 
     async def close(self) -> None:
         """Cancel what runs and end the engine; a second call does nothing."""
@@ -180,23 +215,23 @@ class SupervisedEngine:
         return self._connection
 
     async def _live(self) -> SentError | None:
-        """Begin a life; returns why it is none, or when it is ready. What is cancelled ends it."""
-        life = self._life = await self._begin()
+        """Begin a life; returns why it is none, or when it is ready. One that does not become ready is ended.
+
+        Raises EngineDiedError if it died or could not begin; EngineClosedError if it is not wanted any more.
+        """
         try:
-            loop = asyncio.get_running_loop()
-            _, connection = await loop.create_unix_connection(
-                lambda: Connection(self._numbers), sock=life.front
-            )
-            self._connection = connection
-            if life.greeting is not None:
-                connection.send(life.greeting)
-            found = await connection.opening
+            found = await self._opening()
+            if not self._is_starting():
+                raise EngineClosedError(f"The engine is not wanted any more: it is {self._state}.")
         except EngineDiedError as error:
             how = await self._bury()
             raise EngineDiedError(f"The engine's process died before it was ready: it {how}.") from error
-        except asyncio.CancelledError:
-            life.kill()
-            await self._bury()
+        except OSError as error:  # too many processes or open files, no memory
+            await self._kill_and_bury()
+            problem = error.strerror or str(error)
+            raise EngineDiedError(f"The engine's process cannot be started: {problem}.") from error
+        except BaseException:
+            await self._kill_and_bury()
             raise
         if isinstance(found, SentError):
             await self._bury()
@@ -205,6 +240,25 @@ class SupervisedEngine:
         self._epoch += 1
         self._state = "ready"
         return None
+
+    async def _opening(self) -> EngineInfo | SentError:
+        """Begin a life, and wait for the first that it says."""
+        life = self._life = await self._begin()
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_unix_connection(lambda: Connection(self._numbers), sock=life.front)
+        self._connection = connection
+        if life.greeting is not None:
+            connection.send(life.greeting)
+        return await connection.opening
+
+    def _is_starting(self) -> bool:
+        """Whether nobody has told it to end."""
+        return self._state == "starting"
+
+    async def _kill_and_bury(self) -> None:
+        if self._life is not None:
+            self._life.kill()
+        await self._bury()
 
     async def _bury(self) -> str:
         """Wait for the end of a life whose socket is closed, or end it; how it ended."""
@@ -233,14 +287,22 @@ class SupervisedEngine:
             if not was_killed:
                 _log.error("The engine's process %s.", how)
             if not is_wanted or not await self._live_again():
-                self._state = "dead"
-                if is_wanted:
+                if self._is_starting():
                     self.gave_up.set()
+                self._state = "dead"
                 return
 
+    def _watch_ended(self, watch: asyncio.Task[None]) -> None:
+        """Nobody starts the engine again; whoever watches over the server must know why."""
+        self._state = "dead"
+        error = None if watch.cancelled() else watch.exception()
+        if error is not None:
+            _log.error("The engine cannot be started again.", exc_info=error)
+            self.gave_up.set()
+
     async def _live_again(self) -> bool:
-        """Start until it is ready; False when that was tried too often."""
-        while True:
+        """Start until it is ready; False when that was tried too often, or it is told to end meanwhile."""
+        while self._is_starting():
             now_s = time.monotonic()
             while self._starts_s and now_s - self._starts_s[0] > self._restarts.within_s:
                 self._starts_s.popleft()
@@ -249,12 +311,17 @@ class SupervisedEngine:
                 _log.error("The engine died %d times in %g s: given up.", num_before, self._restarts.within_s)
                 return False
             await asyncio.sleep(self._restarts.delay_s(num_before))
+            if not self._is_starting():
+                break
             self._starts_s.append(time.monotonic())
             try:
                 problem = await self._live()
             except EngineDiedError as error:
                 _log.error("%s", error)
                 continue
+            except EngineClosedError:
+                break
             if problem is None:
                 return True
             _log.error("The engine cannot start: %s", received_error(problem))
+        return False

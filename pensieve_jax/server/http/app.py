@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pensieve_jax.server.http.call import Call, RequestNotes, read_body
 from pensieve_jax.server.http.errors import ApiError
-from pensieve_jax.server.http.middleware import NOTES, Cors, ErrorReplies, HostCheck, RequestLog
+from pensieve_jax.server.http.middleware import NOTES, Cors, ErrorReplies, HostCheck, OriginCheck, RequestLog
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 
@@ -45,15 +45,15 @@ def make_app(services: Services, routes: Iterable[Route], lifespans: Sequence[Li
         lifespan=_all_of(lifespans),
     )
     settings = services.settings
-    app: ASGIApp = router
-    if settings.cors_origin:
-        app = Cors(app, settings.cors_origin)
-    app = HostCheck(app, settings)
+    app: ASGIApp = HostCheck(OriginCheck(router, settings), settings)
     if services.tracing is not None:
         from pensieve_jax.server.tracing import TraceContext  # of an extra
 
         app = TraceContext(app)
-    app = RequestLog(ErrorReplies(app))
+    app = ErrorReplies(app)
+    if settings.cors_origin:
+        app = Cors(app, settings.cors_origin)  # around errors: pages may read those, too
+    app = RequestLog(app)
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = application  # by which the router raises what it cannot find, for us to word
@@ -97,12 +97,8 @@ class _Path:
         await reply.send(receive, send)
 
     def _owner(self, route: Route, headers: Headers) -> str:
-        services = self._services
-        needs_key = route.needs_key
-        if needs_key == "off_loopback":
-            needs_key = not services.settings.is_loopback
-        owner = services.keys.owner(headers.get("authorization"))
-        if owner is None and needs_key:
+        owner = self._services.keys.owner(headers.get("authorization"))
+        if owner is None and route.needs_key:
             sentence = "There is no such API key; send one as Authorization: Bearer KEY."
             headers_out = {"www-authenticate": "Bearer"}
             raise ApiError(401, "invalid_api_key", sentence, headers=headers_out)
@@ -111,9 +107,13 @@ class _Path:
     async def _body(self, route: Route, headers: Headers, receive: Receive) -> bytes:
         settings = self._services.settings
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if route.has_body and content_type != "application/json":
+        is_json = content_type == "application/json"
+        body = b""
+        if is_json or not route.has_body:
+            body = await read_body(receive, headers, settings.max_body_bytes, settings.body_timeout_s)
+        if not is_json and (body or route.has_body):  # other types are what forms of any page may send
             raise ApiError(415, "unsupported_media_type", "The body must be sent as application/json.")
-        return await read_body(receive, headers, settings.max_body_bytes, settings.body_timeout_s)
+        return body
 
 
 def _all_of(lifespans: Sequence[Lifespan]) -> Callable[[Any], AbstractAsyncContextManager[None]]:

@@ -135,8 +135,8 @@ class Limits:
           num_turns: how many.
           num_tokens: what is to be computed for them, as far as that is known.
 
-        Raises ApiError 429 where the key has too many, 503 where the queue is full, the wait too long, or the
-        engine takes none.
+        Raises ApiError 400 for more turns than there is ever room for, 429 where the key has too many, 503
+        where the queue is full, the wait too long, or the engine takes none.
         """
         place = self.enter_now(owner, num_turns, num_tokens)
         if place is None:
@@ -148,6 +148,7 @@ class Limits:
     def enter_now(self, owner: str, num_turns: int = 1, num_tokens: int = 0) -> Place | None:
         """As `enter`, but None where there is a wait to begin."""
         self.check_ready()
+        self._check_possible(num_turns)
         most = self._settings.max_in_flight_per_key
         if self._has_keys and self.in_flight(owner) + num_turns > most:
             sentence = f"A key may have {most} turns at a time; wait for one of them."
@@ -174,10 +175,22 @@ class Limits:
     def _overloaded(self, sentence: str) -> ApiError:
         return overloaded(sentence, self.retry_after_s())
 
-    def _has_room(self, num_turns: int) -> bool:
+    def _check_possible(self, num_turns: int) -> None:
+        """What never fits would wait in vain, and keep everybody behind it waiting."""
+        most = self._most_inside()
+        if self._has_keys:
+            most = min(most, self._settings.max_in_flight_per_key)
+        if num_turns > most:
+            sentence = f"The request is for {num_turns} turns, but must be for at most {most}."
+            raise ApiError(400, "invalid_value", sentence)
+
+    def _most_inside(self) -> int:
         """Some wait in the engine, so that a place that falls free is taken by the very next step."""
         most = self._engine.info.max_num_running
-        return self._num_inside + num_turns <= most + max(8, most // 4)
+        return most + max(8, most // 4)
+
+    def _has_room(self, num_turns: int) -> bool:
+        return self._num_inside + num_turns <= self._most_inside()
 
     def _count(self, place: Place, sign: int) -> None:
         left = self.in_flight(place.owner) + sign * place.num_turns

@@ -1,6 +1,7 @@
 """What happens to every request, whatever it asks for.
 
-Owns: request ids, the access log, errors as answers, names that a server may be called by, CORS.
+Owns: request ids, the access log, errors as answers, names that a server may be called by, which pages may
+ask and read.
 Does not know: routes, keys, bodies.
 Called by: the application, around its routes. Plain ASGI: nothing here stands between a handler and the news
 that its client left.
@@ -31,6 +32,7 @@ NOTES: Final = "pensieve.notes"
 """Where a scope holds its `RequestNotes`."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
 _MAX_IGNORED_BYTES: Final = 1000
+_CHANGING: Final = frozenset({"POST", "DELETE"})
 CLIENT_GONE_STATUS: Final = 499
 """In the log, for clients that left; nothing is sent."""
 
@@ -152,6 +154,37 @@ class HostCheck:
         await self._app(scope, receive, send)
 
 
+class OriginCheck:
+    """Refuses what a page of another origin would change, while no keys are asked for.
+
+    A form, or a script that does not want to read the answer, sends what it likes to a server on loopback;
+    only a browser's Origin header tells. Programs that are no browsers send none.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        """Pages of the server itself and of `cors_origin` may ask; behind keys, whoever has one."""
+        self._app = app
+        self._origins = frozenset(settings.cors_origin)
+        self._is_on = settings.api_keys_file is None and "*" not in self._origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if self._is_on and scope["type"] == "http" and scope["method"] in _CHANGING:
+            headers = Headers(scope=scope)
+            origin = headers.get("origin")
+            if origin is not None and not self._is_ours(origin, headers.get("host", "")):
+                raise _cors_refused()
+        await self._app(scope, receive, send)
+
+    def _is_ours(self, origin: str, host: str) -> bool:
+        own = origin.lower().partition("://")[2]
+        return origin in self._origins or (own != "" and own == host.lower())
+
+
+def _cors_refused() -> ApiError:
+    return ApiError(403, "cors_refused", "Pages of this origin may not ask here; see --cors_origin.")
+
+
 def _host_name(host: str) -> str:
     """Without its port."""
     name = host.lower()
@@ -170,7 +203,7 @@ class Cors(CORSMiddleware):
             allow_origins=tuple(origins),
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "x-ignored-fields", "retry-after"),
+            expose_headers=("x-request-id", "x-ignored-fields", "retry-after", "x-should-retry"),
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
@@ -178,8 +211,8 @@ class Cors(CORSMiddleware):
         response = super().preflight_response(request_headers)
         if response.status_code == 200:
             return Response(status_code=204, headers=_without_body(response.headers))
-        error = ApiError(403, "cors_refused", "Pages of this origin may not ask here; see --cors_origin.")
-        return Response(encode_json(error.body), 403, _without_body(response.headers), "application/json")
+        body = encode_json(_cors_refused().body)
+        return Response(body, 403, _without_body(response.headers), "application/json")
 
 
 def _without_body(headers: Iterable[str] | Headers) -> dict[str, str]:

@@ -23,12 +23,12 @@ class Route:
       method: GET, POST or DELETE. A GET answers HEAD as well.
       path: with parameters in braces, as in "/v1/responses/{response_id}".
       handler: gets the request and returns the answer, or raises.
-      needs_key: False answers those without a key; "off_loopback": where others than this machine can ask.
-      has_body: a POST without one is not asked for its content type.
+      needs_key: False answers those without a key, where there are keys.
+      has_body: a POST that may come without one is asked for its content type only where it has one.
     """
 
     method: str
     path: str
     handler: Handler
-    needs_key: bool | str = True
+    needs_key: bool = True
     has_body: bool = True

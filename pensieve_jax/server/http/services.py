@@ -6,6 +6,7 @@ Called by: whoever starts a server, which fills it; handlers, which read it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ class Services:
       tracing: makes spans of turns; None makes none.
       now_s: seconds since the epoch; `started_at`: when the server began.
       tables: how many rows each table of ids has; whoever has one enters it here.
+      map_streams: how many maps of state each owner watches.
     """
 
     engine: EngineService
@@ -59,6 +61,7 @@ class Services:
     started_at: int
     tracing: Tracing | None = None
     tables: dict[str, Callable[[], int]] = field(default_factory=dict)
+    map_streams: Counter[str] = field(default_factory=Counter)
 
     @property
     def model_name(self) -> str:

@@ -83,7 +83,13 @@ class Events:
 
 async def _close_on_disconnect(receive: Receive, open_: asyncio.Timeout) -> None:
     await until_disconnect(receive)
-    open_.reschedule(0.0)  # a time that has passed
+    _end(open_)
+
+
+def _end(open_: asyncio.Timeout) -> None:
+    """End what is open, unless it is about to end for another reason."""
+    if not open_.expired():
+        open_.reschedule(0.0)  # a time that has passed
 
 
 class _Writer:
@@ -117,7 +123,7 @@ class _Writer:
         now_s = self._loop.time()
         if self._write_began_s is not None:
             if now_s - self._write_began_s >= self._settings.stall_timeout_s:
-                self._open.reschedule(0.0)
+                _end(self._open)
                 return
         elif now_s - self._last_write_s >= self._settings.heartbeat_s and not self._lock.locked():
             self._comment = asyncio.ensure_future(self.write(_COMMENT))

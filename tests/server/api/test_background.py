@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 
 import openai
@@ -9,6 +10,7 @@ import pytest
 
 from pensieve_jax.core.errors import EngineDiedError, StepFailedError
 from pensieve_jax.history.changes import QueueResponse
+from pensieve_jax.server.http.settings import ServerSettings
 from tests.server.api.live import START_S, LiveServer
 
 
@@ -67,6 +69,23 @@ def test_queued_running_completed(server, client):
     following = client.responses.create(input="and", previous_response_id=queued.id, background=True)
     feed(server, turn_of(server, 1), "so", end=True)
     assert ended(client, following.id).output_text == "so"
+
+
+def test_no_key_can_fill_the_background(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("".join(f"{owner}:{hashlib.sha256(owner.encode()).hexdigest()}\n" for owner in "ab"))
+    settings = ServerSettings(api_keys_file=str(keys), max_in_flight_per_key=2)
+    with (
+        LiveServer(tmp_path / "history.sqlite", settings=settings) as server,
+        server.client(api_key="a") as a,
+        server.client(api_key="b") as b,
+    ):
+        first, _ = (a.responses.create(input="hi", background=True) for _ in range(2))
+        with pytest.raises(openai.RateLimitError, match="2 responses in the background"):
+            a.responses.create(input="hi", background=True)
+        assert b.responses.create(input="hi", background=True).status == "queued"
+        a.responses.cancel(first.id)
+        assert a.responses.create(input="hi", background=True).status == "queued"
 
 
 def test_it_runs_on_when_its_client_leaves(server, client):

@@ -177,8 +177,7 @@ def test_what_needs_a_key_and_what_does_not(tmp_path):
     path = tmp_path / "keys"
     path.write_text("alice:" + "0" * 64 + "\n")
     open_to_all = {"/", "/page/{name}", "/health", "/ready"}
-    of_this_machine = {"/metrics", "/v1/pensieve/stats"}
-    for host, without in (("127.0.0.1", open_to_all | of_this_machine), ("0.0.0.0", open_to_all)):
+    for host in ("127.0.0.1", "0.0.0.0"):  # everybody comes from this machine, where nginx stands before it
         harness = Harness(ROUTES, settings=ServerSettings(host=host, api_keys_file=str(path)))
         found = set()
         for route in ROUTES:
@@ -186,7 +185,7 @@ def test_what_needs_a_key_and_what_does_not(tmp_path):
             body = {} if route.method == "POST" else None
             if ask(harness, route.method, where, body)[0] != 401:
                 found.add(route.path)
-        assert found == without
+        assert found == open_to_all
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,8 @@ def test_bodies_are_json_of_a_bounded_length():
     utf8 = {"content-type": "Application/JSON; charset=utf-8"}
     assert run(ask(harness, "POST", "/echo", {"name": "n"}, utf8))[0] == 200
     assert run(ask(harness, "POST", "/act", None, {"content-type": ""}))[0] == 200
+    assert run(ask(harness, "POST", "/act", {}, {"content-type": "text/plain"}))[0] == 415
+    assert run(ask(harness, "POST", "/act", {}))[0] == 200
 
 
 def test_a_body_that_does_not_come_is_not_waited_for():
@@ -308,3 +310,42 @@ def test_pages_of_other_origins_read_nothing_unless_told():
     assert (status, raw, headers["access-control-allow-origin"]) == (204, b"", "https://chat.example")
     status, _, raw = run(ask(harness, "OPTIONS", "/echo", headers=preflight | {"origin": "https://other"}))
     assert (status, json.loads(raw)["error"]["code"]) == (403, "cors_refused")
+
+
+def test_pages_may_read_errors_where_they_may_read_answers(tmp_path):
+    origin = {"origin": "https://chat.example"}
+    open_ = ServerSettings(cors_origin=("https://chat.example",))
+    keys = str(keys_file(tmp_path, alice="a"))
+    keyed = ServerSettings(cors_origin=("https://chat.example",), api_keys_file=keys)
+    for settings, path, expected in (
+        (open_, "/unexpected", 500),
+        (open_, "/nowhere", 404),
+        (keyed, "/things/a", 401),
+    ):
+        status, headers, _ = run(ask(Harness(ROUTES, settings=settings), "GET", path, headers=origin))
+        assert status == expected and headers["access-control-allow-origin"] == "https://chat.example"
+
+
+def test_without_keys_pages_of_other_origins_change_nothing(tmp_path):
+    """A form, or a script that does not read the answer, asks for no leave before it sends."""
+
+    def code(harness, method, path, **headers):
+        body = {"name": "n"} if path == "/echo" else None
+        status, _, raw = run(ask(harness, method, path, body, headers))
+        return status if status < 400 else json.loads(raw)["error"]["code"]
+
+    harness = Harness(ROUTES)
+    asked = [("POST", "/echo"), ("POST", "/act"), ("DELETE", "/things/a")]
+    own = {"origin": "http://LOCALHOST:8000", "host": "localhost:8000"}
+    others = ("https://evil.example", "null", "", "http://localhost:3000", "http://localhost")
+    for method, path in asked:
+        assert code(harness, method, path) == code(harness, method, path, **own) == 200
+        for origin in others:
+            assert code(harness, method, path, host="localhost:8000", origin=origin) == "cors_refused"
+    assert code(harness, "GET", "/things/a", origin="https://evil.example") == 200  # which it cannot read
+    for allowed in ("https://chat.example", "*"):
+        told = Harness(ROUTES, settings=ServerSettings(cors_origin=(allowed,)))
+        assert code(told, "POST", "/act", origin="https://chat.example") == 200
+    keyed = Harness(ROUTES, settings=ServerSettings(api_keys_file=str(keys_file(tmp_path, alice="a"))))
+    headers = {"origin": "https://any.example", "authorization": "Bearer a"}
+    assert code(keyed, "POST", "/act", **headers) == 200

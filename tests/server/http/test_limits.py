@@ -45,6 +45,25 @@ def test_a_key_has_so_many_turns_at_a_time():
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("num_turns", "most", "settings"),
+    [(11, 10, {}), (5, 4, {"max_in_flight_per_key": 4, "api_keys_file": "keys"})],
+)
+@pytest.mark.parametrize("is_full", [False, True])
+def test_more_turns_than_there_is_ever_room_for_are_refused_for_good(num_turns, most, settings, is_full):
+    """A client that is told to come later would come for ever."""
+
+    async def scenario():
+        limits, _, _ = limits_of(**settings)
+        places = await fill(limits, "b") if is_full and not settings else []
+        with pytest.raises(ApiError, match=f"{num_turns} turns.* at most {most}") as caught:
+            await limits.enter("a", num_turns)
+        assert (caught.value.status, caught.value.code) == (400, "invalid_value")
+        assert limits.num_waiting == limits.in_flight("a") == 0 and limits.num_inside == len(places)
+
+    asyncio.run(scenario())
+
+
 def test_without_keys_nobody_has_a_share():
     async def scenario():
         limits, _, _ = limits_of(max_num_running=200, max_in_flight_per_key=3)
@@ -141,16 +160,20 @@ def test_retry_after_is_what_is_waited_for_over_the_rate_of_late():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_places_are_never_lost_or_given_twice(seed):
+    """Requests for more than the whole room, ten, are told so at once and block nobody."""
+
     async def scenario():
         chooser = random.Random(seed)
         limits, _, _ = limits_of(max_in_flight_per_key=12, api_keys_file="keys")
         tasks: list[asyncio.Task] = []
         held = []
+        too_many = num_told = 0
         for _ in range(300):
             action = chooser.random()
             if action < 0.5:
-                owner, num_turns = chooser.choice("abc"), chooser.randint(1, 8)
+                owner, num_turns = chooser.choice("abc"), chooser.randint(1, 16)
                 tasks.append(asyncio.ensure_future(limits.enter(owner, num_turns, 10)))
+                too_many += num_turns > 10
             elif action < 0.75 and held:
                 held.pop(chooser.randrange(len(held))).leave(5)
             elif tasks:
@@ -160,8 +183,12 @@ def test_places_are_never_lost_or_given_twice(seed):
             assert limits.num_inside <= 2 + 8 and limits.num_waiting <= 2 * 2
             for task in [task for task in tasks if task.done()]:
                 tasks.remove(task)
-                if not task.cancelled() and task.exception() is None:
+                error = None if task.cancelled() else task.exception()
+                num_told += isinstance(error, ApiError) and error.status == 400
+                if not task.cancelled() and error is None:
                     held.append(task.result())
+            assert not any(place.num_turns > 10 for place in limits._queue.values())
+        assert too_many and num_told
         for task in tasks:
             task.cancel()
         for found in await asyncio.gather(*tasks, return_exceptions=True):

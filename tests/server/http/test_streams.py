@@ -9,7 +9,7 @@ import pytest
 from pensieve_jax.server.http.call import Call, ClientGoneError
 from pensieve_jax.server.http.replies import Reply, json_reply
 from pensieve_jax.server.http.routes import Route
-from pensieve_jax.server.http.sse import DONE, Events, event
+from pensieve_jax.server.http.sse import DONE, Events, _close_on_disconnect, _Writer, event
 from tests.server.fakes import Harness
 
 
@@ -104,6 +104,30 @@ def test_a_client_that_takes_nothing_is_asked_for_no_more_and_let_go():
         await asyncio.wait_for(source.closed.wait(), 5)
         assert source.num_asked_for == 1
         await client.task
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_stalls_and_leaves_ends_its_stream_once():
+    """While the one is dealt with, which may take as long as a turn's end, the other may come."""
+
+    async def scenario():
+        async def send(message):
+            raise AssertionError
+
+        async def leave():
+            return {"type": "http.disconnect"}
+
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.0) as open_:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    writer = _Writer(send, Events(Source().events(), stall_timeout_s=1.0), open_)
+                    writer._write_began_s = float("-inf")
+                    writer._look()
+                    await _close_on_disconnect(leave, open_)
+                    writer.stop()
 
     asyncio.run(scenario())
 

@@ -1,0 +1,210 @@
+"""An engine's lives: starts that fail, and ends that are asked for while it is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+
+import pytest
+
+from pensieve_jax import AsyncEngine, EngineClosedError, EngineDiedError
+from pensieve_jax.history.changes import DeleteConversation
+from pensieve_jax.server.engine_process.lives import ThreadLife
+from pensieve_jax.server.engine_process.supervisor import Restarts
+from tests.server.engine_process.fakes import TIMEOUT_S, FakeLives, fake_engine, run, spec, until
+
+TOO_MANY_FILES = OSError(errno.EMFILE, "Too many open files")
+
+
+class FailingLives(FakeLives):
+    """Starts that raise what is in `errors`, in order; None starts."""
+
+    def __init__(self, *errors: Exception | None) -> None:
+        super().__init__()
+        self.errors = list(errors)
+        self.num_tried = 0
+
+    async def begin(self) -> ThreadLife:
+        self.num_tried += 1
+        error = self.errors.pop(0) if self.errors else None
+        if error is not None:
+            raise error
+        return await super().begin()
+
+
+def test_a_start_that_the_system_refuses_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        lives = FailingLives(None, TOO_MANY_FILES, TOO_MANY_FILES)
+        async with fake_engine(lives) as engine:
+            lives.lives[-1].kill()
+            await until(lambda: engine.epoch == 2)
+            assert engine.state == "ready" and not engine.gave_up.is_set() and lives.num_tried == 4
+            assert (await engine.submit(spec([5])).result()).finish_reason == "length"
+
+    run(work())
+    assert caplog.text.count("cannot be started: Too many open files.") == 2
+
+
+def test_a_system_that_refuses_every_start_ends_the_server() -> None:
+    async def work() -> None:
+        lives = FailingLives(None, *[TOO_MANY_FILES] * Restarts().most)
+        async with fake_engine(lives) as engine:
+            lives.lives[-1].kill()
+            await engine.gave_up.wait()
+            assert engine.state == "dead" and lives.num_tried == 1 + Restarts().most
+
+    run(work())
+
+
+def test_an_error_that_nobody_expected_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        lives = FailingLives(None, RuntimeError("unexpected"))
+        async with fake_engine(lives) as engine:
+            lives.lives[-1].kill()
+            await engine.gave_up.wait()
+            assert engine.state == "dead"
+
+    run(work())
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert isinstance(record.exc_info[1], RuntimeError)
+
+
+def test_a_first_start_that_the_system_refuses_says_why() -> None:
+    async def work() -> None:
+        engine = AsyncEngine(FailingLives(TOO_MANY_FILES).begin)
+        with pytest.raises(EngineDiedError, match="Too many open files"):
+            await engine.open()
+        assert engine.state == "dead"
+
+    run(work())
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_life_that_cannot_be_reached_is_ended(is_first: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Its process would else hold the device for nobody."""
+
+    class Unreachable(FakeLives):
+        async def begin(self) -> ThreadLife:
+            life = await super().begin()
+            if len(self.lives) == (1 if is_first else 2):
+                life.front.close()
+            return life
+
+    async def work() -> None:
+        lives = Unreachable()
+        if is_first:
+            with pytest.raises(EngineDiedError, match="Bad file descriptor"):
+                await AsyncEngine(lives.begin).open()
+        else:
+            async with fake_engine(lives) as engine:
+                lives.lives[-1].kill()
+                await until(lambda: engine.epoch == 2)
+        assert all(life._ended.is_set() for life in lives.lives)
+
+    run(work())
+
+
+@pytest.mark.parametrize("how", ["drain", "kill"])
+@pytest.mark.parametrize("moment", ["before it begins", "before it is ready"])
+def test_an_engine_that_is_told_to_end_while_it_is_started_again_ends(
+    how: str, moment: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Lives(FakeLives):
+        async def begin(self) -> ThreadLife:
+            if moment == "before it is ready":
+                life = await super().begin()
+            if len(self.lives) + (moment == "before it begins") > 1:
+                begins.set()
+                await may_begin.wait()
+            return life if moment == "before it is ready" else await super().begin()
+
+    begins, may_begin = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        lives = Lives()
+        async with fake_engine(lives) as engine:
+            lives.lives[-1].kill()
+            await begins.wait()
+            if how == "drain":
+                await engine.drain(0.0)
+                assert engine.state == "draining"
+            else:
+                engine.kill()
+            may_begin.set()
+            assert engine._watch is not None
+            await engine._watch
+            assert (engine.state, engine.epoch) == ("dead", 1)
+            assert not engine.gave_up.is_set()
+            assert len(lives.lives) == 2 and all(life._ended.is_set() for life in lives.lives)
+            with pytest.raises(EngineClosedError, match="dead"):
+                engine.submit(spec([5]))
+
+    run(work())
+
+
+def test_a_drain_does_not_wait_for_an_engine_that_is_stuck(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        lives, steps, may_go_on = FakeLives(), threading.Event(), threading.Event()
+
+        def stick(output: object) -> None:
+            steps.set()
+            may_go_on.wait(TIMEOUT_S)
+
+        lives.prepare = lambda harness: setattr(harness, "on_step", stick)
+        engine = AsyncEngine(lives.begin, patience_s=0.01)
+        await engine.open()
+        turn = engine.submit(spec([5], max_tokens=1500))
+        await until(steps.is_set)
+        try:
+            await engine.drain(0.0)
+            with pytest.raises(EngineDiedError):
+                await turn.result()
+        finally:
+            may_go_on.set()
+        await engine.close()
+        assert engine.state == "dead" and not engine.gave_up.is_set()
+
+    run(work())
+    assert "cancelled no turn within 0.01 s" in caplog.text
+
+
+def test_an_engine_that_is_stuck_keeps_nobody_waiting() -> None:
+    async def work() -> None:
+        lives, steps, may_go_on = FakeLives(), threading.Event(), threading.Event()
+
+        def stick(output: object) -> None:
+            steps.set()
+            may_go_on.wait(TIMEOUT_S)
+
+        lives.prepare = lambda harness: setattr(harness, "on_step", stick)
+        async with AsyncEngine(lives.begin, answer_s=0.01) as engine:
+            turn = engine.submit(spec([5]))
+            await until(steps.is_set)
+            change = DeleteConversation(owner="", conversation_id="c")
+            try:
+                for asked in (engine.call("stats"), engine.apply(change)):
+                    with pytest.raises(EngineClosedError, match=r"0\.01 s"):
+                        await asked
+                assert engine._connection is not None and not engine._connection._calls
+            finally:
+                may_go_on.set()
+            assert (await turn.result()).finish_reason == "length"  # what it says too late disturbs nobody
+            assert engine.state == "ready"
+
+    run(work())
+
+
+def test_an_engine_that_is_told_to_end_between_two_starts_is_not_started() -> None:
+    async def work() -> None:
+        lives = FailingLives(None, TOO_MANY_FILES)
+        restarts = Restarts(first_delay_s=0.01)
+        async with AsyncEngine(lives.begin, restarts=restarts) as engine:
+            lives.lives[-1].kill()
+            await until(lambda: lives.num_tried == 2)
+            await engine.drain(0.0)
+            assert engine._watch is not None
+            await engine._watch
+            assert engine.state == "dead" and lives.num_tried == 2 and not engine.gave_up.is_set()
+
+    run(work())
