@@ -8,6 +8,7 @@ Called by: `responses`.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
@@ -103,6 +104,22 @@ async def kept_events(
     for data in _last_events(events, response, None):
         yield data
     yield DONE
+
+
+class Begun:
+    """Events, and whether somebody has taken the first of them."""
+
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        """Nobody has."""
+        self._events = events
+        self.has_begun = False
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The events."""
+        async with aclosing(self._events) as events:
+            async for data in events:
+                yield data
+                self.has_begun = True
 
 
 async def _token_events(
