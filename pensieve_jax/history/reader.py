@@ -246,6 +246,10 @@ class HistoryReader:
             raise UnknownTurnError(turn_id)
         return _view(row)
 
+    def has_turn(self, owner: str, turn_id: str) -> bool:
+        """Whether there is such a turn."""
+        return self._run(lambda connection: turns_table.exists(connection, owner, turn_id))
+
     def turn_path(self, owner: str, turn_id: str) -> tuple[TurnView, ...]:
         """The turns from the first of a tree to this one; raises UnknownTurnError."""
         query = f"{turns_table.PATH}{_TURN} path JOIN turns USING (owner, turn_id) ORDER BY turns.turn_index"

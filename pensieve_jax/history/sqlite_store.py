@@ -148,6 +148,10 @@ class SQLiteHistoryStore:
         rows = self._run(lambda connection: turns_table.path_rows(connection, owner, turn_id))
         return turns_table.unpack_path(rows, owner, turn_id)
 
+    def has_turn(self, owner: str, turn_id: str) -> bool:
+        """Whether a turn is there, read without its tokens."""
+        return self._run(lambda connection: turns_table.exists(connection, owner, turn_id))
+
     def commit(
         self,
         turns: Sequence[TurnRecord],

@@ -136,6 +136,11 @@ class TurnIndex:
             if (owner, turn_id) in self._turns:
                 self._remove((owner, turn_id))
 
+    def remembers(self, owner: str, turn_id: str) -> bool:
+        """Whether a turn is in this memory; the history is not asked."""
+        with self._lock:
+            return (owner, turn_id) in self._turns
+
     def find(self, owner: str, before: bytes, reply: str, *, durable: bool) -> PastTurn | None:
         """The newest turn of these messages and this reply; with `durable`, among those of the history."""
         chain = chain_after(before, "assistant", reply)
