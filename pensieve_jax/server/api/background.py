@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 import msgspec
 
-from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, PensieveError
+from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, HistoryError, PensieveError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import EndResponse, Expire, QueueResponse, ResponseDraft, ResponseRecord
@@ -32,6 +33,8 @@ from pensieve_jax.server.context.resolver import ResolvedContext
 from pensieve_jax.server.context.start import resolved_context
 from pensieve_jax.server.http.errors import ApiError, as_api_error, internal_error, overloaded, renamed_fields
 from pensieve_jax.server.http.services import Services
+
+_log = logging.getLogger(__name__)
 
 MAX_RUNS: Final = 1000
 """Background responses that have not ended, of all owners."""
@@ -218,15 +221,27 @@ class BackgroundResponses:
             completed_at_s=self._services.now_s(),
             error=json.dumps(failure_object(error)),
         )
-        with suppress(PensieveError):  # a history that fails keeps it as queued, and it is tried once more
-            await self._services.engine.apply(change)
+        is_logged = False
+        while True:
+            try:
+                await self._services.engine.apply(change)
+            except (EngineClosedError, EngineDiedError, HistoryError) as failure:
+                # It stands in the history as queued: this server says how it ended, or the next one runs it.
+                if self._services.engine.state == "draining":
+                    break
+                if not is_logged:
+                    _log.error("the end of a background response could not be written", exc_info=failure)
+                    is_logged = True
+                await asyncio.sleep(_RETRY_S)
+                continue
+            except PensieveError:  # it was deleted
+                pass
+            break
         run.fail(error)
 
     async def _resume(self) -> None:
         """Run what an earlier server left, once there is an engine."""
-        while self._services.engine.state != "ready":
-            await asyncio.sleep(_RETRY_S)
-        for record in self._services.history.unfinished_background():
+        for record in await self._unfinished():
             if (record.owner, record.response_id) in self._runs or record.job is None:
                 continue
             run = ResponseRun(record.owner, "", background=True)
@@ -238,6 +253,20 @@ class BackgroundResponses:
                 await self._fail(run, _draft_of(record), ApiError(500, "server_error", sentence))
                 continue
             self._start(run, spec, draft, None, self._locked(draft))
+
+    async def _unfinished(self) -> list[ResponseRecord]:
+        """What an earlier server left, as soon as there is an engine and the history can be read."""
+        is_logged = False
+        while True:
+            if self._services.engine.state == "ready":
+                try:
+                    found: list[ResponseRecord] = self._services.history.unfinished_background()
+                    return found
+                except HistoryError as error:
+                    if not is_logged:
+                        _log.error("background responses of before could not be read", exc_info=error)
+                        is_logged = True
+            await asyncio.sleep(_RETRY_S)
 
     def _locked(self, draft: ResponseDraft) -> Callable[[], None]:
         """Lock the conversation that a response is appended to; what unlocks it."""

@@ -18,7 +18,7 @@ from pensieve_jax.server.api.response_object import ResponseHead, logprob_object
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS
 from pensieve_jax.server.api.response_runs import ResponseRun
 from pensieve_jax.server.api.running import TimedTurn
-from pensieve_jax.server.http.errors import ApiError, as_api_error
+from pensieve_jax.server.http.errors import ApiError, as_api_error, overloaded
 from pensieve_jax.server.http.sse import DONE
 from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.text import Tokenizer
@@ -29,6 +29,8 @@ REPLAYED_OTHERWISE = ApiError(
     "replayed_otherwise",
     "The engine was started again and sampled another reply; get the response anew.",
 )
+
+NOT_RUNNING = overloaded("The response is queued and has not begun; follow it again in a moment.", 1)
 
 
 async def turn_events(
@@ -148,6 +150,8 @@ def _last_events(
         last = [events.interruption(error)]
     elif error is not None or response is None:
         last = events.failure(error or REPLAYED_OTHERWISE)
+    elif response["status"] == "queued":  # and nothing runs it yet: the server has just started
+        last = [events.interruption(NOT_RUNNING)]
     elif response["status"] == "failed":
         failed = response["error"]
         last = events.failure(ApiError(500, failed["code"], failed["message"]))

@@ -7,8 +7,9 @@ import time
 import openai
 import pytest
 
-from pensieve_jax.core.errors import EngineDiedError, StepFailedError
+from pensieve_jax.core.errors import EngineDiedError, HistoryError, StepFailedError
 from pensieve_jax.history.changes import QueueResponse
+from pensieve_jax.history.reader import HistoryReader
 from tests.server.api.live import START_S, LiveServer
 
 
@@ -266,3 +267,55 @@ def test_those_whose_clients_wait_come_first(server, client):
     assert ended(client, second.id).output_text == "hello"
     feed(server, server.engine.turns[0], "hello", end=True)
     assert ended(client, first.id).output_text == "hello"
+
+
+def test_a_queued_response_that_nothing_runs_yet_says_so_in_its_stream(tmp_path, monkeypatch):
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path) as server, server.client() as client:
+        queued = client.responses.create(input="hi", background=True)
+        turn_of(server)
+    monkeypatch.setattr(HistoryReader, "unfinished_background", lambda _: [])  # as before it was looked for
+    with LiveServer(path) as server, server.client() as client:
+        events = list(client.responses.retrieve(queued.id, stream=True))
+        assert (events[-1].type, events[-1].code) == ("error", "overloaded")
+        assert client.responses.retrieve(queued.id).status == "queued"
+
+
+def test_a_failure_that_could_not_be_written_is_written_later(server, client):
+    queued = client.responses.create(input="hi", background=True)
+    turn = turn_of(server)
+    apply, refused = server.engine.apply, []
+
+    async def refuse_twice(change) -> None:
+        if len(refused) < 2:
+            refused.append(change)
+            raise HistoryError("The disk is full.")
+        await apply(change)
+
+    def fail() -> None:
+        server.engine.apply = refuse_twice
+        turn.fail(StepFailedError("A step failed."))
+
+    server.on_loop(fail)
+    failed = ended(client, queued.id)
+    assert (failed.status, failed.error.message, len(refused)) == ("failed", "A step failed.", 2)
+    wait_until(lambda: not server.responses.background._runs)
+
+
+def test_a_history_that_cannot_be_read_at_the_start_is_read_later(tmp_path, monkeypatch):
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path) as server, server.client() as client:
+        queued = client.responses.create(input="hi", background=True)
+        turn_of(server)
+    read, refused = HistoryReader.unfinished_background, []
+
+    def refuse_once(reader):
+        if not refused:
+            refused.append(reader)
+            raise HistoryError("The file is locked.")
+        return read(reader)
+
+    monkeypatch.setattr(HistoryReader, "unfinished_background", refuse_once)
+    with LiveServer(path, start_s=START_S + 5) as server, server.client() as client:
+        feed(server, turn_of(server), "hello", end=True)
+        assert ended(client, queued.id).output_text == "hello"
