@@ -106,6 +106,7 @@ def _accept(
         connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, False)
         if version != schema.SCHEMA_VERSION:
             _migrate(connection, path, version)
+        connection.execute(schema.RESPONSES_BY_TREE)
         if path is not None:
             connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")

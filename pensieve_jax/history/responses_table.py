@@ -27,7 +27,7 @@ from pensieve_jax.history.changes import (
 from pensieve_jax.history.codec import TurnRow
 from pensieve_jax.history.server_conversations import Item
 
-MAX_EXPIRED: Final = 1000  # of one change, so that the engine's thread is not held up
+MAX_EXPIRED: Final = 50  # of one change, so that the engine's thread is not held up
 _OWN_FIELDS: Final = (
     *("response_id", "owner", "request", "input_items", "output_item_id", "created_at_s", "expires_at_s"),
     *("background", "status", "turn_id", "completed_at_s", "error", "job"),
@@ -133,6 +133,15 @@ def expire(connection: sqlite3.Connection, change: Expire, in_use: Collection[st
         "ORDER BY expires_at_s LIMIT ?)",
         (change.now_s, MAX_EXPIRED),
     )
+
+
+def has_expired(connection: sqlite3.Connection, now_s: float) -> bool:
+    """Whether `expire` would find something whose time has passed."""
+    query = (
+        "SELECT EXISTS (SELECT 1 FROM responses WHERE expires_at_s <= ? AND status <> 'queued') "
+        "OR EXISTS (SELECT 1 FROM idempotency WHERE expires_at_s <= ?)"
+    )
+    return bool(connection.execute(query, (now_s, now_s)).fetchone()[0])
 
 
 def _insert(

@@ -280,8 +280,11 @@ class BackgroundResponses:
         """Now and then, have the history forget what has expired."""
         while True:
             if self._services.engine.state == "ready":
+                now_s = self._services.now_s()
                 with suppress(PensieveError):  # the next time
-                    await self._services.engine.apply(Expire(now_s=self._services.now_s()))
+                    await self._services.engine.apply(Expire(now_s=now_s))
+                    while self._services.history.has_expired(now_s):  # a few at a time, with steps in between
+                        await self._services.engine.apply(Expire(now_s=now_s))
             await asyncio.sleep(_EXPIRY_PERIOD_S)
 
 

@@ -4,7 +4,7 @@ Owns: the turns in memory, newest first, within a budget of bytes, and asking th
 Does not know: requests, rendering, or whether a turn's state is on the device.
 Called by: `resolver`, from the event loop and from threads that tokenize.
 
-Turns that are in memory only last as long as the engine that holds them: they go when its epoch changes, and
+Turns that are in memory only last as long as the engine has their state: they go when its epoch changes, and
 when it says that it does not know one of them.
 """
 

@@ -8,9 +8,11 @@ import openai
 import pytest
 
 from pensieve_jax.core.errors import EngineDiedError, HistoryError, StepFailedError
+from pensieve_jax.history import responses_table
 from pensieve_jax.history.changes import QueueResponse
 from pensieve_jax.history.reader import HistoryReader
 from tests.server.api.live import START_S, LiveServer
+from tests.server.fakes import say
 
 
 @pytest.fixture
@@ -319,3 +321,15 @@ def test_a_history_that_cannot_be_read_at_the_start_is_read_later(tmp_path, monk
     with LiveServer(path, start_s=START_S + 5) as server, server.client() as client:
         feed(server, turn_of(server), "hello", end=True)
         assert ended(client, queued.id).output_text == "hello"
+
+
+def test_what_has_expired_goes_a_few_at_a_time_and_all_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(responses_table, "MAX_EXPIRED", 1)
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path, say("hello")) as server, server.client() as client:
+        ids = [client.responses.create(input="hi").id for _ in range(3)]
+    with LiveServer(path, start_s=START_S + 31 * 24 * 3600) as server, server.client() as client:
+        wait_until(lambda: len(server.engine.changes) == 3)
+        for response_id in ids:
+            with pytest.raises(openai.NotFoundError):
+                client.responses.retrieve(response_id)
