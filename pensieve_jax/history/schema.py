@@ -31,6 +31,8 @@ RESPONSES_BY_TREE: Final = (
 # `conversations` repeats of its head turn what a listing shows, so that it reads no tokens; both change in
 # the same transaction. `metadata` is NULL for a conversation that the library names, JSON for a server's.
 #
+# `turn_id` of a response is that of its reply; while it is queued, that of the turn that it goes on from.
+#
 # `released`: turns that nothing in the file needed while a running turn went on from them.
 TABLES: Final = (
     """CREATE TABLE turns(

@@ -297,7 +297,7 @@ def _apply(connection: sqlite3.Connection, change: HistoryChange, in_use: Collec
         case QueueResponse():
             responses_table.queue(connection, change)
         case EndResponse():
-            responses_table.end(connection, change)
+            responses_table.end(connection, change, in_use)
         case DeleteResponse():
             responses_table.delete(connection, change, in_use)
         case Expire():

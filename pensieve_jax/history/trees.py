@@ -17,7 +17,8 @@ from pensieve_jax.core.outputs import Usage
 from pensieve_jax.history import codec
 
 _ROOT: Final = "substr(turn_id, 1, 16)"
-_OF_TREE: Final = "owner = ? AND response_id >= ? AND response_id < ? AND turn_id IS NOT NULL"
+_HAS_TURN: Final = "turn_id IS NOT NULL AND completed_at_s IS NOT NULL"  # a queued one names its parent
+_OF_TREE: Final = f"owner = ? AND response_id >= ? AND response_id < ? AND {_HAS_TURN}"
 _IN_ORDER: Final = "ORDER BY responses.created_at_s, responses.rowid"
 
 
@@ -62,7 +63,7 @@ def trees(connection: sqlite3.Connection, owner: str, limit: int) -> list[TreeSu
     """An owner's trees, the most recently active first."""
     query = (
         f"SELECT {_ROOT}, count(*), max(completed_at_s) FROM responses "
-        "WHERE owner = ? AND turn_id IS NOT NULL GROUP BY 1 ORDER BY 3 DESC LIMIT ?"
+        f"WHERE owner = ? AND {_HAS_TURN} GROUP BY 1 ORDER BY 3 DESC LIMIT ?"
     )
     rows = connection.execute(query, (owner, limit)).fetchall()
     return [

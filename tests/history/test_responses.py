@@ -253,6 +253,39 @@ def test_a_background_response_is_queued_and_then_completed(store, reader):
     assert reader.unfinished_background() == []
 
 
+@pytest.mark.parametrize("ends", ["completed", "cancelled", "deleted"])
+def test_a_queued_response_keeps_the_turn_that_it_goes_on_from(store, reader, ends):
+    root, before = turn(), turn()
+    for one in (root, before):
+        commit(store, one)
+    child = turn(root)
+    queued = draft(child, background=True)
+    store.apply(QueueResponse(draft=queued, job=b"", parent_id=root.turn_id))
+    record = reader.response("ann", queued.response_id)
+    assert (record.turn_id, record.output_text, record.usage) == (None, None, None)
+    assert [row.num_turns for row in reader.trees("ann")] == [1, 1]
+    for one in (root, before):
+        store.apply(DeleteResponse(owner="ann", response_id=f"resp_{one.turn_id}"))
+    assert counts(store)["turns"] == 1 and reader.trees("ann") == []
+    if ends == "completed":
+        assert store.commit([child], [queued]) == {}
+        assert len(store.load_turn("ann", child.turn_id).turns) == 2
+        return
+    if ends == "cancelled":
+        store.apply(EndResponse(owner="ann", response_id=queued.response_id, status=ends, completed_at_s=3.0))
+        assert reader.response("ann", queued.response_id).turn_id is None
+    else:
+        store.apply(DeleteResponse(owner="ann", response_id=queued.response_id))
+    assert counts(store)["turns"] == 0
+
+
+def test_nothing_is_queued_behind_a_turn_that_is_gone(store):
+    child = turn(turn())
+    with pytest.raises(UnknownTurnError):
+        store.apply(QueueResponse(draft=draft(child, background=True), job=b"", parent_id=child.parent_id))
+    assert counts(store)["responses"] == 0
+
+
 @pytest.mark.parametrize(("status", "error"), [("cancelled", None), ("failed", '{"code":"x"}')])
 def test_a_background_response_that_ended_without_a_turn_takes_none(store, reader, status, error):
     one = turn()

@@ -17,7 +17,13 @@ from typing import Any, Final
 
 import msgspec
 
-from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, HistoryError, PensieveError
+from pensieve_jax.core.errors import (
+    EngineClosedError,
+    EngineDiedError,
+    HistoryError,
+    PensieveError,
+    UnknownTurnError,
+)
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import EndResponse, Expire, QueueResponse, ResponseDraft, ResponseRecord
@@ -29,7 +35,7 @@ from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.api.response_runs import ResponseRun
 from pensieve_jax.server.api.running import RunningTurns, run_turns
 from pensieve_jax.server.async_engine import AsyncTurn
-from pensieve_jax.server.context.resolver import ResolvedContext
+from pensieve_jax.server.context.resolver import Memory, ResolvedContext
 from pensieve_jax.server.context.start import resolved_context
 from pensieve_jax.server.http.errors import ApiError, as_api_error, internal_error, overloaded, renamed_fields
 from pensieve_jax.server.http.services import Services
@@ -67,15 +73,9 @@ class BackgroundResponses:
             if len(self._runs) >= MAX_RUNS:
                 raise overloaded("There are too many responses in the background; try again later.", 30)
             self._services.limits.check_ready()
-            context = plan.context
             with renamed_fields(ENGINE_FIELDS):
-                resolved = await resolved_context(context.find, num_characters=context.num_characters)
-                (spec,) = plan.specs(resolved)
-                _check_length(self._services, resolved)
+                resolved, spec = await self._queued(plan)
             assert plan.draft is not None and plan.head is not None
-            await self._services.engine.apply(
-                QueueResponse(draft=plan.draft, job=encode_job(spec, plan.draft))
-            )
             run.begin(plan.head)
             self._start(run, spec, plan.draft, resolved, unlock)
             started = True
@@ -119,6 +119,26 @@ class BackgroundResponses:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     # Inside
+
+    async def _queued(self, plan: ResponsePlan) -> tuple[ResolvedContext, TurnSpec]:
+        """Keep a response as queued, behind a turn that the history has, as `start_turns` finds one."""
+        context, unknown = plan.context, None
+        for memory in Memory:
+            resolved = await resolved_context(context.find, memory, num_characters=context.num_characters)
+            (spec,) = plan.specs(resolved)
+            _check_length(self._services, resolved)
+            assert plan.draft is not None
+            job = encode_job(spec, plan.draft)
+            change = QueueResponse(draft=plan.draft, job=job, parent_id=resolved.node.parent_id)
+            try:
+                await self._services.engine.apply(change)
+                return resolved, spec
+            except UnknownTurnError as error:
+                unknown = error
+                if resolved.parent is not None:
+                    resolved.index.forget(plan.owner, resolved.parent.turn_id)
+        assert unknown is not None
+        raise unknown
 
     def _start(
         self,

@@ -9,7 +9,7 @@ import pytest
 
 from pensieve_jax.core.errors import EngineDiedError, HistoryError, StepFailedError
 from pensieve_jax.history import responses_table
-from pensieve_jax.history.changes import QueueResponse
+from pensieve_jax.history.changes import DeleteResponse, QueueResponse
 from pensieve_jax.history.reader import HistoryReader
 from tests.server.api.live import START_S, LiveServer
 from tests.server.fakes import say
@@ -333,3 +333,28 @@ def test_what_has_expired_goes_a_few_at_a_time_and_all_at_once(tmp_path, monkeyp
         for response_id in ids:
             with pytest.raises(openai.NotFoundError):
                 client.responses.retrieve(response_id)
+
+
+def test_a_queued_response_outlives_the_one_that_it_goes_on_from(tmp_path):
+    """Deleted while nothing runs yet, as while those whose clients wait come first."""
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path, say("hello")) as server, server.client() as client:
+        first = client.responses.create(input="hi")
+        limits = server.harness.services.limits
+        server.on_loop(lambda: setattr(limits, "_num_waiting", 1))
+        second = client.responses.create(input="ho", previous_response_id=first.id, background=True)
+        client.responses.delete(first.id)
+        server.on_loop(lambda: setattr(limits, "_num_waiting", 0))
+        assert ended(client, second.id).output_text == "hello"
+
+
+def test_a_turn_that_expired_is_not_gone_on_from_by_its_messages(tmp_path):
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path, say("hello")) as server, server.client() as client:
+        first = client.responses.create(input="hi")
+        forget = DeleteResponse(owner="", response_id=first.id)  # as an expiry does, of which nobody is told
+        server.wait_for(server.engine.apply(forget))
+        said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+        again = client.responses.create(input=[*said, {"role": "user", "content": "ho"}], background=True)
+        assert ended(client, again.id).output_text == "hello"
+        assert server.engine.turns[-1].spec.node.parent_id is None
