@@ -16,11 +16,14 @@ from typing import NamedTuple
 
 from pensieve_jax.cache import CachedSequence, CacheManager
 from pensieve_jax.core.conversation import Conversation
-from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.errors import InvalidRequestError, UnknownTurnError
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.engine.chunk_index import ChunkIndex
 from pensieve_jax.engine.live import Branch, TurnEnd
 from pensieve_jax.history import HistoryStore
+
+type Parent = tuple[str, str, bool]
+"""A turn by owner and id, and whether those behind it are to be kept."""
 
 
 class Place(NamedTuple):
@@ -79,8 +82,8 @@ class BranchTable:
         branches = self._by_turn.get((owner, turn_id), {})
         return [branch for branch in branches if branch.tip == turn_id] or list(branches)
 
-    def find(self, node: TurnNode) -> Place:
-        """Where a turn would stand; changes nothing.
+    def find(self, node: TurnNode, known: dict[Parent, Place] | None = None) -> Place:
+        """Where a turn would stand; changes nothing but `known`: what was found for turns of the same call.
 
         Raises UnknownTurnError for a parent that this owner does not have, InvalidRequestError for an id that
         is taken, or a parent that the history will never have, and HistoryError.
@@ -89,18 +92,13 @@ class BranchTable:
             raise InvalidRequestError("turn_id", node.turn_id, "that of a new turn")
         if node.parent_id is None:
             return Place(None, {}, [])
-        for branch in self.at(node.owner, node.parent_id)[:1]:
-            end = branch.path[node.parent_id]
-            if node.durable and not end.durable:
-                limit = f"False behind the turn {node.parent_id}, which is kept in memory only"
-                raise InvalidRequestError("durable", node.durable, limit)
-            return Place(branch, _until(branch.path, node.parent_id), branch.known_tokens[: end.num_tokens])
-        record = self._store.load_turn(node.owner, node.parent_id)
-        path, num_tokens = {}, 0
-        for turn in record.turns:
-            num_tokens += len(turn.prompt_token_ids) + len(turn.output_token_ids)
-            path[turn.turn_id] = TurnEnd(num_tokens, True)
-        return Place(None, path, record.token_ids.tolist(), record.last_active_s)
+        parent = (node.owner, node.parent_id, node.durable)
+        place = None if known is None else known.get(parent)
+        if place is None:
+            place = self._behind(*parent)
+            if known is not None:
+                known[parent] = place
+        return place._replace(path=dict(place.path))
 
     def begin(
         self, node: TurnNode, place: Place, prompt: Sequence[int], *, twin: Branch | None, has_twins: bool
@@ -144,6 +142,23 @@ class BranchTable:
         self._chunks.leave(branch)
 
     # Inside
+
+    def _behind(self, owner: str, parent_id: str, durable: bool) -> Place:
+        """The place of turns that go on from one, if there is such a one."""
+        for branch in self.at(owner, parent_id)[:1]:
+            end = branch.path[parent_id]
+            if durable and not end.durable:
+                limit = f"False behind the turn {parent_id}, which is kept in memory only"
+                raise InvalidRequestError("durable", durable, limit)
+            if end.durable and not self._store.has_turn(owner, parent_id):  # its response was deleted
+                raise UnknownTurnError(parent_id)
+            return Place(branch, _until(branch.path, parent_id), branch.known_tokens[: end.num_tokens])
+        record = self._store.load_turn(owner, parent_id)
+        path, num_tokens = {}, 0
+        for turn in record.turns:
+            num_tokens += len(turn.prompt_token_ids) + len(turn.output_token_ids)
+            path[turn.turn_id] = TurnEnd(num_tokens, True)
+        return Place(None, path, record.token_ids.tolist(), record.last_active_s)
 
     def _begin(
         self, node: TurnNode, place: Place, prompt: Sequence[int], twin: Branch | None

@@ -21,7 +21,7 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode
-from pensieve_jax.engine.branches import Place
+from pensieve_jax.engine.branches import Parent, Place
 from pensieve_jax.engine.conversations import ConversationTable, check_conversation_id
 from pensieve_jax.text import Message, Tokenizer
 
@@ -83,6 +83,7 @@ def check_turns(
     UnknownTurnError or HistoryError.
     """
     seen: set[str] = set()
+    known: dict[Parent, Place] = {}
     places: list[Place | None] = []
     for i, spec in enumerate(specs):
         field = "conversation_id" if len(specs) == 1 else f"conversation_ids[{i}]"
@@ -96,7 +97,7 @@ def check_turns(
             seen.add(conversation_id)
         field = "prompt" if len(specs) == 1 else f"prompts[{i}]"
         check_token_ids(field, spec.prompt_token_ids, limits.vocab_size)
-        place = None if spec.node is None else _checked_place(spec, spec.node, seen, conversations)
+        place = None if spec.node is None else _checked_place(spec, spec.node, seen, known, conversations)
         places.append(place)
         if spec.prefix is not None:
             check_prefix(spec.prefix, conversation_id, conversations)
@@ -152,7 +153,13 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _checked_place(spec: TurnSpec, node: TurnNode, seen: set[str], conversations: ConversationTable) -> Place:
+def _checked_place(
+    spec: TurnSpec,
+    node: TurnNode,
+    seen: set[str],
+    known: dict[Parent, Place],
+    conversations: ConversationTable,
+) -> Place:
     """Where a turn stands whose caller placed it; nothing else may say so."""
     if not isinstance(node, TurnNode):
         raise InvalidRequestError("node", node, "a TurnNode or None")
@@ -164,7 +171,7 @@ def _checked_place(spec: TurnSpec, node: TurnNode, seen: set[str], conversations
     if node.turn_id in seen:
         raise InvalidRequestError("turn_id", node.turn_id, "named once in a call")
     seen.add(node.turn_id)
-    return conversations.branches.find(node)
+    return conversations.branches.find(node, known)
 
 
 def _check_length(field: str, spec: TurnSpec, limits: ModelLimits, history_len: int) -> None:

@@ -120,10 +120,15 @@ class ItemRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueResponse:
-    """Keep a background response as queued, before anybody is told that there is one."""
+    """Keep a background response as queued, before anybody is told that there is one.
+
+    Attributes:
+      parent_id: the turn that it goes on from, which stays as long as the response is queued.
+    """
 
     draft: ResponseDraft
     job: bytes
+    parent_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ SQLite's own side files, to the first free name `<name>.corrupt-<n>`, where
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sqlite3
 from pathlib import Path
 from typing import Final, Literal, NoReturn
@@ -49,8 +51,10 @@ def open_database(path: Path | None, fingerprint: str, synchronous: Synchronous)
         # SQLite would delete the log of a missing database, and with it the last commits.
         _set_aside(path, "the file is missing or empty, but its write-ahead log is not")
     try:
+        if path is not None:
+            _make_private(path)
         connection = _connect(path)
-    except sqlite3.Error as error:
+    except (OSError, sqlite3.Error) as error:
         raise _cannot_open(path, error) from error
     try:
         _accept(connection, path, fingerprint, synchronous)
@@ -68,6 +72,12 @@ def is_damage(error: sqlite3.Error) -> bool:
     # The low byte is the primary code; the rest tells apart kinds of it.
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def _make_private(path: Path) -> None:
+    """Make a file that is missing for its owner's eyes alone; SQLite's own side files take its mode."""
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
 
 
 def _connect(path: Path | None) -> sqlite3.Connection:
@@ -96,6 +106,7 @@ def _accept(
         connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, False)
         if version != schema.SCHEMA_VERSION:
             _migrate(connection, path, version)
+        connection.execute(schema.RESPONSES_BY_TREE)
         if path is not None:
             connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")
@@ -247,7 +258,7 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
     return value
 
 
-def _cannot_open(path: Path | None, error: sqlite3.Error) -> HistoryError:
+def _cannot_open(path: Path | None, error: OSError | sqlite3.Error) -> HistoryError:
     if (getattr(error, "sqlite_errorcode", 0) & 0xFF) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return HistoryLockedError(
             f"history is {str(path)!r}, which another program has locked; close that program or choose "

@@ -54,9 +54,9 @@ class FileLock:
         mode = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
             try:
-                return os.open(self.lock_path, mode | os.O_EXCL, 0o644), True
+                return os.open(self.lock_path, mode | os.O_EXCL, 0o600), True
             except FileExistsError:
-                return os.open(self.lock_path, mode, 0o644), False
+                return os.open(self.lock_path, mode, 0o600), False
         except OSError as error:
             raise HistoryError(
                 f"history is {str(path)!r}, but its lock file cannot be made ({error.strerror}); "

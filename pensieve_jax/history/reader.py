@@ -78,16 +78,6 @@ class Page[T]:
 
 
 @dataclass(frozen=True, slots=True)
-class ConversationSummary:
-    """A line in a list of a server's conversations: `title` is what its user said first, in text."""
-
-    conversation: ConversationRow
-    last_active_s: float
-    num_tokens: int
-    title: str
-
-
-@dataclass(frozen=True, slots=True)
 class KnownRequest:
     """A request that was sent with an idempotency key."""
 
@@ -177,6 +167,10 @@ class HistoryReader:
         row = self._run(lambda connection: connection.execute(query, values).fetchone())
         return None if row is None else responses_table.unpack(row)
 
+    def has_expired(self, now_s: float) -> bool:
+        """Whether an `Expire` would find a response or a key whose time has passed."""
+        return self._run(lambda connection: responses_table.has_expired(connection, now_s))
+
     def unfinished_background(self) -> list[ResponseRecord]:
         """Every owner's queued responses with their jobs, in the order in which they came."""
         query = (
@@ -191,10 +185,6 @@ class HistoryReader:
     def conversation(self, owner: str, conversation_id: str) -> ConversationRow:
         """A conversation; raises UnknownRecordError."""
         return self._run(lambda connection: server_conversations.find(connection, owner, conversation_id))
-
-    def conversations(self, owner: str, limit: int = 100) -> list[ConversationSummary]:
-        """An owner's conversations, the most recently active first."""
-        return self._run(lambda connection: _summaries(connection, owner, limit))
 
     def items(
         self,
@@ -232,9 +222,9 @@ class HistoryReader:
         """An owner's trees of responses, the most recently active first."""
         return self._run(lambda connection: response_trees.trees(connection, owner, limit))
 
-    def tree(self, owner: str, root: str) -> list[response_trees.TreeTurn]:
-        """The responses of a tree in the order in which they were made; empty where there is none."""
-        return self._run(lambda connection: response_trees.tree(connection, owner, root))
+    def tree(self, owner: str, root: str, limit: int = 1000) -> list[response_trees.TreeTurn]:
+        """The last responses of a tree in the order in which they were made; empty where there is none."""
+        return self._run(lambda connection: response_trees.tree(connection, owner, root, limit))
 
     # Turns
 
@@ -245,6 +235,10 @@ class HistoryReader:
         if row is None:
             raise UnknownTurnError(turn_id)
         return _view(row)
+
+    def has_turn(self, owner: str, turn_id: str) -> bool:
+        """Whether there is such a turn."""
+        return self._run(lambda connection: turns_table.exists(connection, owner, turn_id))
 
     def turn_path(self, owner: str, turn_id: str) -> tuple[TurnView, ...]:
         """The turns from the first of a tree to this one; raises UnknownTurnError."""
@@ -334,42 +328,6 @@ def _items(
     )
     rows = connection.execute(query, (*values, limit))
     return [ItemRow(item_id=item_id, position=position, item=item) for item_id, position, item in rows]
-
-
-def _summaries(connection: sqlite3.Connection, owner: str, limit: int) -> list[ConversationSummary]:
-    """Lines of a listing."""
-    query = (
-        "SELECT conversation_id, owner, version, metadata, created_at_s, last_active_s, num_tokens "
-        "FROM conversations WHERE owner = ? AND metadata IS NOT NULL "
-        "ORDER BY last_active_s DESC, conversation_id LIMIT ?"
-    )
-    return [
-        ConversationSummary(
-            ConversationRow(
-                conversation_id=row[0], owner=row[1], version=row[2], metadata=row[3], created_at_s=row[4]
-            ),
-            last_active_s=row[5],
-            num_tokens=row[6],
-            title=_title(connection, owner, row[0]),
-        )
-        for row in connection.execute(query, (owner, limit)).fetchall()
-    ]
-
-
-def _title(connection: sqlite3.Connection, owner: str, conversation_id: str) -> str:
-    """What the user said first; it is among the first items, or there is no title."""
-    for row in _items(connection, owner, conversation_id, None, 4, "asc"):
-        item = json.loads(row.item)
-        if item.get("role") == "user":
-            return _text(item.get("content"))
-    return ""
-
-
-def _text(content: object) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
 
 
 def _view(row: Sequence[Any]) -> TurnView:

@@ -4,7 +4,8 @@ Owns: the statements on `responses` and `idempotency`; which end of a turn makes
 Does not know: transactions (the caller holds one), or what a response's fields mean to a client.
 Called by: `sqlite_store` and `reader`.
 
-What a reply said stands in its turn, once; a response names the turn.
+What a reply said stands in its turn, once; a response names the turn. A queued one has none yet: it names the
+turn that it goes on from, which therefore stays.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sqlite3
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-from pensieve_jax.core.errors import InvalidRequestError, UnknownRecordError
+from pensieve_jax.core.errors import InvalidRequestError, UnknownRecordError, UnknownTurnError
 from pensieve_jax.history import codec, server_conversations, turns_table
 from pensieve_jax.history.changes import (
     DeleteResponse,
@@ -27,7 +28,7 @@ from pensieve_jax.history.changes import (
 from pensieve_jax.history.codec import TurnRow
 from pensieve_jax.history.server_conversations import Item
 
-MAX_EXPIRED: Final = 1000  # of one change, so that the engine's thread is not held up
+MAX_EXPIRED: Final = 50  # of one change, so that the engine's thread is not held up
 _OWN_FIELDS: Final = (
     *("response_id", "owner", "request", "input_items", "output_item_id", "created_at_s", "expires_at_s"),
     *("background", "status", "turn_id", "completed_at_s", "error", "job"),
@@ -49,6 +50,8 @@ _THIS: Final = "owner = ? AND response_id = ?"
 def unpack(row: Sequence[Any]) -> ResponseRecord:
     """What a row of `RECORD` says."""
     fields = dict(zip(_OWN_FIELDS + _TURN_FIELDS, row, strict=True))
+    if fields["status"] == "queued":
+        fields |= dict.fromkeys(("turn_id", *_TURN_FIELDS))  # of the turn that it goes on from
     return ResponseRecord(**{**fields, "background": bool(fields["background"])})
 
 
@@ -97,21 +100,28 @@ def complete(
 
 
 def queue(connection: sqlite3.Connection, change: QueueResponse) -> None:
-    """A background response that has not run; raises InvalidRequestError for an id or a key that is taken."""
+    """A background response that has not run.
+
+    Raises InvalidRequestError for an id or a key that is taken, UnknownTurnError for a parent that is gone.
+    """
     draft, _ = check_draft(change.draft, change.draft.owner, "draft")
-    _insert(connection, draft, "queued", job=change.job)
+    if change.parent_id is not None and not turns_table.exists(connection, draft.owner, change.parent_id):
+        raise UnknownTurnError(change.parent_id)
+    _insert(connection, draft, "queued", turn_id=change.parent_id, job=change.job)
 
 
-def end(connection: sqlite3.Connection, change: EndResponse) -> None:
+def end(connection: sqlite3.Connection, change: EndResponse, in_use: Collection[str]) -> None:
     """A queued response without a turn; one that has ended stays as it is."""
     if change.status not in ("cancelled", "failed"):
         raise InvalidRequestError("status", change.status, '"cancelled" or "failed"')
-    _turn_of(connection, change.owner, change.response_id)
-    connection.execute(
-        "UPDATE responses SET status = ?, completed_at_s = ?, error = ?, job = NULL "
+    parent_id = _turn_of(connection, change.owner, change.response_id)
+    ended = connection.execute(
+        "UPDATE responses SET status = ?, turn_id = NULL, completed_at_s = ?, error = ?, job = NULL "
         f"WHERE {_THIS} AND status = 'queued'",
         (change.status, change.completed_at_s, change.error, change.owner, change.response_id),
     )
+    if ended.rowcount:
+        turns_table.collect(connection, change.owner, parent_id, in_use)
 
 
 def delete(connection: sqlite3.Connection, change: DeleteResponse, in_use: Collection[str]) -> None:
@@ -133,6 +143,15 @@ def expire(connection: sqlite3.Connection, change: Expire, in_use: Collection[st
         "ORDER BY expires_at_s LIMIT ?)",
         (change.now_s, MAX_EXPIRED),
     )
+
+
+def has_expired(connection: sqlite3.Connection, now_s: float) -> bool:
+    """Whether `expire` would find something whose time has passed."""
+    query = (
+        "SELECT EXISTS (SELECT 1 FROM responses WHERE expires_at_s <= ? AND status <> 'queued') "
+        "OR EXISTS (SELECT 1 FROM idempotency WHERE expires_at_s <= ?)"
+    )
+    return bool(connection.execute(query, (now_s, now_s)).fetchone()[0])
 
 
 def _insert(

@@ -16,6 +16,12 @@ SCHEMA_VERSION: Final = 2
 
 META: Final = "CREATE TABLE meta(key TEXT PRIMARY KEY NOT NULL, value TEXT NOT NULL)"
 
+# Covers the list of trees. Histories of before the list was shown have it made when they are opened.
+RESPONSES_BY_TREE: Final = (
+    "CREATE INDEX IF NOT EXISTS responses_by_tree ON responses(owner, turn_id, completed_at_s) "
+    "WHERE turn_id IS NOT NULL"
+)
+
 # The CHECKs are part of what quick_check verifies. Every key begins with the owner: what is another owner's
 # is not found by any look-up, and takes as long not to be found as what does not exist.
 #
@@ -24,6 +30,8 @@ META: Final = "CREATE TABLE meta(key TEXT PRIMARY KEY NOT NULL, value TEXT NOT N
 #
 # `conversations` repeats of its head turn what a listing shows, so that it reads no tokens; both change in
 # the same transaction. `metadata` is NULL for a conversation that the library names, JSON for a server's.
+#
+# `turn_id` of a response is that of its reply; while it is queued, that of the turn that it goes on from.
 #
 # `released`: turns that nothing in the file needed while a running turn went on from them.
 TABLES: Final = (
@@ -87,7 +95,7 @@ TABLES: Final = (
   job BLOB,
   PRIMARY KEY (owner, response_id)
 )""",
-    "CREATE INDEX responses_by_turn ON responses(owner, turn_id) WHERE turn_id IS NOT NULL",
+    RESPONSES_BY_TREE,
     "CREATE INDEX responses_by_end ON responses(expires_at_s)",
     "CREATE INDEX responses_by_body ON responses(owner, body_sha256, created_at_s) WHERE body_sha256 <> ''",
     "CREATE INDEX responses_queued ON responses(created_at_s) WHERE status = 'queued'",

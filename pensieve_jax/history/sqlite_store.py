@@ -148,6 +148,10 @@ class SQLiteHistoryStore:
         rows = self._run(lambda connection: turns_table.path_rows(connection, owner, turn_id))
         return turns_table.unpack_path(rows, owner, turn_id)
 
+    def has_turn(self, owner: str, turn_id: str) -> bool:
+        """Whether a turn is there, read without its tokens."""
+        return self._run(lambda connection: turns_table.exists(connection, owner, turn_id))
+
     def commit(
         self,
         turns: Sequence[TurnRecord],
@@ -293,7 +297,7 @@ def _apply(connection: sqlite3.Connection, change: HistoryChange, in_use: Collec
         case QueueResponse():
             responses_table.queue(connection, change)
         case EndResponse():
-            responses_table.end(connection, change)
+            responses_table.end(connection, change, in_use)
         case DeleteResponse():
             responses_table.delete(connection, change, in_use)
         case Expire():

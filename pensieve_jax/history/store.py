@@ -94,8 +94,8 @@ class ConversationInfo:
 class HistoryStore(Protocol):
     """Keeps turns; opened for one model and tokenizer by one process at a time.
 
-    Threads: the engine thread calls everything; `conversations`, `info`, `load` and `load_turn` may also be
-    called from other threads at any time and see either all of a commit or nothing of it.
+    Threads: the engine thread calls everything; `conversations`, `info`, `load`, `load_turn` and `has_turn`
+    may also be called from other threads at any time and see either all of a commit or nothing of it.
     """
 
     def conversations(self) -> list[ConversationInfo]:
@@ -112,6 +112,10 @@ class HistoryStore(Protocol):
 
     def load_turn(self, owner: str, turn_id: str) -> ConversationRecord:
         """Read the path to a turn, from the first of its tree; raises UnknownTurnError."""
+        ...
+
+    def has_turn(self, owner: str, turn_id: str) -> bool:
+        """Whether it still keeps a turn."""
         ...
 
     def commit(

@@ -17,7 +17,8 @@ from pensieve_jax.core.outputs import Usage
 from pensieve_jax.history import codec
 
 _ROOT: Final = "substr(turn_id, 1, 16)"
-_OF_TREE: Final = "owner = ? AND response_id >= ? AND response_id < ? AND turn_id IS NOT NULL"
+_HAS_TURN: Final = "turn_id IS NOT NULL AND completed_at_s IS NOT NULL"  # a queued one names its parent
+_OF_TREE: Final = f"owner = ? AND response_id >= ? AND response_id < ? AND {_HAS_TURN}"
 _IN_ORDER: Final = "ORDER BY responses.created_at_s, responses.rowid"
 
 
@@ -44,7 +45,7 @@ class TreeTurn:
 
     Attributes:
       id: the response's.
-      parent: the response that it goes on from; None for a first turn.
+      parent: the response that it goes on from; None for a first turn, and for one that is not shown.
       input, output: what was said.
       status: of the response.
       usage: where its tokens came from.
@@ -62,7 +63,7 @@ def trees(connection: sqlite3.Connection, owner: str, limit: int) -> list[TreeSu
     """An owner's trees, the most recently active first."""
     query = (
         f"SELECT {_ROOT}, count(*), max(completed_at_s) FROM responses "
-        "WHERE owner = ? AND turn_id IS NOT NULL GROUP BY 1 ORDER BY 3 DESC LIMIT ?"
+        f"WHERE owner = ? AND {_HAS_TURN} GROUP BY 1 ORDER BY 3 DESC LIMIT ?"
     )
     rows = connection.execute(query, (owner, limit)).fetchall()
     return [
@@ -70,13 +71,14 @@ def trees(connection: sqlite3.Connection, owner: str, limit: int) -> list[TreeSu
     ]
 
 
-def tree(connection: sqlite3.Connection, owner: str, root: str) -> list[TreeTurn]:
-    """The responses of one tree, in the order in which they were made; empty where there is none."""
+def tree(connection: sqlite3.Connection, owner: str, root: str, limit: int) -> list[TreeTurn]:
+    """The last responses of one tree, in the order in which they were made; empty where there is none."""
     query = (
         "SELECT response_id, responses.turn_id, turns.parent_id, input_items, output_text, status, usage "
-        f"FROM responses JOIN turns USING (owner, turn_id) WHERE {_OF_TREE} {_IN_ORDER}"
+        f"FROM responses JOIN turns USING (owner, turn_id) WHERE {_OF_TREE} "
+        "ORDER BY responses.created_at_s DESC, responses.rowid DESC LIMIT ?"
     )
-    rows: list[Any] = connection.execute(query, (owner, *_bounds(root))).fetchall()
+    rows: list[Any] = connection.execute(query, (owner, *_bounds(root), limit)).fetchall()[::-1]
     ids = {row[1]: row[0] for row in rows}
     return [
         TreeTurn(response_id, ids.get(parent_id), _text(items), text or "", status, codec.unpack_usage(usage))

@@ -66,6 +66,12 @@ def insert_placed(connection: sqlite3.Connection, row: TurnRow, field: str) -> T
     return placed
 
 
+def exists(connection: sqlite3.Connection, owner: str, turn_id: str) -> bool:
+    """Whether there is such a turn."""
+    query = "SELECT 1 FROM turns WHERE owner = ? AND turn_id = ?"
+    return connection.execute(query, (owner, turn_id)).fetchone() is not None
+
+
 def path_rows(connection: sqlite3.Connection, owner: str, turn_id: str | None) -> list[TurnRow]:
     """The turns from the first of a tree to this one; empty where there is no such turn."""
     if turn_id is None:

@@ -163,6 +163,9 @@ class ObservedStore:
         self.num_loads += 1
         return self.inner.load_turn(owner, turn_id)
 
+    def has_turn(self, owner: str, turn_id: str) -> bool:
+        return self.inner.has_turn(owner, turn_id)
+
     def commit(
         self,
         turns: Sequence[TurnRecord],

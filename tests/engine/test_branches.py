@@ -153,6 +153,21 @@ def test_a_parent_in_the_history_is_loaded(tmp_path):
     trees.settle(fourth)
 
 
+def test_choices_behind_a_turn_of_the_history_load_it_once(tmp_path):
+    path = tmp_path / "history.sqlite"
+    trees = forest(path=path)
+    first = trees.turn(prompt=40)
+    known = trees.tokens
+    trees.engine.close()
+    trees = forest(path=path)
+    trees.tokens = known
+    choices = trees.send(first, 10, number=4)
+    assert trees.harness.store.num_loads == 1
+    ids = trees.settle(*choices)
+    for turn_id in ids:  # and none of them stands on the path of another
+        trees.turn(turn_id, 3)
+
+
 def test_a_path_that_is_loaded_begins_with_what_is_in_memory():
     trees = forest()
     first = trees.turn(prompt=40)

@@ -143,6 +143,20 @@ def test_a_change_that_deletes_what_a_running_turn_goes_on_from_leaves_it_the_to
         harness.store.load_turn("ann", parent_id)
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_nothing_goes_on_from_a_turn_whose_response_was_deleted_though_its_state_is_there(durable):
+    harness = Harness()
+    parent = placed(harness, 1)
+    harness.run(*harness.submit_all([parent]))
+    parent_id = parent.node.turn_id
+    harness.engine.apply(DeleteResponse(owner="ann", response_id=f"resp_{parent_id}"))
+    params = SamplingParams(max_tokens=4, ignore_eos=True, seed=2)
+    node = TurnNode(turn_id=new_turn_id(parent_id), parent_id=parent_id, owner="ann", durable=durable)
+    with pytest.raises(UnknownTurnError):
+        harness.submit_all([TurnSpec(harness.prompt(9, 2), params, node=node)])
+    harness.turn("alice", seed=9)  # and on it goes
+
+
 # --- forks of named conversations
 
 

@@ -100,6 +100,25 @@ def test_a_file_that_another_program_is_writing_is_locked(filled, monkeypatch):
     open_store(filled).close()
 
 
+# --- who may read it
+
+
+def test_a_new_history_is_for_its_owner_alone_and_an_old_one_keeps_its_mode(path):
+    before = os.umask(0)
+    try:
+        with open_store(path) as store:
+            store.commit([turn()])
+            names = ("", "-wal", "-shm", ".lock")
+            modes = {name: os.stat(f"{path}{name}").st_mode & 0o777 for name in names}
+            assert modes == dict.fromkeys(names, 0o600)
+        path.chmod(0o640)
+        with open_store(path) as store:
+            store.commit([turn(1)])
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
 # --- kill -9
 
 

@@ -6,7 +6,7 @@ import json
 
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.turn_node import new_turn_id, root_of
-from pensieve_jax.history import SQLiteHistoryStore, TurnRecord
+from pensieve_jax.history import SQLiteHistoryStore, TurnRecord, trees
 from pensieve_jax.history.changes import ResponseDraft
 from pensieve_jax.history.reader import HistoryReader
 
@@ -40,6 +40,20 @@ def respond(store, at_s, text, parent=None, owner="ann", instructions=()):
     return turn_id
 
 
+def test_the_list_of_trees_reads_an_index_and_no_response(tmp_path):
+    """Also in a history that was made before there was this index."""
+    path = tmp_path / "chats.sqlite"
+    for _ in range(2):
+        with SQLiteHistoryStore(path, fingerprint="f") as store:
+            queries: list[str] = []
+            store._connection.set_trace_callback(queries.append)
+            trees.trees(store._connection, "ann", 5)
+            store._connection.set_trace_callback(None)
+            (plan, *_) = store._connection.execute(f"EXPLAIN QUERY PLAN {queries[0]}").fetchone()[3:]
+            assert "COVERING INDEX responses_by_tree" in plan
+            store._connection.execute("DROP INDEX responses_by_tree")
+
+
 def test_trees_are_listed_by_what_was_said_first_and_told_turn_by_turn(tmp_path):
     path = tmp_path / "chats.sqlite"
     with SQLiteHistoryStore(path, fingerprint="f") as store, HistoryReader(path, fingerprint="f") as reader:
@@ -61,6 +75,9 @@ def test_trees_are_listed_by_what_was_said_first_and_told_turn_by_turn(tmp_path)
             (f"resp_{first}", None, "hi", "re: hi"),
             (f"resp_{again}", f"resp_{first}", "and then?", "re: and then?"),
             (f"resp_{fork}", f"resp_{first}", "or this?", "re: or this?"),
+        ]
+        assert [turn.id for turn in reader.tree("ann", root_of(first), 2)] == [
+            *(f"resp_{again}", f"resp_{fork}"),
         ]
         assert {(turn.status, turn.usage) for turn in told} == {("completed", USAGE)}
         assert reader.tree("bob", root_of(first)) == reader.tree("ann", "%") == reader.tree("ann", "") == []

@@ -169,7 +169,7 @@ def say(text: str, **usage: int) -> Callable[[FakeTurn], None]:
 class _NoBranches:
     """Every turn begins a tree: its parents are the test's own business."""
 
-    def find(self, node: TurnNode) -> Place:
+    def find(self, node: TurnNode, known: object = None) -> Place:
         return Place(None, {}, [])
 
 

@@ -10,13 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 import msgspec
 
-from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, PensieveError
+from pensieve_jax.core.errors import (
+    EngineClosedError,
+    EngineDiedError,
+    HistoryError,
+    PensieveError,
+    UnknownTurnError,
+)
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import EndResponse, Expire, QueueResponse, ResponseDraft, ResponseRecord
@@ -28,7 +35,7 @@ from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.api.response_runs import ResponseRun
 from pensieve_jax.server.api.running import RunningTurns, run_turns
 from pensieve_jax.server.async_engine import AsyncTurn
-from pensieve_jax.server.context.resolver import ResolvedContext
+from pensieve_jax.server.context.resolver import Memory, ResolvedContext
 from pensieve_jax.server.context.start import resolved_context
 from pensieve_jax.server.http.errors import (
     ApiError,
@@ -39,6 +46,8 @@ from pensieve_jax.server.http.errors import (
     renamed_fields,
 )
 from pensieve_jax.server.http.services import Services
+
+_log = logging.getLogger(__name__)
 
 MAX_RUNS: Final = 1000
 """Background responses that have not ended, of all owners."""
@@ -72,15 +81,9 @@ class BackgroundResponses:
                 raise overloaded("There are too many responses in the background; try again later.", 30)
             self._check_share(run.owner)
             self._services.limits.check_ready()
-            context = plan.context
             with renamed_fields(ENGINE_FIELDS):
-                resolved = await resolved_context(context.find, num_characters=context.num_characters)
-                (spec,) = plan.specs(resolved)
-                _check_length(self._services, resolved)
+                resolved, spec = await self._queued(plan)
             assert plan.draft is not None and plan.head is not None
-            await self._services.engine.apply(
-                QueueResponse(draft=plan.draft, job=encode_job(spec, plan.draft))
-            )
             run.begin(plan.head)
             self._start(run, spec, plan.draft, resolved, unlock)
             started = True
@@ -132,6 +135,26 @@ class BackgroundResponses:
         if settings.api_keys_file is not None and sum(key[0] == owner for key in self._runs) >= most:
             sentence = f"A key may have {most} responses in the background; wait for one of them."
             raise rate_limited(sentence, self._services.limits.retry_after_s())
+
+    async def _queued(self, plan: ResponsePlan) -> tuple[ResolvedContext, TurnSpec]:
+        """Keep a response as queued, behind a turn that the history has, as `start_turns` finds one."""
+        context, unknown = plan.context, None
+        for memory in Memory:
+            resolved = await resolved_context(context.find, memory, num_characters=context.num_characters)
+            (spec,) = plan.specs(resolved)
+            _check_length(self._services, resolved)
+            assert plan.draft is not None
+            job = encode_job(spec, plan.draft)
+            change = QueueResponse(draft=plan.draft, job=job, parent_id=resolved.node.parent_id)
+            try:
+                await self._services.engine.apply(change)
+                return resolved, spec
+            except UnknownTurnError as error:
+                unknown = error
+                if resolved.parent is not None:
+                    resolved.index.forget(plan.owner, resolved.parent.turn_id)
+        assert unknown is not None
+        raise unknown
 
     def _start(
         self,
@@ -234,15 +257,27 @@ class BackgroundResponses:
             completed_at_s=self._services.now_s(),
             error=json.dumps(failure_object(error)),
         )
-        with suppress(PensieveError):  # a history that fails keeps it as queued, and it is tried once more
-            await self._services.engine.apply(change)
+        is_logged = False
+        while True:
+            try:
+                await self._services.engine.apply(change)
+            except (EngineClosedError, EngineDiedError, HistoryError) as failure:
+                # It stands in the history as queued: this server says how it ended, or the next one runs it.
+                if self._services.engine.state == "draining":
+                    break
+                if not is_logged:
+                    _log.error("the end of a background response could not be written", exc_info=failure)
+                    is_logged = True
+                await asyncio.sleep(_RETRY_S)
+                continue
+            except PensieveError:  # it was deleted
+                pass
+            break
         run.fail(error)
 
     async def _resume(self) -> None:
         """Run what an earlier server left, once there is an engine."""
-        while self._services.engine.state != "ready":
-            await asyncio.sleep(_RETRY_S)
-        for record in self._services.history.unfinished_background():
+        for record in await self._unfinished():
             if (record.owner, record.response_id) in self._runs or record.job is None:
                 continue
             run = ResponseRun(record.owner, "", background=True)
@@ -254,6 +289,20 @@ class BackgroundResponses:
                 await self._fail(run, _draft_of(record), ApiError(500, "server_error", sentence))
                 continue
             self._start(run, spec, draft, None, self._locked(draft))
+
+    async def _unfinished(self) -> list[ResponseRecord]:
+        """What an earlier server left, as soon as there is an engine and the history can be read."""
+        is_logged = False
+        while True:
+            if self._services.engine.state == "ready":
+                try:
+                    found: list[ResponseRecord] = self._services.history.unfinished_background()
+                    return found
+                except HistoryError as error:
+                    if not is_logged:
+                        _log.error("background responses of before could not be read", exc_info=error)
+                        is_logged = True
+            await asyncio.sleep(_RETRY_S)
 
     def _locked(self, draft: ResponseDraft) -> Callable[[], None]:
         """Lock the conversation that a response is appended to; what unlocks it."""
@@ -267,8 +316,11 @@ class BackgroundResponses:
         """Now and then, have the history forget what has expired."""
         while True:
             if self._services.engine.state == "ready":
+                now_s = self._services.now_s()
                 with suppress(PensieveError):  # the next time
-                    await self._services.engine.apply(Expire(now_s=self._services.now_s()))
+                    await self._services.engine.apply(Expire(now_s=now_s))
+                    while self._services.history.has_expired(now_s):  # a few at a time, with steps in between
+                        await self._services.engine.apply(Expire(now_s=now_s))
             await asyncio.sleep(_EXPIRY_PERIOD_S)
 
 

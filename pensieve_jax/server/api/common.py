@@ -1,16 +1,18 @@
 """What several handlers ask of a request.
 
-Owns: the check of a model's name; the words for a previous response that is not there; what is done once a
-turn of a context has ended well.
+Owns: the check of a model's name; a previous response, and the words for one that is not there; what is
+done once a turn of a context has ended well.
 Does not know: schemas.
 Called by: handlers.
 """
 
 from __future__ import annotations
 
+from pensieve_jax.core.errors import UnknownRecordError
 from pensieve_jax.core.outputs import Output
+from pensieve_jax.history.changes import ResponseRecord
 from pensieve_jax.server.context.resolver import ResolvedContext
-from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.http.errors import ApiError, invalid_value
 from pensieve_jax.server.http.services import Services
 
 
@@ -25,6 +27,36 @@ def unknown_previous(response_id: str) -> ApiError:
     """404, in the same words for what never was, is gone, or is another key's."""
     sentence = f"There is no response {response_id!r} to go on from."
     return ApiError(404, "previous_response_not_found", sentence, param="previous_response_id")
+
+
+def previous_response(
+    services: Services, owner: str, response_id: str, *, named: str | None = None
+) -> ResponseRecord:
+    """A stored response with a reply to go on from.
+
+    Args:
+      services: of the server.
+      owner: whose response it is.
+      response_id: of the response.
+      named: how the client called it, if otherwise.
+
+    Raises ApiError 404, 409 where it has not ended, and 400 where it has no reply.
+    """
+    named = named or response_id
+    if services.history is None:
+        raise unknown_previous(named)
+    try:
+        record: ResponseRecord = services.history.response(owner, response_id)
+    except UnknownRecordError:
+        raise unknown_previous(named) from None
+    if record.status == "queued":
+        sentence = f"Response {named!r} has not ended yet; wait for it."
+        headers = {"retry-after": "1"}
+        raise ApiError(409, "response_in_progress", sentence, param="previous_response_id", headers=headers)
+    if record.turn_id is None:
+        sentence = f"Response {named!r} has no reply to go on from: it is {record.status}."
+        raise invalid_value("previous_response_id", sentence)
+    return record
 
 
 def commit_context(services: Services, context: ResolvedContext, output: Output) -> None:

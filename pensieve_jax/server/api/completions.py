@@ -28,7 +28,7 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, check_turn_id, new_turn_id
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.server.api.chat_schemas import SamplingFields
-from pensieve_jax.server.api.common import check_model, unknown_previous
+from pensieve_jax.server.api.common import check_model, previous_response, unknown_previous
 from pensieve_jax.server.api.completion_stream import ChunkFrame
 from pensieve_jax.server.api.kept_turns import kept_draft
 from pensieve_jax.server.api.running import RunningTurns, merged, run_turns
@@ -40,11 +40,13 @@ from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import ApiError, as_api_error, invalid_value
 from pensieve_jax.server.http.replies import Reply, encode_json, json_reply
 from pensieve_jax.server.http.routes import Route
+from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.http.sse import DONE, Events, event
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this API alone
 _MAX_PROMPTS = 64
 _ID_PREFIX = "cmpl-"
+_STORED_PREFIX = "resp_"  # of a stored completion too
 
 
 class CompletionBody(SamplingFields, kw_only=True):
@@ -108,8 +110,12 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
     return several
 
 
-def _parent(body: CompletionBody, num_prompts: int) -> str | None:
-    """The turn that a request goes on from; raises ApiError for what can be none."""
+def _parent(services: Services, owner: str, body: CompletionBody, num_prompts: int) -> str | None:
+    """The turn that a request goes on from; raises ApiError for what can be none.
+
+    A response must be stored. A completion need not be; but one that was stored and then deleted, and the
+    turn of a response or of a chat under a completion's prefix, are as unknown as what never was.
+    """
     previous = body.previous_response_id
     if previous is None:
         return None
@@ -117,12 +123,21 @@ def _parent(body: CompletionBody, num_prompts: int) -> str | None:
         raise invalid_value(
             "previous_response_id", "previous_response_id must be left out of several prompts."
         )
-    turn_id = previous.removeprefix(_ID_PREFIX).removeprefix("resp_")
+    prefix = next((one for one in (_ID_PREFIX, _STORED_PREFIX) if previous.startswith(one)), "")
+    turn_id = previous.removeprefix(prefix)
     try:
         check_turn_id("previous_response_id", turn_id)
     except InvalidRequestError:
         raise unknown_previous(previous) from None
+    is_completion = prefix == _ID_PREFIX and not services.resolver.index.remembers(owner, turn_id)
+    if not is_completion or _is_kept(services, owner, turn_id):
+        previous_response(services, owner, _STORED_PREFIX + turn_id, named=previous)
     return turn_id
+
+
+def _is_kept(services: Services, owner: str, turn_id: str) -> bool:
+    """Whether the history has a turn, whatever became of its response."""
+    return services.history is not None and services.history.has_turn(owner, turn_id)
 
 
 class Completion:
@@ -139,7 +154,7 @@ class Completion:
         if len(self._prompts) * body.num_choices > _MAX_PROMPTS:
             limit = f"n times the number of prompts must be at most {_MAX_PROMPTS}."
             raise invalid_value("n", limit)
-        self._parent_id = _parent(body, len(self._prompts))
+        self._parent_id = _parent(call.services, call.owner, body, len(self._prompts))
         self._turn_ids = [new_turn_id(self._parent_id) for _ in range(len(self._prompts) * body.num_choices)]
         self._id = f"{_ID_PREFIX}{self._turn_ids[0]}"
         self._created = int(self._services.now_s())

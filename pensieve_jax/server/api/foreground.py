@@ -95,8 +95,15 @@ class ForegroundResponse:
         return finished_response(self.head, output, self._services.now_s(), self._services.token_texts)
 
     def delivered(self) -> None:
-        """Its client has got it."""
+        """Its client has got it, or whoever writes it calls `missed` otherwise."""
         self._is_delivered = True
+
+    def missed(self) -> None:
+        """Its client left before it was written."""
+        plan = self._plan
+        if plan.draft is not None and plan.key is None:  # who has a key asks for it by that
+            now_s = self._services.now_s()
+            self._repeats.missed(plan.owner, plan.body_sha256, self.head.response_id, now_s)
 
     async def close(self) -> None:
         """End what runs, and remember where nobody was told what may have been committed."""
@@ -111,10 +118,9 @@ class ForegroundResponse:
     def _note_end(self, output: Output | None) -> None:
         if output is not None and output.finish_reason != "cancelled" and not self._is_finished:
             self._commit(output)
-        if not self._is_delivered and self._plan.draft is not None:
+        if not self._is_delivered:
             # It may have been committed all the same: while its client left, or before its engine died.
-            now_s = self._services.now_s()
-            self._repeats.missed(self._plan.owner, self._plan.body_sha256, self.head.response_id, now_s)
+            self.missed()
 
     def _commit(self, output: Output) -> None:
         assert self._plan.resolved is not None

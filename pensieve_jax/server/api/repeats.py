@@ -3,11 +3,12 @@
 Owns: which request with an idempotency key runs, which responses may have been committed without arriving,
 and when an earlier response is the answer to a repeated request.
 Does not know: how a response runs, or how it is answered.
-Called by: `response_service`.
+Called by: `responses`, and `foreground` for responses whose clients have left.
 
 The openai client sends no key by itself, but repeats a request whose connection was lost, with
 `x-stainless-retry-count`. Such a retry gets the response to the same body that was committed while its client
-was gone, or within two minutes before this server started; in between, every other response was answered.
+was gone, once and within ten minutes, or, as long after this server's start, one that was committed within
+two minutes before it; in between, every other response was answered.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Repeats:
         self._started_at_s = started_at_s
         self._running: dict[tuple[str, str], ResponseRun] = {}
         self._undelivered: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
+        self._given_again: set[tuple[str, str]] = set()  # of those from before the start, by owner and id
 
     @property
     def num_running(self) -> int:
@@ -67,19 +69,27 @@ class Repeats:
         return record
 
     def by_body(self, owner: str, body_sha256: str, now_s: float) -> ResponseRecord | None:
-        """The response that the client of a repeated request has probably never seen."""
-        found = self._undelivered.get((owner, body_sha256))
+        """The response that the client of a repeated request has probably never seen.
+
+        It is given once; whoever cannot deliver it says so again (`missed`).
+        """
+        found = self._undelivered.pop((owner, body_sha256), None)
         if found is not None and found[1] > now_s - UNDELIVERED_LIFETIME_S:
             try:
                 record: ResponseRecord = self._history.response(owner, found[0])
                 return record
             except UnknownRecordError:  # deleted
                 return None
+        if now_s - self._started_at_s >= UNDELIVERED_LIFETIME_S:
+            return None
         since_s = self._started_at_s - BEFORE_START_S
         last: ResponseRecord | None = self._history.by_body(owner, body_sha256, since_s)
         if last is None or last.background or last.completed_at_s is None:
             return None
-        return last if last.completed_at_s < self._started_at_s else None
+        if last.completed_at_s >= self._started_at_s or (owner, last.response_id) in self._given_again:
+            return None
+        self._given_again.add((owner, last.response_id))
+        return last
 
     def start(self, owner: str, key: str, run: ResponseRun) -> None:
         """A request with a key runs."""

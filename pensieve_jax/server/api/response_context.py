@@ -3,7 +3,7 @@
 Owns: how instructions, a previous response, a conversation and input become one list of messages, or a turn
 and the messages behind it.
 Does not know: sampling, streams, or what becomes of the turn.
-Called by: `response_service`, and the counting of input tokens.
+Called by: `response_plan`, and `responses` for the counting of input tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pensieve_jax.core.errors import UnknownRecordError, UnknownTurnError
 from pensieve_jax.history.changes import ConversationRow, ResponseRecord
-from pensieve_jax.server.api.common import unknown_previous
+from pensieve_jax.server.api.common import previous_response, unknown_previous
 from pensieve_jax.server.api.item_schemas import (
     Item,
     ItemReference,
@@ -26,7 +26,7 @@ from pensieve_jax.server.api.item_schemas import (
 from pensieve_jax.server.api.response_object import kept_response
 from pensieve_jax.server.api.response_schemas import ContextFields
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
-from pensieve_jax.server.http.errors import ApiError, invalid_value
+from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.text.messages import Message
 
@@ -93,7 +93,7 @@ def _behind(
     Instructions are the first message of a context and not carried over. Under others the messages of the
     path are another context, which is looked for like any.
     """
-    record = _previous(services, owner, response_id)
+    record = previous_response(services, owner, response_id)
     turn_id = record.turn_id
     assert turn_id is not None
     instructions = json.loads(record.request).get("instructions")
@@ -132,21 +132,6 @@ def _by_messages(
         return found
 
     return find
-
-
-def _previous(services: Services, owner: str, response_id: str) -> ResponseRecord:
-    try:
-        record: ResponseRecord = services.history.response(owner, response_id)
-    except UnknownRecordError:
-        raise unknown_previous(response_id) from None
-    if record.status == "queued":
-        sentence = f"Response {response_id!r} has not ended yet; wait for it."
-        headers = {"retry-after": "1"}
-        raise ApiError(409, "response_in_progress", sentence, param="previous_response_id", headers=headers)
-    if record.turn_id is None:
-        sentence = f"Response {response_id!r} has no reply to go on from: it is {record.status}."
-        raise invalid_value("previous_response_id", sentence)
-    return record
 
 
 def _known_item(

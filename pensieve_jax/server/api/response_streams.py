@@ -8,6 +8,7 @@ Called by: `responses`.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
@@ -17,7 +18,7 @@ from pensieve_jax.server.api.response_object import ResponseHead, logprob_object
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS
 from pensieve_jax.server.api.response_runs import ResponseRun
 from pensieve_jax.server.api.running import TimedTurn
-from pensieve_jax.server.http.errors import ApiError, as_api_error
+from pensieve_jax.server.http.errors import ApiError, as_api_error, overloaded
 from pensieve_jax.server.http.sse import DONE
 from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.text import Tokenizer
@@ -28,6 +29,8 @@ REPLAYED_OTHERWISE = ApiError(
     "replayed_otherwise",
     "The engine was started again and sampled another reply; get the response anew.",
 )
+
+NOT_RUNNING = overloaded("The response is queued and has not begun; follow it again in a moment.", 1)
 
 
 async def turn_events(
@@ -105,6 +108,22 @@ async def kept_events(
     yield DONE
 
 
+class Begun:
+    """Events, and whether somebody has taken the first of them."""
+
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        """Nobody has."""
+        self._events = events
+        self.has_begun = False
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The events."""
+        async with aclosing(self._events) as events:
+            async for data in events:
+                yield data
+                self.has_begun = True
+
+
 async def _token_events(
     events: ResponseEvents, token_ids: AsyncIterator[int], texts: ReplyTexts, *, background: bool
 ) -> AsyncIterator[bytes]:
@@ -131,6 +150,8 @@ def _last_events(
         last = [events.interruption(error)]
     elif error is not None or response is None:
         last = events.failure(error or REPLAYED_OTHERWISE)
+    elif response["status"] == "queued":  # and nothing runs it yet: the server has just started
+        last = [events.interruption(NOT_RUNNING)]
     elif response["status"] == "failed":
         failed = response["error"]
         last = events.failure(ApiError(500, failed["code"], failed["message"]))

@@ -24,7 +24,7 @@ from pensieve_jax.server.api.response_object import head_of, kept_response
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.api.response_runs import ResponseRun
 from pensieve_jax.server.api.response_schemas import CountTokens, CreateResponse, check_context, check_create
-from pensieve_jax.server.api.response_streams import ReplyTexts, kept_events, run_events
+from pensieve_jax.server.api.response_streams import Begun, ReplyTexts, kept_events, run_events
 from pensieve_jax.server.context.start import resolved_context
 from pensieve_jax.server.http.call import Call, ClientGoneError
 from pensieve_jax.server.http.errors import (
@@ -83,7 +83,7 @@ class Responses:
         key = idempotency_key(call.headers)
         known = self._known(call, key, sha256)
         if known is not None:
-            return await self._repeated(call, body, known)
+            return await self._repeated(call, body, known, sha256)
         plan = ResponsePlan(call.services, call.owner, body, sha256, key)
         call.notes.ignored_fields += plan.context.ignored_fields
         unlock = self._lock(call.owner, plan.conversation_id)
@@ -103,7 +103,7 @@ class Responses:
         try:
             answer = await call.unless_gone(response.whole())
             response.delivered()
-            return json_reply(answer)
+            return json_reply(answer, undelivered=response.missed)
         finally:
             await response.close()
 
@@ -121,7 +121,7 @@ class Responses:
             return json_reply(run.head.object("in_progress" if run.is_started else "queued"))
         record: ResponseRecord = call.services.history.response(call.owner, response_id)
         if streams:
-            return self._kept_events(record, starting_after)
+            return self._events(self._kept_events(record, starting_after))
         return json_reply(kept_response(record))
 
     async def delete(self, call: Call) -> Reply:
@@ -179,12 +179,12 @@ class Responses:
             on_end=on_end,
         )
 
-    def _kept_events(self, record: ResponseRecord, starting_after: int = -1) -> Reply:
+    def _kept_events(self, record: ResponseRecord, starting_after: int = -1) -> AsyncGenerator[bytes]:
         token_ids: tuple[int, ...] = ()
         if record.turn_id is not None:
             token_ids = self._services.history.turn(record.owner, record.turn_id).output_token_ids
         response = kept_response(record)
-        return self._events(kept_events(head_of(record), response, token_ids, self._texts, starting_after))
+        return kept_events(head_of(record), response, token_ids, self._texts, starting_after)
 
     def _known(self, call: Call, key: str | None, sha256: str) -> ResponseRun | ResponseRecord | None:
         """What an earlier request with the same key or body became."""
@@ -193,12 +193,17 @@ class Responses:
             return self._repeats.by_key(call.owner, key, sha256, now_s)
         return self._repeats.by_body(call.owner, sha256, now_s) if is_retry(call.headers) else None
 
-    async def _repeated(self, call: Call, body: CreateResponse, known: ResponseRun | ResponseRecord) -> Reply:
+    async def _repeated(
+        self, call: Call, body: CreateResponse, known: ResponseRun | ResponseRecord, sha256: str
+    ) -> Reply:
         """The answer to a request that was sent before."""
         if isinstance(known, ResponseRecord):
             run = self.background.find(known.owner, known.response_id)
             if run is None:
-                return self._kept_events(known) if body.stream else json_reply(kept_response(known))
+                missed = self._missed(call, sha256, known.response_id)
+                if body.stream:
+                    return self._told(self._kept_events(known), missed)
+                return json_reply(kept_response(known), undelivered=missed)
             known = run
         return await self._follow(call, body, known)
 
@@ -209,11 +214,30 @@ class Responses:
         except ClientGoneError:
             run.is_abandoned = True
             raise
+        missed = self._missed(call, run.body_sha256, head.response_id) if run.background else None
         if body.stream:
-            return self._events(run_events(run, head, self._texts))
+            return self._told(run_events(run, head, self._texts), missed)
         if run.background:
-            return json_reply(run.response or head.object("queued"))
+            return json_reply(run.response or head.object("queued"), undelivered=missed)
         return json_reply(await call.unless_gone(run.result()))
+
+    def _missed(self, call: Call, sha256: str, response_id: str) -> Callable[[], None] | None:
+        """What to call where a response does not reach its client; one with a key asks for it by that."""
+        if idempotency_key(call.headers) is not None:
+            return None
+        return lambda: self._repeats.missed(call.owner, sha256, response_id, self._services.now_s())
+
+    def _told(self, events: AsyncGenerator[bytes], missed: Callable[[], None] | None) -> Reply:
+        """A stream of a response; nobody repeats a request of which he has got an event."""
+        if missed is None:
+            return self._events(events)
+        begun = Begun(events)
+
+        async def end() -> None:
+            if not begun.has_begun:
+                missed()
+
+        return self._events(begun.events(), end)
 
     def _lock(self, owner: str, conversation_id: str | None) -> Callable[[], None]:
         """Lock a conversation for a turn; what unlocks it. Raises ApiError 409 where one runs already."""

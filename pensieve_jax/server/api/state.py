@@ -28,6 +28,7 @@ MAX_STREAMS: Final = 8
 """Of maps, for each owner."""
 _RETRY_S: Final = 30
 _MAX_TREES: Final = 100
+_MAX_TURNS: Final = 1000
 _PREFIXES: Final = ("resp_", "chatcmpl-", "cmpl-")
 
 
@@ -84,7 +85,10 @@ async def push_out(call: Call) -> Reply:
 
 
 async def forget_state(call: Call) -> Reply:
-    """POST /v1/pensieve/forget_state: drop a response's state in every tier; what was said stays."""
+    """POST /v1/pensieve/forget_state: drop a response's state in every tier.
+
+    What the history keeps stays; a turn that is in memory only is gone with its state.
+    """
     await _on_turn(call, "forget_turn_state")
     return json_reply({})
 
@@ -117,7 +121,7 @@ async def stats(call: Call) -> Reply:
 
 async def trees(call: Call) -> Reply:
     """GET /v1/pensieve/trees: conversations made of responses, the most recently active first."""
-    found = call.services.history.trees(call.owner, _MAX_TREES)
+    found = await asyncio.to_thread(call.services.history.trees, call.owner, _MAX_TREES)
     rows = [
         {
             "root": tree.root,
@@ -131,9 +135,9 @@ async def trees(call: Call) -> Reply:
 
 
 async def tree(call: Call) -> Reply:
-    """GET /v1/pensieve/trees/{root}: the turns of one of them, in the order in which they were made."""
+    """GET /v1/pensieve/trees/{root}: the last turns of one of them, in the order in which they were made."""
     root = call.path["root"]
-    found = call.services.history.tree(call.owner, root)
+    found = await asyncio.to_thread(call.services.history.tree, call.owner, root, _MAX_TURNS)
     if not found:
         raise not_found("conversation", root)
     data = [

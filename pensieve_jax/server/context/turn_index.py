@@ -4,7 +4,7 @@ Owns: the turns in memory, newest first, within a budget of bytes, and asking th
 Does not know: requests, rendering, or whether a turn's state is on the device.
 Called by: `resolver`, from the event loop and from threads that tokenize.
 
-Turns that are in memory only last as long as the engine that holds them: they go when its epoch changes, and
+Turns that are in memory only last as long as the engine has their state: they go when its epoch changes, and
 when it says that it does not know one of them.
 """
 
@@ -135,6 +135,11 @@ class TurnIndex:
         with self._lock:
             if (owner, turn_id) in self._turns:
                 self._remove((owner, turn_id))
+
+    def remembers(self, owner: str, turn_id: str) -> bool:
+        """Whether a turn is in this memory; the history is not asked."""
+        with self._lock:
+            return (owner, turn_id) in self._turns
 
     def find(self, owner: str, before: bytes, reply: str, *, durable: bool) -> PastTurn | None:
         """The newest turn of these messages and this reply; with `durable`, among those of the history."""

@@ -7,13 +7,15 @@ Called by: handlers, which return one; the application, which sends it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
-from starlette.types import Receive, Send
+from starlette.types import Message, Receive, Send
 
+from pensieve_jax.server.http.call import ClientGoneError, until_disconnect
 from pensieve_jax.server.http.errors import ApiError
 
 _ENCODER = msgspec.json.Encoder()
@@ -31,15 +33,20 @@ class Reply(Protocol):
 
 @dataclass(slots=True)
 class Bytes:
-    """An answer of bytes that are there already."""
+    """An answer of bytes that are there already.
+
+    Attributes:
+      undelivered: called where the client has left before it was written.
+    """
 
     body: bytes
     content_type: str
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
+    undelivered: Callable[[], None] | None = None
 
     async def send(self, receive: Receive, send: Send) -> None:
-        """Write it in one piece."""
+        """Write it in one piece; raises ClientGoneError where `undelivered` was called."""
         headers = [
             (b"content-type", self.content_type.encode("latin-1")),
             (b"content-length", str(len(self.body)).encode()),
@@ -48,13 +55,42 @@ class Bytes:
                 for name, value in self.headers.items()
             ),
         ]
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        await send({"type": "http.response.body", "body": self.body})
+        start = {"type": "http.response.start", "status": self.status, "headers": headers}
+        if self.undelivered is None:
+            await send(start)
+            await send({"type": "http.response.body", "body": self.body})
+        else:
+            await self._send_watched(start, receive, send, self.undelivered)
+
+    async def _send_watched(
+        self, start: Message, receive: Receive, send: Send, undelivered: Callable[[], None]
+    ) -> None:
+        """A server takes whatever is sent to a client that has left, and says so by `receive` alone."""
+        watch = asyncio.ensure_future(until_disconnect(receive))
+        is_written = False
+        try:
+            await send(start)
+            await send({"type": "http.response.body", "body": self.body, "more_body": True})
+            await asyncio.sleep(0)  # or the watch would not have looked
+            is_written = not watch.done()
+        finally:
+            watch.cancel()
+            if not is_written:
+                undelivered()
+        if not is_written:
+            raise ClientGoneError
+        await send({"type": "http.response.body", "body": b""})
 
 
-def json_reply(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Bytes:
-    """A JSON answer."""
-    return Bytes(encode_json(value), "application/json", status, headers or {})
+def json_reply(
+    value: Any,
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
+    *,
+    undelivered: Callable[[], None] | None = None,
+) -> Bytes:
+    """A JSON answer; see `Bytes`."""
+    return Bytes(encode_json(value), "application/json", status, headers or {}, undelivered)
 
 
 def error_reply(error: ApiError) -> Bytes:

@@ -27,7 +27,7 @@ class ServerSettings:
       allowed_hosts: names that clients may call this server by, beside those of loopback; without keys, a
         request under any other name is refused.
       served_model_name: what /v1/models calls the model; None: as it was given.
-      chat_history: "memory" keeps turns of Chat Completions until the engine ends, "durable" in the history.
+      chat_history: "memory" keeps turns of Chat Completions as long as their state, "durable" in the history.
       max_index_bytes: of turns that are remembered, to find what a request goes on from; the history has
         all durable ones.
       tools: that a request offers the model, which calls none: "refuse" refuses the request by name, "ignore"

@@ -97,6 +97,7 @@ class LiveServer:
             self.responses = Responses(services)
             routes = [*self.responses.routes, *Conversations(self.responses.locks).routes]
             app = make_app(services, routes, [self.responses.background.lifespan])
+            self.harness.app = app
             config = uvicorn.Config(
                 app, port=0, log_level="critical", access_log=False, timeout_graceful_shutdown=1
             )

@@ -8,10 +8,13 @@ import time
 import openai
 import pytest
 
-from pensieve_jax.core.errors import EngineDiedError, StepFailedError
-from pensieve_jax.history.changes import QueueResponse
+from pensieve_jax.core.errors import EngineDiedError, HistoryError, StepFailedError
+from pensieve_jax.history import responses_table
+from pensieve_jax.history.changes import DeleteResponse, QueueResponse
+from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.server.http.settings import ServerSettings
 from tests.server.api.live import START_S, LiveServer
+from tests.server.fakes import say
 
 
 @pytest.fixture
@@ -285,3 +288,92 @@ def test_those_whose_clients_wait_come_first(server, client):
     assert ended(client, second.id).output_text == "hello"
     feed(server, server.engine.turns[0], "hello", end=True)
     assert ended(client, first.id).output_text == "hello"
+
+
+def test_a_queued_response_that_nothing_runs_yet_says_so_in_its_stream(tmp_path, monkeypatch):
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path) as server, server.client() as client:
+        queued = client.responses.create(input="hi", background=True)
+        turn_of(server)
+    monkeypatch.setattr(HistoryReader, "unfinished_background", lambda _: [])  # as before it was looked for
+    with LiveServer(path) as server, server.client() as client:
+        events = list(client.responses.retrieve(queued.id, stream=True))
+        assert (events[-1].type, events[-1].code) == ("error", "overloaded")
+        assert client.responses.retrieve(queued.id).status == "queued"
+
+
+def test_a_failure_that_could_not_be_written_is_written_later(server, client):
+    queued = client.responses.create(input="hi", background=True)
+    turn = turn_of(server)
+    apply, refused = server.engine.apply, []
+
+    async def refuse_twice(change) -> None:
+        if len(refused) < 2:
+            refused.append(change)
+            raise HistoryError("The disk is full.")
+        await apply(change)
+
+    def fail() -> None:
+        server.engine.apply = refuse_twice
+        turn.fail(StepFailedError("A step failed."))
+
+    server.on_loop(fail)
+    failed = ended(client, queued.id)
+    assert (failed.status, failed.error.message, len(refused)) == ("failed", "A step failed.", 2)
+    wait_until(lambda: not server.responses.background._runs)
+
+
+def test_a_history_that_cannot_be_read_at_the_start_is_read_later(tmp_path, monkeypatch):
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path) as server, server.client() as client:
+        queued = client.responses.create(input="hi", background=True)
+        turn_of(server)
+    read, refused = HistoryReader.unfinished_background, []
+
+    def refuse_once(reader):
+        if not refused:
+            refused.append(reader)
+            raise HistoryError("The file is locked.")
+        return read(reader)
+
+    monkeypatch.setattr(HistoryReader, "unfinished_background", refuse_once)
+    with LiveServer(path, start_s=START_S + 5) as server, server.client() as client:
+        feed(server, turn_of(server), "hello", end=True)
+        assert ended(client, queued.id).output_text == "hello"
+
+
+def test_what_has_expired_goes_a_few_at_a_time_and_all_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(responses_table, "MAX_EXPIRED", 1)
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path, say("hello")) as server, server.client() as client:
+        ids = [client.responses.create(input="hi").id for _ in range(3)]
+    with LiveServer(path, start_s=START_S + 31 * 24 * 3600) as server, server.client() as client:
+        wait_until(lambda: len(server.engine.changes) == 3)
+        for response_id in ids:
+            with pytest.raises(openai.NotFoundError):
+                client.responses.retrieve(response_id)
+
+
+def test_a_queued_response_outlives_the_one_that_it_goes_on_from(tmp_path):
+    """Deleted while nothing runs yet, as while those whose clients wait come first."""
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path, say("hello")) as server, server.client() as client:
+        first = client.responses.create(input="hi")
+        limits = server.harness.services.limits
+        server.on_loop(lambda: setattr(limits, "_num_waiting", 1))
+        second = client.responses.create(input="ho", previous_response_id=first.id, background=True)
+        client.responses.delete(first.id)
+        server.on_loop(lambda: setattr(limits, "_num_waiting", 0))
+        assert ended(client, second.id).output_text == "hello"
+
+
+def test_a_turn_that_expired_is_not_gone_on_from_by_its_messages(tmp_path):
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path, say("hello")) as server, server.client() as client:
+        first = client.responses.create(input="hi")
+        forget = DeleteResponse(owner="", response_id=first.id)  # as an expiry does, of which nobody is told
+        server.wait_for(server.engine.apply(forget))
+        said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+        again = client.responses.create(input=[*said, {"role": "user", "content": "ho"}], background=True)
+        assert ended(client, again.id).output_text == "hello"
+        assert server.engine.turns[-1].spec.node.parent_id is None

@@ -81,6 +81,34 @@ def test_a_kept_completion_is_a_response(client):
         client.responses.retrieve(found.id)
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize("prefix", ["resp_", "cmpl-"])
+def test_a_kept_completion_that_was_deleted_is_not_gone_on_from(client, goes_on, store, prefix):
+    """Though its state is still there, and where something else goes on from it, its tokens are too."""
+    kept = complete(client, TEXT, store=True)
+    if goes_on:
+        complete(client, [5], store=True, previous_response_id=kept.id)
+    client.responses.delete(kept.id.replace("cmpl-", "resp_"))
+    with pytest.raises(openai.NotFoundError) as refused:
+        complete(client, [5], store=store, previous_response_id=kept.id.replace("cmpl-", prefix))
+    assert refused.value.code == "previous_response_not_found"
+
+
+@pytest.mark.parametrize("prefix", ["resp_", "cmpl-", "chatcmpl-", ""])
+def test_a_response_that_is_not_stored_is_nobodys_to_name(client, prefix):
+    response = client.responses.create(model="chat", temperature=0, input=TEXT, store=False)
+    with pytest.raises(openai.NotFoundError) as refused:
+        complete(client, [5], previous_response_id=response.id.replace("resp_", prefix))
+    assert refused.value.code == "previous_response_not_found"
+
+
+def test_a_completion_goes_on_from_a_stored_response(client):
+    response = client.responses.create(model="chat", temperature=0, input=TEXT)
+    found = complete(client, [5], previous_response_id=response.id)
+    assert found.usage.pensieve["new_tokens"] == 1 and found.usage.prompt_tokens > 20
+
+
 def test_a_kept_chat_is_a_response_that_can_be_gone_on_from(client):
     chat = client.chat.completions.create(
         model="chat", temperature=0, messages=[{"role": "user", "content": TEXT}], store=True

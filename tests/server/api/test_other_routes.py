@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ import pensieve_jax
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.api.sampling import model_defaults
+from pensieve_jax.server.api.state import ROUTES as STATE_ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
 from tests.server.fakes import MODEL, FakeEngine, Harness, say
 
@@ -215,3 +218,22 @@ def test_a_turn_of_a_script_can_be_anything():
     harness = Harness(ROUTES, FakeEngine(say("")))
     _, body = complete(harness, "a")
     assert body["choices"][0]["text"] == "" and body["usage"]["completion_tokens"] == 1
+
+
+def test_trees_are_read_beside_the_event_loop():
+    """An owner's may be many."""
+    threads: list[int] = []
+
+    class History:
+        def trees(self, owner: str, limit: int) -> list[Any]:
+            threads.append(threading.get_ident())
+            return []
+
+        def tree(self, owner: str, root: str, limit: int) -> list[Any]:
+            threads.append(threading.get_ident())
+            return []
+
+    harness = Harness(STATE_ROUTES, history=History())
+    assert ask(harness, "GET", "/v1/pensieve/trees") == (200, {"data": []})
+    assert ask(harness, "GET", "/v1/pensieve/trees/x")[0] == 404
+    assert len(threads) == 2 and threading.get_ident() not in threads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from dataclasses import replace
@@ -218,6 +219,70 @@ def test_a_retry_after_a_restart_gets_what_was_committed_shortly_before(tmp_path
         assert (again.id == first.id) == is_same
         other = client.responses.create(input="hi")
         assert other.id not in (first.id, again.id)  # it was not said to be a retry
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_retry_after_a_restart_is_answered_so_once_and_soon(tmp_path, stream):
+    def ask(client, text: str, **options) -> str:
+        answer = client.responses.create(input=text, stream=stream, **options)
+        return list(answer)[-1].response.id if stream else answer.id
+
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path, say("hello")) as server, server.client() as client:
+        first, late = ask(client, "hi"), ask(client, "ho")
+
+    with LiveServer(path, say("hello"), start_s=START_S + 60) as server, server.client() as client:
+        assert ask(client, "hi", extra_headers=RETRY) == first
+        assert ask(client, "hi", extra_headers=RETRY) != first
+        server.on_loop(lambda: server.harness.clock.advance(UNDELIVERED_LIFETIME_S))
+        assert ask(client, "ho", extra_headers=RETRY) != late
+
+
+def test_a_retry_whose_answer_was_lost_as_well_may_come_again():
+    """Of what was missed, and of what stood in the history before the start."""
+
+    class History:
+        def response(self, owner: str, response_id: str) -> object:
+            return response_id
+
+        def by_body(self, owner: str, sha256: str, since_s: float) -> object:
+            return Record()
+
+    class Record:
+        background, completed_at_s, response_id = False, 990.0, "resp_before"
+
+    repeats = Repeats(History(), 1000.0)
+    repeats.missed("ann", "a", "resp_a", 1001.0)
+    assert repeats.by_body("ann", "a", 1002.0) == "resp_a"
+    assert repeats.by_body("ann", "a", 1002.0).response_id == "resp_before"
+    assert repeats.by_body("ann", "a", 1002.0) is None
+    repeats.missed("ann", "a", "resp_before", 1003.0)
+    assert repeats.by_body("ann", "a", 1004.0) == "resp_before"
+    assert repeats.by_body("ann", "a", 1005.0) is None
+
+
+def test_an_answer_that_its_client_did_not_wait_for_is_there_for_the_retry(tmp_path):
+    """The client leaves between the commit and the first byte of the answer."""
+
+    def open_(server, headers: dict | None = None):
+        return server.harness.open("POST", "/v1/responses", {"input": "hi"}, headers)
+
+    async def leave(server) -> None:
+        asked = open_(server)
+        asked.takes.clear()
+        while server.engine.num_committed == 0 or server.harness.services.limits.num_inside:
+            await asyncio.sleep(0)
+        asked.leave()
+        asked.takes.set()
+        await asked.task
+
+    async def retry(server) -> bytes:
+        return (await open_(server, RETRY).whole())[2]
+
+    with LiveServer(tmp_path / "history.sqlite", say("hello")) as server:
+        server.wait_for(leave(server))
+        assert b"hello" in server.wait_for(retry(server)) and server.engine.num_committed == 1
+        assert b"hello" in server.wait_for(retry(server)) and server.engine.num_committed == 2
 
 
 def test_what_nobody_came_back_for_is_forgotten():
