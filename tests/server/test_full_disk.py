@@ -131,6 +131,7 @@ def start(history: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
+@pytest.mark.long  # three starts that import JAX; commands/test_serve.py has a short one
 def test_a_history_that_cannot_be_had_is_one_line_and_the_end(tmp_path):
     foreign = tmp_path / "foreign.sqlite"
     with sqlite3.connect(foreign) as connection:

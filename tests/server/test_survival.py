@@ -98,6 +98,7 @@ def served(tmp_path: Path, compilation_cache: str) -> Iterator[Served]:
     served.close()
 
 
+@pytest.mark.long  # starts that import JAX; api/test_real_engine.py ends its server well, and is short
 def test_a_conversation_outlives_both_processes(served, tmp_path, never_killed):
     last: dict[int, str] = {}
     conversation = served.client.conversations.create().id
