@@ -21,6 +21,8 @@ VALID = {
     "/v1/completions": {"model": MODEL, "prompt": "Hello"},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [1, 2]},
+    "/v1/pensieve/push_out": {"response_id": "resp_" + "0" * 32},
+    "/v1/pensieve/forget_state": {"response_id": "resp_" + "0" * 32},
 }
 BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody)
 FIELDS = sorted(
@@ -103,6 +105,7 @@ def run_cases(seed: int, count: int) -> dict[int, int]:
     async def scenario():
         chooser, seen = Chooser(seed), {}
         harness = Harness(ROUTES, FakeEngine(say("ok")), settings=ServerSettings(max_body_bytes=20_000))
+        harness.engine.answers |= {"push_out_turn": 0, "forget_turn_state": None}
         for _ in range(count):
             harness.engine.turns.clear()
             status = await run_case(harness, chooser)

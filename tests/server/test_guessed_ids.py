@@ -1,0 +1,229 @@
+"""Two keys that guess each other's ids: on every route the words of what never was, by the same steps.
+
+A time cannot be asserted on a machine that others use, so what is compared is each statement that a history
+is asked, and each thing that the engine is asked. `python -m tests.server.test_guessed_ids` measures times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pensieve_jax.core.clock import VirtualClock
+from pensieve_jax.history.reader import HistoryReader
+from pensieve_jax.server.api.conversations import Conversations
+from pensieve_jax.server.api.responses import Responses
+from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.http.app import make_app
+from pensieve_jax.server.http.keys import ApiKeys
+from pensieve_jax.text.loading import byte_tokenizer
+from tests.server.fakes import Harness, Open, say
+from tests.server.stored_engine import FINGERPRINT, StoredEngine, resolving
+
+OWNERS = ("ann", "bob")
+ITEMS = [{"role": "user", "content": "x"}]
+
+
+class Guess(NamedTuple):
+    """A request with the ids of one owner's things in it, by name in braces."""
+
+    method: str
+    path: str
+    body: dict[str, Any] | None = None
+
+
+GUESSES = (
+    Guess("GET", "/v1/responses/{response}"),
+    Guess("GET", "/v1/responses/{response}?stream=true"),
+    Guess("GET", "/v1/responses/{response}/input_items"),
+    Guess("POST", "/v1/responses/{response}/cancel"),
+    Guess("DELETE", "/v1/responses/{response}"),
+    Guess("GET", "/v1/conversations/{conversation}"),
+    Guess("POST", "/v1/conversations/{conversation}", {"metadata": {}}),
+    Guess("DELETE", "/v1/conversations/{conversation}"),
+    Guess("GET", "/v1/conversations/{conversation}/items"),
+    Guess("POST", "/v1/conversations/{conversation}/items", {"items": ITEMS}),
+    Guess("GET", "/v1/conversations/{conversation}/items/{item}"),
+    Guess("DELETE", "/v1/conversations/{conversation}/items/{item}"),
+    Guess("POST", "/v1/responses", {"input": "and", "previous_response_id": "{response}"}),
+    Guess("POST", "/v1/responses", {"input": "and", "conversation": "{conversation}"}),
+    Guess("POST", "/v1/responses", {"input": "a", "background": True, "previous_response_id": "{response}"}),
+    Guess("POST", "/v1/responses", {"input": [{"type": "item_reference", "id": "{reply}"}]}),
+    Guess("POST", "/v1/responses", {"input": [{"type": "item_reference", "id": "{item}"}]}),
+    Guess("POST", "/v1/responses/input_tokens", {"input": "x", "previous_response_id": "{response}"}),
+    Guess("POST", "/v1/responses/input_tokens", {"input": "x", "conversation": "{conversation}"}),
+    Guess("POST", "/v1/completions", {"prompt": "x", "previous_response_id": "cmpl-{turn}"}),
+    Guess("GET", "/v1/pensieve/trees/{turn}"),
+)
+
+
+class World:
+    """A server that has things of Ann's, whom Bob guesses at.
+
+    Attributes:
+      steps: what the history and the engine were asked.
+      known, unknown: ids of Ann's by name, and ids that never were.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / "history.sqlite"
+        clock = VirtualClock(1_790_000_000.0)
+        self.engine = StoredEngine(path, clock, say("hello"))
+        self.reader = HistoryReader(path, fingerprint=FINGERPRINT)
+        keys = directory / "keys"
+        keys.write_text("\n".join(f"{who}:{hashlib.sha256(who.encode()).hexdigest()}" for who in OWNERS))
+        harness = Harness(
+            [],
+            self.engine,
+            history=self.reader,
+            keys=ApiKeys(str(keys)),
+            resolver=resolving(byte_tokenizer(), self.reader),
+        )
+        harness.services.now_s = clock.now
+        responses = Responses(harness.services)
+        rows = [*ROUTES, *responses.routes, *Conversations(responses.locks).routes]
+        self.app = make_app(harness.services, rows)
+        self.steps: list[str] = []
+        self.known: dict[str, str] = {}
+        self.unknown: dict[str, str] = {}
+
+    async def fill(self) -> None:
+        """Ann's things."""
+        response = (await self.ask("ann", Guess("POST", "/v1/responses", {"input": "hi"})))[1]
+        conversation = (await self.ask("ann", Guess("POST", "/v1/conversations", {"items": ITEMS})))[1]
+        where = f"/v1/conversations/{conversation['id']}/items"
+        item = (await self.ask("ann", Guess("GET", where)))[1]["data"][0]["id"]
+        self.known = {
+            "response": response["id"],
+            "turn": response["id"].removeprefix("resp_"),
+            "reply": response["output"][0]["id"],
+            "conversation": conversation["id"],
+            "item": item,
+        }
+        self.unknown = {name: _never(one) for name, one in self.known.items()}
+
+    async def ask(self, owner: str, guess: Guess) -> tuple[int, Any]:
+        headers = {"authorization": f"Bearer {owner}"}
+        status, _, raw = await Open(self.app, guess.method, guess.path, guess.body, headers).whole()
+        return status, json.loads(raw)
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """Write down every statement and every call."""
+        connections = (self.reader._connection, self.engine.store._connection)
+        for connection in connections:
+            connection.set_trace_callback(self.steps.append)
+        try:
+            yield
+        finally:
+            for connection in connections:
+                connection.set_trace_callback(None)
+
+    def close(self) -> None:
+        self.reader.close()
+        self.engine.store.close()
+
+
+def _never(one: str) -> str:
+    """An id of the same form that nobody has."""
+    prefix, _, digits = one.rpartition("_")
+    return f"{prefix}_{'0' * len(digits)}" if prefix else "0" * len(digits)
+
+
+def filled(guess: Guess, ids: dict[str, str]) -> Guess:
+    path, body = guess.path, json.dumps(guess.body)
+    for name, one in ids.items():
+        path, body = path.replace(f"{{{name}}}", one), body.replace(f"{{{name}}}", one)
+    return Guess(guess.method, path, json.loads(body))
+
+
+def anonymous(text: str, ids: dict[str, str]) -> str:
+    for name, one in sorted(ids.items(), key=lambda item: -len(item[1])):
+        text = text.replace(one, f"<{name}>")
+    return text
+
+
+def test_what_is_anothers_is_looked_for_as_what_never_was(tmp_path):
+    async def guess_all(world: World) -> None:
+        await world.fill()
+        for guess in GUESSES:
+            told = []
+            for ids in (world.known, world.unknown):
+                world.steps.clear()
+                world.engine.calls.clear()
+                num_turns, num_changes = len(world.engine.turns), len(world.engine.changes)
+                with world.traced():
+                    status, said = await world.ask("bob", filled(guess, ids))
+                asked = [anonymous(str(step), ids) for step in (*world.steps, *world.engine.calls)]
+                asked += [type(change).__name__ for change in world.engine.changes[num_changes:]]
+                asked += ["turn" for _ in world.engine.turns[num_turns:]]
+                told.append((status, anonymous(json.dumps(said), ids), asked))
+            assert told[0] == told[1], guess
+            assert told[0][0] == 404, guess
+        for guess in GUESSES[:1]:  # it was there all the time
+            assert (await world.ask("ann", filled(guess, world.known)))[0] == 200
+
+    with closing(World(tmp_path)) as world:
+        asyncio.run(guess_all(world))
+
+
+def p_value(one: list[float], other: list[float]) -> float:
+    """Of Mann and Whitney's rank test, two-sided, by the normal approximation, with ties at mean ranks."""
+    pairs = sorted([(x, 0) for x in one] + [(x, 1) for x in other])
+    rank_sum, at = 0.0, 0
+    while at < len(pairs):
+        end = at
+        while end < len(pairs) and pairs[end][0] == pairs[at][0]:
+            end += 1
+        rank_sum += (at + 1 + end) / 2 * sum(1 for _, which in pairs[at:end] if not which)
+        at = end
+    n, m = len(one), len(other)
+    deviation = rank_sum - n * (n + m + 1) / 2
+    return math.erfc(abs(deviation) / math.sqrt(n * m * (n + m + 1) / 12) / math.sqrt(2))
+
+
+async def measure(world: World, num_requests: int) -> list[dict[str, Any]]:
+    """For each guess: seconds of this thread for another's id and for none, in random order, and p."""
+    await world.fill()
+    draw, rows = random.Random(0), []
+    for guess in GUESSES:
+        taken: dict[bool, list[float]] = {True: [], False: []}
+        requests = {True: filled(guess, world.known), False: filled(guess, world.unknown)}
+        for number in range(2 * num_requests + 50):
+            is_known = draw.random() < 0.5
+            began_s = time.thread_time()
+            await world.ask("bob", requests[is_known])
+            if number >= 50:
+                taken[is_known].append(time.thread_time() - began_s)
+        medians = {is_known: statistics.median(times) * 1e6 for is_known, times in taken.items()}
+        rows.append(
+            {
+                "request": f"{guess.method} {guess.path}",
+                "fields": sorted(guess.body or {}),
+                "anothers_us": round(medians[True], 2),
+                "unknown_us": round(medians[False], 2),
+                "p": round(p_value(taken[True], taken[False]), 4),
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory, closing(World(Path(directory))) as world:
+        world.engine.info = replace(world.engine.info)
+        rows = asyncio.run(measure(world, int(sys.argv[1]) if len(sys.argv) > 1 else 2000))
+        threshold = 0.001 / len(rows)  # one false alarm in a thousand runs, over all requests
+        print(json.dumps({"threshold": threshold, "told_apart": [r for r in rows if r["p"] < threshold]}))

@@ -1,0 +1,70 @@
+"""The soak for seconds, on the fake runner: clients of every kind, samples, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+from soaking.clients import SoakClient
+from soaking.samples import Samples, child_of, process_figures, table_figures
+
+from tests.server.faults.served import FaultyServer
+from tests.server.test_vanishing import IN_FLIGHT, held, settled
+
+SECONDS = 5.0
+NUM_CLIENTS = 12
+
+
+def test_nothing_is_left_of_busy_clients(tmp_path):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    counts: Counter[str] = Counter()
+
+    async def ask_all(url: str) -> None:
+        ending = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            for number in range(NUM_CLIENTS):
+                client = SoakClient(url, seed + number, pause_s=0.02, counts=counts)
+                group.create_task(client.run(ending))
+            await asyncio.sleep(SECONDS)
+            ending.set()
+
+    with FaultyServer(tmp_path) as server:
+        assert server.process is not None
+        for _ in range(3):
+            assert server.ask("POST", "/v1/responses", {"input": "hi"}).status_code == 200
+        before = held(server)
+        asyncio.run(ask_all(server.url))
+        settled(server, before)
+        stats = server.ask("GET", "/v1/pensieve/stats").json()
+        figures = {
+            **process_figures("front", server.process.pid),
+            **process_figures("engine", child_of(server.process.pid)),
+            **table_figures(stats),
+        }
+        assert server.close() == 0 and "Traceback" not in server.log, server.log[-3000:]
+    print(counts)
+    assert figures["front_rss_mb"] > 10 and figures["engine_threads"] >= 1
+    assert all(figures[f"front_{name}"] == 0 for name in IN_FLIGHT)
+    assert all(counts[kind] for kind in ("responses", "chat", "streams", "vanished", "left streams"))
+
+
+def test_what_grows_is_told_and_what_wavers_is_not():
+    samples = Samples()
+    for minute in range(30):
+        samples.add(
+            minute,
+            {
+                "front_rss_mb": 70.0 + min(minute, 8),
+                "engine_rss_mb": 700.0 + 3 * minute,
+                "front_descriptors": 30.0 + minute % 5,
+                "front_threads": 4.0 + 2 * (minute // 10),
+                "engine_known_turns": 400.0 + 30 * (-1) ** minute,
+                "front_turns_remembered": 10.0 * minute,
+            },
+        )
+    assert set(samples.growing()) == {"front_threads", "front_turns_remembered"}
+    for minute in range(30, 60):
+        samples.add(minute, {**dict.fromkeys(samples.series, 4.0), "engine_rss_mb": 700.0 + 5 * minute})
+    assert set(samples.growing()) == {"engine_rss_mb"}
