@@ -82,6 +82,7 @@ def measure() -> dict[str, Any]:
             outcomes, versions = outcomes + more, versions | found
         if FLAGS.open_responses:
             outcomes += run_open_responses(FLAGS.bun, FLAGS.open_responses, url)
+    recorder.wait_for_all()
     schemas = Schemas.of_file(Path(FLAGS.openapi))
     return {
         "clients": versions,

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -60,7 +61,8 @@ class Recorder(ThreadingHTTPServer):
         self.target = (found.hostname or "127.0.0.1", found.port or 80)
         self.exchanges: list[Exchange] = []
         self._path = path
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._num_open = 0
         super().__init__(("127.0.0.1", port), _Handler)
         self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
@@ -70,9 +72,27 @@ class Recorder(ThreadingHTTPServer):
         """For clients."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
+    def wait_for_all(self) -> None:
+        """Until all have ended: a client may have its last byte before the list has its exchange."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._num_open, _TIMEOUT_S):
+                raise TimeoutError(f"{self._num_open} exchanges have not ended after {_TIMEOUT_S:g} s")
+
+    @contextmanager
+    def open_exchange(self) -> Iterator[None]:
+        """While one of them goes on."""
+        with self._changed:
+            self._num_open += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_open -= 1
+                self._changed.notify_all()
+
     def keep(self, exchange: Exchange) -> None:
         """Add one to the list."""
-        with self._lock:
+        with self._changed:
             self.exchanges.append(exchange)
             if self._path is not None:
                 with self._path.open("a", encoding="utf-8") as file:
@@ -109,6 +129,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing."""
 
     def _pass_on(self) -> None:
+        with self.server.open_exchange():
+            self._exchange()
+
+    def _exchange(self) -> None:
         length = int(self.headers.get("content-length") or 0)
         body = self.rfile.read(length) if length else None
         headers = {name: value for name, value in self.headers.items() if name.lower() not in _OF_ONE_HOP}

@@ -33,6 +33,7 @@ def test_openai(recorder: Recorder, schemas: Schemas, one: Case, is_async: bool)
     num_before = len(recorder.exchanges)
     outcome = run_case(one, f"{recorder.address}/v1", is_async=is_async)
     assert outcome.problem is None
+    recorder.wait_for_all()
     exchanges = recorder.exchanges[num_before:]
     assert all_complaints(schemas, exchanges) == []
     assert one.area == "other routes" or sum(map(schemas.num_bodies, exchanges)) > 0

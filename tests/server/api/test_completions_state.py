@@ -51,7 +51,7 @@ def test_ids_are_those_that_were_sampled_and_the_next_turn_stands_behind_them(an
     third = complete(ann, " And then?", previous=second.id)
     config = EngineConfig(
         cache=CacheConfig(gpu_pages=256, cpu_pages=64),
-        scheduler=SchedulerConfig(max_num_running=8, token_buckets=(8, 64)),
+        scheduler=SchedulerConfig(max_num_running=8, max_num_batched_tokens=64, token_buckets=(8, 64)),
         runner=RunnerConfig(compilation_cache_dir=compilation_cache),
     )  # of the server, so that what it compiled is found
     with LLM("chat", dtype="float32", config=config, progress=False) as llm:
