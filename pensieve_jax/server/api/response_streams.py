@@ -48,7 +48,8 @@ async def turn_events(
       turn: accepted; nobody has taken anything of it.
       texts: for the names of tokens in log-probabilities.
       finish: makes the response object of the turn's output.
-      delivered: called once the client has taken everything.
+      delivered: called once the client has taken the whole response; not where it was told of a failure:
+        the turn may have been committed all the same, before its engine died.
     """
     events = ResponseEvents(head)
     for data in events.begin(background=False):
@@ -68,8 +69,8 @@ async def turn_events(
     else:
         for data in events.end(response):
             yield data
+        delivered()
     yield DONE
-    delivered()
 
 
 class ReplyTexts(NamedTuple):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from dataclasses import replace
+from functools import partial
 
 import openai
 import pytest
@@ -154,6 +155,36 @@ def test_a_retry_gets_what_was_committed_before_the_engine_told_that_it_had_the_
     assert raised.value.code == "step_failed"
     answer = client.responses.create(input="hi", conversation=conversation, extra_headers=RETRY)
     assert answer.output_text == "hello" and len(server.engine.turns) == 1
+    assert len(client.conversations.items.list(conversation).data) == 2
+
+
+def test_a_retry_gets_what_was_committed_before_a_stream_of_it_failed(server, client):
+    """The engine died between the commit and its word of the end; the stream says that it failed."""
+
+    def begin(turn) -> None:
+        turn.accept()
+        turn.feed("hel")
+
+    def commit_and_die() -> None:
+        turn = server.engine.turns[0]
+        turn.feed("lo")
+        turn.finish()
+        turn.fail(EngineDiedError("The engine's process died."))
+
+    server.on_loop(lambda: setattr(server.engine, "script", begin))
+    conversation = client.conversations.create().id
+    ask = partial(client.responses.create, input="hi", conversation=conversation, stream=True)
+    events = []
+    for event in ask():
+        events.append(event)
+        if event.type == "response.output_text.delta" and len(event.delta) == 3:
+            server.on_loop(commit_and_die)
+    assert events[-1].type == "response.failed"
+    wait_until(lambda: not server.responses.locks)
+    server.on_loop(lambda: setattr(server.engine, "script", say("another")))
+    again = list(ask(extra_headers=RETRY))[-1]
+    assert again.type == "response.completed" and again.response.output_text == "hello"
+    assert len(server.engine.turns) == 1
     assert len(client.conversations.items.list(conversation).data) == 2
 
 
