@@ -21,7 +21,10 @@ _ENGINE_TABLES = (
 
 
 class Slack(NamedTuple):
-    """A series grows if the median of its last third exceeds that of its second by more than both."""
+    """A series grows if the largest of its last third exceeds the largest before by more than both.
+
+    Not medians: tables that follow the load go up and down with a machine that others use too.
+    """
 
     ratio: float
     amount: float
@@ -50,9 +53,10 @@ class Samples:
         found = {}
         for name, values in sorted(self.series.items()):
             slack = next((s for end, s in _SLACKS.items() if name.endswith(end)), _TABLES_SLACK)
-            middle, last = _thirds(values)
-            if last > max(middle * slack.ratio, middle + slack.amount):
-                found[name] = f"{middle:g} in the second third, {last:g} in the last"
+            third = max(1, len(values) // 3)
+            before, last = max(values[:-third], default=values[0]), max(values[-third:])
+            if last > max(before * slack.ratio, before + slack.amount):
+                found[name] = f"at most {before:g} in the first two thirds, {last:g} in the last"
         return found
 
     def summary(self) -> dict[str, dict[str, float]]:
