@@ -21,6 +21,8 @@ PAGE = ROOT / "docs" / "server.md"
 FILES = [*sorted(DEPLOY.iterdir()), PAGE]
 _FLAG = re.compile(r"(?<![\w-])--([a-z]+(?:_[a-z]+)+|model|host|port|history)(?==|`|\s)")
 
+_FLAG_OF_ROW = re.compile(r"`--(\w+)[=`]")
+
 
 @pytest.fixture
 def flags_of_serve(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -34,6 +36,23 @@ def test_every_flag_that_is_named_is_one_of_the_server(flags_of_serve: set[str])
     named = {path.name: set(_FLAG.findall(without_scripts(path))) for path in FILES}
     assert len(named["pensieve.service"]) >= 7 and len(named["Containerfile"]) >= 5
     assert {name: flags - flags_of_serve for name, flags in named.items() if flags - flags_of_serve} == {}
+
+
+def test_the_page_lists_the_flags_that_only_the_server_has(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_anybody, define_engine_flags = set(serve.FLAGS), serve.define_engine_flags
+    own: set[str] = set()
+
+    def noted() -> None:
+        own.update(set(serve.FLAGS) - of_anybody)
+        define_engine_flags()
+
+    monkeypatch.setattr(serve, "define_engine_flags", noted)
+    monkeypatch.setattr(serve, "serve", lambda: 0)
+    assert launch("serve", shared_llm=False) == 0
+    rows = re.findall(r"^\| (`--[^|]*) \|", PAGE.read_text(encoding="utf-8"), re.M)
+    assert sorted(_FLAG_OF_ROW.findall(" ".join(rows))) == sorted(own)
 
 
 def without_scripts(path: Path) -> str:

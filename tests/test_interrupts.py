@@ -155,7 +155,8 @@ def close(llm: LLM) -> None:
 
 
 CHATS = {"chat", "chat_of_several", "stream_of_chat", "steps"}
-BLOCKING = {"generate", "chat", "chat_of_several", "conversations", "recovery", "trees"}
+# Whose own frames hold no turns: such an error may be kept. The others hold what they submitted until then.
+BLOCKING = {"generate", "chat", "chat_of_several", "conversations", "recovery"}
 NUM_SECOND_INTERRUPTS = 15
 STRIDE = int(os.environ.get("INTERRUPTS_STRIDE", "20"))
 

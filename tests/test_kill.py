@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import secrets
 import sys
 
 import numpy as np
@@ -15,6 +14,7 @@ from pensieve_jax.device.dense_reference import MIN_MARGIN, DenseReference
 from tests.kill.lives import NUM_MOMENTS, Death, Life, live, start_process
 from tests.kill.process import CPU_PAGES, MODEL, Task
 from tests.kill.script import MAX_CONTEXT_TOKENS, NUM_LANES, Script, TurnKey
+from tests.seeds import new_seed
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,7 @@ def context():
 @pytest.fixture(scope="module", params=[1, pytest.param(5, marks=pytest.mark.long)], ids="{}0 kills".format)
 def lives(request, context, tmp_path_factory):
     """All lives, lived, of ten kills each. Whatever must hold after each death was asserted on the way."""
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
+    seed = new_seed()
     cache_dir = tmp_path_factory.mktemp("compiled")
     fingerprint = compile_once(context, cache_dir)
     lives = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pensieve_jax.history import HistoryReader, SQLiteHistoryStore
 from tests.history import endless_commits
 from tests.history.endless_commits import FINGERPRINT, NUM_LANES, OWNER, latecomer, planned
 from tests.history.test_database_file import PREAMBLE
+from tests.seeds import new_seed
 
 PROGRAM = f"{PREAMBLE}import runpy\nrunpy.run_path({endless_commits.__file__!r}, run_name='__main__')\n"
 
@@ -76,9 +76,7 @@ def check(path: Path, told: int) -> int:
 
 @pytest.mark.parametrize("num_kills", [20, pytest.param(200, marks=pytest.mark.long)])
 def test_a_turn_is_kept_with_all_that_is_attached_or_not_at_all(tmp_path, num_kills, record_property):
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    rng, path = np.random.default_rng(seed), tmp_path / "chats.sqlite"
+    rng, path = np.random.default_rng(new_seed()), tmp_path / "chats.sqlite"
     number = num_untold = 0
     for _ in range(num_kills):
         told = max(live_and_die(path, number, rng), number - 1)

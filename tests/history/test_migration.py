@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 import sqlite3
 import subprocess
@@ -18,6 +17,7 @@ from pensieve_jax.core.turn_node import check_turn_id, root_of
 from pensieve_jax.history import ConversationInfo, SQLiteHistoryStore, TurnRecord, database, schema
 from tests.history import version_1
 from tests.history.test_database_file import PREAMBLE
+from tests.seeds import new_seed
 
 FINGERPRINT = "model:a tokenizer:b"
 CONVERSATIONS = [
@@ -231,9 +231,7 @@ def test_a_kill_in_the_middle_leaves_the_old_version_whole(old, step):
 
 def test_a_kill_at_any_moment_leaves_one_version_or_the_other(tmp_path):
     """Of a larger file, at random moments from the first look at it on."""
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(new_seed())
     said = [(range(1000), range(50))] * 40
     code = (
         PREAMBLE + "from pensieve_jax.history import SQLiteHistoryStore\n"

@@ -27,7 +27,7 @@ class StoredEngine(FakeEngine):
     """Commits durable turns at their end; a turn behind an unknown one is refused.
 
     Attributes:
-      lost: ids of turns in memory only that it has forgotten.
+      memory: owners and ids of turns that the history does not keep.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class StoredEngine(FakeEngine):
         super().__init__(script)
         self.clock = clock
         self.store = SQLiteHistoryStore(path, fingerprint=FINGERPRINT)
-        self.memory: set[str] = set()
+        self.memory: set[tuple[str, str]] = set()
         self.num_committed = 0
 
     def submit_all(self, specs: Sequence[TurnSpec]) -> list[Any]:
@@ -59,8 +59,20 @@ class StoredEngine(FakeEngine):
         await super().apply(change)
         self.store.apply(change)
 
+    async def call(self, name: str, *arguments: Any) -> Any:
+        """As an engine that has the state of every turn that it knows."""
+        if name not in ("push_out_turn", "forget_turn_state"):
+            return await super().call(name, *arguments)
+        self.calls.append((name, arguments))
+        if not self._has(*arguments):
+            raise UnknownTurnError(arguments[1])
+        if name == "push_out_turn":
+            return 1
+        self.memory.discard(arguments)
+        return None
+
     def _has(self, owner: str, turn_id: str) -> bool:
-        if turn_id in self.memory:
+        if (owner, turn_id) in self.memory:
             return True
         try:
             self.store.load_turn(owner, turn_id)
@@ -89,7 +101,7 @@ class StoredEngine(FakeEngine):
         node = turn.spec.node
         if node is None or not node.durable:
             if node is not None:
-                self.memory.add(node.turn_id)
+                self.memory.add((node.owner, node.turn_id))
             turn.output = output
             return
         index = 0 if node.parent_id is None else len(self.store.load_turn(node.owner, node.parent_id).turns)

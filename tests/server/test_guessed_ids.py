@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -21,19 +22,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pensieve_jax.core.clock import VirtualClock
-from pensieve_jax.history.reader import HistoryReader
-from pensieve_jax.server.api.conversations import Conversations
-from pensieve_jax.server.api.responses import Responses
-from pensieve_jax.server.api.routes import ROUTES
-from pensieve_jax.server.http.app import make_app
 from pensieve_jax.server.http.keys import ApiKeys
-from pensieve_jax.text.loading import byte_tokenizer
-from tests.server.fakes import Harness, Open, say
-from tests.server.stored_engine import FINGERPRINT, StoredEngine, resolving
+from tests.server.fakes import say
+from tests.server.stored_server import StoredServer
 
 OWNERS = ("ann", "bob")
 ITEMS = [{"role": "user", "content": "x"}]
+_DIGITS = re.compile("[0-9a-f]{16,}")
 
 
 class Guess(NamedTuple):
@@ -65,7 +60,13 @@ GUESSES = (
     Guess("POST", "/v1/responses/input_tokens", {"input": "x", "previous_response_id": "{response}"}),
     Guess("POST", "/v1/responses/input_tokens", {"input": "x", "conversation": "{conversation}"}),
     Guess("POST", "/v1/completions", {"prompt": "x", "previous_response_id": "cmpl-{turn}"}),
-    Guess("GET", "/v1/pensieve/trees/{turn}"),
+    Guess("POST", "/v1/completions", {"prompt": "x", "previous_response_id": "{response}"}),
+    Guess("POST", "/v1/completions", {"prompt": "x", "previous_response_id": "{completion}"}),
+    Guess("GET", "/v1/pensieve/trees/{root}"),
+    Guess("POST", "/v1/pensieve/push_out", {"response_id": "{response}"}),
+    Guess("POST", "/v1/pensieve/push_out", {"response_id": "{completion}"}),
+    Guess("POST", "/v1/pensieve/forget_state", {"response_id": "{response}"}),
+    Guess("POST", "/v1/pensieve/forget_state", {"response_id": "{completion}"}),
 )
 
 
@@ -74,27 +75,14 @@ class World:
 
     Attributes:
       steps: what the history and the engine were asked.
-      known, unknown: ids of Ann's by name, and ids that never were.
+      known, unknown: ids of Ann's by name, and ids of the same form that never were.
     """
 
     def __init__(self, directory: Path) -> None:
-        path = directory / "history.sqlite"
-        clock = VirtualClock(1_790_000_000.0)
-        self.engine = StoredEngine(path, clock, say("hello"))
-        self.reader = HistoryReader(path, fingerprint=FINGERPRINT)
         keys = directory / "keys"
         keys.write_text("\n".join(f"{who}:{hashlib.sha256(who.encode()).hexdigest()}" for who in OWNERS))
-        harness = Harness(
-            [],
-            self.engine,
-            history=self.reader,
-            keys=ApiKeys(str(keys)),
-            resolver=resolving(byte_tokenizer(), self.reader),
-        )
-        harness.services.now_s = clock.now
-        responses = Responses(harness.services)
-        rows = [*ROUTES, *responses.routes, *Conversations(responses.locks).routes]
-        self.app = make_app(harness.services, rows)
+        self.server = StoredServer(directory / "history.sqlite", say("hello"), keys=ApiKeys(str(keys)))
+        self.engine = self.server.engine
         self.steps: list[str] = []
         self.known: dict[str, str] = {}
         self.unknown: dict[str, str] = {}
@@ -105,24 +93,31 @@ class World:
         conversation = (await self.ask("ann", Guess("POST", "/v1/conversations", {"items": ITEMS})))[1]
         where = f"/v1/conversations/{conversation['id']}/items"
         item = (await self.ask("ann", Guess("GET", where)))[1]["data"][0]["id"]
+        completion = (await self.ask("ann", Guess("POST", "/v1/completions", {"prompt": "hi"})))[1]
         self.known = {
             "response": response["id"],
             "turn": response["id"].removeprefix("resp_"),
             "reply": response["output"][0]["id"],
             "conversation": conversation["id"],
             "item": item,
+            "completion": completion["id"],  # in memory only
+            "root": response["id"].removeprefix("resp_")[:16],
         }
-        self.unknown = {name: _never(one) for name, one in self.known.items()}
+        digits = dict.fromkeys(_DIGITS.search(one)[0] for one in self.known.values())
+        never = {one: f"{number:x}" * len(one) for number, one in enumerate(digits)}
+        self.unknown = {
+            name: _DIGITS.sub(lambda one: never[one[0]], known) for name, known in self.known.items()
+        }
 
     async def ask(self, owner: str, guess: Guess) -> tuple[int, Any]:
         headers = {"authorization": f"Bearer {owner}"}
-        status, _, raw = await Open(self.app, guess.method, guess.path, guess.body, headers).whole()
-        return status, json.loads(raw)
+        status, _, raw = await self.server.harness.open(*guess, headers).whole()
+        return status, "a stream" if raw.startswith(b"event:") else json.loads(raw)
 
     @contextmanager
     def traced(self) -> Iterator[None]:
         """Write down every statement and every call."""
-        connections = (self.reader._connection, self.engine.store._connection)
+        connections = (self.server.reader._connection, self.engine.store._connection)
         for connection in connections:
             connection.set_trace_callback(self.steps.append)
         try:
@@ -132,14 +127,7 @@ class World:
                 connection.set_trace_callback(None)
 
     def close(self) -> None:
-        self.reader.close()
-        self.engine.store.close()
-
-
-def _never(one: str) -> str:
-    """An id of the same form that nobody has."""
-    prefix, _, digits = one.rpartition("_")
-    return f"{prefix}_{'0' * len(digits)}" if prefix else "0" * len(digits)
+        self.server.close()
 
 
 def filled(guess: Guess, ids: dict[str, str]) -> Guess:
@@ -150,9 +138,20 @@ def filled(guess: Guess, ids: dict[str, str]) -> Guess:
 
 
 def anonymous(text: str, ids: dict[str, str]) -> str:
-    for name, one in sorted(ids.items(), key=lambda item: -len(item[1])):
-        text = text.replace(one, f"<{name}>")
+    for name, one in ids.items():
+        text = text.replace(_DIGITS.search(one)[0], f"<{name}>")
     return text
+
+
+def test_every_route_with_an_id_is_guessed_at(tmp_path):
+    def shape(method: str, path: str) -> tuple[str, str]:
+        return method, re.sub(r"{\w+}", "{}", path.partition("?")[0])
+
+    with closing(World(tmp_path)) as world:
+        routes = {shape(route.method, route.path) for route in world.server.routes if "{" in route.path}
+    guessed = {shape(guess.method, guess.path) for guess in GUESSES if "{" in guess.path}
+    of_nobody = {("GET", "/page/{}"), ("GET", "/v1/models/{model:path}")}
+    assert guessed == routes - of_nobody and of_nobody <= routes
 
 
 def test_what_is_anothers_is_looked_for_as_what_never_was(tmp_path):
@@ -172,8 +171,11 @@ def test_what_is_anothers_is_looked_for_as_what_never_was(tmp_path):
                 told.append((status, anonymous(json.dumps(said), ids), asked))
             assert told[0] == told[1], guess
             assert told[0][0] == 404, guess
-        for guess in GUESSES[:1]:  # it was there all the time
-            assert (await world.ask("ann", filled(guess, world.known)))[0] == 200
+        for guess in GUESSES:  # they were there all the time
+            if guess.method == "GET":
+                assert (await world.ask("ann", filled(guess, world.known)))[0] == 200, guess
+        going_on = Guess("POST", "/v1/completions", {"prompt": "x", "previous_response_id": "{completion}"})
+        assert (await world.ask("ann", filled(going_on, world.known)))[0] == 200
 
     with closing(World(tmp_path)) as world:
         asyncio.run(guess_all(world))

@@ -5,17 +5,14 @@ Two hundred deaths: `python -m tests.server.faults.kills --num_deaths=200`.
 
 from __future__ import annotations
 
-import random
-
+from tests.seeds import new_seed
 from tests.server.faults.kills import scenario
 
 NUM_DEATHS = 8
 
 
 def test_no_turn_is_lost_or_doubled(tmp_path):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    figures = scenario(tmp_path, seed, NUM_DEATHS, num_clients=6)
+    figures = scenario(tmp_path, new_seed(), NUM_DEATHS, num_clients=6)
     print(figures)
     assert sum(figures["deaths"].values()) == NUM_DEATHS
     assert figures["turns"]["seen"] > NUM_DEATHS and figures["turns"]["tries"] > figures["turns"]["seen"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 
 from soaking.clients import SoakClient
 from soaking.samples import Samples, child_of, process_figures, table_figures
 
+from tests.seeds import new_seed
 from tests.server.faults.served import FaultyServer
 from tests.server.test_vanishing import IN_FLIGHT, held, settled
 
@@ -17,8 +17,7 @@ NUM_CLIENTS = 12
 
 
 def test_nothing_is_left_of_busy_clients(tmp_path):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+    seed = new_seed()
     counts: Counter[str] = Counter()
 
     async def ask_all(url: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.seeds import new_seed
 from tests.server.faults.served import TIMEOUT_S, FaultyServer
 
 MOMENTS = ("in the headers", "in the body", "before the answer", "in the answer", "behind a chunk")
@@ -101,9 +102,7 @@ def settled(server: FaultyServer, before: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("num_clients", [60, pytest.param(300, marks=pytest.mark.long)])
 def test_nothing_of_them_stays(tmp_path, num_clients):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
+    draw = random.Random(new_seed())
 
     async def all_of_them() -> Counter[str]:
         limit = asyncio.Semaphore(20)

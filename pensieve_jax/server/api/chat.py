@@ -11,34 +11,27 @@ only what is new is computed. Turns are kept in the engine's memory, and in the 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
-from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.core.outputs import Output, TokenLogprob
+from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import ResponseDraft
 from pensieve_jax.server.api.chat_schemas import ChatBody
 from pensieve_jax.server.api.common import check_model, commit_context
-from pensieve_jax.server.api.completion_stream import ChunkFrame
+from pensieve_jax.server.api.completion_reply import reply_in
 from pensieve_jax.server.api.kept_turns import kept_draft
-from pensieve_jax.server.api.running import RunningTurns, merged, run_turns
-from pensieve_jax.server.api.sampling import sampling_params
+from pensieve_jax.server.api.running import RunningTurns, run_turns
+from pensieve_jax.server.api.sampling import choice_params
 from pensieve_jax.server.api.usage import completion_usage
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
 from pensieve_jax.server.context.start import start_turns
 from pensieve_jax.server.http.call import Call
-from pensieve_jax.server.http.errors import ApiError, as_api_error, renamed_fields
-from pensieve_jax.server.http.replies import Reply, encode_json, json_reply
+from pensieve_jax.server.http.errors import renamed_fields
+from pensieve_jax.server.http.replies import Reply, encode_json
 from pensieve_jax.server.http.routes import Route
-from pensieve_jax.server.http.sse import DONE, Events, event
-
-_FIELDS = {"prompt": "messages", "logprobs": "top_logprobs"}
-"""What the engine calls fields of this API."""
 
 
 async def create_chat_completion(call: Call) -> Reply:
@@ -46,21 +39,7 @@ async def create_chat_completion(call: Call) -> Reply:
     body = call.decode(ChatBody)
     check_model(call.services, body.model)
     completion = ChatCompletion(call, body)
-    running = await completion.start()
-    if body.stream:
-        settings = call.services.settings
-        return Events(
-            completion.stream(running),
-            heartbeat_s=settings.heartbeat_s,
-            stall_timeout_s=settings.stall_timeout_s,
-            on_end=running.close,
-        )
-    try:
-        with renamed_fields(_FIELDS):
-            outputs = await call.unless_gone(running.results())
-        return json_reply(completion.whole(outputs))
-    finally:
-        await running.close()
+    return await reply_in(completion, call, body, await completion.start())
 
 
 ROUTES = [Route("POST", "/v1/chat/completions", create_chat_completion)]
@@ -68,6 +47,8 @@ ROUTES = [Route("POST", "/v1/chat/completions", create_chat_completion)]
 
 class ChatCompletion:
     """One request, from its messages to its answer."""
+
+    fields: Final = {"prompt": "messages", "logprobs": "top_logprobs"}
 
     def __init__(self, call: Call, body: ChatBody) -> None:
         """Of a body that was read; raises ApiError for what only reading it whole can tell."""
@@ -91,7 +72,7 @@ class ChatCompletion:
             )
             return turns
 
-        with renamed_fields(_FIELDS):
+        with renamed_fields(self.fields):
             return await run_turns(
                 self._services,
                 self._owner,
@@ -101,9 +82,18 @@ class ChatCompletion:
                 wait=self._wait,
             )
 
+    # As Words
+
+    def settled(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """From now on contexts go on from these turns."""
+        for context, output in zip(self._contexts, outputs, strict=True):
+            commit_context(self._services, context, output)
+        usage = completion_usage([output.usage for output in outputs], len(outputs))
+        self._notes.counts |= usage
+        return usage
+
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """The answer, once all turns have ended."""
-        self._commit(outputs)
+        """With the messages of all choices."""
         choices = [
             {
                 "index": index,
@@ -113,31 +103,30 @@ class ChatCompletion:
             }
             for index, output in enumerate(outputs)
         ]
-        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage(outputs)}
+        return {**self._head("chat.completion"), "choices": choices}
 
-    async def stream(self, running: RunningTurns) -> AsyncGenerator[bytes]:
-        """The answer in chunks; what fails in between is told in the stream."""
-        body = self._body
-        frame = ChunkFrame(self._head("chat.completion.chunk"), includes_usage=body.includes_usage)
-        for index in range(body.num_choices):
-            yield frame.chunk(_choice(index, b'{"role":"assistant","content":""}'))
-        try:
-            async with aclosing(merged(running.turns)) as deltas:
-                async for index, delta in deltas:
-                    if delta is None:
-                        output = running.turns[index].output
-                        assert output is not None
-                        yield frame.chunk(_choice(index, b"{}", reason=output.finish_reason))
-                    elif delta.text or delta.logprobs:
-                        yield frame.chunk(self._delta(index, delta))
-        except (ApiError, PensieveError) as error:
-            yield event(encode_json(as_api_error(error, _FIELDS).body))
-        else:
-            outputs = [output for turn in running.turns if (output := turn.output) is not None]
-            self._commit(outputs)
-            if body.includes_usage:
-                yield frame.last(self._usage(outputs))
-        yield DONE
+    def head(self) -> dict[str, Any]:
+        """Of chunks."""
+        return self._head("chat.completion.chunk")
+
+    def first_choices(self) -> Iterable[bytes]:
+        """Whose words follow."""
+        return [
+            _choice(index, b'{"role":"assistant","content":""}') for index in range(self._body.num_choices)
+        ]
+
+    def choice(self, index: int, delta: AsyncDelta) -> bytes | None:
+        """Text, and logprobs, which come before the text where a character has several tokens."""
+        if not delta.text and not delta.logprobs:
+            return None
+        content = b'{"content":' + encode_json(delta.text) + b"}"
+        if delta.logprobs is None:
+            return _choice(index, content)
+        return _choice(index, content, encode_json(self._logprobs(delta.logprobs)))
+
+    def last_choice(self, index: int, reason: FinishReason) -> bytes:
+        """Nothing more than why."""
+        return _choice(index, b"{}", reason=reason)
 
     # Inside
 
@@ -159,24 +148,15 @@ class ChatCompletion:
         body, services = self._body, self._services
         self._contexts = [resolved, *(resolved.again() for _ in range(body.num_choices - 1))]
         room = services.engine.info.limits.max_context_tokens - resolved.num_context_tokens
-        params = sampling_params(
+        params = choice_params(
+            body,
             services.defaults,
             max_tokens=body.max_completion_tokens or body.max_tokens or max(1, room),
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            seed=body.seed,
-            stop=body.stop,
             logprobs=self._num_logprobs,
-            min_tokens=body.min_tokens,
-            stop_token_ids=body.stop_token_ids,
-            ignore_eos=body.ignore_eos,
         )
-        # With one seed for all, every choice would be the same reply.
-        seeds = [None if params.seed is None else params.seed + i for i in range(body.num_choices)]
         return [
-            context.spec(replace(params, seed=seed), self._attachment(context, params))
-            for context, seed in zip(self._contexts, seeds, strict=True)
+            context.spec(one, self._attachment(context, one))
+            for context, one in zip(self._contexts, params, strict=True)
         ]
 
     def _attachment(self, context: ResolvedContext, params: SamplingParams) -> ResponseDraft | None:
@@ -186,12 +166,6 @@ class ChatCompletion:
             return None
         return kept_draft(self._services, self._owner, node.turn_id, context.messages, params)
 
-    def _commit(self, outputs: Sequence[Output]) -> None:
-        """From now on contexts go on from these turns."""
-        for context, output in zip(self._contexts, outputs, strict=True):
-            commit_context(self._services, context, output)
-        self._notes.counts |= completion_usage([output.usage for output in outputs], len(outputs))
-
     def _head(self, kind: str) -> dict[str, Any]:
         return {
             "id": f"chatcmpl-{self._contexts[0].node.turn_id}",
@@ -199,15 +173,6 @@ class ChatCompletion:
             "created": self._created,
             "model": self._services.model_name,
         }
-
-    def _usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        return completion_usage([output.usage for output in outputs], len(outputs))
-
-    def _delta(self, index: int, delta: AsyncDelta) -> bytes:
-        content = b'{"content":' + encode_json(delta.text) + b"}"
-        if delta.logprobs is None:
-            return _choice(index, content)
-        return _choice(index, content, encode_json(self._logprobs(delta.logprobs)))
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
         if logprobs is None:

@@ -10,38 +10,34 @@ Called by: the application, by the row of `ROUTES`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final
 
 from msgspec import Meta
 
 from pensieve_jax.core.errors import (
     InvalidRequestError,
-    PensieveError,
     TokenizerMissingError,
     UnknownTurnError,
 )
-from pensieve_jax.core.outputs import Output, TokenLogprob
+from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, check_turn_id, new_turn_id
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.server.api.chat_schemas import SamplingFields
 from pensieve_jax.server.api.common import check_model, previous_response, unknown_previous
-from pensieve_jax.server.api.completion_stream import ChunkFrame
+from pensieve_jax.server.api.completion_reply import reply_in
 from pensieve_jax.server.api.kept_turns import kept_draft
-from pensieve_jax.server.api.running import RunningTurns, merged, run_turns
-from pensieve_jax.server.api.sampling import sampling_params
+from pensieve_jax.server.api.running import RunningTurns, run_turns
+from pensieve_jax.server.api.sampling import choice_params
 from pensieve_jax.server.api.usage import completion_usage
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
 from pensieve_jax.server.context.start import INLINE_CHARACTERS
 from pensieve_jax.server.http.call import Call
-from pensieve_jax.server.http.errors import ApiError, as_api_error, invalid_value
-from pensieve_jax.server.http.replies import Reply, encode_json, json_reply
+from pensieve_jax.server.http.errors import invalid_value
+from pensieve_jax.server.http.replies import Reply, encode_json
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
-from pensieve_jax.server.http.sse import DONE, Events, event
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this API alone
 _MAX_PROMPTS = 64
@@ -73,19 +69,7 @@ async def create_completion(call: Call) -> Reply:
     check_model(call.services, body.model)
     completion = Completion(call, body)
     await completion.encode()
-    running = await completion.start()
-    if body.stream:
-        settings = call.services.settings
-        return Events(
-            completion.stream(running),
-            heartbeat_s=settings.heartbeat_s,
-            stall_timeout_s=settings.stall_timeout_s,
-            on_end=running.close,
-        )
-    try:
-        return json_reply(completion.whole(await call.unless_gone(running.results())))
-    finally:
-        await running.close()
+    return await reply_in(completion, call, body, await completion.start())
 
 
 ROUTES = [Route("POST", "/v1/completions", create_completion)]
@@ -143,6 +127,8 @@ def _is_kept(services: Services, owner: str, turn_id: str) -> bool:
 class Completion:
     """One request, from its prompts to its answer."""
 
+    fields: Final[Mapping[str, str]] = {}
+
     def __init__(self, call: Call, body: CompletionBody) -> None:
         """Of a body that was read; raises ApiError for what only reading it whole can tell."""
         self._services = call.services
@@ -188,9 +174,21 @@ class Completion:
             services, self._owner, start, num_turns=len(specs), num_tokens=num_tokens, wait=self._wait
         )
 
+    # As Words
+
+    def settled(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Count where their state was found."""
+        for output in outputs:
+            usage = output.usage
+            found = usage.reused_gpu_tokens + usage.swapped_in_tokens
+            kind = "chunk" if found else "none"
+            self._services.metrics.matched("id" if self._parent_id is not None else kind)
+        told = completion_usage([output.usage for output in outputs], self._body.num_choices)
+        self._notes.counts |= told
+        return told
+
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """The answer, once all turns have ended."""
-        self._note(outputs)
+        """With the texts of all choices."""
         choices = [
             {
                 "index": index,
@@ -201,28 +199,31 @@ class Completion:
             }
             for index, output in enumerate(outputs)
         ]
-        return {**self._head(), "choices": choices, "usage": self._usage(outputs)}
+        return {**self.head(), "choices": choices}
 
-    async def stream(self, running: RunningTurns) -> AsyncGenerator[bytes]:
-        """The answer in chunks; what fails in between is told in the stream."""
-        frame = ChunkFrame(self._head(), includes_usage=self._body.includes_usage)
-        try:
-            async with aclosing(merged(running.turns)) as deltas:
-                async for index, delta in deltas:
-                    if delta is None:
-                        output = running.turns[index].output
-                        assert output is not None
-                        yield frame.chunk(_choice(index, "", reason=output.finish_reason))
-                    elif delta.text or delta.logprobs or self._body.return_token_ids:
-                        yield frame.chunk(self._delta(index, delta))
-        except (ApiError, PensieveError) as error:
-            yield event(encode_json(as_api_error(error).body))
-        else:
-            outputs = [output for turn in running.turns if (output := turn.output) is not None]
-            self._note(outputs)
-            if self._body.includes_usage:
-                yield frame.last(self._usage(outputs))
-        yield DONE
+    def head(self) -> dict[str, Any]:
+        """Of the answer and of chunks."""
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._services.model_name,
+        }
+
+    def first_choices(self) -> Iterable[bytes]:
+        """None."""
+        return ()
+
+    def choice(self, index: int, delta: AsyncDelta) -> bytes | None:
+        """Text, logprobs, and token ids, some of which have no text."""
+        if not delta.text and not delta.logprobs and not self._body.return_token_ids:
+            return None
+        token_ids = delta.token_ids if self._body.return_token_ids else None
+        return _choice(index, delta.text, self._logprobs(index, delta.logprobs), token_ids=token_ids)
+
+    def last_choice(self, index: int, reason: FinishReason) -> bytes:
+        """Nothing more than why."""
+        return _choice(index, "", reason=reason)
 
     # Inside
 
@@ -249,27 +250,17 @@ class Completion:
     def _specs(self, index: int) -> list[TurnSpec]:
         """A turn for each choice of one prompt."""
         body, services = self._body, self._services
-        first = index * body.num_choices
-        params = sampling_params(
+        params = choice_params(
+            body,
             services.defaults,
             max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            seed=body.seed,
-            stop=body.stop,
             logprobs=body.logprobs,
-            min_tokens=body.min_tokens,
-            stop_token_ids=body.stop_token_ids,
-            ignore_eos=body.ignore_eos,
         )
+        first = index * body.num_choices
+        turn_ids = self._turn_ids[first : first + body.num_choices]
         return [
-            TurnSpec(
-                self._token_ids[index],
-                params if params.seed is None else replace(params, seed=params.seed + i),
-                node=self._node(index, turn_id, params),
-            )
-            for i, turn_id in enumerate(self._turn_ids[first : first + body.num_choices])
+            TurnSpec(self._token_ids[index], one, node=self._node(index, turn_id, one))
+            for turn_id, one in zip(turn_ids, params, strict=True)
         ]
 
     def _node(self, index: int, turn_id: str, params: SamplingParams) -> TurnNode:
@@ -286,29 +277,6 @@ class Completion:
             durable=self._body.store,
             attachment=draft,
         )
-
-    def _head(self) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._services.model_name,
-        }
-
-    def _note(self, outputs: Sequence[Output]) -> None:
-        self._notes.counts |= self._usage(outputs)
-        for output in outputs:
-            usage = output.usage
-            found = usage.reused_gpu_tokens + usage.swapped_in_tokens
-            kind = "chunk" if found else "none"
-            self._services.metrics.matched("id" if self._parent_id is not None else kind)
-
-    def _usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        return completion_usage([output.usage for output in outputs], self._body.num_choices)
-
-    def _delta(self, index: int, delta: AsyncDelta) -> bytes:
-        token_ids = delta.token_ids if self._body.return_token_ids else None
-        return _choice(index, delta.text, self._logprobs(index, delta.logprobs), token_ids=token_ids)
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
         """In the columns of this API; offsets are of characters of the reply, by the tokens' own texts."""

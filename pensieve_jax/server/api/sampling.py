@@ -7,6 +7,7 @@ Called by: handlers; whoever starts a server, for the model's own defaults.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import msgspec
 
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.core.sampling_params import MAX_SEED, SamplingParams
+from pensieve_jax.server.api.chat_schemas import SamplingFields
 
 _DEFAULTS = {"temperature": 1.0}
 
@@ -39,6 +41,29 @@ def model_defaults(source: str) -> dict[str, Any]:
     found = {name: value for name, value in found.items() if value is not None}
     SamplingParams(**found)  # refuses what cannot be, at the start and not with every request
     return _DEFAULTS | found
+
+
+def choice_params(
+    body: SamplingFields, defaults: dict[str, Any], *, max_tokens: int, logprobs: int | None
+) -> list[SamplingParams]:
+    """Parameters of each choice of a completion; raises InvalidRequestError naming the field."""
+    params = sampling_params(
+        defaults,
+        max_tokens=max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        seed=body.seed,
+        stop=body.stop,
+        logprobs=logprobs,
+        min_tokens=body.min_tokens,
+        stop_token_ids=body.stop_token_ids,
+        ignore_eos=body.ignore_eos,
+    )
+    if params.seed is None:
+        return [params] * body.num_choices
+    # With one seed for all, every choice would be the same reply.
+    return [replace(params, seed=params.seed + i) for i in range(body.num_choices)]
 
 
 def sampling_params(

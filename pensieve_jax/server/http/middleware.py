@@ -119,15 +119,12 @@ class ErrorReplies:
 
 
 def _of_routing(error: HTTPException, scope: Scope) -> ApiError:
-    """What Starlette's router says, in our words."""
-    if error.status_code == 404:
-        return ApiError(404, "unknown_url", f"There is no {scope['method']} {scope['path']} here.")
-    headers = dict(error.headers or {})
+    """What Starlette's router says, in our words; it says one of two things."""
     if error.status_code == 405:
-        allowed = headers.get("Allow", "")
-        sentence = f"{scope['path']} does not take {scope['method']}, but {allowed}."
+        headers = dict(error.headers or {})
+        sentence = f"{scope['path']} does not take {scope['method']}, but {headers.get('Allow', '')}."
         return ApiError(405, "method_not_allowed", sentence, headers=headers)
-    return ApiError(error.status_code, "invalid_request", "The request cannot be read.", headers=headers)
+    return ApiError(404, "unknown_url", f"There is no {scope['method']} {scope['path']} here.")
 
 
 class HostCheck:

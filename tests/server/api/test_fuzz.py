@@ -1,11 +1,18 @@
-"""Anything in any field or header: an answer of our shape, never a 500, never a trace."""
+"""Anything in any field or header: an answer of our shape, never a 500, never a trace.
+
+Of all routes but those of responses and conversations, which `test_fuzzed_requests` has.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
+import re
 import string
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +21,9 @@ from pensieve_jax.server.api.completions import CompletionBody
 from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.settings import ServerSettings
-from tests.server.fakes import MODEL, FakeEngine, Harness, say
+from tests.seeds import new_seed
+from tests.server.fakes import MODEL, say
+from tests.server.stored_server import StoredServer
 
 VALID = {
     "/v1/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]},
@@ -24,10 +33,31 @@ VALID = {
     "/v1/pensieve/push_out": {"response_id": "resp_" + "0" * 32},
     "/v1/pensieve/forget_state": {"response_id": "resp_" + "0" * 32},
 }
-BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody)
-FIELDS = sorted(
-    {name for body in BODIES for name in (*body.__struct_fields__, *body.UNSUPPORTED, *body.IGNORED)}
-)
+BODIES: dict[str, type[Body]] = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
+FIELDS = {
+    path: sorted({*body.__struct_fields__, *body.UNSUPPORTED, *body.IGNORED}) for path, body in BODIES.items()
+}
+NAMES = sorted({name for fields in FIELDS.values() for name in fields})
+# What a request that means it has in these fields, so that many get as far as a turn.
+MEANT = {
+    "stream_options": [{"include_usage": True}],
+    "n": [2, 3],
+    "logprobs": [True, 0, 3],
+    "top_logprobs": [2],
+    "max_tokens": [1, 5],
+    "max_completion_tokens": [1, 5],
+    "stop": ["o", ["k", "o"]],
+    "seed": [-1, 5],
+    "temperature": [0, 1.5],
+    "top_p": [0.5],
+    "top_k": [3],
+    "store": [True, False],
+    "return_token_ids": [True],
+    "prompt": [[1, 2], ["a", "b"], [[1], [2]]],
+    "tools": [[]],
+    "user": ["me"],
+}
+PATHS = tuple((route.method, route.path) for route in ROUTES)
 HEADERS = (
     *("content-type", "authorization", "host", "x-request-id", "origin", "accept", "content-length"),
     *("idempotency-key", "x-stainless-retry-count", "cookie", "transfer-encoding", "x-ignored-fields"),
@@ -59,13 +89,20 @@ class Chooser(random.Random):
             ]
         return self.choice(makers)()
 
-    def name(self) -> str:
-        return self.choice([*FIELDS, "", "a.b", "[0]", "é", "\r\nx-evil: 1", "x" * 300])
+    def name(self, path: str = "") -> str:
+        if path in FIELDS and self.random() < 0.9:
+            return self.choice(FIELDS[path])
+        return self.choice([*NAMES, "", "a.b", "[0]", "é", "\r\nx-evil: 1", "x" * 300])
 
     def body(self, path: str):
         body = json.loads(json.dumps(VALID[path]))
-        for _ in range(self.choice([0, 1, 1, 1, 2, 3])):
-            body[self.name()] = self.value()
+        meant = sorted(MEANT.keys() & set(FIELDS.get(path, ())))
+        for name in self.sample(meant, self.randint(0, min(3, len(meant)))):
+            body[name] = self.choice(MEANT[name])
+        if path in BODIES and self.random() < 0.3:
+            body["stream"] = True
+        for _ in range(self.choice([0, 0, 1, 1, 1, 2])):
+            body[self.name(path)] = self.value()
         if self.random() < 0.2 and "messages" in VALID[path]:
             body["messages"] = [*VALID[path]["messages"], self.value(1)]
         raw = json.dumps(body).encode()
@@ -83,12 +120,44 @@ class Chooser(random.Random):
         return {self.choice(HEADERS): self.choice(texts) for _ in range(count)}
 
 
-async def run_case(harness: Harness, chooser: Chooser) -> int:
-    path = chooser.choice(list(VALID))
-    method = chooser.choice(["POST"] * 100 + ["GET", "PUT", "OPTIONS", "HEAD", "DELETE"])
-    body, headers = chooser.body(path), chooser.headers()
-    where = path if chooser.random() < 0.97 else path + chooser.choice(["/", "?x=%00", "/%2e%2e", "é"])
-    client = harness.open(method, where, body, headers)
+class Seen:
+    """What came of many requests.
+
+    Attributes:
+      statuses: how often.
+      answered: routes that answered with 200.
+      refused: fields that were named in a refusal, by path.
+      num_turns, num_streams: that ran and that began.
+    """
+
+    def __init__(self) -> None:
+        self.statuses: Counter[int] = Counter()
+        self.answered: set[tuple[str, str]] = set()
+        self.refused: set[tuple[str, str]] = set()
+        self.num_turns = self.num_streams = 0
+
+    def __str__(self) -> str:
+        statuses = dict(sorted(self.statuses.items()))
+        return f"{statuses}, {self.num_turns} turns, {self.num_streams} streams, {len(self.refused)} fields"
+
+
+async def run_case(server: StoredServer, chooser: Chooser, seen: Seen) -> None:
+    route = (
+        chooser.choice(PATHS)
+        if chooser.random() < 0.2
+        else ("POST", chooser.choice([*VALID, *BODIES, *BODIES]))
+    )
+    method, path = route
+    if chooser.random() < 0.05:
+        method = chooser.choice(["GET", "PUT", "OPTIONS", "HEAD", "DELETE"])
+    body, headers = b"", chooser.headers()
+    if path in VALID:
+        body = chooser.body(path)
+    where = re.sub(
+        r"{\w+(:path)?}", lambda _: chooser.choice([MODEL, "page.js", "a/b", "%00", "0" * 16]), path
+    )
+    where += "" if chooser.random() < 0.97 else chooser.choice(["/", "?x=%00", "/%2e%2e", "é"])
+    client = server.harness.open(method, where, body, headers)
     status, answered, raw = await asyncio.wait_for(client.whole(), 20)
     case = (method, where, body, headers, status, raw[:500])
     assert status < 500, case
@@ -98,34 +167,43 @@ async def run_case(harness: Harness, chooser: Chooser) -> int:
         error = json.loads(raw)["error"]
         assert error.keys() == SHAPES and error["message"] and error["code"], case
         assert error["param"] is None or isinstance(error["param"], str), case
-    return status
+        if status == 400 and error["param"]:
+            seen.refused.add((path, re.split(r"[.\[]", error["param"])[0]))
+    if status == 200:
+        seen.answered.add((method, path))
+    seen.statuses[status] += 1
+    seen.num_streams += raw.startswith(b"data:")
 
 
-def run_cases(seed: int, count: int) -> dict[int, int]:
-    async def scenario():
-        chooser, seen = Chooser(seed), {}
-        harness = Harness(ROUTES, FakeEngine(say("ok")), settings=ServerSettings(max_body_bytes=20_000))
-        harness.engine.answers |= {"push_out_turn": 0, "forget_turn_state": None}
-        for _ in range(count):
-            harness.engine.turns.clear()
-            status = await run_case(harness, chooser)
-            seen[status] = seen.get(status, 0) + 1
-            assert harness.services.limits.num_inside == 0
+def run_cases(path: Path, count: int) -> Seen:
+    async def scenario() -> Seen:
+        chooser, seen = Chooser(new_seed()), Seen()
+        settings = ServerSettings(max_body_bytes=20_000)
+        with closing(StoredServer(path, say("ok"), settings=settings)) as server:
+            server.engine.answers["chunk_map"] = {"branches": []}
+            for _ in range(count):
+                server.engine.memory.add(("", "0" * 32))  # of a response that bodies name
+                await run_case(server, chooser, seen)
+                assert server.harness.services.limits.num_inside == 0
+            seen.num_turns = len(server.engine.turns)
         return seen
 
     return asyncio.run(scenario())
 
 
-def test_anything_gets_an_answer_of_our_shape(record_property):
-    seed = random.SystemRandom().randrange(2**32)
-    record_property("note", f"seed {seed}")
-    seen = run_cases(seed, 300)
-    assert seen.keys() >= {200, 400}, (seed, seen)
+def test_anything_gets_an_answer_of_our_shape(tmp_path):
+    seen = run_cases(tmp_path / "history.sqlite", 300)
+    assert seen.statuses.keys() >= {200, 400}, str(seen)
 
 
 @pytest.mark.long
-def test_anything_gets_an_answer_of_our_shape_ten_thousand_times(record_property):
-    seed = random.SystemRandom().randrange(2**32)
-    seen = run_cases(seed, 10_000)
-    record_property("note", f"seed {seed}: {dict(sorted(seen.items()))}")
-    assert seen.keys() >= {200, 400, 404, 405, 413, 415}, (seed, seen)
+def test_anything_gets_an_answer_of_our_shape_ten_thousand_times(tmp_path, record_property):
+    seen = run_cases(tmp_path / "history.sqlite", 10_000)
+    record_property("note", str(seen))
+    assert seen.statuses.keys() >= {200, 400, 403, 404, 405, 413, 415}, str(seen)
+    assert seen.num_turns > 1000 and seen.num_streams > 100, str(seen)
+    never = {("GET", "/v1/pensieve/trees/{root}")}  # no response is stored here
+    assert seen.answered >= set(PATHS) - never, set(PATHS) - seen.answered
+    for path, body in BODIES.items():
+        missing = set(body.UNSUPPORTED) - {name for where, name in seen.refused if where == path}
+        assert not missing, (path, missing)

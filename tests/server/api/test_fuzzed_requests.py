@@ -9,14 +9,9 @@ from typing import Any
 
 import pytest
 
-from pensieve_jax.core.clock import VirtualClock
-from pensieve_jax.history.reader import HistoryReader
-from pensieve_jax.server.api.conversations import Conversations
-from pensieve_jax.server.api.responses import Responses
-from pensieve_jax.server.http.app import make_app
-from pensieve_jax.text.loading import byte_tokenizer
-from tests.server.fakes import Harness, say
-from tests.server.stored_engine import FINGERPRINT, StoredEngine, resolving
+from tests.seeds import new_seed
+from tests.server.fakes import say
+from tests.server.stored_server import StoredServer
 
 NUM_REQUESTS = 1500
 GOOD: dict[str, Any] = {
@@ -100,13 +95,8 @@ def changed(value: Any, draw: random.Random) -> Any:
 async def fuzz(path: Any, seed: int) -> dict[int, int]:
     """Statuses by how often they came."""
     draw, statuses = random.Random(seed), {}
-    clock = VirtualClock(1_790_000_000.0)
-    engine = StoredEngine(path, clock, say("hello there"))
-    reader = HistoryReader(path, fingerprint=FINGERPRINT)
-    harness = Harness([], engine, history=reader, resolver=resolving(byte_tokenizer(), reader))
-    harness.services.now_s = clock.now
-    responses = Responses(harness.services)
-    harness.app = make_app(harness.services, [*responses.routes, *Conversations(responses.locks).routes])
+    server = StoredServer(path, say("hello there"))
+    engine, harness, responses = server.engine, server.harness, server.responses
     known = {"conversation": "conv_x", "response": "resp_x"}
     async with harness.client() as client:
         for _ in range(NUM_REQUESTS):
@@ -145,15 +135,12 @@ async def fuzz(path: Any, seed: int) -> dict[int, int]:
         await asyncio.sleep(0)
     assert harness.services.limits.num_inside == 0 and responses.locks == set()
     assert all(turn.output is not None for turn in engine.turns if turn._error is None)
-    reader.close()
-    engine.store.close()
+    server.close()
     return statuses
 
 
 @pytest.mark.parametrize("_run", range(2))
 def test_no_body_is_answered_with_an_accident(tmp_path, _run):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    statuses = asyncio.run(fuzz(tmp_path / "history.sqlite", seed))
+    statuses = asyncio.run(fuzz(tmp_path / "history.sqlite", new_seed()))
     print(statuses)
     assert statuses[200] > NUM_REQUESTS // 20 and statuses[400] > NUM_REQUESTS // 20

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,24 @@ def info_of(harness: Harness, history: str = "") -> EngineInfo:
         chunk_tokens=harness.config.cache.chunk_tokens,
         description={"model": {"name": "fake"}},
     )
+
+
+class Brake:
+    """Holds an engine's thread before a step until more are let, so that no turn ends before it should."""
+
+    def __init__(self, harness: Harness, num_steps: int) -> None:
+        """Let so many steps come."""
+        self._steps = threading.Semaphore(num_steps)
+        self._dispatch = harness.runner.dispatch
+        harness.runner.dispatch = self._held  # type: ignore[method-assign]
+
+    def let(self, num_steps: int) -> None:
+        """Let so many more."""
+        self._steps.release(num_steps)
+
+    def _held(self, plan: Any) -> Any:
+        assert self._steps.acquire(timeout=TIMEOUT_S), "nobody let another step"
+        return self._dispatch(plan)
 
 
 class FakeLives:

@@ -31,6 +31,7 @@ from tests.engine.harness import Harness
 from tests.server.engine_process.fakes import (
     TIMEOUT_S,
     TOKENIZER,
+    Brake,
     FakeLives,
     expected,
     fake_engine,
@@ -176,8 +177,12 @@ def test_a_cancelled_turn_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize("how", ["break", "task", "del"])
 def test_a_dropped_turn_is_cancelled(how: str) -> None:
+    brakes: list[Brake] = []
+    lives = FakeLives()
+    lives.prepare = lambda harness: brakes.append(Brake(harness, 10))
+
     async def work() -> None:
-        async with fake_engine() as engine:
+        async with fake_engine(lives) as engine:
             if how == "break":
                 async for _ in engine.submit(spec([5], max_tokens=400)):
                     break
@@ -198,9 +203,18 @@ def test_a_dropped_turn_is_cancelled(how: str) -> None:
                 await turn.accepted()
                 del turn
             gc.collect()
-            while (await engine.call("stats"))["num_turns_cancelled"] != 1:
-                pass
+            await until_cancelled(engine, brakes[0])
             assert (await engine.call("stats"))["num_running"] == 0
+
+    async def until_cancelled(engine: AsyncEngine, brake: Brake) -> None:
+        """Two steps for each answer: the one that is held, and the one before it is told."""
+        for _ in range(100):
+            stats = asyncio.ensure_future(engine.call("stats"))
+            await asyncio.sleep(0)  # it is sent
+            brake.let(2)
+            if (await stats)["num_turns_cancelled"] == 1:
+                return
+        raise AssertionError("it runs on")
 
     run(work())
 
@@ -391,6 +405,7 @@ def test_the_engine_ends_with_its_front_whatever_the_bytes() -> None:
         b"PJX",
     ):
         harness = Harness(tokenizer=TOKENIZER)
+        brake = Brake(harness, 10)
         front, engine_end = socket.socketpair()
         thread = threading.Thread(target=EngineServer(harness.engine, TOKENIZER, engine_end).run)
         thread.start()
@@ -402,6 +417,7 @@ def test_the_engine_ends_with_its_front_whatever_the_bytes() -> None:
         front.sendall(garbage)
         if len(garbage) < 8:
             front.close()
+        brake.let(1500)  # more than it takes before it has seen that
         thread.join(TIMEOUT_S)
         assert not thread.is_alive() and harness.engine.closed, garbage
         assert harness.engine.stats()["num_turns_cancelled"] == 1

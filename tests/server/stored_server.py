@@ -1,0 +1,44 @@
+"""Every route of a server in this process, over a stored engine and its history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pensieve_jax.core.clock import VirtualClock
+from pensieve_jax.history.reader import HistoryReader
+from pensieve_jax.server.api.conversations import Conversations
+from pensieve_jax.server.api.responses import Responses
+from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.http.app import make_app
+from pensieve_jax.text.loading import byte_tokenizer
+from tests.server.fakes import FakeTurn, Harness
+from tests.server.stored_engine import FINGERPRINT, StoredEngine, resolving
+
+START_S = 1_790_000_000.0
+
+
+class StoredServer:
+    """Whoever makes one closes it.
+
+    Attributes:
+      clock, engine, reader, harness, responses, routes: what it is made of.
+    """
+
+    def __init__(self, path: Path, script: Callable[[FakeTurn], None] | None = None, **parts: Any) -> None:
+        """`parts` are the harness's."""
+        self.clock = VirtualClock(START_S)
+        self.engine = StoredEngine(path, self.clock, script)
+        self.reader = HistoryReader(path, fingerprint=FINGERPRINT)
+        resolver = resolving(byte_tokenizer(), self.reader)
+        self.harness = Harness([], self.engine, history=self.reader, resolver=resolver, **parts)
+        self.harness.services.now_s = self.clock.now
+        self.responses = Responses(self.harness.services)
+        self.routes = [*ROUTES, *self.responses.routes, *Conversations(self.responses.locks).routes]
+        self.harness.app = make_app(self.harness.services, self.routes)
+
+    def close(self) -> None:
+        """Its history."""
+        self.reader.close()
+        self.engine.store.close()
