@@ -36,6 +36,7 @@ from pensieve_jax.server.http.errors import ApiError, as_api_error, renamed_fiel
 from pensieve_jax.server.http.replies import Reply, encode_json, json_reply
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.sse import DONE, Events, event
+from pensieve_jax.server.threads import is_long
 
 _FIELDS = {"prompt": "messages", "logprobs": "top_logprobs"}
 """What the engine calls fields of this API."""
@@ -43,9 +44,9 @@ _FIELDS = {"prompt": "messages", "logprobs": "top_logprobs"}
 
 async def create_chat_completion(call: Call) -> Reply:
     """One reply or several to a list of messages."""
-    body = call.decode(ChatBody)
+    body = await call.decode(ChatBody)
     check_model(call.services, body.model)
-    completion = ChatCompletion(call, body)
+    completion = await call.aside(ChatCompletion, call, body)
     running = await completion.start()
     if body.stream:
         settings = call.services.settings
@@ -87,7 +88,10 @@ class ChatCompletion:
 
         async def start() -> Sequence[AsyncTurn]:
             _, turns = await start_turns(
-                self._services.engine, self._find, self._specs, num_characters=num_characters
+                self._services.engine,
+                self._find,
+                self._specs,
+                is_long=is_long(num_characters, len(self._messages)),
             )
             return turns
 

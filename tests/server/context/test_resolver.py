@@ -57,17 +57,17 @@ def ignore_owner(owner: str, fingerprint: str, template: str | None) -> bytes:
     return ORIGINAL_ROOT("", fingerprint, template)
 
 
-def find_of_anybody(self: TurnIndex, owner: str, before: bytes, reply: str, *, durable: bool):
+def find_of_anybody(self: TurnIndex, owner: str, before: bytes, reply: str, **options):
     for other in ("ann", "bob"):
-        found = ORIGINAL_FIND(self, other, before, reply, durable=durable)
+        found = ORIGINAL_FIND(self, other, before, reply, **options)
         if found is not None:
             return found
     return None
 
 
-def find_stale(self: TurnIndex, owner: str, before: bytes, reply: str, *, durable: bool):
+def find_stale(self: TurnIndex, owner: str, before: bytes, reply: str, **options):
     """A reply is found where the one before it was."""
-    found = ORIGINAL_FIND(self, owner, before, reply, durable=durable)
+    found = ORIGINAL_FIND(self, owner, before, reply, **options)
     return found if found is None or found.parent_id is None else self.turn(owner, found.parent_id)
 
 
@@ -80,7 +80,7 @@ def find_in_old_memory(self: TurnIndex, epoch: int) -> None:
     self._epoch = epoch
 
 
-def find_undurable(self: TurnIndex, owner: str, before: bytes, reply: str, *, durable: bool):
+def find_undurable(self: TurnIndex, owner: str, before: bytes, reply: str, **options):
     return ORIGINAL_FIND(self, owner, before, reply, durable=False)
 
 
