@@ -20,6 +20,7 @@ from pensieve_jax.server.http.errors import invalid_value
 from pensieve_jax.server.http.replies import Reply, json_reply
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.threads import aside, is_long
 from pensieve_jax.text import ChatFormat
 
 
@@ -53,7 +54,8 @@ async def tokenize(call: Call) -> Reply:
     body = await call.decode(TokenizeBody)
     services = call.services
     check_model(services, body.model)
-    return json_reply(await call.aside(_tokenized, services, body))
+    in_thread = is_long(len(call.body), len(body.messages or ()))
+    return json_reply(await aside(in_thread, _tokenized, services, body))
 
 
 async def detokenize(call: Call) -> Reply:
