@@ -17,8 +17,9 @@ INLINE_CHARACTERS: Final = 20_000
 """More than this takes longer than the few milliseconds that clients may wait for the loop."""
 _MESSAGE_CHARACTERS: Final = 100  # what takes as long as a message or an item without any
 _TOKEN_CHARACTERS: Final = 10  # the same of a token of the past, of which a short message has about ten
-_threads = ThreadPoolExecutor(4, thread_name_prefix="aside")
-# Few: while they run Python, the loop takes turns with all of them.
+NUM_THREADS: Final = 4
+"""Few: while they run Python, the loop takes turns with all of them. They start when they are needed."""
+_threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="aside")
 
 
 def is_long(num_characters: int, num_messages: int = 0, num_tokens: int | None = 0) -> bool:
