@@ -201,6 +201,20 @@ class HistoryReader:
         )
         return Page(tuple(rows[:limit]), len(rows) > limit)
 
+    def size_of_items(self, owner: str, conversation_id: str) -> tuple[int, int]:
+        """How many items a conversation has, and of how many characters; raises UnknownRecordError."""
+
+        def work(connection: sqlite3.Connection) -> tuple[int, int]:
+            server_conversations.find(connection, owner, conversation_id)
+            query = "SELECT count(*), coalesce(sum(length(item)), 0) FROM items"
+            behind = "WHERE owner = ? AND conversation_id = ?"
+            num_items, num_characters = connection.execute(
+                f"{query} {behind}", (owner, conversation_id)
+            ).fetchone()
+            return num_items, num_characters
+
+        return self._run(work)
+
     def all_items(self, owner: str, conversation_id: str) -> tuple[ConversationRow, tuple[ItemRow, ...]]:
         """A conversation and its items in order, of one moment: what a turn is made from."""
 

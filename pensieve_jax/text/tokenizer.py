@@ -17,6 +17,11 @@ import tokenizers
 
 from pensieve_jax.core.errors import InvalidRequestError
 
+_LONG = 2048
+"""More ids than this are decoded as a batch of one. The library keeps the interpreter's lock for all of a
+single text and lets other threads run during a batch; for the few ids of a stream the lock is not worth
+giving away."""
+
 
 class Tokenizer:
     """A `tokenizers.Tokenizer` with the conventions of one model. Immutable and safe to share by threads.
@@ -118,7 +123,11 @@ class Tokenizer:
 
     def decode_window(self, token_ids: list[int]) -> str:
         """Text of ids none of which is special (not checked): what streaming calls for every token."""
-        text: str = self._backend.decode(token_ids, skip_special_tokens=False)
+        text: str
+        if len(token_ids) > _LONG:
+            (text,) = self._backend.decode_batch([token_ids], skip_special_tokens=False)
+        else:
+            text = self._backend.decode(token_ids, skip_special_tokens=False)
         return text
 
     def token_text(self, token_id: int) -> str | None:
@@ -139,7 +148,9 @@ class Tokenizer:
         if not isinstance(text, str):
             raise InvalidRequestError("prompt", text, "a string")
         try:
-            token_ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            # A batch, for the lock's sake (see `_LONG`); fast, since it leaves out where each token stood.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+            token_ids: list[int] = encoding.ids
         except (UnicodeEncodeError, TypeError) as error:  # by the library's version
             raise InvalidRequestError(
                 "prompt", text, "text that UTF-8 can hold, without lone surrogates"

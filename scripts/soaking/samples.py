@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pensieve_jax.server.threads import NUM_THREADS
+
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _ENGINE_TABLES = (
     *("num_live_conversations", "num_known_turns", "num_known_chunks", "num_shared_prefixes"),
@@ -30,7 +32,11 @@ class Slack(NamedTuple):
     amount: float
 
 
-_SLACKS = {"rss_mb": Slack(1.05, 4.0), "threads": Slack(1.0, 1.0), "descriptors": Slack(1.1, 12.0)}
+_SLACKS = {
+    "rss_mb": Slack(1.05, 4.0),
+    "threads": Slack(1.0, NUM_THREADS),  # the front's for long work start when they are first needed
+    "descriptors": Slack(1.1, 12.0),
+}
 _TABLES_SLACK = Slack(1.25, 20.0)
 
 

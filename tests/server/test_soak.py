@@ -58,7 +58,7 @@ def test_what_grows_is_told_and_what_wavers_is_not():
                 "front_rss_mb": 70.0 + min(minute, 8),
                 "engine_rss_mb": 700.0 + 3 * minute,
                 "front_descriptors": 30.0 + minute % 5,
-                "front_threads": 4.0 + 2 * (minute // 10),
+                "front_threads": 4.0 + 5 * (minute // 10),
                 "engine_known_turns": 400.0 + 30 * (-1) ** minute,
                 "engine_live_conversations": 100.0 if 10 <= minute < 20 else 300.0,  # a slower time between
                 "front_turns_remembered": 10.0 * minute,

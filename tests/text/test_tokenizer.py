@@ -1,6 +1,7 @@
 """Ids, beginning-of-sequence tokens, fingerprints, and tokenizers read from model directories."""
 
 import json
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -165,3 +166,43 @@ def test_unreadable_files_are_named(tmp_path, files):
     write(tmp_path, **files)
     with pytest.raises(ConfigError, match="tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_long_text_has_the_ids_of_any_text(name):
+    """The library's fast batches say what its single calls say."""
+    tokenizer = ZOO[name]
+    text = "Hello there, Straße 42! " * 400
+    expected = tokenizer._backend.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode(text, add_bos=False) == expected
+    assert tokenizer.decode_raw(expected) == tokenizer._backend.decode(expected, skip_special_tokens=False)
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        tokenizer.encode(text + "\ud800", add_bos=False)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda tokenizer: tokenizer.encode("a b " * 300_000, add_bos=False),
+        lambda tokenizer: tokenizer.decode_raw([97] * 1_000_000),
+    ],
+    ids=["encode", "decode"],
+)
+def test_other_threads_run_meanwhile(work):
+    """While a call keeps the interpreter's lock, nobody else counts further than to where it began."""
+    tokenizer, ended, ticks = byte_tokenizer(), threading.Event(), 0
+
+    def tick() -> None:
+        nonlocal ticks
+        while not ended.wait(0.001):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        before = ticks
+        work(tokenizer)
+        assert ticks - before >= 5
+    finally:
+        ended.set()
+        thread.join()

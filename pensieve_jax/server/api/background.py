@@ -36,7 +36,6 @@ from pensieve_jax.server.api.response_runs import ResponseRun
 from pensieve_jax.server.api.running import RunningTurns, run_turns
 from pensieve_jax.server.async_engine import AsyncTurn
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
-from pensieve_jax.server.context.start import resolved_context
 from pensieve_jax.server.http.errors import (
     ApiError,
     as_api_error,
@@ -46,6 +45,7 @@ from pensieve_jax.server.http.errors import (
     renamed_fields,
 )
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.threads import aside
 
 _log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class BackgroundResponses:
         """Keep a response as queued, behind a turn that the history has, as `start_turns` finds one."""
         context, unknown = plan.context, None
         for memory in Memory:
-            resolved = await resolved_context(context.find, memory, num_characters=context.num_characters)
+            resolved = await aside(context.is_long, context.find, memory)
             (spec,) = plan.specs(resolved)
             _check_length(self._services, resolved)
             assert plan.draft is not None

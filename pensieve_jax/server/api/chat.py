@@ -32,13 +32,14 @@ from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import renamed_fields
 from pensieve_jax.server.http.replies import Reply, encode_json
 from pensieve_jax.server.http.routes import Route
+from pensieve_jax.server.threads import is_long
 
 
 async def create_chat_completion(call: Call) -> Reply:
     """One reply or several to a list of messages."""
-    body = call.decode(ChatBody)
+    body = await call.decode(ChatBody)
     check_model(call.services, body.model)
-    completion = ChatCompletion(call, body)
+    completion = await call.aside(ChatCompletion, call, body)
     return await reply_in(completion, call, body, await completion.start())
 
 
@@ -68,7 +69,10 @@ class ChatCompletion:
 
         async def start() -> Sequence[AsyncTurn]:
             _, turns = await start_turns(
-                self._services.engine, self._find, self._specs, num_characters=num_characters
+                self._services.engine,
+                self._find,
+                self._specs,
+                is_long=is_long(num_characters, len(self._messages)),
             )
             return turns
 

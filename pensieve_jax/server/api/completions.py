@@ -9,7 +9,6 @@ Called by: the application, by the row of `ROUTES`.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final
 
@@ -32,7 +31,6 @@ from pensieve_jax.server.api.running import RunningTurns, run_turns
 from pensieve_jax.server.api.sampling import choice_params
 from pensieve_jax.server.api.usage import completion_usage
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
-from pensieve_jax.server.context.start import INLINE_CHARACTERS
 from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import invalid_value
 from pensieve_jax.server.http.replies import Reply, encode_json
@@ -65,10 +63,10 @@ class CompletionBody(SamplingFields, kw_only=True):
 
 async def create_completion(call: Call) -> Reply:
     """One reply or several to each prompt."""
-    body = call.decode(CompletionBody)
+    body = await call.decode(CompletionBody)
     check_model(call.services, body.model)
-    completion = Completion(call, body)
-    await completion.encode()
+    completion = await call.aside(Completion, call, body)
+    await call.aside(completion.encode)
     return await reply_in(completion, call, body, await completion.start())
 
 
@@ -147,13 +145,23 @@ class Completion:
         self._token_ids: list[list[int]] = []
         self._shown: list[int] = [0] * (len(self._prompts) * body.num_choices)
 
-    async def encode(self) -> None:
+    def encode(self) -> None:
         """Tokenize; raises ApiError and TokenizerMissingError."""
-        num_characters = sum(len(prompt) for prompt in self._prompts)
-        if num_characters > INLINE_CHARACTERS:
-            self._token_ids = await asyncio.to_thread(self._encoded)
-        else:
-            self._token_ids = self._encoded()
+        tokenizer = self._services.tokenizer
+        found: list[list[int]] = []
+        for index, prompt in enumerate(self._prompts):
+            if isinstance(prompt, list):
+                found.append(prompt)
+            elif tokenizer is None:
+                raise TokenizerMissingError
+            else:
+                try:
+                    found.append(tokenizer.encode(prompt, add_bos=self._parent_id is None))
+                except InvalidRequestError as error:
+                    raise invalid_value(self._field(index), str(error)) from error
+            if not found[-1]:
+                raise invalid_value(self._field(index), f"{self._field(index)} must be at least one token.")
+        self._token_ids = found
 
     async def start(self) -> RunningTurns:
         """Wait for a place and submit; raises ApiError."""
@@ -226,23 +234,6 @@ class Completion:
         return _choice(index, "", reason=reason)
 
     # Inside
-
-    def _encoded(self) -> list[list[int]]:
-        tokenizer = self._services.tokenizer
-        found = []
-        for index, prompt in enumerate(self._prompts):
-            if isinstance(prompt, list):
-                found.append(prompt)
-            elif tokenizer is None:
-                raise TokenizerMissingError
-            else:
-                try:
-                    found.append(tokenizer.encode(prompt, add_bos=self._parent_id is None))
-                except InvalidRequestError as error:
-                    raise invalid_value(self._field(index), str(error)) from error
-            if not found[-1]:
-                raise invalid_value(self._field(index), f"{self._field(index)} must be at least one token.")
-        return found
 
     def _field(self, index: int) -> str:
         return "prompt" if len(self._prompts) == 1 else f"prompt[{index}]"

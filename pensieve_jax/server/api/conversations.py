@@ -85,9 +85,9 @@ class Conversations:
 
     async def create(self, call: Call) -> Reply:
         """A new conversation, with its first items."""
-        body = call.decode(NewConversation) if call.body else NewConversation()
+        body = await call.decode(NewConversation) if call.body else NewConversation()
         check_metadata(body.metadata)
-        items = _new_items(call, body.items or [])
+        items = await call.aside(_new_items, call, body.items or [])
         row = ConversationRow(
             conversation_id=f"conv_{secrets.token_hex(16)}",
             owner=call.owner,
@@ -111,7 +111,7 @@ class Conversations:
 
     async def update(self, call: Call) -> Reply:
         """Other metadata in place of what there is."""
-        body = call.decode(Metadata)
+        body = await call.decode(Metadata)
         check_metadata(body.metadata)
         change = UpdateConversation(
             owner=call.owner,
@@ -143,10 +143,10 @@ class Conversations:
 
     async def append(self, call: Call) -> Reply:
         """Items behind those that there are; answers with the new ones."""
-        body = call.decode(NewItems)
+        body = await call.decode(NewItems)
         if not body.items:
             raise invalid_value("items", "items is empty, but must have at least one item.")
-        items = _new_items(call, body.items)
+        items = await call.aside(_new_items, call, body.items)
 
         def change(row: ConversationRow) -> HistoryChange:
             return AppendItems(

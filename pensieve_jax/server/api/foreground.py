@@ -66,7 +66,7 @@ class ForegroundResponse:
                 services.engine,
                 plan.context.find,
                 plan.specs,
-                num_characters=plan.context.num_characters,
+                is_long=plan.context.is_long,
             )
             return turns
 

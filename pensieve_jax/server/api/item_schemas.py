@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
-from pensieve_jax.server.http.bodies import Body, convert
+from pensieve_jax.server.http.bodies import Body, check_length, convert
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
 from pensieve_jax.text.messages import Message
 
@@ -67,6 +67,7 @@ def parse_input(value: str | Sequence[Any], at: str) -> tuple[list[Item | ItemRe
     """
     if isinstance(value, str):
         return [_kept("user", [value])], ()
+    check_length(value, at)
     items: list[Item | ItemReference] = []
     ignored: list[str] = []
     for index, one in enumerate(value):
@@ -79,9 +80,9 @@ def parse_input(value: str | Sequence[Any], at: str) -> tuple[list[Item | ItemRe
 def _parse_item(value: Any, at: str) -> tuple[Item | ItemReference, tuple[str, ...]]:
     if not isinstance(value, Mapping):
         raise invalid_value(at, f"{at} must be an object such as a message.")
-    kind = value.get("type")
-    if kind == "item_reference" or (kind is None and "id" in value and "role" not in value):
+    if is_reference(value):
         return convert(value, ItemReference, at)
+    kind = value.get("type")
     if kind not in (None, "message"):
         raise unsupported(
             f"{at}.type", f"of items this server knows message and item_reference, not {kind!r}"
@@ -89,12 +90,21 @@ def _parse_item(value: Any, at: str) -> tuple[Item | ItemReference, tuple[str, .
     message, ignored = convert(dict(value), MessageItem, at)
     if isinstance(message.content, str):
         return _kept(message.role, [message.content]), ignored
+    check_length(message.content, f"{at}.content")
     texts, more = [], list(ignored)
     for index, raw in enumerate(message.content):
         part, unknown = convert(raw, Part, f"{at}.content[{index}]")
         texts.append(_text_of(part, f"{at}.content[{index}]"))
         more += unknown
     return _kept(message.role, texts), tuple(more)
+
+
+def is_reference(value: Any) -> bool:
+    """Whether a part of an input names an item of before."""
+    if not isinstance(value, Mapping):
+        return False
+    kind = value.get("type")
+    return kind == "item_reference" or (kind is None and "id" in value and "role" not in value)
 
 
 def _text_of(part: Part, at: str) -> str:

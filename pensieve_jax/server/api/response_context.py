@@ -9,8 +9,9 @@ Called by: `response_plan`, and `responses` for the counting of input tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from pensieve_jax.core.errors import UnknownRecordError, UnknownTurnError
 from pensieve_jax.history.changes import ConversationRow, ResponseRecord
@@ -18,6 +19,7 @@ from pensieve_jax.server.api.common import previous_response, unknown_previous
 from pensieve_jax.server.api.item_schemas import (
     Item,
     ItemReference,
+    is_reference,
     message_of,
     messages_of,
     parse_input,
@@ -26,9 +28,15 @@ from pensieve_jax.server.api.item_schemas import (
 from pensieve_jax.server.api.response_object import kept_response
 from pensieve_jax.server.api.response_schemas import ContextFields
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
-from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.http.bodies import MAX_ITEMS
+from pensieve_jax.server.http.errors import ApiError, invalid_value
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.threads import is_long
 from pensieve_jax.text.messages import Message
+
+MAX_READ_CHARACTERS: Final = 16 * 2**20
+"""Of items that one request names, in a conversation or by reference, as JSON and once more as often as each
+is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +45,8 @@ class RequestContext:
 
     Attributes:
       find: resolves it; again, when a turn that it went on from is gone.
-      num_characters: about how much text it is.
+      num_characters: about how much text it is, without what a turn that is named already holds.
+      is_long: whether to resolve it is work for a thread.
       new_items: the request's own items, without ids.
       conversation: that its items are appended to.
       ignored_fields: paths of fields of its items that nobody knows.
@@ -45,6 +54,7 @@ class RequestContext:
 
     find: Callable[[Memory], ResolvedContext]
     num_characters: int
+    is_long: bool
     new_items: list[Item]
     conversation: ConversationRow | None
     ignored_fields: tuple[str, ...]
@@ -55,40 +65,74 @@ def request_context(services: Services, owner: str, body: ContextFields, *, dura
 
     Raises ApiError 400 and 404, UnknownRecordError.
     """
-    conversation, past = None, []
-    if body.conversation_id is not None:
-        conversation, rows = services.history.all_items(owner, body.conversation_id)
-        past = [json.loads(row.item) for row in rows]
     given, ignored = parse_input(body.input, "input") if body.input is not None else ([], ())
-    items = [_known_item(services, owner, item, past, index) for index, item in enumerate(given)]
-    new_messages = messages_of(items)
-    first = _instructions(body.instructions)
-    find: Callable[[Memory], ResolvedContext]
+    conversation: ConversationRow | None = None
+    past: list[Item] = []
+    if body.conversation_id is not None:
+        conversation, past = _conversation(services, owner, body.conversation_id)
+    known = _KnownItems(services, owner, past)
+    items = [
+        known.referred(item.id, index) if isinstance(item, ItemReference) else item
+        for index, item in enumerate(given)
+    ]
+    messages = messages_of(items)
+    num_tokens: int | None = 0
+    find: Callable[[Memory], ResolvedContext] | None = None
     if body.previous_response_id is not None:
-        find, num_past = _behind(services, owner, body, body.previous_response_id, new_messages, durable)
+        turn_id, past_messages = _previous(services, owner, body, body.previous_response_id)
+        if past_messages is None:
+            find = _by_turn(services, owner, turn_id, messages, durable, body.previous_response_id)
+            num_tokens = services.resolver.index.num_tokens(owner, turn_id)
+        else:
+            messages = [*_instructions(body.instructions), *past_messages, *messages]
     else:
-        whole = [*first, *messages_of(past), *new_messages]
-        if not whole:
+        messages = [*_instructions(body.instructions), *messages_of(past), *messages]
+        if not messages:
             raise ApiError(400, "missing_required_parameter", "input is missing.", param="input")
-        find, num_past = _by_messages(services, owner, whole, durable), _num_characters([*first, *whole])
+    num_characters = sum(len(message["content"]) for message in messages)
     return RequestContext(
-        find=find,
-        num_characters=num_past + _num_characters(new_messages),
+        find=find or _by_messages(services, owner, messages, durable),
+        num_characters=num_characters,
+        is_long=is_long(num_characters, len(messages), num_tokens),
         new_items=items,
         conversation=conversation,
         ignored_fields=ignored,
     )
 
 
-def _behind(
-    services: Services,
-    owner: str,
-    body: ContextFields,
-    response_id: str,
-    new_messages: Sequence[Message],
-    durable: bool,
-) -> tuple[Callable[[Memory], ResolvedContext], int]:
-    """Behind a response: its turn is named where the instructions are the same.
+def reads_long(services: Services, owner: str, body: ContextFields, num_bytes: int) -> bool:
+    """Whether `request_context` is work for a thread, of a body of so many bytes.
+
+    What is read of the history is only known once it was: a conversation and references always are.
+    """
+    items = body.input if isinstance(body.input, list) else ()
+    num_tokens: int | None = 0
+    if body.previous_response_id is not None:
+        turn_id = body.previous_response_id.removeprefix("resp_")
+        num_tokens = services.resolver.index.num_tokens(owner, turn_id)
+    return (
+        body.conversation_id is not None
+        or is_long(num_bytes, len(items), num_tokens)
+        or any(map(is_reference, items))
+    )
+
+
+def _conversation(services: Services, owner: str, conversation_id: str) -> tuple[ConversationRow, list[Item]]:
+    num_items, num_characters = services.history.size_of_items(owner, conversation_id)
+    if num_items > MAX_ITEMS or num_characters > MAX_READ_CHARACTERS:
+        sentence = (
+            f"conversation has {num_items} items of {num_characters} characters, but a turn reads at most "
+            f"{MAX_ITEMS} of {MAX_READ_CHARACTERS}."
+        )
+        raise invalid_value("conversation", sentence)
+    conversation, rows = services.history.all_items(owner, conversation_id)
+    return conversation, [json.loads(row.item) for row in rows]
+
+
+def _previous(
+    services: Services, owner: str, body: ContextFields, response_id: str
+) -> tuple[str, list[Message] | None]:
+    """The turn of a response, to be named where the instructions are the same; else what was said until then.
 
     Instructions are the first message of a context and not carried over. Under others the messages of the
     path are another context, which is looked for like any.
@@ -98,26 +142,33 @@ def _behind(
     assert turn_id is not None
     instructions = json.loads(record.request).get("instructions")
     if (instructions or None) == (body.instructions or None):
-
-        def find(memory: Memory) -> ResolvedContext:
-            try:
-                found: ResolvedContext = services.resolver.resolve_after(
-                    owner, turn_id, new_messages, epoch=services.engine.epoch, durable=durable
-                )
-            except UnknownTurnError:
-                raise unknown_previous(response_id) from None
-            return found
-
-        return find, _num_characters(new_messages)
+        return turn_id, None
     try:
         past = services.resolver.path_messages(owner, turn_id)
     except UnknownTurnError:
         raise unknown_previous(response_id) from None
-    if instructions:
-        past = past[1:]
     services.metrics.rebuilt("instructions")
-    whole = [*_instructions(body.instructions), *past, *new_messages]
-    return _by_messages(services, owner, whole, durable), _num_characters(whole)
+    return turn_id, past[1:] if instructions else past
+
+
+def _by_turn(
+    services: Services,
+    owner: str,
+    turn_id: str,
+    messages: Sequence[Message],
+    durable: bool,
+    response_id: str,
+) -> Callable[[Memory], ResolvedContext]:
+    def find(memory: Memory) -> ResolvedContext:
+        try:
+            found: ResolvedContext = services.resolver.resolve_after(
+                owner, turn_id, messages, epoch=services.engine.epoch, durable=durable
+            )
+        except UnknownTurnError:
+            raise unknown_previous(response_id) from None
+        return found
+
+    return find
 
 
 def _by_messages(
@@ -134,36 +185,47 @@ def _by_messages(
     return find
 
 
-def _known_item(
-    services: Services, owner: str, item: Item | ItemReference, past: Sequence[Item], index: int
-) -> Item:
-    """The item itself, for a reference what it refers to: a response's, or the conversation's."""
-    if not isinstance(item, ItemReference):
-        return item
-    found = next((one for one in past if one["id"] == item.id), None) or _item_of_response(
-        services, owner, item.id
-    )
-    if found is None:
-        raise ApiError(404, "not_found", f"There is no item {item.id!r}.", param=f"input[{index}].id")
-    return {name: value for name, value in found.items() if name != "id"}
+class _KnownItems:
+    """What the references of one request may name: items of its conversation, and of responses.
 
+    Each response is read once, whatever is named of it.
+    """
 
-def _item_of_response(services: Services, owner: str, item_id: str) -> Item | None:
-    place = place_of(item_id)
-    if place is None:
-        return None
-    turn_id, number = place
-    try:
-        record: ResponseRecord = services.history.response(owner, f"resp_{turn_id}")
-    except UnknownRecordError:
-        return None
-    items: list[Item] = kept_response(record)["output"] if number is None else json.loads(record.input_items)
-    return next((one for one in items if one["id"] == item_id), None)
+    def __init__(self, services: Services, owner: str, past: Iterable[Item]) -> None:
+        """`past` are the conversation's."""
+        self._services = services
+        self._owner = owner
+        self._items = {item["id"]: item for item in past}
+        self._responses: set[str] = set()
+        self._num_characters = 0
+
+    def referred(self, item_id: str, index: int) -> Item:
+        """An item without its id; raises ApiError 404, and 400 where all that was named is too much."""
+        place = place_of(item_id)
+        if item_id not in self._items and place is not None and place[0] not in self._responses:
+            self._responses.add(place[0])
+            self._read(f"resp_{place[0]}", index)
+        item = self._items.get(item_id)
+        if item is None:
+            raise ApiError(404, "not_found", f"There is no item {item_id!r}.", param=f"input[{index}].id")
+        self._count(len(message_of(item)["content"]), index)
+        return {name: value for name, value in item.items() if name != "id"}
+
+    def _read(self, response_id: str, index: int) -> None:
+        try:
+            record: ResponseRecord = self._services.history.response(self._owner, response_id)
+        except UnknownRecordError:
+            return
+        self._count(len(record.input_items), index)
+        for item in (*json.loads(record.input_items), *kept_response(record)["output"]):
+            self._items.setdefault(item["id"], item)
+
+    def _count(self, num_characters: int, index: int) -> None:
+        self._num_characters += num_characters
+        if self._num_characters > MAX_READ_CHARACTERS:
+            sentence = f"input refers to items of more than {MAX_READ_CHARACTERS} characters up to here."
+            raise invalid_value(f"input[{index}].id", sentence)
 
 
 def _instructions(text: str | None) -> list[Message]:
     return [message_of({"role": "system", "content": [{"text": text}]})] if text else []
-
-
-def _num_characters(messages: Sequence[Message]) -> int:
-    return sum(len(message["content"]) for message in messages)

@@ -19,13 +19,13 @@ from pensieve_jax.server.api.common import check_model
 from pensieve_jax.server.api.foreground import ForegroundResponse
 from pensieve_jax.server.api.pages import page_of_rows, page_query
 from pensieve_jax.server.api.repeats import Repeats, idempotency_key, is_retry
-from pensieve_jax.server.api.response_context import request_context
+from pensieve_jax.server.api.response_context import reads_long, request_context
 from pensieve_jax.server.api.response_object import head_of, kept_response
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.api.response_runs import ResponseRun
 from pensieve_jax.server.api.response_schemas import CountTokens, CreateResponse, check_context, check_create
 from pensieve_jax.server.api.response_streams import Begun, ReplyTexts, kept_events, run_events
-from pensieve_jax.server.context.start import resolved_context
+from pensieve_jax.server.context.resolver import Memory
 from pensieve_jax.server.http.call import Call, ClientGoneError
 from pensieve_jax.server.http.errors import (
     ApiError,
@@ -38,6 +38,7 @@ from pensieve_jax.server.http.replies import Reply, json_reply
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.http.sse import Events
+from pensieve_jax.server.threads import aside
 
 
 class Responses:
@@ -76,7 +77,7 @@ class Responses:
 
     async def create(self, call: Call) -> Reply:
         """A response, whole, as a stream, or queued."""
-        body = call.decode(CreateResponse)
+        body = await call.decode(CreateResponse)
         check_create(body)
         check_model(call.services, body.model)
         sha256 = hashlib.sha256(call.body).hexdigest()
@@ -84,9 +85,19 @@ class Responses:
         known = self._known(call, key, sha256)
         if known is not None:
             return await self._repeated(call, body, known, sha256)
-        plan = ResponsePlan(call.services, call.owner, body, sha256, key)
+        unlock = self._lock(call.owner, body.conversation_id)
+        planned = False
+        try:
+            in_thread = reads_long(call.services, call.owner, body, len(call.body))
+            plan = await aside(in_thread, ResponsePlan, call.services, call.owner, body, sha256, key)
+            known = self._known(call, key, sha256)  # the same may have come in the meantime
+            planned = known is None
+        finally:
+            if not planned:
+                unlock()
+        if known is not None:
+            return await self._repeated(call, body, known, sha256)
         call.notes.ignored_fields += plan.context.ignored_fields
-        unlock = self._lock(call.owner, plan.conversation_id)
         if body.background or key is not None:
             run = self._run(plan, unlock)
             return await self._follow(call, body, run)
@@ -154,12 +165,13 @@ class Responses:
 
     async def count_tokens(self, call: Call) -> Reply:
         """How many tokens a context has."""
-        body = call.decode(CountTokens)
+        body = await call.decode(CountTokens)
         check_context(body)
         check_model(call.services, body.model)
-        context = request_context(call.services, call.owner, body, durable=True)
+        in_thread = reads_long(call.services, call.owner, body, len(call.body))
+        context = await aside(in_thread, request_context, call.services, call.owner, body, durable=True)
         with renamed_fields(ENGINE_FIELDS):
-            resolved = await resolved_context(context.find, num_characters=context.num_characters)
+            resolved = await aside(context.is_long, context.find, Memory.ALL)
         return json_reply({"object": "response.input_tokens", "input_tokens": resolved.num_context_tokens})
 
     # Inside

@@ -94,7 +94,7 @@ async def forget_state(call: Call) -> Reply:
 
 
 async def _on_turn(call: Call, name: str) -> Any:
-    response_id = call.decode(OfResponse).response_id
+    response_id = (await call.decode(OfResponse)).response_id
     turn_id = response_id
     for prefix in _PREFIXES:
         turn_id = turn_id.removeprefix(prefix)

@@ -7,7 +7,6 @@ Called by: the application, by the rows of `ROUTES`.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -15,13 +14,13 @@ from pensieve_jax.core.errors import InvalidRequestError, TokenizerMissingError
 from pensieve_jax.engine.validation import check_token_ids
 from pensieve_jax.server.api.chat_schemas import ChatMessage
 from pensieve_jax.server.api.common import check_model
-from pensieve_jax.server.context.start import INLINE_CHARACTERS
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import invalid_value
 from pensieve_jax.server.http.replies import Reply, json_reply
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.threads import aside, is_long
 from pensieve_jax.text import ChatFormat
 
 
@@ -52,40 +51,43 @@ class DetokenizeBody(Body):
 
 async def tokenize(call: Call) -> Reply:
     """Ids of a text, or of messages with a generation prompt."""
-    body = call.decode(TokenizeBody)
+    body = await call.decode(TokenizeBody)
     services = call.services
     check_model(services, body.model)
-    size = len(body.prompt or "") + sum(len(message.content or "") for message in body.messages or ())
-    if size > INLINE_CHARACTERS:
-        token_ids = await asyncio.to_thread(_token_ids, services, body)
-    else:
-        token_ids = _token_ids(services, body)
-    texts = (
-        [services.token_texts.text(token_id) for token_id in token_ids] if body.return_token_strs else None
-    )
-    return json_reply(
-        {
-            "count": len(token_ids),
-            "max_model_len": services.engine.info.limits.max_context_tokens,
-            "tokens": token_ids,
-            "token_strs": texts,
-        }
-    )
+    in_thread = is_long(len(call.body), len(body.messages or ()))
+    return json_reply(await aside(in_thread, _tokenized, services, body))
 
 
 async def detokenize(call: Call) -> Reply:
     """The text of ids, special ones written out."""
-    body = call.decode(DetokenizeBody)
+    body = await call.decode(DetokenizeBody)
     services = call.services
     check_model(services, body.model)
-    if services.tokenizer is None:
-        raise TokenizerMissingError
-    if body.tokens:
-        check_token_ids("tokens", body.tokens, services.engine.info.limits.vocab_size)
-    return json_reply({"prompt": services.tokenizer.decode_raw(body.tokens)})
+    return json_reply({"prompt": await call.aside(_text, services, body.tokens)})
 
 
 ROUTES = [Route("POST", "/tokenize", tokenize), Route("POST", "/detokenize", detokenize)]
+
+
+def _tokenized(services: Services, body: TokenizeBody) -> dict[str, Any]:
+    token_ids = _token_ids(services, body)
+    texts = (
+        [services.token_texts.text(token_id) for token_id in token_ids] if body.return_token_strs else None
+    )
+    return {
+        "count": len(token_ids),
+        "max_model_len": services.engine.info.limits.max_context_tokens,
+        "tokens": token_ids,
+        "token_strs": texts,
+    }
+
+
+def _text(services: Services, token_ids: list[int]) -> str:
+    if services.tokenizer is None:
+        raise TokenizerMissingError
+    if token_ids:
+        check_token_ids("tokens", token_ids, services.engine.info.limits.vocab_size)
+    return services.tokenizer.decode_raw(token_ids)
 
 
 def _token_ids(services: Services, body: TokenizeBody) -> list[int]:

@@ -14,9 +14,10 @@ of a new tree; the engine may still find its first chunks in other sequences of 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 from pensieve_jax.core.errors import ChatTemplateError, UnknownTurnError
 from pensieve_jax.core.outputs import Output
@@ -30,6 +31,11 @@ from pensieve_jax.text.chat import ChatFormat, EarlierTurn
 from pensieve_jax.text.messages import Message, check_messages
 
 MatchKind = Literal["id", "message", "chunk", "none"]
+
+_MAX_LOOK_UPS: Final = 64
+"""Of a context's last replies in the history; those before are looked for in the index's memory only."""
+_MAX_TRIES: Final = 8
+"""Turns that one context is tried behind: each is a rendering of all, which the template may refuse."""
 
 
 class Memory(enum.Enum):
@@ -163,13 +169,11 @@ class Resolver:
         new = _NewTurn(owner, chains[-1], durable, epoch)
         if memory is not Memory.NONE:
             only_durable = durable or memory is Memory.DURABLE
-            for cut in range(len(messages) - 2, 0, -1):
-                if messages[cut]["role"] == "assistant":
-                    reply = canonical_text(messages[cut]["content"])
-                    parent = self._index.find(owner, chains[cut - 1], reply, durable=only_durable)
-                    found = parent and self._known_behind(new, parent, messages[cut + 1 :])
-                    if found:
-                        return found
+            known = self._known_beginnings(owner, messages, chains, only_durable)
+            for cut, parent in itertools.islice(known, _MAX_TRIES):
+                found = self._known_behind(new, parent, messages[cut + 1 :])
+                if found:
+                    return found
         return self._new_tree(new, check_messages(messages))
 
     def resolve_after(
@@ -199,6 +203,24 @@ class Resolver:
         return messages
 
     # Inside
+
+    def _known_beginnings(
+        self, owner: str, messages: Sequence[Message], chains: Sequence[bytes], only_durable: bool
+    ) -> Iterator[tuple[int, PastTurn]]:
+        """Where a reply stands that a known turn ends with, and that turn; the longest beginning first."""
+        num_replies = 0
+        for cut in range(len(messages) - 2, 0, -1):
+            if messages[cut]["role"] == "assistant":
+                num_replies += 1
+                parent = self._index.find(
+                    owner,
+                    chains[cut - 1],
+                    canonical_text(messages[cut]["content"]),
+                    durable=only_durable,
+                    asks_source=num_replies <= _MAX_LOOK_UPS,
+                )
+                if parent is not None:
+                    yield cut, parent
 
     def _known_behind(
         self, new: _NewTurn, parent: PastTurn, messages: Sequence[Message]

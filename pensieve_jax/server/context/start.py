@@ -7,16 +7,13 @@ Called by: the handlers of Responses, Conversations and Chat Completions.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 from pensieve_jax.core.errors import UnknownTurnError
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.server.async_engine import AsyncTurn, EngineService
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
-
-INLINE_CHARACTERS = 20_000
-"""A longer context is resolved in a thread: tokenizing it would keep the event loop from its clients."""
+from pensieve_jax.server.threads import aside
 
 
 async def start_turns(
@@ -24,7 +21,7 @@ async def start_turns(
     find: Callable[[Memory], ResolvedContext],
     specs_of: Callable[[ResolvedContext], Sequence[TurnSpec]],
     *,
-    num_characters: int,
+    is_long: bool,
 ) -> tuple[ResolvedContext, list[AsyncTurn]]:
     """The turns of a context, accepted by the engine, all of them or none.
 
@@ -33,13 +30,13 @@ async def start_turns(
       find: resolves the context; which turns it may go on from is narrowed each time that the engine does not
         know the parent that was found.
       specs_of: the turns to submit; several only as siblings, for several replies.
-      num_characters: of the whole context.
+      is_long: whether to resolve the context, past and new, is long work.
 
     Raises what `find` and the engine raise; UnknownTurnError only where a context is bound to its parent.
     """
     unknown: UnknownTurnError | None = None
     for memory in Memory:
-        resolved = await resolved_context(find, memory, num_characters=num_characters)
+        resolved = await aside(is_long, find, memory)
         turns = engine.submit_all(specs_of(resolved))
         try:
             for turn in turns:
@@ -51,12 +48,3 @@ async def start_turns(
                 resolved.index.forget(resolved.node.owner, resolved.parent.turn_id)
     assert unknown is not None
     raise unknown
-
-
-async def resolved_context(
-    find: Callable[[Memory], ResolvedContext], memory: Memory = Memory.ALL, *, num_characters: int
-) -> ResolvedContext:
-    """Resolve a context of about so many characters; raises what `find` raises."""
-    if num_characters > INLINE_CHARACTERS:
-        return await asyncio.to_thread(find, memory)
-    return find(memory)

@@ -141,15 +141,31 @@ class TurnIndex:
         with self._lock:
             return (owner, turn_id) in self._turns
 
-    def find(self, owner: str, before: bytes, reply: str, *, durable: bool) -> PastTurn | None:
-        """The newest turn of these messages and this reply; with `durable`, among those of the history."""
+    def num_tokens(self, owner: str, turn_id: str) -> int | None:
+        """Of a turn's path, up to its end; None where this memory does not have the turn."""
+        with self._lock:
+            turn = self._turns.get((owner, turn_id))
+            return None if turn is None else turn.num_tokens
+
+    def find(
+        self, owner: str, before: bytes, reply: str, *, durable: bool, asks_source: bool = True
+    ) -> PastTurn | None:
+        """The newest turn of these messages and this reply.
+
+        Args:
+          owner: whose turns.
+          before: the chain of the messages before the reply.
+          reply: its canonical text.
+          durable: look among the turns of the history only.
+          asks_source: whether the source is asked where this memory has no such turn.
+        """
         chain = chain_after(before, "assistant", reply)
         with self._lock:
             turn_id = None if durable else self._by_chain.get((owner, chain, False))
             turn_id = turn_id or self._by_chain.get((owner, chain, True))
             if turn_id is not None:
                 return self._touch((owner, turn_id))
-        found = self._source.find_chain(owner, before, reply)
+        found = self._source.find_chain(owner, before, reply) if asks_source else None
         if found is not None:
             self.add(found)
         return found

@@ -15,13 +15,15 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sized
+from typing import Any, ClassVar, Final
 
 import msgspec
 
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
 
+MAX_ITEMS: Final = 4096
+"""Of a list of objects in a body: messages, items, or the parts of one of them."""
 _PATH = re.compile(r" - at `\$(?P<path>.*)`\Z")
 _KEY = re.compile(r" - at `key in \$(?P<path>.*)`\Z")
 MAX_DEPTH_ERROR = "The body is nested too deeply."
@@ -76,6 +78,12 @@ def convert[T](value: Any, kind: type[T], at: str = "") -> tuple[T, tuple[str, .
         raise ApiError(400, "invalid_json", MAX_DEPTH_ERROR) from None
 
 
+def check_length(value: Sized, at: str) -> None:
+    """Raise ApiError 400 for a list of more than `MAX_ITEMS` objects."""
+    if len(value) > MAX_ITEMS:
+        raise invalid_value(at, f"{at} has {len(value)} items, but must have at most {MAX_ITEMS}.")
+
+
 def _explained(text: str, at: str) -> ApiError:
     match = _PATH.search(text) or _KEY.search(text)
     path = at + (match["path"] if match else "")
@@ -120,6 +128,7 @@ def _look(value: Any, kind: Any, at: str, ignored: list[str]) -> None:
     elif isinstance(value, list):
         item = _item_of(kind)
         if item is not None:
+            check_length(value, at)
             for index, inner in enumerate(value):
                 if isinstance(inner, dict | list):
                     _look(inner, item, f"{at}[{index}]", ignored)

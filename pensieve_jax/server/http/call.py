@@ -8,7 +8,7 @@ Called by: the application, which makes one for each request; handlers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from starlette.types import Receive
 
 from pensieve_jax.server.http.bodies import decode_body
 from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.threads import aside, is_long
 
 if TYPE_CHECKING:
     from pensieve_jax.server.http.services import Services
@@ -67,12 +68,16 @@ class Call:
     notes: RequestNotes
     receive: Receive
 
-    def decode[T](self, kind: type[T]) -> T:
+    async def decode[T](self, kind: type[T]) -> T:
         """The body as a struct of requests; see `bodies`. Notes what it does not know."""
         ignores_tools = self.services.settings.tools == "ignore"
-        value, ignored = decode_body(self.body, kind, ignores_offers=ignores_tools)
+        value, ignored = await self.aside(lambda: decode_body(self.body, kind, ignores_offers=ignores_tools))
         self.notes.ignored_fields = ignored
         return value
+
+    async def aside[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `work` returns, whose length is the body's: off the event loop where that is long."""
+        return await aside(is_long(len(self.body)), work, *args, **kwargs)
 
     async def unless_gone[T](self, work: Awaitable[T]) -> T:
         """What `work` results in; cancels it and raises ClientGoneError when the client leaves first."""

@@ -290,8 +290,10 @@ def test_two_turns_of_a_conversation_at_once(server, post):
                 for _ in range(2)
             ]
             server.on_loop(lambda: setattr(server.engine, "script", None))
+            server.on_loop(server.engine.submitted.clear)
             tasks = [asyncio.ensure_future(one) for one in raw]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            server.wait_for(server.engine.submitted.wait())  # the other one may be refused before
             turn = server.engine.turns[-1]
             server.on_loop(lambda: (turn.feed("x"), turn.finish()))
             return sorted([(await task).status_code for task in tasks])

@@ -12,6 +12,7 @@ from pensieve_jax.server.context import chains, resolver, turn_index
 from pensieve_jax.server.context.resolver import Memory, Resolver
 from pensieve_jax.server.context.turn_index import NoTurns, TurnIndex
 from pensieve_jax.text import Tokenizer
+from pensieve_jax.text.chat import ChatFormat
 from tests.seeds import new_seed
 from tests.server.context.scenarios import FakeSource, Scenario, output_of, tokenizer
 
@@ -58,17 +59,17 @@ def ignore_owner(owner: str, fingerprint: str, template: str | None) -> bytes:
     return ORIGINAL_ROOT("", fingerprint, template)
 
 
-def find_of_anybody(self: TurnIndex, owner: str, before: bytes, reply: str, *, durable: bool):
+def find_of_anybody(self: TurnIndex, owner: str, before: bytes, reply: str, **options):
     for other in ("ann", "bob"):
-        found = ORIGINAL_FIND(self, other, before, reply, durable=durable)
+        found = ORIGINAL_FIND(self, other, before, reply, **options)
         if found is not None:
             return found
     return None
 
 
-def find_stale(self: TurnIndex, owner: str, before: bytes, reply: str, *, durable: bool):
+def find_stale(self: TurnIndex, owner: str, before: bytes, reply: str, **options):
     """A reply is found where the one before it was."""
-    found = ORIGINAL_FIND(self, owner, before, reply, durable=durable)
+    found = ORIGINAL_FIND(self, owner, before, reply, **options)
     return found if found is None or found.parent_id is None else self.turn(owner, found.parent_id)
 
 
@@ -81,7 +82,7 @@ def find_in_old_memory(self: TurnIndex, epoch: int) -> None:
     self._epoch = epoch
 
 
-def find_undurable(self: TurnIndex, owner: str, before: bytes, reply: str, *, durable: bool):
+def find_undurable(self: TurnIndex, owner: str, before: bytes, reply: str, **options):
     return ORIGINAL_FIND(self, owner, before, reply, durable=False)
 
 
@@ -278,3 +279,43 @@ def test_parts_of_a_chain_do_not_run_together():
     assert chains.chain_after(root, "user", "hi \n") == chains.chain_after(root, "user", "hi")
     assert chains.chain_after(root, "user", " hi") != chains.chain_after(root, "user", "hi")
     assert chains.chain_after(root, "user", "\ud800") != chains.chain_after(root, "user", "")
+
+
+class CountingSource(NoTurns):
+    """No turns, and the replies that were looked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def find_chain(self, owner: str, before: bytes, reply: str) -> None:
+        self.asked.append(reply)
+
+
+def test_only_the_last_replies_are_looked_for_in_the_history():
+    source = CountingSource()
+    resolving = Resolver(tokenizer(), "m", TurnIndex(source))
+    first = resolving.resolve("ann", [user("q0")], epoch=1, durable=False)
+    finish(first, "a0")
+    messages = [each for i in range(300) for each in (user(f"q{i}"), assistant(f"a{i}"))]
+    found = resolving.resolve("ann", [*messages, user("last")], epoch=1, durable=False)
+    assert source.asked == [f"a{i}" for i in range(299, 299 - resolver._MAX_LOOK_UPS, -1)]
+    assert found.node.parent_id == first.node.turn_id, "those before are found in memory"
+
+
+def test_a_context_that_its_template_refuses_is_tried_behind_few_turns(monkeypatch):
+    resolving = Resolver(tokenizer(), "m", TurnIndex(NoTurns()))
+    messages: list[dict] = []
+    for i in range(20):
+        messages.append(user(f"q{i}"))
+        finish(resolving.resolve("ann", messages, epoch=1, durable=False), f"a{i}")
+        messages.append(assistant(f"a{i}"))
+    tries = []
+
+    def refuse(self: ChatFormat, earlier, new_messages) -> None:
+        tries.append(len(earlier))
+        raise ChatTemplateError("no")
+
+    monkeypatch.setattr(ChatFormat, "turn_token_ids", refuse)
+    with pytest.raises(ChatTemplateError):
+        resolving.resolve("ann", [*messages, user("last")], epoch=1, durable=False)
+    assert tries == [*range(20, 20 - resolver._MAX_TRIES, -1), 0]

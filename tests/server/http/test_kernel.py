@@ -40,7 +40,7 @@ class Outer(Body):
 
 
 async def echo(call: Call) -> Reply:
-    body = call.decode(Outer)
+    body = await call.decode(Outer)
     return json_reply({"owner": call.owner, "name": body.name})
 
 

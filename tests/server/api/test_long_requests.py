@@ -1,0 +1,265 @@
+"""Whatever one request brings, the event loop goes on: long work is in a thread, and bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from pensieve_jax.core.clock import VirtualClock
+from pensieve_jax.history.reader import HistoryReader
+from pensieve_jax.server.api import response_context
+from pensieve_jax.server.api.conversations import Conversations
+from pensieve_jax.server.api.responses import Responses
+from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.http import call as http_call
+from pensieve_jax.server.http.app import make_app
+from pensieve_jax.server.http.bodies import MAX_ITEMS
+from pensieve_jax.server.threads import INLINE_CHARACTERS
+from pensieve_jax.text import Tokenizer
+from pensieve_jax.text.chat import ChatFormat
+from pensieve_jax.text.loading import byte_tokenizer
+from tests.server.fakes import Harness, Open, say
+from tests.server.stored_engine import FINGERPRINT, StoredEngine, resolving
+
+CHAT, RESPONSES, COUNT = "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens"
+EMPTY = {"role": "user", "content": ""}
+LONG_TEXT = "a b " * INLINE_CHARACTERS
+MANY = [EMPTY] * 300  # more than may be inline by their number, not by their text
+
+
+class CountingReader(HistoryReader):
+    """A reader that notes in which thread it was asked what."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.asked: Counter[tuple[str, bool]] = Counter()
+        super().__init__(*args, **kwargs)
+
+    def note(self, what: str) -> None:
+        self.asked[what, threading.current_thread() is threading.main_thread()] += 1
+
+    def response(self, owner: str, response_id: str) -> Any:
+        self.note("response")
+        return super().response(owner, response_id)
+
+    def size_of_items(self, owner: str, conversation_id: str) -> Any:
+        self.note("size_of_items")
+        return super().size_of_items(owner, conversation_id)
+
+    def all_items(self, owner: str, conversation_id: str) -> Any:
+        self.note("all_items")
+        return super().all_items(owner, conversation_id)
+
+    def turn_path(self, owner: str, turn_id: str) -> Any:
+        self.note("turn_path")
+        return super().turn_path(owner, turn_id)
+
+
+class Front:
+    """The whole application in the test's thread, which is the loop's."""
+
+    def __init__(self, path) -> None:
+        clock, tokenizer = VirtualClock(1_790_000_000.0), byte_tokenizer()
+        self.engine = StoredEngine(path, clock, say("hello"))
+        self.reader = CountingReader(path, fingerprint=FINGERPRINT)
+        resolver = resolving(tokenizer, self.reader)
+        parts = {"history": self.reader, "resolver": resolver, "now_s": clock.now, "tokenizer": tokenizer}
+        self.services = Harness([], self.engine, **parts).services
+        self.responses = Responses(self.services)
+        routes = [*ROUTES, *self.responses.routes, *Conversations(self.responses.locks).routes]
+        self.app = make_app(self.services, routes)
+
+    def close(self) -> None:
+        self.reader.close()
+        self.engine.store.close()
+
+    async def post(self, path: str, body: Any, headers: Any = None) -> tuple[int, dict[str, Any]]:
+        status, _, answer = await Open(self.app, "POST", path, body, headers or {}).whole()
+        return status, json.loads(answer)
+
+    def ask(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+        return asyncio.run(self.post(path, body))
+
+
+@pytest.fixture
+def front(tmp_path):
+    front = Front(tmp_path / "history.sqlite")
+    yield front
+    front.close()
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Of each long kind of work the threads that did it: True is the loop's."""
+    seen: dict[str, set[bool]] = {}
+
+    def watch(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            in_loop = threading.current_thread() is threading.main_thread()
+            seen.setdefault(name, set()).add(in_loop)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(http_call, "decode_body")
+    watch(response_context, "parse_input")
+    watch(ChatFormat, "turn_token_ids")
+    watch(Tokenizer, "encode")
+    watch(Tokenizer, "decode_raw")
+    return seen
+
+
+SHORT = [
+    (CHAT, {"messages": [{"role": "user", "content": "hi"}]}, {"decode_body", "turn_token_ids"}),
+    (RESPONSES, {"input": "hi"}, {"decode_body", "parse_input", "turn_token_ids"}),
+    ("/v1/completions", {"prompt": "hi"}, {"decode_body", "encode"}),
+    ("/tokenize", {"prompt": "hi", "return_token_strs": True}, {"decode_body", "encode", "decode_raw"}),
+    ("/detokenize", {"tokens": [97]}, {"decode_body", "decode_raw"}),
+]
+LONG = [
+    (CHAT, {"messages": [{"role": "user", "content": LONG_TEXT}]}, {"decode_body", "turn_token_ids"}),
+    (RESPONSES, {"input": LONG_TEXT}, {"decode_body", "parse_input", "turn_token_ids"}),
+    (COUNT, {"input": LONG_TEXT}, {"decode_body", "parse_input", "turn_token_ids"}),
+    ("/v1/completions", {"prompt": LONG_TEXT}, {"decode_body", "encode"}),
+    ("/tokenize", {"prompt": LONG_TEXT, "return_token_strs": True}, {"decode_body", "encode", "decode_raw"}),
+    ("/tokenize", {"messages": MANY}, {"turn_token_ids"}),
+    ("/detokenize", {"tokens": [97] * INLINE_CHARACTERS}, {"decode_body", "decode_raw"}),
+    (CHAT, {"messages": MANY}, {"turn_token_ids"}),
+    (RESPONSES, {"input": MANY}, {"parse_input", "turn_token_ids"}),
+    (COUNT, {"input": MANY}, {"parse_input", "turn_token_ids"}),
+]
+
+
+def name_of(value: Any) -> str:
+    """The same in every process: sets have no order."""
+    return " ".join(sorted(value)) if isinstance(value, set) else str(value)[:40]
+
+
+@pytest.mark.parametrize(("path", "body", "work"), SHORT, ids=name_of)
+def test_short_work_is_done_at_once(front, threads, path, body, work):
+    assert front.ask(path, body)[0] == 200
+    assert {name: threads[name] for name in work} == {name: {True} for name in work}
+
+
+@pytest.mark.parametrize(("path", "body", "work"), LONG, ids=name_of)
+def test_long_work_is_done_beside_the_loop(front, threads, path, body, work):
+    front.ask(path, body)
+    assert {name: threads[name] for name in work} == {name: {False} for name in work}
+
+
+def test_bodies_of_unknown_fields_are_read_beside_the_loop(front, threads):
+    body = {"messages": [{"role": "user", "content": "hi"}], **{f"x{i}": 1 for i in range(5000)}}
+    assert front.ask(CHAT, body)[0] == 200
+    assert threads["decode_body"] == {False}
+
+
+PART = {"type": "text", "text": ""}
+TOO_MANY = [
+    (CHAT, lambda n: {"messages": [EMPTY] * n}, "messages"),
+    (CHAT, lambda n: {"messages": [EMPTY, {"role": "user", "content": [PART] * n}]}, "messages[1].content"),
+    (CHAT, lambda n: {"messages": [[]] * n}, "messages"),
+    (RESPONSES, lambda n: {"input": [EMPTY] * n}, "input"),
+    (RESPONSES, lambda n: {"input": [{"role": "user", "content": [PART] * n}]}, "input[0].content"),
+    (COUNT, lambda n: {"input": [{"type": "item_reference", "id": "msg_x"}] * n}, "input"),
+    ("/tokenize", lambda n: {"messages": [EMPTY] * n}, "messages"),
+    ("/v1/conversations", lambda n: {"items": [{"role": "user", "content": [PART] * n}]}, "items[0].content"),
+]
+
+
+@pytest.mark.parametrize(("path", "body_of", "param"), TOO_MANY, ids=range(len(TOO_MANY)))
+def test_lists_have_a_limit(front, path, body_of, param):
+    status, answer = front.ask(path, body_of(MAX_ITEMS + 1))
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "invalid_value", param)
+    assert f"has {MAX_ITEMS + 1} items, but must have at most {MAX_ITEMS}." in answer["error"]["message"]
+    assert not front.reader.asked, "it is refused before anything is looked up"
+    _, answer = front.ask(path, body_of(MAX_ITEMS))
+    assert f"at most {MAX_ITEMS}." not in ((answer.get("error") or {}).get("message") or "")
+
+
+def test_a_response_is_read_once_however_often_it_is_referred_to(front):
+    ids = []
+    for text in ("one", "two"):
+        _, response = front.ask(RESPONSES, {"input": [{"role": "user", "content": text}] * 3})
+        turn_id = response["id"].removeprefix("resp_")
+        ids += [response["output"][0]["id"], f"msg_{turn_id}_0", f"msg_{turn_id}_2"]
+    front.reader.asked.clear()
+    references = [{"type": "item_reference", "id": item_id} for item_id in ids]
+    status, counted = front.ask(COUNT, {"input": references * 500})
+    assert status == 200
+    assert front.reader.asked == {("response", False): 2}
+    said = [["hello", "one", "one", "hello", "two", "two"][i] for i in range(6)]
+    roles = ["assistant", "user", "user"] * 2
+    spelled = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)] * 500
+    assert counted == front.ask(COUNT, {"input": spelled})[1]
+
+
+def test_unknown_references_are_looked_up_once(front):
+    missing = {"type": "item_reference", "id": "msg_" + "0" * 32}
+    status, answer = front.ask(COUNT, {"input": [missing] * 100})
+    assert (status, answer["error"]["param"]) == (404, "input[0].id")
+    assert front.reader.asked == {("response", False): 1}
+
+
+def test_what_references_name_has_a_limit(front, monkeypatch):
+    monkeypatch.setattr(response_context, "MAX_READ_CHARACTERS", 2000)
+    _, response = front.ask(RESPONSES, {"input": "x" * 300})
+    reference = {"type": "item_reference", "id": f"msg_{response['id'].removeprefix('resp_')}_0"}
+    assert front.ask(COUNT, {"input": [reference] * 4})[0] == 200
+    status, answer = front.ask(COUNT, {"input": [reference] * 8})
+    assert (status, answer["error"]["code"]) == (400, "invalid_value")
+    assert answer["error"]["param"].startswith("input[") and "2000" in answer["error"]["message"]
+
+
+def test_a_conversation_is_read_beside_the_loop_up_to_a_limit(front, monkeypatch):
+    items = [{"role": "user", "content": "x" * 100}] * 20
+    _, conversation = front.ask("/v1/conversations", {"items": items})
+    body = {"conversation": conversation["id"], "input": "hi"}
+    front.reader.asked.clear()
+    assert front.ask(RESPONSES, body)[0] == 200
+    assert front.reader.asked == {("size_of_items", False): 1, ("all_items", False): 1}
+    monkeypatch.setattr(response_context, "MAX_READ_CHARACTERS", 2000)
+    front.reader.asked.clear()
+    status, answer = front.ask(RESPONSES, body)
+    assert (status, answer["error"]["param"]) == (400, "conversation")
+    assert front.reader.asked == {("size_of_items", False): 1}
+    monkeypatch.undo()
+    assert front.ask(RESPONSES, body)[0] == 200, "what was refused has unlocked it"
+
+
+def test_turns_behind_a_long_past_are_planned_beside_the_loop(front, threads):
+    _, first = front.ask(RESPONSES, {"input": "x" * 2500})
+    threads.clear()
+    status, _ = front.ask(RESPONSES, {"input": "hi", "previous_response_id": first["id"]})
+    assert status == 200 and threads["turn_token_ids"] == {False}
+
+
+def test_a_past_that_must_be_read_is_read_beside_the_loop(front, threads):
+    _, first = front.ask(RESPONSES, {"input": "hi"})
+    body = {"input": "and", "previous_response_id": first["id"]}
+    threads.clear()
+    assert front.ask(RESPONSES, body)[0] == 200
+    assert threads["turn_token_ids"] == {True}, "it is remembered, and short"
+    threads.clear()
+    front.reader.asked.clear()
+    front.services.resolver.index.forget("", first["id"].removeprefix("resp_"))
+    assert front.ask(RESPONSES, body)[0] == 200
+    assert threads["turn_token_ids"] == {False}
+    assert front.reader.asked["turn_path", False] and not front.reader.asked["turn_path", True]
+
+
+def test_a_request_with_a_key_runs_once_though_both_are_planned_at_a_time(front):
+    async def both() -> list[tuple[int, dict[str, Any]]]:
+        body = {"input": MANY, "max_output_tokens": 5}
+        return await asyncio.gather(
+            *(front.post(RESPONSES, body, {"idempotency-key": "k"}) for _ in range(2))
+        )
+
+    (first, answer), (second, again) = asyncio.run(both())
+    assert first == second == 200 and answer["id"] == again["id"]
+    assert len(front.engine.turns) == 1
