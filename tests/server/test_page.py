@@ -182,6 +182,10 @@ def test_a_window_of_any_size_shows_messages_and_composer(visit, width, height):
         visit.page.keyboard.press("Escape")
         visit.press("Conversations")
     assert visit.page.locator("#trees a").count() == 50
+    visit.page.locator("#trees a[aria-current]").click()
+    if width == 400:
+        visit.page.locator("#trees").wait_for(state="hidden")
+        visit.press("Conversations")
     visit.press("New conversation")
     visit.page.locator("#trees").wait_for(state="hidden" if width == 400 else "visible")
     assert visit.texts() == []

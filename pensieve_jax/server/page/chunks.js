@@ -68,7 +68,7 @@ export class ChunkMap {
     for (const state of rows.flatMap((row) => row.cells)) if (state) counts[state] += 1;
     for (const [state, count] of Object.entries(counts)) this.counts[state].textContent = count;
     this.totals.textContent =
-      `Device memory: ${told.free_gpu_pages} of ${told.gpu_pages} pages free.\n` +
+      `Device: ${told.free_gpu_pages} of ${told.gpu_pages} pages free.\n` +
       `Host memory: ${told.free_cpu_pages} of ${told.cpu_pages} slots free.`;
     const words = Object.entries(counts).map(([state, count]) => `${count} ${NAMES[state]}`).join(", ");
     const branches = rows.length === 1 ? "1 branch" : `${rows.length} branches`;
@@ -106,7 +106,7 @@ export class ChunkMap {
       this.canvas.style.color = `var(--${name})`;
       return [name, getComputedStyle(this.canvas).color];
     };
-    return Object.fromEntries([...Object.keys(NAMES), "line", "ink", "faint"].map(resolved));
+    return Object.fromEntries([...Object.keys(NAMES), "ink", "faint"].map(resolved));
   }
 
   #paintRow(pen, row, { width, perRow, lines, turn, colours }) {
@@ -118,7 +118,7 @@ export class ChunkMap {
     row.cells.forEach((state, index) => {
       const [x, y] = [3 + (index % perRow) * CELL.width, row.top + Math.floor(index / perRow) * CELL.height];
       // A fork's beginning is drawn once, with another branch: its own row begins where it left that.
-      pen.fillStyle = colours[state ?? "line"];
+      pen.fillStyle = colours[state ?? "faint"];
       if (state === null) pen.fillRect(x, y + (CELL.height - 2) / 2, CELL.width, 1);
       else pen.fillRect(x, y, CELL.width - CELL.gap, CELL.height - 2);
     });

@@ -13,18 +13,20 @@ export class Notice {
   constructor(shown) {
     this.shown = shown;
     this.told = ""; // of what somebody did
+    this.isWrong = false;
     this.passes = false; // that goes when the server is there again
     this.line = ""; // of the stream that is watched
   }
 
-  tell(text) {
+  tell(text, isWrong = false) {
     this.told = text;
+    this.isWrong = isWrong;
     this.passes = false;
     this.#show();
   }
 
   refuse(error) {
-    this.tell(reason(error));
+    this.tell(reason(error), true);
     this.passes = !(error instanceof Refused) || error.status >= 500;
   }
 
@@ -45,5 +47,6 @@ export class Notice {
 
   #show() {
     this.shown.textContent = this.told || this.line;
+    this.shown.classList.toggle("wrong", this.told ? this.isWrong : true);
   }
 }

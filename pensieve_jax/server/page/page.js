@@ -68,7 +68,7 @@ list.onmore = reload;
 async function visit() {
   const turn = addressed();
   if (!turn) return begin();
-  if (rootOf(turn) === tree.root) return list.show(tree.root);
+  if (rootOf(turn) === tree.root) return revisit(`resp_${turn}`);
   leave();
   opening = rootOf(turn);
   const found = await attempt(() => get(`/v1/pensieve/trees/${encodeURIComponent(rootOf(turn))}`));
@@ -79,6 +79,13 @@ async function visit() {
   look(tree.turns.has(`resp_${turn}`) ? `resp_${turn}` : tree.tip);
   messages.toEnd();
   return list.show(tree.root);
+}
+
+/** The open conversation, of which perhaps another branch. */
+function revisit(id) {
+  shut();
+  if (!running && tree.turns.has(id)) look(id);
+  list.show(tree.root);
 }
 
 /** A conversation that has no turn yet. */
@@ -94,7 +101,11 @@ function leave() {
   opening = null;
   notice.clear();
   running?.abort();
-  for (const id of ["list", "state"]) $(id).hidePopover();
+  shut();
+}
+
+function shut() {
+  for (const drawer of ["list", "state"]) $(drawer).hidePopover();
 }
 
 /** Show the branch of a turn, by the newest of what followed. */
