@@ -179,7 +179,8 @@ def test_a_window_of_any_size_shows_messages_and_composer(visit, width, height):
     if width == 400:
         visit.press("State")
         visit.page.locator("#chunks").wait_for()
-        visit.page.keyboard.press("Escape")
+        visit.press("Close")
+        visit.page.locator("#chunks").wait_for(state="hidden")
         visit.press("Conversations")
     assert visit.page.locator("#trees a").count() == 50
     visit.page.locator("#trees a[aria-current]").click()

@@ -69,7 +69,7 @@ export class ChunkMap {
     for (const [state, count] of Object.entries(counts)) this.counts[state].textContent = count;
     this.totals.textContent =
       `Device: ${told.free_gpu_pages} of ${told.gpu_pages} pages free.\n` +
-      `Host memory: ${told.free_cpu_pages} of ${told.cpu_pages} slots free.`;
+      `Host: ${told.free_cpu_pages} of ${told.cpu_pages} slots free.`;
     const words = Object.entries(counts).map(([state, count]) => `${count} ${NAMES[state]}`).join(", ");
     const branches = rows.length === 1 ? "1 branch" : `${rows.length} branches`;
     this.canvas.setAttribute("aria-label", `${branches}; chunks: ${words}`);
