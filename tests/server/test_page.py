@@ -309,6 +309,10 @@ def test_what_was_forgotten_is_shown_as_dropped_cells_of_its_row(visit):
 def test_the_map_has_the_colours_of_its_legend(visit, scheme):
     visit.page.emulate_media(color_scheme=scheme)
     visit.say(FIRST)
+    visit.press("forget")
+    visit.wait_for_chunks("dropped")
+    visit.press("New conversation")
+    visit.say("Can you find me some jazz?")
     visit.wait_for_chunks("device")
     drawn = visit.page.evaluate(
         """() => {
