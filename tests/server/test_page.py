@@ -195,11 +195,10 @@ def test_a_window_of_any_size_shows_messages_and_composer(visit, width, height):
 def test_the_list_has_days_and_goes_on(visit):
     list_many(visit, 100)
     reload(visit)
-    days = visit.page.locator("#trees h2").all_inner_texts()
-    assert "Today" in days or "Yesterday" in days
+    visit.page.locator("#trees h2", has_text=re.compile("^(Today|Yesterday)$")).first.wait_for()
     visit.press("Show more")
     visit.page.locator("#trees a >> nth=99").wait_for(state="attached")
-    assert visit.page.evaluate("document.activeElement.textContent").startswith("Conversation")
+    visit.page.wait_for_function("() => document.activeElement.textContent.startsWith('Conversation')")
     visit.press("Show more")
     visit.page.locator("#trees a", has_text="Conversation 99").wait_for(state="attached")
     last_year = time.gmtime(time.time() - 366 * 86_400).tm_year

@@ -208,9 +208,9 @@ async function start() {
   await attempt(async () => {
     const [first] = (await get("/v1/models")).data;
     model = first.id;
-    $("model").textContent = `${model}, up to ${first.max_model_len} tokens`;
+    if (addressed()) await visit();
     await list.load(tree.root);
-    await visit();
+    $("model").textContent = `${model}, up to ${first.max_model_len} tokens`;
   });
 }
 
@@ -219,7 +219,7 @@ async function start() {
 $("composer").onsubmit = (event) => {
   event.preventDefault();
   const text = $("text").value;
-  if (!text.trim() || running) return;
+  if (!text.trim() || running || opening) return;
   $("text").value = "";
   say(text, tree.tip);
 };
