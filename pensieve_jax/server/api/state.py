@@ -119,7 +119,7 @@ async def _on_turn(call: Call, name: str) -> Any:
 
 
 async def stats(call: Call) -> Reply:
-    """GET /v1/pensieve/stats: the engine's counters since its start, and how full the front's tables are."""
+    """GET /v1/pensieve/stats: the engine's counters since its start, sizes, how full the front is."""
     engine, limits = call.services.engine, call.services.limits
     told = await engine.call("stats")
     tables = {
@@ -129,7 +129,8 @@ async def stats(call: Call) -> Reply:
         "owners_in_flight": limits.num_owners,
         "tasks": len(asyncio.all_tasks()),
     }
-    return json_reply({**told, "device": engine.info.description.get("device"), "tables": tables})
+    sizes = {"chunk_tokens": engine.info.chunk_tokens, "chunk_bytes": engine.info.chunk_bytes}
+    return json_reply({**told, **sizes, "device": engine.info.description.get("device"), "tables": tables})
 
 
 async def trees(call: Call) -> Reply:

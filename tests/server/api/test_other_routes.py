@@ -124,7 +124,7 @@ def test_models_in_vllms_shape():
         "object": "model",
         "created": 1_000_000,
         "owned_by": "pensieve",
-        "root": "random:fake",
+        "root": "org/mine",
         "parent": None,
         "max_model_len": 4096,
     }
