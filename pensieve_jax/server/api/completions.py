@@ -22,7 +22,7 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, check_turn_id, new_turn_id
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.engine.validation import TurnSpec, check_token_ids
 from pensieve_jax.server.api.chat_schemas import SamplingFields
 from pensieve_jax.server.api.common import check_model, previous_response, unknown_previous
 from pensieve_jax.server.api.completion_reply import reply_in
@@ -146,8 +146,8 @@ class Completion:
         self._shown: list[int] = [0] * (len(self._prompts) * body.num_choices)
 
     def encode(self) -> None:
-        """Tokenize; raises ApiError and TokenizerMissingError."""
-        tokenizer = self._services.tokenizer
+        """Tokenize; raises ApiError, InvalidRequestError and TokenizerMissingError."""
+        tokenizer, limits = self._services.tokenizer, self._services.engine.info.limits
         found: list[list[int]] = []
         for index, prompt in enumerate(self._prompts):
             if isinstance(prompt, list):
@@ -161,6 +161,7 @@ class Completion:
                     raise invalid_value(self._field(index), str(error)) from error
             if not found[-1]:
                 raise invalid_value(self._field(index), f"{self._field(index)} must be at least one token.")
+            check_token_ids(self._field(index), found[-1], limits.vocab_size)  # others do not even cross
         self._token_ids = found
 
     async def start(self) -> RunningTurns:

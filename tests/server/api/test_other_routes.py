@@ -94,6 +94,8 @@ def test_a_stream_and_the_whole_answer_say_the_same():
         ([300], {}, "prompt[0]"),
         ([-1], {}, "prompt[0]"),
         ([True], {}, "prompt[0]"),
+        ([1, 2**64], {}, "prompt[1]"),
+        ([[1], [-(2**63) - 1]], {}, "prompt[1][0]"),
         (None, {}, "prompt"),
         (["a"] * 65, {}, "prompt"),
         (["a"] * 33, {"n": 2}, "n"),
