@@ -21,7 +21,7 @@ from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.server.async_engine import AsyncDelta, EngineInfo, EngineState
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.context.turn_index import NoTurns, TurnIndex
-from pensieve_jax.server.engine_process.messages import Submit, sent_spec
+from pensieve_jax.server.engine_process.messages import sent_spec, submission
 from pensieve_jax.server.engine_process.wire import FrameWriter
 from pensieve_jax.server.http.app import Lifespan, make_app
 from pensieve_jax.server.http.keys import ApiKeys
@@ -235,7 +235,7 @@ class FakeEngine:
         ]
         self.turns += turns
         self.submitted.set()
-        FrameWriter().frame(Submit([sent_spec(i, spec) for i, spec in enumerate(specs)]))
+        FrameWriter().frame(submission([sent_spec(i, spec) for i, spec in enumerate(specs)]))
         error = self.refuse.popleft() if self.refuse else self._wrong(specs)
         if error is not None:
             for turn in turns:

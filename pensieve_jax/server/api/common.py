@@ -1,7 +1,7 @@
 """What several handlers ask of a request.
 
-Owns: the check of a model's name; a previous response, and the words for one that is not there; what is
-done once a turn of a context has ended well.
+Owns: the checks of a model's name and of a context's length; a previous response, and the words for one that
+is not there; what is done once a turn of a context has ended well.
 Does not know: schemas.
 Called by: handlers.
 """
@@ -57,6 +57,14 @@ def previous_response(
         sentence = f"Response {named!r} has no reply to go on from: it is {record.status}."
         raise invalid_value("previous_response_id", sentence)
     return record
+
+
+def check_length(services: Services, num_tokens: int, param: str) -> None:
+    """Raise ApiError 400 for a context that the engine would refuse, before it is sent all of it."""
+    most = services.engine.info.limits.max_context_tokens - 1
+    if num_tokens > most:
+        sentence = f"The context has {num_tokens} tokens, but must have at most {most}."
+        raise ApiError(400, "context_length_exceeded", sentence, param=param)
 
 
 def commit_context(services: Services, context: ResolvedContext, output: Output) -> None:
