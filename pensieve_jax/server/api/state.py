@@ -121,7 +121,16 @@ async def stats(call: Call) -> Reply:
 
 async def trees(call: Call) -> Reply:
     """GET /v1/pensieve/trees: conversations made of responses, the most recently active first."""
-    found = await asyncio.to_thread(call.services.history.trees, call.owner, _MAX_TREES)
+    return await asyncio.to_thread(_told_trees, call)
+
+
+async def tree(call: Call) -> Reply:
+    """GET /v1/pensieve/trees/{root}: the last turns of one of them, in the order in which they were made."""
+    return await asyncio.to_thread(_told_tree, call)
+
+
+def _told_trees(call: Call) -> Reply:
+    found = call.services.history.trees(call.owner, _MAX_TREES)
     rows = [
         {
             "root": tree.root,
@@ -134,10 +143,9 @@ async def trees(call: Call) -> Reply:
     return json_reply({"data": rows})
 
 
-async def tree(call: Call) -> Reply:
-    """GET /v1/pensieve/trees/{root}: the last turns of one of them, in the order in which they were made."""
+def _told_tree(call: Call) -> Reply:
     root = call.path["root"]
-    found = await asyncio.to_thread(call.services.history.tree, call.owner, root, _MAX_TURNS)
+    found = call.services.history.tree(call.owner, root, _MAX_TURNS)
     if not found:
         raise not_found("conversation", root)
     data = [
