@@ -114,7 +114,7 @@ def test_long_texts_make_neither_a_list_nor_a_tree_long(tmp_path, monkeypatch):
         assert listed.num_turns == 3 and listed.first_text == "a" * 200
         root = root_of(first)
         assert [turn.input[0] for turn in reader.tree("ann", root)] == ["a", "b", "c"]
-        monkeypatch.setattr(trees, "MAX_TREE_CHARACTERS", 11_000, raising=False)
+        monkeypatch.setattr(trees, "MAX_TREE_CHARACTERS", 25_000, raising=False)
         told = reader.tree("ann", root)
         assert [turn.id for turn in told] == [f"resp_{second}", f"resp_{third}"]
         assert {turn.parent for turn in told} == {None}, "it is not shown"
