@@ -65,6 +65,12 @@ def test_several_choices_of_several_prompts():
     assert body["usage"]["prompt_tokens"] == 2 + 3 and body["usage"]["completion_tokens"] == 4 * 12
 
 
+def test_seeds_of_choices_go_round_at_the_largest():
+    harness = Harness(ROUTES)
+    assert complete(harness, "a", n=3, seed=-2)[0] == 200
+    assert [turn.spec.params.seed for turn in harness.engine.turns] == [2**63 - 2, 2**63 - 1, 0]
+
+
 def test_a_stream_and_the_whole_answer_say_the_same():
     fields = {"logprobs": 2, "n": 2}
     _, whole = complete(Harness(ROUTES), "Hi", **fields)
