@@ -73,7 +73,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
             Panel("First token", "s", quantiles("vllm:time_to_first_token_seconds")),
             Panel("Between tokens", "s", quantiles("vllm:inter_token_latency_seconds")),
             Panel("Whole reply", "s", quantiles("vllm:e2e_request_latency_seconds")),
-            Panel("Waiting for a place", "s", quantiles("vllm:request_queue_time_seconds")),
+            Panel("Waiting for a place", "s", quantiles("pensieve:front_queue_seconds")),
             Panel("Replies a second", "reqps", [by("finished_reason", "vllm:request_success_total")], True),
             Panel("Refused a second", "reqps", [by("code", "pensieve:requests_refused_total")], True),
         ),
@@ -117,7 +117,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 "short",
                 [
                     Line(f"vllm:num_requests_running{_SELECTOR}", "running"),
-                    Line(f"vllm:num_requests_waiting{_SELECTOR}", "waiting in the engine"),
+                    Line(f"pensieve:engine_waiting{_SELECTOR}", "waiting in the engine"),
                     Line(f"pensieve:front_waiting{_SELECTOR}", "waiting before it"),
                 ],
             ),

@@ -96,7 +96,8 @@ def check_turns(
                 raise ConversationBusyError(conversation_id)
             seen.add(conversation_id)
         field = "prompt" if len(specs) == 1 else f"prompts[{i}]"
-        check_token_ids(field, spec.prompt_token_ids, limits.vocab_size)
+        if i == 0 or spec.prompt_token_ids is not specs[i - 1].prompt_token_ids:  # many share a long one
+            check_token_ids(field, spec.prompt_token_ids, limits.vocab_size)
         place = None if spec.node is None else _checked_place(spec, spec.node, seen, known, conversations)
         places.append(place)
         if spec.prefix is not None:
@@ -112,6 +113,9 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
     """Raise InvalidRequestError unless there is a token, and all are of the vocabulary."""
     if len(token_ids) == 0:
         raise InvalidRequestError(field, token_ids, "at least one token")
+    # Most often nothing is wrong, and there may be a million of them.
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return
     for position, token_id in enumerate(token_ids):
         if not _is_int(token_id) or not 0 <= token_id < vocab_size:
             limit = f"an integer from 0 to {vocab_size - 1}, the model's vocabulary"

@@ -199,7 +199,7 @@ class DeleteItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expire:
-    """Forget responses and idempotency keys whose time has passed; a thousand at most, so call it again."""
+    """Forget responses and idempotency keys whose time has passed; a few at a time, so call it again."""
 
     now_s: float
 

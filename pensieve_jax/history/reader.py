@@ -1,12 +1,12 @@
 """A history as another process reads it while the engine's process writes.
 
-Owns: a read-only connection, and what can be looked up through it.
+Owns: what can be looked up, each under the owner whose it is.
 Does not know: how anything comes to be written (`sqlite_store`), or HTTP.
 Called by: the server's front process.
 
-The file is in write-ahead mode: each method sees one state of it, whole commits only, and neither waits for
-the writer nor makes it wait. Whatever belongs to somebody is looked up together with its owner: another
-owner's id is not found in the same words, and by the same search, as one that does not exist.
+The file is in write-ahead mode: each method sees one state of it, whole commits only, and waits neither
+for the writer nor for another reader. Whatever belongs to somebody is looked up together with its owner:
+another owner's id is not found in the same words, and by the same search, as one that does not exist.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self
-from urllib.parse import quote
 
 from pensieve_jax.core.errors import (
-    HistoryError,
     HistoryMismatchError,
     InvalidRequestError,
     UnknownRecordError,
@@ -33,11 +30,11 @@ from pensieve_jax.core.outputs import Usage
 from pensieve_jax.history import codec, responses_table, schema, server_conversations, turns_table
 from pensieve_jax.history import trees as response_trees
 from pensieve_jax.history.changes import ConversationRow, ItemRow, ResponseRecord
+from pensieve_jax.history.read_connections import ReadConnections
 from pensieve_jax.text.messages import Message
 
 type Order = Literal["asc", "desc"]
 
-BUSY_TIMEOUT_S: Final = 1.0  # only a start or an end of the writer can make a reader wait
 _TURN: Final = (
     "SELECT turns.turn_id, turns.parent_id, turns.turn_index, turns.num_tokens, finish_reason, created_at_s, "
     "messages, output_text, output_ids, usage, chain FROM "
@@ -96,19 +93,8 @@ class HistoryReader:
         release and this model.
         """
         self._path = Path(path).resolve()
-        self._mutex = threading.Lock()
-        try:
-            self._connection = sqlite3.connect(
-                f"file:{quote(str(self._path))}?mode=ro",
-                uri=True,
-                isolation_level=None,
-                check_same_thread=False,
-                timeout=BUSY_TIMEOUT_S,
-            )
-        except sqlite3.Error as error:
-            raise HistoryError(
-                f"history is {str(self._path)!r}, which cannot be opened ({error})."
-            ) from error
+        self._connections = ReadConnections(self._path)
+        self._run = self._connections.run
         checked = False
         try:
             self._run(lambda connection: _check(connection, self._path, fingerprint))
@@ -237,7 +223,10 @@ class HistoryReader:
         return self._run(lambda connection: response_trees.trees(connection, owner, limit))
 
     def tree(self, owner: str, root: str, limit: int = 1000) -> list[response_trees.TreeTurn]:
-        """The last responses of a tree in the order in which they were made; empty where there is none."""
+        """The last responses of a tree in the order in which they were made; empty where there is none.
+
+        Long ones make them fewer; see `trees.MAX_TREE_CHARACTERS`.
+        """
         return self._run(lambda connection: response_trees.tree(connection, owner, root, limit))
 
     # Turns
@@ -269,9 +258,8 @@ class HistoryReader:
         return tuple(_view(row) for row in rows)
 
     def close(self) -> None:
-        """Close the connection; a second call does nothing, any other raises HistoryError."""
-        with self._mutex:
-            self._connection.close()
+        """Close the connections; a second call does nothing, any other raises HistoryError."""
+        self._connections.close()
 
     def __enter__(self) -> Self:
         """The reader itself."""
@@ -282,20 +270,6 @@ class HistoryReader:
     ) -> None:
         """Close it."""
         self.close()
-
-    def _run[T](self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Read one state of the file, alone on the connection."""
-        with self._mutex:
-            try:
-                self._connection.execute("BEGIN")
-                try:
-                    return work(self._connection)
-                finally:
-                    self._connection.execute("ROLLBACK")
-            except sqlite3.Error as error:
-                raise HistoryError(
-                    f"history is {str(self._path)!r}, which could not be read ({error})."
-                ) from error
 
 
 def _check(connection: sqlite3.Connection, path: Path, fingerprint: str) -> None:

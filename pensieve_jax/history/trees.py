@@ -20,6 +20,16 @@ _ROOT: Final = "substr(turn_id, 1, 16)"
 _HAS_TURN: Final = "turn_id IS NOT NULL AND completed_at_s IS NOT NULL"  # a queued one names its parent
 _OF_TREE: Final = f"owner = ? AND response_id >= ? AND response_id < ? AND {_HAS_TURN}"
 _IN_ORDER: Final = "ORDER BY responses.created_at_s, responses.rowid"
+_LAST_FIRST: Final = "ORDER BY responses.created_at_s DESC, responses.rowid DESC"
+_TURN: Final = (
+    "SELECT response_id, responses.turn_id, turns.parent_id, request, input_items, output_text, status, "
+    "usage FROM responses JOIN turns USING (owner, turn_id) WHERE responses.owner = ? AND response_id = ?"
+)
+
+MAX_FIRST_CHARACTERS: Final = 200
+"""Of what stands in a list of trees."""
+MAX_TREE_CHARACTERS: Final = 2_000_000
+"""Of a tree's responses as they are kept; the last one is told however long it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +39,7 @@ class TreeSummary:
     Attributes:
       root: what the ids of all its turns begin with.
       num_turns: that are responses.
-      first_text: what its user said first.
+      first_text: what its user said first, or the beginning of it.
       last_active_s: when its last turn ended.
     """
 
@@ -74,14 +84,20 @@ def trees(connection: sqlite3.Connection, owner: str, limit: int) -> list[TreeSu
 
 
 def tree(connection: sqlite3.Connection, owner: str, root: str, limit: int) -> list[TreeTurn]:
-    """The last responses of one tree, in the order in which they were made; empty where there is none."""
-    query = (
-        "SELECT response_id, responses.turn_id, turns.parent_id, request, input_items, output_text, status, "
-        f"usage FROM responses JOIN turns USING (owner, turn_id) WHERE {_OF_TREE} "
-        "ORDER BY responses.created_at_s DESC, responses.rowid DESC LIMIT ?"
-    )
-    rows: list[Any] = connection.execute(query, (owner, *_bounds(root), limit)).fetchall()[::-1]
-    ids = {row[1]: row[0] for row in rows}
+    """The last responses of one tree, in the order in which they were made; empty where there is none.
+
+    There are fewer than `limit` where their texts are longer than `MAX_TREE_CHARACTERS`.
+    """
+    query = f"SELECT response_id FROM responses WHERE {_OF_TREE} {_LAST_FIRST} LIMIT ?"
+    found: list[Any] = []
+    num_characters = 0
+    for (response_id,) in connection.execute(query, (owner, *_bounds(root), limit)).fetchall():
+        row = connection.execute(_TURN, (owner, response_id)).fetchone()
+        num_characters += len(row[3]) + len(row[4]) + len(row[5] or "")
+        if found and num_characters > MAX_TREE_CHARACTERS:
+            break
+        found.insert(0, row)
+    ids = {row[1]: row[0] for row in found}
     return [
         TreeTurn(
             response_id,
@@ -92,14 +108,14 @@ def tree(connection: sqlite3.Connection, owner: str, root: str, limit: int) -> l
             status,
             codec.unpack_usage(usage),
         )
-        for response_id, _, parent_id, request, items, text, status, usage in rows
+        for response_id, _, parent_id, request, items, text, status, usage in found
     ]
 
 
 def _first_text(connection: sqlite3.Connection, owner: str, root: str) -> str:
     query = f"SELECT input_items FROM responses WHERE {_OF_TREE} {_IN_ORDER} LIMIT 1"
     (items,) = connection.execute(query, (owner, *_bounds(root))).fetchone()
-    return _text(items)
+    return _text(items)[:MAX_FIRST_CHARACTERS]
 
 
 def _bounds(root: str) -> tuple[str, str]:

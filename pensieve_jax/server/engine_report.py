@@ -26,7 +26,7 @@ from pensieve_jax.engine.stats import COMMIT_S_BOUNDS, STEP_TOKENS_BOUNDS
 # By the names of `Engine.stats`: the metric and its help.
 _GAUGES: Final[Mapping[str, tuple[str, str]]] = {
     "num_running": ("vllm:num_requests_running", "Turns in the batch."),
-    "num_waiting": ("vllm:num_requests_waiting", "Turns that wait in the engine for a place in the batch."),
+    "num_waiting": ("pensieve:engine_waiting", "Turns that wait in the engine for a place in the batch."),
     "num_live_conversations": ("pensieve:conversations", "Conversations in memory."),
 }
 _COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
@@ -74,6 +74,7 @@ class EngineReport(Collector):
       census: as `Engine.census`.
       distributions: as `Engine.distributions`.
       chunk_bytes: of the state of one chunk.
+      num_in_front: turns that wait before the engine, which it knows nothing of.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -82,12 +83,15 @@ class EngineReport(Collector):
         self.census: Mapping[str, int] = {}
         self.distributions: Mapping[str, tuple[Sequence[int], float]] = {}
         self.chunk_bytes = 0
+        self.num_in_front = 0
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
         """Every metric, at zero where the engine says nothing of it."""
         for key, (name, text) in _GAUGES.items():
             yield self._gauge(name, text, self._value(key))
+        text = "Turns that wait, in the engine and before it."
+        yield self._gauge("vllm:num_requests_waiting", text, self._value("num_waiting") + self.num_in_front)
         for key, (name, text) in _COUNTERS.items():
             yield self._counter(name, text, self._value(key))
         usage = self._used("num_available_gpu_pages", "num_gpu_pages")

@@ -79,7 +79,7 @@ class Metrics:
             "vllm:e2e_request_latency_seconds", "From a request to its last token.", _REQUEST_S
         )
         self._queue_s = self._histogram(
-            "vllm:request_queue_time_seconds", "Waiting for a place before the engine.", _REQUEST_S
+            "pensieve:front_queue_seconds", "Waiting for a place before the engine.", _REQUEST_S
         )
         self._matches = self._counter(
             "pensieve:context_match", "Contexts, by what their earlier turn was found with.", "kind"
@@ -104,6 +104,7 @@ class Metrics:
     def render(self, num_waiting: int = 0) -> bytes:
         """All of them, as `/metrics` gives them; `num_waiting` turns wait before the engine."""
         self._front_waiting.set(num_waiting)
+        self.engine.num_in_front = num_waiting
         if self._num_deltas:
             self._merge_ratio.set(self._num_delta_tokens / self._num_deltas)
         return generate_latest(self.registry)
@@ -120,12 +121,15 @@ class Metrics:
         """A reply began so long after its request."""
         self._first_token_s.observe(seconds)
 
-    def delta(self, num_tokens: int, seconds: float) -> None:
-        """Tokens came so long after those before them."""
+    def delta(self, num_tokens: int) -> None:
+        """Tokens go to a client who follows them."""
         self._num_deltas += 1
         self._num_delta_tokens += num_tokens
         self._deltas.inc()
         self._delta_tokens.inc(num_tokens)
+
+    def next_tokens(self, num_tokens: int, seconds: float) -> None:
+        """Tokens came so long after those before them."""
         if num_tokens:
             self._between_s.observe(seconds / num_tokens)
 

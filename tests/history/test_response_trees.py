@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.turn_node import new_turn_id, root_of
@@ -91,3 +93,40 @@ def test_a_turn_tells_its_own_instructions(tmp_path):
         respond(store, 3.0, "or this?", first, request={"instructions": ""})
         told = [turn.instructions for turn in reader.tree("ann", root_of(first))]
         assert told == ["be brief", None, None]
+
+
+def test_nobody_waits_for_another_who_reads(tmp_path):
+    """The event loop asks in between, while threads have long work."""
+    path = tmp_path / "chats.sqlite"
+    inside, goes_on = threading.Event(), threading.Event()
+
+    def long_work(connection):
+        inside.set()
+        return goes_on.wait(5)
+
+    with SQLiteHistoryStore(path, fingerprint="f"), HistoryReader(path, fingerprint="f") as reader:
+        with ThreadPoolExecutor() as threads:
+            working = threads.submit(reader._run, long_work)
+            assert inside.wait(5)
+            assert not reader.has_turn("ann", new_turn_id(None))
+            goes_on.set()
+            assert working.result(), "the other one was waited for"
+        assert not reader.has_turn("ann", new_turn_id(None))
+
+
+def test_long_texts_make_neither_a_list_nor_a_tree_long(tmp_path, monkeypatch):
+    path = tmp_path / "chats.sqlite"
+    with SQLiteHistoryStore(path, fingerprint="f") as store, HistoryReader(path, fingerprint="f") as reader:
+        first = respond(store, 1.0, "a" * 5000)
+        second = respond(store, 2.0, "b" * 5000, first)
+        third = respond(store, 3.0, "c" * 5000, first)
+        (listed,) = reader.trees("ann")
+        assert listed.num_turns == 3 and listed.first_text == "a" * 200
+        root = root_of(first)
+        assert [turn.input[0] for turn in reader.tree("ann", root)] == ["a", "b", "c"]
+        monkeypatch.setattr(trees, "MAX_TREE_CHARACTERS", 25_000, raising=False)
+        told = reader.tree("ann", root)
+        assert [turn.id for turn in told] == [f"resp_{second}", f"resp_{third}"]
+        assert {turn.parent for turn in told} == {None}, "it is not shown"
+        monkeypatch.setattr(trees, "MAX_TREE_CHARACTERS", 1, raising=False)
+        assert [turn.id for turn in reader.tree("ann", root)] == [f"resp_{third}"]

@@ -631,8 +631,8 @@ def test_a_writer_that_closes_and_opens_again_is_read_on(path):
 
 
 def test_a_reader_cannot_write(reader):
-    with pytest.raises(sqlite3.OperationalError, match="readonly"):
-        reader._connection.execute("DELETE FROM turns")
+    with pytest.raises(HistoryError, match="readonly"):
+        reader._run(lambda connection: connection.execute("DELETE FROM turns"))
 
 
 def test_a_reader_of_nothing_or_of_another_file_is_refused(path, tmp_path):

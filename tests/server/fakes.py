@@ -21,6 +21,8 @@ from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.server.async_engine import AsyncDelta, EngineInfo, EngineState
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.context.turn_index import NoTurns, TurnIndex
+from pensieve_jax.server.engine_process.messages import sent_spec, submission
+from pensieve_jax.server.engine_process.wire import FrameWriter
 from pensieve_jax.server.http.app import Lifespan, make_app
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.limits import Limits
@@ -188,6 +190,8 @@ class _NoConversations:
 class FakeEngine:
     """Checks turns as an engine does, keeps them in `turns`, and runs `script` on each that it accepts.
 
+    What could not cross to an engine's process raises here as well.
+
     Attributes:
       script: what happens to an accepted turn; None: nothing, the test does it.
       refuse: raised by turns at `accepted`, once each, in order.
@@ -231,6 +235,7 @@ class FakeEngine:
         ]
         self.turns += turns
         self.submitted.set()
+        FrameWriter().frame(submission([sent_spec(i, spec) for i, spec in enumerate(specs)]))
         error = self.refuse.popleft() if self.refuse else self._wrong(specs)
         if error is not None:
             for turn in turns:

@@ -117,12 +117,14 @@ class World:
     @contextmanager
     def traced(self) -> Iterator[None]:
         """Write down every statement and every call."""
-        connections = (self.server.reader._connection, self.engine.store._connection)
+        (reading,) = self.server.reader._connections._idle  # one at a time takes always the same
+        connections = (reading, self.engine.store._connection)
         for connection in connections:
             connection.set_trace_callback(self.steps.append)
         try:
             yield
         finally:
+            assert self.server.reader._connections._idle == [reading]
             for connection in connections:
                 connection.set_trace_callback(None)
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve_jax.core.errors import EngineClosedError
@@ -28,10 +29,11 @@ VLLM = [
     "vllm:time_to_first_token_seconds_bucket",
     "vllm:inter_token_latency_seconds_bucket",
     "vllm:e2e_request_latency_seconds_bucket",
-    "vllm:request_queue_time_seconds_bucket",
     "vllm:iteration_tokens_total_bucket",
 ]
 OURS = [
+    "pensieve:engine_waiting",
+    "pensieve:front_queue_seconds_bucket",
     "pensieve:chunks",
     "pensieve:history_tokens_total",
     "pensieve:tier_bytes_total",
@@ -136,7 +138,44 @@ def test_turns_are_counted_by_where_their_tokens_came_from():
     assert found["vllm:request_success_total", ("finished_reason", "length")] == 1
     assert found["vllm:time_to_first_token_seconds_count",] == 2
     assert found["vllm:e2e_request_latency_seconds_count",] == 2
-    assert found["vllm:request_queue_time_seconds_count",] == 2
+    assert found["pensieve:front_queue_seconds_count",] == 2
+
+
+def test_all_that_wait_are_counted_wherever_they_do():
+    harness = busy()
+    assert scraped(harness)["vllm:num_requests_waiting",] == 2
+    harness.services.limits._num_waiting = 5
+    found = scraped(harness)
+    assert found["vllm:num_requests_waiting",] == 7
+    assert (found["pensieve:engine_waiting",], found["pensieve:front_waiting",]) == (2, 5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_times_between_tokens_are_of_whole_answers_too(stream, num_choices):
+    """Of each choice as its tokens come, not when those before it have ended."""
+
+    async def scenario():
+        engine = FakeEngine()
+        engine.script = None
+        harness = Harness(ROUTES, engine)
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": stream, "n": num_choices}
+        asked = harness.open("POST", "/v1/chat/completions", body)
+        await engine.submitted.wait()
+        for text in ("one", "two", "three"):
+            for turn in engine.turns:
+                turn.feed(text)
+            for _ in range(20):
+                await asyncio.sleep(0)
+        for turn in engine.turns[::-1]:
+            turn.finish()
+        await asked.whole()
+        return harness
+
+    found = scraped(asyncio.run(scenario()))
+    assert found["vllm:time_to_first_token_seconds_count",] == num_choices
+    assert found["vllm:inter_token_latency_seconds_count",] == 2 * num_choices
+    assert found["pensieve:deltas_total",] == (2 * num_choices if stream else 0)
 
 
 def test_the_engines_own_counters():

@@ -1,7 +1,8 @@
 """What several handlers ask of a request.
 
-Owns: the check of a model's name; a previous response, and the words for one that is not there; which field
-names messages that cannot be written; what is done once a turn of a context has ended well.
+Owns: the checks of a model's name and of a context's length; a previous response, and the words for one that
+is not there; which field names messages that cannot be written; what is done once a turn of a context has
+ended well.
 Does not know: schemas.
 Called by: handlers.
 """
@@ -14,7 +15,7 @@ from pensieve_jax.core.errors import ChatTemplateError, UnknownRecordError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.history.changes import ResponseRecord
 from pensieve_jax.server.context.resolver import ResolvedContext
-from pensieve_jax.server.http.errors import ApiError, as_api_error, invalid_value
+from pensieve_jax.server.http.errors import ApiError, as_api_error, context_too_long, invalid_value
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.text.messages import Message
 
@@ -71,6 +72,13 @@ def unwritable(error: ChatTemplateError, messages: Sequence[Message], field: str
         if one["role"] not in _ROLES_OF_ALL:
             return invalid_value(f"{field}[{index}].role", message)
     return invalid_value(field, message)
+
+
+def check_length(services: Services, num_tokens: int, param: str) -> None:
+    """Raise ApiError 400 for a context that the engine would refuse, before it is sent all of it."""
+    most = services.engine.info.limits.max_context_tokens - 1
+    if num_tokens > most:
+        raise context_too_long(num_tokens, most, param)
 
 
 def commit_context(services: Services, context: ResolvedContext, output: Output) -> None:

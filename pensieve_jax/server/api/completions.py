@@ -22,9 +22,9 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, check_turn_id, new_turn_id
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.engine.validation import TurnSpec, check_token_ids
 from pensieve_jax.server.api.chat_schemas import SamplingFields
-from pensieve_jax.server.api.common import check_model, previous_response, unknown_previous
+from pensieve_jax.server.api.common import check_length, check_model, previous_response, unknown_previous
 from pensieve_jax.server.api.completion_reply import reply_in
 from pensieve_jax.server.api.kept_turns import kept_draft
 from pensieve_jax.server.api.running import RunningTurns, run_turns
@@ -156,8 +156,8 @@ class Completion:
         self._shown: list[int] = [0] * (len(self._prompts) * body.num_choices)
 
     def encode(self) -> None:
-        """Tokenize; raises ApiError and TokenizerMissingError."""
-        tokenizer = self._services.tokenizer
+        """Tokenize; raises ApiError, InvalidRequestError and TokenizerMissingError."""
+        tokenizer, limits = self._services.tokenizer, self._services.engine.info.limits
         found: list[list[int]] = []
         for index, prompt in enumerate(self._prompts):
             if isinstance(prompt, list):
@@ -171,6 +171,8 @@ class Completion:
                     raise invalid_value(self._field(index), str(error)) from error
             if not found[-1]:
                 raise invalid_value(self._field(index), f"{self._field(index)} must be at least one token.")
+            check_length(self._services, len(found[-1]), self._field(index))
+            check_token_ids(self._field(index), found[-1], limits.vocab_size)  # others do not even cross
         self._token_ids = found
 
     async def start(self) -> RunningTurns:

@@ -4,7 +4,7 @@ Owns: what is known of such a response while it runs, and waking those who follo
 Does not know: HTTP, engines, or how events are written.
 Called by: `responses`, `background`, which drive them; `response_streams`, which follows them.
 
-What is kept of a running reply is its token ids only. The events of its stream are made from them, one for
+What is kept of a running reply is its tokens only. The events of its stream are made from them, one for
 each token that shows text, so that their numbers are a function of the tokens: whoever comes back, after the
 end or after a crash too, gets the same ones.
 """
@@ -15,8 +15,12 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
+from pensieve_jax.core.outputs import TokenLogprob
 from pensieve_jax.server.api.response_object import ResponseHead
 from pensieve_jax.server.http.errors import ApiError
+
+type Token = tuple[int, TokenLogprob | None]
+"""An id, with its log-probabilities where those were asked for and are not kept."""
 
 
 class ResponseRun:
@@ -45,7 +49,7 @@ class ResponseRun:
         self.response: dict[str, Any] | None = None
         self.error: ApiError | None = None
         self.task: asyncio.Task[None] | None = None
-        self._token_ids: list[int] = []
+        self._tokens: list[Token] = []
         self._changed = asyncio.Event()
 
     @property
@@ -61,12 +65,16 @@ class ResponseRun:
     def begin_again(self) -> None:
         """Its engine ended, and another one samples it once more with the same seed, from the start."""
         self.is_started = False
-        self._token_ids = []
+        self._tokens = []
 
-    def take(self, token_ids: Iterable[int]) -> None:
-        """So much more of its reply."""
+    def take(self, token_ids: Iterable[int], logprobs: Iterable[TokenLogprob] | None = None) -> None:
+        """So much more of its reply; log-probabilities, if there are any, are one for each token."""
         self.is_started = True
-        self._token_ids += token_ids
+        self._tokens += (
+            [(token_id, None) for token_id in token_ids]
+            if logprobs is None
+            else zip(token_ids, logprobs, strict=True)
+        )
         self._wake()
 
     def end(self, response: dict[str, Any]) -> None:
@@ -95,12 +103,12 @@ class ResponseRun:
             await self._change()
         return self.response
 
-    async def token_ids(self) -> AsyncIterator[int]:
-        """The ids of its reply from the first one on, as they come, until it has ended."""
+    async def tokens(self) -> AsyncIterator[Token]:
+        """The tokens of its reply from the first one on, as they come, until it has ended."""
         position = 0
         while True:
-            while position < len(self._token_ids):
-                yield self._token_ids[position]
+            while position < len(self._tokens):
+                yield self._tokens[position]
                 position += 1
             if self.has_ended:
                 return

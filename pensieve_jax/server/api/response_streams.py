@@ -16,7 +16,7 @@ from pensieve_jax.core.outputs import Output, TokenLogprob
 from pensieve_jax.server.api.response_events import ResponseEvents
 from pensieve_jax.server.api.response_object import ResponseHead, logprob_objects
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS
-from pensieve_jax.server.api.response_runs import ResponseRun
+from pensieve_jax.server.api.response_runs import ResponseRun, Token
 from pensieve_jax.server.api.running import TimedTurn
 from pensieve_jax.server.http.errors import ApiError, as_api_error, overloaded
 from pensieve_jax.server.http.sse import DONE
@@ -74,10 +74,14 @@ async def turn_events(
 
 
 class ReplyTexts(NamedTuple):
-    """How token ids become the text of a reply; `ending_ids` end one and are no part of its text."""
+    """How token ids become the text of a reply; `ending_ids` end one and are no part of its text.
+
+    `names` are those of tokens in log-probabilities.
+    """
 
     tokenizer: Tokenizer
     ending_ids: Sequence[int]
+    names: TokenTexts
 
 
 async def run_events(
@@ -85,7 +89,7 @@ async def run_events(
 ) -> AsyncGenerator[bytes]:
     """The events of a response that runs by itself, from the first one after a number."""
     events = ResponseEvents(head, starting_after)
-    async for data in _token_events(events, run.token_ids(), texts, background=run.background):
+    async for data in _token_events(events, run.tokens(), texts, background=run.background):
         yield data
     for data in _last_events(events, run.response, run.error):
         yield data
@@ -126,20 +130,25 @@ class Begun:
 
 
 async def _token_events(
-    events: ResponseEvents, token_ids: AsyncIterator[int], texts: ReplyTexts, *, background: bool
+    events: ResponseEvents, tokens: AsyncIterator[Token], texts: ReplyTexts, *, background: bool
 ) -> AsyncIterator[bytes]:
     """The beginning, and an event for each token that shows text."""
     for data in events.begin(background=background):
         if data:
             yield data
     detokenizer = IncrementalDetokenizer(texts.tokenizer)
-    async for token_id in token_ids:
+    waiting: list[TokenLogprob] = []  # of tokens whose text has not come yet
+    async for token_id, logprob in tokens:
         text = "" if token_id in texts.ending_ids else detokenizer.push(token_id)
-        data = events.delta(text) if text else b""
+        if logprob is not None:
+            waiting.append(logprob)
+        data = events.delta(text, logprob_objects(texts.names, waiting)) if text else b""
+        if text:
+            waiting.clear()
         if data:
             yield data
     rest = detokenizer.flush()
-    data = events.delta(rest) if rest else b""
+    data = events.delta(rest, logprob_objects(texts.names, waiting)) if rest else b""
     if data:
         yield data
 
@@ -165,6 +174,6 @@ def _last_events(
     return [data for data in last if data]
 
 
-async def _each(token_ids: Iterable[int]) -> AsyncIterator[int]:
+async def _each(token_ids: Iterable[int]) -> AsyncIterator[Token]:
     for token_id in token_ids:
-        yield token_id
+        yield token_id, None

@@ -82,6 +82,9 @@ class Responses:
         check_model(call.services, body.model)
         sha256 = hashlib.sha256(call.body).hexdigest()
         key = idempotency_key(call.headers)
+        if key is not None and not body.stores:
+            sentence = "Idempotency-Key needs store: what is not kept cannot be given again."
+            raise invalid_value("Idempotency-Key", sentence)
         known = self._known(call, key, sha256)
         if known is not None:
             return await self._repeated(call, body, known, sha256)
@@ -180,7 +183,8 @@ class Responses:
     def _texts(self) -> ReplyTexts:
         tokenizer = self._services.tokenizer
         assert tokenizer is not None, "without one there are no responses"
-        return ReplyTexts(tokenizer, self._services.engine.info.limits.eos_token_ids)
+        services = self._services
+        return ReplyTexts(tokenizer, services.engine.info.limits.eos_token_ids, services.token_texts)
 
     def _events(self, events: AsyncGenerator[bytes], on_end: Any = None) -> Reply:
         settings = self._services.settings
@@ -295,7 +299,7 @@ class Responses:
             await response.start()
             run.begin(response.head)
             async for delta in response.turn:
-                run.take(delta.token_ids)
+                run.take(delta.token_ids, delta.logprobs)
             assert response.turn.output is not None
             run.end(response.finish(response.turn.output))
         finally:

@@ -64,27 +64,32 @@ class TimedTurn:
         except StopAsyncIteration:
             self._count_end()
             raise
-        now_s = time.perf_counter()
-        if not self._latest_s:
-            self.times.first_token_s = now_s
-            self._metrics.first_token(now_s - self.times.began_s)
-        else:
-            self._metrics.delta(len(delta.token_ids), now_s - self._latest_s)
-        self._latest_s = now_s
+        if self._latest_s:
+            self._metrics.delta(len(delta.token_ids))
+        self._count(delta)
         return delta
 
     async def result(self) -> Output:
         """Wait for the end; raises what the turn failed with, and ApiError if it was ended."""
-        if not self._latest_s:
-            await anext(self, None)  # the first token's time counts here as well
-        output = await self._turn.result()
+        async for delta in self._deltas:  # when its tokens come counts here as well
+            self._count(delta)
         self._count_end()
-        return output
+        assert self._turn.output is not None
+        return self._turn.output
 
     async def cancel(self) -> None:
         """End it as if it had never been sent, unless it has ended."""
         if self._turn.output is None:
             await self._turn.cancel()
+
+    def _count(self, delta: AsyncDelta) -> None:
+        now_s = time.perf_counter()
+        if self._latest_s:
+            self._metrics.next_tokens(len(delta.token_ids), now_s - self._latest_s)
+        else:
+            self.times.first_token_s = now_s
+            self._metrics.first_token(now_s - self.times.began_s)
+        self._latest_s = now_s
 
     def _count_end(self) -> None:
         output = self._turn.output
@@ -112,7 +117,15 @@ class RunningTurns:
 
     async def results(self) -> list[Output]:
         """Wait for all of them; raises what the first of them failed with."""
-        return [await turn.result() for turn in self.turns]
+        if len(self.turns) == 1:
+            return [await self.turns[0].result()]
+        waiting = [asyncio.ensure_future(turn.result()) for turn in self.turns]
+        try:
+            return await asyncio.gather(*waiting)
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.wait(waiting)
 
     async def close(self) -> None:
         """Cancel those that have not ended, and give the place to others."""

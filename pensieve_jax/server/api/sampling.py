@@ -63,7 +63,7 @@ def choice_params(
     if params.seed is None:
         return [params] * body.num_choices
     # With one seed for all, every choice would be the same reply.
-    return [replace(params, seed=params.seed + i) for i in range(body.num_choices)]
+    return [replace(params, seed=(params.seed + i) % (MAX_SEED + 1)) for i in range(body.num_choices)]
 
 
 def sampling_params(

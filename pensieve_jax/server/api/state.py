@@ -30,8 +30,6 @@ MAX_STREAMS: Final = 8
 _RETRY_S: Final = 30
 _NUM_TREES: Final = 100
 _MAX_TREES: Final = 1000
-_TITLE_CHARS: Final = 200
-"""Of what was said first: a list is read often, and a message may be a book."""
 _MAX_TURNS: Final = 1000
 _PREFIXES: Final = ("resp_", "chatcmpl-", "cmpl-")
 
@@ -138,13 +136,22 @@ async def trees(call: Call) -> Reply:
 
     `limit` of them: 100 unless given, at most 1,000.
     """
+    return await asyncio.to_thread(_told_trees, call)
+
+
+async def tree(call: Call) -> Reply:
+    """GET /v1/pensieve/trees/{root}: the last turns of one of them, in the order in which they were made."""
+    return await asyncio.to_thread(_told_tree, call)
+
+
+def _told_trees(call: Call) -> Reply:
     limit = limit_of(call.query, _NUM_TREES, _MAX_TREES)
-    found = await asyncio.to_thread(call.services.history.trees, call.owner, limit)
+    found = call.services.history.trees(call.owner, limit)
     rows = [
         {
             "root": tree.root,
             "num_turns": tree.num_turns,
-            "first_text": tree.first_text[:_TITLE_CHARS],
+            "first_text": tree.first_text,
             "last_active": tree.last_active_s,
         }
         for tree in found
@@ -152,10 +159,9 @@ async def trees(call: Call) -> Reply:
     return json_reply({"data": rows})
 
 
-async def tree(call: Call) -> Reply:
-    """GET /v1/pensieve/trees/{root}: the last turns of one of them, in the order in which they were made."""
+def _told_tree(call: Call) -> Reply:
     root = call.path["root"]
-    found = await asyncio.to_thread(call.services.history.tree, call.owner, root, _MAX_TURNS)
+    found = call.services.history.tree(call.owner, root, _MAX_TURNS)
     if not found:
         raise not_found("conversation", root)
     data = [

@@ -10,6 +10,7 @@ when it says that it does not know one of them.
 
 from __future__ import annotations
 
+import sys
 import threading
 from array import array
 from collections import OrderedDict
@@ -21,7 +22,8 @@ from pensieve_jax.core.errors import UnknownTurnError
 from pensieve_jax.server.context.chains import chain_after
 from pensieve_jax.text.messages import Message
 
-_TURN_BYTES = 1000  # of a turn's objects, beside its texts and ids
+_TURN_BYTES = 1000  # of a turn's objects, beside its messages, texts and ids
+_MESSAGE_BYTES = 300  # of a message's objects, beside its text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,6 +37,7 @@ class PastTurn:
       output_token_ids, output_text, finish_reason: of its reply. The ids are kept in four bytes each.
       durable: whether the history has it.
       chain: of everything up to and including its reply.
+      num_bytes: about what it takes to remember it, counted once: a text may get larger when it is read.
     """
 
     turn_id: str
@@ -48,17 +51,19 @@ class PastTurn:
     finish_reason: str
     durable: bool
     chain: bytes = field(init=False)
+    num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Pack the ids and fold the reply into the chain."""
+        """Pack the ids, fold the reply into the chain, and count the bytes."""
         object.__setattr__(self, "output_token_ids", array("i", self.output_token_ids))
         object.__setattr__(self, "chain", chain_after(self.before, "assistant", self.output_text or ""))
+        object.__setattr__(self, "num_bytes", self._count_bytes())
 
-    @property
-    def num_bytes(self) -> int:
-        """About what it takes to remember it."""
-        texts = sum(len(message["content"]) for message in self.messages or ()) + len(self.output_text or "")
-        return _TURN_BYTES + texts + 4 * len(self.output_token_ids)
+    def _count_bytes(self) -> int:
+        messages = self.messages or ()
+        texts = sum(sys.getsizeof(message["content"]) for message in messages)
+        texts += sys.getsizeof(self.output_text) + 4 * len(self.output_token_ids)
+        return _TURN_BYTES + _MESSAGE_BYTES * len(messages) + texts
 
 
 class TurnSource(Protocol):

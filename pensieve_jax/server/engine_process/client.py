@@ -31,8 +31,8 @@ from pensieve_jax.server.engine_process.messages import (
     Ready,
     Report,
     SentTurn,
-    Submit,
     sent_change,
+    submission,
 )
 from pensieve_jax.server.engine_process.sent_errors import SentError, received_error
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
@@ -215,7 +215,7 @@ class Connection(asyncio.Protocol):
 
     def submit(self, turns: Sequence[tuple[SentTurn, str | None]]) -> list[RunningTurn]:
         """Send turns, all or none, with their ids where they have one."""
-        self.send(Submit([turn for turn, _ in turns]))
+        self.send(submission([turn for turn, _ in turns]))
         found = []
         for sent, turn_id in turns:
             number = sent.number

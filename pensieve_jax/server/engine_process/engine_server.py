@@ -38,6 +38,7 @@ from pensieve_jax.server.engine_process.messages import (
     Submit,
     received_change,
     received_spec,
+    submitted,
 )
 from pensieve_jax.server.engine_process.sent_errors import sent_error
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
@@ -168,7 +169,7 @@ class EngineServer:
 
     def _submit(self, message: Submit) -> None:
         try:
-            specs = [self._spec(turn, len(message.turns)) for turn in message.turns]
+            specs = [self._spec(turn, len(message.turns)) for turn in submitted(message)]
             turns = self._engine.submit(specs)
         except PensieveError as error:
             sent = sent_error(error)

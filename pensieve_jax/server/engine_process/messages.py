@@ -9,6 +9,7 @@ Turns and calls are numbered by the front, which is the only one to begin someth
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -65,8 +66,8 @@ class SentPrefix(msgspec.Struct, array_like=True):
 class SentTurn(msgspec.Struct, array_like=True):
     """A turn with its number.
 
-    `prompt` is token ids, and of a turn that `is_encoded` nothing else; otherwise a prompt as `LLM.generate`
-    takes it.
+    `prompt` is token ids, and of a turn that `is_encoded` nothing else, but None in a `Submit` where it is
+    that of the turn before; otherwise a prompt as `LLM.generate` takes it.
     """
 
     number: int
@@ -80,7 +81,7 @@ class SentTurn(msgspec.Struct, array_like=True):
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):
-    """Queue turns, all or none."""
+    """Queue turns, all or none; see `submission`."""
 
     turns: list[SentTurn]
 
@@ -190,6 +191,23 @@ def sent_prompt(number: int, prompt: Any, params: SamplingParams, conversation_i
     """A prompt that the engine's process is to encode, to be sent; raises InvalidRequestError."""
     _check_params(params)
     return SentTurn(number, plain_ids(prompt), False, params, conversation_id)
+
+
+def submission(turns: Sequence[SentTurn]) -> Submit:
+    """Turns, to be sent; what several in a row share, as replies to one long prompt do, crosses once."""
+    sent = list(turns[:1])
+    for before, turn in itertools.pairwise(turns):
+        is_shared = turn.is_encoded and before.is_encoded and turn.prompt is before.prompt
+        sent.append(msgspec.structs.replace(turn, prompt=None) if is_shared else turn)
+    return Submit(sent)
+
+
+def submitted(message: Submit) -> list[SentTurn]:
+    """Its turns, each with its prompt, one list for all that share it."""
+    for before, turn in itertools.pairwise(message.turns):
+        if turn.is_encoded and turn.prompt is None:
+            turn.prompt = before.prompt
+    return message.turns
 
 
 def received_spec(sent: SentTurn) -> TurnSpec:

@@ -16,6 +16,7 @@ from starlette.routing import Route as StarletteRoute
 from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pensieve_jax.server.http.body_budget import BodyBudget, HeldBody
 from pensieve_jax.server.http.call import Call, RequestNotes, read_body
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.middleware import NOTES, Cors, ErrorReplies, HostCheck, OriginCheck, RequestLog
@@ -33,12 +34,13 @@ def make_app(services: Services, routes: Iterable[Route], lifespans: Sequence[Li
       routes: rows; several may have one path.
       lifespans: entered in order before the first request, left in reverse order after the last.
     """
+    budget = BodyBudget(services.settings)
     by_path: dict[str, dict[str, Route]] = {}
     for route in routes:
         by_path.setdefault(route.path, {})[route.method] = route
     router = Router(
         [
-            StarletteRoute(path, _Path(services, path, rows), methods=list(rows))
+            StarletteRoute(path, _Path(services, budget, path, rows), methods=list(rows))
             for path, rows in by_path.items()
         ],
         redirect_slashes=False,
@@ -68,8 +70,11 @@ def make_app(services: Services, routes: Iterable[Route], lifespans: Sequence[Li
 class _Path:
     """The routes of one path."""
 
-    def __init__(self, services: Services, path: str, routes: Mapping[str, Route]) -> None:
+    def __init__(
+        self, services: Services, budget: BodyBudget, path: str, routes: Mapping[str, Route]
+    ) -> None:
         self._services = services
+        self._budget = budget
         self._path = path
         self._routes = routes
 
@@ -80,21 +85,20 @@ class _Path:
         notes.route = self._path
         headers = Headers(scope=scope)
         notes.owner = owner = self._owner(route, headers)
-        body = b""
-        if method == "POST":
-            body = await self._body(route, headers, receive)
-        call = Call(
-            services=self._services,
-            owner=owner,
-            path=scope["path_params"],
-            query=QueryParams(scope["query_string"]),
-            headers=headers,
-            body=body,
-            notes=notes,
-            receive=receive,
-        )
-        reply = await route.handler(call)
-        await reply.send(receive, send)
+        with HeldBody(self._budget, owner) as held:
+            body = await self._body(route, headers, receive, held) if method == "POST" else b""
+            call = Call(
+                services=self._services,
+                owner=owner,
+                path=scope["path_params"],
+                query=QueryParams(scope["query_string"]),
+                headers=headers,
+                body=body,
+                notes=notes,
+                receive=receive,
+            )
+            reply = await route.handler(call)
+            await reply.send(receive, send)
 
     def _owner(self, route: Route, headers: Headers) -> str:
         owner = self._services.keys.owner(headers.get("authorization"))
@@ -104,13 +108,15 @@ class _Path:
             raise ApiError(401, "invalid_api_key", sentence, headers=headers_out)
         return owner or ""
 
-    async def _body(self, route: Route, headers: Headers, receive: Receive) -> bytes:
+    async def _body(self, route: Route, headers: Headers, receive: Receive, held: HeldBody) -> bytes:
         settings = self._services.settings
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         is_json = content_type == "application/json"
         body = b""
         if is_json or not route.has_body:
-            body = await read_body(receive, headers, settings.max_body_bytes, settings.body_timeout_s)
+            body = await read_body(
+                receive, headers, settings.max_body_bytes, settings.body_timeout_s, take=held.take
+            )
         if not is_json and (body or route.has_body):  # other types are what forms of any page may send
             raise ApiError(415, "unsupported_media_type", "The body must be sent as application/json.")
         return body

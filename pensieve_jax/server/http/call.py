@@ -101,8 +101,10 @@ async def until_disconnect(receive: Receive) -> None:
         pass
 
 
-async def read_body(receive: Receive, headers: Headers, max_bytes: int, timeout_s: float) -> bytes:
-    """A request's body.
+async def read_body(
+    receive: Receive, headers: Headers, max_bytes: int, timeout_s: float, *, take: Callable[[int], None]
+) -> bytes:
+    """A request's body; `take` is told of the bytes of each part, and may raise.
 
     Raises ApiError 413 where it is longer than `max_bytes`, 408 where it takes longer than `timeout_s`, and
     ClientGoneError.
@@ -121,6 +123,7 @@ async def read_body(receive: Receive, headers: Headers, max_bytes: int, timeout_
                 num_bytes += len(part)
                 if num_bytes > max_bytes:
                     raise _too_large(max_bytes)
+                take(len(part))
                 parts.append(part)
                 if not message.get("more_body", False):
                     return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -159,7 +159,8 @@ class Limits:
             self._count(place, 1)
             return place
         most_waiting = self._settings.queue_per_running * self._engine.info.max_num_running
-        if self._num_waiting + num_turns > most_waiting:
+        # One that alone is more than that has its turn as well, when nobody else waits.
+        if self._num_waiting and self._num_waiting + num_turns > most_waiting:
             raise self._overloaded("The queue is full; try again later.")
         return None
 

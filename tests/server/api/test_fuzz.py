@@ -53,7 +53,7 @@ MEANT = {
     "top_k": [3],
     "store": [True, False],
     "return_token_ids": [True],
-    "prompt": [[1, 2], ["a", "b"], [[1], [2]]],
+    "prompt": [[1, 2], ["a", "b"], [[1], [2]], [1, 2**64], [[1], [-(2**63) - 1]], [-1]],
     "tools": [[]],
     "user": ["me"],
 }

@@ -182,6 +182,34 @@ def test_lists_have_a_limit(front, path, body_of, param):
     assert f"at most {MAX_ITEMS}." not in ((answer.get("error") or {}).get("message") or "")
 
 
+TOO_LONG = [
+    (CHAT, {"messages": [{"role": "user", "content": LONG_TEXT}], "n": 4}, "messages"),
+    (RESPONSES, {"input": LONG_TEXT}, "input"),
+    (RESPONSES, {"input": LONG_TEXT, "background": True}, "input"),
+    ("/v1/completions", {"prompt": LONG_TEXT, "n": 8}, "prompt"),
+    ("/v1/completions", {"prompt": [[5], [5] * 5000]}, "prompt[1]"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), TOO_LONG, ids=range(len(TOO_LONG)))
+def test_what_is_too_long_does_not_get_as_far_as_the_engine(front, path, body, param):
+    """It would read all of it between two steps of everybody else's."""
+    status, answer = front.ask(path, body)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert answer["error"]["param"] == param
+    assert not front.engine.turns and not front.engine.changes
+    assert front.services.limits.num_inside == 0 and not front.responses.locks
+
+
+def test_what_is_too_long_with_its_past_does_not_either(front):
+    chat = [{"role": "user", "content": "x" * 3000}]
+    front.ask(CHAT, {"messages": chat})
+    chat += [{"role": "assistant", "content": "hello"}, chat[0]]
+    front.engine.turns.clear()
+    assert front.ask(CHAT, {"messages": chat})[1]["error"]["code"] == "context_length_exceeded"
+    assert not front.engine.turns
+
+
 def test_a_response_is_read_once_however_often_it_is_referred_to(front):
     ids = []
     for text in ("one", "two"):

@@ -66,6 +66,12 @@ def test_several_choices_of_several_prompts():
     assert body["usage"]["prompt_tokens"] == 2 + 3 and body["usage"]["completion_tokens"] == 4 * 12
 
 
+def test_seeds_of_choices_go_round_at_the_largest():
+    harness = Harness(ROUTES)
+    assert complete(harness, "a", n=3, seed=-2)[0] == 200
+    assert [turn.spec.params.seed for turn in harness.engine.turns] == [2**63 - 2, 2**63 - 1, 0]
+
+
 def test_a_stream_and_the_whole_answer_say_the_same():
     fields = {"logprobs": 2, "n": 2}
     _, whole = complete(Harness(ROUTES), "Hi", **fields)
@@ -95,6 +101,8 @@ def test_a_stream_and_the_whole_answer_say_the_same():
         ([300], {}, "prompt[0]"),
         ([-1], {}, "prompt[0]"),
         ([True], {}, "prompt[0]"),
+        ([1, 2**64], {}, "prompt[1]"),
+        ([[1], [-(2**63) - 1]], {}, "prompt[1][0]"),
         (None, {}, "prompt"),
         (["a"] * 65, {}, "prompt"),
         (["a"] * 33, {"n": 2}, "n"),
@@ -240,15 +248,15 @@ def test_trees_are_read_beside_the_event_loop():
     assert len(threads) == 2 and threading.get_ident() not in threads
 
 
-def test_a_list_of_trees_is_as_long_as_was_asked_and_has_short_titles():
+def test_a_list_of_trees_is_as_long_as_was_asked():
     class History:
         def trees(self, owner: str, limit: int) -> list[TreeSummary]:
-            return [TreeSummary("0" * 16, 1, "word " * 1000, float(limit))]
+            return [TreeSummary("0" * 16, 1, "word", float(limit))]
 
     harness = Harness(STATE_ROUTES, history=History())
     for query, limit in (("", 100), ("?limit=7", 7), ("?limit=1000", 1000)):
         ((row,),) = ask(harness, "GET", f"/v1/pensieve/trees{query}")[1].values()
-        assert row["last_active"] == limit and len(row["first_text"]) == 200
+        assert (row["last_active"], row["first_text"]) == (limit, "word")
     for wrong in ("0", "1001", "x", ""):
         status, body = ask(harness, "GET", f"/v1/pensieve/trees?limit={wrong}")
         assert (status, body["error"]["param"]) == (400, "limit")

@@ -47,6 +47,35 @@ def test_the_same_key_gives_the_same_response(server, client):
     assert len(server.engine.turns) == 2
 
 
+def test_a_key_needs_a_response_that_is_kept(server, client):
+    """Otherwise it would run twice, and another body would not be noticed."""
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.responses.create(input="hi", store=False, extra_headers=keyed())
+    assert (raised.value.param, raised.value.code) == ("Idempotency-Key", "invalid_value")
+    assert not server.engine.turns
+    client.responses.create(input="hi", extra_headers=keyed())
+
+
+@pytest.mark.parametrize("said", ["hello", "h\u00e9llo \U0001f600 there"])
+def test_a_stream_with_a_key_has_the_logprobs_of_one_without(tmp_path, said):
+    def logprobs(client: openai.OpenAI, headers: dict) -> list:
+        stream = client.responses.create(
+            input="hi",
+            stream=True,
+            include=["message.output_text.logprobs"],
+            top_logprobs=2,
+            extra_headers=headers,
+        )
+        told = [event for event in stream if event.type == "response.output_text.delta"]
+        return [one.to_dict() for event in told for one in event.logprobs]
+
+    with LiveServer(tmp_path / "history.sqlite", say(said)) as server, server.client() as client:
+        count = len(said.encode())  # behind it the token that ended the reply, if it came with text
+        without, with_key = logprobs(client, {})[:count], logprobs(client, keyed())
+        assert len(without) == count and len(without[0]["top_logprobs"]) == 2
+        assert with_key == without
+
+
 def test_a_key_is_forgotten_after_a_day(server, client):
     first = client.responses.create(input="hi", extra_headers=keyed())
     server.on_loop(lambda: server.harness.clock.advance(24 * 3600 + 1))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import tracemalloc
 
 import pytest
 
@@ -10,7 +12,7 @@ from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError, U
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.server.context import chains, resolver, turn_index
 from pensieve_jax.server.context.resolver import Memory, Resolver
-from pensieve_jax.server.context.turn_index import NoTurns, TurnIndex
+from pensieve_jax.server.context.turn_index import NoTurns, PastTurn, TurnIndex
 from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.chat import ChatFormat
 from tests.seeds import new_seed
@@ -121,10 +123,39 @@ def test_planted_bugs_are_seen(bug, monkeypatch):
 def test_a_small_memory_finds_what_the_history_has():
     """The budget holds a turn or two; durable turns come back from the history, others are begun anew."""
     for seed in range(10):
-        scenario = Scenario(seed, max_bytes=2000)
+        scenario = Scenario(seed, max_bytes=4000)
         scenario.random.random = lambda draw=scenario.random.random: draw() * 0.59  # all durable
         scenario.run()
-        assert scenario.index.num_bytes <= 2000 or len(scenario.index) == 1
+        assert scenario.index.num_bytes <= 4000 or len(scenario.index) == 1
+
+
+def test_what_the_index_counts_is_about_what_it_takes():
+    """Of many short messages, and of characters that take four bytes."""
+    index = TurnIndex(NoTurns(), max_bytes=400_000)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(40):
+            sent = json.dumps([user(f"{number}/{i}") for i in range(100)])
+            index.add(
+                PastTurn(
+                    turn_id=f"{number:032x}",
+                    parent_id=None,
+                    owner="ann",
+                    before=b"x" * 32,
+                    num_tokens=1,
+                    messages=tuple(json.loads(sent)),
+                    output_token_ids=range(50),
+                    output_text="\U0001f600" * 3000,
+                    finish_reason="stop",
+                    durable=True,
+                )
+            )
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert 1 < len(index) < 40 and index.num_bytes <= 400_000
+    assert 0.6 * index.num_bytes < taken < 1.2 * index.num_bytes
 
 
 def test_a_whole_context_and_its_turns_are_the_same_chain(resolving):

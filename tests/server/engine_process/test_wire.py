@@ -28,6 +28,8 @@ from pensieve_jax.server.engine_process.messages import (
     sent_change,
     sent_prompt,
     sent_spec,
+    submission,
+    submitted,
 )
 from pensieve_jax.server.engine_process.sent_errors import SentError, received_error, sent_error
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
@@ -49,6 +51,21 @@ DRAFT = changes.ResponseDraft(
 def crossed(message: object) -> object:
     (found,) = FrameReader(FrontMessage.__value__).feed(bytes(FrameWriter().frame(message)))
     return found
+
+
+def test_a_prompt_of_several_turns_crosses_once() -> None:
+    long, short = list(range(1000)), [1, 2]
+    params = SamplingParams()
+    specs = [TurnSpec(prompt, params) for prompt in (long, long, long, short, long, list(long))]
+    turns = [sent_spec(number, spec) for number, spec in enumerate(specs)]
+    turns += [sent_prompt(6, None, params, None), sent_prompt(7, None, params, None)]
+    message = submission(turns)
+    once = len(FrameWriter().frame(submission(turns[:1])))
+    assert len(FrameWriter().frame(message)) < 3 * once + 8 * 100
+    found = submitted(crossed(message))
+    assert [turn.prompt for turn in found] == [turn.prompt for turn in turns]
+    assert [turn.number for turn in found] == list(range(8))
+    assert found[0].prompt is found[1].prompt is found[2].prompt
 
 
 @pytest.mark.parametrize("seed", range(20))

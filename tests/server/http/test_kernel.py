@@ -13,6 +13,7 @@ import pytest
 
 from pensieve_jax.core import errors as core
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.server.http import body_budget
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import ApiError
@@ -192,6 +193,41 @@ def test_bodies_are_json_of_a_bounded_length():
     assert run(ask(harness, "POST", "/act", None, {"content-type": ""}))[0] == 200
     assert run(ask(harness, "POST", "/act", {}, {"content-type": "text/plain"}))[0] == 415
     assert run(ask(harness, "POST", "/act", {}))[0] == 200
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_bodies_have_a_budget_in_all_and_by_key(monkeypatch, tmp_path, has_keys):
+    monkeypatch.setattr(body_budget, "MIN_BYTES", 1000)
+    monkeypatch.setattr(body_budget, "NUM_LONGEST", 1)
+    keys = tmp_path / "keys"
+    keys.write_text("".join(f"{name}:{hashlib.sha256(name.encode()).hexdigest()}\n" for name in "abcde"))
+    held = asyncio.Event()
+
+    async def hold(call: Call) -> Reply:
+        await held.wait()
+        return json_reply({})
+
+    async def scenario():
+        settings = ServerSettings(max_body_bytes=900, api_keys_file=str(keys) if has_keys else None)
+        harness = Harness([Route("POST", "/hold", hold), *ROUTES], settings=settings)
+
+        def send(name: str, length: int) -> Open:
+            body = b"x" * length
+            return harness.open("POST", "/hold", body, {"authorization": f"Bearer {name}"})
+
+        first = [send(name, 240) for name in "abcd"]
+        await asyncio.sleep(0)
+        status, headers, raw = await send("a", 100).whole()
+        expected = (429, "rate_limit_exceeded") if has_keys else (503, "overloaded")
+        assert (status, json.loads(raw)["error"]["code"]) == expected
+        assert headers["retry-after"] == "1"
+        status, _, raw = await send("e", 100).whole()
+        assert (status, json.loads(raw)["error"]["code"]) == (503, "overloaded")
+        held.set()
+        for request in (*first, send("a", 100), send("e", 240)):
+            assert (await request.whole())[0] == 200
+
+    asyncio.run(scenario())
 
 
 def test_a_body_that_does_not_come_is_not_waited_for():
