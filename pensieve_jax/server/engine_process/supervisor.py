@@ -13,9 +13,14 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from pensieve_jax.core.errors import EngineClosedError, EngineDiedError
+from pensieve_jax.core.errors import (
+    EngineClosedError,
+    EngineDiedError,
+    HistoryCorruptError,
+    HistoryMismatchError,
+)
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.server.async_engine import EngineInfo, EngineState
@@ -25,6 +30,8 @@ from pensieve_jax.server.engine_process.messages import sent_spec
 from pensieve_jax.server.engine_process.sent_errors import SentError, received_error
 
 _log = logging.getLogger(__name__)
+# A later start would make a new history at this path, while the front goes on reading the old file.
+_HISTORY_IS_GONE: Final = (HistoryCorruptError, HistoryMismatchError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +60,7 @@ class SupervisedEngine:
     """An engine elsewhere; see `EngineService` for what its methods promise.
 
     Attributes:
-      gave_up: set when it died too often, and is not started again.
+      gave_up: set when it is not started again: it died too often, or its history is gone.
     """
 
     def __init__(
@@ -301,7 +308,7 @@ class SupervisedEngine:
             self.gave_up.set()
 
     async def _live_again(self) -> bool:
-        """Start until it is ready; False when that was tried too often, or it is told to end meanwhile."""
+        """Start until it is ready; False when that is of no use, or it is told to end meanwhile."""
         while self._is_starting():
             now_s = time.monotonic()
             while self._starts_s and now_s - self._starts_s[0] > self._restarts.within_s:
@@ -316,12 +323,16 @@ class SupervisedEngine:
             self._starts_s.append(time.monotonic())
             try:
                 problem = await self._live()
-            except EngineDiedError as error:
-                _log.error("%s", error)
+            except EngineDiedError as died:
+                _log.error("%s", died)
                 continue
             except EngineClosedError:
                 break
             if problem is None:
                 return True
-            _log.error("The engine cannot start: %s", received_error(problem))
+            error = received_error(problem)
+            if isinstance(error, _HISTORY_IS_GONE):
+                _log.error("The engine cannot start again: %s", error)
+                return False
+            _log.error("The engine cannot start: %s", error)
         return False
