@@ -297,6 +297,7 @@ def test_a_queued_response_that_nothing_runs_yet_says_so_in_its_stream(tmp_path,
         turn_of(server)
     monkeypatch.setattr(HistoryReader, "unfinished_background", lambda _: [])  # as before it was looked for
     with LiveServer(path) as server, server.client() as client:
+        server.on_loop(lambda: setattr(server.engine, "state", "draining"))
         events = list(client.responses.retrieve(queued.id, stream=True))
         assert (events[-1].type, events[-1].code) == ("error", "overloaded")
         assert client.responses.retrieve(queued.id).status == "queued"
