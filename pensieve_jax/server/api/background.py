@@ -85,12 +85,10 @@ class BackgroundResponses:
     async def queue(self, plan: ResponsePlan, run: ResponseRun, unlock: Callable[[], None]) -> None:
         """Keep a response as queued, and have it run; raises ApiError and what the engine raises."""
         started = False
-        self._being_queued.add(plan)
         try:
-            if len(self._runs) >= MAX_RUNS:
-                raise overloaded("There are too many responses in the background; try again later.", 30)
             self._check_share(run.owner)
             self._services.limits.check_ready()
+            self._being_queued.add(plan)
             with renamed_fields(ENGINE_FIELDS):
                 resolved, spec = await self._queued(plan)
             assert plan.draft is not None and plan.head is not None
@@ -171,10 +169,18 @@ class BackgroundResponses:
     # Inside
 
     def _check_share(self, owner: str) -> None:
-        """No key may fill the background for the others; without keys, nobody's share is another's loss."""
+        """No key may fill the background for the others; without keys, nobody's share is another's loss.
+
+        What waits to be queued counts: those that come at once would else all find room.
+        """
+        if len(self._runs) + len(self._being_queued) >= MAX_RUNS:
+            raise overloaded("There are too many responses in the background; try again later.", 30)
         settings = self._services.settings
         most = settings.max_in_flight_per_key
-        if settings.api_keys_file is not None and sum(key[0] == owner for key in self._runs) >= most:
+        if settings.api_keys_file is None:
+            return
+        num_queued = sum(plan.owner == owner for plan in self._being_queued)
+        if num_queued + sum(key[0] == owner for key in self._runs) >= most:
             sentence = f"A key may have {most} responses in the background; wait for one of them."
             raise rate_limited(sentence, self._services.limits.retry_after_s())
 
