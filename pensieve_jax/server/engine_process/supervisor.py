@@ -272,7 +272,7 @@ class SupervisedEngine:
         life, connection = self._life, self._connection
         if connection is not None:
             connection.close()
-            await connection.lost.wait()
+            await self._lost_or_cut_off(connection)
         if life is None:
             return "never began"
         self._life = None
@@ -283,6 +283,17 @@ class SupervisedEngine:
         except TimeoutError:
             life.kill()
             return await life.wait()
+
+    async def _lost_or_cut_off(self, connection: Connection) -> None:
+        """Wait for the end of a socket, which an engine that is stuck keeps open: it reads nothing more."""
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await connection.lost.wait()
+        except TimeoutError:
+            if self._life is not None:
+                self._life.kill()
+            connection.abort()
+            await connection.lost.wait()
 
     async def _keep_alive(self) -> None:
         """Whenever the engine dies, start it again, until it died too often; draining engines stay dead."""

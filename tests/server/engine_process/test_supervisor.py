@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
+from collections.abc import Callable
 
 import pytest
+import uvloop
 
 from pensieve_jax import AsyncEngine, EngineClosedError, EngineDiedError
 from pensieve_jax.core.errors import (
@@ -16,9 +18,9 @@ from pensieve_jax.core.errors import (
     HistoryLockedError,
     HistoryMismatchError,
 )
-from pensieve_jax.history.changes import DeleteConversation
+from pensieve_jax.history.changes import CreateConversation, DeleteConversation
 from pensieve_jax.server.engine_process.lives import Life
-from pensieve_jax.server.engine_process.messages import Failed
+from pensieve_jax.server.engine_process.messages import Failed, Ready
 from pensieve_jax.server.engine_process.sent_errors import sent_error
 from pensieve_jax.server.engine_process.supervisor import Restarts
 from tests.server.engine_process.fakes import (
@@ -30,6 +32,7 @@ from tests.server.engine_process.fakes import (
     spec,
     until,
 )
+from tests.server.fakes import FakeEngine
 
 TOO_MANY_FILES = OSError(errno.EMFILE, "Too many open files")
 
@@ -264,3 +267,31 @@ def test_an_engine_that_is_told_to_end_between_two_starts_is_not_started() -> No
             assert engine.state == "dead" and lives.num_tried == 2 and not engine.gave_up.is_set()
 
     run(work())
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_an_engine_that_reads_nothing_keeps_no_server_from_ending(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """A socket with unsent bytes stays open when it is closed."""
+
+    async def work() -> None:
+        life = ScriptedLife(Ready(FakeEngine().info))
+
+        async def begin() -> Life:
+            return life
+
+        engine = AsyncEngine(begin, patience_s=0.01, answer_s=0.01)
+        await engine.open()
+        more = CreateConversation(
+            owner="", conversation_id="c", metadata="{}", created_at_s=0.0, items="x" * 10**7
+        )
+        with pytest.raises(EngineClosedError, match="not answered"):
+            await engine.apply(more)
+        await engine.drain(1.0)
+        async with asyncio.timeout(TIMEOUT_S / 10):
+            await engine.close()
+        assert life.killed.is_set() and engine.state == "dead" and not engine.gave_up.is_set()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(work())
