@@ -114,6 +114,7 @@ def serve() -> int:
             history=history,
             config=config,
             progress=shows_progress(),
+            log_format=FLAGS.log_format,
         )
         return serve_until_told(
             start,

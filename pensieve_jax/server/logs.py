@@ -3,7 +3,7 @@
 Owns: the two forms of a line, JSON for programs and a few words for a terminal, and what of an error is
 written.
 Does not know: where lines go beyond a stream.
-Called by: `http` for requests and errors; the command that starts a server.
+Called by: `http` for requests and errors; the command that starts a server; the engine's process.
 
 An exception's message may quote a prompt, so only its class and where it was raised are written.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import traceback
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ import msgspec
 LOGGER = logging.getLogger("pensieve_jax.server")
 _FIELDS = "fields"
 _QUIET: Final = ("GET", "HEAD")
+_ENGINES: Final = ("pensieve_jax", "jax")  # what an engine logs, of which warnings are worth a line
 type LogFormat = Literal["auto", "json", "text"]
 
 
@@ -102,6 +104,20 @@ def log_to(stream: TextIO | None = None, level: int = logging.INFO, log_format: 
         logger.handlers = [handler] if name != "uvicorn.error" else []
         logger.setLevel(level)
         logger.propagate = name == "uvicorn.error"
+    for name in _ENGINES:
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(max(level, logging.WARNING))
+
+
+def log_uncaught() -> None:
+    """Have an error that ends this process or a thread be a line, too; Python would quote its message."""
+    sys.excepthook = lambda kind, error, trace: _log_end(error)
+    threading.excepthook = lambda args: _log_end(args.exc_value)
+
+
+def _log_end(error: BaseException | None) -> None:
+    LOGGER.critical("ended by an error that nobody expected", exc_info=error)
 
 
 def log_request(request_id: str, **fields: Any) -> None:

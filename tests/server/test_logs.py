@@ -11,7 +11,7 @@ import pytest
 from pensieve_jax.server.logs import LOGGER, is_text, log_error, log_request, log_to
 
 SECRET = "words of a prompt"
-NAMES = (LOGGER.name, "asyncio", "opentelemetry", "uvicorn", "uvicorn.error")
+NAMES = ("pensieve_jax", "jax", LOGGER.name, "asyncio", "opentelemetry", "uvicorn", "uvicorn.error")
 
 
 @pytest.fixture

@@ -4,6 +4,9 @@ Owns: which of them run, that each is in the history before anybody is told of i
 it is run again after a restart, with the same seed and the same id.
 Does not know: requests, or how an answer is written.
 Called by: `responses`; whoever starts a server, through its `lifespan`.
+
+Nothing that the history has as queued is left without somebody who runs it: not what an earlier server left,
+and not what an engine queued whose answer was lost.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -22,13 +26,15 @@ from pensieve_jax.core.errors import (
     EngineDiedError,
     HistoryError,
     PensieveError,
+    UnknownRecordError,
     UnknownTurnError,
 )
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.engine.validation import TurnSpec
-from pensieve_jax.history.changes import EndResponse, Expire, QueueResponse, ResponseDraft, ResponseRecord
-from pensieve_jax.server.api.background_job import decode_job, encode_job
+from pensieve_jax.history.changes import EndResponse, QueueResponse, ResponseDraft, ResponseRecord
+from pensieve_jax.server.api.background_job import decode_job, draft_of, encode_job
 from pensieve_jax.server.api.common import commit_context
+from pensieve_jax.server.api.expiry import expire_now_and_then
 from pensieve_jax.server.api.response_events import failure_object
 from pensieve_jax.server.api.response_object import head_of, kept_response
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
@@ -39,8 +45,8 @@ from pensieve_jax.server.context.resolver import Memory, ResolvedContext
 from pensieve_jax.server.http.errors import (
     ApiError,
     as_api_error,
-    context_too_long,
     internal_error,
+    not_found,
     overloaded,
     rate_limited,
     renamed_fields,
@@ -53,7 +59,7 @@ _log = logging.getLogger(__name__)
 MAX_RUNS: Final = 1000
 """Background responses that have not ended, of all owners."""
 _RETRY_S: Final = 0.5
-_EXPIRY_PERIOD_S: Final = 600.0
+_UNANSWERED: Final = (EngineClosedError, EngineDiedError)
 
 
 class BackgroundResponses:
@@ -64,6 +70,8 @@ class BackgroundResponses:
         self._services = services
         self._locks = locks
         self._runs: dict[tuple[str, str], ResponseRun] = {}
+        self._being_queued: set[ResponsePlan] = set()
+        self._is_in_doubt = False  # the history may have queued ones that nobody knows of
 
     @property
     def num_running(self) -> int:
@@ -78,47 +86,78 @@ class BackgroundResponses:
         """Keep a response as queued, and have it run; raises ApiError and what the engine raises."""
         started = False
         try:
-            if len(self._runs) >= MAX_RUNS:
-                raise overloaded("There are too many responses in the background; try again later.", 30)
             self._check_share(run.owner)
             self._services.limits.check_ready()
+            self._being_queued.add(plan)
             with renamed_fields(ENGINE_FIELDS):
                 resolved, spec = await self._queued(plan)
             assert plan.draft is not None and plan.head is not None
             run.begin(plan.head)
-            self._start(run, spec, plan.draft, resolved, unlock)
+            self._start(run, plan.draft, partial(self._drive, run, spec, plan.draft, resolved), unlock)
             started = True
         finally:
+            self._being_queued.discard(plan)
             if not started:
                 unlock()
 
+    def adopt(self, record: ResponseRecord) -> ResponseRun | None:
+        """Have a response run that the history has as queued; None for one that is not to run here.
+
+        `record` is as it stands in the history now: read in the same step of the event loop.
+        """
+        key = (record.owner, record.response_id)
+        if key in self._runs:
+            return self._runs[key]
+        is_wanted = record.status == "queued" and self._services.engine.state != "draining"
+        if not is_wanted or record.job is None or self._is_being_queued(*key):
+            return None
+        try:
+            spec, draft = decode_job(record.job)
+        except msgspec.DecodeError:
+            spec, draft = None, draft_of(record)
+        run = ResponseRun(draft.owner, draft.body_sha256, background=True)
+        run.begin(head_of(record))
+        if spec is None:
+            sentence = "An earlier release left this response, and this one cannot run it."
+            work = partial(self._fail, run, draft, ApiError(500, "server_error", sentence))
+        else:
+            work = partial(self._drive, run, spec, draft, None)
+        self._start(run, draft, work, self._locked(draft))
+        return run
+
     async def cancel(self, owner: str, record: ResponseRecord) -> dict[str, Any]:
-        """End a response, unless it has ended; its response object as it is then."""
+        """End a response, unless it has ended; its response object as it is then.
+
+        Raises what the engine raises; the response then goes on, as if nobody had asked.
+        """
+        change = EndResponse(
+            owner=owner,
+            response_id=record.response_id,
+            status="cancelled",
+            completed_at_s=self._services.now_s(),
+        )
+        await self._services.engine.apply(change)
         run = self.find(owner, record.response_id)
         if run is not None and run.task is not None:
             run.task.cancel()
             with suppress(asyncio.CancelledError):
                 await asyncio.shield(_ended(run.task))
-        if run is None or run.response is None:
-            now_s = self._services.now_s()
-            change = EndResponse(
-                owner=owner, response_id=record.response_id, status="cancelled", completed_at_s=now_s
-            )
-            try:
-                await self._services.engine.apply(change)
-            except PensieveError as error:
-                if run is not None:
-                    run.fail(as_api_error(error))
-                raise
-        response = kept_response(self._services.history.response(owner, record.response_id))
+        try:
+            response = kept_response(self._services.history.response(owner, record.response_id))
+        except PensieveError as error:
+            if run is not None and not run.has_ended:
+                run.fail(as_api_error(error))
+            raise
         if run is not None and not run.has_ended:
             run.end(response)
         return response
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        """From start to end: run what an earlier server left, and leave to a later one what has not ended."""
-        tasks = [asyncio.ensure_future(self._resume()), asyncio.ensure_future(self._expire())]
+        """From start to end: run what was left, and leave to a later server what has not ended."""
+        tasks = [
+            asyncio.ensure_future(work) for work in (self._adopt_left(), expire_now_and_then(self._services))
+        ]
         try:
             yield
         finally:
@@ -130,10 +169,18 @@ class BackgroundResponses:
     # Inside
 
     def _check_share(self, owner: str) -> None:
-        """No key may fill the background for the others; without keys, nobody's share is another's loss."""
+        """No key may fill the background for the others; without keys, nobody's share is another's loss.
+
+        What waits to be queued counts: those that come at once would else all find room.
+        """
+        if len(self._runs) + len(self._being_queued) >= MAX_RUNS:
+            raise overloaded("There are too many responses in the background; try again later.", 30)
         settings = self._services.settings
         most = settings.max_in_flight_per_key
-        if settings.api_keys_file is not None and sum(key[0] == owner for key in self._runs) >= most:
+        if settings.api_keys_file is None:
+            return
+        num_queued = sum(plan.owner == owner for plan in self._being_queued)
+        if num_queued + sum(key[0] == owner for key in self._runs) >= most:
             sentence = f"A key may have {most} responses in the background; wait for one of them."
             raise rate_limited(sentence, self._services.limits.retry_after_s())
 
@@ -143,7 +190,6 @@ class BackgroundResponses:
         for memory in Memory:
             resolved = await aside(context.is_long, context.find, memory)
             (spec,) = plan.specs(resolved)
-            _check_length(self._services, resolved)
             assert plan.draft is not None
             job = encode_job(spec, plan.draft)
             change = QueueResponse(draft=plan.draft, job=job, parent_id=resolved.node.parent_id)
@@ -154,33 +200,43 @@ class BackgroundResponses:
                 unknown = error
                 if resolved.parent is not None:
                     resolved.index.forget(plan.owner, resolved.parent.turn_id)
+            except _UNANSWERED:
+                self._is_in_doubt = True
+                raise
         assert unknown is not None
         raise unknown
+
+    def _is_being_queued(self, owner: str, response_id: str) -> bool:
+        """Whether it stands in the history before the engine has said so."""
+        drafts = [plan.draft for plan in self._being_queued if plan.owner == owner]
+        return any(draft is not None and draft.response_id == response_id for draft in drafts)
 
     def _start(
         self,
         run: ResponseRun,
-        spec: TurnSpec,
         draft: ResponseDraft,
-        resolved: ResolvedContext | None,
+        work: Callable[[], Awaitable[None]],
         unlock: Callable[[], None],
     ) -> None:
+        """Have `work` bring a response to its end."""
         key = (draft.owner, draft.response_id)
         self._runs[key] = run
 
         async def drive() -> None:
             is_expected = False
             try:
-                await self._drive(run, spec, draft, resolved)
+                await work()
                 is_expected = True
             except asyncio.CancelledError:  # whoever cancelled it says what became of it
                 is_expected = True
                 raise
             finally:
-                del self._runs[key]
-                unlock()
-                if not is_expected:
-                    run.fail(internal_error())
+                try:
+                    if not is_expected:  # queued, it would be run and fail again and again
+                        await self._fail(run, draft, internal_error())
+                finally:
+                    del self._runs[key]
+                    unlock()
 
         run.task = asyncio.ensure_future(drive())
 
@@ -193,16 +249,16 @@ class BackgroundResponses:
             try:
                 output = await self._run_once(run, spec)
                 break
-            except (EngineClosedError, EngineDiedError):
-                if self._was_committed(run, draft):  # before the engine died
-                    return
             except ApiError as error:
                 if error.status not in (429, 503):
                     await self._fail(run, draft, error)
                     return
             except PensieveError as error:
-                await self._fail(run, draft, as_api_error(error, ENGINE_FIELDS))
-                return
+                if await self._tell_end(run, draft):  # committed before the engine died, or cancelled
+                    return
+                if not isinstance(error, _UNANSWERED):
+                    await self._fail(run, draft, as_api_error(error, ENGINE_FIELDS))
+                    return
             if services.engine.state == "draining":
                 # It stays queued in the history: the next server runs it.
                 run.fail(overloaded("The server is about to end; the response goes on when it is back.", 30))
@@ -211,18 +267,40 @@ class BackgroundResponses:
             await asyncio.sleep(_RETRY_S)
         if resolved is not None:
             commit_context(services, resolved, output)
-        # As it is kept: whoever followed it live and whoever asks later see the same.
-        run.end(kept_response(services.history.response(draft.owner, draft.response_id)))
+        await self._tell_end(run, draft)
 
-    def _was_committed(self, run: ResponseRun, draft: ResponseDraft) -> bool:
-        history = self._services.history
-        record: ResponseRecord = history.response(draft.owner, draft.response_id)
-        if record.turn_id is None:
+    async def _tell_end(self, run: ResponseRun, draft: ResponseDraft) -> bool:
+        """Whether it has ended in the history, and if so how: live and later, everybody sees the same."""
+        history, owner, response_id = self._services.history, draft.owner, draft.response_id
+
+        def kept() -> tuple[ResponseRecord, Sequence[int]]:
+            record: ResponseRecord = history.response(owner, response_id)
+            turn_id = record.turn_id
+            return record, () if turn_id is None else history.turn(owner, turn_id).output_token_ids
+
+        try:
+            record, token_ids = await self._read(kept)
+        except (UnknownRecordError, UnknownTurnError):  # it was deleted
+            run.fail(not_found("response", response_id))
+            return True
+        if record.status == "queued":
             return False
         run.begin_again()
-        run.take(history.turn(draft.owner, record.turn_id).output_token_ids)
+        run.take(token_ids)
         run.end(kept_response(record))
         return True
+
+    async def _read[T](self, work: Callable[[], T]) -> T:
+        """What the history says, as soon as it can be read."""
+        is_logged = False
+        while True:
+            try:
+                return work()
+            except HistoryError as error:
+                if not is_logged:
+                    _log.error("background responses could not be read", exc_info=error)
+                    is_logged = True
+            await asyncio.sleep(_RETRY_S)
 
     async def _run_once(self, run: ResponseRun, spec: TurnSpec) -> Output:
         services = self._services
@@ -276,68 +354,33 @@ class BackgroundResponses:
             break
         run.fail(error)
 
-    async def _resume(self) -> None:
-        """Run what an earlier server left, once there is an engine."""
-        for record in await self._unfinished():
-            if (record.owner, record.response_id) in self._runs or record.job is None:
-                continue
-            run = ResponseRun(record.owner, "", background=True)
-            run.begin(head_of(record))
-            try:
-                spec, draft = decode_job(record.job)
-            except msgspec.DecodeError:
-                sentence = "An earlier release left this response, and this one cannot run it."
-                await self._fail(run, _draft_of(record), ApiError(500, "server_error", sentence))
-                continue
-            self._start(run, spec, draft, None, self._locked(draft))
-
-    async def _unfinished(self) -> list[ResponseRecord]:
-        """What an earlier server left, as soon as there is an engine and the history can be read."""
-        is_logged = False
+    async def _adopt_left(self) -> None:
+        """Run what is left behind: by an earlier server or engine, or by a change whose answer was lost."""
+        services, epoch = self._services, 0
         while True:
-            if self._services.engine.state == "ready":
+            is_new = epoch != services.engine.epoch
+            if services.engine.state == "ready" and (is_new or self._is_in_doubt):
+                in_doubt, self._is_in_doubt = self._is_in_doubt, False
+                epoch = services.engine.epoch
                 try:
-                    found: list[ResponseRecord] = self._services.history.unfinished_background()
-                    return found
-                except HistoryError as error:
-                    if not is_logged:
-                        _log.error("background responses of before could not be read", exc_info=error)
-                        is_logged = True
+                    if in_doubt:  # once this is answered, what was sent before it has happened or never will
+                        await services.engine.call("census")
+                    for record in await self._read(services.history.unfinished_background):
+                        self.adopt(record)
+                except _UNANSWERED:
+                    self._is_in_doubt = True
             await asyncio.sleep(_RETRY_S)
 
     def _locked(self, draft: ResponseDraft) -> Callable[[], None]:
-        """Lock the conversation that a response is appended to; what unlocks it."""
+        """Lock the conversation that a response is appended to, unless a turn of it runs; what unlocks it."""
         if draft.conversation is None:
             return lambda: None
         lock = (draft.owner, draft.conversation.conversation_id)
+        if lock in self._locks:  # the one of both that ends last will find that the conversation has changed
+            return lambda: None
         self._locks.add(lock)
         return lambda: self._locks.discard(lock)
-
-    async def _expire(self) -> None:
-        """Now and then, have the history forget what has expired."""
-        while True:
-            if self._services.engine.state == "ready":
-                now_s = self._services.now_s()
-                with suppress(PensieveError):  # the next time
-                    await self._services.engine.apply(Expire(now_s=now_s))
-                    while self._services.history.has_expired(now_s):  # a few at a time, with steps in between
-                        await self._services.engine.apply(Expire(now_s=now_s))
-            await asyncio.sleep(_EXPIRY_PERIOD_S)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:
     await asyncio.wait({task})
-
-
-def _check_length(services: Services, resolved: ResolvedContext) -> None:
-    """Refuse at once what the engine would refuse later; raises ApiError 400."""
-    most = services.engine.info.limits.max_context_tokens - 1
-    if resolved.num_context_tokens > most:
-        raise context_too_long(resolved.num_context_tokens, most, "input")
-
-
-def _draft_of(record: ResponseRecord) -> ResponseDraft:
-    names = ("response_id", "owner", "request", "input_items", "output_item_id", "created_at_s")
-    return ResponseDraft(
-        **{name: getattr(record, name) for name in names}, expires_at_s=record.expires_at_s, background=True
-    )

@@ -1,6 +1,7 @@
 """What it takes to run a background response once more, as bytes.
 
-Owns: the form of a job in the history. Does not know: when it runs.
+Owns: the form of a job in the history, and what is known of a response without one that can be read.
+Does not know: when it runs.
 Called by: `background`.
 """
 
@@ -14,7 +15,7 @@ import msgspec
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.engine.validation import TurnSpec
-from pensieve_jax.history.changes import ResponseDraft
+from pensieve_jax.history.changes import ResponseDraft, ResponseRecord
 
 
 class _Job(msgspec.Struct):
@@ -46,3 +47,11 @@ def decode_job(job: bytes) -> tuple[TurnSpec, ResponseDraft]:
     kept = msgspec.msgpack.decode(job, type=_Job)
     node = replace(kept.node, attachment=kept.draft)
     return TurnSpec(kept.prompt_token_ids, kept.params, messages=tuple(kept.messages), node=node), kept.draft
+
+
+def draft_of(record: ResponseRecord) -> ResponseDraft:
+    """What its record says of a response whose job cannot be read."""
+    names = ("response_id", "owner", "request", "input_items", "output_item_id", "created_at_s")
+    return ResponseDraft(
+        **{name: getattr(record, name) for name in names}, expires_at_s=record.expires_at_s, background=True
+    )

@@ -8,12 +8,18 @@ Called by: the application, by the rows of `Conversations.routes`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pensieve_jax.core.errors import ConversationChangedError
+from pensieve_jax.core.errors import (
+    ConversationChangedError,
+    EngineClosedError,
+    EngineDiedError,
+    UnknownRecordError,
+)
 from pensieve_jax.history.changes import (
     AppendItems,
     ConversationRow,
@@ -23,14 +29,18 @@ from pensieve_jax.history.changes import (
     HistoryChange,
     UpdateConversation,
 )
+from pensieve_jax.server.api.appends import Append, Appends
 from pensieve_jax.server.api.item_schemas import (
     MAX_ITEMS_OF_A_POST,
     Item,
     ItemReference,
+    named_id,
     parse_input,
+    with_named_ids,
     with_new_ids,
 )
 from pensieve_jax.server.api.pages import page_object, page_of_rows, page_query
+from pensieve_jax.server.api.repeats import idempotency_key, is_retry, key_reused
 from pensieve_jax.server.api.response_schemas import check_metadata
 from pensieve_jax.server.api.responses import check_unlocked
 from pensieve_jax.server.http.bodies import Body
@@ -67,6 +77,7 @@ class Conversations:
     def __init__(self, locks: set[tuple[str, str]]) -> None:
         """`locks` has the conversations, by owner and id, of which a turn runs."""
         self._locks = locks
+        self._appends = Appends()
 
     @property
     def routes(self) -> list[Route]:
@@ -87,7 +98,7 @@ class Conversations:
         """A new conversation, with its first items."""
         body = await call.decode(NewConversation) if call.body else NewConversation()
         check_metadata(body.metadata)
-        items = await call.aside(_new_items, call, body.items or [])
+        items = with_new_ids(await call.aside(_new_items, call, body.items or []))
         row = ConversationRow(
             conversation_id=f"conv_{secrets.token_hex(16)}",
             owner=call.owner,
@@ -146,7 +157,17 @@ class Conversations:
         body = await call.decode(NewItems)
         if not body.items:
             raise invalid_value("items", "items is empty, but must have at least one item.")
-        items = await call.aside(_new_items, call, body.items)
+        new_items = await call.aside(_new_items, call, body.items)
+        key, now_s = idempotency_key(call.headers), call.services.now_s()
+        append = self._appends.begin(
+            call.owner,
+            call.path["conversation_id"],
+            key,
+            hashlib.sha256(call.body).hexdigest(),
+            is_retry=is_retry(call.headers),
+            now_s=now_s,
+        )
+        items = with_named_ids(new_items, append.name)
 
         def change(row: ConversationRow) -> HistoryChange:
             return AppendItems(
@@ -156,8 +177,17 @@ class Conversations:
                 items=json.dumps(items),
             )
 
-        await self._change(call, change)
-        return json_reply(page_object(items, has_more=False))
+        def is_there() -> bool:
+            return _are_kept(call, items, append)
+
+        try:
+            await self._change(call, change, is_there if append.is_repeated else None)
+        except (EngineClosedError, EngineDiedError):  # it may have done it all the same
+            if not is_there():
+                raise
+        self._appends.answered(append)
+        page = page_object(items, has_more=False)
+        return json_reply(page, undelivered=lambda: self._appends.missed(append, call.services.now_s()))
 
     async def item(self, call: Call) -> Reply:
         """One item."""
@@ -179,9 +209,16 @@ class Conversations:
         check_unlocked(self._locks, call.owner, conversation_id)
         return conversation_id
 
-    async def _change(self, call: Call, change_of: Callable[[ConversationRow], HistoryChange]) -> None:
-        """Apply a change of the conversation as it is now; once more where another one came before."""
+    async def _change(
+        self,
+        call: Call,
+        change_of: Callable[[ConversationRow], HistoryChange],
+        is_done: Callable[[], bool] | None = None,
+    ) -> None:
+        """Apply a change of the conversation as it is now, unless it is done; again behind another one."""
         for tries_left in reversed(range(_MAX_TRIES)):
+            if is_done is not None and is_done():
+                return
             self._unlocked(call)
             try:
                 await call.services.engine.apply(change_of(_row(call)))
@@ -194,6 +231,26 @@ class Conversations:
 def _row(call: Call) -> ConversationRow:
     row: ConversationRow = call.services.history.conversation(call.owner, call.path["conversation_id"])
     return row
+
+
+def _are_kept(call: Call, items: Sequence[Item], append: Append) -> bool:
+    """Whether these very items were appended before; raises ApiError 422 for others under their ids."""
+    kept = [_kept_item(call, item["id"]) for item in items]
+    behind = _kept_item(call, named_id(append.name, len(items)))
+    if kept == list(items) and behind is None:
+        return True
+    if any(item is not None for item in (*kept, behind)):
+        raise key_reused()
+    return False
+
+
+def _kept_item(call: Call, item_id: str) -> Item | None:
+    try:
+        row = call.services.history.item(call.owner, call.path["conversation_id"], item_id)
+    except UnknownRecordError:
+        return None
+    item: Item = json.loads(row.item)
+    return item
 
 
 def _conversation_object(row: ConversationRow) -> dict[str, Any]:
@@ -214,4 +271,4 @@ def _new_items(call: Call, given: Sequence[Any]) -> list[Item]:
     for index, item in enumerate(items):
         if isinstance(item, ItemReference):
             raise unsupported(f"items[{index}].type", "a conversation is made of messages")
-    return with_new_ids(item for item in items if not isinstance(item, ItemReference))
+    return [item for item in items if not isinstance(item, ItemReference)]

@@ -11,6 +11,7 @@ a turn is that turn's reply, with `_` and a number behind it one of its request'
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -163,6 +164,16 @@ def with_input_ids(items: Iterable[Item], turn_id: str) -> list[Item]:
 def with_new_ids(items: Iterable[Item]) -> list[Item]:
     """Items that come with no turn, with ids that nobody has."""
     return [{**item, "id": f"msg_{secrets.token_hex(24)}"} for item in items]
+
+
+def with_named_ids(items: Iterable[Item], name: str) -> list[Item]:
+    """Items that come with no turn, with ids that follow from a name and their places."""
+    return [{**item, "id": named_id(name, index)} for index, item in enumerate(items)]
+
+
+def named_id(name: str, index: int) -> str:
+    """The id of the item at a place."""
+    return f"msg_{hashlib.sha256(f'{name}/{index}'.encode()).hexdigest()[:48]}"
 
 
 def place_of(item_id: str) -> tuple[str, int | None] | None:

@@ -133,7 +133,12 @@ def kept_key(key: str | None, body_sha256: str, now_s: float) -> Idempotency | N
     return Idempotency(key=key, body_sha256=body_sha256, expires_at_s=now_s + KEY_LIFETIME_S)
 
 
+def key_reused() -> ApiError:
+    """422: a key stands for one body."""
+    sentence = "This Idempotency-Key was sent with another body; take a new key for a new request."
+    return ApiError(422, "idempotency_key_reused", sentence, param="Idempotency-Key")
+
+
 def _check_same(body_sha256: str, earlier: str) -> None:
     if body_sha256 != earlier:
-        sentence = "This Idempotency-Key was sent with another body; take a new key for a new request."
-        raise ApiError(422, "idempotency_key_reused", sentence, param="Idempotency-Key")
+        raise key_reused()

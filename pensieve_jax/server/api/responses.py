@@ -129,11 +129,13 @@ class Responses:
         if not streams and call.query.get("starting_after") is not None:
             raise invalid_value("starting_after", "starting_after needs stream=true.")
         run = self.background.find(call.owner, response_id)
+        if run is None or run.head is None or run.has_ended:
+            record: ResponseRecord = call.services.history.response(call.owner, response_id)
+            run = self.background.adopt(record)
         if run is not None and run.head is not None and not run.has_ended:
             if streams:
                 return self._events(run_events(run, run.head, self._texts, starting_after))
             return json_reply(run.head.object("in_progress" if run.is_started else "queued"))
-        record: ResponseRecord = call.services.history.response(call.owner, response_id)
         if streams:
             return self._events(self._kept_events(record, starting_after))
         return json_reply(kept_response(record))
@@ -214,8 +216,8 @@ class Responses:
     ) -> Reply:
         """The answer to a request that was sent before."""
         if isinstance(known, ResponseRecord):
-            run = self.background.find(known.owner, known.response_id)
-            if run is None:
+            run = self.background.adopt(known)
+            if run is None or run.has_ended:
                 missed = self._missed(call, sha256, known.response_id)
                 if body.stream:
                     return self._told(self._kept_events(known), missed)

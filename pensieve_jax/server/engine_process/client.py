@@ -260,9 +260,14 @@ class Connection(asyncio.Protocol):
         await waiter
 
     def close(self) -> None:
-        """End the socket, which ends the engine."""
+        """End the socket once all is sent, which ends the engine."""
         if self._transport is not None:
             self._transport.close()
+
+    def abort(self) -> None:
+        """End the socket at once."""
+        if self._transport is not None:
+            self._transport.abort()
 
     def _write(self, frame: bytearray) -> None:
         if self._transport is None or self.lost.is_set() or self._transport.is_closing():
@@ -319,8 +324,7 @@ class Connection(asyncio.Protocol):
 
     def _give_up(self, problem: WireError) -> None:
         self._problem = problem
-        if self._transport is not None:
-            self._transport.abort()
+        self.abort()
 
     def _receive(self, message: Ready | Failed | Report) -> None:
         if isinstance(message, Report):

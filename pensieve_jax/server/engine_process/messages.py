@@ -26,6 +26,7 @@ from pensieve_jax.history import changes
 from pensieve_jax.history.changes import HistoryChange, ResponseDraft
 from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process.sent_errors import SentError
+from pensieve_jax.server.logs import LogFormat
 
 _CHANGES: dict[str, type[Any]] = {kind.__name__: kind for kind in HistoryChange.__value__.__args__}
 
@@ -34,7 +35,11 @@ _CHANGES: dict[str, type[Any]] = {kind.__name__: kind for kind in HistoryChange.
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
-    """The first message: what to serve. Arguments are those of `LLM`."""
+    """The first message: what to serve. Arguments are those of `LLM`.
+
+    Attributes:
+      log_format: of the lines that the engine's process logs; None leaves them to Python.
+    """
 
     model: str
     dtype: str
@@ -42,6 +47,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
     synchronous: Literal["normal", "full"]
     config: EngineConfig
     progress: bool
+    log_format: LogFormat | None = None
 
 
 class SentNode(msgspec.Struct, array_like=True):

@@ -24,6 +24,7 @@ from pensieve_jax.server.engine_process.client import RunningTurn
 from pensieve_jax.server.engine_process.lives import ProcessLife
 from pensieve_jax.server.engine_process.messages import Start, sent_prompt
 from pensieve_jax.server.engine_process.supervisor import SupervisedEngine
+from pensieve_jax.server.logs import LogFormat
 
 
 class AsyncEngine(SupervisedEngine):
@@ -43,8 +44,12 @@ class AsyncEngine(SupervisedEngine):
         config: EngineConfig | None = None,
         synchronous: Literal["normal", "full"] = "normal",
         progress: bool | None = None,
+        log_format: LogFormat | None = None,
     ) -> Self:
-        """An engine that starts with `async with` or `await`; see `LLM` for the arguments.
+        """An engine that starts with `async with` or `await`; see `LLM` for the other arguments.
+
+        `log_format` is that of the lines which the engine's process writes to stderr; None leaves them to
+        Python.
 
         Starting raises what `LLM` raises, and EngineDiedError if the process died before it was ready.
         """
@@ -57,6 +62,7 @@ class AsyncEngine(SupervisedEngine):
             synchronous,
             config or EngineConfig(),
             sys.stderr.isatty() if progress is None else progress,
+            log_format,
         )
         return cls(functools.partial(ProcessLife.begin, greeting))
 

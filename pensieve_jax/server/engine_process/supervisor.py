@@ -13,9 +13,14 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, HistoryCorruptError
+from pensieve_jax.core.errors import (
+    EngineClosedError,
+    EngineDiedError,
+    HistoryCorruptError,
+    HistoryMismatchError,
+)
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.server.async_engine import EngineInfo, EngineState
@@ -25,6 +30,8 @@ from pensieve_jax.server.engine_process.messages import sent_spec
 from pensieve_jax.server.engine_process.sent_errors import SentError, received_error
 
 _log = logging.getLogger(__name__)
+# A later start would make a new history at this path, while the front goes on reading the old file.
+_HISTORY_IS_GONE: Final = (HistoryCorruptError, HistoryMismatchError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +60,8 @@ class SupervisedEngine:
     """An engine elsewhere; see `EngineService` for what its methods promise.
 
     Attributes:
-      gave_up: set when it died too often, or its history is damaged, and it is not started again.
-      is_damaged: that its history was, and has been set aside.
+      gave_up: set when it is not started again: it died too often, or its history is gone.
+      is_damaged: that its history is gone: it was damaged and has been set aside, or is not of this model.
     """
 
     def __init__(
@@ -267,7 +274,7 @@ class SupervisedEngine:
         life, connection = self._life, self._connection
         if connection is not None:
             connection.close()
-            await connection.lost.wait()
+            await self._lost_or_cut_off(connection)
         if life is None:
             return "never began"
         self._life = None
@@ -278,6 +285,17 @@ class SupervisedEngine:
         except TimeoutError:
             life.kill()
             return await life.wait()
+
+    async def _lost_or_cut_off(self, connection: Connection) -> None:
+        """Wait for the end of a socket, which an engine that is stuck keeps open: it reads nothing more."""
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await connection.lost.wait()
+        except TimeoutError:
+            if self._life is not None:
+                self._life.kill()
+            connection.abort()
+            await connection.lost.wait()
 
     async def _keep_alive(self) -> None:
         """Whenever the engine dies, start it again, until it died too often; draining engines stay dead."""
@@ -303,7 +321,7 @@ class SupervisedEngine:
             self.gave_up.set()
 
     async def _live_again(self) -> bool:
-        """Start until it is ready; False when that was tried too often, or it is told to end meanwhile."""
+        """Start until it is ready; False when that is of no use, or it is told to end meanwhile."""
         while self._is_starting():
             now_s = time.monotonic()
             while self._starts_s and now_s - self._starts_s[0] > self._restarts.within_s:
@@ -318,19 +336,18 @@ class SupervisedEngine:
             self._starts_s.append(time.monotonic())
             try:
                 problem = await self._live()
-            except EngineDiedError as error:
-                _log.error("%s", error)
+            except EngineDiedError as died:
+                _log.error("%s", died)
                 continue
             except EngineClosedError:
                 break
             if problem is None:
                 _log.info("The engine is ready again, after %.1f s.", time.monotonic() - now_s)
                 return True
-            refusal = received_error(problem)
-            _log.error("The engine cannot start: %s", refusal)
-            if isinstance(
-                refusal, HistoryCorruptError
-            ):  # the next start would begin an empty one in its place
+            error = received_error(problem)
+            if isinstance(error, _HISTORY_IS_GONE):
+                _log.error("The engine cannot start again: %s", error)
                 self.is_damaged = True
                 return False
+            _log.error("The engine cannot start: %s", error)
         return False

@@ -29,6 +29,7 @@ from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import Failed, Start
 from pensieve_jax.server.engine_process.sent_errors import sent_error
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
+from pensieve_jax.server.logs import log_to, log_uncaught
 
 EXIT_REFUSED: Final = 2
 _READ_BYTES = 1 << 16
@@ -43,6 +44,9 @@ def main() -> int:
         start = _first_message(front)
         if start is None:
             return 0
+        if start.log_format is not None:
+            log_to(log_format=start.log_format)
+            log_uncaught()
         ready = threading.Event()
         threading.Thread(target=_leave_with_front, args=(front, ready), daemon=True).start()
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -15,9 +16,11 @@ from typing import Any
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.server.async_engine import EngineInfo
-from pensieve_jax.server.engine_process.lives import Parts, ThreadLife
+from pensieve_jax.server.engine_process.lives import Life, Parts, ThreadLife
+from pensieve_jax.server.engine_process.messages import Failed, Ready, Start
 from pensieve_jax.server.engine_process.public import AsyncEngine
 from pensieve_jax.server.engine_process.supervisor import Restarts
+from pensieve_jax.server.engine_process.wire import FrameWriter
 from pensieve_jax.text import byte_tokenizer
 from tests.engine.harness import Harness, small_config
 from tests.engine.oracles import TurnFacts
@@ -67,7 +70,7 @@ class FakeLives:
         self.lives: list[ThreadLife] = []
         self.prepare: Callable[[Harness], None] = lambda harness: None
 
-    async def begin(self) -> ThreadLife:
+    async def begin(self) -> Life:
         life = ThreadLife(self._make)
         self.lives.append(life)
         return life
@@ -82,6 +85,27 @@ class FakeLives:
         self.prepare(harness)
         self.harnesses.append(harness)
         return harness.engine, TOKENIZER, info_of(harness, str(self.path or ""))
+
+
+class ScriptedLife:
+    """A life that says one thing and then neither speaks nor reads; it ends when it is killed."""
+
+    def __init__(self, first: Ready | Failed, *, has_ended: bool = False) -> None:
+        """`has_ended`: as a process that says why it cannot serve."""
+        self.front, self._engine = socket.socketpair()
+        self.greeting: Start | None = None
+        self.killed = asyncio.Event()
+        self._engine.sendall(FrameWriter().frame(first))
+        if has_ended:
+            self.kill()
+
+    async def wait(self) -> str:
+        await self.killed.wait()
+        return "ended"
+
+    def kill(self) -> None:
+        self._engine.close()
+        self.killed.set()
 
 
 @contextlib.asynccontextmanager

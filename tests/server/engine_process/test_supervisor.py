@@ -5,34 +5,59 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
+import uvloop
 
-from pensieve_jax import AsyncEngine, EngineClosedError, EngineDiedError, HistoryCorruptError
-from pensieve_jax.history.changes import DeleteConversation
-from pensieve_jax.server.engine_process.lives import ThreadLife
-from pensieve_jax.server.engine_process.sent_errors import SentError, sent_error
+from pensieve_jax import AsyncEngine, EngineClosedError, EngineDiedError
+from pensieve_jax.core.errors import (
+    ConfigError,
+    HistoryCorruptError,
+    HistoryError,
+    HistoryLockedError,
+    HistoryMismatchError,
+)
+from pensieve_jax.history.changes import CreateConversation, DeleteConversation
+from pensieve_jax.server.engine_process.lives import Life
+from pensieve_jax.server.engine_process.messages import Failed, Ready
+from pensieve_jax.server.engine_process.sent_errors import sent_error
 from pensieve_jax.server.engine_process.supervisor import Restarts
-from tests.server.engine_process.fakes import TIMEOUT_S, FakeLives, fake_engine, run, spec, until
+from tests.server.engine_process.fakes import (
+    TIMEOUT_S,
+    FakeLives,
+    ScriptedLife,
+    fake_engine,
+    run,
+    spec,
+    until,
+)
+from tests.server.fakes import FakeEngine
 
 TOO_MANY_FILES = OSError(errno.EMFILE, "Too many open files")
 
 
 class FailingLives(FakeLives):
-    """Starts that raise what is in `errors`, in order; None starts."""
+    """Starts that raise what is in `errors`, or say it, in order; None starts."""
 
-    def __init__(self, *errors: Exception | None) -> None:
+    def __init__(self, *errors: Exception | Failed | None) -> None:
         super().__init__()
         self.errors = list(errors)
         self.num_tried = 0
 
-    async def begin(self) -> ThreadLife:
+    async def begin(self) -> Life:
         self.num_tried += 1
         error = self.errors.pop(0) if self.errors else None
+        if isinstance(error, Failed):
+            return ScriptedLife(error, has_ended=True)
         if error is not None:
             raise error
         return await super().begin()
+
+
+def refused(error: Exception) -> Failed:
+    """What an engine's process says that cannot start."""
+    return Failed(sent_error(error))
 
 
 def test_a_start_that_the_system_refuses_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -72,31 +97,43 @@ def test_an_error_that_nobody_expected_ends_the_server(caplog: pytest.LogCapture
     assert isinstance(record.exc_info[1], RuntimeError)
 
 
-def test_a_history_that_is_damaged_at_a_restart_ends_the_server(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [HistoryCorruptError, HistoryMismatchError])
+def test_an_engine_whose_history_is_gone_is_not_started_again(
+    kind: type[HistoryError], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its file is moved aside by the start that finds it; another start would serve an empty one."""
+    """A damaged file is set aside: the next start would make an empty one, which the front never reads."""
 
     async def work() -> None:
-        lives = FakeLives(tmp_path / "history.sqlite")
+        lives = FailingLives(None, refused(kind("The history is damaged.")))
         async with fake_engine(lives) as engine:
             lives.lives[-1].kill()
-            await until(lambda: engine.epoch == 2 or engine.gave_up.is_set())
-            assert engine.epoch == 2 and not engine.is_damaged
-            tries = []
+            await until(lambda: engine.gave_up.is_set() or engine.epoch == 2)
+            assert (engine.state, engine.epoch, lives.num_tried) == ("dead", 1, 2)
+            assert engine.is_damaged
 
-            async def refused() -> SentError:
-                tries.append(len(tries))
-                return sent_error(HistoryCorruptError("history is damaged, and was set aside"))
+    run(work())
+    assert caplog.text.count("cannot start again: The history is damaged.") == 1
 
-            monkeypatch.setattr(engine, "_opening", refused)
+
+@pytest.mark.parametrize(
+    "error", [HistoryLockedError("locked"), HistoryError("cannot be opened"), ConfigError("dtype", "f", "g")]
+)
+def test_what_may_pass_is_tried_again(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        lives = FailingLives(None, refused(error), refused(error))
+        async with fake_engine(lives) as engine:
             lives.lives[-1].kill()
-            await engine.gave_up.wait()
-            assert engine.state == "dead" and engine.is_damaged and tries == [0]
+            await until(lambda: engine.epoch == 2)
+            assert (
+                engine.state == "ready"
+                and not engine.is_damaged
+                and not engine.gave_up.is_set()
+                and lives.num_tried == 4
+            )
 
     with caplog.at_level("INFO"):
         run(work())
-    assert "ready again, after" in caplog.text and "was set aside" in caplog.text
+    assert caplog.text.count(f"cannot start: {error}") == 2 and "ready again, after" in caplog.text
 
 
 def test_a_first_start_that_the_system_refuses_says_why() -> None:
@@ -114,7 +151,7 @@ def test_a_life_that_cannot_be_reached_is_ended(is_first: bool, caplog: pytest.L
     """Its process would else hold the device for nobody."""
 
     class Unreachable(FakeLives):
-        async def begin(self) -> ThreadLife:
+        async def begin(self) -> Life:
             life = await super().begin()
             if len(self.lives) == (1 if is_first else 2):
                 life.front.close()
@@ -140,7 +177,7 @@ def test_an_engine_that_is_told_to_end_while_it_is_started_again_ends(
     how: str, moment: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Lives(FakeLives):
-        async def begin(self) -> ThreadLife:
+        async def begin(self) -> Life:
             if moment == "before it is ready":
                 life = await super().begin()
             if len(self.lives) + (moment == "before it begins") > 1:
@@ -237,3 +274,31 @@ def test_an_engine_that_is_told_to_end_between_two_starts_is_not_started() -> No
             assert engine.state == "dead" and lives.num_tried == 2 and not engine.gave_up.is_set()
 
     run(work())
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_an_engine_that_reads_nothing_keeps_no_server_from_ending(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """A socket with unsent bytes stays open when it is closed."""
+
+    async def work() -> None:
+        life = ScriptedLife(Ready(FakeEngine().info))
+
+        async def begin() -> Life:
+            return life
+
+        engine = AsyncEngine(begin, patience_s=0.01, answer_s=0.01)
+        await engine.open()
+        more = CreateConversation(
+            owner="", conversation_id="c", metadata="{}", created_at_s=0.0, items="x" * 10**7
+        )
+        with pytest.raises(EngineClosedError, match="not answered"):
+            await engine.apply(more)
+        await engine.drain(1.0)
+        async with asyncio.timeout(TIMEOUT_S / 10):
+            await engine.close()
+        assert life.killed.is_set() and engine.state == "dead" and not engine.gave_up.is_set()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(work())

@@ -1,0 +1,85 @@
+"""Items that are appended to a conversation once, though their request may come twice.
+
+Owns: under which ids a request's items are kept, and which requests their clients may not know the end of.
+Does not know: how items are kept, or what they say.
+Called by: `conversations`.
+
+Whoever repeats a request finds its items by their ids. Those of a request with an idempotency key follow from
+the key, so that they are the same for as long as the items are there. Of one without, they are remembered
+until it was answered, for a retry that says that it is one (`x-stainless-retry-count`): the same items may
+well be sent twice on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import OrderedDict
+from typing import Final, NamedTuple
+
+LIFETIME_S: Final = 600.0
+MAX_UNANSWERED: Final = 10_000
+
+
+class Append(NamedTuple):
+    """One request.
+
+    Attributes:
+      name: what the ids of its items are made of.
+      is_repeated: its items may be there already.
+      request: what a retry of it is known by; None with a key.
+    """
+
+    name: str
+    is_repeated: bool
+    request: tuple[str, str, str] | None
+
+
+class Appends:
+    """The appends of one server. Used by the event loop's thread only."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._unanswered: OrderedDict[tuple[str, str, str], tuple[str, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many were not answered, as far as that is remembered."""
+        return len(self._unanswered)
+
+    def begin(
+        self,
+        owner: str,
+        conversation_id: str,
+        key: str | None,
+        body_sha256: str,
+        *,
+        is_retry: bool,
+        now_s: float,
+    ) -> Append:
+        """A request to append came; call `answered` when its client knows."""
+        if key is not None:
+            return Append(json.dumps([owner, conversation_id, key]), True, None)
+        request = (owner, conversation_id, body_sha256)
+        known = self._unanswered.get(request) if is_retry else None
+        is_repeated = known is not None and known[1] > now_s - LIFETIME_S
+        append = Append(known[0] if known and is_repeated else secrets.token_hex(24), is_repeated, request)
+        self.missed(append, now_s)
+        return append
+
+    def answered(self, append: Append) -> None:
+        """Its client knows that its items are there."""
+        found = None if append.request is None else self._unanswered.get(append.request)
+        if found is not None and found[0] == append.name and append.request is not None:
+            del self._unanswered[append.request]
+
+    def missed(self, append: Append, now_s: float) -> None:
+        """Its client may not know, and ask again."""
+        if append.request is None:
+            return
+        self._unanswered[append.request] = (append.name, now_s)
+        self._unanswered.move_to_end(append.request)
+        forgotten_s = now_s - LIFETIME_S
+        while (
+            len(self._unanswered) > MAX_UNANSWERED or next(iter(self._unanswered.values()))[1] <= forgotten_s
+        ):
+            self._unanswered.popitem(last=False)

@@ -1,0 +1,57 @@
+"""How many background responses there may be, of one key and of all."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+import openai
+import pytest
+
+from pensieve_jax.server.api import background
+from pensieve_jax.server.http.settings import ServerSettings
+from tests.server.api.live import LiveServer
+
+
+def test_no_key_can_fill_the_background(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("".join(f"{owner}:{hashlib.sha256(owner.encode()).hexdigest()}\n" for owner in "ab"))
+    settings = ServerSettings(api_keys_file=str(keys), max_in_flight_per_key=2)
+    with (
+        LiveServer(tmp_path / "history.sqlite", settings=settings) as server,
+        server.client(api_key="a") as a,
+        server.client(api_key="b") as b,
+    ):
+        first, _ = (a.responses.create(input="hi", background=True) for _ in range(2))
+        with pytest.raises(openai.RateLimitError, match="2 responses in the background"):
+            a.responses.create(input="hi", background=True)
+        assert b.responses.create(input="hi", background=True).status == "queued"
+        a.responses.cancel(first.id)
+        assert a.responses.create(input="hi", background=True).status == "queued"
+
+
+@pytest.mark.parametrize(("most_runs", "status"), [(1000, 429), (2, 503)])
+def test_those_that_come_at_once_have_no_larger_share(tmp_path, monkeypatch, most_runs, status):
+    """Each waits for the engine before it runs, and counts while it does."""
+    monkeypatch.setattr(background, "MAX_RUNS", most_runs)
+    keys = tmp_path / "keys"
+    keys.write_text(f"a:{hashlib.sha256(b'a').hexdigest()}\n")
+    settings = ServerSettings(api_keys_file=str(keys), max_in_flight_per_key=2)
+    headers = {"authorization": "Bearer a"}
+
+    async def ask(server) -> list[int]:
+        body = {"input": "hi", "background": True}
+        asked = [server.harness.open("POST", "/v1/responses", body, headers) for _ in range(8)]
+        return sorted([(await one.whole())[0] for one in asked])
+
+    with LiveServer(tmp_path / "history.sqlite", settings=settings) as server:
+        apply = server.engine.apply
+
+        async def slow(change) -> None:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            await apply(change)
+
+        server.on_loop(lambda: setattr(server.engine, "apply", slow))
+        assert server.wait_for(ask(server)) == [200] * 2 + [status] * 6
+        assert server.on_loop(lambda: server.responses.background.num_running) == 2

@@ -1,0 +1,264 @@
+"""Background responses whose queueing, cancelling or end was lost on the way: something always runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, HistoryError
+from pensieve_jax.history.changes import DeleteResponse, EndResponse, QueueResponse
+from pensieve_jax.history.reader import HistoryReader
+from pensieve_jax.server.api import background
+from pensieve_jax.server.http.errors import INTERNAL_ERROR
+from tests.server.api.live import LiveServer
+from tests.server.api.test_background import ended, feed, turn_of, wait_until
+from tests.server.fakes import say
+
+RETRY = {"x-stainless-retry-count": "1"}
+NO_ANSWER = EngineClosedError("The engine has not answered within 30 s; it may still do so.")
+DIED = EngineDiedError("The engine's process died.")
+DOWN = EngineClosedError("The engine takes no calls: it is starting.")
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(background, "_RETRY_S", 0.01)
+
+
+@pytest.fixture
+def server(tmp_path):
+    with LiveServer(tmp_path / "history.sqlite") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with server.client(timeout=10.0) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def losing(server, kind: type, error: Exception, *, applies: bool = True) -> Iterator[None]:
+    """Changes of a kind raise this, whether or not they were applied."""
+    apply = server.engine.apply
+
+    async def lose(change) -> None:
+        if applies or not isinstance(change, kind):
+            await apply(change)
+        if isinstance(change, kind):
+            raise error
+
+    server.on_loop(lambda: setattr(server.engine, "apply", lose))
+    try:
+        yield
+    finally:
+        server.on_loop(lambda: setattr(server.engine, "apply", apply))
+
+
+def queue_without_a_word(server, client, error: Exception = NO_ANSWER, **options) -> None:
+    with losing(server, QueueResponse, error), pytest.raises(openai.InternalServerError):
+        client.responses.create(input="hi", background=True, **options)
+
+
+def only_id(server) -> str:
+    (record,) = server.harness.services.history.unfinished_background()
+    return record.response_id
+
+
+def running(server) -> int:
+    return server.on_loop(lambda: server.responses.background.num_running)
+
+
+@pytest.mark.parametrize("headers", [RETRY, {"Idempotency-Key": "k"}], ids=["retry", "key"])
+def test_a_retry_gets_a_response_that_runs(server, client, headers):
+    options = {"extra_headers": {name: value for name, value in headers.items() if headers is not RETRY}}
+    queue_without_a_word(server, client, **options)
+    again = client.responses.create(input="hi", background=True, extra_headers=headers)
+    assert again.status == "queued"
+    feed(server, turn_of(server), "hello", end=True)
+    assert ended(client, again.id).output_text == "hello" and len(server.engine.turns) == 1
+
+
+def test_it_runs_though_nobody_comes_back(server, client):
+    queue_without_a_word(server, client)
+    response_id = only_id(server)
+    feed(server, turn_of(server), "hello", end=True)
+    assert ended(client, response_id).output_text == "hello"
+
+
+def test_it_runs_when_the_engine_is_back(server, client):
+    queue_without_a_word(server, client, DIED)
+    server.on_loop(lambda: setattr(server.engine, "state", "starting"))
+    response_id = only_id(server)
+
+    def back() -> None:
+        server.engine.restart()
+        server.engine.state = "ready"
+
+    server.on_loop(back)
+    feed(server, turn_of(server), "hello", end=True)
+    assert ended(client, response_id).output_text == "hello"
+
+
+def test_it_runs_where_the_engine_queues_it_late(server, client):
+    """A stuck engine takes what it was sent in order: once it answers again, all of before has happened."""
+    engine, late = server.engine, []
+    apply, call = engine.apply, engine.call
+
+    async def apply_late(change) -> None:
+        late.append(change)
+        raise NO_ANSWER
+
+    async def stuck(name, *arguments):
+        raise NO_ANSWER
+
+    async def answer(name, *arguments):
+        while late:
+            await apply(late.pop(0))
+        return await call(name, *arguments)
+
+    server.on_loop(lambda: (setattr(engine, "apply", apply_late), setattr(engine, "call", stuck)))
+    with pytest.raises(openai.InternalServerError):
+        client.responses.create(input="hi", background=True)
+    assert len(late) == 1 and not server.harness.services.history.unfinished_background()
+    server.on_loop(lambda: (setattr(engine, "apply", apply), setattr(engine, "call", answer)))
+    feed(server, turn_of(server), "hello", end=True)
+    wait_until(lambda: not running(server))
+    (record,) = [change.draft for change in engine.changes if isinstance(change, QueueResponse)]
+    assert client.responses.retrieve(record.response_id).output_text == "hello"
+
+
+def test_whoever_asks_for_it_has_it_run(tmp_path, monkeypatch):
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path) as server, server.client() as client:
+        queued = client.responses.create(input="hi", background=True)
+        turn_of(server)
+    monkeypatch.setattr(HistoryReader, "unfinished_background", lambda _: [])
+    with LiveServer(path, say("hello")) as server, server.client() as client:
+        assert client.responses.retrieve(queued.id).status in ("queued", "in_progress")
+        assert ended(client, queued.id).output_text == "hello"
+        assert len(server.engine.turns) == 1
+
+
+def test_what_is_being_queued_is_not_left_behind(server, client):
+    """It stands in the history before the engine says so."""
+    apply, looks = server.engine.apply, []
+    history = server.harness.services.history
+    unfinished = history.unfinished_background
+
+    def look():
+        looks.append(unfinished())
+        return looks[-1]
+
+    async def wait_for_a_look(change) -> None:
+        await apply(change)
+        server.engine.restart()
+        while not looks:
+            await asyncio.sleep(0)
+
+    def prepare() -> None:
+        history.unfinished_background = look
+        server.engine.apply = wait_for_a_look
+
+    server.on_loop(prepare)
+    queued = client.responses.create(input="hi", background=True)
+    assert [record.response_id for record in looks[0]] == [queued.id]
+    feed(server, turn_of(server), "hello", end=True)
+    assert ended(client, queued.id).output_text == "hello" and len(server.engine.turns) == 1
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+def test_one_that_cannot_be_cancelled_goes_on(server, client, how):
+    made = client.conversations.create()
+    queued = client.responses.create(input="hi", conversation=made.id, background=True)
+    turn = turn_of(server)
+    with losing(server, EndResponse, DOWN, applies=False):
+        with pytest.raises(openai.InternalServerError) as raised:
+            getattr(client.responses, how)(queued.id)
+        assert raised.value.status_code == 503
+        assert not turn.cancelled and running(server) == 1 and len(server.responses.locks) == 1
+    feed(server, turn, "hello", end=True)
+    assert ended(client, queued.id).output_text == "hello"
+    wait_until(lambda: not server.responses.locks)
+    assert len(client.conversations.items.list(made.id).data) == 2
+
+
+def test_one_that_was_cancelled_without_a_word_is_told_so(server, client):
+    stream = iter(client.responses.create(input="hi", background=True, stream=True))
+    first = next(stream)
+    turn = turn_of(server)
+    with losing(server, EndResponse, DIED), pytest.raises(openai.InternalServerError):
+        client.responses.cancel(first.response.id)
+    server.on_loop(lambda: turn.fail(DIED))
+    rest = list(stream)
+    assert rest[-1].response.status == "cancelled"
+    wait_until(lambda: not running(server))
+    assert client.responses.retrieve(first.response.id).status == "cancelled"
+    assert len(server.engine.turns) == 1
+
+
+def test_one_that_was_cancelled_without_a_word_is_not_committed(server, client):
+    stream = iter(client.responses.create(input="hi", background=True, stream=True))
+    first = next(stream)
+    turn = turn_of(server)
+    with losing(server, EndResponse, NO_ANSWER), pytest.raises(openai.InternalServerError):
+        client.responses.cancel(first.response.id)
+    feed(server, turn, "hello", end=True)
+    assert list(stream)[-1].response.status == "cancelled"
+    assert client.responses.retrieve(first.response.id).status == "cancelled"
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_history_that_cannot_be_read_for_a_moment_ends_nothing(server, client, committed):
+    queued = client.responses.create(input="hi", background=True)
+    turn, history = turn_of(server), server.harness.services.history
+    refused = []
+
+    def refuse_twice(owner, response_id):
+        refused.append(response_id)
+        if len(refused) == 2:
+            del history.response
+        raise HistoryError("disk I/O error")
+
+    def work() -> None:
+        history.response = refuse_twice
+        if committed:
+            turn.feed("hello")
+            turn.finish()
+        else:
+            turn.fail(DIED)
+
+    server.on_loop(work)
+    if not committed:
+        feed(server, turn_of(server, 1), "hello", end=True)
+    wait_until(lambda: not running(server))
+    assert ended(client, queued.id).output_text == "hello" and len(refused) == 2
+    assert len(server.engine.turns) == (1 if committed else 2)
+
+
+def test_one_that_is_deleted_before_its_end_is_told_is_gone(server, client):
+    stream = iter(client.responses.create(input="hi", background=True, stream=True))
+    first = next(stream)
+    turn = turn_of(server)
+    forget = DeleteResponse(owner="", response_id=first.response.id)
+    server.wait_for(server.engine.apply(forget))
+    server.on_loop(lambda: turn.fail(DIED))
+    assert [getattr(event, "code", None) for event in stream][-2] == "not_found"
+    wait_until(lambda: not running(server))
+
+
+def test_an_error_that_nobody_expected_fails_it(server, client, monkeypatch):
+    """Left queued, it would be run and fail again with every look."""
+
+    async def broken(*_, **__):
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr(background, "run_turns", broken)
+    queued = client.responses.create(input="hi", background=True)
+    failed = ended(client, queued.id)
+    assert (failed.status, failed.error.message) == ("failed", INTERNAL_ERROR)
+    wait_until(lambda: not running(server))

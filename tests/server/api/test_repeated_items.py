@@ -1,0 +1,144 @@
+"""Items that are sent again, since the answer was lost, stand in their conversation once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+
+from pensieve_jax.core.errors import EngineClosedError
+from pensieve_jax.history.changes import AppendItems
+from pensieve_jax.server.api.appends import LIFETIME_S, MAX_UNANSWERED, Appends
+from tests.server.api.live import LiveServer
+from tests.server.api.test_left_behind import DIED, NO_ANSWER, losing
+
+RETRY = {"x-stainless-retry-count": "1"}
+KEY = {"Idempotency-Key": "k"}
+DOWN = EngineClosedError("The engine takes no calls: it is starting.")
+
+
+@pytest.fixture
+def server(tmp_path):
+    with LiveServer(tmp_path / "history.sqlite") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with server.client(timeout=10.0) as made:
+        yield made
+
+
+def items(*texts: str) -> list:
+    return [{"role": "user", "content": text} for text in texts]
+
+
+def texts_of(client, conversation: str) -> list[str]:
+    page = client.conversations.items.list(conversation, order="asc")
+    return [item.content[0].text for item in page.data]
+
+
+@pytest.mark.parametrize("error", [NO_ANSWER, DIED])
+def test_what_was_appended_without_a_word_is_answered(server, client, error):
+    made = client.conversations.create().id
+    with losing(server, AppendItems, error):
+        answer = client.conversations.items.create(made, items=items("pay 5", "now"))
+    assert texts_of(client, made) == ["pay 5", "now"]
+    listed = client.conversations.items.list(made, order="asc").data
+    assert [item.id for item in answer.data] == [item.id for item in listed]
+
+
+@pytest.mark.parametrize("headers", [RETRY, KEY], ids=["retry", "key"])
+def test_what_is_appended_late_is_appended_once(server, client, headers):
+    """A stuck engine takes it after its client was told that nobody answers, and sent it again."""
+    made, engine, late = client.conversations.create().id, server.engine, []
+    apply = engine.apply
+
+    async def apply_late(change) -> None:
+        late.append(change)
+        raise NO_ANSWER
+
+    server.on_loop(lambda: setattr(engine, "apply", apply_late))
+    first = {} if headers is RETRY else headers
+    with pytest.raises(openai.InternalServerError):
+        client.conversations.items.create(made, items=items("pay 5", "now"), extra_headers=first)
+    server.on_loop(lambda: setattr(engine, "apply", apply))
+    server.wait_for(apply(late[0]))
+    for _ in range(2):
+        answer = client.conversations.items.create(made, items=items("pay 5", "now"), extra_headers=headers)
+        assert len(answer.data) == 2
+        if headers is RETRY:
+            break  # it has been answered: what comes now is new
+    assert texts_of(client, made) == ["pay 5", "now"]
+
+
+def test_what_never_came_is_appended_by_the_retry(server, client):
+    made = client.conversations.create().id
+    with losing(server, AppendItems, DOWN, applies=False), pytest.raises(openai.InternalServerError):
+        client.conversations.items.create(made, items=items("pay 5"))
+    client.conversations.items.create(made, items=items("pay 5"), extra_headers=RETRY)
+    assert texts_of(client, made) == ["pay 5"]
+
+
+def test_the_same_items_may_be_sent_twice_on_purpose(client):
+    made = client.conversations.create().id
+    for headers in ({}, {}, RETRY, KEY, {"Idempotency-Key": "other"}):
+        client.conversations.items.create(made, items=items("yes"), extra_headers=headers)
+    assert texts_of(client, made) == ["yes"] * 5
+
+
+def test_a_key_is_for_one_body_and_one_conversation(client):
+    made, other = client.conversations.create().id, client.conversations.create().id
+    first = client.conversations.items.create(made, items=items("yes", "no"), extra_headers=KEY)
+    again = client.conversations.items.create(made, items=items("yes", "no"), extra_headers=KEY)
+    assert again.to_dict() == first.to_dict()
+    for sent in (items("yes"), items("yes", "no", "yes"), items("no", "yes")):
+        with pytest.raises(openai.UnprocessableEntityError) as raised:
+            client.conversations.items.create(made, items=sent, extra_headers=KEY)
+        assert raised.value.code == "idempotency_key_reused"
+    client.conversations.items.create(other, items=items("no"), extra_headers=KEY)
+    assert (texts_of(client, made), texts_of(client, other)) == (["yes", "no"], ["no"])
+
+
+def test_an_answer_that_its_client_did_not_wait_for_is_there_for_the_retry(server, client):
+    made = client.conversations.create().id
+
+    async def leave() -> None:
+        asked = opened({})
+        asked.takes.clear()
+        while not any(isinstance(change, AppendItems) for change in server.engine.changes):
+            await asyncio.sleep(0)
+        asked.leave()
+        asked.takes.set()
+        await asked.task
+
+    def opened(headers: dict):
+        path = f"/v1/conversations/{made}/items"
+        return server.harness.open("POST", path, {"items": items("pay 5")}, headers)
+
+    async def retry() -> int:
+        return (await opened(RETRY).whole())[0]
+
+    server.wait_for(leave())
+    assert server.wait_for(retry()) == 200
+    assert texts_of(client, made) == ["pay 5"]
+
+
+def test_what_nobody_came_back_for_is_forgotten():
+    appends = Appends()
+    for number in range(MAX_UNANSWERED + 5):
+        appends.begin("ann", "conv", None, str(number), is_retry=False, now_s=float(number % 3))
+    assert len(appends) == MAX_UNANSWERED
+    appends.begin("ann", "conv", None, "last", is_retry=False, now_s=LIFETIME_S + 3.0)
+    assert len(appends) == 1
+
+
+def test_an_engine_that_died_is_told_of_where_nothing_was_kept(server, client):
+    made = client.conversations.create().id
+    with (
+        losing(server, AppendItems, DIED, applies=False),
+        pytest.raises(openai.InternalServerError) as raised,
+    ):
+        client.conversations.items.create(made, items=items("pay 5"))
+    assert raised.value.code == "step_failed" and texts_of(client, made) == []

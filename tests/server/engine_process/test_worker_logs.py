@@ -1,0 +1,74 @@
+"""What the engine's process logs: lines of the server's own form, and no message of an unexpected error."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from pensieve_jax import AsyncEngine, EngineConfig
+from pensieve_jax.server.engine_process.messages import Start
+from pensieve_jax.server.engine_process.wire import FrameWriter
+from tests.server.engine_process.fakes import TIMEOUT_S
+
+SECRET = "words of a prompt"
+# An engine that logs, fails in a thread, and then fails itself, without a model or a device.
+WORKER = f"""
+import logging, sys, threading
+from pensieve_jax.server.engine_process import engine_server, worker
+
+def fail(start=None):
+    raise RuntimeError({SECRET!r})
+
+def assemble(start):
+    engine_server._log.error("The front is taken for dead: %s", "it is gone.")
+    logging.getLogger("pensieve_jax.device.model_runner").warning("A step failed.")
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    fail()
+
+worker._assemble = assemble
+sys.exit(worker.main())
+"""
+
+
+def greeting(**more) -> Start:
+    return Start("random:llama-tiny", "auto", None, "normal", EngineConfig(), False, **more)
+
+
+@pytest.mark.parametrize("log_format", ["json", "auto", "text"])
+def test_what_it_logs_has_the_form_of_the_log(log_format: str) -> None:
+    front, engine = socket.socketpair()
+    with front, engine:
+        threading.Thread(
+            target=front.sendall, args=(FrameWriter().frame(greeting(log_format=log_format)),)
+        ).start()
+        ended = subprocess.run(
+            [sys.executable, "-c", WORKER, str(engine.fileno())],
+            pass_fds=[engine.fileno()],
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    lines = ended.stderr.splitlines()
+    assert ended.returncode == 1 and SECRET not in ended.stderr and len(lines) == 4
+    if log_format == "text":
+        assert lines[0].endswith(" The front is taken for dead: it is gone.")
+        assert "builtins.RuntimeError" in lines[2] and "builtins.RuntimeError" in lines[3]
+        return
+    found = [json.loads(line) for line in lines]
+    assert [line["level"] for line in found] == ["error", "warning", "critical", "critical"]
+    assert found[0]["message"] == "The front is taken for dead: it is gone."
+    assert {line["error"]["kind"] for line in found[2:]} == {"builtins.RuntimeError"}
+
+
+def test_whoever_starts_an_engine_says_the_form() -> None:
+    engine = AsyncEngine.start("random:llama-tiny", log_format="json")
+    assert engine._begin.args[0].log_format == "json"  # type: ignore[attr-defined]
+    assert AsyncEngine.start("random:llama-tiny")._begin.args[0].log_format is None  # type: ignore[attr-defined]
