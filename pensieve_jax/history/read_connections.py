@@ -17,7 +17,7 @@ from urllib.parse import quote
 from pensieve_jax.core.errors import HistoryError
 
 BUSY_TIMEOUT_S: Final = 1.0  # only a start or an end of the writer can make a reader wait
-_MAX_IDLE: Final = 8
+MAX_IDLE: Final = 8
 """Kept for later; there are as many as threads that read at a time."""
 
 
@@ -65,7 +65,7 @@ class ReadConnections:
 
     def _give_back(self, connection: sqlite3.Connection) -> None:
         with self._mutex:
-            is_kept = not self._is_closed and len(self._idle) < _MAX_IDLE
+            is_kept = not self._is_closed and len(self._idle) < MAX_IDLE
             if is_kept:
                 self._idle.append(connection)
         if not is_kept:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from pensieve_jax.history.read_connections import MAX_IDLE
 from pensieve_jax.server.threads import NUM_THREADS
 from tests.seeds import new_seed
 from tests.server.faults.served import TIMEOUT_S, FaultyServer
 
 MOMENTS = ("in the headers", "in the body", "before the answer", "in the answer", "behind a chunk")
 FRONT_THREADS = "front's threads"
+FRONT_READS = "files of the front's readers"
 IN_FLIGHT = (
     *("turns_in_engine", "turns_in_queue", "owners_in_flight"),
     *("locked_conversations", "background_responses", "requests_with_keys"),
@@ -91,16 +94,28 @@ def held(server: FaultyServer) -> dict[str, Any]:
     return {
         **{name: said["tables"][name] for name in (*IN_FLIGHT, "tasks")},
         **{name: said[name] for name in ("num_running", "num_waiting", "reserved", "copying in", "leaving")},
-        **{f"{p.name} fd": len(os.listdir(p / "fd")) for p in (front, engine)},
+        "front's fd": sum("history.sqlite" not in name for name in descriptors(front)),
+        FRONT_READS: sum("history.sqlite" in name for name in descriptors(front)),
+        "engine's fd": len(os.listdir(engine / "fd")),
         "engine's threads": num_tasks[engine],
         FRONT_THREADS: num_tasks[front],
     }
 
 
+def descriptors(process: Path) -> list[str]:
+    """What they lead to; those that are closed meanwhile are left out."""
+    found = []
+    for one in (process / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(one))
+    return found
+
+
 def same(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Equal, but for the front's threads for long work, which start when they are needed and stay."""
-    started = now[FRONT_THREADS] - before[FRONT_THREADS]
-    return {**now, FRONT_THREADS: 0} == {**before, FRONT_THREADS: 0} and 0 <= started <= NUM_THREADS
+    """Equal, but for what the front starts when it is needed and keeps: threads for long work, and readers."""
+    most = {FRONT_THREADS: NUM_THREADS, FRONT_READS: 3 * MAX_IDLE}  # a reader has up to three files open
+    kept = all(0 <= now[name] - before[name] <= number for name, number in most.items())
+    return kept and {**now, **dict.fromkeys(most, 0)} == {**before, **dict.fromkeys(most, 0)}
 
 
 def settled(server: FaultyServer, before: dict[str, Any]) -> None:
