@@ -46,6 +46,7 @@ class TreeTurn:
     Attributes:
       id: the response's.
       parent: the response that it goes on from; None for a first turn, and for one that is not shown.
+      instructions: those of its own request, which the next one repeats or not; None where there were none.
       input, output: what was said.
       status: of the response.
       usage: where its tokens came from.
@@ -53,6 +54,7 @@ class TreeTurn:
 
     id: str
     parent: str | None
+    instructions: str | None
     input: str
     output: str
     status: str
@@ -74,15 +76,23 @@ def trees(connection: sqlite3.Connection, owner: str, limit: int) -> list[TreeSu
 def tree(connection: sqlite3.Connection, owner: str, root: str, limit: int) -> list[TreeTurn]:
     """The last responses of one tree, in the order in which they were made; empty where there is none."""
     query = (
-        "SELECT response_id, responses.turn_id, turns.parent_id, input_items, output_text, status, usage "
-        f"FROM responses JOIN turns USING (owner, turn_id) WHERE {_OF_TREE} "
+        "SELECT response_id, responses.turn_id, turns.parent_id, request, input_items, output_text, status, "
+        f"usage FROM responses JOIN turns USING (owner, turn_id) WHERE {_OF_TREE} "
         "ORDER BY responses.created_at_s DESC, responses.rowid DESC LIMIT ?"
     )
     rows: list[Any] = connection.execute(query, (owner, *_bounds(root), limit)).fetchall()[::-1]
     ids = {row[1]: row[0] for row in rows}
     return [
-        TreeTurn(response_id, ids.get(parent_id), _text(items), text or "", status, codec.unpack_usage(usage))
-        for response_id, _, parent_id, items, text, status, usage in rows
+        TreeTurn(
+            response_id,
+            ids.get(parent_id),
+            json.loads(request).get("instructions") or None,
+            _text(items),
+            text or "",
+            status,
+            codec.unpack_usage(usage),
+        )
+        for response_id, _, parent_id, request, items, text, status, usage in rows
     ]
 
 

@@ -61,6 +61,7 @@ class SupervisedEngine:
 
     Attributes:
       gave_up: set when it is not started again: it died too often, or its history is gone.
+      is_damaged: that its history was, and has been set aside.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class SupervisedEngine:
           answer_s: how long a call or a change may take; an engine that is stuck would collect them.
         """
         self.gave_up = asyncio.Event()
+        self.is_damaged = False
         self._begin = begin
         self._restarts = restarts or Restarts()
         self._patience_s = patience_s
@@ -340,10 +342,11 @@ class SupervisedEngine:
             except EngineClosedError:
                 break
             if problem is None:
+                _log.info("The engine is ready again, after %.1f s.", time.monotonic() - now_s)
                 return True
-            error = received_error(problem)
-            if isinstance(error, _HISTORY_IS_GONE):
-                _log.error("The engine cannot start again: %s", error)
+            refusal = received_error(problem)
+            _log.error("The engine cannot start: %s", refusal)
+            if isinstance(refusal, _HISTORY_IS_GONE):
+                self.is_damaged = isinstance(refusal, HistoryCorruptError)
                 return False
-            _log.error("The engine cannot start: %s", error)
         return False
