@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from pensieve_jax.commands import serve
+from pensieve_jax.commands.launch import EXIT_BAD_INPUT
 from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.http.settings import MAX_BODY_BYTES, ServerSettings
+from pensieve_jax.server.listening import EXIT_DAMAGED, EXIT_ENDED
 from tests.launching import ROOT, Launch
 
 DEPLOY = ROOT / "deploy"
@@ -65,6 +67,13 @@ def test_the_unit_waits_for_longer_than_the_server_drains() -> None:
     unit = (DEPLOY / "pensieve.service").read_text(encoding="utf-8")
     drain_s = int(re.search(r"--drain_s=(\d+)", unit)[1])
     assert int(re.search(r"TimeoutStopSec=(\d+)", unit)[1]) > drain_s + 5
+
+
+def test_the_unit_stays_down_where_a_start_is_refused() -> None:
+    """A damaged history is moved aside: the next start would serve an empty one."""
+    unit = (DEPLOY / "pensieve.service").read_text(encoding="utf-8")
+    assert re.search(r"^RestartPreventExitStatus=(\d+)$", unit, re.M)[1] == str(EXIT_BAD_INPUT)
+    assert EXIT_DAMAGED == EXIT_BAD_INPUT != EXIT_ENDED
 
 
 def test_a_command_goes_on_to_its_end() -> None:

@@ -35,6 +35,7 @@ from pensieve_jax.commands.engine_flags import (
     define_sampling_flags,
     open_llm,
     sampling_params,
+    shows_progress,
 )
 from pensieve_jax.commands.launch import Interrupt, printable
 from pensieve_jax.commands.line_input import LineInput
@@ -63,6 +64,8 @@ def main() -> int:
     params = sampling_params()
     lines = open_lines()
     tells = lines.is_terminal if FLAGS.accounts is None else FLAGS.accounts
+    if not shows_progress() and FLAGS.progress is None:
+        print("loading; a first start compiles, which takes a minute or more, once", file=sys.stderr)
     with open_llm(history=FLAGS.history) as llm:
         chat = Chat(llm, params, FLAGS.conversation_id, sys.stdout, system=FLAGS.system, tells_accounts=tells)
         if lines.is_terminal:

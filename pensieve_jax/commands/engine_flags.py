@@ -56,8 +56,13 @@ _OPTIONS = {
     if not dataclasses.is_dataclass(option.kind)
 }
 COMPILATION_CACHE_HELP = _OPTIONS["compilation_cache_dir"].text
-# What another flag says as well: these have no default of their own on a command line.
-_SAID_BY_OTHERS = ("cpu_pages", "max_num_batched_tokens")
+# What another flag says as well: these have no default of their own on a command line, but a sentence.
+_SAID_BY_OTHERS = {
+    "cpu_pages": "In place of cpu_bytes.",
+    "max_num_batched_tokens": f"By default {SchedulerConfig.max_num_batched_tokens}, or the last of "
+    "token_buckets.",
+}
+_EMPTY_IS_NONE = ("compilation_cache_dir",)
 _SIZES = (
     *("gpu_pages", "gpu_memory_fraction", "cpu_pages", "cpu_bytes", "max_num_rows"),
     *("token_buckets", "max_num_running", "max_num_batched_tokens", "max_context_tokens"),
@@ -98,11 +103,15 @@ def _define_options(kind: type) -> None:
 
 def _define_option(option: Option) -> None:
     """The flag of a field, by its name."""
-    default = None if option.name in _SAID_BY_OTHERS else option.default
+    default, text = option.default, option.text
+    if default is None:
+        text = _without_none(text, "an empty one" if option.name in _EMPTY_IS_NONE else "the default")
+    if option.name in _SAID_BY_OTHERS:
+        default, text = None, f"{text} {_SAID_BY_OTHERS[option.name]}"
     if option.kind is str and option.limit.choices:
-        flags.DEFINE_enum(option.name, default, option.limit.choices, option.text)
+        flags.DEFINE_enum(option.name, default, option.limit.choices, text)
     elif option.unit == "bytes":
-        flags.DEFINE_string(option.name, default, option.text)
+        flags.DEFINE_string(option.name, default, text)
     else:
         define: dict[type, Callable[..., Any]] = {
             bool: flags.DEFINE_bool,
@@ -111,7 +120,14 @@ def _define_option(option: Option) -> None:
             str: flags.DEFINE_string,
             tuple: flags.DEFINE_list,
         }
-        define[option.kind](option.name, default, option.text)
+        define[option.kind](option.name, default, text)
+
+
+def _without_none(text: str, instead: str) -> str:
+    """A field's help where nobody can type None."""
+    text = text.replace("None or ", "")
+    text = re.sub(r"(\A|\. )None\b", lambda found: found[1] + instead[0].upper() + instead[1:], text)
+    return re.sub(r"\bNone\b", instead, text)
 
 
 def refuse_sizes(*others: str) -> None:

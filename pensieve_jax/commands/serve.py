@@ -2,16 +2,15 @@
 
     pensieve serve --model=chat --history=chats.sqlite --port=8000
 
-One line says where, once the first request would be answered at once; in a browser there is a page to chat
-on. The engine runs in a process of its
-own, and is started again if that dies; conversations go on from the history then. Ctrl-C or SIGTERM lets
+One line of output says where, once the first request would be answered at once; in a browser there is a page
+to chat on. A first start compiles for a minute or more, which the log says. The engine runs in a process of
+its own, and is started again if that dies; conversations go on from the history then. Ctrl-C or SIGTERM lets
 running turns end, for `--drain_s` seconds at most; a second one ends everything at once.
 
 Without `--history`, conversations are kept in a private file that is removed at the end. Without
 `--api_keys_file`, only this machine is served. State that leaves the device goes to host memory, of which
 the server takes a gigabyte at its start unless `--cpu_bytes` or `--cpu_pages` says otherwise. docs/server.md
-has the rest. It needs more than the library does:
-`pip install "pensieve-jax[server]"`.
+has the rest. It needs more than the library does: `pip install ".[server]"` in the checkout.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from absl import flags
 
-from pensieve_jax import ConfigError
+from pensieve_jax import PensieveError
 from pensieve_jax.commands.engine_flags import (
     CACHE_DIR,
     define_engine_flags,
@@ -31,11 +31,24 @@ from pensieve_jax.commands.engine_flags import (
     shows_progress,
 )
 
+if TYPE_CHECKING:
+    from pensieve_jax.server.async_engine import EngineInfo
+
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 _CPU_BYTES = "1GB"
 _EXTRA = ("msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop")
 _OTEL_EXTRA = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+
+
+class MissingPackagesError(PensieveError):
+    """What was asked for needs packages of an extra that is not installed."""
+
+    def __init__(self, what: str, packages: Sequence[str], extras: str) -> None:
+        """`what` needs all `packages`, which come with `extras`."""
+        *most, last = packages
+        named = f"{', '.join(most)} and {last}" if most else last
+        super().__init__(f"{what} needs {named}: pip install '.[{extras}]' in the checkout.")
 
 
 def main() -> int:
@@ -49,8 +62,7 @@ def main() -> int:
 def _need(what: str, packages: Sequence[str], extras: str) -> None:
     missing = [name for name in packages if not _is_installed(name)]
     if missing:
-        hint = f'pip install "pensieve-jax[{extras}]"'
-        raise ConfigError(what, f"without {', '.join(missing)}", "installed with it", hint)
+        raise MissingPackagesError(what, missing, extras)
 
 
 def _is_installed(name: str) -> bool:
@@ -68,7 +80,7 @@ def serve() -> int:
     from pensieve_jax.server.http.settings import ServerSettings
     from pensieve_jax.server.listening import bind, history_file
     from pensieve_jax.server.listening import serve as serve_until_told
-    from pensieve_jax.server.logs import is_text, log_to
+    from pensieve_jax.server.logs import LOGGER, is_text, log_to
 
     log_to(log_format=FLAGS.log_format)
     config = engine_config()
@@ -89,6 +101,7 @@ def serve() -> int:
     keys = ApiKeys(settings.api_keys_file)
 
     def announce(engine: AsyncEngine, address: str) -> None:
+        LOGGER.info("%s", sizes_in_words(engine.info))
         print(f"serving {engine.info.model_name} at {address}", flush=True)
         if is_text(FLAGS.log_format, sys.stderr):
             print(first_words(address, FLAGS.history), file=sys.stderr, flush=True)
@@ -112,6 +125,15 @@ def serve() -> int:
         )
 
 
+def sizes_in_words(info: EngineInfo) -> str:
+    """What sizes of memory are counted in, and how much of it there is."""
+    cache = info.description["cache"]
+    return (
+        f"state of {info.chunk_tokens} tokens takes {info.chunk_bytes:,} bytes; there is room for "
+        f"{cache['gpu_pages']} times that on the device and {cache['cpu_slots']} times in host memory"
+    )
+
+
 def first_words(address: str, history: str | None) -> str:
     """What somebody at a terminal should know next."""
     kept = f"kept in {history}" if history else "gone when this ends; --history=FILE keeps them"
@@ -125,7 +147,11 @@ def define_flags() -> None:
     flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
     flags.DEFINE_integer("port", 8000, "Port to listen at; 0 takes a free one.")
     flags.DEFINE_string("api_keys_file", None, "Lines of owner:sha256 of a key; without, loopback only.")
-    flags.DEFINE_multi_string("cors_origin", [], "A page of this origin may ask; may be given several times.")
+    flags.DEFINE_multi_string(
+        "cors_origin",
+        [],
+        "Pages of this origin may ask, such as https://chat.example.com; may be given several times.",
+    )
     flags.DEFINE_list("allowed_hosts", [], "Names that clients may call this server by, beside localhost.")
     flags.DEFINE_string("served_model_name", None, "What /v1/models calls the model; default: as --model.")
     flags.DEFINE_enum(

@@ -77,7 +77,30 @@ class InvalidRequestError(InvalidFieldError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """History and prompt leave no room for one new token within the context or the page pool."""
+    """History and prompt leave no room for one new token within the context or the page pool.
+
+    Attributes:
+      num_tokens: of history and prompt; None where there is more to it.
+      most: what they might have.
+    """
+
+    def __init__(
+        self,
+        field: str,
+        value: object,
+        limit: object,
+        hint: str = "",
+        num_tokens: int | None = None,
+        most: int | None = None,
+    ) -> None:
+        """See the class, and that of any bad field."""
+        super().__init__(field, value, limit, hint)
+        self.num_tokens = num_tokens
+        self.most = most
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with the constructor's arguments."""
+        return type(self), (self.field, self.value, self.limit, self.hint, self.num_tokens, self.most)
 
 
 class UnknownConversationError(PensieveError, KeyError):
@@ -193,7 +216,22 @@ class TokenizerMissingError(PensieveError):
 
 
 class ChatTemplateError(PensieveError):
-    """There is no chat template, or it cannot continue this conversation."""
+    """There is no chat template, or it cannot continue this conversation.
+
+    Attributes:
+      problem: what is wrong.
+      hint: what to change.
+    """
+
+    def __init__(self, problem: str, hint: str = "") -> None:
+        """Both without a full stop."""
+        self.problem = problem
+        self.hint = hint
+        super().__init__(f"{problem}; {hint}." if hint else f"{problem}.")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with the constructor's arguments, since `args` holds the message only."""
+        return type(self), (self.problem, self.hint)
 
 
 class HistoryError(PensieveError):

@@ -188,6 +188,8 @@ def _check_length(field: str, spec: TurnSpec, limits: ModelLimits, history_len: 
             f"one reply token in the context of {limits.max_context_tokens}",
             "truncate the conversation or shorten the prompt; max_context_tokens and gpu_pages can be raised "
             "as far as the model has positions",
+            history_len + prompt_len,
+            limits.max_context_tokens - 1,
         )
 
 

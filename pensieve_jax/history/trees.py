@@ -22,12 +22,12 @@ _OF_TREE: Final = f"owner = ? AND response_id >= ? AND response_id < ? AND {_HAS
 _IN_ORDER: Final = "ORDER BY responses.created_at_s, responses.rowid"
 _LAST_FIRST: Final = "ORDER BY responses.created_at_s DESC, responses.rowid DESC"
 _TURN: Final = (
-    "SELECT response_id, responses.turn_id, turns.parent_id, input_items, output_text, status, usage "
-    "FROM responses JOIN turns USING (owner, turn_id) WHERE responses.owner = ? AND response_id = ?"
+    "SELECT response_id, responses.turn_id, turns.parent_id, request, input_items, output_text, status, "
+    "usage FROM responses JOIN turns USING (owner, turn_id) WHERE responses.owner = ? AND response_id = ?"
 )
 
 MAX_FIRST_CHARACTERS: Final = 200
-"""Of what stands in a list of trees."""
+"""Of what was said first: a list is read often, and a message may be a book."""
 MAX_TREE_CHARACTERS: Final = 2_000_000
 """Of a tree's responses as they are kept; the last one is told however long it is."""
 
@@ -56,6 +56,7 @@ class TreeTurn:
     Attributes:
       id: the response's.
       parent: the response that it goes on from; None for a first turn, and for one that is not shown.
+      instructions: those of its own request, which the next one repeats or not; None where there were none.
       input, output: what was said.
       status: of the response.
       usage: where its tokens came from.
@@ -63,6 +64,7 @@ class TreeTurn:
 
     id: str
     parent: str | None
+    instructions: str | None
     input: str
     output: str
     status: str
@@ -91,14 +93,22 @@ def tree(connection: sqlite3.Connection, owner: str, root: str, limit: int) -> l
     num_characters = 0
     for (response_id,) in connection.execute(query, (owner, *_bounds(root), limit)).fetchall():
         row = connection.execute(_TURN, (owner, response_id)).fetchone()
-        num_characters += len(row[3]) + len(row[4] or "")
+        num_characters += len(row[3]) + len(row[4]) + len(row[5] or "")
         if found and num_characters > MAX_TREE_CHARACTERS:
             break
         found.insert(0, row)
     ids = {row[1]: row[0] for row in found}
     return [
-        TreeTurn(response_id, ids.get(parent_id), _text(items), text or "", status, codec.unpack_usage(usage))
-        for response_id, _, parent_id, items, text, status, usage in found
+        TreeTurn(
+            response_id,
+            ids.get(parent_id),
+            json.loads(request).get("instructions") or None,
+            _text(items),
+            text or "",
+            status,
+            codec.unpack_usage(usage),
+        )
+        for response_id, _, parent_id, request, items, text, status, usage in found
     ]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
 
@@ -75,7 +75,7 @@ def make_services(
     tokenizer = source_tokenizer(info.source, info.limits.vocab_size)
     clock = WallClock()
     metrics = Metrics(settings.served_model_name or info.model_name)
-    metrics.engine.chunk_bytes = _chunk_bytes(info.description)
+    metrics.engine.chunk_bytes = info.chunk_bytes
     index = TurnIndex(HistoryTurns(history), max_bytes=settings.max_index_bytes)
     return Services(
         engine=engine,
@@ -110,9 +110,3 @@ def _chat_format(tokenizer: Tokenizer | None) -> ChatFormat | None:
         return ChatFormat(tokenizer)
     except (TokenizerMissingError, ChatTemplateError):
         return None
-
-
-def _chunk_bytes(description: dict[str, Any]) -> int:
-    """Of one chunk on all devices."""
-    cache, device = description.get("cache", {}), description.get("device", {})
-    return int(cache.get("page_bytes", 0)) * int(device.get("count", 1))

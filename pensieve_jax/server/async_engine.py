@@ -52,6 +52,12 @@ class EngineInfo:
     chunk_tokens: int
     description: dict[str, Any]
 
+    @property
+    def chunk_bytes(self) -> int:
+        """Of the state of one chunk, on all devices together."""
+        cache, device = self.description.get("cache", {}), self.description.get("device", {})
+        return int(cache.get("page_bytes", 0)) * int(device.get("count", 1))
+
 
 class AsyncTurn(Protocol):
     """A running turn: an iterator of deltas, which belongs to whoever holds it."""

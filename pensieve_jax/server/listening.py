@@ -7,7 +7,8 @@ Called by: `pensieve serve`.
 
 The first SIGTERM or Ctrl-C drains: no more turns are taken, those that run get their time, and the status is
 0. The second ends everything at once. An engine that dies too often ends the server, with status 1, as does
-an end that nobody asked for, so that whoever watches over it can start it anew.
+an end that nobody asked for, so that whoever watches over it can start it anew. A history that turns out to
+be damaged when the engine is started again ends it with status 2: somebody has to look.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from pensieve_jax.server.engine_process.public import AsyncEngine
 
 EXIT_AT_ONCE: Final = 128 + signal.SIGTERM
 EXIT_ENDED: Final = 1
+EXIT_DAMAGED: Final = 2
+"""As of a start that is refused: to start the server again would serve an empty history."""
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75  # clients' pools keep connections for a minute or so, and must not find them closed
@@ -177,6 +180,7 @@ async def _serve(
 ) -> int:
     engine = start()
     with contextlib.closing(listening):
+        _log.info("starting the engine; a first start compiles, which takes a minute or more, once")
         try:
             if not await _until(signals.first, engine.open()):
                 return 0
@@ -211,7 +215,7 @@ async def _until_told(
             _log.error("the server has ended without being told to")
         server.should_exit = True
         await _outcome(serving)
-        return EXIT_ENDED
+        return EXIT_DAMAGED if engine.is_damaged else EXIT_ENDED
     if await _until(signals.second, _drain(engine, server, serving, drain_s)):
         return 0
     with _quiet("uvicorn.error"):

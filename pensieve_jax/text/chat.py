@@ -74,8 +74,8 @@ class ChatFormat:
         if tokenizer.chat_template is None:
             raise ChatTemplateError(
                 "The tokenizer has no chat template, so chat cannot tell how messages are written for this "
-                "model; "
-                "add chat_template.jinja to the model directory, or send text with generate."
+                "model",
+                "add chat_template.jinja to the model directory, or send text with generate",
             )
         self._tokenizer = tokenizer
         self._now = now
@@ -83,8 +83,8 @@ class ChatFormat:
             self._template = _environment().from_string(tokenizer.chat_template)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(
-                f"The chat template is not valid Jinja ({error}); correct chat_template in the model "
-                "directory."
+                f"The chat template is not valid Jinja ({error})",
+                "correct chat_template in the model directory",
             ) from error
 
     def turn_token_ids(
@@ -129,8 +129,8 @@ class ChatFormat:
         if not longer.startswith(text) or not text.removeprefix(self._tokenizer.bos_token or "").strip():
             raise ChatTemplateError(
                 "The chat template cannot share these messages, since it does not write them before the "
-                "first user message and apart from it; share the text that it begins with, and send all "
-                "messages in the first turn."
+                "first user message and apart from it",
+                "share the text that it begins with, and send all messages in the first turn",
             )
         ids, longer_ids = (self._tokenizer.encode(each, add_bos=True) for each in (text, longer))
         # The last characters may be part of one token with what stands behind them.
@@ -196,9 +196,8 @@ class ChatFormat:
             )
         except (jinja2.TemplateError, *_EXPRESSION_ERRORS) as error:
             raise ChatTemplateError(
-                f"The chat template cannot write these messages ({error}); change their roles or order to "
-                "what the "
-                "template allows, or send text with generate."
+                f"The chat template cannot write these messages ({error})",
+                "change their roles or order to what the template allows, or send text with generate",
             ) from error
 
 
@@ -259,8 +258,8 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _no_prefix(reason: str) -> NoReturn:
     raise ChatTemplateError(
-        f"The chat template cannot continue a conversation, since {reason}; use a template under which a "
-        "conversation only grows, or send text with generate."
+        f"The chat template cannot continue a conversation, since {reason}",
+        "use a template under which a conversation only grows, or send text with generate",
     )
 
 

@@ -34,7 +34,7 @@ class Visit:
         page.on("console", self._hear)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.goto(address)
-        page.locator("#model", has_text="tokens").wait_for()
+        page.locator("#model", has_text="tokens").wait_for(state="attached")  # it may be in a drawer
 
     @property
     def replies(self) -> Locator:
@@ -44,7 +44,7 @@ class Visit:
     @property
     def sibling_before(self) -> Locator:
         """Of each message with siblings, the button that shows the one before."""
-        return self.page.get_by_role("button", name="\u2039")
+        return self.page.get_by_role("button", name="Previous version")
 
     def texts(self) -> list[str]:
         """What stands on the page, message by message."""
@@ -99,6 +99,10 @@ class Visit:
             arg=[name, at_least],
         )
 
+    def wait_for_map(self) -> None:
+        """Until the server has told its map."""
+        self.page.locator("#totals", has_text="pages free").wait_for(state="attached")
+
     def wait_for_no_state(self) -> None:
         """Until the map shows no chunk in either tier, nor on its way."""
         self.page.wait_for_function(
@@ -124,12 +128,13 @@ class Visit:
 
 
 @contextmanager
-def visiting(address: str, *, dark: bool = False) -> Iterator[Visit]:
-    """A browser at the page; raises playwright's errors where there is no browser."""
+def visiting(address: str, *, dark: bool = False, size: tuple[int, int] = (1280, 760)) -> Iterator[Visit]:
+    """A browser of so many pixels at the page; raises playwright's errors where there is no browser."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        width, height = size
         page = browser.new_page(
-            viewport={"width": 1280, "height": 760}, color_scheme="dark" if dark else "light"
+            viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light"
         )
         try:
             yield Visit(page, address)

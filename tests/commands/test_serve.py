@@ -19,10 +19,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from pensieve_jax import ConfigError
+from pensieve_jax import ConfigError, PensieveError
 from pensieve_jax.commands import serve
 from pensieve_jax.commands.engine_flags import engine_config
 from pensieve_jax.commands.launch import EXIT_BAD_INPUT
+from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.listening import EXIT_AT_ONCE
 from tests.commands.terminal import Terminal
 from tests.launching import ROOT, TINY_MODEL, Launch
@@ -126,15 +127,31 @@ def test_what_cannot_be_served_is_refused(launch: Launch, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find_spec(name)
     )
-    with pytest.raises(ConfigError, match=r'without uvicorn.*pip install "pensieve-jax\[server\]"'):
+    words = r"^pensieve serve needs uvicorn: pip install '\.\[server\]' in the checkout\.$"
+    with pytest.raises(PensieveError, match=words):
         launch("serve", shared_llm=False)
+
+
+@pytest.mark.parametrize("origin", ["foo", "http://", "https://a.example/", "http://a b", "null"])
+def test_an_origin_is_one_that_a_browser_sends(launch: Launch, origin: str) -> None:
+    with pytest.raises(ConfigError, match="cors_origin"):
+        launch("serve", shared_llm=False, cors_origin=origin)
+
+
+@pytest.mark.parametrize(
+    "origin", ["*", "https://a.example", "http://localhost:3000", "http://[::1]:80", "app://x"]
+)
+def test_origins_that_browsers_send_are_taken(origin: str) -> None:
+    assert ServerSettings(cors_origin=(origin,)).cors_origin == (origin,)
 
 
 def test_what_the_engine_refuses_is_told_in_a_line() -> None:
     command = [sys.executable, "-W", "ignore", "scripts/serve.py", "--model=/no/such/model", "--port=0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == EXIT_BAD_INPUT and done.stdout == ""
-    assert "/no/such/model" in done.stderr and done.stderr.count("\n") == 1
+    *logged, told = done.stderr.splitlines()
+    assert "/no/such/model" in told and [json.loads(line)["level"] for line in logged] == ["info"]
+    assert "a first start compiles" in logged[0]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pensieve_jax.history.reader import HistoryReader
 USAGE = Usage(3, 0, 1, 2, 3, 2)
 
 
-def respond(store, at_s, text, parent=None, owner="ann", instructions=()):
+def respond(store, at_s, text, parent=None, owner="ann", instructions=(), request=None):
     turn_id = new_turn_id(parent)
     items = [
         *instructions,
@@ -24,7 +24,7 @@ def respond(store, at_s, text, parent=None, owner="ann", instructions=()):
     draft = ResponseDraft(
         response_id=f"resp_{turn_id}",
         owner=owner,
-        request="{}",
+        request=json.dumps(request or {}),
         input_items=json.dumps(items),
         output_item_id="msg_2",
         created_at_s=at_s,
@@ -120,3 +120,13 @@ def test_long_texts_make_neither_a_list_nor_a_tree_long(tmp_path, monkeypatch):
         assert {turn.parent for turn in told} == {None}, "it is not shown"
         monkeypatch.setattr(trees, "MAX_TREE_CHARACTERS", 1, raising=False)
         assert [turn.id for turn in reader.tree("ann", root)] == [f"resp_{third}"]
+
+
+def test_a_turn_tells_its_own_instructions(tmp_path):
+    path = tmp_path / "chats.sqlite"
+    with SQLiteHistoryStore(path, fingerprint="f") as store, HistoryReader(path, fingerprint="f") as reader:
+        first = respond(store, 1.0, "hi", request={"instructions": "be brief"})
+        respond(store, 2.0, "and then?", first, request={"instructions": None})
+        respond(store, 3.0, "or this?", first, request={"instructions": ""})
+        told = [turn.instructions for turn in reader.tree("ann", root_of(first))]
+        assert told == ["be brief", None, None]

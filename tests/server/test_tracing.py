@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from pensieve_jax import ConfigError
+from pensieve_jax.commands.serve import MissingPackagesError
 from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.tracing import Tracing
@@ -154,5 +155,5 @@ def test_what_is_no_address_or_not_installed_is_refused(
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    with pytest.raises(ConfigError, match=r'pip install "pensieve-jax\[server,otel\]"'):
+    with pytest.raises(MissingPackagesError, match=r"pip install '\.\[server,otel\]' in the checkout"):
         launch("serve", shared_llm=False, otel_endpoint="http://127.0.0.1:4318/v1/traces")

@@ -39,6 +39,7 @@ from pensieve_jax.server.context.resolver import Memory, ResolvedContext
 from pensieve_jax.server.http.errors import (
     ApiError,
     as_api_error,
+    context_too_long,
     internal_error,
     overloaded,
     rate_limited,
@@ -332,8 +333,7 @@ def _check_length(services: Services, resolved: ResolvedContext) -> None:
     """Refuse at once what the engine would refuse later; raises ApiError 400."""
     most = services.engine.info.limits.max_context_tokens - 1
     if resolved.num_context_tokens > most:
-        sentence = f"The context has {resolved.num_context_tokens} tokens, but must have at most {most}."
-        raise ApiError(400, "context_length_exceeded", sentence, param="input")
+        raise context_too_long(resolved.num_context_tokens, most, "input")
 
 
 def _draft_of(record: ResponseRecord) -> ResponseDraft:

@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from pensieve_jax.core.errors import ChatTemplateError
 from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import ResponseDraft
 from pensieve_jax.server.api.chat_schemas import ChatBody
-from pensieve_jax.server.api.common import check_length, check_model, commit_context
+from pensieve_jax.server.api.common import check_length, check_model, commit_context, unwritable
 from pensieve_jax.server.api.completion_reply import reply_in
 from pensieve_jax.server.api.kept_turns import kept_draft
 from pensieve_jax.server.api.running import RunningTurns, run_turns
@@ -139,13 +140,16 @@ class ChatCompletion:
         store = self._body.store
         if memory is not Memory.ALL:
             services.metrics.rebuilt("turn_lost")
-        return services.resolver.resolve(
-            self._owner,
-            self._messages,
-            epoch=services.engine.epoch,
-            durable=services.settings.chat_history == "durable" if store is None else store,
-            memory=memory,
-        )
+        try:
+            return services.resolver.resolve(
+                self._owner,
+                self._messages,
+                epoch=services.engine.epoch,
+                durable=services.settings.chat_history == "durable" if store is None else store,
+                memory=memory,
+            )
+        except ChatTemplateError as error:
+            raise unwritable(error, self._messages, "messages") from error
 
     def _specs(self, resolved: ResolvedContext) -> list[TurnSpec]:
         """A turn for each choice, siblings behind the same parent."""

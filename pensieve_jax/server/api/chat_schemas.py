@@ -17,6 +17,9 @@ from pensieve_jax.server.http.errors import invalid_value, unsupported
 from pensieve_jax.text import Message
 
 MAX_CHOICES: Final = 8
+_RESPONSES_ONLY: Final = (
+    "/v1/responses goes on from what the server has; here every request has all messages."
+)
 type Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 type Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
@@ -163,6 +166,16 @@ class ChatBody(SamplingFields, kw_only=True):
         "mm_processor_kwargs": ({},),
     }
     IGNORED: ClassVar[frozenset[str]] = SamplingFields.IGNORED | {"parallel_tool_calls"}
+    MISPLACED: ClassVar[Mapping[str, str]] = {
+        "previous_response_id": _RESPONSES_ONLY,
+        "conversation": _RESPONSES_ONLY,
+        "instructions": "Send them as a message of the role system, or use /v1/responses.",
+        "input": "Send messages, or use /v1/responses.",
+        "prompt": "Send messages, or use /v1/completions.",
+        "max_output_tokens": "It is called max_completion_tokens here.",
+        "background": "Use /v1/responses.",
+        "return_token_ids": "/v1/completions tells token ids.",
+    }
     OFFERS: ClassVar[frozenset[str]] = frozenset({"tools", "functions"})
 
     messages: list[ChatMessage]

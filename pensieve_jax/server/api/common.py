@@ -1,19 +1,25 @@
 """What several handlers ask of a request.
 
 Owns: the checks of a model's name and of a context's length; a previous response, and the words for one that
-is not there; what is done once a turn of a context has ended well.
+is not there; which field names messages that cannot be written; what is done once a turn of a context has
+ended well.
 Does not know: schemas.
 Called by: handlers.
 """
 
 from __future__ import annotations
 
-from pensieve_jax.core.errors import UnknownRecordError
+from collections.abc import Sequence
+
+from pensieve_jax.core.errors import ChatTemplateError, UnknownRecordError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.history.changes import ResponseRecord
 from pensieve_jax.server.context.resolver import ResolvedContext
-from pensieve_jax.server.http.errors import ApiError, invalid_value
+from pensieve_jax.server.http.errors import ApiError, as_api_error, invalid_value
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.text.messages import Message
+
+_ROLES_OF_ALL = ("system", "user", "assistant")  # what nearly every template writes
 
 
 def check_model(services: Services, model: str | None) -> None:
@@ -65,6 +71,15 @@ def check_length(services: Services, num_tokens: int, param: str) -> None:
     if num_tokens > most:
         sentence = f"The context has {num_tokens} tokens, but must have at most {most}."
         raise ApiError(400, "context_length_exceeded", sentence, param=param)
+
+
+def unwritable(error: ChatTemplateError, messages: Sequence[Message], field: str) -> ApiError:
+    """400 for messages that the model's template refuses: `field` has them, and one role may stand out."""
+    message = as_api_error(error).message
+    for index, one in enumerate(messages):
+        if one["role"] not in _ROLES_OF_ALL:
+            return invalid_value(f"{field}[{index}].role", message)
+    return invalid_value(field, message)
 
 
 def commit_context(services: Services, context: ResolvedContext, output: Output) -> None:

@@ -53,6 +53,16 @@ class CompletionBody(SamplingFields, kw_only=True):
         "prompt_embeds": (),
         "add_special_tokens": (True,),
     }
+    MISPLACED: ClassVar[Mapping[str, str]] = {
+        "messages": "Send them to /v1/chat/completions.",
+        "input": "It is called prompt here.",
+        "conversation": "Use /v1/responses, or go on from previous_response_id.",
+        "instructions": "Use /v1/responses, or put them into prompt.",
+        "max_completion_tokens": "It is called max_tokens here.",
+        "max_output_tokens": "It is called max_tokens here.",
+        "top_logprobs": "logprobs is their number here.",
+        "background": "Use /v1/responses.",
+    }
 
     prompt: str | list[str | int | list[int]]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

@@ -36,7 +36,7 @@ def _card(services: Services) -> dict[str, Any]:
         "object": "model",
         "created": services.started_at,
         "owned_by": "pensieve",
-        "root": services.engine.info.source,
+        "root": services.model_name,  # a path of this machine is nobody's business
         "parent": None,
         "max_model_len": services.engine.info.limits.max_context_tokens,
     }

@@ -2,7 +2,7 @@
 
 Owns: what a client may ask of a list, and the object that a part is.
 Does not know: what the list is of.
-Called by: `responses`, `conversations`.
+Called by: `responses`, `conversations`, `state`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,20 @@ class PageQuery:
 
 def page_query(query: QueryParams) -> PageQuery:
     """What the query of a request asks for; raises ApiError 400."""
-    given = query.get("limit", str(DEFAULT_LIMIT))
-    is_number = given.isascii() and given.isdecimal() and len(given) < 10
-    if not is_number or not 1 <= int(given) <= MAX_LIMIT:
-        raise invalid_value("limit", f"limit is {given[:20]!r}, but must be from 1 to {MAX_LIMIT}.")
+    limit = limit_of(query, DEFAULT_LIMIT, MAX_LIMIT)
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise invalid_value("order", f"order is {order[:20]!r}, but must be asc or desc.")
-    return PageQuery(query.get("after"), int(given), "asc" if order == "asc" else "desc")
+    return PageQuery(query.get("after"), limit, "asc" if order == "asc" else "desc")
+
+
+def limit_of(query: QueryParams, default: int, most: int) -> int:
+    """How many rows a request asks for; raises ApiError 400."""
+    given = query.get("limit", str(default))
+    is_number = given.isascii() and given.isdecimal() and len(given) < 10
+    if not is_number or not 1 <= int(given) <= most:
+        raise invalid_value("limit", f"limit is {given[:20]!r}, but must be from 1 to {most}.")
+    return int(given)
 
 
 def page_of_rows(page: Page[ItemRow]) -> dict[str, Any]:

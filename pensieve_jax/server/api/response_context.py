@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pensieve_jax.core.errors import UnknownRecordError, UnknownTurnError
+from pensieve_jax.core.errors import ChatTemplateError, UnknownRecordError, UnknownTurnError
 from pensieve_jax.history.changes import ConversationRow, ResponseRecord
-from pensieve_jax.server.api.common import previous_response, unknown_previous
+from pensieve_jax.server.api.common import previous_response, unknown_previous, unwritable
 from pensieve_jax.server.api.item_schemas import (
     Item,
     ItemReference,
@@ -118,7 +118,10 @@ def reads_long(services: Services, owner: str, body: ContextFields, num_bytes: i
 
 
 def _conversation(services: Services, owner: str, conversation_id: str) -> tuple[ConversationRow, list[Item]]:
-    num_items, num_characters = services.history.size_of_items(owner, conversation_id)
+    try:
+        num_items, num_characters = services.history.size_of_items(owner, conversation_id)
+    except UnknownRecordError as error:
+        raise ApiError(404, "not_found", str(error), param="conversation") from None
     if num_items > MAX_ITEMS or num_characters > MAX_READ_CHARACTERS:
         sentence = (
             f"conversation has {num_items} items of {num_characters} characters, but a turn reads at most "
@@ -166,6 +169,8 @@ def _by_turn(
             )
         except UnknownTurnError:
             raise unknown_previous(response_id) from None
+        except ChatTemplateError as error:
+            raise unwritable(error, (), "input") from error
         return found
 
     return find
@@ -177,9 +182,12 @@ def _by_messages(
     def find(memory: Memory) -> ResolvedContext:
         if memory is not Memory.ALL:
             services.metrics.rebuilt("turn_lost")
-        found: ResolvedContext = services.resolver.resolve(
-            owner, messages, epoch=services.engine.epoch, durable=durable, memory=memory
-        )
+        try:
+            found: ResolvedContext = services.resolver.resolve(
+                owner, messages, epoch=services.engine.epoch, durable=durable, memory=memory
+            )
+        except ChatTemplateError as error:
+            raise unwritable(error, (), "input") from error
         return found
 
     return find

@@ -58,6 +58,7 @@ class ContextFields(Body, kw_only=True):
         "personality": (),
         "context_management": ([],),
     }
+    MISPLACED = {"messages": "It is called input here."}  # noqa: RUF012 - a ClassVar of the base class
     OFFERS = frozenset({"tools"})
 
     model: str | None = None
@@ -88,10 +89,21 @@ class CreateResponse(ContextFields, kw_only=True):
         "service_tier": ("auto", "default"),
         "moderation": (),
         "image": (),
+        "min_tokens": (0,),
+        "stop_token_ids": ([],),
+        "ignore_eos": (False,),
+        "response_format": ({"type": "text"},),
         "access_programs": (),
         "background_options": (),
     }
     IGNORED = frozenset({"prompt_cache_options", "prompt_cache_retention"})
+    MISPLACED = {  # noqa: RUF012 - a ClassVar of the base class
+        **ContextFields.MISPLACED,
+        "max_tokens": "It is called max_output_tokens here.",
+        "max_completion_tokens": "It is called max_output_tokens here.",
+        "logprobs": 'Ask with include: ["message.output_text.logprobs"], and top_logprobs for more of them.',
+        "return_token_ids": "/v1/completions tells token ids.",
+    }
 
     store: bool | None = None
     stream: bool | None = None
@@ -134,6 +146,8 @@ def check_context(body: ContextFields) -> None:
     if text_format is not None and text_format.get("type") != "text":
         raise unsupported("text.format", "replies are plain text")
     if not body.input and (body.conversation is None or body.input is not None):
+        if body.input is not None:
+            raise invalid_value("input", "input is empty, but must be text or at least one item.")
         raise ApiError(400, "missing_required_parameter", "input is missing.", param="input")
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from pensieve_jax.core.errors import InvalidRequestError, UnknownTurnError
 from pensieve_jax.core.turn_node import check_turn_id
+from pensieve_jax.server.api.pages import limit_of
 from pensieve_jax.server.api.usage import token_sources
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.call import Call
@@ -27,7 +28,8 @@ _PERIOD_S: Final = 0.25
 MAX_STREAMS: Final = 8
 """Of maps, for each owner."""
 _RETRY_S: Final = 30
-_MAX_TREES: Final = 100
+_NUM_TREES: Final = 100
+_MAX_TREES: Final = 1000
 _MAX_TURNS: Final = 1000
 _PREFIXES: Final = ("resp_", "chatcmpl-", "cmpl-")
 
@@ -41,12 +43,15 @@ class OfResponse(Body):
 async def chunks(call: Call) -> Reply:
     """GET /v1/pensieve/chunks: the caller's branches, chunk by chunk; `stream=true` goes on telling."""
     if call.query.get("stream") == "true":
-        return _watched_maps(call)
+        return await _watched_maps(call)
     return json_reply(await _map(call))
 
 
-def _watched_maps(call: Call) -> Events:
-    """Few at a time: each asks the engine four times a second."""
+async def _watched_maps(call: Call) -> Events:
+    """Few at a time: each asks the engine four times a second.
+
+    The first map is there before any byte is sent, so that an engine which tells none is a status of its own.
+    """
     services, owner = call.services, call.owner
     if services.map_streams[owner] >= MAX_STREAMS:
         sentence = f"A key may watch {MAX_STREAMS} maps at a time; close one of them."
@@ -58,19 +63,25 @@ def _watched_maps(call: Call) -> Events:
         if not services.map_streams[owner]:
             del services.map_streams[owner]
 
+    first = None
+    try:
+        first = await call.unless_gone(_map(call))
+    finally:
+        if first is None:
+            await over()
     settings = services.settings
-    return Events(_maps(call), settings.heartbeat_s, settings.stall_timeout_s, over)
+    return Events(_maps(call, first), settings.heartbeat_s, settings.stall_timeout_s, over)
 
 
-async def _maps(call: Call) -> AsyncGenerator[bytes]:
+async def _maps(call: Call, first: dict[str, Any]) -> AsyncGenerator[bytes]:
     """A map whenever it has changed, four a second at most, for as long as somebody watches."""
-    told = None
+    told, now = b"", encode_json(first)
     while True:
-        now = encode_json(await _map(call))
         if now != told:
             told = now
             yield event(now)
         await asyncio.sleep(_PERIOD_S)
+        now = encode_json(await _map(call))
 
 
 async def _map(call: Call) -> dict[str, Any]:
@@ -106,7 +117,7 @@ async def _on_turn(call: Call, name: str) -> Any:
 
 
 async def stats(call: Call) -> Reply:
-    """GET /v1/pensieve/stats: the engine's counters since its start, and how full the front's tables are."""
+    """GET /v1/pensieve/stats: the engine's counters since its start, sizes, how full the front is."""
     engine, limits = call.services.engine, call.services.limits
     told = await engine.call("stats")
     tables = {
@@ -116,12 +127,16 @@ async def stats(call: Call) -> Reply:
         "owners_in_flight": limits.num_owners,
         "tasks": len(asyncio.all_tasks()),
     }
-    return json_reply({**told, "device": engine.info.description.get("device"), "tables": tables})
+    sizes = {"chunk_tokens": engine.info.chunk_tokens, "chunk_bytes": engine.info.chunk_bytes}
+    return json_reply({**told, **sizes, "device": engine.info.description.get("device"), "tables": tables})
 
 
 async def trees(call: Call) -> Reply:
-    """GET /v1/pensieve/trees: conversations made of responses, the most recently active first."""
-    return await asyncio.to_thread(_told_trees, call)
+    """GET /v1/pensieve/trees: conversations made of responses, the most recently active first.
+
+    `limit` of them: 100 unless given, at most 1,000.
+    """
+    return await asyncio.to_thread(_told_trees, call, limit_of(call.query, _NUM_TREES, _MAX_TREES))
 
 
 async def tree(call: Call) -> Reply:
@@ -129,8 +144,8 @@ async def tree(call: Call) -> Reply:
     return await asyncio.to_thread(_told_tree, call)
 
 
-def _told_trees(call: Call) -> Reply:
-    found = call.services.history.trees(call.owner, _MAX_TREES)
+def _told_trees(call: Call, limit: int) -> Reply:
+    found = call.services.history.trees(call.owner, limit)
     rows = [
         {
             "root": tree.root,
@@ -152,6 +167,7 @@ def _told_tree(call: Call) -> Reply:
         {
             "id": turn.id,
             "parent": turn.parent,
+            "instructions": turn.instructions,
             "input": turn.input,
             "output": turn.output,
             "status": turn.status,

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pensieve_jax.core.errors import InvalidRequestError, TokenizerMissingError
+from pensieve_jax.core.errors import ChatTemplateError, InvalidRequestError, TokenizerMissingError
 from pensieve_jax.engine.validation import check_token_ids
 from pensieve_jax.server.api.chat_schemas import ChatMessage
-from pensieve_jax.server.api.common import check_model
+from pensieve_jax.server.api.common import check_model, unwritable
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import invalid_value
@@ -98,7 +98,10 @@ def _token_ids(services: Services, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
         messages = [message.as_message(f"messages[{i}]") for i, message in enumerate(body.messages)]
         chat_format = services.chat_format or ChatFormat(services.tokenizer)  # which raises what is missing
-        return chat_format.turn_token_ids([], messages)
+        try:
+            return chat_format.turn_token_ids([], messages)
+        except ChatTemplateError as error:
+            raise unwritable(error, messages, "messages") from error
     assert body.prompt is not None
     try:
         return services.tokenizer.encode(body.prompt, add_bos=body.add_special_tokens)

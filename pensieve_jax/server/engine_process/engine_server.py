@@ -90,7 +90,7 @@ class EngineServer:
         self._turns: dict[int, Turn] = {}  # holding them keeps them running
         self._front_left = False
         self._beat_s = -_BEAT_S
-        self._num_deltas = 0
+        self._num_deltas = self._num_delta_tokens = 0
         self._may_copy = False  # an idle engine's copies begin and end in steps, too
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             Submit: self._submit,
@@ -224,6 +224,7 @@ class EngineServer:
         self._report.stats = {
             **self._engine.stats(),
             "num_deltas": self._num_deltas,
+            "num_delta_tokens": self._num_delta_tokens,
             "engine_thread_s": time.thread_time(),
         }
 
@@ -249,6 +250,7 @@ class EngineServer:
         report.texts, report.token_ids = deltas.texts, deltas.token_ids
         report.logprobs = {numbers[turn]: logprobs for turn, logprobs in deltas.logprobs.items()}
         self._num_deltas += len(deltas.turns)
+        self._num_delta_tokens += sum(1 if isinstance(ids, int) else len(ids) for ids in deltas.token_ids)
 
     def _send(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pensieve_jax.core.errors import EngineClosedError, EngineDiedError
+from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, HistoryCorruptError
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.server.async_engine import EngineInfo, EngineState
@@ -53,7 +53,8 @@ class SupervisedEngine:
     """An engine elsewhere; see `EngineService` for what its methods promise.
 
     Attributes:
-      gave_up: set when it died too often, and is not started again.
+      gave_up: set when it died too often, or its history is damaged, and it is not started again.
+      is_damaged: that its history was, and has been set aside.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class SupervisedEngine:
           answer_s: how long a call or a change may take; an engine that is stuck would collect them.
         """
         self.gave_up = asyncio.Event()
+        self.is_damaged = False
         self._begin = begin
         self._restarts = restarts or Restarts()
         self._patience_s = patience_s
@@ -322,6 +324,13 @@ class SupervisedEngine:
             except EngineClosedError:
                 break
             if problem is None:
+                _log.info("The engine is ready again, after %.1f s.", time.monotonic() - now_s)
                 return True
-            _log.error("The engine cannot start: %s", received_error(problem))
+            refusal = received_error(problem)
+            _log.error("The engine cannot start: %s", refusal)
+            if isinstance(
+                refusal, HistoryCorruptError
+            ):  # the next start would begin an empty one in its place
+                self.is_damaged = True
+                return False
         return False

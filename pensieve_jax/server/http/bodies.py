@@ -5,8 +5,9 @@ Does not know: any request's fields: the structs say.
 Called by: `call`, for handlers.
 
 A field of OpenAI's API that this server does not have is in a struct's `UNSUPPORTED`, with the values that
-would change nothing; any other value is refused, by name. A name that no struct knows is left alone, and
-listed, so that a client can tell that it had no effect.
+would change nothing; any other value is refused, by name. So is a field of another route
+that would be missed, with a hint. A name that no struct knows is left alone, and listed, so that a client can
+tell that it had no effect.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
+from pensieve_jax.server.http.errors import ApiError, invalid_value, misplaced, unsupported
+from pensieve_jax.server.http.wrong_values import explained
 
 MAX_ITEMS: Final = 4096
 """Of a list of objects in a body: messages, items, or the parts of one of them."""
-_PATH = re.compile(r" - at `\$(?P<path>.*)`\Z")
-_KEY = re.compile(r" - at `key in \$(?P<path>.*)`\Z")
 MAX_DEPTH_ERROR = "The body is nested too deeply."
+_NOTHING: Final[tuple[Any, ...]] = (None, False, "", [], {})
 _OFFER = "its model calls none, and only `pensieve serve --tools=ignore` takes them, without effect"
 
 
@@ -37,12 +38,15 @@ class Body(msgspec.Struct):
       UNSUPPORTED: fields of OpenAI's API without the effect they ask for, each with the values that ask for
         none; beside them None.
       IGNORED: fields of OpenAI's API that are taken and change nothing by their nature, such as labels.
+      MISPLACED: fields of other routes that would be missed here, each with where or under which name it is
+        taken; beside values that ask for nothing, such as False.
       OFFERS: fields of UNSUPPORTED that offer the model what it may always leave alone; whoever starts a
         server may have them ignored.
     """
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     IGNORED: ClassVar[frozenset[str]] = frozenset()
+    MISPLACED: ClassVar[Mapping[str, str]] = {}
     OFFERS: ClassVar[frozenset[str]] = frozenset()
 
 
@@ -73,7 +77,7 @@ def convert[T](value: Any, kind: type[T], at: str = "") -> tuple[T, tuple[str, .
     try:
         return msgspec.convert(value, kind), tuple(dict.fromkeys(ignored))
     except msgspec.ValidationError as error:
-        raise _explained(str(error), at) from None
+        raise explained(error, value, kind, at) from None
     except RecursionError:
         raise ApiError(400, "invalid_json", MAX_DEPTH_ERROR) from None
 
@@ -82,20 +86,6 @@ def check_length(value: Sized, at: str) -> None:
     """Raise ApiError 400 for a list of more than `MAX_ITEMS` objects."""
     if len(value) > MAX_ITEMS:
         raise invalid_value(at, f"{at} has {len(value)} items, but must have at most {MAX_ITEMS}.")
-
-
-def _explained(text: str, at: str) -> ApiError:
-    match = _PATH.search(text) or _KEY.search(text)
-    path = at + (match["path"] if match else "")
-    path = path.removeprefix(".")
-    reason = text[: match.start()] if match else text
-    missing = re.match(r"Object missing required field `(?P<name>[^`]*)`", reason)
-    if missing:
-        path = f"{path}.{missing['name']}".removeprefix(".")
-        return ApiError(400, "missing_required_parameter", f"{path} is missing.", param=path)
-    if not path:
-        return ApiError(400, "invalid_value", f"The body cannot be read: {reason}.")
-    return invalid_value(path, f"{path} cannot be read: {reason}.")
 
 
 def _offers(value: Any, kind: Any) -> dict[str, None]:
@@ -121,8 +111,11 @@ def _look(value: Any, kind: Any, at: str, ignored: list[str]) -> None:
                 if isinstance(inner, dict | list):
                     _look(inner, known[name], path, ignored)
             elif name in body.UNSUPPORTED:
-                if inner is not None and not _is_one_of(inner, body.UNSUPPORTED[name]):
-                    raise unsupported(path, _OFFER if name in body.OFFERS else "")
+                taken = body.UNSUPPORTED[name]
+                if inner is not None and not _is_one_of(inner, taken):
+                    raise unsupported(path, _OFFER if name in body.OFFERS else "", taken)
+            elif name in body.MISPLACED and not _is_one_of(inner, _NOTHING):
+                raise misplaced(path, body.MISPLACED[name])
             elif name not in body.IGNORED:
                 ignored.append(re.sub(r"\[\d+\]", "[]", path))
     elif isinstance(value, list):

@@ -1,6 +1,7 @@
 """What a client is told when something is wrong: one shape, and one table of who gets which status.
 
-Owns: the body of an error, its status, code and headers, and which of the package's errors means which.
+Owns: the body of an error, its status, code and headers, which of the package's errors means which, and
+what of their messages a client is told.
 Does not know: where an error came from, logs, or HTTP beyond a status and headers.
 Called by: handlers, which raise `ApiError`; the application, which answers with what `as_api_error` says.
 
@@ -10,7 +11,7 @@ The openai client retries 408, 409, 429 and 5xx unless `x-should-retry` says oth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +22,7 @@ from pensieve_jax.core.errors import (
     ConversationChangedError,
     EngineClosedError,
     HistoryError,
+    InvalidFieldError,
     InvalidRequestError,
     PensieveError,
     StepFailedError,
@@ -34,7 +36,7 @@ _NO_RETRY = {"x-should-retry": "false"}
 _RETRY_SOON = {"retry-after": "1"}
 INTERNAL_ERROR = "Something went wrong in the server; its log says what, under this x-request-id."
 
-# By class, the most specific that fits: status, code and headers. Their messages are sentences for users.
+# By class, the most specific that fits: status, code and headers. `_as_sentence` has the words.
 _MEANINGS: Mapping[type[PensieveError], tuple[int, str, Mapping[str, str]]] = {
     ContextLengthError: (400, "context_length_exceeded", {}),
     InvalidRequestError: (400, "invalid_value", {}),
@@ -102,11 +104,27 @@ def invalid_value(param: str, message: str) -> ApiError:
     return ApiError(400, "invalid_value", message, param=param)
 
 
-def unsupported(param: str, why: str = "") -> ApiError:
-    """400: a field of OpenAI's API that would have an effect which this server does not have."""
+def unsupported(param: str, why: str = "", taken: Sequence[Any] = ()) -> ApiError:
+    """400: a field of OpenAI's API that would have an effect which this server does not have.
+
+    `taken` are its values that would have none; words among them are told.
+    """
     reason = f": {why}" if why else ""
-    message = f"{param} is not supported by this server{reason}; leave it out."
+    words = " or ".join(f'"{value}"' for value in taken if isinstance(value, str) and value)
+    instead = f"leave it out, or make it {words}." if words else "leave it out."
+    message = f"{param} is not supported by this server{reason}; {instead}"
     return ApiError(400, "unsupported_parameter", message, param=param)
+
+
+def misplaced(param: str, hint: str) -> ApiError:
+    """400: a field of another route, which whoever sends it would miss; `hint` is a sentence that helps."""
+    message = f"{param} is not a field of this route. {hint}"
+    return ApiError(400, "unsupported_parameter", message, param=param)
+
+
+def context_too_long(num_tokens: int, most: int, param: str | None) -> ApiError:
+    """400: a context of `num_tokens`, where `most` would leave room for one token of a reply."""
+    return ApiError(400, "context_length_exceeded", _too_long(num_tokens, most), param=param)
 
 
 def not_found(kind: str, record_id: str) -> ApiError:
@@ -146,7 +164,7 @@ def as_api_error(error: BaseException, fields: Mapping[str, str] | None = None) 
     for kind in type(error).__mro__:
         if kind in _MEANINGS:
             status, code, headers = _MEANINGS[kind]
-            field, message = getattr(error, "field", None), str(error)
+            field, message = getattr(error, "field", None), _as_sentence(error)
             if isinstance(field, str):
                 renamed = _as_clients_say(field, fields or {})
                 message = message.replace(field, renamed, 1)
@@ -162,6 +180,27 @@ def renamed_fields(fields: Mapping[str, str]) -> Iterator[None]:
         yield
     except InvalidRequestError as error:
         raise as_api_error(error, fields) from error
+
+
+def _as_sentence(error: BaseException) -> str:
+    """The message, without hints for whoever starts the server or calls it from Python."""
+    message = str(error)
+    match error:
+        case ContextLengthError(num_tokens=int(num_tokens), most=int(most)):
+            return _too_long(num_tokens, most)
+        case InvalidFieldError(hint=str(hint)) if hint:
+            return message.removesuffix(f"; {hint}.") + "."
+        case ChatTemplateError():
+            return f"{error.problem}; change the messages, or send text to /v1/completions."
+        case _:
+            return message
+
+
+def _too_long(num_tokens: int, most: int) -> str:
+    return (
+        f"The context would have {num_tokens} tokens; this server takes {most} and a reply. Send less, start "
+        "a new conversation, or go on from an earlier turn."
+    )
 
 
 def _as_clients_say(field: str, fields: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import re
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 from pensieve_jax.core.errors import ConfigError
 
 _LINE = re.compile(r"(?P<owner>[A-Za-z0-9_.@-]{1,64}):(?P<digest>[0-9a-fA-F]{64})\Z")
+_log = logging.getLogger(__name__)
 _WELL_FORMED = (
     "lines of owner:sha256, with the owner's name of letters, digits, _.@- and 64 hexadecimal digits"
 )
@@ -43,6 +45,12 @@ class ApiKeys:
         """Read the file again and return how many keys there are; ConfigError leaves the old ones."""
         if self._path is not None:
             self._owners = _read(self._path)
+            num_owners, num_keys = len({owner for _, owner in self._owners}), len(self._owners)
+            _log.info(
+                "keys read again: %s, %s",
+                f"{num_owners} owner{'s' * (num_owners != 1)}",
+                f"{num_keys} key{'s' * (num_keys != 1)}",
+            )
         return len(self._owners)
 
     def owner(self, authorization: str | None) -> str | None:

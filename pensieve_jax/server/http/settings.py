@@ -8,10 +8,12 @@ Called by: the command that starts a server, and everything of `http` that has a
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 
 from pensieve_jax.core.errors import ConfigError
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]A-Z]+)(:\d{1,5})?\Z")
 MAX_BODY_BYTES = 10 * 2**20
 MAX_INDEX_BYTES = 256 * 2**20
 
@@ -23,7 +25,7 @@ class ServerSettings:
     Attributes:
       host, port: where it listens; port 0 takes a free one.
       api_keys_file: lines `owner:sha256 of the key`; None asks for no key, on loopback only.
-      cors_origin: pages of these origins may read answers; "*" is any.
+      cors_origin: pages of these origins, such as "https://chat.example.com", may read answers; "*" is any.
       allowed_hosts: names that clients may call this server by, beside those of loopback; without keys, a
         request under any other name is refused.
       served_model_name: what /v1/models calls the model; None: as it was given.
@@ -67,6 +69,10 @@ class ServerSettings:
             raise ConfigError("chat_history", self.chat_history, "memory or durable")
         if self.tools not in ("refuse", "ignore"):
             raise ConfigError("tools", self.tools, "refuse or ignore")
+        for origin in self.cors_origin:
+            if origin != "*" and not _ORIGIN.match(origin):
+                limit = "scheme://host or scheme://host:port, as browsers send it, or *"
+                raise ConfigError("cors_origin", origin, limit)
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", self.port, "from 0 to 65535")
         if self.api_keys_file is None and not self.is_loopback:

@@ -9,7 +9,13 @@ export const key = {
   set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
 };
 
-export class Refused extends Error {}
+/** The server answered, but not with what was asked for; `status` is HTTP's. */
+export class Refused extends Error {
+  constructor(message, status = 0) {
+    super(message);
+    this.status = status;
+  }
+}
 
 async function ask(method, path, body, signal) {
   const headers = {};
@@ -18,7 +24,7 @@ async function ask(method, path, body, signal) {
   const response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
   if (response.ok) return response;
   const told = await response.json().catch(() => null);
-  throw new Refused(told?.error?.message ?? `The server answered ${response.status}.`);
+  throw new Refused(told?.error?.message ?? `The server answered ${response.status}.`, response.status);
 }
 
 export const get = async (path) => (await ask("GET", path)).json();

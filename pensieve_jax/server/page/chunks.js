@@ -1,19 +1,39 @@
-// The map of chunks: a row for each branch, a cell for each chunk, a colour for each tier.
+// The map of chunks: a row for each branch, a cell for each chunk, a colour for each tier; a title for each
+// conversation, in the order of the list.
 
 const STATES = { g: "gpu", b: "both", c: "cpu", l: "loading", v: "loading", d: "dropped" };
 const NAMES = { gpu: "device", both: "device and host", cpu: "host", loading: "on its way", dropped: "dropped" };
 const CELL = { width: 10, height: 14, gap: 2 };
+const TITLE = { height: 20, base: 14, font: "12.5px system-ui, sans-serif" };
+const UNLISTED = { known: "not in the list", begins: "a first turn, being answered" };
 
 /** "3g2c1d" is three on the device, two in host memory and one dropped. */
 export function unpack(runs) {
   return [...runs.matchAll(/(\d+)([a-z])/g)].flatMap(([, count, letter]) => Array(Number(count)).fill(STATES[letter]));
 }
 
+/** A branch's cells: null where another row has them; what was dropped at its end the server does not tell. */
+function cellsOf(branch, chunkTokens) {
+  const cells = [...Array(branch.first).fill(null), ...unpack(branch.states)];
+  const num = Math.ceil((branch.num_tokens - 1) / chunkTokens); // of the last token nothing is kept
+  if (branch.turn_id && !branch.busy) while (cells.length < num) cells.push("dropped");
+  return cells;
+}
+
+/** As much of a text as there is room for. */
+function fitted(pen, text, width) {
+  let short = text.slice(0, 120);
+  while (short && pen.measureText(`${short}…`).width > width) short = short.slice(0, -1);
+  return short === text ? text : `${short}…`;
+}
+
 export class ChunkMap {
-  constructor(canvas, legend, totals) {
+  /** `open(root)` is called for a click on a conversation. */
+  constructor(canvas, legend, totals, open) {
     this.canvas = canvas;
     this.totals = totals;
     this.counts = {};
+    this.places = []; // {root, bottom}, from above
     for (const [state, name] of Object.entries(NAMES)) {
       const mark = Object.assign(document.createElement("i"), { className: state });
       const count = document.createElement("b");
@@ -22,52 +42,89 @@ export class ChunkMap {
       legend.append(item);
       this.counts[state] = count;
     }
+    const at = (event) => this.places.find((place) => event.offsetY < place.bottom)?.root;
+    canvas.onclick = (event) => at(event) && open(at(event));
+    canvas.onmousemove = (event) => (canvas.style.cursor = at(event) ? "pointer" : "");
   }
 
-  /** Draw what the server told; `current` is the id of the turn whose branch is framed. */
-  draw(told, current) {
-    const style = getComputedStyle(document.documentElement);
+  /** Draw what the server told; true where the branch of `turn` is there, which is framed. */
+  draw(told, turn, listed) {
+    const names = new Map(listed.map((row, index) => [row.root, { index, name: row.first_text || "(no text)" }]));
+    const rows = told.branches.map((branch) => {
+      const root = branch.turn_id?.slice(0, 16);
+      const row = names.get(root) ?? { index: listed.length, name: root ? UNLISTED.known : UNLISTED.begins };
+      return { ...row, root: names.has(root) ? root : null, turn: branch.turn_id, cells: cellsOf(branch, told.chunk_tokens) };
+    });
+    rows.sort((one, other) => one.index - other.index || one.name.localeCompare(other.name));
+    const isFramed = rows.some((row) => row.turn && row.turn === turn);
+    this.canvas.dataset.framed = isFramed;
+    this.#tell(told, rows);
+    if (this.canvas.clientWidth) this.#paint(rows, turn); // not in a drawer that is shut
+    return isFramed;
+  }
+
+  #tell(told, rows) {
+    const counts = Object.fromEntries(Object.keys(NAMES).map((state) => [state, 0]));
+    for (const state of rows.flatMap((row) => row.cells)) if (state) counts[state] += 1;
+    for (const [state, count] of Object.entries(counts)) this.counts[state].textContent = count;
+    this.totals.textContent =
+      `Device: ${told.free_gpu_pages} of ${told.gpu_pages} pages free.\n` +
+      `Host: ${told.free_cpu_pages} of ${told.cpu_pages} slots free.`;
+    const words = Object.entries(counts).map(([state, count]) => `${count} ${NAMES[state]}`).join(", ");
+    const branches = rows.length === 1 ? "1 branch" : `${rows.length} branches`;
+    this.canvas.setAttribute("aria-label", `${branches}; chunks: ${words}`);
+  }
+
+  #paint(rows, turn) {
     const width = this.canvas.clientWidth;
     const perRow = Math.max(1, Math.floor((width - 4) / CELL.width));
-    // A fork's beginning is drawn once, with the branch before it: its own row begins where it left that.
-    const rows = told.branches.map((branch) => ({
-      branch,
-      cells: [...Array(branch.first).fill(null), ...unpack(branch.states)],
-    }));
     const linesOf = (row) => Math.max(1, Math.ceil(row.cells.length / perRow));
-    const height = rows.reduce((sum, row) => sum + linesOf(row) * CELL.height + 6, 4);
+    let height = 4;
+    this.places = [];
+    rows.forEach((row, index) => {
+      const above = rows[index - 1];
+      row.hasTitle = !above || row.index !== above.index || row.name !== above.name;
+      if (row.hasTitle) height += TITLE.height;
+      row.top = height;
+      height += linesOf(row) * CELL.height + 6;
+      this.places.push({ root: row.root, bottom: height });
+    });
     const scale = devicePixelRatio;
     this.canvas.width = width * scale;
     this.canvas.height = height * scale;
     this.canvas.style.height = `${height}px`;
     const pen = this.canvas.getContext("2d");
     pen.scale(scale, scale);
-    const counts = Object.fromEntries(Object.keys(NAMES).map((state) => [state, 0]));
-    let top = 4;
-    this.canvas.dataset.framed = rows.some((row) => row.branch.turn_id === current);
-    for (const row of rows) {
-      row.cells.forEach((state, index) => {
-        const [x, y] = [2 + (index % perRow) * CELL.width, top + Math.floor(index / perRow) * CELL.height];
-        if (state === null) {
-          pen.fillStyle = style.getPropertyValue("--line");
-          pen.fillRect(x, y + (CELL.height - 2) / 2, CELL.width, 1);
-          return;
-        }
-        counts[state] += 1;
-        pen.fillStyle = style.getPropertyValue(`--${state}`);
-        pen.fillRect(x, y, CELL.width - CELL.gap, CELL.height - 2);
-      });
-      if (row.branch.turn_id === current) {
-        pen.strokeStyle = style.getPropertyValue("--ink");
-        pen.strokeRect(0.5, top - 2.5, Math.min(row.cells.length, perRow) * CELL.width + 3, linesOf(row) * CELL.height + 2);
-      }
-      top += linesOf(row) * CELL.height + 6;
+    pen.font = TITLE.font;
+    const colours = this.#colours();
+    for (const row of rows) this.#paintRow(pen, row, { width, perRow, lines: linesOf(row), turn, colours });
+  }
+
+  /** The style's colours as they are now: a canvas knows neither variables nor light-dark(). */
+  #colours() {
+    const resolved = (name) => {
+      this.canvas.style.color = `var(--${name})`;
+      return [name, getComputedStyle(this.canvas).color];
+    };
+    return Object.fromEntries([...Object.keys(NAMES), "ink", "faint"].map(resolved));
+  }
+
+  #paintRow(pen, row, { width, perRow, lines, turn, colours }) {
+    const isOpen = Boolean(turn) && row.turn?.slice(0, 16) === turn.slice(0, 16);
+    if (row.hasTitle) {
+      pen.fillStyle = isOpen ? colours.ink : colours.faint;
+      pen.fillText(fitted(pen, row.name, width - 4), 2, row.top - TITLE.height + TITLE.base);
     }
-    for (const [state, count] of Object.entries(counts)) this.counts[state].textContent = count;
-    this.totals.textContent =
-      `Device memory: ${told.free_gpu_pages} of ${told.gpu_pages} pages free. ` +
-      `Host memory: ${told.free_cpu_pages} of ${told.cpu_pages} slots free.`;
-    const words = Object.entries(counts).map(([state, count]) => `${count} ${NAMES[state]}`).join(", ");
-    this.canvas.setAttribute("aria-label", `${rows.length} branches; chunks: ${words}`);
+    row.cells.forEach((state, index) => {
+      const [x, y] = [3 + (index % perRow) * CELL.width, row.top + Math.floor(index / perRow) * CELL.height];
+      // A fork's beginning is drawn once, with another branch: its own row begins where it left that.
+      pen.fillStyle = colours[state ?? "faint"];
+      if (state === null) pen.fillRect(x, y + (CELL.height - 2) / 2, CELL.width, 1);
+      else pen.fillRect(x, y, CELL.width - CELL.gap, CELL.height - 2);
+    });
+    if (turn && row.turn === turn) {
+      pen.strokeStyle = colours.ink;
+      pen.strokeRect(0.5, row.top - 2.5, Math.min(row.cells.length, perRow) * CELL.width + 3, lines * CELL.height + 2);
+    }
   }
 }

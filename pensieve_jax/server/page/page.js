@@ -1,21 +1,33 @@
-// The page: conversations, their turns as they come, and where their state is. Text of a model is only ever set
-// as textContent.
+// The page: which conversation is open, what is sent, and what the other modules show of it.
 
 import { get, key, post, Refused, stream } from "./api.js";
 import { ChunkMap } from "./chunks.js";
+import { List } from "./list.js";
+import { Messages, onEnter } from "./messages.js";
+import { Notice } from "./notice.js";
+import { Settings } from "./settings.js";
+import { StatePanel } from "./state.js";
 import { Tree } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
-const map = new ChunkMap($("chunks"), $("legend"), $("totals"));
+const GREETING =
+  "This chat keeps the state of its conversations on the server, so that a turn computes only what is new. " +
+  "Edit a message, or ask for an answer again: both branches stay.";
 let model = "";
 let tree = new Tree();
 let running = null; // the AbortController of the reply that comes
-let told = null; // the latest map
+let opening = null; // the root that was asked for last
 
-const make = (tag, className, text) => Object.assign(document.createElement(tag), { className, textContent: text ?? "" });
-const button = (text, act) => Object.assign(make("button", "", text), { type: "button", onclick: act });
-const clear = () => ($("notice").textContent = "");
 const turnId = (responseId) => responseId?.replace("resp_", "");
+const addressed = () => location.hash.slice(1); // the turn whose branch is shown, or the root of its tree
+const rootOf = (turn) => turn.slice(0, 16);
+
+const notice = new Notice($("notice"));
+const settings = new Settings({ instructions: $("instructions"), temperature: $("temperature"), maxTokens: $("max-tokens") });
+const list = new List($("trees"));
+const messages = new Messages($("messages"), { say, look });
+const map = new ChunkMap($("chunks"), $("legend"), $("totals"), (root) => (location.hash = root));
+const state = new StatePanel({ map, unseen: $("unseen"), chunkTokens: $("chunk-tokens") }, { reached, lost });
 
 /** Do what may be refused, and tell why it was; what was told before goes with what a person does next. */
 async function attempt(act) {
@@ -23,123 +35,105 @@ async function attempt(act) {
     return await act();
   } catch (error) {
     if (error.name === "AbortError") return undefined;
-    if (!(error instanceof Refused || error instanceof TypeError)) throw error;
-    $("notice").textContent = error instanceof Refused ? error.message : "The server cannot be reached.";
+    if (error.status === 401) askForKey();
+    else notice.refuse(error);
     return undefined;
   }
 }
 
-// Conversations
-
-async function list() {
-  const found = await get("/v1/pensieve/trees");
-  const rows = found.data.map((row) => {
-    const shown = button(row.first_text || "(no text)", () => attempt(() => open(row.root)));
-    shown.title = `${row.num_turns} turns`;
-    if (row.root === tree.root) shown.setAttribute("aria-current", "true");
-    return shown;
-  });
-  $("trees").replaceChildren(...rows);
+function askForKey() {
+  const enter = "under Settings, and press Enter.";
+  notice.tell(key.get() ? `The server does not know this key; enter another one ${enter}` : `This server asks for a key: enter yours ${enter}`);
+  $("settings").open = true;
+  if (getComputedStyle($("list")).display === "none") $("list").showPopover();
+  $("key").focus();
 }
 
-async function open(root) {
-  clear();
-  running?.abort();
-  const found = await get(`/v1/pensieve/trees/${root}`);
-  tree = new Tree(root);
-  for (const turn of found.data) tree.add(turn);
-  show();
-  await list();
-}
-
-// Messages
+// What is shown
 
 function show() {
-  const shown = tree.path.flatMap((turn) => [user(turn), reply(turn)]);
-  $("messages").replaceChildren(...shown);
-  $("messages").scrollTop = $("messages").scrollHeight;
-  for (const id of ["push-out", "forget"]) $(id).disabled = !tree.tip || running !== null;
-  if (told) map.draw(told, turnId(tree.tip));
+  const isBusy = running !== null;
+  messages.show(tree, { isBusy, greeting: GREETING });
+  for (const id of ["push-out", "forget"]) $(id).disabled = !tree.tip || isBusy;
+  state.show({ turn: turnId(tree.tip), isBusy, rows: list.rows });
 }
 
-function user(turn) {
-  const article = make("article", "user");
-  const text = make("div", "text", turn.input);
-  const tools = make("div", "tools");
-  tools.append(button("Edit", () => edit(article, turn)), ...siblings(turn));
-  article.append(text, tools);
-  return article;
+async function reload() {
+  await attempt(() => list.load(tree.root));
+  state.show({ turn: turnId(tree.tip), isBusy: running !== null, rows: list.rows });
+}
+list.onmore = reload;
+
+/** Show what the address names; `history` and every list lead here. */
+async function visit() {
+  const turn = addressed();
+  if (!turn) return begin();
+  if (rootOf(turn) === tree.root) return revisit(`resp_${turn}`);
+  leave();
+  opening = rootOf(turn);
+  const found = await attempt(() => get(`/v1/pensieve/trees/${encodeURIComponent(rootOf(turn))}`));
+  if (opening !== rootOf(turn)) return undefined; // somebody went on
+  opening = null;
+  tree = new Tree(found ? rootOf(turn) : null);
+  for (const one of found?.data ?? []) tree.add(one);
+  look(tree.turns.has(`resp_${turn}`) ? `resp_${turn}` : tree.tip);
+  messages.toEnd();
+  return list.show(tree.root);
 }
 
-/** Other turns with the same beginning: what was edited, and what was said again. */
-function siblings(turn) {
-  const all = tree.children(turn.parent);
-  if (all.length < 2) return [];
-  const at = all.indexOf(turn);
-  const go = (text, other) => {
-    const shown = button(text, () => (tree.show(other.id), show()));
-    shown.disabled = !other || running !== null;
-    return shown;
-  };
-  return [go("‹", all[at - 1]), make("span", "", `${at + 1} of ${all.length}`), go("›", all[at + 1])];
+/** The open conversation, of which perhaps another branch. */
+function revisit(id) {
+  shut();
+  if (!running && tree.turns.has(id)) look(id);
+  list.show(tree.root);
 }
 
-function edit(article, turn) {
-  const text = Object.assign(document.createElement("textarea"), { value: turn.input, rows: 3 });
-  const tools = make("div", "tools");
-  tools.append(
-    button("Send", () => say(text.value, turn.parent)),
-    button("Leave it", show),
-  );
-  article.replaceChildren(text, tools);
-  text.focus();
+/** A conversation that has no turn yet. */
+function begin() {
+  leave();
+  tree = new Tree();
+  settings.show(undefined);
+  show();
+  list.show(null);
 }
 
-function reply(turn) {
-  const article = make("article", "reply");
-  article.append(make("div", "text", turn.output));
-  if (turn.usage) article.append(...account(turn.usage));
-  const tools = make("div", "tools");
-  if (turn.status !== "in_progress") tools.append(button("Again", () => say(turn.input, turn.parent)));
-  if (turn.status === "incomplete") tools.append(make("span", "", "cut at the most tokens of a reply"));
-  article.append(tools);
-  return article;
+function leave() {
+  opening = null;
+  notice.clear();
+  running?.abort();
+  shut();
 }
 
-const PARTS = [
-  ["reused", "gpu_tokens", "found on the device"],
-  ["swapped", "cpu_tokens", "copied back from host memory"],
-  ["recomputed", "recomputed_tokens", "computed again"],
-  ["new", "prefilled_tokens", "new"],
-];
+function shut() {
+  for (const drawer of ["list", "state"]) $(drawer).hidePopover();
+}
 
-/** Where a turn's tokens came from, as a bar and in words. */
-function account(usage) {
-  const bar = make("div", "bar");
-  for (const [name, field] of PARTS) {
-    const part = make("span", name);
-    part.style.flexGrow = usage[field];
-    bar.append(part);
-  }
-  const words = PARTS.filter(([, field]) => usage[field]).map(([, field, what]) => `${usage[field]} ${what}`);
-  return [bar, make("div", "told", `tokens: ${words.join(", ")}`)];
+/** Show the branch of a turn, by the newest of what followed. */
+function look(id) {
+  if (id) {
+    tree.show(id);
+    settings.show(tree.turns.get(tree.tip).instructions ?? null);
+    history.replaceState(null, "", `#${turnId(tree.tip)}`);
+  } else settings.show(undefined);
+  show();
 }
 
 // A turn
 
 async function say(input, parent) {
   if (!input.trim() || running) return;
-  clear();
+  notice.clear();
   const here = tree; // whoever looks at another conversation meanwhile sees that one
   const before = here.tip;
   const mine = (running = new AbortController());
-  const turn = { id: "running", parent, input, output: "", status: "in_progress" };
+  const turn = { id: "running", parent, input, output: "", status: "in_progress", instructions: settings.instructions };
   here.add(turn);
   showSending(true);
   show();
+  messages.toEnd();
   let ended;
   try {
-    ended = await attempt(() => run(turn, mine.signal));
+    ended = await attempt(() => run(turn, mine.signal, here));
   } finally {
     here.turns.delete(turn.id);
     here.tip = before; // what did not end left no trace
@@ -147,13 +141,26 @@ async function say(input, parent) {
     showSending(false);
   }
   if (ended) {
-    here.root = turnId(ended.id).slice(0, 16);
+    here.root = rootOf(turnId(ended.id));
     here.add({ ...turn, id: ended.id, status: ended.status, usage: ended.usage?.pensieve });
-  } else if (tree === here) {
-    $("text").value ||= input; // back to where it was typed
   }
+  if (tree === here) settle(here, turn, ended, mine.signal.aborted);
   show();
-  await attempt(list);
+  messages.toEnd();
+  await reload();
+}
+
+/** The conversation is still open when its reply has ended, or was lost or stopped. */
+function settle(here, { input, parent }, ended, isStopped) {
+  if (ended) {
+    settings.isNew = false;
+    history.replaceState(null, "", `#${turnId(here.tip)}`);
+  } else {
+    const isThere = $("text").value || here.children(parent).some((turn) => turn.input === input);
+    if (!isThere) $("text").value = input; // back to where it was typed
+    if (isStopped) notice.tell(`Stopped; nothing was kept.${isThere ? "" : " Your message is back in the box."}`);
+  }
+  if (document.activeElement === document.body && matchMedia("(pointer: fine)").matches) $("text").focus();
 }
 
 function showSending(isSending) {
@@ -162,45 +169,49 @@ function showSending(isSending) {
 }
 
 /** Stream a reply into `turn`; the response as it ended. */
-async function run(turn, signal) {
-  const body = { model, input: turn.input, stream: true, temperature: $("temperature").valueAsNumber || 0 };
-  body.max_output_tokens = $("max-tokens").valueAsNumber || 200;
+async function run(turn, signal, here) {
+  const body = { model, input: turn.input, stream: true, ...settings.sent };
   if (turn.parent) body.previous_response_id = turn.parent;
-  if ($("instructions").value.trim()) body.instructions = $("instructions").value.trim();
-  const shown = $("messages").lastElementChild.querySelector(".text");
-  for await (const event of await stream("POST", "/v1/responses", body, signal)) {
-    if (event.type === "response.output_text.delta") {
-      turn.output += event.delta;
-      shown.textContent = turn.output;
-      $("messages").scrollTop = $("messages").scrollHeight;
-    } else if (event.type === "response.failed") {
-      throw new Refused(event.response.error?.message ?? "The reply was lost on the way; send it again.");
-    } else if (event.type === "response.completed" || event.type === "response.incomplete") {
-      return event.response;
+  const events = await stream("POST", "/v1/responses", body, signal);
+  try {
+    for await (const event of events) {
+      if (event.type === "response.output_text.delta") {
+        turn.output += event.delta;
+        if (tree === here) messages.grow(turn.output);
+      } else if (event.type === "response.failed") {
+        throw new Refused(event.response.error?.message ?? "The reply was lost on the way; send it again.");
+      } else if (event.type === "response.completed" || event.type === "response.incomplete") {
+        return event.response;
+      }
     }
+  } catch (error) {
+    if (!(error instanceof TypeError)) throw error; // that is how a stream breaks off
   }
   throw new Refused("The connection ended before the reply did; send it again.");
 }
 
-// Where the state is
+// The server goes and comes
 
-async function watch() {
-  for (;;) {
-    await attempt(async () => {
-      for await (const map_ of await stream("GET", "/v1/pensieve/chunks?stream=true")) {
-        told = map_;
-        $("chunk-tokens").textContent = told.chunk_tokens;
-        map.draw(told, turnId(tree.tip));
-      }
-    });
-    await new Promise((resume) => setTimeout(resume, 2000)); // the server is gone, or starts anew
-  }
+function lost(error) {
+  if (error.status === 401) askForKey();
+  else notice.lost(error);
 }
 
-async function act(path) {
-  clear();
-  const response_id = tree.tip;
-  await attempt(() => post(path, { response_id }));
+async function reached() {
+  notice.reached();
+  if (!model) await start();
+  else await reload();
+  if (addressed() && !tree.root && !running) await visit();
+}
+
+async function start() {
+  await attempt(async () => {
+    const [first] = (await get("/v1/models")).data;
+    model = first.id;
+    if (addressed()) await visit();
+    await list.load(tree.root);
+    $("model").textContent = `${model}, up to ${first.max_model_len} tokens`;
+  });
 }
 
 // The page itself
@@ -208,42 +219,35 @@ async function act(path) {
 $("composer").onsubmit = (event) => {
   event.preventDefault();
   const text = $("text").value;
+  if (!text.trim() || running || opening) return;
   $("text").value = "";
   say(text, tree.tip);
 };
-$("text").onkeydown = (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    $("composer").requestSubmit();
-  }
-};
+onEnter($("text"), () => $("composer").requestSubmit());
 $("stop").onclick = () => running?.abort();
 $("new").onclick = () => {
-  clear();
-  running?.abort();
-  tree = new Tree();
-  show();
-  attempt(list);
+  if (addressed()) history.pushState(null, "", location.pathname);
+  begin();
   $("text").focus();
 };
+async function act(path) {
+  notice.clear();
+  const response_id = tree.tip;
+  await attempt(() => post(path, { response_id }));
+}
 $("push-out").onclick = () => act("/v1/pensieve/push_out");
 $("forget").onclick = () => act("/v1/pensieve/forget_state");
 $("key").value = key.get();
 $("key").onchange = () => {
-  clear();
+  notice.clear();
   key.set($("key").value);
   start();
+  state.wake();
 };
-addEventListener("resize", () => told && map.draw(told, turnId(tree.tip)));
+addEventListener("popstate", visit); // back, forward, and a click on a link of the list
+matchMedia("(min-width: 44rem)").onchange = () => $("list").hidePopover();
+matchMedia("(min-width: 62rem)").onchange = () => $("state").hidePopover();
 
-async function start() {
-  await attempt(async () => {
-    const [first] = (await get("/v1/models")).data;
-    model = first.id;
-    $("model").textContent = `${model}, up to ${first.max_model_len} tokens`;
-    await list();
-  });
-}
-
+show();
 await start();
-watch();
+state.watch();

@@ -173,7 +173,7 @@ PART = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"messages": [{"content": "a"}]}, 400, "missing_required_parameter", "messages[0].role"),
         ({"messages": [{"role": "user"}]}, 400, "invalid_value", "messages[0].content"),
         ({"messages": [{"role": "bad", "content": "a"}]}, 400, "invalid_value", "messages[0].role"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, 400, "invalid_value", None),
+        ({"messages": [{"role": "tool", "content": "a"}]}, 400, "invalid_value", "messages[0].role"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_json", None),
         (
             {"messages": [{"role": "user", "content": [PART]}]},
@@ -218,6 +218,10 @@ PART = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"logit_bias": {"1": 2}}, 400, "unsupported_parameter", "logit_bias"),
         ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format"),
         ({"stream_options": {"include_usage": 1}}, 400, "invalid_value", "stream_options.include_usage"),
+        ({"previous_response_id": "resp_x"}, 400, "unsupported_parameter", "previous_response_id"),
+        ({"conversation": "conv_x"}, 400, "unsupported_parameter", "conversation"),
+        ({"max_output_tokens": 5}, 400, "unsupported_parameter", "max_output_tokens"),
+        ({"instructions": "Be kind."}, 400, "unsupported_parameter", "instructions"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

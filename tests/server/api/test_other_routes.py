@@ -11,6 +11,7 @@ import pytest
 
 import pensieve_jax
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.history.trees import TreeSummary
 from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.api.sampling import model_defaults
 from pensieve_jax.server.api.state import ROUTES as STATE_ROUTES
@@ -131,7 +132,7 @@ def test_models_in_vllms_shape():
         "object": "model",
         "created": 1_000_000,
         "owned_by": "pensieve",
-        "root": "random:fake",
+        "root": "org/mine",
         "parent": None,
         "max_model_len": 4096,
     }
@@ -245,3 +246,17 @@ def test_trees_are_read_beside_the_event_loop():
     assert ask(harness, "GET", "/v1/pensieve/trees") == (200, {"data": []})
     assert ask(harness, "GET", "/v1/pensieve/trees/x")[0] == 404
     assert len(threads) == 2 and threading.get_ident() not in threads
+
+
+def test_a_list_of_trees_is_as_long_as_was_asked_and_has_short_titles():
+    class History:
+        def trees(self, owner: str, limit: int) -> list[TreeSummary]:
+            return [TreeSummary("0" * 16, 1, "word " * 1000, float(limit))]
+
+    harness = Harness(STATE_ROUTES, history=History())
+    for query, limit in (("", 100), ("?limit=7", 7), ("?limit=1000", 1000)):
+        ((row,),) = ask(harness, "GET", f"/v1/pensieve/trees{query}")[1].values()
+        assert row["last_active"] == limit and len(row["first_text"]) == 200
+    for wrong in ("0", "1001", "x", ""):
+        status, body = ask(harness, "GET", f"/v1/pensieve/trees?limit={wrong}")
+        assert (status, body["error"]["param"]) == (400, "limit")

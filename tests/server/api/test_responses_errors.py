@@ -61,8 +61,8 @@ def test_unsupported_fields_are_refused_by_name(post, field):
 
 BAD = [
     ({}, "input", "missing_required_parameter"),
-    ({"input": ""}, "input", "missing_required_parameter"),
-    ({"input": []}, "input", "missing_required_parameter"),
+    ({"input": ""}, "input", "invalid_value"),
+    ({"input": []}, "input", "invalid_value"),
     ({"input": 5}, "input", "invalid_value"),
     ({"input": "hi", "max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
     ({"input": "hi", "temperature": 3}, "temperature", "invalid_value"),
@@ -74,7 +74,7 @@ BAD = [
         "invalid_value",
     ),
     ({"input": "hi", "include": ["everything"]}, "include[0]", "invalid_value"),
-    ({"input": "hi", "metadata": {"k": 1}}, "metadata[...]", "invalid_value"),
+    ({"input": "hi", "metadata": {"j": "", "k": 1}}, "metadata.k", "invalid_value"),
     ({"input": "hi", "metadata": {str(i): "" for i in range(17)}}, "metadata", "invalid_value"),
     ({"input": "hi", "metadata": {"k" * 65: ""}}, "metadata", "invalid_value"),
     ({"input": "hi", "metadata": {"k": "v" * 513}}, "metadata.k", "invalid_value"),
@@ -325,3 +325,71 @@ def test_items_in_many_forms_are_kept_in_one():
     assert json.dumps(refused[0]).count("output_text") == 1
     with pytest.raises(ApiError):
         parse_input([{"role": "user", "content": [{"type": "refusal"}]}], "input")
+
+
+WORDS = [
+    ({"input": "hi", "temperature": 9}, "temperature is 9, but must be at most 2."),
+    ({"input": "hi", "temperature": "hot"}, "temperature is 'hot', but must be a number."),
+    ({"input": "hi", "top_p": 0}, "top_p is 0, but must be above 0."),
+    ({"input": 5}, "input is 5, but must be text or a list."),
+    ({"input": ""}, "input is empty, but must be text or at least one item."),
+    ({"input": "hi", "metadata": {"a": 5}}, "metadata.a is 5, but must be text."),
+    (
+        {"input": [{"role": "tool", "content": "x"}]},
+        "input[0].role is 'tool', but must be one of user, assistant, system, developer.",
+    ),
+    (
+        {"input": "hi", "top_logprobs": 20, "include": ["message.output_text.logprobs"]},
+        "top_logprobs is 20, but must be at most 8.",
+    ),
+    (
+        {"input": "hi", "tool_choice": "required"},
+        'tool_choice is not supported by this server; leave it out, or make it "auto" or "none".',
+    ),
+    (
+        {"input": "x" * 5000, "max_output_tokens": 1},
+        "Send less, start a new conversation, or go on from an earlier turn.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sent", "words"), WORDS, ids=lambda value: str(value)[:40])
+def test_words_are_for_whoever_sent_the_request(post, sent, words):
+    status, body, _ = post("/responses", sent)
+    assert status == 400
+    message = body["error"]["message"]
+    assert message.endswith(words) and "max_context_tokens" not in message and "runner" not in message
+
+
+def test_a_context_that_is_too_long_is_counted(post):
+    _, body, _ = post("/responses", {"input": "x" * 5000})
+    _, queued, _ = post("/responses", {"input": "x" * 5000, "background": True})
+    assert body["error"] == queued["error"]
+    assert body["error"]["message"].startswith("The context would have 50")
+
+
+def test_a_conversation_that_is_not_there_is_the_fields_fault(post):
+    status, body, _ = post("/responses", {"input": "hi", "conversation": "conv_x"})
+    assert (status, body["error"]["param"], body["error"]["code"]) == (404, "conversation", "not_found")
+
+
+MISPLACED = [
+    ("/responses", {"input": "hi"}, "max_tokens", 5, "max_output_tokens"),
+    ("/responses", {"input": "hi"}, "max_completion_tokens", 5, "max_output_tokens"),
+    ("/responses", {}, "messages", [{"role": "user", "content": "hi"}], "input"),
+    ("/responses/input_tokens", {}, "messages", [{"role": "user", "content": "hi"}], "input"),
+    ("/responses", {"input": "hi"}, "ignore_eos", True, "not supported"),
+    ("/responses", {"input": "hi"}, "response_format", {"type": "json_object"}, "not supported"),
+]
+
+
+@pytest.mark.parametrize(("path", "sent", "field", "value", "hint"), MISPLACED)
+def test_a_field_of_another_route_is_refused_with_a_hint(post, path, sent, field, value, hint):
+    status, body, _ = post(path, {**sent, field: value})
+    assert (status, body["error"]["param"], body["error"]["code"]) == (400, field, "unsupported_parameter")
+    assert hint in body["error"]["message"]
+
+
+def test_a_misplaced_field_that_asks_for_nothing_is_ignored(post):
+    status, _, headers = post("/responses", {"input": "hi", "max_tokens": None, "logprobs": False})
+    assert status == 200 and set(headers["x-ignored-fields"].split(",")) == {"max_tokens", "logprobs"}

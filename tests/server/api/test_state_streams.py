@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+from pensieve_jax.core.errors import EngineClosedError
 from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.api.state import MAX_STREAMS
 from pensieve_jax.server.http.settings import ServerSettings
@@ -36,6 +37,21 @@ def test_an_owner_may_watch_a_few_maps_at_a_time() -> None:
         for one in watching:
             one.leave()
             await one.task
+        assert not harness.services.map_streams
+
+    asyncio.run(work())
+
+
+def test_an_engine_that_tells_no_map_is_a_status_before_any_byte() -> None:
+    class Starting(FakeEngine):
+        async def call(self, name: str, *arguments: object) -> object:
+            raise EngineClosedError("The engine takes no calls: it is starting.")
+
+    async def work() -> None:
+        harness = Harness(ROUTES, Starting())
+        for _ in range(MAX_STREAMS + 1):
+            status, _, body = await harness.open("GET", PATH).whole()
+            assert status == 503 and "starting" in json.loads(body)["error"]["message"]
         assert not harness.services.map_streams
 
     asyncio.run(work())

@@ -27,6 +27,7 @@ from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import Report, Submit, sent_spec
 from pensieve_jax.server.engine_process.supervisor import Restarts
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter
+from pensieve_jax.server.engine_report import _COUNTERS, _GAUGES
 from tests.engine.harness import Harness
 from tests.server.engine_process.fakes import (
     TIMEOUT_S,
@@ -60,6 +61,21 @@ def test_a_turn_says_what_the_engine_computes() -> None:
         assert engine.state == "dead"
         with pytest.raises(EngineClosedError):
             engine.submit(spec([5]))
+
+    run(work())
+
+
+def test_every_counter_that_metrics_show_is_told_and_counts() -> None:
+    async def work() -> None:
+        async with fake_engine() as engine:
+            outputs = [await engine.submit(spec([5, 6], conversation_id="a")).result() for _ in range(2)]
+            num_tokens = sum(len(output.token_ids) for output in outputs)
+            await until(lambda: engine.last_stats.get("num_delta_tokens", 0) > 0)
+            stats = engine.last_stats
+            assert {*_GAUGES, *_COUNTERS} <= set(stats)
+            assert 0 < stats["num_deltas"] <= stats["num_delta_tokens"] <= num_tokens
+            assert stats["num_steps"] > 0
+            assert stats["engine_thread_s"] > 0
 
     run(work())
 

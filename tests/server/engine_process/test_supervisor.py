@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
+from pathlib import Path
 
 import pytest
 
-from pensieve_jax import AsyncEngine, EngineClosedError, EngineDiedError
+from pensieve_jax import AsyncEngine, EngineClosedError, EngineDiedError, HistoryCorruptError
 from pensieve_jax.history.changes import DeleteConversation
 from pensieve_jax.server.engine_process.lives import ThreadLife
+from pensieve_jax.server.engine_process.sent_errors import SentError, sent_error
 from pensieve_jax.server.engine_process.supervisor import Restarts
 from tests.server.engine_process.fakes import TIMEOUT_S, FakeLives, fake_engine, run, spec, until
 
@@ -68,6 +70,33 @@ def test_an_error_that_nobody_expected_ends_the_server(caplog: pytest.LogCapture
     run(work())
     (record,) = [record for record in caplog.records if record.exc_info]
     assert isinstance(record.exc_info[1], RuntimeError)
+
+
+def test_a_history_that_is_damaged_at_a_restart_ends_the_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file is moved aside by the start that finds it; another start would serve an empty one."""
+
+    async def work() -> None:
+        lives = FakeLives(tmp_path / "history.sqlite")
+        async with fake_engine(lives) as engine:
+            lives.lives[-1].kill()
+            await until(lambda: engine.epoch == 2 or engine.gave_up.is_set())
+            assert engine.epoch == 2 and not engine.is_damaged
+            tries = []
+
+            async def refused() -> SentError:
+                tries.append(len(tries))
+                return sent_error(HistoryCorruptError("history is damaged, and was set aside"))
+
+            monkeypatch.setattr(engine, "_opening", refused)
+            lives.lives[-1].kill()
+            await engine.gave_up.wait()
+            assert engine.state == "dead" and engine.is_damaged and tries == [0]
+
+    with caplog.at_level("INFO"):
+        run(work())
+    assert "ready again, after" in caplog.text and "was set aside" in caplog.text
 
 
 def test_a_first_start_that_the_system_refuses_says_why() -> None:

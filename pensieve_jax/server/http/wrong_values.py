@@ -1,0 +1,114 @@
+"""What msgspec says of a value that does not fit, in this API's words and with the path of the field.
+
+Owns: the way from msgspec's sentence to `<field> is <value>, but must be <limit>.`
+Does not know: any request's fields; which of them are refused by name.
+Called by: `bodies`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final, Literal, get_args, get_origin
+
+import msgspec
+
+from pensieve_jax.core.errors import InvalidFieldError
+from pensieve_jax.server.http.errors import ApiError, invalid_value
+
+_PATH: Final = re.compile(r" - at `(?:key in )?\$(?P<path>.*)`\Z")
+_MISSING: Final = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+_BOUND: Final = re.compile(r"Expected `\w+` (?P<sign><=|>=|<|>) (?P<bound>\S+)\Z")
+_KINDS: Final = re.compile(r"Expected `(?P<kinds>[^`]*)`, got `")
+_BOUNDS: Final[Mapping[str, str]] = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
+_WORDS: Final[Mapping[str, str]] = {
+    "str": "text",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_STEP: Final = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<index>\d+|\.\.\.)\]")
+
+
+def explained(error: msgspec.ValidationError, value: Any, kind: Any, at: str) -> ApiError:
+    """What a client is told.
+
+    Args:
+      error: as msgspec raised it.
+      value: what was to become a `kind`.
+      kind: a struct, mostly.
+      at: the value's own path.
+    """
+    text = str(error)
+    match = _PATH.search(text)
+    reason = text[: match.start()] if match else text
+    inner, wrong = _followed(value, match["path"] if match else "", reason)
+    path = (at + inner).removeprefix(".")
+    missing = _MISSING.match(reason)
+    if missing:
+        path = f"{path}.{missing['name']}".removeprefix(".")
+        return ApiError(400, "missing_required_parameter", f"{path} is missing.", param=path)
+    limit = _limit(reason, kind, inner)
+    if not path:
+        limit = limit or "readable"
+        return ApiError(400, "invalid_value", str(InvalidFieldError("The body", wrong, limit)))
+    if limit is None:
+        return invalid_value(path, f"{path} cannot be read: {reason}.")
+    return invalid_value(path, str(InvalidFieldError(path, wrong, limit)))
+
+
+def _limit(reason: str, kind: Any, path: str) -> str | None:
+    """What completes "must be"; None for a reason that is not known here."""
+    bound = _BOUND.match(reason)
+    if bound:
+        return f"{_BOUNDS[bound['sign']]} {float(bound['bound']):.20g}"
+    kinds = _KINDS.match(reason)
+    if kinds:
+        names = kinds["kinds"].split(" | ")
+        words = [_WORDS[name] for name in names if name in _WORDS and name != "null"]
+        return " or ".join(words) or None
+    if reason.startswith("Invalid enum value"):
+        return _one_of(kind, path.removeprefix("."))
+    return None
+
+
+def _one_of(kind: Any, name: str) -> str | None:
+    """The choices of a struct's own field, if it is one that has some."""
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return None
+    types = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    choices = get_args(types[name]) if get_origin(types.get(name)) is Literal else ()
+    return f"one of {', '.join(map(str, choices))}" if choices else None
+
+
+def _followed(value: Any, path: str, reason: str) -> tuple[str, Any]:
+    """The path with the names of keys, for which msgspec has dots, and what is there."""
+    found = ""
+    for step in _STEP.finditer(path):
+        key: Any = step["name"]
+        if step["index"] is not None and isinstance(value, list):
+            key = int(step["index"])
+            found += f"[{key}]"
+        else:
+            if step["index"] is not None:
+                key = _wrong_key(value, reason)
+            found += f".{key}"
+        try:
+            value = value[key]
+        except (LookupError, TypeError):  # a key that is no name of a field
+            return found, None
+    return found, value
+
+
+def _wrong_key(value: Mapping[str, Any], reason: str) -> str:
+    """The first key of an object whose value has the type that msgspec does not want."""
+    got = reason.rpartition("got `")[2].rstrip("`")
+    return next((key for key, inner in value.items() if _kind(inner) == got), "...")
+
+
+def _kind(value: Any) -> str:
+    names: dict[type, str] = {dict: "object", list: "array", type(None): "null"}
+    return names.get(type(value), type(value).__name__)

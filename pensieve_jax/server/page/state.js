@@ -1,0 +1,58 @@
+// The panel that tells where the state is: its map, as the server streams it.
+
+import { Refused, stream } from "./api.js";
+
+const PAUSE_MS = 1000;
+
+export class StatePanel {
+  /** `reached` is called when the server tells the map again, `lost(error)` when it does not begin to. */
+  constructor({ map, unseen, chunkTokens }, { reached, lost }) {
+    Object.assign(this, { map, unseen, chunkTokens, reached, lost });
+    this.told = null; // the latest map
+    this.turn = null; // the turn whose branch is framed
+    this.isBusy = false;
+    this.rows = []; // of the list
+    this.wake = () => {};
+    new ResizeObserver(() => this.#draw()).observe(map.canvas.parentElement); // also when a drawer opens
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#draw());
+  }
+
+  show({ turn, isBusy, rows }) {
+    Object.assign(this, { turn, isBusy, rows });
+    this.#draw();
+  }
+
+  #draw() {
+    if (!this.told) return;
+    const isFramed = this.map.draw(this.told, this.turn, this.rows);
+    this.unseen.hidden = !this.turn || this.isBusy || isFramed;
+  }
+
+  /** For as long as the page is there. Another key, and `wake`, begin anew. */
+  async watch() {
+    for (let wasLost = false; ; ) {
+      const mine = new AbortController();
+      const waited = new Promise((resume) => (this.wake = () => (mine.abort(), resume())));
+      let hasBegun = false;
+      let pause_ms = PAUSE_MS;
+      try {
+        for await (this.told of await stream("GET", "/v1/pensieve/chunks?stream=true", undefined, mine.signal)) {
+          if (!hasBegun && wasLost) this.reached();
+          hasBegun = true;
+          wasLost = false;
+          this.chunkTokens.textContent = this.told.chunk_tokens;
+          this.#draw();
+        }
+      } catch (error) {
+        if (!(error instanceof Refused || error instanceof TypeError || error.name === "AbortError")) throw error;
+        if (error.name !== "AbortError" && !hasBegun) {
+          wasLost = true; // a stream that breaks off says nothing; why, is told at the next attempt
+          this.lost(error);
+          if (error.status === 401) pause_ms = undefined; // until there is another key
+        }
+      }
+      if (pause_ms !== undefined) setTimeout(this.wake, pause_ms);
+      await waited;
+    }
+  }
+}
