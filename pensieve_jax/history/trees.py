@@ -27,7 +27,7 @@ _TURN: Final = (
 )
 
 MAX_FIRST_CHARACTERS: Final = 200
-"""Of what stands in a list of trees."""
+"""Of what was said first: a list is read often, and a message may be a book."""
 MAX_TREE_CHARACTERS: Final = 2_000_000
 """Of a tree's responses as they are kept; the last one is told however long it is."""
 

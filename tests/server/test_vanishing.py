@@ -112,7 +112,7 @@ def descriptors(process: Path) -> list[str]:
 
 
 def same(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Equal, but for what the front starts when it is needed and keeps: threads for long work, and readers."""
+    """Equal, but for what the front starts when it needs it and keeps: threads for long work, and readers."""
     most = {FRONT_THREADS: NUM_THREADS, FRONT_READS: 3 * MAX_IDLE}  # a reader has up to three files open
     kept = all(0 <= now[name] - before[name] <= number for name, number in most.items())
     return kept and {**now, **dict.fromkeys(most, 0)} == {**before, **dict.fromkeys(most, 0)}

@@ -136,7 +136,7 @@ async def trees(call: Call) -> Reply:
 
     `limit` of them: 100 unless given, at most 1,000.
     """
-    return await asyncio.to_thread(_told_trees, call)
+    return await asyncio.to_thread(_told_trees, call, limit_of(call.query, _NUM_TREES, _MAX_TREES))
 
 
 async def tree(call: Call) -> Reply:
@@ -144,8 +144,7 @@ async def tree(call: Call) -> Reply:
     return await asyncio.to_thread(_told_tree, call)
 
 
-def _told_trees(call: Call) -> Reply:
-    limit = limit_of(call.query, _NUM_TREES, _MAX_TREES)
+def _told_trees(call: Call, limit: int) -> Reply:
     found = call.services.history.trees(call.owner, limit)
     rows = [
         {
