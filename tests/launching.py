@@ -21,6 +21,7 @@ from absl import flags
 from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.commands.main import COMMANDS
 from pensieve_jax.model_source import DEFAULT_MODEL
+from tests.log_state import kept_log
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_MODEL = "random:llama-tiny"
@@ -87,7 +88,8 @@ def launch(request, monkeypatch) -> Iterator[Launch]:
         status: int = module.main()
         return status
 
-    yield launch
+    with kept_log():
+        yield launch
     forget()
 
 

@@ -8,23 +8,19 @@ import logging
 
 import pytest
 
-from pensieve_jax.server.logs import LOGGER, is_text, log_error, log_request, log_to
+from pensieve_jax.server.logs import is_text, log_error, log_request, log_to
+from tests.log_state import kept_log
 
 SECRET = "words of a prompt"
-NAMES = ("pensieve_jax", "jax", LOGGER.name, "asyncio", "opentelemetry", "uvicorn", "uvicorn.error")
 
 
 @pytest.fixture
 def stream(request):
     """Where the log goes, in the form of the parameter; afterwards it goes where it went before."""
-    loggers = [logging.getLogger(name) for name in NAMES]
-    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
     stream = io.StringIO()
-    log_to(stream, log_format=getattr(request, "param", "json"))
-    yield stream
-    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        logger.handlers, logger.propagate = handlers, propagate
-        logger.setLevel(level)
+    with kept_log():
+        log_to(stream, log_format=getattr(request, "param", "json"))
+        yield stream
 
 
 def lines(stream: io.StringIO) -> list[dict]:

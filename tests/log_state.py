@@ -1,0 +1,25 @@
+"""Logs that a test, or a command that it runs, sends elsewhere, go afterwards where they went before."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+NAMES = (
+    *("pensieve_jax", "pensieve_jax.server", "jax", "asyncio", "opentelemetry"),
+    *("uvicorn", "uvicorn.error"),
+)
+
+
+@contextmanager
+def kept_log() -> Iterator[None]:
+    """What `server.logs.log_to` changes is as it was once this is left."""
+    loggers = [logging.getLogger(name) for name in NAMES]
+    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
+    try:
+        yield
+    finally:
+        for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
