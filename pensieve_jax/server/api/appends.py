@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections import OrderedDict
 from typing import Final, NamedTuple
+
+from pensieve_jax.server.api.recent import Recent
 
 LIFETIME_S: Final = 600.0
 MAX_UNANSWERED: Final = 10_000
@@ -40,7 +41,7 @@ class Appends:
 
     def __init__(self) -> None:
         """None yet."""
-        self._unanswered: OrderedDict[tuple[str, str, str], tuple[str, float]] = OrderedDict()
+        self._unanswered = Recent[tuple[str, str, str], str](LIFETIME_S, MAX_UNANSWERED)
 
     def __len__(self) -> int:
         """How many were not answered, as far as that is remembered."""
@@ -60,26 +61,17 @@ class Appends:
         if key is not None:
             return Append(json.dumps([owner, conversation_id, key]), True, None)
         request = (owner, conversation_id, body_sha256)
-        known = self._unanswered.get(request) if is_retry else None
-        is_repeated = known is not None and known[1] > now_s - LIFETIME_S
-        append = Append(known[0] if known and is_repeated else secrets.token_hex(24), is_repeated, request)
+        known = self._unanswered.get(request, now_s) if is_retry else None
+        append = Append(known or secrets.token_hex(24), known is not None, request)
         self.missed(append, now_s)
         return append
 
     def answered(self, append: Append) -> None:
         """Its client knows that its items are there."""
-        found = None if append.request is None else self._unanswered.get(append.request)
-        if found is not None and found[0] == append.name and append.request is not None:
-            del self._unanswered[append.request]
+        if append.request is not None:
+            self._unanswered.drop(append.request, append.name)
 
     def missed(self, append: Append, now_s: float) -> None:
         """Its client may not know, and ask again."""
-        if append.request is None:
-            return
-        self._unanswered[append.request] = (append.name, now_s)
-        self._unanswered.move_to_end(append.request)
-        forgotten_s = now_s - LIFETIME_S
-        while (
-            len(self._unanswered) > MAX_UNANSWERED or next(iter(self._unanswered.values()))[1] <= forgotten_s
-        ):
-            self._unanswered.popitem(last=False)
+        if append.request is not None:
+            self._unanswered.put(append.request, append.name, now_s)

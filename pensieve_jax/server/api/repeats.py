@@ -13,12 +13,12 @@ two minutes before it; in between, every other response was answered.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final
 
 from pensieve_jax.core.errors import UnknownRecordError
 from pensieve_jax.history.changes import Idempotency, ResponseRecord
+from pensieve_jax.server.api.recent import Recent
 from pensieve_jax.server.api.response_runs import ResponseRun
 from pensieve_jax.server.http.errors import ApiError
 
@@ -37,7 +37,7 @@ class Repeats:
         self._history = history
         self._started_at_s = started_at_s
         self._running: dict[tuple[str, str], ResponseRun] = {}
-        self._undelivered: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
+        self._undelivered = Recent[tuple[str, str], str](UNDELIVERED_LIFETIME_S, _MAX_UNDELIVERED)
         self._given_again: set[tuple[str, str]] = set()  # of those from before the start, by owner and id
 
     @property
@@ -73,10 +73,10 @@ class Repeats:
 
         It is given once; whoever cannot deliver it says so again (`missed`).
         """
-        found = self._undelivered.pop((owner, body_sha256), None)
-        if found is not None and found[1] > now_s - UNDELIVERED_LIFETIME_S:
+        found = self._undelivered.pop((owner, body_sha256), now_s)
+        if found is not None:
             try:
-                record: ResponseRecord = self._history.response(owner, found[0])
+                record: ResponseRecord = self._history.response(owner, found)
                 return record
             except UnknownRecordError:  # deleted
                 return None
@@ -101,14 +101,7 @@ class Repeats:
 
     def missed(self, owner: str, body_sha256: str, response_id: str, now_s: float) -> None:
         """A response was committed, but its client had left."""
-        self._undelivered[owner, body_sha256] = (response_id, now_s)
-        self._undelivered.move_to_end((owner, body_sha256))
-        forgotten_s = now_s - UNDELIVERED_LIFETIME_S
-        while (
-            len(self._undelivered) > _MAX_UNDELIVERED
-            or next(iter(self._undelivered.values()))[1] <= forgotten_s
-        ):
-            self._undelivered.popitem(last=False)
+        self._undelivered.put((owner, body_sha256), response_id, now_s)
 
 
 def idempotency_key(headers: Mapping[str, str]) -> str | None:

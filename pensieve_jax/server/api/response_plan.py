@@ -63,11 +63,6 @@ class ResponsePlan:
         # Drawn here, since a background response must be the same one when it runs once more.
         self._seed = secrets.randbits(63) if body.seed is None else body.seed
 
-    @property
-    def conversation_id(self) -> str | None:
-        """The conversation that the turn is appended to."""
-        return self.body.conversation_id
-
     def specs(self, resolved: ResolvedContext) -> list[TurnSpec]:
         """The turn of a context, with what is kept beside it; raises ApiError for a context too long."""
         check_length(self._services, resolved.num_context_tokens, "input")

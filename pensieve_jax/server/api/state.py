@@ -22,6 +22,7 @@ from pensieve_jax.server.http.errors import not_found, rate_limited
 from pensieve_jax.server.http.replies import Reply, encode_json, json_reply
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.sse import Events, event
+from pensieve_jax.server.threads import aside
 
 _PERIOD_S: Final = 0.25
 """Between two maps of a stream."""
@@ -136,12 +137,12 @@ async def trees(call: Call) -> Reply:
 
     `limit` of them: 100 unless given, at most 1,000.
     """
-    return await asyncio.to_thread(_told_trees, call, limit_of(call.query, _NUM_TREES, _MAX_TREES))
+    return await aside(True, _told_trees, call, limit_of(call.query, _NUM_TREES, _MAX_TREES))
 
 
 async def tree(call: Call) -> Reply:
     """GET /v1/pensieve/trees/{root}: the last turns of one of them, in the order in which they were made."""
-    return await asyncio.to_thread(_told_tree, call)
+    return await aside(True, _told_tree, call)
 
 
 def _told_trees(call: Call, limit: int) -> Reply:

@@ -16,12 +16,6 @@ from tests.server.fakes import say
 
 
 @pytest.fixture
-def server(tmp_path):
-    with LiveServer(tmp_path / "history.sqlite") as running:
-        yield running
-
-
-@pytest.fixture
 def client(server):
     with server.client() as made:
         yield made

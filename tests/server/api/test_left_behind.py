@@ -30,12 +30,6 @@ def soon(monkeypatch):
 
 
 @pytest.fixture
-def server(tmp_path):
-    with LiveServer(tmp_path / "history.sqlite") as running:
-        yield running
-
-
-@pytest.fixture
 def client(server):
     with server.client(timeout=10.0) as made:
         yield made

@@ -10,18 +10,11 @@ import pytest
 from pensieve_jax.core.errors import EngineClosedError
 from pensieve_jax.history.changes import AppendItems
 from pensieve_jax.server.api.appends import LIFETIME_S, MAX_UNANSWERED, Appends
-from tests.server.api.live import LiveServer
 from tests.server.api.test_left_behind import DIED, NO_ANSWER, losing
 
 RETRY = {"x-stainless-retry-count": "1"}
 KEY = {"Idempotency-Key": "k"}
 DOWN = EngineClosedError("The engine takes no calls: it is starting.")
-
-
-@pytest.fixture
-def server(tmp_path):
-    with LiveServer(tmp_path / "history.sqlite") as running:
-        yield running
 
 
 @pytest.fixture

@@ -1,0 +1,13 @@
+"""What tests of the API share; a file whose server answers by itself has one of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.server.api.live import LiveServer
+
+
+@pytest.fixture
+def server(tmp_path):
+    with LiveServer(tmp_path / "history.sqlite") as running:
+        yield running
