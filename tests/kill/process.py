@@ -27,7 +27,7 @@ from pensieve_jax.device import sampler
 from pensieve_jax.device.sampler import SamplerMode
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history import SQLiteHistoryStore, TurnRecord, sqlite_store
-from tests.kill.script import MAX_CONTEXT_TOKENS, Script, TurnKey
+from tests.kill.script import MAX_CONTEXT_TOKENS, TURNS_PER_CONVERSATION, Script, TurnKey
 
 MODEL = "random:llama-tiny"
 CHUNK_TOKENS = 16
@@ -50,8 +50,8 @@ class Task(NamedTuple):
     Attributes:
       path: of the history; None is one in memory.
       how: "step" drives the engine turn by turn, "generate" the public call with a turn of every lane; both
-        for ever. "once" is one call of "generate", "nothing" none; both close the library and end. "close"
-        is "once", and then waits to be killed.
+        for ever. "once" is one call of "generate", "whole" as many as a conversation has turns; both close
+        the library and end. "close" is "once", and then waits to be killed.
       halt_at_row: wait to be killed after so many rows were written, before their transaction is committed.
     """
 
@@ -80,8 +80,9 @@ def run(task: Task, pipe: Connection) -> None:
     while task.how == "generate":
         _run_generate(llm, pipe, task.script, keys)
         keys = [task.script.after(key) for key in keys]
-    if task.how != "nothing":
+    for _ in range(TURNS_PER_CONVERSATION if task.how == "whole" else 1):
         _run_generate(llm, pipe, task.script, keys)
+        keys = [task.script.after(key) for key in keys]
     pipe.send(("closing",))
     llm.close()
     if task.how == "close":
