@@ -1,6 +1,6 @@
 """Ctrl-C at every line that the host runs: no turn is left to nobody, and nothing is lost but turns that ran.
 
-`make test` interrupts a third of the lines of the package where they run first, the long tests all of them.
+`make test` interrupts a sixth of the lines of the package where they run first, the long tests all of them.
 These also take lines every time that they run, one in so many of them (`INTERRUPTS_STRIDE`; with 1 all, in a
 quarter of an hour of a core), and interrupt some again while the first interrupt is cleaned up. Where they
 begin follows from `INTERRUPTS_SEED`.
@@ -273,7 +273,7 @@ def first_lines(patch: pytest.MonkeyPatch, name: str) -> dict[Line, int]:
     return _first_lines[name]
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.long)], ids=["a third", "all"])
+@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.long)], ids=["a sixth", "all"])
 @pytest.mark.parametrize("name", CALLS)
 def test_at_lines_where_they_run_first(monkeypatch: pytest.MonkeyPatch, name: str, stride: int) -> None:
     calls = list(CALLS)

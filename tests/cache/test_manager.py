@@ -272,7 +272,7 @@ def test_nothing_is_kept_of_sequences_that_were_closed(policy, cpu_pages, num_pa
     """Not by the orders of shelves either that nobody takes from: without host memory, or where all fits."""
     cache = Cache(num_pages, cpu_pages, policy=policy)
     cache.idle("stays", 2 * CHUNK)
-    for i in range(1000):
+    for i in range(400):
         sequence = cache.running(f"closed {i}", 3 * CHUNK)
         cache.manager.release(sequence)
         cache.manager.close(sequence)

@@ -177,6 +177,7 @@ def test_there_is_host_memory_unless_told_otherwise(
     assert (configs[0].cache.cpu_bytes, configs[0].cache.cpu_pages) == (cpu_bytes, cpu_pages)
 
 
+@pytest.mark.long  # a start of its own
 def test_on_a_terminal_it_tells_in_words_and_a_second_interrupt_is_quiet(compilation_cache: str) -> None:
     flags = [f"--model={TINY_MODEL}", "--dtype=float32", f"--compilation_cache_dir={compilation_cache}"]
     command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "serve.py"), "--port=0", *flags, *SIZES]

@@ -144,6 +144,7 @@ def test_bounds_and_ratios():
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_all_of_it(launch, monkeypatch, tmp_path, capsys):
     """Without PyTorch, wherever this runs: its peers have it said of them, and nothing else changes."""
     pytest.importorskip("matplotlib")

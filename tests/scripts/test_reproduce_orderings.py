@@ -50,8 +50,9 @@ def by_series(results):
 @pytest.mark.parametrize(
     "experiment",
     [
-        *("fig10b", "fig11", "thesis3.15"),
-        *(pytest.param(f"fig10{part}", marks=pytest.mark.long) for part in "acd"),
+        "fig11",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("fig10a", "fig10b", "fig10c", "fig10d")),
+        pytest.param("thesis3.15", marks=pytest.mark.long),
     ],
 )
 def test_state_is_found_in_two_tiers_more_than_in_one_and_in_one_more_than_in_none(
@@ -95,6 +96,7 @@ def test_retention_recomputes_least(reproduce, seeds, monkeypatch):
     assert {one["policy"] for one in results["retention_over"]} == set(POLICIES) - {"retention"}
 
 
+@pytest.mark.long
 def test_who_thinks_for_longer_finds_less(reproduce, seeds):
     results = reproduce("fig15", seeds)
     points = by_series(results)[f"{results['shown_rate_per_s']:g} conversations a second"]
@@ -149,6 +151,7 @@ def test_who_knows_the_future_recomputes_least(reproduce, recorded):
         assert 0 <= row["oracle"]["0"] < min(row["lru"]["0"], row["retention"]["0"]) < 1
 
 
+@pytest.mark.long
 def test_recorded_traces_under_every_order_on_sessions_that_are_held_out(reproduce, recorded):
     path, trace = recorded
     results = reproduce("traces", [0], traces=f"pensieve:{path}")

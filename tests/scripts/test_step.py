@@ -86,6 +86,7 @@ def test_a_trace_is_of_as_many_steps_as_were_launched(monkeypatch):
     assert found["span_s"] == pytest.approx(10e-9)
 
 
+@pytest.mark.long
 def test_steps(launch, compilation_cache, capsys):
     """Every case is there, in the smallest bucket that holds it; the crowd is timed at its own contexts."""
     launch("benchmark_step", shared_llm=False, compilation_cache_dir=compilation_cache, trace=True, **STEPS)

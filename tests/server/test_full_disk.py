@@ -66,7 +66,7 @@ def rows(history: Path) -> dict[str, int]:
     ("breaks", "mends"),
     [
         ("PRAGMA max_page_count = 1", "PRAGMA max_page_count = 1000000"),  # at least what there is already
-        ("PRAGMA query_only = 1", "PRAGMA query_only = 0"),
+        pytest.param("PRAGMA query_only = 1", "PRAGMA query_only = 0", marks=pytest.mark.long),
     ],
     ids=["full", "read-only"],
 )

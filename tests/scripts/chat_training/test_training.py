@@ -189,6 +189,7 @@ def test_the_script_makes_a_model_that_llm_serves_as_it_was_trained(train_tiny, 
     check_served(tmp_path / "work" / "model")
 
 
+@pytest.mark.long
 def test_a_training_that_lost_its_tokenizer_does_not_go_on_with_another(train_tiny, tmp_path):
     assert train_tiny(num_steps=3) == 0
     assert {path.name for path in (tmp_path / "work" / "model").iterdir()} > {*FILES, "model.safetensors"}
