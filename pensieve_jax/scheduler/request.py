@@ -49,6 +49,7 @@ class Request:
     """
 
     __slots__ = (
+        "_holes_before",
         "_num_kv_before",
         "_recomputed_tokens",
         "_reused_tokens",
@@ -112,7 +113,8 @@ class Request:
         self._recomputed_tokens = 0
         self._was_admitted = False
         self._num_kv_before = 0
-        self._uncomputed: list[tuple[int, int]] = []
+        self._uncomputed: list[tuple[int, int]] = []  # since it was first admitted
+        self._holes_before: list[tuple[int, int]] = []  # when it was suspended
 
     @property
     def num_output_tokens(self) -> int:
@@ -150,7 +152,7 @@ class Request:
             if chunk.shelf is Shelf.ARRIVING or (index in sequence.fetched and chunk.readable)
         )
         if self._was_admitted:
-            had = _tokens_outside(self._uncomputed, self._num_kv_before)
+            had = _tokens_outside(self._holes_before, self._num_kv_before)
             has = _tokens_outside(self.holes, sequence.num_kv_tokens)
             self.resume_recomputed_tokens += len(had - has)
             self.resume_swapped_in_tokens += swapped_in
@@ -169,7 +171,9 @@ class Request:
         self.num_suspensions += 1
         self.is_decoding = False
         self._num_kv_before = self.sequence.num_kv_tokens
-        self._uncomputed, self.holes = self.holes, []
+        # What it lost when it was suspended before, and has not computed again since, stays what it had.
+        self._uncomputed = _in_both(self._uncomputed, self.holes)
+        self._holes_before, self.holes = self.holes, []
 
     def skip_filled(self, chunk_tokens: int) -> None:
         """Leave out what another request has computed since: holes in a prefix that both begin with."""
@@ -218,3 +222,9 @@ class Request:
 
 def _tokens_outside(holes: list[tuple[int, int]], num_tokens: int) -> set[int]:
     return set(range(num_tokens)).difference(*(range(start, end) for start, end in holes))
+
+
+def _in_both(ones: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Intervals that lie in one of each."""
+    pairs = ((max(a, c), min(b, d)) for a, b in ones for c, d in others)
+    return [(start, end) for start, end in pairs if start < end]
