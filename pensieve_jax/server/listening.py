@@ -8,7 +8,7 @@ Called by: `pensieve serve`.
 The first SIGTERM or Ctrl-C drains: no more turns are taken, those that run get their time, and the status is
 0. The second ends everything at once. An engine that dies too often ends the server, with status 1, as does
 an end that nobody asked for, so that whoever watches over it can start it anew. A history that turns out to
-be damaged when the engine is started again ends it with status 2: somebody has to look.
+be damaged or gone when the engine is started again ends it with status 2: somebody has to look.
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ def history_file(path: str | None) -> Iterator[str]:
     try:
         yield str(directory / "history.sqlite")
     finally:
-        shutil.rmtree(directory)
+        with contextlib.suppress(FileNotFoundError):  # somebody cleans up old temporary files
+            shutil.rmtree(directory)
 
 
 async def _serve(

@@ -89,6 +89,7 @@ def _assemble(start: Start) -> Assembled:
         synchronous=start.synchronous,
         config=start.config,
         progress=start.progress,
+        may_make_history=start.may_make_history,
     )
 
 
