@@ -16,9 +16,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -123,6 +125,19 @@ def serve(
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work())
+
+
+def leave(status: int) -> int:
+    """What is left to do with the status of `serve` and nothing else: return it, or end this process now.
+
+    After a second signal Python would still wait for threads, which cannot be interrupted in a long body.
+    """
+    if status == EXIT_AT_ONCE:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # whoever reads it has gone
+                stream.flush()
+        os._exit(status)
+    return status
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -120,7 +120,7 @@ def main() -> int:
             limits=engine.limits,
             max_num_running=8,
             chunk_tokens=16,
-            description={"model": {"name": "fake"}},
+            description={"model": {"name": "fake"}, "cache": {"gpu_pages": 60, "cpu_slots": 30}},
         )
         CheckedServer(engine, byte_tokenizer(), front, info=info).run()
     return 0
