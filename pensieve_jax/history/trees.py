@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from pensieve_jax.core.outputs import Usage
@@ -22,14 +23,16 @@ _OF_TREE: Final = f"owner = ? AND response_id >= ? AND response_id < ? AND {_HAS
 _IN_ORDER: Final = "ORDER BY responses.created_at_s, responses.rowid"
 _LAST_FIRST: Final = "ORDER BY responses.created_at_s DESC, responses.rowid DESC"
 _TURN: Final = (
-    "SELECT response_id, responses.turn_id, turns.parent_id, request, input_items, output_text, status, "
+    "SELECT response_id, turns.parent_id, request, input_items, output_text, status, "
     "usage FROM responses JOIN turns USING (owner, turn_id) WHERE responses.owner = ? AND response_id = ?"
 )
 
 MAX_FIRST_CHARACTERS: Final = 200
 """Of what was said first: a list is read often, and a message may be a book."""
 MAX_TREE_CHARACTERS: Final = 2_000_000
-"""Of a tree's responses as they are kept; the last one is told however long it is."""
+"""Of what a tree tells, instructions once; the last response is told however long it is."""
+MAX_READ_CHARACTERS: Final = 64_000_000
+"""Of a tree's responses as they are kept: each request repeats its instructions, as JSON of ASCII."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,8 @@ class TreeTurn:
 
     Attributes:
       id: the response's.
-      parent: the response that it goes on from; None for a first turn, and for one that is not shown.
+      parent: the response that it goes on from, which may be gone, of another tree, or left out as too much;
+        None for a first turn only.
       instructions: those of its own request, which the next one repeats or not; None where there were none.
       input, output: what was said.
       status: of the response.
@@ -86,30 +90,35 @@ def trees(connection: sqlite3.Connection, owner: str, limit: int) -> list[TreeSu
 def tree(connection: sqlite3.Connection, owner: str, root: str, limit: int) -> list[TreeTurn]:
     """The last responses of one tree, in the order in which they were made; empty where there is none.
 
-    There are fewer than `limit` where their texts are longer than `MAX_TREE_CHARACTERS`.
+    There are fewer than `limit` where their texts are longer than `MAX_TREE_CHARACTERS`, or what is read for
+    them than `MAX_READ_CHARACTERS`.
     """
     query = f"SELECT response_id FROM responses WHERE {_OF_TREE} {_LAST_FIRST} LIMIT ?"
-    found: list[Any] = []
-    num_characters = 0
+    told: list[TreeTurn] = []
+    instructions: dict[str | None, str | None] = {}  # each is kept and counted once
+    num_read = num_told = 0
     for (response_id,) in connection.execute(query, (owner, *_bounds(root), limit)).fetchall():
         row = connection.execute(_TURN, (owner, response_id)).fetchone()
-        num_characters += len(row[3]) + len(row[4]) + len(row[5] or "")
-        if found and num_characters > MAX_TREE_CHARACTERS:
+        turn = _turn(row)
+        num_read += sum(len(text or "") for text in row[2:5])
+        num_told += len(turn.input) + len(turn.output)
+        if turn.instructions not in instructions:
+            num_told += len(turn.instructions or "")
+        if told and (num_read > MAX_READ_CHARACTERS or num_told > MAX_TREE_CHARACTERS):
             break
-        found.insert(0, row)
-    ids = {row[1]: row[0] for row in found}
-    return [
-        TreeTurn(
-            response_id,
-            ids.get(parent_id),
-            json.loads(request).get("instructions") or None,
-            _text(items),
-            text or "",
-            status,
-            codec.unpack_usage(usage),
-        )
-        for response_id, _, parent_id, request, items, text, status, usage in found
-    ]
+        same = instructions.setdefault(turn.instructions, turn.instructions)
+        told.append(replace(turn, instructions=same))
+    return told[::-1]
+
+
+def _turn(row: Sequence[Any]) -> TreeTurn:
+    response_id, parent_id, request, items, text, status, usage = row
+    asked = json.loads(request)
+    # Not always the turn's own: under other instructions the tokens are those of another tree.
+    parent = asked.get("previous_response_id") or (parent_id and f"resp_{parent_id}")
+    instructions = asked.get("instructions") or None
+    unpacked = codec.unpack_usage(usage)
+    return TreeTurn(response_id, parent, instructions, _text(items), text or "", status, unpacked)
 
 
 def _first_text(connection: sqlite3.Connection, owner: str, root: str) -> str:

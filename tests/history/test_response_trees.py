@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.turn_node import new_turn_id, root_of
 from pensieve_jax.history import SQLiteHistoryStore, TurnRecord, trees
-from pensieve_jax.history.changes import ResponseDraft
+from pensieve_jax.history.changes import DeleteResponse, ResponseDraft
 from pensieve_jax.history.reader import HistoryReader
 
 USAGE = Usage(3, 0, 1, 2, 3, 2)
@@ -124,9 +124,52 @@ def test_long_texts_make_neither_a_list_nor_a_tree_long(tmp_path, monkeypatch):
         assert listed.num_turns == 3 and listed.first_text == "a" * 200
         root = root_of(first)
         assert [turn.input[0] for turn in reader.tree("ann", root)] == ["a", "b", "c"]
-        monkeypatch.setattr(trees, "MAX_TREE_CHARACTERS", 25_000, raising=False)
+        monkeypatch.setattr(trees, "MAX_TREE_CHARACTERS", 25_000)
         told = reader.tree("ann", root)
         assert [turn.id for turn in told] == [f"resp_{second}", f"resp_{third}"]
-        assert {turn.parent for turn in told} == {None}, "it is not shown"
-        monkeypatch.setattr(trees, "MAX_TREE_CHARACTERS", 1, raising=False)
+        assert {turn.parent for turn in told} == {f"resp_{first}"}, "also where it is not told itself"
+        monkeypatch.setattr(trees, "MAX_TREE_CHARACTERS", 1)
         assert [turn.id for turn in reader.tree("ann", root)] == [f"resp_{third}"]
+
+
+def test_instructions_count_once_and_as_the_characters_that_they_are(tmp_path, monkeypatch):
+    path = tmp_path / "chats.sqlite"
+    with SQLiteHistoryStore(path, fingerprint="f") as store, HistoryReader(path, fingerprint="f") as reader:
+        words = "\u8bf4" * 1000  # six characters each as it is kept
+        request = {"instructions": words}
+        turns = [first := respond(store, 1.0, words, request=request)]
+        turns += [respond(store, at_s, words, first, request=request) for at_s in range(2, 11)]
+        root = root_of(first)
+        monkeypatch.setattr(trees, "MAX_TREE_CHARACTERS", 22_000)  # ten of a request and its reply, and one
+        told = reader.tree("ann", root)
+        assert [turn.id for turn in told] == [f"resp_{turn}" for turn in turns]
+        assert {turn.instructions for turn in told} == {words}
+        monkeypatch.setattr(trees, "MAX_READ_CHARACTERS", 100_000)  # some 13,100 for each
+        assert len(reader.tree("ann", root)) == 7
+
+
+def test_a_turn_under_other_instructions_tells_which_response_it_goes_on_from(tmp_path):
+    """Its tokens begin a tree, since instructions come first, or go on from an earlier one under the same."""
+    path = tmp_path / "chats.sqlite"
+    with SQLiteHistoryStore(path, fingerprint="f") as store, HistoryReader(path, fingerprint="f") as reader:
+        first = respond(store, 1.0, "hi", request={"instructions": "be brief"})
+        asked = {"instructions": "be kind", "previous_response_id": f"resp_{first}"}
+        second = respond(store, 2.0, "and then?", request=asked)
+        asked = {"instructions": "be brief", "previous_response_id": f"resp_{second}"}
+        third = respond(store, 3.0, "and?", first, request=asked)
+        (told,) = reader.tree("ann", root_of(second))
+        assert told.parent == f"resp_{first}"
+        assert [(turn.id, turn.parent) for turn in reader.tree("ann", root_of(first))] == [
+            (f"resp_{first}", None),
+            (f"resp_{third}", f"resp_{second}"),
+        ]
+
+
+def test_a_turn_tells_its_parent_also_when_that_response_was_deleted(tmp_path):
+    path = tmp_path / "chats.sqlite"
+    with SQLiteHistoryStore(path, fingerprint="f") as store, HistoryReader(path, fingerprint="f") as reader:
+        first = respond(store, 1.0, "hi")
+        second = respond(store, 2.0, "and then?", first)
+        store.apply(DeleteResponse(owner="ann", response_id=f"resp_{first}"))
+        (told,) = reader.tree("ann", root_of(first))
+        assert (told.id, told.parent) == (f"resp_{second}", f"resp_{first}")

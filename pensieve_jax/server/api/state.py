@@ -141,7 +141,10 @@ async def trees(call: Call) -> Reply:
 
 
 async def tree(call: Call) -> Reply:
-    """GET /v1/pensieve/trees/{root}: the last turns of one of them, in the order in which they were made."""
+    """GET /v1/pensieve/trees/{root}: the last turns of one of them, in the order in which they were made.
+
+    `instructions` are told once, in the order in which they are named: a turn has their number in the list.
+    """
     return await aside(True, _told_tree, call)
 
 
@@ -164,11 +167,14 @@ def _told_tree(call: Call) -> Reply:
     found = call.services.history.tree(call.owner, root, _MAX_TURNS)
     if not found:
         raise not_found("conversation", root)
+    numbers: dict[str, int] = {}
     data = [
         {
             "id": turn.id,
             "parent": turn.parent,
-            "instructions": turn.instructions,
+            "instructions": None
+            if not turn.instructions
+            else numbers.setdefault(turn.instructions, len(numbers)),
             "input": turn.input,
             "output": turn.output,
             "status": turn.status,
@@ -176,7 +182,7 @@ def _told_tree(call: Call) -> Reply:
         }
         for turn in found
     ]
-    return json_reply({"data": data})
+    return json_reply({"instructions": list(numbers), "data": data})
 
 
 ROUTES: Final = (

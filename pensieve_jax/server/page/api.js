@@ -9,11 +9,12 @@ export const key = {
   set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
 };
 
-/** The server answered, but not with what was asked for; `status` is HTTP's. */
+/** The server answered, but not with what was asked for; `status` is HTTP's, `wait_ms` how long not to ask again. */
 export class Refused extends Error {
-  constructor(message, status = 0) {
+  constructor(message, status = 0, wait_ms = 0) {
     super(message);
     this.status = status;
+    this.wait_ms = wait_ms;
   }
 }
 
@@ -24,7 +25,8 @@ async function ask(method, path, body, signal) {
   const response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
   if (response.ok) return response;
   const told = await response.json().catch(() => null);
-  throw new Refused(told?.error?.message ?? `The server answered ${response.status}.`, response.status);
+  const wait_ms = 1000 * (Number(response.headers.get("Retry-After")) || 0);
+  throw new Refused(told?.error?.message ?? `The server answered ${response.status}.`, response.status, wait_ms);
 }
 
 export const get = async (path) => (await ask("GET", path)).json();

@@ -40,7 +40,7 @@ export class List {
       }
       shown.push(this.#link(row, date, current));
     }
-    if (this.rows.length > this.most) shown.push(this.#more(current));
+    if (this.rows.length > this.most) shown.push(this.#more());
     this.nav.replaceChildren(...shown);
     const links = this.#stops();
     for (const link of links) link.tabIndex = -1;
@@ -57,7 +57,7 @@ export class List {
     return link;
   }
 
-  #more(current) {
+  #more() {
     const more = Object.assign(document.createElement("button"), { type: "button", textContent: "Show more" });
     more.onclick = async () => {
       const first = this.most;

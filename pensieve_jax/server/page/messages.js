@@ -37,8 +37,10 @@ export class Messages {
     const had = this.section.contains(document.activeElement) ? document.activeElement.dataset.act : undefined;
     const shown = [];
     let instructions = null;
-    for (const turn of tree.path) {
-      if ((turn.instructions ?? null) !== instructions) shown.push(this.#system(turn, shown.length === 0));
+    const path = tree.path;
+    if (path[0]?.parent) shown.push(make("p", "before", "Earlier turns are not shown; the conversation goes on from them."));
+    for (const turn of path) {
+      if ((turn.instructions ?? null) !== instructions) shown.push(this.#system(turn, turn === path[0]));
       instructions = turn.instructions ?? null;
       shown.push(this.#user(turn), this.#reply(turn));
     }

@@ -75,8 +75,10 @@ async function visit() {
   if (opening !== rootOf(turn)) return undefined; // somebody went on
   opening = null;
   tree = new Tree(found ? rootOf(turn) : null);
-  for (const one of found?.data ?? []) tree.add(one);
-  look(tree.turns.has(`resp_${turn}`) ? `resp_${turn}` : tree.tip);
+  for (const one of found?.data ?? []) tree.add({ ...one, instructions: found.instructions[one.instructions] ?? null });
+  const isHere = tree.turns.has(`resp_${turn}`);
+  if (found && !isHere && turn !== tree.root) notice.tell("The turn that the address names is not shown; this is the latest branch.");
+  look(isHere ? `resp_${turn}` : tree.tip);
   messages.toEnd();
   return list.show(tree.root);
 }

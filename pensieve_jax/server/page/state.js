@@ -48,6 +48,7 @@ export class StatePanel {
         if (error.name !== "AbortError" && !hasBegun) {
           wasLost = true; // a stream that breaks off says nothing; why, is told at the next attempt
           this.lost(error);
+          pause_ms = Math.max(PAUSE_MS, error.wait_ms ?? 0);
           if (error.status === 401) pause_ms = undefined; // until there is another key
         }
       }

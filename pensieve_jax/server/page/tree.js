@@ -1,4 +1,5 @@
-// A conversation as the server keeps it: a tree of turns, of which one path is shown.
+// A conversation as the server keeps it: a tree of turns, of which one path is shown. Of a long one the server
+// tells the last turns only: a turn's parent may be one that is not here.
 
 export class Tree {
   constructor(root = null) {
@@ -13,9 +14,10 @@ export class Tree {
     this.tip = turn.id;
   }
 
+  /** The turns up to the tip, from the first or from the first that is here. */
   get path() {
     const turns = [];
-    for (let id = this.tip; id; id = this.turns.get(id).parent) turns.unshift(this.turns.get(id));
+    for (let turn = this.turns.get(this.tip); turn; turn = this.turns.get(turn.parent)) turns.unshift(turn);
     return turns;
   }
 

@@ -16,6 +16,7 @@ from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.server.api.conversations import Conversations
 from pensieve_jax.server.api.responses import Responses
+from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.http.app import make_app
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.text.loading import byte_tokenizer
@@ -95,7 +96,7 @@ class LiveServer:
         async with contextlib.AsyncExitStack() as stack:
             services = await self._services(stack)
             self.responses = Responses(services)
-            routes = [*self.responses.routes, *Conversations(self.responses.locks).routes]
+            routes = [*ROUTES, *self.responses.routes, *Conversations(self.responses.locks).routes]
             app = make_app(services, routes, [self.responses.background.lifespan])
             self.harness.app = app
             config = uvicorn.Config(
