@@ -76,10 +76,14 @@ def assemble(
     synchronous: Literal["normal", "full"],
     config: EngineConfig,
     progress: bool,
+    may_make_history: bool = True,
     clock: Clock | None = None,
     observe: Observe = unobserved,
 ) -> Assembled:
-    """Build everything; see `LLM` for the arguments and errors."""
+    """Build everything; see `LLM` for the arguments and errors.
+
+    Unless `may_make_history`, a history that is not there raises HistoryMissingError.
+    """
     if not isinstance(config, EngineConfig):
         raise ConfigError("config", config, "an EngineConfig", "wrap the group: EngineConfig(cache=...)")
     source = resolve_model(model)
@@ -92,7 +96,9 @@ def assemble(
         None if tokenizer is None else tokenizer.fingerprint,
     )
     with contextlib.ExitStack() as undo:
-        store = SQLiteHistoryStore(history, fingerprint=fingerprint, synchronous=synchronous)
+        store = SQLiteHistoryStore(
+            history, fingerprint=fingerprint, synchronous=synchronous, may_make=may_make_history
+        )
         undo.callback(store.close)
         runner, config = make_runner(source, dtype, config, progress)
         engine = Engine(

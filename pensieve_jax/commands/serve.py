@@ -78,9 +78,9 @@ def serve() -> int:
     from pensieve_jax.server.application import make_application
     from pensieve_jax.server.http.keys import ApiKeys
     from pensieve_jax.server.http.settings import ServerSettings
-    from pensieve_jax.server.listening import bind, history_file
+    from pensieve_jax.server.listening import bind, history_file, leave
     from pensieve_jax.server.listening import serve as serve_until_told
-    from pensieve_jax.server.logs import LOGGER, is_text, log_to
+    from pensieve_jax.server.logs import LOGGER, is_text, log_to, log_uncaught
 
     log_to(log_format=FLAGS.log_format)
     config = engine_config()
@@ -101,6 +101,7 @@ def serve() -> int:
     keys = ApiKeys(settings.api_keys_file)
 
     def announce(engine: AsyncEngine, address: str) -> None:
+        log_uncaught()  # from now on there are prompts, which an error might quote
         LOGGER.info("%s", sizes_in_words(engine.info))
         print(f"serving {engine.info.model_name} at {address}", flush=True)
         if is_text(FLAGS.log_format, sys.stderr):
@@ -116,7 +117,7 @@ def serve() -> int:
             progress=shows_progress(),
             log_format=FLAGS.log_format,
         )
-        return serve_until_told(
+        status = serve_until_told(
             start,
             functools.partial(make_application, settings=settings, keys=keys),
             bind(settings.host, settings.port),
@@ -124,6 +125,7 @@ def serve() -> int:
             announce=announce,
             on_hangup=keys.reload,
         )
+    return leave(status)  # a private history is gone by now
 
 
 def sizes_in_words(info: EngineInfo) -> str:

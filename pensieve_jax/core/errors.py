@@ -242,6 +242,10 @@ class HistoryMismatchError(HistoryError):
     """The history file belongs to another model, tokenizer, version or application; it is left as it is."""
 
 
+class HistoryMissingError(HistoryError):
+    """The history file was there before, and is missing or empty now; none was made in its place."""
+
+
 class HistoryLockedError(HistoryError):
     """The history file is open already, in this process or in another."""
 

@@ -22,6 +22,7 @@ from pensieve_jax.core.errors import (
     HistoryError,
     HistoryLockedError,
     HistoryMismatchError,
+    HistoryMissingError,
 )
 from pensieve_jax.history import migration, schema
 
@@ -65,6 +66,15 @@ def open_database(path: Path | None, fingerprint: str, synchronous: Synchronous)
         if is_damage(error):
             _set_aside(path, str(error))
         raise _cannot_open(path, error) from error
+
+
+def check_is_there(path: Path) -> None:
+    """Raise HistoryMissingError where a new history would be made; leaves all there as it is."""
+    if _size_bytes(path) == 0:
+        raise HistoryMissingError(
+            f"history is {str(path)!r}, which is missing or empty, but was there before; look for it, or put "
+            "a backup in its place. Nothing was made there."
+        )
 
 
 def is_damage(error: sqlite3.Error) -> bool:

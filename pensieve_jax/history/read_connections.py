@@ -34,18 +34,21 @@ class ReadConnections:
     def run[T](self, work: Callable[[sqlite3.Connection], T]) -> T:
         """What `work` returns, which reads one state of the file; raises HistoryError."""
         connection = self._taken()
+        has_failed = False
         try:
             connection.execute("BEGIN")
             try:
                 return work(connection)
             finally:
-                connection.execute("ROLLBACK")
+                if connection.in_transaction:  # where it cannot read, SQLite has rolled back by itself
+                    connection.execute("ROLLBACK")
         except sqlite3.Error as error:
+            has_failed = True
             raise HistoryError(
                 f"history is {str(self._path)!r}, which could not be read ({error})."
             ) from error
         finally:
-            self._give_back(connection)
+            self._give_back(connection, has_failed)
 
     def close(self) -> None:
         """Close those that nobody uses, and the others when they are given back."""
@@ -63,9 +66,9 @@ class ReadConnections:
                 return self._idle.pop()
         return self._opened()
 
-    def _give_back(self, connection: sqlite3.Connection) -> None:
+    def _give_back(self, connection: sqlite3.Connection, has_failed: bool) -> None:
         with self._mutex:
-            is_kept = not self._is_closed and len(self._idle) < MAX_IDLE
+            is_kept = not has_failed and not self._is_closed and len(self._idle) < MAX_IDLE
             if is_kept:
                 self._idle.append(connection)
         if not is_kept:

@@ -95,6 +95,7 @@ class SQLiteHistoryStore:
         *,
         fingerprint: str,
         synchronous: database.Synchronous = "normal",
+        may_make: bool = True,
     ) -> None:
         """Open or make the history at `path` (None: in memory), read it through once, and lock it.
 
@@ -103,10 +104,12 @@ class SQLiteHistoryStore:
             `<name>-wal` and `<name>-shm`.
           fingerprint: who writes, from `history_fingerprint`; a file by anyone else is refused.
           synchronous: "normal" is safe against `kill -9`, "full" against power loss too (one fsync a commit).
+          may_make: whether a missing or empty file is a new history; one in memory is always new.
 
         Raises:
           HistoryMismatchError: written by another model, tokenizer, version or application, or no database
             at all; left as it is.
+          HistoryMissingError: there is none, and none may be made.
           HistoryLockedError: open already, in this process or in another.
           HistoryCorruptError: damaged; it has been moved aside (the message says where), and opening the path
             again starts a new history.
@@ -119,6 +122,8 @@ class SQLiteHistoryStore:
             raise ConfigError("history", path, "the path of a file", "give None for a history in memory")
         # Resolved, so that two names of one file share one lock.
         self._path = None if path is None else Path(path).resolve()
+        if self._path is not None and not may_make:
+            database.check_is_there(self._path)  # before the lock, whose side file would stay
         self._mutex = threading.RLock()
         self._lock = None if self._path is None else FileLock(self._path)
         opened = False

@@ -8,7 +8,7 @@ Called by: `pensieve serve`.
 The first SIGTERM or Ctrl-C drains: no more turns are taken, those that run get their time, and the status is
 0. The second ends everything at once. An engine that dies too often ends the server, with status 1, as does
 an end that nobody asked for, so that whoever watches over it can start it anew. A history that turns out to
-be damaged when the engine is started again ends it with status 2: somebody has to look.
+be damaged or gone when the engine is started again ends it with status 2: somebody has to look.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -125,6 +127,19 @@ def serve(
         return runner.run(work())
 
 
+def leave(status: int) -> int:
+    """What is left to do with the status of `serve` and nothing else: return it, or end this process now.
+
+    After a second signal Python would still wait for threads, which cannot be interrupted in a long body.
+    """
+    if status == EXIT_AT_ONCE:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # whoever reads it has gone
+                stream.flush()
+        os._exit(status)
+    return status
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A socket for this address; before minutes of loading, so that clients are refused until it listens.
 
@@ -167,7 +182,8 @@ def history_file(path: str | None) -> Iterator[str]:
     try:
         yield str(directory / "history.sqlite")
     finally:
-        shutil.rmtree(directory)
+        with contextlib.suppress(FileNotFoundError):  # somebody cleans up old temporary files
+            shutil.rmtree(directory)
 
 
 async def _serve(

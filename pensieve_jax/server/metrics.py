@@ -97,7 +97,9 @@ class Metrics:
         self._merge_ratio = self._gauge(
             "pensieve:delta_merge_ratio", "Tokens in an event of text, on average."
         )
-        self._refused = self._counter("pensieve:requests_refused", "Requests that came too many.", "code")
+        self._refused = self._counter(
+            "pensieve:requests_refused", "Requests answered with 429 or 503.", "code"
+        )
         self._front_waiting = self._gauge("pensieve:front_waiting", "Turns that wait before the engine.")
         self._num_deltas = self._num_delta_tokens = 0
 

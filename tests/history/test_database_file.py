@@ -16,6 +16,7 @@ from pensieve_jax.core.errors import (
     HistoryError,
     HistoryLockedError,
     HistoryMismatchError,
+    HistoryMissingError,
 )
 from pensieve_jax.history import SQLiteHistoryStore, TurnRecord
 
@@ -54,6 +55,31 @@ def start_child(code, path, **pipes):
         f"store = SQLiteHistoryStore(sys.argv[1], fingerprint={FINGERPRINT!r})\n" + code
     )
     return subprocess.Popen([sys.executable, "-c", code, os.fspath(path)], stdout=subprocess.PIPE, **pipes)
+
+
+# --- a file that must be there
+
+
+@pytest.mark.parametrize("what", ["missing", "empty", "its directory is missing", "there is a log of it"])
+def test_a_history_that_is_gone_is_told_and_not_made_anew(tmp_path, what):
+    path = tmp_path / "directory" / "chats.sqlite"
+    if what != "its directory is missing":
+        path.parent.mkdir()
+    if what == "empty":
+        path.touch()
+    if what == "there is a log of it":
+        path.with_name(path.name + "-wal").write_bytes(b"x" * 100)
+    before = {file: file.stat().st_size for file in tmp_path.rglob("*")}
+    with pytest.raises(HistoryMissingError, match=f"'{path}', which is missing or empty"):
+        open_store(path, may_make=False)
+    assert {file: file.stat().st_size for file in tmp_path.rglob("*")} == before
+
+
+def test_a_history_that_is_there_need_not_be_made(filled):
+    with open_store(filled, may_make=False) as store:
+        assert len(store.load("alice").turns) == 40
+    with open_store(None, may_make=False) as store:  # in memory each is new
+        assert store.conversations() == []
 
 
 # --- the lock

@@ -1,9 +1,13 @@
-"""A history that cannot be written, seen from outside: typed, nothing lost, and served again with room."""
+"""A history that cannot be written, seen from outside: typed, nothing lost, and served again with room.
+
+One that is gone ends the server.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -13,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from pensieve_jax.server.listening import EXIT_DAMAGED
 from tests.server.faults.served import TIMEOUT_S, FaultyServer
 from tests.server.faults.worker import PRAGMA
 
@@ -147,3 +152,16 @@ def test_a_history_that_cannot_be_had_is_one_line_and_the_end(tmp_path):
             said = [line for line in done.stderr.strip().splitlines() if not line.startswith('{"time":')]
             assert done.returncode == 2 and done.stdout == "", done
             assert len(said) == 1 and word in said[0], done.stderr
+
+
+def test_a_history_that_was_removed_ends_the_server_with_its_engine(tmp_path):
+    """An engine that began a new one would keep what the front never finds, and clients were told is kept."""
+    with FaultyServer(tmp_path) as server:
+        body = {"input": "hi", "max_output_tokens": 4}
+        assert server.ask("POST", "/v1/responses", body).status_code == 200
+        for file in tmp_path.glob(f"{server.history.name}*"):
+            file.unlink()
+        os.kill(server.engine_pid, signal.SIGKILL)
+        assert server.process is not None
+        assert server.process.wait(TIMEOUT_S) == EXIT_DAMAGED
+        assert "which is missing or empty" in server.log and not server.history.exists()

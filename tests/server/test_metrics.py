@@ -11,6 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve_jax.core.errors import EngineClosedError
 from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.http.call import Call
+from pensieve_jax.server.http.errors import invalid_value, overloaded, rate_limited
+from pensieve_jax.server.http.replies import Reply
+from pensieve_jax.server.http.routes import Route
 from tests.launching import load
 from tests.server.fakes import MODEL, FakeEngine, Harness, say
 
@@ -102,6 +106,34 @@ def busy() -> Harness:
     harness.services.metrics.refused("overloaded")
     harness.services.metrics.rebuilt("engine")
     return harness
+
+
+def test_what_is_answered_with_429_or_503_is_counted_whoever_refuses_it():
+    def raising(error: Exception):
+        async def handle(call: Call) -> Reply:
+            raise error
+
+        return handle
+
+    refusals = {
+        "/many": rate_limited("A key may have 8 maps.", 1),
+        "/full": overloaded("Too many long bodies are being read.", 1),
+        "/stuck": EngineClosedError("The engine has not answered within 30 s."),
+        "/wrong": invalid_value("input", "input is wrong."),
+    }
+    routes = [Route("GET", path, raising(error)) for path, error in refusals.items()]
+    harness = Harness([*ROUTES, *routes])
+    harness.engine.state = "dead"
+
+    async def ask_all() -> list[int]:
+        paths = (*refusals, "/ready", "/health")
+        return [(await harness.open("GET", path).whole())[0] for path in paths]
+
+    assert asyncio.run(ask_all()) == [429, 503, 503, 400, 503, 503]
+    found = scraped(harness)
+    counts = {key[1][1]: n for key, n in found.items() if key[0] == "pensieve:requests_refused_total"}
+    # What is told to a probe refuses nothing.
+    assert counts == {"rate_limit_exceeded": 1, "overloaded": 2}
 
 
 def test_every_name_is_there_before_anything_happened():

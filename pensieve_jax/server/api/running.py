@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
-from pensieve_jax.server.http.errors import ApiError, overloaded
+from pensieve_jax.server.http.errors import overloaded
 from pensieve_jax.server.http.limits import Place
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.metrics import Metrics
@@ -169,14 +169,10 @@ async def run_turns(
     Raises ApiError 429 and 503, and what `start` raises. Cancelled while it waits, it leaves nothing behind.
     """
     began_s = time.perf_counter()
-    try:
-        place = services.limits.enter_now(owner, num_turns, num_tokens)
-        if place is None:
-            entering = services.limits.enter(owner, num_turns, num_tokens)
-            place = await (entering if wait is None else wait(entering))
-    except ApiError as error:
-        services.metrics.refused(error.code)
-        raise
+    place = services.limits.enter_now(owner, num_turns, num_tokens)
+    if place is None:
+        entering = services.limits.enter(owner, num_turns, num_tokens)
+        place = await (entering if wait is None else wait(entering))
     services.metrics.waited(time.perf_counter() - began_s)
     try:
         turns = await start()

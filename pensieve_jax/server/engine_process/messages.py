@@ -39,6 +39,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
 
     Attributes:
       log_format: of the lines that the engine's process logs; None leaves them to Python.
+      may_make_history: whether a history that is missing is a new one, which it is in the first life alone.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
     config: EngineConfig
     progress: bool
     log_format: LogFormat | None = None
+    may_make_history: bool = True
 
 
 class SentNode(msgspec.Struct, array_like=True):

@@ -15,11 +15,14 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 from pensieve_jax.core.errors import (
     EngineClosedError,
     EngineDiedError,
     HistoryCorruptError,
     HistoryMismatchError,
+    HistoryMissingError,
 )
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import HistoryChange
@@ -30,8 +33,8 @@ from pensieve_jax.server.engine_process.messages import sent_spec
 from pensieve_jax.server.engine_process.sent_errors import SentError, received_error
 
 _log = logging.getLogger(__name__)
-# A later start would make a new history at this path, while the front goes on reading the old file.
-_HISTORY_IS_GONE: Final = (HistoryCorruptError, HistoryMismatchError)
+# The front goes on reading the old file: an engine over another one would write what nobody finds.
+_HISTORY_IS_GONE: Final = (HistoryCorruptError, HistoryMismatchError, HistoryMissingError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +64,8 @@ class SupervisedEngine:
 
     Attributes:
       gave_up: set when it is not started again: it died too often, or its history is gone.
-      is_damaged: that its history is gone: it was damaged and has been set aside, or is not of this model.
+      is_damaged: that its history is gone: it is missing, was damaged and has been set aside, or is not of
+        this model.
     """
 
     def __init__(
@@ -200,11 +204,14 @@ class SupervisedEngine:
     async def close(self) -> None:
         """Cancel what runs and end the engine; a second call does nothing."""
         self._state = "dead"
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.wait([self._watch])
-            self._watch = None
-        await self._bury()
+        try:
+            if self._watch is not None:
+                self._watch.cancel()
+                await asyncio.wait([self._watch])
+                self._watch = None
+            await self._bury()
+        finally:
+            self.kill()  # one that has not ended, because whoever waited for that was cancelled
 
     def kill(self) -> None:
         """End it at once, without waiting for anything."""
@@ -257,7 +264,8 @@ class SupervisedEngine:
         _, connection = await loop.create_unix_connection(lambda: Connection(self._numbers), sock=life.front)
         self._connection = connection
         if life.greeting is not None:
-            connection.send(life.greeting)
+            may_make = life.greeting.may_make_history and not self._epoch
+            connection.send(msgspec.structs.replace(life.greeting, may_make_history=may_make))
         return await connection.opening
 
     def _is_starting(self) -> bool:
@@ -277,14 +285,15 @@ class SupervisedEngine:
             await self._lost_or_cut_off(connection)
         if life is None:
             return "never began"
-        self._life = None
         life.front.close()
         try:
             async with asyncio.timeout(self._patience_s):
-                return await life.wait()
+                how = await life.wait()
         except TimeoutError:
             life.kill()
-            return await life.wait()
+            how = await life.wait()
+        self._life = None  # only now: whoever cancels this wait, or ends the server meanwhile, must find it
+        return how
 
     async def _lost_or_cut_off(self, connection: Connection) -> None:
         """Wait for the end of a socket, which an engine that is stuck keeps open: it reads nothing more."""

@@ -46,7 +46,6 @@ def main() -> int:
             return 0
         if start.log_format is not None:
             log_to(log_format=start.log_format)
-            log_uncaught()
         ready = threading.Event()
         threading.Thread(target=_leave_with_front, args=(front, ready), daemon=True).start()
         try:
@@ -55,6 +54,8 @@ def main() -> int:
             front.sendall(FrameWriter().frame(Failed(sent_error(error))))
             return EXIT_REFUSED
         ready.set()
+        if start.log_format is not None:
+            log_uncaught()  # from now on there are prompts, which an error might quote
         gc.collect()
         gc.freeze()  # what was made so far stays, and need not be looked through again
         EngineServer(parts.engine, parts.tokenizer, front, info=_info(parts, start)).run()
@@ -89,6 +90,7 @@ def _assemble(start: Start) -> Assembled:
         synchronous=start.synchronous,
         config=start.config,
         progress=start.progress,
+        may_make_history=start.may_make_history,
     )
 
 

@@ -52,7 +52,7 @@ def make_app(services: Services, routes: Iterable[Route], lifespans: Sequence[Li
         from pensieve_jax.server.tracing import TraceContext  # of an extra
 
         app = TraceContext(app)
-    app = ErrorReplies(app)
+    app = ErrorReplies(app, services.metrics.refused)
     if settings.cors_origin:
         app = Cors(app, settings.cors_origin)  # around errors: pages may read those, too
     app = RequestLog(app)

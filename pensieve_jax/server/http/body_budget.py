@@ -16,9 +16,8 @@ from typing import Final, Self
 from pensieve_jax.server.http.errors import overloaded, rate_limited
 from pensieve_jax.server.http.settings import ServerSettings
 
-MIN_BYTES: Final = 256 * 2**20
 NUM_LONGEST: Final = 32
-"""So many bodies of the longest kind fit, if that is more."""
+"""So many bodies of the longest kind fit."""
 KEYS_PART: Final = 4
 """One key may have one part in so many."""
 
@@ -27,8 +26,8 @@ class BodyBudget:
     """The budget of one server. Used by the event loop's thread only."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Of at least `MIN_BYTES`."""
-        self._most = max(MIN_BYTES, NUM_LONGEST * settings.max_body_bytes)
+        """Nothing is held."""
+        self._most = NUM_LONGEST * settings.max_body_bytes
         self._has_keys = settings.api_keys_file is not None  # without keys, nobody's part is another's loss
         self._by_owner: Counter[str] = Counter()
 

@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 import urllib.parse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from starlette.datastructures import Headers
@@ -33,6 +33,8 @@ NOTES: Final = "pensieve.notes"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
 _MAX_IGNORED_BYTES: Final = 1000
 _CHANGING: Final = frozenset({"POST", "DELETE"})
+_PROBES: Final = frozenset({"/health", "/ready"})
+"""Their 503 is what they were asked for, and refuses nobody."""
 CLIENT_GONE_STATUS: Final = 499
 """In the log, for clients that left; nothing is sent."""
 
@@ -88,9 +90,10 @@ class RequestLog:
 class ErrorReplies:
     """Makes an answer of whatever is raised, and never a trace of it."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        """Around everything that may raise."""
+    def __init__(self, app: ASGIApp, refused: Callable[[str], object]) -> None:
+        """Around everything that may raise; `refused` is told the code of each answer 429 or 503."""
         self._app = app
+        self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -115,7 +118,10 @@ class ErrorReplies:
                 log_error(scope[NOTES].request_id, error)
             if started:  # an answer that broke off must not look whole
                 raise ClientGoneError from error
-            await error_reply(as_api_error(error)).send(receive, send)
+            answer = as_api_error(error)
+            if answer.status in (429, 503) and scope[NOTES].route not in _PROBES:
+                self._refused(answer.code)
+            await error_reply(answer).send(receive, send)
 
 
 def _of_routing(error: HTTPException, scope: Scope) -> ApiError:

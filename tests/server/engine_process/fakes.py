@@ -20,7 +20,7 @@ from pensieve_jax.server.engine_process.lives import Life, Parts, ThreadLife
 from pensieve_jax.server.engine_process.messages import Failed, Ready, Start
 from pensieve_jax.server.engine_process.public import AsyncEngine
 from pensieve_jax.server.engine_process.supervisor import Restarts
-from pensieve_jax.server.engine_process.wire import FrameWriter
+from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter
 from pensieve_jax.text import byte_tokenizer
 from tests.engine.harness import Harness, small_config
 from tests.engine.oracles import TurnFacts
@@ -90,18 +90,30 @@ class FakeLives:
 class ScriptedLife:
     """A life that says one thing and then neither speaks nor reads; it ends when it is killed."""
 
-    def __init__(self, first: Ready | Failed, *, has_ended: bool = False) -> None:
+    def __init__(
+        self, first: Ready | Failed, *, has_ended: bool = False, greeting: Start | None = None
+    ) -> None:
         """`has_ended`: as a process that says why it cannot serve."""
         self.front, self._engine = socket.socketpair()
-        self.greeting: Start | None = None
+        self.greeting = greeting
         self.killed = asyncio.Event()
         self._engine.sendall(FrameWriter().frame(first))
         if has_ended:
             self.kill()
 
+    def heard(self) -> Start:
+        """What it was sent first, once the other side has been told that it is ready."""
+        (start,) = FrameReader(Start).feed(self._engine.recv(1 << 16))
+        assert isinstance(start, Start)
+        return start
+
     async def wait(self) -> str:
         await self.killed.wait()
         return "ended"
+
+    def hang(self) -> None:
+        """Its socket ends, and it does not."""
+        self._engine.close()
 
     def kill(self) -> None:
         self._engine.close()

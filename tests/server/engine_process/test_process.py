@@ -147,6 +147,22 @@ def test_a_start_that_is_refused_says_why(world: World, tmp_path: Path, compilat
         assert type(error) is kind and str(error)
 
 
+def test_an_engine_whose_history_was_removed_is_given_up(tmp_path: Path, compilation_cache: str) -> None:
+    """Started over a new file, it would write turns that the front, which reads the old one, never finds."""
+
+    async def work() -> None:
+        config, history = front.config(compilation_cache), tmp_path / "chats.sqlite"
+        arguments = {"dtype": "float32", "config": config, "progress": False}
+        async with AsyncEngine.start(front.MODEL, history=history, **arguments) as engine:
+            for file in tmp_path.glob("chats.sqlite*"):
+                file.unlink()
+            engine._life.kill()
+            await until(lambda: engine.gave_up.is_set() or engine.epoch == 2)
+            assert engine.is_damaged and engine.epoch == 1 and not list(tmp_path.iterdir())
+
+    asyncio.run(asyncio.wait_for(work(), TIMEOUT_S))
+
+
 def test_an_engine_ends_with_its_front(tmp_path: Path, compilation_cache: str) -> None:
     history = tmp_path / "chats.sqlite"
     process = subprocess.Popen(

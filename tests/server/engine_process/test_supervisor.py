@@ -10,17 +10,18 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-from pensieve_jax import AsyncEngine, EngineClosedError, EngineDiedError
+from pensieve_jax import AsyncEngine, EngineClosedError, EngineConfig, EngineDiedError
 from pensieve_jax.core.errors import (
     ConfigError,
     HistoryCorruptError,
     HistoryError,
     HistoryLockedError,
     HistoryMismatchError,
+    HistoryMissingError,
 )
 from pensieve_jax.history.changes import CreateConversation, DeleteConversation
 from pensieve_jax.server.engine_process.lives import Life
-from pensieve_jax.server.engine_process.messages import Failed, Ready
+from pensieve_jax.server.engine_process.messages import Failed, Ready, Start
 from pensieve_jax.server.engine_process.sent_errors import sent_error
 from pensieve_jax.server.engine_process.supervisor import Restarts
 from tests.server.engine_process.fakes import (
@@ -97,7 +98,7 @@ def test_an_error_that_nobody_expected_ends_the_server(caplog: pytest.LogCapture
     assert isinstance(record.exc_info[1], RuntimeError)
 
 
-@pytest.mark.parametrize("kind", [HistoryCorruptError, HistoryMismatchError])
+@pytest.mark.parametrize("kind", [HistoryCorruptError, HistoryMismatchError, HistoryMissingError])
 def test_an_engine_whose_history_is_gone_is_not_started_again(
     kind: type[HistoryError], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,6 +114,26 @@ def test_an_engine_whose_history_is_gone_is_not_started_again(
 
     run(work())
     assert caplog.text.count("cannot start again: The history is damaged.") == 1
+
+
+def test_a_history_is_made_in_the_first_life_alone() -> None:
+    """A later life that made one would write where the front, which reads the old file, never looks."""
+
+    async def work() -> None:
+        lives: list[ScriptedLife] = []
+
+        async def begin() -> Life:
+            greeting = Start("fake", "auto", "/a/path", "normal", EngineConfig(), False)
+            lives.append(ScriptedLife(Ready(FakeEngine().info), greeting=greeting))
+            return lives[-1]
+
+        async with AsyncEngine(begin, patience_s=0.01) as engine:
+            assert lives[0].heard().may_make_history
+            lives[0].kill()
+            await until(lambda: engine.epoch == 2)
+            assert not lives[1].heard().may_make_history
+
+    run(work())
 
 
 @pytest.mark.parametrize(
@@ -302,3 +323,30 @@ def test_an_engine_that_reads_nothing_keeps_no_server_from_ending(
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(work())
+
+
+@pytest.mark.parametrize("how", ["closed", "killed", "closed by somebody who is cancelled"])
+def test_no_process_outlives_the_server(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One whose socket has ended may hang in its end; it would keep device memory and the history's lock."""
+
+    async def work() -> None:
+        life = ScriptedLife(Ready(FakeEngine().info))
+
+        async def begin() -> Life:
+            return life
+
+        is_patient = how != "closed"
+        engine = AsyncEngine(begin, patience_s=TIMEOUT_S if is_patient else 0.01)
+        await engine.open()
+        life.hang()
+        await until(lambda: engine.state == "starting")  # its end is waited for
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+        if how == "killed":
+            engine.kill()
+        elif is_patient:
+            closing.cancel()
+        await asyncio.wait([closing])
+        assert life.killed.is_set() and engine.state == "dead"
+
+    run(work())

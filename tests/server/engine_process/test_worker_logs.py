@@ -21,20 +21,28 @@ WORKER = f"""
 import logging, sys, threading
 from pensieve_jax.server.engine_process import engine_server, worker
 
-def fail(start=None):
+def fail(*_):
     raise RuntimeError({SECRET!r})
 
-def assemble(start):
-    engine_server._log.error("The front is taken for dead: %s", "it is gone.")
-    logging.getLogger("pensieve_jax.device.model_runner").warning("A step failed.")
-    thread = threading.Thread(target=fail)
-    thread.start()
-    thread.join()
-    fail()
+class Parts:
+    engine = tokenizer = None
 
-worker._assemble = assemble
-sys.exit(worker.main())
+class Server:
+    def __init__(self, *_, **more):
+        pass
+
+    def run(self):
+        engine_server._log.error("The front is taken for dead: %s", "it is gone.")
+        logging.getLogger("pensieve_jax.device.model_runner").warning("A step failed.")
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+        fail()
+
+worker._assemble = worker._info = lambda *_: Parts
+worker.EngineServer = Server
 """
+SERVE = "sys.exit(worker.main())"
 
 
 def greeting(**more) -> Start:
@@ -43,19 +51,7 @@ def greeting(**more) -> Start:
 
 @pytest.mark.parametrize("log_format", ["json", "auto", "text"])
 def test_what_it_logs_has_the_form_of_the_log(log_format: str) -> None:
-    front, engine = socket.socketpair()
-    with front, engine:
-        threading.Thread(
-            target=front.sendall, args=(FrameWriter().frame(greeting(log_format=log_format)),)
-        ).start()
-        ended = subprocess.run(
-            [sys.executable, "-c", WORKER, str(engine.fileno())],
-            pass_fds=[engine.fileno()],
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+    ended = run_worker(WORKER + SERVE, log_format)
     lines = ended.stderr.splitlines()
     assert ended.returncode == 1 and SECRET not in ended.stderr and len(lines) == 4
     if log_format == "text":
@@ -66,6 +62,29 @@ def test_what_it_logs_has_the_form_of_the_log(log_format: str) -> None:
     assert [line["level"] for line in found] == ["error", "warning", "critical", "critical"]
     assert found[0]["message"] == "The front is taken for dead: it is gone."
     assert {line["error"]["kind"] for line in found[2:]} == {"builtins.RuntimeError"}
+
+
+def test_what_keeps_it_from_starting_is_told() -> None:
+    """There is no prompt yet that it might quote, and somebody wants to know what is wrong."""
+    ended = run_worker(WORKER + "worker._assemble = fail\n" + SERVE, "json")
+    assert ended.returncode == 1 and ended.stderr.endswith(f"RuntimeError: {SECRET}\n")
+
+
+def run_worker(code: str, log_format: str) -> subprocess.CompletedProcess[str]:
+    """A process of this code that is told what to serve, to its end."""
+    front, engine = socket.socketpair()
+    with front, engine:
+        threading.Thread(
+            target=front.sendall, args=(FrameWriter().frame(greeting(log_format=log_format)),)
+        ).start()
+        return subprocess.run(
+            [sys.executable, "-c", code, str(engine.fileno())],
+            pass_fds=[engine.fileno()],
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
 
 
 def test_whoever_starts_an_engine_says_the_form() -> None:

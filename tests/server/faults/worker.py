@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from pensieve_jax.core.clock import WallClock
 from pensieve_jax.engine.engine import Engine
+from pensieve_jax.history.database import check_is_there
 from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import Failed
@@ -105,7 +106,7 @@ def main() -> int:
         from pensieve_jax.core.errors import PensieveError
 
         try:
-            engine = new_engine(Path(start.history))
+            engine = new_engine(Path(start.history), start.may_make_history)
         except PensieveError as error:
             front.sendall(FrameWriter().frame(Failed(sent_error(error))))
             return EXIT_REFUSED
@@ -119,14 +120,16 @@ def main() -> int:
             limits=engine.limits,
             max_num_running=8,
             chunk_tokens=16,
-            description={"model": {"name": "fake"}},
+            description={"model": {"name": "fake"}, "cache": {"gpu_pages": 60, "cpu_slots": 30}},
         )
         CheckedServer(engine, byte_tokenizer(), front, info=info).run()
     return 0
 
 
-def new_engine(history: Path) -> Engine:
+def new_engine(history: Path, may_make_history: bool) -> Engine:
     """A small engine on a real clock, with a real history."""
+    if not may_make_history:
+        check_is_there(history)
     config = small_config(gpu_pages=60, cpu_pages=30)
     harness = Harness(config, path=history, tokenizer=byte_tokenizer(), clock=WallClock())  # type: ignore[arg-type]
     harness.scheduled = _Forgetful()

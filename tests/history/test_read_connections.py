@@ -1,0 +1,59 @@
+"""Connections that only read: what a failure says, and what becomes of the connection that failed."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from pensieve_jax.core.errors import HistoryError, UnknownRecordError
+from pensieve_jax.history.read_connections import ReadConnections
+
+
+@pytest.fixture
+def connections(tmp_path: Path):
+    path = tmp_path / "history.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE facts(fact)")
+    connection.close()
+    connections = ReadConnections(path)
+    yield connections
+    connections.close()
+
+
+def used(connections: ReadConnections) -> sqlite3.Connection:
+    """The one that the next reader gets, when no other reads."""
+    return connections.run(lambda connection: connection)
+
+
+def test_the_true_reason_is_told(connections: ReadConnections) -> None:
+    """SQLite rolls back by itself where it cannot read or finds damage."""
+
+    def fail(connection: sqlite3.Connection) -> None:
+        connection.execute("ROLLBACK")
+        raise sqlite3.OperationalError("disk I/O error")
+
+    first = used(connections)
+    with pytest.raises(HistoryError, match="disk I/O error"):
+        connections.run(fail)
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        first.execute("SELECT 1")
+    assert used(connections).execute("SELECT count(*) FROM facts").fetchone() == (0,)
+
+
+def test_what_is_not_found_is_no_failure_of_the_connection(connections: ReadConnections) -> None:
+    def miss(connection: sqlite3.Connection) -> None:
+        raise UnknownRecordError("response", "r")
+
+    first = used(connections)
+    with pytest.raises(UnknownRecordError):
+        connections.run(miss)
+    assert used(connections) is first and not first.in_transaction
+
+
+def test_a_connection_that_failed_is_not_used_again(connections: ReadConnections) -> None:
+    first = used(connections)
+    with pytest.raises(HistoryError, match="no such table"):
+        connections.run(lambda connection: connection.execute("SELECT * FROM missing"))
+    assert used(connections) is not first

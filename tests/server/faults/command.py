@@ -1,0 +1,44 @@
+"""`pensieve serve` before an engine's process on the fake runner: a start without a model or a device.
+
+A test's own code comes before `main`, in the same process.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from typing import Any
+
+from pensieve_jax import AsyncEngine, EngineConfig
+from pensieve_jax.commands import serve
+from pensieve_jax.commands.launch import run
+from pensieve_jax.server.engine_process import lives
+from pensieve_jax.server.engine_process.messages import Start
+from tests.server.faults.served import ROOT
+
+
+def main() -> None:
+    """Serve until told to end, with the flags of the command line; ends the process."""
+    lives._WORKER = "tests.server.faults.worker"
+    AsyncEngine.start = staticmethod(_start)  # type: ignore[method-assign, assignment]
+    serve.define_flags()
+    run(serve.main)
+
+
+def _start(model: str, *, history: str, **_: Any) -> AsyncEngine:
+    greeting = Start(model, "auto", history, "normal", EngineConfig(), False)
+    return AsyncEngine(functools.partial(lives.ProcessLife.begin, greeting))
+
+
+def started(before: str, *flags: str, **more: Any) -> subprocess.Popen[str]:
+    """A process that runs `before`, and then serves at any port."""
+    code = f"from tests.server.faults import command\n{before}\ncommand.main()"
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code, "--port=0", *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **more,
+    )

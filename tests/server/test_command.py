@@ -1,0 +1,63 @@
+"""`pensieve serve` at its end: a second signal waits for nobody, and no unexpected error is quoted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pensieve_jax.server.listening import EXIT_AT_ONCE
+from tests.server.faults import command
+from tests.server.faults.served import TIMEOUT_S
+
+SECRET = "words of a prompt"
+FAIL = f"def fail(*_): raise RuntimeError({SECRET!r})\n"
+# Work that nobody can interrupt, as a long body's.
+BUSY = (
+    "import time\nfrom pensieve_jax.server import threads\n"
+    f"for _ in range(8): threads._threads.submit(time.sleep, {2 * TIMEOUT_S})\n"
+)
+
+
+def test_a_second_signal_waits_for_no_thread(tmp_path: Path) -> None:
+    with command.started(BUSY, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            address = urlsplit(process.stdout.readline().split()[-1])
+            with socket.create_connection((address.hostname, address.port), TIMEOUT_S) as client:
+                # A body that does not come is what the drain waits for.
+                client.sendall(b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n")
+                process.terminate()
+                while "ending" not in process.stderr.readline():
+                    pass
+                process.terminate()
+                assert process.wait(TIMEOUT_S) == EXIT_AT_ONCE
+            assert list(tmp_path.iterdir()) == [], "the private history is still there"
+        finally:
+            process.kill()
+
+
+def test_what_ends_the_server_is_not_quoted() -> None:
+    status, log = _ended(FAIL + "command.serve.sizes_in_words = fail")
+    assert status == 1 and SECRET not in log
+    last = json.loads(log.splitlines()[-1])
+    assert (last["level"], last["error"]["kind"]) == ("critical", "builtins.RuntimeError")
+
+
+def test_what_keeps_it_from_starting_is_told() -> None:
+    """There is no prompt yet, and somebody wants to know what is wrong."""
+    status, log = _ended(FAIL + "command.serve.engine_config = fail")
+    assert status == 1 and log.endswith(f"RuntimeError: {SECRET}\n")
+
+
+def _ended(before: str) -> tuple[int, str]:
+    process = command.started(before)
+    with process:
+        try:
+            _, log = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            process.send_signal(signal.SIGKILL)
+    return process.returncode, log
