@@ -71,12 +71,18 @@ class BackgroundResponses:
         self._locks = locks
         self._runs: dict[tuple[str, str], ResponseRun] = {}
         self._being_queued: set[ResponsePlan] = set()
-        self._is_in_doubt = False  # the history may have queued ones that nobody knows of
+        self._num_doubts = 0  # answers of the engine that were lost: what they were of is done, or will be
+        self._num_settled = 0
 
     @property
     def num_running(self) -> int:
         """Responses that have not ended."""
         return len(self._runs)
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether the history may say, now or soon, what nobody here knows of; `settle` ends that."""
+        return self._num_settled < self._num_doubts
 
     def find(self, owner: str, response_id: str) -> ResponseRun | None:
         """A response that has not ended."""
@@ -124,6 +130,18 @@ class BackgroundResponses:
             work = partial(self._drive, run, spec, draft, None)
         self._start(run, draft, work, self._locked(draft))
         return run
+
+    async def settle(self) -> None:
+        """Run what stands in the history as queued; what was in doubt has then happened, or never will.
+
+        Raises what the engine raises.
+        """
+        num_doubts = self._num_doubts
+        if self.is_in_doubt:  # it answers in order: behind this, what was sent before is done
+            await self._services.engine.call("census")
+        for record in await self._read(self._services.history.unfinished_background):
+            self.adopt(record)
+        self._num_settled = max(self._num_settled, num_doubts)
 
     async def cancel(self, owner: str, record: ResponseRecord) -> dict[str, Any]:
         """End a response, unless it has ended; its response object as it is then.
@@ -201,7 +219,7 @@ class BackgroundResponses:
                 if resolved.parent is not None:
                     resolved.index.forget(plan.owner, resolved.parent.turn_id)
             except _UNANSWERED:
-                self._is_in_doubt = True
+                self._num_doubts += 1
                 raise
         assert unknown is not None
         raise unknown
@@ -359,16 +377,10 @@ class BackgroundResponses:
         services, epoch = self._services, 0
         while True:
             is_new = epoch != services.engine.epoch
-            if services.engine.state == "ready" and (is_new or self._is_in_doubt):
-                in_doubt, self._is_in_doubt = self._is_in_doubt, False
+            if services.engine.state == "ready" and (is_new or self.is_in_doubt):
                 epoch = services.engine.epoch
-                try:
-                    if in_doubt:  # once this is answered, what was sent before it has happened or never will
-                        await services.engine.call("census")
-                    for record in await self._read(services.history.unfinished_background):
-                        self.adopt(record)
-                except _UNANSWERED:
-                    self._is_in_doubt = True
+                with suppress(*_UNANSWERED):  # still in doubt, or there is another engine soon
+                    await self.settle()
             await asyncio.sleep(_RETRY_S)
 
     def _locked(self, draft: ResponseDraft) -> Callable[[], None]:

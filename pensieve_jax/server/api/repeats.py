@@ -73,13 +73,14 @@ class Repeats:
 
         It is given once; whoever cannot deliver it says so again (`missed`).
         """
-        found = self._undelivered.pop((owner, body_sha256), now_s)
+        found = self._undelivered.get((owner, body_sha256), now_s)
         if found is not None:
             try:
                 record: ResponseRecord = self._history.response(owner, found)
-                return record
-            except UnknownRecordError:  # deleted
+            except UnknownRecordError:  # deleted, or not there yet
                 return None
+            self._undelivered.drop((owner, body_sha256), found)
+            return record
         if now_s - self._started_at_s >= UNDELIVERED_LIFETIME_S:
             return None
         since_s = self._started_at_s - BEFORE_START_S

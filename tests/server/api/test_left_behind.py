@@ -98,8 +98,9 @@ def test_it_runs_when_the_engine_is_back(server, client):
     assert ended(client, response_id).output_text == "hello"
 
 
-def test_it_runs_where_the_engine_queues_it_late(server, client):
-    """A stuck engine takes what it was sent in order: once it answers again, all of before has happened."""
+@contextlib.contextmanager
+def stuck(server) -> Iterator[list]:
+    """An engine that takes changes and answers nobody; its list of them. It goes on in order, behind a fence."""
     engine, late = server.engine, []
     apply, call = engine.apply, engine.call
 
@@ -107,23 +108,72 @@ def test_it_runs_where_the_engine_queues_it_late(server, client):
         late.append(change)
         raise NO_ANSWER
 
-    async def stuck(name, *arguments):
+    async def no_answer(name, *arguments):
         raise NO_ANSWER
 
-    async def answer(name, *arguments):
+    async def catch_up() -> None:
         while late:
             await apply(late.pop(0))
+
+    async def apply_in_order(change) -> None:
+        await catch_up()
+        await apply(change)
+
+    async def answer(name, *arguments):
+        await catch_up()
         return await call(name, *arguments)
 
-    server.on_loop(lambda: (setattr(engine, "apply", apply_late), setattr(engine, "call", stuck)))
-    with pytest.raises(openai.InternalServerError):
-        client.responses.create(input="hi", background=True)
-    assert len(late) == 1 and not server.harness.services.history.unfinished_background()
-    server.on_loop(lambda: (setattr(engine, "apply", apply), setattr(engine, "call", answer)))
+    def turn_to(to_apply, to_call) -> None:
+        server.on_loop(lambda: (setattr(engine, "apply", to_apply), setattr(engine, "call", to_call)))
+
+    turn_to(apply_late, no_answer)
+    try:
+        yield late
+    finally:
+        turn_to(apply_in_order, answer)
+
+
+def test_it_runs_where_the_engine_queues_it_late(server, client):
+    """A stuck engine takes what it was sent in order: once it answers again, all of before has happened."""
+    with stuck(server) as late:
+        with pytest.raises(openai.InternalServerError):
+            client.responses.create(input="hi", background=True)
+        assert len(late) == 1 and not server.harness.services.history.unfinished_background()
     feed(server, turn_of(server), "hello", end=True)
     wait_until(lambda: not running(server))
-    (record,) = [change.draft for change in engine.changes if isinstance(change, QueueResponse)]
+    (record,) = [change.draft for change in server.engine.changes if isinstance(change, QueueResponse)]
     assert client.responses.retrieve(record.response_id).output_text == "hello"
+
+
+@pytest.mark.parametrize("headers", [RETRY, {"Idempotency-Key": "k"}], ids=["retry", "key"])
+@pytest.mark.parametrize("is_looked_for", [False, True], ids=["before a look", "behind a look"])
+def test_a_retry_gets_a_response_that_is_queued_late(server, client, monkeypatch, headers, is_looked_for):
+    """It waits until it is certain whether there is one: a second one would run for nobody, or be refused."""
+    if not is_looked_for:
+        monkeypatch.setattr(background, "_RETRY_S", 60.0)
+    options = {"extra_headers": {name: value for name, value in headers.items() if headers is not RETRY}}
+    with stuck(server):
+        with pytest.raises(openai.InternalServerError):
+            client.responses.create(input="hi", background=True, **options)
+        for _ in range(2):  # while nobody answers, a retry learns no more
+            with pytest.raises(openai.InternalServerError) as raised:
+                client.responses.create(input="hi", background=True, extra_headers=headers)
+            assert raised.value.status_code == 503
+    again = client.responses.create(input="hi", background=True, extra_headers=headers)
+    assert again.status == "queued"
+    feed(server, turn_of(server), "hello", end=True)
+    assert ended(client, again.id).output_text == "hello" and len(server.engine.turns) == 1
+    assert len([change for change in server.engine.changes if isinstance(change, QueueResponse)]) == 1
+
+
+def test_a_retry_of_what_was_never_queued_queues_it(server, client):
+    with stuck(server) as late:
+        with pytest.raises(openai.InternalServerError):
+            client.responses.create(input="hi", background=True)
+        late.clear()  # the engine ended before it came to it
+    again = client.responses.create(input="hi", background=True, extra_headers=RETRY)
+    feed(server, turn_of(server), "hello", end=True)
+    assert ended(client, again.id).output_text == "hello" and len(server.engine.turns) == 1
 
 
 def test_whoever_asks_for_it_has_it_run(tmp_path, monkeypatch):
