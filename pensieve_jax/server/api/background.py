@@ -2,7 +2,7 @@
 
 Owns: which of them run, that each is in the history before anybody is told of it, that it ends once, and that
 it is run again after a restart, with the same seed and the same id.
-Does not know: requests, or how an answer is written.
+Does not know: how one is brought to its end (`background_drive`), requests, or how an answer is written.
 Called by: `responses`; whoever starts a server, through its `lifespan`.
 
 Nothing that the history has as queued is left without somebody who runs it: not what an earlier server left,
@@ -12,41 +12,29 @@ and not what an engine queued whose answer was lost.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
 import msgspec
 
-from pensieve_jax.core.errors import (
-    EngineClosedError,
-    EngineDiedError,
-    HistoryError,
-    PensieveError,
-    UnknownRecordError,
-    UnknownTurnError,
-)
-from pensieve_jax.core.outputs import Output
+from pensieve_jax.core.errors import PensieveError, UnknownTurnError
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import EndResponse, QueueResponse, ResponseDraft, ResponseRecord
+from pensieve_jax.server.api import background_drive
+from pensieve_jax.server.api.background_drive import UNANSWERED, BackgroundDriver
 from pensieve_jax.server.api.background_job import decode_job, draft_of, encode_job
-from pensieve_jax.server.api.common import commit_context
 from pensieve_jax.server.api.expiry import expire_now_and_then
-from pensieve_jax.server.api.response_events import failure_object
 from pensieve_jax.server.api.response_object import head_of, kept_response
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.api.response_runs import ResponseRun
-from pensieve_jax.server.api.running import RunningTurns, run_turns
-from pensieve_jax.server.async_engine import AsyncTurn
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
 from pensieve_jax.server.http.errors import (
     ApiError,
     as_api_error,
     internal_error,
-    not_found,
     overloaded,
     rate_limited,
     renamed_fields,
@@ -58,8 +46,6 @@ _log = logging.getLogger(__name__)
 
 MAX_RUNS: Final = 1000
 """Background responses that have not ended, of all owners."""
-_RETRY_S: Final = 0.5
-_UNANSWERED: Final = (EngineClosedError, EngineDiedError)
 
 
 class BackgroundResponses:
@@ -68,6 +54,7 @@ class BackgroundResponses:
     def __init__(self, services: Services, locks: set[tuple[str, str]]) -> None:
         """`locks` has the conversations, by owner and id, of which a turn runs."""
         self._services = services
+        self._driver = BackgroundDriver(services)
         self._locks = locks
         self._runs: dict[tuple[str, str], ResponseRun] = {}
         self._being_queued: set[ResponsePlan] = set()
@@ -99,7 +86,7 @@ class BackgroundResponses:
                 resolved, spec = await self._queued(plan)
             assert plan.draft is not None and plan.head is not None
             run.begin(plan.head)
-            self._start(run, plan.draft, partial(self._drive, run, spec, plan.draft, resolved), unlock)
+            self._start(run, plan.draft, partial(self._driver.drive, run, spec, plan.draft, resolved), unlock)
             started = True
         finally:
             self._being_queued.discard(plan)
@@ -125,9 +112,9 @@ class BackgroundResponses:
         run.begin(head_of(record))
         if spec is None:
             sentence = "An earlier release left this response, and this one cannot run it."
-            work = partial(self._fail, run, draft, ApiError(500, "server_error", sentence))
+            work = partial(self._driver.fail, run, draft, ApiError(500, "server_error", sentence))
         else:
-            work = partial(self._drive, run, spec, draft, None)
+            work = partial(self._driver.drive, run, spec, draft, None)
         self._start(run, draft, work, self._locked(draft))
         return run
 
@@ -139,7 +126,7 @@ class BackgroundResponses:
         num_doubts = self._num_doubts
         if self.is_in_doubt:  # it answers in order: behind this, what was sent before is done
             await self._services.engine.call("census")
-        for record in await self._read(self._services.history.unfinished_background):
+        for record in await self._driver.read(self._services.history.unfinished_background):
             self.adopt(record)
         self._num_settled = max(self._num_settled, num_doubts)
 
@@ -218,7 +205,7 @@ class BackgroundResponses:
                 unknown = error
                 if resolved.parent is not None:
                     resolved.index.forget(plan.owner, resolved.parent.turn_id)
-            except _UNANSWERED:
+            except UNANSWERED:
                 self._num_doubts += 1
                 raise
         assert unknown is not None
@@ -251,126 +238,12 @@ class BackgroundResponses:
             finally:
                 try:
                     if not is_expected:  # queued, it would be run and fail again and again
-                        await self._fail(run, draft, internal_error())
+                        await self._driver.fail(run, draft, internal_error())
                 finally:
                     del self._runs[key]
                     unlock()
 
         run.task = asyncio.ensure_future(drive())
-
-    async def _drive(
-        self, run: ResponseRun, spec: TurnSpec, draft: ResponseDraft, resolved: ResolvedContext | None
-    ) -> None:
-        """Run it until it has ended, on as many engines as that takes."""
-        services = self._services
-        while True:
-            try:
-                output = await self._run_once(run, spec)
-                break
-            except ApiError as error:
-                if error.status not in (429, 503):
-                    await self._fail(run, draft, error)
-                    return
-            except PensieveError as error:
-                if await self._tell_end(run, draft):  # committed before the engine died, or cancelled
-                    return
-                if not isinstance(error, _UNANSWERED):
-                    await self._fail(run, draft, as_api_error(error, ENGINE_FIELDS))
-                    return
-            if services.engine.state == "draining":
-                # It stays queued in the history: the next server runs it.
-                run.fail(overloaded("The server is about to end; the response goes on when it is back.", 30))
-                return
-            run.begin_again()
-            await asyncio.sleep(_RETRY_S)
-        if resolved is not None:
-            commit_context(services, resolved, output)
-        await self._tell_end(run, draft)
-
-    async def _tell_end(self, run: ResponseRun, draft: ResponseDraft) -> bool:
-        """Whether it has ended in the history, and if so how: live and later, everybody sees the same."""
-        history, owner, response_id = self._services.history, draft.owner, draft.response_id
-
-        def kept() -> tuple[ResponseRecord, Sequence[int]]:
-            record: ResponseRecord = history.response(owner, response_id)
-            turn_id = record.turn_id
-            return record, () if turn_id is None else history.turn(owner, turn_id).output_token_ids
-
-        try:
-            record, token_ids = await self._read(kept)
-        except (UnknownRecordError, UnknownTurnError):  # it was deleted
-            run.fail(not_found("response", response_id))
-            return True
-        if record.status == "queued":
-            return False
-        run.begin_again()
-        run.take(token_ids)
-        run.end(kept_response(record))
-        return True
-
-    async def _read[T](self, work: Callable[[], T]) -> T:
-        """What the history says, as soon as it can be read."""
-        is_logged = False
-        while True:
-            try:
-                return work()
-            except HistoryError as error:
-                if not is_logged:
-                    _log.error("background responses could not be read", exc_info=error)
-                    is_logged = True
-            await asyncio.sleep(_RETRY_S)
-
-    async def _run_once(self, run: ResponseRun, spec: TurnSpec) -> Output:
-        services = self._services
-        services.limits.check_ready()
-        if services.limits.num_waiting or not self._has_share(run.owner):
-            raise overloaded("Those whose clients wait come first.", 1)
-        running: RunningTurns | None = None
-
-        async def start() -> Sequence[AsyncTurn]:
-            turn = services.engine.submit(spec)
-            await turn.accepted()
-            return [turn]
-
-        try:
-            running = await run_turns(services, run.owner, start, num_tokens=len(spec.prompt_token_ids))
-            (turn,) = running.turns
-            async for delta in turn:
-                run.take(delta.token_ids)
-            assert turn.output is not None
-            return turn.output
-        finally:
-            if running is not None:
-                await running.close()
-
-    def _has_share(self, owner: str) -> bool:
-        return self._services.limits.in_flight(owner) < self._services.settings.max_in_flight_per_key
-
-    async def _fail(self, run: ResponseRun, draft: ResponseDraft, error: ApiError) -> None:
-        change = EndResponse(
-            owner=draft.owner,
-            response_id=draft.response_id,
-            status="failed",
-            completed_at_s=self._services.now_s(),
-            error=json.dumps(failure_object(error)),
-        )
-        is_logged = False
-        while True:
-            try:
-                await self._services.engine.apply(change)
-            except (EngineClosedError, EngineDiedError, HistoryError) as failure:
-                # It stands in the history as queued: this server says how it ended, or the next one runs it.
-                if self._services.engine.state == "draining":
-                    break
-                if not is_logged:
-                    _log.error("the end of a background response could not be written", exc_info=failure)
-                    is_logged = True
-                await asyncio.sleep(_RETRY_S)
-                continue
-            except PensieveError:  # it was deleted
-                pass
-            break
-        run.fail(error)
 
     async def _adopt_left(self) -> None:
         """Run what is left behind: by an earlier server or engine, or by a change whose answer was lost."""
@@ -379,9 +252,9 @@ class BackgroundResponses:
             is_new = epoch != services.engine.epoch
             if services.engine.state == "ready" and (is_new or self.is_in_doubt):
                 epoch = services.engine.epoch
-                with suppress(*_UNANSWERED):  # still in doubt, or there is another engine soon
+                with suppress(*UNANSWERED):  # still in doubt, or there is another engine soon
                     await self.settle()
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(background_drive.RETRY_S)
 
     def _locked(self, draft: ResponseDraft) -> Callable[[], None]:
         """Lock the conversation that a response is appended to, unless a turn of it runs; what unlocks it."""

@@ -12,7 +12,7 @@ import pytest
 from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, HistoryError
 from pensieve_jax.history.changes import DeleteResponse, EndResponse, QueueResponse
 from pensieve_jax.history.reader import HistoryReader
-from pensieve_jax.server.api import background
+from pensieve_jax.server.api import background_drive
 from pensieve_jax.server.http.errors import INTERNAL_ERROR
 from tests.server.api.live import LiveServer
 from tests.server.api.test_background import ended, feed, turn_of, wait_until
@@ -26,7 +26,7 @@ DOWN = EngineClosedError("The engine takes no calls: it is starting.")
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(background, "_RETRY_S", 0.01)
+    monkeypatch.setattr(background_drive, "RETRY_S", 0.01)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_it_runs_when_the_engine_is_back(server, client):
 
 @contextlib.contextmanager
 def stuck(server) -> Iterator[list]:
-    """An engine that takes changes and answers nobody; its list of them. It goes on in order, behind a fence."""
+    """An engine that takes changes and answers nobody; what it was sent. Afterwards it goes on, in order."""
     engine, late = server.engine, []
     apply, call = engine.apply, engine.call
 
@@ -150,7 +150,7 @@ def test_it_runs_where_the_engine_queues_it_late(server, client):
 def test_a_retry_gets_a_response_that_is_queued_late(server, client, monkeypatch, headers, is_looked_for):
     """It waits until it is certain whether there is one: a second one would run for nobody, or be refused."""
     if not is_looked_for:
-        monkeypatch.setattr(background, "_RETRY_S", 60.0)
+        monkeypatch.setattr(background_drive, "RETRY_S", 60.0)
     options = {"extra_headers": {name: value for name, value in headers.items() if headers is not RETRY}}
     with stuck(server):
         with pytest.raises(openai.InternalServerError):
@@ -301,7 +301,7 @@ def test_an_error_that_nobody_expected_fails_it(server, client, monkeypatch):
     async def broken(*_, **__):
         raise RuntimeError("unexpected")
 
-    monkeypatch.setattr(background, "run_turns", broken)
+    monkeypatch.setattr(background_drive, "run_turns", broken)
     queued = client.responses.create(input="hi", background=True)
     failed = ended(client, queued.id)
     assert (failed.status, failed.error.message) == ("failed", INTERNAL_ERROR)
