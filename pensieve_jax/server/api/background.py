@@ -126,14 +126,21 @@ class BackgroundResponses:
         num_doubts = self._num_doubts
         if self.is_in_doubt:  # it answers in order: behind this, what was sent before is done
             await self._services.engine.call("census")
-        for record in await self._driver.read(self._services.history.unfinished_background):
-            self.adopt(record)
+        records = await self._driver.read(self._services.history.unfinished_background)
+        for record in records:
+            try:
+                self.adopt(record)
+            except Exception as error:  # nobody expected it, and the others are to run all the same
+                _log.error("a background response could not be run", exc_info=error)
+        if num_doubts > self._num_settled:
+            await self._stop_cancelled({(record.owner, record.response_id) for record in records})
         self._num_settled = max(self._num_settled, num_doubts)
 
     async def cancel(self, owner: str, record: ResponseRecord) -> dict[str, Any]:
         """End a response, unless it has ended; its response object as it is then.
 
-        Raises what the engine raises; the response then goes on, as if nobody had asked.
+        Raises what the engine raises; where its answer was lost, the response goes on until the history has
+        been asked whether it has ended.
         """
         change = EndResponse(
             owner=owner,
@@ -141,21 +148,12 @@ class BackgroundResponses:
             status="cancelled",
             completed_at_s=self._services.now_s(),
         )
-        await self._services.engine.apply(change)
-        run = self.find(owner, record.response_id)
-        if run is not None and run.task is not None:
-            run.task.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.shield(_ended(run.task))
         try:
-            response = kept_response(self._services.history.response(owner, record.response_id))
-        except PensieveError as error:
-            if run is not None and not run.has_ended:
-                run.fail(as_api_error(error))
+            await self._services.engine.apply(change)
+        except UNANSWERED:
+            self._num_doubts += 1
             raise
-        if run is not None and not run.has_ended:
-            run.end(response)
-        return response
+        return await self._stopped(owner, record.response_id)
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
@@ -172,6 +170,30 @@ class BackgroundResponses:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     # Inside
+
+    async def _stopped(self, owner: str, response_id: str) -> dict[str, Any]:
+        """Stop running a response that has ended in the history; its response object."""
+        run = self.find(owner, response_id)
+        if run is not None and run.task is not None:
+            run.task.cancel()
+            await asyncio.wait({run.task})
+        try:
+            response = kept_response(self._services.history.response(owner, response_id))
+        except PensieveError as error:
+            if run is not None and not run.has_ended:
+                run.fail(as_api_error(error))
+            raise
+        if run is not None and not run.has_ended:
+            run.end(response)
+        return response
+
+    async def _stop_cancelled(self, queued: set[tuple[str, str]]) -> None:
+        """Stop those that were cancelled without a word; `queued` are all that have not ended."""
+        for owner, response_id in self._runs.keys() - queued:
+            with suppress(PensieveError):  # it was deleted, or cannot be read: its end tells
+                record: ResponseRecord = self._services.history.response(owner, response_id)
+                if record.status == "cancelled":
+                    await self._stopped(owner, response_id)
 
     def _check_share(self, owner: str) -> None:
         """No key may fill the background for the others; without keys, nobody's share is another's loss.

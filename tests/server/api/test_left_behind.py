@@ -12,7 +12,7 @@ import pytest
 from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, HistoryError
 from pensieve_jax.history.changes import DeleteResponse, EndResponse, QueueResponse
 from pensieve_jax.history.reader import HistoryReader
-from pensieve_jax.server.api import background_drive
+from pensieve_jax.server.api import background, background_drive
 from pensieve_jax.server.http.errors import INTERNAL_ERROR
 from tests.server.api.live import LiveServer
 from tests.server.api.test_background import ended, feed, turn_of, wait_until
@@ -245,15 +245,40 @@ def test_one_that_was_cancelled_without_a_word_is_told_so(server, client):
     assert len(server.engine.turns) == 1
 
 
-def test_one_that_was_cancelled_without_a_word_is_not_committed(server, client):
+def test_one_that_was_cancelled_without_a_word_is_not_computed_to_its_end(server, client):
     stream = iter(client.responses.create(input="hi", background=True, stream=True))
     first = next(stream)
     turn = turn_of(server)
     with losing(server, EndResponse, NO_ANSWER), pytest.raises(openai.InternalServerError):
         client.responses.cancel(first.response.id)
-    feed(server, turn, "hello", end=True)
+    wait_until(lambda: turn.cancelled)
     assert list(stream)[-1].response.status == "cancelled"
     assert client.responses.retrieve(first.response.id).status == "cancelled"
+    wait_until(lambda: not running(server))
+
+
+def test_whoever_cancels_may_leave_before_it_has_ended(server, client):
+    """Its turn takes long to end; whoever no longer waits for that does not go on as if it had."""
+    queued = client.responses.create(input="hi", background=True)
+    turn, history = turn_of(server), server.harness.services.history
+    is_asked, may_end = asyncio.Event(), asyncio.Event()
+
+    async def end_slowly() -> None:
+        is_asked.set()
+        await may_end.wait()
+
+    async def leave() -> bool:
+        turn.cancel = end_slowly
+        record = history.response("", queued.id)
+        cancelling = asyncio.ensure_future(server.responses.background.cancel("", record))
+        await is_asked.wait()
+        cancelling.cancel()
+        await asyncio.wait({cancelling})
+        may_end.set()
+        return cancelling.cancelled()
+
+    assert server.wait_for(leave())
+    wait_until(lambda: not running(server))
 
 
 @pytest.mark.parametrize("committed", [False, True])
@@ -306,3 +331,25 @@ def test_an_error_that_nobody_expected_fails_it(server, client, monkeypatch):
     failed = ended(client, queued.id)
     assert (failed.status, failed.error.message) == ("failed", INTERNAL_ERROR)
     wait_until(lambda: not running(server))
+
+
+def test_one_that_nobody_can_read_does_not_keep_the_others_from_running(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path) as server, server.client() as client:
+        bad, good = (client.responses.create(input=text, background=True) for text in ("bad", "good"))
+        turn_of(server, 1)
+    head_of = background.head_of
+
+    def broken(record):
+        if record.response_id == bad.id:
+            raise KeyError("unexpected")
+        return head_of(record)
+
+    monkeypatch.setattr(background, "head_of", broken)
+    with LiveServer(path, say("hello")) as server, server.client() as client:
+        unfinished = server.harness.services.history.unfinished_background
+        wait_until(lambda: [record.response_id for record in unfinished()] == [bad.id])
+        queue_without_a_word(server, client)  # what comes later is looked for as well
+        wait_until(lambda: [record.response_id for record in unfinished()] == [bad.id])
+        assert ended(client, good.id).output_text == "hello" and len(server.engine.turns) == 2
+    assert "could not be run" in caplog.text
