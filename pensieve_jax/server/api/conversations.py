@@ -48,6 +48,7 @@ from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import invalid_value, unsupported
 from pensieve_jax.server.http.replies import Reply, json_reply
 from pensieve_jax.server.http.routes import Route
+from pensieve_jax.server.http.services import Services
 
 _MAX_TRIES = 3  # of a change that another one came before
 
@@ -74,10 +75,11 @@ class NewItems(Body, kw_only=True):
 class Conversations:
     """The handlers of one server."""
 
-    def __init__(self, locks: set[tuple[str, str]]) -> None:
+    def __init__(self, services: Services, locks: set[tuple[str, str]]) -> None:
         """`locks` has the conversations, by owner and id, of which a turn runs."""
         self._locks = locks
         self._appends = Appends()
+        services.tables["appends_unanswered"] = lambda: len(self._appends)
 
     @property
     def routes(self) -> list[Route]:

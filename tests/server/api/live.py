@@ -95,7 +95,7 @@ class LiveServer:
         async with contextlib.AsyncExitStack() as stack:
             services = await self._services(stack)
             self.responses = Responses(services)
-            routes = [*self.responses.routes, *Conversations(self.responses.locks).routes]
+            routes = [*self.responses.routes, *Conversations(services, self.responses.locks).routes]
             app = make_app(services, routes, [self.responses.background.lifespan])
             self.harness.app = app
             config = uvicorn.Config(

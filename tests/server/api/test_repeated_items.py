@@ -70,7 +70,9 @@ def test_what_never_came_is_appended_by_the_retry(server, client):
     made = client.conversations.create().id
     with losing(server, AppendItems, DOWN, applies=False), pytest.raises(openai.InternalServerError):
         client.conversations.items.create(made, items=items("pay 5"))
+    assert server.on_loop(server.harness.services.tables["appends_unanswered"]) == 1
     client.conversations.items.create(made, items=items("pay 5"), extra_headers=RETRY)
+    assert server.on_loop(server.harness.services.tables["appends_unanswered"]) == 0
     assert texts_of(client, made) == ["pay 5"]
 
 
