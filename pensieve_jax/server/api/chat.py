@@ -20,7 +20,7 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import ResponseDraft
 from pensieve_jax.server.api.chat_schemas import ChatBody
-from pensieve_jax.server.api.common import check_num_tokens, check_model, commit_context, unwritable
+from pensieve_jax.server.api.common import check_model, check_num_tokens, commit_context, unwritable
 from pensieve_jax.server.api.completion_reply import reply_in
 from pensieve_jax.server.api.kept_turns import kept_draft
 from pensieve_jax.server.api.running import RunningTurns, run_turns
