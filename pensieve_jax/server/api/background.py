@@ -215,7 +215,7 @@ class BackgroundResponses:
         """Keep a response as queued, behind a turn that the history has, as `start_turns` finds one."""
         context, unknown = plan.context, None
         for memory in Memory:
-            resolved = await aside(context.is_long, context.find, memory)
+            resolved = await aside(plan.owner, context.is_long, context.find, memory)
             (spec,) = plan.specs(resolved)
             assert plan.draft is not None
             job = encode_job(spec, plan.draft)

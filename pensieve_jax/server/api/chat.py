@@ -71,6 +71,7 @@ class ChatCompletion:
         async def start() -> Sequence[AsyncTurn]:
             _, turns = await start_turns(
                 self._services.engine,
+                self._owner,
                 self._find,
                 self._specs,
                 is_long=is_long(num_characters, len(self._messages)),

@@ -92,7 +92,9 @@ class Responses:
         planned = False
         try:
             in_thread = reads_long(call.services, call.owner, body, len(call.body))
-            plan = await aside(in_thread, ResponsePlan, call.services, call.owner, body, sha256, key)
+            plan = await aside(
+                call.owner, in_thread, ResponsePlan, call.services, call.owner, body, sha256, key
+            )
             known = await self._known(call, key, sha256)  # the same may have come in the meantime
             planned = known is None
         finally:
@@ -174,9 +176,11 @@ class Responses:
         check_context(body)
         check_model(call.services, body.model)
         in_thread = reads_long(call.services, call.owner, body, len(call.body))
-        context = await aside(in_thread, request_context, call.services, call.owner, body, durable=True)
+        context = await aside(
+            call.owner, in_thread, request_context, call.services, call.owner, body, durable=True
+        )
         with renamed_fields(ENGINE_FIELDS):
-            resolved = await aside(context.is_long, context.find, Memory.ALL)
+            resolved = await aside(call.owner, context.is_long, context.find, Memory.ALL)
         return json_reply({"object": "response.input_tokens", "input_tokens": resolved.num_context_tokens})
 
     # Inside

@@ -137,12 +137,12 @@ async def trees(call: Call) -> Reply:
 
     `limit` of them: 100 unless given, at most 1,000.
     """
-    return await aside(True, _told_trees, call, limit_of(call.query, _NUM_TREES, _MAX_TREES))
+    return await aside(call.owner, True, _told_trees, call, limit_of(call.query, _NUM_TREES, _MAX_TREES))
 
 
 async def tree(call: Call) -> Reply:
     """GET /v1/pensieve/trees/{root}: the last turns of one of them, in the order in which they were made."""
-    return await aside(True, _told_tree, call)
+    return await aside(call.owner, True, _told_tree, call)
 
 
 def _told_trees(call: Call, limit: int) -> Reply:
