@@ -126,6 +126,8 @@ class BackgroundResponses:
         num_doubts = self._num_doubts
         if self.is_in_doubt:  # it answers in order: behind this, what was sent before is done
             await self._services.engine.call("census")
+            if num_doubts <= self._num_settled:  # somebody else who waited has done the rest
+                return
         records = await self._driver.read(self._services.history.unfinished_background)
         for record in records:
             try:

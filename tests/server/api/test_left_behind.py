@@ -166,6 +166,31 @@ def test_a_retry_gets_a_response_that_is_queued_late(server, client, monkeypatch
     assert len([change for change in server.engine.changes if isinstance(change, QueueResponse)]) == 1
 
 
+def test_those_who_wait_for_the_same_look_once(server, client):
+    engine, responses = server.engine, server.responses.background
+    history, looks, waiting = server.harness.services.history, [], []
+    unfinished, goes_on = history.unfinished_background, asyncio.Event()
+
+    async def answer_late(name, *arguments):
+        waiting.append(name)
+        await goes_on.wait()
+
+    async def wait() -> None:
+        history.unfinished_background = lambda: looks.append(None) or unfinished()
+        waits = [asyncio.ensure_future(responses.settle()) for _ in range(5)]
+        while len(waiting) < len(waits):
+            await asyncio.sleep(0)
+        goes_on.set()
+        await asyncio.gather(*waits)
+
+    server.on_loop(lambda: setattr(engine, "call", answer_late))
+    queue_without_a_word(server, client)
+    server.wait_for(wait())
+    assert len(looks) == 1 and not responses.is_in_doubt
+    feed(server, turn_of(server), "hello", end=True)
+    wait_until(lambda: not running(server))
+
+
 def test_a_retry_of_what_was_never_queued_queues_it(server, client):
     with stuck(server) as late:
         with pytest.raises(openai.InternalServerError):
