@@ -180,12 +180,21 @@ class DeleteConversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendItems:
-    """Append items, a JSON list, ids included; with the version that the conversation must still have."""
+    """Append items, a JSON list, ids included; with the version that the conversation must still have.
+
+    Attributes:
+      idempotency: of the request; its key counts in this conversation.
+      name: what is told of it to whoever sends the request again.
+      appended_at_s: now: a key whose time has passed is free.
+    """
 
     owner: str
     conversation_id: str
     expected_version: int
     items: str
+    idempotency: Idempotency | None = None
+    name: str = ""
+    appended_at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,14 @@ from pensieve_jax.core.errors import (
     UnknownTurnError,
 )
 from pensieve_jax.core.outputs import Usage
-from pensieve_jax.history import codec, responses_table, schema, server_conversations, turns_table
+from pensieve_jax.history import (
+    codec,
+    idempotency_table,
+    responses_table,
+    schema,
+    server_conversations,
+    turns_table,
+)
 from pensieve_jax.history import trees as response_trees
 from pensieve_jax.history.changes import ConversationRow, ItemRow, ResponseRecord
 from pensieve_jax.history.read_connections import ReadConnections
@@ -76,10 +83,14 @@ class Page[T]:
 
 @dataclass(frozen=True, slots=True)
 class KnownRequest:
-    """A request that was sent with an idempotency key."""
+    """A request that was sent with an idempotency key.
+
+    Attributes:
+      became: the id of its response, or the name under which its items were appended.
+    """
 
     body_sha256: str
-    response_id: str
+    became: str
     expires_at_s: float
 
 
@@ -133,13 +144,16 @@ class HistoryReader:
             rows = rows[ids.index(after) + 1 :]
         return Page(tuple(rows[:limit]), len(rows) > limit)
 
-    def idempotent(self, owner: str, key: str, now_s: float) -> KnownRequest | None:
-        """The request that was sent with a key which is still kept."""
-        query = (
-            "SELECT body_sha256, response_id, expires_at_s FROM idempotency "
-            "WHERE owner = ? AND key = ? AND expires_at_s > ?"
+    def idempotent(
+        self, owner: str, key: str, now_s: float, *, conversation_id: str | None = None
+    ) -> KnownRequest | None:
+        """The request that was sent with a key which is still kept.
+
+        With `conversation_id` one that appended items there; else one that asked for a response.
+        """
+        row = self._run(
+            lambda connection: idempotency_table.find(connection, owner, key, now_s, conversation_id)
         )
-        row = self._run(lambda connection: connection.execute(query, (owner, key, now_s)).fetchone())
         return None if row is None else KnownRequest(*row)
 
     def by_body(self, owner: str, body_sha256: str, since_s: float) -> ResponseRecord | None:

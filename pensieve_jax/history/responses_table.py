@@ -1,6 +1,6 @@
-"""The responses of a server, and the requests that must not run twice.
+"""The responses of a server.
 
-Owns: the statements on `responses` and `idempotency`; which end of a turn makes which status.
+Owns: the statements on `responses`; which end of a turn makes which status.
 Does not know: transactions (the caller holds one), or what a response's fields mean to a client.
 Called by: `sqlite_store` and `reader`.
 
@@ -15,12 +15,11 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from pensieve_jax.core.errors import InvalidRequestError, UnknownRecordError, UnknownTurnError
-from pensieve_jax.history import codec, server_conversations, turns_table
+from pensieve_jax.history import codec, idempotency_table, server_conversations, turns_table
 from pensieve_jax.history.changes import (
     DeleteResponse,
     EndResponse,
     Expire,
-    Idempotency,
     QueueResponse,
     ResponseDraft,
     ResponseRecord,
@@ -64,8 +63,7 @@ def check_draft(draft: object, owner: str, field: str) -> tuple[ResponseDraft, l
     for name in ("response_id", "owner", "request", "input_items", "output_item_id", "body_sha256"):
         codec.check_text(getattr(draft, name), f"{field}.{name}")
     if draft.idempotency is not None:
-        codec.check_text(draft.idempotency.key, f"{field}.idempotency.key")
-        codec.check_text(draft.idempotency.body_sha256, f"{field}.idempotency.body_sha256")
+        idempotency_table.check(draft.idempotency, f"{field}.idempotency")
     if draft.conversation is None:
         return draft, []
     return draft, server_conversations.parse_items(draft.conversation.items, f"{field}.conversation.items")
@@ -138,11 +136,7 @@ def expire(connection: sqlite3.Connection, change: Expire, in_use: Collection[st
     for owner, response_id in connection.execute(query, (change.now_s, MAX_EXPIRED)).fetchall():
         _forget(connection, owner, response_id, in_use)
     turns_table.collect_released(connection, in_use)
-    connection.execute(
-        "DELETE FROM idempotency WHERE rowid IN (SELECT rowid FROM idempotency WHERE expires_at_s <= ? "
-        "ORDER BY expires_at_s LIMIT ?)",
-        (change.now_s, MAX_EXPIRED),
-    )
+    idempotency_table.expire(connection, change.now_s, MAX_EXPIRED)
 
 
 def has_expired(connection: sqlite3.Connection, now_s: float) -> bool:
@@ -174,21 +168,9 @@ def _insert(
         limit = "an id that no response has, with every field given"
         raise InvalidRequestError("response_id", draft.response_id, limit) from error
     if draft.idempotency is not None:
-        _keep_key(connection, draft, draft.idempotency)
-
-
-def _keep_key(connection: sqlite3.Connection, draft: ResponseDraft, request: Idempotency) -> None:
-    """A key whose time has passed is free again."""
-    connection.execute(
-        "DELETE FROM idempotency WHERE owner = ? AND key = ? AND expires_at_s <= ?",
-        (draft.owner, request.key, draft.created_at_s),
-    )
-    values = (draft.owner, request.key, request.body_sha256, draft.response_id, request.expires_at_s)
-    try:
-        connection.execute("INSERT INTO idempotency VALUES (?, ?, ?, ?, ?)", values)
-    except sqlite3.IntegrityError as error:
-        limit = "a key that no other response has"
-        raise InvalidRequestError("idempotency.key", request.key, limit) from error
+        idempotency_table.keep(
+            connection, draft.owner, draft.idempotency, draft.response_id, draft.created_at_s
+        )
 
 
 def _turn_of(connection: sqlite3.Connection, owner: str, response_id: str) -> str | None:
@@ -202,5 +184,5 @@ def _turn_of(connection: sqlite3.Connection, owner: str, response_id: str) -> st
 def _forget(connection: sqlite3.Connection, owner: str, response_id: str, in_use: Collection[str]) -> None:
     turn_id = _turn_of(connection, owner, response_id)
     connection.execute(f"DELETE FROM responses WHERE {_THIS}", (owner, response_id))
-    connection.execute(f"DELETE FROM idempotency WHERE {_THIS}", (owner, response_id))
+    idempotency_table.forget(connection, owner, response_id)
     turns_table.collect(connection, owner, turn_id, in_use)

@@ -33,6 +33,9 @@ RESPONSES_BY_TREE: Final = (
 #
 # `turn_id` of a response is that of its reply; while it is queued, that of the turn that it goes on from.
 #
+# `response_id` of a key is that of the response which its request became, or the name of the items that its
+# request appended.
+#
 # `released`: turns that nothing in the file needed while a running turn went on from them.
 TABLES: Final = (
     """CREATE TABLE turns(

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from pensieve_jax.core.errors import ConversationChangedError, InvalidRequestError, UnknownRecordError
-from pensieve_jax.history import codec, turns_table
+from pensieve_jax.history import codec, idempotency_table, turns_table
 from pensieve_jax.history.changes import (
     AppendItems,
     ConversationAppend,
@@ -112,14 +112,23 @@ def delete(connection: sqlite3.Connection, change: DeleteConversation, in_use: C
     head = _head(connection, key)
     connection.execute("DELETE FROM items WHERE owner = ? AND conversation_id = ?", key)
     connection.execute(f"DELETE FROM conversations WHERE {THIS}", key)
+    idempotency_table.forget_conversation(connection, *key)
     turns_table.collect(connection, change.owner, head, in_use)
 
 
 def append_items(connection: sqlite3.Connection, change: AppendItems) -> None:
-    """Items from a client, if nothing has changed since it read; raises ConversationChangedError."""
+    """Items from a client, if nothing has changed since it read.
+
+    Raises ConversationChangedError, and InvalidRequestError for an id or a key that is taken.
+    """
     key = (change.owner, change.conversation_id)
     _check_version(connection, key, change.expected_version)
     _insert_items(connection, key, parse_items(change.items, "items"))
+    if change.idempotency is not None:
+        idempotency_table.check(change.idempotency, "idempotency")
+        idempotency_table.keep(
+            connection, change.owner, change.idempotency, change.name, change.appended_at_s, key[1]
+        )
     connection.execute(f"UPDATE conversations SET version = version + 1 WHERE {THIS}", key)
 
 

@@ -16,11 +16,11 @@ from typing import Any, Final
 
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.history import codec
+from pensieve_jax.history.first_texts import read_first_text
 
 _ROOT: Final = "substr(turn_id, 1, 16)"
 _HAS_TURN: Final = "turn_id IS NOT NULL AND completed_at_s IS NOT NULL"  # a queued one names its parent
 _OF_TREE: Final = f"owner = ? AND response_id >= ? AND response_id < ? AND {_HAS_TURN}"
-_IN_ORDER: Final = "ORDER BY responses.created_at_s, responses.rowid"
 _LAST_FIRST: Final = "ORDER BY responses.created_at_s DESC, responses.rowid DESC"
 _TURN: Final = (
     "SELECT response_id, turns.parent_id, request, input_items, output_text, status, "
@@ -78,12 +78,12 @@ class TreeTurn:
 def trees(connection: sqlite3.Connection, owner: str, limit: int) -> list[TreeSummary]:
     """An owner's trees, the most recently active first."""
     query = (
-        f"SELECT {_ROOT}, count(*), max(completed_at_s) FROM responses "
+        f"SELECT {_ROOT}, count(*), max(completed_at_s), min(rowid) FROM responses "
         f"WHERE owner = ? AND {_HAS_TURN} GROUP BY 1 ORDER BY 3 DESC LIMIT ?"
     )
-    rows = connection.execute(query, (owner, limit)).fetchall()
     return [
-        TreeSummary(root, count, _first_text(connection, owner, root), last_s) for root, count, last_s in rows
+        TreeSummary(root, count, read_first_text(connection, first)[:MAX_FIRST_CHARACTERS], last_s)
+        for root, count, last_s, first in connection.execute(query, (owner, limit)).fetchall()
     ]
 
 
@@ -119,12 +119,6 @@ def _turn(row: Sequence[Any]) -> TreeTurn:
     instructions = asked.get("instructions") or None
     unpacked = codec.unpack_usage(usage)
     return TreeTurn(response_id, parent, instructions, _text(items), text or "", status, unpacked)
-
-
-def _first_text(connection: sqlite3.Connection, owner: str, root: str) -> str:
-    query = f"SELECT input_items FROM responses WHERE {_OF_TREE} {_IN_ORDER} LIMIT 1"
-    (items,) = connection.execute(query, (owner, *_bounds(root))).fetchone()
-    return _text(items)[:MAX_FIRST_CHARACTERS]
 
 
 def _bounds(root: str) -> tuple[str, str]:

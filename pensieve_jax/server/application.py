@@ -63,7 +63,7 @@ def make_application(engine: EngineService, settings: ServerSettings, keys: ApiK
                 if services.tracing is not None:  # which waits for the network
                     await asyncio.to_thread(services.tracing.close)
 
-    routes = (*ROUTES, *responses.routes, *Conversations(responses.locks).routes)
+    routes = (*ROUTES, *responses.routes, *Conversations(services, responses.locks).routes)
     return make_app(services, routes, [reading, responses.background.lifespan])
 
 

@@ -35,7 +35,11 @@ class StoredServer:
         self.harness = Harness([], self.engine, history=self.reader, resolver=resolver, **parts)
         self.harness.services.now_s = self.clock.now
         self.responses = Responses(self.harness.services)
-        self.routes = [*ROUTES, *self.responses.routes, *Conversations(self.responses.locks).routes]
+        self.routes = [
+            *ROUTES,
+            *self.responses.routes,
+            *Conversations(self.harness.services, self.responses.locks).routes,
+        ]
         self.harness.app = make_app(self.harness.services, self.routes)
 
     def close(self) -> None:

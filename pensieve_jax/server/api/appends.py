@@ -4,19 +4,20 @@ Owns: under which ids a request's items are kept, and which requests their clien
 Does not know: how items are kept, or what they say.
 Called by: `conversations`.
 
-Whoever repeats a request finds its items by their ids. Those of a request with an idempotency key follow from
-the key, so that they are the same for as long as the items are there. Of one without, they are remembered
-until it was answered, for a retry that says that it is one (`x-stainless-retry-count`): the same items may
-well be sent twice on purpose.
+Whoever repeats a request is answered with its items under the same ids, which are made of a name. The
+history keeps that of a request with an idempotency key, with a digest of its body, so that what is deleted
+later is not appended again. That of one without is remembered until it was answered, for a retry that says
+that it is one (`x-stainless-retry-count`): the same items may well be sent twice on purpose.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 from typing import Final, NamedTuple
 
+from pensieve_jax.history.changes import Idempotency
 from pensieve_jax.server.api.recent import Recent
+from pensieve_jax.server.api.repeats import kept_key
 
 LIFETIME_S: Final = 600.0
 MAX_UNANSWERED: Final = 10_000
@@ -28,11 +29,13 @@ class Append(NamedTuple):
     Attributes:
       name: what the ids of its items are made of.
       is_repeated: its items may be there already.
+      kept: its key, to be kept with the items; None without one.
       request: what a retry of it is known by; None with a key.
     """
 
     name: str
     is_repeated: bool
+    kept: Idempotency | None
     request: tuple[str, str, str] | None
 
 
@@ -58,11 +61,12 @@ class Appends:
         now_s: float,
     ) -> Append:
         """A request to append came; call `answered` when its client knows."""
-        if key is not None:
-            return Append(json.dumps([owner, conversation_id, key]), True, None)
+        kept = kept_key(key, body_sha256, now_s)
+        if kept is not None:
+            return Append(secrets.token_hex(24), True, kept, None)
         request = (owner, conversation_id, body_sha256)
         known = self._unanswered.get(request, now_s) if is_retry else None
-        append = Append(known or secrets.token_hex(24), known is not None, request)
+        append = Append(known or secrets.token_hex(24), known is not None, None, request)
         self.missed(append, now_s)
         return append
 

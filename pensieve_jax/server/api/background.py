@@ -2,7 +2,7 @@
 
 Owns: which of them run, that each is in the history before anybody is told of it, that it ends once, and that
 it is run again after a restart, with the same seed and the same id.
-Does not know: requests, or how an answer is written.
+Does not know: how one is brought to its end (`background_drive`), requests, or how an answer is written.
 Called by: `responses`; whoever starts a server, through its `lifespan`.
 
 Nothing that the history has as queued is left without somebody who runs it: not what an earlier server left,
@@ -12,41 +12,29 @@ and not what an engine queued whose answer was lost.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
 import msgspec
 
-from pensieve_jax.core.errors import (
-    EngineClosedError,
-    EngineDiedError,
-    HistoryError,
-    PensieveError,
-    UnknownRecordError,
-    UnknownTurnError,
-)
-from pensieve_jax.core.outputs import Output
+from pensieve_jax.core.errors import PensieveError, UnknownTurnError
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import EndResponse, QueueResponse, ResponseDraft, ResponseRecord
+from pensieve_jax.server.api import background_drive
+from pensieve_jax.server.api.background_drive import UNANSWERED, BackgroundDriver
 from pensieve_jax.server.api.background_job import decode_job, draft_of, encode_job
-from pensieve_jax.server.api.common import commit_context
 from pensieve_jax.server.api.expiry import expire_now_and_then
-from pensieve_jax.server.api.response_events import failure_object
 from pensieve_jax.server.api.response_object import head_of, kept_response
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.api.response_runs import ResponseRun
-from pensieve_jax.server.api.running import RunningTurns, run_turns
-from pensieve_jax.server.async_engine import AsyncTurn
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
 from pensieve_jax.server.http.errors import (
     ApiError,
     as_api_error,
     internal_error,
-    not_found,
     overloaded,
     rate_limited,
     renamed_fields,
@@ -58,8 +46,6 @@ _log = logging.getLogger(__name__)
 
 MAX_RUNS: Final = 1000
 """Background responses that have not ended, of all owners."""
-_RETRY_S: Final = 0.5
-_UNANSWERED: Final = (EngineClosedError, EngineDiedError)
 
 
 class BackgroundResponses:
@@ -68,15 +54,22 @@ class BackgroundResponses:
     def __init__(self, services: Services, locks: set[tuple[str, str]]) -> None:
         """`locks` has the conversations, by owner and id, of which a turn runs."""
         self._services = services
+        self._driver = BackgroundDriver(services)
         self._locks = locks
         self._runs: dict[tuple[str, str], ResponseRun] = {}
         self._being_queued: set[ResponsePlan] = set()
-        self._is_in_doubt = False  # the history may have queued ones that nobody knows of
+        self._num_doubts = 0  # answers of the engine that were lost: what they were of is done, or will be
+        self._num_settled = 0
 
     @property
     def num_running(self) -> int:
         """Responses that have not ended."""
         return len(self._runs)
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether the history may say, now or soon, what nobody here knows of; `settle` ends that."""
+        return self._num_settled < self._num_doubts
 
     def find(self, owner: str, response_id: str) -> ResponseRun | None:
         """A response that has not ended."""
@@ -93,7 +86,7 @@ class BackgroundResponses:
                 resolved, spec = await self._queued(plan)
             assert plan.draft is not None and plan.head is not None
             run.begin(plan.head)
-            self._start(run, plan.draft, partial(self._drive, run, spec, plan.draft, resolved), unlock)
+            self._start(run, plan.draft, partial(self._driver.drive, run, spec, plan.draft, resolved), unlock)
             started = True
         finally:
             self._being_queued.discard(plan)
@@ -119,16 +112,37 @@ class BackgroundResponses:
         run.begin(head_of(record))
         if spec is None:
             sentence = "An earlier release left this response, and this one cannot run it."
-            work = partial(self._fail, run, draft, ApiError(500, "server_error", sentence))
+            work = partial(self._driver.fail, run, draft, ApiError(500, "server_error", sentence))
         else:
-            work = partial(self._drive, run, spec, draft, None)
+            work = partial(self._driver.drive, run, spec, draft, None)
         self._start(run, draft, work, self._locked(draft))
         return run
+
+    async def settle(self) -> None:
+        """Run what stands in the history as queued; what was in doubt has then happened, or never will.
+
+        Raises what the engine raises.
+        """
+        num_doubts = self._num_doubts
+        if self.is_in_doubt:  # it answers in order: behind this, what was sent before is done
+            await self._services.engine.call("census")
+            if num_doubts <= self._num_settled:  # somebody else who waited has done the rest
+                return
+        records = await self._driver.read(self._services.history.unfinished_background)
+        for record in records:
+            try:
+                self.adopt(record)
+            except Exception as error:  # nobody expected it, and the others are to run all the same
+                _log.error("a background response could not be run", exc_info=error)
+        if num_doubts > self._num_settled:
+            await self._stop_cancelled({(record.owner, record.response_id) for record in records})
+        self._num_settled = max(self._num_settled, num_doubts)
 
     async def cancel(self, owner: str, record: ResponseRecord) -> dict[str, Any]:
         """End a response, unless it has ended; its response object as it is then.
 
-        Raises what the engine raises; the response then goes on, as if nobody had asked.
+        Raises what the engine raises; where its answer was lost, the response goes on until the history has
+        been asked whether it has ended.
         """
         change = EndResponse(
             owner=owner,
@@ -136,21 +150,12 @@ class BackgroundResponses:
             status="cancelled",
             completed_at_s=self._services.now_s(),
         )
-        await self._services.engine.apply(change)
-        run = self.find(owner, record.response_id)
-        if run is not None and run.task is not None:
-            run.task.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.shield(_ended(run.task))
         try:
-            response = kept_response(self._services.history.response(owner, record.response_id))
-        except PensieveError as error:
-            if run is not None and not run.has_ended:
-                run.fail(as_api_error(error))
+            await self._services.engine.apply(change)
+        except UNANSWERED:
+            self._num_doubts += 1
             raise
-        if run is not None and not run.has_ended:
-            run.end(response)
-        return response
+        return await self._stopped(owner, record.response_id)
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
@@ -167,6 +172,30 @@ class BackgroundResponses:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     # Inside
+
+    async def _stopped(self, owner: str, response_id: str) -> dict[str, Any]:
+        """Stop running a response that has ended in the history; its response object."""
+        run = self.find(owner, response_id)
+        if run is not None and run.task is not None:
+            run.task.cancel()
+            await asyncio.wait({run.task})
+        try:
+            response = kept_response(self._services.history.response(owner, response_id))
+        except PensieveError as error:
+            if run is not None and not run.has_ended:
+                run.fail(as_api_error(error))
+            raise
+        if run is not None and not run.has_ended:
+            run.end(response)
+        return response
+
+    async def _stop_cancelled(self, queued: set[tuple[str, str]]) -> None:
+        """Stop those that were cancelled without a word; `queued` are all that have not ended."""
+        for owner, response_id in self._runs.keys() - queued:
+            with suppress(PensieveError):  # it was deleted, or cannot be read: its end tells
+                record: ResponseRecord = self._services.history.response(owner, response_id)
+                if record.status == "cancelled":
+                    await self._stopped(owner, response_id)
 
     def _check_share(self, owner: str) -> None:
         """No key may fill the background for the others; without keys, nobody's share is another's loss.
@@ -188,7 +217,7 @@ class BackgroundResponses:
         """Keep a response as queued, behind a turn that the history has, as `start_turns` finds one."""
         context, unknown = plan.context, None
         for memory in Memory:
-            resolved = await aside(context.is_long, context.find, memory)
+            resolved = await aside(plan.owner, context.is_long, context.find, memory)
             (spec,) = plan.specs(resolved)
             assert plan.draft is not None
             job = encode_job(spec, plan.draft)
@@ -200,8 +229,8 @@ class BackgroundResponses:
                 unknown = error
                 if resolved.parent is not None:
                     resolved.index.forget(plan.owner, resolved.parent.turn_id)
-            except _UNANSWERED:
-                self._is_in_doubt = True
+            except UNANSWERED:
+                self._num_doubts += 1
                 raise
         assert unknown is not None
         raise unknown
@@ -233,143 +262,23 @@ class BackgroundResponses:
             finally:
                 try:
                     if not is_expected:  # queued, it would be run and fail again and again
-                        await self._fail(run, draft, internal_error())
+                        await self._driver.fail(run, draft, internal_error())
                 finally:
                     del self._runs[key]
                     unlock()
 
         run.task = asyncio.ensure_future(drive())
 
-    async def _drive(
-        self, run: ResponseRun, spec: TurnSpec, draft: ResponseDraft, resolved: ResolvedContext | None
-    ) -> None:
-        """Run it until it has ended, on as many engines as that takes."""
-        services = self._services
-        while True:
-            try:
-                output = await self._run_once(run, spec)
-                break
-            except ApiError as error:
-                if error.status not in (429, 503):
-                    await self._fail(run, draft, error)
-                    return
-            except PensieveError as error:
-                if await self._tell_end(run, draft):  # committed before the engine died, or cancelled
-                    return
-                if not isinstance(error, _UNANSWERED):
-                    await self._fail(run, draft, as_api_error(error, ENGINE_FIELDS))
-                    return
-            if services.engine.state == "draining":
-                # It stays queued in the history: the next server runs it.
-                run.fail(overloaded("The server is about to end; the response goes on when it is back.", 30))
-                return
-            run.begin_again()
-            await asyncio.sleep(_RETRY_S)
-        if resolved is not None:
-            commit_context(services, resolved, output)
-        await self._tell_end(run, draft)
-
-    async def _tell_end(self, run: ResponseRun, draft: ResponseDraft) -> bool:
-        """Whether it has ended in the history, and if so how: live and later, everybody sees the same."""
-        history, owner, response_id = self._services.history, draft.owner, draft.response_id
-
-        def kept() -> tuple[ResponseRecord, Sequence[int]]:
-            record: ResponseRecord = history.response(owner, response_id)
-            turn_id = record.turn_id
-            return record, () if turn_id is None else history.turn(owner, turn_id).output_token_ids
-
-        try:
-            record, token_ids = await self._read(kept)
-        except (UnknownRecordError, UnknownTurnError):  # it was deleted
-            run.fail(not_found("response", response_id))
-            return True
-        if record.status == "queued":
-            return False
-        run.begin_again()
-        run.take(token_ids)
-        run.end(kept_response(record))
-        return True
-
-    async def _read[T](self, work: Callable[[], T]) -> T:
-        """What the history says, as soon as it can be read."""
-        is_logged = False
-        while True:
-            try:
-                return work()
-            except HistoryError as error:
-                if not is_logged:
-                    _log.error("background responses could not be read", exc_info=error)
-                    is_logged = True
-            await asyncio.sleep(_RETRY_S)
-
-    async def _run_once(self, run: ResponseRun, spec: TurnSpec) -> Output:
-        services = self._services
-        services.limits.check_ready()
-        if services.limits.num_waiting or not self._has_share(run.owner):
-            raise overloaded("Those whose clients wait come first.", 1)
-        running: RunningTurns | None = None
-
-        async def start() -> Sequence[AsyncTurn]:
-            turn = services.engine.submit(spec)
-            await turn.accepted()
-            return [turn]
-
-        try:
-            running = await run_turns(services, run.owner, start, num_tokens=len(spec.prompt_token_ids))
-            (turn,) = running.turns
-            async for delta in turn:
-                run.take(delta.token_ids)
-            assert turn.output is not None
-            return turn.output
-        finally:
-            if running is not None:
-                await running.close()
-
-    def _has_share(self, owner: str) -> bool:
-        return self._services.limits.in_flight(owner) < self._services.settings.max_in_flight_per_key
-
-    async def _fail(self, run: ResponseRun, draft: ResponseDraft, error: ApiError) -> None:
-        change = EndResponse(
-            owner=draft.owner,
-            response_id=draft.response_id,
-            status="failed",
-            completed_at_s=self._services.now_s(),
-            error=json.dumps(failure_object(error)),
-        )
-        is_logged = False
-        while True:
-            try:
-                await self._services.engine.apply(change)
-            except (EngineClosedError, EngineDiedError, HistoryError) as failure:
-                # It stands in the history as queued: this server says how it ended, or the next one runs it.
-                if self._services.engine.state == "draining":
-                    break
-                if not is_logged:
-                    _log.error("the end of a background response could not be written", exc_info=failure)
-                    is_logged = True
-                await asyncio.sleep(_RETRY_S)
-                continue
-            except PensieveError:  # it was deleted
-                pass
-            break
-        run.fail(error)
-
     async def _adopt_left(self) -> None:
         """Run what is left behind: by an earlier server or engine, or by a change whose answer was lost."""
         services, epoch = self._services, 0
         while True:
             is_new = epoch != services.engine.epoch
-            if services.engine.state == "ready" and (is_new or self._is_in_doubt):
-                in_doubt, self._is_in_doubt = self._is_in_doubt, False
+            if services.engine.state == "ready" and (is_new or self.is_in_doubt):
                 epoch = services.engine.epoch
-                try:
-                    if in_doubt:  # once this is answered, what was sent before it has happened or never will
-                        await services.engine.call("census")
-                    for record in await self._read(services.history.unfinished_background):
-                        self.adopt(record)
-                except _UNANSWERED:
-                    self._is_in_doubt = True
-            await asyncio.sleep(_RETRY_S)
+                with suppress(*UNANSWERED):  # still in doubt, or there is another engine soon
+                    await self.settle()
+            await asyncio.sleep(background_drive.RETRY_S)
 
     def _locked(self, draft: ResponseDraft) -> Callable[[], None]:
         """Lock the conversation that a response is appended to, unless a turn of it runs; what unlocks it."""

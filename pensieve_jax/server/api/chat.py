@@ -20,7 +20,7 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import ResponseDraft
 from pensieve_jax.server.api.chat_schemas import ChatBody
-from pensieve_jax.server.api.common import check_length, check_model, commit_context, unwritable
+from pensieve_jax.server.api.common import check_model, check_num_tokens, commit_context, unwritable
 from pensieve_jax.server.api.completion_reply import reply_in
 from pensieve_jax.server.api.kept_turns import kept_draft
 from pensieve_jax.server.api.running import RunningTurns, run_turns
@@ -71,6 +71,7 @@ class ChatCompletion:
         async def start() -> Sequence[AsyncTurn]:
             _, turns = await start_turns(
                 self._services.engine,
+                self._owner,
                 self._find,
                 self._specs,
                 is_long=is_long(num_characters, len(self._messages)),
@@ -154,7 +155,7 @@ class ChatCompletion:
     def _specs(self, resolved: ResolvedContext) -> list[TurnSpec]:
         """A turn for each choice, siblings behind the same parent."""
         body, services = self._body, self._services
-        check_length(services, resolved.num_context_tokens, "messages")
+        check_num_tokens(services, resolved.num_context_tokens, "messages")
         self._contexts = [resolved, *(resolved.again() for _ in range(body.num_choices - 1))]
         room = services.engine.info.limits.max_context_tokens - resolved.num_context_tokens
         params = choice_params(

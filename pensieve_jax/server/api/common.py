@@ -74,7 +74,7 @@ def unwritable(error: ChatTemplateError, messages: Sequence[Message], field: str
     return invalid_value(field, message)
 
 
-def check_length(services: Services, num_tokens: int, param: str) -> None:
+def check_num_tokens(services: Services, num_tokens: int, param: str) -> None:
     """Raise ApiError 400 for a context that the engine would refuse, before it is sent all of it."""
     most = services.engine.info.limits.max_context_tokens - 1
     if num_tokens > most:

@@ -24,7 +24,7 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, check_turn_id, new_turn_id
 from pensieve_jax.engine.validation import TurnSpec, check_token_ids
 from pensieve_jax.server.api.chat_schemas import SamplingFields
-from pensieve_jax.server.api.common import check_length, check_model, previous_response, unknown_previous
+from pensieve_jax.server.api.common import check_model, check_num_tokens, previous_response, unknown_previous
 from pensieve_jax.server.api.completion_reply import reply_in
 from pensieve_jax.server.api.kept_turns import kept_draft
 from pensieve_jax.server.api.running import RunningTurns, run_turns
@@ -171,7 +171,7 @@ class Completion:
                     raise invalid_value(self._field(index), str(error)) from error
             if not found[-1]:
                 raise invalid_value(self._field(index), f"{self._field(index)} must be at least one token.")
-            check_length(self._services, len(found[-1]), self._field(index))
+            check_num_tokens(self._services, len(found[-1]), self._field(index))
             check_token_ids(self._field(index), found[-1], limits.vocab_size)  # others do not even cross
         self._token_ids = found
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pensieve_jax.core.errors import (
@@ -40,7 +41,7 @@ from pensieve_jax.server.api.item_schemas import (
     with_new_ids,
 )
 from pensieve_jax.server.api.pages import page_object, page_of_rows, page_query
-from pensieve_jax.server.api.repeats import idempotency_key, is_retry, key_reused
+from pensieve_jax.server.api.repeats import check_same_body, idempotency_key, is_retry
 from pensieve_jax.server.api.response_schemas import check_metadata
 from pensieve_jax.server.api.responses import check_unlocked
 from pensieve_jax.server.http.bodies import Body
@@ -48,6 +49,7 @@ from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import invalid_value, unsupported
 from pensieve_jax.server.http.replies import Reply, json_reply
 from pensieve_jax.server.http.routes import Route
+from pensieve_jax.server.http.services import Services
 
 _MAX_TRIES = 3  # of a change that another one came before
 
@@ -74,10 +76,11 @@ class NewItems(Body, kw_only=True):
 class Conversations:
     """The handlers of one server."""
 
-    def __init__(self, locks: set[tuple[str, str]]) -> None:
+    def __init__(self, services: Services, locks: set[tuple[str, str]]) -> None:
         """`locks` has the conversations, by owner and id, of which a turn runs."""
         self._locks = locks
         self._appends = Appends()
+        services.tables["appends_unanswered"] = lambda: len(self._appends)
 
     @property
     def routes(self) -> list[Route]:
@@ -167,18 +170,20 @@ class Conversations:
             is_retry=is_retry(call.headers),
             now_s=now_s,
         )
-        items = with_named_ids(new_items, append.name)
 
         def change(row: ConversationRow) -> HistoryChange:
             return AppendItems(
                 owner=row.owner,
                 conversation_id=row.conversation_id,
                 expected_version=row.version,
-                items=json.dumps(items),
+                items=json.dumps(with_named_ids(new_items, append.name)),
+                idempotency=append.kept,
+                name=append.name,
+                appended_at_s=now_s,
             )
 
         def is_there() -> bool:
-            return _are_kept(call, items, append)
+            return _kept_name(call, append, len(new_items)) is not None
 
         try:
             await self._change(call, change, is_there if append.is_repeated else None)
@@ -186,7 +191,8 @@ class Conversations:
             if not is_there():
                 raise
         self._appends.answered(append)
-        page = page_object(items, has_more=False)
+        name = append.name if append.kept is None else _kept_name(call, append, len(new_items))
+        page = page_object(with_named_ids(new_items, name or append.name), has_more=False)
         return json_reply(page, undelivered=lambda: self._appends.missed(append, call.services.now_s()))
 
     async def item(self, call: Call) -> Reply:
@@ -217,11 +223,12 @@ class Conversations:
     ) -> None:
         """Apply a change of the conversation as it is now, unless it is done; again behind another one."""
         for tries_left in reversed(range(_MAX_TRIES)):
+            row = _row(call)  # before the look: what is done behind it makes another version
             if is_done is not None and is_done():
                 return
             self._unlocked(call)
             try:
-                await call.services.engine.apply(change_of(_row(call)))
+                await call.services.engine.apply(change_of(row))
                 return
             except ConversationChangedError:
                 if not tries_left:
@@ -233,24 +240,21 @@ def _row(call: Call) -> ConversationRow:
     return row
 
 
-def _are_kept(call: Call, items: Sequence[Item], append: Append) -> bool:
-    """Whether these very items were appended before; raises ApiError 422 for others under their ids."""
-    kept = [_kept_item(call, item["id"]) for item in items]
-    behind = _kept_item(call, named_id(append.name, len(items)))
-    if kept == list(items) and behind is None:
-        return True
-    if any(item is not None for item in (*kept, behind)):
-        raise key_reused()
-    return False
-
-
-def _kept_item(call: Call, item_id: str) -> Item | None:
-    try:
-        row = call.services.history.item(call.owner, call.path["conversation_id"], item_id)
-    except UnknownRecordError:
-        return None
-    item: Item = json.loads(row.item)
-    return item
+def _kept_name(call: Call, append: Append, num_items: int) -> str | None:
+    """The name under which a request's items were appended before; raises ApiError 422 for another body."""
+    history, conversation_id = call.services.history, call.path["conversation_id"]
+    if append.kept is not None:
+        now_s = call.services.now_s()
+        known = history.idempotent(call.owner, append.kept.key, now_s, conversation_id=conversation_id)
+        if known is None:
+            return None
+        check_same_body(append.kept.body_sha256, known.body_sha256)
+        return str(known.became)
+    for index in range(num_items):  # some may have been deleted since
+        with suppress(UnknownRecordError):
+            history.item(call.owner, conversation_id, named_id(append.name, index))
+            return append.name
+    return None
 
 
 def _conversation_object(row: ConversationRow) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class ForegroundResponse:
         async def start() -> Sequence[AsyncTurn]:
             _, turns = await start_turns(
                 services.engine,
+                plan.owner,
                 plan.context.find,
                 plan.specs,
                 is_long=plan.context.is_long,

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
-from pensieve_jax.server.http.bodies import Body, check_length, convert
+from pensieve_jax.server.http.bodies import Body, check_num_items, convert
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
 from pensieve_jax.text.messages import Message
 
@@ -68,7 +68,7 @@ def parse_input(value: str | Sequence[Any], at: str) -> tuple[list[Item | ItemRe
     """
     if isinstance(value, str):
         return [_kept("user", [value])], ()
-    check_length(value, at)
+    check_num_items(value, at)
     items: list[Item | ItemReference] = []
     ignored: list[str] = []
     for index, one in enumerate(value):
@@ -91,7 +91,7 @@ def _parse_item(value: Any, at: str) -> tuple[Item | ItemReference, tuple[str, .
     message, ignored = convert(dict(value), MessageItem, at)
     if isinstance(message.content, str):
         return _kept(message.role, [message.content]), ignored
-    check_length(message.content, f"{at}.content")
+    check_num_items(message.content, f"{at}.content")
     texts, more = [], list(ignored)
     for index, raw in enumerate(message.content):
         part, unknown = convert(raw, Part, f"{at}.content[{index}]")

@@ -37,12 +37,6 @@ class Recent[K: Hashable, V]:
         value, put_s = self._found.get(key, (None, 0.0))
         return value if put_s > now_s - self._lifetime_s else None
 
-    def pop(self, key: K, now_s: float) -> V | None:
-        """As `get`, and forget it."""
-        value = self.get(key, now_s)
-        self._found.pop(key, None)
-        return value
-
     def drop(self, key: K, value: V) -> None:
         """Forget a key, if it has this value."""
         if key in self._found and self._found[key][0] == value:

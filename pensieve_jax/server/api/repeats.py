@@ -59,13 +59,13 @@ class Repeats:
         """
         run = self._running.get((owner, key))
         if run is not None:
-            _check_same(body_sha256, run.body_sha256)
+            check_same_body(body_sha256, run.body_sha256)
             return run
         known = self._history.idempotent(owner, key, now_s)
         if known is None:
             return None
-        _check_same(body_sha256, known.body_sha256)
-        record: ResponseRecord = self._history.response(owner, known.response_id)
+        check_same_body(body_sha256, known.body_sha256)
+        record: ResponseRecord = self._history.response(owner, known.became)
         return record
 
     def by_body(self, owner: str, body_sha256: str, now_s: float) -> ResponseRecord | None:
@@ -73,13 +73,14 @@ class Repeats:
 
         It is given once; whoever cannot deliver it says so again (`missed`).
         """
-        found = self._undelivered.pop((owner, body_sha256), now_s)
+        found = self._undelivered.get((owner, body_sha256), now_s)
         if found is not None:
             try:
                 record: ResponseRecord = self._history.response(owner, found)
-                return record
-            except UnknownRecordError:  # deleted
+            except UnknownRecordError:  # deleted, or not there yet
                 return None
+            self._undelivered.drop((owner, body_sha256), found)
+            return record
         if now_s - self._started_at_s >= UNDELIVERED_LIFETIME_S:
             return None
         since_s = self._started_at_s - BEFORE_START_S
@@ -126,12 +127,8 @@ def kept_key(key: str | None, body_sha256: str, now_s: float) -> Idempotency | N
     return Idempotency(key=key, body_sha256=body_sha256, expires_at_s=now_s + KEY_LIFETIME_S)
 
 
-def key_reused() -> ApiError:
-    """422: a key stands for one body."""
-    sentence = "This Idempotency-Key was sent with another body; take a new key for a new request."
-    return ApiError(422, "idempotency_key_reused", sentence, param="Idempotency-Key")
-
-
-def _check_same(body_sha256: str, earlier: str) -> None:
+def check_same_body(body_sha256: str, earlier: str) -> None:
+    """Raise ApiError 422 for another body than the earlier one with this key: a key stands for one."""
     if body_sha256 != earlier:
-        raise key_reused()
+        sentence = "This Idempotency-Key was sent with another body; take a new key for a new request."
+        raise ApiError(422, "idempotency_key_reused", sentence, param="Idempotency-Key")

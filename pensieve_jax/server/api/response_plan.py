@@ -15,7 +15,7 @@ from typing import Final
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import ConversationAppend, ResponseDraft
-from pensieve_jax.server.api.common import check_length
+from pensieve_jax.server.api.common import check_num_tokens
 from pensieve_jax.server.api.item_schemas import reply_id, with_input_ids
 from pensieve_jax.server.api.repeats import kept_key
 from pensieve_jax.server.api.response_context import RequestContext, request_context
@@ -65,7 +65,7 @@ class ResponsePlan:
 
     def specs(self, resolved: ResolvedContext) -> list[TurnSpec]:
         """The turn of a context, with what is kept beside it; raises ApiError for a context too long."""
-        check_length(self._services, resolved.num_context_tokens, "input")
+        check_num_tokens(self._services, resolved.num_context_tokens, "input")
         params = self._params(resolved)
         turn_id = resolved.node.turn_id
         echo = echo_of(self.body, self._services.model_name, params.temperature, params.top_p)

@@ -160,7 +160,7 @@ def _last_events(
         last = [events.interruption(error)]
     elif error is not None or response is None:
         last = events.failure(error or REPLAYED_OTHERWISE)
-    elif response["status"] == "queued":  # and nothing runs it yet: the server has just started
+    elif response["status"] == "queued":  # being queued, or left to the next server: this one is about to end
         last = [events.interruption(NOT_RUNNING)]
     elif response["status"] == "failed":
         failed = response["error"]

@@ -85,15 +85,17 @@ class Responses:
         if key is not None and not body.stores:
             sentence = "Idempotency-Key needs store: what is not kept cannot be given again."
             raise invalid_value("Idempotency-Key", sentence)
-        known = self._known(call, key, sha256)
+        known = await self._known(call, key, sha256)
         if known is not None:
             return await self._repeated(call, body, known, sha256)
         unlock = self._lock(call.owner, body.conversation_id)
         planned = False
         try:
             in_thread = reads_long(call.services, call.owner, body, len(call.body))
-            plan = await aside(in_thread, ResponsePlan, call.services, call.owner, body, sha256, key)
-            known = self._known(call, key, sha256)  # the same may have come in the meantime
+            plan = await aside(
+                call.owner, in_thread, ResponsePlan, call.services, call.owner, body, sha256, key
+            )
+            known = await self._known(call, key, sha256)  # the same may have come in the meantime
             planned = known is None
         finally:
             if not planned:
@@ -174,9 +176,11 @@ class Responses:
         check_context(body)
         check_model(call.services, body.model)
         in_thread = reads_long(call.services, call.owner, body, len(call.body))
-        context = await aside(in_thread, request_context, call.services, call.owner, body, durable=True)
+        context = await aside(
+            call.owner, in_thread, request_context, call.services, call.owner, body, durable=True
+        )
         with renamed_fields(ENGINE_FIELDS):
-            resolved = await aside(context.is_long, context.find, Memory.ALL)
+            resolved = await aside(call.owner, context.is_long, context.find, Memory.ALL)
         return json_reply({"object": "response.input_tokens", "input_tokens": resolved.num_context_tokens})
 
     # Inside
@@ -204,12 +208,22 @@ class Responses:
         response = kept_response(record)
         return kept_events(head_of(record), response, token_ids, self._texts, starting_after)
 
-    def _known(self, call: Call, key: str | None, sha256: str) -> ResponseRun | ResponseRecord | None:
-        """What an earlier request with the same key or body became."""
-        now_s = self._services.now_s()
-        if key is not None:
-            return self._repeats.by_key(call.owner, key, sha256, now_s)
-        return self._repeats.by_body(call.owner, sha256, now_s) if is_retry(call.headers) else None
+    async def _known(self, call: Call, key: str | None, sha256: str) -> ResponseRun | ResponseRecord | None:
+        """What an earlier request with the same key or body became, once that is certain.
+
+        Nothing happens between its last look and its return.
+        """
+        if key is None and not is_retry(call.headers):
+            return None
+        while True:
+            now_s = self._services.now_s()
+            if key is not None:
+                known = self._repeats.by_key(call.owner, key, sha256, now_s)
+            else:
+                known = self._repeats.by_body(call.owner, sha256, now_s)
+            if known is not None or not self.background.is_in_doubt:
+                return known
+            await call.unless_gone(self.background.settle())  # the earlier one may be queued only now
 
     async def _repeated(
         self, call: Call, body: CreateResponse, known: ResponseRun | ResponseRecord, sha256: str

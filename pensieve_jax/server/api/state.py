@@ -137,7 +137,7 @@ async def trees(call: Call) -> Reply:
 
     `limit` of them: 100 unless given, at most 1,000.
     """
-    return await aside(True, _told_trees, call, limit_of(call.query, _NUM_TREES, _MAX_TREES))
+    return await aside(call.owner, True, _told_trees, call, limit_of(call.query, _NUM_TREES, _MAX_TREES))
 
 
 async def tree(call: Call) -> Reply:
@@ -145,7 +145,7 @@ async def tree(call: Call) -> Reply:
 
     `instructions` are told once, in the order in which they are named: a turn has their number in the list.
     """
-    return await aside(True, _told_tree, call)
+    return await aside(call.owner, True, _told_tree, call)
 
 
 def _told_trees(call: Call, limit: int) -> Reply:

@@ -55,7 +55,7 @@ async def tokenize(call: Call) -> Reply:
     services = call.services
     check_model(services, body.model)
     in_thread = is_long(len(call.body), len(body.messages or ()))
-    return json_reply(await aside(in_thread, _tokenized, services, body))
+    return json_reply(await aside(call.owner, in_thread, _tokenized, services, body))
 
 
 async def detokenize(call: Call) -> Reply:

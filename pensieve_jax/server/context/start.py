@@ -18,6 +18,7 @@ from pensieve_jax.server.threads import aside
 
 async def start_turns(
     engine: EngineService,
+    owner: str,
     find: Callable[[Memory], ResolvedContext],
     specs_of: Callable[[ResolvedContext], Sequence[TurnSpec]],
     *,
@@ -27,6 +28,7 @@ async def start_turns(
 
     Args:
       engine: where they run.
+      owner: whose they are.
       find: resolves the context; which turns it may go on from is narrowed each time that the engine does not
         know the parent that was found.
       specs_of: the turns to submit; several only as siblings, for several replies.
@@ -36,7 +38,7 @@ async def start_turns(
     """
     unknown: UnknownTurnError | None = None
     for memory in Memory:
-        resolved = await aside(is_long, find, memory)
+        resolved = await aside(owner, is_long, find, memory)
         turns = engine.submit_all(specs_of(resolved))
         try:
             for turn in turns:

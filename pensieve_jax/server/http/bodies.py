@@ -82,7 +82,7 @@ def convert[T](value: Any, kind: type[T], at: str = "") -> tuple[T, tuple[str, .
         raise ApiError(400, "invalid_json", MAX_DEPTH_ERROR) from None
 
 
-def check_length(value: Sized, at: str) -> None:
+def check_num_items(value: Sized, at: str) -> None:
     """Raise ApiError 400 for a list of more than `MAX_ITEMS` objects."""
     if len(value) > MAX_ITEMS:
         raise invalid_value(at, f"{at} has {len(value)} items, but must have at most {MAX_ITEMS}.")
@@ -121,7 +121,7 @@ def _look(value: Any, kind: Any, at: str, ignored: list[str]) -> None:
     elif isinstance(value, list):
         item = _item_of(kind)
         if item is not None:
-            check_length(value, at)
+            check_num_items(value, at)
             for index, inner in enumerate(value):
                 if isinstance(inner, dict | list):
                     _look(inner, item, f"{at}[{index}]", ignored)

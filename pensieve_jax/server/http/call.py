@@ -77,7 +77,7 @@ class Call:
 
     async def aside[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What `work` returns, whose length is the body's: off the event loop where that is long."""
-        return await aside(is_long(len(self.body)), work, *args, **kwargs)
+        return await aside(self.owner, is_long(len(self.body)), work, *args, **kwargs)
 
     async def unless_gone[T](self, work: Awaitable[T]) -> T:
         """What `work` results in; cancels it and raises ClientGoneError when the client leaves first."""

@@ -96,7 +96,8 @@ class LiveServer:
         async with contextlib.AsyncExitStack() as stack:
             services = await self._services(stack)
             self.responses = Responses(services)
-            routes = [*ROUTES, *self.responses.routes, *Conversations(self.responses.locks).routes]
+            conversations = Conversations(services, self.responses.locks)
+            routes = [*ROUTES, *self.responses.routes, *conversations.routes]
             app = make_app(services, routes, [self.responses.background.lifespan])
             self.harness.app = app
             config = uvicorn.Config(

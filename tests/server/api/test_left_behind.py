@@ -12,7 +12,7 @@ import pytest
 from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, HistoryError
 from pensieve_jax.history.changes import DeleteResponse, EndResponse, QueueResponse
 from pensieve_jax.history.reader import HistoryReader
-from pensieve_jax.server.api import background
+from pensieve_jax.server.api import background, background_drive
 from pensieve_jax.server.http.errors import INTERNAL_ERROR
 from tests.server.api.live import LiveServer
 from tests.server.api.test_background import ended, feed, turn_of, wait_until
@@ -26,7 +26,7 @@ DOWN = EngineClosedError("The engine takes no calls: it is starting.")
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(background, "_RETRY_S", 0.01)
+    monkeypatch.setattr(background_drive, "RETRY_S", 0.01)
 
 
 @pytest.fixture
@@ -98,8 +98,9 @@ def test_it_runs_when_the_engine_is_back(server, client):
     assert ended(client, response_id).output_text == "hello"
 
 
-def test_it_runs_where_the_engine_queues_it_late(server, client):
-    """A stuck engine takes what it was sent in order: once it answers again, all of before has happened."""
+@contextlib.contextmanager
+def stuck(server) -> Iterator[list]:
+    """An engine that takes changes and answers nobody; what it was sent. Afterwards it goes on, in order."""
     engine, late = server.engine, []
     apply, call = engine.apply, engine.call
 
@@ -107,23 +108,97 @@ def test_it_runs_where_the_engine_queues_it_late(server, client):
         late.append(change)
         raise NO_ANSWER
 
-    async def stuck(name, *arguments):
+    async def no_answer(name, *arguments):
         raise NO_ANSWER
 
-    async def answer(name, *arguments):
+    async def catch_up() -> None:
         while late:
             await apply(late.pop(0))
+
+    async def apply_in_order(change) -> None:
+        await catch_up()
+        await apply(change)
+
+    async def answer(name, *arguments):
+        await catch_up()
         return await call(name, *arguments)
 
-    server.on_loop(lambda: (setattr(engine, "apply", apply_late), setattr(engine, "call", stuck)))
-    with pytest.raises(openai.InternalServerError):
-        client.responses.create(input="hi", background=True)
-    assert len(late) == 1 and not server.harness.services.history.unfinished_background()
-    server.on_loop(lambda: (setattr(engine, "apply", apply), setattr(engine, "call", answer)))
+    def turn_to(to_apply, to_call) -> None:
+        server.on_loop(lambda: (setattr(engine, "apply", to_apply), setattr(engine, "call", to_call)))
+
+    turn_to(apply_late, no_answer)
+    try:
+        yield late
+    finally:
+        turn_to(apply_in_order, answer)
+
+
+def test_it_runs_where_the_engine_queues_it_late(server, client):
+    """A stuck engine takes what it was sent in order: once it answers again, all of before has happened."""
+    with stuck(server) as late:
+        with pytest.raises(openai.InternalServerError):
+            client.responses.create(input="hi", background=True)
+        assert len(late) == 1 and not server.harness.services.history.unfinished_background()
     feed(server, turn_of(server), "hello", end=True)
     wait_until(lambda: not running(server))
-    (record,) = [change.draft for change in engine.changes if isinstance(change, QueueResponse)]
+    (record,) = [change.draft for change in server.engine.changes if isinstance(change, QueueResponse)]
     assert client.responses.retrieve(record.response_id).output_text == "hello"
+
+
+@pytest.mark.parametrize("headers", [RETRY, {"Idempotency-Key": "k"}], ids=["retry", "key"])
+@pytest.mark.parametrize("is_looked_for", [False, True], ids=["before a look", "behind a look"])
+def test_a_retry_gets_a_response_that_is_queued_late(server, client, monkeypatch, headers, is_looked_for):
+    """It waits until it is certain whether there is one: a second one would run for nobody, or be refused."""
+    if not is_looked_for:
+        monkeypatch.setattr(background_drive, "RETRY_S", 60.0)
+    options = {"extra_headers": {name: value for name, value in headers.items() if headers is not RETRY}}
+    with stuck(server):
+        with pytest.raises(openai.InternalServerError):
+            client.responses.create(input="hi", background=True, **options)
+        for _ in range(2):  # while nobody answers, a retry learns no more
+            with pytest.raises(openai.InternalServerError) as raised:
+                client.responses.create(input="hi", background=True, extra_headers=headers)
+            assert raised.value.status_code == 503
+    again = client.responses.create(input="hi", background=True, extra_headers=headers)
+    assert again.status == "queued"
+    feed(server, turn_of(server), "hello", end=True)
+    assert ended(client, again.id).output_text == "hello" and len(server.engine.turns) == 1
+    assert len([change for change in server.engine.changes if isinstance(change, QueueResponse)]) == 1
+
+
+def test_those_who_wait_for_the_same_look_once(server, client):
+    engine, responses = server.engine, server.responses.background
+    history, looks, waiting = server.harness.services.history, [], []
+    unfinished, goes_on = history.unfinished_background, asyncio.Event()
+
+    async def answer_late(name, *arguments):
+        waiting.append(name)
+        await goes_on.wait()
+
+    async def wait() -> None:
+        history.unfinished_background = lambda: looks.append(None) or unfinished()
+        waits = [asyncio.ensure_future(responses.settle()) for _ in range(5)]
+        while len(waiting) < len(waits):
+            await asyncio.sleep(0)
+        goes_on.set()
+        await asyncio.gather(*waits)
+
+    server.on_loop(lambda: setattr(engine, "call", answer_late))
+    queue_without_a_word(server, client)
+    server.wait_for(wait())
+    assert len(looks) == 1 and not responses.is_in_doubt
+    feed(server, turn_of(server), "hello", end=True)
+    wait_until(lambda: not running(server))
+
+
+def test_a_retry_of_what_was_never_queued_queues_it(server, client):
+    with stuck(server) as late:
+        with pytest.raises(openai.InternalServerError):
+            client.responses.create(input="hi", background=True)
+        late.clear()  # the engine ended before it came to it
+    again = client.responses.create(input="hi", background=True, extra_headers=RETRY)
+    feed(server, turn_of(server), "hello", end=True)
+    assert ended(client, again.id).output_text == "hello" and len(server.engine.turns) == 1
 
 
 def test_whoever_asks_for_it_has_it_run(tmp_path, monkeypatch):
@@ -195,15 +270,40 @@ def test_one_that_was_cancelled_without_a_word_is_told_so(server, client):
     assert len(server.engine.turns) == 1
 
 
-def test_one_that_was_cancelled_without_a_word_is_not_committed(server, client):
+def test_one_that_was_cancelled_without_a_word_is_not_computed_to_its_end(server, client):
     stream = iter(client.responses.create(input="hi", background=True, stream=True))
     first = next(stream)
     turn = turn_of(server)
     with losing(server, EndResponse, NO_ANSWER), pytest.raises(openai.InternalServerError):
         client.responses.cancel(first.response.id)
-    feed(server, turn, "hello", end=True)
+    wait_until(lambda: turn.cancelled)
     assert list(stream)[-1].response.status == "cancelled"
     assert client.responses.retrieve(first.response.id).status == "cancelled"
+    wait_until(lambda: not running(server))
+
+
+def test_whoever_cancels_may_leave_before_it_has_ended(server, client):
+    """Its turn takes long to end; whoever no longer waits for that does not go on as if it had."""
+    queued = client.responses.create(input="hi", background=True)
+    turn, history = turn_of(server), server.harness.services.history
+    is_asked, may_end = asyncio.Event(), asyncio.Event()
+
+    async def end_slowly() -> None:
+        is_asked.set()
+        await may_end.wait()
+
+    async def leave() -> bool:
+        turn.cancel = end_slowly
+        record = history.response("", queued.id)
+        cancelling = asyncio.ensure_future(server.responses.background.cancel("", record))
+        await is_asked.wait()
+        cancelling.cancel()
+        await asyncio.wait({cancelling})
+        may_end.set()
+        return cancelling.cancelled()
+
+    assert server.wait_for(leave())
+    wait_until(lambda: not running(server))
 
 
 @pytest.mark.parametrize("committed", [False, True])
@@ -251,8 +351,30 @@ def test_an_error_that_nobody_expected_fails_it(server, client, monkeypatch):
     async def broken(*_, **__):
         raise RuntimeError("unexpected")
 
-    monkeypatch.setattr(background, "run_turns", broken)
+    monkeypatch.setattr(background_drive, "run_turns", broken)
     queued = client.responses.create(input="hi", background=True)
     failed = ended(client, queued.id)
     assert (failed.status, failed.error.message) == ("failed", INTERNAL_ERROR)
     wait_until(lambda: not running(server))
+
+
+def test_one_that_nobody_can_read_does_not_keep_the_others_from_running(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path) as server, server.client() as client:
+        bad, good = (client.responses.create(input=text, background=True) for text in ("bad", "good"))
+        turn_of(server, 1)
+    head_of = background.head_of
+
+    def broken(record):
+        if record.response_id == bad.id:
+            raise KeyError("unexpected")
+        return head_of(record)
+
+    monkeypatch.setattr(background, "head_of", broken)
+    with LiveServer(path, say("hello")) as server, server.client() as client:
+        unfinished = server.harness.services.history.unfinished_background
+        wait_until(lambda: [record.response_id for record in unfinished()] == [bad.id])
+        queue_without_a_word(server, client)  # what comes later is looked for as well
+        wait_until(lambda: [record.response_id for record in unfinished()] == [bad.id])
+        assert ended(client, good.id).output_text == "hello" and len(server.engine.turns) == 2
+    assert "could not be run" in caplog.text

@@ -70,7 +70,7 @@ class Front:
         parts = {"history": self.reader, "resolver": resolver, "now_s": clock.now, "tokenizer": tokenizer}
         self.services = Harness([], self.engine, **parts).services
         self.responses = Responses(self.services)
-        routes = [*ROUTES, *self.responses.routes, *Conversations(self.responses.locks).routes]
+        routes = [*ROUTES, *self.responses.routes, *Conversations(self.services, self.responses.locks).routes]
         self.app = make_app(self.services, routes)
 
     def close(self) -> None:

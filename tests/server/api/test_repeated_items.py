@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import openai
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from pensieve_jax.core.errors import EngineClosedError
 from pensieve_jax.history.changes import AppendItems
 from pensieve_jax.server.api.appends import LIFETIME_S, MAX_UNANSWERED, Appends
+from pensieve_jax.server.api.repeats import KEY_LIFETIME_S
 from tests.server.api.test_left_behind import DIED, NO_ANSWER, losing
 
 RETRY = {"x-stainless-retry-count": "1"}
@@ -70,7 +72,9 @@ def test_what_never_came_is_appended_by_the_retry(server, client):
     made = client.conversations.create().id
     with losing(server, AppendItems, DOWN, applies=False), pytest.raises(openai.InternalServerError):
         client.conversations.items.create(made, items=items("pay 5"))
+    assert server.on_loop(server.harness.services.tables["appends_unanswered"]) == 1
     client.conversations.items.create(made, items=items("pay 5"), extra_headers=RETRY)
+    assert server.on_loop(server.harness.services.tables["appends_unanswered"]) == 0
     assert texts_of(client, made) == ["pay 5"]
 
 
@@ -92,6 +96,90 @@ def test_a_key_is_for_one_body_and_one_conversation(client):
         assert raised.value.code == "idempotency_key_reused"
     client.conversations.items.create(other, items=items("no"), extra_headers=KEY)
     assert (texts_of(client, made), texts_of(client, other)) == (["yes", "no"], ["no"])
+
+
+def test_a_key_stands_for_its_body_whatever_became_of_its_items(server, client):
+    """What is deleted later is not appended again, and does not make the body another one."""
+    made = client.conversations.create().id
+    first = client.conversations.items.create(made, items=items("yes", "no"), extra_headers=KEY)
+    for item in reversed(first.data):
+        client.conversations.items.delete(item.id, conversation_id=made)
+        left = texts_of(client, made)
+        again = client.conversations.items.create(made, items=items("yes", "no"), extra_headers=KEY)
+        assert again.to_dict() == first.to_dict() and texts_of(client, made) == left
+        with pytest.raises(openai.UnprocessableEntityError) as raised:
+            client.conversations.items.create(made, items=items("other"), extra_headers=KEY)
+        assert raised.value.code == "idempotency_key_reused"
+    assert texts_of(client, made) == []
+
+
+def test_a_retry_without_a_key_is_not_refused_for_what_was_deleted_since(server, client):
+    made = client.conversations.create().id
+
+    def opened(headers: dict):
+        path = f"/v1/conversations/{made}/items"
+        return server.harness.open("POST", path, {"items": items("yes", "no")}, headers)
+
+    async def leave() -> None:
+        asked = opened({})
+        asked.takes.clear()
+        while not any(isinstance(change, AppendItems) for change in server.engine.changes):
+            await asyncio.sleep(0)
+        asked.leave()
+        asked.takes.set()
+        await asked.task
+
+    async def retry() -> tuple:
+        return await opened(RETRY).whole()
+
+    server.wait_for(leave())
+    first = client.conversations.items.list(made, order="asc").data[0]
+    client.conversations.items.delete(first.id, conversation_id=made)
+    status, _, body = server.wait_for(retry())
+    assert status == 200 and json.loads(body)["data"][0]["id"] == first.id
+    assert texts_of(client, made) == ["no"]
+
+
+def test_a_key_is_free_again_after_a_day(server, client):
+    """Whether or not the old one has been forgotten yet; the items of before stay."""
+    made = client.conversations.create().id
+    client.conversations.items.create(made, items=items("yes"), extra_headers=KEY)
+    server.harness.clock.advance(KEY_LIFETIME_S - 1)
+    client.conversations.items.create(made, items=items("yes"), extra_headers=KEY)
+    assert texts_of(client, made) == ["yes"]
+    server.harness.clock.advance(2)
+    for text in ("yes", "no"):
+        client.conversations.items.create(made, items=items(text), extra_headers=KEY)
+        assert texts_of(client, made)[-1] == text
+        server.harness.clock.advance(KEY_LIFETIME_S)
+    assert texts_of(client, made) == ["yes", "yes", "no"]
+
+
+def test_a_conversation_that_is_gone_takes_no_key_and_leaves_none(server, client):
+    made = client.conversations.create().id
+    client.conversations.items.create(made, items=items("yes"), extra_headers=KEY)
+    client.responses.create(input="hi", background=True, extra_headers=KEY)  # a key of its own
+    client.conversations.delete(made)
+    with pytest.raises(openai.NotFoundError):
+        client.conversations.items.create(made, items=items("yes"), extra_headers=KEY)
+    history, now_s = server.harness.services.history, server.harness.clock.now()
+    assert history.idempotent("", "k", now_s, conversation_id=made) is None
+    assert history.idempotent("", "k", now_s) is not None
+
+
+def test_what_came_between_the_looks_is_found(server, client):
+    """The same request with the same key, at the same time: the second one finds what the first appended."""
+    made = client.conversations.create().id
+
+    async def both() -> list[tuple]:
+        path = f"/v1/conversations/{made}/items"
+        body = {"items": items("pay 5")}
+        opened = [server.harness.open("POST", path, body, KEY) for _ in range(2)]
+        return [await one.whole() for one in opened]
+
+    answers = server.wait_for(both())
+    assert [answer[0] for answer in answers] == [200, 200] and answers[0][2] == answers[1][2]
+    assert texts_of(client, made) == ["pay 5"]
 
 
 def test_an_answer_that_its_client_did_not_wait_for_is_there_for_the_retry(server, client):

@@ -156,7 +156,10 @@ def test_what_cannot_cross_is_refused_where_it_is_sent() -> None:
 
 
 def test_every_change_of_a_history_crosses() -> None:
-    values = {"str": "x", "float": 1.5, "int": 3, "bytes": b"\0", "str | None": None, "ResponseDraft": DRAFT}
+    values = {
+        **{"str": "x", "float": 1.5, "int": 3, "bytes": b"\0", "str | None": None},
+        **{"ResponseDraft": DRAFT, "Idempotency | None": DRAFT.idempotency},
+    }
     for kind in changes.HistoryChange.__value__.__args__:
         change = kind(**{name: values[hint] for name, hint in kind.__annotations__.items()})
         assert received_change(crossed(sent_change(1, change))) == change

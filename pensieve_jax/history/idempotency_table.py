@@ -1,0 +1,85 @@
+"""The requests that must not run twice.
+
+Owns: the statements on `idempotency`, and where a key counts.
+Does not know: transactions (the caller holds one), or what a request asked for.
+Called by: `responses_table`, `server_conversations` and `reader`.
+
+A request for a response has its owner's key as it came. That of one which appends items to a conversation
+counts there: it stands behind the conversation's id and a line break, which no HTTP header has.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.history import codec
+from pensieve_jax.history.changes import Idempotency
+
+type KnownRow = tuple[str, str, float]  # digest of the body, what it became, when its time is over
+
+
+def keep(
+    connection: sqlite3.Connection,
+    owner: str,
+    request: Idempotency,
+    became: str,
+    now_s: float,
+    conversation_id: str | None = None,
+) -> None:
+    """Keep a key with what its request became; one whose time has passed is free again.
+
+    Raises InvalidRequestError for a key that is taken.
+    """
+    key = _key(request.key, conversation_id)
+    connection.execute(
+        "DELETE FROM idempotency WHERE owner = ? AND key = ? AND expires_at_s <= ?", (owner, key, now_s)
+    )
+    values = (owner, key, request.body_sha256, became, request.expires_at_s)
+    try:
+        connection.execute("INSERT INTO idempotency VALUES (?, ?, ?, ?, ?)", values)
+    except sqlite3.IntegrityError as error:
+        limit = "a key that no other request has"
+        raise InvalidRequestError("idempotency.key", request.key, limit) from error
+
+
+def check(request: Idempotency, field: str) -> None:
+    """Raise InvalidRequestError for texts that cannot be kept."""
+    codec.check_text(request.key, f"{field}.key")
+    codec.check_text(request.body_sha256, f"{field}.body_sha256")
+
+
+def find(
+    connection: sqlite3.Connection, owner: str, key: str, now_s: float, conversation_id: str | None
+) -> KnownRow | None:
+    """The request that was sent with a key whose time has not passed."""
+    query = (
+        "SELECT body_sha256, response_id, expires_at_s FROM idempotency "
+        "WHERE owner = ? AND key = ? AND expires_at_s > ?"
+    )
+    row: KnownRow | None = connection.execute(query, (owner, _key(key, conversation_id), now_s)).fetchone()
+    return row
+
+
+def forget(connection: sqlite3.Connection, owner: str, became: str) -> None:
+    """Free the key of a response."""
+    connection.execute("DELETE FROM idempotency WHERE owner = ? AND response_id = ?", (owner, became))
+
+
+def forget_conversation(connection: sqlite3.Connection, owner: str, conversation_id: str) -> None:
+    """Free the keys that counted in a conversation."""
+    bounds = (_key("", conversation_id), f"{conversation_id}\v")  # the character behind a line break
+    connection.execute("DELETE FROM idempotency WHERE owner = ? AND key >= ? AND key < ?", (owner, *bounds))
+
+
+def expire(connection: sqlite3.Connection, now_s: float, most: int) -> None:
+    """Free keys whose time has passed, the oldest first."""
+    connection.execute(
+        "DELETE FROM idempotency WHERE rowid IN (SELECT rowid FROM idempotency WHERE expires_at_s <= ? "
+        "ORDER BY expires_at_s LIMIT ?)",
+        (now_s, most),
+    )
+
+
+def _key(key: str, conversation_id: str | None) -> str:
+    return key if conversation_id is None else f"{conversation_id}\n{key}"

@@ -1,0 +1,115 @@
+"""The threads for long work: nobody's work keeps everybody else's waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+
+import pytest
+
+from pensieve_jax.server.api.state import ROUTES
+from pensieve_jax.server.http.keys import ApiKeys
+from pensieve_jax.server.threads import NUM_THREADS, SHARE, aside
+from tests.server.fakes import Harness
+
+
+class SlowLists:
+    """A history whose lists take until `goes_on` is set, but for one owner."""
+
+    def __init__(self, quick: str) -> None:
+        self.quick = quick
+        self.goes_on = threading.Event()
+        self.begun: list[str] = []
+
+    def trees(self, owner: str, limit: int) -> list:
+        self.begun.append(owner)
+        if owner != self.quick:
+            assert self.goes_on.wait(20)
+        return []
+
+
+def harness_of(history: SlowLists, tmp_path, *owners: str) -> Harness:
+    keys = tmp_path / "keys"
+    keys.write_text("\n".join(f"{owner}:{hashlib.sha256(owner.encode()).hexdigest()}" for owner in owners))
+    return Harness(ROUTES, keys=ApiKeys(keys), history=history)
+
+
+def lists_of(harness: Harness, owner: str, count: int = 1) -> list:
+    headers = {"authorization": f"Bearer {owner}"}
+    return [harness.open("GET", "/v1/pensieve/trees", None, headers) for _ in range(count)]
+
+
+async def begun(history: SlowLists, count: int) -> None:
+    async with asyncio.timeout(20):
+        while len(history.begun) < count:
+            await asyncio.sleep(0.001)
+
+
+def test_long_requests_of_one_key_leave_threads_to_the_others(tmp_path):
+    history = SlowLists(quick="bob")
+
+    async def scene() -> None:
+        harness = harness_of(history, tmp_path, "ann", "bob")
+        slow = lists_of(harness, "ann", NUM_THREADS + 1)
+        try:
+            await begun(history, SHARE)
+            (quick,) = lists_of(harness, "bob")
+            async with asyncio.timeout(10):
+                assert (await quick.whole())[0] == 200
+            assert history.begun == ["ann"] * SHARE + ["bob"]
+        finally:
+            history.goes_on.set()
+        assert [(await one.whole())[0] for one in slow] == [200] * len(slow)
+
+    asyncio.run(scene())
+
+
+def test_what_nobody_waits_for_any_more_still_counts(tmp_path):
+    """Whoever leaves does not end a thread: a key whose clients come and go would have all of them."""
+    goes_on, begun = threading.Event(), []
+
+    def work() -> None:
+        begun.append(None)
+        assert goes_on.wait(20)
+
+    async def scene() -> None:
+        left = [asyncio.ensure_future(aside("ann", True, work)) for _ in range(SHARE)]
+        while len(begun) < SHARE:
+            await asyncio.sleep(0.001)
+        for one in left:
+            one.cancel()
+        await asyncio.wait(left)
+        assert all(one.cancelled() for one in left)
+        late = asyncio.ensure_future(aside("ann", True, work))
+        try:
+            assert await aside("bob", True, len, begun) == SHARE
+            assert await aside("ann", False, len, begun) == SHARE, "what is short waits for nobody"
+        finally:
+            goes_on.set()
+        await late
+
+    asyncio.run(scene())
+
+
+def test_without_keys_all_threads_are_everybodys():
+    """There is nobody to share with: four at a time are served in the time of one."""
+    at_once = threading.Barrier(NUM_THREADS, timeout=20)
+
+    async def scene() -> None:
+        await asyncio.gather(*(aside("", True, at_once.wait) for _ in range(NUM_THREADS)))
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("owner", ["", "ann"])
+def test_errors_come_from_a_thread_and_give_it_back(owner):
+    def fail() -> None:
+        raise KeyError("expected")
+
+    async def scene() -> None:
+        for _ in range(SHARE + 1):
+            with pytest.raises(KeyError):
+                await aside(owner, True, fail)
+
+    asyncio.run(scene())
