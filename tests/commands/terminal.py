@@ -48,11 +48,14 @@ class Terminal:
     def interrupt(self) -> None:
         """Type Ctrl-C once the program waits for a key.
 
-        Python's readline does not notice one that comes before, or at one time with a key.
+        Python's readline does not notice one that comes before, or at one time with a key; so it is typed once
+        the program has slept in one call for a while.
         """
         process = Path(f"/proc/{self._process.pid}")
-        while not _waits_for_input(process):
-            os.sched_yield()
+        before, now = -1, _num_switches(process)
+        while before != now or not _waits_for_input(process):
+            select.select([], [], [], 0.1)
+            before, now = now, _num_switches(process)
         self.type("\x03")
 
     def see(self, words: str) -> str:
@@ -104,6 +107,12 @@ class Terminal:
         self._process.wait()
         os.close(self._master)
         os.close(self._slave)
+
+
+def _num_switches(process: Path) -> int:
+    """How often it has gone to sleep."""
+    status = (process / "status").read_text()
+    return int(re.search(r"^voluntary_ctxt_switches:\s*(\d+)", status, re.MULTILINE)[1])
 
 
 def _waits_for_input(process: Path) -> bool:
