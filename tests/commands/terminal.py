@@ -48,8 +48,8 @@ class Terminal:
     def interrupt(self) -> None:
         """Type Ctrl-C once the program waits for a key.
 
-        Python's readline does not notice one that comes before, or at one time with a key; so it is typed once
-        the program has slept in one call for a while.
+        Python's readline does not notice one that comes before, or at one time with a key; so it is typed
+        once the program has slept in one call for a while.
         """
         process = Path(f"/proc/{self._process.pid}")
         before, now = -1, _num_switches(process)
