@@ -35,7 +35,9 @@ class Terminal:
         self._master, slave = os.openpty()
         # A session's leader that opens a terminal is controlled by it: that is who gets Ctrl-C.
         name = os.ttyname(slave)
-        script = f"exec {shlex.join(command)} <{name} >{output or name} 2>{name}"
+        # Where this runs in the background of a shell, Ctrl-C is ignored, which programs inherit.
+        heeds = ["env", "--default-signal=INT"]
+        script = f"exec {shlex.join([*heeds, *command])} <{name} >{output or name} 2>{name}"
         self._process = subprocess.Popen(
             ["sh", "-c", script], cwd=root, env={**environment, "TERM": "xterm"}, start_new_session=True
         )

@@ -53,7 +53,8 @@ def main() -> int:
         except (PensieveError, ModelError, AttentionArgumentError) as error:
             front.sendall(FrameWriter().frame(Failed(sent_error(error))))
             return EXIT_REFUSED
-        ready.set()
+        finally:
+            ready.set()  # or the thread would take this end for the front's, once that is closed
         if start.log_format is not None:
             log_uncaught()  # from now on there are prompts, which an error might quote
         gc.collect()

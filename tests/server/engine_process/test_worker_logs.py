@@ -70,6 +70,20 @@ def test_what_keeps_it_from_starting_is_told() -> None:
     assert ended.returncode == 1 and ended.stderr.endswith(f"RuntimeError: {SECRET}\n")
 
 
+def test_its_own_end_of_the_socket_is_not_taken_for_the_fronts() -> None:
+    """However long it takes to say what is wrong: the thread that waits for the front's end has left."""
+    serve = """
+try:
+    worker.main()
+except RuntimeError:
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    for thread in others:
+        thread.join()
+    sys.exit(7)
+"""
+    assert run_worker(WORKER + "worker._assemble = fail\n" + serve, "json").returncode == 7
+
+
 def run_worker(code: str, log_format: str) -> subprocess.CompletedProcess[str]:
     """A process of this code that is told what to serve, to its end."""
     front, engine = socket.socketpair()
