@@ -265,7 +265,10 @@ def test_any_order_of_turns_keeps_its_invariants(policy, ops):
     assert cache.pool.num_free == 12
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    ["retention", *(pytest.param(one, marks=pytest.mark.long) for one in POLICIES if one != "retention")],
+)
 @pytest.mark.parametrize("cpu_pages", [0, 8])
 @pytest.mark.parametrize("num_pages", [6, 20])
 def test_nothing_is_kept_of_sequences_that_were_closed(policy, cpu_pages, num_pages):

@@ -35,6 +35,7 @@ def test_a_second_start_makes_nothing(cache_dir, first):
     assert second.token_ids == first.token_ids and executables(cache_dir) == files
 
 
+@pytest.mark.long
 def test_damaged_files_are_made_anew(cache_dir, first):
     cut, changed, *rest = executables(cache_dir)
     cut.write_bytes(cut.read_bytes()[:1000])

@@ -111,6 +111,7 @@ def test_kernels_that_were_only_tried_or_failed_are_left_out(experiments):
     }
 
 
+@pytest.mark.long
 def test_the_document_and_the_plot_for_any_number_of_processes(reproduce, tmp_path):
     pytest.importorskip("matplotlib")
     plot = tmp_path / "fig10b.png"

@@ -72,6 +72,7 @@ def test_state_is_found_in_two_tiers_more_than_in_one_and_in_one_more_than_in_no
         assert both["normalized_latency_s"]["mean"] < none["normalized_latency_s"]["mean"]
 
 
+@pytest.mark.long
 def test_prompts_beside_decodes_are_no_slower_than_apart(reproduce, seeds):
     for points in by_series(reproduce("fig13", seeds)).values():
         rate = sorted({x for _, x in points})[1]

@@ -30,6 +30,7 @@ def simulate(launch, capsys):
     return simulate
 
 
+@pytest.mark.long
 def test_systems_rates_and_the_plot(simulate, tmp_path):
     pytest.importorskip("matplotlib")
     plot = tmp_path / "curves.png"

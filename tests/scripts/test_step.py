@@ -104,6 +104,7 @@ def test_steps(launch, compilation_cache, capsys):
     assert serving["num_sequences"] == 4 and 40 < serving["mean_context_tokens"] < 70
 
 
+@pytest.mark.long
 def test_decodes_alone(launch, compilation_cache, capsys):
     """The engine needs a bucket for more than them, which they do not use."""
     alone = STEPS | {"prompts": "", "mixed": "", "num_serving": 0, "num_layer_groups": 1}

@@ -50,6 +50,7 @@ def last_line(out):
     return json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_variants(launch, compilation_cache, monkeypatch, capsys):
     """More state is kept, less is recomputed, and the tokens are the same; if not, it fails."""
     flags = LOAD | {"compilation_cache_dir": compilation_cache, "policies": True}

@@ -91,6 +91,7 @@ def test_turns_behind_others_that_are_left_out_are_no_versions_of_each_other(vis
     assert visit.page.get_by_text(" of 2").count() == 0
 
 
+@pytest.mark.long
 def test_an_address_of_a_turn_that_is_left_out_is_told(visit, server, monkeypatch):
     visit.say("one__")
     visit.say("two__")
@@ -102,6 +103,7 @@ def test_an_address_of_a_turn_that_is_left_out_is_told(visit, server, monkeypatc
     assert visit.texts() == ["two__", "ok"]
 
 
+@pytest.mark.long
 def test_another_system_message_later_does_not_part_a_conversation(visit, server):
     visit.say("one__")
     visit.page.locator("summary").click()
@@ -116,6 +118,7 @@ def test_another_system_message_later_does_not_part_a_conversation(visit, server
     assert said == ["Be brief.", "one__", "ok", "two__"], "with what came before"
 
 
+@pytest.mark.long
 def test_a_deleted_turn_before_is_not_forgotten_in_silence(visit, server):
     visit.say("one__")
     visit.say("two__")
@@ -129,6 +132,7 @@ def test_a_deleted_turn_before_is_not_forgotten_in_silence(visit, server):
     visit.complaints.clear()  # the browser's own note of the 404
 
 
+@pytest.mark.long
 def test_a_map_that_is_refused_is_asked_for_when_the_server_says(visit):
     asked: list[str] = []
 

@@ -113,6 +113,7 @@ def test_edits_and_regenerations_are_forks_that_can_be_gone_back_to(visit):
     assert visit.texts()[0] == FIRST and len(visit.texts()) == 2
 
 
+@pytest.mark.long
 def test_conversations_are_listed_and_opened_again(visit):
     visit.say("Can you find me some jazz?")
     said = visit.texts()
@@ -147,6 +148,7 @@ def test_a_model_cannot_write_into_the_page(visit):
     assert visit.page.title() == "Pensieve"
 
 
+@pytest.mark.long
 def test_a_refusal_is_told_and_the_message_comes_back(visit):
     visit.page.locator("summary").click()
     visit.page.fill("#max-tokens", "0")
@@ -160,7 +162,10 @@ def test_a_refusal_is_told_and_the_message_comes_back(visit):
     visit.complaints.clear()
 
 
-@pytest.mark.parametrize(("width", "height"), [(400, 780), (1024, 768), (1440, 900)])
+@pytest.mark.parametrize(
+    ("width", "height"),
+    [(1024, 768), *(pytest.param(*size, marks=pytest.mark.long) for size in ((400, 780), (1440, 900)))],
+)
 def test_a_window_of_any_size_shows_messages_and_composer(visit, width, height):
     visit.page.set_viewport_size({"width": width, "height": height})
     list_many(visit, 100)
@@ -192,6 +197,7 @@ def test_a_window_of_any_size_shows_messages_and_composer(visit, width, height):
     assert visit.texts() == []
 
 
+@pytest.mark.long
 def test_the_list_has_days_and_goes_on(visit):
     list_many(visit, 100)
     reload(visit)
@@ -228,6 +234,7 @@ def test_a_system_message_is_the_conversations_also_after_a_reload(visit):
     assert visit.page.input_value("#instructions") == system, "what was typed before a first turn"
 
 
+@pytest.mark.long
 def test_a_reload_shows_the_same_branch_with_the_same_settings(visit):
     visit.page.locator("summary").click()
     visit.page.fill("#max-tokens", "7")
@@ -247,6 +254,7 @@ def test_a_reload_shows_the_same_branch_with_the_same_settings(visit):
     assert visit.texts() == said
 
 
+@pytest.mark.long
 def test_an_address_of_nothing_is_told(visit):
     visit.page.evaluate("() => { location.hash = 'f'.repeat(32); }")
     told_of(visit, "There is no conversation")
@@ -266,6 +274,7 @@ def test_a_reply_that_is_stopped_leaves_its_message(visit):
     visit.release_streams()
 
 
+@pytest.mark.long
 def test_the_keyboard_is_enough(visit):
     list_many(visit, 100)
     reload(visit)
@@ -304,6 +313,7 @@ def test_what_was_forgotten_is_shown_as_dropped_cells_of_its_row(visit):
     visit.page.locator("#chunks[data-framed=true]").wait_for()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_map_has_the_colours_of_its_legend(visit, scheme):
     visit.page.emulate_media(color_scheme=scheme)
@@ -329,6 +339,7 @@ def test_the_map_has_the_colours_of_its_legend(visit, scheme):
     assert legend and set(legend) <= set(drawn)
 
 
+@pytest.mark.long
 def test_a_click_on_the_map_opens_the_conversation(visit):
     visit.say("Can you find me some jazz?")
     said = visit.texts()
@@ -339,6 +350,7 @@ def test_a_click_on_the_map_opens_the_conversation(visit):
     assert visit.texts() == said
 
 
+@pytest.mark.long
 def test_without_a_key_one_is_asked_for(visit):
     def guard(route):
         if route.request.headers.get("authorization") == "Bearer mine":
@@ -362,6 +374,7 @@ def test_without_a_key_one_is_asked_for(visit):
     visit.complaints.clear()
 
 
+@pytest.mark.long
 def test_an_engine_that_was_killed_is_told_of_until_it_is_back(visit, server):
     visit.say(FIRST)
     said = visit.texts()

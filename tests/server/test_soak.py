@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+import pytest
 from soaking.clients import SoakClient
 from soaking.samples import Samples, child_of, process_figures, table_figures
 
@@ -16,6 +17,7 @@ SECONDS = 5.0
 NUM_CLIENTS = 12
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_busy_clients(tmp_path):
     seed = new_seed()
     counts: Counter[str] = Counter()

@@ -27,7 +27,9 @@ def schemas() -> Schemas:
     return Schemas.of_file()
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "is_async", [False, pytest.param(True, marks=pytest.mark.long)], ids=["sync", "async"]
+)
 @pytest.mark.parametrize("one", CASES, ids=lambda one: f"{one.area}: {one.name}")
 def test_openai(recorder: Recorder, schemas: Schemas, one: Case, is_async: bool) -> None:
     num_before = len(recorder.exchanges)

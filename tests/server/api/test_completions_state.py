@@ -45,6 +45,7 @@ def ids_of(completion: Any) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_ids_are_those_that_were_sampled_and_the_next_turn_stands_behind_them(ann, compilation_cache):
     first = complete(ann, PROMPT)
     second = complete(ann, [7, 8, 9], previous=first.id)
