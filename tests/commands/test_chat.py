@@ -266,6 +266,7 @@ def test_by_default_a_step_is_one_token_of_one_conversation(launch, monkeypatch)
     assert seen[0].runner.compilation_cache_dir == str(chat_script.CACHE_DIR)
 
 
+@pytest.mark.long
 def test_through_a_pipe(tmp_path, compilation_cache):
     """The whole program, with a history that a second run would find."""
     command = [sys.executable, "scripts/chat.py", f"--model={TINY_MODEL}", "--token_buckets=64"]

@@ -23,6 +23,9 @@ NEEDED = {
 }
 
 
+pytestmark = pytest.mark.long  # `.ci/check_wheel` runs all of it, from the wheel
+
+
 @pytest.fixture
 def served(launch, monkeypatch, compilation_cache):
     """What a whole run served, with state and without; it is run once.

@@ -134,6 +134,7 @@ def expressions() -> dict[str, str]:
 QUIET = {"Refused a second: {{code}}", "Contexts made anew: {{reason}}"}
 
 
+@pytest.mark.long
 def test_every_line_of_the_dashboard_has_values(server: ServedProcess, prometheus: Prometheus) -> None:
     lines = expressions()
     assert len(lines) > 30 and set(lines) >= QUIET
