@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.history import codec
-from pensieve_jax.history.first_texts import read_first_text
+from pensieve_jax.history.first_texts import read_first_text, text_of
 
 _ROOT: Final = "substr(turn_id, 1, 16)"
 _HAS_TURN: Final = "turn_id IS NOT NULL AND completed_at_s IS NOT NULL"  # a queued one names its parent
@@ -129,7 +129,4 @@ def _bounds(root: str) -> tuple[str, str]:
 def _text(items: str) -> str:
     """What the user said in a request, without what came before it as instructions."""
     said = [item for item in json.loads(items) if item.get("role") == "user"]
-    parts = said[-1].get("content", "") if said else ""
-    if isinstance(parts, str):
-        return parts
-    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+    return text_of(said[-1]) if said else ""

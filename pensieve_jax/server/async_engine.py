@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
+from pensieve_jax.core.errors import EngineClosedError, EngineDiedError
 from pensieve_jax.core.outputs import Output, TokenLogprob
 from pensieve_jax.engine.validation import ModelLimits, TurnSpec
 from pensieve_jax.history.changes import HistoryChange
 
 EngineState = Literal["starting", "ready", "draining", "dead"]
+UNANSWERED: Final = (EngineClosedError, EngineDiedError)
+"""What is raised where nobody knows whether the engine did, or still will do, what it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)

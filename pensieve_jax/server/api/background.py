@@ -24,12 +24,13 @@ from pensieve_jax.core.errors import PensieveError, UnknownTurnError
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import EndResponse, QueueResponse, ResponseDraft, ResponseRecord
 from pensieve_jax.server.api import background_drive
-from pensieve_jax.server.api.background_drive import UNANSWERED, BackgroundDriver
+from pensieve_jax.server.api.background_drive import BackgroundDriver
 from pensieve_jax.server.api.background_job import decode_job, draft_of, encode_job
 from pensieve_jax.server.api.expiry import expire_now_and_then
 from pensieve_jax.server.api.response_object import head_of, kept_response
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.api.response_runs import ResponseRun
+from pensieve_jax.server.async_engine import UNANSWERED
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
 from pensieve_jax.server.http.errors import (
     ApiError,
@@ -289,7 +290,3 @@ class BackgroundResponses:
             return lambda: None
         self._locks.add(lock)
         return lambda: self._locks.discard(lock)
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    await asyncio.wait({task})

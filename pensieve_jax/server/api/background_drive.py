@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from pensieve_jax.core.errors import (
-    EngineClosedError,
-    EngineDiedError,
     HistoryError,
     PensieveError,
     UnknownRecordError,
@@ -31,7 +29,7 @@ from pensieve_jax.server.api.response_object import kept_response
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS
 from pensieve_jax.server.api.response_runs import ResponseRun
 from pensieve_jax.server.api.running import RunningTurns, run_turns
-from pensieve_jax.server.async_engine import AsyncTurn
+from pensieve_jax.server.async_engine import UNANSWERED, AsyncTurn
 from pensieve_jax.server.context.resolver import ResolvedContext
 from pensieve_jax.server.http.errors import ApiError, as_api_error, not_found, overloaded
 from pensieve_jax.server.http.services import Services
@@ -40,8 +38,6 @@ _log = logging.getLogger(__name__)
 
 RETRY_S: Final = 0.5
 """Between two tries of what an engine or a history could not do."""
-UNANSWERED: Final = (EngineClosedError, EngineDiedError)
-"""What is raised where nobody knows whether the engine did, or still will do, what it was asked for."""
 
 
 class BackgroundDriver:
@@ -93,7 +89,7 @@ class BackgroundDriver:
         while True:
             try:
                 await self._services.engine.apply(change)
-            except (EngineClosedError, EngineDiedError, HistoryError) as failure:
+            except (*UNANSWERED, HistoryError) as failure:
                 # It stands in the history as queued: this server says how it ended, or the next one runs it.
                 if self._services.engine.state == "draining":
                     break

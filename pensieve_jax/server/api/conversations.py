@@ -15,12 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from pensieve_jax.core.errors import (
-    ConversationChangedError,
-    EngineClosedError,
-    EngineDiedError,
-    UnknownRecordError,
-)
+from pensieve_jax.core.errors import ConversationChangedError, UnknownRecordError
 from pensieve_jax.history.changes import (
     AppendItems,
     ConversationRow,
@@ -44,6 +39,7 @@ from pensieve_jax.server.api.pages import page_object, page_of_rows, page_query
 from pensieve_jax.server.api.repeats import check_same_body, idempotency_key, is_retry
 from pensieve_jax.server.api.response_schemas import check_metadata
 from pensieve_jax.server.api.responses import check_unlocked
+from pensieve_jax.server.async_engine import UNANSWERED
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import invalid_value, unsupported
@@ -187,7 +183,7 @@ class Conversations:
 
         try:
             await self._change(call, change, is_there if append.is_repeated else None)
-        except (EngineClosedError, EngineDiedError):  # it may have done it all the same
+        except UNANSWERED:  # it may have done it all the same
             if not is_there():
                 raise
         self._appends.answered(append)

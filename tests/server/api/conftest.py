@@ -11,3 +11,9 @@ from tests.server.api.live import LiveServer
 def server(tmp_path):
     with LiveServer(tmp_path / "history.sqlite") as running:
         yield running
+
+
+@pytest.fixture
+def client(server):
+    with server.client() as made:
+        yield made

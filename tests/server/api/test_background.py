@@ -15,12 +15,6 @@ from tests.server.api.live import START_S, LiveServer
 from tests.server.fakes import say
 
 
-@pytest.fixture
-def client(server):
-    with server.client() as made:
-        yield made
-
-
 def turn_of(server, index: int = -1):
     """The engine's turn, once it is there."""
     wait_until(lambda: len(server.engine.turns) > (index if index >= 0 else 0))

@@ -34,6 +34,23 @@ def texts_of(client, conversation: str) -> list[str]:
     return [item.content[0].text for item in page.data]
 
 
+def opened(server, conversation: str, texts, headers: dict):
+    """A request to append, of which the client sees what it wants to."""
+    path = f"/v1/conversations/{conversation}/items"
+    return server.harness.open("POST", path, {"items": items(*texts)}, headers)
+
+
+async def leave_before_the_answer(server, conversation: str, *texts: str) -> None:
+    """Append them, and go once the engine has been told."""
+    asked = opened(server, conversation, texts, {})
+    asked.takes.clear()
+    while not any(isinstance(change, AppendItems) for change in server.engine.changes):
+        await asyncio.sleep(0)
+    asked.leave()
+    asked.takes.set()
+    await asked.task
+
+
 @pytest.mark.parametrize("error", [NO_ANSWER, DIED])
 def test_what_was_appended_without_a_word_is_answered(server, client, error):
     made = client.conversations.create().id
@@ -116,23 +133,10 @@ def test_a_key_stands_for_its_body_whatever_became_of_its_items(server, client):
 def test_a_retry_without_a_key_is_not_refused_for_what_was_deleted_since(server, client):
     made = client.conversations.create().id
 
-    def opened(headers: dict):
-        path = f"/v1/conversations/{made}/items"
-        return server.harness.open("POST", path, {"items": items("yes", "no")}, headers)
-
-    async def leave() -> None:
-        asked = opened({})
-        asked.takes.clear()
-        while not any(isinstance(change, AppendItems) for change in server.engine.changes):
-            await asyncio.sleep(0)
-        asked.leave()
-        asked.takes.set()
-        await asked.task
-
     async def retry() -> tuple:
-        return await opened(RETRY).whole()
+        return await opened(server, made, ("yes", "no"), RETRY).whole()
 
-    server.wait_for(leave())
+    server.wait_for(leave_before_the_answer(server, made, "yes", "no"))
     first = client.conversations.items.list(made, order="asc").data[0]
     client.conversations.items.delete(first.id, conversation_id=made)
     status, _, body = server.wait_for(retry())
@@ -172,10 +176,8 @@ def test_what_came_between_the_looks_is_found(server, client):
     made = client.conversations.create().id
 
     async def both() -> list[tuple]:
-        path = f"/v1/conversations/{made}/items"
-        body = {"items": items("pay 5")}
-        opened = [server.harness.open("POST", path, body, KEY) for _ in range(2)]
-        return [await one.whole() for one in opened]
+        both = [opened(server, made, ("pay 5",), KEY) for _ in range(2)]
+        return [await one.whole() for one in both]
 
     answers = server.wait_for(both())
     assert [answer[0] for answer in answers] == [200, 200] and answers[0][2] == answers[1][2]
@@ -185,23 +187,10 @@ def test_what_came_between_the_looks_is_found(server, client):
 def test_an_answer_that_its_client_did_not_wait_for_is_there_for_the_retry(server, client):
     made = client.conversations.create().id
 
-    async def leave() -> None:
-        asked = opened({})
-        asked.takes.clear()
-        while not any(isinstance(change, AppendItems) for change in server.engine.changes):
-            await asyncio.sleep(0)
-        asked.leave()
-        asked.takes.set()
-        await asked.task
-
-    def opened(headers: dict):
-        path = f"/v1/conversations/{made}/items"
-        return server.harness.open("POST", path, {"items": items("pay 5")}, headers)
-
     async def retry() -> int:
-        return (await opened(RETRY).whole())[0]
+        return (await opened(server, made, ("pay 5",), RETRY).whole())[0]
 
-    server.wait_for(leave())
+    server.wait_for(leave_before_the_answer(server, made, "pay 5"))
     assert server.wait_for(retry()) == 200
     assert texts_of(client, made) == ["pay 5"]
 

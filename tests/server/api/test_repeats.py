@@ -26,12 +26,6 @@ def server(tmp_path):
         yield running
 
 
-@pytest.fixture
-def client(server):
-    with server.client() as made:
-        yield made
-
-
 def keyed(key: str = "k") -> dict:
     return {"Idempotency-Key": key}
 

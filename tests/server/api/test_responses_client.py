@@ -27,12 +27,6 @@ def server(tmp_path):
         yield running
 
 
-@pytest.fixture
-def client(server):
-    with server.client() as made:
-        yield made
-
-
 def kinds(events) -> list[str]:
     """Types of events, deltas in a row as one."""
     found: list[str] = []

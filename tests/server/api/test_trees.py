@@ -16,12 +16,6 @@ def server(tmp_path):
         yield running
 
 
-@pytest.fixture
-def client(server):
-    with server.client() as made:
-        yield made
-
-
 def tree_of(server, response_id):
     root = response_id.removeprefix("resp_")[:16]
     return httpx2.get(f"{server.url}/pensieve/trees/{root}").json()
