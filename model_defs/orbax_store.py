@@ -3,7 +3,7 @@
 Owns the layout of such a directory: `params/` (Orbax, sharded arrays, nested by parameter name) and
 model_config.json (the config, the digest of the weights' origin, the size and checksum of every file),
 which is written last and so marks a finished save. Tokenizer files are copied by the script, not here.
-Called by loading and convert_checkpoint.
+Called by loading, convert_checkpoint and recurrent.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from flax import nnx
 
 from model_defs.config import FORMAT_VERSION, MODEL_CONFIG_FILE, read_saved
 from model_defs.errors import CheckpointError
@@ -39,6 +40,13 @@ def save_parameters(model: Model, directory: str | Path, *, weights_digest: str)
     weights_digest: what `fingerprint.weights_digest` said of the source; a restored model keeps it.
     Raises CheckpointError when a model is already there.
     """
+    save_arrays(model, directory, config=model.config.to_json(), weights_digest=weights_digest)
+
+
+def save_arrays(
+    model: nnx.Module, directory: str | Path, *, config: dict[str, Any], weights_digest: str
+) -> None:
+    """`save_parameters` of any module, with what its config is in JSON."""
     root = Path(directory).absolute()
     check_target(root)
     root.mkdir(parents=True, exist_ok=True)
@@ -51,7 +59,7 @@ def save_parameters(model: Model, directory: str | Path, *, weights_digest: str)
     files_bytes = _files_bytes(root)
     values = {
         "format_version": FORMAT_VERSION,
-        "config": model.config.to_json() | {"dtype": str(dtype)},
+        "config": config | {"dtype": str(dtype)},
         "weights_digest": weights_digest,
         "files_bytes": files_bytes,
         "files_crc32": _files_crc32(root, files_bytes),
@@ -59,7 +67,7 @@ def save_parameters(model: Model, directory: str | Path, *, weights_digest: str)
     (root / MODEL_CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def restore_parameters(model: Model, directory: str | Path, progress: Progress | None = None) -> None:
+def restore_parameters(model: nnx.Module, directory: str | Path, progress: Progress | None = None) -> None:
     """Fill the abstract `model` from `directory`, cast to its dtype and placed in its sharding.
 
     The context length may be lower than the saved one. Raises CheckpointError naming parameters that

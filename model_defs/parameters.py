@@ -10,22 +10,20 @@ from collections.abc import Callable, Iterator
 import jax
 from flax import nnx
 
-from model_defs.registry import Model
-
 Parameter = nnx.Param[jax.Array]
 Filler = Callable[[str, Parameter], jax.Array]
 Progress = Callable[[int, int, str], None]
 """`progress(num_done, num_total, what)`, called after each parameter."""
 
 
-def named_parameters(model: Model) -> Iterator[tuple[str, Parameter]]:
+def named_parameters(model: nnx.Module) -> Iterator[tuple[str, Parameter]]:
     """Every (name, parameter) in a fixed order; names are attribute paths joined by dots."""
     for path, variable in nnx.iter_graph(model):
         if isinstance(variable, nnx.Param):
             yield ".".join(str(part) for part in path), variable
 
 
-def fill_parameters(model: Model, filler: Filler, progress: Progress | None = None) -> None:
+def fill_parameters(model: nnx.Module, filler: Filler, progress: Progress | None = None) -> None:
     """Replace the abstract value of every parameter by `filler(name, parameter)`, in place."""
     parameters = list(named_parameters(model))
     for done, (name, parameter) in enumerate(parameters, start=1):

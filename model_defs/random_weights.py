@@ -2,13 +2,14 @@
 
 Owns how a value follows from (seed, parameter name, index of the element): by an integer hash, so that a
 model is the same on any number of devices and in any order of creation, whatever its other layers, and so
-that the program of each distinct shape compiles in milliseconds. Called by loading.
+that the program of each distinct shape compiles in milliseconds. Called by loading and recurrent.
 """
 
 import functools
 import hashlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,12 +45,16 @@ def random_filler(seed: int, config: ModelConfig) -> Filler:
             scale /= math.sqrt(num_terms)
         elif name == "embed.table" and not config.tie_word_embeddings:
             scale = _EMBEDDING_SCALE
-        make = _maker(target.shape, target.dtype, target.sharding, is_scale)
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        key = np.frombuffer(digest[:8], "<u4")
-        return make(key, np.float32(scale))
+        return draw(f"{seed}:{name}", target, scale, constant=is_scale)
 
     return fill
+
+
+def draw(key: str, target: Any, scale: float, *, constant: bool = False) -> jax.Array:
+    """An array of the shape, dtype and sharding of `target`: normal, or everywhere `scale`."""
+    make = _maker(target.shape, target.dtype, target.sharding, constant)
+    digest = hashlib.sha256(key.encode()).digest()
+    return make(np.frombuffer(digest[:8], "<u4"), np.float32(scale))
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,28 @@
+"""Recurrent and tree models as cells: LSTM, Seq2Seq, TreeLSTM and Mamba, for an engine that batches cells.
+
+Knows no engine. The public names are those imported here.
+"""
+
+from model_defs.recurrent.cells import Cell
+from model_defs.recurrent.lstm import LSTM, LSTMConfig, LSTMRequest
+from model_defs.recurrent.mamba import Mamba, MambaRequest
+from model_defs.recurrent.mamba_config import MambaConfig
+from model_defs.recurrent.seq2seq import Seq2Seq, Seq2SeqConfig, Seq2SeqRequest
+from model_defs.recurrent.tree import BinaryTree
+from model_defs.recurrent.tree_lstm import TreeLSTM, TreeLSTMConfig
+
+__all__ = [
+    "LSTM",
+    "BinaryTree",
+    "Cell",
+    "LSTMConfig",
+    "LSTMRequest",
+    "Mamba",
+    "MambaConfig",
+    "MambaRequest",
+    "Seq2Seq",
+    "Seq2SeqConfig",
+    "Seq2SeqRequest",
+    "TreeLSTM",
+    "TreeLSTMConfig",
+]

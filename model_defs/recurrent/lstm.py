@@ -1,0 +1,124 @@
+"""An LSTM over the words of a sentence: a chain of one cell (thesis, sections 2.2.1 and 2.7.2).
+
+Owns: the model, its requests and how they unfold.
+Does not know: batches of an engine.
+Called by: users, and benchmarks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import jax
+import numpy as np
+
+from model_defs.recurrent.cells import DEFAULT_MAX_BATCH, Arrays, Cell, Graph, State, field
+from model_defs.recurrent.model import RecurrentConfig, RecurrentModel
+from model_defs.recurrent.parts import Embedding, Linear, lstm_recipes, lstm_step
+from model_defs.recurrent.requests import check_ids
+from model_defs.recurrent.tensors import TensorSource, open_tensors, size_of
+from model_defs.tensor_recipes import table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LSTMConfig(RecurrentConfig):
+    """Sizes of an `LSTM`."""
+
+    architecture: ClassVar[str] = "lstm"
+    vocab_size: int
+    embedding_size: int
+    hidden_size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LSTMRequest:
+    """A sentence, i32[n]."""
+
+    token_ids: np.ndarray
+
+
+class LSTM(RecurrentModel[LSTMConfig]):
+    """One layer in one direction, and its own cell. A request's result is the {h, c} of its last word."""
+
+    config_class = LSTMConfig
+    immediates = ("token",)
+
+    def __init__(self, config: LSTMConfig) -> None:
+        """Declare every array."""
+        super().__init__(config)
+        self.embedding = Embedding(config.vocab_size, config.embedding_size, config.dtype)
+        self.lstm = Linear(config.embedding_size + config.hidden_size, 4 * config.hidden_size, config.dtype)
+
+    @classmethod
+    def random(
+        cls,
+        *,
+        hidden_size: int,
+        vocab_size: int,
+        embedding_size: int | None = None,
+        seed: int = 0,
+        dtype: str = "float32",
+    ) -> Self:
+        """Seeded weights; embeddings are as wide as the hidden state unless that is said."""
+        width = hidden_size if embedding_size is None else embedding_size
+        config = LSTMConfig(vocab_size=vocab_size, embedding_size=width, hidden_size=hidden_size, dtype=dtype)
+        return cls(config)._fill_randomly(seed)
+
+    @classmethod
+    def from_torch(
+        cls, source: TensorSource, *, embedding: str = "embedding", lstm: str = "lstm", dtype: str = "float32"
+    ) -> Self:
+        """A torch module of an `nn.Embedding` and an `nn.LSTM`.
+
+        Args:
+          source: its state_dict, or the safetensors file of it.
+          embedding, lstm: what it calls the two.
+          dtype: to run in.
+
+        Raises:
+          CheckpointError: a tensor is missing, misshapen or too many, such as those of a second layer.
+        """
+        tensors = open_tensors(source)
+        config = LSTMConfig(
+            vocab_size=size_of(tensors, f"{embedding}.weight", 0, 2),
+            embedding_size=size_of(tensors, f"{embedding}.weight", 1, 2),
+            hidden_size=size_of(tensors, f"{lstm}.weight_hh_l0", 1, 2),
+            dtype=dtype,
+        )
+        words = table(f"{embedding}.weight", config.vocab_size, config.embedding_size)
+        gates = lstm_recipes("lstm", lstm, config.embedding_size, config.hidden_size)
+        return cls(config)._fill_from(tensors, {"embedding.weight": words, **gates})
+
+    @property
+    def state(self) -> State:
+        """What a word leaves."""
+        size = self.config.hidden_size
+        return {"h": field(size, dtype=self.config.dtype), "c": field(size)}
+
+    def __call__(self, inputs: tuple[Arrays], token: jax.Array) -> dict[str, jax.Array]:
+        """A word of each of B sentences, i32[B]."""
+        (before,) = inputs
+        h, c = lstm_step(self.lstm, self.embedding(token), before["h"], before["c"])
+        return {"h": h, "c": c}
+
+    def cells(self, *, max_batch: int = DEFAULT_MAX_BATCH) -> list[Cell]:
+        """Its only one."""
+        return [Cell(self, "lstm", max_batch)]
+
+    def request(self, token_ids: Any) -> LSTMRequest:
+        """A sentence, of one word at least.
+
+        Raises:
+          RequestError: it is empty, or an id is not in the vocabulary.
+        """
+        return LSTMRequest(check_ids("token_ids", token_ids, self.config.vocab_size))
+
+    def unfold(self, request: LSTMRequest, graph: Graph) -> None:
+        """A node for each word."""
+        graph.returns(graph.chain(self, request.token_ids)[-1])
+
+    def unfold_many(self, requests: Sequence[LSTMRequest], graph: Graph) -> None:
+        """The same for many."""
+        graph.sentences(self, [request.token_ids for request in requests])

@@ -1,0 +1,255 @@
+"""Mamba: a language model whose state has one size, however long the text; so cells batch it without pages.
+
+Owns: the model, its one cell, its requests and how they unfold.
+Does not know: batches of an engine, text, or how tokens are drawn: the best one is taken.
+Called by: users, and benchmarks.
+
+Gu and Dao (2023), with selective state spaces of version 1, as transformers' `MambaForCausalLM` computes them
+for `state-spaces/mamba-130m-hf` and its like. One cell reads a prompt and writes a reply: requests in either
+phase run in one batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from model_defs.config import read_json
+from model_defs.errors import CheckpointError
+from model_defs.parameters import named_parameters
+from model_defs.recurrent.cells import Arrays, Cell, Graph, State, field
+from model_defs.recurrent.mamba_config import MambaConfig, mamba_recipes, parse_mamba
+from model_defs.recurrent.model import RecurrentModel
+from model_defs.recurrent.parts import Embedding, best, declare, project
+from model_defs.recurrent.requests import check_count, check_id, check_ids
+from model_defs.recurrent.tensors import TensorSource, open_tensors
+
+OWN_TOKEN = -1
+"""As a node's token: the one that the step before has written."""
+
+type Weights = Mapping[str, jax.Array]
+
+
+class _Output(Protocol):
+    """What an engine says of a request."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """What its nodes have emitted."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MambaRequest:
+    """A prompt to be continued.
+
+    Attributes:
+      prompt_ids: i32[n].
+      max_new_tokens: how many are written at most.
+      eos_id: what ends it before that, if anything.
+    """
+
+    prompt_ids: np.ndarray
+    max_new_tokens: int
+    eos_id: int | None
+
+    def reply(self, output: _Output) -> tuple[int, ...]:
+        """The tokens that were written: those of nodes that read the prompt, but its last one, are none."""
+        return output.tokens[len(self.prompt_ids) - 1 :]
+
+
+class MambaLayers(nnx.Module):
+    """The arrays of all layers, each [num_layers, ...]: a cell loops over them, so that it compiles once."""
+
+    def __init__(self, config: MambaConfig) -> None:
+        """Declare them; what decides how quickly states fade is float32 in every model."""
+        num, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
+        rank, size, dtype = config.time_step_rank, config.state_size, config.dtype
+        self.norm = declare((num, hidden), "float32", 1.0, constant=True)
+        self.in_proj = declare((num, hidden, 2 * inner), dtype, hidden**-0.5)
+        self.conv1d = declare((num, config.conv_kernel, inner), "float32", config.conv_kernel**-0.5)
+        self.x_proj = declare((num, inner, rank + 2 * size), dtype, inner**-0.5)
+        self.dt_proj = declare((num, rank, inner), dtype, rank**-0.5)
+        self.dt_proj_bias = declare((num, inner), "float32", -4.6, constant=True)  # steps around 0.01
+        self.A_log = declare((num, size, inner), "float32", 1.0)
+        self.D = declare((num, inner), "float32", 1.0, constant=True)
+        self.out_proj = declare((num, inner, hidden), dtype, inner**-0.5)
+        if config.use_bias:
+            self.in_proj_bias = declare((num, 2 * inner), "float32", 0.0, constant=True)
+            self.out_proj_bias = declare((num, hidden), "float32", 0.0, constant=True)
+        if config.use_conv_bias:
+            self.conv1d_bias = declare((num, inner), "float32", 0.0, constant=True)
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """By name, those that there are."""
+        return {name: parameter[...] for name, parameter in named_parameters(self)}
+
+
+class Mamba(RecurrentModel[MambaConfig]):
+    """It is its own cell. `MambaRequest.reply` of a result is what was written, <eos> included."""
+
+    config_class: ClassVar[type[MambaConfig]] = MambaConfig
+    immediates = ("token",)
+    emits = ("token",)
+
+    def __init__(self, config: MambaConfig) -> None:
+        """Declare every array."""
+        super().__init__(config)
+        self.embeddings = Embedding(config.vocab_size, config.hidden_size, config.dtype, scale=0.1)
+        self.layers = MambaLayers(config)
+        self.norm_f = declare((config.hidden_size,), "float32", 1.0, constant=True)
+        if not config.tie_word_embeddings:
+            self.lm_head = declare((config.hidden_size, config.vocab_size), config.dtype, 0.1)
+
+    @classmethod
+    def random(
+        cls,
+        *,
+        hidden_size: int,
+        vocab_size: int,
+        num_layers: int,
+        state_size: int = 16,
+        conv_kernel: int = 4,
+        seed: int = 0,
+        dtype: str = "float32",
+        eos_token_id: int | None = None,
+    ) -> Self:
+        """Seeded weights; other sizes are those that a checkpoint of this width would have."""
+        sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "num_hidden_layers": num_layers}
+        more = {"state_size": state_size, "conv_kernel": conv_kernel, "eos_token_id": eos_token_id}
+        return cls(parse_mamba({"model_type": "mamba", **sizes, **more}, dtype))._fill_randomly(seed)
+
+    @classmethod
+    def from_hf(
+        cls, source: TensorSource, config: Mapping[str, Any] | None = None, *, dtype: str = "float32"
+    ) -> Self:
+        """A checkpoint of transformers' `MambaForCausalLM`.
+
+        Args:
+          source: its directory, or its tensors by name.
+          config: what is in config.json; needed where `source` is no directory.
+          dtype: to run in.
+
+        Raises:
+          CheckpointError: a tensor is missing, misshapen or too many.
+          UnsupportedModelError: an option is not implemented.
+        """
+        if config is None:
+            if isinstance(source, Mapping):
+                raise CheckpointError("tensors alone do not say a model's sizes: give its config as well")
+            config = read_json(Path(source) / "config.json")
+        model = cls(parse_mamba(config, dtype))
+        tensors = open_tensors(source)
+        if model.config.tie_word_embeddings:
+            tensors.pop("lm_head.weight", None)
+        recipes = mamba_recipes(model.config)
+        return model._fill_from(tensors, {name: recipes[name] for name, _ in named_parameters(model)})
+
+    @property
+    def state(self) -> State:
+        """Of every layer its windows and its states, and the token that was written."""
+        config = self.config
+        num, inner = config.num_layers, config.intermediate_size
+        return {
+            "window": field(num, config.conv_kernel - 1, inner, dtype=config.dtype),
+            "state": field(num, config.state_size, inner),
+            "token": field(dtype=jnp.int32),
+        }
+
+    def __call__(self, inputs: tuple[Arrays], token: jax.Array) -> dict[str, jax.Array]:
+        """A token of each of B texts, i32[B]; `OWN_TOKEN` is the one that was written before."""
+        (before,) = inputs
+        token = jnp.where(token == OWN_TOKEN, before["token"], token)
+
+        def run_layer(carry: tuple[jax.Array, ...], one: tuple[jax.Array, Weights]) -> tuple[Any, None]:
+            # Windows and states are carried, and not scanned over: so they are updated where they are.
+            x, windows, states = carry
+            i, weights = one
+            window, state = (lax.dynamic_index_in_dim(old, i, 1, keepdims=False) for old in (windows, states))
+            y, window, state = _mix(_norm(x, weights["norm"], self.config.norm_eps), window, state, weights)
+            windows = lax.dynamic_update_index_in_dim(windows, window, i, 1)
+            states = lax.dynamic_update_index_in_dim(states, state, i, 1)
+            return (x + y, windows, states), None
+
+        x = self.embeddings(token).astype(jnp.float32)
+        layers = jnp.arange(self.config.num_layers), self.layers.arrays()
+        (x, windows, states), _ = lax.scan(run_layer, (x, before["window"], before["state"]), layers)
+        x = _norm(x, self.norm_f[...], self.config.norm_eps)
+        is_tied = self.config.tie_word_embeddings
+        head = self.embeddings.weight[...].T if is_tied else self.lm_head[...]
+        return {"window": windows, "state": states, "token": best(project(x, head))}
+
+    def cells(self, *, max_batch: int = 64) -> list[Cell]:
+        """Its only one."""
+        return [Cell(self, "mamba", max_batch)]
+
+    def request(
+        self, prompt_ids: Any, max_new_tokens: int, *, eos_id: int | None = None, ignore_eos: bool = False
+    ) -> MambaRequest:
+        """A prompt to be continued.
+
+        Args:
+          prompt_ids: its tokens, one at least.
+          max_new_tokens: how many are written at most.
+          eos_id: what ends it before that; None is the model's.
+          ignore_eos: nothing does.
+
+        Raises:
+          RequestError: one of these cannot be.
+        """
+        ids = check_ids("prompt_ids", prompt_ids, self.config.vocab_size)
+        most = check_count("max_new_tokens", max_new_tokens, 1)
+        if ignore_eos:
+            return MambaRequest(ids, most, None)
+        end = self.config.eos_token_id
+        if eos_id is not None:
+            end = check_id("eos_id", eos_id, self.config.vocab_size)
+        return MambaRequest(ids, most, end)
+
+    def unfold(self, request: MambaRequest, graph: Graph) -> None:
+        """A chain that reads, and one that may end early: of the prompt's last token, and then of its own."""
+        prompt = request.prompt_ids
+        before = graph.chain(self, prompt[:-1])[-1] if len(prompt) > 1 else None
+        words = np.full(request.max_new_tokens, OWN_TOKEN, np.int32)
+        words[0] = prompt[-1]
+        graph.chain(self, words, after=before, until=request.eos_id)
+
+
+def _norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm of f32[B, hidden]."""
+    return x * lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + eps) * scale
+
+
+def _mix(
+    x: jax.Array, window: jax.Array, state: jax.Array, weights: Weights
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A layer's mixer in one step.
+
+    Args:
+      x: f32[B, hidden].
+      window: [B, conv_kernel - 1, inner], the channels' last values.
+      state: f32[B, state_size, inner].
+      weights: of this layer.
+
+    Returns: what it adds to the text's stream, f32[B, hidden], and the next window and state.
+    """
+    size = state.shape[1]
+    u, gate = jnp.split(project(x, weights["in_proj"], weights.get("in_proj_bias")), 2, axis=1)
+    whole = jnp.concatenate([window, u.astype(window.dtype)[:, None]], axis=1)
+    u = jnp.sum(whole.astype(jnp.float32) * weights["conv1d"], axis=1)
+    u = jax.nn.silu(u + weights["conv1d_bias"] if "conv1d_bias" in weights else u)
+    rank = weights["dt_proj"].shape[0]
+    step, b, c = jnp.split(project(u, weights["x_proj"]), [rank, rank + size], axis=1)
+    step = jax.nn.softplus(project(step, weights["dt_proj"], weights["dt_proj_bias"]))
+    fading = jnp.exp(-jnp.exp(weights["A_log"]) * step[:, None])
+    state = fading * state + (step * u)[:, None] * b[:, :, None]
+    y = jnp.sum(state * c[:, :, None], axis=1) + weights["D"] * u
+    y = project(y * jax.nn.silu(gate), weights["out_proj"], weights.get("out_proj_bias"))
+    return y, whole[:, 1:], state

@@ -1,0 +1,134 @@
+"""What every model of this package is: a config and parameters, random, imported, or saved and loaded.
+
+Owns: how an abstract model is filled, and what a saved one says of itself.
+Does not know: any architecture.
+Called by: every model of this package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from model_defs.config import DTYPES, read_saved
+from model_defs.errors import CheckpointError, UnsupportedModelError
+from model_defs.orbax_store import restore_parameters, save_arrays
+from model_defs.parameters import Parameter, fill_parameters, named_parameters
+from model_defs.random_weights import draw
+from model_defs.recurrent.tensors import Tensor, check_tensors
+from model_defs.tensor_recipes import Recipe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentConfig:
+    """Sizes of a model, all of them positive, and the dtype that it runs in.
+
+    Names that end in `_id`, and `num_classes`, may be 0.
+    """
+
+    architecture: ClassVar[str]
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        """Check what no model could be."""
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            least = 0 if one.name.endswith("_id") or one.name == "num_classes" else 1
+            if str(one.type) == "int" and (type(value) is not int or value < least):
+                raise UnsupportedModelError(f"{one.name}={value!r} must be an int of at least {least}")
+        if self.dtype not in DTYPES:
+            raise UnsupportedModelError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, and which model it is."""
+        return dataclasses.asdict(self) | {"architecture": self.architecture}
+
+
+class RecurrentModel[C: RecurrentConfig](nnx.Module):
+    """A model whose arrays have no value until it is filled.
+
+    Attributes:
+      config: what it was made of.
+    """
+
+    config_class: ClassVar[type[RecurrentConfig]]
+    config: C
+
+    def __init__(self, config: C) -> None:
+        """Declare every array; subclasses do."""
+        self.config = config
+
+    @classmethod
+    def load(cls, directory: str | Path, *, dtype: str = "auto") -> Self:
+        """A model that `save` wrote; "auto" is the dtype that it was saved in.
+
+        Raises:
+          CheckpointError: it is another model's, or files are missing, damaged or of other shapes.
+        """
+        values = dict(read_saved(Path(directory))["config"])
+        found = values.pop("architecture", None)
+        expected = cls.config_class.architecture
+        if found != expected:
+            raise CheckpointError(f"{directory} holds a model of {found!r}, not of {expected!r}")
+        if dtype != "auto":
+            values["dtype"] = dtype
+        try:
+            config: Any = cls.config_class(**values)
+        except TypeError as error:
+            raise CheckpointError(f"{directory} is of another version: {error}") from error
+        model = cls(config)
+        restore_parameters(model, directory)
+        return model
+
+    def save(self, directory: str | Path) -> None:
+        """Write it to a directory that holds no model yet.
+
+        Raises:
+          CheckpointError: it holds one.
+        """
+        save_arrays(self, directory, config=self.config.to_json(), weights_digest=_digest(self))
+
+    def _fill_randomly(self, seed: int) -> Self:
+        """Values that follow from seed, name and place alone."""
+
+        def fill(name: str, parameter: Parameter) -> jax.Array:
+            scale, constant = (parameter.get_metadata(key) for key in ("scale", "constant"))
+            return draw(f"{seed}:{name}", parameter.get_value(), scale, constant=constant)
+
+        fill_parameters(self, fill)
+        return self
+
+    def _fill_from(self, tensors: Mapping[str, Tensor], recipes: Mapping[str, Recipe]) -> Self:
+        """Make every parameter of the tensors that its recipe names.
+
+        Raises:
+          CheckpointError: a tensor is missing, misshapen, or not part of this model.
+        """
+        check_tensors(tensors, recipes.values())
+
+        def fill(name: str, parameter: Parameter) -> jax.Array:
+            target: Any = parameter.get_value()  # a ShapeDtypeStruct yet
+            recipe = recipes[name]
+            parts = [jnp.asarray(np.asarray(tensors[one].read(), np.float32)) for one in recipe.names]
+            value = parts[0] if recipe.assemble is None else recipe.assemble(*parts)
+            return jax.device_put(value.astype(target.dtype), target.sharding)
+
+        fill_parameters(self, fill)
+        return self
+
+
+def _digest(model: nnx.Module) -> str:
+    """Of names and values."""
+    digest = hashlib.sha256()
+    for name, parameter in named_parameters(model):
+        digest.update(name.encode())
+        digest.update(np.asarray(parameter.get_value()).tobytes())
+    return digest.hexdigest()

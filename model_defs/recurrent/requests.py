@@ -1,0 +1,55 @@
+"""What every request of these models is checked for.
+
+Owns: the checks of token ids and counts.
+Does not know: what becomes of them.
+Called by: every model of this package.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from model_defs.errors import RequestError
+
+
+def check_ids(field: str, ids: Any, vocab_size: int) -> np.ndarray:
+    """i32[n] of token ids, one at least.
+
+    Raises:
+      RequestError: they are none, no ints, or one is not in the vocabulary.
+    """
+    found = np.asarray(ids)
+    if found.ndim != 1 or not len(found) or found.dtype.kind not in "iu":
+        raise RequestError(field, ids, "token ids, one at least")
+    if found.min() < 0 or found.max() >= vocab_size:
+        place = int(np.argmax((found < 0) | (found >= vocab_size)))
+        raise RequestError(f"{field}[{place}]", int(found[place]), f"an id from 0 to {vocab_size - 1}")
+    return found.astype(np.int32)
+
+
+def check_id(field: str, value: Any, vocab_size: int) -> int:
+    """One token's id.
+
+    Raises:
+      RequestError: it is no int, or not in the vocabulary.
+    """
+    if not _is_int(value) or not 0 <= value < vocab_size:
+        raise RequestError(field, value, f"an id from 0 to {vocab_size - 1}")
+    return int(value)
+
+
+def check_count(field: str, value: Any, least: int) -> int:
+    """A number of steps.
+
+    Raises:
+      RequestError: it is no int, or less than `least`.
+    """
+    if not _is_int(value) or value < least:
+        raise RequestError(field, value, f"an int of at least {least}")
+    return int(value)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -1,0 +1,232 @@
+"""A TreeLSTM over binary trees: a cell for words, another for inner nodes (thesis, section 2.7.5).
+
+Owns: the model, its two cells, its requests and how they unfold.
+Does not know: batches of an engine.
+Called by: users, and benchmarks.
+
+It is the binary tree of Tai, Socher and Manning (2015), section 3.2, for constituency trees: words stand at
+the leaves, each child has a forget gate of its own, and every gate reads both children. Names of torch
+tensors are those of DGL's example.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from model_defs.recurrent.cells import DEFAULT_MAX_BATCH, Arrays, Cell, Graph, State, field
+from model_defs.recurrent.model import RecurrentConfig, RecurrentModel
+from model_defs.recurrent.parts import Embedding, Linear, best, linear_recipes
+from model_defs.recurrent.tensors import TensorSource, open_tensors, size_of
+from model_defs.recurrent.tree import BinaryTree, from_arrays, from_pairs
+from model_defs.tensor_recipes import Recipe, table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeLSTMConfig(RecurrentConfig):
+    """Sizes of a `TreeLSTM`; `num_classes` 0 means that it tells no labels."""
+
+    architecture: ClassVar[str] = "tree_lstm"
+    vocab_size: int
+    embedding_size: int
+    hidden_size: int
+    num_classes: int = 0
+
+
+class _TreeCell(nnx.Module):
+    """What both cells have: a state, and the gates behind a matmul."""
+
+    def __init__(self, config: TreeLSTMConfig, head: Linear | None) -> None:
+        self.config, self.head = config, head
+        self.emits = ("label",) if head is not None else ()
+
+    @property
+    def state(self) -> State:
+        """What both leave."""
+        size = self.config.hidden_size
+        fields = {"h": field(size, dtype=self.config.dtype), "c": field(size)}
+        return fields | {"label": field(dtype=jnp.int32)} if self.head is not None else fields
+
+    def _leave(self, gates: jax.Array, kept: jax.Array | float) -> dict[str, jax.Array]:
+        """f32[B, 3 hidden] of input, output and update, and what is kept of the children."""
+        i, o, u = jnp.split(gates, 3, axis=1)
+        c = jax.nn.sigmoid(i) * jnp.tanh(u) + kept
+        h = (jax.nn.sigmoid(o) * jnp.tanh(c)).astype(self.config.dtype)
+        return {"h": h, "c": c} if self.head is None else {"h": h, "c": c, "label": best(self.head(h))}
+
+
+class Leaf(_TreeCell):
+    """A word."""
+
+    inputs = ()
+    immediates = ("token",)
+
+    def __init__(self, config: TreeLSTMConfig, head: Linear | None) -> None:
+        """Declare every array."""
+        super().__init__(config, head)
+        self.embedding = Embedding(config.vocab_size, config.embedding_size, config.dtype)
+        self.gates = Linear(config.embedding_size, 3 * config.hidden_size, config.dtype)
+
+    def __call__(self, inputs: tuple[()], token: jax.Array) -> dict[str, jax.Array]:
+        """Words i32[B]."""
+        return self._leave(self.gates(self.embedding(token)), 0.0)
+
+
+class Inner(_TreeCell):
+    """A node of two children: one matmul of [B, 2 hidden] with [2 hidden, 5 hidden]."""
+
+    def __init__(self, config: TreeLSTMConfig, head: Linear | None) -> None:
+        """Declare every array; gates are input, output, update, and forget for each child."""
+        super().__init__(config, head)
+        self.gates = Linear(2 * config.hidden_size, 5 * config.hidden_size, config.dtype)
+
+    @property
+    def inputs(self) -> tuple[State, State]:
+        """Left and right child."""
+        return self.state, self.state
+
+    def __call__(self, inputs: tuple[Arrays, Arrays]) -> dict[str, jax.Array]:
+        """Nodes of which the children are known."""
+        left, right = inputs
+        gates = self.gates(jnp.concatenate([left["h"], right["h"]], axis=1))
+        size = self.config.hidden_size
+        own, forget_left, forget_right = jnp.split(gates, [3 * size, 4 * size], axis=1)
+        kept = jax.nn.sigmoid(forget_left) * left["c"] + jax.nn.sigmoid(forget_right) * right["c"]
+        return self._leave(own, kept)
+
+
+class TreeLSTM(RecurrentModel[TreeLSTMConfig]):
+    """Two cells. A request's result is the {h, c} of its root and, with classes, every node's "label"."""
+
+    config_class = TreeLSTMConfig
+
+    def __init__(self, config: TreeLSTMConfig) -> None:
+        """Declare every array."""
+        super().__init__(config)
+        self.head = (
+            Linear(config.hidden_size, config.num_classes, config.dtype) if config.num_classes else None
+        )
+        self.leaf, self.inner = Leaf(config, self.head), Inner(config, self.head)
+
+    @classmethod
+    def random(
+        cls,
+        *,
+        hidden_size: int,
+        vocab_size: int,
+        embedding_size: int | None = None,
+        num_classes: int = 0,
+        seed: int = 0,
+        dtype: str = "float32",
+    ) -> Self:
+        """Seeded weights; embeddings are as wide as the hidden state unless that is said."""
+        config = TreeLSTMConfig(
+            vocab_size=vocab_size,
+            embedding_size=hidden_size if embedding_size is None else embedding_size,
+            hidden_size=hidden_size,
+            num_classes=num_classes,
+            dtype=dtype,
+        )
+        return cls(config)._fill_randomly(seed)
+
+    @classmethod
+    def from_torch(
+        cls,
+        source: TensorSource,
+        *,
+        embedding: str = "embedding",
+        cell: str = "cell",
+        linear: str = "linear",
+        dtype: str = "float32",
+    ) -> Self:
+        """A torch module as in DGL's example: W_iou of words, U_iou and U_f of children, and a classifier.
+
+        Args:
+          source: its state_dict, or the safetensors file of it.
+          embedding, cell: what it calls its table of words and its cell.
+          linear: what it calls its classifier, which may be absent.
+          dtype: to run in.
+
+        Raises:
+          CheckpointError: a tensor is missing, misshapen or too many.
+        """
+        tensors = open_tensors(source)
+        has_head = f"{linear}.weight" in tensors
+        config = TreeLSTMConfig(
+            vocab_size=size_of(tensors, f"{embedding}.weight", 0, 2),
+            embedding_size=size_of(tensors, f"{embedding}.weight", 1, 2),
+            hidden_size=size_of(tensors, f"{cell}.U_f.weight", 0, 2) // 2,
+            num_classes=size_of(tensors, f"{linear}.weight", 0, 2) if has_head else 0,
+            dtype=dtype,
+        )
+        model = cls(config)
+        recipes = _recipes(config, embedding, cell)
+        if model.head is not None:
+            recipes |= linear_recipes("head", linear, config.hidden_size, config.num_classes)
+        return model._fill_from(tensors, recipes)
+
+    def cells(self, *, max_batch: int = DEFAULT_MAX_BATCH) -> list[Cell]:
+        """Both; inner nodes go first, so that requests leave early."""
+        return [
+            Cell(self.leaf, "leaf", max_batch, priority=0),
+            Cell(self.inner, "inner", max_batch, priority=1),
+        ]
+
+    def request(self, tree: Any) -> BinaryTree:
+        """A tree as nested pairs of word ids, such as `((5, 9), 2)`; one word is a tree.
+
+        Raises:
+          RequestError: it is none; the field says where.
+        """
+        return from_pairs(tree, self.config.vocab_size)
+
+    def request_from_arrays(self, words: Any, children: Any) -> BinaryTree:
+        """A tree as arrays, which is much quicker; see `tree.from_arrays`.
+
+        Raises:
+          RequestError: it is none; the field names the node.
+        """
+        return from_arrays(words, children, self.config.vocab_size)
+
+    def unfold(self, request: BinaryTree, graph: Graph) -> None:
+        """Leaves, each by itself, and the tree above them."""
+        num = len(request.words)
+        root = graph.nodes(self.leaf, np.empty((num, 0), np.int64), token=request.words)[-1]
+        if len(request.children):
+            root = graph.nodes(self.inner, request.children)[-1]
+        graph.returns(root)
+
+    def unfold_many(self, requests: Sequence[BinaryTree], graph: Graph) -> None:
+        """The same for many."""
+        words, children = [one.words for one in requests], [one.children for one in requests]
+        graph.trees(self.leaf, self.inner, words, children)
+
+
+def _recipes(config: TreeLSTMConfig, embedding: str, cell: str) -> dict[str, Recipe]:
+    """What the cells' parameters are made of: theirs are [out, in], and one bias is of both cells."""
+    size, width = config.hidden_size, config.embedding_size
+    bias = (f"{cell}.b_iou", (1, 3 * size))
+
+    def gates_of_inner(iou: jax.Array, forget: jax.Array) -> jax.Array:
+        return jnp.concatenate([iou, forget]).T
+
+    def bias_of_inner(iou: jax.Array, forget: jax.Array) -> jax.Array:
+        return jnp.concatenate([iou[0], forget])
+
+    return {
+        "leaf.embedding.weight": table(f"{embedding}.weight", config.vocab_size, width),
+        "leaf.gates.weight": Recipe((f"{cell}.W_iou.weight",), ((3 * size, width),), jnp.transpose),
+        "leaf.gates.bias": Recipe((bias[0],), (bias[1],), lambda iou: iou[0]),
+        "inner.gates.weight": Recipe(
+            (f"{cell}.U_iou.weight", f"{cell}.U_f.weight"),
+            ((3 * size, 2 * size), (2 * size, 2 * size)),
+            gates_of_inner,
+        ),
+        "inner.gates.bias": Recipe((bias[0], f"{cell}.U_f.bias"), (bias[1], (2 * size,)), bias_of_inner),
+    }

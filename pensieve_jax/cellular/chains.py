@@ -1,0 +1,111 @@
+"""Partition where every graph is chains of a type each, such as sentences, or an encoder and its decoder.
+
+Owns: that case, for which a few operations on arrays are enough.
+Does not know: other graphs.
+Called by: `partition`, whose result it equals.
+
+Such requests are most of what is ever served, and at low load they come alone: then the number of operations
+is what one costs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pensieve_jax.cellular.graph import Graph
+from pensieve_jax.cellular.parts import NO_STOP, NONE, Parts, Several
+from pensieve_jax.cellular.pieces import NO_NODE
+
+_NOTHING = Several(np.empty(0, np.int64), np.zeros(1, np.int64), np.empty(0, np.int64))
+
+
+def partition(graph: Graph, *, max_depth: int) -> Parts | None:
+    """Everything that follows from the graphs; None if they are not what this module is for.
+
+    Each chain is a subgraph; nothing but its last node is read by another chain or returned, and nothing is
+    read twice.
+    """
+    if not graph.has_only_chains:
+        return None
+    ends = np.array(graph.ends, np.int64).T
+    counts = ends.copy()
+    counts[:, 1:] -= ends[:, :-1]
+    if counts[0].max() > max_depth:
+        return None
+    starts = np.array([piece.start for piece in graph.pieces], np.int64)
+    afters = np.array([piece.after for piece in graph.pieces], np.int64)
+    kinds = np.array([piece.kind for piece in graph.pieces], np.int16)
+    sizes = np.append(starts[1:], graph.num_nodes) - starts
+    lasts = starts + sizes - 1
+    sub = np.arange(len(starts)).repeat(sizes)
+    sub_request = np.arange(len(graph.ends)).repeat(counts[1])
+    is_linked = afters != NO_NODE
+    found = _nodes(graph, starts, lasts, afters, sub[afters[is_linked]])
+    if found is None:
+        return None
+    sub_consumer = np.full(len(starts), NONE, np.int64)
+    sub_consumer[sub[afters[is_linked]]] = is_linked.nonzero()[0]
+    stops = np.array([NO_STOP if piece.stop is None else piece.stop for piece in graph.pieces], np.int64)
+    return Parts(
+        kind=kinds[sub],
+        request=sub_request[sub],
+        sub=sub,
+        consumers=_NOTHING,
+        stop=stops[sub],
+        chain_end=lasts[sub] + 1,
+        sub_request=sub_request,
+        sub_kind=kinds,
+        sub_num_nodes=sizes,
+        sub_last=lasts,
+        is_bent=np.zeros(len(starts), bool),
+        sub_waits=is_linked.astype(np.int64),
+        sub_consumer=sub_consumer,
+        sub_consumers=_NOTHING,
+        first=starts,
+        firsts=_NOTHING,
+        request_nodes=ends[0],
+        request_subs=ends[1],
+        num_returned=counts[2],
+        rows=_rows(graph, kinds, kinds[sub[afters]], is_linked, sub_request),
+        **found,
+    )
+
+
+def _nodes(
+    graph: Graph, starts: np.ndarray, lasts: np.ndarray, afters: np.ndarray, linked: np.ndarray
+) -> dict[str, Any] | None:
+    """Columns that follow from what nodes read; `linked` are the chains that others read."""
+    num = graph.num_nodes
+    inputs = np.full((max(graph.types.max_fan_in, 1), num), NO_NODE, np.int64)
+    inputs[0] = np.arange(-1, num - 1)
+    inputs[0, starts] = afters
+    consumer = np.arange(1, num + 1)
+    consumer[lasts] = NONE
+    waits = np.ones(num, np.int64)
+    waits[starts] = 0
+    uses = np.ones(num, np.int64)
+    uses[lasts] = 0
+    returned = np.full(num, -1, np.int32)
+    if graph.returned:
+        uses[graph.returned] = 1  # which are last ones
+        returned[graph.returned] = graph.places
+    if len(linked):
+        read = afters[afters != NO_NODE]
+        if (read != lasts[linked]).any() or uses[read].any() or len(np.unique(read)) < len(read):
+            return None
+        uses[read] = 1
+    return {"inputs": inputs, "consumer": consumer, "waits": waits, "uses": uses, "returned": returned}
+
+
+def _rows(
+    graph: Graph, kinds: np.ndarray, kinds_before: np.ndarray, is_linked: np.ndarray, sub_request: np.ndarray
+) -> np.ndarray:
+    """[requests, kinds of state]: a row a chain, but where it takes over that of the chain before it."""
+    states = np.array([one.state_kind for one in graph.types.types])
+    state = states[kinds]
+    begins_row = ~is_linked | (states[kinds_before] != state)
+    num_requests, num_kinds = len(graph.ends), len(graph.types.kinds)
+    found = np.bincount((sub_request * num_kinds + state)[begins_row], minlength=num_requests * num_kinds)
+    return found.reshape(num_requests, num_kinds)

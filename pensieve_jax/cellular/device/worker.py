@@ -1,0 +1,243 @@
+"""A device: its rows, and what it has been asked to do.
+
+Owns: pools, weights on the device, launches in program order, and how it is seen that one has ended.
+Does not know: requests, or what a row means.
+Called by: `loop`, from one thread.
+
+The thesis has a kernel behind each task that raises a counter in pinned memory, and a thread that polls it
+(section 2.5). Here every program has a number as its last output, of which JAX says whether it is there,
+without waiting.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from pensieve_jax.cellular.cells import CellType, CellTypes
+from pensieve_jax.cellular.device.programs import (
+    ROWS_READ,
+    CellProgram,
+    Pool,
+    empty_pool,
+    host_sharding,
+    padded_rows,
+    rows_reader,
+    write_rows,
+)
+from pensieve_jax.cellular.launches import Done, Launch, Part
+
+type Executables = Mapping[tuple[int, int, int], jax.stages.Compiled]
+"""By type, number of tasks and batch size."""
+
+
+class _Flying(NamedTuple):
+    launch: Launch
+    emitted: list[Pool]
+    states: list[list[Pool]]
+    signal: Any  # the array that is there once everything is, whose type lacks `is_ready`; None: nothing runs
+    error: Exception | None
+    begun_s: float
+    has_lost_state: bool = False
+    never_ran: bool = False
+    sources: Sequence[tuple[DeviceWorker, int]] = ()
+
+
+class DeviceWorker:
+    """One device of an engine.
+
+    Attributes:
+      executables: what it may run.
+      pools: of every kind of state.
+      num_losses: how often all of them were lost.
+    """
+
+    def __init__(
+        self,
+        types: CellTypes,
+        programs: Sequence[CellProgram],
+        executables: Executables,
+        num_rows: int,
+        device: jax.Device,
+        peers: list[DeviceWorker],
+    ) -> None:
+        """Make its pools and copy the weights.
+
+        Args:
+          types: the cells.
+          programs: of each.
+          executables: of this device.
+          num_rows: of each kind of state.
+          device: where.
+          peers: all workers of the engine, to which it adds itself.
+        """
+        self._types, self._programs, self.executables = types, programs, executables
+        self._num_rows, self._device, self._peers = num_rows, device, peers
+        self._weights = [jax.device_put(program.weights, device) for program in programs]
+        self._read_here = rows_reader(SingleDeviceSharding(device))
+        self._read_for_host = rows_reader(host_sharding(device))
+        self.pools = self._empty_pools()
+        self._flying: deque[_Flying] = deque()
+        self._lost: Exception | None = None
+        self.num_losses = 0
+        peers.append(self)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Launches that were begun and not told of by `poll`."""
+        return len(self._flying)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its oldest launch has, so that `poll` tells of it; there is one."""
+        return self._has_ended(self._flying[0])
+
+    @property
+    def begun_s(self) -> float:
+        """When its oldest launch began, on the clock of this process; there is one."""
+        return self._flying[0].begun_s
+
+    def warm_up(self) -> None:
+        """Compile what reads and writes rows; the cells' programs are compiled already."""
+        for kind, pool in enumerate(self.pools):
+            for size in ROWS_READ:
+                rows = np.full(size, self._num_rows, np.int32)
+                self._read_for_host(pool, rows)
+                if len(self._peers) > 1:
+                    values = self._read_here(pool, rows)
+                    nowhere = self._num_rows + 1 + np.arange(size, dtype=np.int32)
+                    pool = write_rows(pool, nowhere, jax.device_put(values, self._device))
+            self.pools[kind] = pool
+
+    def launch(self, launch: Launch) -> None:
+        """Begin it, behind all others of this device."""
+        sources = [self._peers[move.source] for move in launch.moves]
+        lost = self._lost or next((source.lost for source in sources if source.lost is not None), None)
+        if lost is not None:  # what comes from a device without rows would be nothing, too
+            self._lost = lost
+            self._flying.append(_Flying(launch, [], [], None, lost, time.monotonic(), True, True))
+            return
+        try:
+            num_losses = [(source, source.num_losses) for source in sources]
+            self._flying.append(self._begin(launch)._replace(sources=num_losses))
+        except jax.errors.JaxRuntimeError as error:
+            is_lost = self._has_lost_pools()
+            self._flying.append(_Flying(launch, [], [], None, error, time.monotonic(), is_lost))
+            if is_lost:
+                self._lose(error)
+
+    @property
+    def lost(self) -> Exception | None:
+        """Why its rows are gone, also where `poll` has not told of it yet."""
+        for one in self._flying:
+            if self._lost is not None or one.signal is None or not one.signal.is_ready():
+                break
+            try:
+                one.signal.block_until_ready()
+            except jax.errors.JaxRuntimeError as error:
+                return error
+        return self._lost
+
+    def read(self, kind: int, rows: np.ndarray) -> Pool:
+        """Rows of every field, for a peer: of as many as `ROWS_READ` has, behind all launches so far."""
+        return self._read_here(self.pools[kind], rows)
+
+    def run_part(self, kind: CellType, part: Part) -> tuple[Pool, jax.Array]:
+        """Begin its tasks; what they emit, and the number that is there once they have run."""
+        run = self.executables[kind.index, part.num_tasks, part.batch_size]
+        others = tuple(self.pools[one] for one in self._programs[kind.index].other_kinds)
+        self.pools[kind.state_kind], told, signal = run(
+            self.pools[kind.state_kind], others, self._weights[kind.index], part.words
+        )
+        return told, signal
+
+    def poll(self) -> Iterator[Done]:
+        """Launches that have ended since the last call, in order."""
+        while self._flying and self._has_ended(self._flying[0]):
+            yield self._told(self._flying.popleft())
+            if self._lost is not None and not self._flying:
+                self.pools, self._lost = self._empty_pools(), None
+
+    def wait(self) -> None:
+        """Until the oldest launch has ended."""
+        if self._flying and self._flying[0].signal is not None:
+            try:
+                self._flying[0].signal.block_until_ready()
+            except jax.errors.JaxRuntimeError:
+                return  # `poll` tells of it
+
+    def _begin(self, launch: Launch) -> _Flying:
+        for move in launch.moves:
+            source = self._peers[move.source]
+            pairs = zip(
+                padded_rows(move.rows, self._num_rows),
+                padded_rows(move.to_rows, self._num_rows, writes=True),
+                strict=True,
+            )
+            for rows, to_rows in pairs:
+                values = jax.device_put(source.read(move.kind, rows), self._device)
+                self.pools[move.kind] = write_rows(self.pools[move.kind], to_rows, values)
+        emitted: list[Pool] = []
+        signal: jax.Array | None = None
+        for part in launch.parts:
+            told, signal = self.run_part(launch.kind, part)
+            emitted.append(told)
+        states = []
+        for read in launch.reads:
+            pool = self.pools[read.kind]
+            groups = [self._read_for_host(pool, rows) for rows in padded_rows(read.rows, self._num_rows)]
+            signal = groups[-1][-1]
+            states.append(groups)
+        return _Flying(launch, emitted, states, signal, None, time.monotonic())
+
+    def _has_ended(self, one: _Flying) -> bool:
+        return one.signal is None or bool(one.signal.is_ready())
+
+    def _told(self, one: _Flying) -> Done:
+        launch = one.launch
+        if one.error is not None:
+            return Done(launch, error=one.error, has_lost_state=one.has_lost_state, never_ran=one.never_ran)
+        try:
+            emitted = [
+                [np.asarray(told[place]) for told in one.emitted] for place in range(len(launch.kind.emits))
+            ]
+            states = [
+                self._fields(read.kind, groups, len(read.rows))
+                for read, groups in zip(launch.reads, one.states, strict=True)
+            ]
+            one.signal.block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            never_ran = self._lost is not None or any(
+                source.lost is not None or source.num_losses > before for source, before in one.sources
+            )
+            self._lose(error)
+            return Done(launch, error=error, has_lost_state=True, never_ran=never_ran)
+        return Done(launch, emitted, states)
+
+    def _fields(self, kind: int, groups: list[Pool], num: int) -> dict[str, np.ndarray]:
+        """[num, ...] of every field."""
+        return {
+            name: _joined([np.asarray(group[place]) for group in groups])[:num]
+            for place, (name, _) in enumerate(self._types.kinds[kind])
+        }
+
+    def _lose(self, error: Exception) -> None:
+        if self._lost is None:
+            self._lost = error
+            self.num_losses += 1
+
+    def _has_lost_pools(self) -> bool:
+        return any(array.is_deleted() for pool in self.pools for array in pool)
+
+    def _empty_pools(self) -> list[Pool]:
+        return [empty_pool(kind, self._num_rows, self._device) for kind in self._types.kinds]
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -1,0 +1,261 @@
+"""A task: which rows its nodes read and write, and what becomes ready behind it.
+
+Owns: rows of nodes while tasks are formed, `UpdateNodesDependency` of Algorithm 1 within subgraphs, and the
+`Launch` that results.
+Does not know: which nodes to take, or when anything completes.
+Called by: `scheduler` and its rivals; `request_processor` when nodes are dropped.
+
+Everything is done for all nodes of a task at once, by arrays. A node takes over the row of an input that
+nobody else needs; so a chain stays where it is, and a tree's node overwrites one of its children. What is
+freed while a launch is formed may be taken by the next one, which the device runs later.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pensieve_jax.cellular.cells import CellType, CellTypes
+from pensieve_jax.cellular.launches import Launch, Move, Read, make_parts
+from pensieve_jax.cellular.ready_queue import ReadyQueue
+from pensieve_jax.cellular.rows import Rows
+from pensieve_jax.cellular.tables import INITIAL, SUBMITTED, WAITING, Nodes, Subgraphs, all_values, distinct
+
+
+class Formation:
+    """The launches of all workers, one after the other.
+
+    Attributes:
+      rows: by worker and kind of state.
+      num_moved: rows that went from device to device.
+    """
+
+    def __init__(
+        self, types: CellTypes, nodes: Nodes, subgraphs: Subgraphs, *, num_rows: int, num_workers: int
+    ) -> None:
+        """All rows are free."""
+        self._nodes, self._subgraphs = nodes, subgraphs
+        self._num_rows, self._is_shared = num_rows, num_workers > 1
+        self._kind_of_state = np.array([one.state_kind for one in types.types])
+        self.rows = [[Rows(num_rows) for _ in types.kinds] for _ in range(num_workers)]
+        self.num_moved = 0
+        self._tasks: list[np.ndarray] = []
+        self._subs: list[np.ndarray] = []
+        self._counts: list[np.ndarray] = []
+        self._wanted: list[np.ndarray] = []
+        self._words: list[np.ndarray] = []
+        self._moves: list[Move] = []
+        self._freed: list[tuple[int, int, np.ndarray]] = []  # worker, kind and rows
+
+    def add(self, kind: CellType, worker: int, taken: np.ndarray) -> np.ndarray:
+        """Make a task of these nodes; returns those now ready behind it, in the same order of subgraphs."""
+        nodes, subgraphs = self._nodes, self._subgraphs
+        sources = nodes.inputs[: len(kind.input_kinds), taken]
+        if self._is_shared:
+            self._fetch(kind, worker, sources)
+        read = nodes.row[sources]
+        written = self._write(kind, worker, taken, sources, read)
+        immediates = nodes.immediates[: len(kind.immediates), taken]
+        self._words.append(np.concatenate([written[None], read, immediates]))
+        self._tasks.append(taken)
+        subs = nodes.sub[taken]
+        np.subtract.at(subgraphs.unsubmitted, subs, 1)
+        np.add.at(subgraphs.in_flight, subs, 1)
+        subgraphs.pinned[subs] = worker
+        self._remember(subs, np.ones(len(subs), np.int64), taken)
+        return self._ready_behind(taken)
+
+    def add_chains(self, kind: CellType, worker: int, queue: ReadyQueue, *, most: int, least: int) -> int:
+        """Make tasks until there are `most`, or one would have fewer than `least` nodes; returns how many.
+
+        The same as `add`, again and again, where all subgraphs of the type are chains: nodes of one follow
+        one another and keep their row. So what there is to know of a chain is looked up and written once, not
+        for every task: a chain is a *lane*, with the task that it joins and the number of nodes it has there.
+        """
+        last_nodes, sub = self._subgraphs.last, self._nodes.sub
+        joining = queue.take(worker, kind.max_batch)
+        subs = sub[joining]
+        left = last_nodes[subs] - joining + 1
+        lanes, lanes_subs, lanes_left, nums = [joining], [subs], [left], [len(joining)]
+        num_active = len(joining)
+        ended = np.bincount(np.minimum(left, most), minlength=most + 1)  # by task: lanes that are not in it
+        num_tasks = 1
+        while num_tasks < most:
+            num_active -= int(ended[num_tasks])
+            if num_active + queue.count(worker) < least or not num_active + len(queue):
+                break
+            if num_active < kind.max_batch and len(queue):
+                joining = queue.take(worker, kind.max_batch - num_active)
+                if len(joining):
+                    subs = sub[joining]
+                    left = last_nodes[subs] - joining + 1
+                    ended += np.bincount(np.minimum(num_tasks + left, most), minlength=most + 1)
+                    lanes.append(joining)
+                    lanes_subs.append(subs)
+                    lanes_left.append(left)
+                    num_active += len(joining)
+                nums.append(len(joining))
+            else:
+                nums.append(0)
+            num_tasks += 1
+        first, subs, left = (_joined(one) for one in (lanes, lanes_subs, lanes_left))
+        joins = np.repeat(np.arange(len(nums)), nums)
+        counts = np.minimum(left, num_tasks - joins)
+        self._add_lanes(kind, worker, first, subs, joins, counts)
+        goes_on = counts < left
+        behind = (first + counts)[goes_on]
+        self._nodes.waits[behind] = 0
+        queue.go_on(behind)
+        return num_tasks
+
+    def launch(self, kind: CellType, worker: int, *, least: int = 0) -> Launch:
+        """All tasks since the last one, in batches of room for `least`; what they freed is free behind it."""
+        parts = make_parts(kind, self._words, self._num_rows, least)
+        subs, counts, wanted = (_joined(one) for one in (self._subs, self._counts, self._wanted))
+        launch = Launch(worker, kind, self._tasks, subs, counts, parts, moves=self._moves)
+        if len(wanted):
+            launch.reads.append(Read(kind.state_kind, wanted, self._nodes.row[wanted]))
+            self._nodes.uses[wanted] -= 1
+            self._free(wanted[self._nodes.uses[wanted] == 0])
+        self._tasks, self._words, self._moves = [], [], []
+        self._subs, self._counts, self._wanted = [], [], []
+        self.give_back()
+        return launch
+
+    def forget(self, nodes: np.ndarray) -> None:
+        """Nodes that will not be submitted read these no more: each as often as it is here, or `INITIAL`."""
+        np.subtract.at(self._nodes.uses, nodes, 1)
+        once = np.unique(nodes)
+        is_held = (self._nodes.row[once] >= 0) & (once != INITIAL)
+        self._free(once[is_held & (self._nodes.uses[once] == 0)])
+
+    def give_back(self) -> None:
+        """What was freed may be taken: whatever reads it has been launched."""
+        for worker, kind, rows in self._freed:
+            self.rows[worker][kind].give(rows)
+        self._freed.clear()
+
+    def _write(
+        self, kind: CellType, worker: int, taken: np.ndarray, sources: np.ndarray, read: np.ndarray
+    ) -> np.ndarray:
+        """Rows that the nodes write; their inputs are read for the last time, or once less."""
+        nodes = self._nodes
+        written = np.empty(len(taken), np.int32)
+        is_placed = np.zeros(len(taken), bool)
+        is_last = (nodes.uses[sources] == 1) & (sources != INITIAL)
+        for slot, input_kind in enumerate(kind.input_kinds):
+            if input_kind == kind.state_kind:
+                here = is_last[slot] & ~is_placed
+                written[here] = read[slot, here]
+                is_placed |= here
+                nodes.row[sources[slot, here]] = -1
+        is_new = ~is_placed
+        written[is_new] = self.rows[worker][kind.state_kind].take(int(is_new.sum()))
+        nodes.row[taken], nodes.worker[taken], nodes.state[taken] = written, worker, SUBMITTED
+        self._have_read(sources.ravel())
+        self._free(taken[nodes.uses[taken] == 0])
+        return written
+
+    def _have_read(self, sources: np.ndarray) -> None:
+        """These were read, each as often as it is here; what nobody else needs is freed."""
+        nodes = self._nodes
+        np.subtract.at(nodes.uses, sources, 1)
+        gone = sources[(nodes.uses[sources] == 0) & (nodes.row[sources] >= 0) & (sources != INITIAL)]
+        if len(gone):
+            self._free(np.unique(gone))
+
+    def _add_lanes(
+        self,
+        kind: CellType,
+        worker: int,
+        first: np.ndarray,
+        subs: np.ndarray,
+        joins: np.ndarray,
+        counts: np.ndarray,
+    ) -> None:
+        """Tasks of chains: each with `counts` nodes from `first` on, one a task from task `joins` on."""
+        nodes, subgraphs = self._nodes, self._subgraphs
+        sources = nodes.inputs[:1, first]
+        if self._is_shared:
+            self._fetch(kind, worker, sources)
+        sources = sources[0]
+        read = nodes.row[sources]
+        is_last = (nodes.uses[sources] == 1) & (sources != INITIAL)
+        rows, is_new = read.copy(), ~is_last
+        rows[is_new] = self.rows[worker][kind.state_kind].take(int(np.count_nonzero(is_new)))
+        own = sources[is_last]
+        nodes.row[own], nodes.uses[own] = -1, 0
+        others = sources[is_new & (sources != INITIAL)]
+        if len(others):
+            self._have_read(others)
+        num_tasks = int((joins + counts).max())
+        place = np.arange(num_tasks)[:, None] - joins  # [tasks, lanes]: the lane's how many-th node
+        is_there = (place >= 0) & (place < counts)
+        taken = (first + place)[is_there]
+        words = np.empty((2 + len(kind.immediates), len(taken)), np.int32)
+        words[0] = np.broadcast_to(rows, place.shape)[is_there]
+        words[1] = np.where(place == 0, read, rows)[is_there]
+        words[2:] = nodes.immediates[: len(kind.immediates), taken]
+        sizes = is_there.sum(axis=1).tolist()
+        begin = 0
+        for size in sizes:
+            self._tasks.append(taken[begin : begin + size])
+            self._words.append(words[:, begin : begin + size])
+            begin += size
+        tails = first + counts - 1
+        uses = nodes.uses[tails]
+        nodes.row[tails], nodes.worker[tails] = rows, worker
+        nodes.uses[taken], nodes.state[taken] = 0, SUBMITTED
+        nodes.uses[tails] = uses
+        self._free(tails[uses == 0])
+        subgraphs.unsubmitted[subs] -= counts
+        subgraphs.in_flight[subs] += counts
+        subgraphs.pinned[subs] = worker
+        self._remember(subs, counts, tails)
+
+    def _remember(self, subs: np.ndarray, counts: np.ndarray, nodes: np.ndarray) -> None:
+        """Nodes of these subgraphs are in the launch; `nodes` are those of which some may be returned."""
+        self._subs.append(subs)
+        self._counts.append(counts)
+        self._wanted.append(nodes[self._nodes.returned[nodes] >= 0])
+
+    def _free(self, nodes: np.ndarray) -> None:
+        """Nobody needs the states of these any more."""
+        if not len(nodes):
+            return
+        table = self._nodes
+        states = self._kind_of_state[table.kind[nodes]]
+        keys = table.worker[nodes].astype(np.int64) * len(self.rows[0]) + states
+        for key in np.unique(keys).tolist():
+            worker, kind = divmod(key, len(self.rows[0]))
+            self._freed.append((worker, kind, table.row[nodes[keys == key]]))
+        table.row[nodes] = -1
+
+    def _fetch(self, kind: CellType, worker: int, sources: np.ndarray) -> None:
+        """Give states that are on other devices rows on this one."""
+        table = self._nodes
+        for slot, input_kind in enumerate(kind.input_kinds):
+            places = table.worker[sources[slot]]
+            is_away = (places != worker) & (places >= 0)
+            if not is_away.any():
+                continue
+            away = np.unique(sources[slot, is_away])
+            for source in np.unique(table.worker[away]).tolist():
+                there = away[table.worker[away] == source]
+                old, new = table.row[there], self.rows[worker][input_kind].take(len(there))
+                self._freed.append((source, input_kind, old))
+                table.row[there], table.worker[there] = new, worker
+                self._moves.append(Move(input_kind, source, old, new))
+                self.num_moved += len(there)
+
+    def _ready_behind(self, taken: np.ndarray) -> np.ndarray:
+        """Nodes of the same subgraphs that needed only these."""
+        table = self._nodes
+        behind = all_values(taken, table.consumer, table.consumers)
+        behind = behind[behind >= 0]
+        np.subtract.at(table.waits, behind, 1)
+        ready = behind[(table.waits[behind] == 0) & (table.state[behind] == WAITING)]
+        return distinct(ready, table.mark)
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -1,0 +1,35 @@
+"""Integers of 32 bits, as people give them.
+
+Owns: what passes for one, and for several.
+Does not know: what they mean.
+Called by: `graph`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+INT32 = np.dtype(np.int32)
+
+
+def is_int32(value: Any) -> bool:
+    """Python's or numpy's; no truth value, and no fraction."""
+    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_int and -(2**31) <= value < 2**31
+
+
+def int32s(values: Sequence[int] | np.ndarray) -> np.ndarray | None:
+    """i32[n], a copy, since an array may be used again; None if they are anything else, or too large."""
+    if type(values) is not np.ndarray:
+        try:
+            return np.frombuffer(array("i", values), INT32)
+        except (OverflowError, TypeError):
+            return None
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        return None
+    narrow = values.astype(INT32)
+    return narrow if values.dtype == INT32 or (narrow == values).all() else None

@@ -1,0 +1,93 @@
+"""Ready nodes of one type, in the order in which their subgraphs were released.
+
+Owns: that order.
+Does not know: who takes nodes, or why others become ready.
+Called by: `scheduler`, `formation`.
+
+What has begun is in front of what has not, since subgraphs begin in that order. So there are two parts. The
+front holds ready nodes of subgraphs that have begun, which are about as many as are in flight. Behind it is a
+line of nodes whose subgraphs have not begun; it may be long, and nothing ever goes through it but a
+cancellation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pensieve_jax.cellular.line import Line
+from pensieve_jax.cellular.tables import DROPPED, Nodes, Subgraphs
+
+_NOTHING = np.empty(0, np.int64)
+
+
+class ReadyQueue:
+    """See above; nodes are ids."""
+
+    def __init__(self, nodes: Nodes, subgraphs: Subgraphs, *, num_workers: int) -> None:
+        """Empty."""
+        self._nodes, self._subgraphs, self._is_shared = nodes, subgraphs, num_workers > 1
+        self._front = _NOTHING
+        self._line = Line()
+
+    def __len__(self) -> int:
+        """Ready nodes, whoever may take them."""
+        return len(self._front) + len(self._line)
+
+    def all_nodes(self) -> np.ndarray:
+        """All of them, in order."""
+        return np.concatenate([self._front, self._line.values])
+
+    def count(self, worker: int) -> int:
+        """Nodes that `worker` may take: their subgraphs are pinned to it, or to nobody."""
+        if not self._is_shared:
+            return len(self)
+        return int(self._is_free_for(worker).sum()) + len(self._line)
+
+    def release(self, nodes: np.ndarray) -> None:
+        """These are ready, of subgraphs released after all others; those of one follow one another."""
+        self._line.push(nodes)
+
+    def go_on(self, nodes: np.ndarray) -> None:
+        """These are ready, of subgraphs of which nodes have just been taken, in the order of those."""
+        self._front = np.concatenate([nodes, self._front])
+        if self._is_shared:
+            seq = self._subgraphs.seq[self._nodes.sub[self._front]]
+            self._front = self._front[np.argsort(seq, kind="stable")]
+
+    def take(self, worker: int, most: int) -> np.ndarray:
+        """The first nodes that `worker` may take, `most` at most; of those that have begun, first its own."""
+        if self._is_shared:
+            places = np.flatnonzero(self._is_free_for(worker))
+            if len(places) > most:
+                home = self._nodes.worker[self._nodes.inputs[0, self._front[places]]]
+                is_here = (home == worker) | (home < 0)
+                places = np.concatenate([places[is_here], places[~is_here]])[:most]
+                places.sort()
+            taken = self._front[places]
+            self._front = np.delete(self._front, places)
+        else:
+            taken, self._front = self._front[:most], self._front[most:]
+        missing = most - len(taken)
+        if missing and len(self._line):
+            taken = np.concatenate([taken, self._begin_some(missing)])
+        return taken
+
+    def remove_dropped(self) -> None:
+        """Nodes that were dropped are ready no more."""
+        state = self._nodes.state
+        self._front = self._front[state[self._front] != DROPPED]
+        self._line.keep(state[self._line.values] != DROPPED)
+
+    def _begin_some(self, most: int) -> np.ndarray:
+        """Nodes from the line; what is left of the last subgraph has begun, too."""
+        taken = self._line.pop(most)
+        sub, rest = self._nodes.sub, self._line.values
+        if len(rest) and sub[rest[0]] == sub[taken[-1]]:
+            is_other = sub[rest] != sub[taken[-1]]
+            num = int(np.argmax(is_other)) if is_other.any() else len(rest)
+            self._front = np.concatenate([self._front, self._line.pop(num)])
+        return taken
+
+    def _is_free_for(self, worker: int) -> np.ndarray:
+        pinned = self._subgraphs.pinned[self._nodes.sub[self._front]]
+        return (pinned < 0) | (pinned == worker)

@@ -1,0 +1,337 @@
+"""Requests on their way: dependencies between subgraphs, completion, cancellation.
+
+Owns: what happens to the tables when a launch completes or fails, and handles of requests.
+Does not know: how requests come in and wait, which type runs next, devices, or time.
+Called by: `engine`, `loop`, `simulation`.
+
+Thesis, section 2.4.2: it tracks the progress of every request, and hands subgraphs to the scheduler once what
+they read is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pensieve_jax.cellular.admission import Admission, Unfold, UnfoldMany
+from pensieve_jax.cellular.cells import CellTypes
+from pensieve_jax.cellular.config import CellularConfig
+from pensieve_jax.cellular.errors import LaunchFailedError, RequestCancelledError
+from pensieve_jax.cellular.formation import Formation
+from pensieve_jax.cellular.launches import Done, Launch
+from pensieve_jax.cellular.parts import NO_STOP
+from pensieve_jax.cellular.request import CellRequest
+from pensieve_jax.cellular.rows import num_rows_for
+from pensieve_jax.cellular.scheduler import LaunchScheduler, Scheduler
+from pensieve_jax.cellular.tables import (
+    COMPLETED,
+    DROPPED,
+    SUBMITTED,
+    WAITING,
+    Tables,
+    all_values,
+    distinct,
+)
+
+type MakeScheduler = Callable[[CellTypes, Tables, Formation, CellularConfig], LaunchScheduler]
+
+
+class RequestProcessor:
+    """Of one engine.
+
+    Attributes:
+      types: the cells.
+      nodes, subgraphs, requests: the tables.
+      formation, scheduler: what makes launches of them.
+      admission: who waits, and what is promised.
+      handles: of requests that are not done, by id.
+      restarting: those of which nodes are in flight that nobody wants, after which they begin again.
+    """
+
+    def __init__(
+        self, types: CellTypes, config: CellularConfig, make_scheduler: MakeScheduler = Scheduler
+    ) -> None:
+        """No request yet; rivals of cellular batching are other schedulers."""
+        self.types = types
+        num_rows = num_rows_for(config.num_rows, types.row_bytes)
+        tables = Tables(types, num_rows)
+        self.nodes, self.subgraphs, self.requests = tables.nodes, tables.subgraphs, tables.requests
+        self.formation = Formation(
+            types, self.nodes, self.subgraphs, num_rows=num_rows, num_workers=config.num_devices
+        )
+        self.scheduler = make_scheduler(types, tables, self.formation, config)
+        self.admission = Admission(types, tables, config, num_rows)
+        self.handles: dict[int, CellRequest] = {}
+        self._leaving: set[int] = set()
+        self.restarting: set[int] = set()
+        self._num_released = 0
+        self._releases_at_once = config.release == "submission"
+        self._emitting = _emitting(types)
+
+    def submit_many(
+        self, requests: Sequence[Any], unfold: Unfold, unfold_many: UnfoldMany | None = None
+    ) -> list[CellRequest]:
+        """Unfold requests and admit what has room; all of them or, with an error, none.
+
+        Raises:
+          GraphError: a graph cannot be computed.
+          CapacityError: a graph is too large or too deep, its rows are more than there are, or too many wait.
+        """
+        if not requests:
+            return []
+        ids, nums_returned = self.admission.enter(requests, unfold, unfold_many, self.scheduler.check)
+        serials = self.requests.serial[ids.start : ids.stop].tolist()
+        handles = [CellRequest(*one) for one in zip(ids, serials, nums_returned, strict=True)]
+        self.handles.update(zip(ids, handles, strict=True))
+        self._admit()
+        return handles
+
+    def launched(self, launch: Launch) -> None:
+        """A launch is about to begin; where order suffices, what waits for a whole subgraph may follow it."""
+        if self._releases_at_once:
+            touched = distinct(launch.subs, self.subgraphs.mark)
+            self._release_behind(touched[self.subgraphs.unsubmitted[touched] == 0])
+
+    def completed(self, done: Done) -> list[CellRequest]:
+        """A launch has ended; returns the requests that are done by it."""
+        launch = done.launch
+        self.scheduler.completed(launch)
+        taken = np.concatenate(launch.tasks)
+        state, subgraphs = self.nodes.state, self.subgraphs
+        np.subtract.at(subgraphs.in_flight, launch.subs, launch.counts)
+        is_waste = state[taken] == DROPPED
+        if is_waste.any():
+            np.subtract.at(subgraphs.waste, self.nodes.sub[taken[is_waste]], 1)
+            taken = taken[~is_waste]
+        state[taken] = COMPLETED
+        touched = distinct(launch.subs, subgraphs.mark)
+        subgraphs.pinned[touched[subgraphs.in_flight[touched] == 0]] = -1
+        ended: list[CellRequest] = []
+        if done.error is not None:
+            ended += self._failed(done)
+        else:
+            self._store(done, taken)
+            ended += self._advance(touched)
+        self._retire_some(touched)
+        self._admit()
+        return ended
+
+    def cancel(self, handle: CellRequest) -> bool:
+        """Drop what was not submitted; False if the request is done already, or none of these."""
+        if handle.done or self.handles.get(handle.request_id) is not handle:
+            return False
+        self._end(handle.request_id, RequestCancelledError("the request was cancelled"))
+        self._admit()
+        return True
+
+    def _admit(self) -> None:
+        """Promise rows to those that wait, in order, and release what they can begin with."""
+        admitted = self.admission.admit()
+        if not len(admitted):
+            return
+        starts, ends = self.requests.sub_start[admitted], self.requests.sub_end[admitted]
+        subs = _ranges(starts, ends)
+        self._release(subs[self.subgraphs.waits[subs] == 0])
+
+    def _release(self, subs: np.ndarray) -> None:
+        """Hand subgraphs to the scheduler, in this order."""
+        if not len(subs):
+            return
+        table = self.subgraphs
+        table.seq[subs] = np.arange(self._num_released, self._num_released + len(subs))
+        self._num_released += len(subs)
+        kinds = table.kind[subs]
+        for kind in np.unique(kinds).tolist():
+            mine = subs[kinds == kind]
+            self.scheduler.release(kind, all_values(mine, table.first, table.firsts))
+
+    def _release_behind(self, subs: np.ndarray) -> None:
+        """Of subgraphs whose states are there, or will be: what waits for them alone may begin."""
+        table = self.subgraphs
+        subs = subs[~table.has_released[subs]]
+        table.has_released[subs] = True
+        behind = all_values(subs, table.consumer, table.consumers)
+        behind = behind[behind >= 0]
+        np.subtract.at(table.waits, behind, 1)
+        ready = behind[(table.waits[behind] == 0) & ~table.is_done[behind]]
+        self._release(distinct(ready, table.mark))
+
+    def _store(self, done: Done, completed: np.ndarray) -> None:
+        """Keep what a launch has told, and end chains whose end it has told."""
+        launch, nodes = done.launch, self.nodes
+        for place, by_part in enumerate(done.emitted):
+            tasks = iter(launch.tasks)
+            for part in by_part:
+                for row in part:
+                    task = next(tasks)
+                    nodes.emitted[place, task] = row[: len(task)].view(np.int32)
+        for read, fields in zip(launch.reads, done.states, strict=True):
+            wanted = zip(nodes.request[read.nodes].tolist(), nodes.returned[read.nodes].tolist(), strict=True)
+            for row, (request, place) in enumerate(wanted):
+                handle = self.handles.get(request)
+                if handle is not None:
+                    handle.keep(place, fields, row)
+        if launch.kind.emits:
+            stops = nodes.stop[completed]
+            for node in completed[(stops != NO_STOP) & (nodes.emitted[0, completed] == stops)].tolist():
+                if nodes.state[node] == COMPLETED:
+                    self._stop(node)
+
+    def _stop(self, node: int) -> None:
+        """It is the last of its chain; what was submitted behind it was in vain."""
+        nodes = self.nodes
+        rest = np.arange(node + 1, nodes.chain_end[node])
+        state = nodes.state[rest]
+        in_vain = rest[(state == SUBMITTED) | (state == COMPLETED)]
+        self.handles[int(nodes.request[node])].num_wasted += len(in_vain)
+        self._drop(rest)
+
+    def _drop(self, dropped: np.ndarray) -> None:
+        """None of these is wanted any more."""
+        nodes, subgraphs = self.nodes, self.subgraphs
+        state = nodes.state[dropped]
+        unsubmitted, flying = dropped[state == WAITING], dropped[state == SUBMITTED]
+        nodes.state[dropped] = DROPPED
+        np.add.at(subgraphs.waste, nodes.sub[flying], 1)
+        if len(unsubmitted):
+            np.subtract.at(subgraphs.unsubmitted, nodes.sub[unsubmitted], 1)
+            self.formation.forget(nodes.inputs[:, unsubmitted].ravel())
+            self.formation.give_back()
+            for kind in np.unique(nodes.kind[unsubmitted[nodes.waits[unsubmitted] == 0]]).tolist():
+                self.scheduler.remove_dropped(kind)
+
+    def _advance(self, touched: np.ndarray) -> list[CellRequest]:
+        """Nodes of these subgraphs have completed: release what waits for them; returns requests now done."""
+        table = self.subgraphs
+        is_over = (table.unsubmitted[touched] == 0) & (table.in_flight[touched] == table.waste[touched])
+        over = touched[is_over & ~table.is_done[touched]]
+        if not len(over):
+            return []
+        table.is_done[over] = True
+        self._release_behind(over)
+        owners = table.request[over]
+        np.subtract.at(self.requests.subs_left, owners, 1)
+        ended = distinct(owners[self.requests.subs_left[owners] == 0], self.requests.mark)
+        finished = [self._finish(request) for request in ended.tolist()]
+        self._retire(ended)
+        return finished
+
+    def _finish(self, request: int) -> CellRequest:
+        """All that was asked for is there."""
+        handle = self.handles.pop(request)
+        handle.finish(self._emitted(request))
+        return handle
+
+    def _emitted(self, request: int) -> dict[str, np.ndarray]:
+        """By field, what the request's nodes have emitted."""
+        if not self._emitting:
+            return {}
+        mine = slice(int(self.requests.start[request]), int(self.requests.end[request]))
+        kinds, is_wanted = self.nodes.kind[mine], self.nodes.state[mine] == COMPLETED
+        found: dict[str, np.ndarray] = {}
+        for name, dtype, places in self._emitting:
+            values = [self.nodes.emitted[place, mine] for place in places.values()]
+            is_here = [is_wanted & (kinds == kind) for kind in places]
+            merged = np.select(is_here, values) if len(values) > 1 else values[0]
+            chosen = np.logical_or.reduce(is_here)
+            if chosen.any():
+                found[name] = merged[chosen].view(dtype)
+        return found
+
+    def _end(self, request: int, error: Exception) -> CellRequest:
+        """It is over, without a result."""
+        handle = self.handles.pop(request)
+        handle.fail(error)
+        self.restarting.discard(request)
+        self._take_out(request)
+        return handle
+
+    def _take_out(self, request: int) -> None:
+        """Drop all its nodes; it goes, or begins again, once none of them is in flight."""
+        if not self.admission.withdraw(request):
+            self._drop(np.arange(self.requests.start[request], self.requests.end[request]))
+        self.subgraphs.is_done[self.requests.sub_start[request] : self.requests.sub_end[request]] = True
+        self._retire(np.array([request]))
+
+    def _failed(self, done: Done) -> list[CellRequest]:
+        """A launch did not run; returns its requests, which fail.
+
+        Who lost state by that, or did not run because of an earlier loss, begins again.
+        """
+        requests = np.unique(self.subgraphs.request[done.launch.subs]).tolist()
+        mine = [request for request in requests if request in self.handles]
+        ended = []
+        error = LaunchFailedError(
+            f"{done.launch.num_nodes} cells of {done.launch.kind.name} did not run: {done.error}"
+        )
+        error.__cause__ = done.error
+        for request in mine:
+            ended += self._restart(request, error) if done.never_ran else [self._end(request, error)]
+        if done.has_lost_state:
+            is_lost = (self.nodes.row >= 0) & (self.nodes.worker == done.launch.worker)
+            for request in np.unique(self.nodes.request[is_lost]).tolist():
+                if request in self.handles:
+                    ended += self._restart(request, error)
+        return ended
+
+    def _restart(self, request: int, error: Exception) -> list[CellRequest]:
+        """Compute it from its beginning, once none of its nodes is in flight; or it ends, and is returned."""
+        if not self.scheduler.restarts:
+            return [self._end(request, error)]
+        self.restarting.add(request)
+        self._take_out(request)
+        return []
+
+    def _begin_again(self, request: int) -> None:
+        nodes, subgraphs, requests = self.nodes, self.subgraphs, self.requests
+        handle = self.handles[request]
+        handle.num_wasted = 0
+        start, end = int(requests.start[request]), int(requests.end[request])
+        nodes.reset(start, end)
+        subs = np.arange(requests.sub_start[request], requests.sub_end[request])
+        requests.subs_left[request] = len(subs)
+        subgraphs.reset(subs, nodes, start, end)
+        self._release(subs[subgraphs.waits[subs] == 0])
+
+    def _retire_some(self, touched: np.ndarray) -> None:
+        """Of subgraphs of which nodes have completed: their requests go, if they are over."""
+        if self._leaving:
+            leaving = self._leaving.intersection(self.subgraphs.request[touched].tolist())
+            self._retire(np.array(sorted(leaving), np.int64))
+
+    def _retire(self, requests: np.ndarray) -> None:
+        """Give back what requests have that are over, once none of their nodes is in flight."""
+        if not len(requests):
+            return
+        table = self.requests
+        starts, ends = table.sub_start[requests], table.sub_end[requests]
+        flying = np.add.reduceat(
+            self.subgraphs.in_flight[_ranges(starts, ends)], np.cumsum(ends - starts) - (ends - starts)
+        )
+        self._leaving.update(requests[flying > 0].tolist())
+        gone = requests[flying == 0]
+        self._leaving.difference_update(gone.tolist())
+        if self.restarting:
+            for request in self.restarting.intersection(gone.tolist()):
+                self.restarting.discard(request)
+                self._begin_again(request)
+                gone = gone[gone != request]
+        self.admission.leave(gone)
+
+
+def _emitting(types: CellTypes) -> list[tuple[str, str, dict[int, int]]]:
+    """Fields that are emitted, their dtype, and by type in which place."""
+    found: dict[str, tuple[str, dict[int, int]]] = {}
+    for one in types.types:
+        for place, (name, dtype) in enumerate(one.emits):
+            found.setdefault(name, (dtype, {}))[1][one.index] = place
+    return [(name, dtype, places) for name, (dtype, places) in found.items()]
+
+
+def _ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """All numbers of several ranges."""
+    sizes = ends - starts
+    offsets = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return np.repeat(starts, sizes) + offsets

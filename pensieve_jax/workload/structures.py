@@ -1,0 +1,206 @@
+"""Requests of recurrent models: sentences, pairs of sentences, and trees, by their shapes.
+
+Owns: lengths like those of Europarl, and readers of people's own files.
+Does not know: words, models, or when requests arrive.
+Called by: benchmarks and simulations of cellular batching.
+
+The thesis samples WMT-15's Europarl, German and English, and trees of Stanford's TreeBank (section 2.7.1). Of
+the former it tells a mean of 24 words, at most 330, and that 99% are shorter than 100 (section 2.7.3).
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from pensieve_jax.workload.checks import check_count
+from pensieve_jax.workload.errors import TraceError, WorkloadError
+
+MAX_WORDS = 330
+_MU, _SIGMA = 2.914, 0.727  # of the logarithm: a mean of 23.9, 99.0% below 100
+_PAIR_MU, _PAIR_SIGMA = -0.053, 0.258  # of the logarithm of German to English words, in 10,000 pairs of WMT
+
+# Of the 8,544 trees of the TreeBank's training part.
+_LEAVES_MEAN, _LEAVES_SPREAD, _MOST_LEAVES, _SHARE_OF_ONE = 19.0, 9.6, 52, 0.55
+
+
+@dataclass(frozen=True)
+class SentencePairs:
+    """Lengths in words.
+
+    Attributes:
+      source: i64[n], such as German.
+      target: i64[n], such as English.
+    """
+
+    source: np.ndarray
+    target: np.ndarray
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """A binary tree: leaves are numbers from 0, in the order of their words, inner nodes follow.
+
+    Attributes:
+      num_leaves: words.
+      children: i64[inner nodes, 2]; each is below the number of its own node, and the last node is the root.
+    """
+
+    num_leaves: int
+    children: np.ndarray
+
+
+def europarl_like(num: int, *, seed: int, at_most: int = MAX_WORDS) -> SentencePairs:
+    """Pairs: targets as long as Europarl's English sentences, sources as long as German ones of these.
+
+    Args:
+      num: how many.
+      seed: of all that is drawn.
+      at_most: longer ones are drawn again, as the thesis samples for figure 2.11.
+    """
+    check_count("num", num, at_least=1)
+    check_count("at_most", at_most, at_least=1)
+    rng = np.random.default_rng(seed)
+    target = _drawn(rng, num, at_most)
+    ratio = np.exp(rng.normal(_PAIR_MU, _PAIR_SIGMA, num))
+    source = np.clip(np.rint(target * ratio), 1, at_most).astype(np.int64)
+    return SentencePairs(source, target)
+
+
+def _drawn(rng: np.random.Generator, num: int, at_most: int) -> np.ndarray:
+    found = np.empty(0, np.int64)
+    while len(found) < num:
+        lengths = np.rint(np.exp(rng.normal(_MU, _SIGMA, 2 * num))).astype(np.int64)
+        found = np.concatenate([found, lengths[(lengths >= 1) & (lengths <= at_most)]])
+    return found[:num]
+
+
+def treebank_like(num: int, *, seed: int) -> list[TreeShape]:
+    """Trees as large and deep as the TreeBank's: 19.1 words in the mean, at most 52, 10 deep with 19 words.
+
+    A node's left part has one word in 55% of the cases, else any number of them.
+    """
+    check_count("num", num, at_least=1)
+    rng = np.random.default_rng(seed)
+    sizes = np.clip(np.rint(rng.normal(_LEAVES_MEAN, _LEAVES_SPREAD, num)), 2, _MOST_LEAVES).astype(int)
+    return [_drawn_tree(rng, size) for size in sizes.tolist()]
+
+
+def _drawn_tree(rng: np.random.Generator, num_leaves: int) -> TreeShape:
+    """Parts are split from the top; an inner node's number is known once both of its own are."""
+    todo: list[tuple[int, int] | None] = [(0, num_leaves)]  # parts as ranges of words; None ends a node
+    done: list[int] = []
+    children = []
+    while todo:
+        part = todo.pop()
+        if part is None:
+            right, left = done.pop(), done.pop()
+            children.append((left, right))
+            done.append(num_leaves + len(children) - 1)
+        elif part[1] - part[0] == 1:
+            done.append(part[0])
+        else:
+            start, end = part
+            middle = start + 1 if rng.random() < _SHARE_OF_ONE else int(rng.integers(start + 1, end))
+            todo += [None, (middle, end), (start, middle)]
+    return TreeShape(num_leaves, np.array(children, np.int64).reshape(-1, 2))
+
+
+def read_pairs(path: Path) -> SentencePairs:
+    """Lengths from a CSV of two columns of counts of words, as the OpenNMT sample has them.
+
+    Columns whose names hold "en" or "tgt_en" and "de" are told apart; others are source and target. A length
+    of 0 is taken as 1.
+
+    Raises:
+      TraceError: a row is not two counts.
+    """
+    with _open(path) as file:
+        reader = csv.reader(file)
+        names = next(reader, [])
+        rows = []
+        for line, row in enumerate(reader, start=2):
+            if len(row) != 2 or not all(one.isdecimal() for one in row):
+                raise TraceError(path, line, f"{row!r} is not two counts of words")
+            rows.append([max(int(one), 1) for one in row])
+    if len(names) != 2 or not rows:
+        raise TraceError(path, None, "it is not a CSV of two columns with a header")
+    first, second = np.array(rows).T
+    is_english_first = "en" in names[0].lower().split("_") and "de" in names[1].lower().split("_")
+    return SentencePairs(second, first) if is_english_first else SentencePairs(first, second)
+
+
+def read_parallel_text(source: Path, target: Path) -> SentencePairs:
+    """Lengths of the lines of two files of sentences, such as Europarl's; words are what spaces separate.
+
+    Raises:
+      TraceError: one has more lines than the other.
+    """
+    lengths: list[list[int]] = [[], []]
+    with _open(source) as ones, _open(target) as others:
+        for line, pair in enumerate(itertools.zip_longest(ones, others), start=1):
+            for place, text in enumerate(pair):
+                if text is None:
+                    raise TraceError((source, target)[place], line, "it has fewer lines than the other file")
+                lengths[place].append(max(len(text.split()), 1))
+    return SentencePairs(np.array(lengths[0]), np.array(lengths[1]))
+
+
+def read_trees(path: Path) -> list[TreeShape]:
+    """Binary trees, a line each: `((w,w),w)`, or the TreeBank's own `(3 (2 It) (4 (2 's) (3 good)))`.
+
+    Raises:
+      TraceError: a line is no binary tree.
+    """
+    with _open(path) as file:
+        return [
+            _tree(path, number, line.strip()) for number, line in enumerate(file, start=1) if line.strip()
+        ]
+
+
+def complete_tree(num_leaves: int) -> TreeShape:
+    """Of a power of two of leaves, as in figure 2.15.
+
+    Raises:
+      WorkloadError: it is none.
+    """
+    if num_leaves < 1 or num_leaves & (num_leaves - 1):
+        raise WorkloadError("num_leaves", num_leaves, "a power of two")
+    inner = np.arange(num_leaves - 1)  # node i of these reads the pair of nodes that come next
+    return TreeShape(num_leaves, np.stack([2 * inner, 2 * inner + 1], axis=1))
+
+
+def _tree(path: Path, number: int, line: str) -> TreeShape:
+    """Without recursion, since parses may be deep. A node is a leaf's number, or -1 minus an inner one's."""
+    open_nodes: list[list[int]] = [[]]
+    num_leaves, children, before = 0, [], ""
+    has_labels = line[:1] == "(" and line[1:2].isdecimal()  # a node's first word, then
+    for token in line.replace("(", " ( ").replace(")", " ) ").replace(",", " ").split():
+        if token == "(":
+            open_nodes.append([])
+        elif token == ")":
+            found = open_nodes.pop()
+            if len(found) == 2:
+                children.append(found)
+                found = [-len(children)]
+            if len(found) != 1 or not open_nodes:
+                raise TraceError(path, number, f"a node has {len(found)} children, but must have two")
+            open_nodes[-1].append(found[0])
+        elif not has_labels or before != "(":
+            open_nodes[-1].append(num_leaves)
+            num_leaves += 1
+        before = token
+    if len(open_nodes) != 1 or len(open_nodes[0]) != 1:
+        raise TraceError(path, number, "it is not one tree")
+    ids = np.array(children, np.int64).reshape(-1, 2)
+    return TreeShape(num_leaves, np.where(ids < 0, num_leaves - 1 - ids, ids))
+
+
+def _open(path: Path) -> IO[str]:
+    return gzip.open(path, "rt") if path.suffix == ".gz" else path.open()

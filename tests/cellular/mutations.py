@@ -1,0 +1,154 @@
+"""Bugs, planted one at a time: each is one that a change of the policy could well make.
+
+Owns: the bugs, by name. Does not know: what sees them.
+Called by: `test_scenarios`, which must see that every one of them is caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pensieve_jax.cellular import formation, ready_queue, request_processor, rows, scheduler
+from pensieve_jax.cellular.tables import COMPLETED
+
+type Patch = pytest.MonkeyPatch
+MUTATIONS: dict[str, Callable[[Patch], None]] = {}
+
+
+def mutation(function: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    MUTATIONS[function.__name__.replace("_", " ")] = function
+    return function
+
+
+def after(patch: Patch, owner: Any, name: str, then: Callable[..., Any]) -> None:
+    """Have `then(result, self, *args)` give the result of a method instead."""
+    method = getattr(owner, name)
+    patch.setattr(
+        owner,
+        name,
+        lambda self, *args, **options: then(method(self, *args, **options), self, *args, **options),
+    )
+
+
+@mutation
+def pins_are_not_looked_at(patch: Patch) -> None:
+    everyone = lambda self, worker: np.ones(len(self._front), bool)  # noqa: E731
+    patch.setattr(ready_queue.ReadyQueue, "_is_free_for", everyone)
+
+
+@mutation
+def a_pin_is_dropped_with_the_first_launch(patch: Patch) -> None:
+    def unpin(result: Any, self: Any, done: Any) -> Any:
+        self.subgraphs.pinned[self.nodes.sub[np.concatenate(done.launch.tasks)]] = -1
+        return result
+
+    after(patch, request_processor.RequestProcessor, "completed", unpin)
+
+
+@mutation
+def a_node_is_ready_after_its_first_input(patch: Patch) -> None:
+    def ready(self: Any, taken: np.ndarray) -> np.ndarray:
+        behind = self._nodes.consumer[taken]
+        behind = np.unique(behind[behind >= 0])
+        self._nodes.waits[behind] = 0
+        return behind
+
+    patch.setattr(formation.Formation, "_ready_behind", ready)
+
+
+@mutation
+def subgraphs_begin_before_all_that_they_read(patch: Patch) -> None:
+    def advance(result: Any, self: Any, touched: np.ndarray) -> Any:
+        behind = self.subgraphs.consumer[touched]
+        behind = np.unique(behind[behind >= 0])
+        early = behind[(self.subgraphs.seq[behind] < 0) & (self.subgraphs.waits[behind] == 1)]
+        self.subgraphs.waits[early] = 0
+        self._release(early)
+        return result
+
+    after(patch, request_processor.RequestProcessor, "_advance", advance)
+
+
+@mutation
+def a_row_is_never_given_back(patch: Patch) -> None:
+    give = rows.Rows.give
+    patch.setattr(rows.Rows, "give", lambda self, some: give(self, some[1:] if len(some) > 2 else some))
+
+
+@mutation
+def a_row_is_free_before_what_reads_it_is_launched(patch: Patch) -> None:
+    after(patch, formation.Formation, "_free", lambda result, self, nodes: self.give_back())
+
+
+@mutation
+def a_row_is_taken_over_that_another_node_reads(patch: Patch) -> None:
+    source = formation.Formation._write
+
+    def write(
+        self: Any, kind: Any, worker: int, taken: np.ndarray, sources: np.ndarray, read: np.ndarray
+    ) -> Any:
+        shared = sources[(self._nodes.uses[sources] == 2) & (sources != 0)]
+        self._nodes.uses[shared] = 1
+        return source(self, kind, worker, taken, sources, read)
+
+    patch.setattr(formation.Formation, "_write", write)
+
+
+@mutation
+def a_type_is_starved(patch: Patch) -> None:
+    """Leaves."""
+    schedule = scheduler.Scheduler.schedule
+
+    def starve(self: Any, worker: int) -> Any:
+        queue = self.queues[2]
+        count, queue.count = queue.count, lambda worker: 0
+        found = schedule(self, worker)
+        queue.count = count
+        return found
+
+    patch.setattr(scheduler.Scheduler, "schedule", starve)
+
+
+@mutation
+def nothing_that_was_cancelled_leaves_the_queue(patch: Patch) -> None:
+    patch.setattr(ready_queue.ReadyQueue, "remove_dropped", lambda self: None)
+
+
+@mutation
+def a_chain_goes_on_behind_its_end(patch: Patch) -> None:
+    patch.setattr(request_processor.RequestProcessor, "_stop", lambda self, node: None)
+
+
+@mutation
+def cells_in_vain_are_told(patch: Patch) -> None:
+    def stop(result: Any, self: Any, node: int) -> Any:
+        rest = np.arange(node + 1, self.nodes.chain_end[node])
+        self.nodes.state[rest[:1]] = COMPLETED
+        return result
+
+    after(patch, request_processor.RequestProcessor, "_stop", stop)
+
+
+@mutation
+def a_promise_outlives_its_request(patch: Patch) -> None:
+    patch.setattr(rows.RowBudget, "end", lambda self, needed: None)
+
+
+@mutation
+def rows_stay_where_they_were(patch: Patch) -> None:
+    patch.setattr(formation.Formation, "_fetch", lambda self, kind, worker, sources: None)
+
+
+@mutation
+def who_lost_state_goes_on_without(patch: Patch) -> None:
+    patch.setattr(request_processor.RequestProcessor, "_restart", lambda self, request, error: [])
+
+
+@mutation
+def rows_are_promised_to_half_of_what_is_needed(patch: Patch) -> None:
+    admit = rows.RowBudget.admit
+    patch.setattr(rows.RowBudget, "admit", lambda self, needed: admit(self, (needed + 1) // 2))

@@ -1,0 +1,149 @@
+"""Chains are partitioned by a way of their own; it finds what the general one does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from pensieve_jax.cellular import chains, partition
+from pensieve_jax.cellular.cells import CellTypes
+from pensieve_jax.cellular.errors import GraphError
+from pensieve_jax.cellular.graph import Graph
+from tests.cellular.hash_cells import draw, make_cells
+
+_TYPES = CellTypes(make_cells(dict.fromkeys(("step", "decode", "leaf", "inner", "join", "narrow"), 4)))
+
+
+def _graph(rng: np.random.Generator, shapes: str) -> Graph:
+    graph = Graph(_TYPES, max_nodes=1000)
+    for _ in range(int(rng.integers(1, 6))):
+        drawn = draw(rng, shapes)
+        graph.begin()
+        drawn.unfold(graph)
+        graph.end()
+    return graph
+
+
+def test_chains_equal_the_general_way():
+    """Every column of every graph that the shorter way takes; it takes most of them."""
+    num_taken = 0
+    for seed in range(300):
+        graph = _graph(np.random.default_rng(seed), ("c", "e", "ce")[seed % 3])
+        found = chains.partition(graph, max_depth=1000)
+        if found is None:
+            continue
+        num_taken += 1
+        general = partition._partition(graph, max_depth=1000)
+        for field in dataclasses.fields(general):
+            ours, theirs = getattr(found, field.name), getattr(general, field.name)
+            if isinstance(theirs, np.ndarray):
+                np.testing.assert_array_equal(ours, theirs, err_msg=f"{field.name}, seed {seed}")
+                assert ours.dtype == theirs.dtype, (field.name, seed)
+            else:
+                assert ours.items(0, 0) == theirs.items(0, 0), (field.name, seed)
+    assert num_taken > 200
+
+
+@pytest.mark.parametrize("shapes", ["t", "a"])
+def test_other_graphs_are_left_to_the_general_way(shapes):
+    """A tree is no chain, even one of a single leaf."""
+    for seed in range(30):
+        assert chains.partition(_graph(np.random.default_rng(seed), shapes), max_depth=1000) is None
+
+
+def test_sentences_are_chains_one_by_one():
+    """The vector form, in the place of a loop over requests."""
+    words = [np.arange(num, dtype=np.int32) for num in (3, 1, 7)]
+    many, single = (Graph(_TYPES, max_nodes=7) for _ in range(2))
+    many.sentences("step", words[:1])
+    many.sentences("step", words[1:])
+    for one in words:
+        single.begin()
+        single.returns(single.chain("step", one)[-1])
+        single.end()
+    assert many.pieces == single.pieces and many.ends == single.ends and many.joined == single.joined
+    found, expected = (partition.partition(graph, max_depth=9) for graph in (many, single))
+    for field in dataclasses.fields(expected):
+        ours, theirs = getattr(found, field.name), getattr(expected, field.name)
+        if isinstance(theirs, np.ndarray):
+            np.testing.assert_array_equal(ours, theirs, field.name)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], [[1, 2]], [np.array([1.0])], [np.empty(0, np.int32)], [np.zeros((2, 2), np.int32)], [np.int32(1)]],
+)
+def test_what_is_no_sentence(words):
+    graph = Graph(_TYPES, max_nodes=7)
+    with pytest.raises(GraphError, match=r"words is .* arrays i32"):
+        graph.sentences("step", words)
+    assert not graph.pieces and not graph.num_nodes
+
+
+def test_sentences_are_not_too_long():
+    graph = Graph(_TYPES, max_nodes=7)
+    with pytest.raises(GraphError, match="of 1 to 7 words each, for step"):
+        graph.sentences("step", [np.zeros(8, np.int32)])
+    with pytest.raises(GraphError, match="arrays i32"):
+        graph.sentences("join", [np.zeros(3, np.int32)])
+
+
+def _trees(rng: np.random.Generator, num: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    words, children = [], []
+    for _ in range(num):
+        num_leaves = int(rng.integers(1, 8))
+        open_nodes, pairs = list(range(num_leaves)), []
+        while len(open_nodes) > 1:
+            pairs.append([open_nodes.pop(int(rng.integers(len(open_nodes)))) for _ in range(2)])
+            open_nodes.append(num_leaves + len(pairs) - 1)
+        words.append(rng.integers(0, 9, num_leaves, dtype=np.int32))
+        children.append(np.array(pairs, np.int64).reshape(-1, 2))
+    return words, children
+
+
+def test_trees_are_nodes_one_by_one():
+    for seed in range(50):
+        words, children = _trees(np.random.default_rng(seed), 5)
+        many, single = (Graph(_TYPES, max_nodes=20) for _ in range(2))
+        many.trees("leaf", "inner", words[:2], children[:2])
+        many.trees("leaf", "inner", words[2:], children[2:])
+        for leaves, above in zip(words, children, strict=True):
+            single.begin()
+            root = single.nodes("leaf", np.empty((len(leaves), 0), np.int64), n0=leaves)[-1]
+            single.returns(single.nodes("inner", above)[-1] if len(above) else root)
+            single.end()
+        assert many.ends == single.ends and many.joined == single.joined, seed
+        found, expected = (partition.partition(graph, max_depth=20) for graph in (many, single))
+        for field in dataclasses.fields(expected):
+            ours, theirs = getattr(found, field.name), getattr(expected, field.name)
+            if isinstance(theirs, np.ndarray):
+                np.testing.assert_array_equal(ours, theirs, f"{field.name}, seed {seed}")
+        for ours, theirs in zip(many.immediates, single.immediates, strict=True):
+            np.testing.assert_array_equal(np.concatenate(ours), np.concatenate(theirs))
+
+
+@pytest.mark.parametrize(
+    ("num_leaves", "children"),
+    [
+        (2, [[0, 0]]),
+        (2, [[0, 2]]),
+        (2, [[-1, 0]]),
+        (2, []),
+        (3, [[0, 1]]),
+        (3, [[0, 1], [0, 3]]),
+        (1, [[0, 0]]),
+        (8, [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13]]),
+    ],
+)
+def test_what_is_no_tree(num_leaves, children):
+    graph = Graph(_TYPES, max_nodes=14)
+    words = [np.zeros(2, np.int32), np.zeros(num_leaves, np.int32)]
+    below = [np.array([[0, 1]]), np.array(children, np.int64).reshape(-1, 2)]
+    with pytest.raises(GraphError, match=r"(?s)is .* trees of at most 14 nodes each, of leaf and inner"):
+        graph.trees("leaf", "inner", words, below)
+    assert not graph.pieces and not graph.num_nodes and graph.has_only_chains
+    for leaf, inner in (("step", "inner"), ("leaf", "join"), ("leaf", "narrow")):
+        with pytest.raises(GraphError, match="trees of at most 14 nodes"):
+            graph.trees(leaf, inner, words[:1], below[:1])

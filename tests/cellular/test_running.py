@@ -1,0 +1,251 @@
+"""What an engine does not do while it runs: compile, spin, or grow."""
+
+from __future__ import annotations
+
+import gc
+import random
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from model_defs.recurrent import Seq2Seq, TreeLSTM
+from pensieve_jax.cellular import Cell, CellularConfig, CellularEngine, Float, Graph, Int, LaunchFailedError
+from pensieve_jax.cellular.integrity import check_integrity
+from pensieve_jax.cellular.request_processor import RequestProcessor
+from tests.cellular.test_engine import Broken
+from tests.models.recurrent.test_tree_lstm import random_tree
+from tests.seeds import new_seed
+
+VOCAB = 40  # which is that of random trees
+
+
+def engine_of(model: Any, num_devices: int) -> CellularEngine:
+    cells = [cell._replace(max_batch=4, batch_sizes=(1, 4)) for cell in model.cells()]
+    config = CellularConfig(num_rows=64, num_devices=num_devices, max_num_tasks=1)
+    return CellularEngine(cells, model.unfold, config, progress=False)
+
+
+def test_nothing_is_compiled_once_an_engine_is_there() -> None:
+    """Whatever joins, leaves, is cancelled, goes from device to device or is lost with one."""
+    model = TreeLSTM.random(hidden_size=8, vocab_size=VOCAB, seed=0)
+    rng = random.Random(new_seed())
+    with engine_of(model, 2) as engine:
+        whole = [worker.executables for worker in engine.workers]
+        handles = []
+        for part in range(60):
+            for worker, executables in zip(engine.workers, whole, strict=True):
+                worker.executables = executables
+            if part in range(20, 25) or part in range(40, 45):  # first with a device's rows, later without
+                worker = engine.workers[part % 2]
+                broken = {key: Broken(one, deletes=part < 40) for key, one in worker.executables.items()}
+                worker.executables = broken
+            handles += engine.submit_many(
+                [model.request(random_tree(rng, rng.randint(1, 30))) for _ in range(rng.randint(1, 4))]
+            )
+            if rng.random() < 0.2:
+                engine.cancel(rng.choice(handles))
+            engine.step()
+            engine.wait()
+        while not all(handle.done for handle in handles):
+            engine.step()
+        stats = engine.stats()
+        assert any(isinstance(handle.error, LaunchFailedError) for handle in handles)
+        assert sum(handle.error is None for handle in handles) > 20
+        assert stats["num_moved_rows"] > 0 and sum(worker.num_losses for worker in engine.workers) > 0
+        assert stats["num_compilations"] == 0
+
+
+def test_nothing_is_compiled_for_chains_that_end_early() -> None:
+    model = Seq2Seq.random(hidden_size=8, vocab_size=VOCAB, seed=0)
+    rng = random.Random(new_seed())
+    with engine_of(model, 2) as engine:
+        words = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(40)]
+        engine.run([model.request(one, max_extra_steps=rng.randint(0, 6)) for one in words])
+        assert engine.stats()["num_compilations"] == 0
+
+
+class Slow:
+    """A cell that takes milliseconds, wherever it runs."""
+
+    state: ClassVar = {"x": Float(300, 300)}
+
+    def __call__(self, inputs: Any, batch: int = 0) -> dict[str, jax.Array]:
+        x = inputs[0]["x"]
+        return {"x": jnp.tanh(jax.lax.fori_loop(0, 4, lambda _, y: y @ y + 1e-3, x))}
+
+
+SLOW = Slow()
+
+
+@pytest.fixture(params=[1, 2, 3])
+def slow_engine(request: pytest.FixtureRequest) -> Iterator[CellularEngine]:
+    config = CellularConfig(num_rows=16, num_devices=request.param, max_num_tasks=1, launches_in_flight=1)
+    unfold = lambda num, graph: graph.returns(graph.chain(SLOW, num=num)[-1])  # noqa: E731
+    cell = Cell(SLOW, "slow", max_batch=4, batch_sizes=(4,))
+    with CellularEngine([cell], unfold, config, progress=False) as engine:
+        yield engine
+
+
+def test_whoever_runs_an_engine_waits_for_launches(
+    slow_engine: CellularEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that sees nothing end is followed by a wait, behind which one sees a launch end."""
+    counts = {"steps": 0, "launches": 0}
+    for worker in slow_engine.workers:
+
+        def launch(one: Any, begin: Any = worker.launch) -> None:
+            counts["launches"] += 1
+            begin(one)
+
+        monkeypatch.setattr(worker, "launch", launch)
+    step = slow_engine.step
+
+    def counted() -> Any:
+        counts["steps"] += 1
+        return step()
+
+    monkeypatch.setattr(slow_engine, "step", counted)
+    slow_engine.run([3, 5, 2, 7, 4, 4, 6, 3, 9, 1, 2, 8])
+    print(counts)
+    assert counts["launches"] >= 9
+    assert counts["steps"] <= 2 * counts["launches"] + 1
+
+
+def test_a_wait_is_for_the_device_that_began_first(slow_engine: CellularEngine) -> None:
+    handles = slow_engine.submit_many([2] * 12)
+    slow_engine.wait()  # nothing was launched: at once
+    slow_engine.step()
+    busy = [worker for worker in slow_engine.workers if worker.num_in_flight]
+    assert len(busy) == len(slow_engine.workers)
+    slow_engine.wait()
+    assert busy[0].has_ended
+    while not all(handle.done for handle in handles):
+        slow_engine.step()
+        slow_engine.wait()
+
+
+def test_a_launch_that_failed_is_not_waited_for(slow_engine: CellularEngine) -> None:
+    worker = slow_engine.workers[-1]
+    worker.executables = {key: Broken(one, deletes=False) for key, one in worker.executables.items()}
+    handles = slow_engine.submit_many([2] * 12)
+    slow_engine.step()
+    slow_engine.wait()
+    assert worker.has_ended
+    ended = slow_engine.step()
+    assert ended and all(isinstance(handle.error, LaunchFailedError) for handle in ended)
+    while not all(handle.done for handle in handles):
+        slow_engine.step()
+        slow_engine.wait()
+
+
+class Step:
+    """A chain's cell."""
+
+    state: ClassVar = {"x": Int(), "sum": Int()}
+    immediates = ("token",)
+    emits = ("x",)
+
+    def __call__(self, inputs: Any, token: jax.Array) -> dict[str, jax.Array]:
+        (before,) = inputs
+        return {"x": token % 7, "sum": before["sum"] + token}
+
+
+class Pair:
+    """Joins two."""
+
+    state = Step.state
+    inputs = (Step.state, Step.state)
+
+    def __call__(self, inputs: Any, batch: int = 0) -> dict[str, jax.Array]:
+        left, right = inputs
+        return {name: left[name] + right[name] for name in left}
+
+
+STEP, PAIR = Step(), Pair()
+
+
+def unfold_several(words: Sequence[int], graph: Graph) -> None:
+    """Chains, some of which may end early; and with an odd number of words a graph with nodes read twice."""
+    if len(words) % 2 == 0:
+        graph.chain(STEP, words, until=3 if words[0] % 2 else None)
+        return
+    leaves = [graph.add(STEP, (None,), token=word) for word in words]
+    top = leaves[0]
+    for one in leaves:
+        top = graph.add(PAIR, (top, one))
+    graph.returns(top, leaves[0])
+
+
+@pytest.fixture
+def cheap_engine() -> Iterator[CellularEngine]:
+    cells = [Cell(STEP, "step", 64, batch_sizes=(64,)), Cell(PAIR, "pair", 64, 1, batch_sizes=(64,))]
+    config = CellularConfig(num_rows=2000, num_devices=2, max_num_tasks=5)
+    with CellularEngine(cells, unfold_several, config, progress=False) as engine:
+        yield engine
+
+
+def live(engine: CellularEngine, rng: random.Random, num: int) -> None:
+    """Serve requests, a few hundred at a time; one in ten is cancelled."""
+    num_sent, handles = 0, []
+    while handles or num_sent < num:
+        if num_sent < num and len(handles) < 300:
+            size = rng.randint(1, 60)
+            handles += engine.submit_many(
+                [[rng.randrange(1000) for _ in range(rng.randint(1, 8))] for _ in range(size)]
+            )
+            num_sent += size
+        if rng.random() < 0.5:
+            for _ in range(len(handles) // 60):
+                engine.cancel(handles.pop(rng.randrange(len(handles))))
+        engine.step()
+        engine.wait()
+        handles = [handle for handle in handles if not handle.done]
+    while any(worker.num_in_flight for worker in engine.workers):
+        engine.step()
+        engine.wait()
+
+
+def growth(engine: CellularEngine, num: int) -> int:
+    """By how many bytes it holds more after three times so many requests than after twice so many."""
+    rng = random.Random(new_seed())
+    live(engine, rng, num)
+    held = []
+    tracemalloc.start()
+    try:
+        for _ in range(2):
+            live(engine, rng, num)
+            gc.collect()
+            arrays = sum(array.nbytes for array in jax.live_arrays())
+            held.append(tracemalloc.get_traced_memory()[0] + arrays)
+    finally:
+        tracemalloc.stop()
+    print(f"{held} bytes")
+    return held[1] - held[0]
+
+
+MOST_BYTES = 48 << 10  # lines and dictionaries make room for more than they hold, now and then
+
+
+@pytest.mark.parametrize("num", [1700, pytest.param(35_000, marks=pytest.mark.long)])
+def test_memory_does_not_grow_with_requests(cheap_engine: CellularEngine, num: int) -> None:
+    """Not by a byte or two of each, of 105,000; of a few thousand, by less than any object is."""
+    assert growth(cheap_engine, num) < MOST_BYTES
+    assert cheap_engine.stats()["num_compilations"] == cheap_engine.stats()["num_rows_promised"] == 0
+    tables = cheap_engine.processor
+    assert not tables.nodes.consumers and not tables.subgraphs.consumers and not tables.subgraphs.firsts
+    assert not tables.handles and not tables.admission.request_ids
+    assert max(tables.nodes.capacity, tables.subgraphs.capacity, tables.requests.capacity) < 40_000
+    check_integrity(tables)
+
+
+def test_memory_that_grows_is_seen(cheap_engine: CellularEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    finish = RequestProcessor._finish
+    monkeypatch.setattr(
+        RequestProcessor, "_finish", lambda self, one: kept.append(finish(self, one)) or kept[-1]
+    )
+    assert growth(cheap_engine, 1700) > MOST_BYTES

@@ -1,0 +1,45 @@
+"""Random lives with fixed seeds, and bugs that they must see."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from tests.cellular.mutations import MUTATIONS
+from tests.cellular.scenarios import run_scenario
+
+LEAST = {  # of a thousand
+    "requests": 30_000,
+    "ended": 20_000,
+    "cancelled": 5_000,
+    "failed": 2_500,
+    "wasted": 3_000,
+    "ended early": 2_000,
+    "moved": 15_000,
+}
+
+
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 2160), marks=pytest.mark.long)], ids=len)
+def test_requests_equal_recursion(seeds: Sequence[int]):
+    """Whatever joins, leaves, ends early or fails, on one to four workers."""
+    totals: Counter[str] = Counter()
+    for seed in seeds:
+        print(f"run_scenario({seed})")
+        totals += run_scenario(seed)
+    print(dict(totals))
+    assert not {name: totals[name] for name, num in LEAST.items() if totals[name] < num * len(seeds) / 1000}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_planted_bug_is_caught(name, monkeypatch):
+    """Some life fails; without the bug, these and the ones above say, none does."""
+    MUTATIONS[name](monkeypatch)
+    for seed in range(150):  # of which the first few are enough, as a rule
+        try:
+            run_scenario(seed)
+        except (AssertionError, ValueError, LookupError, AttributeError) as error:
+            print(f"caught by run_scenario({seed}): {error}")
+            return
+    pytest.fail(f"all passed with this bug: {name}")
