@@ -41,7 +41,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	MYPYPATH=scripts $(BIN)/mypy --explicit-package-bases --exclude make_golden_logits scripts
+	MYPYPATH=scripts $(BIN)/mypy --explicit-package-bases --exclude make_golden scripts
 	$(BIN)/lint-imports
 
 # The package as people install it, in an environment and a directory of its own.

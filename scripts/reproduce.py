@@ -13,6 +13,12 @@ goes back to measurements. Every point is simulated once for each of `--seeds`, 
 and kept in `--keep` if that is given; the same seeds give the same figures. `--small` is a version on little
 memory that takes seconds. A flag that changes nothing of an experiment, such as seeds where no workload is
 simulated, is refused. Tables come first, then one JSON document (see `--json`) as the last line.
+
+Of BatchMaker, the thesis's chapter 2: cells2.3 (a step by batch size), cells2.5 (who is in which task),
+cells2.7, cells2.8 and cells2.11 (LSTM), cells2.9 (queueing), cells2.10 (lengths), cells2.13 (Seq2Seq on
+several devices), cells2.14 and cells2.15 (trees); all under the same virtual clock with the cell times of the
+thesis's V100, and 2.3 beside committed measurements. Figures 2.4, 2.6 and 2.12 are drawings.
+
 `docs/paper_and_we.md` has the results beside the paper's, and `scripts/refresh_pages.py` writes its tables.
 """
 
@@ -93,7 +99,7 @@ def report(experiment: Experiment, asked: Settings, findings: Findings) -> None:
         "experiment": experiment.name,
         "title": experiment.title,
         "paper": experiment.paper,
-        "simulated": bool(findings.profiles),
+        "simulated": findings.is_simulated or bool(findings.profiles),
         "profiles": _profiles(findings, asked),
         **{name: getattr(asked, name) for name in _KEPT if name in experiment.flags},
         **findings.results,
@@ -103,9 +109,9 @@ def report(experiment: Experiment, asked: Settings, findings: Findings) -> None:
 
 def _origin(findings: Findings, *, small: bool) -> str:
     """In words, for whoever looks at a figure alone."""
-    if not findings.profiles:
-        return findings.origin
     version = ", a small version" if small else ""
+    if not findings.profiles:
+        return f"{findings.origin}{version}"
     return f"simulated on {', '.join(dict.fromkeys(findings.profiles))}{version}"
 
 

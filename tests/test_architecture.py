@@ -18,10 +18,11 @@ PACKAGES = ("pensieve_jax", "model_defs", "pallas_kernels")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COMMON_FILES = 400, 60, 12
 SAY_WHOSE_THEY_ARE = (
     *(f"pensieve_jax/{room}" for room in ("commands", "core", "device", "history", "runtime", "simulator")),
-    *("pensieve_jax/text", "pensieve_jax/workload", "pallas_kernels"),
+    *("pensieve_jax/cellular", "pensieve_jax/text", "pensieve_jax/workload", "pallas_kernels"),
+    "model_defs/recurrent",
     *(
         f"scripts/{family}"
-        for family in ("clients", "common", "chat_training", "kernels", "pages", "serving")
+        for family in ("cells", "clients", "common", "chat_training", "kernels", "pages", "serving")
     ),
     *("scripts/simulation", "scripts/steps"),
 )
@@ -79,6 +80,11 @@ def test_policy_runs_where_there_is_no_jax():
         module_of(path)
         for room in ("engine", "scheduler", "cache", "core", "history", "text", "workload", "simulator")
         for path in sources(f"pensieve_jax/{room}")
+    ]
+    modules += [
+        module_of(path)
+        for path in sources("pensieve_jax/cellular")
+        if path.parent.name != "device" and path.stem != "engine"
     ]
     code = (
         "import importlib, sys\n"

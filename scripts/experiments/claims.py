@@ -21,7 +21,7 @@ class Claim:
 
     Attributes:
       id: a name that nothing else has.
-      source: `pensieve`, the paper, or `thesis`.
+      source: `pensieve`, the paper; `thesis`, its chapter 3; or `batchmaker`, its chapter 2.
       figure, section: where it is; `figure` is empty for a claim of none.
       claim, unit, condition: in words.
       value: the number.

@@ -5,6 +5,7 @@ Called by: `scripts/reproduce.py`.
 
 from __future__ import annotations
 
+from experiments.cells import CELLS
 from experiments.datasets import DATASETS
 from experiments.eviction import EVICTION
 from experiments.kernels import KERNELS
@@ -19,5 +20,6 @@ EXPERIMENTS = {
     for experiment in (
         *(TURNS, CHUNKS, *LOAD_EXPERIMENTS, KERNELS, EVICTION, THINK_TIME, DATASETS),
         *(RECORDED_TRACES, ORACLE),
+        *CELLS,
     )
 }

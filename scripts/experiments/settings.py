@@ -73,8 +73,9 @@ class Findings:
       tables: for people.
       panels: of the plot.
       results: for the JSON document.
-      profiles: names of the simulated profiles; none where nothing was simulated.
-      origin: where nothing was simulated, in words where the figures are from.
+      profiles: names of the simulated profiles; none where no profile was simulated.
+      origin: without profiles, in words where the figures are from.
+      is_simulated: whether times are virtual; those of profiles always are.
       units: of `results`.
     """
 
@@ -83,6 +84,7 @@ class Findings:
     results: Mapping[str, Any]
     profiles: Sequence[str] = ()
     origin: str = ""
+    is_simulated: bool = False
     units: Mapping[str, str] = field(default_factory=dict)
 
 

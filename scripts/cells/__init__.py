@@ -1,0 +1,1 @@
+"""What launchers of cellular batching share: systems, requests, and how a load is served."""
