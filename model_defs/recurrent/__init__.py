@@ -4,6 +4,7 @@ Knows no engine. The public names are those imported here.
 """
 
 from model_defs.recurrent.cells import Cell
+from model_defs.recurrent.errors import RequestError
 from model_defs.recurrent.lstm import LSTM, LSTMConfig, LSTMRequest
 from model_defs.recurrent.mamba import Mamba, MambaRequest
 from model_defs.recurrent.mamba_config import MambaConfig
@@ -20,6 +21,7 @@ __all__ = [
     "Mamba",
     "MambaConfig",
     "MambaRequest",
+    "RequestError",
     "Seq2Seq",
     "Seq2SeqConfig",
     "Seq2SeqRequest",

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from model_defs.errors import RequestError
+from model_defs.recurrent.errors import RequestError
 
 
 def check_ids(field: str, ids: Any, vocab_size: int) -> np.ndarray:

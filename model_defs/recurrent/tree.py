@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from model_defs.errors import RequestError
+from model_defs.recurrent.errors import RequestError
 from model_defs.recurrent.requests import check_ids
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from pensieve_jax.cellular.cells import CellTypes
 from pensieve_jax.cellular.config import CellularConfig
-from pensieve_jax.cellular.errors import CapacityError, GraphError
+from pensieve_jax.cellular.errors import CapacityError
 from pensieve_jax.cellular.graph import Graph
 from pensieve_jax.cellular.line import Line
 from pensieve_jax.cellular.partition import partition
@@ -130,13 +130,11 @@ class Admission:
         if unfold_many is not None:
             try:
                 unfold_many(requests, graph)
-                if len(graph.ends) != len(requests):
-                    raise GraphError(
-                        "unfold_many", len(graph.ends), f"{len(requests)} requests, one for each"
-                    )
-                return graph
             except InvalidFieldError:  # one by one it is told of which request
                 graph = Graph(self._types, max_nodes=self._config.max_nodes)
+            else:
+                graph.check_ends(len(requests))
+                return graph
         for place, request in enumerate(requests):
             graph.begin()
             try:

@@ -71,6 +71,7 @@ class Formation:
         one another and keep their row. So what there is to know of a chain is looked up and written once, not
         for every task: a chain is a *lane*, with the task that it joins and the number of nodes it has there.
         """
+        assert kind.is_chained, "a lane keeps its row, which is of the kind that its nodes leave"
         last_nodes, sub = self._subgraphs.last, self._nodes.sub
         joining = queue.take(worker, kind.max_batch)
         subs = sub[joining]

@@ -33,7 +33,8 @@ class Graph(Pieces):
         super().__init__(types)
         self._max_nodes = max_nodes
         self._base = 0
-        self._num_returned = 0
+        self._returned_here: set[int] = set()
+        self._is_open = False
 
     def add(self, cell: Any, inputs: Sequence[int | None] = (), **immediates: int) -> int:
         """One node; returns its id.
@@ -140,8 +141,9 @@ class Graph(Pieces):
           words: i32[n] of each.
 
         Raises:
-          GraphError: this is not what they are; one by one it may be told why.
+          GraphError: this is not what they are, one by one it may be told why; or `unfold` called it.
         """
+        self._check_closed("sentences")
         add_sentences(self, self._find(cell), words, self._max_nodes)
 
     def trees(
@@ -156,8 +158,9 @@ class Graph(Pieces):
           children: int[m, fan_in] of each tree, earlier nodes of it; these are its nodes n on, the root last.
 
         Raises:
-          GraphError: this is not what they are; one by one it may be told why.
+          GraphError: this is not what they are, one by one it may be told why; or `unfold` called it.
         """
+        self._check_closed("trees")
         add_trees(self, self._find(leaf), self._find(inner), words, children, self._max_nodes)
 
     def nodes(self, cell: Any, inputs: np.ndarray, **immediates: Sequence[int] | np.ndarray) -> range:
@@ -174,12 +177,8 @@ class Graph(Pieces):
         """
         kind = self._find(cell)
         ids = np.asarray(inputs)
-        if (
-            ids.ndim != 2
-            or ids.shape[1] != len(kind.input_kinds)
-            or not len(ids)
-            or ids.dtype.kind not in "iu"
-        ):
+        is_table = ids.ndim == 2 and ids.shape[1] == len(kind.input_kinds) and len(ids) > 0
+        if not is_table or ids.dtype.kind not in "iu":
             raise self._bad("inputs", inputs, f"ints [n, {len(kind.input_kinds)}], for {kind.name}")
         self.has_only_chains = False
         num, own = len(ids), self.num_nodes - self._base
@@ -189,6 +188,7 @@ class Graph(Pieces):
             raise self._bad(
                 f"inputs[{slot}]", int(ids[node, slot]), "an earlier node: there are no cycles", node
             )
+        ids = ids.astype(np.int64)
         if not ids.size or (ids == NO_NODE).all():
             return self._append(kind, num, None, 0, NO_NODE, ids, None, immediates)
         if num == 1:
@@ -213,21 +213,21 @@ class Graph(Pieces):
         """
         for node in nodes:
             self._check_node("returns", node, is_source=False)
-            if len(self.returned) > self._num_returned and (
-                self._base + node in self.returned[self._num_returned :]
-            ):
+            if node in self._returned_here:
                 raise self._bad("returns", node, "a node that is not returned already", node=None)
             if self.piece(self._base + node).stop is not None:
                 raise self._bad("returns", node, "no node of a chain that may end before it", node=None)
             if self._base + node != self.num_nodes - 1:
                 self.has_only_chains = False
-            self.places.append(len(self.returned) - self._num_returned)
+            self.places.append(len(self._returned_here))
             self.returned.append(self._base + node)
+            self._returned_here.add(node)
 
     def begin(self) -> None:
         """The next request's nodes follow."""
         self._base = self.num_nodes
-        self._num_returned = len(self.returned)
+        self._returned_here.clear()
+        self._is_open = True
 
     def end(self) -> None:
         """The request is whole.
@@ -237,9 +237,25 @@ class Graph(Pieces):
         """
         if self.num_nodes == self._base:
             raise GraphError("graph", 0, "at least one node")
-        if len(self.returned) == self._num_returned and not self._emits():
+        if not self._returned_here and not self._emits():
             raise GraphError("returns", (), "one node at least, since no cell of the request emits anything")
         self.ends.append((self.num_nodes, len(self.joined), len(self.returned)))
+        self._is_open = False
+
+    def check_ends(self, num: int) -> None:
+        """All that was added is `num` requests.
+
+        Raises:
+          GraphError: there are more or fewer, or nodes behind the last one.
+        """
+        if len(self.ends) != num or self.ends[-1][0] != self.num_nodes:
+            limit = f"{num}, one for each request that it was given, and no node beside them"
+            raise GraphError("unfold_many", len(self.ends), limit)
+
+    def _check_closed(self, method: str) -> None:
+        """What adds whole requests is for `unfold_many`: within one they would end it."""
+        if self._is_open:
+            raise GraphError(method, "called by unfold", "called by unfold_many, which adds whole requests")
 
     def _emits(self) -> bool:
         """Whether a cell of this request tells anything."""

@@ -24,6 +24,8 @@ def is_int32(value: Any) -> bool:
 
 def int32s(values: Sequence[int] | np.ndarray) -> np.ndarray | None:
     """i32[n], a copy, since an array may be used again; None if they are anything else, or too large."""
+    if isinstance(values, str | bytes | bytearray | memoryview):  # which `array` takes for numbers in memory
+        return None
     if type(values) is not np.ndarray:
         try:
             return np.frombuffer(array("i", values), INT32)

@@ -7,12 +7,15 @@ Called by: the scenarios, and the fake worker, which computes the same for many 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pensieve_jax.cellular.cells import Cell, CellTypes, Field
+from pensieve_jax.cellular.errors import GraphError
 
 WIDE, NARROW = {"x": Field((), "int64"), "token": Field((), "int32")}, {"y": Field((), "int64")}
 NUM_TOKENS = 6  # so that a chain ends early, often
@@ -72,11 +75,17 @@ class Node(NamedTuple):
 
 @dataclass
 class Drawn:
-    """A request: its nodes, and the calls that make a graph of them."""
+    """A request: its nodes, and the calls that make a graph of them.
+
+    Attributes:
+      vector: the method of a graph that adds many such requests, and what it takes of this one; None if there
+        is none.
+    """
 
     nodes: list[Node] = field(default_factory=list)
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
+    vector: tuple[str, tuple[np.ndarray, ...]] | None = None
 
     def unfold(self, graph: Any) -> None:
         """As a user's function does."""
@@ -109,6 +118,16 @@ class Drawn:
         return [value(index) for index in self.returned], tokens
 
 
+def unfold_many(requests: Sequence[Drawn], graph: Any) -> None:
+    """All of them by vectors, if there are vectors for all."""
+    cells = {"sentences": ("step",), "trees": ("leaf", "inner")}
+    if any(one.vector is None for one in requests):
+        raise GraphError("requests", requests, "sentences and trees")
+    for method, group in itertools.groupby((one.vector for one in requests), key=lambda one: one[0]):
+        columns = zip(*(arrays for _, arrays in group), strict=True)
+        getattr(graph, method)(*cells[method], *map(list, columns))
+
+
 def draw(rng: np.random.Generator, shapes: str) -> Drawn:
     """A request of one of these shapes: "c" a chain, "e" encoder and decoder, "t" a tree, "a" any graph."""
     drawers = {"c": _chain, "e": _encoder_decoder, "t": _tree, "a": _any}
@@ -121,10 +140,14 @@ def _chain(rng: np.random.Generator) -> Drawn:
     drawn.returned = [len(drawn.nodes) - 1] if rng.random() < 0.8 else []
     if rng.random() < 0.05 and len(drawn.nodes) > 1:
         drawn.returned.append(int(rng.integers(len(drawn.nodes) - 1)))
+    if drawn.returned == [len(drawn.nodes) - 1]:
+        words = np.array([node.immediates[0] for node in drawn.nodes], np.int32)
+        drawn.vector = "sentences", (words,)
     return drawn
 
 
 def _encoder_decoder(rng: np.random.Generator) -> Drawn:
+    """Some with a head behind the decoder, a cell that leaves another kind of state than it reads."""
     drawn = Drawn()
     _add_chain(drawn, rng, "step", int(rng.integers(1, 9)), None, None)
     stop = int(rng.integers(NUM_TOKENS)) if rng.random() < 0.7 else None
@@ -132,6 +155,9 @@ def _encoder_decoder(rng: np.random.Generator) -> Drawn:
     if rng.random() < 0.05:  # another decoder of the same source
         drawn.returned = [0]
         _add_chain(drawn, rng, "decode", int(rng.integers(1, 9)), 0, stop)
+    elif stop is None and rng.random() < 0.5:
+        _add_chain(drawn, rng, "narrow", 1, len(drawn.nodes) - 1, None)
+        drawn.returned = [len(drawn.nodes) - 1]
     return drawn
 
 
@@ -156,6 +182,7 @@ def _tree(rng: np.random.Generator) -> Drawn:
         drawn.calls += [("add", ("leaf",), {"n0": word}) for word in words]
         drawn.calls += [("add", ("inner", pair), {}) for pair in children]
     drawn.returned = [len(drawn.nodes) - 1]
+    drawn.vector = "trees", (np.array(words, np.int32), np.array(children, np.int64).reshape(-1, 2))
     return drawn
 
 
@@ -191,4 +218,5 @@ def _add_chain(
         immediates = (words[i],) if words else ()
         drawn.nodes.append(Node(name, (source,), immediates, stop, start + num if stop is not None else -1))
     options = {"after": after, "until": stop} | ({} if words else {"num": num})
-    drawn.calls.append(("chain", (name, words) if words else (name,), options))
+    given = np.array(words, np.int32) if words and rng.random() < 0.5 else words
+    drawn.calls.append(("chain", (name, given) if words else (name,), options))

@@ -6,13 +6,14 @@ Called by: `test_scenarios`, which must see that every one of them is caught.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pensieve_jax.cellular import formation, ready_queue, request_processor, rows, scheduler
+from pensieve_jax.cellular import chains, formation, many, ready_queue, request_processor, rows, scheduler
 from pensieve_jax.cellular.tables import COMPLETED
 
 type Patch = pytest.MonkeyPatch
@@ -152,3 +153,66 @@ def who_lost_state_goes_on_without(patch: Patch) -> None:
 def rows_are_promised_to_half_of_what_is_needed(patch: Patch) -> None:
     admit = rows.RowBudget.admit
     patch.setattr(rows.RowBudget, "admit", lambda self, needed: admit(self, (needed + 1) // 2))
+
+
+@mutation
+def a_head_is_a_lane(patch: Patch) -> None:
+    source = chains.partition
+
+    def straight(graph: Any, *, max_depth: int) -> Any:
+        found = source(graph, max_depth=max_depth)
+        return found and dataclasses.replace(found, is_bent=np.zeros(len(found.is_bent), bool))
+
+    patch.setattr(chains, "partition", straight)
+
+
+@mutation
+def a_lane_takes_over_a_row_that_another_one_reads(patch: Patch) -> None:
+    lanes = formation.Formation._add_lanes
+
+    def take_over(self: Any, kind: Any, worker: int, first: np.ndarray, *args: Any) -> None:
+        sources = self._nodes.inputs[0, first]
+        self._nodes.uses[sources[sources != 0]] = 1
+        lanes(self, kind, worker, first, *args)
+
+    patch.setattr(formation.Formation, "_add_lanes", take_over)
+
+
+@mutation
+def a_lane_joins_with_the_first_task(patch: Patch) -> None:
+    lanes = formation.Formation._add_lanes
+    patch.setattr(
+        formation.Formation,
+        "_add_lanes",
+        lambda self, kind, worker, first, subs, joins, counts: lanes(
+            self, kind, worker, first, subs, np.zeros_like(joins), counts
+        ),
+    )
+
+
+@mutation
+def a_lane_leaves_out_where_it_goes_on(patch: Patch) -> None:
+    patch.setattr(ready_queue.ReadyQueue, "go_on", _one_less(ready_queue.ReadyQueue.go_on))
+
+
+@mutation
+def words_of_sentences_are_moved_by_one(patch: Patch) -> None:
+    joined = many._joined
+
+    def roll(words: Any) -> Any:
+        flat, lengths = joined(words)
+        return (flat if flat is None or len(words) == 1 else np.roll(flat, 1)), lengths
+
+    patch.setattr(many, "_joined", roll)
+
+
+@mutation
+def trees_forget_what_came_before(patch: Patch) -> None:
+    add = many._add_pieces
+    patch.setattr(
+        many, "_add_pieces", lambda pieces, *args: add(pieces, *args[:-1], args[-1] - pieces.num_nodes)
+    )
+
+
+def _one_less(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, nodes: method(self, nodes[:-1] if len(nodes) > 1 else nodes)

@@ -22,7 +22,7 @@ from pensieve_jax.cellular.loop import Loop
 from pensieve_jax.cellular.request import CellRequest
 from pensieve_jax.cellular.request_processor import RequestProcessor
 from tests.cellular.fake_worker import FakeWorker
-from tests.cellular.hash_cells import Drawn, draw, make_cells
+from tests.cellular.hash_cells import Drawn, draw, make_cells, unfold_many
 
 NAMES = ("step", "decode", "leaf", "inner", "join", "narrow")
 NUM_EVENTS = 60
@@ -83,7 +83,9 @@ class Scenario:
 
     def _submit(self) -> None:
         drawn = [draw(self.rng, self.shapes) for _ in range(int(self.rng.choice([1, 1, 2, 5])))]
-        handles = self.processor.submit_many(drawn, lambda one, graph: one.unfold(graph))
+        many = unfold_many if self.rng.random() < 0.5 else None
+        handles = self.processor.submit_many(drawn, lambda one, graph: one.unfold(graph), many)
+        self.totals["by vectors"] += many is not None and all(one.vector is not None for one in drawn)
         self.open.update(zip(handles, drawn, strict=True))
         self.totals["requests"] += len(drawn)
 

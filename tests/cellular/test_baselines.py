@@ -133,6 +133,14 @@ def test_a_graph_that_is_not_that_of_the_others():
         processor.submit_many([3, 4], chain)
 
 
+def test_the_graph_of_a_request_that_was_refused_is_not_that_of_the_others():
+    types = CellTypes([Cell(STEP, "step", 4)])
+    processor = RequestProcessor(types, CellularConfig(num_rows=50), FixedGraph)
+    with pytest.raises(GraphError, match=r"requests\[1\].*the graph of the first request"):
+        processor.submit_many([3, 4], chain)
+    assert len(processor.submit_many([4, 4], chain)) == 2
+
+
 def test_an_order_of_merging_that_there_is_not():
     types = CellTypes([Cell(STEP, "step", 4)])
     with pytest.raises(ConfigError, match="'depth' or 'agenda'"):

@@ -46,6 +46,53 @@ def test_chains_equal_the_general_way():
     assert num_taken > 200
 
 
+def test_a_head_is_no_lane():
+    """A cell that leaves another kind of state than it reads cannot stay in the row of what it reads."""
+    graph = Graph(_TYPES, max_nodes=9)
+    graph.begin()
+    last = graph.chain("step", [1, 2, 3])[-1]
+    graph.returns(graph.add("narrow", [last]))
+    graph.end()
+    graph.begin()
+    last = graph.chain("step", [1, 2, 3])[-1]
+    graph.returns(graph.chain("narrow", num=1, after=last)[0])
+    graph.end()
+    assert partition.partition(graph, max_depth=9).is_bent.tolist() == [False, True, False, True]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint64"])
+def test_inputs_of_any_integers(dtype):
+    """Of few bits they must not run over, of 64 without a sign not become fractions."""
+    graph = Graph(_TYPES, max_nodes=1000)
+    for _ in range(2):
+        graph.begin()
+        leaves = graph.nodes("leaf", np.empty((120, 0), np.int64), n0=np.arange(120))
+        inner = graph.nodes("inner", np.arange(len(leaves), dtype=dtype).reshape(-1, 2))
+        graph.returns(*inner)
+        graph.end()
+    read = partition.partition(graph, max_depth=9).inputs[:2, [120, 179, 300, 359]]
+    assert read.T.tolist() == [[0, 1], [118, 119], [180, 181], [298, 299]]
+
+
+@pytest.mark.parametrize("words", [b"four", bytearray(4), "four", memoryview(b"four"), [2**31], [1.0]])
+def test_what_is_no_words(words):
+    graph = Graph(_TYPES, max_nodes=9)
+    graph.begin()
+    with pytest.raises(GraphError, match=r"nodes\[0\].n0 is"):
+        graph.chain("step", words)
+
+
+def test_nothing_is_returned_twice():
+    graph = Graph(_TYPES, max_nodes=9)
+    for _ in range(2):
+        graph.begin()
+        nodes = graph.chain("step", [1, 2, 3])
+        graph.returns(*nodes)
+        with pytest.raises(GraphError, match="returns is 1, but must be a node that is not returned already"):
+            graph.returns(nodes[1])
+        graph.end()
+
+
 @pytest.mark.parametrize("shapes", ["t", "a"])
 def test_other_graphs_are_left_to_the_general_way(shapes):
     """A tree is no chain, even one of a single leaf."""

@@ -50,10 +50,36 @@ def test_the_request_is_named(processor, bad, error, match):
     assert not processor.handles and not processor.admission.request_ids
 
 
-def test_one_for_each(processor):
-    """A function that unfolds others than it was given is told so, unless they can be had one by one."""
-    handles = processor.submit_many(
-        words(2, 3), unfold, lambda requests, graph: unfold_many(requests[:1], graph)
-    )
-    assert len(handles) == 2
-    assert processor.nodes.immediates[0].sum() == 0 + 1 + 0 + 1 + 2
+def _fewer(requests, graph):
+    graph.sentences("step", requests[1:])
+
+
+def _more(requests, graph):
+    graph.sentences("step", [*requests, *requests])
+
+
+def _and_nodes_of_none(requests, graph):
+    graph.sentences("step", requests)
+    graph.chain("step", requests[0])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"), [(_fewer, 1), (_more, 4), (_and_nodes_of_none, 2), (lambda requests, graph: None, 0)]
+)
+def test_one_for_each(processor, wrong, found):
+    """A function that unfolds others than it was given is told so: its author would look for long."""
+    with pytest.raises(GraphError, match=f"unfold_many is {found}, but must be 2, one for each request"):
+        processor.submit_many(words(2, 3), unfold, wrong)
+    assert not processor.handles and not processor.admission.request_ids
+
+
+def test_whole_requests_are_not_added_within_one(processor):
+    def sentences(words, graph):
+        graph.sentences("step", [words])
+
+    def trees(words, graph):
+        graph.trees("leaf", "inner", [words], [np.empty((0, 2), np.int64)])
+
+    for wrong in (sentences, trees):
+        with pytest.raises(GraphError, match="called by unfold_many, which adds whole requests"):
+            processor.submit_many(words(1), wrong)

@@ -31,15 +31,15 @@ class FixedGraph(GraphMerging):
 
     def check(self, parts: Parts) -> None:
         """Raise GraphError for a graph that is not that of the first request."""
-        start = 0
+        start, first = 0, self._graph
         for place, end in enumerate(parts.request_nodes.tolist()):
             inputs = parts.inputs[:, start:end]
             graph = parts.kind[start:end], np.where(inputs < 0, inputs, inputs - start)
-            if self._graph is None:
-                self._graph = graph
-            if not all(map(np.array_equal, graph, self._graph)):
+            first = graph if first is None else first
+            if not all(map(np.array_equal, graph, first)):
                 raise GraphError(f"requests[{place}]", "another graph", "the graph of the first request")
             start = end
+        self._graph = first
 
     def _plan(self, requests: Sequence[int]) -> list[Task]:
         starts = self.requests.start[list(requests)]

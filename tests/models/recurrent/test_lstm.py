@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model_defs.errors import RequestError
 from model_defs.recurrent import LSTM
+from model_defs.recurrent.errors import RequestError
 from tests.models.recurrent.literal import golden, lstm, lstm_shapes, random_weights
 from tests.models.recurrent.serving import served, small_engine
 from tests.seeds import new_seed

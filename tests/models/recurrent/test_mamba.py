@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from model_defs import CheckpointError, UnsupportedModelError
-from model_defs.errors import RequestError
 from model_defs.recurrent import Mamba
+from model_defs.recurrent.errors import RequestError
 from model_defs.recurrent.tensors import open_tensors
 from tests.models.recurrent import literal
 from tests.models.recurrent.literal import GOLDEN, agree

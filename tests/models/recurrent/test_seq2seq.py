@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from model_defs.errors import RequestError, UnsupportedModelError
+from model_defs.errors import UnsupportedModelError
 from model_defs.recurrent import Seq2Seq
+from model_defs.recurrent.errors import RequestError
 from tests.models.recurrent.literal import agree, golden, lstm_shapes, random_weights, translate
 from tests.models.recurrent.serving import served, small_engine
 from tests.seeds import new_seed

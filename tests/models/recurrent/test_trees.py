@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from model_defs.errors import RequestError
+from model_defs.recurrent.errors import RequestError
 from model_defs.recurrent.tree import BinaryTree, from_arrays, from_pairs
 from tests.models.recurrent.test_tree_lstm import VOCAB_SIZE, random_tree
 from tests.seeds import new_seed
