@@ -168,5 +168,9 @@ class Admission:
                 f"at most num_rows ({self.budget.num_rows}), of the state ({fields})",
             )
         most = self._config.max_num_waiting
-        if most is not None and len(self.waiting) + num > most:
-            raise CapacityError("requests", len(self.waiting) + num, f"at most max_num_waiting ({most})")
+        if most is not None:
+            num_waiting = len(self.waiting) or -self.budget.num_fitting(parts.rows)
+            if num_waiting + num > most:
+                raise CapacityError(
+                    "requests", num_waiting + num, f"at most max_num_waiting ({most}) that wait for rows"
+                )

@@ -148,11 +148,13 @@ class CellularEngine:
         """
         handles: list[CellRequest] = []
         todo = list(requests)
+        most = _SLICE if self._config.max_num_waiting is None else self._config.max_num_waiting
         num_done = 0  # of the first ones, one behind the other
         while num_done < len(todo):
-            has_more = len(handles) < len(todo) and len(self.processor.admission.waiting) < _SLICE
+            room = min(_SLICE, most - len(self.processor.admission.waiting))
+            has_more = len(handles) < len(todo) and room > 0
             if has_more:
-                handles += self.submit_many(todo[len(handles) : len(handles) + _SLICE])
+                handles += self.submit_many(todo[len(handles) : len(handles) + room])
             if not self.step() and not has_more:
                 self.wait()
             while num_done < len(handles) and handles[num_done].done:

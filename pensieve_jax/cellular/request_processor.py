@@ -175,17 +175,20 @@ class RequestProcessor:
                     handle.keep(place, fields, row)
         if launch.kind.emits:
             stops = nodes.stop[completed]
-            for node in completed[(stops != NO_STOP) & (nodes.emitted[0, completed] == stops)].tolist():
-                if nodes.state[node] == COMPLETED:
-                    self._stop(node)
+            ends = completed[(stops != NO_STOP) & (nodes.emitted[0, completed] == stops)]
+            if len(ends):
+                self._stop(ends)
 
-    def _stop(self, node: int) -> None:
-        """It is the last of its chain; what was submitted behind it was in vain."""
+    def _stop(self, ends: np.ndarray) -> None:
+        """The first of these in each chain is its last node; what was submitted behind it was in vain."""
         nodes = self.nodes
-        rest = np.arange(node + 1, nodes.chain_end[node])
-        state = nodes.state[rest]
-        in_vain = rest[(state == SUBMITTED) | (state == COMPLETED)]
-        self.handles[int(nodes.request[node])].num_wasted += len(in_vain)
+        ends = np.sort(ends)
+        lasts = ends[np.diff(nodes.chain_end[ends], prepend=-1) != 0]
+        rest = _ranges(lasts + 1, nodes.chain_end[lasts])
+        in_vain = rest[(nodes.state[rest] == SUBMITTED) | (nodes.state[rest] == COMPLETED)]
+        requests, counts = np.unique(nodes.request[in_vain], return_counts=True)
+        for request, count in zip(requests.tolist(), counts.tolist(), strict=True):
+            self.handles[request].num_wasted += count
         self._drop(rest)
 
     def _drop(self, dropped: np.ndarray) -> None:

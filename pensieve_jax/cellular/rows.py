@@ -67,19 +67,15 @@ class RowBudget:
         self.num_rows = num_rows
         self.promised = np.zeros(num_kinds, np.int64)
 
+    def num_fitting(self, needed: np.ndarray) -> int:
+        """How many of these requests, i64[requests, kinds] of at most `num_rows`, `admit` would admit."""
+        fits = (self.promised + np.cumsum(needed, axis=0) <= self.num_rows).all(axis=1)
+        return len(fits) if fits.all() else int(np.argmin(fits))
+
     def admit(self, needed: np.ndarray) -> int:
-        """Promise the rows of as many requests as fit, in order.
-
-        Args:
-          needed: i64[requests, kinds], each at most `num_rows`.
-
-        Returns: how many.
-        """
-        total = self.promised + np.cumsum(needed, axis=0)
-        fits = (total <= self.num_rows).all(axis=1)
-        num = len(fits) if fits.all() else int(np.argmin(fits))
-        if num:
-            self.promised = total[num - 1]
+        """Promise the rows of as many requests as fit, in order, and return how many they are."""
+        num = self.num_fitting(needed)
+        self.promised = self.promised + needed[:num].sum(axis=0)
         return num
 
     def end(self, needed: np.ndarray) -> None:

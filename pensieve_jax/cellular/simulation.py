@@ -34,18 +34,15 @@ class VirtualWorker:
     """A device that takes time and computes nothing; what it tells is zeros.
 
     Attributes:
-      begun_s: when its last launch began, or will.
-      busy_s: how long it has computed.
-      num_cells, num_tasks: that it has run.
+      begun_s: when each task of its last launch began, or will.
     """
 
     def __init__(self, times: CellTimes, clock: VirtualClock) -> None:
         """Nothing has run."""
         self._times, self._clock = times, clock
         self._flying: deque[tuple[float, Launch]] = deque()
-        self._free_s = self.begun_s = 0.0
-        self.busy_s = 0.0
-        self.num_cells = self.num_tasks = 0
+        self._free_s = 0.0
+        self.begun_s: np.ndarray = np.empty(0)
 
     @property
     def num_in_flight(self) -> int:
@@ -59,16 +56,13 @@ class VirtualWorker:
 
     def launch(self, launch: Launch) -> None:
         """See `loop.Worker`."""
-        name = launch.kind.name
-        took_s = self._times.launch_s + sum(
-            part.num_tasks * self._times.task_of(name, part.batch_size) for part in launch.parts
-        )
-        self.begun_s = max(self._free_s, self._clock.now_s)
-        self._free_s = self.begun_s + took_s
+        parts = launch.parts
+        took_s = [self._times.task_of(launch.kind.name, part.batch_size) for part in parts]
+        ends_s = np.cumsum(np.repeat(took_s, [part.num_tasks for part in parts]))
+        begin_s = max(self._free_s, self._clock.now_s) + self._times.launch_s
+        self.begun_s = begin_s + np.append(0.0, ends_s[:-1])
+        self._free_s = begin_s + float(ends_s[-1])
         self._flying.append((self._free_s, launch))
-        self.busy_s += took_s
-        self.num_cells += launch.num_nodes
-        self.num_tasks += len(launch.tasks)
 
     def poll(self) -> Iterator[Done]:
         """See `loop.Worker`."""
@@ -86,8 +80,8 @@ class Served:
     """What a run was like, an entry for each request in order of arrival.
 
     Attributes:
-      arrival_s, begin_s, end_s: when it came, when the first launch with a cell of it began to be computed,
-        and when its result was there.
+      arrival_s, begin_s, end_s: when it came, when its first cell began, and when its result was there. In
+        real time nobody sees a cell begin, and the second is when the launch with it was given to a device.
     """
 
     arrival_s: np.ndarray
@@ -118,12 +112,12 @@ def simulate(
 
     def begun(launch: Launch) -> None:
         """Its requests have begun, if not before; a request's serial is its place in order of arrival."""
-        now_s = workers[launch.worker].begun_s
+        begun_s = workers[launch.worker].begun_s
         tasks = [processor.requests.serial[processor.nodes.request[task]] for task in launch.tasks]
-        for serials in tasks:
-            np.minimum.at(begin_s, serials, now_s)
+        for serials, one_s in zip(tasks, begun_s, strict=True):
+            np.minimum.at(begin_s, serials, one_s)
         if observe is not None:
-            observe(now_s, tasks)
+            observe(float(begun_s[0]), tasks)
 
     loop = Loop(processor, workers, most, observe=begun)
     num_sent = num_ended = 0

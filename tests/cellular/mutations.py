@@ -121,14 +121,25 @@ def nothing_that_was_cancelled_leaves_the_queue(patch: Patch) -> None:
 
 @mutation
 def a_chain_goes_on_behind_its_end(patch: Patch) -> None:
-    patch.setattr(request_processor.RequestProcessor, "_stop", lambda self, node: None)
+    patch.setattr(request_processor.RequestProcessor, "_stop", lambda self, ends: None)
+
+
+@mutation
+def a_chain_has_the_last_of_two_ends(patch: Patch) -> None:
+    stop = request_processor.RequestProcessor._stop
+
+    def last(self: Any, ends: np.ndarray) -> None:
+        ends = np.sort(ends)
+        stop(self, ends[np.diff(self.nodes.chain_end[ends], append=-1) != 0])
+
+    patch.setattr(request_processor.RequestProcessor, "_stop", last)
 
 
 @mutation
 def cells_in_vain_are_told(patch: Patch) -> None:
-    def stop(result: Any, self: Any, node: int) -> Any:
-        rest = np.arange(node + 1, self.nodes.chain_end[node])
-        self.nodes.state[rest[:1]] = COMPLETED
+    def stop(result: Any, self: Any, ends: np.ndarray) -> Any:
+        behind = ends + 1
+        self.nodes.state[behind[behind < self.nodes.chain_end[ends]]] = COMPLETED
         return result
 
     after(patch, request_processor.RequestProcessor, "_stop", stop)

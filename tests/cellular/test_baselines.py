@@ -125,6 +125,16 @@ def test_a_graph_that_is_no_chain_cannot_be_padded():
     assert not processor.handles and not processor.admission.request_ids
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"width": 0}, "width is 0"), ({"max_batch": 5}, "from 1 to 4"), ({"max_batch": 0}, "0")],
+)
+def test_padding_that_cannot_be(options, match):
+    types = CellTypes([Cell(STEP, "step", 4)])
+    with pytest.raises(ConfigError, match=match):
+        RequestProcessor(types, CellularConfig(num_rows=50), functools.partial(Padding, **options))
+
+
 def test_a_graph_that_is_not_that_of_the_others():
     types = CellTypes([Cell(STEP, "step", 4)])
     processor = RequestProcessor(types, CellularConfig(num_rows=50), FixedGraph)

@@ -117,7 +117,7 @@ def test_requests_that_cannot_be(engine, words, error, match):
 
 def test_too_many_that_wait(engine):
     with pytest.raises(CapacityError, match="max_num_waiting"):
-        engine.submit_many([[1]] * 41)
+        engine.submit_many([[1]] * (16 + 41))
 
 
 def refuse(graph_of: Any, match: str, gru: Gru, engine: CellularEngine) -> None:

@@ -23,6 +23,7 @@ from pensieve_jax.cellular.errors import GraphError
 from pensieve_jax.cellular.formation import Formation
 from pensieve_jax.cellular.parts import NONE, Parts
 from pensieve_jax.cellular.tables import Tables
+from pensieve_jax.core.errors import ConfigError
 
 DEFAULT_WIDTH = 10
 type _Bucket = tuple[tuple[int, ...], int]
@@ -49,10 +50,18 @@ class Padding(GraphBatching):
           width: of buckets: the first has lengths of 1 to `width`.
           oldest_first: the strong one.
           max_batch: requests of a batch; None is the smallest of the largest batches of all cells.
+
+        Raises:
+          ConfigError: a width below 1, or a batch that is larger than a cell's.
         """
         super().__init__(types, tables, formation, config)
         self._width, self._oldest_first = width, oldest_first
-        self._most = max_batch or min(one.max_batch for one in types.types)
+        least = min(one.max_batch for one in types.types)
+        self._most = least if max_batch is None else max_batch
+        if width < 1:
+            raise ConfigError("width", width, "a number of words of at least 1")
+        if not 1 <= self._most <= least:
+            raise ConfigError("max_batch", max_batch, f"from 1 to {least}, the largest batch of every cell")
         self._buckets: dict[_Bucket, deque[Waiting]] = {}
         self._last_bucket: _Bucket = (), -1
 
