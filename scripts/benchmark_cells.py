@@ -1,14 +1,14 @@
 """What a cell takes on this device by batch size, and what a launch takes the host: figure 2.3 of the thesis.
 
     python scripts/benchmark_cells.py --model=lstm --hidden_size=1024 --plot=cells.png
-    python scripts/benchmark_cells.py --model=tree_lstm --max_batch=64 --save_times=times.json
+    python scripts/benchmark_cells.py --model=tree_lstm --max_batch=64
 
 A launch has one, two or five tasks, one after the other in one program; a task gathers its rows, runs its
 cell and scatters. Beside them stands a step of cuDNN's LSTM, through JAX and through torch where that is
 installed, over a contiguous batch of sentences of 24 words. The second table is of the host alone: requests
 are unfolded, launches formed and their ends noted, with a device that takes no time. The largest batch to
-serve with is the one beyond which throughput grows no more. `--save_times` writes what the simulation takes
-for its clock; the last line is one JSON document (see `--json`).
+serve with is the one beyond which throughput grows no more. The last line is one JSON document (see
+`--json`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from steps.cost_plot import check_can_plot
 from tqdm import tqdm
 
 from pensieve_jax.cellular import CellularConfig, CellularEngine
-from pensieve_jax.cellular.times import CellTimes
 from pensieve_jax.commands.engine_flags import shows_progress
-from pensieve_jax.commands.launch import check_can_write, run
+from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 
 FLAGS = flags.FLAGS
@@ -138,8 +137,6 @@ def panels(tasks: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> 
 def main() -> int:
     if FLAGS.plot is not None:
         check_can_plot("--plot", Path(FLAGS.plot))
-    if FLAGS.save_times is not None:
-        check_can_write("--save_times", Path(FLAGS.save_times))
     model = model_from_flags()
     with CellularEngine(
         model.cells,
@@ -156,8 +153,6 @@ def main() -> int:
     if FLAGS.plot is not None:
         title = f"{FLAGS.model}, hidden size {FLAGS.hidden_size}, {FLAGS.dtype}: {device_name()}"
         draw_panels(panels(tasks, steps), title, Path(FLAGS.plot))
-    if FLAGS.save_times is not None:
-        CellTimes(task_times.cell_table(tasks)).save(Path(FLAGS.save_times))
     results = {
         "model": FLAGS.model,
         "hidden_size": FLAGS.hidden_size,
@@ -175,7 +170,6 @@ def define_flags() -> None:
     define_model_flags()
     flags.DEFINE_integer("num_rows", 16_384, "Rows of state.", lower_bound=1)
     flags.DEFINE_string("plot", None, "A PNG: time and throughput over batch size.")
-    flags.DEFINE_string("save_times", None, "Where the simulation's table of times is written.")
     flags.DEFINE_string("compilation_cache_dir", None, "Where compiled programs are kept.")
     flags.DEFINE_boolean("progress", None, "Show bars. Default: on a terminal.")
     define_document_flag()

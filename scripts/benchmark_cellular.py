@@ -1,7 +1,7 @@
 """Recurrent models in an open loop: cellular batching beside its rivals, latency over throughput.
 
     python scripts/benchmark_cellular.py --model=lstm --hidden_size=1024 --rates=10000,40000,80000
-    python scripts/benchmark_cellular.py --model=seq2seq --max_batch=512,256 --num_devices=2 --rates=5000
+    python scripts/benchmark_cellular.py --model=seq2seq --max_batch=512,256 --data=a.de,a.en --rates=5000
     python scripts/benchmark_cellular.py --model=tree_lstm --max_batch=64 --data=train_shapes.txt --rates=5000
 
 Requests arrive at times of a Poisson process, and latency counts from when each was due. All systems run
@@ -9,9 +9,10 @@ the same programs on the same weights, one after the other, in one process: *cel
 *padding* fills buckets by length, in turn or the oldest first, or is cuDNN's LSTM of whole sentences;
 *merging* joins the graphs of 64 requests, as Fold and DyNet do. Every run goes on to its last answer:
 beyond the peak, throughput stays and latency is that of a run of `--seconds`. What *padding* and *merging*
-cost the host, choosing and planning a batch, is part of both, and is told apart. Lengths are drawn like
-Europarl's, and trees like the TreeBank's, unless `--data` has a file of them or `--num_words` says how long
-all sentences are. The last line is one JSON document (see `--json`).
+cost the host, choosing and planning a batch, is part of both, and is told apart. Widths of buckets are 10
+words; others are among the names of `--systems`. Lengths are drawn like Europarl's, and trees like the
+TreeBank's, unless `--data` has a file of them or `--num_words` says how long all sentences are. The last line
+is one JSON document (see `--json`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from cells.clocks import PlanningClock
 from cells.model_flags import define_model_flags, model_from_flags, numbers
 from cells.models import Model
 from cells.real_time import Beginnings, serve
-from cells.whole_sentences import WholeSentences
+from cells.whole_sentences import LENGTHS, WholeSentences, limit_of_words
 from experiments.panels import Panel, draw_panels
 from steps.cost_plot import check_can_plot
 from tqdm import tqdm
@@ -40,14 +41,15 @@ from pensieve_jax.core.errors import ConfigError
 
 FLAGS = flags.FLAGS
 _LEAST_REQUESTS, _WARM_UP = 500, 300
-_WHOLE_BATCHES = (8, 64, 256)  # beside the largest
+_WHOLE_BATCHES = (1, 8, 32, 64, 128, 256)  # beside the largest
 _CLOSE = 1e-2  # of two ways to compute the same, in float32 or bfloat16
 _COLUMNS = (
-    *("system", "rate", "requests/s", "p50, ms", "p90, ms", "p99, ms", "p99 queueing, ms"),
+    *("system", "rate", "requests/s", "p50, ms", "p90, ms", "p99, ms", "p99 to its launch, ms"),
     "planning a request, us",
 )
 _UNITS = loads.UNITS | {
-    "planning_s": "of the host, to choose and plan batches of whole requests; for each request"
+    "queueing_s": "from arrival to when the launch with the first cell was given to a device",
+    "planning_s": "of the host, to choose and plan batches of whole requests; for each request",
 }
 
 
@@ -57,14 +59,26 @@ def chosen_systems() -> list[str]:
         fitting: tuple[str, ...] = systems.TREES
         others: tuple[str, ...] = (systems.IDEAL,)
     else:
-        fitting = (*systems.CHAINS, *((systems.WHOLE,) if FLAGS.model == "lstm" else ()))
-        others = (*systems.OTHER_WIDTHS.values(), *systems.TREES[1:])
+        is_lstm = FLAGS.model == "lstm"
+        fitting = (*systems.CHAINS, *((systems.WHOLE,) if is_lstm else ()))
+        widths = (*systems.OTHER_WIDTHS.values(), *systems.OTHER_OLDEST.values())
+        others = (*widths, *(systems.WHOLE_WIDTHS if is_lstm else ()), *systems.TREES[1:])
     known = (*fitting, *others)
     names = [name.strip() for name in FLAGS.systems] or list(fitting)
     for name in names:
         if name not in known:
-            raise ConfigError("--systems", name, f"one of: {'; '.join(known)}")
+            raise ConfigError("--systems", name, f"one of: {'; '.join(dict.fromkeys(known))}")
+    longest = FLAGS.num_words or 0
+    if longest > LENGTHS[-1] and not systems.WHOLE_WIDTHS.keys().isdisjoint(names):
+        raise ConfigError("--num_words", longest, limit_of_words())
     return names
+
+
+def check_rows(model: Model) -> None:
+    """Raises ConfigError where a rival's batch would not fit."""
+    most = max(one.max_batch for one in model.cells)
+    if FLAGS.num_rows < most:
+        raise ConfigError("--num_rows", FLAGS.num_rows, f"at least {most}, the largest batch")
 
 
 class Systems:
@@ -82,10 +96,11 @@ class Systems:
         num = int(max(rate * FLAGS.seconds, _LEAST_REQUESTS))
         requests = self._model.requests(num, FLAGS.seed)
         arrival_s = loads.arrivals(rate, num, seed=FLAGS.seed)
-        if name == systems.WHOLE:
+        if name in systems.WHOLE_WIDTHS:
             whole = self._whole_sentences()
-            served = whole.serve([one.token_ids for one in requests], arrival_s)
-            name = whole.name
+            sentences = [one.token_ids for one in requests]
+            served = whole.serve(sentences, arrival_s, width=systems.WHOLE_WIDTHS[name])
+            name = name.replace(systems.WHOLE, whole.name)
         else:
             while any(worker.num_in_flight for worker in self._engine.workers):
                 self._engine.step()  # what pads a batch may run behind its last answer
@@ -155,6 +170,7 @@ def main() -> int:
     if FLAGS.plot is not None:
         check_can_plot("--plot", Path(FLAGS.plot))
     model = model_from_flags()
+    check_rows(model)
     config = CellularConfig(
         num_devices=FLAGS.num_devices, num_rows=FLAGS.num_rows, max_num_tasks=FLAGS.max_num_tasks
     )
@@ -182,7 +198,7 @@ def main() -> int:
         "num_devices": FLAGS.num_devices,
         "max_num_tasks": FLAGS.max_num_tasks,
         "num_words": FLAGS.num_words,
-        "data": None if FLAGS.data is None else Path(FLAGS.data).name,
+        "data": [Path(one).name for one in FLAGS.data],
         "seed": FLAGS.seed,
         "points": rows,
     }

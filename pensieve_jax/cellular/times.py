@@ -1,16 +1,14 @@
-"""How long cells take: measured, or as the thesis says.
+"""How long cells take.
 
-Owns: the table, its file, and what lies between its lines.
+Owns: the table, what lies between its lines, and that of the thesis.
 Does not know: who waits.
-Called by: `simulation`, and whoever measures cells.
+Called by: `simulation`, and experiments.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -44,22 +42,6 @@ class CellTimes:
         return _on_line(table, batch_size) + (
             _on_line(self.overhead_s, batch_size) if self.overhead_s else 0.0
         )
-
-    def save(self, path: Path) -> None:
-        """Write it as JSON."""
-        document = {"cells_s": self.cells_s, "overhead_s": self.overhead_s, "launch_s": self.launch_s}
-        path.write_text(json.dumps(document, indent=2) + "\n")  # which makes strings of sizes
-
-    @classmethod
-    def load(cls, path: Path) -> CellTimes:
-        """Read what `save` wrote."""
-        document = json.loads(path.read_text())
-        cells = {name: _table(one) for name, one in document["cells_s"].items()}
-        return cls(cells, _table(document["overhead_s"]), float(document["launch_s"]))
-
-
-def _table(document: Mapping[str, float]) -> dict[int, float]:
-    return {int(size): float(one) for size, one in document.items()}
 
 
 def _on_line(table: Mapping[int, float], size: int) -> float:

@@ -25,7 +25,8 @@ def define_model_flags() -> None:
     flags.DEFINE_list("max_batch", ["512"], "Largest batch of each cell, or of all.")
     help = "Of every sentence, or leaves of every tree; default: of the data."
     flags.DEFINE_integer("num_words", None, help, lower_bound=1)
-    flags.DEFINE_string("data", None, "Pairs of lengths (CSV), or trees (a line each).")
+    help = "Pairs of lengths (CSV), two files of sentences that translate each other, or trees (a line each)."
+    flags.DEFINE_list("data", [], help)
     flags.DEFINE_integer("seed", 0, "Of requests and arrivals.", lower_bound=0)
 
 
@@ -48,6 +49,6 @@ def model_from_flags() -> Model:
         hidden_size=FLAGS.hidden_size,
         dtype=FLAGS.dtype,
         max_batches=numbers("max_batch"),
-        data=None if FLAGS.data is None else Path(FLAGS.data),
+        data=[Path(one) for one in FLAGS.data],
         num_words=FLAGS.num_words,
     )

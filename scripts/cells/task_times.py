@@ -8,7 +8,6 @@ Called by: `scripts/benchmark_cells.py`.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -54,16 +53,6 @@ def task_times(engine: CellularEngine, *, seed: int, shown: bool) -> list[dict[s
             }
         )
     return rows
-
-
-def cell_table(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """Of every cell, by batch size, seconds of a task in the longest launches: as `CellTimes` has them."""
-    most = max(row["num_tasks"] for row in rows)
-    found: dict[str, dict[int, float]] = {}
-    for row in rows:
-        if row["num_tasks"] == most:
-            found.setdefault(row["cell"], {})[row["batch_size"]] = row["task_s"]
-    return found
 
 
 def _launches(

@@ -5,13 +5,14 @@ Does not know: cells, or an engine.
 Called by: `scripts/benchmark_cellular.py`.
 
 The oldest sentence's bucket is next, as many of it as fit, padded to its longest member rounded up to a
-length that is compiled; two batches are in flight. cuDNN is told each sentence's length.
-Its weights are the LSTM's.
+length that is compiled; two batches are in flight. cuDNN is told each sentence's length. Its weights are the
+LSTM's.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import time
 from bisect import bisect_left
 from collections import deque
@@ -27,11 +28,17 @@ from tqdm import tqdm
 
 from model_defs.recurrent import LSTM
 from pensieve_jax.cellular.simulation import Served
+from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.runtime.compilation import CompilationJob, compile_all
 from pensieve_jax.runtime.program import Program
 
 LENGTHS = (*range(2, 33, 2), *range(36, 65, 4), *range(72, 129, 8), 160, 192, 256, 330)
-_WIDTH, _IN_FLIGHT, _MOST_AT_ONCE = 10, 2, 1024
+_IN_FLIGHT, _MOST_AT_ONCE = 2, 1024
+
+
+def limit_of_words() -> str:
+    """For whoever has longer sentences."""
+    return f"at most {LENGTHS[-1]} words, for which whole sentences are compiled: choose others by --systems"
 
 
 class _Batch(NamedTuple):
@@ -69,15 +76,25 @@ class WholeSentences:
         with tqdm(total=len(jobs), desc="compiling", disable=not shown, leave=False) as bar:
             for _ in compile_all(jobs):
                 bar.update()
+        for size in self._batch_sizes:  # the first call of a size is slower
+            self.run([np.ones(1, np.int32)] * size)
 
     def run(self, sentences: Sequence[np.ndarray]) -> np.ndarray:
         """f32[n, hidden]: what the last word of each of these leaves; no more than the largest batch."""
         return np.asarray(self._launch(sentences))[: len(sentences)]
 
-    def serve(self, sentences: Sequence[np.ndarray], arrival_s: np.ndarray) -> Served:
-        """All of them, as `real_time.serve` does it."""
+    def serve(self, sentences: Sequence[np.ndarray], arrival_s: np.ndarray, *, width: int) -> Served:
+        """All of them, as `real_time.serve` does it, by buckets of a width.
+
+        Raises:
+          ConfigError: a sentence is longer than `LENGTHS` go.
+        """
         num = len(sentences)
         lengths = np.array([len(one) for one in sentences])
+        if lengths.max() > LENGTHS[-1]:
+            raise ConfigError("the longest sentence", int(lengths.max()), limit_of_words())
+        gc.collect()
+        gc.freeze()
         buckets: dict[int, deque[int]] = {}
         begin_s, end_s = np.full(num, np.nan), np.full(num, np.nan)
         flying: deque[_Batch] = deque()
@@ -87,7 +104,7 @@ class WholeSentences:
             now_s = time.perf_counter() - zero_s
             num_due = min(int(np.searchsorted(arrival_s, now_s, "right")), num_sent + _MOST_AT_ONCE)
             for place in range(num_sent, num_due):
-                buckets.setdefault((int(lengths[place]) - 1) // _WIDTH, deque()).append(place)
+                buckets.setdefault((int(lengths[place]) - 1) // width, deque()).append(place)
             num_sent = max(num_sent, num_due)
             waiting = [line for line in buckets.values() if line]
             if waiting and len(flying) < _IN_FLIGHT:
@@ -101,6 +118,7 @@ class WholeSentences:
                 np.asarray(batch.result)
                 end_s[batch.places] = time.perf_counter() - zero_s
                 num_ended += len(batch.places)
+        gc.unfreeze()
         return Served(arrival_s, begin_s, end_s)
 
     def _launch(self, sentences: Sequence[np.ndarray]) -> jax.Array:

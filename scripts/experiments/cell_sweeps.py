@@ -169,8 +169,19 @@ def by_batch() -> list[Sweep]:
 def by_width() -> list[Sweep]:
     rates = (1000, 2000, 5000, 8000, 12_000, 16_000, 20_000)
     shape = shapes.lstm()
-    series = [Series(f"width {width}", systems.padding(width), shape, europarl) for width in (1, 10, 40)]
-    return [Sweep("padding by buckets of a width", rates, series)]
+    in_turn = {10: systems.PADDING} | systems.OTHER_WIDTHS
+    oldest_first = {10: systems.PADDING_OLDEST} | systems.OTHER_OLDEST
+    return [
+        Sweep(
+            f"padding by buckets of a width, {order}",
+            rates,
+            [
+                Series(f"width {width}", systems.SYSTEMS[names[width]], shape, europarl)
+                for width in sorted(names)
+            ],
+        )
+        for order, names in (("in turn", in_turn), ("oldest first", oldest_first))
+    ]
 
 
 def by_variance() -> list[Sweep]:
