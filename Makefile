@@ -6,7 +6,7 @@ EXTRAS ?= dev
 PYTHON ?=
 export PYTHON
 
-.PHONY: setup demo serve test test-all test-gpu lint check-wheel bench-scheduler clean
+.PHONY: setup demo serve test test-long test-all test-gpu lint check-wheel bench-scheduler clean
 
 setup: $(STAMP)
 
@@ -27,9 +27,12 @@ serve: $(STAMP)
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Without tests whose length is what they are for; of each there is a short one. Most programs of tests run a few
-# times: here they are compiled fast, in `test-all` well, as for serving.
+# times: here they are compiled fast, in the others well, as for serving.
 test: $(STAMP)
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) -m "not long"
+
+test-long: $(STAMP)
+	$(PYTEST) -m long
 
 test-all: $(STAMP)
 	$(PYTEST)

@@ -242,6 +242,7 @@ def test_memory_does_not_grow_with_requests(cheap_engine: CellularEngine, num: i
     check_integrity(tables)
 
 
+@pytest.mark.long
 def test_memory_that_grows_is_seen(cheap_engine: CellularEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = []
     finish = RequestProcessor._finish

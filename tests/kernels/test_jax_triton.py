@@ -115,7 +115,13 @@ def lower(spec: TileSpec, heads: Heads, dtype: str, device: str = "NVIDIA H200")
 
 
 @can_lower
-@pytest.mark.parametrize("heads", MODEL_HEADS, ids=list(MODEL_HEADS.values()))
+@pytest.mark.parametrize(
+    "heads",
+    [
+        pytest.param(heads, id=name, marks=() if name in ("opt-125m", "llama2-70b") else pytest.mark.long)
+        for heads, name in MODEL_HEADS.items()
+    ],
+)
 def test_presets(heads: Heads, compiled: list[Any]) -> None:
     """Decoding and prompts, in buckets with the same tile classes: the second compiles nothing."""
     decode, prefill = spec_of(heads, 256, 256, "bfloat16"), spec_of(heads, 2048, 256, "bfloat16")

@@ -19,6 +19,7 @@ def last_line(out):
     return json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_check_serving(launch, compilation_cache, capsys):
     flags = SIZES | ENGINE | {"compilation_cache_dir": compilation_cache}
     assert launch("check_serving", shared_llm=False, **flags) == 0

@@ -28,6 +28,7 @@ def files(tmp_path):
     return {"output": tmp_path / "costs.json", "plot": tmp_path / "costs.png"}
 
 
+@pytest.mark.long
 def test_measures_writes_and_draws(launch, compilation_cache, files, capsys):
     """And what it wrote is what the engine reads, of this model alone."""
     pytest.importorskip("matplotlib")

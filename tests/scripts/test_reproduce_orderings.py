@@ -17,12 +17,7 @@ from tests.launching import load
 
 SMALL = {"small": "true", "device": "h200", "num_processes": 1, "progress": "false"}
 SYSTEMS = ("pensieve", "pensieve-gpu", "stateless")
-
-
-@pytest.fixture(params=[(1,), pytest.param((0, 1, 2, 3, 4), marks=pytest.mark.long)], ids=["seed", "seeds"])
-def seeds(request):
-    """One stands for five."""
-    return request.param
+SEEDS = (0, 1, 2, 3, 4)
 
 
 @pytest.fixture
@@ -48,11 +43,13 @@ def by_series(results):
 
 
 @pytest.mark.parametrize(
-    "experiment",
+    ("experiment", "seeds"),
     [
-        "fig11",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("fig10a", "fig10b", "fig10c", "fig10d")),
-        pytest.param("thesis3.15", marks=pytest.mark.long),
+        ("fig11", (1,)),  # which stands for all
+        *(
+            pytest.param(name, SEEDS, marks=pytest.mark.long)
+            for name in ("fig10a", "fig10b", "fig10c", "fig10d", "fig11", "thesis3.15")
+        ),
     ],
 )
 def test_state_is_found_in_two_tiers_more_than_in_one_and_in_one_more_than_in_none(
@@ -73,18 +70,17 @@ def test_state_is_found_in_two_tiers_more_than_in_one_and_in_one_more_than_in_no
 
 
 @pytest.mark.long
-def test_prompts_beside_decodes_are_no_slower_than_apart(reproduce, seeds):
-    for points in by_series(reproduce("fig13", seeds)).values():
+def test_prompts_beside_decodes_are_no_slower_than_apart(reproduce):
+    for points in by_series(reproduce("fig13", SEEDS)).values():
         rate = sorted({x for _, x in points})[1]
         unified, apart = points["pensieve", rate], points["not unified", rate]
         assert unified["normalized_latency_s"]["mean"] < apart["normalized_latency_s"]["mean"]
 
 
-def test_retention_recomputes_least(reproduce, seeds, monkeypatch):
+@pytest.mark.long
+def test_retention_recomputes_least(reproduce):
     """In seconds by the cost model, over what a stateless system recomputes for the same answers."""
-    if len(seeds) == 1:
-        monkeypatch.setattr(load("experiments.eviction"), "_SMALL_CPU_TOKENS", (100_000,))  # of three sizes
-    results = reproduce("fig14", seeds)
+    results = reproduce("fig14", SEEDS)
     (points,) = by_series(results).values()
     num_sizes = len({x for _, x in points})
     share = dict.fromkeys((series for series, _ in points), 0.0)
@@ -98,8 +94,8 @@ def test_retention_recomputes_least(reproduce, seeds, monkeypatch):
 
 
 @pytest.mark.long
-def test_who_thinks_for_longer_finds_less(reproduce, seeds):
-    results = reproduce("fig15", seeds)
+def test_who_thinks_for_longer_finds_less(reproduce):
+    results = reproduce("fig15", SEEDS)
     points = by_series(results)[f"{results['shown_rate_per_s']:g} conversations a second"]
     found = [point["found_rate_by_seed"] for (series, _), point in points.items() if series == "pensieve"]
     assert len(found) == 3

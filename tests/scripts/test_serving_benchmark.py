@@ -60,7 +60,8 @@ def conversations(tmp_path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "system", ["pensieve", pytest.param("pensieve-gpu", marks=pytest.mark.long), "stateless"]
+    "system",
+    ["pensieve", *(pytest.param(one, marks=pytest.mark.long) for one in ("pensieve-gpu", "stateless"))],
 )
 def test_a_closed_loop_on_a_model(benchmark, compilation_cache, system):
     """Every conversation takes every turn, with as many tokens as asked for."""

@@ -104,6 +104,7 @@ def test_conversations_longer_than_the_context_are_refused(launch, monkeypatch):
         launch("compare_variants", shared_llm=False, **(LOAD | {"num_turns": 100, "max_context_tokens": 512}))
 
 
+@pytest.mark.long
 def test_swaps(launch, compilation_cache, monkeypatch, capsys):
     """Everything is measured, and what is measured is what happened."""
     flags = SWAPS | {"compilation_cache_dir": compilation_cache}

@@ -5,14 +5,15 @@ Two hundred deaths: `python -m tests.server.faults.kills --num_deaths=200`.
 
 from __future__ import annotations
 
+import pytest
+
 from tests.seeds import new_seed
 from tests.server.faults.kills import scenario
 
-NUM_DEATHS = 8
 
-
-def test_no_turn_is_lost_or_doubled(tmp_path):
-    figures = scenario(tmp_path, new_seed(), NUM_DEATHS, num_clients=6)
+@pytest.mark.parametrize("num_deaths", [2, pytest.param(8, marks=pytest.mark.long)])
+def test_no_turn_is_lost_or_doubled(tmp_path, num_deaths):
+    figures = scenario(tmp_path, new_seed(), num_deaths, num_clients=6)
     print(figures)
-    assert sum(figures["deaths"].values()) == NUM_DEATHS
-    assert figures["turns"]["seen"] > NUM_DEATHS and figures["turns"]["tries"] > figures["turns"]["seen"]
+    assert sum(figures["deaths"].values()) == num_deaths
+    assert figures["turns"]["seen"] > num_deaths and figures["turns"]["tries"] > figures["turns"]["seen"]

@@ -68,6 +68,7 @@ def replay(client: httpx2.Client) -> Iterator[tuple[dict[str, Any], Counter[str]
         before = after
 
 
+@pytest.mark.long
 def test_every_turn_behind_another_finds_all_of_it(client):
     kinds = {"message": 0, "chunk": 0, "none": 0}
     found = missed = 0
