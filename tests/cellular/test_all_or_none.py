@@ -1,0 +1,135 @@
+"""Requests that an engine refuses, beside others: all of a call or none of it, and nobody else is harmed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+import pytest
+
+from pensieve_jax.cellular import (
+    CapacityError,
+    Cell,
+    CellularConfig,
+    CellularEngine,
+    Graph,
+    GraphError,
+    Int,
+)
+from pensieve_jax.cellular.integrity import check_integrity
+from pensieve_jax.cellular.scheduler import Scheduler
+
+
+class Sum:
+    """Of two, or of the only one."""
+
+    state: ClassVar = {"x": Int()}
+
+    def __init__(self, num_inputs: int) -> None:
+        self.inputs = (self.state,) * num_inputs
+        self.immediates = () if num_inputs else ("number",)
+
+    def __call__(self, inputs: Any, number: Any = 0) -> dict[str, jax.Array]:
+        return {"x": sum((one["x"] for one in inputs), number)}
+
+
+NUMBER, SUM = Sum(0), Sum(2)
+
+
+def add_up(numbers: list[int], graph: Graph) -> None:
+    nodes = [graph.add(NUMBER, number=one) for one in numbers]
+    total = nodes[0]
+    for one in nodes[1:]:
+        total = graph.add(SUM, (total, one))
+    graph.returns(total)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[CellularEngine]:
+    cells = [Cell(one, name, 4, batch_sizes=(4,)) for one, name in ((NUMBER, "number"), (SUM, "sum"))]
+    config = CellularConfig(
+        num_rows=8, max_num_tasks=1, max_nodes=25, max_depth=9, max_num_waiting=5, launches_in_flight=1
+    )
+    with CellularEngine(cells, add_up, config, progress=False) as engine:
+        yield engine
+
+
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "a word that is none": ([1, 2**40], GraphError, r"nodes\[1\].number is \[1099511627776\]"),
+    "more cells than the limit": ([1] * 14, CapacityError, r"nodes\[25\] is 26.*max_nodes \(25\)"),
+    "deeper than the limit": ([1] * 10, CapacityError, r"nodes\[18\] is 10.*max_depth \(9\) deep"),
+    "more rows than there are": (
+        [1] * 9,
+        CapacityError,
+        r"\.rows is 9, but must be at most num_rows \(8\), of the state \(x\)\.",
+    ),
+    "no words": ([], IndexError, "list index"),
+    "no list": (5, TypeError, "not iterable"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_all_or_none(engine: CellularEngine, name: str) -> None:
+    """Others that run, wait, or come with a bad request are as they would be without it."""
+    bad, kind, match = BAD[name]
+    running = engine.submit_many([[1, 2, 3], [4, 5], [6] * 6, [7] * 7])
+    engine.step()
+    before = engine.stats()
+    assert before["num_waiting"] > 0
+    with pytest.raises(kind, match=match):
+        engine.submit(bad)
+    with pytest.raises(kind, match=(r"requests\[2\]" if issubclass(kind, ValueError) else "") + ".*" + match):
+        engine.submit_many([[1], [2, 3], bad, [4]])
+    assert engine.stats() == before
+    check_integrity(engine.processor)
+    late = engine.submit([8, 9])
+    while not all(one.done for one in (*running, late)):
+        engine.step()
+        engine.wait()
+        check_integrity(engine.processor)
+    sums = [int(one.result().states[0]["x"]) for one in (*running, late)]
+    assert sums == [6, 9, 36, 49, 17]
+    assert engine.stats()["num_rows_promised"] == engine.stats()["num_running"] == 0
+
+
+def test_too_many_that_wait(engine: CellularEngine) -> None:
+    """Those who have room do not wait."""
+    engine.begin_again(Scheduler)
+    limit = r"requests is 6, but must be at most max_num_waiting \(5\) that wait for rows"
+    with pytest.raises(CapacityError, match=limit):
+        engine.submit_many([[1]] * 14)
+    assert engine.stats()["num_running"] == engine.stats()["num_waiting"] == 0
+    handles = engine.submit_many([[1]] * 13)
+    assert (engine.stats()["num_running"], engine.stats()["num_waiting"]) == (8, 5)
+    with pytest.raises(CapacityError, match=limit):
+        engine.submit([1])
+    while not all(one.done for one in handles):
+        engine.step()
+
+
+def test_run_lets_no_more_wait_than_may(engine: CellularEngine) -> None:
+    outputs = engine.run([[one, 1] for one in range(40)])
+    assert [int(one.states[0]["x"]) for one in outputs] == list(range(1, 41))
+
+
+def test_requests_may_be_an_array(engine: CellularEngine) -> None:
+    handles = engine.submit_many(np.arange(6).reshape(3, 2))  # type: ignore[arg-type]
+    while not all(one.done for one in handles):
+        engine.step()
+    assert [int(one.result().states[0]["x"]) for one in handles] == [1, 5, 9]
+    assert engine.submit_many(()) == []
+
+
+def test_a_request_of_another_engine_is_not_cancelled(engine: CellularEngine) -> None:
+    """Nor one that this engine has forgotten: its number is another's by then."""
+    engine.begin_again(Scheduler)
+    old = engine.submit([1, 2, 3])
+    engine.begin_again(Scheduler)
+    new = engine.submit([4, 5, 6])
+    assert old.request_id == new.request_id
+    assert not engine.cancel(old)
+    while not new.done:
+        engine.step()
+    assert int(new.result().states[0]["x"]) == 15
