@@ -82,7 +82,7 @@ class Formation:
         num_tasks = 1
         while num_tasks < most:
             num_active -= int(ended[num_tasks])
-            if num_active + queue.count(worker) < least or not num_active + len(queue):
+            if num_active + queue.count(worker) < least:
                 break
             if num_active < kind.max_batch and len(queue):
                 joining = queue.take(worker, kind.max_batch - num_active)

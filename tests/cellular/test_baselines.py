@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from pensieve_jax.cellular.baselines import FixedGraph, GraphMerging, Padding
 from pensieve_jax.cellular.baselines.graph_merging import Merged
-from pensieve_jax.cellular.cells import Cell, CellTypes, Int
+from pensieve_jax.cellular.cells import Cell, CellTypes
 from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.errors import GraphError
 from pensieve_jax.cellular.integrity import check_integrity
@@ -23,6 +22,7 @@ from pensieve_jax.cellular.times import CellTimes
 from pensieve_jax.core.errors import ConfigError
 from tests.cellular.fake_worker import FakeWorker
 from tests.cellular.hash_cells import Drawn, draw, make_cells
+from tests.cellular.step_cell import STEP, chain
 from tests.launching import load
 
 NAMES = ("step", "decode", "leaf", "inner", "join", "narrow")
@@ -80,20 +80,6 @@ def test_rivals_compute_the_same(name, num_workers):
                 assert found == states
                 assert list(output.emitted.get("token", ())) == tokens
             check_integrity(processor)
-
-
-class Step:
-    """A chain's cell."""
-
-    state: ClassVar = {"x": Int()}
-    immediates = ("token",)
-
-
-STEP = Step()
-
-
-def chain(num, graph):
-    graph.returns(graph.chain(STEP, range(num))[-1])
 
 
 def test_figure_2_5_by_graphs():

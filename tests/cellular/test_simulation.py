@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 import pytest
 
-from pensieve_jax.cellular.cells import Cell, CellTypes, Int
+from pensieve_jax.cellular.cells import Cell, CellTypes
 from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.scheduler import Scheduler
 from pensieve_jax.cellular.simulation import simulate
 from pensieve_jax.cellular.times import CellTimes, thesis_v100
+from tests.cellular.step_cell import STEP, Step, chain
 from tests.launching import load
-
-
-class Step:
-    """A chain's cell."""
-
-    state: ClassVar = {"x": Int()}
-    immediates = ("token",)
-
-
-STEP = Step()
-
-
-def chain(num, graph):
-    graph.returns(graph.chain(STEP, range(num))[-1])
 
 
 def test_figure_2_5():

@@ -6,20 +6,11 @@ import functools
 
 from pensieve_jax.cellular import CellularConfig
 from pensieve_jax.cellular.baselines import GraphMerging
-from pensieve_jax.cellular.cells import Cell, CellTypes, Int
+from pensieve_jax.cellular.cells import Cell, CellTypes
 from pensieve_jax.cellular.request_processor import RequestProcessor
 from pensieve_jax.cellular.scheduler import Scheduler
+from tests.cellular.step_cell import STEP, chain
 from tests.launching import load
-
-
-class Step:
-    """A chain's cell."""
-
-    state = {"x": Int()}  # noqa: RUF012
-    immediates = ("token",)
-
-
-STEP = Step()
 
 
 def test_planning_has_a_clock():
@@ -28,7 +19,7 @@ def test_planning_has_a_clock():
 
     def serve(make_scheduler):
         processor = RequestProcessor(types, CellularConfig(num_rows=8), planning.around(make_scheduler))
-        processor.submit_many([3], lambda num, graph: graph.returns(graph.chain(STEP, range(num))[-1]))
+        processor.submit_many([3], chain)
         assert processor.scheduler.schedule(0) is not None
         return planning.total_s
 

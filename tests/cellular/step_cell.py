@@ -1,0 +1,25 @@
+"""A chain's cell that computes nothing, for tests of the policy alone, and a request of so many of them.
+
+Called by: tests of simulation, rivals and clocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pensieve_jax.cellular.cells import Int
+
+
+class Step:
+    """See above."""
+
+    state: ClassVar = {"x": Int()}
+    immediates = ("token",)
+
+
+STEP = Step()
+
+
+def chain(num: int, graph: Any) -> None:
+    """Unfold a request of this length."""
+    graph.returns(graph.chain(STEP, range(num))[-1])
