@@ -14,6 +14,7 @@ from pensieve_jax.cellular.errors import (
     GraphError,
     LaunchFailedError,
     RequestCancelledError,
+    UnfoldError,
 )
 from pensieve_jax.cellular.graph import Graph
 from pensieve_jax.cellular.pieces import NO_NODE
@@ -47,4 +48,5 @@ __all__ = [
     "Int",
     "LaunchFailedError",
     "RequestCancelledError",
+    "UnfoldError",
 ]

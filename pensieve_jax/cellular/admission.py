@@ -14,7 +14,7 @@ import numpy as np
 
 from pensieve_jax.cellular.cells import CellTypes
 from pensieve_jax.cellular.config import CellularConfig
-from pensieve_jax.cellular.errors import CapacityError
+from pensieve_jax.cellular.errors import CapacityError, UnfoldError
 from pensieve_jax.cellular.graph import Graph
 from pensieve_jax.cellular.line import Line
 from pensieve_jax.cellular.partition import partition
@@ -130,6 +130,8 @@ class Admission:
         if unfold_many is not None:
             try:
                 unfold_many(requests, graph)
+            except UnfoldError:
+                raise
             except InvalidFieldError:  # one by one it is told of which request
                 graph = Graph(self._types, max_nodes=self._config.max_nodes)
             else:
@@ -149,7 +151,7 @@ class Admission:
 
     def _parts(self, graph: Graph) -> Parts:
         """What follows from graphs; of a short sentence alone it is known from the last one of its length."""
-        key = graph.sentence
+        key = graph.only_sentence
         known = self._sentences.get(key) if key is not None else None
         if known is None:
             known = partition(graph, max_depth=self._config.max_depth)

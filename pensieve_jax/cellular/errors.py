@@ -18,6 +18,10 @@ class GraphError(InvalidFieldError):
     """A request's graph that cannot be computed; the field names the node."""
 
 
+class UnfoldError(GraphError):
+    """Methods of a graph that were called in an order in which they make no requests."""
+
+
 class CapacityError(InvalidFieldError):
     """A request that needs more than the engine has, or comes when too many wait."""
 

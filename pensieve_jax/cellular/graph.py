@@ -1,40 +1,27 @@
 """The graph of a request: its cells and what each reads. A user's function writes it, here.
 
-Owns: the methods that add nodes, their checks, and which subgraph a node belongs to.
+Owns: the methods that users have, and what is told of their arguments.
 Does not know: when anything runs, or other requests' graphs, though it holds those of one `submit_many`.
 Called by: whoever unfolds a request, and `admission`.
-
-A subgraph is connected nodes of one type whose inputs from elsewhere are all available when it begins
-(thesis, section 2.4.3). Nodes get a *stage*: one more than that of an input of another type, and no less than
-that of any input. Connected nodes of one type and stage are a subgraph; between subgraphs stages rise, so
-none of them waits for itself.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from pensieve_jax.cellular.cells import CellType, CellTypes
-from pensieve_jax.cellular.errors import CapacityError, CellError, GraphError
-from pensieve_jax.cellular.integers import INT32, int32s, is_int32
+from pensieve_jax.cellular.cells import CellType
+from pensieve_jax.cellular.errors import GraphError, UnfoldError
+from pensieve_jax.cellular.integers import INT32, is_int32, is_sized
 from pensieve_jax.cellular.many import add_sentences, add_trees
-from pensieve_jax.cellular.pieces import NO_NODE, Piece, Pieces
+from pensieve_jax.cellular.node_writer import NodeWriter, ints
+from pensieve_jax.cellular.pieces import NEW_LABEL, NO_NODE, Piece
 
 
-class Graph(Pieces):
+class Graph(NodeWriter):
     """Graphs of requests, one after the other; a method's ids are those of the request at hand, from 0."""
-
-    def __init__(self, types: CellTypes, *, max_nodes: int) -> None:
-        """Nothing yet."""
-        super().__init__(types)
-        self._max_nodes = max_nodes
-        self._base = 0
-        self._returned_here: set[int] = set()
-        self._is_open = False
 
     def add(self, cell: Any, inputs: Sequence[int | None] = (), **immediates: int) -> int:
         """One node; returns its id.
@@ -89,24 +76,21 @@ class Graph(Pieces):
         if len(kind.input_kinds) != 1:
             raise self._bad("inputs", len(kind.input_kinds), f"one input; {kind.name} makes no chain")
         if words is not None:
-            if not kind.immediates:
-                raise self._bad("words", words, f"absent: {kind.name} takes no immediates")
+            if not kind.immediates or kind.immediates[0] in immediates:
+                why = "takes no immediates" if not kind.immediates else f"has {kind.immediates[0]} already"
+                raise self._bad("words", words, f"absent: {kind.name} {why}")
             immediates = {kind.immediates[0]: words, **immediates}
         if num is None:
-            if not immediates:
-                raise self._bad("num", num, "a number of nodes, where there are no immediates")
-            name, values = next(iter(immediates.items()))
-            if not isinstance(values, Sized):
-                raise self._bad(name, values, "a sequence of ints, where num is not given")
-            num = len(values)
+            num = self._length(kind, immediates)
         source = self._source(kind, 0, after)
         if until is not None:
             self._check_until(kind, until)
         if not is_int32(num) or num < 1:
             raise self._bad("num", num, "an int of at least 1")
+        num = int(num)
         if num > 1 and not kind.is_chained:
             raise self._bad("num", num, f"1: {kind.name} does not read what it leaves")
-        stage, label = 0, None
+        stage, label = 0, NEW_LABEL
         if source != NO_NODE:
             piece = self.piece(source)
             stage = piece.stage
@@ -115,8 +99,21 @@ class Graph(Pieces):
                 self.has_only_chains = False
             else:
                 stage += 1
-        label = self.new_label() if label is None else label
         return self._append(kind, num, label, stage, source, None, until, immediates)
+
+    def _length(self, kind: CellType, immediates: Mapping[str, Any]) -> int:
+        """Of a chain whose words say it."""
+        if not immediates:
+            name, limit = "num", "a number of nodes, where there are no immediates"
+            if kind.immediates:
+                name, limit = kind.immediates[0], "a sequence of ints, where num is not given"
+            raise self._bad(name, None, limit)
+        name, values = next(iter(immediates.items()))
+        if not is_sized(values):
+            raise self._bad(name, values, "a sequence of ints, where num is not given")
+        if not len(values):
+            raise self._bad(name, values, "one int of 32 bits at least")
+        return len(values)
 
     def _sentence(self, kind: CellType, words: Any) -> range | None:
         """A chain of words from the initial state, as most requests are; None if it is not that."""
@@ -125,7 +122,7 @@ class Graph(Pieces):
         if not kind.is_chained or len(kind.immediates) != 1:
             return None
         num, own = len(words), self.num_nodes - self._base
-        if not num or own + num > self._max_nodes:
+        if not num or own + num > self._max_nodes or not self._is_open:
             return None
         self.add_immediates(num, [words.copy()])
         self.add_piece(
@@ -176,7 +173,10 @@ class Graph(Pieces):
           GraphError: see `add`; what is no earlier node would close a cycle, or does not exist.
         """
         kind = self._find(cell)
-        ids = np.asarray(inputs)
+        try:
+            ids = np.asarray(inputs)
+        except ValueError:  # rows of several lengths
+            ids = np.empty(0)
         is_table = ids.ndim == 2 and ids.shape[1] == len(kind.input_kinds) and len(ids) > 0
         if not is_table or ids.dtype.kind not in "iu":
             raise self._bad("inputs", inputs, f"ints [n, {len(kind.input_kinds)}], for {kind.name}")
@@ -197,10 +197,10 @@ class Graph(Pieces):
         if where is not None:
             self._check_kinds(kind, ids, own)
             ids = np.where(ids == NO_NODE, NO_NODE, ids + self._base)
-            return self._append(kind, num, self.new_label(), where, NO_NODE, ids, None, immediates)
+            return self._append(kind, num, NEW_LABEL, where, NO_NODE, ids, None, immediates)
         for name, values in immediates.items():
-            if not isinstance(values, Sized) or len(values) != num:
-                raise self._bad(name, values, _ints(num))
+            if not is_sized(values) or len(values) != num:
+                raise self._bad(name, values, ints(num))
         for i in range(num):
             self._one(kind, ids[i : i + 1], {name: values[i : i + 1] for name, values in immediates.items()})
         return range(own, own + num)
@@ -211,8 +211,10 @@ class Graph(Pieces):
         Raises:
           GraphError: no node of this request, one twice, or one that may not be computed.
         """
+        self._check_open()
         for node in nodes:
             self._check_node("returns", node, is_source=False)
+            node = int(node)  # whose own type may be too small for what is added to it
             if node in self._returned_here:
                 raise self._bad("returns", node, "a node that is not returned already", node=None)
             if self.piece(self._base + node).stop is not None:
@@ -224,7 +226,12 @@ class Graph(Pieces):
             self._returned_here.add(node)
 
     def begin(self) -> None:
-        """The next request's nodes follow."""
+        """The next request's nodes follow; for `unfold_many`, where `unfold` has a request already.
+
+        Raises:
+          UnfoldError: the one before was not ended.
+        """
+        self._check_closed("begin")
         self._base = self.num_nodes
         self._returned_here.clear()
         self._is_open = True
@@ -234,7 +241,9 @@ class Graph(Pieces):
 
         Raises:
           GraphError: it has no node, or nobody would learn anything of it.
+          UnfoldError: it was ended before.
         """
+        self._check_open()
         if self.num_nodes == self._base:
             raise GraphError("graph", 0, "at least one node")
         if not self._returned_here and not self._emits():
@@ -246,153 +255,13 @@ class Graph(Pieces):
         """All that was added is `num` requests.
 
         Raises:
-          GraphError: there are more or fewer, or nodes behind the last one.
+          UnfoldError: there are more or fewer, or the last one was not ended.
         """
-        if len(self.ends) != num or self.ends[-1][0] != self.num_nodes:
-            limit = f"{num}, one for each request that it was given, and no node beside them"
-            raise GraphError("unfold_many", len(self.ends), limit)
+        if len(self.ends) != num or self._is_open:
+            limit = f"{num}, one for each request that it was given, all of them ended"
+            raise UnfoldError("unfold_many", len(self.ends), limit)
 
     def _check_closed(self, method: str) -> None:
         """What adds whole requests is for `unfold_many`: within one they would end it."""
         if self._is_open:
-            raise GraphError(method, "called by unfold", "called by unfold_many, which adds whole requests")
-
-    def _emits(self) -> bool:
-        """Whether a cell of this request tells anything."""
-        first = bisect_left(self.starts, self._base)
-        return any(self.types.types[piece.kind].emits for piece in self.pieces[first:])
-
-    def _find(self, cell: Any) -> CellType:
-        try:
-            return self.types.find(cell)
-        except CellError as error:
-            own = self.num_nodes - self._base
-            raise CellError(f"nodes[{own}].{error.field}", error.value, error.limit) from error
-
-    def _check_until(self, kind: CellType, until: Any) -> None:
-        """A node that emits it ends its chain: so it is compared, as what is emitted, bit by bit."""
-        if not kind.emits:
-            raise self._bad("until", until, f"None: {kind.name} emits nothing")
-        dtype = kind.emits[0][1]
-        if np.dtype(dtype).kind not in "iu":
-            raise self._bad("until", until, f"None: {kind.name} emits {dtype} first, and no ints")
-        if not is_int32(until):
-            raise self._bad("until", until, "an int of 32 bits")
-
-    def _one(
-        self, kind: CellType, ids: np.ndarray, immediates: dict[str, Sequence[int] | np.ndarray]
-    ) -> range:
-        """A node that may join subgraphs."""
-        sources = [
-            self._source(kind, i, None if one == NO_NODE else one) for i, one in enumerate(ids[0].tolist())
-        ]
-        pieces = [self.piece(source) for source in sources if source != NO_NODE]
-        stage = max((piece.stage + (piece.kind != kind.index) for piece in pieces), default=0)
-        labels = {
-            self.root(self.label(source))
-            for source, piece in zip((one for one in sources if one != NO_NODE), pieces, strict=True)
-            if piece.kind == kind.index and piece.stage == stage
-        }
-        label = min(labels) if labels else self.new_label()
-        for other in labels:
-            self.joined[other] = label
-        return self._append(kind, 1, label, stage, NO_NODE, np.array([sources]), None, immediates)
-
-    def _uniform(self, kind: CellType, ids: np.ndarray, own: int) -> int | None:
-        """The stage of nodes that are one subgraph of their own, seen at a glance; None if they may not be.
-
-        They hang together as a tree does: each but the last is read by one of them, and everything else that
-        they read is of other types and of one stage.
-        """
-        is_inner = ids >= own
-        inner, outer = ids[is_inner], ids[~is_inner]
-        if len(inner) != len(ids) - 1 or len(np.unique(inner)) < len(inner) or not len(outer):
-            return None
-        if outer.min() == NO_NODE:
-            return None
-        first, last = self.index(self._base + int(outer.min())), self.index(self._base + int(outer.max()))
-        between = self.pieces[first : last + 1]
-        stages = {piece.stage for piece in between}
-        if len(stages) > 1 or any(piece.kind == kind.index for piece in between):
-            return None
-        return stages.pop() + 1
-
-    def _check_kinds(self, kind: CellType, ids: np.ndarray, own: int) -> None:
-        for slot in range(ids.shape[1]):
-            for source in {self.index(self._base + one) for one in ids[:, slot].tolist() if one < own}:
-                self._check_kind(kind, slot, self.pieces[source], None)
-            if (ids[:, slot] >= own).any() and kind.input_kinds[slot] != kind.state_kind:
-                raise self._bad(f"inputs[{slot}]", kind.name, "of the kind that this input takes")
-
-    def _source(self, kind: CellType, slot: int, node: int | None) -> int:
-        """The id through all requests of what an input reads."""
-        if node is None:
-            return NO_NODE
-        self._check_node(f"inputs[{slot}]", node)
-        self._check_kind(kind, slot, self.piece(self._base + node), node)
-        return self._base + node
-
-    def _check_kind(self, kind: CellType, slot: int, source: Piece, node: int | None) -> None:
-        found = self.types.types[source.kind]
-        if source.stop is not None:
-            raise self._bad(f"inputs[{slot}]", node, "no node of a chain that may end before it")
-        if found.state_kind != kind.input_kinds[slot]:
-            expected = dict(self.types.kinds[kind.input_kinds[slot]])
-            hint = f"{found.name} leaves {dict(self.types.kinds[found.state_kind])}"
-            raise self._bad(f"inputs[{slot}]", node, f"a node that leaves {expected}", hint=hint)
-
-    def _check_node(self, field: str, node: Any, *, is_source: bool = True) -> None:
-        num = self.num_nodes - self._base
-        if type(node) is int and 0 <= node < num:
-            return
-        if not isinstance(node, np.integer) or not 0 <= node < num:
-            known = f"an int from 0 to {num - 1}" if num else "which has none yet"
-            earlier = "an earlier node" if is_source else "a node"
-            raise self._bad(field, node, f"{earlier} of this request, {known}", 0 if is_source else None)
-
-    def _append(
-        self,
-        kind: CellType,
-        num: int,
-        label: int | None,
-        stage: int,
-        after: int,
-        inputs: np.ndarray | None,
-        stop: int | None,
-        immediates: dict[str, Sequence[int] | np.ndarray],
-    ) -> range:
-        """Without a label each node is a subgraph of its own."""
-        own = self.num_nodes - self._base
-        if own + num > self._max_nodes:
-            raise CapacityError(
-                f"nodes[{own}]", own + num, f"at most max_nodes ({self._max_nodes}) of a request"
-            )
-        if len(immediates) != len(kind.immediates) or immediates.keys() != {*kind.immediates}:
-            raise self._bad("immediates", sorted(immediates), f"{list(kind.immediates)}, for {kind.name}")
-        self._append_immediates(kind, num, immediates)
-        is_apart = label is None
-        if label is None:
-            label = len(self.joined)
-            self.joined.extend(range(label, label + num))
-        self.add_piece(num, Piece(self.num_nodes, kind.index, label, is_apart, stage, after, inputs, stop))
-        return range(own, own + num)
-
-    def _append_immediates(
-        self, kind: CellType, num: int, immediates: dict[str, Sequence[int] | np.ndarray]
-    ) -> None:
-        found = []
-        for name in kind.immediates:
-            values = int32s(immediates[name])
-            if values is None or len(values) != num:
-                raise self._bad(name, immediates[name], _ints(num))
-            found.append(values)
-        self.add_immediates(num, found)
-
-    def _bad(self, field: str, value: Any, limit: str, node: int | None = 0, hint: str = "") -> GraphError:
-        """Of the node that would be next, or of one some places behind it; of none if `node` is None."""
-        own = self.num_nodes - self._base + (node or 0)
-        return GraphError(field if node is None else f"nodes[{own}].{field}", value, limit, hint)
-
-
-def _ints(num: int) -> str:
-    return f"{num} ints of 32 bits" if num > 1 else "one int of 32 bits"
+            raise UnfoldError(method, "called by unfold", "called by unfold_many, which adds whole requests")

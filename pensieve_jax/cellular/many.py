@@ -16,12 +16,12 @@ import numpy as np
 
 from pensieve_jax.cellular.cells import CellType
 from pensieve_jax.cellular.errors import GraphError
-from pensieve_jax.cellular.integers import INT32
+from pensieve_jax.cellular.integers import INT32, int32s
 from pensieve_jax.cellular.pieces import NO_NODE, Piece, Pieces
 
 
 def add_sentences(pieces: Pieces, kind: CellType, words: Sequence[np.ndarray], max_nodes: int) -> None:
-    """A request for each: a chain of its words, i32[n], whose last state it returns.
+    """A request for each: a chain of its words, ints [n], whose last state it returns.
 
     Raises:
       GraphError: they are none.
@@ -69,7 +69,9 @@ def add_trees(
     fits = flat is not None and len(children) == len(words) and not leaf.input_kinds
     fits = fits and len(leaf.immediates) == 1 and not inner.immediates
     fits = fits and set(inner.input_kinds) == {inner.state_kind} == {leaf.state_kind}
-    below = np.concatenate(children) if fits and _are_of(children, fan_in) else None
+    below = None
+    if fits and _are_of(children, fan_in):
+        below = np.concatenate([one.astype(np.int64) for one in children])
     limit = f"trees of at most {max_nodes} nodes each, of {leaf.name} and {inner.name}"
     if flat is None or below is None:
         raise GraphError("words", words, limit)
@@ -130,14 +132,14 @@ def _end_requests(pieces: Pieces, ends: list[int], num_labels: Sequence[int]) ->
 
 
 def _joined(words: Sequence[np.ndarray]) -> tuple[np.ndarray | None, np.ndarray]:
-    """All of them in one array, and their lengths; None if they are not i32[n] with n of at least 1."""
+    """All of them in one array i32, and their lengths; None if they are no ints [n] with n of at least 1."""
     try:
         flat = np.concatenate(words)
-    except ValueError:  # none, no arrays, or of different dimensions
+    except (ValueError, TypeError):  # none, no sequences, or of different dimensions
         return None, np.zeros(1, np.int64)
     lengths = np.fromiter(map(len, words), np.int64, len(words))
-    fits = flat.dtype == INT32 and flat.ndim == 1 and lengths.min() > 0
-    return flat if fits else None, lengths
+    fits = flat.ndim == 1 and lengths.min() > 0
+    return int32s(flat) if fits else None, lengths
 
 
 def _are_of(children: Sequence[np.ndarray], fan_in: int) -> bool:

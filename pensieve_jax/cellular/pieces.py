@@ -17,6 +17,7 @@ from pensieve_jax.cellular.cells import CellTypes
 from pensieve_jax.cellular.integers import INT32
 
 NO_NODE = -1
+NEW_LABEL = -2
 
 
 class Piece(NamedTuple):
@@ -30,7 +31,7 @@ class Piece(NamedTuple):
       is_apart: whether each node is a subgraph of its own, with labels that follow one another.
       stage: of their subgraph.
       after: what the first of a chain reads; `NO_NODE` is the initial state.
-      inputs: i32[n, fan_in] of what is no chain, else None.
+      inputs: i64[n, fan_in] of what is no chain, else None.
       stop: of a chain that may end early, the emitted value that ends it, else None.
     """
 
@@ -86,7 +87,7 @@ class Pieces:
             column.append(values[place] if place < len(values) else np.zeros(num, INT32))
 
     @property
-    def sentence(self) -> tuple[int, int] | None:
+    def only_sentence(self) -> tuple[int, int] | None:
         """Type and length of the only request, if that is a chain whose last state it returns."""
         if len(self.pieces) > 1 or self.returned != [self.num_nodes - 1] or not self.has_only_chains:
             return None

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from pensieve_jax.cache import CacheManager, CostModel, DropReason
 from pensieve_jax.config import EngineConfig
+from pensieve_jax.core.change_guard import ChangeGuard, change
 from pensieve_jax.core.clock import Clock, WallClock
 from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.core.errors import EngineClosedError, PensieveError, StepFailedError
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
-from pensieve_jax.engine.change_guard import ChangeGuard, change
 from pensieve_jax.engine.chunk_map import BranchMap, chunk_map
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.drop_journal import DropJournal

@@ -101,7 +101,7 @@ def test_a_request_that_joins_and_one_that_is_cancelled(engine, gru):
 @pytest.mark.parametrize(
     ("words", "error", "match"),
     [
-        ([], GraphError, r"nodes\[0\].num is 0"),
+        ([], GraphError, r"nodes\[0\].token is \[\]"),
         ([1, 2**40], GraphError, r"nodes\[0\].token"),
         ([1] * 61, CapacityError, r"max_nodes \(60\)"),
         ([1] * 51, CapacityError, r"nodes\[50\] is 51, but must be at most max_depth \(50\)"),

@@ -93,7 +93,7 @@ GRAPHS: list[tuple[Callable[[Graph], object], str]] = [
     (lambda g: g.chain(STEP, iter([1, 2])), r"nodes\[0\].token is .*must be a sequence"),
     (lambda g: g.chain(STEP, np.ones((2, 2), np.int32)), r"nodes\[0\].token"),
     (lambda g: g.chain(STEP, [1, 2], num=3), r"nodes\[0\].token is \[1, 2\], but must be 3 ints"),
-    (lambda g: g.chain(STEP, []), r"nodes\[0\].num is 0, but must be an int of at least 1"),
+    (lambda g: g.chain(STEP, []), r"nodes\[0\].token is \[\], but must be one int of 32 bits at least"),
     (lambda g: g.chain(SCORE), r"nodes\[0\].num is None"),
     (lambda g: g.chain(SCORE, num=2.0), r"nodes\[0\].num is 2.0, but must be an int"),
     (lambda g: g.chain(SCORE, num=True), r"nodes\[0\].num is True, but must be an int"),

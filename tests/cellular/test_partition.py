@@ -74,6 +74,52 @@ def test_inputs_of_any_integers(dtype):
     assert read.T.tolist() == [[0, 1], [118, 119], [180, 181], [298, 299]]
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int64"])
+def test_ids_of_any_integers(dtype):
+    """Few bits must not run over where nodes of many requests are numbered."""
+    graph = Graph(_TYPES, max_nodes=1000)
+    kind = np.dtype(dtype).type
+    for _ in range(400):
+        graph.begin()
+        graph.chain("step", range(100))
+        last = graph.chain("decode", num=kind(2), after=kind(60))[-1]
+        graph.add("step", [kind(last)], n0=kind(1))
+        graph.returns(kind(60), kind(102))
+        graph.end()
+    found = partition.partition(graph, max_depth=1000)
+    first = 103 * np.arange(400)
+    assert (found.inputs[0, first + 100] == first + 60).all()
+    assert (np.flatnonzero(found.returned >= 0).reshape(-1, 2) == first[:, None] + [60, 102]).all()
+
+
+def test_what_was_refused_leaves_nothing_behind():
+    """A function may catch what a graph raises, and go on."""
+    graph = Graph(_TYPES, max_nodes=9)
+    graph.begin()
+    for bad in (
+        lambda: graph.chain("step", ["x"]),
+        lambda: graph.add("inner", [0, 0], n0=1),
+        lambda: graph.chain("step", np.array(5)),
+        lambda: graph.chain("step", {1, 2}),
+        lambda: graph.chain("step", [1], n0=[2]),
+        lambda: graph.chain("step"),
+        lambda: graph.nodes("inner", [[0], [0, 1]]),
+        lambda: graph.nodes("leaf", np.empty((2, 0), int), n0={1, 2}),
+    ):
+        with pytest.raises(GraphError):
+            bad()
+    graph.returns(graph.chain("step", [1, 2])[-1])
+    graph.end()
+    assert partition.partition(graph, max_depth=9).sub_num_nodes.tolist() == [2]
+
+
+def test_children_without_a_sign():
+    graph = Graph(_TYPES, max_nodes=9)
+    words = [np.zeros(2, np.int32)] * 2
+    graph.trees("leaf", "inner", words, [np.array([[0, 1]], np.uint64), np.array([[0, 1]])])
+    assert len(graph.ends) == 2
+
+
 @pytest.mark.parametrize("words", [b"four", bytearray(4), "four", memoryview(b"four"), [2**31], [1.0]])
 def test_what_is_no_words(words):
     graph = Graph(_TYPES, max_nodes=9)
@@ -120,7 +166,16 @@ def test_sentences_are_chains_one_by_one():
 
 @pytest.mark.parametrize(
     "words",
-    [[], [[1, 2]], [np.array([1.0])], [np.empty(0, np.int32)], [np.zeros((2, 2), np.int32)], [np.int32(1)]],
+    [
+        [],
+        [["x"]],
+        [np.array([True])],
+        [np.array([2**40])],
+        [np.array([1.0])],
+        [np.empty(0, np.int32)],
+        [np.zeros((2, 2), np.int32)],
+        [np.int32(1)],
+    ],
 )
 def test_what_is_no_sentence(words):
     graph = Graph(_TYPES, max_nodes=7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pensieve_jax.cellular import CapacityError, CellularConfig, GraphError
+from pensieve_jax.cellular import CapacityError, CellularConfig, GraphError, UnfoldError
 from pensieve_jax.cellular.cells import CellTypes
 from pensieve_jax.cellular.request_processor import RequestProcessor
 from tests.cellular.hash_cells import make_cells
@@ -31,15 +31,10 @@ def words(*lengths):
     return [np.arange(num, dtype=np.int32) for num in lengths]
 
 
-def test_lists_are_unfolded_one_by_one(processor):
-    """They are no arrays i32, which is no fault."""
-    assert len(processor.submit_many([[1, 2], [3]], unfold, unfold_many)) == 2
-
-
 @pytest.mark.parametrize(
     ("bad", "error", "match"),
     [
-        (0, GraphError, r"requests\[1\].nodes\[0\].num is 0"),
+        (0, GraphError, r"requests\[1\].nodes\[0\].n0 is .* one int of 32 bits at least"),
         (12, CapacityError, r"requests\[1\].nodes\[0\] is 12, but must be at most max_nodes"),
         (7, CapacityError, r"requests\[1\].* at most max_depth"),
     ],
@@ -58,28 +53,83 @@ def _more(requests, graph):
     graph.sentences("step", [*requests, *requests])
 
 
-def _and_nodes_of_none(requests, graph):
-    graph.sentences("step", requests)
+def _not_ended(requests, graph):
+    graph.sentences("step", requests[1:])
+    graph.begin()
     graph.chain("step", requests[0])
 
 
+def _before_all(requests, graph):
+    graph.chain("step", list(requests[0]))
+    graph.sentences("step", requests)
+
+
+def _behind_all(requests, graph):
+    graph.sentences("step", requests)
+    graph.returns(0)
+
+
 @pytest.mark.parametrize(
-    ("wrong", "found"), [(_fewer, 1), (_more, 4), (_and_nodes_of_none, 2), (lambda requests, graph: None, 0)]
+    ("wrong", "message"),
+    [
+        (_fewer, "unfold_many is 1, but must be 2, one for each request"),
+        (_more, "unfold_many is 4, but must be 2"),
+        (_not_ended, "unfold_many is 1, but must be 2"),
+        (lambda requests, graph: None, "unfold_many is 0, but must be 2"),
+        (_before_all, "end is 'called before', but must be called once for each request"),
+        (_behind_all, "end is 'called before'"),
+    ],
 )
-def test_one_for_each(processor, wrong, found):
+def test_one_for_each(processor, wrong, message):
     """A function that unfolds others than it was given is told so: its author would look for long."""
-    with pytest.raises(GraphError, match=f"unfold_many is {found}, but must be 2, one for each request"):
+    with pytest.raises(UnfoldError, match=message):
         processor.submit_many(words(2, 3), unfold, wrong)
     assert not processor.handles and not processor.admission.request_ids
 
 
-def test_whole_requests_are_not_added_within_one(processor):
-    def sentences(words, graph):
-        graph.sentences("step", [words])
+def test_requests_that_it_begins_and_ends_itself(processor):
+    def each(requests, graph):
+        for one in requests:
+            graph.begin()
+            unfold(one, graph)
+            graph.end()
 
-    def trees(words, graph):
-        graph.trees("leaf", "inner", [words], [np.empty((0, 2), np.int64)])
+    assert len(processor.submit_many(words(2, 3), unfold, each)) == 2
 
-    for wrong in (sentences, trees):
-        with pytest.raises(GraphError, match="called by unfold_many, which adds whole requests"):
-            processor.submit_many(words(1), wrong)
+
+def _sentences(words, graph):
+    graph.sentences("step", [words])
+
+
+def _trees(words, graph):
+    graph.trees("leaf", "inner", [words], [np.empty((0, 2), np.int64)])
+
+
+def _begin(words, graph):
+    unfold(words, graph)
+    graph.begin()
+
+
+def _end(words, graph):
+    unfold(words, graph)
+    graph.end()
+
+
+def _end_twice(words, graph):
+    unfold(words, graph)
+    graph.end()
+    graph.chain("step", list(words))
+
+
+@pytest.mark.parametrize("wrong", [_sentences, _trees, _begin, _end, _end_twice])
+def test_one_request_is_neither_begun_nor_ended_by_itself(processor, wrong):
+    with pytest.raises(UnfoldError):
+        processor.submit_many(words(1), wrong)
+    assert not processor.handles and not processor.admission.request_ids
+    assert len(processor.submit_many(words(1), unfold)) == 1
+
+
+def test_words_of_any_integers_are_sentences(processor):
+    """Numpy's own are of 64 bits."""
+    for some in ([np.arange(3), np.array([7], np.uint8)], [[1, 2], np.arange(3)]):
+        assert len(processor.submit_many(some, None, unfold_many)) == 2

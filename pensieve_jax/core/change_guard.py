@@ -1,7 +1,8 @@
 """Changes of an engine's state: by one thread at a time, and whole or known not to be.
 
 Owns: which thread is in a call, and whether the latest change came to its end.
-Does not know: what is changed, or how what was interrupted is made good. Called by: `Engine`.
+Does not know: what is changed, or how what was interrupted is made good.
+Called by: engines, around what changes them.
 
 An interrupt (Ctrl-C) may come between any two lines, in the middle of cleaning up after another one too. So
 nothing here depends on code that runs afterwards: that nobody says "whole" means that it is not, and whether
