@@ -8,7 +8,7 @@ Called by: `request_processor`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,20 @@ _SHORT = 128  # words of which what is known of a sentence is kept
 _NOBODY = np.empty(0, np.int64)
 
 
+class Unfolded(NamedTuple):
+    """Requests that may come in.
+
+    Attributes:
+      graph: of all of them.
+      parts: what follows from it.
+      num: how many.
+    """
+
+    graph: Graph
+    parts: Parts
+    num: int
+
+
 class Admission:
     """Of one engine.
 
@@ -52,28 +66,33 @@ class Admission:
         """All that are in the tables: those that wait, run, or are over and have nodes in flight."""
         return tuple(np.flatnonzero(self._tables.requests.arrival != NOWHERE).tolist())
 
-    def enter(
+    def read(
         self,
         requests: Sequence[Any],
         unfold: Unfold,
         unfold_many: UnfoldMany | None,
         check: Callable[[Parts], None],
-    ) -> tuple[range, list[int]]:
-        """Unfold requests and have them wait; all of them or, with an error, none.
+        *,
+        is_limited: bool,
+    ) -> Unfolded:
+        """Unfold requests; nothing is changed.
 
-        `check` raises GraphError for what the scheduler cannot run.
-
-        Returns: their ids, and how many states each returns.
+        `check` raises GraphError for what the scheduler cannot run. Unless it `is_limited`, any number may
+        wait.
 
         Raises:
           GraphError: a graph cannot be computed.
           CapacityError: a graph is too large or too deep, its rows are more than there are, or too many wait.
         """
-        num = len(requests)
         graph = self._unfolded(requests, unfold, unfold_many)
         parts = self._parts(graph)
-        self._check_room(parts, num)
+        self._check_room(parts, len(requests), is_limited)
         check(parts)
+        return Unfolded(graph, parts, len(requests))
+
+    def enter(self, unfolded: Unfolded) -> tuple[range, list[int]]:
+        """Have requests wait; returns their ids, and how many states each returns."""
+        graph, parts, num = unfolded
         tables, num_nodes, num_subs = self._tables, len(parts.kind), len(parts.sub_kind)
         node = tables.nodes.take(num_nodes)
         sub = tables.subgraphs.take(num_subs)
@@ -159,7 +178,7 @@ class Admission:
                 self._sentences[key] = known
         return known
 
-    def _check_room(self, parts: Parts, num: int) -> None:
+    def _check_room(self, parts: Parts, num: int, is_limited: bool) -> None:
         over = np.argwhere(parts.rows > self.budget.num_rows)
         if len(over):
             place, kind = (int(i) for i in over[0])
@@ -170,7 +189,7 @@ class Admission:
                 f"at most num_rows ({self.budget.num_rows}), of the state ({fields})",
             )
         most = self._config.max_num_waiting
-        if most is not None:
+        if most is not None and is_limited:
             num_waiting = len(self.waiting) or -self.budget.num_fitting(parts.rows)
             if num_waiting + num > most:
                 raise CapacityError(

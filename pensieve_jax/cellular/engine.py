@@ -8,6 +8,7 @@ Called by: users, and the launchers.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -22,13 +23,15 @@ from pensieve_jax.cellular.cells import Cell, CellTypes
 from pensieve_jax.cellular.config import TASKS_PER_PROGRAM, CellularConfig
 from pensieve_jax.cellular.device.programs import CellProgram, cell_program
 from pensieve_jax.cellular.device.worker import DeviceWorker
+from pensieve_jax.cellular.errors import LaunchFailedError
 from pensieve_jax.cellular.launches import Launch
 from pensieve_jax.cellular.loop import Loop
 from pensieve_jax.cellular.request import CellOutput, CellRequest
 from pensieve_jax.cellular.request_processor import MakeScheduler, RequestProcessor
 from pensieve_jax.cellular.rows import num_rows_for
 from pensieve_jax.cellular.scheduler import Scheduler
-from pensieve_jax.core.errors import ConfigError, EngineClosedError
+from pensieve_jax.core.change_guard import ChangeGuard
+from pensieve_jax.core.errors import ConfigError, EngineClosedError, InvalidFieldError
 from pensieve_jax.runtime.compilation import (
     CompilationCounter,
     CompilationJob,
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from model_defs.recurrent import Cell as ModelCell
 
 _SLICE = 512  # requests that `run` unfolds before it looks at the devices again
+_PLACE = re.compile(r"requests\[(\d+)\]")
 
 
 class CellularEngine:
@@ -82,6 +86,10 @@ class CellularEngine:
           ConfigError: there are fewer devices.
         """
         self._config = config = config or CellularConfig()
+        if not isinstance(config, CellularConfig):
+            raise ConfigError("config", config, "a CellularConfig")
+        if not callable(unfold):
+            raise ConfigError("unfold", unfold, "a function of a request and a Graph")
         self._unfold, self._unfold_many = unfold, unfold_many
         self.types = CellTypes(cells)
         devices = jax.local_devices()
@@ -99,8 +107,10 @@ class CellularEngine:
             DeviceWorker(self.types, programs, executables, self._num_rows, device, self.workers)
         self._launches_in_flight = config.launches_in_flight or (1 if devices[0].platform == "cpu" else 2)
         self._observe = observe
-        self.begin_again(make_scheduler)
+        self._launched: list[Launch] = []
         self._is_closed = False
+        self._guard = ChangeGuard()
+        self.begin_again(make_scheduler)
         for worker in self.workers:
             worker.warm_up()
         self._counter = CompilationCounter()
@@ -116,13 +126,17 @@ class CellularEngine:
 
     def submit_many(self, requests: Iterable[Any]) -> list[CellRequest]:
         """Many at once, which costs less each; all of them or, with an error, none. See `submit`."""
-        self._check_open()
-        return self.processor.submit_many(list(requests), self._unfold, self._unfold_many)
+        return self._submit_many(list(requests), is_limited=True)
 
     def step(self) -> list[CellRequest]:
         """See what has ended and launch what is ready, without waiting; returns requests now done."""
-        self._check_open()
-        return self._loop.step()
+        self._check_usable()
+        ended = self._guard.run(self._loop.step)
+        if self._observe is not None:
+            launched, self._launched = self._launched, []
+            for launch in launched:
+                self._observe(launch)
+        return ended
 
     def wait(self) -> None:
         """Until a launch has ended, which the next `step` sees; at once if one has, or none is in flight.
@@ -131,34 +145,35 @@ class CellularEngine:
         waited for that whose oldest launch began before the others': another may be idle for as long. Who
         cannot have that goes on calling `step`.
         """
+        self._check_usable()
         busy = [worker for worker in self.workers if worker.num_in_flight]
         if busy and not any(worker.has_ended for worker in busy):
             min(busy, key=lambda worker: worker.begun_s).wait()
 
     def cancel(self, request: CellRequest) -> bool:
         """Compute no more of it; False if it is done, or was submitted to another engine."""
-        return self.processor.cancel(request)
+        self._check_usable()
+        return self._guard.run(lambda: self.processor.cancel(request))
 
     def run(self, requests: Iterable[Any]) -> list[CellOutput]:
         """Serve these, and whatever else was submitted, to the end; outputs in order.
 
+        Those that wait for rows are no more than some hundreds, whatever `max_num_waiting` says. Whatever
+        interrupts it cancels those that have not ended.
+
         Raises:
-          GraphError, CapacityError, CellError: one cannot be served; those before it run, and are lost.
+          GraphError, CapacityError, CellError: one cannot be served; those before it are cancelled.
           LaunchFailedError: what one was in has failed.
+          EngineClosedError: the engine was closed.
         """
+        self._check_usable()
         handles: list[CellRequest] = []
-        todo = list(requests)
-        most = _SLICE if self._config.max_num_waiting is None else self._config.max_num_waiting
-        num_done = 0  # of the first ones, one behind the other
-        while num_done < len(todo):
-            room = min(_SLICE, most - len(self.processor.admission.waiting))
-            has_more = len(handles) < len(todo) and room > 0
-            if has_more:
-                handles += self.submit_many(todo[len(handles) : len(handles) + room])
-            if not self.step() and not has_more:
-                self.wait()
-            while num_done < len(handles) and handles[num_done].done:
-                num_done += 1
+        try:
+            self._run(list(requests), handles)
+        finally:
+            for handle in handles:
+                if not handle.done:
+                    self.cancel(handle)
         return [handle.result() for handle in handles]
 
     def requests_of(self, launch: Launch) -> list[np.ndarray]:
@@ -173,16 +188,24 @@ class CellularEngine:
           ConfigError: a launch is in flight.
         """
         num_in_flight = sum(worker.num_in_flight for worker in self.workers)
-        if num_in_flight:
+        if num_in_flight and not self._guard.interrupted:
             raise ConfigError("launches in flight", num_in_flight, "none, before another scheduler begins")
+        self._make_scheduler = make_scheduler
         self.processor = RequestProcessor(self.types, self._config, make_scheduler)
-        self._loop = Loop(self.processor, self.workers, self._launches_in_flight, observe=self._observe)
+        observe = None if self._observe is None else self._launched.append
+        self._loop = Loop(self.processor, self.workers, self._launches_in_flight, observe=observe)
 
     def stats(self) -> dict[str, int]:
-        """Counts since the start."""
+        """Requests that came and ended since the start, and those that are there now.
+
+        `num_compilations` counts those of the process since the start, by anybody.
+        """
         return {
             "num_compilations": self._counter.value,
             "num_submitted": self.processor.requests.num_ever,
+            "num_answered": self.processor.num_answered,
+            "num_failed": self.processor.num_failed,
+            "num_cancelled": self.processor.num_cancelled,
             "num_waiting": len(self.processor.admission.waiting),
             "num_running": len(self.processor.handles) - len(self.processor.admission.waiting),
             "num_rows_promised": int(self.processor.admission.budget.promised.max()),
@@ -190,8 +213,10 @@ class CellularEngine:
         }
 
     def close(self) -> None:
-        """Give the devices' memory back; requests that are not done never will be."""
+        """Give the devices' memory back; requests that are not done fail with EngineClosedError."""
         self._is_closed = True
+        for handle in self.processor.handles.values():
+            handle.fail(EngineClosedError("the engine was closed"))
         self.workers.clear()
 
     def __enter__(self) -> Self:
@@ -204,9 +229,49 @@ class CellularEngine:
         """Close."""
         self.close()
 
-    def _check_open(self) -> None:
+    def _run(self, todo: list[Any], handles: list[CellRequest]) -> None:
+        """To their ends; `handles` are those that were submitted."""
+        num_done = 0  # of the first ones, one behind the other
+        while num_done < len(todo):
+            first = len(handles)
+            has_more = first < len(todo) and len(self.processor.admission.waiting) < _SLICE
+            if has_more:
+                some = todo[first : first + _SLICE]
+                try:
+                    handles += self._submit_many(some, is_limited=False)
+                except InvalidFieldError as error:
+                    raise _renumbered(error, first, len(some), len(todo)) from error
+            if not self.step() and not has_more:
+                self.wait()
+            while num_done < len(handles) and handles[num_done].done:
+                num_done += 1
+
+    def _submit_many(self, requests: list[Any], *, is_limited: bool) -> list[CellRequest]:
+        self._check_usable()
+        if not requests:
+            return []
+        processor = self.processor
+        unfolded = processor.read(requests, self._unfold, self._unfold_many, is_limited=is_limited)
+        return self._guard.run(lambda: processor.enter(unfolded))
+
+    def _check_usable(self) -> None:
+        self._guard.check_thread()
         if self._is_closed:
             raise EngineClosedError("the engine was closed")
+        if self._guard.interrupted:
+            self._recover()
+
+    def _recover(self) -> None:
+        """An interrupt came in the middle of a change, so that nothing that is known can be trusted."""
+        error = LaunchFailedError("an interrupt came in the middle of a step: all that ran or waited is lost")
+        for handle in self.processor.handles.values():
+            if not handle.done:
+                handle.fail(error)
+        for worker in self.workers:
+            worker.begin_again()
+        self._launched.clear()
+        self.begin_again(self._make_scheduler)
+        self._guard.interrupted = False
 
     def _compiled(
         self, programs: Sequence[CellProgram], device: jax.Device, progress: bool
@@ -240,3 +305,14 @@ class CellularEngine:
                 bar.set_postfix_str(name, refresh=False)
                 bar.update()
         return found
+
+
+def _renumbered(error: InvalidFieldError, first: int, num: int, num_all: int) -> InvalidFieldError:
+    """Of a request of those from number `first` on, with its number among all."""
+    if num_all == 1:
+        return error
+    found = _PLACE.match(error.field)
+    name = f"requests[{first + int(found[1])}]{error.field[found.end() :]}" if found else error.field
+    if num == 1 and not found:
+        name = f"requests[{first}].{error.field}"
+    return type(error)(name, error.value, error.limit, error.hint)

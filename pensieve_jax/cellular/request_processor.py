@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pensieve_jax.cellular.admission import Admission, Unfold, UnfoldMany
+from pensieve_jax.cellular.admission import Admission, Unfold, Unfolded, UnfoldMany
 from pensieve_jax.cellular.cells import CellTypes
 from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.errors import LaunchFailedError, RequestCancelledError
@@ -47,6 +47,7 @@ class RequestProcessor:
       formation, scheduler: what makes launches of them.
       admission: who waits, and what is promised.
       handles: of requests that are not done, by id.
+      num_answered, num_failed, num_cancelled: requests that have ended so.
       restarting: those of which nodes are in flight that nobody wants, after which they begin again.
     """
 
@@ -64,6 +65,7 @@ class RequestProcessor:
         self.scheduler = make_scheduler(types, tables, self.formation, config)
         self.admission = Admission(types, tables, config, num_rows)
         self.handles: dict[int, CellRequest] = {}
+        self.num_answered = self.num_failed = self.num_cancelled = 0
         self._leaving: set[int] = set()
         self.restarting: set[int] = set()
         self._num_released = 0
@@ -79,9 +81,23 @@ class RequestProcessor:
           GraphError: a graph cannot be computed.
           CapacityError: a graph is too large or too deep, its rows are more than there are, or too many wait.
         """
-        if not requests:
-            return []
-        ids, nums_returned = self.admission.enter(requests, unfold, unfold_many, self.scheduler.check)
+        return self.enter(self.read(requests, unfold, unfold_many)) if requests else []
+
+    def read(
+        self,
+        requests: Sequence[Any],
+        unfold: Unfold,
+        unfold_many: UnfoldMany | None,
+        *,
+        is_limited: bool = True,
+    ) -> Unfolded:
+        """The first half of `submit_many`, which changes nothing; see `Admission`."""
+        check = self.scheduler.check
+        return self.admission.read(requests, unfold, unfold_many, check, is_limited=is_limited)
+
+    def enter(self, unfolded: Unfolded) -> list[CellRequest]:
+        """The second half, which refuses nothing."""
+        ids, nums_returned = self.admission.enter(unfolded)
         serials = self.requests.serial[ids.start : ids.stop].tolist()
         handles = [CellRequest(*one) for one in zip(ids, serials, nums_returned, strict=True)]
         self.handles.update(zip(ids, handles, strict=True))
@@ -143,6 +159,7 @@ class RequestProcessor:
         table.seq[subs] = np.arange(self._num_released, self._num_released + len(subs))
         self._num_released += len(subs)
         kinds = table.kind[subs]
+        table.begin_bent(subs)
         for kind in np.unique(kinds).tolist():
             mine = subs[kinds == kind]
             self.scheduler.release(kind, all_values(mine, table.first, table.firsts))
@@ -212,7 +229,7 @@ class RequestProcessor:
         over = touched[is_over & ~table.is_done[touched]]
         if not len(over):
             return []
-        table.is_done[over] = True
+        table.end(over)
         self._release_behind(over)
         owners = table.request[over]
         np.subtract.at(self.requests.subs_left, owners, 1)
@@ -223,8 +240,10 @@ class RequestProcessor:
 
     def _finish(self, request: int) -> CellRequest:
         """All that was asked for is there."""
-        handle = self.handles.pop(request)
+        handle = self.handles[request]
         handle.finish(self._emitted(request))
+        del self.handles[request]
+        self.num_answered += 1
         return handle
 
     def _emitted(self, request: int) -> dict[str, np.ndarray]:
@@ -245,8 +264,11 @@ class RequestProcessor:
 
     def _end(self, request: int, error: Exception) -> CellRequest:
         """It is over, without a result."""
-        handle = self.handles.pop(request)
+        handle = self.handles[request]
         handle.fail(error)
+        del self.handles[request]
+        self.num_failed += not isinstance(error, RequestCancelledError)
+        self.num_cancelled += isinstance(error, RequestCancelledError)
         self.restarting.discard(request)
         self._take_out(request)
         return handle
@@ -255,7 +277,8 @@ class RequestProcessor:
         """Drop all its nodes; it goes, or begins again, once none of them is in flight."""
         if not self.admission.withdraw(request):
             self._drop(np.arange(self.requests.start[request], self.requests.end[request]))
-        self.subgraphs.is_done[self.requests.sub_start[request] : self.requests.sub_end[request]] = True
+        subs = np.arange(self.requests.sub_start[request], self.requests.sub_end[request])
+        self.subgraphs.end(subs[~self.subgraphs.is_done[subs]])
         self._retire(np.array([request]))
 
     def _failed(self, done: Done) -> list[CellRequest]:

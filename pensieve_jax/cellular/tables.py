@@ -185,7 +185,7 @@ class Subgraphs(Room):
       pinned: the worker on which it has nodes in flight; -1 for none.
       seq: its place in the order in which subgraphs were released; -1 before.
       last: its last node.
-      num_bent: subgraphs of each type that are no chains, see `Parts`.
+      num_bent: of each type, subgraphs that are released, not done, and no chains; see `Parts`.
       waste: nodes in flight whose results nobody wants any more.
       is_done: whether nothing of it is still to come.
       has_released: whether those that read it know.
@@ -242,11 +242,22 @@ class Subgraphs(Room):
         self.first[here] = np.where(parts.first < 0, parts.first, parts.first + node)
         self.firsts.update(parts.firsts.items(start, node))
         self.last[here], self.is_bent[here] = parts.sub_last + node, parts.is_bent
-        if parts.is_bent.any():
-            np.add.at(self.num_bent, parts.sub_kind[parts.is_bent], 1)
         self.in_flight[here], self.waste[here] = 0, 0
         self.is_done[here], self.has_released[here] = False, False
         self.pinned[here], self.seq[here] = -1, -1
+
+    def begin_bent(self, subs: np.ndarray) -> None:
+        """These are released: those that are bent count among their types' until they are done."""
+        bent = subs[self.is_bent[subs]]
+        if len(bent):
+            np.add.at(self.num_bent, self.kind[bent], 1)
+
+    def end(self, subs: np.ndarray) -> None:
+        """These are done, which were not."""
+        self.is_done[subs] = True
+        bent = subs[self.is_bent[subs] & (self.seq[subs] >= 0)]
+        if len(bent):
+            np.subtract.at(self.num_bent, self.kind[bent], 1)
 
     def reset(self, subs: np.ndarray, nodes: Nodes, start: int, end: int) -> None:
         """None of these, which are all of a request with nodes from `start` to `end`, has run."""
@@ -263,8 +274,6 @@ class Subgraphs(Room):
 
     def clear(self, start: int, num: int) -> None:
         """Nobody has these any more."""
-        here = slice(start, start + num)
-        np.subtract.at(self.num_bent, self.kind[here][self.is_bent[here]], 1)
         _forget(self.consumers, self.consumer, start, num)
         _forget(self.firsts, self.first, start, num)
         self.give(start, num)

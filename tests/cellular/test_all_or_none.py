@@ -133,3 +133,30 @@ def test_a_request_of_another_engine_is_not_cancelled(engine: CellularEngine) ->
     while not new.done:
         engine.step()
     assert int(new.result().states[0]["x"]) == 15
+
+
+def test_the_request_of_a_run_is_named(engine: CellularEngine) -> None:
+    """By its place among all of them, though they come in slices."""
+    engine.begin_again(Scheduler)
+    for place in (0, 700):
+        todo = [[1]] * 800
+        todo[place] = [2**40]
+        with pytest.raises(GraphError, match=rf"requests\[{place}\].nodes\[0\].number is"):
+            engine.run(todo)
+    with pytest.raises(GraphError, match=r"requests\[512\].nodes\[0\].number is"):
+        engine.run([[1]] * 512 + [[2**40]])
+    with pytest.raises(GraphError, match=r"^nodes\[0\].number is"):
+        engine.run([[2**40]])
+    stats = engine.stats()
+    assert not stats["num_running"] and not stats["num_waiting"]
+
+
+def test_counts(engine: CellularEngine) -> None:
+    while engine.workers[0].num_in_flight:  # of requests that were cancelled
+        engine.step()
+    engine.begin_again(Scheduler)
+    engine.run([[1, 2], [3]])
+    engine.cancel(engine.submit([4, 5, 6]))
+    stats = engine.stats()
+    assert (stats["num_submitted"], stats["num_answered"], stats["num_cancelled"]) == (3, 2, 1)
+    assert stats["num_failed"] == 0

@@ -9,9 +9,19 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
-from pensieve_jax.cellular import Cell, CellOutput, CellularConfig, CellularEngine, Float, Graph, Int
+from pensieve_jax.cellular import (
+    Cell,
+    CellError,
+    CellOutput,
+    CellularConfig,
+    CellularEngine,
+    Float,
+    Graph,
+    Int,
+)
 from tests.seeds import new_seed
 
 SIZE, VOCAB = 8, 20
@@ -185,3 +195,43 @@ def test_a_function_is_a_cell() -> None:
 
     outputs = serve({"start": start, "double": double}, unfold, range(1, 9))
     assert [int(one.states[0]["x"]) for one in outputs] == [5 * 2**num for num in range(1, 9)]
+
+
+class Mixed(nnx.Module):
+    """A cell whose rows are not by themselves."""
+
+    state: ClassVar = {"h": Float(8)}
+    immediates = ("token",)
+
+    def __init__(self, kind: str) -> None:
+        rngs = nnx.Rngs(0)
+        self.kind = kind
+        self.dropout, self.norm = nnx.Dropout(0.5, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+
+    def __call__(self, inputs: Any, token: jax.Array) -> dict[str, jax.Array]:
+        h = inputs[0]["h"] + token[:, None]
+        if self.kind == "mean":
+            return {"h": h + h.mean(axis=0)}
+        return {"h": self.dropout(h) if self.kind == "dropout" else self.norm(h)}
+
+
+@pytest.mark.parametrize("kind", ["dropout", "norm", "mean"])
+def test_rows_are_by_themselves(kind: str) -> None:
+    """Or an answer would depend on who else is there."""
+    cell = Mixed(kind)
+
+    def unfold(words: list[int], graph: Graph) -> None:
+        graph.returns(graph.chain(cell, words)[-1])
+
+    def engine() -> CellularEngine:
+        config = CellularConfig(max_num_tasks=1)
+        return CellularEngine([Cell(cell, "mixed", 2, batch_sizes=(2,))], unfold, config, progress=False)
+
+    with pytest.raises(
+        CellError, match=r"mixed.state\['h'\] is 'a row that depends on the rest of its batch'"
+    ):
+        engine()
+    cell.eval()
+    if kind != "mean":
+        with engine() as served:
+            assert len(served.run([[1], [2, 3]])) == 2

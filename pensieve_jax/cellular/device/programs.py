@@ -19,12 +19,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from pensieve_jax.cellular.cells import CellType, CellTypes, Kind
+from pensieve_jax.cellular.cells import CellType, CellTypes, Field, Kind
 from pensieve_jax.cellular.errors import CellError
 
 type Pool = tuple[jax.Array, ...]
 """[num_rows + 1, ...] of every field of a kind of state, in its order; the last row is the initial state."""
 
+_SAME = 2e-2
+"""What rounding may make of a row in another place, in bfloat16."""
 ROWS_READ = (8, 32, 128, 512)
 """How many rows a program reads or writes; more are several."""
 
@@ -122,6 +124,49 @@ def check_cell(types: CellTypes, kind: CellType) -> None:
     """
     for batch in dict.fromkeys((kind.batch_sizes[0], kind.batch_sizes[-1])):
         _check_batch(types, kind, max(batch, 2))
+    _check_rows(types, kind)
+
+
+def _check_rows(types: CellTypes, kind: CellType) -> None:
+    """Compute a row beside two others, in one place and another: it must come out the same.
+
+    Dropout that is on makes of a row what its place says, and batch norm what its neighbours say.
+    """
+    call, weights = _pure(types.cells[kind.index].module)
+    rng = np.random.default_rng(0)
+    inputs = [{name: _three_rows(rng, one) for name, one in types.kinds[index]} for index in kind.input_kinds]
+    numbers = np.array([0, 1, 0], np.int32)
+    run = jax.jit(lambda *given: call(*given, 2))
+
+    def beside(rows: list[int]) -> Mapping[str, jax.Array]:
+        immediates = {name: numbers[rows] for name in kind.immediates}
+        told: Mapping[str, jax.Array] = run(
+            weights, tuple({name: value[rows] for name, value in one.items()} for one in inputs), immediates
+        )
+        return told
+
+    first, second = beside([0, 1]), beside([2, 0])
+    for name, one in types.kinds[kind.state_kind]:
+        if jnp.issubdtype(one.dtype, jnp.floating) and not np.allclose(
+            np.asarray(first[name][0], np.float32),
+            np.asarray(second[name][1], np.float32),
+            rtol=_SAME,
+            atol=_SAME,
+            equal_nan=True,
+        ):
+            raise CellError(
+                f"{kind.name}.state[{name!r}]",
+                "a row that depends on the rest of its batch",
+                "the same whatever stands beside it",
+                "call .eval() of a module with dropout or batch norm first",
+            )
+
+
+def _three_rows(rng: np.random.Generator, field: Field) -> np.ndarray:
+    shape = (3, *field.shape)
+    if jnp.issubdtype(field.dtype, jnp.floating):
+        return rng.normal(size=shape).astype(field.dtype)
+    return np.zeros(shape, field.dtype)
 
 
 def _check_batch(types: CellTypes, kind: CellType, batch: int) -> None:

@@ -103,6 +103,11 @@ class DeviceWorker:
         """When its oldest launch began, on the clock of this process; there is one."""
         return self._flying[0].begun_s
 
+    def begin_again(self) -> None:
+        """Forget all launches, and what they have written."""
+        self._flying.clear()
+        self.pools, self._lost = self._empty_pools(), None
+
     def warm_up(self) -> None:
         """Compile what reads and writes rows; the cells' programs are compiled already."""
         for kind, pool in enumerate(self.pools):
