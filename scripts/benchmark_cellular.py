@@ -6,13 +6,13 @@
 
 Requests arrive at times of a Poisson process, and latency counts from when each was due. All systems run
 the same programs on the same weights, one after the other, in one process: *cellular* is the engine;
-*padding* fills buckets by length, in turn or the oldest first, or is cuDNN's LSTM of whole sentences;
-*merging* joins the graphs of 64 requests, as Fold and DyNet do. Every run goes on to its last answer:
-beyond the peak, throughput stays and latency is that of a run of `--seconds`. What *padding* and *merging*
-cost the host, choosing and planning a batch, is part of both, and is told apart. Widths of buckets are 10
-words; others are among the names of `--systems`. Lengths are drawn like Europarl's, and trees like the
-TreeBank's, unless `--data` has a file of them or `--num_words` says how long all sentences are. The last line
-is one JSON document (see `--json`).
+*padding* fills buckets by length, in turn or the oldest first, or is an LSTM of whole sentences, by cuDNN or,
+where that is not to be had, by a scan; *merging* joins the graphs of 64 requests, as Fold and DyNet do. Every
+run goes on to its last answer: beyond the peak, throughput stays and latency is that of a run of `--seconds`.
+What *padding* and *merging* cost the host, choosing and planning a batch, is part of both, and is told apart.
+Widths of buckets are 10 words; others are among the names of `--systems`. Lengths are drawn like Europarl's,
+and trees like the TreeBank's, unless `--data` has a file of them or `--num_words` says how long all sentences
+are. The last line is one JSON document (see `--json`).
 """
 
 from __future__ import annotations
@@ -210,7 +210,9 @@ def define_flags() -> None:
     define_model_flags()
     flags.DEFINE_list("rates", ["1000", "2000"], "Requests a second.")
     flags.DEFINE_multi_string("systems", [], "A name; may be repeated. Default: all that serve the model.")
-    flags.DEFINE_float("seconds", 2.0, "Of arrivals, at each rate.", lower_bound=0.01)
+    flags.DEFINE_float(
+        "seconds", 2.0, "Of arrivals at each rate, or as long as 500 requests take to come.", lower_bound=0.01
+    )
     flags.DEFINE_integer("num_devices", 1, "Workers.", lower_bound=1)
     flags.DEFINE_integer("num_rows", 16_384, "Rows of state on each device.", lower_bound=1)
     flags.DEFINE_integer("max_num_tasks", 5, "Tasks of a launch.", lower_bound=1)

@@ -133,7 +133,8 @@ class CellularEngine:
         self._check_usable()
         ended = self._guard.run(self._loop.step)
         if self._observe is not None:
-            launched, self._launched = self._launched, []
+            launched = self._launched.copy()
+            self._launched.clear()
             for launch in launched:
                 self._observe(launch)
         return ended

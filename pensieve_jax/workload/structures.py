@@ -115,22 +115,24 @@ def _drawn_tree(rng: np.random.Generator, num_leaves: int) -> TreeShape:
 def read_pairs(path: Path) -> SentencePairs:
     """Lengths from a CSV of two columns of counts of words, as the OpenNMT sample has them.
 
-    Columns whose names hold "en" or "tgt_en" and "de" are told apart; others are source and target. A length
-    of 0 is taken as 1.
+    A first line of names is no pair: columns whose names hold "en" and "de" are German, the source, and
+    English, whichever is first; others are source and target. A length of 0 is taken as 1.
 
     Raises:
       TraceError: a row is not two counts.
     """
     with _open(path) as file:
         reader = csv.reader(file)
-        names = next(reader, [])
-        rows = []
-        for line, row in enumerate(reader, start=2):
+        rows, names = [], ["", ""]
+        for line, row in enumerate(reader, start=1):
+            if line == 1 and len(row) == 2 and not any(one.isdecimal() for one in row):
+                names = row
+                continue
             if len(row) != 2 or not all(one.isdecimal() for one in row):
                 raise TraceError(path, line, f"{row!r} is not two counts of words")
             rows.append([max(int(one), 1) for one in row])
-    if len(names) != 2 or not rows:
-        raise TraceError(path, None, "it is not a CSV of two columns with a header")
+    if not rows:
+        raise TraceError(path, None, "it has no line of two counts of words")
     first, second = np.array(rows).T
     is_english_first = "en" in names[0].lower().split("_") and "de" in names[1].lower().split("_")
     return SentencePairs(second, first) if is_english_first else SentencePairs(first, second)

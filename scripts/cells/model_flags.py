@@ -25,7 +25,7 @@ def define_model_flags() -> None:
     flags.DEFINE_list("max_batch", ["512"], "Largest batch of each cell, or of all.")
     help = "Of every sentence, or leaves of every tree; default: of the data."
     flags.DEFINE_integer("num_words", None, help, lower_bound=1)
-    help = "Pairs of lengths (CSV), two files of sentences that translate each other, or trees (a line each)."
+    help = "A CSV of pairs of lengths, two files of sentences that translate each other, or trees by lines."
     flags.DEFINE_list("data", [], help)
     flags.DEFINE_integer("seed", 0, "Of requests and arrivals.", lower_bound=0)
 

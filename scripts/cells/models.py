@@ -83,6 +83,11 @@ def make(
     most_files = 1 if name == "tree_lstm" else 2
     if len(data) > most_files:
         raise ConfigError("--data", [str(one) for one in data], f"at most {most_files} files, for {name}")
+    for one in data:
+        if not one.is_file():
+            raise ConfigError("--data", str(one), "a file")
+    if data and num_words is not None:
+        raise ConfigError("--num_words", num_words, "absent with --data, which has lengths of its own")
     draw: dict[str, Callable[..., Any]] = {"lstm": _sentences, "seq2seq": _pairs, "tree_lstm": _trees}
     drawn = draw[name](model, data, num_words)
     return Model(model, cells, model.unfold, getattr(model, "unfold_many", None), drawn)

@@ -41,6 +41,11 @@ def limit_of_words() -> str:
     return f"at most {LENGTHS[-1]} words, for which whole sentences are compiled: choose others by --systems"
 
 
+def _check(lengths: Sequence[int] | np.ndarray) -> None:
+    if max(lengths) > LENGTHS[-1]:
+        raise ConfigError("the longest sentence", int(max(lengths)), limit_of_words())
+
+
 class _Batch(NamedTuple):
     places: np.ndarray  # of its sentences
     result: Any  # whose type lacks `is_ready`
@@ -80,7 +85,12 @@ class WholeSentences:
             self.run([np.ones(1, np.int32)] * size)
 
     def run(self, sentences: Sequence[np.ndarray]) -> np.ndarray:
-        """f32[n, hidden]: what the last word of each of these leaves; no more than the largest batch."""
+        """f32[n, hidden]: what the last word of each of these leaves; no more than the largest batch.
+
+        Raises:
+          ConfigError: see `serve`.
+        """
+        _check([len(one) for one in sentences])
         return np.asarray(self._launch(sentences))[: len(sentences)]
 
     def serve(self, sentences: Sequence[np.ndarray], arrival_s: np.ndarray, *, width: int) -> Served:
@@ -91,8 +101,7 @@ class WholeSentences:
         """
         num = len(sentences)
         lengths = np.array([len(one) for one in sentences])
-        if lengths.max() > LENGTHS[-1]:
-            raise ConfigError("the longest sentence", int(lengths.max()), limit_of_words())
+        _check(lengths)
         gc.collect()
         gc.freeze()
         buckets: dict[int, deque[int]] = {}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from cells import loads, timeline
 
-from experiments.cell_sweeps import europarl, lstm_series, origin, serve_series
+from experiments.cell_sweeps import ORIGIN, europarl, lstm_series, serve_series
 from experiments.committed import committed_documents
 from experiments.panels import Curve, Panel
 from experiments.points import Measured
@@ -163,7 +163,7 @@ def shares(asked: Settings, _: list[Measured]) -> Findings:
         tables=[Table(title=f"{rate} requests a second", columns=columns, rows=rows)],
         panels=panels,
         results={"rate": rate, "rows": [dict(zip(columns, row, strict=True)) for row in rows]},
-        origin=origin(asked),
+        origin=ORIGIN,
         is_simulated=True,
         units=loads.UNITS,
     )

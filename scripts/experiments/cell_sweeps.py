@@ -30,6 +30,7 @@ _SECONDS = 3.0  # of arrivals, at each point
 _SMALL = 0.15  # of that
 _LEAST = 2000  # requests of a point
 _MOST_S = 0.5  # latencies above are cut off
+ORIGIN = "simulated with the cell times of the thesis' V100"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +110,6 @@ def serve_series(series: Series, rate: int, seed: int, *, small: bool) -> Served
     )
 
 
-def origin(asked: Settings) -> str:
-    """Of the figures, in words."""
-    version = ", a small version" if asked.small else ""
-    return f"simulated with the cell times of the thesis' V100{version}"
-
-
 def _mean(rows: Sequence[Mapping[str, Any]], read: Callable[[Mapping[str, Any]], float]) -> float:
     return float(np.mean([read(row) for row in rows]))
 
@@ -152,7 +147,7 @@ def sweep_findings(sweeps: Sequence[Sweep], asked: Settings, shown: bool) -> Fin
         tables=tables,
         panels=panels,
         results={"points": rows, "cells": dataclasses.asdict(thesis_v100())},
-        origin=origin(asked),
+        origin=ORIGIN,
         is_simulated=True,
         units=loads.UNITS,
     )

@@ -187,7 +187,7 @@ def tasks() -> str:
         "LSTM",
         "batch",
         "a task, alone in a launch, µs",
-        "one of five, µs",
+        "one of several, µs",
         "cuDNN through JAX, µs",
         "cuDNN through torch, µs",
     )

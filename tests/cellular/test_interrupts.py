@@ -80,6 +80,8 @@ class Interrupt:
         return self._line
 
 
+# Where the line is in a generator that is being closed, Python ignores what it raises, and says so.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("num", [60, pytest.param(1000, marks=pytest.mark.long)])
 def test_nothing_hangs_after_an_interrupt(engine: CellularEngine, num: int) -> None:
     """At any line: whoever was there has an answer or an error, and who comes then is served."""

@@ -84,6 +84,10 @@ def test_two_files_of_sentences(tmp_path):
     model = make("seq2seq", data=files, **options)
     pairs = {(len(one.source_ids), one.num_steps) for one in model.requests(50, 0)}
     assert pairs == {(3, 2), (1, 4)}
+    with pytest.raises(ConfigError, match=r"--data is .*c.de', but must be a file"):
+        make("lstm", data=[tmp_path / "c.de"], **options)
+    with pytest.raises(ConfigError, match="--num_words is 3, but must be absent with --data"):
+        make("lstm", data=files, **(options | {"num_words": 3}))
     with pytest.raises(ConfigError, match=r"--data.*at most 1 files, for tree_lstm"):
         make("tree_lstm", data=files, **options)
 
@@ -136,6 +140,8 @@ def test_whole_sentences_are_what_a_loop_computes(monkeypatch):
     for width in (1, 100):
         served = whole.serve(sentences, arrival_s, width=width)
         assert (served.arrival_s <= served.begin_s).all() and (served.begin_s <= served.end_s).all()
+    with pytest.raises(ConfigError, match="the longest sentence is 13, but must be at most 12 words"):
+        whole.run([np.zeros(13, np.int32)])
     with pytest.raises(ConfigError, match="the longest sentence is 13, but must be at most 12 words"):
         whole.serve([np.zeros(13, np.int32)], np.zeros(1), width=10)
 

@@ -43,8 +43,14 @@ def test_pairs_of_counts(tmp_path):
     with pytest.raises(TraceError, match="line 3"):
         read_pairs(other)
     other.write_text("from,to\n")
-    with pytest.raises(TraceError, match="two columns"):
+    with pytest.raises(TraceError, match="no line of two counts"):
         read_pairs(other)
+    other.write_text("100,90\n1,2\n")
+    assert read_pairs(other).source.tolist() == [100, 1]
+    for wrong in ("from,to,more\n1,2\n", "from,2\n", "one\n"):
+        other.write_text(wrong)
+        with pytest.raises(TraceError, match="line 1"):
+            read_pairs(other)
 
 
 def test_lines_of_text(tmp_path):
