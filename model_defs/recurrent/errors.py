@@ -1,6 +1,8 @@
 """What recurrent models raise of requests, beside what all of `model_defs` raises.
 
-Knows nothing of JAX. Raised by `requests`, `tree` and `tree_lstm`; caught by whoever asks for a request.
+Owns: that error.
+Does not know: JAX, or models.
+Called by: `requests` and `tree`; caught by whoever asks for a request.
 """
 
 import reprlib

@@ -1,4 +1,4 @@
-"""The table of `docs/cells.md`: what the thesis says of cellular batching, and what came out in virtual time.
+"""The table of `docs/cells_figures.md`: what the thesis says of cellular batching, and what came out in virtual time.
 
 Owns: which claims are rows, and at which latency loads are compared.
 Does not know: how a document was made, or how anything is scheduled.
