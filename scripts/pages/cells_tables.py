@@ -1,4 +1,4 @@
-"""The table of `docs/cells_figures.md`: what the thesis says of cellular batching, and what came out in virtual time.
+"""The table of `docs/cells_figures.md` in virtual time: what the thesis says, and what came out.
 
 Owns: which claims are rows, and at which latency loads are compared.
 Does not know: how a document was made, or how anything is scheduled.
