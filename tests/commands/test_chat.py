@@ -292,6 +292,7 @@ def test_through_a_pipe(tmp_path, compilation_cache):
     assert (tmp_path / "chats.sqlite").exists()
 
 
+@pytest.mark.long
 def test_on_a_terminal(tmp_path, compilation_cache):
     """A line beyond what terminals take, Ctrl-C in a reply and at the prompt, and what is kept of it."""
     command = [sys.executable, "scripts/chat.py", f"--model={TINY_MODEL}", "--token_buckets=64"]

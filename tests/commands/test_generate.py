@@ -75,6 +75,7 @@ def test_a_conversation_goes_on_before_another_begins(launch, tmp_path):
     assert [line["turn"] for line in lines] == [0, 1, 2] * 4
 
 
+@pytest.mark.long
 def test_the_order_finds_history_that_a_sweep_recomputes(launch, llm, tmp_path):
     """Twelve conversations of about 200 tokens on 768 tokens of device memory: the same tokens, less work."""
     rng = random.Random(20)

@@ -107,6 +107,7 @@ def test_distribution(temperature, top_k, top_p):
     assert statistic < freedom + 5 * np.sqrt(2 * freedom), (statistic, freedom)
 
 
+@pytest.mark.long
 def test_positions_are_independent_draws():
     """One seed over many positions is as good as many seeds; so are seeds that differ in the high word."""
     logits = random_logits(1, seed=4, vocab_size=40)[0]
@@ -156,6 +157,7 @@ def test_independent_of_sharding():
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "logits_spec",
     [None, pytest.param(PartitionSpec(), marks=pytest.mark.long), PartitionSpec(None, "tp")],

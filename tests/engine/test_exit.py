@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CHILD = """
 import numpy
 
@@ -46,6 +48,7 @@ print("dispatched")
 """
 
 
+@pytest.mark.long
 def test_steps_that_nobody_fetches_do_not_crash_the_exit():
     child = subprocess.run(
         [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=300, check=False

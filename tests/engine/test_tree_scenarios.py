@@ -40,6 +40,7 @@ def test_trees_of_turns_answer_as_the_reference(seeds: Sequence[int]):
     assert not rare
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FORK_MUTATIONS)
 def test_planted_bug_is_caught(name, monkeypatch):
     """Some scenario fails; without the bug, these and the ones above say, none does."""

@@ -229,6 +229,7 @@ def test_a_kill_in_the_middle_leaves_the_old_version_whole(old, step):
     check_all_is_there(old)
 
 
+@pytest.mark.long
 def test_a_kill_at_any_moment_leaves_one_version_or_the_other(tmp_path):
     """Of a larger file, at random moments from the first look at it on."""
     rng = np.random.default_rng(new_seed())

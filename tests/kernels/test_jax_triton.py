@@ -134,6 +134,7 @@ def test_presets(heads: Heads, compiled: list[Any]) -> None:
     assert tensor_cores in compiled[1].binary and "ex2.approx.ftz.f32" in compiled[0].binary
 
 
+@pytest.mark.long
 @can_lower
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "page_size", "device", "target"),
@@ -154,6 +155,7 @@ def test_dtypes_sizes_and_devices(
         assert not any("tf32" in result.ttgir or "tf32" in result.binary for result in compiled)
 
 
+@pytest.mark.long
 @can_lower
 def test_inside_shard_map() -> None:
     """Heads split over two devices, as the model's attention splits them."""

@@ -80,6 +80,7 @@ def test_unknown_field_and_dtype() -> None:
         load_model("random:llama-tiny", dtype="int8", mesh=make_mesh(1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TINY)
 def test_random_weights_do_not_depend_on_the_mesh(name: str) -> None:
     models = [load_model(f"random:{name}", mesh=make_mesh(tp), seed=7) for tp in (1, 2)]
@@ -214,6 +215,7 @@ def test_uniform_never_reaches_its_ends() -> None:
     assert values[2] == pytest.approx(0.5)
 
 
+@pytest.mark.long
 def test_random_weights_are_finite() -> None:
     """Of this many draws, a few come within 2**-24 of an end."""
     model = random_model(preset("opt-125m", num_layers=1), dtype="float32", mesh=make_mesh(1))

@@ -46,6 +46,7 @@ def logits_of(config: ModelConfig, tp: int = 1, dtype: str = "float32") -> np.nd
     return dense_logits(random_model(config, dtype=dtype, mesh=make_mesh(tp)), TOKEN_IDS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.long if n == "opt_not_affine" else ()) for n in CONFIGS]
 )

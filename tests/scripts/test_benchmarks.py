@@ -42,6 +42,7 @@ def test_a_report_names_the_variables_that_matter(monkeypatch):
     assert "SOMETHING_ELSE" not in environment
 
 
+@pytest.mark.long
 def test_check_serving_finds_a_difference(launch, llm, monkeypatch, capsys):
     """Replies of one model against the logprobs of another, whose weights have another seed."""
     script = load("check_serving")
@@ -57,6 +58,7 @@ def test_check_serving_refuses_more_than_the_context_before_loading(launch, monk
         launch("check_serving", shared_llm=False, **(SIZES | ENGINE | {"num_turns": 500}))
 
 
+@pytest.mark.long
 def test_benchmark_scheduler(launch, monkeypatch, capsys):
     """One round in a process of its own, as all of them are; the others decide the same in this one."""
     script, children = load("benchmark_scheduler"), []
@@ -85,6 +87,7 @@ def test_benchmark_scheduler(launch, monkeypatch, capsys):
     assert "on average: met" in out or "on average: missed by " in out
 
 
+@pytest.mark.long
 def test_benchmark_eviction(launch, capsys):
     """Every order, and the learned one as each of its three."""
     launch("benchmark_eviction", shared_llm=False, num_idle=40, max_chunks=6, num_turns=40)

@@ -34,6 +34,7 @@ def test_turns_that_lose_state_equal_the_dense_reference(launch, capsys, variant
         assert lines[2:-1] and any(result["variant"] in line for line in lines[2:-1])
 
 
+@pytest.mark.long
 def test_a_model_that_is_wrong_is_found(launch, capsys, monkeypatch):
     """Norms of queries and keys that do nothing: engine and reference agree on it, transformers does not."""
     monkeypatch.setattr(qwen3.HeadNorm, "__call__", lambda self, x: x)

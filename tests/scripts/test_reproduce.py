@@ -125,6 +125,7 @@ def test_the_document_and_the_plot_for_any_number_of_processes(reproduce, tmp_pa
     assert "pensieve-gpu" in out and "x stateless" in out
 
 
+@pytest.mark.long
 def test_an_interrupted_run_goes_on_where_it_stopped(reproduce, experiments, monkeypatch, tmp_path):
     """A point is simulated once; of what is not the same a new one is."""
     simulated, known, simulate = [], {}, experiments("points").measure
@@ -174,6 +175,7 @@ def test_a_kept_point_is_of_the_same_trace_and_code(experiments, monkeypatch, tm
     assert key() != first
 
 
+@pytest.mark.long
 def test_shows_progress(launch, capsys):
     assert launch("reproduce", shared_llm=False, experiment="fig10b", **SMALL | {"progress": "true"}) == 0
     # The bar's first state: a later one is drawn only if enough time has passed since the one before.
@@ -397,6 +399,7 @@ def test_one_place_is_in_the_middle_and_a_level_is_written_inside(experiments, l
     assert [text.get_va() for text in axes.texts] == [side]
 
 
+@pytest.mark.long
 def test_made_conversations_are_near_the_thesis(reproduce):
     _, document = reproduce("thesis3.10", seeds="0")
     results = document["results"]
@@ -407,6 +410,7 @@ def test_made_conversations_are_near_the_thesis(reproduce):
     assert not results["simulated"]
 
 
+@pytest.mark.long
 def test_kept_points_go_by_all_code_that_a_point_runs(experiments):
     """In a process of its own, since this one has imported more."""
     kept = experiments("kept")

@@ -108,6 +108,7 @@ def test_ablations_answer_everything(benchmark, flags, label):
     assert results["system"] == label and results["points"][0]["output_tokens"] == 6 * 3 * 12
 
 
+@pytest.mark.long
 def test_several_load_points_in_real_time(benchmark, conversations, tmp_path):
     """Each begins with nothing but the histories of its own conversations in the cache."""
     pytest.importorskip("matplotlib")
@@ -180,6 +181,7 @@ def test_a_trace_to_its_end(benchmark, tmp_path):
     assert results["points"][0]["num_requests"] == trace.num_turns
 
 
+@pytest.mark.long
 def test_live_figures(benchmark, conversations, launch, capsys):
     flags = MEMORY | STEPS | conversations | {"progress": "true"}
     benchmark(**CLOSED)  # engines that compute nothing, from here on

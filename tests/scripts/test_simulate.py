@@ -54,6 +54,7 @@ def test_systems_rates_and_the_plot(simulate, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("unified", ["true", pytest.param("false", marks=pytest.mark.long)])
 def test_policies_replicas_and_stepping_give_the_same_again(simulate, unified):
     flags = {"policies": "retention,trailing", "replicas": 2, "routing": "random", "systems": "pensieve"}
@@ -100,6 +101,7 @@ def test_a_saved_trace_is_the_one_it_was_made_from(simulate, tmp_path):
     assert first == second
 
 
+@pytest.mark.long
 def test_shows_live_figures(launch, capsys):
     assert launch("simulate", shared_llm=False, **SMALL | {"progress": "true", "window_s": 90}) == 0
     shown = capsys.readouterr().err

@@ -9,6 +9,8 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
+
 from pensieve_jax.server.listening import EXIT_AT_ONCE
 from tests.server.faults import command
 from tests.server.faults.served import TIMEOUT_S
@@ -22,6 +24,7 @@ BUSY = (
 )
 
 
+@pytest.mark.long
 def test_a_second_signal_waits_for_no_thread(tmp_path: Path) -> None:
     with command.started(BUSY, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
         try:
@@ -40,6 +43,7 @@ def test_a_second_signal_waits_for_no_thread(tmp_path: Path) -> None:
             process.kill()
 
 
+@pytest.mark.long
 def test_what_ends_the_server_is_not_quoted() -> None:
     status, log = _ended(FAIL + "command.serve.sizes_in_words = fail")
     assert status == 1 and SECRET not in log

@@ -154,6 +154,7 @@ def test_a_history_that_cannot_be_had_is_one_line_and_the_end(tmp_path):
             assert len(said) == 1 and word in said[0], done.stderr
 
 
+@pytest.mark.long
 def test_a_history_that_was_removed_ends_the_server_with_its_engine(tmp_path):
     """An engine that began a new one would keep what the front never finds, and clients were told is kept."""
     with FaultyServer(tmp_path) as server:

@@ -168,6 +168,7 @@ def has_values(prometheus: Prometheus, expression: str) -> bool:
     return any(series["value"][1] != "NaN" for series in prometheus.query(expression))
 
 
+@pytest.mark.long
 def test_what_it_stores_is_what_was_done(server: ServedProcess, prometheus: Prometheus) -> None:
     for _ in range(3):
         ask(server, "/v1/chat/completions", BODY)
@@ -195,6 +196,7 @@ def sum_of(prometheus: Prometheus, expression: str) -> float:
     return sum(float(series["value"][1]) for series in prometheus.query(expression))
 
 
+@pytest.mark.long
 def test_a_wrong_expression_is_an_error(prometheus: Prometheus) -> None:
     with pytest.raises(AssertionError, match="parse error"):
         prometheus.query("rate(vllm:num_requests_running")

@@ -61,6 +61,7 @@ def feed(encoder, talks):
     return Feed(examples, lambda rng: rng.choice(examples), **size)
 
 
+@pytest.mark.long
 def test_a_training_that_was_interrupted_ends_as_if_it_had_not_been(run_training, tmp_path):
     straight = run_training(tmp_path / "straight", 4)
     first = run_training(tmp_path / "resumed", 4, stop_after=2)
@@ -117,6 +118,7 @@ def test_greedy_tokens_are_the_dense_reference_s(network, parameters, config):
         assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == ids
 
 
+@pytest.mark.long
 def test_the_measurements_see_what_they_should(network, parameters, tokenizer, talks):
     cases = {
         "known": [recall_case(random.Random(3), talks, (3, 3), Wordings.NEW_SENTENCES)],

@@ -13,6 +13,7 @@ from tests.launching import ROOT
 from tests.server.engine_process import front
 
 
+@pytest.mark.long
 def test_the_example_of_the_page(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

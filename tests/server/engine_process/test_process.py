@@ -127,6 +127,7 @@ def test_a_killed_engine_is_started_again_and_goes_on_from_the_history(world: Wo
     world.run(work())
 
 
+@pytest.mark.long
 def test_a_start_that_is_refused_says_why(world: World, tmp_path: Path, compilation_cache: str) -> None:
     config = front.config(compilation_cache)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Nothing"], "model_type": "nothing"}))
@@ -147,6 +148,7 @@ def test_a_start_that_is_refused_says_why(world: World, tmp_path: Path, compilat
         assert type(error) is kind and str(error)
 
 
+@pytest.mark.long
 def test_an_engine_whose_history_was_removed_is_given_up(tmp_path: Path, compilation_cache: str) -> None:
     """Started over a new file, it would write turns that the front, which reads the old one, never finds."""
 
@@ -163,6 +165,7 @@ def test_an_engine_whose_history_was_removed_is_given_up(tmp_path: Path, compila
     asyncio.run(asyncio.wait_for(work(), TIMEOUT_S))
 
 
+@pytest.mark.long
 def test_an_engine_ends_with_its_front(tmp_path: Path, compilation_cache: str) -> None:
     history = tmp_path / "chats.sqlite"
     process = subprocess.Popen(
