@@ -126,7 +126,9 @@ class CellularEngine:
 
     def submit_many(self, requests: Iterable[Any]) -> list[CellRequest]:
         """Many at once, which costs less each; all of them or, with an error, none. See `submit`."""
-        return self._submit_many(list(requests), is_limited=True)
+        handles: list[CellRequest] = []
+        self._submit_many(list(requests), handles, is_limited=True)
+        return handles
 
     def step(self) -> list[CellRequest]:
         """See what has ended and launch what is ready, without waiting; returns requests now done."""
@@ -239,7 +241,7 @@ class CellularEngine:
             if has_more:
                 some = todo[first : first + _SLICE]
                 try:
-                    handles += self._submit_many(some, is_limited=False)
+                    self._submit_many(some, handles, is_limited=False)
                 except InvalidFieldError as error:
                     raise _renumbered(error, first, len(some), len(todo)) from error
             if not self.step() and not has_more:
@@ -247,13 +249,14 @@ class CellularEngine:
             while num_done < len(handles) and handles[num_done].done:
                 num_done += 1
 
-    def _submit_many(self, requests: list[Any], *, is_limited: bool) -> list[CellRequest]:
+    def _submit_many(self, requests: list[Any], handles: list[CellRequest], *, is_limited: bool) -> None:
+        """Their handles are added as part of the change: an interrupt leaves none that nobody holds."""
         self._check_usable()
         if not requests:
-            return []
+            return
         processor = self.processor
         unfolded = processor.read(requests, self._unfold, self._unfold_many, is_limited=is_limited)
-        return self._guard.run(lambda: processor.enter(unfolded))
+        self._guard.run(lambda: handles.extend(processor.enter(unfolded)))
 
     def _check_usable(self) -> None:
         self._guard.check_thread()

@@ -109,6 +109,23 @@ def test_nothing_hangs_after_an_interrupt(engine: CellularEngine, num: int) -> N
     assert num_told > num / 4
 
 
+def test_what_was_submitted_just_before_an_interrupt_is_cancelled(engine: CellularEngine) -> None:
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code is not CellularEngine._submit_many.__code__:
+            return None
+        if event == "return":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    with pytest.raises(KeyboardInterrupt):
+        engine.run([[1, 2], [3] * 7])
+    assert sys.gettrace() is None
+    engine.run([[4]])
+    assert not engine.stats()["num_running"], "requests are left that nobody holds"
+
+
 def test_what_interrupts_a_run_cancels_it(engine: CellularEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = iter(range(3))
     step = engine.step
