@@ -39,8 +39,12 @@ class Setting(NamedTuple):
 
 _SETTINGS: Final = (
     Setting("LSTM 1,024, float32", ("lstm", "lstm_padding"), (_CUDNN, PADDING_OLDEST), ("cells_lstm", None)),
+    Setting("the same, on another day", ("lstm_second",), (_CUDNN,), ("cells_lstm", None)),
     Setting("the same, batches of at most 64", ("lstm_64",), (PADDING_OLDEST,)),
     Setting("the same, 24 words each", ("lstm_24words",), (_CUDNN,), ("cells_lstm", 24)),
+    Setting(
+        "the same, 24 words each, on another day", ("lstm_24words_second",), (_CUDNN,), ("cells_lstm", 24)
+    ),
     Setting("the same, English of WMT, at most 50 words", ("lstm_wmt",), (_CUDNN,)),
     Setting("LSTM 4,096, bfloat16", ("lstm_4096",), (PADDING_OLDEST,), ("cells_lstm_4096", None)),
     Setting("LSTM 1,024, bfloat16", ("lstm_bf16",), (), ("cells_lstm_bf16", None)),
@@ -53,6 +57,7 @@ _SETTINGS: Final = (
     Setting("Seq2Seq 1,024, float32, batches of 512 and 256", ("seq2seq",), (PADDING_OLDEST,)),
     Setting("TreeLSTM 1,024, float32, batches of 64", ("trees",), (BY_AGENDA, BY_DEPTH)),
     Setting("the same, another machine", ("trees_second",), (BY_AGENDA,)),
+    Setting("the same trees, on another day", ("trees_third",), (BY_AGENDA,)),
     Setting("the same, complete trees of 16 leaves", ("trees16",), (BY_AGENDA, IDEAL)),
 )
 

@@ -36,6 +36,7 @@ def words(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "words.safetensors")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("words")
 def test_the_python_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -178,6 +178,7 @@ def test_inside_shard_map() -> None:
     assert text.count("@triton_kernel_call_ffi") == 3
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not HAS_EXTRA, reason="needs the extra 'triton'")
 def test_equals_reference_in_the_interpreter() -> None:
     """In a process of its own; see `triton_interpreter`."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import httpx2
+import pytest
 
 from pensieve_jax.workload import ConversationTrace, TurnTrace
 from tests.launching import load
 from tests.server.faults.served import FaultyServer
 
 
+@pytest.mark.long
 def test_resent_chats_are_found(tmp_path, monkeypatch):
     script = load("replay_resent")
 
