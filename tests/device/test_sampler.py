@@ -160,7 +160,7 @@ def test_independent_of_sharding():
 @pytest.mark.long
 @pytest.mark.parametrize(
     "logits_spec",
-    [None, pytest.param(PartitionSpec(), marks=pytest.mark.long), PartitionSpec(None, "tp")],
+    [None, PartitionSpec(), PartitionSpec(None, "tp")],
     ids=["one device", "whole on two", "split over two"],
 )
 def test_the_kernel_gives_the_same_ids(monkeypatch, logits_spec):

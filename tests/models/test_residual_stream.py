@@ -47,9 +47,7 @@ def logits_of(config: ModelConfig, tp: int = 1, dtype: str = "float32") -> np.nd
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long if n == "opt_not_affine" else ()) for n in CONFIGS]
-)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_plain_xla(name: str, request: pytest.FixtureRequest) -> None:
     expected = logits_of(CONFIGS[name])
     calls = request.getfixturevalue("interpreted_kernel")

@@ -55,7 +55,7 @@ def test_systems_rates_and_the_plot(simulate, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("unified", ["true", pytest.param("false", marks=pytest.mark.long)])
+@pytest.mark.parametrize("unified", ["true", "false"])
 def test_policies_replicas_and_stepping_give_the_same_again(simulate, unified):
     flags = {"policies": "retention,trailing", "replicas": 2, "routing": "random", "systems": "pensieve"}
     flags["unified"] = unified
