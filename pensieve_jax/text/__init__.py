@@ -9,6 +9,7 @@ from pensieve_jax.text.chat import ChatFormat, EarlierTurn
 from pensieve_jax.text.detokenizer import IncrementalDetokenizer
 from pensieve_jax.text.loading import CHAT_TEMPLATE, byte_tokenizer, load_tokenizer
 from pensieve_jax.text.messages import ROLES, Message, check_messages
+from pensieve_jax.text.reply_tokens import ReplyTokens
 from pensieve_jax.text.tokenizer import Tokenizer
 from pensieve_jax.text.transcript import num_messages_held
 
@@ -19,6 +20,7 @@ __all__ = [
     "EarlierTurn",
     "IncrementalDetokenizer",
     "Message",
+    "ReplyTokens",
     "Tokenizer",
     "byte_tokenizer",
     "check_messages",

@@ -1,0 +1,58 @@
+"""Who waits, in the order in which they are served.
+
+Owns: the order: by priority, then those that were suspended, then by arrival.
+Does not know: rows, budgets, or KV state.
+Called by: `scheduler` and `shelf`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from itertools import islice
+from operator import itemgetter
+
+from pensieve_jax.rebatching.query import Query
+
+type Rank = tuple[int, bool, int]
+_RANK = itemgetter(0)
+
+
+def rank(query: Query) -> Rank:
+    """The smaller, the sooner it is served."""
+    return -query.priority, not query.suspended, query.serial
+
+
+class Line:
+    """Queries that are neither in the ring nor done."""
+
+    def __init__(self) -> None:
+        """Nobody waits."""
+        self._entries: list[tuple[Rank, Query]] = []
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Query]:
+        """From the first on; the line must not change meanwhile."""
+        return map(itemgetter(1), self._entries)
+
+    @property
+    def head(self) -> Query:
+        """The first."""
+        return self._entries[0][1]
+
+    def window(self, size: int) -> list[Query]:
+        """The first so many."""
+        return list(islice(self, size))
+
+    def add(self, query: Query) -> None:
+        """Wait; its rank must not change until it is removed."""
+        insort(self._entries, (rank(query), query), key=_RANK)
+
+    def remove(self, query: Query) -> None:
+        """Wait no more."""
+        index = bisect_left(self._entries, rank(query), key=_RANK)
+        assert index < len(self._entries) and self._entries[index][1] is query
+        del self._entries[index]

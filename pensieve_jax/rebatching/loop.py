@@ -1,0 +1,137 @@
+"""The loop of an engine: a step is launched before the one in front of it is fetched.
+
+Owns: the order of these, who gets which token, and what becomes of queries when a step fails.
+Does not know: whether the runner is a device or a clock, prompts as text, or who waits.
+Called by: `engine` and `simulation`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.rebatching.config import RebatchingConfig
+from pensieve_jax.rebatching.lattice import Lattice
+from pensieve_jax.rebatching.launches import Decode, Launch, Prefill, Samples, Shape
+from pensieve_jax.rebatching.metrics import Metrics, Observe, StepSeen, unobserved
+from pensieve_jax.rebatching.query import Place, Query
+from pensieve_jax.rebatching.runner import Runner
+from pensieve_jax.rebatching.scheduler import Scheduler
+
+_MAX_FAILURES = 2  # of steps that a query is in; what fails again would fail for ever
+
+
+class RebatchingLoop:
+    """Of one engine.
+
+    Attributes:
+      queries: those that are not done, by serial.
+      scheduler, metrics: what it drives and what it counts.
+    """
+
+    def __init__(
+        self,
+        config: RebatchingConfig,
+        lattice: Lattice,
+        runner: Runner,
+        *,
+        observe: Observe = unobserved,
+    ) -> None:
+        """Nobody is there."""
+        self._config, self._lattice, self._runner, self._observe = config, lattice, runner, observe
+        self.scheduler = Scheduler(config, lattice)
+        self.metrics = Metrics()
+        self.queries: dict[int, Query] = {}
+        self._flying: deque[tuple[Samples, Any]] = deque()
+
+    def submit(self, query: Query) -> None:
+        """It waits to be served."""
+        self.queries[query.serial] = query
+        self.scheduler.add(query)
+
+    def cancel(self, query: Query) -> bool:
+        """Nobody waits for it any more; False if it is done, or another engine's."""
+        if query.done or self.queries.get(query.serial) is not query:
+            return False
+        del self.queries[query.serial]
+        query.finish("cancelled")
+        self.scheduler.remove(query)
+        return True
+
+    def step(self) -> list[Query]:
+        """Launch what is next, and take the tokens of what was launched before; returns who is done."""
+        ended: list[Query] = []
+        num_before = len(self._flying)
+        scheduled = self.scheduler.schedule(self._runner.has_left)
+        kv_bytes = self.kv_bytes
+        try:
+            for launch in scheduled.launches:
+                handle = self._runner.launch(launch)
+                if isinstance(launch, Prefill | Shape | Decode):
+                    self._flying.append((launch.samples, handle))
+            self.metrics.count(scheduled, self.scheduler.ring, kv_bytes)
+            for _ in range(num_before if scheduled.launches else len(self._flying)):
+                samples, handle = self._flying[0]
+                result = self._runner.fetch(handle)
+                self._flying.popleft()
+                ended += self._accept(samples, result)
+        except StepFailedError as error:
+            return ended + self._fail(error, scheduled.launches)
+        self._observe(StepSeen(scheduled.launches, self.scheduler.ring, kv_bytes, ended))
+        return ended
+
+    @property
+    def kv_bytes(self) -> int:
+        """Device memory that the ring and rows beside it take."""
+        shape = self.scheduler.ring.shape
+        return self._lattice.kv_bytes - self._lattice.room_bytes(shape) + self.scheduler.shelf.device_bytes
+
+    def lose_everything(self, error: Exception) -> None:
+        """Nothing that is known can be trusted: all that ran or waited fails with `error`."""
+        for query in self.queries.values():
+            query.error = StepFailedError(str(error))
+        self.queries.clear()
+        self._flying.clear()
+        self._runner.reset(())
+        self.scheduler = Scheduler(self._config, self._lattice)
+
+    def _accept(self, samples: Samples, result: Any) -> Iterable[Query]:
+        """Give tokens to their queries; those that end with them."""
+        ended = []
+        token_ids, logprobs = result.token_ids.tolist(), result.logprobs.tolist()
+        for query, place in samples:
+            if query.done:  # it ended one step earlier, or was cancelled: the token is thrown away
+                self.metrics.idle_late += 1
+                continue
+            reason = query.accept(
+                token_ids[place], logprobs[place], result.top_ids[place], result.top_logprobs[place]
+            )
+            if reason is not None:
+                query.finish(reason)
+                del self.queries[query.serial]
+                if query.place is not Place.GONE:
+                    self.scheduler.remove(query)
+                ended.append(query)
+        return ended
+
+    def _fail(self, error: StepFailedError, scheduled: Iterable[Launch]) -> list[Query]:
+        """Compute again what was lost; who was in too many failed steps fails."""
+        self.metrics.num_failed_steps += 1
+        flying = {query for samples, _ in self._flying for query, _ in samples}
+        for launch in scheduled:  # the one that failed, and those behind it that were not even begun
+            if isinstance(launch, Prefill | Shape | Decode):
+                flying |= {query for query, _ in launch.samples}
+        self._flying.clear()
+        lost = self.scheduler.lose_device(flying, self._runner.has_left)
+        self._runner.reset([query.serial for query in self.scheduler.shelf.sizes])
+        failed = []
+        for query in lost:
+            query.num_failures += 1
+            if query.num_failures >= _MAX_FAILURES:
+                query.error = error
+                del self.queries[query.serial]
+                self.scheduler.remove(query)
+                failed.append(query)
+        return failed

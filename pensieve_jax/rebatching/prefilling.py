@@ -1,0 +1,99 @@
+"""Which prompts are prefilled together, and the launch of it (Baton, section 4.2: P&D decoupling).
+
+Owns: the sizes of prefill programs, and who shares one.
+Does not know: the ring, or when a prefill is due.
+Called by: `scheduler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pensieve_jax.rebatching.config import RebatchingConfig
+from pensieve_jax.rebatching.lattice import Lattice
+from pensieve_jax.rebatching.launches import Launch, Prefill, StepWords, WordsLayout
+from pensieve_jax.rebatching.line import Line
+from pensieve_jax.rebatching.query import Place, Query
+from pensieve_jax.rebatching.shelf import Shelf
+
+
+def prefill_widths(config: RebatchingConfig, length: int) -> list[int]:
+    """How many prompts of a length programs take: one, and several where those are short enough."""
+    most = min(config.prefill_batch, config.max_batch, config.prefill_tokens // length)
+    return [1, most] if most > 1 else [1]
+
+
+class Prefilling:
+    """Of one engine."""
+
+    def __init__(self, config: RebatchingConfig, lattice: Lattice, layout: WordsLayout, shelf: Shelf) -> None:
+        """`shelf` is where rows are put."""
+        self._config, self._lattice, self._layout, self._shelf = config, lattice, layout, shelf
+
+    def similar_to(self, query: Query, line: Line, most: int) -> list[Query]:
+        """Up to `most` others that are served soon and whose prompts need rows of the same length."""
+        length = self._lattice.length_for(query.num_to_prefill)
+        most = min(most, prefill_widths(self._config, length)[-1] - 1)
+        found: list[Query] = []
+        for other in line.window(4 * self._config.max_batch) if most > 0 else []:
+            if len(found) == most:
+                break
+            if other is query or not is_ready(other):
+                continue
+            if self._lattice.length_for(other.num_to_prefill) == length:
+                found.append(other)
+        return found
+
+    def launch(
+        self, queries: Sequence[Query], launches: list[Launch], length: int | None = None
+    ) -> list[Query]:
+        """Compute rows of the first of these, and of as many others as there is a program and room for.
+
+        Args:
+          queries: all of whose tokens are known; the first is computed at least.
+          launches: what the runner is told.
+          length: of the rows; None: as the first one needs.
+
+        Returns:
+          Who was computed.
+        """
+        length = length or self._lattice.length_for(queries[0].num_to_prefill)
+        row_bytes = self._lattice.row_bytes(length)
+        width = prefill_widths(self._config, length)[-1]
+        if len(queries) == 1 or not self._shelf.has_room(width * row_bytes):
+            width = 1  # nobody leaves for those that could wait
+        has_room = self._shelf.make_room(width * row_bytes, launches)
+        assert has_room, "the length of one row is kept free"
+        chosen = list(queries[:width])
+        assert all(map(is_ready, chosen))
+        token_ids = np.zeros((width, length), np.int32)
+        words = StepWords(self._layout)
+        num_tokens = 0
+        for row, query in enumerate(chosen):
+            ids = query.all_token_ids
+            token_ids[row, : len(ids)] = ids
+            words.add(row, query, len(ids) - 1, 1, len(ids))
+            query.note_prefilled()
+            num_tokens += len(ids)
+        launches.append(
+            Prefill(
+                serials=tuple(query.serial for query in chosen),
+                length=length,
+                num_rows=width,
+                token_ids=token_ids.reshape(-1),
+                words=words.words,
+                needs=words.needs,
+                samples=tuple((query, row) for row, query in enumerate(chosen)),
+                num_tokens=num_tokens,
+            )
+        )
+        for query in chosen:
+            self._shelf.put(query, length)
+        return chosen
+
+
+def is_ready(query: Query) -> bool:
+    """Its KV state can be computed: there is none, and all its tokens have come."""
+    return query.place is Place.NOWHERE and len(query.token_ids) == query.num_sampled

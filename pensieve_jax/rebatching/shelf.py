@@ -1,0 +1,138 @@
+"""Rows beside the ring: prefilled ones that wait for a row of it, and suspended ones.
+
+Owns: which of them are in device memory, in host memory, or on their way, within both budgets; who has to
+leave the device, and who is given up where host memory is full.
+Does not know: the ring, or why room is needed.
+Called by: `scheduler`.
+
+What leaves the device keeps its memory there until its copy is done. Whoever cannot wait for that says so,
+and the runner waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pensieve_jax.rebatching.lattice import Lattice
+from pensieve_jax.rebatching.launches import Drop, Launch, Park, Return
+from pensieve_jax.rebatching.line import rank
+from pensieve_jax.rebatching.query import Place, Query
+
+
+class Shelf:
+    """Of one engine.
+
+    Attributes:
+      sizes: bytes of every row, by whose it is.
+      room_bytes: of device memory that rows may take.
+    """
+
+    def __init__(self, lattice: Lattice, host_bytes: int) -> None:
+        """Empty; the ring is not there yet, so it may take all of the budget."""
+        self._lattice, self._host_bytes = lattice, host_bytes
+        self.sizes: dict[Query, int] = {}
+        self.room_bytes = lattice.kv_bytes
+
+    def __len__(self) -> int:
+        """Rows in all."""
+        return len(self.sizes)
+
+    @property
+    def device_bytes(self) -> int:
+        """What rows take of the device's memory."""
+        return self._bytes(Place.DEVICE, Place.LEAVING)
+
+    @property
+    def host_bytes(self) -> int:
+        """What rows take, or are about to take, of the host's memory."""
+        return self._bytes(Place.HOST, Place.LEAVING)
+
+    def length_of(self, num_tokens: int) -> int:
+        """The length of a row of so many tokens."""
+        return self._lattice.length_for(num_tokens)
+
+    def put(self, query: Query, length: int) -> None:
+        """It has a row of this length in device memory now; there must be room."""
+        query.place = Place.DEVICE
+        self.sizes[query] = self._lattice.row_bytes(length)
+        assert self.device_bytes <= self.room_bytes
+
+    def take(self, query: Query) -> None:
+        """Its row is used up."""
+        del self.sizes[query]
+
+    def settle(self, has_left: Callable[[int], bool]) -> None:
+        """Note whose copy to host memory is done."""
+        for query in self.sizes:
+            if query.place is Place.LEAVING and has_left(query.serial):
+                query.place = Place.HOST
+
+    def make_room(
+        self,
+        num_bytes: int,
+        launches: list[Launch],
+        *,
+        room_bytes: int | None = None,
+        keep: Query | None = None,
+    ) -> bool:
+        """Have so much of the room free, whoever has to leave; False if that cannot be.
+
+        Those that are served last leave first. What is launched for it goes to `launches`.
+
+        Args:
+          num_bytes: that are needed.
+          launches: what the runner is told.
+          room_bytes: all of the room, if it is about to change.
+          keep: stays.
+        """
+        room = self.room_bytes if room_bytes is None else room_bytes
+        stays = self.sizes[keep] if keep is not None and keep.place is Place.LEAVING else 0
+        here = [query for query in self.sizes if query.place is Place.DEVICE and query is not keep]
+        here.sort(key=rank)
+        while self._bytes(Place.DEVICE) + stays + num_bytes > room and here:
+            self._leave(here.pop(), launches)
+        leaving = [query for query in self.sizes if query.place is Place.LEAVING and query is not keep]
+        while self.device_bytes + num_bytes > room and leaving:
+            query = leaving.pop(0)
+            query.place = Place.HOST
+            launches.append(Park(query.serial, waits=True))
+        return self.device_bytes + num_bytes <= room
+
+    def begin_to_make_room(self, num_bytes: int, launches: list[Launch]) -> None:
+        """Have those that are served last leave for host memory, as far as there is room; nobody waits."""
+        here = [query for query in self.sizes if query.place is Place.DEVICE]
+        here.sort(key=rank)
+        while here and self._bytes(Place.DEVICE) + num_bytes > self.room_bytes:
+            query = here.pop()
+            if self.host_bytes + self.sizes[query] > self._host_bytes:
+                return
+            self._leave(query, launches)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """So much is free, and nobody has to leave for it."""
+        return self.device_bytes + num_bytes <= self.room_bytes
+
+    def bring(self, query: Query, launches: list[Launch]) -> None:
+        """Copy a row back from host memory; there must be room."""
+        assert query.place is Place.HOST
+        query.place = Place.DEVICE
+        query.note_copied_back()
+        launches.append(Return(query.serial))
+        assert self.device_bytes <= self.room_bytes
+
+    def drop(self, query: Query, launches: list[Launch]) -> None:
+        """Give up its row, wherever it is."""
+        del self.sizes[query]
+        launches.append(Drop(query.serial))
+        query.place = Place.NOWHERE
+
+    def _leave(self, query: Query, launches: list[Launch]) -> None:
+        """To host memory, or away where that is full."""
+        if self.host_bytes + self.sizes[query] > self._host_bytes:
+            self.drop(query, launches)
+            return
+        query.place = Place.LEAVING
+        launches.append(Park(query.serial, waits=False))
+
+    def _bytes(self, *places: Place) -> int:
+        return sum(size for query, size in self.sizes.items() if query.place in places)

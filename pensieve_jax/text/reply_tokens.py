@@ -1,0 +1,83 @@
+"""A reply as its tokens come: ids, the text that can be shown of them, log-probabilities, and how it ends.
+
+Owns: which token ends a reply, and why.
+Does not know: who asked, batches, or KV state.
+Called by: what engines fill token by token (`engine.reply`, `rebatching.query`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pensieve_jax.core.outputs import FinishReason, TokenLogprob
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.text.detokenizer import IncrementalDetokenizer
+from pensieve_jax.text.tokenizer import Tokenizer
+
+
+class ReplyTokens:
+    """Of one request.
+
+    Attributes:
+      token_ids: the ids so far.
+      pieces: their text so far, as far as it can be shown.
+      logprobs: one entry for each id so far where asked for, else None.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        ending_ids: Sequence[int],
+        max_num_tokens: int,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        """No tokens yet.
+
+        Args:
+          params: how it is sampled, and when it ends.
+          ending_ids: what ends it, of `SamplingParams.ending_ids`.
+          max_num_tokens: with which it ends by length, the context's limit included.
+          tokenizer: no text is made without one.
+        """
+        self._params, self._ending_ids, self._max_num_tokens = params, ending_ids, max_num_tokens
+        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, params.stop)
+        self.pieces: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+
+    @property
+    def has_text(self) -> bool:
+        """There is a tokenizer to make text with."""
+        return self._detokenizer is not None
+
+    @property
+    def text(self) -> str:
+        """All pieces."""
+        return "".join(self.pieces)
+
+    def accept(
+        self, token_id: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray
+    ) -> FinishReason | None:
+        """Take the next sampled id; returns how the reply ends with it, or None.
+
+        `top_ids` and `top_logprobs` are i32[K] and f32[K], read only where alternatives are wanted.
+        """
+        params = self._params
+        self.token_ids.append(token_id)
+        if self.logprobs is not None:
+            k = params.logprobs or 0
+            top = dict(zip(top_ids[:k].tolist(), top_logprobs[:k].tolist(), strict=True)) if k else {}
+            self.logprobs.append(TokenLogprob(token_id, logprob, top))
+        may_end = len(self.token_ids) > params.min_tokens
+        ends_by_id = may_end and token_id in self._ending_ids
+        ends_by_length = len(self.token_ids) >= self._max_num_tokens
+        if self._detokenizer is not None:
+            if not ends_by_id:  # the id that ends a reply is no part of its text, special or not
+                self.pieces.append(self._detokenizer.push(token_id, may_stop=may_end))
+            if ends_by_id or ends_by_length:
+                self.pieces.append(self._detokenizer.flush())
+        if ends_by_id or (self._detokenizer is not None and self._detokenizer.stop_string is not None):
+            return "stop"
+        return "length" if ends_by_length else None

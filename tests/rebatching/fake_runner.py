@@ -1,0 +1,256 @@
+"""A runner without a model, whose next token depends on every column that a row sees.
+
+Layer l stores for each token a hash of (position, token, sum of layer l-1's entries over all positions up to
+it), read through the columns that are visible by the words of a step. One wrong, stale, missing or doubled
+column in any layer therefore changes the next token. Places that nobody wrote hold poison, and tests poison
+those that nobody holds. `tests.engine.fake_runner.dense_continuation` computes the same from a plain list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.rebatching.lattice import RingShape
+from pensieve_jax.rebatching.launches import (
+    COUNTS,
+    HEADER,
+    SAMPLING,
+    Decode,
+    Drop,
+    Insert,
+    Launch,
+    Park,
+    Prefill,
+    Resize,
+    Return,
+    Shape,
+    Suspend,
+    WordsLayout,
+)
+from pensieve_jax.scheduler.plan import StepResult
+from tests.engine.fake_runner import NUM_LAYERS, Choice, choose, logprob_of, mix, top_of
+from tests.engine.fake_transfers import POISON_64
+
+_WORD = (1 << 64) - 1
+
+
+@dataclass
+class FakeRow:
+    """A row of its own: u64[NUM_LAYERS, length], and the token that it goes on with."""
+
+    entries: np.ndarray
+    last_id: int
+    where: str = "device"
+
+
+@dataclass
+class Words:
+    """A step's words, read again."""
+
+    place: int
+    num_new: int
+    row: int
+    fields: dict[str, np.ndarray] = field(default_factory=dict)
+    banned: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+
+    def choice(self, row: int) -> Choice:
+        one = {name: words[row : row + 1] for name, words in self.fields.items()}
+        seed = int(one["seed_low"].view(np.uint32)[0]) | int(one["seed_high"].view(np.uint32)[0]) << 32
+        return Choice(
+            float(one["temperature"].view(np.float32)[0]),
+            int(one["top_k"][0]),
+            float(one["top_p"].view(np.float32)[0]),
+            seed,
+            int(one["sample_position"][0]),
+            frozenset(self.banned[:, row].tolist()) - {-1},
+        )
+
+
+class FakeRunner:
+    """Carries a launch out when it is begun, as program order on a device would.
+
+    Attributes:
+      shape, ring: the ring, u64[NUM_LAYERS, batch, length].
+      rows: beside it.
+      fails: what goes wrong next: "launch" or "fetch", or "" for nothing.
+      leaves: whether copies to host memory are done when somebody asks.
+    """
+
+    def __init__(self, layout: WordsLayout, num_top: int = 8) -> None:
+        self._layout, self._num_top = layout, num_top
+        self.fails = ""
+        self.leaves = True
+        self.reset(())
+        self.rows: dict[int, FakeRow] = {}
+
+    def reset(self, kept: Collection[int]) -> None:
+        if kept:
+            assert all(self.rows[serial].where == "host" for serial in kept)
+        self.rows = {serial: row for serial, row in getattr(self, "rows", {}).items() if serial in kept}
+        self.shape: RingShape | None = None
+        self.ring = np.zeros((NUM_LAYERS, 0, 0), np.uint64)
+        self.valid = np.zeros((0, 0), bool)
+        self.ids = [0] * self._layout.width
+        self.fails = ""
+
+    def has_left(self, serial: int) -> bool:
+        row = self.rows.get(serial)
+        if row is not None and row.where == "leaving" and self.leaves:
+            row.where = "host"
+        return row is not None and row.where == "host"
+
+    def launch(self, launch: Launch) -> Any:
+        if self.fails == "launch":
+            raise StepFailedError("a launch failed")
+        return getattr(self, f"_{type(launch).__name__.lower()}")(launch)
+
+    def fetch(self, handle: StepResult) -> StepResult:
+        if self.fails == "fetch":
+            raise StepFailedError("a step failed")
+        return handle
+
+    def poison(self, held: dict[int, np.ndarray]) -> None:
+        """Let every place hold poison but those of rows that are held."""
+        if self.shape is None:
+            return
+        kept = np.zeros(self.shape, bool)
+        for row, places in held.items():
+            kept[row, places] = True
+        self.ring[:, ~kept] = POISON_64
+
+    # Launches
+
+    def _prefill(self, launch: Prefill) -> StepResult:
+        words = self._read(launch.words)
+        ids = launch.token_ids.reshape(launch.num_rows, launch.length)
+        assert len(launch.serials) <= launch.num_rows
+        totals = [0] * self._layout.width
+        for row, serial in enumerate(launch.serials):
+            assert serial not in self.rows
+            num_tokens = int(words.fields["position"][row]) + 1
+            entries = np.full((NUM_LAYERS, launch.length), POISON_64)
+            for position in range(num_tokens):
+                totals[row] = _extend(entries, position, position, int(ids[row, position]), range(position))
+            self.rows[serial] = FakeRow(entries, 0)
+        result = self._sample(words, totals, range(len(launch.serials)))
+        for row, serial in enumerate(launch.serials):
+            self.rows[serial].last_id = int(result.token_ids[row])
+        return result
+
+    def _insert(self, launch: Insert) -> None:
+        assert self.shape is not None
+        row = self.rows.pop(launch.serial)
+        assert row.where != "host"  # one that is leaving is still there
+        length = row.entries.shape[1]
+        whole = np.full((NUM_LAYERS, self.shape.length), POISON_64)
+        whole[:, :length] = row.entries
+        self.ring[:, launch.row] = np.roll(whole, launch.place, axis=1)
+        age = (np.arange(self.shape.length) - launch.place) % self.shape.length
+        self.valid[launch.row] = age < launch.num_tokens
+        assert launch.last_id in (-1, row.last_id)
+        self.ids[launch.row] = row.last_id
+
+    def _suspend(self, launch: Suspend) -> None:
+        assert launch.serial not in self.rows
+        entries = self.ring[:, launch.row, launch.places].copy()
+        entries[:, launch.num_tokens :] = POISON_64
+        self.rows[launch.serial] = FakeRow(entries, self.ids[launch.row])
+
+    def _park(self, launch: Park) -> None:
+        self.rows[launch.serial].where = "host" if launch.waits else "leaving"
+
+    def _return(self, launch: Return) -> None:
+        assert self.rows[launch.serial].where == "host"
+        self.rows[launch.serial].where = "device"
+
+    def _drop(self, launch: Drop) -> None:
+        del self.rows[launch.serial]
+
+    def _resize(self, launch: Resize) -> None:
+        old, old_valid, shape = self.ring, self.valid, launch.shape
+        self.shape = shape
+        self.ring = np.full((NUM_LAYERS, *shape), POISON_64)
+        self.valid = np.zeros(shape, bool)
+        if launch.relayout is not None:
+            rows, columns = launch.relayout
+            there = columns >= 0
+            self.ring[:, :, there] = old[:, rows][:, :, columns[there]]
+            self.valid[:, there] = old_valid[rows][:, columns[there]]
+            ids = self.ids
+            self.ids = [0] * self._layout.width
+            for new, row in enumerate(rows):
+                self.ids[new] = ids[row]
+
+    def _decode(self, launch: Decode) -> StepResult:
+        return self._step(self._read(launch.words), None)
+
+    def _shape(self, launch: Shape) -> StepResult:
+        words = self._read(launch.words)
+        assert words.num_new == launch.num_tokens <= len(launch.token_ids)
+        return self._step(words, launch.token_ids)
+
+    def _step(self, words: Words, token_ids: np.ndarray | None) -> StepResult:
+        assert self.shape is not None
+        batch, length = self.shape
+        last = words.place + words.num_new - 1
+        age = (last - np.arange(length)) % length
+        totals = [0] * self._layout.width
+        live = [row for row in range(batch) if words.fields["sample_position"][row]]
+        for row in range(batch):
+            fills = token_ids is not None and row == words.row
+            num_new = words.num_new if fills else 1
+            new = [(words.place + i) % length for i in range(words.num_new)]
+            self.valid[row, new] = False
+            num_columns = int(words.fields["num_columns"][row])
+            for i in range(num_new):
+                if row not in live:
+                    continue
+                token_id = int(token_ids[i]) if fills and token_ids is not None else self.ids[row]
+                seen = self.valid[row] & (age < num_columns)
+                position = int(words.fields["position"][row]) + i
+                entries = self.ring[:, row]
+                totals[row] = _extend(entries, new[i], position, token_id, np.flatnonzero(seen))
+                self.valid[row, new[i]] = True
+        result = self._sample(words, totals, live)
+        self.ids = result.token_ids.tolist()
+        return result
+
+    def _sample(self, words: Words, totals: list[int], live: Any) -> StepResult:
+        width, num_top = self._layout.width, self._num_top
+        result = StepResult(
+            np.zeros(width, np.int32),
+            np.zeros(width, np.float32),
+            np.zeros((width, num_top), np.int32),
+            np.zeros((width, num_top), np.float32),
+        )
+        for row in live:
+            result.token_ids[row] = choose(totals[row], words.choice(row))
+            result.logprobs[row] = logprob_of(totals[row])
+            top = top_of(totals[row], num_top)
+            result.top_ids[row], result.top_logprobs[row] = list(top), list(top.values())
+        return result
+
+    def _read(self, packed: np.ndarray) -> Words:
+        assert packed.shape == (self._layout.size,) and packed.dtype == np.int32
+        place, num_new, row, _ = packed[: len(HEADER)].tolist()
+        fields = packed[len(HEADER) :].reshape(self._layout.num_fields, self._layout.width)
+        names = (*COUNTS, *SAMPLING)
+        named = dict(zip(names, fields, strict=False))
+        return Words(place, num_new, row, named, fields[len(names) :])
+
+
+def _extend(entries: np.ndarray, place: int, position: int, token_id: int, seen: Any) -> int:
+    """Write a token's entries at `place` after those at the places `seen`; the last layer's total."""
+    below = 0
+    for layer in entries:
+        before = layer[list(seen)]
+        assert not (before == POISON_64).any(), "a step reads what nobody wrote"
+        entry = mix(position, token_id, below)
+        layer[place] = entry
+        below = (int(before.sum(dtype=np.uint64)) + entry) & _WORD
+    return below
