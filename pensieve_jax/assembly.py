@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from model_defs import (
+    Model,
     ModelConfig,
     load_model,
     make_mesh,
@@ -125,21 +126,15 @@ def make_runner(
         keep_compilations_in(config.runner.compilation_cache_dir)
     mesh = make_mesh(config.runner.tensor_parallel_size)
     device = mesh.devices.flat[0]
-    model_config = source_config(source, config.runner.max_position_embeddings)
-    weights_bytes = parameter_bytes(
-        model_config, dtype=serving_dtype(dtype), tensor_parallel_size=mesh.devices.size
+    model = load_weights(
+        source,
+        dtype,
+        mesh,
+        seed=config.runner.random_seed,
+        max_position_embeddings=config.runner.max_position_embeddings,
+        progress=progress,
     )
-    check_weights_fit(source, weights_bytes, device)
-    refusing = refusing_weights(source, weights_bytes, device)
-    with refusing, ProgressBar("loading weights", progress) as bar:
-        model = load_model(
-            source,
-            dtype=serving_dtype(dtype),
-            mesh=mesh,
-            seed=config.runner.random_seed,
-            max_position_embeddings=config.runner.max_position_embeddings,
-            progress=bar,
-        )
+    model_config = model.config
     fraction = config.cache.gpu_memory_fraction
     weights_dtype = jax.tree.leaves(nnx.state(model))[0].dtype
     config = _in_pages(config, chunk_bytes(model_config, config.cache.chunk_tokens, weights_dtype), mesh)
@@ -153,6 +148,48 @@ def make_runner(
     with ProgressBar("compiling", progress) as bar:
         runner.warm_up(bar)
     return runner, config
+
+
+def load_weights(
+    source: str,
+    dtype: str,
+    mesh: Mesh,
+    *,
+    seed: int,
+    max_position_embeddings: int | None,
+    progress: bool,
+) -> Model:
+    """A model with its arrays on `mesh`.
+
+    Args:
+      source: what `model_source.resolve_model` returned.
+      dtype: as of `LLM`.
+      mesh: one axis, "tp".
+      seed: of random weights.
+      max_position_embeddings: more positions than the checkpoint says; None: as many.
+      progress: show a bar.
+
+    Raises:
+      ConfigError: they do not fit the device's memory.
+      model_defs.ModelError: the checkpoint or the architecture cannot be served.
+    """
+    device = mesh.devices.flat[0]
+    weights_bytes = parameter_bytes(
+        source_config(source, max_position_embeddings),
+        dtype=serving_dtype(dtype),
+        tensor_parallel_size=mesh.devices.size,
+    )
+    check_weights_fit(source, weights_bytes, device)
+    refusing = refusing_weights(source, weights_bytes, device)
+    with refusing, ProgressBar("loading weights", progress) as bar:
+        return load_model(
+            source,
+            dtype=serving_dtype(dtype),
+            mesh=mesh,
+            seed=seed,
+            max_position_embeddings=max_position_embeddings,
+            progress=bar,
+        )
 
 
 def _in_pages(config: EngineConfig, all_bytes: int, mesh: Mesh) -> EngineConfig:

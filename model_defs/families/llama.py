@@ -40,6 +40,9 @@ _LLAMA2_13B = ModelConfig(
 _PRESETS = {
     "llama2-13b": _LLAMA2_13B,
     "llama2-13b-gqa10": dataclasses.replace(_LLAMA2_13B, num_kv_heads=10),
+    "llama2-7b": dataclasses.replace(
+        _LLAMA2_13B, num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=32, intermediate_size=11008
+    ),
     "llama2-70b": dataclasses.replace(
         _LLAMA2_13B, num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, intermediate_size=28672
     ),

@@ -105,7 +105,7 @@ def check_turns(
             check_token_ids("prefix", spec.prefix.token_ids, limits.vocab_size)
         num_history = conversations.num_tokens(conversation_id) if place is None else len(place.token_ids)
         _check_length(field, spec, limits, num_history)
-        _check_params(spec.params, limits, tokenizer)
+        check_params(spec.params, limits, tokenizer)
     return places
 
 
@@ -193,7 +193,8 @@ def _check_length(field: str, spec: TurnSpec, limits: ModelLimits, history_len: 
         )
 
 
-def _check_params(params: SamplingParams, limits: ModelLimits, tokenizer: Tokenizer | None) -> None:
+def check_params(params: SamplingParams, limits: ModelLimits, tokenizer: Tokenizer | None) -> None:
+    """Raise InvalidRequestError or TokenizerMissingError for what this model cannot be asked for."""
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError("sampling_params", params, "SamplingParams")
     if params.stop and tokenizer is None:

@@ -190,7 +190,7 @@ class Scheduler:
             return
         if query.place is Place.NOWHERE:
             self._prefill(query)
-            if query.place is Place.GONE:  # with its only token
+            if query.is_launched:  # that was its only token
                 return
         self._enter(query)
 
@@ -236,7 +236,7 @@ class Scheduler:
                     return
                 others = [one for one in batch if is_ready(one) and one is not query]
                 self._prefill(query, others if is_together else None, length)
-            if query.place is not Place.GONE:
+            if not query.is_launched:
                 self._enter(query)
 
     def _is_shaped(self, query: Query) -> bool:
@@ -262,11 +262,8 @@ class Scheduler:
         """
         held = [(row, owner) for row, owner in self.ring.held if owner not in without]
         span = max((self.ring.row_span(row) for row, _ in held), default=0)
-        num_tokens = self._num_tokens(query)
-        if self._is_shaped(query):
-            needed = span + num_tokens
-        else:
-            needed = max(span + 1, self._num_columns(query))
+        is_shaped = self._is_shaped(query)
+        needed = span + self._num_tokens(query) if is_shaped else max(span + 1, self._num_columns(query))
         found = self._lattice.shape_for(needed)
         if found is None or len(held) >= found.batch:
             return None

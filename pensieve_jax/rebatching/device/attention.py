@@ -1,0 +1,107 @@
+"""Attention of a padded batch over the ring, in plain XLA.
+
+Owns: `RingAttention`: the write of new columns, the mask, and the two products.
+Does not know: who is in a row, positions, or programs.
+Called by: models, inside the programs of a step.
+
+Softmax does not care for the order of columns and keys carry their rotation, so a ring is attended to as it
+lies. Scores are masked with a finite number and free columns hold finite numbers: placeholders of -inf, as in
+section 4.2 of Baton, would turn values into NaN.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pensieve_jax.rebatching.device.ring_state import RingState
+
+_MASKED = -1e30
+_BLOCK = 128  # queries of a row whose scores are there at once
+
+
+class RingAttention:
+    """Implements `model_defs.Attention` for B rows of Q queries each, row by row.
+
+    Attributes:
+      state: the ring; after the model has run, with the new columns. `valid` must have them already.
+    """
+
+    def __init__(
+        self, state: RingState, place: jax.Array, num_new: jax.Array, num_columns: jax.Array
+    ) -> None:
+        """Keep what all layers share.
+
+        Args:
+          state: the ring; taken over.
+          place: i32[], where the first new column lies.
+          num_new: i32[], new columns, at most Q.
+          num_columns: i32[B], columns of each row, from its first to the last new one.
+        """
+        self.state = state
+        self._place, self._num_new, self._num_columns = place, num_new, num_columns
+
+    def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """See `Attention`: T = B * Q."""
+        batch, num_kv_heads, length, head_dim = self.state.keys[layer_index].shape
+        num_queries = q.shape[0] // batch
+        new = (batch, num_queries, num_kv_heads, head_dim)
+        keys = self._write(self.state.keys[layer_index], k.reshape(new))
+        values = self._write(self.state.values[layer_index], v.reshape(new))
+        self.state.keys[layer_index], self.state.values[layer_index] = keys, values
+        rows = q.reshape(batch, num_queries, num_kv_heads, -1, head_dim)
+        # How many columns before the last new one each place lies.
+        age = (self._place + self._num_new - 1 - jnp.arange(length)) % length
+        if num_queries == 1:
+            out = self._attend(rows, keys, values, age, jnp.zeros(1, jnp.int32))
+        else:
+            out = self._attend_in_blocks(rows, keys, values, age)
+        return out.reshape(q.shape).astype(q.dtype)
+
+    def _write(self, pool: jax.Array, new: jax.Array) -> jax.Array:
+        """New columns into [B, K, L, D], from [B, Q, K, D]."""
+        length, num_queries = pool.shape[2], new.shape[1]
+        columns = new.astype(pool.dtype).swapaxes(1, 2)
+        if num_queries == 1:
+            return lax.dynamic_update_slice_in_dim(pool, columns, self._place, axis=2)
+        index = jnp.arange(num_queries)
+        # Behind the prompt is padding, and where it would lie may be somebody's columns.
+        places = jnp.where(index < self._num_new, (self._place + index) % length, length)
+        return pool.at[:, :, places].set(columns, mode="drop", unique_indices=True)
+
+    def _attend_in_blocks(
+        self, rows: jax.Array, keys: jax.Array, values: jax.Array, age: jax.Array
+    ) -> jax.Array:
+        """[B, Q, K, G, D] of queries to the same, some at a time."""
+        num_queries = rows.shape[1]
+        size = min(_BLOCK, num_queries)
+        num_padded = -(-num_queries // size) * size
+        padded = jnp.pad(rows, ((0, 0), (0, num_padded - num_queries), (0, 0), (0, 0), (0, 0)))
+
+        def block(number: jax.Array) -> jax.Array:
+            some = lax.dynamic_slice_in_dim(padded, number * size, size, axis=1)
+            return self._attend(some, keys, values, age, number * size + jnp.arange(size))
+
+        blocks = lax.map(block, jnp.arange(num_padded // size))  # [N, B, size, K, G, D]
+        out = blocks.swapaxes(0, 1).reshape(padded.shape)
+        return out[:, :num_queries]
+
+    def _attend(
+        self, rows: jax.Array, keys: jax.Array, values: jax.Array, age: jax.Array, index: jax.Array
+    ) -> jax.Array:
+        """f32[B, Q, K, G, D] for such queries, each the row's `index`-th new token: [Q]."""
+        precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else lax.Precision.DEFAULT
+        scale = rows.shape[-1] ** -0.5
+        scores = jnp.einsum(
+            "bqkgd,bkld->bkgql", rows, keys, precision=precision, preferred_element_type=jnp.float32
+        )
+        behind = jnp.maximum(self._num_new - 1 - index, 0)  # new columns behind each query; padding sees all
+        visible = (age >= behind[:, None]) & (age < self._num_columns[:, None, None])
+        if self.state.valid is not None:
+            visible &= self.state.valid[:, None]
+        scores = jnp.where(visible[:, None, None], scores * scale, _MASKED)
+        weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+        return jnp.einsum(
+            "bkgql,bkld->bqkgd", weights, values, precision=precision, preferred_element_type=jnp.float32
+        )

@@ -1,0 +1,371 @@
+"""Carries launches out with JAX, with programs that are compiled before serving.
+
+Owns: the ring, rows beside it in both memories, and the ids that the last program sampled.
+Does not know: queries, priorities or budgets.
+Called by: the loop, from one thread, through the `Runner` protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from model_defs import Model
+from pallas_kernels import sampling_cutoffs
+from pallas_kernels.ragged_paged_attention import (
+    AttentionArgumentError,
+    AttentionHeads,
+    choose_backend,
+    device_limit,
+    import_backend,
+)
+from pensieve_jax.core.errors import ConfigError, StepFailedError
+from pensieve_jax.device import step
+from pensieve_jax.device.device_memory import bytes_per_device
+from pensieve_jax.device.runtime_errors import in_a_line, is_out_of_memory, step_failed
+from pensieve_jax.device.sampler import SamplerMode, all_modes
+from pensieve_jax.device.step import ModelStructure
+from pensieve_jax.rebatching.config import RebatchingConfig
+from pensieve_jax.rebatching.device.program_set import PrefillShape, ProgramSet
+from pensieve_jax.rebatching.device.programs import Statics
+from pensieve_jax.rebatching.device.ring_state import RingState, RingStorage
+from pensieve_jax.rebatching.lattice import Lattice, RingShape
+from pensieve_jax.rebatching.launches import (
+    Decode,
+    Drop,
+    Insert,
+    Launch,
+    Needs,
+    Park,
+    Prefill,
+    Resize,
+    Return,
+    Shape,
+    StepWords,
+    Suspend,
+    WordsLayout,
+)
+from pensieve_jax.rebatching.ring import Relayout
+from pensieve_jax.runtime.compilation import CompilationCounter, compile_all
+from pensieve_jax.runtime.executable_store import ExecutableStore
+from pensieve_jax.scheduler.plan import StepResult
+
+Progress = Callable[[int, int, str], None]
+_log = logging.getLogger(__name__)
+_BACKEND_FIELD = "attention_backend"
+
+
+@dataclass
+class _Row:
+    """A row beside the ring.
+
+    Attributes:
+      kv: in device memory; None once it has left.
+      host: in pinned host memory, if it is there or on its way.
+      ids, place: where the token is that it goes on with: `place` of what its last program sampled.
+    """
+
+    kv: jax.Array | None
+    host: jax.Array | None
+    ids: jax.Array
+    place: int
+
+
+class DeviceRunner:
+    """One model on one mesh; see `rebatching.runner.Runner`.
+
+    Attributes:
+      storage: shape and placement of ring and rows.
+      weights_bytes: of the model's arrays on a device.
+      programs: all that may run.
+    """
+
+    def __init__(self, model: Model, config: RebatchingConfig, mesh: Mesh, dtype: Any) -> None:
+        """Take the model; nothing is compiled before `warm_up`.
+
+        Raises:
+          ConfigError: the budget, the context, or the attention back end cannot be served.
+        """
+        self._compilations = CompilationCounter()
+        self._config, self._mesh = config, mesh
+        model_config = model.config
+        if config.max_logprobs > model_config.vocab_size:
+            limit = f"at most the model's {model_config.vocab_size} ids"
+            raise ConfigError("max_logprobs", config.max_logprobs, limit)
+        structure, self._leaves = ModelStructure.split(model)
+        self.storage = RingStorage(model_config, dtype, mesh, has_holes=config.insertion == "shape")
+        self.lattice = Lattice(config, self.storage.token_bytes, model_config.max_position_embeddings)
+        self.layout = WordsLayout(config.max_batch, config.max_banned_ids)
+        self._device = mesh.devices.flat[0]
+        backend = self._attention_backend()
+        statics = Statics(structure, self.layout, mesh, config.attention_backend)
+        cutoff = sampling_cutoffs.choose_backend(self._device)
+        self.programs = ProgramSet(
+            config, self.lattice, self.storage, statics, self._leaves, backend=backend, cutoff_backend=cutoff
+        )
+        self._backend = backend
+        self.weights_bytes = sum(bytes_per_device(leaf) for leaf in self._leaves)
+        self._rows: dict[int, _Row] = {}
+        self._shape: RingShape | None = None
+        self._state: RingState | None = None
+        self._ids = self._no_ids()
+
+    @property
+    def num_compilations(self) -> int:
+        """Of the process, since this was made."""
+        return self._compilations.value
+
+    @property
+    def ring(self) -> RingState | None:
+        """The ring, as the last launch leaves it; for checks."""
+        return self._state
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Load or compile every program, and run each once.
+
+        Raises:
+          ConfigError: weights, the budget and what programs need exceed the device's memory.
+        """
+        import_backend(self._backend)
+        store, directory = None, self._config.compilation_cache_dir
+        if directory is not None:
+            store = ExecutableStore(directory, list(self._mesh.devices.flat))
+        with self._refusing():
+            self._compile(store, progress)
+            try:
+                self._rehearse()
+            except (jax.errors.JaxRuntimeError, StepFailedError) as error:
+                if store is None or not store.num_loaded:
+                    raise
+                _log.warning("programs from %s do not run here; all are made anew: %s", directory, error)
+                store.discard_used()
+                self._compile(store, progress)
+                self._rehearse()
+        if store is not None:
+            store.tidy()
+        self.reset(())
+
+    def launch(self, launch: Launch) -> Any:
+        """See `Runner`."""
+        try:
+            match launch:
+                case Decode():
+                    return self._decode(launch)
+                case Prefill():
+                    return self._prefill(launch)
+                case Shape():
+                    return self._shaped(launch)
+                case Insert():
+                    self._insert(launch)
+                case Suspend():
+                    self._suspend(launch)
+                case Park():
+                    self._park(launch)
+                case Return():
+                    row = self._rows[launch.serial]
+                    row.kv, row.host = jax.device_put(row.host, self.storage.row_sharding), None
+                case Drop():
+                    del self._rows[launch.serial]
+                case Resize():
+                    self._resize(launch.shape, launch.relayout)
+        except jax.errors.JaxRuntimeError as error:
+            raise step_failed(f"a {type(launch).__name__} could not be launched", error) from error
+        return None
+
+    def fetch(self, handle: jax.Array) -> StepResult:
+        """See `Runner`."""
+        try:
+            words = np.asarray(handle)
+        except jax.errors.JaxRuntimeError as error:
+            raise step_failed("a step failed on the device", error) from error
+        return step.unpack_result(words, self._config.max_batch, self._config.max_logprobs)
+
+    def has_left(self, serial: int) -> bool:
+        """See `Runner`."""
+        row = self._rows.get(serial)
+        if row is None or row.host is None:
+            return False
+        host: Any = row.host  # mypy's arrays have no `is_ready`
+        if not host.is_ready():
+            return False
+        row.kv = None
+        return True
+
+    def reset(self, kept: Collection[int]) -> None:
+        """See `Runner`."""
+        self._shape = self._state = None
+        self._ids = self._no_ids()
+        # A token of theirs is known by now, and goes into `Insert`; what the device had may have failed.
+        self._rows = {
+            serial: _Row(None, row.host, self._ids, 0) for serial, row in self._rows.items() if serial in kept
+        }
+
+    # Launches
+
+    def _decode(self, launch: Decode) -> jax.Array:
+        assert self._shape is not None and self._state is not None
+        words = self._put(launch.words)
+        program = self.programs.decode[self._shape]
+        self._state, scores = program(self._leaves, self._state, self._ids, words)
+        self._ids, result = self._sample(scores, launch.needs)
+        return result
+
+    def _shaped(self, launch: Shape) -> jax.Array:
+        assert self._shape is not None and self._state is not None
+        token_ids, words = self._put(launch.token_ids), self._put(launch.words)
+        program = self.programs.shape[self._shape, len(launch.token_ids)]
+        self._state, scores = program(self._leaves, self._state, self._ids, token_ids, words)
+        self._ids, result = self._sample(scores, launch.needs)
+        return result
+
+    def _prefill(self, launch: Prefill) -> jax.Array:
+        shape = PrefillShape(launch.num_rows, launch.length)
+        token_ids, words = self._put(launch.token_ids), self._put(launch.words)
+        rows, scores = self.programs.prefill[shape](
+            self._leaves, token_ids, words, self.programs.tiles[shape]
+        )
+        ids, result = self._sample(scores, launch.needs)
+        for place, (serial, kv) in enumerate(zip(launch.serials, rows, strict=False)):
+            self._rows[serial] = _Row(kv, None, ids, place)
+        return result
+
+    def _insert(self, launch: Insert) -> None:
+        assert self._shape is not None and self._state is not None
+        row = self._rows.pop(launch.serial)
+        assert row.kv is not None
+        where = np.array([launch.row, launch.place, launch.num_tokens, row.place, launch.last_id], np.int32)
+        program = self.programs.insert[self._shape, row.kv.shape[3]]
+        self._state, self._ids = program(self._state, self._ids, row.kv, row.ids, self._put(where))
+
+    def _suspend(self, launch: Suspend) -> None:
+        assert self._shape is not None
+        program = self.programs.take_row[self._shape, len(launch.places)]
+        kv = program(self._state, self._put(np.int32(launch.row)), self._put(launch.places))
+        self._rows[launch.serial] = _Row(kv, None, self._ids, launch.row)
+
+    def _park(self, launch: Park) -> None:
+        row = self._rows[launch.serial]
+        if row.host is None:
+            row.host = jax.device_put(row.kv, self.storage.host_sharding)
+        if launch.waits:
+            row.host.block_until_ready()
+            row.kv = None
+
+    def _resize(self, shape: RingShape, relayout: Relayout | None) -> None:
+        old, state, storage = self._shape, self._state, self.storage
+        self._shape = shape
+        if relayout is None or state is None:
+            self._state = None  # freed before the new one is made
+            del state
+            self._state = self._zeros(shape)
+            return
+        assert old is not None
+        rows, columns = self._put(relayout.rows), self._put(relayout.columns)
+        move = self.programs.relayout[old, shape]
+        for layers in (state.keys, state.values):
+            for index in range(storage.model.num_layers):
+                moved = move(layers[index], rows, columns)
+                moved.block_until_ready()  # so that the old layer is free before the next one is made
+                layers[index] = moved
+        valid = state.valid
+        if valid is not None:
+            valid = self.programs.relayout_valid[old, shape](valid, rows, columns)
+        self._state = RingState(state.keys, state.values, valid)
+        self._ids = self.programs.reorder_ids[shape](self._ids, rows)
+
+    # Inside
+
+    def _sample(self, scores: Any, needs: Needs) -> tuple[jax.Array, jax.Array]:
+        """Ids for the next step, and the packed result on its way to the host."""
+        ids, result = self.programs.choose[SamplerMode(*needs)](*scores)
+        if self._device.platform != "cpu":  # where results are read in place
+            result.copy_to_host_async()
+        return ids, result
+
+    def _put(self, values: Any) -> jax.Array:
+        return jax.device_put(values, self.storage.replicated)
+
+    def _zeros(self, shape: RingShape) -> RingState:
+        ring = self.storage.ring(shape)
+        return jax.tree.map(lambda one: jax.numpy.zeros(one.shape, one.dtype, device=one.sharding), ring)
+
+    def _no_ids(self) -> jax.Array:
+        return self._put(np.zeros(self._config.max_batch, np.int32))
+
+    def _compile(self, store: ExecutableStore | None, progress: Progress | None) -> None:
+        num_all = self.programs.num_programs
+        with contextlib.closing(compile_all(self.programs.jobs(), store)) as compiled:
+            for num_done, name in enumerate(compiled, start=1):
+                if progress is not None:
+                    progress(num_done, num_all, name)
+
+    def _rehearse(self) -> None:
+        """Run every program once, which loads kernels and allocates workspaces; no query should pay."""
+        words = StepWords(self.layout).words
+        shapes = self.lattice.shapes
+        for mode in all_modes():
+            needs = Needs(*mode)
+            self._resize(shapes[0], None)
+            self.fetch(self._decode(Decode(words, needs, ())))
+        for one in self.programs.prefill:
+            token_ids = np.zeros(one.num_rows * one.length, np.int32)
+            serials = tuple(range(one.num_rows))
+            self.fetch(
+                self._prefill(
+                    Prefill(serials, one.length, one.num_rows, token_ids, words, Needs(), (), one.length)
+                )
+            )
+            self._rows.clear()
+        for old, new in [(a, b) for a in shapes for b in shapes if a != b]:
+            self._resize(old, None)
+            relayout = Relayout(np.zeros(new.batch, np.int32), np.zeros(new.length, np.int32))
+            self._resize(new, relayout)
+        for shape in shapes:
+            self._resize(shape, None)
+            self.fetch(self._decode(Decode(words, Needs(), ())))
+            for length in [one for kept, one in self.programs.insert if kept == shape]:
+                self._suspend(Suspend(0, 0, np.zeros(length, np.int32), length))
+                self._insert(Insert(0, 0, 0, length, 0))
+                if self._config.insertion == "shape":
+                    token_ids = np.zeros(length, np.int32)
+                    self.fetch(self._shaped(Shape(0, token_ids, words, Needs(), (), 1)))
+            jax.block_until_ready(self._state)
+
+    def _attention_backend(self) -> str:
+        """What computes attention of prompts; raises ConfigError where that was asked for in vain."""
+        backend, model = self._config.attention_backend, self.storage.model
+        if (limit := device_limit(backend, self._device)) is not None:
+            raise ConfigError(_BACKEND_FIELD, backend, "'auto' or 'xla' on this device", limit)
+        num_shards = self._mesh.devices.size
+        heads = AttentionHeads(
+            model.num_heads // num_shards,
+            model.num_kv_heads // num_shards,
+            model.head_dim,
+            self.storage.dtype,
+        )
+        try:
+            return choose_backend(backend, heads, self._device, named_in=_BACKEND_FIELD).name
+        except AttentionArgumentError as error:
+            raise ConfigError(
+                _BACKEND_FIELD, backend, "'auto' or 'xla' for this model", str(error)
+            ) from error
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Any:
+        """Name the budget where memory runs out before anything is served."""
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, StepFailedError) as error:
+            if not is_out_of_memory(error):
+                raise
+            limit = (
+                f"less: with {self.weights_bytes:,} bytes of weights, and what programs need, it does not fit"
+            )
+            raise ConfigError("kv_bytes", self._config.kv_bytes, limit, in_a_line(error)) from error

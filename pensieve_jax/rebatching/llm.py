@@ -1,0 +1,179 @@
+"""The front of padded batches: a model's name, prompts as text or ids, and outputs in order.
+
+Owns: the order in which the parts are made, and prompts.
+Does not know: how queries are scheduled. Called by: users, and launchers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from model_defs import make_mesh, source_config
+from model_defs.registry import resolve_dtype
+from pensieve_jax.assembly import ProgressBar, load_weights, serving_dtype
+from pensieve_jax.core.errors import ConfigError, InvalidRequestError, TokenizerMissingError
+from pensieve_jax.core.outputs import Output
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model, source_tokenizer
+from pensieve_jax.rebatching.config import RebatchingConfig
+from pensieve_jax.rebatching.device.runner import DeviceRunner
+from pensieve_jax.rebatching.engine import RebatchingEngine
+from pensieve_jax.rebatching.metrics import Observe, unobserved
+from pensieve_jax.rebatching.query import Query
+from pensieve_jax.runtime.compilation import keep_compilations_in
+
+
+class PaddedLLM:
+    """A model that answers queries in one padded batch, which they join and leave while it runs.
+
+    One thread at a time may use it. Close it, or use it as a context manager.
+
+    Attributes:
+      engine: takes queries one by one; see `RebatchingEngine`.
+      model_config: what the model is.
+      tokenizer: the model's, or None.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = DEFAULT_MODEL,
+        *,
+        dtype: str = "auto",
+        config: RebatchingConfig | None = None,
+        progress: bool | None = None,
+        observe: Observe = unobserved,
+    ) -> None:
+        """Load a model and compile its programs; nothing is compiled afterwards.
+
+        Args:
+          model: as of `pensieve_jax.LLM`.
+          dtype: as of `pensieve_jax.LLM`.
+          config: sizes and limits.
+          progress: show bars while loading, compiling and generating; None: on a terminal.
+          observe: told of every step; see `metrics.StepSeen`.
+
+        Raises:
+          ConfigError: a value that cannot work with this model or device, or an unknown model.
+          model_defs.ModelError: a checkpoint or an architecture that cannot be served, such as one whose
+            window hides tokens.
+        """
+        config = config or RebatchingConfig()
+        if not isinstance(config, RebatchingConfig):
+            raise ConfigError("config", config, "a RebatchingConfig")
+        self._progress = sys.stderr.isatty() if progress is None else progress
+        source = resolve_model(model)
+        self.model_config = source_config(source, config.max_position_embeddings)
+        self.tokenizer = source_tokenizer(source, self.model_config.vocab_size)
+        if config.compilation_cache_dir is not None:
+            keep_compilations_in(config.compilation_cache_dir)
+        mesh = make_mesh(config.tensor_parallel_size)
+        loaded = load_weights(
+            source,
+            dtype,
+            mesh,
+            seed=config.random_seed,
+            max_position_embeddings=config.max_position_embeddings,
+            progress=self._progress,
+        )
+        runner = DeviceRunner(loaded, config, mesh, resolve_dtype(serving_dtype(dtype), self.model_config))
+        with ProgressBar("compiling", self._progress) as bar:
+            runner.warm_up(bar)
+        self.engine = RebatchingEngine(
+            runner,
+            config,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.model_config.eos_token_ids,
+            observe=observe,
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priorities: int | Sequence[int] = 0,
+    ) -> list[Output]:
+        """Answer each prompt, and return the outputs in their order.
+
+        Args:
+          prompts: text or token ids.
+          sampling_params: for all of them, or one each.
+          priorities: for all of them, or one each; see `RebatchingEngine.submit`.
+
+        Everything is checked before anything runs. Whatever interrupts it cancels those that have not ended.
+
+        Raises:
+          InvalidRequestError, ContextLengthError, TokenizerMissingError: one of them cannot be served.
+          StepFailedError: the device failed twice with one of them in it.
+          EngineClosedError: this was closed.
+        """
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise InvalidRequestError("prompts", prompts, "a list of prompts", "put the prompt into a list")
+        token_ids = [self._encode(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+        params = _one_each(
+            "sampling_params", sampling_params or SamplingParams(), SamplingParams, len(prompts)
+        )
+        ranks = _one_each("priorities", priorities, int, len(prompts))
+        handles: list[Query] = []
+        try:
+            self.engine.submit_into(handles, token_ids, params, ranks)
+            self._run(handles)
+        finally:
+            for handle in handles:
+                if not handle.done:
+                    self.engine.cancel(handle)
+        return [handle.result() for handle in handles]
+
+    def stats(self) -> dict[str, int | float]:
+        """See `RebatchingEngine.stats`."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Give the device's memory back; a second call does nothing."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        """The LLM itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _run(self, handles: Sequence[Query]) -> None:
+        """Step until all of these are done."""
+        unfinished = {handle for handle in handles if not handle.done}
+        is_shown = self._progress and len(handles) > 1
+        with tqdm(total=len(handles), desc="queries", disable=not is_shown, leave=False) as bar:
+            while unfinished:
+                ended = unfinished.intersection(self.engine.step())
+                unfinished -= ended
+                bar.update(len(ended))
+
+    def _encode(self, prompt: Any, field: str) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt  # the engine checks it
+        if self.tokenizer is None:
+            raise TokenizerMissingError
+        if not prompt:
+            raise InvalidRequestError(field, prompt, "at least one token")
+        return self.tokenizer.encode(prompt, add_bos=True)
+
+
+def _one_each(field: str, given: Any, kind: type, count: int) -> list[Any]:
+    """`given` for each of `count` prompts: one value for all of them, or a sequence of that length."""
+    if isinstance(given, kind):
+        return [given] * count
+    if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != count:
+        raise InvalidRequestError(
+            field, given, f"a {kind.__name__}, or a list of {count}, one for each prompt"
+        )
+    return list(given)
