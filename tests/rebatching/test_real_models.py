@@ -1,0 +1,167 @@
+"""Padded batches of tiny models in float32: random schedules against whole forward passes, and each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SamplingParams, SchedulerConfig
+from pensieve_jax.rebatching.query import Place, Query
+from tests.rebatching.real_models import Bench, judge, random_params
+
+VOCAB_SIZE = 320
+CASES = [
+    (preset, insertion) for preset in ("llama-tiny", "opt-tiny") for insertion in ("embed", "shape", "none")
+]
+
+
+def run_schedule(preset: str, insertion: str, seed: int) -> Counter[str]:
+    """Queries come while others run, with priorities; some are cancelled."""
+    rng = np.random.default_rng(seed)
+    bench = Bench(preset, insertion, host_bytes=int(rng.choice([0, 10**6])))
+    most = bench.engine.max_context_tokens
+    totals: Counter[str] = Counter()
+    queries: list[Query] = []
+    for _ in range(int(rng.integers(4, 9))):
+        max_tokens = int(rng.choice([1, 3, 12, 30]))
+        longest = most - 1 if rng.random() < 0.2 else 30
+        prompt = rng.integers(3, VOCAB_SIZE, int(rng.integers(1, longest + 1))).tolist()
+        priority = int(rng.choice([0, 0, 3]))
+        queries.append(bench.engine.submit(prompt, random_params(rng, max_tokens), priority=priority))
+        for _ in range(int(rng.integers(0, 6))):
+            bench.step()
+        if rng.random() < 0.1:
+            bench.engine.cancel(queries[int(rng.integers(len(queries)))])
+    bench.run()
+    for query in queries:
+        totals["certain tokens"] += judge(preset, query)
+        totals["tokens"] += len(query.token_ids)
+        assert query.output is not None
+        totals["suspended"] += query.output.usage.num_suspensions
+    totals.update({name: int(num) for name, num in bench.engine.stats().items() if name.startswith("num_")})
+    return totals
+
+
+@pytest.mark.parametrize("number", [2, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("preset", "insertion"), CASES)
+def test_random_schedules_are_those_of_a_dense_model(preset, insertion, number):
+    """Whoever joins, leaves, is preempted or cancelled: 300 schedules in the long form."""
+    totals: Counter[str] = Counter()
+    for seed in range(number):
+        print(f"run_schedule({preset!r}, {insertion!r}, {seed})")
+        totals += run_schedule(preset, insertion, seed)
+    print(dict(totals))
+    assert totals["certain tokens"] > 0.9 * totals["tokens"] > 0
+    if number > 2:
+        assert totals["num_resizes"] and totals["num_insertions"]
+        assert totals["suspended"] or insertion == "none"
+        assert (totals["num_shaped_steps"] > 0) == (insertion == "shape")
+
+
+@pytest.mark.parametrize("insertion", ["embed", "shape", "none"])
+def test_free_columns_do_not_matter(insertion):
+    """Bit by bit, whatever finite numbers they hold."""
+    found = []
+    for garbage in (False, True):
+        bench = Bench("llama-tiny", insertion, garbage=garbage)
+        rng = np.random.default_rng(7)
+        queries = []
+        for length in (5, 40, 12, 70, 3, 20):
+            prompt = rng.integers(3, VOCAB_SIZE, length).tolist()
+            params = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=0)
+            queries.append(bench.engine.submit(prompt, params))
+            bench.step()
+        bench.run()
+        found.append([(query.token_ids, query.logprobs) for query in queries])
+    assert found[0] == found[1]
+
+
+def test_neighbours_do_not_matter():
+    """Bit by bit, in a ring of one shape: alone, and with others that come and go."""
+    found = []
+    for others in (0, 5):
+        bench = Bench("llama-tiny", "embed")
+        rng = np.random.default_rng(3)
+        prompt = rng.integers(3, VOCAB_SIZE, 10).tolist()
+        query = bench.engine.submit(prompt, SamplingParams(max_tokens=18, ignore_eos=True, logprobs=0))
+        bench.step()  # nobody is prefilled with it
+        for _ in range(others):
+            more = rng.integers(3, VOCAB_SIZE, 6).tolist()
+            bench.engine.submit(more, SamplingParams(max_tokens=4, ignore_eos=True))
+        bench.run()
+        assert bench.engine.stats()["num_resizes"] == 1
+        found.append((query.token_ids, query.logprobs))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("insertion", ["embed", "shape"])
+def test_a_row_comes_back_as_it_was(insertion):
+    """Out of the ring, to host memory, and back: every number is the same."""
+    bench = Bench("llama-tiny", insertion)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    queries = bench.engine.submit_many([[5] * 3, [6] * 4, [7] * 2, [8] * 5], [params] * 4, [1, 1, 1, 0])
+    for _ in range(8):
+        bench.step()
+    victim = queries[-1]
+    assert victim.place is Place.RING
+    before, num_tokens = bench.ring_row(victim.row), victim.num_kv_tokens
+    bench.engine.submit([9] * 3, SamplingParams(max_tokens=3, ignore_eos=True), priority=2)
+    while not (victim.suspended and victim.place is Place.RING):
+        bench.step()
+    after = bench.ring_row(victim.row)
+    np.testing.assert_array_equal(after[:, :, :, :num_tokens], before)
+    bench.run()
+    assert victim.result().usage.num_suspensions == 1
+    assert judge("llama-tiny", victim)
+
+
+@pytest.mark.long
+def test_many_preemptions_change_no_token():
+    """Two hundred."""
+    bench = Bench("llama-tiny", "embed", host_bytes=0)
+    every: list[Query] = []
+    while bench.engine.stats()["num_suspensions"] < 200:
+        params = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=0)
+        queries = bench.engine.submit_many([[9, 8, number] for number in range(4)], [params] * 4, [0] * 4)
+        while not all(query.done for query in queries):
+            bench.engine.submit([4, 5], SamplingParams(max_tokens=2, ignore_eos=True), priority=1)
+            for _ in range(4):
+                bench.step()
+        bench.run()
+        every += queries
+    for query in every:
+        assert judge("llama-tiny", query)
+
+
+@pytest.fixture(scope="module")
+def paged():
+    """The paged engine on the same model."""
+    config = EngineConfig(
+        cache=CacheConfig(gpu_pages=64, chunk_tokens=16),
+        scheduler=SchedulerConfig(max_num_running=8, max_num_batched_tokens=64, token_buckets=(8, 64)),
+        runner=RunnerConfig(attention_backend="xla", max_logprobs=2, random_seed=1),
+    )
+    with LLM("random:llama-tiny", dtype="float32", config=config) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("insertion", ["embed", "shape", "none"])
+def test_answers_are_those_of_the_paged_engine(paged, insertion):
+    """Forty prompts, with priorities."""
+    rng = np.random.default_rng(11)
+    prompts = [rng.integers(3, VOCAB_SIZE, int(rng.integers(1, 60))).tolist() for _ in range(40)]
+    params = [random_params(rng, int(rng.integers(1, 25))) for _ in prompts]
+    bench = Bench("llama-tiny", insertion)
+    priorities = [int(one) for one in rng.integers(-2, 3, len(prompts))]
+    queries = bench.engine.submit_many(prompts, params, priorities)
+    bench.run()
+    expected = paged.generate(prompts, params)
+    for query, output in zip(queries, expected, strict=True):
+        if query.result().token_ids != output.token_ids:  # a tie that rounding decides
+            judge("llama-tiny", query)
+    num_equal = sum(
+        query.result().token_ids == output.token_ids for query, output in zip(queries, expected, strict=True)
+    )
+    assert num_equal >= 39
