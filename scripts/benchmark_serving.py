@@ -22,7 +22,10 @@ Systems, one to a process, on the same memory:
   pensieve-gpu   in device memory alone (the paper's "Pensieve (GPU cache)");
   stateless      every turn computes its whole history, by the same kernels, batches alike;
   http           `pensieve`, behind `pensieve serve`: a front and an engine in processes of their own;
+  rebatching     a padded batch of `--padded_batch` rows that turns join and leave (Baton);
   transformers   Hugging Face's continuous batching, if it can be imported;
+  transformers-static
+                 its `generate`, on batches of up to `--padded_batch` of those who wait, padded on the left;
   vllm, vllm-no-prefix, vllm-offload
                  vLLM, if it can be imported: with its prefix cache, without, and with host memory as well.
 The last line is one JSON document (see `--json`); docs/serving_benchmark.md defines every figure. Ctrl-C ends
@@ -52,6 +55,8 @@ from serving.figures import UNITS, figures
 from serving.http_server import SYSTEM as HTTP_SYSTEM
 from serving.http_server import HttpSystem
 from serving.latency_plot import View
+from serving.rebatching_server import SYSTEM as REBATCHING_SYSTEM
+from serving.rebatching_server import RebatchingSystem
 from serving.report import (
     BENCHMARK,
     Named,
@@ -64,6 +69,8 @@ from serving.report import (
     tables,
 )
 from serving.run import System, Window, serve
+from serving.static_server import SYSTEM as STATIC_SYSTEM
+from serving.static_server import StaticSystem
 from serving.transformers_server import TransformersSystem
 from serving.vllm_server import SYSTEMS as VLLM_SYSTEMS
 from serving.vllm_server import VllmSystem
@@ -85,7 +92,10 @@ from pensieve_jax.model_source import resolve_model
 from pensieve_jax.workload import Client, ConversationTrace, History, Session, Trace, TurnTrace
 
 FLAGS = flags.FLAGS
-SYSTEMS = (*ENGINE_SYSTEMS, HTTP_SYSTEM, "transformers", *VLLM_SYSTEMS)
+SYSTEMS = (
+    *(*ENGINE_SYSTEMS, HTTP_SYSTEM, REBATCHING_SYSTEM, "transformers", STATIC_SYSTEM),
+    *VLLM_SYSTEMS,
+)
 Point = dict[str, Any]
 _NUM_CLOSED = 200  # conversations of a closed loop, unless --num_conversations says otherwise
 _USERS = ("think", "time_scale", "mid_life_s", "warm_up_s", "window_s", "drain_s", "recorded_arrivals")
@@ -132,10 +142,16 @@ def open_system(model: ModelConfig) -> System:
         return EngineSystem(name, system_config(name, config))
     if name == HTTP_SYSTEM:
         return HttpSystem(system_config(PENSIEVE, config))
+    rows = FLAGS.padded_batch
+    if name == REBATCHING_SYSTEM:
+        shown = shows_progress()
+        return RebatchingSystem(FLAGS.model, model, FLAGS.dtype, config, max_batch=rows, progress=shown)
     source = resolve_model(FLAGS.model)
     dtype = model.dtype if FLAGS.dtype == "auto" else FLAGS.dtype
     if name == "transformers":
         return TransformersSystem(source, model, dtype, config, FLAGS.transformers_attention)
+    if name == STATIC_SYSTEM:
+        return StaticSystem(source, model, dtype, config, FLAGS.transformers_attention, max_batch=rows)
     return VllmSystem(name, source, model, dtype, config)
 
 
@@ -355,6 +371,7 @@ def define_flags() -> None:
         "paged|sdpa",
         "Attention of --system=transformers; plain sdpa is flash attention where it finds one.",
     )
+    flags.DEFINE_integer("padded_batch", 16, "Rows of a padded batch, at most.", lower_bound=1)
     define_session_flags()
     define_engine_flags(model=TINY_MODEL)
     define_document_flag()

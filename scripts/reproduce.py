@@ -19,6 +19,10 @@ cells2.7, cells2.8 and cells2.11 (LSTM), cells2.9 (queueing), cells2.10 (lengths
 several devices), cells2.14 and cells2.15 (trees); all under the same virtual clock with the cell times of the
 thesis's V100, and 2.3 beside committed measurements. Figures 2.4, 2.6 and 2.12 are drawings.
 
+Of Baton: baton-table1 and baton-table2 (how long its methods take, in steps and seconds), baton6, baton7
+and baton8 (queries, tokens and KV state over time), with the engine's own loop and the costs of
+Llama-2-7B on an H200.
+
 `docs/paper_and_we.md` has the results beside the paper's, and `scripts/refresh_pages.py` writes its tables.
 """
 

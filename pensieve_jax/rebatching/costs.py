@@ -97,7 +97,7 @@ class RingCosts:
         return self.take_column_s * length
 
     def resize_of(self, shape: RingShape, *, moves: bool) -> float:
-        """A ring of this shape, with what was in it or with zeros, whose writing is taken to cost a read's."""
+        """A ring of this shape: what was in it is moved, or zeros are written, as fast as read."""
         return (self.relayout_column_s if moves else self.column_s) * shape.batch * shape.length
 
     def copy_of(self, length: int) -> float:
@@ -167,10 +167,10 @@ def _checked(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(provenance, dict) or not all(isinstance(text, str) for text in provenance.values()):
         raise refuse("a profile with texts by keyword as 'provenance'", provenance)
     for field in NUMBERS:
-        found = values.get(field)
+        found: Any = values.get(field)
         is_number = isinstance(found, int | float) and not isinstance(found, bool)
         if not is_number or not 0 <= found < math.inf or (field in _ABOVE_ZERO and not found):
             limit = "above 0" if field in _ABOVE_ZERO else "from 0 on"
             raise refuse(f"a profile with a finite number {field!r} {limit}", found)
-    found = {field: values[field] for field in (*_TEXTS, "source", "provenance", *NUMBERS)}
-    return found | {"token_bytes": int(values["token_bytes"])}
+    fields = {field: values[field] for field in (*_TEXTS, "source", "provenance", *NUMBERS)}
+    return fields | {"token_bytes": int(values["token_bytes"])}

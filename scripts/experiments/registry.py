@@ -5,6 +5,7 @@ Called by: `scripts/reproduce.py`.
 
 from __future__ import annotations
 
+from experiments.baton import BATON
 from experiments.cells import CELLS
 from experiments.datasets import DATASETS
 from experiments.eviction import EVICTION
@@ -21,5 +22,6 @@ EXPERIMENTS = {
         *(TURNS, CHUNKS, *LOAD_EXPERIMENTS, KERNELS, EVICTION, THINK_TIME, DATASETS),
         *(RECORDED_TRACES, ORACLE),
         *CELLS,
+        *BATON,
     )
 }

@@ -1,0 +1,237 @@
+"""Padded batches that queries join and leave: tables and figures of the Baton paper, and what it left open.
+
+    python scripts/benchmark_rebatching.py --part=table2 --max_batch=2,4,6,8,10 --plot=figures.png
+    python scripts/benchmark_rebatching.py --part=table1 --length_scale=0.125 --max_batch=8 --kv_bytes=32GiB
+    python scripts/benchmark_rebatching.py --part=load --trace=sharegpt_lengths.csv.gz --rates=1,2
+    python scripts/benchmark_rebatching.py --part=steps --batch=8 --length=8192
+
+*table1* and *table2* serve the paper's sets of queries, all at once: 120 long and short ones, and 30 short
+ones. Methods are settings of one engine on the same weights, memory and prompts: *Benchmark* runs a batch
+until its last query has ended; *PD* computes prompts of similar length together, apart; *Baton* lets queries
+join by vector shaping, and *Baton-PD* by vector embedding. All answer a query when it ends. Steps are beside
+seconds, since steps are what the paper is about. *load* sends queries with a trace's lengths at times of a
+Poisson process, some of them urgent, and tells latencies. *steps* times single launches beside the bytes that
+they have to move. The last line is one JSON document (see `--json`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from rebatching import launch_times, methods, real_time
+from rebatching.figures import draw_over_time
+from rebatching.flags import config, define_rebatching_flags, loads, numbers, steps_config
+from rebatching.launch_times import LaunchTimes
+from rebatching.loads import Load
+from rebatching.runners import Runners, memory
+from steps.ceilings import measure_ceilings
+from steps.cost_plot import check_can_plot
+from tqdm import tqdm
+
+from model_defs import source_config
+from model_defs.registry import resolve_dtype
+from pensieve_jax.assembly import serving_dtype
+from pensieve_jax.commands.engine_flags import num_bytes, shows_progress
+from pensieve_jax.commands.launch import run
+from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
+from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.model_source import resolve_model
+
+FLAGS = flags.FLAGS
+Row = dict[str, Any]
+_COLUMNS = (
+    *("method", "batch", "seed", "steps", "seconds", "speed-up", "fewer steps, x", "tokens/s"),
+    *("tail, %", "waiting, %", "late, %", "read/live"),
+)
+_LOAD_COLUMNS = (
+    *("method", "batch", "rate", "queries", "p50, s", "p99, s", "urgent p50, s", "urgent p99, s"),
+    *("others p99, s", "tokens/s", "suspensions"),
+)
+_LAUNCH_COLUMNS = ("launch", "batch", "length", "ms", "bound, ms", "arithmetic, ms", "% of bound")
+
+
+def serve_all(names: Sequence[str], every: Sequence[Load]) -> tuple[list[Row], Row]:
+    """A row for every batch size, load and method, and what the device's memory came to."""
+    rows: list[Row] = []
+    context = max(load.max_context_tokens for load in every)
+    batches = numbers("max_batch")
+    bases = {batch: config(batch, context) for batch in batches}
+    runners = Runners(FLAGS.model, FLAGS.dtype, bases[batches[0]], progress=shows_progress())
+    jobs = [(batch, name) for batch in batches for name in _by_runner(names)]
+    for batch, name in tqdm(jobs, "methods", disable=not shows_progress(), leave=False):
+        chosen = methods.config_of(name, bases[batch])
+        runner = runners.runner(chosen)
+        for load in every:
+            prompts = load.prompts(runners.model_config.vocab_size)
+            found = real_time.serve(runner, chosen, load, prompts)
+            named = {"method": name, "batch": batch, "seed": load.seed, "load": load.name}
+            rows.append(named | {"digest": load.digest, "rate": load.rate} | found)
+            print(f"{name}, {batch} rows, {load.name}: {found['seconds']:.2f} s", flush=True)
+    place = {name: index for index, name in enumerate(names)}
+    rows.sort(
+        key=lambda row: (batches.index(row["batch"]), row["rate"] or 0, row["seed"], place[row["method"]])
+    )
+    return rows, memory(runner, bases[batches[0]].kv_bytes)
+
+
+def _by_runner(names: Sequence[str]) -> Iterator[str]:
+    """Those that share programs one after the other."""
+    yield from sorted(names, key=lambda name: methods.METHODS[name]["insertion"] == "shape")
+
+
+def compare(rows: Sequence[Row]) -> None:
+    """Give each row its speed-up over `Benchmark`, where that ran on the same load."""
+    first = {_place(row): row for row in rows if row["method"] == methods.BENCHMARK}
+    for row in rows:
+        other = first.get(_place(row))
+        row["speed_up"] = None if other is None else other["seconds"] / row["seconds"]
+        row["fewer_steps"] = None if other is None else other["steps"] / row["steps"]
+
+
+def _place(row: Row) -> tuple[int, str]:
+    return row["batch"], row["digest"]
+
+
+def show_table(rows: Sequence[Row]) -> None:
+    """A line for each."""
+    lines = []
+    for row in rows:
+        idle = [round(100 * row["idle"][why], 1) for why in ("tail", "waiting", "late")]
+        times = [
+            row["seconds"],
+            _or_blank(row["speed_up"]),
+            _or_blank(row["fewer_steps"]),
+            row["tokens_per_s"],
+        ]
+        lines.append(
+            [
+                row["method"],
+                row["batch"],
+                row["seed"],
+                row["steps"],
+                *times,
+                *idle,
+                _or_blank(row["read_over_live"]),
+            ]
+        )
+    print(table(_COLUMNS, lines))
+
+
+def show_load(rows: Sequence[Row]) -> None:
+    """A line for each."""
+    lines = []
+    for row in rows:
+        latency = row["latency_s"]
+        urgent, others = latency.get("priority 1", {}), latency.get("priority 0", {})
+        lines.append(
+            [
+                *(row["method"], row["batch"], row["rate"], row["num_queries"]),
+                *(latency["all"]["p50"], latency["all"]["p99"]),
+                *(urgent.get("p50", ""), urgent.get("p99", ""), others.get("p99", "")),
+                *(row["tokens_per_s"], row["stats"]["num_suspensions"]),
+            ]
+        )
+    print(table(_LOAD_COLUMNS, lines))
+
+
+def _or_blank(value: float | None) -> float | str:
+    return "" if value is None else value
+
+
+def draw(rows: Sequence[Row]) -> None:
+    """Of the first load."""
+    first = [row for row in rows if row["digest"] == rows[0]["digest"]]
+    title = f"{first[0]['load']}, {FLAGS.model}, {device_name()}"
+    draw_over_time(first, title, Path(FLAGS.plot))
+
+
+def tables_or_load() -> tuple[Row, dict[str, str]]:
+    """Results and units."""
+    is_load = FLAGS.part == "load"
+    names = methods.chosen(FLAGS.methods, methods.OF_LOADS if is_load else methods.OF_THE_TABLES)
+    rows, taken = serve_all(names, loads())
+    if is_load:
+        show_load(rows)
+    else:
+        compare(rows)
+        show_table(rows)
+    if FLAGS.plot is not None:
+        draw(rows)
+    return {"points": rows, "memory": taken}, real_time.UNITS
+
+
+def steps() -> tuple[Row, dict[str, str]]:
+    """Results and units."""
+    model = source_config(resolve_model(FLAGS.model), FLAGS.max_position_embeddings)
+    dtype = resolve_dtype(serving_dtype(FLAGS.dtype), model)
+    heads = model.num_kv_heads // FLAGS.tensor_parallel_size
+    chosen = steps_config(2 * model.num_layers * heads * model.head_dim * dtype.itemsize)
+    ceilings = measure_ceilings(
+        num_bytes=num_bytes("--copy_bytes", FLAGS.copy_bytes),
+        matrix_size=FLAGS.matrix_size,
+        dtype=dtype.name,
+        repeats=5,
+    )
+    runner = Runners(FLAGS.model, FLAGS.dtype, chosen, progress=shows_progress()).runner(chosen)
+    times = LaunchTimes(runner, ceilings)
+    rows = [
+        one.as_dict() for one in tqdm(times.measure(), "launches", disable=not shows_progress(), leave=False)
+    ]
+    lines = []
+    for row in rows:
+        share = "" if row["share_of_bound"] is None else round(100 * row["share_of_bound"], 1)
+        arithmetic = "" if row["arithmetic_s"] is None else 1e3 * row["arithmetic_s"]
+        lines.append(
+            [
+                row["launch"],
+                row["batch"],
+                row["length"],
+                1e3 * row["launch_s"],
+                1e3 * row["bound_s"],
+                arithmetic,
+                share,
+            ]
+        )
+    print(table(_LAUNCH_COLUMNS, lines))
+    taken = memory(runner, chosen.kv_bytes)
+    if taken["peak_bytes_in_use"] is not None:
+        over = taken["peak_bytes_in_use"] - taken["weights_bytes"] - taken["kv_bytes"]
+        print(f"peak of device memory: {over:,} bytes beside weights and --kv_bytes")
+    results = {
+        "launches": rows,
+        "memory": taken,
+        "copies_bytes_per_s": times.copies._asdict(),
+        "ceilings": ceilings._asdict(),
+    }
+    return results, launch_times.UNITS
+
+
+def main() -> int:
+    if FLAGS.plot is not None:
+        if FLAGS.part == "steps":
+            raise ConfigError("--plot", FLAGS.plot, "left out for --part=steps, whose times are a table")
+        check_can_plot("--plot", Path(FLAGS.plot))
+    found, units = steps() if FLAGS.part == "steps" else tables_or_load()
+    settings = {
+        name: getattr(FLAGS, name)
+        for name in ("part", "model", "dtype", "kv_bytes", "lengths", "length_scale", "doubled", "seconds")
+    }
+    print_document(json_line("rebatching", settings | found, units=units, device=device_name()))
+    return 0
+
+
+def define_flags() -> None:
+    define_rebatching_flags()
+    flags.DEFINE_multi_string("methods", [], f"May be repeated; of {'; '.join(methods.METHODS)}.")
+    flags.DEFINE_string("copy_bytes", "64MiB", "Of steps: the array whose copy is timed; 1GiB on a GPU.")
+    flags.DEFINE_integer("matrix_size", 512, "Of steps: of the product that is timed; 8192 on a GPU.")
+    flags.DEFINE_string("plot", None, "A PNG: figures 6 to 8 of the paper.")
+    define_document_flag()
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

@@ -1,0 +1,80 @@
+"""Runners of one model: its weights are loaded once, and programs are compiled for each kind of ring.
+
+Owns: the model, which runner can be used again, and what is said of the device's memory.
+Does not know: methods, loads, or what is measured.
+Called by: `benchmark_rebatching`, `rebatching_server`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from model_defs import ModelConfig, make_mesh, source_config
+from model_defs.registry import resolve_dtype
+from pensieve_jax.assembly import ProgressBar, load_weights, serving_dtype
+from pensieve_jax.model_source import resolve_model
+from pensieve_jax.rebatching import RebatchingConfig
+from pensieve_jax.rebatching.device.runner import DeviceRunner
+from pensieve_jax.runtime.compilation import keep_compilations_in
+from rebatching.methods import runner_config
+
+
+class Runners:
+    """Of one model.
+
+    Attributes:
+      model_config: what the model is.
+    """
+
+    def __init__(self, model: str | Path, dtype: str, config: RebatchingConfig, *, progress: bool) -> None:
+        """Load the weights; `config` says how, and of it other configurations may change all else.
+
+        Raises:
+          ConfigError, model_defs.ModelError: see `PaddedLLM`.
+        """
+        source = resolve_model(model)
+        self.model_config: ModelConfig = source_config(source, config.max_position_embeddings)
+        self._progress = progress
+        if config.compilation_cache_dir is not None:
+            keep_compilations_in(config.compilation_cache_dir)
+        self._mesh = make_mesh(config.tensor_parallel_size)
+        self._model = load_weights(
+            source,
+            dtype,
+            self._mesh,
+            seed=config.random_seed,
+            max_position_embeddings=config.max_position_embeddings,
+            progress=progress,
+        )
+        self._dtype = resolve_dtype(serving_dtype(dtype), self.model_config)
+        # The last of each kind, with what it was compiled for.
+        self._kept: dict[bool, tuple[RebatchingConfig, DeviceRunner]] = {}
+
+    def runner(self, config: RebatchingConfig) -> DeviceRunner:
+        """One that is warm and empty, for an engine of `config`; what ran on it before is lost."""
+        wanted = runner_config(config)
+        is_shaped = wanted.insertion == "shape"
+        kept = self._kept.get(is_shaped)
+        if kept is not None and kept[0] == wanted:
+            kept[1].reset(())
+            return kept[1]
+        self._kept.pop(is_shaped, None)
+        del kept
+        runner = DeviceRunner(self._model, wanted, self._mesh, self._dtype)
+        with ProgressBar("compiling", self._progress) as bar:
+            runner.warm_up(bar)
+        self._kept[is_shaped] = wanted, runner
+        return runner
+
+
+def memory(runner: DeviceRunner, kv_bytes: int) -> dict[str, Any]:
+    """The most that the process ever took of the first device, where it tells, beside what was meant."""
+    told = jax.local_devices()[0].memory_stats() or {}
+    return {
+        "peak_bytes_in_use": told.get("peak_bytes_in_use"),
+        "weights_bytes": runner.weights_bytes,
+        "kv_bytes": kv_bytes,
+    }

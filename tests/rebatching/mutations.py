@@ -1,0 +1,176 @@
+"""Bugs, planted one at a time: each is one that a change of the policy could well make.
+
+Owns: the bugs, by name; the first five are those that the design was made with in mind.
+Does not know: what sees them.
+Called by: `test_scenarios`, which must see that every one of them is caught. Those of programs are in
+`test_planted_programs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pensieve_jax.rebatching import launches, line, query, ring, scheduler, shelf
+from pensieve_jax.rebatching.query import Place
+from tests.rebatching import fake_runner
+
+type Patch = pytest.MonkeyPatch
+MUTATIONS: dict[str, Callable[[Patch], None]] = {}
+
+
+def mutation(function: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    MUTATIONS[function.__name__.replace("_", " ")] = function
+    return function
+
+
+@mutation
+def a_position_is_a_column(patch: Patch) -> None:
+    add = launches.StepWords.add
+
+    def by_column(self: Any, row: int, who: Any, position: int, *counts: int) -> None:
+        add(self, row, who, int(self.words[0]) if self.words[0] else position, *counts)
+
+    patch.setattr(launches.StepWords, "add", by_column)
+
+
+@mutation
+def a_stale_row_is_not_wholly_overwritten(patch: Patch) -> None:
+    insert = fake_runner.FakeRunner._insert
+
+    def partly(self: Any, launch: Any) -> None:
+        before = self.ring[:, launch.row, launch.place].copy()
+        insert(self, launch)
+        self.ring[:, launch.row, launch.place] = before
+
+    patch.setattr(fake_runner.FakeRunner, "_insert", partly)
+
+
+@mutation
+def a_start_is_off_by_one(patch: Patch) -> None:
+    insert = ring.Ring.insert
+    patch.setattr(ring.Ring, "insert", lambda self, owner, num: insert(self, owner, max(num - 1, 0)))
+
+
+@mutation
+def the_token_of_a_padded_query_is_taken(patch: Patch) -> None:
+    step = fake_runner.FakeRunner._step
+
+    def padded(self: Any, words: Any, token_ids: Any) -> Any:
+        if token_ids is not None and words.num_new < len(token_ids):
+            words.num_new += 1
+        return step(self, words, token_ids)
+
+    patch.setattr(fake_runner.FakeRunner, "_step", padded)
+
+
+@mutation
+def a_longer_ring_is_filled_without_wrapping(patch: Patch) -> None:
+    resize = ring.Ring.resize
+
+    def unwrapped(self: Any, shape: Any) -> Any:
+        found = resize(self, shape)
+        if found is not None:
+            there = found.columns >= 0
+            found.columns[there] = np.flatnonzero(there)[: there.sum()] % max(found.columns.max() + 1, 1)
+        return found
+
+    patch.setattr(ring.Ring, "resize", unwrapped)
+
+
+@mutation
+def rows_keep_their_numbers_in_another_shape(patch: Patch) -> None:
+    resize = ring.Ring.resize
+
+    def in_place(self: Any, shape: Any) -> Any:
+        found = resize(self, shape)
+        if found is not None:
+            found.rows[:] = np.arange(len(found.rows))
+        return found
+
+    patch.setattr(ring.Ring, "resize", in_place)
+
+
+@mutation
+def holes_are_not_left_out_of_a_suspended_row(patch: Patch) -> None:
+    def places(self: Any, index: int) -> np.ndarray:
+        row = self._row(index)
+        num_holes = sum(end - begin for begin, end in row.holes)
+        return (np.arange(row.start + num_holes, self.cursor) % self.shape.length).astype(np.int32)
+
+    patch.setattr(ring.Ring, "places", places)
+
+
+@mutation
+def others_get_no_holes(patch: Patch) -> None:
+    def advance(self: Any, num_columns: int = 1, filled_row: int | None = None) -> None:
+        self.cursor += num_columns
+
+    patch.setattr(ring.Ring, "advance", advance)
+
+
+@mutation
+def equals_are_preempted(patch: Patch) -> None:
+    def victims(self: Any, who: Any) -> Any:
+        held = [one for _, one in self.ring.held if one.priority <= who.priority and not who.suspended]
+        for num in range(1, len(held) + 1):
+            if self._config.preemptive and self._shape_with(who, held[:num]) is not None:
+                return held[:num]
+        return None
+
+    patch.setattr(scheduler.Scheduler, "_victims_for", victims)
+
+
+@mutation
+def the_urgent_wait(patch: Patch) -> None:
+    rank = lambda one: (0, not one.suspended, one.serial)  # noqa: E731
+    for module in (line, shelf):
+        patch.setattr(module, "rank", rank)
+
+
+@mutation
+def rows_that_leave_take_no_memory(patch: Patch) -> None:
+    patch.setattr(shelf.Shelf, "device_bytes", property(lambda self: self._bytes(Place.DEVICE)))
+
+
+@mutation
+def a_short_ring_is_not_made_longer(patch: Patch) -> None:
+    patch.setattr(scheduler.Scheduler, "_keep_in_length", lambda self: None)
+
+
+@mutation
+def a_row_is_computed_before_its_tokens_have_come(patch: Patch) -> None:
+    ready = lambda one: one.place is Place.NOWHERE  # noqa: E731
+    patch.setattr(scheduler, "is_ready", ready)
+    patch.setattr("pensieve_jax.rebatching.prefilling.is_ready", ready)
+
+
+@mutation
+def tokens_in_flight_are_lost_with_a_failed_step(patch: Patch) -> None:
+    lose = scheduler.Scheduler.lose_device
+    patch.setattr(scheduler.Scheduler, "lose_device", lambda self, flying, left: lose(self, (), left))
+
+
+@mutation
+def a_suspended_query_forgets_a_token(patch: Patch) -> None:
+    note = query.Query.note_suspended
+
+    def forget(self: Any) -> None:
+        note(self)
+        self.num_sampled -= 1
+
+    patch.setattr(query.Query, "note_suspended", forget)
+
+
+@mutation
+def who_ended_keeps_its_row(patch: Patch) -> None:
+    remove = scheduler.Scheduler.remove
+
+    def keep(self: Any, who: Any) -> None:
+        if who.place is not Place.RING:
+            remove(self, who)
+
+    patch.setattr(scheduler.Scheduler, "remove", keep)

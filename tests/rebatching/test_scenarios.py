@@ -1,0 +1,52 @@
+"""Random lives with fixed seeds, and bugs that they must see."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from tests.rebatching.mutations import MUTATIONS
+from tests.rebatching.scenarios import run_scenario
+
+LEAST = {  # of a thousand
+    "queries": 18_000,
+    "ended": 15_000,
+    "ended early": 1_500,
+    "cancelled": 2_000,
+    "failed": 250,
+    "came back": 500,
+    "idle_late": 2_000,
+    "num_shaped_steps": 2_000,
+    "num_suspensions": 800,
+    "num_parked": 800,
+    "num_returned": 800,
+    "num_resizes": 5_000,
+}
+
+
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 2140), marks=pytest.mark.long)], ids=len)
+def test_tokens_are_those_of_a_plain_list(seeds: Sequence[int]):
+    """Whoever joins, leaves, is preempted or cancelled, and whatever fails."""
+    totals: Counter[str] = Counter()
+    for seed in seeds:
+        print(f"run_scenario({seed})")
+        totals += run_scenario(seed)
+    print(dict(totals))
+    share = 0.5 if len(seeds) < 100 else 1.0  # few lives differ more from each other
+    missing = {name for name, num in LEAST.items() if totals[name] < share * num * len(seeds) / 1000}
+    assert not missing
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_planted_bug_is_caught(name, monkeypatch):
+    """Some life fails; without the bug, these and the ones above say, none does."""
+    MUTATIONS[name](monkeypatch)
+    for seed in range(200):  # of which the first few are enough, as a rule
+        try:
+            run_scenario(seed)
+        except (AssertionError, ValueError, LookupError) as error:
+            print(f"caught by run_scenario({seed}): {error!r}"[:200])
+            return
+    pytest.fail(f"all passed with this bug: {name}")
