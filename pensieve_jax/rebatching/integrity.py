@@ -21,7 +21,9 @@ def check_integrity(loop: RebatchingLoop, config: RebatchingConfig, lattice: Lat
     if ring.shape is not None:
         assert ring.shape in lattice.shapes
         assert ring.span <= ring.shape.length, "a row is longer than the ring"
-    assert loop.kv_bytes <= lattice.kv_bytes, "the budget is exceeded"
+    beside = [size for query, size in shelf.sizes.items() if query.place is not Place.HOST]
+    ring_bytes = 0 if ring.shape is None else lattice.row_bytes(ring.shape.batch * ring.shape.length)
+    assert loop.kv_bytes == ring_bytes + sum(beside) <= lattice.kv_bytes, "the budget is exceeded"
     assert shelf.host_bytes <= config.host_bytes, "the budget of host memory is exceeded"
     waiting = list(line)
     assert waiting == sorted(waiting, key=rank)
@@ -63,4 +65,4 @@ def check_urgent_first(loop: RebatchingLoop, config: RebatchingConfig) -> None:
         return
     head = scheduler.line.head
     if head.place in _ON_SHELF:
-        assert scheduler._victims_for(head) is None, "a more urgent query waits"
+        assert scheduler._fitting.victims_for(head) is None, "a more urgent query waits"

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pensieve_jax.rebatching.config import RebatchingConfig
+from pensieve_jax.rebatching.fitting import Fitting, num_tokens, standing
 from pensieve_jax.rebatching.lattice import Lattice, RingShape
 from pensieve_jax.rebatching.launches import (
     Decode,
@@ -65,6 +66,7 @@ class Scheduler:
         self._config, self._lattice = config, lattice
         self.layout = WordsLayout(config.max_batch, config.max_banned_ids)
         self.ring: Ring[Query] = Ring()
+        self._fitting = Fitting(config, lattice, self.ring)
         self.line = Line()
         self.shelf = Shelf(lattice, config.host_bytes)
         self._prefilling = Prefilling(config, lattice, self.layout, self.shelf)
@@ -155,8 +157,8 @@ class Scheduler:
         while len(self.line) and not self._shaped:
             query = self.line.head
             victims: list[Query] = []
-            if self._shape_with(query) is None:
-                found = self._victims_for(query)
+            if self._fitting.shape_with(query) is None:
+                found = self._fitting.victims_for(query)
                 if found is None:
                     return
                 victims = found
@@ -164,7 +166,7 @@ class Scheduler:
                 return
             for victim in victims:
                 self._suspend(victim)
-            shape = self._shape_with(query)
+            shape = self._fitting.shape_with(query)
             # Its own row may have been given up for that of a victim.
             if shape is None or not self._can_join(query):
                 return
@@ -174,7 +176,7 @@ class Scheduler:
         """Its KV state is there, or can be computed in this step."""
         if query.place is not Place.NOWHERE:
             return True
-        return is_ready(query) and (self._is_shaped(query) or self._may_prefill)
+        return is_ready(query) and (self._fitting.is_shaped(query) or self._may_prefill)
 
     @property
     def _may_prefill(self) -> bool:
@@ -184,7 +186,7 @@ class Scheduler:
     def _join(self, query: Query, shape: RingShape) -> None:
         """Put a query into the ring, which takes this shape."""
         self._resize(shape, keep=query)  # first, as a shorter ring may leave no room for its row
-        if self._is_shaped(query):
+        if self._fitting.is_shaped(query):
             self.line.remove(query)
             self._shape_step(query)
             return
@@ -205,88 +207,33 @@ class Scheduler:
 
     def _embed(self, query: Query) -> None:
         """Its row is copied to where it ends at the cursor."""
-        num_tokens = query.num_kv_tokens
-        query.row = self.ring.insert(query, num_tokens)
+        num = query.num_kv_tokens
+        query.row = self.ring.insert(query, num)
         query.place = Place.RING
         is_known = len(query.token_ids) == query.num_sampled
         last_id = query.token_ids[-1] if is_known else -1
-        place = self.ring.place(self.ring.cursor - num_tokens)
-        self._launches.append(Insert(query.serial, query.row, place, num_tokens, last_id))
+        place = self.ring.place(self.ring.cursor - num)
+        self._launches.append(Insert(query.serial, query.row, place, num, last_id))
 
     def _begin_batch(self) -> None:
         """Take as many of those who wait as fit, in order, for a batch that runs to its end."""
-        batch: list[Query] = []
-        num_columns = 0
-        shape: RingShape | None = None
-        for query in self.line.window(self._config.max_batch):
-            num_columns = max(num_columns, self._num_columns(query))
-            found = self._lattice.shape_for(num_columns)
-            is_known = query.place is not Place.NOWHERE or is_ready(query)
-            if found is None or len(batch) >= found.batch or not is_known:
-                break
-            batch, shape = [*batch, query], found
+        batch, shape = self._fitting.batch_of(self.line.window(self._config.max_batch))
         if shape is None:
             return
         self._resize(shape)
         is_together = self._config.prefill == "together"
-        length = self._lattice.length_for(max(map(self._num_tokens, batch))) if is_together else None
+        length = self._lattice.length_for(max(map(num_tokens, batch))) if is_together else None
         for query in batch:
             if query.place is Place.NOWHERE:
-                if not is_ready(query):  # its row was given up again for another one
+                # Its row may have been given up for another one, and its next would be longer by a token.
+                if not is_ready(query) or self._fitting.num_columns(query) > shape.length:
                     return
                 others = [one for one in batch if is_ready(one) and one is not query]
                 self._prefill(query, others if is_together else None, length)
             if not query.is_launched:
                 self._enter(query)
 
-    def _is_shaped(self, query: Query) -> bool:
-        """It joins by vector shaping; with nobody to be padded to it, it is prefilled as any other."""
-        is_first = not self.ring.num_held
-        return self._config.insertion == "shape" and query.place is Place.NOWHERE and not is_first
-
-    def _num_tokens(self, query: Query) -> int:
-        """Columns that it has when it joins."""
-        return query.num_to_prefill if query.place is Place.NOWHERE else query.num_kv_tokens
-
-    def _num_columns(self, query: Query) -> int:
-        """Columns that it needs behind its prefill: one more than it has tokens, if it goes on then."""
-        is_last = query.place is Place.NOWHERE and query.num_sampled + 1 == query.max_num_tokens
-        return self._num_tokens(query) + (not is_last)
-
-    def _shape_with(self, query: Query, without: Collection[Query] = ()) -> RingShape | None:
-        """The ring's shape if `query` joins now; None if it has to wait.
-
-        Args:
-          query: who joins.
-          without: of those in the ring, who leaves first.
-        """
-        held = [(row, owner) for row, owner in self.ring.held if owner not in without]
-        span = max((self.ring.row_span(row) for row, _ in held), default=0)
-        is_shaped = self._is_shaped(query)
-        needed = span + self._num_tokens(query) if is_shaped else max(span + 1, self._num_columns(query))
-        found = self._lattice.shape_for(needed)
-        if found is None or len(held) >= found.batch:
-            return None
-        current = self.ring.shape
-        if current is None or not held or found.length > current.length:
-            return found
-        if len(held) < current.batch:
-            return current
-        # Shorter and wider, but not if it would soon be too short again.
-        return found if 4 * needed <= 3 * found.length else None
-
     # Who has to leave
-
-    def _victims_for(self, query: Query) -> list[Query] | None:
-        """Whom a more urgent query takes the place of; None if that would not help."""
-        if not self._config.preemptive:
-            return None
-        held = [owner for _, owner in self.ring.held if owner.priority < query.priority]
-        held.sort(key=_standing, reverse=True)
-        for num in range(1, len(held) + 1):
-            if self._shape_with(query, held[:num]) is not None:
-                return held[:num]
-        return None
 
     def _suspend(self, query: Query) -> None:
         """Out of the ring, to go on later."""
@@ -320,7 +267,7 @@ class Scheduler:
             elif target is None:  # its holes are too many: it comes back without
                 self._suspend(max(held, key=lambda one: self.ring.row_span(one[0]))[1])
             else:
-                self._suspend(max((owner for _, owner in held), key=_standing))
+                self._suspend(max((owner for _, owner in held), key=standing))
 
     def _shrink_if_sparse(self) -> None:
         """A shorter ring is read faster."""
@@ -431,11 +378,6 @@ class Scheduler:
         for query in self.line.window(1):
             if query.place is Place.HOST and self.shelf.has_room(self.shelf.sizes[query]):
                 self.shelf.bring(query, self._launches)
-
-
-def _standing(query: Query) -> tuple[int, int]:
-    """The largest leaves first: of the lowest priority, and of those who came last."""
-    return -query.priority, query.serial
 
 
 def _samples(served: list[tuple[int, Query]]) -> tuple[tuple[Query, int], ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pensieve_jax.rebatching import launches, line, query, ring, scheduler, shelf
+from pensieve_jax.rebatching import fitting, launches, line, prefilling, query, ring, scheduler, shelf
 from pensieve_jax.rebatching.query import Place
 from tests.rebatching import fake_runner
 
@@ -115,13 +115,13 @@ def others_get_no_holes(patch: Patch) -> None:
 @mutation
 def equals_are_preempted(patch: Patch) -> None:
     def victims(self: Any, who: Any) -> Any:
-        held = [one for _, one in self.ring.held if one.priority <= who.priority and not who.suspended]
+        held = [one for _, one in self._ring.held if one.priority <= who.priority and not who.suspended]
         for num in range(1, len(held) + 1):
-            if self._config.preemptive and self._shape_with(who, held[:num]) is not None:
+            if self._config.preemptive and self.shape_with(who, held[:num]) is not None:
                 return held[:num]
         return None
 
-    patch.setattr(scheduler.Scheduler, "_victims_for", victims)
+    patch.setattr(fitting.Fitting, "victims_for", victims)
 
 
 @mutation
@@ -144,8 +144,8 @@ def a_short_ring_is_not_made_longer(patch: Patch) -> None:
 @mutation
 def a_row_is_computed_before_its_tokens_have_come(patch: Patch) -> None:
     ready = lambda one: one.place is Place.NOWHERE  # noqa: E731
-    patch.setattr(scheduler, "is_ready", ready)
-    patch.setattr("pensieve_jax.rebatching.prefilling.is_ready", ready)
+    for module in (scheduler, prefilling, fitting):
+        patch.setattr(module, "is_ready", ready)
 
 
 @mutation

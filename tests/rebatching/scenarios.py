@@ -20,6 +20,7 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.integrity import check_integrity, check_urgent_first
 from pensieve_jax.rebatching.lattice import Lattice
+from pensieve_jax.rebatching.launches import Insert, Suspend
 from pensieve_jax.rebatching.loop import RebatchingLoop
 from pensieve_jax.rebatching.metrics import StepSeen
 from pensieve_jax.rebatching.query import Query
@@ -77,6 +78,7 @@ class Scenario:
             """Before tokens come, with which others may end."""
             scheduled = schedule(has_left)
             check_urgent_first(self.loop, self.config)
+            self._check_victims(scheduled)
             return scheduled
 
         self.loop.scheduler.schedule = checked  # type: ignore[method-assign]
@@ -189,6 +191,14 @@ class Scenario:
         if whole and query.output is not None:
             is_stopped = query.token_ids[-1] in ending_ids
             assert query.output.finish_reason == ("stop" if is_stopped else "length")
+
+    def _check_victims(self, scheduled: Scheduled) -> None:
+        """Who takes somebody's row is more urgent, or was there before."""
+        left = {launch.serial for launch in scheduled.launches if isinstance(launch, Suspend)}
+        came = {launch.serial for launch in scheduled.launches if isinstance(launch, Insert)} - left
+        for victim in (self.loop.queries[serial] for serial in left):
+            for query in (self.loop.queries[serial] for serial in came):
+                assert query.priority > victim.priority or query.suspended, "an equal was preempted"
 
     def _see(self, seen: StepSeen) -> None:
         self.totals["steps"] += 1
