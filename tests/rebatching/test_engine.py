@@ -1,0 +1,230 @@
+"""The engine and its front on a tiny model: what is refused, fails, or is interrupted; several devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from model_defs import UnsupportedModelError, preset
+from pensieve_jax import (
+    ConfigError,
+    ContextLengthError,
+    EngineClosedError,
+    InvalidRequestError,
+    SamplingParams,
+    StepFailedError,
+    TokenizerMissingError,
+)
+from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.rebatching import PaddedLLM, RebatchingConfig
+from pensieve_jax.rebatching.integrity import check_integrity
+from tests.rebatching.real_models import Bench, judge
+from tests.seeds import new_seed
+
+CONFIG = RebatchingConfig(max_batch=2, kv_bytes=2**18, lengths=(32, 64), prefill_batch=1, preemptive=True)
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """A tiny model; tests leave nothing running."""
+    with PaddedLLM("random:llama-tiny", dtype="float32", config=CONFIG, progress=False) as one:
+        yield one
+
+
+def test_text_and_ids_are_answered_in_order(llm):
+    """Greedy answers do not depend on who else is there."""
+    prompts = ["Hello", [5, 6, 7], "and then?", [9] * 40]
+    together = llm.generate(prompts, GREEDY, priorities=[0, 3, -1, 0])
+    alone = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    output = together[0]
+    assert output.text == llm.tokenizer.decode(list(output.token_ids))
+    usage = output.usage
+    assert usage.prompt_tokens == usage.prefilled_tokens == len(llm.tokenizer.encode("Hello", add_bos=True))
+    assert usage.output_tokens == 8 and output.finish_reason == "length"
+    assert llm.generate([]) == []
+    assert llm.stats()["num_compilations"] == 0
+
+
+def test_stop_strings_end_a_reply(llm):
+    whole = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True))[0]
+    stop = whole.text[2:4]
+    cut = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True, stop=[stop]))[0]
+    assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.index(stop)]
+
+
+@pytest.mark.parametrize(
+    ("error", "field", "call"),
+    [
+        (InvalidRequestError, "prompts", lambda llm: llm.generate("hi")),
+        (InvalidRequestError, "prompts[1]", lambda llm: llm.generate(["hi", ""])),
+        (InvalidRequestError, "prompts[1][0]", lambda llm: llm.generate([[1], [320]])),
+        (InvalidRequestError, "prompt", lambda llm: llm.generate([[]])),
+        (InvalidRequestError, "prompt", lambda llm: llm.engine.submit("text")),
+        (InvalidRequestError, "prompt", lambda llm: llm.engine.submit(7)),
+        (InvalidRequestError, "priorities", lambda llm: llm.generate([[1]], priorities=[1, 2])),
+        (InvalidRequestError, "priority", lambda llm: llm.generate([[1]], priorities=[0.5])),
+        (InvalidRequestError, "priority", lambda llm: llm.engine.submit([1], priority=True)),
+        (InvalidRequestError, "sampling_params", lambda llm: llm.generate([[1], [2]], [GREEDY])),
+        (InvalidRequestError, "logprobs", lambda llm: llm.generate([[1]], SamplingParams(logprobs=9))),
+        (ContextLengthError, "prompt", lambda llm: llm.generate([[1] * 65])),
+        (ContextLengthError, "prompts[1]", lambda llm: llm.generate([[1], [1] * 65])),
+    ],
+)
+def test_bad_queries_are_named_and_harm_nobody(llm, error, field, call):
+    before = llm.engine.submit([4, 4], GREEDY)
+    with pytest.raises(error) as caught:
+        call(llm)
+    assert caught.value.field == field
+    while not before.done:
+        llm.engine.step()
+    assert before.result().token_ids == llm.generate([[4, 4]], GREEDY)[0].token_ids
+    assert not llm.engine.has_unfinished
+
+
+def test_the_longest_query_ends_by_length(llm):
+    """A prompt that leaves room for one token, and a reply that reaches the end of the longest row."""
+    one, other = llm.generate([[3] * 64, [3] * 60], SamplingParams(max_tokens=50, ignore_eos=True))
+    assert (len(one.token_ids), one.finish_reason) == (1, "length")
+    assert (len(other.token_ids), other.finish_reason) == (5, "length")
+
+
+def test_cancelled_queries_leave_at_once(llm):
+    query = llm.engine.submit([1, 2], SamplingParams(max_tokens=30, ignore_eos=True))
+    for _ in range(3):
+        llm.engine.step()
+    assert llm.engine.cancel(query) and not llm.engine.cancel(query)
+    assert query.result().finish_reason == "cancelled" and query.token_ids
+    llm.engine.step()
+    assert not llm.engine.has_unfinished and not llm.stats()["num_running"]
+
+
+@pytest.mark.parametrize("where", ["launch", "fetch"])
+def test_a_failed_step_is_computed_again(where, monkeypatch):
+    """Once; queries that fail twice say so, and others go on."""
+    bench = Bench("llama-tiny", "embed")
+    params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=0)
+    queries = bench.engine.submit_many([[7] * 5, [8] * 9, [9] * 40], [params] * 3, [0] * 3)
+    for _ in range(4):
+        bench.step()
+
+    def fail(*_: object) -> None:
+        raise StepFailedError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.runner, where, fail)
+        assert bench.step() == []
+    bench.run()
+    for query in queries:
+        assert judge("llama-tiny", query) and query.result().usage.resume_recomputed_tokens
+    doomed = bench.engine.submit([5, 5], params)
+    bench.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.runner, where, fail)
+        while not doomed.done:
+            bench.step()
+    with pytest.raises(StepFailedError, match="planted"):
+        doomed.result()
+    assert not bench.engine.has_unfinished
+    after = bench.engine.submit([5, 5], params)
+    bench.run()
+    assert judge("llama-tiny", after)
+
+
+class _Interrupt:
+    """Ctrl-C at a line of this package, counted from the first that runs."""
+
+    def __init__(self, num_lines: int) -> None:
+        self._left = num_lines
+
+    def __enter__(self) -> _Interrupt:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: Any, event: str, _: Any) -> Any:
+        return self._line if "pensieve_jax/rebatching" in frame.f_code.co_filename else None
+
+    def _line(self, frame: Any, event: str, _: Any) -> Any:
+        self._left -= 1
+        if not self._left:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self._line
+
+
+@pytest.mark.parametrize("number", [25, pytest.param(400, marks=pytest.mark.long)])
+def test_an_interrupt_leaves_an_engine_that_goes_on(llm, number):
+    """At random lines: whoever was there is done, one way or another, and the next answer is right."""
+    rng = random.Random(new_seed())
+    expected = llm.generate([[5, 6, 7]], GREEDY)[0].token_ids
+    num_told = 0
+    for _ in range(number):
+        other = llm.engine.submit([4] * 3, SamplingParams(max_tokens=12, ignore_eos=True))
+        with _Interrupt(rng.randrange(1, 3000)):
+            try:
+                llm.generate([[5, 6, 7], [8] * 40], GREEDY)
+            except KeyboardInterrupt:
+                num_told += 1
+        assert llm.generate([[5, 6, 7]], GREEDY)[0].token_ids == expected
+        check_integrity(llm.engine.loop, CONFIG, llm.engine._runner.lattice)
+        while not other.done:
+            llm.engine.step()
+        assert other.output is not None or isinstance(other.error, PensieveError)
+        assert not llm.engine.has_unfinished
+    assert num_told > number / 3
+
+
+def test_two_devices_equal_one():
+    """Heads are split over the mesh; tokens are those of one device."""
+    assert jax.device_count() >= 2
+    prompts = [[5, 6, 7], [9] * 30, [3] * 12]
+    found = []
+    for size in (1, 2):
+        changed = dataclasses.replace(CONFIG, kv_bytes=CONFIG.kv_bytes // size, tensor_parallel_size=size)
+        with PaddedLLM("random:llama-tiny", dtype="float32", config=changed, progress=False) as one:
+            found.append([output.token_ids for output in one.generate(prompts, GREEDY)])
+            assert one.stats()["num_compilations"] == 0
+    assert found[0] == found[1]
+
+
+def test_a_closed_engine_says_so():
+    with PaddedLLM(
+        "random:opt-tiny", config=RebatchingConfig(max_batch=1, lengths=(32,)), progress=False
+    ) as llm:
+        query = llm.engine.submit([1, 2])
+    with pytest.raises(EngineClosedError):
+        query.result()
+    with pytest.raises(EngineClosedError):
+        llm.generate([[1]])
+    llm.close()
+
+
+def test_what_cannot_be_served_is_refused():
+    """Before anything is compiled."""
+    with pytest.raises(ConfigError, match="RebatchingConfig"):
+        PaddedLLM("random:llama-tiny", config={"max_batch": 2})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="kv_bytes"):
+        PaddedLLM("random:llama-tiny", config=RebatchingConfig(kv_bytes=1000), progress=False)
+    with pytest.raises(ConfigError, match="attention_backend"):
+        backend = RebatchingConfig(attention_backend="pallas_mosaic_gpu")
+        PaddedLLM("random:llama-tiny", config=backend, progress=False)
+    with pytest.raises(UnsupportedModelError, match="sliding_window"):
+        preset("llama-tiny", sliding_window=16)
+
+
+def test_a_model_without_a_tokenizer_takes_ids(llm, monkeypatch):
+    monkeypatch.setattr(llm, "tokenizer", None)
+    with pytest.raises(TokenizerMissingError):
+        llm.generate(["hi"])
+    ids = llm.generate([np.array([5, 6, 7])], GREEDY)[0].token_ids
+    assert ids == llm.generate([[5, 6, 7]], GREEDY)[0].token_ids

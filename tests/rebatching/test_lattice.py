@@ -1,0 +1,98 @@
+"""Shapes within a budget, rings by hand, and settings that cannot work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.rebatching import RebatchingConfig
+from pensieve_jax.rebatching.lattice import Lattice, RingShape
+from pensieve_jax.rebatching.ring import Ring
+
+
+def test_growing_the_length_shrinks_the_batch():
+    """One row's length is always left of the budget."""
+    config = RebatchingConfig(max_batch=8, kv_bytes=2**20)
+    lattice = Lattice(config, 64, 8192)
+    assert lattice.shapes[0] == (8, 512)
+    assert all((shape.batch + 1) * shape.length * 64 <= 2**20 for shape in lattice.shapes)
+    batches, lengths = zip(*lattice.shapes, strict=True)
+    assert list(batches) == sorted(batches, reverse=True) and list(lengths) == sorted(set(lengths))
+    assert lattice.shape_for(513) == (8, 768) and lattice.shape_for(lengths[-1] + 1) is None
+    assert lattice.room_bytes(lattice.shapes[0]) == 2**20 - 8 * 512 * 64
+
+
+@pytest.mark.parametrize(("max_tokens", "lengths"), [(65, [64]), (200, [64, 96, 128, 192, 224]), (3, [32])])
+def test_short_contexts_have_short_rings(max_tokens, lengths):
+    lattice = Lattice(RebatchingConfig(max_batch=1), 1, max_tokens)
+    assert [shape.length for shape in lattice.shapes] == lengths
+    assert lattice.max_context_tokens >= max_tokens
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("max_batch", {"max_batch": 0}),
+        ("max_batch", {"max_batch": True}),
+        ("kv_bytes", {"kv_bytes": 0}),
+        ("insertion", {"insertion": "paste"}),
+        ("prefill", {"prefill": "together"}),
+        ("preemptive", {"preemptive": True, "insertion": "none"}),
+        ("preemptive", {"preemptive": 1}),
+        ("lengths", {"lengths": (64, 32)}),
+        ("lengths", {"lengths": (40,)}),
+        ("lengths", {"lengths": ()}),
+        ("host_bytes", {"host_bytes": -1}),
+        ("prefill_tokens", {"prefill_tokens": 31}),
+        ("attention_backend", {"attention_backend": "cudnn"}),
+    ],
+)
+def test_bad_settings_are_named(field, changes):
+    with pytest.raises(ConfigError) as caught:
+        RebatchingConfig(**changes)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("kv_bytes", {"kv_bytes": 1000}),
+        ("kv_bytes", {"kv_bytes": 20_000, "max_context_tokens": 1000}),
+        ("lengths", {"lengths": (32, 64), "max_context_tokens": 100}),
+        ("max_context_tokens", {"max_context_tokens": 5000}),
+    ],
+)
+def test_budgets_that_hold_no_row_are_named(field, changes):
+    with pytest.raises(ConfigError) as caught:
+        Lattice(RebatchingConfig(**changes), 64, 4096)
+    assert caught.value.field == field
+
+
+def test_a_ring_by_hand():
+    """Insertion, a shaped step, release and another shape."""
+    ring: Ring[str] = Ring()
+    assert ring.resize(RingShape(3, 8)) is None
+    a = ring.insert("a", 3)
+    assert (a, ring.span, ring.row_span(a)) == (0, 3, 3)
+    assert ring.places(a).tolist() == [5, 6, 7]
+    ring.advance()
+    b = ring.insert("b", 0)
+    ring.advance(3, filled_row=b)
+    assert ring.places(a).tolist() == [5, 6, 7, 0, 1]  # and two columns of padding behind
+    assert ring.places(b).tolist() == [1, 2, 3]
+    assert ring.row_span(a) == 7 and ring.span == 7
+    c = ring.insert("c", 2)
+    ring.release(a)
+    assert ring.span == 3 and ring.num_free == 1
+    moved = ring.resize(RingShape(2, 12))
+    assert moved is not None
+    assert moved.rows.tolist() == [b, c]
+    assert [owner for _, owner in ring.held] == ["b", "c"]
+    there = moved.columns >= 0
+    assert there.sum() == 8
+    np.testing.assert_array_equal(moved.columns[ring.places(0)], [1, 2, 3])
+    np.testing.assert_array_equal(moved.columns[ring.places(1)], [2, 3])
+    ring.release(0)
+    ring.release(1)
+    assert ring.cursor == 0 and not ring.span
