@@ -85,7 +85,8 @@ def main() -> int:
         for results in map(read, FLAGS.documents)
         for point in results["points"]
     ]
-    shown = [[*list(row.values())[:3], *list(row.values())[4:8], round(100 * row["error"], 1)] for row in rows]
+    names = ("load", "batch", "method", "steps", "simulated_steps", "seconds", "simulated_seconds")
+    shown = [[*(row[name] for name in names), round(100 * row["error"], 1)] for row in rows]
     print(table(_COLUMNS, shown))
     document = {"profile": FLAGS.profile, "documents": FLAGS.documents, "points": rows}
     print_document(json_line("ring cost validation", document, units=_UNITS, device="none: simulated"))

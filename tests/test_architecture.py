@@ -18,13 +18,13 @@ PACKAGES = ("pensieve_jax", "model_defs", "pallas_kernels")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COMMON_FILES = 400, 60, 12
 SAY_WHOSE_THEY_ARE = (
     *(f"pensieve_jax/{room}" for room in ("commands", "core", "device", "history", "runtime", "simulator")),
-    *("pensieve_jax/cellular", "pensieve_jax/text", "pensieve_jax/workload", "pallas_kernels"),
-    "model_defs/recurrent",
+    *("pensieve_jax/cellular", "pensieve_jax/rebatching", "pensieve_jax/text", "pensieve_jax/workload"),
+    *("pallas_kernels", "model_defs/recurrent"),
     *(
         f"scripts/{family}"
         for family in ("cells", "clients", "common", "chat_training", "kernels", "pages", "serving")
     ),
-    *("scripts/simulation", "scripts/steps"),
+    *("scripts/rebatching", "scripts/simulation", "scripts/steps"),
 )
 # Bodies of kernels are long by nature.
 LONG_FUNCTIONS = ("jax_triton_kernels.py", "mosaic_compute.py", "pallas_mosaic_gpu.py", "pallas_triton.py")

@@ -38,6 +38,7 @@ BILLIONS = {
     "llama2-13b": 13.02,
     "llama2-13b-gqa10": 11.44,
     "llama2-70b": 68.98,
+    "llama2-7b": 6.74,
     "llama3-8b": 8.03,
     "qwen2.5-7b": 7.62,
     "qwen3-8b": 8.19,

@@ -1,0 +1,27 @@
+"""What docs/rebatching.md and the README say in Python runs, and prints what they say."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.launching import ROOT
+
+_BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCKS = [
+    block
+    for name in ("README.md", "docs/rebatching.md")
+    for block in _BLOCK.findall((ROOT / name).read_text(encoding="utf-8"))
+    if "rebatching" in block
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_of_the_pages(block, capsys):
+    """A comment behind a print is what it prints, where there is one."""
+    exec(compile(block, "page", "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    expected = re.findall(r"print\(.*\)  # (.+)$", block, re.MULTILINE)
+    assert printed[: len(expected)] == expected or not expected
