@@ -18,6 +18,7 @@ from pensieve_jax.core.errors import StepFailedError
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")
 _REQUEST = re.compile(r"allocate (?:request for )?(\d[\d.]*) ?([KMGT]?)(i?)(?:B|bytes)\b")
 _MAX_LEN = 200
+_LOWER = "cache.gpu_pages, cache.gpu_memory_fraction or scheduler.max_num_batched_tokens"
 _log = logging.getLogger(__name__)
 
 
@@ -45,9 +46,10 @@ def in_a_line(error: Exception) -> str:
     return line
 
 
-def step_failed(what: str, error: Exception) -> StepFailedError:
-    """`what` happened, for the reason that the runtime gives; raise it from `error`."""
-    hint = ""
-    if is_out_of_memory(error):
-        hint = "; lower cache.gpu_pages, cache.gpu_memory_fraction or scheduler.max_num_batched_tokens"
+def step_failed(what: str, error: Exception, lower: str = _LOWER) -> StepFailedError:
+    """`what` happened, for the reason that the runtime gives; raise it from `error`.
+
+    `lower` names settings that take memory.
+    """
+    hint = f"; lower {lower}" if is_out_of_memory(error) else ""
     return StepFailedError(f"{what}: {in_a_line(error)}{hint}")

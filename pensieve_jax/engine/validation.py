@@ -193,8 +193,13 @@ def _check_length(field: str, spec: TurnSpec, limits: ModelLimits, history_len: 
         )
 
 
-def check_params(params: SamplingParams, limits: ModelLimits, tokenizer: Tokenizer | None) -> None:
-    """Raise InvalidRequestError or TokenizerMissingError for what this model cannot be asked for."""
+def check_params(
+    params: SamplingParams, limits: ModelLimits, tokenizer: Tokenizer | None, group: str = "runner."
+) -> None:
+    """Raise InvalidRequestError or TokenizerMissingError for what this model cannot be asked for.
+
+    `group` is what the settings that hints name are part of.
+    """
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError("sampling_params", params, "SamplingParams")
     if params.stop and tokenizer is None:
@@ -203,7 +208,7 @@ def check_params(params: SamplingParams, limits: ModelLimits, tokenizer: Tokeniz
         )
     if params.logprobs is not None and params.logprobs > limits.max_logprobs:
         raise InvalidRequestError(
-            "logprobs", params.logprobs, f"at most {limits.max_logprobs}", "raise runner.max_logprobs"
+            "logprobs", params.logprobs, f"at most {limits.max_logprobs}", f"raise {group}max_logprobs"
         )
     for i, token_id in enumerate(params.stop_token_ids):
         if token_id >= limits.vocab_size:
@@ -214,7 +219,7 @@ def check_params(params: SamplingParams, limits: ModelLimits, tokenizer: Tokeniz
             "stop_token_ids",
             f"{num_banned} ids with end-of-sequence",
             f"at most {limits.max_banned_ids} where min_tokens is set",
-            "raise runner.max_banned_ids",
+            f"raise {group}max_banned_ids",
         )
     if num_banned >= limits.vocab_size:
         raise InvalidRequestError(

@@ -51,7 +51,8 @@ class RebatchingConfig:
         2**30,
         count(1),
         "All KV state in device memory: the batch, whose length and width follow from it, and rows on their "
-        "way in or out, for which the length of one row is always kept free.",
+        "way in or out, for which the length of one row is always kept free; a layer more while its shape "
+        "changes.",
         unit="bytes",
     )
     insertion: str = option(

@@ -8,7 +8,7 @@ Called by: `llm`, launchers, and users with loops of their own.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,7 +25,7 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import ModelLimits, check_params, check_token_ids
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.loop import RebatchingLoop
-from pensieve_jax.rebatching.metrics import Observe, unobserved
+from pensieve_jax.rebatching.metrics import Observe, StepSeen, unobserved
 from pensieve_jax.rebatching.query import Query
 from pensieve_jax.text import Tokenizer
 
@@ -64,14 +64,14 @@ class RebatchingEngine:
         lattice, model = runner.lattice, runner.storage.model
         self._limits = ModelLimits(
             vocab_size=model.vocab_size,
-            max_context_tokens=min(
-                lattice.max_context_tokens, _context_tokens(config, model.max_position_embeddings)
-            ),
+            max_context_tokens=lattice.max_context_tokens,
             eos_token_ids=eos_token_ids,
             max_logprobs=config.max_logprobs,
             max_banned_ids=config.max_banned_ids,
         )
-        self.loop = RebatchingLoop(config, lattice, runner, observe=observe)
+        self._observe = observe
+        self._seen: list[StepSeen] = []
+        self.loop = RebatchingLoop(config, lattice, runner, observe=self._seen.append)
         self._num_submitted = 0
         self._num_compilations = runner.num_compilations
         self._guard = ChangeGuard()
@@ -102,7 +102,8 @@ class RebatchingEngine:
             queued.
           EngineClosedError: the engine was closed.
         """
-        return self.submit_many([prompt_token_ids], [params or SamplingParams()], [priority])[0]
+        params = SamplingParams() if params is None else params
+        return self.submit_many([prompt_token_ids], [params], [priority])[0]
 
     def submit_many(
         self,
@@ -124,9 +125,13 @@ class RebatchingEngine:
     ) -> None:
         """The same; an interrupt leaves none in the batch that is not in `handles`."""
         self._check_usable()
+        for name, values in (("params", params), ("priorities", priorities)):
+            if len(values) != len(prompts):
+                raise InvalidRequestError(name, values, f"a list of {len(prompts)}, one for each prompt")
         every = list(zip(prompts, params, priorities, strict=True))
         for index, (prompt, one, priority) in enumerate(every):
-            self._check("prompt" if len(every) == 1 else f"prompts[{index}]", prompt, one, priority)
+            place = "" if len(every) == 1 else f"[{index}]"
+            self._check(place, prompt, one, priority)
         queries = [self._query(prompt, one, priority) for prompt, one, priority in every]
 
         def enter() -> None:
@@ -139,7 +144,11 @@ class RebatchingEngine:
     def step(self) -> list[Query]:
         """Launch the next step, and see what those before it sampled; returns the queries that are done."""
         self._check_usable()
-        return self._guard.run(self.loop.step)
+        self._seen.clear()
+        ended = self._guard.run(self.loop.step)
+        for seen in self._seen:  # behind the change: what an observer raises harms nobody
+            self._observe(seen)
+        return ended
 
     def cancel(self, query: Query) -> bool:
         """End a query where it is; False if it is done, or was submitted to another engine."""
@@ -162,14 +171,13 @@ class RebatchingEngine:
         }
 
     def close(self) -> None:
-        """Give the device's memory back; queries that are not done fail with EngineClosedError."""
-        if self._is_closed:
-            return
+        """Free the KV state; queries that are not done fail with EngineClosedError. It may be repeated."""
+        self._guard.check_thread()
         self._is_closed = True
         for query in self.loop.queries.values():
-            query.error = EngineClosedError("The engine was closed.")
-        self.loop.queries.clear()
-        self._runner.reset(())
+            if not query.done:
+                query.error = EngineClosedError("The engine was closed.")
+        self.loop.forget()
 
     def __enter__(self) -> Self:
         """The engine; `close` at the end of the block."""
@@ -194,8 +202,10 @@ class RebatchingEngine:
             tokenizer=self._tokenizer,
         )
 
-    def _check(self, field: str, prompt: Any, params: Any, priority: Any) -> None:
-        if isinstance(prompt, str | bytes) or not isinstance(prompt, Collection | np.ndarray):
+    def _check(self, place: str, prompt: Any, params: Any, priority: Any) -> None:
+        field = f"prompts{place}" if place else "prompt"
+        is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)
+        if not is_list and not (isinstance(prompt, np.ndarray) and prompt.ndim == 1):
             raise InvalidRequestError(field, prompt, "a list of token ids")
         check_token_ids(field, list(prompt), self._limits.vocab_size)
         most = self._limits.max_context_tokens - 1
@@ -208,10 +218,12 @@ class RebatchingEngine:
                 len(prompt),
                 most,
             )
-        check_params(params, self._limits, self._tokenizer)
+        check_params(params, self._limits, self._tokenizer, group="")
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _MAX_PRIORITY:
             raise InvalidRequestError(
-                "priority", priority, f"an integer of at most {_MAX_PRIORITY}, or its negative"
+                f"priorities{place}" if place else "priority",
+                priority,
+                f"an integer of at most {_MAX_PRIORITY}, or its negative",
             )
 
     def _check_usable(self) -> None:
@@ -224,7 +236,3 @@ class RebatchingEngine:
             )
             self.loop.lose_everything(error)
             self._guard.interrupted = False
-
-
-def _context_tokens(config: RebatchingConfig, model_tokens: int) -> int:
-    return model_tokens if config.max_context_tokens is None else config.max_context_tokens

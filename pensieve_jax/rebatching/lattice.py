@@ -59,8 +59,9 @@ class Lattice:
             limit = f"at least {least:,}, two rows of {lengths[0]} tokens of {token_bytes:,} bytes each"
             raise ConfigError("kv_bytes", config.kv_bytes, limit)
         self._lengths = [shape.length for shape in self.shapes]
-        if config.max_context_tokens is not None and wanted > self.max_context_tokens:
-            which = "lengths" if self._lengths[-1] == lengths[-1] else "kv_bytes"
+        self._most = wanted
+        if config.max_context_tokens is not None and wanted > self._lengths[-1] + 1:
+            which = "lengths" if lengths[-1] < wanted - 1 else "kv_bytes"
             value = config.lengths if which == "lengths" else config.kv_bytes
             needed = lengths[bisect_left(lengths, wanted - 1)] if which == "kv_bytes" else wanted - 1
             limit = (
@@ -73,7 +74,7 @@ class Lattice:
     @property
     def max_context_tokens(self) -> int:
         """Prompt and reply of the longest query; its last token needs no column."""
-        return self._lengths[-1] + 1
+        return min(self._lengths[-1] + 1, self._most)
 
     def shape_for(self, num_columns: int) -> RingShape | None:
         """The shortest with so many columns; None if there is none."""

@@ -107,6 +107,7 @@ class PaddedLLM:
           priorities: for all of them, or one each; see `RebatchingEngine.submit`.
 
         Everything is checked before anything runs. Whatever interrupts it cancels those that have not ended.
+        Others that were submitted go on meanwhile; who of them ends in here `step` will not return.
 
         Raises:
           InvalidRequestError, ContextLengthError, TokenizerMissingError: one of them cannot be served.
@@ -116,9 +117,8 @@ class PaddedLLM:
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidRequestError("prompts", prompts, "a list of prompts", "put the prompt into a list")
         token_ids = [self._encode(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
-        params = _one_each(
-            "sampling_params", sampling_params or SamplingParams(), SamplingParams, len(prompts)
-        )
+        given = SamplingParams() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", given, SamplingParams, len(prompts))
         ranks = _one_each("priorities", priorities, int, len(prompts))
         handles: list[Query] = []
         try:
@@ -174,6 +174,6 @@ def _one_each(field: str, given: Any, kind: type, count: int) -> list[Any]:
         return [given] * count
     if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != count:
         raise InvalidRequestError(
-            field, given, f"a {kind.__name__}, or a list of {count}, one for each prompt"
+            field, given, f"one {kind.__name__}, or a list of {count}, one for each prompt"
         )
     return list(given)

@@ -14,12 +14,13 @@ from typing import Any
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.lattice import Lattice
-from pensieve_jax.rebatching.launches import Decode, Launch, Prefill, Samples, Shape
+from pensieve_jax.rebatching.launches import Decode, Launch, Prefill, Shape
 from pensieve_jax.rebatching.metrics import Metrics, Observe, StepSeen, unobserved
 from pensieve_jax.rebatching.query import Place, Query
 from pensieve_jax.rebatching.runner import Runner
 from pensieve_jax.rebatching.scheduler import Scheduler
 
+type _Sampling = Prefill | Shape | Decode
 _MAX_FAILURES = 2  # of steps that a query is in; what fails again would fail for ever
 
 
@@ -44,7 +45,7 @@ class RebatchingLoop:
         self.scheduler = Scheduler(config, lattice)
         self.metrics = Metrics()
         self.queries: dict[int, Query] = {}
-        self._flying: deque[tuple[Samples, Any]] = deque()
+        self._flying: deque[tuple[_Sampling, Any]] = deque()
 
     def submit(self, query: Query) -> None:
         """It waits to be served."""
@@ -55,9 +56,11 @@ class RebatchingLoop:
         """Nobody waits for it any more; False if it is done, or another engine's."""
         if query.done or self.queries.get(query.serial) is not query:
             return False
-        del self.queries[query.serial]
-        query.finish("cancelled")
+        query.finish("cancelled")  # first: wherever an interrupt comes, it is done
         self.scheduler.remove(query)
+        del self.queries[query.serial]
+        for launch in self.scheduler.take_drops():
+            self._runner.launch(launch)
         return True
 
     def step(self) -> list[Query]:
@@ -70,17 +73,23 @@ class RebatchingLoop:
             for launch in scheduled.launches:
                 handle = self._runner.launch(launch)
                 if isinstance(launch, Prefill | Shape | Decode):
-                    self._flying.append((launch.samples, handle))
-            self.metrics.count(scheduled, self.scheduler.ring, kv_bytes)
+                    self._flying.append((launch, handle))
+            self.metrics.count(scheduled, self.scheduler.ring, self.scheduler.shelf.max_kv_bytes)
             for _ in range(num_before if scheduled.launches else len(self._flying)):
-                samples, handle = self._flying[0]
+                sampling, handle = self._flying[0]
                 result = self._runner.fetch(handle)
                 self._flying.popleft()
-                ended += self._accept(samples, result)
+                ended += self._accept(sampling, result)
         except StepFailedError as error:
             return ended + self._fail(error, scheduled.launches)
         self._observe(StepSeen(scheduled.launches, self.scheduler.ring, kv_bytes, ended))
         return ended
+
+    def forget(self) -> None:
+        """What was launched is of no use to anybody."""
+        self.queries.clear()
+        self._flying.clear()
+        self._runner.reset(())
 
     @property
     def kv_bytes(self) -> int:
@@ -91,19 +100,18 @@ class RebatchingLoop:
     def lose_everything(self, error: Exception) -> None:
         """Nothing that is known can be trusted: all that ran or waited fails with `error`."""
         for query in self.queries.values():
-            query.error = StepFailedError(str(error))
-        self.queries.clear()
-        self._flying.clear()
-        self._runner.reset(())
+            if not query.done:
+                query.error = StepFailedError(str(error))
+        self.forget()
         self.scheduler = Scheduler(self._config, self._lattice)
 
-    def _accept(self, samples: Samples, result: Any) -> Iterable[Query]:
+    def _accept(self, launch: _Sampling, result: Any) -> Iterable[Query]:
         """Give tokens to their queries; those that end with them."""
         ended = []
         token_ids, logprobs = result.token_ids.tolist(), result.logprobs.tolist()
-        for query, place in samples:
+        for query, place in launch.samples:
             if query.done:  # it ended one step earlier, or was cancelled: the token is thrown away
-                self.metrics.idle_late += 1
+                self.metrics.idle_late += not isinstance(launch, Prefill)  # which has no row of the ring
                 continue
             reason = query.accept(
                 token_ids[place], logprobs[place], result.top_ids[place], result.top_logprobs[place]
@@ -119,7 +127,7 @@ class RebatchingLoop:
     def _fail(self, error: StepFailedError, scheduled: Iterable[Launch]) -> list[Query]:
         """Compute again what was lost; who was in too many failed steps fails."""
         self.metrics.num_failed_steps += 1
-        flying = {query for samples, _ in self._flying for query, _ in samples}
+        flying = {query for launch, _ in self._flying for query, _ in launch.samples}
         for launch in scheduled:  # the one that failed, and those behind it that were not even begun
             if isinstance(launch, Prefill | Shape | Decode):
                 flying |= {query for query, _ in launch.samples}
@@ -128,9 +136,10 @@ class RebatchingLoop:
         self._runner.reset([query.serial for query in self.scheduler.shelf.sizes])
         failed = []
         for query in lost:
-            query.num_failures += 1
+            query.num_failures += query in flying
             if query.num_failures >= _MAX_FAILURES:
-                query.error = error
+                # One of its own: a traceback holds arrays of the device for as long as somebody holds it.
+                query.error = StepFailedError(str(error))
                 del self.queries[query.serial]
                 self.scheduler.remove(query)
                 failed.append(query)

@@ -64,7 +64,7 @@ class Metrics:
       computed_tokens: tokens that steps computed, padding included.
       idle_tail: idle rows while nobody waited; they cannot be helped.
       idle_waiting: idle rows while somebody waited who did not fit, or was not to join a running batch.
-      idle_late: rows whose query had ended with a token that was not seen yet.
+      idle_late: rows whose query had ended with a token that was not seen yet, or was cancelled meanwhile.
       num_prefills: programs of prompts.
       prefill_tokens: of prompts.
       padded_prefill_tokens: the same with padding.
@@ -93,9 +93,9 @@ class Metrics:
     num_failed_steps: int = 0
     max_kv_bytes: int = 0
 
-    def count(self, scheduled: Scheduled, ring: Ring[Query], kv_bytes: int) -> None:
-        """A step's launches."""
-        self.max_kv_bytes = max(self.max_kv_bytes, kv_bytes)
+    def count(self, scheduled: Scheduled, ring: Ring[Query], max_kv_bytes: int) -> None:
+        """A step's launches, and the most memory so far."""
+        self.max_kv_bytes = max(self.max_kv_bytes, max_kv_bytes)
         for launch in scheduled.launches:
             self._count(launch, ring)
         if scheduled.is_tail:

@@ -71,11 +71,6 @@ class Ring[O]:
         """How many those are."""
         return sum(row is not None for row in self._rows)
 
-    @property
-    def num_free(self) -> int:
-        """Rows that nobody holds."""
-        return len(self._rows) - self.num_held
-
     def row_span(self, index: int) -> int:
         """Columns of a row, its holes included."""
         return self.cursor - self._row(index).start

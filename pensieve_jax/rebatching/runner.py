@@ -18,7 +18,9 @@ class Runner(Protocol):
     """Carries out launches in program order, from one thread."""
 
     def launch(self, launch: Launch) -> Any:
-        """Begin one; returns a handle for what samples, else None. Only a `Park` that says so waits.
+        """Begin one; returns a handle for what samples, else None.
+
+        It waits for a `Park` that says so, and may for a `Resize`; for nothing else.
 
         Raises:
           StepFailedError: it could not be begun; nothing on the device can be trusted until `reset`.

@@ -114,6 +114,11 @@ class Scheduler:
         self._launches = []
         return sorted(lost, key=rank)
 
+    def take_drops(self) -> list[Launch]:
+        """Rows that are to be forgotten, without waiting for the next step."""
+        launches, self._launches = self._launches, []
+        return launches
+
     # One step
 
     def schedule(self, has_left: Callable[[int], bool]) -> Scheduled:
@@ -134,8 +139,8 @@ class Scheduler:
             self._admit()
         self._shrink_if_sparse()
         num_idle, is_tail = self._step()
+        self._bring_back()  # first, as a prompt that is served later would take the room
         self._prefill_ahead()
-        self._bring_back()
         launches, self._launches = self._launches, []
         return Scheduled(launches, num_idle, is_tail)
 
@@ -237,7 +242,7 @@ class Scheduler:
 
     def _suspend(self, query: Query) -> None:
         """Out of the ring, to go on later."""
-        length = self.shelf.length_of(query.num_kv_tokens)
+        length = self._lattice.length_for(query.num_kv_tokens)
         row, num_tokens = query.row, query.num_kv_tokens
         query.note_suspended()
         has_room = self.shelf.make_room(self._lattice.row_bytes(length), self._launches)
@@ -291,6 +296,7 @@ class Scheduler:
         for row, query in self.ring.held:
             query.row = row
         self.shelf.room_bytes = room_bytes
+        self.shelf.note()
         self._num_sparse_steps = 0
 
     # What computes
@@ -370,7 +376,7 @@ class Scheduler:
                 if self.shelf.has_room(num_bytes):
                     self._prefill(query)
                 else:
-                    self.shelf.begin_to_make_room(num_bytes, self._launches)
+                    self.shelf.begin_to_make_room(num_bytes, query, self._launches)
                 return
 
     def _bring_back(self) -> None:

@@ -25,6 +25,7 @@ class Shelf:
     Attributes:
       sizes: bytes of every row, by whose it is.
       room_bytes: of device memory that rows may take.
+      max_kv_bytes: the most that rows and ring took together, within a step as well.
     """
 
     def __init__(self, lattice: Lattice, host_bytes: int) -> None:
@@ -32,6 +33,7 @@ class Shelf:
         self._lattice, self._host_bytes = lattice, host_bytes
         self.sizes: dict[Query, int] = {}
         self.room_bytes = lattice.kv_bytes
+        self.max_kv_bytes = 0
 
     def __len__(self) -> int:
         """Rows in all."""
@@ -47,15 +49,17 @@ class Shelf:
         """What rows take, or are about to take, of the host's memory."""
         return self._bytes(Place.HOST, Place.LEAVING)
 
-    def length_of(self, num_tokens: int) -> int:
-        """The length of a row of so many tokens."""
-        return self._lattice.length_for(num_tokens)
+    def note(self) -> None:
+        """Rows or ring take more than before."""
+        used = self._lattice.kv_bytes - self.room_bytes + self.device_bytes
+        self.max_kv_bytes = max(self.max_kv_bytes, used)
+        assert used <= self._lattice.kv_bytes
 
     def put(self, query: Query, length: int) -> None:
         """It has a row of this length in device memory now; there must be room."""
         query.place = Place.DEVICE
         self.sizes[query] = self._lattice.row_bytes(length)
-        assert self.device_bytes <= self.room_bytes
+        self.note()
 
     def take(self, query: Query) -> None:
         """Its row is used up."""
@@ -98,9 +102,13 @@ class Shelf:
             launches.append(Park(query.serial, waits=True))
         return self.device_bytes + num_bytes <= room
 
-    def begin_to_make_room(self, num_bytes: int, launches: list[Launch]) -> None:
-        """Have those that are served last leave for host memory, as far as there is room; nobody waits."""
-        here = [query for query in self.sizes if query.place is Place.DEVICE]
+    def begin_to_make_room(self, num_bytes: int, newcomer: Query, launches: list[Launch]) -> None:
+        """Have those that are served after `newcomer` leave for host memory, as far as there is room there.
+
+        Nobody waits for that, and nobody leaves who is served sooner: he would have to come back at once.
+        """
+        behind = rank(newcomer)
+        here = [one for one in self.sizes if one.place is Place.DEVICE and rank(one) > behind]
         here.sort(key=rank)
         while here and self._bytes(Place.DEVICE) + num_bytes > self.room_bytes:
             query = here.pop()
@@ -118,7 +126,7 @@ class Shelf:
         query.place = Place.DEVICE
         query.note_copied_back()
         launches.append(Return(query.serial))
-        assert self.device_bytes <= self.room_bytes
+        self.note()
 
     def drop(self, query: Query, launches: list[Launch]) -> None:
         """Give up its row, wherever it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import sys
@@ -69,6 +70,12 @@ def test_stop_strings_end_a_reply(llm):
         (InvalidRequestError, "prompt", lambda llm: llm.generate([[]])),
         (InvalidRequestError, "prompt", lambda llm: llm.engine.submit("text")),
         (InvalidRequestError, "prompt", lambda llm: llm.engine.submit(7)),
+        (InvalidRequestError, "prompt", lambda llm: llm.engine.submit(np.array(5))),
+        (InvalidRequestError, "prompt", lambda llm: llm.engine.submit({9, 2})),
+        (InvalidRequestError, "params", lambda llm: llm.engine.submit_many([[1]], [], [])),
+        (InvalidRequestError, "sampling_params", lambda llm: llm.engine.submit([1], {})),
+        (InvalidRequestError, "sampling_params", lambda llm: llm.generate([[1]], [])),
+        (InvalidRequestError, "priorities[1]", lambda llm: llm.generate([[1], [2]], priorities=[0, True])),
         (InvalidRequestError, "priorities", lambda llm: llm.generate([[1]], priorities=[1, 2])),
         (InvalidRequestError, "priority", lambda llm: llm.generate([[1]], priorities=[0.5])),
         (InvalidRequestError, "priority", lambda llm: llm.engine.submit([1], priority=True)),
@@ -173,15 +180,57 @@ def test_an_interrupt_leaves_an_engine_that_goes_on(llm, number):
         with _Interrupt(rng.randrange(1, 3000)):
             try:
                 llm.generate([[5, 6, 7], [8] * 40], GREEDY)
+                llm.engine.cancel(other)
             except KeyboardInterrupt:
                 num_told += 1
         assert llm.generate([[5, 6, 7]], GREEDY)[0].token_ids == expected
         check_integrity(llm.engine.loop, CONFIG, llm.engine._runner.lattice)
         while not other.done:
             llm.engine.step()
-        assert other.output is not None or isinstance(other.error, PensieveError)
+        assert (other.output is None) == isinstance(other.error, PensieveError)
         assert not llm.engine.has_unfinished
     assert num_told > number / 3
+
+
+@pytest.mark.parametrize("line", range(1, 40))
+def test_an_interrupted_cancel_ends_the_query(llm, line):
+    """At each of its lines: it is done afterwards, with an output or an error, and not with both."""
+    query = llm.engine.submit([4] * 3, SamplingParams(max_tokens=40, ignore_eos=True))
+    llm.engine.step()
+    with _Interrupt(line), contextlib.suppress(KeyboardInterrupt):
+        llm.engine.cancel(query)
+    for _ in range(60):
+        llm.engine.step()
+    assert query.done and (query.output is None) != (query.error is None)
+
+
+def test_a_cancelled_query_leaves_nothing_behind(llm):
+    """Its row is forgotten at once, though nobody steps any more; nothing of it counts twice as idle."""
+    queries = llm.engine.submit_many([[4] * 3, [5] * 3, [6] * 3], [GREEDY] * 3, [0] * 3)
+    llm.engine.step()
+    before = llm.stats()
+    for query in queries:
+        llm.engine.cancel(query)
+    assert not llm.engine._runner._rows
+    llm.engine.step()
+    after = llm.stats()
+    assert after["idle_late"] - before["idle_late"] <= 2
+    assert after["idle_row_share"] <= 1
+
+
+def test_an_observer_that_raises_harms_nobody(llm, monkeypatch):
+    def raises(_: object) -> None:
+        raise RuntimeError("planted")
+
+    expected = llm.generate([[5, 6, 7]], GREEDY)[0].token_ids
+    query = llm.engine.submit([5, 6, 7], GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "_observe", raises)
+        with pytest.raises(RuntimeError, match="planted"):
+            llm.engine.step()
+    while not query.done:
+        llm.engine.step()
+    assert query.result().token_ids == expected
 
 
 def test_two_devices_equal_one():

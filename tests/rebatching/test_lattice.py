@@ -60,6 +60,7 @@ def test_bad_settings_are_named(field, changes):
         ("kv_bytes", {"kv_bytes": 1000}),
         ("kv_bytes", {"kv_bytes": 20_000, "max_context_tokens": 1000}),
         ("lengths", {"lengths": (32, 64), "max_context_tokens": 100}),
+        ("lengths", {"lengths": (64, 128), "max_context_tokens": 300, "kv_bytes": 2 * 64 * 64}),
         ("max_context_tokens", {"max_context_tokens": 5000}),
     ],
 )
@@ -84,7 +85,7 @@ def test_a_ring_by_hand():
     assert ring.row_span(a) == 7 and ring.span == 7
     c = ring.insert("c", 2)
     ring.release(a)
-    assert ring.span == 3 and ring.num_free == 1
+    assert ring.span == 3 and ring.num_held == 2
     moved = ring.resize(RingShape(2, 12))
     assert moved is not None
     assert moved.rows.tolist() == [b, c]

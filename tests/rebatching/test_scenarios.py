@@ -20,8 +20,8 @@ LEAST = {  # of a thousand
     "idle_late": 2_000,
     "num_shaped_steps": 2_000,
     "num_suspensions": 800,
-    "num_parked": 800,
-    "num_returned": 800,
+    "num_parked": 350,
+    "num_returned": 350,
     "num_resizes": 5_000,
 }
 

@@ -40,7 +40,8 @@ class ProgramSet:
     """Of one engine; executables are entries of its dictionaries, by what tells them apart.
 
     Attributes:
-      decode, shape, prefill, insert, take_row, relayout, relayout_valid, choose: executables.
+      decode, shape, prefill, insert, take_row, relayout, relayout_valid, reorder_ids, choose: all
+        executables.
       tiles: of every prefill, its attention kernel's work list.
     """
 

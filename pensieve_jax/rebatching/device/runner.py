@@ -60,6 +60,7 @@ from pensieve_jax.scheduler.plan import StepResult
 Progress = Callable[[int, int, str], None]
 _log = logging.getLogger(__name__)
 _BACKEND_FIELD = "attention_backend"
+_LOWER = "kv_bytes, prefill_tokens or the longest of lengths"
 
 
 @dataclass
@@ -176,7 +177,7 @@ class DeviceRunner:
                 case Resize():
                     self._resize(launch.shape, launch.relayout)
         except jax.errors.JaxRuntimeError as error:
-            raise step_failed(f"a {type(launch).__name__} could not be launched", error) from error
+            raise step_failed(f"a {type(launch).__name__} could not be launched", error, _LOWER) from error
         return None
 
     def fetch(self, handle: jax.Array) -> StepResult:
@@ -184,7 +185,7 @@ class DeviceRunner:
         try:
             words = np.asarray(handle)
         except jax.errors.JaxRuntimeError as error:
-            raise step_failed("a step failed on the device", error) from error
+            raise step_failed("a step failed on the device", error, _LOWER) from error
         return step.unpack_result(words, self._config.max_batch, self._config.max_logprobs)
 
     def has_left(self, serial: int) -> bool:
