@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-import sys
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +23,7 @@ from pensieve_jax import (
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.rebatching import PaddedLLM, RebatchingConfig
 from pensieve_jax.rebatching.integrity import check_integrity
+from tests.interruption import Interruption
 from tests.rebatching.real_models import Bench, judge
 from tests.seeds import new_seed
 
@@ -145,30 +144,6 @@ def test_a_failed_step_is_computed_again(where, monkeypatch):
     assert judge("llama-tiny", after)
 
 
-class _Interrupt:
-    """Ctrl-C at a line of this package, counted from the first that runs."""
-
-    def __init__(self, num_lines: int) -> None:
-        self._left = num_lines
-
-    def __enter__(self) -> _Interrupt:
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _call(self, frame: Any, event: str, _: Any) -> Any:
-        return self._line if "pensieve_jax/rebatching" in frame.f_code.co_filename else None
-
-    def _line(self, frame: Any, event: str, _: Any) -> Any:
-        self._left -= 1
-        if not self._left:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return self._line
-
-
 @pytest.mark.parametrize("number", [25, pytest.param(400, marks=pytest.mark.long)])
 def test_an_interrupt_leaves_an_engine_that_goes_on(llm, number):
     """At random lines: whoever was there is done, one way or another, and the next answer is right."""
@@ -177,7 +152,7 @@ def test_an_interrupt_leaves_an_engine_that_goes_on(llm, number):
     num_told = 0
     for _ in range(number):
         other = llm.engine.submit([4] * 3, SamplingParams(max_tokens=12, ignore_eos=True))
-        with _Interrupt(rng.randrange(1, 3000)):
+        with Interruption(rng.randrange(1, 4000)):
             try:
                 llm.generate([[5, 6, 7], [8] * 40], GREEDY)
                 llm.engine.cancel(other)
@@ -197,7 +172,7 @@ def test_an_interrupted_cancel_ends_the_query(llm, line):
     """At each of its lines: it is done afterwards, with an output or an error, and not with both."""
     query = llm.engine.submit([4] * 3, SamplingParams(max_tokens=40, ignore_eos=True))
     llm.engine.step()
-    with _Interrupt(line), contextlib.suppress(KeyboardInterrupt):
+    with Interruption(line), contextlib.suppress(KeyboardInterrupt):
         llm.engine.cancel(query)
     for _ in range(60):
         llm.engine.step()
