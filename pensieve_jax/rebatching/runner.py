@@ -23,7 +23,8 @@ class Runner(Protocol):
         It waits for a `Park` that says so, and may for a `Resize`; for nothing else.
 
         Raises:
-          StepFailedError: it could not be begun; nothing on the device can be trusted until `reset`.
+          StepFailedError: it could not be begun; nothing on the device can be trusted until `reset`. Never
+            for a `Drop`, which only forgets.
         """
         ...
 
