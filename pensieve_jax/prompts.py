@@ -232,19 +232,19 @@ def _for_each(
     count: int, sampling_params: object, conversation_ids: object
 ) -> tuple[list[SamplingParams], list[str | None]]:
     """Parameters and ids of each of `count` prompts."""
-    params: list[SamplingParams] = _one_each("sampling_params", sampling_params, SamplingParams(), count)
+    params: list[SamplingParams] = one_each("sampling_params", sampling_params, SamplingParams(), count)
     for i, one in enumerate(params):
         if one is None:  # the default is for whoever gives none at all
             raise InvalidRequestError(f"sampling_params[{i}]", one, "SamplingParams")
-    ids: list[str | None] = _one_each("conversation_ids", conversation_ids, None, count)
+    ids: list[str | None] = one_each("conversation_ids", conversation_ids, None, count)
     return params, ids
 
 
-def _one_each(field: str, given: Any, default: Any, count: int) -> list[Any]:
-    """`given` for each of `count` prompts: one value for all of them, or a sequence of that length."""
+def one_each(field: str, given: Any, default: Any, count: int, kind: type = SamplingParams) -> list[Any]:
+    """`given` for each of `count` prompts: one `kind` for all of them, or a sequence of that length."""
     if given is None:
         return [default] * count
-    if isinstance(given, SamplingParams):
+    if isinstance(given, kind):
         return [given] * count
     if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != count:
         raise InvalidRequestError(field, given, f"a list of {count}, one for each prompt")

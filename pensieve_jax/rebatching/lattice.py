@@ -85,9 +85,9 @@ class Lattice:
         """The length of a single row of so many tokens, which must be possible."""
         return self._lengths[bisect_left(self._lengths, num_tokens)]
 
-    def room_bytes(self, shape: RingShape | None) -> int:
+    def room_bytes(self, shape: RingShape) -> int:
         """What the budget leaves beside a ring of this shape."""
-        return self.kv_bytes - (0 if shape is None else self.row_bytes(shape.batch * shape.length))
+        return self.kv_bytes - self.row_bytes(shape.batch * shape.length)
 
     def row_bytes(self, num_columns: int) -> int:
         """Of so many columns of a row."""

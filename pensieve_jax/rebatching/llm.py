@@ -21,6 +21,7 @@ from pensieve_jax.core.errors import ConfigError, InvalidRequestError, Tokenizer
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model, source_tokenizer
+from pensieve_jax.prompts import one_each
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.device.runner import DeviceRunner
 from pensieve_jax.rebatching.engine import RebatchingEngine
@@ -117,9 +118,8 @@ class PaddedLLM:
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidRequestError("prompts", prompts, "a list of prompts", "put the prompt into a list")
         token_ids = [self._encode(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
-        given = SamplingParams() if sampling_params is None else sampling_params
-        params = _one_each("sampling_params", given, SamplingParams, len(prompts))
-        ranks = _one_each("priorities", priorities, int, len(prompts))
+        params = one_each("sampling_params", sampling_params, SamplingParams(), len(prompts))
+        ranks = one_each("priorities", priorities, 0, len(prompts), int)
         handles: list[Query] = []
         try:
             self.engine.submit_into(handles, token_ids, params, ranks)
@@ -166,14 +166,3 @@ class PaddedLLM:
         if not prompt:
             raise InvalidRequestError(field, prompt, "at least one token")
         return self.tokenizer.encode(prompt, add_bos=True)
-
-
-def _one_each(field: str, given: Any, kind: type, count: int) -> list[Any]:
-    """`given` for each of `count` prompts: one value for all of them, or a sequence of that length."""
-    if isinstance(given, kind):
-        return [given] * count
-    if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != count:
-        raise InvalidRequestError(
-            field, given, f"one {kind.__name__}, or a list of {count}, one for each prompt"
-        )
-    return list(given)

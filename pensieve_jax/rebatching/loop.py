@@ -94,8 +94,7 @@ class RebatchingLoop:
     @property
     def kv_bytes(self) -> int:
         """Device memory that the ring and rows beside it take."""
-        shape = self.scheduler.ring.shape
-        return self._lattice.kv_bytes - self._lattice.room_bytes(shape) + self.scheduler.shelf.device_bytes
+        return self.scheduler.shelf.kv_bytes
 
     def lose_everything(self, error: Exception) -> None:
         """Nothing that is known can be trusted: all that ran or waited fails with `error`."""

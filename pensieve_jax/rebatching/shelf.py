@@ -49,11 +49,15 @@ class Shelf:
         """What rows take, or are about to take, of the host's memory."""
         return self._bytes(Place.HOST, Place.LEAVING)
 
+    @property
+    def kv_bytes(self) -> int:
+        """What rows and ring take of the device's memory."""
+        return self._lattice.kv_bytes - self.room_bytes + self.device_bytes
+
     def note(self) -> None:
         """Rows or ring take more than before."""
-        used = self._lattice.kv_bytes - self.room_bytes + self.device_bytes
-        self.max_kv_bytes = max(self.max_kv_bytes, used)
-        assert used <= self._lattice.kv_bytes
+        self.max_kv_bytes = max(self.max_kv_bytes, self.kv_bytes)
+        assert self.kv_bytes <= self._lattice.kv_bytes
 
     def put(self, query: Query, length: int) -> None:
         """It has a row of this length in device memory now; there must be room."""

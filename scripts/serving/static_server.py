@@ -11,11 +11,13 @@ transformers 5.17, whose model configuration would name an end of sequence if no
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from model_defs import ModelConfig
@@ -72,9 +74,10 @@ class Batch:
         self._told: queue.Queue[_Told] = queue.Queue()
         self._stopped = threading.Event()
         ids, mask = padded_left(prompts)
-        arguments = (model, torch, config, ids, mask)
-        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1, "static batch")
+        self._running = self._pool.submit(self._run, model, torch, config, ids, mask)
+        # What it raised is for whoever waits.
+        self._running.add_done_callback(lambda ended: self._told.put(_Told(error=ended.exception())))
 
     def told(self, timeout_s: float) -> list[_Told]:
         """What has come, after some seconds at most."""
@@ -89,22 +92,16 @@ class Batch:
     def stop(self) -> None:
         """End it with its next token."""
         self._stopped.set()
-        self._thread.join()
+        self._pool.shutdown()
 
     def _run(self, model: Any, torch: Any, config: Any, ids: list[list[int]], mask: list[list[int]]) -> None:
-        error: BaseException | None = None
-        try:
+        with contextlib.suppress(_Stopped):
             model.generate(
                 torch.tensor(ids, device=model.device),
                 attention_mask=torch.tensor(mask, device=model.device),
                 generation_config=config,
                 streamer=_Streamer(self._told, self._stopped),
             )
-        except _Stopped:
-            pass
-        except Exception as raised:  # for whoever waits: a thread has nobody else to tell
-            error = raised
-        self._told.put(_Told(error=error))
 
 
 class StaticServer:

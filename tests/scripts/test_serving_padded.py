@@ -201,4 +201,4 @@ def test_what_runs_is_given_up(model):
     server.submit(turn("a", [0], 10**9, 5))
     server.step(0.0)
     system.close()
-    assert not server._batch._thread.is_alive()
+    assert server._batch._running.done()
