@@ -63,8 +63,17 @@ class Fitting:
         held.sort(key=standing, reverse=True)
         for num in range(1, len(held) + 1):
             if self.shape_with(query, held[:num]) is not None:
-                return held[:num]
+                return self._needed(query, held[:num])
         return None
+
+    def _needed(self, query: Query, victims: list[Query]) -> list[Query]:
+        """Those of `victims`, all of whom are enough, without whom it would not be; the last is one."""
+        needed = victims
+        for victim in victims[-2::-1]:  # who stands higher is spared first
+            fewer = [one for one in needed if one is not victim]
+            if self.shape_with(query, fewer) is not None:
+                needed = fewer
+        return needed
 
     def batch_of(self, waiting: Iterable[Query]) -> tuple[list[Query], RingShape | None]:
         """Of those who wait, in order, as many as fit into an empty ring, and its shape; None for nobody."""

@@ -98,7 +98,7 @@ class Shelf:
         here = [query for query in self.sizes if query.place is Place.DEVICE and query is not keep]
         here.sort(key=rank)
         while self._bytes(Place.DEVICE) + stays + num_bytes > room and here:
-            self._leave(here.pop(), launches)
+            self._leave(here.pop(), launches, keep)
         leaving = [query for query in self.sizes if query.place is Place.LEAVING and query is not keep]
         while self.device_bytes + num_bytes > room and leaving:
             query = leaving.pop(0)
@@ -118,7 +118,7 @@ class Shelf:
             query = here.pop()
             if self.host_bytes + self.sizes[query] > self._host_bytes:
                 return
-            self._leave(query, launches)
+            self._leave(query, launches, newcomer)
 
     def has_room(self, num_bytes: int) -> bool:
         """So much is free, and nobody has to leave for it."""
@@ -138,11 +138,19 @@ class Shelf:
         launches.append(Drop(query.serial))
         query.place = Place.NOWHERE
 
-    def _leave(self, query: Query, launches: list[Launch]) -> None:
-        """To host memory, or away where that is full."""
-        if self.host_bytes + self.sizes[query] > self._host_bytes:
+    def _leave(self, query: Query, launches: list[Launch], keep: Query | None) -> None:
+        """To host memory; where that is full, those there that are served later are given up, or this one."""
+        behind = rank(query)
+        there = [
+            one for one in self.sizes if one.place is Place.HOST and one is not keep and rank(one) > behind
+        ]
+        num_over = self.host_bytes + self.sizes[query] - self._host_bytes
+        if num_over > sum(self.sizes[one] for one in there):
             self.drop(query, launches)
             return
+        there.sort(key=rank)
+        while self.host_bytes + self.sizes[query] > self._host_bytes:
+            self.drop(there.pop(), launches)
         query.place = Place.LEAVING
         launches.append(Park(query.serial, waits=False))
 

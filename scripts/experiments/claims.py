@@ -21,7 +21,8 @@ class Claim:
 
     Attributes:
       id: a name that nothing else has.
-      source: `pensieve`, the paper; `thesis`, its chapter 3; or `batchmaker`, its chapter 2.
+      source: `pensieve`, the paper; `thesis`, its chapter 3; `batchmaker`, its chapter 2; or
+        `baton`.
       figure, section: where it is; `figure` is empty for a claim of none.
       claim, unit, condition: in words.
       value: the number.

@@ -1,0 +1,83 @@
+"""Who gives up memory or a row for whom: the shelf and the choice of victims, without a loop."""
+
+from __future__ import annotations
+
+from pensieve_jax import SamplingParams
+from pensieve_jax.rebatching.config import RebatchingConfig
+from pensieve_jax.rebatching.fitting import Fitting
+from pensieve_jax.rebatching.lattice import Lattice
+from pensieve_jax.rebatching.launches import Drop, Launch, Park
+from pensieve_jax.rebatching.query import Place, Query
+from pensieve_jax.rebatching.ring import Ring
+from pensieve_jax.rebatching.shelf import Shelf
+
+TOKEN_BYTES = 10
+ROW_BYTES = 32 * TOKEN_BYTES
+
+
+def query(serial: int, num_prompt: int = 20, priority: int = 0) -> Query:
+    return Query(
+        serial,
+        [1] * num_prompt,
+        SamplingParams(max_tokens=10, ignore_eos=True),
+        seed=0,
+        priority=priority,
+        ending_ids=(),
+        max_context_tokens=96,
+        tokenizer=None,
+    )
+
+
+def lattice(config: RebatchingConfig) -> Lattice:
+    return Lattice(config, TOKEN_BYTES, 96)
+
+
+def config(num_rows: int, *, num_host_rows: int = 0, insertion: str = "embed") -> RebatchingConfig:
+    return RebatchingConfig(
+        max_batch=4,
+        kv_bytes=num_rows * ROW_BYTES,
+        lengths=(32, 96),
+        host_bytes=num_host_rows * ROW_BYTES,
+        preemptive=True,
+        insertion=insertion,
+    )
+
+
+def test_full_host_memory_keeps_those_that_are_served_sooner():
+    """Of the two that are to leave, one finds room where somebody is who is served later still."""
+    of = config(6, num_host_rows=1)
+    shelf = Shelf(lattice(of), of.host_bytes)
+    late, sooner, soonest = query(3), query(2), query(1)
+    launches: list[Launch] = []
+    for one in (late, sooner, soonest):
+        shelf.put(one, 32)
+    room = 3 * ROW_BYTES
+    assert shelf.make_room(ROW_BYTES, launches, room_bytes=room)
+    assert launches == [Park(3, waits=False), Park(3, waits=True)] and late.place is Place.HOST
+
+    assert shelf.make_room(2 * ROW_BYTES, launches, room_bytes=room)
+    assert launches[2:] == [Drop(3), Park(2, waits=False), Park(2, waits=True)]
+    assert (late.place, sooner.place, soonest.place) == (Place.NOWHERE, Place.HOST, Place.DEVICE)
+
+    assert shelf.make_room(3 * ROW_BYTES, launches, room_bytes=room)
+    assert launches[5:] == [Drop(2), Park(1, waits=False), Park(1, waits=True)]
+
+    shelf.put(late, 32)
+    assert shelf.make_room(3 * ROW_BYTES, launches, room_bytes=room)
+    assert launches[8:] == [Drop(3)] and soonest.place is Place.HOST  # nobody there is served later
+
+
+def test_who_need_not_leave_is_spared():
+    """A prompt's columns come behind those of the longest row: it is in the way, a shorter one is not."""
+    of = config(12, insertion="shape")
+    ring: Ring[Query] = Ring()
+    fitting = Fitting(of, lattice(of), ring)
+    short, long = query(1, priority=0), query(2, priority=1)
+    shape = lattice(of).shape_for(60)
+    assert shape is not None
+    ring.resize(shape)
+    for one, num_columns in ((short, 20), (long, 60)):
+        ring.insert(one, num_columns)
+    newcomer = query(3, num_prompt=50, priority=5)
+    assert fitting.shape_with(newcomer) is None
+    assert fitting.victims_for(newcomer) == [long]
