@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pallas_kernels.attention_names import ATTENTION_BACKENDS
+from pallas_kernels.attention_names import ATTENTION_BACKENDS, RING_DECODE_BACKENDS
 from pensieve_jax.core.options import (
     PATH,
     TRUTH,
@@ -102,7 +102,14 @@ class RebatchingConfig:
     max_logprobs: int = option(8, count(0), "Most likely ids that a query may ask for.")
     max_banned_ids: int = option(8, count(1), "Ending ids of a query that sets `min_tokens`.")
     attention_backend: str = option(
-        "auto", one_of(ATTENTION_BACKENDS), "What computes attention of prompts; decoding needs no kernel."
+        "auto", one_of(ATTENTION_BACKENDS), "What computes attention of prompts that are prefilled apart."
+    )
+    decode_backend: str = option(
+        "auto",
+        one_of(RING_DECODE_BACKENDS),
+        "What computes attention of steps. xla reads every row's whole ring; pallas_triton, which auto takes "
+        "where the device and the heads allow, each row's own columns. With insertion shape, whose rows have "
+        "holes, it is always xla.",
     )
     tensor_parallel_size: int = option(1, count(1), "Devices that share every layer.")
     max_position_embeddings: int | None = option(
@@ -129,6 +136,12 @@ class RebatchingConfig:
             "preemptive",
             self.preemptive,
             "False with insertion 'none', which lets nobody join a running batch",
+        )
+        require(
+            self.decode_backend != "pallas_triton" or self.insertion != "shape",
+            "decode_backend",
+            self.decode_backend,
+            "'auto' or 'xla' with insertion 'shape', which leaves holes in rows",
         )
 
     @property

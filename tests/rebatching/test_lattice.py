@@ -46,6 +46,8 @@ def test_short_contexts_have_short_rings(max_tokens, lengths):
         ("host_bytes", {"host_bytes": -1}),
         ("prefill_tokens", {"prefill_tokens": 31}),
         ("attention_backend", {"attention_backend": "cudnn"}),
+        ("decode_backend", {"decode_backend": "pallas_mosaic_gpu"}),
+        ("decode_backend", {"decode_backend": "pallas_triton", "insertion": "shape"}),
     ],
 )
 def test_bad_settings_are_named(field, changes):

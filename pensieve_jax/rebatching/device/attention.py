@@ -1,23 +1,30 @@
-"""Attention of a padded batch over the ring, in plain XLA.
+"""Attention of a padded batch over the ring.
 
-Owns: `RingAttention`: the write of new columns, the mask, and the two products.
+Owns: `RingAttention`: the write of new columns, who sees which, and what computes that.
 Does not know: who is in a row, positions, or programs.
 Called by: models, inside the programs of a step.
 
 Softmax does not care for the order of columns and keys carry their rotation, so a ring is attended to as it
-lies. Scores are masked with a finite number and free columns hold finite numbers: placeholders of -inf, as in
-section 4.2 of Baton, would turn values into NaN.
+lies. A step of one token a row without holes goes to `pallas_kernels.ring_decode`, which may read the rows'
+own columns alone; the others are plain XLA over the whole ring. There scores are masked with a finite number
+and free columns hold finite numbers: placeholders of -inf, as in section 4.2 of Baton, would turn values into
+NaN.
 """
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from pensieve_jax.rebatching.device.ring_state import RingState
+from model_defs.sharding import TENSOR_AXIS, AnyMesh
+from pallas_kernels.ring_decode import masked_attention, ring_decode_attention
+from pensieve_jax.rebatching.device.ring_state import RING_SPEC, RingState
 
-_MASKED = -1e30
+_HEADS_SPEC = PartitionSpec(None, TENSOR_AXIS, None)
 _BLOCK = 128  # queries of a row whose scores are there at once
 
 
@@ -29,7 +36,14 @@ class RingAttention:
     """
 
     def __init__(
-        self, state: RingState, place: jax.Array, num_new: jax.Array, num_columns: jax.Array
+        self,
+        state: RingState,
+        place: jax.Array,
+        num_new: jax.Array,
+        num_columns: jax.Array,
+        *,
+        mesh: AnyMesh | None = None,
+        backend: str = "xla",
     ) -> None:
         """Keep what all layers share.
 
@@ -38,8 +52,10 @@ class RingAttention:
           place: i32[], where the first new column lies.
           num_new: i32[], new columns, at most Q.
           num_columns: i32[B], columns of each row, from its first to the last new one.
+          mesh: what the heads are split over; a kernel needs it, plain XLA does not.
+          backend: of `ring_decode_attention`, for steps of one token a row without holes; resolved.
         """
-        self.state = state
+        self.state, self._mesh, self._backend = state, mesh, backend
         self._place, self._num_new, self._num_columns = place, num_new, num_columns
 
     def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -50,6 +66,8 @@ class RingAttention:
         keys = self._write(self.state.keys[layer_index], k.reshape(new))
         values = self._write(self.state.values[layer_index], v.reshape(new))
         self.state.keys[layer_index], self.state.values[layer_index] = keys, values
+        if num_queries == 1 and self.state.valid is None:
+            return self._decode(q, keys, values)
         rows = q.reshape(batch, num_queries, num_kv_heads, -1, head_dim)
         # How many columns before the last new one each place lies.
         age = (self._place + self._num_new - 1 - jnp.arange(length)) % length
@@ -58,6 +76,20 @@ class RingAttention:
         else:
             out = self._attend_in_blocks(rows, keys, values, age)
         return out.reshape(q.shape).astype(q.dtype)
+
+    def _decode(self, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        """A query for each row, which sees its row's columns up to the new one."""
+        attend = functools.partial(ring_decode_attention, sm_scale=q.shape[-1] ** -0.5, backend=self._backend)
+        if self._backend != "xla":  # the partitioner cannot split a kernel
+            assert self._mesh is not None
+            attend = jax.shard_map(
+                attend,
+                mesh=self._mesh,
+                in_specs=(_HEADS_SPEC, RING_SPEC, RING_SPEC, PartitionSpec(), PartitionSpec()),
+                out_specs=_HEADS_SPEC,
+                check_vma=False,  # kernels do not declare over which axes their outputs vary
+            )
+        return attend(q, keys, values, self._place, self._num_columns)
 
     def _write(self, pool: jax.Array, new: jax.Array) -> jax.Array:
         """New columns into [B, K, L, D], from [B, Q, K, D]."""
@@ -91,17 +123,8 @@ class RingAttention:
         self, rows: jax.Array, keys: jax.Array, values: jax.Array, age: jax.Array, index: jax.Array
     ) -> jax.Array:
         """f32[B, Q, K, G, D] for such queries, each the row's `index`-th new token: [Q]."""
-        precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else lax.Precision.DEFAULT
-        scale = rows.shape[-1] ** -0.5
-        scores = jnp.einsum(
-            "bqkgd,bkld->bkgql", rows, keys, precision=precision, preferred_element_type=jnp.float32
-        )
         behind = jnp.maximum(self._num_new - 1 - index, 0)  # new columns behind each query; padding sees all
         visible = (age >= behind[:, None]) & (age < self._num_columns[:, None, None])
         if self.state.valid is not None:
             visible &= self.state.valid[:, None]
-        scores = jnp.where(visible[:, None, None], scores * scale, _MASKED)
-        weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-        return jnp.einsum(
-            "bkgql,bkld->bqkgd", weights, values, precision=precision, preferred_element_type=jnp.float32
-        )
+        return masked_attention(rows, keys, values, visible, sm_scale=rows.shape[-1] ** -0.5)

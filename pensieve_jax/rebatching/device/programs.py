@@ -28,12 +28,21 @@ from pensieve_jax.rebatching.launches import COUNTS, HEADER, SAMPLING, WordsLayo
 
 @dataclass(frozen=True)
 class Statics:
-    """What makes programs of one engine differ from another's, apart from array shapes."""
+    """What makes programs of one engine differ from another's, apart from array shapes.
+
+    Attributes:
+      structure: of the model.
+      layout: of a step's words.
+      mesh: what the model is split over.
+      backend: of the prompts' attention, as configured.
+      decode_backend: of the steps' attention, resolved.
+    """
 
     structure: ModelStructure
     layout: WordsLayout
     mesh: Mesh
     backend: str
+    decode_backend: str
 
 
 class _Words(NamedTuple):
@@ -86,7 +95,14 @@ def decode(
     if state.valid is not None:
         state = state._replace(valid=state.valid.at[:, step.place].set(True))
     model = statics.structure.merge(leaves)
-    attention = RingAttention(state, step.place, step.num_new, step.counts["num_columns"][:batch])
+    attention = RingAttention(
+        state,
+        step.place,
+        step.num_new,
+        step.counts["num_columns"][:batch],
+        mesh=statics.mesh,
+        backend=statics.decode_backend,
+    )
     hidden = model(ids[:batch], step.counts["position"][:batch], attention)
     return attention.state, _scores(statics, model.compute_logits(hidden), step.rows)
 

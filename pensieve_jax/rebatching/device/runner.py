@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -18,14 +19,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from model_defs import Model
-from pallas_kernels import sampling_cutoffs
-from pallas_kernels.ragged_paged_attention import (
-    AttentionArgumentError,
-    AttentionHeads,
-    choose_backend,
-    device_limit,
-    import_backend,
-)
+from pallas_kernels import ragged_paged_attention, ring_decode, sampling_cutoffs
+from pallas_kernels.ragged_paged_attention import AttentionArgumentError, AttentionHeads, import_backend
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.device import step
 from pensieve_jax.device.device_memory import bytes_per_device
@@ -59,7 +54,6 @@ from pensieve_jax.scheduler.plan import StepResult
 
 Progress = Callable[[int, int, str], None]
 _log = logging.getLogger(__name__)
-_BACKEND_FIELD = "attention_backend"
 _LOWER = "kv_bytes, prefill_tokens or the longest of lengths"
 
 
@@ -105,8 +99,11 @@ class DeviceRunner:
         self.lattice = Lattice(config, self.storage.token_bytes, model_config.max_position_embeddings)
         self.layout = WordsLayout(config.max_batch, config.max_banned_ids)
         self._device = mesh.devices.flat[0]
-        backend = self._attention_backend()
-        statics = Statics(structure, self.layout, mesh, config.attention_backend)
+        backend = self._chosen_backend("attention_backend", ragged_paged_attention)
+        decode_backend = "xla"
+        if config.insertion != "shape":
+            decode_backend = self._chosen_backend("decode_backend", ring_decode)
+        statics = Statics(structure, self.layout, mesh, config.attention_backend, decode_backend)
         cutoff = sampling_cutoffs.choose_backend(self._device)
         self.programs = ProgramSet(
             config, self.lattice, self.storage, statics, self._leaves, backend=backend, cutoff_backend=cutoff
@@ -339,11 +336,11 @@ class DeviceRunner:
                     self.fetch(self._shaped(Shape(0, token_ids, words, Needs(), (), 1)))
             jax.block_until_ready(self._state)
 
-    def _attention_backend(self) -> str:
-        """What computes attention of prompts; raises ConfigError where that was asked for in vain."""
-        backend, model = self._config.attention_backend, self.storage.model
-        if (limit := device_limit(backend, self._device)) is not None:
-            raise ConfigError(_BACKEND_FIELD, backend, "'auto' or 'xla' on this device", limit)
+    def _chosen_backend(self, field: str, kernels: ModuleType) -> str:
+        """What a field names of a package's back ends; raises ConfigError where it was asked for in vain."""
+        backend, model = getattr(self._config, field), self.storage.model
+        if (limit := kernels.device_limit(backend, self._device)) is not None:
+            raise ConfigError(field, backend, "'auto' or 'xla' on this device", limit)
         num_shards = self._mesh.devices.size
         heads = AttentionHeads(
             model.num_heads // num_shards,
@@ -352,11 +349,11 @@ class DeviceRunner:
             self.storage.dtype,
         )
         try:
-            return choose_backend(backend, heads, self._device, named_in=_BACKEND_FIELD).name
+            choice = kernels.choose_backend(backend, heads, self._device, named_in=field)
         except AttentionArgumentError as error:
-            raise ConfigError(
-                _BACKEND_FIELD, backend, "'auto' or 'xla' for this model", str(error)
-            ) from error
+            raise ConfigError(field, backend, "'auto' or 'xla' for this model", str(error)) from error
+        _log.info("%s: %s, %s", field, choice.name, choice.reason)
+        return choice.name
 
     @contextlib.contextmanager
     def _refusing(self) -> Any:
