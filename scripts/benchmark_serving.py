@@ -7,11 +7,12 @@ r"""How fast conversations are served, in real time: the latency of answers over
         --plot=curves.png
 
 Open loop: users in a thread of their own send a turn when it is due, whatever the server does: conversations
-begin at random (`--rates`) or as recorded, and turn k + 1 follows when turn k was answered and its user has
-thought. The run begins in mid-life (`--mid_life_s`), with the histories of its conversations computed before
-the clock starts. What arrives in the window counts; the run ends when all of that was answered, or after
-`--drain_s`. If users were late (99th percentile over `--max_client_lag_s`) the run is void, and the exit
-status 1. Answers have the lengths of the trace, by which nobody is admitted, evicted or served sooner.
+begin at random (`--rates`), with the pauses of a recording (`--arrivals`) or as recorded, and turn k + 1
+follows when turn k was answered and its user has thought. The run begins in mid-life (`--mid_life_s`), with
+the histories of its conversations computed before the clock starts. What arrives in the window counts; it
+ends when all of that was answered, or after `--drain_s`. If users were late (99th percentile over
+`--max_client_lag_s`) the run is void, and the exit status 1. Answers have the lengths of the trace, by which
+nobody is admitted, evicted or served sooner.
 
 Closed loop (`--closed_loop`): `--num_conversations` of `--num_turns` turns at once, the next turn right after
 the answer, and the seconds that all of it takes.
@@ -23,6 +24,8 @@ Systems, one to a process, on the same memory:
   stateless      every turn computes its whole history, by the same kernels, batches alike;
   http           `pensieve`, behind `pensieve serve`: a front and an engine in processes of their own;
   rebatching     a padded batch of `--padded_batch` rows that turns join and leave (Baton);
+  rebatching-static
+                 the same engine, whose batches run to their last turn (the Baton paper's "Benchmark");
   transformers   Hugging Face's continuous batching, if it can be imported;
   transformers-static
                  its `generate`, on batches of up to `--padded_batch` of those who wait, padded on the left;
@@ -41,21 +44,20 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from absl import flags
 from common.live_figures import LiveFigures
-from common.session_flags import define_session_flags, load_trace, rates, sessions
-from common.systems import PENSIEVE, system_config
+from common.session_flags import rates
+from common.systems import HTTP, PENSIEVE, system_config
 from common.systems import SYSTEMS as ENGINE_SYSTEMS
 from serving.client import InlineClient, Prompts, ThreadedClient
 from serving.clock import RunClock
 from serving.engine_server import EngineServer, EngineSystem
 from serving.figures import UNITS, figures
-from serving.http_server import SYSTEM as HTTP_SYSTEM
-from serving.http_server import HttpSystem
 from serving.latency_plot import View
-from serving.rebatching_server import SYSTEM as REBATCHING_SYSTEM
+from serving.load_points import LoadPoint, all_arrivals, all_seeds, closed_loop, define_load_flags, open_loop
+from serving.rebatching_server import SYSTEMS as REBATCHING_SYSTEMS
 from serving.rebatching_server import RebatchingSystem
 from serving.report import (
     BENCHMARK,
@@ -68,7 +70,7 @@ from serving.report import (
     read_curves,
     tables,
 )
-from serving.run import System, Window, serve
+from serving.run import System, serve
 from serving.static_server import SYSTEM as STATIC_SYSTEM
 from serving.static_server import StaticSystem
 from serving.transformers_server import TransformersSystem
@@ -89,50 +91,25 @@ from pensieve_jax.commands.engine_flags import (
 from pensieve_jax.commands.launch import EXIT_FAILED, Interrupt, check_can_write, run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document
 from pensieve_jax.model_source import resolve_model
-from pensieve_jax.workload import Client, ConversationTrace, History, Session, Trace, TurnTrace
+from pensieve_jax.workload import Client, History, Trace
 
 FLAGS = flags.FLAGS
 SYSTEMS = (
-    *(*ENGINE_SYSTEMS, HTTP_SYSTEM, REBATCHING_SYSTEM, "transformers", STATIC_SYSTEM),
+    *(*ENGINE_SYSTEMS, HTTP, *REBATCHING_SYSTEMS, "transformers", STATIC_SYSTEM),
     *VLLM_SYSTEMS,
 )
 Point = dict[str, Any]
 _NUM_CLOSED = 200  # conversations of a closed loop, unless --num_conversations says otherwise
 _USERS = ("think", "time_scale", "mid_life_s", "warm_up_s", "window_s", "drain_s", "recorded_arrivals")
-_OPEN_FLAGS = ("trace", "trace_format", "tokenizer", "workload", "rates", "max_client_lag_s", *_USERS)
+_OPEN_FLAGS = (
+    *("trace", "trace_format", "tokenizer", "workload", "rates", "arrivals", "seeds", "max_client_lag_s"),
+    *("max_run_s", *_USERS),
+)
 _CLOSED_FLAGS = ("num_turns", "prompt_tokens", "output_tokens")
-_SETTINGS = {"open loop": (*_USERS, "seed"), "closed loop": ("num_conversations", *_CLOSED_FLAGS, "seed")}
-
-
-class LoadPoint(NamedTuple):
-    """One load point: conversations that begin in a second (None: as recorded, or at once), and who comes."""
-
-    rate: float | None
-    sessions: list[Session]
-    window: Window
-
-
-def closed_loop() -> tuple[Trace, list[LoadPoint]]:
-    """Conversations of one shape, all at once, whose users do not think."""
-    turns = (TurnTrace(FLAGS.prompt_tokens, FLAGS.output_tokens),) * FLAGS.num_turns
-    count = FLAGS.num_conversations
-    conversations = tuple(ConversationTrace(f"conversation-{i}", turns) for i in range(count))
-    what = f"{FLAGS.num_turns} turns of {FLAGS.prompt_tokens} + {FLAGS.output_tokens} tokens"
-    trace = Trace(f"closed loop: {count} conversations of {what}", conversations)
-    think_s = (0.0,) * (FLAGS.num_turns - 1)
-    who = [Session(conversation, 0.0, think_s) for conversation in conversations]
-    return trace, [LoadPoint(None, who, Window())]
-
-
-def open_loop(max_context_tokens: int) -> tuple[Trace, list[LoadPoint]]:
-    """The trace of the flags at every rate of theirs; raises ConfigError or a workload's error."""
-    trace = load_trace(max_context_tokens)
-    if not FLAGS.window_s:
-        return trace, [LoadPoint(rate, sessions(trace, rate, None), Window()) for rate in rates()]
-    start_s, end_s = FLAGS.warm_up_s, FLAGS.warm_up_s + FLAGS.window_s
-    window = Window(start_s, end_s, FLAGS.drain_s)
-    run_s = end_s + FLAGS.drain_s
-    return trace, [LoadPoint(rate, sessions(trace, rate, run_s), window) for rate in rates()]
+_SETTINGS = {
+    "open loop": (*_USERS, "seed"),
+    "closed loop": ("num_conversations", *_CLOSED_FLAGS, "seed"),
+}
 
 
 def open_system(model: ModelConfig) -> System:
@@ -140,12 +117,24 @@ def open_system(model: ModelConfig) -> System:
     name, config = FLAGS.system, engine_config()
     if name in ENGINE_SYSTEMS:
         return EngineSystem(name, system_config(name, config))
-    if name == HTTP_SYSTEM:
+    if name == HTTP:
+        # Imported late: nobody else needs the packages of the server.
+        from serving.http_server import HttpSystem
+
         return HttpSystem(system_config(PENSIEVE, config))
     rows = FLAGS.padded_batch
-    if name == REBATCHING_SYSTEM:
-        shown = shows_progress()
-        return RebatchingSystem(FLAGS.model, model, FLAGS.dtype, config, max_batch=rows, progress=shown)
+    if name in REBATCHING_SYSTEMS:
+        return RebatchingSystem(
+            name,
+            FLAGS.model,
+            model,
+            FLAGS.dtype,
+            config,
+            max_batch=rows,
+            lengths=_padded_lengths(),
+            decode_backend=FLAGS.decode_backend,
+            progress=shows_progress(),
+        )
     source = resolve_model(FLAGS.model)
     dtype = model.dtype if FLAGS.dtype == "auto" else FLAGS.dtype
     if name == "transformers":
@@ -153,6 +142,14 @@ def open_system(model: ModelConfig) -> System:
     if name == STATIC_SYSTEM:
         return StaticSystem(source, model, dtype, config, FLAGS.transformers_attention, max_batch=rows)
     return VllmSystem(name, source, model, dtype, config)
+
+
+def _padded_lengths() -> tuple[int, ...] | None:
+    """What `--padded_lengths` says; the engine's configuration has the limits."""
+    words = FLAGS.padded_lengths
+    if not all(word.isdecimal() for word in words):
+        raise ConfigError("--padded_lengths", ",".join(words), "numbers with commas between them")
+    return tuple(map(int, words)) or None
 
 
 def histories(load: LoadPoint, prompts: Prompts, between_steps: Callable[[], None]) -> Iterator[History]:
@@ -176,7 +173,7 @@ def measure(
 ) -> Point:
     """One load point, the `number`-th of this process: its figures. What `between_steps` raises ends it."""
     clock, users = RunClock(), Client(load.sessions, max_context_tokens)
-    prompts = Prompts(model.vocab_size, FLAGS.seed, number)
+    prompts = Prompts(model.vocab_size, load.seed, number)
     client = (InlineClient if FLAGS.closed_loop else ThreadedClient)(users, prompts, clock)
     title = system.label if load.rate is None else f"{system.label}, {load.rate:g}/s"
     start_s, shown = time.perf_counter(), shows_progress()
@@ -200,6 +197,8 @@ def measure(
     max_lag_s = math.inf if FLAGS.closed_loop else FLAGS.max_client_lag_s
     return {
         "rate": load.rate,
+        "seed": load.seed,
+        "arrivals": load.arrivals,
         "num_mid_life": num_begun,
         "preparation_s": preparation_s,
         "num_compilations_before": num_compilations,
@@ -216,7 +215,7 @@ def check_flags() -> None:
         raise ConfigError("--max_client_lag_s", FLAGS.max_client_lag_s, "above 0")
     if not FLAGS.stateful:
         raise ConfigError("--stateful", False, "left out: --system says it")
-    if FLAGS.system not in (*ENGINE_SYSTEMS, HTTP_SYSTEM) and FLAGS.gpu_memory_fraction is not None:
+    if FLAGS.system not in (*ENGINE_SYSTEMS, HTTP) and FLAGS.gpu_memory_fraction is not None:
         limit = f"left out for --system={FLAGS.system}, which gets as much memory as --gpu_pages says"
         raise ConfigError("--gpu_memory_fraction", FLAGS.gpu_memory_fraction, limit)
     if FLAGS.output_json is not None:
@@ -238,8 +237,8 @@ def _check_step_table(path: str) -> None:
         raise ConfigError(
             "--step_table", path, f"left out for --system={FLAGS.system}, whose steps are its own"
         )
-    if not FLAGS.closed_loop and len(rates()) > 1:
-        raise ConfigError("--step_table", path, "left out where there are several --rates")
+    if not FLAGS.closed_loop and len(rates()) * len(all_seeds()) * len(all_arrivals()) > 1:
+        raise ConfigError("--step_table", path, "left out where there are several --rates, seeds or arrivals")
     if not path.endswith(".npz"):
         raise ConfigError("--step_table", path, "a file that ends in .npz")
     check_can_write("--step_table", Path(path))
@@ -273,6 +272,9 @@ def main() -> int:
         start_up_s = time.perf_counter() - start_s
         stop = functools.partial(stop_if_asked, interrupt)
         for number, load in enumerate(loads):
+            if time.perf_counter() - start_s > FLAGS.max_run_s:
+                print(f"{len(loads) - number} load points left out, after --max_run_s", flush=True)
+                break
             point = measure(system, load, number, model, max_context_tokens, stop)
             points.append(point)
             line = document(system, trace, start_up_s, [point])
@@ -344,14 +346,8 @@ def draw_curves() -> int:
 def define_flags() -> None:
     """The command line."""
     flags.DEFINE_enum("system", "pensieve", SYSTEMS, "What serves; see above.")
-    flags.DEFINE_float("warm_up_s", 60.0, "Seconds before anything counts.")
-    flags.DEFINE_float("window_s", 150.0, "Seconds whose arrivals count; 0 serves the trace to its end.")
-    flags.DEFINE_float("drain_s", 60.0, "Seconds after the window in which its last requests may end.")
     flags.DEFINE_float("max_client_lag_s", 0.010, "A run is void if users were later (99th percentile).")
     flags.DEFINE_bool("closed_loop", False, "All conversations at once, next turns right after answers.")
-    flags.DEFINE_integer("num_turns", 5, "Turns of each conversation of a closed loop.")
-    flags.DEFINE_integer("prompt_tokens", 38, "New tokens of a turn of a closed loop.")
-    flags.DEFINE_integer("output_tokens", 205, "Tokens of an answer of a closed loop.")
     flags.DEFINE_string("output_json", None, "File to which every load point is appended as it is done.")
     flags.DEFINE_string(
         "step_table",
@@ -372,7 +368,16 @@ def define_flags() -> None:
         "Attention of --system=transformers; plain sdpa is flash attention where it finds one.",
     )
     flags.DEFINE_integer("padded_batch", 16, "Rows of a padded batch, at most.", lower_bound=1)
-    define_session_flags()
+    flags.DEFINE_string("decode_backend", "auto", "Attention of steps of --system=rebatching.")
+    flags.DEFINE_list(
+        "padded_lengths",
+        [],
+        "Lengths of a row of --system=rebatching that programs are compiled for; default: its own choice.",
+    )
+    flags.DEFINE_float(
+        "max_run_s", math.inf, "Begin no load point after so many seconds, the start included."
+    )
+    define_load_flags()
     define_engine_flags(model=TINY_MODEL)
     define_document_flag()
 

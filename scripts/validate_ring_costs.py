@@ -57,7 +57,7 @@ def simulated(results: dict[str, Any], point: dict[str, Any], costs: RingCosts) 
         raise ConfigError("--documents", point["load"], "of the queries that this version makes")
     base = RebatchingConfig(
         max_batch=point["batch"],
-        kv_bytes=num_bytes("--kv_bytes", results["kv_bytes"]),
+        kv_bytes=point.get("kv_bytes") or num_bytes("--kv_bytes", results["kv_bytes"]),
         lengths=tuple(map(int, results["lengths"])) or None,
         max_context_tokens=load.max_context_tokens,
         prefill_batch=FLAGS.prefill_batch,

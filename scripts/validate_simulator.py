@@ -162,16 +162,17 @@ def users(measured: Measured, max_context_tokens: int) -> tuple[Trace, Window, l
     settings, rate = measured.results["settings"], measured.point["rate"]
     for name in _USERS:
         FLAGS[name].value = settings[name]
+    who = {"seed": measured.point.get("seed"), "arrivals": measured.point.get("arrivals")}
     trace, expected = load_trace(max_context_tokens), measured.results["trace"]
     if trace.digest != expected["digest"]:
         limit = f"the trace of {measured.where}, {expected['name']} ({expected['digest'][:12]})"
         hint = "give the flags of the trace that the benchmark was given, such as --num_conversations"
         raise ConfigError("--trace", f"{trace.name} ({trace.digest[:12]})", limit, hint)
     if not settings["window_s"]:
-        return trace, Window(), sessions(trace, rate, None)
+        return trace, Window(), sessions(trace, rate, None, **who)
     end_s = settings["warm_up_s"] + settings["window_s"]
     window = Window(settings["warm_up_s"], end_s, settings["drain_s"])
-    return trace, window, sessions(trace, rate, end_s + settings["drain_s"])
+    return trace, window, sessions(trace, rate, end_s + settings["drain_s"], **who)
 
 
 def check_flags() -> None:

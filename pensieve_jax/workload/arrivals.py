@@ -1,6 +1,7 @@
 """Sessions: which conversation starts when, and how long its user thinks before each turn.
 
-Owns: `Session`, Poisson and recorded arrivals, and the start of conversations in mid-life.
+Owns: `Session`, Poisson and recorded arrivals, recorded ones at another rate, and the start of conversations
+in mid-life.
 Does not know: engines or clocks. Who drives a session sends its turn k+1 `think_s[k]` seconds after the
 answer of turn k has ended, whenever that is.
 Called by: benchmarks (in real time) and `pensieve_jax.simulator` (in virtual time).
@@ -84,11 +85,13 @@ def make_sessions(
         then on under an id that ends in "@2", "@3" and so on.
       rate_per_s: Poisson arrivals of so many sessions a second, as in the paper's evaluation.
       recorded: arrivals as recorded in this trace instead. `trace` itself: each conversation at its own
-        time. Another one: its arrivals only.
+        time. Another one: its arrivals only. Beside `rate_per_s`, of any trace only the pauses between
+        arrivals, in their order from one that is drawn on and round again, all multiplied alike so that their
+        mean is that rate's: bursts stay as they were.
       think: how long users think.
       seed: of everything that is drawn.
       time_scale: multiplies every arrival and think time; 0.1 makes time run tenfold.
-      num_sessions: at most so many; None is every recorded arrival, or, of Poisson arrivals without a
+      num_sessions: at most so many; None is every recorded arrival, or, of arrivals at a rate without a
         `duration_s`, one for each conversation of the trace.
       duration_s: only sessions that arrive before this time of the run, after scaling.
 
@@ -97,7 +100,7 @@ def make_sessions(
     _check_arguments(trace, time_scale, num_sessions, duration_s)
     order_rng, arrival_rng, think_rng = np.random.default_rng(seed).spawn(3)
     arrivals = _arrivals(trace, rate_per_s, recorded, order_rng, arrival_rng)
-    if recorded is None and num_sessions is None and duration_s is None:
+    if rate_per_s is not None and num_sessions is None and duration_s is None:
         num_sessions = len(trace.conversations)
     sessions: list[Session] = []
     for time_s, conversation in itertools.islice(arrivals, num_sessions):
@@ -158,15 +161,19 @@ def _arrivals(
     order_rng: np.random.Generator,
     arrival_rng: np.random.Generator,
 ) -> Iterator[tuple[float, ConversationTrace]]:
-    if recorded is not None and rate_per_s is None:
+    if rate_per_s is not None:
+        check_positive("rate_per_s", rate_per_s)
+        if recorded is None:
+            times = _poisson_times(rate_per_s, arrival_rng)
+        else:
+            times = _rescaled_times(recorded, rate_per_s, arrival_rng)
+        return zip(times, _shuffled(trace, order_rng), strict=False)
+    if recorded is not None:
         arrivals = _recorded_arrivals(recorded)
         if recorded is trace:
             return iter(arrivals)
         return zip((time_s for time_s, _ in arrivals), _shuffled(trace, order_rng), strict=False)
-    if rate_per_s is not None and recorded is None:
-        check_positive("rate_per_s", rate_per_s)
-        return zip(_poisson_times(rate_per_s, arrival_rng), _shuffled(trace, order_rng), strict=False)
-    raise WorkloadError("rate_per_s", rate_per_s, "given, or `recorded` instead of it, one of the two")
+    raise WorkloadError("rate_per_s", rate_per_s, "given, or `recorded` instead of it")
 
 
 def _poisson_times(rate_per_s: float, rng: np.random.Generator) -> Iterator[float]:
@@ -174,6 +181,17 @@ def _poisson_times(rate_per_s: float, rng: np.random.Generator) -> Iterator[floa
     while True:
         time += rng.standard_exponential()
         yield time / rate_per_s
+
+
+def _rescaled_times(recorded: Trace, rate_per_s: float, rng: np.random.Generator) -> Iterator[float]:
+    """A recording's pauses, from one that is drawn on, for ever."""
+    recorded_s = np.array([time_s for time_s, _ in _recorded_arrivals(recorded)])
+    pauses_s = np.diff(recorded_s)
+    if not pauses_s.sum() > 0:
+        raise WorkloadError("recorded", recorded.name, "a trace whose conversations come at different times")
+    scaled_s = pauses_s / pauses_s.mean() / rate_per_s
+    first = int(rng.integers(len(scaled_s)))
+    return itertools.accumulate(itertools.cycle(np.roll(scaled_s, -first).tolist()))
 
 
 def _recorded_arrivals(trace: Trace) -> list[tuple[float, ConversationTrace]]:

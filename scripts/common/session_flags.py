@@ -7,6 +7,8 @@ calls.
 
 from __future__ import annotations
 
+import functools
+
 from absl import flags
 
 from common.trace_files import TOKENIZER_HELP, read_trace_file
@@ -80,20 +82,39 @@ def load_trace(max_context_tokens: int) -> Trace:
     return cap_context(trace, max_context_tokens)
 
 
-def sessions(trace: Trace, rate: float | None, run_s: float | None) -> list[Session]:
-    """Those of a run of `run_s` seconds, or of one that serves the whole trace; raises a workload's error."""
+def sessions(
+    trace: Trace,
+    rate: float | None,
+    run_s: float | None,
+    *,
+    seed: int | None = None,
+    arrivals: str | None = None,
+) -> list[Session]:
+    """Those of a run of `run_s` seconds, or of one that serves the whole trace.
+
+    `seed` is `--seed` by default. `arrivals` is a trace file, whose pauses are scaled to the rate; None is a
+    Poisson process. Raises ConfigError for that file, or a workload's error.
+    """
     think = think_time()
     mid_life_s = FLAGS.mid_life_s if run_s is not None else 0.0
     found = make_sessions(
         trace,
         rate_per_s=rate,
-        recorded=trace if rate is None else None,
+        recorded=trace if rate is None else _arrivals(arrivals),
         think=think,
-        seed=FLAGS.seed,
+        seed=FLAGS.seed if seed is None else seed,
         time_scale=FLAGS.time_scale,
         duration_s=None if run_s is None else mid_life_s + run_s,
     )
     return start_mid_life(found, at_s=mid_life_s, token_s=_MID_LIFE_TOKEN_S) if mid_life_s else found
+
+
+@functools.cache  # one file for all rates
+def _arrivals(path: str | None) -> Trace | None:
+    if path is None:
+        return None
+    trace, _ = read_trace_file(path, None, None, flag="--arrivals")
+    return trace
 
 
 def think_time() -> ThinkTime:

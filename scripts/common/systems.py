@@ -17,6 +17,10 @@ SYSTEMS = (PENSIEVE, PENSIEVE_GPU, STATELESS)
 between turns."""
 
 
+HTTP = "http"
+"""The first of them behind its own server."""
+
+
 def system_config(name: str, config: EngineConfig) -> EngineConfig:
     """The configuration of one of `SYSTEMS`, from one with both tiers.
 

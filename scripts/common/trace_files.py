@@ -27,11 +27,13 @@ TOKENIZER_HELP = f'Directory of a tokenizer for traces of texts, or "{WORDS}": w
 _MAX_TOLD = 5
 
 
-def read_trace_file(path: str, format: str | None, tokenizer: str | None) -> tuple[Trace, str]:
+def read_trace_file(
+    path: str, format: str | None, tokenizer: str | None, *, flag: str = "--trace"
+) -> tuple[Trace, str]:
     """The trace, and the format it was read as; what was left out is told on the standard error.
 
-    Raises ConfigError for a file that cannot be opened, or one of texts without a tokenizer; TraceError for
-    what is wrong in it.
+    Raises ConfigError, which names `flag`, for a file that cannot be opened, and for one of texts without a
+    tokenizer; TraceError for what is wrong in it.
     """
     told = _Told()
     try:
@@ -42,7 +44,7 @@ def read_trace_file(path: str, format: str | None, tokenizer: str | None) -> tup
         trace = read_trace(path, format=format, count_tokens=_count_tokens(tokenizer), on_skip=told.see)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ConfigError("--trace", path, "a file that can be read", reason) from error
+        raise ConfigError(flag, path, "a file that can be read", reason) from error
     told.end(Path(path))
     return trace, format
 

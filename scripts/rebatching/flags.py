@@ -37,7 +37,10 @@ def define_rebatching_flags() -> None:
     flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "Of weights and KV state.")
     flags.DEFINE_list("max_batch", ["4"], "Rows of the batch; several are measured one after the other.")
     flags.DEFINE_string(
-        "kv_bytes", None, "All KV state on the device. Default: 1GiB; of steps, what they need."
+        "kv_bytes",
+        None,
+        "All KV state on the device; several, with commas between them, are measured one after the other. "
+        "Default: 1GiB; of steps, what they need.",
     )
     flags.DEFINE_string("host_bytes", "4GiB", "Host memory for rows that wait.")
     flags.DEFINE_list("lengths", [], "Lengths of the ring that are compiled; default: see RebatchingConfig.")
@@ -60,6 +63,7 @@ def define_rebatching_flags() -> None:
     flags.DEFINE_integer("prefill_tokens", 4096, "Tokens of a program of several prompts.", lower_bound=32)
     flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that share every layer.", lower_bound=1)
     flags.DEFINE_string("attention_backend", "auto", "What computes attention of prompts.")
+    flags.DEFINE_string("decode_backend", "auto", "What computes attention of steps.")
     flags.DEFINE_string("compilation_cache_dir", None, COMPILATION_CACHE_HELP)
     flags.DEFINE_boolean("progress", None, "Show bars. Default: on a terminal.")
 
@@ -97,11 +101,16 @@ def loads() -> list[Load]:
     ]
 
 
-def config(max_batch: int, max_context_tokens: int) -> RebatchingConfig:
+def budgets() -> list[int]:
+    """What `--kv_bytes` says for tables and loads; raises ConfigError."""
+    return [num_bytes("--kv_bytes", word) for word in (FLAGS.kv_bytes or "1GiB").split(",")]
+
+
+def config(max_batch: int, kv_bytes: int, max_context_tokens: int) -> RebatchingConfig:
     """Of tables and loads, before a method changes it; raises ConfigError."""
     return _config(
         max_batch=max_batch,
-        kv_bytes=num_bytes("--kv_bytes", FLAGS.kv_bytes or "1GiB"),
+        kv_bytes=kv_bytes,
         lengths=tuple(numbers("lengths", 32)) if FLAGS.lengths else None,
         max_context_tokens=FLAGS.max_context_tokens or max_context_tokens,
     )
@@ -126,6 +135,7 @@ def _config(**values: object) -> RebatchingConfig:
         prefill_batch=FLAGS.prefill_batch,
         prefill_tokens=FLAGS.prefill_tokens,
         attention_backend=FLAGS.attention_backend,
+        decode_backend=FLAGS.decode_backend,
         tensor_parallel_size=FLAGS.tensor_parallel_size,
         max_position_embeddings=FLAGS.max_position_embeddings,
         compilation_cache_dir=FLAGS.compilation_cache_dir or None,

@@ -4,8 +4,7 @@ Owns: the launches that are timed, through the runner that engines use, and thei
 Does not know: flags, or who waits for them.
 Called by: `benchmark_rebatching`, experiments.
 
-A ring of random numbers, since a device reads zeros faster than anything else. What consumes a row is timed
-behind what makes one, and that one's time is taken off.
+What consumes a row is timed behind what makes one, and that one's time is taken off.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from pensieve_jax.rebatching.launches import (
     Suspend,
 )
 from pensieve_jax.rebatching.ring import Relayout
+from rebatching.rings import fill
 
 UNITS = {
     "launch_s": "seconds of one launch, of several in a row; median of samples",
@@ -114,7 +114,7 @@ class LaunchTimes:
 
     def measure(self) -> Iterator[Launched]:
         """All of them, one after the other."""
-        self._fill(self._shape)
+        fill(self._runner, self._shape)
         yield self._decode()
         for length in lengths_up_to(self._shapes, self._shape.length):
             yield from self._rows(length)
@@ -201,6 +201,7 @@ class LaunchTimes:
             [Row(row, 0, length) for row in range(num_rows)],
             num_samples=num_rows,
             bytes_per_number=runner.storage.dtype.itemsize,
+            kv_token_bytes=self._token_bytes * runner.storage.mesh.devices.size,
             num_devices=runner.storage.mesh.devices.size,
         )
         num_bytes = runner.weights_bytes + num_rows * length * self._token_bytes
@@ -214,7 +215,7 @@ class LaunchTimes:
         columns[: old.length] = np.arange(old.length)
         taken_s = []
         for _ in range(_WARM_UPS + _SAMPLES):
-            self._fill(old)
+            fill(self._runner, old)
             taken_s.append(_once_s(lambda: self._relayout(new, Relayout(rows, columns))))
         num_bytes = new.batch * (old.length + new.length) * self._token_bytes
         name = f"from {old.batch} x {old.length} to {new.batch} x {new.length}"
@@ -228,22 +229,6 @@ class LaunchTimes:
         self, name: str, batch: int, length: int, launch_s: list[float], num_bytes: int
     ) -> Launched:
         return Launched(name, batch, length, launch_s, num_bytes, self.copies.on_device)
-
-    def _fill(self, shape: RingShape) -> None:
-        """A ring of this shape with random numbers in it."""
-        self._runner.launch(Resize(shape, None))
-        ring = self._runner.ring
-        assert ring is not None
-        layer = self._runner.storage.layer(shape)
-        make = jax.jit(
-            lambda key: jax.random.normal(key, layer.shape, layer.dtype), out_shardings=layer.sharding
-        )
-        keys = iter(jax.random.split(jax.random.key(0), 2 * len(ring.keys)))
-        for pools in (ring.keys, ring.values):
-            for index in range(len(pools)):
-                pools[index] = None  # type: ignore[call-overload]  # freed before the new one is made
-                pools[index] = make(next(keys))
-        jax.block_until_ready(ring)
 
     def _link(self) -> tuple[float, float]:
         """Bytes a second of one large array to the host and back."""

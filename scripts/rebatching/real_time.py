@@ -23,7 +23,10 @@ from pensieve_jax.rebatching import Query, RebatchingConfig, RebatchingEngine
 from pensieve_jax.rebatching.device.runner import DeviceRunner
 from pensieve_jax.rebatching.launches import Decode, Prefill, Shape
 from pensieve_jax.rebatching.metrics import StepSeen
+from rebatching import relayouts
 from rebatching.loads import Load
+from rebatching.relayouts import Relayouts
+from rebatching.runners import peak_bytes
 
 UNITS = {
     "seconds": "from the first arrival's zero to the last answer",
@@ -35,10 +38,13 @@ UNITS = {
     "series": "over time, seconds: queries completed, tokens of replies computed, bytes of KV state that are "
     "allocated, and of the columns between the first token of the batch and its cursor, of rows in use",
     "batch, length": "of the ring",
+    "queries": "in the order of their arrival, what each was like",
+    **relayouts.UNITS,
 }
 _MAX_POINTS = 200
 _PERCENTILES = (50, 90, 99)
 _MAX_SLEEP_S = 0.05
+_DIGITS = 5  # of seconds
 
 
 class _Seen:
@@ -49,6 +55,7 @@ class _Seen:
         self.zero_s = time.perf_counter()
         self.rows: list[tuple[float, int, int, int, int]] = []  # time, completed, tokens, allocated, spanned
         self.shapes: set[tuple[int, int]] = set()
+        self.relayouts = Relayouts()
         self.silent: set[Query] = set()  # begun, and no token has come
         self._num_completed = self._num_tokens = 0
 
@@ -63,6 +70,7 @@ class _Seen:
                 self._num_tokens += len(launch.samples)
                 if not isinstance(launch, Decode):
                     self.silent |= {query for query, _ in launch.samples if not query.token_ids}
+        self.relayouts.see(step.launches)
         self._num_completed += len(step.ended)
         spanned = step.ring.num_held * step.ring.span * self._token_bytes
         self.rows.append((self.now_s(), self._num_completed, self._num_tokens, step.kv_bytes, spanned))
@@ -82,7 +90,7 @@ def serve(
       prompts: the ids of each query.
 
     Raises:
-      PensieveError: a query failed, or its reply is too short.
+      PensieveError: a query failed, its reply is too short, or KV state was over the budget.
     """
     runner.reset(())
     seen = _Seen(runner.storage.token_bytes)
@@ -92,7 +100,10 @@ def serve(
         first_s, end_s = _run(engine, seen, load, prompts)
         gc.unfreeze()
         stats = engine.stats()
-    return _figures(load, seen, stats, first_s, end_s)
+    if stats["max_kv_bytes"] > config.kv_bytes:
+        raise PensieveError(f"{stats['max_kv_bytes']:,} bytes of KV state exceed {config.kv_bytes:,}.")
+    found = _figures(load, seen, stats, first_s, end_s) | {"peak_bytes_in_use": peak_bytes()}
+    return found | {"relayouts": seen.relayouts.replay(runner, found["seconds"])}
 
 
 def _run(
@@ -148,8 +159,8 @@ def _figures(
         "steps": stats["num_steps"],
         "tokens_per_s": load.output_tokens / seconds,
         "queries_per_s": len(load.queries) / seconds,
-        "latency_s": {name: _spread((end_s - arrival_s)[which]) for name, which in groups.items()},
-        "first_token_s": {name: _spread((first_s - arrival_s)[which]) for name, which in groups.items()},
+        "latency_s": {name: spread((end_s - arrival_s)[which]) for name, which in groups.items()},
+        "first_token_s": {name: spread((first_s - arrival_s)[which]) for name, which in groups.items()},
         "idle": {
             why: stats[f"idle_{why}"] / row_steps if row_steps else 0.0 for why in ("tail", "waiting", "late")
         },
@@ -157,10 +168,16 @@ def _figures(
         "shapes": sorted(seen.shapes),
         "stats": stats,
         "series": _thinned(seen.rows),
+        "queries": {
+            "priority": priority.tolist(),
+            "latency_s": (end_s - arrival_s).round(_DIGITS).tolist(),
+            "first_token_s": (first_s - arrival_s).round(_DIGITS).tolist(),
+        },
     }
 
 
-def _spread(values: np.ndarray) -> dict[str, float]:
+def spread(values: np.ndarray) -> dict[str, float]:
+    """Mean and percentiles."""
     shares = np.percentile(values, _PERCENTILES).tolist()
     return {"mean": float(values.mean())} | {
         f"p{one}": share for one, share in zip(_PERCENTILES, shares, strict=True)

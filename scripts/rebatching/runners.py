@@ -18,8 +18,20 @@ from pensieve_jax.assembly import ProgressBar, load_weights, serving_dtype
 from pensieve_jax.model_source import resolve_model
 from pensieve_jax.rebatching import RebatchingConfig
 from pensieve_jax.rebatching.device.runner import DeviceRunner
+from pensieve_jax.rebatching.lattice import RingShape
 from pensieve_jax.runtime.compilation import keep_compilations_in
 from rebatching.methods import runner_config
+
+MEMORY_UNITS = {
+    "peak_bytes_in_use": "of the first device, the most since the process began, other runners included",
+    "peak_before_runs_bytes": "the same behind the start, which runs every program once",
+    "kv_bytes": "the budget",
+    "max_kv_bytes": "the most that the ring and rows beside it took in any run, by the engine's own count; "
+    "no run may exceed the budget",
+    "layer_bytes": "keys of one layer of the largest ring: what is there twice while its shape changes",
+    "temporary_bytes": "of each kind of program the most that one needs beside what it reads and gives",
+}
+_PROGRAMS = ("decode", "shape", "prefill", "insert", "take_row", "relayout", "choose")
 
 
 class Runners:
@@ -72,9 +84,40 @@ class Runners:
 
 def memory(runner: DeviceRunner, kv_bytes: int) -> dict[str, Any]:
     """The most that the process ever took of the first device, where it tells, beside what was meant."""
-    told = jax.local_devices()[0].memory_stats() or {}
     return {
-        "peak_bytes_in_use": told.get("peak_bytes_in_use"),
+        "peak_bytes_in_use": peak_bytes(),
         "weights_bytes": runner.weights_bytes,
         "kv_bytes": kv_bytes,
+        "layer_bytes": max(_layer_bytes(runner, shape) for shape in runner.lattice.shapes),
+        "temporary_bytes": _temporary_bytes(runner),
     }
+
+
+def peak_bytes() -> int | None:
+    """The most that the process ever took of the first device, where it tells."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def _layer_bytes(runner: DeviceRunner, shape: RingShape) -> int:
+    """Keys, or values, of one layer on one device: what is there twice while the ring changes."""
+    num_columns = shape.batch * shape.length
+    return num_columns * runner.storage.token_bytes // (2 * runner.storage.model.num_layers)
+
+
+def _temporary_bytes(runner: DeviceRunner) -> dict[str, int | None]:
+    """Of each kind of program the most that one needs beside what it reads and gives; None: not told."""
+    found: dict[str, int | None] = {}
+    for name in _PROGRAMS:
+        programs = getattr(runner.programs, name).values()
+        sizes = [_temporaries(one) for one in programs]
+        told = [size for size in sizes if size is not None]
+        if sizes:
+            found[name] = max(told) if len(told) == len(sizes) else None
+    return found
+
+
+def _temporaries(program: Any) -> int | None:
+    try:
+        return getattr(program.memory_analysis(), "temp_size_in_bytes", None)
+    except jax.errors.JaxRuntimeError:  # of an executable that was read from a file, where they cannot tell
+        return None

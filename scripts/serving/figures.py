@@ -8,7 +8,7 @@ Does not know: how a run came about, tables or files. Called by: benchmark_servi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from serving.run import Run
 UNITS = ANSWER_UNITS | {
     "*_s": "seconds",
     "seconds": "of the window, or until the last answer where there is none",
+    "latency_s": "seconds from arrival to the last token, of what was answered",
+    "latency_at_least_s": "the same with what was not answered, until the run ended",
     "client_lag_s": "seconds from when a turn was due until its user handed it over",
     "normalized_latency_of_ended_s": "as normalized_latency_s, of answers that ended in the window",
     "host_step_s": "seconds of the host from a step's ids to the end of the next dispatch, a step in flight",
@@ -58,6 +60,7 @@ def figures(run: Run, max_lag_s: float) -> dict[str, Any]:
     last_s = window.end_s if has_end else max((answer.end_s for answer in ended), default=window.start_s)
     seconds = last_s - window.start_s
     lag = _lag(run)
+    latency_s = [answer.end_s - answer.turn.arrival_s for answer in arrived]
     return {
         "void": lag is not None and lag["p99"] > max_lag_s,
         "client_lag_s": lag,
@@ -67,6 +70,8 @@ def figures(run: Run, max_lag_s: float) -> dict[str, Any]:
         "num_refused": run.num_refused,
         "sent_requests_per_s": (len(arrived) + run.num_unfinished) / seconds if seconds else None,
         **throughput(ended, seconds),
+        "latency_s": _spread(latency_s),
+        "latency_at_least_s": _spread([*latency_s, *run.unfinished_s]),
         **answer_figures(arrived),
         "normalized_latency_of_ended_s": answer_figures(ended)["normalized_latency_s"],
         **{name: run.counters.get(name) for name in COUNTERS},
@@ -80,6 +85,13 @@ def figures(run: Run, max_lag_s: float) -> dict[str, Any]:
         "swap_in_copy_s": _ratio(run.counters, "swap_in_s", "num_timed_swap_ins"),
         "steps": step_figures(run.steps),
     }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    p50, p90, p99 = np.percentile(values, [50, 90, 99]).tolist()
+    return {"mean": float(np.mean(values)), "p50": p50, "p90": p90, "p99": p99}
 
 
 def _lag(run: Run) -> dict[str, float] | None:

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from absl import flags
+from common.systems import HTTP
 
 from pensieve_jax import EngineConfig, Usage
 from pensieve_jax.commands.engine_flags import engine_flag_names
@@ -26,7 +27,6 @@ from serving.clock import RunClock
 from serving.http_client import HttpClient, HttpError, Told
 from serving.served import ServedProcess
 
-SYSTEM = "http"
 FLAGS = flags.FLAGS
 _PATIENCE_S = 0.002  # of a step in which nothing ends: what users send waits for so long at most
 # Of `Usage`, by what the server calls it.
@@ -170,7 +170,7 @@ class HttpSystem:
 
     def __init__(self, config: EngineConfig) -> None:
         """Nothing started; `config` is what the flags say, which the server is given as they are."""
-        self.label = SYSTEM
+        self.label = HTTP
         self._config = config
         self._server: HttpServer | None = None
 

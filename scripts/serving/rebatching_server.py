@@ -1,4 +1,4 @@
-"""A padded batch that turns join and leave as a server of a benchmark (Baton).
+"""A padded batch as a server of a benchmark: turns join and leave it (Baton), or it runs to its end.
 
 Owns: its set-up with the same memory and model, when tokens are seen, and reading its results.
 Does not know: users or figures. Called by: benchmark_serving.
@@ -25,7 +25,11 @@ from pensieve_jax.workload import Answer, History, Steps, UserTurn
 from serving.clock import RunClock
 from serving.peers import Transcripts, check_length, usage
 
-SYSTEM = "rebatching"
+SYSTEMS: Mapping[str, Mapping[str, str]] = {
+    "rebatching": {},
+    "rebatching-static": {"insertion": "none", "prefill": "together"},
+}
+"""By name, what of a configuration each changes: Baton-PD, and the paper's Benchmark on the same engine."""
 
 
 class RebatchingServer:
@@ -97,25 +101,32 @@ class RebatchingSystem:
 
     def __init__(
         self,
+        name: str,
         source: str,
         model: ModelConfig,
         dtype: str,
         config: EngineConfig,
         *,
         max_batch: int,
+        lengths: tuple[int, ...] | None,
+        decode_backend: str = "auto",
         progress: bool,
     ) -> None:
         """Load and compile; raises ConfigError for memory of less than two rows, PensieveError or ModelError.
 
         Args:
+          name: one of `SYSTEMS`.
           source: as of `--model`.
           model: its shape.
           dtype: "auto", "float32", "bfloat16" or "float16".
           config: says how much memory it gets, and of the device what both engines know.
           max_batch: rows of the padded batch.
+          lengths: of a row, that programs are compiled for; None is what the engine chooses.
+          decode_backend: what computes attention of steps; a part of the label, unless it is the engine's
+            choice.
           progress: whether there are bars.
         """
-        self.label = SYSTEM
+        self.label = name if decode_backend == "auto" else f"{name}, {decode_backend}"
         cache, runner = config.cache, config.runner
         context = config.resolve_context_tokens(model.max_position_embeddings)
         least = 2 * (-(-context // PAGE_TOKENS) * PAGE_TOKENS)
@@ -128,12 +139,17 @@ class RebatchingSystem:
             kv_bytes=cache.gpu_pages * page_bytes // runner.tensor_parallel_size,
             host_bytes=cache.cpu_bytes or cache.cpu_pages * page_bytes // runner.tensor_parallel_size,
             max_context_tokens=context,
+            lengths=lengths,
+            attention_backend=runner.attention_backend,
+            decode_backend=decode_backend,
             tensor_parallel_size=runner.tensor_parallel_size,
             max_position_embeddings=runner.max_position_embeddings,
             random_seed=runner.random_seed,
             compilation_cache_dir=runner.compilation_cache_dir,
+            **SYSTEMS[name],  # type: ignore[arg-type]
         )
         self._runners = Runners(source, dtype, self._config, progress=progress)
+        self._runners.runner(self._config)  # compiled as a part of the start
         self._engine: RebatchingEngine | None = None
 
     def start(self, clock: RunClock) -> RebatchingServer:

@@ -77,7 +77,8 @@ class Run:
     Attributes:
       window: what counts of it.
       answers: all, in the order of their ends.
-      num_unfinished: requests that arrived in the window and were not answered.
+      unfinished_s: of each request that arrived in the window and was not answered, for how long it has been
+        there.
       num_refused: sessions that ended early because they had outgrown the context.
       lags: of all turns.
       counters, steps: how they changed within the window.
@@ -86,12 +87,17 @@ class Run:
 
     window: Window
     answers: Sequence[Answer]
-    num_unfinished: int
+    unfinished_s: Sequence[float]
     num_refused: int
     lags: Sequence[Lag]
     counters: Mapping[str, float]
     steps: Steps
     end_s: float
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that arrived in the window and were not answered."""
+        return len(self.unfinished_s)
 
 
 def serve(
@@ -110,7 +116,7 @@ def serve(
     readings: list[Reading] = []
     edges_s = (window.start_s, window.end_s)
     answers: list[Answer] = []
-    num_open = 0  # of the window's requests
+    open_s: dict[tuple[str, int], float] = {}  # when they came, of the window's requests
     clock.start()
     with client:
         while True:
@@ -118,16 +124,17 @@ def serve(
             now_s = clock.now()
             while len(readings) < len(edges_s) and now_s >= edges_s[len(readings)]:
                 readings.append(_read(server))
-            if now_s >= window.end_s + (window.drain_s if num_open else min(_LATE_S, window.drain_s)):
+            if now_s >= window.end_s + (window.drain_s if open_s else min(_LATE_S, window.drain_s)):
                 break
             for turn in client.take():
                 server.submit(turn)
-                num_open += window.has(turn.arrival_s)
+                if window.has(turn.arrival_s):
+                    open_s[turn.conversation_id, turn.turn_index] = turn.arrival_s
             if server.has_unfinished:
                 for answer in server.step(math.inf):
                     client.answer(answer)
                     answers.append(answer)
-                    num_open -= window.has(answer.turn.arrival_s)
+                    open_s.pop((answer.turn.conversation_id, answer.turn.turn_index), None)
                     on_answer(answer)
             elif client.done:
                 break
@@ -140,7 +147,7 @@ def serve(
     return Run(
         window=window,
         answers=answers,
-        num_unfinished=num_open,
+        unfinished_s=[end_s - arrival_s for arrival_s in open_s.values()],
         num_refused=client.num_refused,
         lags=client.lags,
         counters={name: after.counters[name] - before.counters[name] for name in after.counters},

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
+from model_defs import preset
 from pensieve_jax import ConfigError
 from pensieve_jax.rebatching import RebatchingConfig
 from pensieve_jax.workload import ConversationTrace, Trace, TurnTrace
@@ -15,6 +17,7 @@ loads = load("rebatching.loads")
 methods = load("rebatching.methods")
 script = load("benchmark_rebatching")
 TINY = {"dtype": "float32", "progress": "false", "shared_llm": False, "max_batch": 2, "lengths": "32"}
+TINY_MODEL = preset("llama-tiny")
 SHORT = {"length_scale": 0.05, "prefill_batch": 2}
 
 
@@ -46,11 +49,69 @@ def test_every_method_serves_the_table(benchmark, tmp_path):
         assert max(series["spanned_bytes"]) <= max(series["allocated_bytes"]) <= 2**30
         assert 0 < point["latency_s"]["all"]["p50"] <= point["seconds"]
         assert point["stats"]["num_compilations"] == 0
+        relayouts = point["relayouts"]
+        counts = [kind["count"] for kind in relayouts["kinds"]]
+        assert relayouts["count"] == point["stats"]["num_resizes"] == sum(counts)
+        assert relayouts["seconds"] > 0
+        assert relayouts["share_of_run"] == pytest.approx(relayouts["seconds"] / point["seconds"])
     assert points["Baton-PD"]["steps"] < points["Benchmark"]["steps"]
     assert points["Baton-PD"]["fewer_steps"] > 1 == points["Benchmark"]["fewer_steps"]
     assert points["Baton-PD"]["idle"]["waiting"] < points["Benchmark"]["idle"]["waiting"]
     assert points["Baton"]["stats"]["num_shaped_steps"] > 0 == points["Baton-PD"]["stats"]["num_shaped_steps"]
     assert plot.stat().st_size > 1000
+
+
+def test_changes_of_shape_are_done_again_alone(benchmark):
+    """A ring of two lengths is moved in the run, and the memory of every kind of ring is told."""
+    two = TINY | {"lengths": "32,64", "length_scale": 0.1}
+    _, results = benchmark(part="table2", methods="Baton-PD", **two)
+    (point,) = results["points"]
+    moved = [kind for kind in point["relayouts"]["kinds"] if kind["from"] is not None]
+    assert moved and all(kind["from"] != kind["to"] and kind["launch_s"] > 0 for kind in moved)
+    assert point["relayouts"]["kinds"][0]["from"] is None, "the first ring is a new one"
+    memory = results["memory"]
+    (runner,) = memory["runners"]
+    assert runner["insertion"] == "embed"
+    assert 0 < runner["max_kv_bytes"] == point["stats"]["max_kv_bytes"] <= runner["kv_bytes"] == 2**30
+    heads = TINY_MODEL.num_kv_heads * TINY_MODEL.head_dim
+    assert runner["layer_bytes"] == 2 * 64 * heads * 4, "keys of two rows of the longest ring"
+    assert runner["temporary_bytes"]["decode"] > 0 and "shape" not in runner["temporary_bytes"]
+
+
+@pytest.mark.long
+def test_several_seeds_and_budgets_are_told_together(benchmark, tmp_path):
+    """The others lose what their own queries have more with preemption, one by one."""
+    trace = tmp_path / "lengths.csv"
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n9,12\n5,8\n300,9\n")
+    flags = {"part": "load", "trace": trace, "rates": "300", "seconds": 0.1, "share_urgent": 0.3}
+    flags |= {"seeds": "0,1,2", "kv_bytes": "200KiB,100KiB", "max_context_tokens": 30, "prefill_batch": 1}
+    file = tmp_path / "points.jsonl"
+    out, results = benchmark(**TINY | flags, output_json=file)
+    points = results["points"]
+    names = ["Benchmark", "Baton-PD", "Baton-PD, preemptive"]
+    assert [(point["kv_bytes"] >> 10, point["seed"]) for point in points[::3]] == [
+        (kib, seed) for kib in (200, 100) for seed in (0, 1, 2)
+    ]
+    assert len({point["digest"] for point in points}) == 3, "one load of each seed for all"
+    assert all(point["stats"]["max_kv_bytes"] <= point["kv_bytes"] for point in points)
+    rows = results["pooled"]
+    assert [(row["kv_bytes"] >> 10, row["method"]) for row in rows] == [
+        (kib, name) for kib in (200, 100) for name in names
+    ]
+    assert rows[1]["lost"] is None and rows[1]["seeds"] == [0, 1, 2]
+    plain, preemptive = (points[index:9:3] for index in (1, 2))
+    kinds = np.concatenate([point["queries"]["priority"] for point in plain])
+    one, other = (
+        np.concatenate([point["queries"]["latency_s"] for point in some]) for some in (plain, preemptive)
+    )
+    counts = {"all": len(kinds), "priority 0": (kinds == 0).sum(), "priority 1": (kinds == 1).sum()}
+    assert rows[2]["num_queries"] == counts and counts["priority 1"] > 0
+    tail_s = np.percentile(one[kinds == 1], 99)
+    assert rows[1]["latency_s"]["priority 1"]["p99"] == pytest.approx(tail_s, abs=1e-4)
+    assert rows[2]["lost"]["mean_s"] == pytest.approx((other - one)[kinds == 0].mean())
+    assert [runner["kv_bytes"] >> 10 for runner in results["memory"]["runners"]] == [200, 100]
+    assert "others lose, s" in out
+    assert len(file.read_text().splitlines()) == len(points), "each as it is done"
 
 
 def test_a_load_tells_the_urgent_apart(benchmark, tmp_path):

@@ -132,6 +132,36 @@ def test_several_load_points_in_real_time(benchmark, conversations, tmp_path):
     assert curves.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
+def test_every_rate_for_every_seed_with_recorded_pauses(benchmark, conversations, tmp_path):
+    """One load for all systems: points differ by seed, and the document says whose arrivals they are."""
+    arrivals = tmp_path / "azure.csv"
+    times = (0.0, 0.1, 0.2, 2.0, 2.1)
+    rows = [f"2023-11-16 18:15:{46 + time_s:.2f},5,5" for time_s in times]
+    arrivals.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    wide = {"gpu_pages": 600, "cpu_pages": 100, "mid_life_s": 0, "window_s": 0.5}
+    flags = conversations | wide | {"rates": "8,12", "seeds": "3,4"}
+    _, document = benchmark(**flags)
+    points = [(point["seed"], point["rate"], point["arrivals"]) for point in document["results"]["points"]]
+    assert points == [(3, 8.0, None), (3, 12.0, None), (4, 8.0, None), (4, 12.0, None)]
+    _, document = benchmark(**flags | {"rates": "8", "seeds": "3", "arrivals": f"poisson,{arrivals}"})
+    poisson, recorded = document["results"]["points"]
+    assert recorded["arrivals"] == str(arrivals) and poisson["arrivals"] is None
+    assert recorded["num_requests"] != poisson["num_requests"]
+    out, document = benchmark(**flags | {"max_run_s": 0.3})
+    assert len(document["results"]["points"]) == 1 and "3 load points left out" in out
+    for flags, match in (
+        ({"seeds": "a"}, "--seeds is 'a', but must be numbers from 0 on"),
+        ({"arrivals": "/nowhere/x.csv"}, "--arrivals is '/nowhere/x.csv', but must be a file that can"),
+        ({"arrivals": arrivals, "recorded_arrivals": "true", "rates": None}, "--arrivals is '.*left out be"),
+        ({"arrivals": ""}, "--arrivals is '', but must be poisson or files"),
+        ({"padded_lengths": "x", "system": "rebatching"}, "--padded_lengths is 'x', but must be numbers"),
+    ):
+        given = {name: value for name, value in (conversations | flags).items() if value is not None}
+        with pytest.raises(ConfigError, match=match):
+            benchmark(**given)
+
+
 def test_a_row_of_every_step(benchmark, conversations, tmp_path):
     """Its sums are the document's; where there are several load points, or other engines, there is none."""
     path = tmp_path / "steps.npz"

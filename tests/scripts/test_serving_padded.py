@@ -39,17 +39,21 @@ def serve(system, *sessions):
 # Ours
 
 
-def test_turns_join_and_leave(launch, capsys, compilation_cache):
+@pytest.mark.parametrize(("system", "insertion"), [("rebatching", "embed"), ("rebatching-static", "none")])
+def test_turns_join_and_leave(launch, capsys, compilation_cache, system, insertion):
     """Whole histories are sent, so none of what was computed is found again."""
     flags = {"num_conversations": 5, "num_turns": 2, "prompt_tokens": 6, "output_tokens": 4}
     memory = {"gpu_pages": 16, "chunk_tokens": 16, "max_context_tokens": 33, "padded_batch": 2}
+    memory |= {"padded_lengths": "32", "decode_backend": "auto" if insertion == "embed" else "xla"}
     options = {"dtype": "float32", "progress": "false", "compilation_cache_dir": compilation_cache}
-    flags |= memory | options | {"system": "rebatching", "closed_loop": "true"}
+    flags |= memory | options | {"system": system, "closed_loop": "true"}
     assert launch("benchmark_serving", shared_llm=False, **flags) == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     (point,) = results["points"]
     assert point["num_requests"] == 10 and point["recomputed_tokens"] == 5 * (6 + 4 - 1)
-    assert results["config"]["max_batch"] == 2
+    assert results["config"]["max_batch"] == 2 and results["config"]["lengths"] == [32]
+    assert results["system"] == system + ("" if insertion == "embed" else ", xla")
+    assert results["config"]["insertion"] == insertion
     assert (
         results["config"]["kv_bytes"] == 16 * 16 * 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
     )
@@ -58,7 +62,14 @@ def test_turns_join_and_leave(launch, capsys, compilation_cache):
 def test_memory_of_less_than_two_rows():
     with pytest.raises(ConfigError, match="--gpu_pages is 4, but must be at least 8, two rows"):
         rebatching_server.RebatchingSystem(
-            "random:llama-tiny", TINY, "float32", CONFIG, max_batch=2, progress=False
+            "rebatching",
+            "random:llama-tiny",
+            TINY,
+            "float32",
+            CONFIG,
+            max_batch=2,
+            lengths=None,
+            progress=False,
         )
 
 
@@ -149,6 +160,20 @@ def test_batches_are_padded_on_the_left_and_run_to_their_end(model):
     assert server._transcripts.add("b", [])[5:] == [60, 61, 62, 63]
     first, last = answers[0], answers[1]
     assert first.first_token_s == last.first_token_s <= first.end_s <= last.end_s
+
+
+def test_the_benchmark_serves_static_batches(model, launch, capsys):
+    """From the flags to the document, in an open loop of several load points."""
+    flags = {"num_conversations": 50, "rates": "20", "seeds": "0,1", "max_client_lag_s": 1e6}
+    times = {"mid_life_s": 0, "warm_up_s": 0.1, "window_s": 0.5, "drain_s": 5}
+    memory = {"gpu_pages": 32, "chunk_tokens": 32, "max_context_tokens": 1024, "padded_batch": 2}
+    flags |= times | memory | {"system": "transformers-static", "dtype": "float32", "progress": "false"}
+    assert launch("benchmark_serving", shared_llm=False, **flags) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert results["system"] == "transformers-static" and results["max_padded_tokens"] == 1024
+    assert [point["seed"] for point in results["points"]] == [0, 1]
+    assert all(point["num_requests"] > 0 == point["num_unfinished"] for point in results["points"])
+    assert sum(len(ids) for ids, *_ in model.calls) > 10
 
 
 def test_an_answer_is_told_before_its_batch_has_ended(model):

@@ -76,6 +76,8 @@ def test_what_the_drain_is_too_short_for_is_unfinished():
     found = serving_figures.figures(run, max_lag_s=1.0)
     assert run.end_s == 27.0
     assert (found["num_requests"], found["num_unfinished"], found["sent_requests_per_s"]) == (1, 1, 0.2)
+    assert found["latency_s"]["mean"] == 2.0, "of the one that was answered"
+    assert found["latency_at_least_s"]["mean"] == (2.0 + 13.0) / 2, "the other came at 14"
 
 
 def test_an_empty_window():
@@ -107,7 +109,7 @@ def test_sessions_that_outgrow_the_context_are_counted():
 
 def test_a_run_is_void_if_users_were_late():
     lags = [Lag(float(i), 0.001) for i in range(98)] + [Lag(98.0, 0.02), Lag(99.0, 0.02), Lag(200.0, 9.0)]
-    values = {"answers": [], "num_unfinished": 0, "num_refused": 0, "counters": {}, "steps": {}, "end_s": 1.0}
+    values = {"answers": [], "unfinished_s": [], "num_refused": 0, "counters": {}, "steps": {}, "end_s": 1.0}
     run = serving_run.Run(window=Window(0.0, 100.0, 0.0), lags=lags, **values)
     assert serving_figures.figures(run, max_lag_s=0.010)["void"]
     assert not serving_figures.figures(run, max_lag_s=0.021)["void"]

@@ -23,6 +23,7 @@ from pensieve_jax.workload import (
 from tests.workload.helpers import conversation, traces
 
 TRACE = Trace("t", tuple(conversation(str(i), *[(i + 1, 10)] * (1 + i % 4)) for i in range(10)))
+SAME_TIME = Trace("s", tuple(conversation(str(i), (1, 1), arrival_s=3.0) for i in range(3)))
 THINK = ExponentialThink(60)
 rates = st.floats(0.01, 100)
 seeds = st.integers(0, 2**63)
@@ -119,11 +120,34 @@ def test_the_arrivals_of_one_trace_can_drive_another():
     assert all(session.conversation in TRACE.conversations for session in sessions)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_recorded_pauses_come_at_another_rate(seed):
+    times = (0.0, 1.0, 1.0, 4.0)
+    arrivals = Trace("a", tuple(conversation(str(i), (1, 1), arrival_s=t) for i, t in enumerate(times)))
+    sessions = make_sessions(TRACE, rate_per_s=3, recorded=arrivals, think=THINK, seed=seed, num_sessions=7)
+    found = np.diff([0.0, *(session.arrival_s for session in sessions)])
+    pauses = [0.25, 0.0, 0.75]  # of a mean of a third
+    start = pauses.index(round(found[0], 9))
+    assert found == pytest.approx([pauses[(start + i) % 3] for i in range(7)])
+    assert {one.conversation.conversation_id for one in sessions} <= {str(i) for i in range(10)}
+
+
+def test_pauses_begin_elsewhere_with_another_seed():
+    times = np.cumsum(range(100)).tolist()
+    arrivals = Trace("a", tuple(conversation(str(i), (1, 1), arrival_s=t) for i, t in enumerate(times)))
+    firsts = {
+        make_sessions(TRACE, rate_per_s=1, recorded=arrivals, think=THINK, seed=seed)[0].arrival_s
+        for seed in range(10)
+    }
+    assert len(firsts) > 5
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [
         ({}, "rate_per_s"),
-        ({"rate_per_s": 1, "recorded": TRACE}, "rate_per_s"),
+        ({"rate_per_s": 1, "recorded": TRACE}, "arrival_s of conversation '0' of 't'"),
+        ({"rate_per_s": 1, "recorded": SAME_TIME}, "recorded"),
         ({"rate_per_s": 0}, "rate_per_s"),
         ({"rate_per_s": math.inf}, "rate_per_s"),
         ({"recorded": TRACE}, "arrival_s of conversation '0' of 't'"),

@@ -1,0 +1,98 @@
+"""The load points of the serving benchmark: who comes when, for all arrivals, seeds and rates of its flags.
+
+Owns: their flags, those of sessions among them, and the way from flags to sessions and windows.
+Does not know: what serves them. Called by: benchmark_serving. The flags are those of whoever calls.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from absl import flags
+from common.session_flags import define_session_flags, load_trace, rates, sessions
+
+from pensieve_jax import ConfigError
+from pensieve_jax.workload import ConversationTrace, Session, Trace, TurnTrace
+from serving.run import Window
+
+FLAGS = flags.FLAGS
+flags.disclaim_key_flags()
+_POISSON = "poisson"
+
+
+class LoadPoint(NamedTuple):
+    """One load point: conversations that begin in a second (None: as recorded, or at once), and who comes.
+
+    `arrivals` is the file whose pauses they have; None for others.
+    """
+
+    rate: float | None
+    seed: int
+    arrivals: str | None
+    sessions: list[Session]
+    window: Window
+
+
+def closed_loop() -> tuple[Trace, list[LoadPoint]]:
+    """Conversations of one shape, all at once, whose users do not think."""
+    turns = (TurnTrace(FLAGS.prompt_tokens, FLAGS.output_tokens),) * FLAGS.num_turns
+    count = FLAGS.num_conversations
+    conversations = tuple(ConversationTrace(f"conversation-{i}", turns) for i in range(count))
+    what = f"{FLAGS.num_turns} turns of {FLAGS.prompt_tokens} + {FLAGS.output_tokens} tokens"
+    trace = Trace(f"closed loop: {count} conversations of {what}", conversations)
+    think_s = (0.0,) * (FLAGS.num_turns - 1)
+    who = [Session(conversation, 0.0, think_s) for conversation in conversations]
+    return trace, [LoadPoint(None, FLAGS.seed, None, who, Window())]
+
+
+def open_loop(max_context_tokens: int) -> tuple[Trace, list[LoadPoint]]:
+    """The trace of the flags, for all arrivals, seeds and rates of theirs.
+
+    Raises ConfigError or a workload's error.
+    """
+    trace = load_trace(max_context_tokens)
+    run_s, window = None, Window()
+    if FLAGS.window_s:
+        window = Window(FLAGS.warm_up_s, FLAGS.warm_up_s + FLAGS.window_s, FLAGS.drain_s)
+        run_s = window.end_s + FLAGS.drain_s
+    return trace, [
+        LoadPoint(rate, seed, arrivals, sessions(trace, rate, run_s, seed=seed, arrivals=arrivals), window)
+        for arrivals in all_arrivals()
+        for seed in all_seeds()
+        for rate in rates()
+    ]
+
+
+def all_arrivals() -> list[str | None]:
+    """What `--arrivals` says, None for a Poisson process; raises ConfigError."""
+    words = FLAGS.arrivals
+    if not words or (FLAGS["arrivals"].present and FLAGS.recorded_arrivals):
+        limit = f"{_POISSON} or files, and left out beside --recorded_arrivals"
+        raise ConfigError("--arrivals", ",".join(words), limit)
+    return [None if word == _POISSON else word for word in words]
+
+
+def all_seeds() -> list[int]:
+    """What `--seeds` says, or `--seed` alone; raises ConfigError."""
+    words = FLAGS.seeds or [str(FLAGS.seed)]
+    if not all(word.isdecimal() for word in words):
+        raise ConfigError("--seeds", ",".join(words), "numbers from 0 on, with commas between them")
+    return [int(word) for word in words]
+
+
+def define_load_flags() -> None:
+    """Of open loops and closed ones."""
+    flags.DEFINE_float("warm_up_s", 60.0, "Seconds before anything counts.")
+    flags.DEFINE_float("window_s", 150.0, "Seconds whose arrivals count; 0 serves the trace to its end.")
+    flags.DEFINE_float("drain_s", 60.0, "Seconds after the window in which its last requests may end.")
+    flags.DEFINE_integer("num_turns", 5, "Turns of each conversation of a closed loop.")
+    flags.DEFINE_integer("prompt_tokens", 38, "New tokens of a turn of a closed loop.")
+    flags.DEFINE_integer("output_tokens", 205, "Tokens of an answer of a closed loop.")
+    flags.DEFINE_list("seeds", [], "Of who comes, in place of --seed: every rate is served for each of them.")
+    flags.DEFINE_list(
+        "arrivals",
+        [_POISSON],
+        "How conversations begin at --rates: poisson, or a trace file, e.g. Azure's, whose pauses between "
+        "arrivals are scaled; several are served one after the other.",
+    )
+    define_session_flags()
