@@ -5,14 +5,14 @@ lists, one KV head group per device. `DenseAttention` is the oracle: one whole s
 kernel, no shared code. The models know only the protocol. Called by the runner and by tests.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from model_defs.sharding import KV_PAGES_SPEC, TENSOR_AXIS, AnyMesh
-from pallas_kernels.ragged_paged_attention import TileSpec, ragged_paged_attention, write_kv
+from pallas_kernels.ragged_paged_attention import TileSpec, ragged_paged_attention, stored_as, write_kv
 
 _HEADS_SPEC = PartitionSpec(None, TENSOR_AXIS, None)
 
@@ -79,7 +79,12 @@ class PagedAttention:
         self, pages: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, batch: RaggedBatch
     ) -> tuple[jax.Array, jax.Array]:
         """The same on one device: its KV heads and their query heads."""
-        pages = write_kv(pages, k, v, batch.write_slots)
+        spec = self._tile_spec
+        kv_dtype = None if spec is None else spec.kv_dtype
+        stored: dict[str, Any] = (
+            {} if spec is None else {"page_size": spec.page_size, "backend": spec.backend}
+        )
+        pages = write_kv(pages, k, v, batch.write_slots, kv_dtype=kv_dtype, **stored)
         out = ragged_paged_attention(
             q,
             pages,
@@ -88,19 +93,28 @@ class PagedAttention:
             batch.cu_q_lens,
             batch.num_seqs,
             sm_scale=q.shape[-1] ** -0.5,
-            metadata=None if self._tile_spec is None else (self._tile_spec, batch.tiles),
+            metadata=None if spec is None else (spec, batch.tiles),
             backend=self._backend,
+            kv_dtype=kv_dtype,
         )
         return pages, out
 
 
 class DenseAttention:
-    """Causal attention over one whole sequence of T tokens at positions 0 .. T - 1, in float32."""
+    """Causal attention over one whole sequence of T tokens at positions 0 .. T - 1, in float32.
+
+    With a `kv_dtype` keys and values are what comes back from pages that store them so.
+    """
+
+    def __init__(self, kv_dtype: str | None = None) -> None:
+        """Keep what they would be stored as."""
+        self._kv_dtype = kv_dtype
 
     def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """See `Attention`; the layer does not matter, nothing is kept."""
         num_tokens, num_heads, head_dim = q.shape
         group = num_heads // k.shape[1]
+        k, v = stored_as(k, self._kv_dtype), stored_as(v, self._kv_dtype)
         wide_q = q.astype(jnp.float32).reshape(num_tokens, -1, group, head_dim) * head_dim**-0.5
         scores = jnp.einsum(
             "tkgd,skd->kgts", wide_q, k.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST

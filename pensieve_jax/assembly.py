@@ -137,7 +137,9 @@ def make_runner(
     model_config = model.config
     fraction = config.cache.gpu_memory_fraction
     weights_dtype = jax.tree.leaves(nnx.state(model))[0].dtype
-    config = _in_pages(config, chunk_bytes(model_config, config.cache.chunk_tokens, weights_dtype), mesh)
+    cache = config.cache
+    all_bytes = chunk_bytes(model_config, cache.chunk_tokens, weights_dtype, cache.kv_dtype)
+    config = _in_pages(config, all_bytes, mesh)
     config = config.with_num_buckets(on_gpu=device.platform == "gpu")
     runner = ModelRunner(model, config, mesh, gpu_memory_fraction=fraction)
     sizes = ", ".join(str(size) for size in sorted(runner.layouts))
@@ -219,9 +221,15 @@ def _limits(model: ModelConfig, config: EngineConfig) -> ModelLimits:
 
 
 def cost_subject(
-    model: ModelConfig, *, dtype: str, tensor_parallel_size: int, chunk_tokens: int
+    model: ModelConfig,
+    *,
+    dtype: str,
+    tensor_parallel_size: int,
+    chunk_tokens: int,
+    kv_dtype: str | None = None,
 ) -> CostSubject:
     """What a profile of costs is measured of, and must have been measured of, on this machine."""
+    weights_dtype = resolve_dtype(serving_dtype(dtype), model).name
     return CostSubject(
         architecture=model.architecture,
         num_layers=model.num_layers,
@@ -231,7 +239,8 @@ def cost_subject(
         head_dim=model.head_dim,
         intermediate_size=model.intermediate_size,
         vocab_size=model.vocab_size,
-        dtype=resolve_dtype(serving_dtype(dtype), model).name,
+        dtype=weights_dtype,
+        kv_dtype=kv_dtype or weights_dtype,
         device=jax.devices()[0].device_kind,
         tensor_parallel_size=tensor_parallel_size,
         chunk_tokens=chunk_tokens,
@@ -247,6 +256,7 @@ def _cost_model(model: ModelConfig, config: EngineConfig, dtype: str) -> CostMod
             dtype=dtype,
             tensor_parallel_size=config.runner.tensor_parallel_size,
             chunk_tokens=cache.chunk_tokens,
+            kv_dtype=cache.kv_dtype,
         )
         return MeasuredCostModel.load(cache.cost_profile, subject)
     return estimated_cost_model(model, cache.chunk_tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pallas_kernels.attention_names import ATTENTION_BACKENDS
+from pallas_kernels.attention_names import ATTENTION_BACKENDS, KV_DTYPES
 from pensieve_jax.core.options import (
     PATH,
     TRUTH,
@@ -68,6 +68,13 @@ class CacheConfig:
         32,
         one_of(CHUNK_SIZES_TOKENS),
         "Consecutive tokens of a chunk, the unit of caching and eviction, and so of a page.",
+    )
+    kv_dtype: str | None = option(
+        None,
+        optional(one_of(KV_DTYPES)),
+        "What both tiers store KV state as: int8 or float8_e4m3fn, with a scale for the key and the value of "
+        "each token and KV head, hold nearly twice the tokens that 16 bits do, and answers differ a little. "
+        "None is the model's dtype, in which nothing is lost.",
     )
     policy: str = option(
         "retention",

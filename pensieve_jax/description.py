@@ -62,10 +62,10 @@ def describe(parts: Assembled) -> Description:
       kernels: for `attention`, `residual_norm`, `sampling_cutoff` and `page_copy` the `backend` and the
         `reason` for it; None for a kernel that nothing calls.
       cache: `stateful`, `policy`, for one that learns the `order` that it follows now and why (else None),
-        `chunk_tokens`, `page_bytes` of a page on one device, and what both tiers
-        hold: `gpu_pages`, `gpu_bytes` a device and `gpu_tokens`, the dummy page not counted; `cpu_slots`,
-        `cpu_bytes` of all devices together and `cpu_tokens`. `cost_model` is "measured", with the file as
-        `cost_profile`, or "analytic".
+        `chunk_tokens`, the `kv_dtype` that pages are stored as, `page_bytes` of a page on one device, and
+        what both tiers hold: `gpu_pages`, `gpu_bytes` a device and `gpu_tokens`, the dummy page not counted;
+        `cpu_slots`, `cpu_bytes` of all devices together and `cpu_tokens`. `cost_model` is "measured", with
+        the file as `cost_profile`, or "analytic".
       steps: `buckets` in tokens, ascending; `max_context_tokens`, `max_num_running`, `max_num_rows` and
         `num_layer_groups`.
       compilation_cache_dir: where compiled steps are kept, or None.
@@ -96,7 +96,7 @@ def _model(parts: Assembled) -> dict[str, Any]:
         "architecture": model.architecture,
         **{name: getattr(model, name) for name in (*sizes, "vocab_size")},
         "num_parameters": num_parameters(model),
-        "dtype": parts.runner.storage.dtype.name,
+        "dtype": parts.runner.dtype.name,
         "weights_bytes": parts.runner.weights_bytes,
     }
 
@@ -113,6 +113,7 @@ def _cache(parts: Assembled) -> dict[str, Any]:
         "policy": cache.policy,
         "order": parts.engine.cache.turns.describe(),
         "chunk_tokens": cache.chunk_tokens,
+        "kv_dtype": cache.kv_dtype or parts.runner.dtype.name,
         "page_bytes": storage.page_bytes,
         "gpu_pages": cache.gpu_pages,
         "gpu_bytes": cache.gpu_pages * storage.page_bytes,

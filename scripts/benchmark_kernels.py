@@ -56,6 +56,7 @@ from kernels.torch_peers import check_torch_has_room
 from steps.ceilings import Ceilings, measure_ceilings
 from steps.cost_plot import check_can_plot
 
+from pallas_kernels.attention_names import KV_DTYPES
 from pallas_kernels.ragged_paged_attention import AttentionArgumentError, BlockSizes, TileClass
 from pallas_kernels.ragged_paged_attention.shapes import CASES, Case
 from pensieve_jax.commands.launch import EXIT_FAILED, run
@@ -104,16 +105,16 @@ def kernels(case: Case) -> Iterator[Kernel]:
         def prepare(inputs: Inputs) -> Program:
             return backend_program(inputs, backend, blocks)
 
-        classes = make_spec(case, FLAGS.dtype, backend, blocks).blocks.classes
+        classes = make_spec(case, FLAGS.dtype, backend, blocks, FLAGS.kv_dtype).blocks.classes
         return Kernel(backend, False, prepare, classes, is_tried=blocks is not None)
 
-    backends = chosen_backends(FLAGS.backend, case, FLAGS.dtype)
+    backends = chosen_backends(FLAGS.backend, case, FLAGS.dtype, FLAGS.kv_dtype)
     yield from map(ours, backends)
     for name in chosen_peers(FLAGS.peers):
         yield Kernel(name, True, PEERS[name])
     if FLAGS.sweep:
         for backend in backends:
-            for blocks in block_variants(case, FLAGS.dtype, backend):
+            for blocks in block_variants(case, FLAGS.dtype, backend, FLAGS.kv_dtype):
                 yield ours(backend, blocks)
 
 
@@ -151,7 +152,7 @@ def measure_parts(kernel: Kernel, batch: Checked, ceilings: Ceilings) -> dict[st
 
 def run_case(case: Case, ceilings: Ceilings) -> list[Result]:
     """Results of a case, each printed at once."""
-    batch = checked(make_inputs(case, FLAGS.dtype, FLAGS.seed))
+    batch = checked(make_inputs(case, FLAGS.dtype, FLAGS.seed, FLAGS.kv_dtype))
     results = []
     for kernel in kernels(case):
         result = measure(kernel, batch, ceilings)
@@ -176,9 +177,10 @@ def cases() -> list[Case]:
 def check_flags(found: list[Case]) -> None:
     """Raise, before anything is measured, for flags that cannot work."""
     check_backends(FLAGS.backend)
-    chosen_peers(FLAGS.peers)
+    if chosen_peers(FLAGS.peers) and FLAGS.kv_dtype is not None:
+        raise AttentionArgumentError("--peers", FLAGS.peers, f"none reads pages of {FLAGS.kv_dtype}")
     for case in found:
-        chosen_backends(FLAGS.backend, case, FLAGS.dtype)
+        chosen_backends(FLAGS.backend, case, FLAGS.dtype, FLAGS.kv_dtype)
     if FLAGS.plot is not None:
         check_can_plot("--plot", Path(FLAGS.plot))
 
@@ -196,7 +198,8 @@ def main() -> int:
     itemsize = jnp.dtype(FLAGS.dtype).itemsize
     # Not earlier: JAX takes its memory when it is first used.
     check_torch_has_room(chosen_peers(FLAGS.peers), max(case.kv_bytes for case in found) * itemsize // 2)
-    print(f"{device_name()}, {FLAGS.dtype}; {ceilings_line(ceilings)}\n{HEADER}")
+    stored = "" if FLAGS.kv_dtype is None else f", pages of {FLAGS.kv_dtype}"
+    print(f"{device_name()}, {FLAGS.dtype}{stored}; {ceilings_line(ceilings)}\n{HEADER}")
     results, left_out, num_mismatches = [], [], 0
     for case in found:
         if FLAGS.time_limit_s is not None and time.perf_counter() - began > FLAGS.time_limit_s:
@@ -215,6 +218,7 @@ def main() -> int:
         plot_roofline(results, ceilings, title, Path(FLAGS.plot))
     document = {
         "dtype": FLAGS.dtype,
+        "kv_dtype": FLAGS.kv_dtype or FLAGS.dtype,
         "platform": jax.devices()[0].client.platform_version,
         "ceilings": ceilings._asdict(),
         "peer_versions": peer_versions(),
@@ -246,7 +250,8 @@ def define_flags() -> None:
     flags.DEFINE_list("peers", [], f"What is timed beside it: all, jax, torch, {', '.join(PEERS)}.")
     flags.DEFINE_bool("sweep", False, "Time our kernel with many block sizes, too.")
     flags.DEFINE_string("plot", None, "Where the roofline is drawn, e.g. roofline.png; needs matplotlib.")
-    flags.DEFINE_enum("dtype", "bfloat16", list(TOLERANCE), "Of pages and values.")
+    flags.DEFINE_enum("dtype", "bfloat16", list(TOLERANCE), "Of queries, and of pages.")
+    flags.DEFINE_enum("kv_dtype", None, KV_DTYPES, "What pages are stored as; default: --dtype.")
     flags.DEFINE_integer("seed", 0, "Seed of pages and values.")
     flags.DEFINE_float("target_ms", 40.0, "Device time of one timed call, about.", lower_bound=0.001)
     flags.DEFINE_float(

@@ -26,7 +26,6 @@ from typing import Any
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 from absl import flags
 from common.spread import Spread
 from steps.bounds import bound_s, operations
@@ -151,7 +150,8 @@ def measure_steps(
             parts.model_config,
             rows,
             num_samples=len(rows),
-            bytes_per_number=jnp.dtype(parts.runner.storage.dtype).itemsize,
+            bytes_per_number=parts.runner.dtype.itemsize,
+            kv_token_bytes=parts.runner.storage.chunk_bytes / parts.runner.storage.page_size,
             num_devices=FLAGS.tensor_parallel_size,
         )
         bound = bound_s(todo, ceilings)

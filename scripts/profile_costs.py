@@ -30,6 +30,7 @@ from steps.chunk_steps import ChunkSteps, Measured, Sampling, measure
 from steps.cost_plot import check_can_plot, plot_costs
 
 from model_defs import ModelConfig, make_mesh, source_config
+from pallas_kernels.attention_names import KV_DTYPES
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.assembly import ProgressBar, cost_subject, make_runner
 from pensieve_jax.cache.cost import COST_KINDS, DEFAULT_COST_KIND, CostPoint, CostProfile, CostSubject
@@ -67,7 +68,9 @@ def engine_config(longest: int) -> EngineConfig:
     """Two buckets, and pages for as many sequences of that length as a step has chunks."""
     chunk, num_chunks = FLAGS.chunk_tokens, FLAGS.num_batched_chunks
     return EngineConfig(
-        cache=CacheConfig(chunk_tokens=chunk, gpu_pages=num_chunks * longest // chunk),
+        cache=CacheConfig(
+            chunk_tokens=chunk, gpu_pages=num_chunks * longest // chunk, kv_dtype=FLAGS.kv_dtype
+        ),
         scheduler=SchedulerConfig(
             max_num_running=num_chunks,
             max_num_rows=num_chunks,
@@ -103,6 +106,7 @@ def subject_of(model: ModelConfig) -> CostSubject:
         dtype=FLAGS.dtype,
         tensor_parallel_size=FLAGS.tensor_parallel_size,
         chunk_tokens=FLAGS.chunk_tokens,
+        kv_dtype=FLAGS.kv_dtype,
     )
 
 
@@ -166,6 +170,7 @@ def define_flags() -> None:
     """The command line."""
     define_model_flag()
     flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "Of weights and KV state.")
+    flags.DEFINE_enum("kv_dtype", None, KV_DTYPES, "What KV state is stored as; default: --dtype.")
     flags.DEFINE_integer("chunk_tokens", 32, "Tokens of a chunk: 16, 32 or 64.", lower_bound=1)
     flags.DEFINE_integer(
         "max_context_tokens", None, "The longest context measured; default: the model's, at most 16,384."

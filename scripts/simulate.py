@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from absl import flags
 from common.live_figures import LiveFigures
 from common.session_flags import define_session_flags, load_trace, rates, sessions
@@ -34,6 +35,7 @@ from serving.report import curve, draw
 from steps.cost_plot import check_can_plot
 
 from model_defs import PRESETS, preset
+from pallas_kernels.attention_names import KV_DTYPES
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from pensieve_jax.assembly import estimated_cost_model
 from pensieve_jax.cache import CostModel
@@ -42,6 +44,7 @@ from pensieve_jax.commands.engine_flags import num_bytes, shows_progress
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
 from pensieve_jax.config import NUM_BUCKETS_GPU, POLICIES
+from pensieve_jax.device.kv_storage import chunk_bytes
 from pensieve_jax.simulator import ROUTERS, DeviceProfile, Scenario, figures, profile_names, simulate
 from pensieve_jax.workload import UNITS, Session, Trace
 
@@ -67,7 +70,15 @@ _FOUND = {
 }
 _SETTINGS = (
     *("think", "time_scale", "mid_life_s", "warm_up_s", "window_s", "seed", "replicas", "routing"),
-    *("gpu_bytes", "cpu_bytes", "chunk_tokens", "max_num_running", "max_num_batched_tokens"),
+    *(
+        "gpu_bytes",
+        "cpu_bytes",
+        "kv_dtype",
+        "kv_read_rate",
+        "chunk_tokens",
+        "max_num_running",
+        "max_num_batched_tokens",
+    ),
     *("max_num_buckets", "max_context_tokens", "unified", "stretches"),
 )
 
@@ -120,6 +131,20 @@ def engine_config(profile: DeviceProfile) -> EngineConfig:
         ),
     )
     return config.with_cpu_pages(page_bytes)
+
+
+def stored(profile: DeviceProfile) -> DeviceProfile:
+    """The profile with KV state as `--kv_dtype` says; raises ConfigError."""
+    if FLAGS.kv_dtype is None:
+        return profile
+    if not FLAGS.kv_read_rate > 0:
+        raise ConfigError("--kv_read_rate", FLAGS.kv_read_rate, "above 0")
+    if profile.model not in PRESETS:
+        limit = f"left out for a device profile of {profile.model!r}, which is no preset"
+        raise ConfigError("--kv_dtype", FLAGS.kv_dtype, limit)
+    model, dtype = preset(profile.model), jnp.dtype(profile.dtype)
+    page_bytes = chunk_bytes(model, FLAGS.chunk_tokens, dtype, FLAGS.kv_dtype)
+    return profile.keeping(page_bytes // FLAGS.chunk_tokens, rate=FLAGS.kv_read_rate)
 
 
 def cost_model(profile: DeviceProfile) -> CostModel:
@@ -214,7 +239,7 @@ def check_flags() -> None:
 
 def main() -> int:
     check_flags()
-    profile = DeviceProfile.load(FLAGS.profile)
+    profile = stored(DeviceProfile.load(FLAGS.profile))
     systems(profile)  # before the trace is made, which takes longer
     trace = load_trace(FLAGS.max_context_tokens)
     results: dict[str, list[dict[str, Any]]] = {}
@@ -253,6 +278,12 @@ def define_flags() -> None:
     flags.DEFINE_list("systems", list(SYSTEMS), f"Among {', '.join(SYSTEMS)}.")
     flags.DEFINE_list("policies", ["retention"], f"Eviction policies, among {', '.join(POLICIES)}.")
     flags.DEFINE_string("cost_profile", None, "What profile_costs.py measured; default: an estimate.")
+    flags.DEFINE_enum(
+        "kv_dtype", None, KV_DTYPES, "What KV state is stored as; default: the profile's dtype."
+    )
+    flags.DEFINE_float(
+        "kv_read_rate", 1.0, "With --kv_dtype: bytes of it that steps read in a second, over the profile's."
+    )
     flags.DEFINE_string("gpu_bytes", "40GB", "Device memory for KV state, of each replica.")
     flags.DEFINE_string("cpu_bytes", "60GB", "Host memory for it, of each replica.")
     flags.DEFINE_integer("chunk_tokens", 32, "Tokens of a page: 16, 32 or 64.")

@@ -5,7 +5,8 @@ Called by: the engine's transfers, inside a jit and, with several devices, insid
 one shard's.
 
 A page of several layers lies in as many pools; a *chunk* here is the same page of all of them as one array
-[num_layers, page_size, 2 * num_kv_heads, head_dim], which is what moves between memories in one piece.
+[num_layers, rows, 2 * num_kv_heads, head_dim], which is what moves between memories in one piece. A page has
+a row for every token, and may have others.
 Batches have fixed sizes: page 0 is padding. Gathering it reads the pool's dummy page, whatever that holds;
 scattering to it writes nothing, as to any page past the pool.
 """
@@ -28,7 +29,7 @@ class PageCopyError(ValueError):
 
 
 def choose_backend(page_shape: tuple[int, ...], device: jax.Device) -> str:
-    """The fastest back end for pages of [page_size, 2 * num_kv_heads, head_dim] on `device`."""
+    """The fastest back end for pages of [rows, 2 * num_kv_heads, head_dim] on `device`."""
     served = _triton_serves(page_shape) and triton_device_limit(device) is None
     return "pallas_triton" if served else "xla"
 
@@ -39,13 +40,13 @@ def gather_pages(
     """One chunk for every entry of `pages`.
 
     Args:
-      pools: one per layer, [num_pages, page_size, 2 * num_kv_heads, head_dim] each.
+      pools: one per layer, [num_pages, rows, 2 * num_kv_heads, head_dim] each.
       pages: i32[num_chunks], inside the pools.
       backend: "xla" or "pallas_triton"; see `choose_backend`.
       interpret: run the Triton kernel without a GPU, slowly.
 
     Returns:
-      num_chunks arrays [num_layers, page_size, 2 * num_kv_heads, head_dim].
+      num_chunks arrays [num_layers, rows, 2 * num_kv_heads, head_dim].
 
     Raises:
       PageCopyError: shapes that do not belong together, or that the back end does not serve.
@@ -72,7 +73,7 @@ def scatter_pages(
 
     Args:
       pools: as in `gather_pages`.
-      chunks: arrays [num_layers, page_size, 2 * num_kv_heads, head_dim]; the same one may stand for padding.
+      chunks: arrays [num_layers, rows, 2 * num_kv_heads, head_dim]; the same one may stand for padding.
       pages: i32[len(chunks)], different from each other but for padding: 0, or past the pool.
       backend: as in `gather_pages`.
       interpret: as in `gather_pages`.
@@ -104,9 +105,8 @@ def scatter_pages(
 
 
 def _triton_serves(page_shape: tuple[int, ...]) -> bool:
-    page_size, _, head_dim = page_shape
-    powers_of_two = page_size & (page_size - 1) == 0 and head_dim & (head_dim - 1) == 0
-    return powers_of_two and page_size >= _MIN_LANES and head_dim >= _MIN_LANES
+    num_rows, _, head_dim = page_shape
+    return head_dim & (head_dim - 1) == 0 and num_rows >= _MIN_LANES and head_dim >= _MIN_LANES
 
 
 def _check(pools: Sequence[jax.Array], pages: jax.Array, backend: str) -> None:
@@ -114,7 +114,7 @@ def _check(pools: Sequence[jax.Array], pages: jax.Array, backend: str) -> None:
     if len(shapes) != 1 or pools[0].ndim != 4:
         raise PageCopyError(
             f"pools are {sorted(shapes)}, but must be one or more of one shape "
-            "(num_pages, page_size, 2 * num_kv_heads, head_dim) and one dtype"
+            "(num_pages, rows, 2 * num_kv_heads, head_dim) and one dtype"
         )
     if pages.ndim != 1 or pages.dtype != jnp.int32:
         raise PageCopyError(f"pages are {pages.dtype.name}{list(pages.shape)}, but must be int32[num_chunks]")
@@ -122,6 +122,6 @@ def _check(pools: Sequence[jax.Array], pages: jax.Array, backend: str) -> None:
         raise PageCopyError(f"backend is {backend!r}, but must be one of {_BACKENDS}")
     if backend == "pallas_triton" and not _triton_serves(pools[0].shape[1:]):
         raise PageCopyError(
-            f"pallas_triton copies pages of {_MIN_LANES} or more tokens and head_dim, powers of two; "
+            f"pallas_triton copies pages of {_MIN_LANES} or more rows and head_dim, a power of two; "
             f"use backend 'xla' for {pools[0].shape[1:]}"
         )

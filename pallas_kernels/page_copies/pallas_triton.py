@@ -101,9 +101,10 @@ def _gather_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_pools: int) -
 
         @pl.when(layer == pool_index)
         def copy(pool_index: int = pool_index, pool_ref: Any = pool_ref) -> None:
-            rows = [pool_ref[pages_ref[first + i], :, head, :] for i in range(len(chunk_refs))]
-            for chunk_ref, row in zip(chunk_refs, rows, strict=True):
-                chunk_ref[pool_index, :, head, :] = row
+            for rows in _row_runs(pool_ref.shape[1]):
+                tiles = [pool_ref[pages_ref[first + i], rows, head, :] for i in range(len(chunk_refs))]
+                for chunk_ref, tile in zip(chunk_refs, tiles, strict=True):
+                    chunk_ref[pool_index, rows, head, :] = tile
 
 
 def _scatter_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_chunks: int) -> None:
@@ -115,10 +116,20 @@ def _scatter_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_chunks: int)
 
         @pl.when(layer == pool_index)
         def copy(pool_index: int = pool_index, pool_ref: Any = pool_ref) -> None:
-            rows = [chunk_ref[pool_index, :, head, :] for chunk_ref in chunk_refs]
-            for i, row in enumerate(rows):
-                page = pages_ref[first + i]
+            for rows in _row_runs(pool_ref.shape[1]):
+                tiles = [chunk_ref[pool_index, rows, head, :] for chunk_ref in chunk_refs]
+                for i, tile in enumerate(tiles):
+                    page = pages_ref[first + i]
 
-                @pl.when((page > 0) & (page < num_pages))
-                def store(page: Any = page, row: Any = row) -> None:
-                    pool_ref[page, :, head, :] = row
+                    @pl.when((page > 0) & (page < num_pages))
+                    def store(page: Any = page, tile: Any = tile, rows: Any = rows) -> None:
+                        pool_ref[page, rows, head, :] = tile
+
+
+def _row_runs(num_rows: int) -> Iterator[Any]:
+    """A page's rows in runs of powers of two, since Triton knows no other blocks; the longest first."""
+    start = 0
+    for bit in reversed(range(num_rows.bit_length())):
+        if num_rows & (1 << bit):
+            yield pl.ds(start, 1 << bit)
+            start += 1 << bit

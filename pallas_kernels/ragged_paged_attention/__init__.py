@@ -13,6 +13,7 @@ from pallas_kernels.ragged_paged_attention.block_sizes import BlockSizes, TileCl
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 from pallas_kernels.ragged_paged_attention.kv_write import write_kv
 from pallas_kernels.ragged_paged_attention.metadata import build_tiles
+from pallas_kernels.ragged_paged_attention.page_formats import page_dtype, page_shape, stored_as
 from pallas_kernels.ragged_paged_attention.tile_specs import TileSpec
 
 __all__ = [
@@ -29,7 +30,10 @@ __all__ = [
     "device_limit",
     "import_backend",
     "mosaic_class",
+    "page_dtype",
+    "page_shape",
     "ragged_paged_attention",
+    "stored_as",
     "tile_spec",
     "write_kv",
 ]

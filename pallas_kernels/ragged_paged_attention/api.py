@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.attention_names import KV_DTYPES
 from pallas_kernels.ragged_paged_attention.backends import DTYPES, AttentionHeads, choose_backend
 from pallas_kernels.ragged_paged_attention.block_sizes import BlockSizes
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 from pallas_kernels.ragged_paged_attention.metadata import build_tiles_traced
+from pallas_kernels.ragged_paged_attention.page_formats import PageKind, page_dtype, page_size_of
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
 from pallas_kernels.ragged_paged_attention.tile_specs import TileSpec, make_tile_spec
 from pallas_kernels.ragged_paged_attention.xla import xla_attention
@@ -37,6 +39,7 @@ def ragged_paged_attention(
     metadata: tuple[TileSpec, jax.Array] | None = None,
     backend: str = "auto",
     blocks: BlockSizes | None = None,
+    kv_dtype: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Causal attention of ragged query ranges over pages (Pensieve, section 4.4: sub-requests).
@@ -47,6 +50,7 @@ def ragged_paged_attention(
     Args:
       q: [num_tokens, num_q_heads, head_dim].
       kv_pages: [num_pages, page_size, 2 * num_kv_heads, head_dim], q's dtype; K at even, V at odd heads.
+        With a `kv_dtype` i8, and rows of scales behind those of the tokens; see `page_formats`.
       kv_lens: i32[max_num_seqs], at least the row's queries.
       page_indices: i32[max_num_seqs, pages_per_seq]; entries past a row's keys are not read.
       cu_q_lens: i32[max_num_seqs + 1].
@@ -55,6 +59,7 @@ def ragged_paged_attention(
       metadata: (spec, tiles) of `tile_spec` and `build_tiles`; None: tiles are made on the device.
       backend: "auto" takes the metadata's back end, else the fastest that serves these arguments here.
       blocks: tile sizes to use instead of the measured ones; only without metadata.
+      kv_dtype: what pages are stored as; None: q's dtype.
       interpret: run a Pallas back end in interpret mode, on any device.
 
     Returns:
@@ -64,18 +69,26 @@ def ragged_paged_attention(
       AttentionArgumentError: what no back end serves, or not the one that was named.
     """
     args = (q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs)
-    _check_arrays(*args)
+    if kv_dtype not in (None, *KV_DTYPES):
+        raise AttentionArgumentError("kv_dtype", kv_dtype, f"must be None or one of {KV_DTYPES}")
+    _check_arrays(*args, kv_dtype=kv_dtype)
     if not (math.isfinite(sm_scale) and sm_scale > 0):
         raise AttentionArgumentError("sm_scale", sm_scale, "must be positive and finite")
     if metadata is not None:
         backend = metadata[0].backend if backend == "auto" else backend
         blocks = metadata[0].blocks
-    spec = _spec_of(q, kv_pages, kv_lens, backend=backend, blocks=blocks)
+    spec = _spec_of(q, kv_pages, kv_lens, backend=backend, blocks=blocks, kv_dtype=kv_dtype)
     return _dispatch(spec, args, sm_scale=sm_scale, metadata=metadata, interpret=interpret)
 
 
 def _spec_of(
-    q: jax.Array, kv_pages: jax.Array, kv_lens: jax.Array, *, backend: str, blocks: BlockSizes | None
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    *,
+    backend: str,
+    blocks: BlockSizes | None,
+    kv_dtype: str | None,
 ) -> TileSpec:
     """The spec that arrays of these shapes need."""
     return tile_spec(
@@ -84,10 +97,11 @@ def _spec_of(
         num_q_heads=q.shape[1],
         num_kv_heads=kv_pages.shape[2] // 2,
         head_dim=q.shape[2],
-        page_size=kv_pages.shape[1],
+        page_size=page_size_of(kv_pages, kv_dtype, PAGE_SIZES),
         dtype=q.dtype,
         backend=backend,
         blocks=blocks,
+        kv_dtype=kv_dtype,
     )
 
 
@@ -104,9 +118,13 @@ def _dispatch(
     if spec.backend == "reference":
         if any(isinstance(arg, jax.core.Tracer) for arg in args):
             raise AttentionArgumentError("backend", "reference", "is numpy and cannot be jitted; use 'xla'")
-        return jnp.asarray(reference_attention(*map(np.asarray, args), sm_scale=sm_scale), q.dtype)
+        arrays = map(np.asarray, args)
+        answer = reference_attention(
+            *arrays, sm_scale=sm_scale, page_size=spec.page_size, kv_dtype=spec.kv_dtype
+        )
+        return jnp.asarray(answer, q.dtype)
     if spec.backend == "xla":
-        return xla_attention(*args, sm_scale=sm_scale)
+        return xla_attention(*args, sm_scale=sm_scale, kind=PageKind(spec.page_size, spec.kv_dtype))
     if metadata is not None and (metadata[0] != spec or metadata[1].shape != (spec.tiles_len,)):
         raise AttentionArgumentError(
             "metadata", metadata[0], f"was made for another call; this one needs {spec}"
@@ -143,6 +161,7 @@ def tile_spec(
     dtype: Any,
     backend: str = "auto",
     blocks: BlockSizes | None = None,
+    kv_dtype: str | None = None,
 ) -> TileSpec:
     """The static part of a bucket's metadata. Heads are those of one shard.
 
@@ -152,7 +171,7 @@ def tile_spec(
     for field, value in (("num_tokens", num_tokens), ("max_num_seqs", max_num_seqs), ("head_dim", head_dim)):
         if value < 1:
             raise AttentionArgumentError(field, value, "must be at least 1")
-    heads = AttentionHeads(num_q_heads, num_kv_heads, head_dim, dtype)
+    heads = AttentionHeads(num_q_heads, num_kv_heads, head_dim, dtype, kv_dtype)
     if page_size not in PAGE_SIZES:
         raise AttentionArgumentError("page_size", page_size, f"must be one of {PAGE_SIZES}")
     if jnp.dtype(dtype).name not in DTYPES:
@@ -167,6 +186,7 @@ def tile_spec(
         dtype=dtype,
         backend=choose_backend(backend, heads).name,
         blocks=blocks,
+        kv_dtype=kv_dtype,
     )
 
 
@@ -177,14 +197,17 @@ def _check_arrays(
     page_indices: jax.Array,
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
+    *,
+    kv_dtype: str | None,
 ) -> None:
     if q.ndim != 3:
         raise AttentionArgumentError("q.shape", q.shape, "must be (num_tokens, num_q_heads, head_dim)")
     if kv_pages.ndim != 4 or kv_pages.shape[2] % 2 or kv_pages.shape[3] != q.shape[2]:
         limit = f"must be (num_pages, page_size, 2 * num_kv_heads, {q.shape[2]})"
         raise AttentionArgumentError("kv_pages.shape", kv_pages.shape, limit)
-    if kv_pages.dtype != q.dtype:
-        raise AttentionArgumentError("kv_pages.dtype", kv_pages.dtype.name, f"must be q's, {q.dtype.name}")
+    if kv_pages.dtype != (expected := page_dtype(kv_dtype, q.dtype)):
+        whose = "q's, " if kv_dtype is None else f"for kv_dtype {kv_dtype!r} "
+        raise AttentionArgumentError("kv_pages.dtype", kv_pages.dtype.name, f"must be {whose}{expected.name}")
     rows = kv_lens.shape[0] if kv_lens.ndim == 1 else -1
     shapes = {
         "kv_lens": (kv_lens, ("max_num_seqs",), rows >= 1),
@@ -192,8 +215,8 @@ def _check_arrays(
         "cu_q_lens": (cu_q_lens, (rows + 1,), cu_q_lens.shape == (rows + 1,)),
         "num_seqs": (num_seqs, (1,), num_seqs.shape == (1,)),
     }
-    for name, (array, expected, right) in shapes.items():
+    for name, (array, shape, right) in shapes.items():
         if not right:
-            raise AttentionArgumentError(f"{name}.shape", array.shape, f"must be {expected}")
+            raise AttentionArgumentError(f"{name}.shape", array.shape, f"must be {shape}")
         if array.dtype != np.int32:
             raise AttentionArgumentError(f"{name}.dtype", array.dtype.name, "must be int32")

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention_names import AUTO, BackendName
+from pallas_kernels.attention_names import AUTO, KV_DTYPES, BackendName
 from pallas_kernels.devices import mosaic_device_limit, triton_device_limit
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 
@@ -40,6 +40,7 @@ class Backend:
       dtypes: of queries and pages that it serves.
       head_dims: elements of a head that it serves; None: any.
       groups: query heads per KV head that it serves; None: any.
+      kv_dtypes: that pages may be stored as, beside the model's dtype.
       instead: what to do about what it does not serve.
       has_tiles: it takes tile lists.
       has_mosaic_tiles: some of its tile classes may be Mosaic's.
@@ -54,6 +55,7 @@ class Backend:
     dtypes: tuple[str, ...] = DTYPES
     head_dims: tuple[int, ...] | None = None
     groups: tuple[int, ...] | None = None
+    kv_dtypes: tuple[str, ...] = KV_DTYPES
     instead: str = ""
     has_tiles: bool = False
     has_mosaic_tiles: bool = False
@@ -74,6 +76,7 @@ _ROWS = (
         dtypes=("bfloat16", "float16"),
         head_dims=(64, 128),
         groups=(1, 2, 4, 8, 16),
+        kv_dtypes=(),  # its products take operands of 16 bits from shared memory, as they came
         instead="use backend 'pallas_triton' or 'xla'",
         has_tiles=True,
         has_mosaic_tiles=True,
@@ -95,6 +98,7 @@ _ROWS = (
         device_limit=triton_device_limit,
         head_dims=_TRITON_HEAD_DIMS,
         groups=_TRITON_GROUPS,
+        kv_dtypes=(),
         instead="use backend 'xla'",
         has_tiles=True,
         package="jax_triton",
@@ -114,15 +118,17 @@ TILED_BACKENDS: tuple[str, ...] = tuple(row.name for row in _ROWS if row.has_til
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """What a back end must serve: the heads of one shard, and the dtype of queries and pages.
+    """What a back end must serve: the heads of one shard, the dtype of queries, and what pages are stored as.
 
-    Raises AttentionArgumentError for query heads that cannot share these KV heads.
+    Without a `kv_dtype` that is the queries' dtype. Raises AttentionArgumentError for query heads that cannot
+    share these KV heads.
     """
 
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: Any
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no back end could serve."""
@@ -138,7 +144,8 @@ class AttentionHeads:
     def __str__(self) -> str:
         """In words."""
         heads = f"{self.num_q_heads} query heads on {self.num_kv_heads} KV heads of {self.head_dim}"
-        return f"{heads} in {jnp.dtype(self.dtype).name}"
+        stored = "" if self.kv_dtype is None else f", stored as {self.kv_dtype}"
+        return f"{heads} in {jnp.dtype(self.dtype).name}{stored}"
 
 
 @dataclass(frozen=True)
@@ -206,6 +213,10 @@ def heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError |
     if row.groups is not None and heads.group not in row.groups:
         limit = f"{backend} serves {_numbers(row.groups)} query heads per KV head; {row.instead}"
         return AttentionArgumentError("num_q_heads / num_kv_heads", heads.group, limit)
+    if heads.kv_dtype is not None and heads.kv_dtype not in row.kv_dtypes:
+        served = " or ".join(["the queries' dtype", *row.kv_dtypes])
+        instead = "use backend 'pallas_triton' or 'xla'"
+        return AttentionArgumentError("kv_dtype", heads.kv_dtype, f"{backend} reads {served}; {instead}")
     return None
 
 

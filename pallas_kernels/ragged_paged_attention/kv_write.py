@@ -10,17 +10,38 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
+from pallas_kernels.ragged_paged_attention.page_formats import (
+    encode,
+    num_scale_rows,
+    scale_bytes,
+    scale_places,
+)
 
 
-def write_kv(kv_pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
+def write_kv(
+    kv_pages: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slots: jax.Array,
+    *,
+    page_size: int | None = None,
+    kv_dtype: str | None = None,
+    backend: str = "xla",
+    interpret: bool = False,
+) -> jax.Array:
     """Scatters the keys and values of new tokens into the pool, in place where the pool is donated.
 
     Args:
-      kv_pages: [num_pages, page_size, 2 * num_kv_heads, head_dim]; K at even, V at odd heads.
+      kv_pages: [num_pages, page_size, 2 * num_kv_heads, head_dim]; K at even, V at odd heads. With a
+        `kv_dtype` i8, and rows of scales behind those of the tokens; see `page_formats`.
       k: [num_tokens, num_kv_heads, head_dim].
       v: [num_tokens, num_kv_heads, head_dim].
       slots: i32[num_tokens], page * page_size + offset. A slot at or past num_pages * page_size is padding
         and is dropped; the others must differ from each other and not be negative.
+      page_size: tokens of a page; None: all its rows are tokens'.
+      kv_dtype: what pages hold; None: the pool's dtype.
+      backend: of the attention that reads them: a kernel of "pallas_triton" writes int8.
+      interpret: run that without a GPU, slowly.
 
     Returns:
       The pool with the new rows; every other element is unchanged.
@@ -28,7 +49,11 @@ def write_kv(kv_pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) 
     Raises:
       AttentionArgumentError: shapes that do not belong together.
     """
-    _, page_size, num_combined_heads, head_dim = kv_pages.shape
+    _, num_rows, num_combined_heads, head_dim = kv_pages.shape
+    page_size = num_rows if page_size is None else page_size
+    if num_rows != page_size + num_scale_rows(kv_dtype, page_size, head_dim):
+        limit = f"must be pages of {page_size} tokens, stored as {kv_dtype or kv_pages.dtype.name}"
+        raise AttentionArgumentError("kv_pages.shape", kv_pages.shape, limit)
     num_tokens = slots.shape[0]
     expected = (num_tokens, num_combined_heads // 2, head_dim)
     for name, value in (("k", k), ("v", v)):
@@ -36,9 +61,20 @@ def write_kv(kv_pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) 
             raise AttentionArgumentError(
                 f"{name}.shape", value.shape, f"must be {expected} for these pages and slots"
             )
+    if kv_dtype == "int8" and backend == "pallas_triton":
+        # Imported late: upstream calls this back end deprecated, and only its own file may depend on it.
+        from pallas_kernels.ragged_paged_attention.triton_kv_write import triton_write_kv
+
+        return triton_write_kv(kv_pages, k, v, slots, page_size=page_size, interpret=interpret)
     rows = jnp.stack([k, v], axis=2).reshape(num_tokens, num_combined_heads, head_dim)
     # Page and offset stay two indices: their product with the row size may exceed 32 bits, neither of them
     # does.
-    return kv_pages.at[slots // page_size, slots % page_size].set(
-        rows.astype(kv_pages.dtype), mode="drop", unique_indices=True
-    )
+    pages, offsets = slots // page_size, slots % page_size
+    if kv_dtype is None:
+        return kv_pages.at[pages, offsets].set(rows.astype(kv_pages.dtype), mode="drop", unique_indices=True)
+    codes, scales = encode(rows, kv_dtype)
+    written = kv_pages.at[pages, offsets].set(codes, mode="drop", unique_indices=True)
+    places = scale_places(offsets, page_size, head_dim)
+    for (row, lane), values in zip(places, scale_bytes(scales), strict=True):
+        written = written.at[pages, row, :, lane].set(values, mode="drop", unique_indices=True)
+    return written

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, MERGE_ROWS
+from pallas_kernels.ragged_paged_attention.page_formats import (
+    code_factor,
+    code_numbers,
+    scale_places,
+    scales_of_bytes,
+)
 from pallas_kernels.ragged_paged_attention.tile_lists import (
     KV_BEGIN,
     KV_END,
@@ -163,10 +169,13 @@ def _attention_kernel(
             m, total, acc, pages = carry
             start = kv_begin + i * block_kv
             keys = start + jnp.arange(block_kv)
-            kv_rows = ((pages << page_bits) + (keys & (page_size - 1))) * (2 * spec.num_kv_heads) + 2 * head
+            block = _Block(
+                spec, kv_ref, head, pages, keys & (page_size - 1), (keys < kv_end) if masked else None
+            )
             next_pages = load_pages(start + block_kv)
-            load = functools.partial(_load_rows, mask=(keys < kv_end)[:, None] if masked else None)
-            scores = _dot(q, load(kv_ref.at[kv_rows[:, None], lanes]), contract_b=1)
+            scores = _dot(q, block.load(0, q.dtype), contract_b=1)
+            if spec.kv_dtype is not None:
+                scores = scores * block.scales(0)[None, :]
             if masked:
                 visible = (keys[None, :] <= (position + q_tokens)[:, None]) & (keys < kv_end)[None, :]
                 scores = jnp.where(visible, scores, _MASKED)
@@ -174,9 +183,11 @@ def _attention_kernel(
             # The scale is positive, so it may follow the maximum and become one multiply-add with it.
             weights = exp2(scores * scale - (m_new * scale)[:, None])
             alpha = exp2((m - m_new) * scale)
-            values = load(kv_ref.at[kv_rows[:, None] + 1, lanes])
+            values, new_total = block.load(1, q.dtype), total * alpha + weights.sum(axis=1)
+            if spec.kv_dtype is not None:
+                weights = weights * block.scales(1)[None, :]
             acc = acc * alpha[:, None] + _dot(weights.astype(values.dtype), values, contract_b=0)
-            return m_new, total * alpha + weights.sum(axis=1), acc, next_pages
+            return m_new, new_total, acc, next_pages
 
         num_blocks = pl.cdiv(kv_end - kv_begin, block_kv)
         carry = (
@@ -268,8 +279,41 @@ def _merge_kernel(
     jax.lax.fori_loop(0, num_merges, combine, 0)
 
 
-def _load_rows(ref: Any, mask: Any) -> Any:
-    return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=0.0)
+class _Block(NamedTuple):
+    """Keys and values of one block and one KV head; `which` is 0 for keys and 1 for values."""
+
+    spec: TileSpec
+    kv_ref: Any  # [rows, head_dim]
+    head: Any
+    pages: Any  # of every key, or of all
+    offsets: Any  # of the keys in their pages
+    mask: Any  # keys that may be read; None: all
+
+    def load(self, which: int, dtype: Any) -> Any:
+        """[block_kv, head_dim], zero where hidden; codes without their scales."""
+        lanes = jnp.arange(self.kv_ref.shape[1])[None, :]
+        mask = None if self.mask is None else self.mask[:, None]
+        stored = _load(self.kv_ref.at[self._rows(which, self.offsets)[:, None], lanes], mask)
+        return (
+            stored if self.spec.kv_dtype is None else code_numbers(stored, self.spec.kv_dtype).astype(dtype)
+        )
+
+    def scales(self, which: int) -> Any:
+        """f32[block_kv] of codes in 8 bits, zero where hidden."""
+        kv_dtype, head_dim = self.spec.kv_dtype, self.kv_ref.shape[1]
+        assert kv_dtype is not None
+        places = scale_places(self.offsets, self.spec.page_size, head_dim)
+        high, low = [_load(self.kv_ref.at[self._rows(which, row), lane], self.mask) for row, lane in places]
+        return scales_of_bytes(high, low) * code_factor(kv_dtype)
+
+    def _rows(self, which: int, rows: Any) -> Any:
+        """Of `kv_ref`, by rows of a page."""
+        page_rows = self.spec.page_rows(self.kv_ref.shape[1])
+        return (self.pages * page_rows + rows) * (2 * self.spec.num_kv_heads) + (2 * self.head + which)
+
+
+def _load(ref: Any, mask: Any) -> Any:
+    return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=0)
 
 
 def _dot(a: Any, b: Any, *, contract_b: int) -> Any:

@@ -8,6 +8,7 @@ Called by: tests, the benchmark's correctness check, `backend="reference"`.
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 
 
@@ -20,6 +21,8 @@ def reference_attention(
     num_seqs: np.ndarray,
     *,
     sm_scale: float,
+    page_size: int | None = None,
+    kv_dtype: str | None = None,
 ) -> np.ndarray:
     """Causal attention of every row's last queries over the row's pages.
 
@@ -31,12 +34,15 @@ def reference_attention(
       cu_q_lens: i32[max_num_seqs + 1], where each row's queries begin and end.
       num_seqs: i32[1]; rows from there on are padding.
       sm_scale: factor on the scores.
+      page_size: tokens of a page; None: all its rows are tokens'.
+      kv_dtype: the pages' 8-bit format, whose scales lie in their last rows; None: they hold numbers.
 
     Returns:
       f32[num_tokens, num_q_heads, head_dim]; zero for tokens that belong to no row.
     """
     num_q_heads = q.shape[1]
-    page_size, num_kv_heads = kv_pages.shape[1], kv_pages.shape[2] // 2
+    page_size = page_size or kv_pages.shape[1]
+    num_kv_heads = kv_pages.shape[2] // 2
     group = num_q_heads // num_kv_heads
     out = np.zeros(q.shape, np.float32)
     for row in range(int(num_seqs[0])):
@@ -44,7 +50,8 @@ def reference_attention(
         if start == stop:
             continue
         pages = np.asarray(page_indices[row, : -(-kv_len // page_size)])
-        kv = np.asarray(kv_pages[pages]).reshape(-1, 2 * num_kv_heads, q.shape[2])[:kv_len].astype(np.float32)
+        kv = _numbers(np.asarray(kv_pages[pages]), page_size, kv_dtype)
+        kv = kv.reshape(-1, 2 * num_kv_heads, q.shape[2])[:kv_len]
         q_positions = np.arange(kv_len - (stop - start), kv_len)
         visible = np.arange(kv_len)[None, :] <= q_positions[:, None]
         for head in range(num_q_heads):
@@ -54,3 +61,21 @@ def reference_attention(
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             out[start:stop, head] = (weights / weights.sum(axis=1, keepdims=True)) @ v
     return out
+
+
+def _numbers(pages: np.ndarray, page_size: int, kv_dtype: str | None) -> np.ndarray:
+    """f32[num_pages, page_size, 2 * num_kv_heads, head_dim] that pages hold."""
+    if kv_dtype is None:
+        return pages.astype(np.float32)
+    codes = pages[:, :page_size]
+    if kv_dtype != "int8":
+        codes = codes.view(np.dtype(getattr(ml_dtypes, kv_dtype)))
+    numbers = codes.astype(np.float32)
+    for page, head in np.ndindex(pages.shape[0], pages.shape[2]):
+        stored = pages[page, page_size:, head].tobytes()
+        high, low = stored[:page_size], stored[page_size : 2 * page_size]
+        both = bytes(byte for pair in zip(low, high, strict=True) for byte in pair)  # little-endian
+        scales = np.frombuffer(both, ml_dtypes.bfloat16).astype(np.float32)
+        with np.errstate(invalid="ignore"):  # slots that nobody wrote hold anything
+            numbers[page, :, head] *= scales[:, None]
+    return numbers

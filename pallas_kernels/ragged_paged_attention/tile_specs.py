@@ -23,6 +23,7 @@ from pallas_kernels.ragged_paged_attention.block_sizes import (
     default_block_sizes,
 )
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
+from pallas_kernels.ragged_paged_attention.page_formats import num_scale_rows
 
 NUM_FIELDS = 8  # i32 of a tile or a merge; `tile_lists` names them
 WARPGROUP_ROWS = 64  # that one computing warpgroup of a Mosaic kernel serves
@@ -41,6 +42,7 @@ class TileSpec:
       page_size: tokens of a page.
       backend: the back end that serves it.
       blocks: tile classes; none for back ends without tiles.
+      kv_dtype: what pages are stored as; None: the queries' dtype.
     """
 
     num_tokens: int
@@ -50,6 +52,11 @@ class TileSpec:
     page_size: int
     backend: str
     blocks: BlockSizes
+    kv_dtype: str | None = None
+
+    def page_rows(self, head_dim: int) -> int:
+        """Rows of a page of this head size, those of scales included."""
+        return self.page_size + num_scale_rows(self.kv_dtype, self.page_size, head_dim)
 
     @property
     def head_major_rows(self) -> int:
@@ -134,6 +141,7 @@ def make_tile_spec(
     dtype: Any,
     backend: str,
     blocks: BlockSizes | None,
+    kv_dtype: str | None,
 ) -> TileSpec:
     """The spec for arguments that `api` has checked and a back end that it has resolved."""
     row = TABLE[backend]
@@ -152,7 +160,7 @@ def make_tile_spec(
     group = num_q_heads // num_kv_heads
     if row.has_tiles:
         _check_blocks(blocks, group, row)
-    return TileSpec(num_tokens, max_num_seqs, group, num_kv_heads, page_size, backend, blocks)
+    return TileSpec(num_tokens, max_num_seqs, group, num_kv_heads, page_size, backend, blocks, kv_dtype)
 
 
 def _check_blocks(blocks: BlockSizes, group: int, row: Backend) -> None:

@@ -1,19 +1,56 @@
 """Ragged paged attention in plain XLA: any device, any head size, any dtype; the CPU's default.
 
-Owns: an online softmax over blocks of pages that all query tiles walk together, so that memory is bounded by
-tiles times one block, never by rows times context. Does not know: tile lists, devices. Called by: `api`.
+Owns: an online softmax over blocks of pages, in two forms, of which the platform that a program is lowered
+for takes one. On accelerators all query tiles walk together, in products of the pages' dtype. On a CPU they
+go one after another, each to its own end, in blocks that a core's cache holds, and rows of one query, which
+most rows are, cost no products of a whole tile. Memory is bounded by blocks either way, never by rows times
+context.
+Does not know: tile lists, devices. Called by: `api`.
+
+Slots past a row's keys may hold anything, NaN too, and 0 * NaN is NaN. So values are selected before they are
+weighed; of keys the scores are, after the product.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-# Keys gathered at once, over all tiles: bounds the temporary memory (float32, K and V).
-_BLOCK_BYTES = 64 << 20
-_MAX_BLOCK_KEYS = 256
+from pallas_kernels.ragged_paged_attention.page_formats import PageKind
+
 _MAX_TILE_TOKENS = 32
+# What tiles that walk together take at once: bounds the temporary memory (K and V, or scores). Few blocks,
+# since a GPU's loop asks the host after each whether there is another.
+_BLOCK_BYTES = 64 << 20
+_MAX_BLOCK_KEYS = 1024
+# What a tile by itself takes at once, in float32; more keys would often be past the row's end.
+_CACHE_BYTES = 3 << 19
+_MAX_CACHED_KEYS = 256
+# Buckets up to this one decode: on a CPU their tiles have one token, and half as much is compiled.
+_DECODE_TOKENS = 8
 _MASKED = -1e30  # finite: a row that has seen no key yet must not turn into NaN
+
+
+class _Tiles(NamedTuple):
+    """Query tiles, row by row; those from `number` on are padding and have no tokens.
+
+    Attributes:
+      number: i32[].
+      row: i32[N].
+      token: i32[N], the first.
+      length: i32[N], tokens.
+      position: i32[N], of the first token in its row.
+    """
+
+    number: jax.Array
+    row: jax.Array
+    token: jax.Array
+    length: jax.Array
+    position: jax.Array
 
 
 def xla_attention(
@@ -25,46 +62,167 @@ def xla_attention(
     num_seqs: jax.Array,
     *,
     sm_scale: float,
+    kind: PageKind,
 ) -> jax.Array:
-    """See `api.ragged_paged_attention`; arguments are already checked."""
-    num_tokens, num_q_heads, head_dim = q.shape
-    _, page_size, num_combined_heads, _ = kv_pages.shape
-    num_kv_heads, group = num_combined_heads // 2, 2 * num_q_heads // num_combined_heads
-    tile_tokens = _tile_tokens(num_tokens, kv_lens.shape[0])
-    tile_row, tile_token, tile_len, tile_position = _tiles(
-        cu_q_lens, kv_lens, num_seqs, num_tokens, tile_tokens
+    """See `api.ragged_paged_attention`; arguments are already checked, and `kind` is what pages are."""
+    return _attend(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sm_scale=sm_scale, kind=kind)
+
+
+# A function of its own, so that it is traced once for all layers.
+@functools.partial(jax.jit, static_argnames=("sm_scale", "kind"))
+def _attend(*args: jax.Array, sm_scale: float, kind: PageKind) -> jax.Array:
+    return lax.platform_dependent(
+        *args,
+        cpu=functools.partial(one_after_another, sm_scale=sm_scale, kind=kind),
+        default=functools.partial(together, sm_scale=sm_scale, kind=kind),
     )
-    num_tiles = tile_row.shape[0]
-    block_keys = _block_keys(num_tiles, page_size, num_combined_heads * head_dim)
+
+
+def one_after_another(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    sm_scale: float,
+    kind: PageKind,
+) -> jax.Array:
+    """The form for CPUs: tiles of rows of several queries, then rows of one; only those that there are."""
+    num_tokens, max_num_seqs = q.shape[0], kv_lens.shape[0]
+    tile_tokens = 1 if num_tokens <= _DECODE_TOKENS else min(_MAX_TILE_TOKENS, num_tokens)
+    q_lens = _q_lens(cu_q_lens, num_seqs)
+
+    def attend(out: jax.Array, tiles: _Tiles, size: int) -> jax.Array:
+        """`out` with the results of tiles of up to `size` tokens."""
+        lanes = jnp.arange(size)
+
+        def body(index: jax.Array, out: jax.Array) -> jax.Array:
+            row, token, length, position = (field[index] for field in tiles[1:])
+            tokens = jnp.minimum(token + lanes, num_tokens - 1)
+            queries = q.at[tokens].get(mode="promise_in_bounds").astype(jnp.float32) * sm_scale
+            span = position, position + length
+            found = _attend_alone(queries, kv_pages, page_indices[row], *span, kind=kind)
+            found = jnp.where((lanes < length)[:, None, None], found, 0).astype(q.dtype)
+            return lax.dynamic_update_slice_in_dim(out, found, token, 0)
+
+        return lax.fori_loop(0, tiles.number, body, out)
+
+    # The last tile may reach past the last token.
+    out = jnp.zeros_like(q, shape=(num_tokens + tile_tokens - 1, *q.shape[1:]))
+    if tile_tokens == 1:
+        return attend(out, _tiles(q_lens, cu_q_lens, kv_lens, 1, num_tokens), 1)
+    # A tile writes zeros past its row's end, where later tiles write again: the next rows', or those of one.
+    num_tiles = num_tokens // tile_tokens + min(max_num_seqs, num_tokens // 2)
+    several = jnp.where(q_lens > 1, q_lens, 0)
+    out = attend(out, _tiles(several, cu_q_lens, kv_lens, tile_tokens, num_tiles), tile_tokens)
+    single = jnp.where(q_lens == 1, 1, 0)
+    out = attend(out, _tiles(single, cu_q_lens, kv_lens, 1, min(max_num_seqs, num_tokens)), 1)
+    return out[:num_tokens]
+
+
+def _attend_alone(
+    queries: jax.Array,
+    kv_pages: jax.Array,
+    pages: jax.Array,
+    position: jax.Array,
+    kv_end: jax.Array,
+    *,
+    kind: PageKind,
+) -> jax.Array:
+    """f32[size, num_q_heads, head_dim] of the queries of one tile, which are like it, and scaled.
+
+    The first is at `position` of the row that has these pages; keys from `kv_end` on are none of the tile's.
+    """
+    size, num_q_heads, head_dim = queries.shape
+    page_size, num_combined_heads = kind.page_size, kv_pages.shape[2]
+    num_kv_heads, group = num_combined_heads // 2, 2 * num_q_heads // num_combined_heads
+    affordable = min(_CACHE_BYTES // (4 * num_combined_heads * head_dim), pages.shape[0] * page_size)
+    block_keys = _block_keys(affordable, _MAX_CACHED_KEYS, page_size)
+    rows = queries.reshape(size, num_kv_heads, group, head_dim).transpose(1, 2, 0, 3)
+    rows = rows.reshape(num_kv_heads, group * size, head_dim)  # of the products
+    positions = jnp.tile(position + jnp.arange(size), group)
+    columns = jnp.arange(block_keys // page_size)
+    flat = kv_pages.reshape(kv_pages.shape[0], -1)  # pages are copied whole
+
+    def body(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        m, total, acc = carry
+        keys = block * block_keys + jnp.arange(block_keys)
+        column = jnp.minimum(block * (block_keys // page_size) + columns, pages.shape[0] - 1)
+        found = jnp.where(keys[::page_size] < kv_end, pages[column], 0)
+        some = flat.at[found].get(mode="promise_in_bounds").reshape(-1, *kv_pages.shape[1:])
+        kv = kind.numbers(some).reshape(block_keys, num_kv_heads, 2, head_dim)
+        kv = kv.transpose(2, 1, 0, 3).astype(jnp.float32)
+        values = jnp.where((keys < kv_end)[:, None], kv[1], 0)
+        visible = (keys <= positions[:, None]) & (keys < kv_end)
+        scores = jnp.where(visible, _dot("kmd,ksd->kms", rows, kv[0]), _MASKED)
+        m_new = jnp.maximum(m, scores.max(axis=-1))
+        weights = jnp.exp(scores - m_new[..., None])  # every query sees a key of the first block
+        alpha = jnp.exp(m - m_new)
+        acc = acc * alpha[..., None] + _dot("kms,ksd->kmd", weights, values)
+        return m_new, total * alpha + weights.sum(axis=-1), acc
+
+    # Zeros made from q carry its sharding type, which the loop body's results have too.
+    zeros = jnp.zeros_like(rows)
+    num_blocks = -(-kv_end // block_keys)
+    _, total, acc = lax.fori_loop(0, num_blocks, body, (zeros[..., 0] + _MASKED, zeros[..., 0], zeros))
+    out = (acc / total[..., None]).reshape(num_kv_heads, group, size, head_dim)
+    return out.transpose(2, 0, 1, 3).reshape(queries.shape)
+
+
+def together(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    sm_scale: float,
+    kind: PageKind,
+) -> jax.Array:
+    """The form for accelerators: all tiles, up to the end of the longest row."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    page_size, num_combined_heads = kind.page_size, kv_pages.shape[2]
+    num_kv_heads, group = num_combined_heads // 2, 2 * num_q_heads // num_combined_heads
+    rows = kv_lens.shape[0]
+    tile_tokens = _tile_tokens(num_tokens, rows)
+    num_tiles = num_tokens if tile_tokens == 1 else num_tokens // tile_tokens + min(rows, num_tokens)
+    tiles = _tiles(_q_lens(cu_q_lens, num_seqs), cu_q_lens, kv_lens, tile_tokens, num_tiles)
+    bytes_per_key = max(
+        num_combined_heads * head_dim * (4 if kind.kv_dtype else kv_pages.dtype.itemsize),
+        4 * tile_tokens * num_q_heads,
+    )
+    block_keys = _block_keys(_BLOCK_BYTES // (num_tiles * bytes_per_key), _MAX_BLOCK_KEYS, page_size)
 
     lanes = jnp.arange(tile_tokens)
-    tokens = tile_token[:, None] + lanes  # i32[num_tiles, tile_tokens]
-    real = lanes < tile_len[:, None]
-    q_tiles = (
-        jnp.where(real[..., None, None], q[jnp.where(real, tokens, 0)], 0).astype(jnp.float32) * sm_scale
-    )
+    tokens = tiles.token[:, None] + lanes  # i32[num_tiles, tile_tokens]
+    real = lanes < tiles.length[:, None]
+    q_tiles = jnp.where(real[..., None, None], q[jnp.where(real, tokens, 0)], 0)
     q_tiles = q_tiles.reshape(num_tiles, tile_tokens, num_kv_heads, group, head_dim)
-    positions = tile_position[:, None] + lanes
-    kv_end = tile_position + tile_len  # keys that the tile's last query sees
+    positions = tiles.position[:, None] + lanes
+    kv_end = tiles.position + tiles.length  # keys that the tile's last query sees
 
     def body(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         m, total, acc = carry
         keys = block * block_keys + jnp.arange(block_keys)
         valid = keys < kv_end[:, None]  # bool[num_tiles, block_keys]
-        kv = _gather(kv_pages, page_indices, tile_row, keys, valid)
-        scores = _dot("tqkgd,tskd->tkgqs", q_tiles, kv[:, :, :, 0])
+        kv = _gather(kv_pages, page_indices, tiles.row, keys, valid, kind=kind)
+        scores = _dot("tqkgd,tskd->tkgqs", q_tiles, kv[:, :, :, 0]) * sm_scale
         visible = (keys <= positions[..., None])[:, None, None] & valid[:, None, None, None]
         scores = jnp.where(visible, scores, _MASKED)
         m_new = jnp.maximum(m, scores.max(axis=-1))
         weights = jnp.where(visible, jnp.exp(scores - m_new[..., None]), 0)
         alpha = jnp.exp(m - m_new)
-        acc = acc * alpha[..., None] + _dot("tkgqs,tskd->tkgqd", weights, kv[:, :, :, 1])
+        values = jnp.where(valid[:, :, None, None], kv[:, :, :, 1], 0)
+        acc = acc * alpha[..., None] + _dot("tkgqs,tskd->tkgqd", weights.astype(values.dtype), values)
         return m_new, total * alpha + weights.sum(axis=-1), acc
 
     num_blocks = -(-jnp.max(kv_end, initial=0) // block_keys)
     # Zeros made from q carry its sharding type, which the loop body's results have too.
-    zeros = jnp.zeros_like(q_tiles).transpose(0, 2, 3, 1, 4)
-    _, total, acc = jax.lax.fori_loop(0, num_blocks, body, (zeros[..., 0] + _MASKED, zeros[..., 0], zeros))
+    zeros = jnp.zeros_like(q_tiles, jnp.float32).transpose(0, 2, 3, 1, 4)
+    _, total, acc = lax.fori_loop(0, num_blocks, body, (zeros[..., 0] + _MASKED, zeros[..., 0], zeros))
     return _scatter(q, acc / jnp.where(total == 0, 1, total)[..., None], jnp.where(real, tokens, num_tokens))
 
 
@@ -75,19 +233,25 @@ def _scatter(q: jax.Array, out_tiles: jax.Array, targets: jax.Array) -> jax.Arra
 
 
 def _gather(
-    kv_pages: jax.Array, page_indices: jax.Array, tile_row: jax.Array, keys: jax.Array, valid: jax.Array
+    kv_pages: jax.Array,
+    page_indices: jax.Array,
+    tile_row: jax.Array,
+    keys: jax.Array,
+    valid: jax.Array,
+    *,
+    kind: PageKind,
 ) -> jax.Array:
-    """f32[num_tiles, block_keys, num_kv_heads, 2, head_dim] of every tile's keys; zero where not `valid`."""
-    _, page_size, num_combined_heads, head_dim = kv_pages.shape
+    """[num_tiles, block_keys, num_kv_heads, 2, head_dim] of every tile's keys; anything where not `valid`."""
+    page_size, (num_combined_heads, head_dim) = kind.page_size, kv_pages.shape[2:]
     columns = jnp.minimum(keys[::page_size] // page_size, page_indices.shape[1] - 1)
     pages = jnp.where(valid[:, ::page_size], page_indices[tile_row[:, None], columns], 0)
-    kv = kv_pages[pages].reshape(*valid.shape, num_combined_heads // 2, 2, head_dim).astype(jnp.float32)
-    # Slots past a row's keys may hold anything, NaN too, and 0 * NaN is NaN.
-    return jnp.where(valid[:, :, None, None, None], kv, 0)
+    return kind.numbers(kv_pages[pages]).reshape(*valid.shape, num_combined_heads // 2, 2, head_dim)
 
 
 def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(spec, a, b, precision=jax.lax.Precision.HIGHEST)
+    """In float32, which float32 products have too; those of 16 bits are exact as they are."""
+    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _tile_tokens(num_tokens: int, max_num_seqs: int) -> int:
@@ -96,24 +260,25 @@ def _tile_tokens(num_tokens: int, max_num_seqs: int) -> int:
     return min(1 << (mean.bit_length() - 1), _MAX_TILE_TOKENS)
 
 
-def _block_keys(num_tiles: int, page_size: int, elements_per_key: int) -> int:
-    """Keys of a block: whole pages, as many as the memory bound allows, at least one."""
-    affordable = _BLOCK_BYTES // (4 * num_tiles * elements_per_key)
-    return max(min(affordable, _MAX_BLOCK_KEYS) // page_size, 1) * page_size
+def _block_keys(affordable: int, most: int, page_size: int) -> int:
+    """Keys of a block: whole pages, as many as memory allows, at least one."""
+    return max(min(affordable, most) // page_size, 1) * page_size
+
+
+def _q_lens(cu_q_lens: jax.Array, num_seqs: jax.Array) -> jax.Array:
+    """i32[max_num_seqs], 0 for padding."""
+    return jnp.where(jnp.arange(cu_q_lens.shape[0] - 1) < num_seqs[0], cu_q_lens[1:] - cu_q_lens[:-1], 0)
 
 
 def _tiles(
-    cu_q_lens: jax.Array, kv_lens: jax.Array, num_seqs: jax.Array, num_tokens: int, tile_tokens: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Row, first token, number of tokens and first position of every tile; padding tiles have no tokens."""
-    max_num_seqs = kv_lens.shape[0]
-    num_tiles = num_tokens if tile_tokens == 1 else num_tokens // tile_tokens + min(max_num_seqs, num_tokens)
-    q_lens = jnp.where(jnp.arange(max_num_seqs) < num_seqs[0], cu_q_lens[1:] - cu_q_lens[:-1], 0)
-    ends = jnp.cumsum(-(-q_lens // tile_tokens))
-    ids = jnp.arange(num_tiles, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(ends, ids, side="right"), max_num_seqs - 1)
+    q_lens: jax.Array, cu_q_lens: jax.Array, kv_lens: jax.Array, tile_tokens: int, num_tiles: int
+) -> _Tiles:
+    """Tiles of rows with so many queries; `num_tiles` is room for them."""
     counts = -(-q_lens // tile_tokens)
+    ends = jnp.cumsum(counts)
+    ids = jnp.arange(num_tiles, dtype=jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(ends, ids, side="right", method="compare_all"), q_lens.shape[0] - 1)
     offset = (ids - (ends - counts)[row]) * tile_tokens
-    tile_len = jnp.where(ids < ends[-1], jnp.minimum(q_lens[row] - offset, tile_tokens), 0)
+    length = jnp.where(ids < ends[-1], jnp.minimum(q_lens[row] - offset, tile_tokens), 0)
     position = jnp.where(ids < ends[-1], kv_lens[row] - q_lens[row] + offset, 0)
-    return row, cu_q_lens[row] + offset, tile_len, position
+    return _Tiles(ends[-1], row, cu_q_lens[row] + offset, length, position)

@@ -81,7 +81,8 @@ class CostSubject:
     Attributes:
       architecture, num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size,
         vocab_size: the model's.
-      dtype: of weights and KV state.
+      dtype: of weights.
+      kv_dtype: of KV state; the same unless it is stored in 8 bits.
       device: its kind, as the runtime calls it.
       tensor_parallel_size: devices that share each layer.
       chunk_tokens: tokens of a chunk.
@@ -96,6 +97,7 @@ class CostSubject:
     intermediate_size: int
     vocab_size: int
     dtype: str
+    kv_dtype: str
     device: str
     tensor_parallel_size: int
     chunk_tokens: int
@@ -228,6 +230,7 @@ class _Reader:
             found = values.get("format") if isinstance(values, dict) else type(values).__name__
             raise self._error(f"a file of format {_FORMAT!r}", f"found {found!r:.60}: {_MEASURE}")
         subject = self._get(values, "subject", dict)
+        subject = {"kv_dtype": subject.get("dtype"), **subject}  # older files are of one dtype
         kinds = {"int": int, "str": str}  # annotations are strings here
         fields = {
             f.name: self._get(subject, f.name, kinds[str(f.type)]) for f in dataclasses.fields(CostSubject)

@@ -49,16 +49,19 @@ class Replay(NamedTuple):
 class DenseReference:
     """The oracle for one model."""
 
-    def __init__(self, model: Model, *, min_padded_tokens: int = _MIN_PADDED) -> None:
+    def __init__(
+        self, model: Model, *, min_padded_tokens: int = _MIN_PADDED, kv_dtype: str | None = None
+    ) -> None:
         """Share the arrays of `model`.
 
         Args:
           model: with its arrays on any mesh; `model.config` says what it is.
           min_padded_tokens: shorter sequences are padded to this length. Sequences are padded to powers of
             two; a large model compiles for long, and one shape for everything may then be cheaper.
+          kv_dtype: as of `CacheConfig`: of an engine that stores KV state so, each token's by itself.
         """
         self._config: ModelConfig = model.config
-        self._min_padded_tokens = min_padded_tokens
+        self._min_padded_tokens, self._kv_dtype = min_padded_tokens, kv_dtype
         self._structure, self._leaves = ModelStructure.split(model)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -131,7 +134,7 @@ class DenseReference:
         num_padded = min(max(_padded_len(len(token_ids)), self._min_padded_tokens), limit)
         ids = _padded(np.asarray(token_ids, np.int32), num_padded)
         wanted = _padded(wanted.astype(np.int32), min(_padded_len(len(wanted)), num_padded))
-        return _dense_logits(self._leaves, ids, wanted, structure=self._structure)
+        return _dense_logits(self._leaves, ids, wanted, structure=self._structure, kv_dtype=self._kv_dtype)
 
 
 def turn_rows(
@@ -150,13 +153,18 @@ def turn_rows(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("structure",))
+@functools.partial(jax.jit, static_argnames=("structure", "kv_dtype"))
 def _dense_logits(
-    leaves: list[jax.Array], token_ids: jax.Array, wanted: jax.Array, *, structure: ModelStructure
+    leaves: list[jax.Array],
+    token_ids: jax.Array,
+    wanted: jax.Array,
+    *,
+    structure: ModelStructure,
+    kv_dtype: str | None,
 ) -> jax.Array:
     """f32[W, V]; tokens past the end are padding, which causality keeps from mattering."""
     model = structure.merge(leaves)
-    hidden = model(token_ids, jnp.arange(token_ids.shape[0], dtype=jnp.int32), DenseAttention())
+    hidden = model(token_ids, jnp.arange(token_ids.shape[0], dtype=jnp.int32), DenseAttention(kv_dtype))
     return model.compute_logits(hidden[wanted])
 
 

@@ -23,6 +23,7 @@ from pallas_kernels.ragged_paged_attention import (
     BackendChoice,
     choose_backend,
     device_limit,
+    page_shape,
 )
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError
@@ -47,15 +48,16 @@ def choose_kernels(model: ModelConfig, config: EngineConfig, dtype: np.dtype, me
         serve this model.
     """
     device, num_shards = mesh.devices.flat[0], mesh.devices.size
-    page_shape = (config.cache.chunk_tokens, 2 * model.num_kv_heads // num_shards, model.head_dim)
+    cache = config.cache
+    page = page_shape(cache.kv_dtype, cache.chunk_tokens, model.num_kv_heads // num_shards, model.head_dim)
     norm = residual_norms.choose_backend(model.hidden_size, device)
     cutoff = sampling_cutoffs.choose_backend(device)
-    copy = page_copies.choose_backend(page_shape, device)
+    copy = page_copies.choose_backend(page, device)
     return KernelChoices(
         attention=_attention_choice(model, config, dtype, device, num_shards),
         residual_norm=_explained(norm, f"rows of {model.hidden_size} elements", device),
         sampling_cutoff=_explained(cutoff, "scores of any vocabulary", device),
-        page_copy=_explained(copy, f"pages of {page_shape}", device) if config.cache.cpu_pages else None,
+        page_copy=_explained(copy, f"pages of {page}", device) if cache.cpu_pages else None,
     )
 
 
@@ -68,7 +70,11 @@ def _attention_choice(
         raise ConfigError(_BACKEND_FIELD, backend, "'auto' or 'xla' on this device", limit)
     try:
         heads = AttentionHeads(
-            model.num_heads // num_shards, model.num_kv_heads // num_shards, model.head_dim, dtype
+            model.num_heads // num_shards,
+            model.num_kv_heads // num_shards,
+            model.head_dim,
+            dtype,
+            config.cache.kv_dtype,
         )
         return choose_backend(backend, heads, device, named_in=_BACKEND_FIELD)
     except AttentionArgumentError as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -23,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.config import ModelConfig
 from model_defs.sharding import KV_PAGES_SPEC
+from pallas_kernels.ragged_paged_attention import page_dtype, page_shape
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.errors import ConfigError
 
@@ -33,8 +35,11 @@ class KVStorage:
     """Shape and placement of a model's pools, and the factory of new ones.
 
     Attributes:
-      shape: (num_pages, page_size, 2 * num_kv_heads, head_dim) of every pool, the dummy page included.
-      dtype: of the pools; the model's.
+      shape: (num_pages, rows, 2 * num_kv_heads, head_dim) of every pool, the dummy page included; a page's
+        rows are its tokens', and with a `kv_dtype` those of their scales.
+      dtype: of the pools; the model's, or bytes.
+      kv_dtype: what pages are stored as; None: the model's dtype.
+      page_size: tokens of a page.
       sharding: of pools, and of chunks on the device: split by KV head over the mesh axis "tp".
       host_sharding: the same split in pinned host memory.
       groups: the layers of every group, in order.
@@ -48,7 +53,7 @@ class KVStorage:
         Args:
           model: its layers and KV heads.
           cache: numbers and sizes of pages.
-          dtype: of the state.
+          dtype: the model's.
           mesh: one axis, "tp".
           num_layer_groups: at most the model's layers; more are as many.
 
@@ -63,8 +68,10 @@ class KVStorage:
             raise ConfigError("cache.gpu_pages", cache.gpu_pages, limit)
         self.num_layers = model.num_layers
         self.num_pages = cache.gpu_pages + _NUM_DUMMY_PAGES
-        self.shape = (self.num_pages, cache.chunk_tokens, 2 * model.num_kv_heads, model.head_dim)
-        self.dtype = dtype
+        self.kv_dtype, self.page_size = cache.kv_dtype, cache.chunk_tokens
+        page = page_shape(cache.kv_dtype, cache.chunk_tokens, model.num_kv_heads, model.head_dim)
+        self.shape = (self.num_pages, *page)
+        self.dtype = page_dtype(cache.kv_dtype, dtype)
         self.sharding = NamedSharding(mesh, PartitionSpec(*KV_PAGES_SPEC))
         self.host_sharding = self.sharding.with_memory_kind("pinned_host")
         self.groups = layer_groups(model.num_layers, num_layer_groups)
@@ -87,13 +94,13 @@ class KVStorage:
         return self.page_bytes * self.sharding.mesh.devices.size
 
     def chunk_shape(self, group: int) -> tuple[int, ...]:
-        """(layers of the group, page_size, 2 * num_kv_heads, head_dim)."""
+        """(layers of the group, rows of a page, 2 * num_kv_heads, head_dim)."""
         return (len(self.groups[group]), *self.shape[1:])
 
     @property
     def padding_slot(self) -> int:
         """The write slot of a padded token: just past the pool, so that its write is dropped."""
-        return self.num_pages * self.shape[1]
+        return self.num_pages * self.page_size
 
     def new_pools(self) -> list[jax.Array]:
         """Pools of zeros, one per layer, made on the device."""
@@ -110,14 +117,14 @@ def layer_groups(num_layers: int, num_groups: int) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in itertools.pairwise(ends))
 
 
-def chunk_bytes(model: ModelConfig, chunk_tokens: int, dtype: jnp.dtype) -> int:
+def chunk_bytes(model: ModelConfig, chunk_tokens: int, dtype: jnp.dtype, kv_dtype: str | None = None) -> int:
     """Bytes of a chunk over all layers and devices, known before any pool is made."""
-    per_layer = chunk_tokens * 2 * model.num_kv_heads * model.head_dim
-    return model.num_layers * per_layer * jnp.dtype(dtype).itemsize
+    per_layer = math.prod(page_shape(kv_dtype, chunk_tokens, model.num_kv_heads, model.head_dim))
+    return model.num_layers * per_layer * page_dtype(kv_dtype, dtype).itemsize
 
 
 def read_page(pools: Sequence[jax.Array], page: int) -> np.ndarray:
-    """[num_layers, page_size, 2 * num_kv_heads, head_dim]: the host's view of one page, for tests."""
+    """[num_layers, rows of a page, 2 * num_kv_heads, head_dim]: the host's view of one page, for tests."""
     return np.stack([np.asarray(pool[page]) for pool in pools])
 
 

@@ -32,6 +32,7 @@ def bucket_tile_specs(
             page_size=config.cache.chunk_tokens,
             dtype=dtype,
             backend=backend,
+            kv_dtype=config.cache.kv_dtype,
         )
         for bucket in token_buckets(config.scheduler)
     }

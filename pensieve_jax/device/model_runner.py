@@ -68,6 +68,7 @@ class ModelRunner:
     """Runs steps of one model on one mesh; see `Runner` for the protocol.
 
     Attributes:
+      dtype: of the weights.
       kernels: which implementations its programs call, and why.
       weights_bytes: of the model's arrays, a device.
       layouts: the plan layout of every bucket, by its number of tokens.
@@ -98,7 +99,7 @@ class ModelRunner:
             limit = f"at most the model's {model_config.vocab_size} ids"
             raise ConfigError("runner.max_logprobs", self._num_top, limit)
         every_leaf = ModelStructure.split(model)[1]
-        dtype = every_leaf[0].dtype
+        self.dtype = dtype = every_leaf[0].dtype
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._device = mesh.devices.flat[0]
         self.kernels = choose_kernels(model_config, config, dtype, mesh)

@@ -167,6 +167,12 @@ class DeviceProfile:
             )
         return dataclasses.replace(self, launches=thread)
 
+    def keeping(self, kv_token_bytes: int, *, rate: float = 1.0) -> Self:
+        """The same with a token's KV state in so many bytes; steps read `rate` times the bytes a second."""
+        kv_read_s = self.step.kv_read_s * kv_token_bytes / self.kv_token_bytes / rate
+        step = dataclasses.replace(self.step, kv_read_s=kv_read_s)
+        return dataclasses.replace(self, kv_token_bytes=kv_token_bytes, step=step)
+
     @classmethod
     def load(cls, name: str | Path) -> Self:
         """Read a profile: a path, or the name of one that comes with the package (see `profile_names`).

@@ -65,19 +65,22 @@ def check_backends(names: list[str]) -> None:
             raise AttentionArgumentError("--backend", name, f"{limit}; give auto or xla")
 
 
-def chosen_backends(names: list[str], case: Case, dtype: str) -> list[str]:
+def chosen_backends(names: list[str], case: Case, dtype: str, kv_dtype: str | None = None) -> list[str]:
     """The back ends that `names` mean for a case, each once; "all": those that serve it here."""
     found = []
     for name in names:
-        found += _serving(case, dtype) if name == "all" else [make_spec(case, dtype, name).backend]
+        if name == "all":
+            found += _serving(case, dtype, kv_dtype)
+        else:
+            found.append(make_spec(case, dtype, name, kv_dtype=kv_dtype).backend)
     return list(dict.fromkeys(found))
 
 
-def _serving(case: Case, dtype: str) -> list[str]:
+def _serving(case: Case, dtype: str, kv_dtype: str | None) -> list[str]:
     found = []
     for name in BACKENDS:
         try:
-            make_spec(case, dtype, name)
+            make_spec(case, dtype, name, kv_dtype=kv_dtype)
         except AttentionArgumentError:
             continue
         if device_limit(name, jax.devices()[0]) is None:
@@ -85,32 +88,36 @@ def _serving(case: Case, dtype: str) -> list[str]:
     return found
 
 
-def make_spec(case: Case, dtype: str, backend: str, blocks: BlockSizes | None = None) -> TileSpec:
+def make_spec(
+    case: Case, dtype: str, backend: str, blocks: BlockSizes | None = None, kv_dtype: str | None = None
+) -> TileSpec:
     """Of a bucket that is exactly this case."""
     heads = case.heads
     return tile_spec(
         num_tokens=case.num_tokens, max_num_seqs=len(case.rows), num_q_heads=heads.num_q_heads,
         num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, page_size=case.page_size, dtype=dtype,
-        backend=backend, blocks=blocks,
+        backend=backend, blocks=blocks, kv_dtype=kv_dtype,
     )  # fmt: skip
 
 
 def backend_program(inputs: Inputs, backend: str, blocks: BlockSizes | None = None) -> JaxProgram:
     """Our kernel, its tile list made on the host as a step's is."""
-    spec = make_spec(inputs.case, inputs.q.dtype.name, backend, blocks)
+    spec = make_spec(inputs.case, inputs.q.dtype.name, backend, blocks, inputs.kv_dtype)
     kv_lens, _, cu_q_lens, num_seqs = inputs.rows
     tiles = jnp.asarray(build_tiles(spec, cu_q_lens, kv_lens, num_seqs))
 
     def attend(q: jax.Array, pool: jax.Array, tiles: jax.Array, *rows: jax.Array) -> jax.Array:
-        return ragged_paged_attention(q, pool, *rows, sm_scale=inputs.sm_scale, metadata=(spec, tiles))
+        return ragged_paged_attention(
+            q, pool, *rows, sm_scale=inputs.sm_scale, metadata=(spec, tiles), kv_dtype=spec.kv_dtype
+        )
 
     rows = map(jnp.asarray, inputs.rows)
     return JaxProgram(describe(spec.blocks), attend, (inputs.q,), (inputs.pool, tiles, *rows))
 
 
-def block_variants(case: Case, dtype: str, backend: str) -> Iterator[BlockSizes]:
+def block_variants(case: Case, dtype: str, backend: str, kv_dtype: str | None = None) -> Iterator[BlockSizes]:
     """Block sizes to try: those of the class that does the case's work; the other class keeps its own."""
-    spec = make_spec(case, dtype, backend)
+    spec = make_spec(case, dtype, backend, kv_dtype=kv_dtype)
     default = spec.blocks.classes
     if not default:
         return

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from steps.bounds import Operation
 
-from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import page_dtype, page_shape, ragged_paged_attention, write_kv
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
 from pallas_kernels.ragged_paged_attention.shapes import Case, draw_metadata
 
@@ -36,10 +36,11 @@ class Inputs(NamedTuple):
 
     case: Case
     q: jax.Array  # [num_tokens, num_q_heads, head_dim]
-    pool: jax.Array  # [num_pages, page_size, 2 * num_kv_heads, head_dim]
+    pool: jax.Array  # [num_pages, page_size, 2 * num_kv_heads, head_dim], or as `page_formats` has it
     kv_lens: np.ndarray  # i32[num_rows]
     page_indices: np.ndarray  # i32[num_rows, pages_per_row]
     cu_q_lens: np.ndarray  # i32[num_rows + 1]
+    kv_dtype: str | None = None  # what pages are stored as; None: q's dtype
 
     @property
     def sm_scale(self) -> float:
@@ -62,8 +63,13 @@ class Inputs(NamedTuple):
     @property
     def work(self) -> Operation:
         """What any kernel must at least read, write and multiply."""
-        numbers = self.case.kv_bytes // 2 + 2 * self.q.size
-        return Operation(self.case.name, numbers * self.q.dtype.itemsize, self.case.flops)
+        num_kept = self.case.kv_bytes // 2  # numbers, which that is for 16 bits
+        kept_bytes = num_kept * self.pool.dtype.itemsize
+        if self.kv_dtype is not None:
+            kept_bytes += num_kept // self.case.heads.head_dim * 2  # scales
+        return Operation(
+            self.case.name, kept_bytes + 2 * self.q.size * self.q.dtype.itemsize, self.case.flops
+        )
 
 
 class Group(NamedTuple):
@@ -97,7 +103,7 @@ class Expected(NamedTuple):
         return float(np.max([_largest_difference(a, b) for a, b in pairs]))
 
 
-def make_inputs(case: Case, dtype: str, seed: int) -> Inputs:
+def make_inputs(case: Case, dtype: str, seed: int, kv_dtype: str | None = None) -> Inputs:
     """Random pages of a pool in which page 0, and nothing else, is unused: it holds NaN."""
     kv_lens, page_indices, cu_q_lens, _, num_pages = draw_metadata(case, np.random.default_rng(seed))
     heads = case.heads
@@ -106,13 +112,19 @@ def make_inputs(case: Case, dtype: str, seed: int) -> Inputs:
     def values(key: jax.Array) -> tuple[jax.Array, jax.Array]:
         key_q, key_kv = jax.random.split(key)
         q = jax.random.normal(key_q, (case.num_tokens, heads.num_q_heads, heads.head_dim), dtype)
-        page = (case.page_size, 2 * heads.num_kv_heads, heads.head_dim)
-        distinct = jax.random.normal(key_kv, (min(_NUM_DISTINCT_PAGES, num_pages), *page), dtype)
-        pool = distinct[jnp.arange(num_pages) % distinct.shape[0]].at[0].set(jnp.nan)
+        num_distinct = min(_NUM_DISTINCT_PAGES, num_pages)
+        new = (2, num_distinct * case.page_size, heads.num_kv_heads, heads.head_dim)
+        keys, values = jax.random.normal(key_kv, new, dtype)
+        page = page_shape(kv_dtype, case.page_size, heads.num_kv_heads, heads.head_dim)
+        empty = jnp.zeros((num_distinct, *page), page_dtype(kv_dtype, dtype))
+        slots = jnp.arange(new[1])
+        distinct = write_kv(empty, keys, values, slots, page_size=case.page_size, kv_dtype=kv_dtype)
+        nothing = jnp.nan if kv_dtype is None else -1  # as scales it is not a number either
+        pool = distinct[jnp.arange(num_pages) % num_distinct].at[0].set(nothing)
         return q, pool
 
     q, pool = values(jax.random.key(seed))
-    return Inputs(case, q, pool, kv_lens, page_indices, cu_q_lens)
+    return Inputs(case, q, pool, kv_lens, page_indices, cu_q_lens, kv_dtype)
 
 
 def parts(inputs: Inputs) -> dict[str, Inputs]:
@@ -132,7 +144,9 @@ def _only(inputs: Inputs, name: str, rows: np.ndarray) -> Inputs:
     tokens = np.concatenate([_tokens(inputs, row) for row in rows])
     kv_lens, page_indices = inputs.kv_lens[rows], inputs.page_indices[rows]
     cu_q_lens = np.cumsum([0] + [q_len for q_len, _ in part.rows]).astype(np.int32)
-    return Inputs(part, inputs.q[tokens], inputs.pool, kv_lens, page_indices, cu_q_lens)
+    return inputs._replace(
+        case=part, q=inputs.q[tokens], kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens
+    )
 
 
 def groups(inputs: Inputs, *, ragged_decodes: bool) -> list[Group]:
@@ -156,7 +170,9 @@ def expected_answer(inputs: Inputs) -> Expected:
 
     @jax.jit
     def attend(q: jax.Array, pool: jax.Array, *rows: jax.Array) -> jax.Array:
-        return ragged_paged_attention(q, pool, *rows, sm_scale=inputs.sm_scale, backend="xla")
+        return ragged_paged_attention(
+            q, pool, *rows, sm_scale=inputs.sm_scale, backend="xla", kv_dtype=inputs.kv_dtype
+        )
 
     whole = attend(inputs.q, inputs.pool, *inputs.rows)
     tokens, dense = _dense_answer(inputs, int(inputs.kv_lens.argmax()))
@@ -180,6 +196,8 @@ def _dense_answer(inputs: Inputs, row: int) -> tuple[slice, np.ndarray]:
         np.array([0, tokens.stop - tokens.start], np.int32),
         np.array([1], np.int32),
         sm_scale=inputs.sm_scale,
+        page_size=inputs.case.page_size,
+        kv_dtype=inputs.kv_dtype,
     )
     return tokens, dense
 

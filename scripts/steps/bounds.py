@@ -29,11 +29,18 @@ class Operation(NamedTuple):
 
 
 def operations(
-    model: ModelConfig, rows: Sequence[Row], *, num_samples: int, bytes_per_number: int, num_devices: int
+    model: ModelConfig,
+    rows: Sequence[Row],
+    *,
+    num_samples: int,
+    bytes_per_number: int,
+    kv_token_bytes: float,
+    num_devices: int,
 ) -> list[Operation]:
     """What a step of these rows has to do, of which `num_samples` tokens get logits.
 
-    Weights, activations and KV state are numbers of `bytes_per_number`; devices share all of it evenly.
+    Weights and activations are numbers of `bytes_per_number`, KV state takes `kv_token_bytes` a token, over
+    all layers; devices share all of it evenly.
     """
     num_tokens = sum(row.end - row.begin for row in rows)
     width, heads = model.hidden_size, model.num_heads * model.head_dim
@@ -49,7 +56,7 @@ def operations(
         _product(name, num_tokens, *shape, model.num_layers, bytes_per_number)
         for name, shape in products.items()
     ]
-    found.append(_attention(model, rows, bytes_per_number))
+    found.append(_attention(model, rows, bytes_per_number, kv_token_bytes))
     found.append(_product("logits", num_samples, model.embed_width, model.vocab_size, 1, bytes_per_number))
     return [Operation(one.name, one.num_bytes // num_devices, one.flop // num_devices) for one in found]
 
@@ -70,13 +77,16 @@ def _product(
     )
 
 
-def _attention(model: ModelConfig, rows: Sequence[Row], bytes_per_number: int) -> Operation:
+def _attention(
+    model: ModelConfig, rows: Sequence[Row], bytes_per_number: int, kv_token_bytes: float
+) -> Operation:
     """Causal; every row reads the state of its context once."""
-    numbers, pairs = 0, 0
+    num_kept, numbers, pairs = 0, 0, 0
     for row in rows:
         num_tokens = row.end - row.begin
-        numbers += row.end * 2 * model.num_kv_heads * model.head_dim
+        num_kept += row.end
         numbers += 2 * num_tokens * model.num_heads * model.head_dim  # queries and answers
         pairs += (row.begin + 1 + row.end) * num_tokens // 2
     flop = 4 * pairs * model.num_heads * model.head_dim
-    return Operation("attention", model.num_layers * numbers * bytes_per_number, model.num_layers * flop)
+    num_bytes = round(num_kept * kv_token_bytes) + model.num_layers * numbers * bytes_per_number
+    return Operation("attention", num_bytes, model.num_layers * flop)

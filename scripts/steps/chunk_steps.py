@@ -38,7 +38,12 @@ def attend_all_layers(
         *metadata, tiles = rows
         for pages in pools:
             q = ragged_paged_attention(
-                q, pages, *metadata, sm_scale=q.shape[-1] ** -0.5, metadata=(spec, tiles)
+                q,
+                pages,
+                *metadata,
+                sm_scale=q.shape[-1] ** -0.5,
+                metadata=(spec, tiles),
+                kv_dtype=spec.kv_dtype,
             )
         return q
 
@@ -59,7 +64,7 @@ class ChunkSteps:
         """Random tokens in scattered pages."""
         self._model, self._runner, self._mesh = model, runner, mesh
         self._chunk_tokens = config.cache.chunk_tokens
-        self._dtype = runner.storage.dtype
+        self._dtype = runner.dtype
         backend = runner.kernels.attention.name
         self._specs = bucket_tile_specs(model, config, self._dtype, backend, mesh.devices.size)
         self.rows = RowSteps(config, runner, model.vocab_size, config.scheduler.max_num_running)

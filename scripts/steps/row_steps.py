@@ -100,9 +100,14 @@ class RowSteps:
     def fill(self) -> None:
         """Random KV state in all pools, since a device reads zeros faster than anything else."""
         storage = self._runner.storage
-        make = jax.jit(
-            lambda key: jax.random.normal(key, storage.shape, storage.dtype), out_shardings=storage.sharding
-        )
+
+        def random(key: jax.Array) -> jax.Array:
+            if storage.kv_dtype is None:
+                return jax.random.normal(key, storage.shape, storage.dtype)
+            codes = jax.random.bits(key, storage.shape, "uint8").astype(storage.dtype)
+            return codes.at[:, storage.page_size :].set(0x3C)  # scales of 0.01
+
+        make = jax.jit(random, out_shardings=storage.sharding)
         keys = iter(jax.random.split(jax.random.key(0), storage.num_layers))
         for pools in self._runner.device_pools.groups:
             for i in range(len(pools)):

@@ -24,6 +24,7 @@ SUBJECT = CostSubject(
     intermediate_size=128,
     vocab_size=320,
     dtype="float32",
+    kv_dtype="float32",
     device="cpu",
     tensor_parallel_size=1,
     chunk_tokens=32,

@@ -81,7 +81,12 @@ NOT_THE_DEFAULTS = {
     EngineConfig: {"stateful": False},
     CacheConfig: {
         **{"gpu_pages": 40, "gpu_memory_fraction": 0.7, "cpu_pages": 12, "chunk_tokens": 16, "policy": "lru"},
-        **{"cost_profile": "costs.json", "reserve_fraction": 0.2, "swap_out_fraction": 0.5},
+        **{
+            "kv_dtype": "int8",
+            "cost_profile": "costs.json",
+            "reserve_fraction": 0.2,
+            "swap_out_fraction": 0.5,
+        },
         **{"retrieval_priority": False, "prefetch": False, "max_idle_conversations": 7, "idle_ttl_s": 60.5},
     },
     SchedulerConfig: {

@@ -25,6 +25,7 @@ from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.runtime.compilation import keep_compilations_in
 from pensieve_jax.runtime.executable_store import ExecutableStore
 from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES, StepPlan
+from tests.device.poison import poisoned_pools
 
 PAGE_SIZE = 16
 GPU_PAGES = 24
@@ -69,9 +70,7 @@ def runner_for(preset="llama-tiny", num_devices=1):
     """A warm runner whose pages, the dummy included, hold nothing but NaN."""
     runner = _warm_runner(preset, num_devices)
     runner.reset()
-    nan = np.full(runner.storage.shape, np.nan, runner.storage.dtype)
-    pools = [jax.device_put(nan, runner.storage.sharding, may_alias=False) for _ in runner.pools]
-    runner.device_pools.replace(pools)
+    runner.device_pools.replace(poisoned_pools(runner.storage))
     return runner
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 import jax
 import pytest
 
+from pallas_kernels.attention_names import KV_DTYPES
 from pensieve_jax import LLM, SamplingParams
 from pensieve_jax.config import POLICIES
 from pensieve_jax.device.dense_reference import MIN_MARGIN
@@ -18,19 +19,21 @@ from tests.engine.scenarios import CALM_OPS, HASTY_OPS, OPS, RandomChooser, Scen
 
 PRESETS = ("llama-tiny", "opt-tiny")
 MAX_UNCERTAIN_FRACTION = 0.005
+MAX_UNCERTAIN_STORED_FRACTION = 0.7
+MAX_FAR_FRACTION = 0.3
 
 
 @functools.cache
-def bench_for(preset):
-    return RealBench(preset)
+def bench_for(preset, kv_dtype=None):
+    return RealBench(preset, kv_dtype)
 
 
-def real_scenario(seed):
+def real_scenario(seed, kv_dtype=None):
     choose = RandomChooser(seed)
     kinds = choose.pick((CALM_OPS, HASTY_OPS, OPS))
     policy = choose.pick(("retention", *POLICIES))
     return Scenario(
-        config=real_config(policy, stateful=choose.pick((*[True] * 7, False))),
+        config=real_config(policy, stateful=choose.pick((*[True] * 7, False)), kv_dtype=kv_dtype),
         max_model_tokens=MAX_CONTEXT_TOKENS,
         durable=kinds is OPS,
         ops=tier_ops(choose, 12, max_len=60)
@@ -61,6 +64,27 @@ def test_random_scenarios_equal_the_dense_reference(preset, num_scenarios, recor
     assert min(totals[name] for name in ("num_rushed_copies", "num_prefetched_chunks")) > 0
     assert min(totals[name] for name in ("num_forced_swap_outs", "resume_swapped_in_tokens")) > 0
     assert len(bench.uncertain) <= MAX_UNCERTAIN_FRACTION * num_turns
+
+
+@pytest.mark.parametrize(
+    ("preset", "kv_dtype", "num_scenarios"),
+    [
+        ("llama-tiny", "int8", 3),
+        *(pytest.param(p, name, 20, marks=pytest.mark.long) for p in PRESETS for name in KV_DTYPES),
+    ],
+)
+def test_state_in_8_bits_equals_a_reference_that_stores_alike(preset, kv_dtype, num_scenarios):
+    """Swapped, dropped, computed again or shared: what a token is stored as is its own affair."""
+    bench = bench_for(preset, kv_dtype)
+    totals = Counter()
+    for seed in range(num_scenarios):
+        print(f"run_scenario(real_scenario({seed}, {kv_dtype!r}), bench_for({preset!r}, {kv_dtype!r}))")
+        totals += run_scenario(real_scenario(seed, kv_dtype), bench).totals
+    print(*bench.uncertain, dict(totals), bench.num_logprobs, bench.num_far, sep="\n")
+    sources = ("reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens")
+    assert min(totals[name] for name in sources) > 15 * num_scenarios
+    assert len(bench.uncertain) <= MAX_UNCERTAIN_STORED_FRACTION * bench.num_turns
+    assert bench.num_logprobs > 0 and bench.num_far <= MAX_FAR_FRACTION * bench.num_logprobs
 
 
 def test_a_wrong_token_is_a_failure():

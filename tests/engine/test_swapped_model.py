@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 
-import jax
 import numpy as np
 import pytest
 
 from model_defs import make_mesh
 from pensieve_jax.cache.copies import Copy
 from pensieve_jax.device.model_runner import ModelRunner
+from tests.device.poison import poisoned_pools
 from tests.device.test_model_runner import Row, Stepper, Talk, _model, engine_config, random_ids
 
 
@@ -24,10 +24,7 @@ def warm_runner(num_devices):
 
 
 def fill_with_nan(runner):
-    nan = np.full(runner.storage.shape, np.nan, runner.storage.dtype)
-    runner.device_pools.replace(
-        [jax.device_put(nan, runner.storage.sharding, may_alias=False) for _ in runner.pools]
-    )
+    runner.device_pools.replace(poisoned_pools(runner.storage))
 
 
 @pytest.mark.parametrize("is_rushed", [False, True])

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.ragged_paged_attention.page_formats import encode, page_shape, scale_bytes
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
 from pallas_kernels.ragged_paged_attention.shapes import Heads
 
@@ -98,14 +99,44 @@ def random_rows(
     return rows
 
 
+def stored(batch: Batch, kv_dtype: str | None) -> Batch:
+    """The same with pages in 8 bits; what held NaN has a scale of NaN."""
+    if kv_dtype is None:
+        return batch
+    pages = np.asarray(batch.kv_pages)
+    num_pages, page_size, num_combined, head_dim = pages.shape
+    codes, scales = encode(batch.kv_pages, kv_dtype)
+    shape = page_shape(kv_dtype, page_size, num_combined // 2, head_dim)
+    found = np.full((num_pages, *shape), -1, np.int8)
+    found[:, :page_size] = codes
+    high, low = (
+        np.asarray(part).transpose(0, 2, 1) for part in scale_bytes(scales)
+    )  # [pages, heads, tokens]
+    planes = np.concatenate([high, low], axis=2)
+    num_rows = shape[0] - page_size
+    flat = np.full((num_pages, num_combined, num_rows * head_dim), -1, np.int8)
+    flat[:, :, : planes.shape[2]] = planes
+    rest = flat.reshape(num_pages, num_combined, num_rows, head_dim)
+    found[:, page_size:] = rest.transpose(0, 2, 1, 3)
+    return batch._replace(kv_pages=jnp.asarray(found))
+
+
 def tolerance(dtype: Any) -> float:
     """Largest difference from the float32 reference, absolute for small and relative for large values."""
     return {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}[jnp.dtype(dtype).name]
 
 
-def assert_equals_reference(out: Any, batch: Batch, sm_scale: float) -> None:
+def assert_equals_reference(
+    out: Any,
+    batch: Batch,
+    sm_scale: float,
+    *,
+    page_size: int | None = None,
+    kv_dtype: str | None = None,
+) -> None:
     """`out` is the reference's result to the dtype's tolerance, and exactly zero where no row is."""
-    expected = reference_attention(*map(np.asarray, batch), sm_scale=sm_scale)
+    arrays = map(np.asarray, batch)
+    expected = reference_attention(*arrays, sm_scale=sm_scale, page_size=page_size, kv_dtype=kv_dtype)
     assert out.dtype == batch.q.dtype
     got = np.asarray(out).astype(np.float32)
     used = int(batch.cu_q_lens[batch.num_seqs[0]])

@@ -22,11 +22,14 @@ from pallas_kernels.ragged_paged_attention import (
     pallas_triton,
     ragged_paged_attention,
     tile_spec,
+    xla,
 )
 from pallas_kernels.ragged_paged_attention.backends import TILED_BACKENDS
+from pallas_kernels.ragged_paged_attention.page_formats import PageKind
 from pallas_kernels.ragged_paged_attention.reference import reference_attention
 from pallas_kernels.ragged_paged_attention.shapes import Heads
 from tests.kernels.batches import Batch, Room, assert_equals_reference, make_batch, random_rows
+from tests.kernels.cross_lower import lower_for_cuda
 
 SCALE = 0.17
 # Few programs and short splits, so that small batches split and merge too and interpreting stays quick.
@@ -64,19 +67,71 @@ def compiled(backend: str, blocks: BlockSizes | None = None, traced_tiles: bool 
     return run
 
 
+@functools.cache
+def compiled_form(form: str) -> Any:
+    """One form of the back end `xla` by its name, on this platform whether or not it is the form for it."""
+    attend = getattr(xla, form)
+    return jax.jit(lambda batch: attend(*batch, sm_scale=SCALE, kind=PageKind(batch.kv_pages.shape[1])))
+
+
+FORMS = ["one_after_another", "together"]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("heads", "page_size"),
     [(Heads(4, 4, 32), 16), (Heads(8, 2, 80), 32), (Heads(8, 1, 64), 64), (Heads(6, 2, 128), 16)],
 )
-def test_xla_equals_reference(heads: Heads, page_size: int) -> None:
+def test_xla_equals_reference(heads: Heads, page_size: int, form: str) -> None:
     batch = make_batch(np.random.default_rng(page_size), ROWS, heads, page_size=page_size)
-    assert_equals_reference(compiled("xla")(batch), batch, SCALE)
+    assert_equals_reference(compiled_form(form)(batch), batch, SCALE)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_xla_16_bits(dtype: str) -> None:
+def test_xla_16_bits(dtype: str, form: str) -> None:
     batch = make_batch(np.random.default_rng(7), ROWS, Heads(4, 2, 32), dtype=dtype)
-    assert_equals_reference(compiled("xla")(batch), batch, SCALE)
+    assert_equals_reference(compiled_form(form)(batch), batch, SCALE)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("rows", "num_tokens"),
+    [
+        ([(1, 130), (1, 1), (1, 64), (0, 40), (1, 65)], 9),  # rows of one query, among room for others
+        ([(3, 130), (0, 0), (4, 70), (1, 33)], 8),  # the size up to which all tiles have one token
+        (
+            [(1, 20), (40, 100), (1, 90), (2, 66), (1, 7)],
+            45,
+        ),  # behind a tile's last token, and full to the end
+        ([(32, 32), (32, 64)], 64),
+    ],
+    ids=["decode", "small", "mixed", "full tiles"],
+)
+def test_xla_goes_on_over_blocks(
+    rows: list[tuple[int, int]], num_tokens: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks of two pages; the last is full, or has a slot in it, or a page that nobody may look at."""
+    monkeypatch.setattr(xla, "_MAX_CACHED_KEYS", 32)
+    monkeypatch.setattr(xla, "_MAX_BLOCK_KEYS", 32)
+    room = Room(num_tokens, max_num_seqs=6, pages_per_seq=9, num_pages=30)
+    batch = make_batch(np.random.default_rng(2), rows, Heads(4, 2, 32), room=room)
+    assert_equals_reference(compiled_form.__wrapped__(form)(batch), batch, SCALE)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "DEFAULT"), ("float32", "HIGHEST")])
+def test_xla_for_a_gpu_has_products_of_the_pages_dtype(dtype: str, precision: str) -> None:
+    """Lowered for one, on whatever this is: nothing of a page becomes float32 before a product."""
+    batch = make_batch(np.random.default_rng(0), [(1, 5)] * 4, Heads(4, 2, 32), dtype=dtype)
+    attend = functools.partial(ragged_paged_attention, sm_scale=SCALE, backend="xla")
+    text = lower_for_cuda(attend, *map(jnp.asarray, batch))
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) == 2
+    short = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+    for line in products:
+        assert f"precision = [{precision}, {precision}]" in line
+        operands, result = line.rsplit("->", 1)
+        assert operands.count(f"x{short}>") == 2 and "xf32>" in result
 
 
 @pytest.mark.parametrize(
@@ -119,7 +174,17 @@ def test_triton_makes_its_own_tiles() -> None:
 ROOM = Room(num_tokens=96, max_num_seqs=9, pages_per_seq=14, num_pages=50)
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas_triton"])
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_random_batches_in_both_forms(form: str, seed: int) -> None:
+    """Recompiles nothing, either."""
+    rng = np.random.default_rng(seed)
+    batch = make_batch(rng, random_rows(rng, ROOM, 16, 90), Heads(4, 2, 32), room=ROOM)
+    assert_equals_reference(compiled_form(form)(batch), batch, SCALE)
+
+
+@pytest.mark.parametrize("backend", ["pallas_triton"])
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_random_batches(backend: str, seed: int) -> None:

@@ -14,8 +14,11 @@ from tests.kernels.cross_lower import lower_for_cuda
 
 NUM_PAGES, NUM_LAYERS = 9, 3
 SHAPE = jax.ShapeDtypeStruct
-# (page_size, combined heads, head_dim, dtype); the last has one chunk a launch
-SIZES = [(16, 4, 64, "float32"), (32, 2, 32, "bfloat16"), (64, 2, 128, "float16"), (64, 2, 256, "float32")]
+# (rows of a page, combined heads, head_dim, dtype); that of 256 has one chunk a launch
+SIZES = [
+    *[(16, 4, 64, "float32"), (32, 2, 32, "bfloat16"), (64, 2, 128, "float16"), (64, 2, 256, "float32")],
+    *[(33, 4, 64, "int8"), (36, 2, 16, "int8")],  # rows of scales behind those of the tokens
+]
 BACKENDS = ["xla", "pallas_triton"]
 
 
@@ -119,7 +122,12 @@ def test_donated_pools_are_updated_in_place(backend):
 @pytest.mark.parametrize("num_chunks", [4, 64])
 @pytest.mark.parametrize(
     ("page_size", "num_heads", "head_dim", "dtype", "num_pages"),
-    [(32, 20, 128, "bfloat16", 3000), (64, 80, 128, "float32", 3000), (16, 12, 64, "float16", 500000)],
+    [
+        (32, 20, 128, "bfloat16", 3000),
+        (64, 80, 128, "float32", 3000),
+        (33, 20, 128, "int8", 3000),
+        (16, 12, 64, "float16", 500000),
+    ],
 )
 def test_lowers_for_cuda(num_chunks, page_size, num_heads, head_dim, dtype, num_pages):
     """All launches of an executable are the same kernel."""
@@ -137,7 +145,7 @@ def test_the_back_end_is_chosen_by_device_and_shape(monkeypatch):
     assert choose_backend((32, 20, 128), device) == "xla"
     monkeypatch.setattr("pallas_kernels.page_copies.api.triton_device_limit", lambda device: None)
     assert choose_backend((32, 20, 128), device) == "pallas_triton"
-    for shape in ((32, 20, 80), (48, 20, 128), (32, 4, 8)):
+    for shape in ((32, 20, 80), (8, 20, 128), (32, 4, 8)):
         assert choose_backend(shape, device) == "xla"
 
 

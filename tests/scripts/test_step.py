@@ -36,7 +36,8 @@ def test_operations(name):
     """Bytes of weights, activations and state, and two operations for each multiply-add, of every layer."""
     model = preset(name)
     rows = [row_steps.Row(0, 9, 10), row_steps.Row(1, 2, 5)]
-    sizes = {"num_samples": 2, "bytes_per_number": 2, "num_devices": 1}
+    token_bytes = 3 * model.num_layers * 2 * model.num_kv_heads * model.head_dim  # 3 for a number
+    sizes = {"num_samples": 2, "bytes_per_number": 2, "kv_token_bytes": token_bytes, "num_devices": 1}
     found = {one.name: one for one in step_bounds.operations(model, rows, **sizes)}
     width, inner, num_layers = model.hidden_size, model.intermediate_size, model.num_layers
     num_gates = 2 if name == "llama-tiny" else 1
@@ -47,7 +48,7 @@ def test_operations(name):
     assert found["attention"].flop == num_layers * pairs * 4 * model.num_heads * model.head_dim
     state = (10 + 5) * 2 * model.num_kv_heads * model.head_dim
     queries_and_answers = 2 * 4 * model.num_heads * model.head_dim
-    assert found["attention"].num_bytes == num_layers * 2 * (state + queries_and_answers)
+    assert found["attention"].num_bytes == num_layers * (3 * state + 2 * queries_and_answers)
     halves = step_bounds.operations(model, rows, **sizes | {"num_devices": 2})
     assert [one.flop for one in halves] == [one.flop // 2 for one in found.values()]
 
