@@ -38,7 +38,7 @@ from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.device.device_memory import check_weights_fit, num_pages_in, refusing_weights, staging_bytes
-from pensieve_jax.device.kv_storage import chunk_bytes
+from pensieve_jax.device.kv_storage import chunk_bytes, most_byte_pages
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.observer import Observe, unobserved
@@ -140,6 +140,8 @@ def make_runner(
     cache = config.cache
     all_bytes = chunk_bytes(model_config, cache.chunk_tokens, weights_dtype, cache.kv_dtype)
     config = _in_pages(config, all_bytes, mesh)
+    if cache.gpu_memory_fraction is not None:
+        config = config.with_gpu_pages(most_byte_pages(model_config, config.cache, mesh.devices.size))
     config = config.with_num_buckets(on_gpu=device.platform == "gpu")
     runner = ModelRunner(model, config, mesh, gpu_memory_fraction=fraction)
     sizes = ", ".join(str(size) for size in sorted(runner.layouts))

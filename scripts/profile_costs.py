@@ -169,7 +169,12 @@ def main() -> int:
 def define_flags() -> None:
     """The command line."""
     define_model_flag()
-    flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "Of weights and KV state.")
+    flags.DEFINE_enum(
+        "dtype",
+        "auto",
+        ["auto", "float32", "bfloat16", "float16"],
+        "Of weights, and of KV state but for kv_dtype.",
+    )
     flags.DEFINE_enum("kv_dtype", None, KV_DTYPES, "What KV state is stored as; default: --dtype.")
     flags.DEFINE_integer("chunk_tokens", 32, "Tokens of a chunk: 16, 32 or 64.", lower_bound=1)
     flags.DEFINE_integer(

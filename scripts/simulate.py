@@ -26,10 +26,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from absl import flags
 from common.live_figures import LiveFigures
 from common.session_flags import define_session_flags, load_trace, rates, sessions
+from common.stored_profiles import stored_profile
 from common.systems import STATELESS, SYSTEMS, system_config
 from serving.report import curve, draw
 from steps.cost_plot import check_can_plot
@@ -44,7 +44,6 @@ from pensieve_jax.commands.engine_flags import num_bytes, shows_progress
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
 from pensieve_jax.config import NUM_BUCKETS_GPU, POLICIES
-from pensieve_jax.device.kv_storage import chunk_bytes
 from pensieve_jax.simulator import ROUTERS, DeviceProfile, Scenario, figures, profile_names, simulate
 from pensieve_jax.workload import UNITS, Session, Trace
 
@@ -135,16 +134,16 @@ def engine_config(profile: DeviceProfile) -> EngineConfig:
 
 def stored(profile: DeviceProfile) -> DeviceProfile:
     """The profile with KV state as `--kv_dtype` says; raises ConfigError."""
-    if FLAGS.kv_dtype is None:
-        return profile
     if not FLAGS.kv_read_rate > 0:
         raise ConfigError("--kv_read_rate", FLAGS.kv_read_rate, "above 0")
+    if FLAGS.kv_dtype is None:
+        if FLAGS.kv_read_rate != 1:
+            raise ConfigError("--kv_read_rate", FLAGS.kv_read_rate, "left out without --kv_dtype")
+        return profile
     if profile.model not in PRESETS:
         limit = f"left out for a device profile of {profile.model!r}, which is no preset"
         raise ConfigError("--kv_dtype", FLAGS.kv_dtype, limit)
-    model, dtype = preset(profile.model), jnp.dtype(profile.dtype)
-    page_bytes = chunk_bytes(model, FLAGS.chunk_tokens, dtype, FLAGS.kv_dtype)
-    return profile.keeping(page_bytes // FLAGS.chunk_tokens, rate=FLAGS.kv_read_rate)
+    return stored_profile(profile, FLAGS.kv_dtype, FLAGS.chunk_tokens, read_rate=FLAGS.kv_read_rate)
 
 
 def cost_model(profile: DeviceProfile) -> CostModel:

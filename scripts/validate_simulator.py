@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from common.live_figures import LiveFigures
 from common.session_flags import define_session_flags, load_trace, sessions
+from common.stored_profiles import stored_profile
 from serving.report import read_documents
 from serving.run import Window
 from serving.validation_criteria import Criterion, criteria, is_over_the_knee, missed
@@ -105,7 +106,9 @@ def simulate_point(measured: Measured, profile: DeviceProfile) -> dict[str, Any]
     has_end = math.isfinite(window.end_s)
     scenario = Scenario(
         config=config,
-        profile=profile.launching(measured.launches),
+        profile=stored_profile(profile, config.cache.kv_dtype, config.cache.chunk_tokens).launching(
+            measured.launches
+        ),
         cost_model=cost_model(config, model),
         max_context_tokens=max_context_tokens,
         warm_up_s=window.start_s,

@@ -215,8 +215,7 @@ def heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError |
         return AttentionArgumentError("num_q_heads / num_kv_heads", heads.group, limit)
     if heads.kv_dtype is not None and heads.kv_dtype not in row.kv_dtypes:
         served = " or ".join(["the queries' dtype", *row.kv_dtypes])
-        instead = "use backend 'pallas_triton' or 'xla'"
-        return AttentionArgumentError("kv_dtype", heads.kv_dtype, f"{backend} reads {served}; {instead}")
+        return AttentionArgumentError("kv_dtype", heads.kv_dtype, f"{backend} reads {served}; {row.instead}")
     return None
 
 

@@ -74,7 +74,11 @@ def write_kv(
         return kv_pages.at[pages, offsets].set(rows.astype(kv_pages.dtype), mode="drop", unique_indices=True)
     codes, scales = encode(rows, kv_dtype)
     written = kv_pages.at[pages, offsets].set(codes, mode="drop", unique_indices=True)
-    places = scale_places(offsets, page_size, head_dim)
-    for (row, lane), values in zip(places, scale_bytes(scales), strict=True):
-        written = written.at[pages, row, :, lane].set(values, mode="drop", unique_indices=True)
+    # All four indices, in order: for a scatter over some of them XLA may transpose the whole pool.
+    heads = jnp.arange(num_combined_heads)[None, :]
+    for (row, lane), values in zip(
+        scale_places(offsets, page_size, head_dim), scale_bytes(scales), strict=True
+    ):
+        place = pages[:, None], row[:, None], heads, lane[:, None]
+        written = written.at[place].set(values, mode="drop", unique_indices=True)
     return written

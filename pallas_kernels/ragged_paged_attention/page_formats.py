@@ -89,7 +89,8 @@ def page_size_of(kv_pages: jax.Array, kv_dtype: str | None, page_sizes: tuple[in
 def encode(rows: jax.Array, kv_dtype: str) -> Stored:
     """Rows in 8 bits, each number the nearest of the format.
 
-    A row with an infinity or a NaN comes back as no finite numbers. Also called inside kernels, with "int8".
+    A row with an infinity or a NaN comes back as no finite numbers, one of magnitudes below 1e-35 perhaps as
+    zeros. Also called inside kernels, with "int8".
 
     Args:
       rows: [..., head_dim], of any floating-point dtype.
@@ -114,7 +115,7 @@ def decode(stored: Stored, kv_dtype: str) -> jax.Array:
 
 
 def stored_as(rows: jax.Array, kv_dtype: str | None) -> jax.Array:
-    """`rows` as they come back from a page, in their dtype's place: f32, or as they are without a format."""
+    """`rows` as they come back from a page: float32 with a format, else as they are."""
     return rows if kv_dtype is None else decode(encode(rows, kv_dtype), kv_dtype)
 
 

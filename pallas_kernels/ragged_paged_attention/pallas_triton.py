@@ -184,7 +184,7 @@ def _attention_kernel(
             weights = exp2(scores * scale - (m_new * scale)[:, None])
             alpha = exp2((m - m_new) * scale)
             values, new_total = block.load(1, q.dtype), total * alpha + weights.sum(axis=1)
-            if spec.kv_dtype is not None:
+            if spec.kv_dtype is not None and not block.scales_values(q.dtype):
                 weights = weights * block.scales(1)[None, :]
             acc = acc * alpha[:, None] + _dot(weights.astype(values.dtype), values, contract_b=0)
             return m_new, new_total, acc, next_pages
@@ -290,13 +290,20 @@ class _Block(NamedTuple):
     mask: Any  # keys that may be read; None: all
 
     def load(self, which: int, dtype: Any) -> Any:
-        """[block_kv, head_dim], zero where hidden; codes without their scales."""
+        """[block_kv, head_dim], zero where hidden; of codes without scales, but for `scales_values`."""
         lanes = jnp.arange(self.kv_ref.shape[1])[None, :]
         mask = None if self.mask is None else self.mask[:, None]
         stored = _load(self.kv_ref.at[self._rows(which, self.offsets)[:, None], lanes], mask)
-        return (
-            stored if self.spec.kv_dtype is None else code_numbers(stored, self.spec.kv_dtype).astype(dtype)
-        )
+        if self.spec.kv_dtype is None:
+            return stored
+        numbers = code_numbers(stored, self.spec.kv_dtype)
+        if which and self.scales_values(dtype):
+            numbers = numbers.astype(jnp.float32) * self.scales(which)[:, None]
+        return numbers.astype(dtype)
+
+    def scales_values(self, dtype: Any) -> bool:
+        """Values come with their scales: float16 has no room for weights times scales."""
+        return self.spec.kv_dtype is not None and dtype == jnp.float16
 
     def scales(self, which: int) -> Any:
         """f32[block_kv] of codes in 8 bits, zero where hidden."""

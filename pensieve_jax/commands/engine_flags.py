@@ -78,7 +78,12 @@ _BYTES_OF = {"": 1, "B": 1} | {
 def define_engine_flags(*, model: str = DEFAULT_MODEL) -> None:
     """Flags of the model and the engine; those left out keep the library's defaults, but for `model`."""
     define_model_flag(model)
-    flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "Of weights and KV state.")
+    flags.DEFINE_enum(
+        "dtype",
+        "auto",
+        ["auto", "float32", "bfloat16", "float16"],
+        "Of weights, and of KV state but for kv_dtype.",
+    )
     for kind, title in _GROUPS.items():
         flag_group(title)(_define_options)(kind)
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")

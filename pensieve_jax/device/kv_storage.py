@@ -58,7 +58,7 @@ class KVStorage:
           num_layer_groups: at most the model's layers; more are as many.
 
         Raises:
-          ConfigError: a token's slot in the pool would exceed 32 bits.
+          ConfigError: a token's slot in the pool would exceed 32 bits, or `check_addresses` refuses it.
         """
         max_num_pages = np.iinfo(np.int32).max // cache.chunk_tokens - _NUM_DUMMY_PAGES
         if cache.gpu_pages > max_num_pages:
@@ -66,6 +66,7 @@ class KVStorage:
                 f"at most {max_num_pages}, since slots of {cache.chunk_tokens} a page are numbered in 32 bits"
             )
             raise ConfigError("cache.gpu_pages", cache.gpu_pages, limit)
+        check_addresses(model, cache, mesh.devices.size)
         self.num_layers = model.num_layers
         self.num_pages = cache.gpu_pages + _NUM_DUMMY_PAGES
         self.kv_dtype, self.page_size = cache.kv_dtype, cache.chunk_tokens
@@ -121,6 +122,33 @@ def chunk_bytes(model: ModelConfig, chunk_tokens: int, dtype: jnp.dtype, kv_dtyp
     """Bytes of a chunk over all layers and devices, known before any pool is made."""
     per_layer = math.prod(page_shape(kv_dtype, chunk_tokens, model.num_kv_heads, model.head_dim))
     return model.num_layers * per_layer * page_dtype(kv_dtype, dtype).itemsize
+
+
+def check_addresses(model: ModelConfig, cache: CacheConfig, num_devices: int) -> None:
+    """Refuse pools that kernels cannot address: of bytes, from 2 GiB to 4 GiB a layer and device.
+
+    Pallas' Triton back end takes offsets of 64 bits for arrays of more than 2**32 bytes, and else signed ones of
+    32, which count numbers: enough where a number has two bytes, and half of it where it has one.
+
+    Raises:
+      ConfigError: names `cache.gpu_pages`.
+    """
+    most = most_byte_pages(model, cache, num_devices)
+    if cache.gpu_pages > most:
+        limit = f"at most {most:,}, 2 GiB of a layer, or over twice as many, with {cache.kv_dtype} state"
+        raise ConfigError("cache.gpu_pages", cache.gpu_pages, limit, "or raise runner.tensor_parallel_size")
+
+
+def most_byte_pages(model: ModelConfig, cache: CacheConfig, num_devices: int) -> int:
+    """`cache.gpu_pages`, or the most below that kernels can address; see `check_addresses`."""
+    if cache.kv_dtype is None:
+        return cache.gpu_pages
+    page = page_shape(cache.kv_dtype, cache.chunk_tokens, model.num_kv_heads // num_devices, model.head_dim)
+    page_bytes = math.prod(page)
+    pool_bytes = (cache.gpu_pages + _NUM_DUMMY_PAGES) * page_bytes
+    if pool_bytes < 2**31 or pool_bytes > 2**32:
+        return cache.gpu_pages
+    return (2**31 - 1) // page_bytes - _NUM_DUMMY_PAGES
 
 
 def read_page(pools: Sequence[jax.Array], page: int) -> np.ndarray:

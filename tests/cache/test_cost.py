@@ -104,6 +104,17 @@ def test_save_and_load(path):
     assert list(document["curves"]["alone"][0]) == ["context_len", "attention_s", "rest_s", "total_s"]
 
 
+def test_a_file_from_before_state_had_a_dtype_of_its_own(path):
+    """It is of one dtype, and of nothing that stores another."""
+    PROFILE.save(path)
+    values = json.loads(path.read_text())
+    del values["subject"]["kv_dtype"]
+    path.write_text(json.dumps(values))
+    MeasuredCostModel.load(path, SUBJECT)
+    with pytest.raises(ConfigError, match="a profile of kv_dtype='int8'"):
+        MeasuredCostModel.load(path, dataclasses.replace(SUBJECT, kv_dtype="int8"))
+
+
 def test_the_kind_that_the_file_names_counts(path):
     assert MeasuredCostModel.load(path, SUBJECT).chunk_cost_s(64) == 2
     edit(path, lambda values: values.update(cost="alone"))

@@ -16,8 +16,8 @@ from tests.device.test_model_runner import Row, Stepper, Talk, _model, engine_co
 
 
 @functools.cache
-def warm_runner(num_devices):
-    config = engine_config(num_devices, cpu_pages=8)
+def warm_runner(num_devices, kv_dtype):
+    config = engine_config(num_devices, cpu_pages=8, kv_dtype=kv_dtype)
     runner = ModelRunner(_model("llama-tiny", num_devices), config, make_mesh(num_devices))
     runner.warm_up()
     return runner
@@ -28,10 +28,16 @@ def fill_with_nan(runner):
 
 
 @pytest.mark.parametrize("is_rushed", [False, True])
-@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_model_goes_on_as_if_nothing_had_moved(num_devices, is_rushed):
+@pytest.mark.parametrize(
+    ("num_devices", "kv_dtype"),
+    [
+        (1, None),
+        *(pytest.param(n, d, marks=pytest.mark.long) for n, d in ((2, None), (1, "int8"), (2, "int8"))),
+    ],
+)
+def test_a_model_goes_on_as_if_nothing_had_moved(num_devices, kv_dtype, is_rushed):
     """All pages of a sequence leave, the pools are wrecked, other pages take it in: equal bit by bit."""
-    runner = warm_runner(num_devices)
+    runner = warm_runner(num_devices, kv_dtype)
     results = [
         decode_after(runner, leave)
         for leave in (None, functools.partial(leave_and_return, is_rushed=is_rushed))

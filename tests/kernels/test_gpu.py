@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,19 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.attention_names import KV_DTYPES
 from pallas_kernels.devices import mosaic_device_limit
 from pallas_kernels.ragged_paged_attention import (
     BlockSizes,
     TileClass,
     build_tiles,
     mosaic_class,
+    page_shape,
     ragged_paged_attention,
     tile_spec,
     write_kv,
 )
 from pallas_kernels.ragged_paged_attention.block_sizes import default_block_sizes
 from pallas_kernels.ragged_paged_attention.shapes import Heads
-from tests.kernels.batches import Batch, Room, assert_equals_reference, make_batch, random_rows
+from tests.kernels.batches import Batch, Room, assert_equals_reference, make_batch, random_rows, stored
 
 pytestmark = [
     pytest.mark.gpu,
@@ -178,6 +181,33 @@ def test_results_repeat_bit_for_bit(backend: str) -> None:
     first = np.asarray(attend(batch))
     for _ in range(20):
         np.testing.assert_array_equal(np.asarray(attend(batch)), first)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_pages_in_8_bits(kv_dtype: str, dtype: str) -> None:
+    heads = Heads(40, 10, 128)
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        rows = [(1, int(length)) for length in rng.integers(1, 2000, 30)] + [(200, 900), (7, 700)]
+        batch = stored(make_batch(rng, rows, heads, page_size=32, dtype=dtype), kv_dtype)
+        out = jax.jit(lambda b: ragged_paged_attention(*b, sm_scale=SCALE, kv_dtype=kv_dtype))(batch)
+        assert_equals_reference(out, batch, SCALE, page_size=32, kv_dtype=kv_dtype)
+
+
+def test_int8_is_written_as_by_xla() -> None:
+    """But for codes that lie within rounding of the next."""
+    rng = np.random.default_rng(0)
+    pool = jnp.zeros((300, *page_shape("int8", 32, 10, 128)), jnp.int8)
+    k, v = (jnp.asarray(rng.standard_normal((2000, 10, 128)), jnp.bfloat16) for _ in range(2))
+    slots = jnp.asarray(rng.permutation(300 * 32)[:2000].astype(np.int32)).at[7].set(300 * 32)
+    write = functools.partial(write_kv, page_size=32, kv_dtype="int8")
+    one, other = (
+        np.asarray(jax.jit(functools.partial(write, backend=name))(pool, k, v, slots))
+        for name in ("xla", "pallas_triton")
+    )
+    np.testing.assert_array_equal(one[:, 32:], other[:, 32:])
+    assert np.abs(one.astype(int) - other).max() <= 1 and (one != other).mean() < 1e-4
 
 
 @pytest.mark.parametrize(

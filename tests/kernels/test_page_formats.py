@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -21,7 +22,9 @@ from pallas_kernels.ragged_paged_attention import (
     tile_spec,
     write_kv,
 )
+from pallas_kernels.ragged_paged_attention import xla
 from pallas_kernels.ragged_paged_attention.page_formats import (
+    PageKind,
     decode,
     encode,
     num_scale_rows,
@@ -149,19 +152,52 @@ def _compiled(spec: Any) -> Any:
     return jax.jit(run, compiler_options=options)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+SHAPES = [
+    (Heads(4, 4, 32), 16, "float32"),
+    (Heads(8, 2, 64), 32, "bfloat16"),
+    (Heads(8, 1, 32), 64, "float16"),
+]
+
+
 @pytest.mark.parametrize(
-    ("heads", "page_size", "dtype"),
-    [(Heads(4, 4, 32), 16, "float32"), (Heads(8, 2, 64), 32, "bfloat16"), (Heads(8, 1, 32), 64, "float16")],
+    ("backend", "heads", "page_size", "dtype", "kv_dtype"),
+    [
+        *[("xla", *shape, name) for shape in SHAPES for name in KV_DTYPES],
+        *[("pallas_triton", *SHAPES[i], KV_DTYPES[i % 2]) for i in range(3)],
+        *[
+            pytest.param("pallas_triton", *SHAPES[i], KV_DTYPES[1 - i % 2], marks=pytest.mark.long)
+            for i in range(3)
+        ],
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("backend", ["xla", "pallas_triton"])
 def test_back_ends_equal_the_reference(backend, heads, page_size, dtype, kv_dtype):
     batch = make_batch(np.random.default_rng(page_size), ROWS, heads, page_size=page_size, dtype=dtype)
     batch = stored(batch, kv_dtype)
     blocks = SMALL_BLOCKS if backend == "pallas_triton" else None
     out = attend(batch, backend, page_size, kv_dtype, blocks)
     assert_equals_reference(out, batch, SCALE, page_size=page_size, kv_dtype=kv_dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_the_form_for_accelerators_equals_the_reference(kv_dtype):
+    """Of `xla`, on this platform; the other one is above."""
+    batch = stored(make_batch(np.random.default_rng(5), ROWS, Heads(4, 2, 32), page_size=32), kv_dtype)
+    kind = PageKind(32, kv_dtype)
+    out = jax.jit(lambda batch: xla.together(*batch, sm_scale=SCALE, kind=kind))(batch)
+    assert_equals_reference(out, batch, SCALE, page_size=32, kv_dtype=kv_dtype)
+
+
+@pytest.mark.parametrize("magnitude", [1e-3, 1e-5])
+def test_small_values_keep_their_digits_in_float16(magnitude):
+    """A weight times a scale would not fit: values come with their scales there."""
+    rng = np.random.default_rng(6)
+    batch = make_batch(rng, [(1, 60), (4, 33)], Heads(4, 2, 32), page_size=16, dtype="float16")
+    pages = batch.kv_pages.at[:, :, 1::2].multiply(magnitude)
+    batch = stored(batch._replace(kv_pages=pages), "int8")
+    out = np.asarray(attend(batch, "pallas_triton", 16, "int8", SMALL_BLOCKS), np.float32)
+    expected = reference_attention(*map(np.asarray, batch), sm_scale=SCALE, page_size=16, kv_dtype="int8")
+    assert np.abs(out - expected)[:5].max() < 4e-3 * np.abs(expected[:5]).max()
 
 
 @pytest.mark.parametrize("backend", ["xla", "pallas_triton"])
@@ -197,6 +233,20 @@ def test_lowers_for_cuda(heads, dtype, kv_dtype):
     sizes = ((max_num_seqs,), (max_num_seqs, 128), (max_num_seqs + 1,), (1,), (spec.tiles_len,))
     rows = [shape(size, jnp.int32) for size in sizes]
     assert lower_for_cuda(run, q, pool, *rows).count("xla.gpu.triton") >= 2
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_the_write_takes_no_second_pool(kv_dtype):
+    """In place here, and with indices in order, since XLA for GPUs may transpose a pool for others."""
+    pool = jax.ShapeDtypeStruct((4000, *page_shape(kv_dtype, 32, 10, 128)), jnp.int8)
+    new, slots = jax.ShapeDtypeStruct((64, 10, 128), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.int32)
+    write = functools.partial(write_kv, page_size=32, kv_dtype=kv_dtype)
+    lowered = jax.jit(write, donate_argnums=0).lower(pool, new, new, slots)
+    found = re.findall(r"scatter_dims_to_operand_dims = \[([^]]*)\]", lowered.as_text())
+    assert found and all(dims == ", ".join(map(str, range(len(dims.split(", "))))) for dims in found)
+    memory = lowered.compile().memory_analysis()
+    assert memory.alias_size_in_bytes == np.prod(pool.shape)
+    assert memory.temp_size_in_bytes < np.prod(pool.shape) // 10
 
 
 def test_the_write_lowers_for_cuda():

@@ -130,6 +130,8 @@ def test_shows_live_figures(launch, capsys):
         ({"replicas": 0}, "num_replicas is 0"),
         ({"plot": "curves.exe"}, "--plot is 'curves.exe'"),
         ({"cost_profile": "/nowhere"}, "cost_profile is '/nowhere'"),
+        ({"kv_read_rate": 0.5}, "--kv_read_rate is 0.5, but must be left out without --kv_dtype"),
+        ({"kv_read_rate": 0, "kv_dtype": "int8"}, "--kv_read_rate is 0.0, but must be above 0"),
     ],
 )
 def test_refuses(launch, flags, says):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -104,6 +105,17 @@ def test_whose_thread_launches_kernels_is_asked_for():
         ConfigError, match="launches is 'engine', but must be one that the profile has a host"
     ):
         DeviceProfile.load("a100_opt-13b").launching("engine")
+
+
+def test_state_may_take_fewer_bytes():
+    """Steps read it by the byte, at a speed of its own; all else stays."""
+    profile = DeviceProfile.load("h200_llama2-13b-gqa10")
+    half = profile.keeping(profile.kv_token_bytes // 2)
+    assert half.kv_token_bytes == profile.kv_token_bytes // 2
+    assert half.step.kv_read_s == pytest.approx(profile.step.kv_read_s / 2)
+    slow = profile.keeping(profile.kv_token_bytes // 2, rate=0.5)
+    assert slow.step.kv_read_s == pytest.approx(profile.step.kv_read_s)
+    assert dataclasses.replace(slow, kv_token_bytes=profile.kv_token_bytes, step=profile.step) == profile
 
 
 def test_padding_is_what_a_step_would_take_less_in_a_bucket_of_its_size():
