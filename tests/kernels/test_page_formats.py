@@ -21,8 +21,8 @@ from pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     tile_spec,
     write_kv,
+    xla,
 )
-from pallas_kernels.ragged_paged_attention import xla
 from pallas_kernels.ragged_paged_attention.page_formats import (
     PageKind,
     decode,
@@ -40,7 +40,10 @@ from tests.kernels.cross_lower import lower_for_cuda
 SCALE = 0.17
 SMALL_BLOCKS = BlockSizes((TileClass(16, 32, 4, 2, 64, 8), TileClass(64, 16, 4, 2, 64, 8)))
 ROWS = [(1, 70), (5, 33), (40, 40), (1, 1), (0, 12), (70, 80), (17, 200), (8, 8)]
-PAGES = [(16, 32), (32, 64), (64, 32), (128, 32), (128, 64), (80, 16)]  # head_dim, page_size
+PAGES = [  # head_dim, page_size
+    *[(16, 32), (128, 32)],
+    *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((32, 64), (64, 32), (128, 64), (80, 16))),
+]
 STEP = {
     "int8": 0.5 / 127,
     "float8_e4m3fn": 2.0**-4,
