@@ -11,8 +11,8 @@ begin at random (`--rates`), with the pauses of a recording (`--arrivals`) or as
 follows when turn k was answered and its user has thought. The run begins in mid-life (`--mid_life_s`), with
 the histories of its conversations computed before the clock starts. What arrives in the window counts; it
 ends when all of that was answered, or after `--drain_s`. If users were late (99th percentile over
-`--max_client_lag_s`) the run is void, and the exit status 1. Answers have the lengths of the trace, by which
-nobody is admitted, evicted or served sooner.
+`--max_client_lag_s`) the run is void, and the exit status 1, as it is where `--max_run_s` left time for no
+load point. Answers have the lengths of the trace, by which nobody is admitted, evicted or served sooner.
 
 Closed loop (`--closed_loop`): `--num_conversations` of `--num_turns` turns at once, the next turn right after
 the answer, and the seconds that all of it takes.
@@ -42,23 +42,28 @@ import functools
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 from common.live_figures import LiveFigures
 from common.session_flags import rates
-from common.systems import HTTP, PENSIEVE, system_config
-from common.systems import SYSTEMS as ENGINE_SYSTEMS
 from serving.client import InlineClient, Prompts, ThreadedClient
 from serving.clock import RunClock
-from serving.engine_server import EngineServer, EngineSystem
+from serving.engine_server import EngineServer
 from serving.figures import UNITS, figures
+from serving.kv_memory import kv_bytes
 from serving.latency_plot import View
-from serving.load_points import LoadPoint, all_arrivals, all_seeds, closed_loop, define_load_flags, open_loop
-from serving.rebatching_server import SYSTEMS as REBATCHING_SYSTEMS
-from serving.rebatching_server import RebatchingSystem
+from serving.load_points import (
+    LoadPoint,
+    all_arrivals,
+    all_seeds,
+    closed_loop,
+    define_load_flags,
+    open_loop,
+    sessions_digest,
+)
 from serving.report import (
     BENCHMARK,
     Named,
@@ -71,11 +76,7 @@ from serving.report import (
     tables,
 )
 from serving.run import System, serve
-from serving.static_server import SYSTEM as STATIC_SYSTEM
-from serving.static_server import StaticSystem
-from serving.transformers_server import TransformersSystem
-from serving.vllm_server import SYSTEMS as VLLM_SYSTEMS
-from serving.vllm_server import VllmSystem
+from serving.systems import ENGINE_SYSTEMS, OURS, SYSTEMS, open_system
 from steps.cost_plot import check_can_plot
 from tqdm import tqdm
 
@@ -90,14 +91,9 @@ from pensieve_jax.commands.engine_flags import (
 )
 from pensieve_jax.commands.launch import EXIT_FAILED, Interrupt, check_can_write, run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document
-from pensieve_jax.model_source import resolve_model
 from pensieve_jax.workload import Client, History, Trace
 
 FLAGS = flags.FLAGS
-SYSTEMS = (
-    *(*ENGINE_SYSTEMS, HTTP, *REBATCHING_SYSTEMS, "transformers", STATIC_SYSTEM),
-    *VLLM_SYSTEMS,
-)
 Point = dict[str, Any]
 _NUM_CLOSED = 200  # conversations of a closed loop, unless --num_conversations says otherwise
 _USERS = ("think", "time_scale", "mid_life_s", "warm_up_s", "window_s", "drain_s", "recorded_arrivals")
@@ -110,46 +106,6 @@ _SETTINGS = {
     "open loop": (*_USERS, "seed"),
     "closed loop": ("num_conversations", *_CLOSED_FLAGS, "seed"),
 }
-
-
-def open_system(model: ModelConfig) -> System:
-    """Load what `--system` names; raises ConfigError, PensieveError or ModelError."""
-    name, config = FLAGS.system, engine_config()
-    if name in ENGINE_SYSTEMS:
-        return EngineSystem(name, system_config(name, config))
-    if name == HTTP:
-        # Imported late: nobody else needs the packages of the server.
-        from serving.http_server import HttpSystem
-
-        return HttpSystem(system_config(PENSIEVE, config))
-    rows = FLAGS.padded_batch
-    if name in REBATCHING_SYSTEMS:
-        return RebatchingSystem(
-            name,
-            FLAGS.model,
-            model,
-            FLAGS.dtype,
-            config,
-            max_batch=rows,
-            lengths=_padded_lengths(),
-            decode_backend=FLAGS.decode_backend,
-            progress=shows_progress(),
-        )
-    source = resolve_model(FLAGS.model)
-    dtype = model.dtype if FLAGS.dtype == "auto" else FLAGS.dtype
-    if name == "transformers":
-        return TransformersSystem(source, model, dtype, config, FLAGS.transformers_attention)
-    if name == STATIC_SYSTEM:
-        return StaticSystem(source, model, dtype, config, FLAGS.transformers_attention, max_batch=rows)
-    return VllmSystem(name, source, model, dtype, config)
-
-
-def _padded_lengths() -> tuple[int, ...] | None:
-    """What `--padded_lengths` says; the engine's configuration has the limits."""
-    words = FLAGS.padded_lengths
-    if not all(word.isdecimal() for word in words):
-        raise ConfigError("--padded_lengths", ",".join(words), "numbers with commas between them")
-    return tuple(map(int, words)) or None
 
 
 def histories(load: LoadPoint, prompts: Prompts, between_steps: Callable[[], None]) -> Iterator[History]:
@@ -172,6 +128,7 @@ def measure(
     between_steps: Callable[[], None],
 ) -> Point:
     """One load point, the `number`-th of this process: its figures. What `between_steps` raises ends it."""
+    digest = sessions_digest(load.sessions)
     clock, users = RunClock(), Client(load.sessions, max_context_tokens)
     prompts = Prompts(model.vocab_size, load.seed, number)
     client = (InlineClient if FLAGS.closed_loop else ThreadedClient)(users, prompts, clock)
@@ -196,9 +153,8 @@ def measure(
     # Where users live in the server's thread, what they take is a part of what is measured.
     max_lag_s = math.inf if FLAGS.closed_loop else FLAGS.max_client_lag_s
     return {
-        "rate": load.rate,
-        "seed": load.seed,
-        "arrivals": load.arrivals,
+        **load.name,
+        "sessions_digest": digest,
         "num_mid_life": num_begun,
         "preparation_s": preparation_s,
         "num_compilations_before": num_compilations,
@@ -215,13 +171,19 @@ def check_flags() -> None:
         raise ConfigError("--max_client_lag_s", FLAGS.max_client_lag_s, "above 0")
     if not FLAGS.stateful:
         raise ConfigError("--stateful", False, "left out: --system says it")
-    if FLAGS.system not in (*ENGINE_SYSTEMS, HTTP) and FLAGS.gpu_memory_fraction is not None:
+    if FLAGS.system not in OURS and FLAGS.gpu_memory_fraction is not None:
         limit = f"left out for --system={FLAGS.system}, which gets as much memory as --gpu_pages says"
         raise ConfigError("--gpu_memory_fraction", FLAGS.gpu_memory_fraction, limit)
+    if FLAGS.system not in OURS and FLAGS.kv_dtype is not None:
+        limit = f"left out for --system={FLAGS.system}, which stores state in --dtype"
+        raise ConfigError("--kv_dtype", FLAGS.kv_dtype, limit)
     if FLAGS.output_json is not None:
         check_can_write("--output_json", Path(FLAGS.output_json))
     if FLAGS.plot is not None:
         check_can_plot("--plot", Path(FLAGS.plot))
+        if not FLAGS.closed_loop and len(all_seeds()) * len(all_arrivals()) > 1:
+            limit = "left out where there are several --seeds or --arrivals, which are no one curve"
+            raise ConfigError("--plot", FLAGS.plot, limit, "scripts/compare_serving.py --plot draws them")
     if FLAGS.step_table is not None:
         _check_step_table(FLAGS.step_table)
     for name in _OPEN_FLAGS if FLAGS.closed_loop else _CLOSED_FLAGS:
@@ -268,26 +230,30 @@ def main() -> int:
     trace, loads = closed_loop() if FLAGS.closed_loop else open_loop(max_context_tokens)
     start_s = time.perf_counter()
     points: list[Point] = []
+    left_out: list[LoadPoint] = []
     with contextlib.closing(open_system(model)) as system, Interrupt() as interrupt:
         start_up_s = time.perf_counter() - start_s
         stop = functools.partial(stop_if_asked, interrupt)
         for number, load in enumerate(loads):
             if time.perf_counter() - start_s > FLAGS.max_run_s:
-                print(f"{len(loads) - number} load points left out, after --max_run_s", flush=True)
+                left_out = loads[number:]
+                print(f"{len(left_out)} load points left out, after --max_run_s", flush=True)
                 break
             point = measure(system, load, number, model, max_context_tokens, stop)
             points.append(point)
-            line = document(system, trace, start_up_s, [point])
             if FLAGS.output_json is not None:
-                append_line(Path(FLAGS.output_json), line)
+                append_line(Path(FLAGS.output_json), document(system, model, trace, start_up_s, [point]))
             _say(system.label, point)
+        if left_out and FLAGS.output_json is not None:  # a line without points: files say what they lack
+            line = document(system, model, trace, start_up_s, [], left_out)
+            append_line(Path(FLAGS.output_json), line)
         print(tables(system.label, points))
         print(f"{trace.name}, {trace.digest[:12]}")
-        if FLAGS.plot is not None:
+        if FLAGS.plot is not None and points:
             title = f"{FLAGS.model}, {system.device_name()}\n{trace.name}"
             draw({system.label: curve(points)}, title, Path(FLAGS.plot))
-        print_document(document(system, trace, start_up_s, points))
-    return EXIT_FAILED if any(point["void"] for point in points) else 0
+        print_document(document(system, model, trace, start_up_s, points, left_out))
+    return EXIT_FAILED if not points or any(point["void"] for point in points) else 0
 
 
 def stop_if_asked(interrupt: Interrupt) -> None:
@@ -296,19 +262,29 @@ def stop_if_asked(interrupt: Interrupt) -> None:
         raise KeyboardInterrupt
 
 
-def document(system: System, trace: Trace, start_up_s: float, points: list[Point]) -> str:
-    """Load points with all that they depend on, as a JSON line."""
+def document(
+    system: System,
+    model: ModelConfig,
+    trace: Trace,
+    start_up_s: float,
+    points: list[Point],
+    left_out: Sequence[LoadPoint] = (),
+) -> str:
+    """Load points with all that they depend on, as a JSON line; and those that no time was left for."""
+    described, is_ours = system.describe(), FLAGS.system in OURS
     loop = "closed loop" if FLAGS.closed_loop else "open loop"
     results = {
         "system": system.label,
         "model": FLAGS.model,
         "dtype": FLAGS.dtype,
-        **system.describe(),
+        **described,
+        "kv_bytes": kv_bytes(described, model, FLAGS.dtype, engine_config().cache, is_ours=is_ours),
         "trace": {"name": trace.name, "digest": trace.digest},
         "loop": loop,
         "settings": {name: FLAGS[name].value for name in _SETTINGS[loop]},
         "start_up_s": start_up_s,
         "points": points,
+        "left_out": [load.name for load in left_out],
     }
     return json_line(BENCHMARK, results, units=UNITS, device=system.device_name())
 
@@ -375,7 +351,9 @@ def define_flags() -> None:
         "Lengths of a row of --system=rebatching that programs are compiled for; default: its own choice.",
     )
     flags.DEFINE_float(
-        "max_run_s", math.inf, "Begin no load point after so many seconds, the start included."
+        "max_run_s",
+        math.inf,
+        "Begin no load point after so many seconds, the start included; the document says which it left out.",
     )
     define_load_flags()
     define_engine_flags(model=TINY_MODEL)

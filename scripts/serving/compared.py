@@ -1,6 +1,6 @@
 """Draws systems side by side: median and tail of latencies over the load.
 
-Owns: the picture. Does not know: where figures come from, or files of documents.
+Owns: the picture, and what it has room for. Does not know: where figures come from, or files of documents.
 Called by: compare_serving.
 """
 
@@ -8,52 +8,94 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from pensieve_jax import ConfigError
+
+
+class _Panel(NamedTuple):
+    """A figure, and whether requests that were not answered are in it, as long as they had been there."""
+
+    name: str
+    part: str
+    label: str
+    is_at_least: bool
+
 
 _PANELS = (
-    ("latency_s", "p50", "latency, median, s"),
-    ("latency_s", "p99", "latency, 99th percentile, s"),
-    ("first_token_s", "p99", "first token, 99th percentile, s"),
+    _Panel("latency_s", "p50", "latency, median, s", True),
+    _Panel("latency_s", "p99", "latency, 99th percentile, s", True),
+    _Panel("first_token_s", "p99", "first token of what was answered,\n99th percentile, s", False),
 )
-_INCHES, _DOTS_PER_INCH = (4.2, 3.4), 100
+_INCHES, _DOTS_PER_INCH = (4.2, 3.6), 100
+_LEGEND_COLUMNS, _LEGEND_INCHES = 5, 0.2  # below all panels, and what a line of it takes
+_LINES = ("-", "--", ":", "-.")  # kinds of arrivals
+_NUM_COLORS = 10  # systems
+_HOLLOW = "hollow: not all were answered, at least so high"
 
 
 def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """A panel for each figure, a curve for each system and kind of arrivals; bars are the seeds' extremes.
 
-    What was not answered makes a point hollow: it is at least so high. Raises OSError.
+    What was not answered makes a point hollow where it is at least so high. Raises ConfigError for rows that
+    cannot be told apart or have no rate, and where the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    width, height = _INCHES
-    figure = Figure(figsize=(width * len(_PANELS), height), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(_PANELS), squeeze=False)[0]
     systems = list(dict.fromkeys(row["system"] for row in rows))
     kinds = list(dict.fromkeys(row["arrivals"] for row in rows))
-    for axes, (name, part, label) in zip(panels, _PANELS, strict=True):
-        for kind, line in zip(kinds, ("-", "--", ":", "-."), strict=False):
-            for index, system in enumerate(systems):
-                points = [
-                    row for row in rows if (row["system"], row["arrivals"]) == (system, kind) and row[name]
-                ]
-                found = [row[name][part] for row in points]
-                rates = [row["rate"] or 0.0 for row in points]
-                values = [one["median"] for one in found]
-                below = [one["median"] - one["min"] for one in found]
-                above = [one["max"] - one["median"] for one in found]
-                text = f"{system}{f', {kind}' if kind else ''}"
-                axes.errorbar(
-                    rates, values, (below, above), fmt=line, color=f"C{index}", label=text, capsize=2
-                )
-                for rate, value, row in zip(rates, values, points, strict=True):
-                    face = "white" if row["num_unfinished"] else f"C{index}"
-                    axes.plot(rate, value, "o", color=f"C{index}", markerfacecolor=face, markersize=5)
+    _check(rows, systems, kinds, path)
+    curves: dict[tuple[str, str | None], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        curves.setdefault((row["system"], row["arrivals"]), []).append(row)
+    width, height = _INCHES
+    height += _LEGEND_INCHES * -(-len(curves) // _LEGEND_COLUMNS)
+    figure = Figure(figsize=(width * len(_PANELS), height), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, panel in zip(figure.subplots(1, len(_PANELS), squeeze=False)[0], _PANELS, strict=True):
+        for (system, kind), of_curve in curves.items():
+            label = f"{system}{f', {kind}' if kind else ''}"
+            color, line = f"C{systems.index(system)}", _LINES[kinds.index(kind)]
+            _draw_curve(axes, panel, of_curve, line, color, label)
         axes.set_yscale("log")
-        axes.set_xlabel("requests that come in a second")
-        axes.set_ylabel(label)
+        axes.set_xlabel("conversations that begin in a second")
+        axes.set_ylabel(panel.label)
         axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=7, frameon=False)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=_DOTS_PER_INCH)
+    named = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*named, loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize=8, frameon=False)
+    is_hollow = any(row["num_unfinished"] for row in rows)
+    figure.suptitle(f"{title}\n{_HOLLOW}" if is_hollow else title, fontsize=10)
+    try:
+        figure.savefig(path, dpi=_DOTS_PER_INCH)
+    except OSError as error:
+        limit = "a file that can be written"
+        raise ConfigError("--plot", str(path), limit, error.strerror or str(error)) from error
+
+
+def _draw_curve(
+    axes: Any, panel: _Panel, rows: Sequence[Mapping[str, Any]], line: str, color: str, label: str
+) -> None:
+    known = [row for row in rows if row[panel.name]]
+    found = [row[panel.name][panel.part] for row in known]
+    rates, values = [row["rate"] for row in known], [one["median"] for one in found]
+    bars = (
+        [one["median"] - one["min"] for one in found],
+        [one["max"] - one["median"] for one in found],
+    )
+    axes.errorbar(rates, values, bars, fmt=line, color=color, label=label, capsize=2)
+    for rate, value, row in zip(rates, values, known, strict=True):
+        face = "white" if panel.is_at_least and row["num_unfinished"] else color
+        axes.plot(rate, value, "o", color=color, markerfacecolor=face, markersize=5)
+
+
+def _check(
+    rows: Sequence[Mapping[str, Any]], systems: Sequence[str], kinds: Sequence[str | None], path: Path
+) -> None:
+    if any(row["rate"] is None for row in rows):
+        limit = "left out where conversations begin as recorded or all at once: there is no rate to draw over"
+        raise ConfigError("--plot", str(path), limit)
+    for what, names, most in (("kinds of arrivals", kinds, len(_LINES)), ("systems", systems, _NUM_COLORS)):
+        if len(names) > most:
+            limit = f"a picture of at most {most} {what}, which one can tell apart"
+            raise ConfigError("--plot", str(path), limit, f"found {len(names)}; give it fewer --documents")

@@ -21,6 +21,10 @@ from serving.run import Run
 UNITS = ANSWER_UNITS | {
     "*_s": "seconds",
     "seconds": "of the window, or until the last answer where there is none",
+    "rate": "conversations that begin in a second; null: as recorded, or all at once",
+    "sessions_digest": "SHA-256 of who came when, with how many tokens; see serving/load_points.py",
+    "kv_bytes": "of KV state in device memory, as the system was given; null where only it knows",
+    "left_out": "load points that --max_run_s left no time for; told by the last document of a run",
     "latency_s": "seconds from arrival to the last token, of what was answered",
     "latency_at_least_s": "the same with what was not answered, until the run ended",
     "client_lag_s": "seconds from when a turn was due until its user handed it over",

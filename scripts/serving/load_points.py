@@ -1,12 +1,16 @@
 """The load points of the serving benchmark: who comes when, for all arrivals, seeds and rates of its flags.
 
-Owns: their flags, those of sessions among them, and the way from flags to sessions and windows.
+Owns: their flags, those of sessions among them, the way from flags to sessions and windows, and the digest by
+which two runs are known to have met the same.
 Does not know: what serves them. Called by: benchmark_serving. The flags are those of whoever calls.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from absl import flags
 from common.session_flags import define_session_flags, load_trace, rates, sessions
@@ -18,6 +22,7 @@ from serving.run import Window
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 _POISSON = "poisson"
+_DIGITS = 6  # of seconds in a digest: two machines' logarithms may differ in the last bit
 
 
 class LoadPoint(NamedTuple):
@@ -31,6 +36,26 @@ class LoadPoint(NamedTuple):
     arrivals: str | None
     sessions: list[Session]
     window: Window
+
+    @property
+    def name(self) -> Mapping[str, Any]:
+        """What it is called in documents."""
+        return {"rate": self.rate, "seed": self.seed, "arrivals": self.arrivals}
+
+
+def sessions_digest(sessions: Iterable[Session]) -> str:
+    """SHA-256, in hex, over who comes when, says how much, is answered how much, and thinks how long.
+
+    Equal digests are equal loads, to the microsecond, whatever the files they came from are called.
+    """
+    digest = hashlib.sha256()
+    for session in sessions:
+        conversation = session.conversation
+        times = [round(float(time_s), _DIGITS) + 0.0 for time_s in (session.arrival_s, *session.think_s)]
+        turns = [(turn.prompt_tokens, turn.output_tokens) for turn in conversation.turns]
+        line = [conversation.conversation_id, session.first_turn, times, turns]
+        digest.update(f"{json.dumps(line)}\n".encode())
+    return digest.hexdigest()
 
 
 def closed_loop() -> tuple[Trace, list[LoadPoint]]:

@@ -1,8 +1,8 @@
 """Load points for people and for files: tables, JSON lines, and the curves of several systems.
 
 Owns: columns, what a file of points holds, reading it back, and which points may be drawn together.
-Does not know: how points are measured. Called by: benchmark_serving; simulate draws its curves by it, and
-validate_simulator reads its files.
+Does not know: how points are measured. Called by: benchmark_serving; simulate draws its curves by it;
+compare_serving and validate_simulator read its files.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from pensieve_jax.commands.report import table
 from serving.latency_plot import Point, View, plot_latency
 
 BENCHMARK = "serving_benchmark"
-_COMMON = ("model", "dtype", "trace", "loop", "settings")  # of all systems that are compared
-_OWN = (*_COMMON, "system", "config", "options")  # of all points of one curve
+COMMON = ("model", "dtype", "trace", "loop", "settings")  # of all systems that are compared
+_OWN = (*COMMON, "system", "config", "options")  # of all points of one curve
 # What may differ: how long a point was looked at, and where another server was given the model's files.
-_MAY_DIFFER = {"settings": ("warm_up_s", "window_s", "drain_s"), "options": ("model",)}
+_WINDOW = ("warm_up_s", "window_s", "drain_s")
+_MAY_DIFFER = {"settings": _WINDOW, "options": ("model",)}
+_OF_RUNS = ("system", "points", "left_out", "start_up_s")  # of a document, not of its system
 _SERVED = {
     "sent/s": "sent_requests_per_s",
     "requests/s": "requests_per_s",
@@ -139,16 +141,19 @@ def read_curves(curves: Sequence[Named]) -> Curves:
     """What files of `append_line` hold; void points are left out, and windows may differ in length.
 
     Raises ConfigError for a file that is no such file, for points that are of different models, traces,
-    users or, within a curve, systems or configurations, and without a point that counts.
+    users, seeds, arrivals or, within a curve, systems or configurations, and without a point that counts.
     """
     found: dict[str, list[tuple[float, Point]]] = {}
     first: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    loads: dict[Any, tuple[str, Any]] = {}
     for flag, name, paths in curves:
         for where, results in read_results(flag, paths):
             curve_name = name or str(results["system"])
-            for key, parts in (("all", _COMMON), (f"of {curve_name}", _OWN)):
+            for key, parts in (("all", COMMON), (f"of {curve_name}", _OWN)):
                 _check_alike(flag, (where, results), first.setdefault(key, (where, results)), parts)
-            if points := _drawn(flag, where, results):
+            points = _drawn(flag, where, results)
+            _check_loads(flag, where, results, loads)
+            if points:
                 found.setdefault(curve_name, []).extend(points)
     if not found:
         given = ",".join(str(path) for one in curves for path in one.paths)
@@ -157,7 +162,7 @@ def read_curves(curves: Sequence[Named]) -> Curves:
     try:
         title = f"{results['model']}, {results['trace']['name']}"
     except (KeyError, TypeError) as error:
-        raise _no_document(curves[0].flag, where, error) from error
+        raise no_document(curves[0].flag, where, error) from error
     return Curves(title, {name: [point for _, point in sorted(points)] for name, points in found.items()})
 
 
@@ -193,7 +198,7 @@ def read_documents(flag: str, paths: Sequence[Path]) -> Iterator[tuple[str, Mapp
                 if not {"system", "points"} <= document["results"].keys():
                     raise ValueError("a document without load points")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise _no_document(flag, where, error) from error
+                raise no_document(flag, where, error) from error
             yield where, document
 
 
@@ -227,11 +232,52 @@ def _drawn(flag: str, where: str, results: Mapping[str, Any]) -> list[tuple[floa
     try:
         return [(point["rate"] or 0.0, drawn) for point in results["points"] for drawn in curve([point])]
     except (KeyError, TypeError) as error:
-        raise _no_document(flag, where, error) from error
+        raise no_document(flag, where, error) from error
 
 
-def _no_document(flag: str, where: str, error: Exception) -> ConfigError:
-    return ConfigError(flag, where, "files that --output_json wrote", f"found {error}")
+def no_document(flag: str, where: str, error: Exception) -> ConfigError:
+    """What is raised for a file of something else, or of before a field was written."""
+    found = f"it has no {error}" if isinstance(error, KeyError) else f"found {error}"
+    return ConfigError(flag, where, "files that --output_json wrote", found)
+
+
+def own_fields(results: Mapping[str, Any]) -> dict[str, Any]:
+    """What a document says of its system, by dotted names, as far as all of the system's must say it."""
+    own = {name: _compared(results, name) for name in results if name not in (*COMMON, *_OF_RUNS)}
+    found = leaves(own)
+    return {name: value for name, value in found.items() if not name.endswith("compilation_cache_dir")}
+
+
+def leaves(value: Any, name: str = "") -> dict[str, Any]:
+    """What is in mappings of mappings, by dotted names that begin with `name`."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    parts = [leaves(part, f"{name}.{key}" if name else key) for key, part in value.items()]
+    return {path: leaf for part in parts for path, leaf in part.items()}
+
+
+def _check_loads(
+    flag: str, where: str, results: Mapping[str, Any], loads: dict[Any, tuple[str, Any]]
+) -> None:
+    """Refuse points of other seeds or arrivals than those before, which `loads` is for; void ones may be."""
+    settings = results.get("settings")
+    if not isinstance(settings, dict):
+        settings = {}
+    for point in results["points"]:
+        if point.get("void"):
+            continue
+        # Documents of before there were several seeds have one, beside the other settings.
+        seed, arrivals = point.get("seed", settings.get("seed")), point.get("arrivals")
+        said: dict[Any, str] = {"of": f"seed {seed}, arrivals {arrivals or 'poisson'}"}
+        window = tuple(settings.get(name) for name in _WINDOW)
+        if digest := point.get("sessions_digest"):
+            said[(point["rate"], window)] = f"sessions_digest {digest} at the rate {point['rate']}"
+        for key, what in said.items():
+            first_where, first = loads.setdefault(key, (where, what))
+            if what != first:
+                limit = f"of one load, {first} as {first_where}: one of --seeds, one of --arrivals"
+                hint = f"found {what}; compare_serving.py draws several"
+                raise ConfigError(flag, where, limit, hint)
 
 
 def _check_alike(

@@ -9,8 +9,10 @@ import threading
 import numpy as np
 import pytest
 
+from model_defs import preset
 from pensieve_jax import ConfigError
 from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.device.kv_storage import chunk_bytes
 from pensieve_jax.workload import SHAREGPT, ConversationTrace, Trace, TurnTrace, generate_trace
 from tests.launching import load
 from tests.scripts.serving_fakes import NullFactory
@@ -83,6 +85,8 @@ def test_a_closed_loop_on_a_model(benchmark, compilation_cache, system):
     assert (point["swapped_in_bytes"] > 0) == (system == "pensieve")
     assert results["config"]["stateful"] == (system != "stateless")
     assert results["system"] == system and len(results["trace"]["digest"]) == 64
+    assert len(point["sessions_digest"]) == 64 and results["left_out"] == []
+    assert results["kv_bytes"] == 24 * chunk_bytes(preset("llama-tiny"), 16, np.dtype("float32"))
     assert sum(bucket["num_steps"] for bucket in point["steps"].values()) >= point["num_steps"] - 1
     assert point["host_step_s"] > 0 and point["dispatch_step_s"] > 0
     assert "GB in" in out and "host ms/step" in out
@@ -106,6 +110,20 @@ def test_ablations_answer_everything(benchmark, flags, label):
     _, document = benchmark(**CLOSED, **flags)
     results = document["results"]
     assert results["system"] == label and results["points"][0]["output_tokens"] == 6 * 3 * 12
+
+
+def test_documents_stand_beside_each_other(benchmark, launch, capsys, tmp_path):
+    """Of two systems who met the same load on the same memory; the third met another."""
+    file = tmp_path / "points.json"
+    for flags in ({}, {"system": "stateless"}):
+        benchmark(**CLOSED | {"output_json": file} | flags)
+    assert launch("compare_serving", shared_llm=False, documents=file) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert [row["system"] for row in results["rows"]] == list(results["systems"]) == ["pensieve", "stateless"]
+    assert all(system["config"] and system["kv_bytes"] for system in results["systems"].values())
+    benchmark(**CLOSED | {"output_json": file, "system": "pensieve-gpu", "output_tokens": 13})
+    with pytest.raises(ConfigError, match=r"line 3', but must be of the same trace\.name as"):
+        launch("compare_serving", shared_llm=False, documents=file)
 
 
 @pytest.mark.long
@@ -150,6 +168,9 @@ def test_every_rate_for_every_seed_with_recorded_pauses(benchmark, conversations
     assert recorded["num_requests"] != poisson["num_requests"]
     out, document = benchmark(**flags | {"max_run_s": 0.3})
     assert len(document["results"]["points"]) == 1 and "3 load points left out" in out
+    assert document["results"]["left_out"] == [
+        {"rate": rate, "seed": seed, "arrivals": None} for seed, rate in ((3, 12.0), (4, 8.0), (4, 12.0))
+    ]
     for flags, match in (
         ({"seeds": "a"}, "--seeds is 'a', but must be numbers from 0 on"),
         ({"arrivals": "/nowhere/x.csv"}, "--arrivals is '/nowhere/x.csv', but must be a file that can"),
@@ -160,6 +181,18 @@ def test_every_rate_for_every_seed_with_recorded_pauses(benchmark, conversations
         given = {name: value for name, value in (conversations | flags).items() if value is not None}
         with pytest.raises(ConfigError, match=match):
             benchmark(**given)
+
+
+def test_a_run_without_time_for_a_point_has_failed(benchmark, conversations, tmp_path):
+    """And its documents say which points they lack."""
+    file = tmp_path / "points.json"
+    flags = conversations | {"rates": "4,6", "max_run_s": 0, "output_json": file, "plot": tmp_path / "a.png"}
+    out, document = benchmark(status=1, **flags)
+    results = document["results"]
+    assert not results["points"] and "2 load points left out" in out
+    assert results["left_out"] == [{"rate": rate, "seed": 0, "arrivals": None} for rate in (4.0, 6.0)]
+    (line,) = file.read_text().splitlines()
+    assert json.loads(line)["results"] == results
 
 
 def test_a_row_of_every_step(benchmark, conversations, tmp_path):
@@ -287,12 +320,21 @@ def test_users_in_the_servers_own_thread_make_no_run_void(benchmark, monkeypatch
         ({"curve": "a=/nowhere/a.json", "plot": "x.png"}, "--curve is '/nowhere/a.json'"),
         ({"curve": "a=b.json", "plot": "x.png", "level_ms": 0}, "--level_ms is 0"),
         ({"curves": "a.json", "plot": "x.png", "top_ms": "inf"}, "--top_ms is inf"),
+        (
+            {"plot": "x.png", "seeds": "0,1"},
+            "--plot is 'x.png', but must be left out where .* several --seeds",
+        ),
+        (
+            {"plot": "x.png", "arrivals": "poisson,a.csv"},
+            "--plot is 'x.png', .* or --arrivals, .*compare_serv",
+        ),
         ({"rates": "fast"}, "--rates is 'fast'"),
         ({"think": "gamma:3"}, "--think is 'gamma:3'"),
         ({"trace": "/nowhere"}, "--trace is '/nowhere'"),
         (CLOSED | {"rates": "3"}, "--rates is .* beside --closed_loop"),
         (CLOSED | {"max_client_lag_s": 1}, "--max_client_lag_s is 1.0, .* beside --closed_loop"),
         ({"system": "vllm", "gpu_memory_fraction": 0.9}, "--gpu_memory_fraction is 0.9, .* --gpu_pages says"),
+        ({"system": "rebatching", "kv_dtype": "int8"}, "--kv_dtype is 'int8', .* stores state in --dtype"),
         (CLOSED | {"num_turns": 500}, "--num_turns is 500, but must be few enough"),
         (CLOSED | {"output_tokens": 0}, "--output_tokens is 0"),
         ({"system": "vllm"}, "--system is 'vllm', but must be a system that can run here: vllm cannot be"),

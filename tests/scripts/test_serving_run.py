@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import threading
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pensieve_jax import ConfigError, Usage
+from model_defs import preset
+from pensieve_jax import CacheConfig, ConfigError, Usage
 from pensieve_jax.cache import Copy
+from pensieve_jax.device.kv_storage import chunk_bytes
 from pensieve_jax.workload import Answer, UserTurn
 from tests.launching import load
 from tests.scripts.serving_fakes import Ticker, TickServer, session, users
@@ -113,6 +117,40 @@ def test_a_run_is_void_if_users_were_late():
     run = serving_run.Run(window=Window(0.0, 100.0, 0.0), lags=lags, **values)
     assert serving_figures.figures(run, max_lag_s=0.010)["void"]
     assert not serving_figures.figures(run, max_lag_s=0.021)["void"]
+
+
+def test_a_digest_of_who_comes():
+    """Of when, how much is said and answered, and how long users think; not of the last bits of a time."""
+    first = [session("a", 1.5, (10, 3), (4, 2), think_s=[2.0]), session("b", 2.0, (6, 4))]
+    same = [session("a", 1.5 + 1e-12, (10, 3), (4, 2), think_s=[2.0]), session("b", 2, (6, 4))]
+    others = (
+        [session("a", 1.6, (10, 3), (4, 2), think_s=[2.0]), first[1]],
+        [session("a", 1.5, (10, 3), (4, 2), think_s=[3.0]), first[1]],
+        [session("a", 1.5, (10, 3), (4, 1), think_s=[2.0]), first[1]],
+        [session("a", 1.5, (11, 3), (4, 2), think_s=[2.0]), first[1]],
+        [session("c", 1.5, (10, 3), (4, 2), think_s=[2.0]), first[1]],
+        [dataclasses.replace(first[0], first_turn=1), first[1]],
+        first[:1],
+    )
+    digest = load("serving.load_points").sessions_digest
+    assert digest(first) == digest(same) and len({digest(who) for who in (first, *others)}) == 8
+
+
+def test_bytes_of_kv_state_that_a_system_was_given():
+    """As its configuration says, or as the flags do, whose dtype of pages is no other server's."""
+    model = preset("llama-tiny")
+    bytes_of = load("serving.kv_memory").kv_bytes
+    cache = CacheConfig(gpu_pages=10, kv_dtype="int8")
+    plain = 10 * chunk_bytes(model, 32, jnp.dtype("float32"))
+
+    def given(described, *, cache=cache, is_ours=False):
+        return bytes_of(described, model, "float32", cache, is_ours=is_ours)
+
+    assert given({"options": {}}) == plain > given({}, is_ours=True)
+    own = {"config": {"cache": dataclasses.asdict(CacheConfig(gpu_pages=20))}}
+    assert given(own, is_ours=True) == 2 * plain
+    assert given({"config": {"kv_bytes": 7, "tensor_parallel_size": 2}}) == 14
+    assert given({}, cache=CacheConfig(gpu_memory_fraction=0.5)) is None
 
 
 class LastPrompt:
@@ -444,6 +482,33 @@ def test_points_may_have_been_looked_at_for_longer(tmp_path):
     write(path, "pensieve", point(3.0, 0.01), settings=first | {"window_s": 30.0, "think": 60})
     with pytest.raises(ConfigError, match="of another settings"):
         read_curves(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"seed": 1}, "of one load, seed 0, arrivals poisson as .*line 1: .*found seed 1, arrivals poisson"),
+        ({"arrivals": "/x/az.csv"}, "one of --seeds, one of --arrivals; found seed 0, arrivals /x/az.csv"),
+        ({"rate": 2.0, "sessions_digest": "b"}, "of one load, sessions_digest a .* found sessions_digest b"),
+    ],
+)
+def test_points_of_several_seeds_or_arrivals_are_no_curve(tmp_path, changes, says):
+    """Whether in one document or in several, and of an older one whose seed is among its settings."""
+    first = point(2.0, 0.01) | {"seed": 0, "arrivals": None, "sessions_digest": "a"}
+    other = point(3.0, 0.02) | {"seed": 0, "arrivals": None, "sessions_digest": "c"}
+    settings = {"seed": 0, "window_s": 9.0}
+    write(one := tmp_path / "one.json", "pensieve", first, other | changes, settings=settings)
+    write(two := tmp_path / "two.json", "pensieve", first, settings=settings)
+    write(two, "stateless", other | changes, settings=settings)
+    for path in (one, two):
+        with pytest.raises(ConfigError, match=says):
+            read_curves(path)
+    write(older := tmp_path / "older.json", "pensieve", point(4.0, 0.03), settings=settings)
+    write(older, "pensieve", first, other, settings=settings)
+    write(older, "pensieve", (other | changes) | {"void": True}, settings=settings)
+    longer = first | {"sessions_digest": "of a longer window"}
+    write(older, "pensieve", longer, settings=settings | {"window_s": 20.0})
+    assert len(read_curves(older).by_name["pensieve"]) == 4
 
 
 def test_documents_that_say_not_what_they_are_of(tmp_path):

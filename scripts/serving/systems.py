@@ -1,0 +1,72 @@
+"""The systems that conversations are served by, by the names of `--system`.
+
+Owns: which there are, and how each is opened from the flags of a benchmark.
+Does not know: what is measured of them. Called by: benchmark_serving, whose flags these are.
+"""
+
+from __future__ import annotations
+
+from absl import flags
+from common.systems import HTTP, PENSIEVE, system_config
+from common.systems import SYSTEMS as ENGINE_SYSTEMS
+
+from model_defs import ModelConfig
+from pensieve_jax import ConfigError
+from pensieve_jax.commands.engine_flags import engine_config, shows_progress
+from pensieve_jax.model_source import resolve_model
+from serving.engine_server import EngineSystem
+from serving.rebatching_server import SYSTEMS as REBATCHING_SYSTEMS
+from serving.rebatching_server import RebatchingSystem
+from serving.run import System
+from serving.static_server import SYSTEM as STATIC_SYSTEM
+from serving.static_server import StaticSystem
+from serving.transformers_server import TransformersSystem
+from serving.vllm_server import SYSTEMS as VLLM_SYSTEMS
+from serving.vllm_server import VllmSystem
+
+__all__ = ["ENGINE_SYSTEMS", "OURS", "SYSTEMS", "open_system"]
+
+FLAGS = flags.FLAGS
+OURS = (*ENGINE_SYSTEMS, HTTP)
+"""The engine of conversations, in this process or behind its server."""
+SYSTEMS = (*OURS, *REBATCHING_SYSTEMS, "transformers", STATIC_SYSTEM, *VLLM_SYSTEMS)
+
+
+def open_system(model: ModelConfig) -> System:
+    """Load what `--system` names; raises ConfigError, PensieveError or ModelError."""
+    name, config = FLAGS.system, engine_config()
+    if name in ENGINE_SYSTEMS:
+        return EngineSystem(name, system_config(name, config))
+    if name == HTTP:
+        # Imported late: nobody else needs the packages of the server.
+        from serving.http_server import HttpSystem
+
+        return HttpSystem(system_config(PENSIEVE, config))
+    rows = FLAGS.padded_batch
+    if name in REBATCHING_SYSTEMS:
+        return RebatchingSystem(
+            name,
+            FLAGS.model,
+            model,
+            FLAGS.dtype,
+            config,
+            max_batch=rows,
+            lengths=_padded_lengths(),
+            decode_backend=FLAGS.decode_backend,
+            progress=shows_progress(),
+        )
+    source = resolve_model(FLAGS.model)
+    dtype = model.dtype if FLAGS.dtype == "auto" else FLAGS.dtype
+    if name == "transformers":
+        return TransformersSystem(source, model, dtype, config, FLAGS.transformers_attention)
+    if name == STATIC_SYSTEM:
+        return StaticSystem(source, model, dtype, config, FLAGS.transformers_attention, max_batch=rows)
+    return VllmSystem(name, source, model, dtype, config)
+
+
+def _padded_lengths() -> tuple[int, ...] | None:
+    """What `--padded_lengths` says; the engine's configuration has the limits."""
+    words = FLAGS.padded_lengths
+    if not all(word.isdecimal() for word in words):
+        raise ConfigError("--padded_lengths", ",".join(words), "numbers with commas between them")
+    return tuple(map(int, words)) or None
