@@ -1,6 +1,6 @@
 """Which devices run which kind of kernel, and how several of them each run one on all of its arrays.
 
-Owns: the compute capabilities that Triton's and Mosaic's kernels need.
+Owns: the compute capabilities that Triton's and Mosaic's kernels need, and those with much shared memory.
 Does not know: any kernel, or what it serves besides.
 Called by: every package here that chooses a back end, the engine, which refuses what cannot run, and the
 models and the sampler, whose streams and scores lie on every device.
@@ -15,6 +15,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 _TRITON_CAPABILITY = 8.0
 _MOSAIC_CAPABILITY = 9.0
+# A100, Hopper, B200 and B300: 163 to 227 KiB for a program. Others have 99, or are not known to have more.
+_LARGE_SHARED_MEMORY = (8.0, 9.0, 10.0, 10.3)
 
 
 def triton_device_limit(device: jax.Device) -> str | None:
@@ -35,6 +37,16 @@ def mosaic_device_limit(device: jax.Device) -> str | None:
         return None
     has = f"{device.device_kind!r} has {capability}"
     return f"pallas_mosaic_gpu needs an NVIDIA GPU of compute capability {_MOSAIC_CAPABILITY}, {has}"
+
+
+def has_large_shared_memory(device: jax.Device) -> bool:
+    """Whether a program on `device` may have the shared memory of a data centre's GPU, and not 99 KiB.
+
+    Yes for what is no NVIDIA GPU: kernels are interpreted there, or lowered for a GPU of the kind that blocks
+    were measured on.
+    """
+    capability = _compute_capability(device)
+    return capability is None or capability in _LARGE_SHARED_MEMORY
 
 
 def on_every_device[T](run: Callable[..., T], mesh: Mesh | AbstractMesh) -> Callable[..., T]:

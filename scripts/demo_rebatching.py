@@ -97,6 +97,12 @@ def main() -> int:
     albums: dict[str, Album] = {}
     answers: dict[str, Answers] = {}
     rows = []
+    print(
+        "A line is a row of the batch, a column a step; a letter is the query that gets a token, small where"
+    )
+    print(
+        "its prompt is the step of all, and a dot is an idle row. Below: columns of the ring that are needed."
+    )
     for insertion, says in _SAYS.items():
         albums[insertion], stats, answers[insertion] = padded(runners, insertion)
         print(f"\n{insertion}: {says}", *albums[insertion].lines(), sep="\n", flush=True)

@@ -72,13 +72,25 @@ def write_kv(
     pages, offsets = slots // page_size, slots % page_size
     if kv_dtype is None:
         return kv_pages.at[pages, offsets].set(rows.astype(kv_pages.dtype), mode="drop", unique_indices=True)
+    return _write_codes(kv_pages, rows, pages, offsets, page_size, kv_dtype)
+
+
+def _write_codes(
+    kv_pages: jax.Array,
+    rows: jax.Array,
+    pages: jax.Array,
+    offsets: jax.Array,
+    page_size: int,
+    kv_dtype: str,
+) -> jax.Array:
+    """The pool with `rows` [num_tokens, 2 * num_kv_heads, head_dim] as codes and scales."""
+    _, _, num_combined_heads, head_dim = kv_pages.shape
     codes, scales = encode(rows, kv_dtype)
     written = kv_pages.at[pages, offsets].set(codes, mode="drop", unique_indices=True)
     # All four indices, in order: for a scatter over some of them XLA may transpose the whole pool.
     heads = jnp.arange(num_combined_heads)[None, :]
-    for (row, lane), values in zip(
-        scale_places(offsets, page_size, head_dim), scale_bytes(scales), strict=True
-    ):
+    places = scale_places(offsets, page_size, head_dim)
+    for (row, lane), values in zip(places, scale_bytes(scales), strict=True):
         place = pages[:, None], row[:, None], heads, lane[:, None]
         written = written.at[place].set(values, mode="drop", unique_indices=True)
     return written

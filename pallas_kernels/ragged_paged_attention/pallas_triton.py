@@ -2,7 +2,7 @@
 
 Owns: two kernels' bodies and their launches: attention over the tiles of one class, once per class that is
 not `mosaic`, and the merge of the split key ranges of all. Does not know how tiles are chosen (`tile_lists`).
-Called by: `api`. Upstream has deprecated this back end, so nothing outside this file imports from it.
+Called by: `api`. Upstream has deprecated this back end: see `triton_parts` for who imports from it.
 
 One program serves one tile and one KV head. The query heads of that KV head and the tile's tokens fold into
 the rows of one matrix, whatever their number. Keys come `block_kv` at a time by a gather over row
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import triton_parts
 from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, MERGE_ROWS
 from pallas_kernels.ragged_paged_attention.page_formats import (
     code_factor,
@@ -45,6 +46,7 @@ from pallas_kernels.ragged_paged_attention.tile_lists import (
     TOKEN,
 )
 from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, TileSpec, result_shapes
+from pallas_kernels.triton_parts import dot, load
 
 # Finite, so that nothing yields NaN; and the maximum of a row that has seen no visible key lies far above
 # hidden scores, so that their weights are zero. Were the two equal, the weights would be exp2(0) in exact
@@ -142,7 +144,7 @@ def _attention_kernel(
     num_rows, block_kv, head_dim = tile_class.rows, tile_class.block_kv, q_ref.shape[1]
     group, page_size = spec.group, spec.page_size
     page_bits = page_size.bit_length() - 1  # shifts, because // rounds towards minus infinity at some cost
-    exp2 = functools.partial(_exp2, interpret=interpret)
+    exp2 = functools.partial(triton_parts.exp2, interpret=interpret)
     head, tile = pl.program_id(0), pl.program_id(1)
 
     @pl.when(tile < tiles_ref[index])
@@ -173,7 +175,7 @@ def _attention_kernel(
                 spec, kv_ref, head, pages, keys & (page_size - 1), (keys < kv_end) if masked else None
             )
             next_pages = load_pages(start + block_kv)
-            scores = _dot(q, block.load(0, q.dtype), contract_b=1)
+            scores = dot(q, block.load(0, q.dtype), contract_b=1)
             if spec.kv_dtype is not None:
                 scores = scores * block.scales(0)[None, :]
             if masked:
@@ -186,7 +188,7 @@ def _attention_kernel(
             values, new_total = block.load(1, q.dtype), total * alpha + weights.sum(axis=1)
             if spec.kv_dtype is not None and not block.scales_values(q.dtype):
                 weights = weights * block.scales(1)[None, :]
-            acc = acc * alpha[:, None] + _dot(weights.astype(values.dtype), values, contract_b=0)
+            acc = acc * alpha[:, None] + dot(weights.astype(values.dtype), values, contract_b=0)
             return m_new, new_total, acc, next_pages
 
         num_blocks = pl.cdiv(kv_end - kv_begin, block_kv)
@@ -230,7 +232,7 @@ def _merge_kernel(
     """The weighted means of split tiles' parts, for merges `stride` apart and one KV head."""
     head, begin, stride = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
     num_classes, group, head_dim = len(spec.blocks.classes), spec.group, out_ref.shape[1]
-    exp2 = functools.partial(_exp2, interpret=interpret)
+    exp2 = functools.partial(triton_parts.exp2, interpret=interpret)
 
     def combine(i: Any, nothing: Any) -> Any:
         first = spec.tiles_offset(num_classes) + (begin + i * stride) * NUM_FIELDS
@@ -293,7 +295,7 @@ class _Block(NamedTuple):
         """[block_kv, head_dim], zero where hidden; of codes without scales, but for `scales_values`."""
         lanes = jnp.arange(self.kv_ref.shape[1])[None, :]
         mask = None if self.mask is None else self.mask[:, None]
-        stored = _load(self.kv_ref.at[self._rows(which, self.offsets)[:, None], lanes], mask)
+        stored = load(self.kv_ref.at[self._rows(which, self.offsets)[:, None], lanes], mask)
         if self.spec.kv_dtype is None:
             return stored
         numbers = code_numbers(stored, self.spec.kv_dtype)
@@ -310,36 +312,10 @@ class _Block(NamedTuple):
         kv_dtype, head_dim = self.spec.kv_dtype, self.kv_ref.shape[1]
         assert kv_dtype is not None
         places = scale_places(self.offsets, self.spec.page_size, head_dim)
-        high, low = [_load(self.kv_ref.at[self._rows(which, row), lane], self.mask) for row, lane in places]
+        high, low = [load(self.kv_ref.at[self._rows(which, row), lane], self.mask) for row, lane in places]
         return scales_of_bytes(high, low) * code_factor(kv_dtype)
 
     def _rows(self, which: int, rows: Any) -> Any:
         """Of `kv_ref`, by rows of a page."""
         page_rows = self.spec.page_rows(self.kv_ref.shape[1])
         return (self.pages * page_rows + rows) * (2 * self.spec.num_kv_heads) + (2 * self.head + which)
-
-
-def _load(ref: Any, mask: Any) -> Any:
-    return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=0)
-
-
-def _dot(a: Any, b: Any, *, contract_b: int) -> Any:
-    # HIGHEST: IEEE float32 where the default would be TF32; 16-bit operands are not affected.
-    return jax.lax.dot_general(
-        a,
-        b,
-        (((1,), (contract_b,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _exp2(x: Any, *, interpret: bool) -> Any:
-    if interpret:
-        return jnp.exp2(x)
-    # One instruction; the library function spends three more on denormal results, which the sums cannot show.
-    [y] = plgpu.elementwise_inline_asm(
-        "ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )  # fmt: skip
-    return y

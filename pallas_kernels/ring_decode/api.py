@@ -45,7 +45,7 @@ def ring_decode_attention(
       num_columns: i32[B], from 1 to L.
       sm_scale: factor on the scores, positive.
       backend: "auto" takes the fastest that serves these heads on the first device.
-      block: for `pallas_triton`, instead of what is chosen by shape.
+      block: for `pallas_triton`, instead of what is chosen by shape and by the first device.
       interpret: run the Triton kernel without a GPU, slowly.
 
     Returns:

@@ -2,7 +2,7 @@
 
 Owns: two kernels' bodies and their launches: attention over a part of a row's columns, and the merge of the
 parts. Does not know who is in a row.
-Called by: `api`. Upstream has deprecated this back end, so nothing outside this file imports from it.
+Called by: `api`. Upstream has deprecated this back end: see `triton_parts` for who imports from it.
 
 A program serves one part of one row's columns and one KV head, whose query heads are the rows of one matrix.
 It counts columns from the row's oldest one; where one lies is a sum and, past the ring's end, a difference.
@@ -22,7 +22,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import triton_parts
 from pallas_kernels.ring_decode.blocks import DecodeBlock
+from pallas_kernels.triton_parts import dot
 
 # Finite, and far apart, as in `ragged_paged_attention`: weights of hidden scores are exactly zero.
 _MASKED, _NO_MAXIMUM = -1e30, -1e29
@@ -97,7 +99,7 @@ def _attention_kernel(
     head, part, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     block_kv, head_dim = block.block_kv, q_ref.shape[1]
     num_rows = max(_MIN_ROWS, pl.next_power_of_2(group))
-    exp2 = functools.partial(_exp2, interpret=interpret)
+    exp2 = functools.partial(triton_parts.exp2, interpret=interpret)
     num_columns = _columns_of(num_columns_ref, row, length)
     size = _part_size(num_columns, block.num_splits)
     begin = part * size
@@ -120,8 +122,8 @@ def _attention_kernel(
             places = oldest + columns
             kv_rows = ring + jnp.where(places >= length, places - length, places)
             is_there = columns < end
-            load = functools.partial(_load_rows, mask=is_there[:, None] if masked else None)
-            scores = _dot(q, load(keys_ref.at[kv_rows[:, None], lanes]), contract_b=1)
+            load = functools.partial(triton_parts.load, mask=is_there[:, None] if masked else None)
+            scores = dot(q, load(keys_ref.at[kv_rows[:, None], lanes]), contract_b=1)
             if masked:
                 scores = jnp.where(is_there[None, :], scores, _MASKED)
             m_new = jnp.maximum(m, scores.max(axis=1))
@@ -129,7 +131,7 @@ def _attention_kernel(
             weights = exp2(scores * scale - (m_new * scale)[:, None])
             alpha = exp2((m - m_new) * scale)
             values = load(values_ref.at[kv_rows[:, None], lanes])
-            acc = acc * alpha[:, None] + _dot(weights.astype(values.dtype), values, contract_b=0)
+            acc = acc * alpha[:, None] + dot(weights.astype(values.dtype), values, contract_b=0)
             return m_new, total * alpha + weights.sum(axis=1), acc
 
         carry = (
@@ -163,7 +165,7 @@ def _merge_kernel(
 ) -> None:
     """The weighted mean of the parts of one row, for one query head."""
     head, row = pl.program_id(0), pl.program_id(1)
-    exp2 = functools.partial(_exp2, interpret=interpret)
+    exp2 = functools.partial(triton_parts.exp2, interpret=interpret)
     num_columns = _columns_of(num_columns_ref, row, length)
     parts = jnp.arange(pl.next_power_of_2(num_splits))
     is_there = parts * _part_size(num_columns, num_splits) < num_columns  # nobody has written the others
@@ -191,29 +193,3 @@ def _part_size(num_columns: Any, num_splits: int) -> Any:
 
 def _like(array: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(array).manual_axis_type)
-
-
-def _load_rows(ref: Any, mask: Any) -> Any:
-    return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=0.0)
-
-
-def _dot(a: Any, b: Any, *, contract_b: int) -> Any:
-    # HIGHEST: IEEE float32 where the default would be TF32; 16-bit operands are not affected.
-    return jax.lax.dot_general(
-        a,
-        b,
-        (((1,), (contract_b,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _exp2(x: Any, *, interpret: bool) -> Any:
-    if interpret:
-        return jnp.exp2(x)
-    # One instruction, as in `ragged_paged_attention`.
-    [y] = plgpu.elementwise_inline_asm(
-        "ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )  # fmt: skip
-    return y

@@ -127,8 +127,8 @@ def chunk_bytes(model: ModelConfig, chunk_tokens: int, dtype: jnp.dtype, kv_dtyp
 def check_addresses(model: ModelConfig, cache: CacheConfig, num_devices: int) -> None:
     """Refuse pools that kernels cannot address: of bytes, from 2 GiB to 4 GiB a layer and device.
 
-    Pallas' Triton back end takes offsets of 64 bits for arrays of more than 2**32 bytes, and else signed ones of
-    32, which count numbers: enough where a number has two bytes, and half of it where it has one.
+    Pallas' Triton back end takes offsets of 64 bits for arrays of more than 2**32 bytes, and else signed ones
+    of 32, which count numbers: enough where a number has two bytes, and half of it where it has one.
 
     Raises:
       ConfigError: names `cache.gpu_pages`.

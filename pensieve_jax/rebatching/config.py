@@ -31,7 +31,7 @@ PAGE_TOKENS = 32
 """A prefill computes over pages of so many tokens, so lengths are multiples of it."""
 
 _LENGTHS = Limit(
-    f"rising multiples of {PAGE_TOKENS}",
+    f"a tuple of rising multiples of {PAGE_TOKENS}",
     lambda value: (
         isinstance(value, tuple)
         and len(value) > 0

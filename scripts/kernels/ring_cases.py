@@ -65,12 +65,17 @@ class RingCase(NamedTuple):
         """Of keys and values that a row sees."""
         return self.num_bytes(int(self.num_columns.sum()), itemsize)
 
-    def work(self, itemsize: int) -> Operation:
-        """What any kernel must at least read, write and multiply, of a layer."""
+    def ring_bytes(self, itemsize: int) -> int:
+        """Of all keys and values."""
+        return self.num_bytes(self.batch * self.length, itemsize)
+
+    def work(self, itemsize: int, *, whole_ring: bool) -> Operation:
+        """What must at least be read, written and multiplied of a layer: its live columns, or all of them."""
         heads = self.heads
+        num_columns = self.batch * self.length if whole_ring else int(self.num_columns.sum())
         queries = 2 * self.batch * heads.num_q_heads * heads.head_dim * itemsize
-        flop = 4 * int(self.num_columns.sum()) * heads.num_q_heads * heads.head_dim
-        return Operation(self.name, self.live_bytes(itemsize) + queries, flop)
+        flop = 4 * num_columns * heads.num_q_heads * heads.head_dim
+        return Operation(self.name, self.num_bytes(num_columns, itemsize) + queries, flop)
 
 
 def _both(batch: int, length: int, heads: Heads, name: str) -> list[RingCase]:

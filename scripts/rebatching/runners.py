@@ -1,6 +1,6 @@
 """Runners of one model: its weights are loaded once, and programs are compiled for each kind of ring.
 
-Owns: the model, which runner can be used again, and what is said of the device's memory.
+Owns: the model, which runner can be used again, and what is said of the device's memory and of back ends.
 Does not know: methods, loads, or what is measured.
 Called by: `benchmark_rebatching`, `rebatching_server`.
 """
@@ -30,6 +30,7 @@ MEMORY_UNITS = {
     "no run may exceed the budget",
     "layer_bytes": "keys of one layer of the largest ring: what is there twice while its shape changes",
     "temporary_bytes": "of each kind of program the most that one needs beside what it reads and gives",
+    "attention_backend, decode_backend": "what computed attention of prompts and of steps, and why that",
 }
 _PROGRAMS = ("decode", "shape", "prefill", "insert", "take_row", "relayout", "choose")
 
@@ -83,8 +84,12 @@ class Runners:
 
 
 def memory(runner: DeviceRunner, kv_bytes: int) -> dict[str, Any]:
-    """The most that the process ever took of the first device, where it tells, beside what was meant."""
+    """The most that the process ever took of the first device, where it tells, beside what was meant.
+
+    And by which back ends.
+    """
     return {
+        **runner.backends.describe(),
         "peak_bytes_in_use": peak_bytes(),
         "weights_bytes": runner.weights_bytes,
         "kv_bytes": kv_bytes,

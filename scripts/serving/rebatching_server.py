@@ -149,7 +149,8 @@ class RebatchingSystem:
             **SYSTEMS[name],  # type: ignore[arg-type]
         )
         self._runners = Runners(source, dtype, self._config, progress=progress)
-        self._runners.runner(self._config)  # compiled as a part of the start
+        # Compiled as a part of the start.
+        self._described = self._runners.runner(self._config).backends.describe()
         self._engine: RebatchingEngine | None = None
 
     def start(self, clock: RunClock) -> RebatchingServer:
@@ -160,7 +161,7 @@ class RebatchingSystem:
 
     def describe(self) -> dict[str, Any]:
         """What a report says of it."""
-        return {"config": dataclasses.asdict(self._config)}
+        return {"config": dataclasses.asdict(self._config), **self._described}
 
     def device_name(self) -> str:
         """See `System`."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,14 @@ GARBAGE = 3e3
 TOLERANCE = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
 BLOCK = DecodeBlock(16, 4, 2, 3)
 XLA, INTERPRETED = {"backend": "xla"}, {"backend": "pallas_triton", "interpret": True}
+
+
+def short_and_long(every: Iterable[Any], *short: Any) -> list[Any]:
+    """All of them as parameters of a test, of which all but a few take long together."""
+    params = [one if isinstance(one, tuple) else (one,) for one in every]
+    few = [one if isinstance(one, tuple) else (one,) for one in short]
+    assert set(few) <= set(params)
+    return [pytest.param(*one, marks=() if one in few else pytest.mark.long) for one in params]
 
 
 class Ring(NamedTuple):
@@ -94,17 +104,20 @@ def check(ring: Ring, place: int, **how) -> None:
     np.testing.assert_allclose(out.astype(np.float64), expected, rtol=limit, atol=limit)
 
 
+@pytest.mark.parametrize("stride", short_and_long((1, 13), 13))
 @pytest.mark.parametrize("how", [XLA, INTERPRETED | {"block": BLOCK}], ids=["xla", "kernel"])
-def test_every_place_of_the_wrap(how):
+def test_every_place_of_the_wrap(how, stride):
     """Rows of one column, of all, and between; XLA may meet large numbers in free columns, the kernel NaN."""
     length, garbage = 40, GARBAGE if how is XLA else np.nan
-    for place in range(length):
+    for place in range(0, length, stride):
         num_columns = [1, length, 7, 1 + place, length - place]
         check(make_ring(place, num_columns, place, Heads(4, 2, 32), length, garbage=garbage), place, **how)
 
 
-@pytest.mark.parametrize("whole_loop", [False, True])
-@pytest.mark.parametrize("num_splits", range(1, 9))
+@pytest.mark.parametrize(
+    ("num_splits", "whole_loop"),
+    short_and_long([(num, whole) for num in range(1, 9) for whole in (False, True)], (1, False), (8, True)),
+)
 def test_splits(num_splits, whole_loop):
     """Every length around the ends of parts and blocks, ten rows at a time."""
     length = 200
@@ -116,22 +129,34 @@ def test_splits(num_splits, whole_loop):
         check(ring, place, block=block, **INTERPRETED)
 
 
-@pytest.mark.parametrize("group", [1, 4, 5, 8, 20])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("dtype", "group"),
+    short_and_long(
+        [(dtype, group) for dtype in TOLERANCE for group in (1, 4, 5, 8, 20)],
+        ("float16", 1),
+        ("bfloat16", 20),
+    ),
+)
 def test_groups_and_dtypes(dtype, group):
     """Query heads of a KV head are rows of one matrix, whatever their number."""
     ring = make_ring(group, [1, 90, 64, 33], 20, Heads(2 * group, 2, 64), 96, dtype)
     check(ring, 20, block=DecodeBlock(32, 4, 2, 2), **INTERPRETED)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    short_and_long(
+        [(head_dim, dtype) for head_dim in (32, 64, 128, 256) for dtype in TOLERANCE],
+        (64, "float32"),
+        (256, "bfloat16"),
+    ),
+)
 def test_head_dims_with_the_block_chosen_by_shape(head_dim, dtype):
     ring = make_ring(head_dim, [600, 17], 70, Heads(4, 2, head_dim), 600, dtype)
     check(ring, 70, **INTERPRETED)
 
 
-@pytest.mark.parametrize("batch", range(1, 11))
+@pytest.mark.parametrize("batch", short_and_long(range(1, 11), 10))
 def test_batches(batch):
     rng = np.random.default_rng(batch)
     num_columns = rng.integers(1, 65, batch).tolist()
@@ -141,11 +166,13 @@ def test_batches(batch):
     check(ring._replace(**{name: np.nan_to_num(getattr(ring, name)) for name in ("keys", "values")}), place)
 
 
-@pytest.mark.parametrize("block_kv", [16, 64, 256])
-def test_blocks_wider_than_a_part_or_the_ring(block_kv):
-    for length in (16, 48):
-        ring = make_ring(length, [1, length, 9], 3, Heads(2, 2, 32), length)
-        check(ring, 3, block=DecodeBlock(block_kv, 4, 1, 2), **INTERPRETED)
+@pytest.mark.parametrize(
+    ("block_kv", "length"),
+    short_and_long([(size, length) for size in (16, 64, 256) for length in (16, 48)], (64, 48)),
+)
+def test_blocks_wider_than_a_part_or_the_ring(block_kv, length):
+    ring = make_ring(length, [1, length, 9], 3, Heads(2, 2, 32), length)
+    check(ring, 3, block=DecodeBlock(block_kv, 4, 1, 2), **INTERPRETED)
 
 
 def test_free_columns_do_not_matter():
@@ -156,6 +183,17 @@ def test_free_columns_do_not_matter():
         found.append(run(ring, 2, block=BLOCK, **INTERPRETED))
     for one in found[1:]:
         np.testing.assert_array_equal(one, found[0])
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_numbers_of_columns_that_there_cannot_be(num_splits):
+    """A row has one column at least, and all of them at most, whatever the array says: bit by bit."""
+    length, place, how = 40, 11, INTERPRETED | {"block": BLOCK._replace(num_splits=num_splits)}
+    ring = make_ring(8, [1, length, 7], place, Heads(4, 2, 32), length)
+    expected = run(ring, place, **how)
+    for num_columns in ([0, length, 7], [-3, length, 7], [1, length + 5, 7], [1, 2**31 - 1, 7]):
+        given = ring._replace(num_columns=np.array(num_columns, np.int32))
+        np.testing.assert_array_equal(run(given, place, **how), expected)
 
 
 def test_a_row_depends_on_that_row_alone():
@@ -174,16 +212,20 @@ def test_scores_far_from_zero():
     check(ring._replace(q=ring.q * 300), 9, block=BLOCK, **INTERPRETED)
 
 
-@pytest.mark.parametrize("num_splits", [1, 3, 8])
+@pytest.mark.parametrize("num_splits", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(
     ("heads", "dtype"),
-    [
-        (Heads(32, 32, 128), "bfloat16"),
+    short_and_long(
+        [
+            (Heads(32, 32, 128), "bfloat16"),
+            (Heads(64, 8, 128), "float16"),
+            (Heads(10, 2, 64), "float32"),
+            (Heads(16, 2, 256), "bfloat16"),
+            (Heads(4, 4, 256), "float32"),
+        ],
         (Heads(64, 8, 128), "float16"),
         (Heads(10, 2, 64), "float32"),
-        (Heads(16, 2, 256), "bfloat16"),
-        (Heads(4, 4, 256), "float32"),
-    ],
+    ),
     ids=str,
 )
 def test_lowers_for_cuda(heads, dtype, num_splits):
@@ -214,8 +256,8 @@ def test_lowers_for_cuda(heads, dtype, num_splits):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_kernel_of_a_preset_lowers_for_cuda(name):
-    """Where it serves the model; the ring is of more than 2**31 elements."""
+def test_the_kernel_of_a_preset_lowers_for_cuda(name, offsets):
+    """Where it serves the model; in a ring of more than 2**31 elements offsets have 64 bits."""
     model = PRESETS[name]
     heads = AttentionHeads(model.num_heads, model.num_kv_heads, model.head_dim, jnp.bfloat16)
     device = jax.devices()[0]
@@ -225,10 +267,34 @@ def test_the_kernel_of_a_preset_lowers_for_cuda(name):
         assert error.field == "head_dim"
         return
     q = SHAPE((16, model.num_heads, model.head_dim), jnp.bfloat16)
-    pool = SHAPE((16, model.num_kv_heads, 2**20, model.head_dim), jnp.bfloat16)
+    length = 2**32 // (16 * model.num_kv_heads * model.head_dim)
+    pool = SHAPE((16, model.num_kv_heads, length, model.head_dim), jnp.bfloat16)
+    assert pool.size > 2**31
     call = functools.partial(ring_decode_attention, sm_scale=SCALE, backend="pallas_triton")
     text = lower_for_cuda(call, q, pool, pool, SHAPE((), jnp.int32), SHAPE((16,), jnp.int32))
     assert "xla.gpu.triton" in text
+    block = default_block(
+        batch=16, num_kv_heads=model.num_kv_heads, length=length, head_dim=model.head_dim, itemsize=2
+    )
+    # Keys and values, with and without masks; nothing else is that large.
+    assert (
+        offsets.count(f"tensor<{block.block_kv}x{model.head_dim}xi64>") == 4 == "".join(offsets).count("i64")
+    )
+
+
+@pytest.fixture
+def offsets(monkeypatch):
+    """Types of the offsets that are added to addresses in kernels that a test lowers."""
+    from jax._src.lib.triton import dialect
+
+    found: list[str] = []
+    addptr = dialect.addptr
+    monkeypatch.setattr(
+        dialect,
+        "addptr",
+        lambda result, ptr, offset: (found.append(str(offset.type)), addptr(result, ptr, offset))[1],
+    )
+    return found
 
 
 def test_float32_is_ieee(monkeypatch):
@@ -257,6 +323,27 @@ def test_programs_fill_the_device_a_few_times(batch, num_kv_heads, length):
     assert block.num_splits == 1 or num_programs < 4 * 132
     can_be_cut = 2 * block.num_splits <= min(MAX_NUM_SPLITS, length // 256)
     assert num_programs >= 2 * 132 or not can_be_cut
+
+
+def gpu(capability: str) -> Any:
+    return SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="some")
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_blocks_fit_into_shared_memory(head_dim, itemsize):
+    """Of the device: 99 KiB where no more is known of a GPU. Elsewhere it is what was measured on Hopper."""
+    of_ring = {"batch": 8, "num_kv_heads": 8, "length": 8192, "head_dim": head_dim, "itemsize": itemsize}
+    rows = [("8.0", 163), ("8.6", 99), ("8.7", 99), ("8.9", 99), ("9.0", 227), ("10.0", 227), ("12.0", 99)]
+    for capability, kib in [*rows, ("12.1", 99), ("13.0", 99)]:
+        block = default_block(**of_ring, device=gpu(capability))
+        held = 2 * block.num_stages * block.block_kv * head_dim * itemsize
+        assert held <= (kib - 2) * 1024, (capability, block)
+        assert block.num_splits == default_block(**of_ring).num_splits
+    measured = default_block(**of_ring, device=gpu("9.0"))
+    assert measured == default_block(**of_ring) == default_block(**of_ring, device=jax.devices("cpu")[0])
+    if (head_dim, itemsize) == (128, 2):
+        assert measured[:3] == (128, 4, 2) and default_block(**of_ring, device=gpu("8.9"))[:3] == (32, 2, 4)
 
 
 def test_the_back_end_is_chosen_by_device_and_heads(monkeypatch):

@@ -12,13 +12,15 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from model_defs import make_mesh
 from pallas_kernels import ring_decode
+from pallas_kernels.ragged_paged_attention import AttentionHeads
 from pallas_kernels.ring_decode import DecodeBlock
 from pensieve_jax import ConfigError, SamplingParams
 from pensieve_jax.rebatching import PaddedLLM, RebatchingConfig
 from pensieve_jax.rebatching.device import attention, programs
 from pensieve_jax.rebatching.device.attention import RingAttention
+from pensieve_jax.rebatching.device.backends import AttentionBackends
 from pensieve_jax.rebatching.device.ring_state import RING_SPEC, RingState
-from tests.kernels.cross_lower import lower_for_cuda
+from tests.launching import load
 from tests.rebatching.real_models import judge
 
 CONFIG = RebatchingConfig(
@@ -29,6 +31,7 @@ CONFIG = RebatchingConfig(
     preemptive=True,
     decode_backend="pallas_triton",
 )
+rebatching_runners = load("rebatching.runners")
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
@@ -50,9 +53,10 @@ def interpreted(monkeypatch):
     programs.decode.clear_cache()  # what was traced with it
 
 
-def test_answers_are_those_of_a_dense_model(interpreted):
-    """Of queries that join a running batch, make it longer, and preempt."""
-    config = dataclasses.replace(CONFIG, random_seed=1)
+@pytest.mark.parametrize("lengths", [(64,), pytest.param((32, 64), marks=pytest.mark.long)])
+def test_answers_are_those_of_a_dense_model(lengths, interpreted):
+    """Of queries that join a running batch, make it longer, and preempt; and the back end is told."""
+    config = dataclasses.replace(CONFIG, random_seed=1, lengths=lengths)
     with PaddedLLM("random:llama-tiny", dtype="float32", config=config, progress=False) as llm:
         queries = [llm.engine.submit([9] * 30, GREEDY), llm.engine.submit([5, 6, 7], GREEDY)]
         for _ in range(4):
@@ -60,14 +64,16 @@ def test_answers_are_those_of_a_dense_model(interpreted):
         queries.append(llm.engine.submit([3] * 12, GREEDY, priority=1))
         while llm.engine.has_unfinished:
             llm.engine.step()
-        stats = llm.stats()
+        stats, told = llm.stats(), rebatching_runners.memory(llm.engine._runner, config.kv_bytes)
     assert stats["num_compilations"] == 0
-    assert stats["num_suspensions"] and stats["num_resizes"]
+    assert stats["num_suspensions"] and stats["num_resizes"] >= len(lengths)
     assert set(interpreted) == {"pallas_triton"}
+    assert told["decode_backend"] == {"name": "pallas_triton", "reason": "named in decode_backend"}
+    assert told["attention_backend"]["name"] == "xla" and "NVIDIA GPU" in told["attention_backend"]["reason"]
     assert sum(judge("llama-tiny", query) for query in queries) > 0.9 * 3 * GREEDY.max_tokens
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_step_equals_plain_xla(num_devices, interpreted):
     """Free columns may hold NaN, and the new column is written before it is read."""
     rng = np.random.default_rng(num_devices)
@@ -117,21 +123,34 @@ def test_a_step_lowers_for_cuda(num_devices):
 
     pool = array(RING_SPEC, "bfloat16", 8, 8, 4096, 128)
     heads, whole = PartitionSpec(None, "tp", None), PartitionSpec()
-    text = lower_for_cuda(
-        jax.jit(attend, donate_argnums=0),
+    traced = jax.jit(attend, donate_argnums=0).trace(
         [pool] * 4,
         array(heads, "bfloat16", 8, 32, 128),
         array(heads, "bfloat16", 8, 8, 128),
         array(whole, "int32"),
         array(whole, "int32", 8),
     )
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") in (2, 4)
+    # A known output of one device; of several it is left to the compiler which.
+    donated = "tf.aliasing_output" if num_devices == 1 else "jax.buffer_donor"
+    assert text.count(donated) == 4, text[:2000]
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of a device without the kernel")
 def test_what_cannot_be_served_is_named():
-    if jax.default_backend() == "cpu":
-        with pytest.raises(ConfigError, match=r"decode_backend is .* 'auto' or 'xla' on this device.*NVIDIA"):
-            PaddedLLM("random:llama-tiny", config=CONFIG, progress=False)
+    with pytest.raises(ConfigError, match=r"decode_backend is .* 'auto' or 'xla' on this device.*NVIDIA"):
+        PaddedLLM("random:llama-tiny", config=CONFIG, progress=False)
+
+
+def test_rings_with_holes_are_for_plain_xla(interpreted):
+    """Whatever the device could do; and a kernel that is not named is chosen by it."""
+    heads, device = AttentionHeads(4, 2, 32, jnp.float32), jax.devices()[0]
+    for insertion, name, reason in (("shape", "xla", "holes"), ("embed", "pallas_triton", "the fastest")):
+        config = dataclasses.replace(CONFIG, insertion=insertion, decode_backend="auto")
+        found = AttentionBackends.chosen(config, heads, device)
+        assert found.decode_backend.name == name and reason in found.decode_backend.reason
+        assert found.describe()["decode_backend"]["name"] == name
 
 
 def test_a_model_that_the_kernel_does_not_serve_is_named(interpreted, monkeypatch):

@@ -32,11 +32,13 @@ def lattice(config: RebatchingConfig) -> Lattice:
     return Lattice(config, TOKEN_BYTES, 96)
 
 
-def config(num_rows: int, *, num_host_rows: int = 0, insertion: str = "embed") -> RebatchingConfig:
+def config(
+    num_rows: int, *, num_host_rows: int = 0, insertion: str = "embed", lengths: tuple[int, ...] = (32, 96)
+) -> RebatchingConfig:
     return RebatchingConfig(
         max_batch=4,
         kv_bytes=num_rows * ROW_BYTES,
-        lengths=(32, 96),
+        lengths=lengths,
         host_bytes=num_host_rows * ROW_BYTES,
         preemptive=True,
         insertion=insertion,
@@ -67,6 +69,22 @@ def test_full_host_memory_keeps_those_that_are_served_sooner():
     assert launches[8:] == [Drop(3)] and soonest.place is Place.HOST  # nobody there is served later
 
 
+def test_who_is_kept_is_not_given_up_in_host_memory():
+    """Though it is served later than whoever would find room there."""
+    of = config(6, num_host_rows=1)
+    shelf = Shelf(lattice(of), of.host_bytes)
+    kept, sooner = query(2), query(1)
+    launches: list[Launch] = []
+    for one in (kept, sooner):
+        shelf.put(one, 32)
+    room = 2 * ROW_BYTES
+    assert shelf.make_room(ROW_BYTES, launches, room_bytes=room)
+    assert kept.place is Place.HOST and shelf.host_bytes == of.host_bytes
+    launches.clear()
+    assert shelf.make_room(2 * ROW_BYTES, launches, room_bytes=room, keep=kept)
+    assert launches == [Drop(1)] and kept.place is Place.HOST
+
+
 def test_who_need_not_leave_is_spared():
     """A prompt's columns come behind those of the longest row: it is in the way, a shorter one is not."""
     of = config(12, insertion="shape")
@@ -81,3 +99,19 @@ def test_who_need_not_leave_is_spared():
     newcomer = query(3, num_prompt=50, priority=5)
     assert fitting.shape_with(newcomer) is None
     assert fitting.victims_for(newcomer) == [long]
+
+
+def test_of_those_who_could_be_spared_it_is_who_stands_highest():
+    """Without the long row the newcomer makes the ring longer, and so narrow that one of two more must go."""
+    of = config(9, insertion="shape", lengths=(32, 64, 96))
+    ring: Ring[Query] = Ring()
+    fitting = Fitting(of, lattice(of), ring)
+    assert [shape.batch for shape in lattice(of).shapes] == [4, 3, 2]
+    later, sooner, long = query(3), query(2), query(1)
+    shape = lattice(of).shape_for(60)
+    assert shape is not None
+    ring.resize(shape)
+    for one, num_columns in ((later, 30), (sooner, 30), (long, 60)):
+        ring.insert(one, num_columns)
+    newcomer = query(4, num_prompt=40, priority=5)
+    assert fitting.victims_for(newcomer) == [later, long]

@@ -13,6 +13,7 @@ from pallas_kernels.ragged_paged_attention.shapes import Heads
 from tests.launching import load
 
 ring_cases = load("kernels.ring_cases")
+ring_rounds = load("kernels.ring_rounds")
 script = load("benchmark_ring_decode")
 
 QUICK = {"target_ms": 0.01, "repeats": 1, "dtype": "float32"}
@@ -46,6 +47,9 @@ def test_blocks_and_parts_are_tried(launch, small, monkeypatch, capsys):
         assert one["time_us"] > 0 and one["max_error"] < 1e-5
         assert one["live_bytes"] == live < one["ring_bytes"] == 2 * 4 * 32 * 4 * 128
         assert one["gb_per_s"] == pytest.approx(1e-3 * live / one["time_us"], rel=0.02, abs=0.06)
+        ring = 1e-3 * one["ring_bytes"] / one["time_us"]
+        assert one["ring_gb_per_s"] == pytest.approx(ring, rel=0.02, abs=0.06)
+        assert 0 <= one["live_bound_us"] <= one["ring_bound_us"]
         assert one["xla_over"] == pytest.approx(found[0]["time_us"] / one["time_us"], rel=0.02, abs=1e-2)
     assert {"versions", "hardware", "command", "units"} <= document.keys()
     assert document["results"]["cases"]["tiny"]["num_columns"] == CASE.num_columns.tolist()
@@ -60,7 +64,7 @@ def test_blocks_and_parts_are_tried(launch, small, monkeypatch, capsys):
     ],
 )
 def test_ours_is_wrong(launch, small, monkeypatch, planted, says, capsys):
-    real = script.ring_decode_attention
+    real = ring_rounds.ring_decode_attention
 
     def attend(q, keys, values, *rest, backend, **how):
         if backend == "xla":
@@ -72,7 +76,7 @@ def test_ours_is_wrong(launch, small, monkeypatch, planted, says, capsys):
         # Plain XLA, which multiplies what is hidden by zero.
         return real(q, keys, values, *rest, backend="xla", sm_scale=how["sm_scale"])
 
-    monkeypatch.setattr(script, "ring_decode_attention", attend)
+    monkeypatch.setattr(ring_rounds, "ring_decode_attention", attend)
     assert launch("benchmark_ring_decode", shared_llm=False, **QUICK) == 1
     found = documented(capsys.readouterr().out)[1]
     assert found[0]["time_us"] > 0
@@ -80,10 +84,40 @@ def test_ours_is_wrong(launch, small, monkeypatch, planted, says, capsys):
 
 
 def test_what_is_too_fast_is_not_believed(launch, small, monkeypatch, capsys):
-    slow = load("steps.ceilings").Ceilings(1.0, 1.0, 1.0)
+    """Plain XLA has read the whole ring, and the kernel what rows see: of the same time one is too short."""
+    read_bytes_per_s = 1e6
+    slow = load("steps.ceilings").Ceilings(read_bytes_per_s, 1e15, 1e15)
+    live, ring = (CASE.work(4, whole_ring=whole).num_bytes for whole in (False, True))
+    seconds = (live + ring) / 2 / read_bytes_per_s
+    assert live / read_bytes_per_s < seconds < 0.8 * ring / read_bytes_per_s
     monkeypatch.setattr(script, "measure_ceilings", lambda **_: slow)
-    assert launch("benchmark_ring_decode", shared_llm=False, **QUICK) == 1
-    assert documented(capsys.readouterr().out)[1][0]["reason"].startswith("not believed")
+    for share, believed in ((1, [False, True]), (live / ring, [False, False]), (ring / live, [True, True])):
+        timing = load("kernels.timing").Timing(share * seconds, 1, "somehow")
+        monkeypatch.setattr(ring_rounds.RingRounds, "time", lambda *_, timing=timing: timing)
+        assert launch("benchmark_ring_decode", shared_llm=False, **QUICK) == (0 if all(believed) else 1)
+        found = documented(capsys.readouterr().out)[1]
+        assert ["time_us" in one for one in found] == believed
+        for one in found:
+            bound_us = one["ring_bound_us"] if one["kernel"] == "xla" else one["live_bound_us"]
+            assert ("time_us" in one) == (1.25e6 * timing.seconds > bound_us)
+            assert "time_us" in one or one["reason"].startswith("not believed")
+
+
+@pytest.mark.parametrize(("num_turns", "num_unrolled"), [(1, 1), (1, 3), (3, 1), (2, 2)])
+def test_a_layer_asks_what_the_one_before_answered(num_turns, num_unrolled):
+    """And a round what the one before ended with: one chain, of which nothing can be left out or merged."""
+    case = CASE._replace(length=32)
+    layers = [ring_cases.make_inputs(case, "float32", seed, is_small=True) for seed in range(2)]
+    inputs = layers[0]._replace(layers=[one.layers[0] for one in layers])
+    rounds = ring_rounds.RingRounds.of(inputs, None)
+    expected = inputs.q
+    for _ in range(num_turns * num_unrolled):
+        for keys, values in inputs.layers:
+            expected = rounds.attend(expected, keys, values, inputs.place, inputs.num_columns)
+    chain = rounds.chain(num_turns, num_unrolled)
+    np.testing.assert_allclose(chain(*rounds.arguments), expected, rtol=1e-5, atol=1e-6)
+    compiled = chain.lower(*rounds.arguments).compile().as_text()
+    assert compiled.count(" dot(") == 2 * len(inputs.layers) * num_unrolled
 
 
 def test_a_mistake_of_the_reference_is_found(monkeypatch):

@@ -11,7 +11,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -19,8 +18,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from model_defs import Model
-from pallas_kernels import ragged_paged_attention, ring_decode, sampling_cutoffs
-from pallas_kernels.ragged_paged_attention import AttentionArgumentError, AttentionHeads, import_backend
+from pallas_kernels import sampling_cutoffs
+from pallas_kernels.ragged_paged_attention import AttentionHeads, import_backend
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.device import step
 from pensieve_jax.device.device_memory import bytes_per_device
@@ -28,6 +27,7 @@ from pensieve_jax.device.runtime_errors import in_a_line, is_out_of_memory, step
 from pensieve_jax.device.sampler import SamplerMode, all_modes
 from pensieve_jax.device.step import ModelStructure
 from pensieve_jax.rebatching.config import RebatchingConfig
+from pensieve_jax.rebatching.device.backends import AttentionBackends
 from pensieve_jax.rebatching.device.program_set import PrefillShape, ProgramSet
 from pensieve_jax.rebatching.device.programs import Statics
 from pensieve_jax.rebatching.device.ring_state import RingState, RingStorage
@@ -77,6 +77,7 @@ class DeviceRunner:
     """One model on one mesh; see `rebatching.runner.Runner`.
 
     Attributes:
+      backends: what computes attention, and why.
       storage: shape and placement of ring and rows.
       weights_bytes: of the model's arrays on a device.
       programs: all that may run.
@@ -99,16 +100,20 @@ class DeviceRunner:
         self.lattice = Lattice(config, self.storage.token_bytes, model_config.max_position_embeddings)
         self.layout = WordsLayout(config.max_batch, config.max_banned_ids)
         self._device = mesh.devices.flat[0]
-        backend = self._chosen_backend("attention_backend", ragged_paged_attention)
-        decode_backend = "xla"
-        if config.insertion != "shape":
-            decode_backend = self._chosen_backend("decode_backend", ring_decode)
+        num_shards = mesh.devices.size
+        heads = AttentionHeads(
+            model_config.num_heads // num_shards,
+            model_config.num_kv_heads // num_shards,
+            model_config.head_dim,
+            self.storage.dtype,
+        )
+        self.backends = AttentionBackends.chosen(config, heads, self._device)
+        backend, decode_backend = (choice.name for choice in self.backends)
         statics = Statics(structure, self.layout, mesh, config.attention_backend, decode_backend)
         cutoff = sampling_cutoffs.choose_backend(self._device)
         self.programs = ProgramSet(
             config, self.lattice, self.storage, statics, self._leaves, backend=backend, cutoff_backend=cutoff
         )
-        self._backend = backend
         self.weights_bytes = sum(bytes_per_device(leaf) for leaf in self._leaves)
         self._rows: dict[int, _Row] = {}
         self._shape: RingShape | None = None
@@ -131,7 +136,7 @@ class DeviceRunner:
         Raises:
           ConfigError: weights, the budget and what programs need exceed the device's memory.
         """
-        import_backend(self._backend)
+        import_backend(self.backends.attention_backend.name)
         store, directory = None, self._config.compilation_cache_dir
         if directory is not None:
             store = ExecutableStore(directory, list(self._mesh.devices.flat))
@@ -335,25 +340,6 @@ class DeviceRunner:
                     token_ids = np.zeros(length, np.int32)
                     self.fetch(self._shaped(Shape(0, token_ids, words, Needs(), (), 1)))
             jax.block_until_ready(self._state)
-
-    def _chosen_backend(self, field: str, kernels: ModuleType) -> str:
-        """What a field names of a package's back ends; raises ConfigError where it was asked for in vain."""
-        backend, model = getattr(self._config, field), self.storage.model
-        if (limit := kernels.device_limit(backend, self._device)) is not None:
-            raise ConfigError(field, backend, "'auto' or 'xla' on this device", limit)
-        num_shards = self._mesh.devices.size
-        heads = AttentionHeads(
-            model.num_heads // num_shards,
-            model.num_kv_heads // num_shards,
-            model.head_dim,
-            self.storage.dtype,
-        )
-        try:
-            choice = kernels.choose_backend(backend, heads, self._device, named_in=field)
-        except AttentionArgumentError as error:
-            raise ConfigError(field, backend, "'auto' or 'xla' for this model", str(error)) from error
-        _log.info("%s: %s, %s", field, choice.name, choice.reason)
-        return choice.name
 
     @contextlib.contextmanager
     def _refusing(self) -> Any:
