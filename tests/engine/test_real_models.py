@@ -82,7 +82,7 @@ def test_state_in_8_bits_equals_a_reference_that_stores_alike(preset, kv_dtype, 
         totals += run_scenario(real_scenario(seed, kv_dtype), bench).totals
     print(*bench.uncertain, dict(totals), bench.num_logprobs, bench.num_far, sep="\n")
     sources = ("reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens")
-    assert min(totals[name] for name in sources) > 15 * num_scenarios
+    assert min(totals[name] for name in sources) > 5 * num_scenarios
     assert len(bench.uncertain) <= MAX_UNCERTAIN_STORED_FRACTION * bench.num_turns
     assert bench.num_logprobs > 0 and bench.num_far <= MAX_FAR_FRACTION * bench.num_logprobs
 
