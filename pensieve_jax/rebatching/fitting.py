@@ -67,9 +67,14 @@ class Fitting:
         return None
 
     def _needed(self, query: Query, victims: list[Query]) -> list[Query]:
-        """Those of `victims`, all of whom are enough, without whom it would not be; the last is one."""
+        """Those of `victims`, all of whom are enough, without whom it would not be; the last is one.
+
+        None is spared of a lower priority than the last, who would then wait for his place.
+        """
         needed = victims
         for victim in victims[-2::-1]:  # who stands higher is spared first
+            if victim.priority < victims[-1].priority:
+                break
             fewer = [one for one in needed if one is not victim]
             if self.shape_with(query, fewer) is not None:
                 needed = fewer

@@ -19,8 +19,8 @@ from tests.engine.scenarios import CALM_OPS, HASTY_OPS, OPS, RandomChooser, Scen
 
 PRESETS = ("llama-tiny", "opt-tiny")
 MAX_UNCERTAIN_FRACTION = 0.005
-MAX_UNCERTAIN_STORED_FRACTION = 0.7
-MAX_FAR_FRACTION = 0.3
+MAX_UNCERTAIN_STORED_FRACTION = 0.5
+MAX_FAR_FRACTION = 0.45
 
 
 @functools.cache

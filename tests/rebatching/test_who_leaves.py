@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pensieve_jax import SamplingParams
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.fitting import Fitting
@@ -85,12 +87,16 @@ def test_who_is_kept_is_not_given_up_in_host_memory():
     assert launches == [Drop(1)] and kept.place is Place.HOST
 
 
-def test_who_need_not_leave_is_spared():
-    """A prompt's columns come behind those of the longest row: it is in the way, a shorter one is not."""
+@pytest.mark.parametrize(("priority", "is_spared"), [(1, True), (0, False)])
+def test_who_need_not_leave_is_spared(priority, is_spared):
+    """A prompt's columns come behind those of the longest row: it is in the way, a shorter one is not.
+
+    But a less urgent one would run on while a more urgent one waits.
+    """
     of = config(12, insertion="shape")
     ring: Ring[Query] = Ring()
     fitting = Fitting(of, lattice(of), ring)
-    short, long = query(1, priority=0), query(2, priority=1)
+    long, short = query(1, priority=1), query(2, priority=priority)
     shape = lattice(of).shape_for(60)
     assert shape is not None
     ring.resize(shape)
@@ -98,7 +104,7 @@ def test_who_need_not_leave_is_spared():
         ring.insert(one, num_columns)
     newcomer = query(3, num_prompt=50, priority=5)
     assert fitting.shape_with(newcomer) is None
-    assert fitting.victims_for(newcomer) == [long]
+    assert fitting.victims_for(newcomer) == ([long] if is_spared else [short, long])
 
 
 def test_of_those_who_could_be_spared_it_is_who_stands_highest():
