@@ -19,7 +19,7 @@ from tests.engine.scenarios import CALM_OPS, HASTY_OPS, OPS, RandomChooser, Scen
 
 PRESETS = ("llama-tiny", "opt-tiny")
 MAX_UNCERTAIN_FRACTION = 0.005
-MAX_UNCERTAIN_STORED_FRACTION = 0.5
+MAX_UNCERTAIN_STORED_FRACTION = 0.6
 MAX_FAR_FRACTION = 0.45
 
 
