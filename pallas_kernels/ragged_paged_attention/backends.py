@@ -2,16 +2,17 @@
 
 Owns: what each back end is, what it serves and on which devices, and the words that say why one was chosen.
 Does not know: how any back end works, or what a tile is.
-Called by: `api` and `tile_specs`; the engine, which chooses once for all its buckets and says so; benchmarks.
+Called by: `api` and `tile_specs`; `ring_decode.backends`, from whose table is chosen alike; the engine, which
+chooses once for all its buckets and says so; benchmarks.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ _TRITON_HEAD_DIMS = (32, 64, 128, 256)
 _TRITON_GROUPS = tuple(range(1, 65))
 
 
-def _any_device(device: jax.Device) -> None:
+def any_device(device: jax.Device) -> None:
     """No limit."""
 
 
@@ -51,7 +52,7 @@ class Backend:
 
     name: BackendName
     module: str
-    device_limit: Callable[[jax.Device], str | None] = _any_device
+    device_limit: Callable[[jax.Device], str | None] = any_device
     dtypes: tuple[str, ...] = DTYPES
     head_dims: tuple[int, ...] | None = None
     groups: tuple[int, ...] | None = None
@@ -176,16 +177,43 @@ def choose_backend(
     Raises:
       AttentionArgumentError: there is no back end of this name, or none serves these heads, or not this one.
     """
-    if backend not in BACKENDS:
-        raise AttentionArgumentError("backend", backend, f"must be one of {BACKENDS}")
+    limits = Limits(device_limit, heads_limit)
+    return choose_among(BACKENDS, AUTO_BACKENDS, limits, backend, heads, device, named_in=named_in)
+
+
+class Limits(NamedTuple):
+    """What keeps a back end, by its name, from serving; None: nothing.
+
+    Attributes:
+      of_device: on a device, except in interpret mode.
+      of_heads: wherever it runs.
+    """
+
+    of_device: Callable[[str, jax.Device], str | None]
+    of_heads: Callable[[str, AttentionHeads], AttentionArgumentError | None]
+
+
+def choose_among(
+    known: tuple[str, ...],
+    tried: Iterable[str],
+    limits: Limits,
+    backend: str,
+    heads: AttentionHeads,
+    device: jax.Device | None,
+    *,
+    named_in: str,
+) -> BackendChoice:
+    """As `choose_backend`, of any table whose names are `known`; "auto" tries `tried`, best first."""
+    if backend not in known:
+        raise AttentionArgumentError("backend", backend, f"must be one of {known}")
     if backend != AUTO:
-        if (unserved := heads_limit(backend, heads)) is not None:
+        if (unserved := limits.of_heads(backend, heads)) is not None:
             raise unserved
         return BackendChoice(backend, f"named in {named_in}")
     device = device or jax.devices()[0]
     passed_over = ""
-    for name in AUTO_BACKENDS:
-        limit = device_limit(name, device) or heads_limit(name, heads)
+    for name in tried:
+        limit = limits.of_device(name, device) or limits.of_heads(name, heads)
         if limit is None:
             reason = f"the fastest that serves {heads} on {device.device_kind}"
             return BackendChoice(name, reason + passed_over)

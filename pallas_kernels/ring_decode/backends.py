@@ -15,14 +15,16 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention_names import AUTO, RING_DECODE_BACKENDS
 from pallas_kernels.devices import triton_device_limit
-from pallas_kernels.ragged_paged_attention.backends import AttentionHeads, BackendChoice
+from pallas_kernels.ragged_paged_attention.backends import (
+    AttentionHeads,
+    BackendChoice,
+    Limits,
+    any_device,
+    choose_among,
+)
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 
 BACKENDS = RING_DECODE_BACKENDS
-
-
-def _any_device(device: jax.Device) -> None:
-    """No limit."""
 
 
 class Backend(NamedTuple):
@@ -37,7 +39,7 @@ class Backend(NamedTuple):
     """
 
     name: str
-    device_limit: Callable[[jax.Device], str | None] = _any_device
+    device_limit: Callable[[jax.Device], str | None] = any_device
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     groups: tuple[int, ...] | None = None
@@ -74,20 +76,8 @@ def choose_backend(
     Raises:
       AttentionArgumentError: there is no back end of this name, or it does not serve these heads.
     """
-    if backend not in BACKENDS:
-        raise AttentionArgumentError("backend", backend, f"must be one of {BACKENDS}")
-    if backend != AUTO:
-        if (unserved := _heads_limit(TABLE[backend], heads)) is not None:
-            raise unserved
-        return BackendChoice(backend, f"named in {named_in}")
-    device, passed_over = device or jax.devices()[0], ""
-    for name, row in TABLE.items():
-        limit = row.device_limit(device) or _heads_limit(row, heads)
-        if limit is None:
-            reason = f"the fastest that serves {heads} on {device.device_kind}"
-            return BackendChoice(name, reason + passed_over)
-        passed_over += f"; not {name}: {limit}"
-    raise AttentionArgumentError("backend", backend, f"none serves {heads}{passed_over}")
+    limits = Limits(device_limit, _heads_limit)
+    return choose_among(BACKENDS, TABLE, limits, backend, heads, device, named_in=named_in)
 
 
 def device_limit(backend: str, device: jax.Device) -> str | None:
@@ -95,8 +85,9 @@ def device_limit(backend: str, device: jax.Device) -> str | None:
     return None if backend == AUTO else TABLE[backend].device_limit(device)
 
 
-def _heads_limit(row: Backend, heads: AttentionHeads) -> AttentionArgumentError | None:
-    """Why it cannot serve these heads, wherever it runs; None: it can."""
+def _heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError | None:
+    """Why the back end of this name cannot serve these heads, wherever it runs; None: it can."""
+    row = TABLE[backend]
     checks: tuple[tuple[str, Any, tuple[Any, ...] | None, str], ...] = (
         ("dtype", jnp.dtype(heads.dtype).name, row.dtypes, f"{row.dtypes}"),
         ("head_dim", heads.head_dim, row.head_dims, f"{row.head_dims}"),
