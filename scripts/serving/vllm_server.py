@@ -169,7 +169,7 @@ class VllmSystem:
 
     def start(self, clock: RunClock) -> VllmServer:
         """An engine with an empty prefix cache; what ran before is cancelled."""
-        self.close()
+        self._cancel()
         self._engine.reset_prefix_cache()
         has_cache = bool(self._options["enable_prefix_caching"])
         self._server = VllmServer(self._engine, self._params, clock, has_cache=has_cache)
@@ -185,7 +185,11 @@ class VllmSystem:
         return f"cuda: {torch.cuda.get_device_name(0)}"
 
     def close(self) -> None:
-        """Cancel what runs."""
+        """Cancel what runs, and end the engine's process, for which this one would wait for ever."""
+        self._cancel()
+        self._engine.engine_core.shutdown()
+
+    def _cancel(self) -> None:
         if self._server is not None:
             self._server.cancel()
 
