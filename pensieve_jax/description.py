@@ -1,54 +1,18 @@
 """What an engine turned out to be on this machine, as plain values.
 
-Owns: the keys of `LLM.describe`, what each means, and how they print.
+Owns: the keys of `LLM.describe`, and what each means.
 Does not know: how anything was chosen; the parts say.
 Called by: `LLM`.
 """
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
-from model_defs import num_parameters
-from pallas_kernels.ragged_paged_attention import BackendChoice
+from jax.sharding import Mesh
+
 from pensieve_jax.assembly import Assembled
-
-_COLUMNS: Final = 110
-
-
-class Description(dict[str, Any]):
-    """A dict like any other, which prints with a line for every value."""
-
-    def __str__(self) -> str:
-        """For people: one group under the other."""
-        return "\n".join(_lines(self, ""))
-
-
-def _lines(values: Mapping[str, Any], indent: str) -> Iterator[str]:
-    """A line for every value, values aligned; a group's own lines stand below its name."""
-    flat = [name for name, value in values.items() if not isinstance(value, Mapping) or "reason" in value]
-    width = max(map(len, flat), default=0)
-    for name, value in values.items():
-        if name not in flat:
-            yield f"{indent}{name}"
-            yield from _lines(value, f"{indent}  ")
-        else:
-            start = f"{indent}{name:{width}}  "
-            yield textwrap.fill(
-                _shown(value), _COLUMNS, initial_indent=start, subsequent_indent=" " * len(start)
-            )
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, Mapping):  # a kernel
-        return f"{value['backend']}: {value['reason']}"
-    if isinstance(value, list):
-        return ", ".join(map(_shown, value))
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "none"}[value]
-    return f"{value:,}" if isinstance(value, int) else str(value)
+from pensieve_jax.describing import Description, describe_choice, describe_devices, describe_model
 
 
 def describe(parts: Assembled) -> Description:
@@ -70,40 +34,24 @@ def describe(parts: Assembled) -> Description:
         `num_layer_groups`.
       compilation_cache_dir: where compiled steps are kept, or None.
     """
-    config = parts.config
+    config, runner = parts.config, parts.runner
+    mesh = runner.storage.sharding.mesh
+    assert isinstance(mesh, Mesh)
     values = {
-        "model": _model(parts),
-        "device": _device(parts),
-        "kernels": {name: _choice(choice) for name, choice in parts.runner.kernels._asdict().items()},
+        "model": describe_model(parts.model_name, parts.model_config, runner.dtype, runner.weights_bytes),
+        "device": describe_devices(mesh),
+        "kernels": {name: describe_choice(choice) for name, choice in runner.kernels._asdict().items()},
         "cache": _cache(parts),
         "steps": {
-            "buckets": sorted(parts.runner.layouts),
+            "buckets": sorted(runner.layouts),
             "max_context_tokens": config.resolve_context_tokens(parts.model_config.max_position_embeddings),
             "max_num_running": config.scheduler.max_num_running,
             "max_num_rows": config.scheduler.row_limit,
-            "num_layer_groups": len(parts.runner.storage.groups),
+            "num_layer_groups": len(runner.storage.groups),
         },
         "compilation_cache_dir": config.runner.compilation_cache_dir,
     }
     return Description(values)
-
-
-def _model(parts: Assembled) -> dict[str, Any]:
-    model = parts.model_config
-    sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
-    return {
-        "name": parts.model_name,
-        "architecture": model.architecture,
-        **{name: getattr(model, name) for name in (*sizes, "vocab_size")},
-        "num_parameters": num_parameters(model),
-        "dtype": parts.runner.dtype.name,
-        "weights_bytes": parts.runner.weights_bytes,
-    }
-
-
-def _device(parts: Assembled) -> dict[str, Any]:
-    devices = list(parts.runner.storage.sharding.mesh.devices.flat)
-    return {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
 
 
 def _cache(parts: Assembled) -> dict[str, Any]:
@@ -124,7 +72,3 @@ def _cache(parts: Assembled) -> dict[str, Any]:
         "cost_model": "analytic" if cache.cost_profile is None else "measured",
         "cost_profile": cache.cost_profile,
     }
-
-
-def _choice(choice: BackendChoice | None) -> dict[str, str] | None:
-    return None if choice is None else {"backend": choice.name, "reason": choice.reason}

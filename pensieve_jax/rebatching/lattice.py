@@ -31,6 +31,7 @@ class Lattice:
 
     Attributes:
       shapes: lengths rise along it, and batches do not.
+      unused_lengths: those that were asked for, of which the budget has no room for a row and one beside it.
       token_bytes: of one column of one row, over all layers, on one device.
       kv_bytes: the budget.
     """
@@ -54,6 +55,7 @@ class Lattice:
         lengths = config.lengths or tuple(_default_lengths(wanted))
         batches = [min(config.max_batch, self._num_rows(length) - 1) for length in lengths]
         self.shapes = [RingShape(*pair) for pair in zip(batches, lengths, strict=True) if pair[0] > 0]
+        self.unused_lengths = lengths[len(self.shapes) :]
         if not self.shapes:
             least = 2 * lengths[0] * token_bytes
             limit = f"at least {least:,}, two rows of {lengths[0]} tokens of {token_bytes:,} bytes each"

@@ -20,9 +20,11 @@ from pensieve_jax.assembly import ProgressBar, load_weights, serving_dtype
 from pensieve_jax.core.errors import ConfigError, InvalidRequestError, TokenizerMissingError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.describing import Description
 from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model, source_tokenizer
 from pensieve_jax.prompts import one_each
 from pensieve_jax.rebatching.config import RebatchingConfig
+from pensieve_jax.rebatching.description import describe
 from pensieve_jax.rebatching.device.runner import DeviceRunner
 from pensieve_jax.rebatching.engine import RebatchingEngine
 from pensieve_jax.rebatching.metrics import Observe, unobserved
@@ -85,6 +87,7 @@ class PaddedLLM:
         runner = DeviceRunner(loaded, config, mesh, resolve_dtype(serving_dtype(dtype), self.model_config))
         with ProgressBar("compiling", self._progress) as bar:
             runner.warm_up(bar)
+        self._description = describe(str(model), runner, config)
         self.engine = RebatchingEngine(
             runner,
             config,
@@ -129,6 +132,13 @@ class PaddedLLM:
                 if not handle.done:
                     self.engine.cancel(handle)
         return [handle.result() for handle in handles]
+
+    def describe(self) -> Description:
+        """What it turned out to be here: shapes of the batch, kernels, memory.
+
+        Plain values for programs; printed, a line for each. `rebatching.description` documents the keys.
+        """
+        return self._description
 
     def stats(self) -> dict[str, int | float]:
         """See `RebatchingEngine.stats`."""

@@ -78,6 +78,8 @@ class DeviceRunner:
 
     Attributes:
       backends: what computes attention, and why.
+      lattice: the shapes that the ring may have.
+      mesh: as given.
       storage: shape and placement of ring and rows.
       weights_bytes: of the model's arrays on a device.
       programs: all that may run.
@@ -90,7 +92,7 @@ class DeviceRunner:
           ConfigError: the budget, the context, or the attention back end cannot be served.
         """
         self._compilations = CompilationCounter()
-        self._config, self._mesh = config, mesh
+        self._config, self.mesh = config, mesh
         model_config = model.config
         if config.max_logprobs > model_config.vocab_size:
             limit = f"at most the model's {model_config.vocab_size} ids"
@@ -139,7 +141,7 @@ class DeviceRunner:
         import_backend(self.backends.attention_backend.name)
         store, directory = None, self._config.compilation_cache_dir
         if directory is not None:
-            store = ExecutableStore(directory, list(self._mesh.devices.flat))
+            store = ExecutableStore(directory, list(self.mesh.devices.flat))
         with self._refusing():
             self._compile(store, progress)
             try:
