@@ -64,6 +64,8 @@ from serving.load_points import (
     open_loop,
     sessions_digest,
 )
+from serving.loop_profile import UNITS as PROFILE_UNITS
+from serving.loop_profile import profile_loop
 from serving.report import (
     BENCHMARK,
     Named,
@@ -144,8 +146,15 @@ def measure(
     num_compilations = server.counters().get("num_compilations")
     gc.collect()
     gc.freeze()  # models and sessions stay: no need to look at them again and again, for long
+    profile: Point = {}
+
+    def afterwards(go_on: Callable[[], bool]) -> None:
+        if FLAGS.profile_steps:
+            assert isinstance(server, EngineServer)
+            profile.update(profile_loop(server, go_on, FLAGS.profile_steps))
+
     with LiveFigures(title, end_s, shown=shown, refresh_every=1) as live:
-        seen = serve(server, client, clock, load.window, live.see, between_steps)
+        seen = serve(server, client, clock, load.window, live.see, between_steps, afterwards)
     gc.unfreeze()
     if FLAGS.step_table is not None:
         assert isinstance(server, EngineServer)
@@ -159,6 +168,7 @@ def measure(
         "preparation_s": preparation_s,
         "num_compilations_before": num_compilations,
         **figures(seen, max_lag_s),
+        **({"profile": profile} if profile else {}),
     }
 
 
@@ -185,7 +195,12 @@ def check_flags() -> None:
             limit = "left out where there are several --seeds or --arrivals, which are no one curve"
             raise ConfigError("--plot", FLAGS.plot, limit, "scripts/compare_serving.py --plot draws them")
     if FLAGS.step_table is not None:
+        _check_engine_alone("--step_table", FLAGS.step_table)
         _check_step_table(FLAGS.step_table)
+    if FLAGS.profile_steps:
+        _check_engine_alone("--profile_steps", FLAGS.profile_steps)
+        if FLAGS.closed_loop:  # nobody is left when it ends
+            raise ConfigError("--profile_steps", FLAGS.profile_steps, "left out beside --closed_loop")
     for name in _OPEN_FLAGS if FLAGS.closed_loop else _CLOSED_FLAGS:
         if FLAGS[name].present:
             loop = "beside" if FLAGS.closed_loop else "without"
@@ -194,13 +209,15 @@ def check_flags() -> None:
         _check_closed_loop()
 
 
-def _check_step_table(path: str) -> None:
+def _check_engine_alone(name: str, value: Any) -> None:
+    """Of what is about the steps of one run of this engine in this process."""
     if FLAGS.system not in ENGINE_SYSTEMS:
-        raise ConfigError(
-            "--step_table", path, f"left out for --system={FLAGS.system}, whose steps are its own"
-        )
+        raise ConfigError(name, value, f"left out for --system={FLAGS.system}, whose steps are its own")
     if not FLAGS.closed_loop and len(rates()) * len(all_seeds()) * len(all_arrivals()) > 1:
-        raise ConfigError("--step_table", path, "left out where there are several --rates, seeds or arrivals")
+        raise ConfigError(name, value, "left out where there are several --rates, seeds or arrivals")
+
+
+def _check_step_table(path: str) -> None:
     if not path.endswith(".npz"):
         raise ConfigError("--step_table", path, "a file that ends in .npz")
     check_can_write("--step_table", Path(path))
@@ -286,7 +303,8 @@ def document(
         "points": points,
         "left_out": [load.name for load in left_out],
     }
-    return json_line(BENCHMARK, results, units=UNITS, device=system.device_name())
+    units = UNITS | PROFILE_UNITS if FLAGS.profile_steps else UNITS
+    return json_line(BENCHMARK, results, units=units, device=system.device_name())
 
 
 def _say(label: str, point: Point) -> None:
@@ -329,6 +347,12 @@ def define_flags() -> None:
         "step_table",
         None,
         "File (.npz) for a row of every step of one load point; see serving/host_parts.py.",
+    )
+    flags.DEFINE_integer(
+        "profile_steps",
+        0,
+        "Let one load point go on for so many steps and trace them, then the same small steps alone.",
+        lower_bound=0,
     )
     flags.DEFINE_string("plot", None, "Where throughput-latency curves are drawn, e.g. curves.png.")
     flags.DEFINE_list("curves", [], "Draw --plot from such files, and run nothing.")

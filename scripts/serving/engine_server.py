@@ -6,6 +6,7 @@ Does not know: users, rates or figures, or what the systems are (`systems`). Cal
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping
@@ -16,11 +17,13 @@ from common.engines import EngineFactory
 
 from pensieve_jax import EngineConfig, SamplingParams
 from pensieve_jax.commands.report import device_name
+from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history import HistoryStore, SQLiteHistoryStore, TurnRecord
+from pensieve_jax.scheduler import StepPlan
 from pensieve_jax.workload import Answer, History, Steps, UserTurn
 from serving.clock import RunClock
 from serving.host_parts import IDLE
@@ -125,6 +128,19 @@ class EngineServer:
     def save_steps(self, path: Path) -> None:
         """Write a row of every step since the start; see `HostParts.save`."""
         self._runner.parts.save(path)
+
+    def recording(self, plans: list[StepPlan]) -> contextlib.AbstractContextManager[None]:
+        """Every plan that is launched meanwhile goes into `plans`."""
+        return self._runner.recording(plans)
+
+    def give_up(self) -> tuple[ModelRunner, EngineConfig, int]:
+        """Close the engine; the runner that it leaves, with empty pools, its configuration and vocabulary."""
+        vocab_size = self._engine.limits.vocab_size
+        self._engine.close()
+        runner = self._runner.inner
+        assert isinstance(runner, ModelRunner)
+        runner.reset()
+        return runner, self._config, vocab_size
 
     def _step_in_the_past(self, running: dict[Turn, History]) -> None:
         """A step at the time at which the next turn ended; they end in the order of their arrival."""

@@ -107,16 +107,19 @@ def serve(
     window: Window,
     on_answer: Callable[[Answer], None] = lambda _: None,
     between_steps: Callable[[], None] = lambda: None,
+    afterwards: Callable[[Callable[[], bool]], None] = lambda _: None,
 ) -> Run:
     """Start the clock, and serve until all of the window is answered, or for as long as that may take.
+
+    `afterwards` is called when all of the run has been seen and the users are still there, with a function
+    that lets it go on by a step, or until somebody sends something; that answers False when nobody will.
 
     Raises PensieveError for a turn that failed, and whatever `between_steps` raises, which is called at least
     once a second while there is nothing to do.
     """
     readings: list[Reading] = []
     edges_s = (window.start_s, window.end_s)
-    answers: list[Answer] = []
-    open_s: dict[tuple[str, int], float] = {}  # when they came, of the window's requests
+    loop = _Loop(server, client, clock, window, on_answer)
     clock.start()
     with client:
         while True:
@@ -124,36 +127,65 @@ def serve(
             now_s = clock.now()
             while len(readings) < len(edges_s) and now_s >= edges_s[len(readings)]:
                 readings.append(_read(server))
-            if now_s >= window.end_s + (window.drain_s if open_s else min(_LATE_S, window.drain_s)):
+            drain_s = window.drain_s if loop.open_s else min(_LATE_S, window.drain_s)
+            if now_s >= window.end_s + drain_s or not loop.go_on():
                 break
-            for turn in client.take():
-                server.submit(turn)
-                if window.has(turn.arrival_s):
-                    open_s[turn.conversation_id, turn.turn_index] = turn.arrival_s
-            if server.has_unfinished:
-                for answer in server.step(math.inf):
-                    client.answer(answer)
-                    answers.append(answer)
-                    open_s.pop((answer.turn.conversation_id, answer.turn.turn_index), None)
-                    on_answer(answer)
-            elif client.done:
-                break
-            else:
-                client.wait(_next_edge_s(now_s, window))
         end_s = clock.now()
-    while len(readings) < len(edges_s):
-        readings.append(_read(server))
-    before, after = readings
-    return Run(
-        window=window,
-        answers=answers,
-        unfinished_s=[end_s - arrival_s for arrival_s in open_s.values()],
-        num_refused=client.num_refused,
-        lags=client.lags,
-        counters={name: after.counters[name] - before.counters[name] for name in after.counters},
-        steps=add_steps(after.steps, before.steps, -1),
-        end_s=end_s,
-    )
+        while len(readings) < len(edges_s):
+            readings.append(_read(server))
+        before, after = readings
+        seen = Run(
+            window=window,
+            answers=list(loop.answers),
+            unfinished_s=[end_s - arrival_s for arrival_s in loop.open_s.values()],
+            num_refused=client.num_refused,
+            lags=list(client.lags),
+            counters={name: after.counters[name] - before.counters[name] for name in after.counters},
+            steps=add_steps(after.steps, before.steps, -1),
+            end_s=end_s,
+        )
+        afterwards(loop.go_on)
+    return seen
+
+
+class _Loop:
+    """A server and its users, turn by turn.
+
+    Attributes:
+      answers: all, in the order of their ends.
+      open_s: when those of the window's requests came that have no answer.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        client: ServingClient,
+        clock: RunClock,
+        window: Window,
+        on_answer: Callable[[Answer], None],
+    ) -> None:
+        self.answers: list[Answer] = []
+        self.open_s: dict[tuple[str, int], float] = {}
+        self._server, self._client, self._clock = server, client, clock
+        self._window, self._on_answer = window, on_answer
+
+    def go_on(self) -> bool:
+        """A step, or a wait for whoever sends something next; False when nobody will."""
+        for turn in self._client.take():
+            self._server.submit(turn)
+            if self._window.has(turn.arrival_s):
+                self.open_s[turn.conversation_id, turn.turn_index] = turn.arrival_s
+        if self._server.has_unfinished:
+            for answer in self._server.step(math.inf):
+                self._client.answer(answer)
+                self.answers.append(answer)
+                self.open_s.pop((answer.turn.conversation_id, answer.turn.turn_index), None)
+                self._on_answer(answer)
+        elif self._client.done:
+            return False
+        else:
+            self._client.wait(_next_edge_s(self._clock.now(), self._window))
+        return True
 
 
 def _read(server: Server) -> Reading:

@@ -6,8 +6,9 @@ Does not know: what a step computes. Called by: `engine_server`; an engine takes
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class TimedRunner:
       device_wait_s: blocked in fetches.
       num_late_steps: fetches whose ids were there already: the device may have waited for the host.
       parts: of the host's time.
+      inner: the runner.
     """
 
     def __init__(self, runner: Runner, timer: Callable[[], float] = time.perf_counter) -> None:
@@ -48,8 +50,18 @@ class TimedRunner:
         self._steps = StepLog(runner.layouts)
         self.host_s = self.dispatch_s = self.device_wait_s = 0.0
         self.num_host_steps = self.num_late_steps = 0
-        self._runner = runner
+        self.inner = runner
+        self._recorded: list[StepPlan] | None = None
         self._timer = timer
+
+    @contextlib.contextmanager
+    def recording(self, plans: list[StepPlan]) -> Iterator[None]:
+        """Every plan that is dispatched meanwhile goes into `plans`."""
+        self._recorded = plans
+        try:
+            yield
+        finally:
+            self._recorded = None
 
     @property
     def totals(self) -> Steps:
@@ -64,21 +76,23 @@ class TimedRunner:
     @property
     def num_compilations(self) -> int:
         """See `Runner`."""
-        return self._runner.num_compilations
+        return self.inner.num_compilations
 
     def fill_tiles(self, plan: StepPlan) -> None:
         """See `Runner`."""
-        self._runner.fill_tiles(plan)
+        self.inner.fill_tiles(plan)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """See `Runner`."""
-        self._runner.warm_up(progress)
+        self.inner.warm_up(progress)
 
     def dispatch(self, plan: StepPlan) -> Any:
         """See `Runner`."""
         self.parts.lap("plan")
+        if self._recorded is not None:
+            self._recorded.append(plan)
         begun_s = self._timer()
-        handle = self._runner.dispatch(plan)
+        handle = self.inner.dispatch(plan)
         now_s = self._timer()
         self.dispatch_s += now_s - begun_s
         first_begun_s, fetched_s = self._steps.first_begun_s, self._steps.fetched_s
@@ -96,7 +110,7 @@ class TimedRunner:
         """See `Runner`."""
         self.parts.lap("finish")  # of nothing: right after a launch
         asked_s = self._timer()
-        result = self._runner.fetch(handle)
+        result = self.inner.fetch(handle)
         now_s = self._timer()
         self._steps.fetch(now_s)
         self.device_wait_s += now_s - asked_s
@@ -108,11 +122,11 @@ class TimedRunner:
         """See `Runner`."""
         self._steps.forget()
         self.timed_transfers.forget()
-        self._runner.reset()
+        self.inner.reset()
 
     def memory_analysis(self) -> dict[str, Any]:
         """See `Runner`."""
-        return self._runner.memory_analysis()
+        return self.inner.memory_analysis()
 
 
 class TimedTransfers:

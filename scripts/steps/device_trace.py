@@ -1,6 +1,6 @@
 """What a GPU did, kernel by kernel, while something ran: from the profiler's own trace.
 
-Owns: reading the trace. Does not know: what ran. Called by: benchmark_step.
+Owns: reading the trace. Does not know: what ran. Called by: benchmark_step, and serving.loop_profile.
 """
 
 from __future__ import annotations
@@ -19,30 +19,64 @@ _NUM_KERNELS_SHOWN = 25
 
 
 class Kernel(NamedTuple):
-    """One run of a kernel on the compute stream; nanoseconds."""
+    """One run of a kernel on the compute stream; nanoseconds.
+
+    Attributes:
+      name: the kernel's.
+      start_ns: from any origin.
+      duration_ns: from start to end.
+      program: the number of the executable that it belongs to, where the trace says so.
+    """
 
     name: str
     start_ns: float
     duration_ns: float
+    program: int | None = None
 
 
-def trace_kernels(run: Callable[[], Any]) -> list[Kernel]:
-    """Kernels of the first GPU in the order of their starts, while `run` ran; none without a GPU."""
+class Activity(NamedTuple):
+    """Something from one nanosecond to another."""
+
+    start_ns: float
+    end_ns: float
+
+
+class Trace(NamedTuple):
+    """What the first GPU did, each in the order of its starts; empty without a GPU."""
+
+    kernels: list[Kernel]
+    copies: list[Activity]  # between memories
+
+
+def trace_activity(run: Callable[[], Any]) -> Trace:
+    """Kernels, and copies between memories, while `run` ran."""
+    kernels: list[Kernel] = []
+    copies: list[Activity] = []
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
             run()
         (path,) = Path(directory).rglob("*.xplane.pb")
-        planes = [plane for plane in ProfileData.from_file(str(path)).planes if plane.name == "/device:GPU:0"]
-        return sorted(
-            (
-                Kernel(event.name, event.start_ns, event.duration_ns)
-                for plane in planes
-                for line in plane.lines
-                if "Compute" in line.name
-                for event in line.events
-            ),
-            key=lambda kernel: kernel.start_ns,
-        )
+        for plane in ProfileData.from_file(str(path)).planes:
+            if plane.name != "/device:GPU:0":
+                continue
+            for line in plane.lines:
+                if "Compute" in line.name:
+                    kernels += [_kernel(event) for event in line.events]
+                elif "Memcpy" in line.name:
+                    copies += [
+                        Activity(event.start_ns, event.start_ns + event.duration_ns) for event in line.events
+                    ]
+    return Trace(sorted(kernels, key=lambda kernel: kernel.start_ns), sorted(copies))
+
+
+def trace_kernels(run: Callable[[], Any]) -> list[Kernel]:
+    """Kernels alone; see `trace_activity`."""
+    return trace_activity(run).kernels
+
+
+def _kernel(event: Any) -> Kernel:
+    program = next((value for name, value in event.stats if name == "program_id"), None)
+    return Kernel(event.name, event.start_ns, event.duration_ns, None if program is None else int(program))
 
 
 def summary(kernels: list[Kernel], num_steps: int) -> dict[str, Any]:

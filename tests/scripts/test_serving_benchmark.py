@@ -212,6 +212,22 @@ def test_a_row_of_every_step(benchmark, conversations, tmp_path):
             benchmark(**conversations | {"step_table": path} | flags)
 
 
+def test_steps_of_a_run_and_the_same_alone(benchmark, conversations):
+    """Without a GPU there is no trace of kernels; plans are recorded, and launched again."""
+    flags = conversations | {"token_buckets": "16,64", "profile_steps": 40, "real": True}
+    _, document = benchmark(**flags)
+    (point,) = document["results"]["points"]
+    found = point["profile"]
+    assert found["num_steps"] == 40 and 0 < found["num_small_steps"] <= 40 and found["bucket"] == 16
+    assert 1 <= found["query_tokens"] <= 16 and found["kv_tokens"] >= found["query_tokens"]
+    assert "loop" not in found and "profile" in document["units"]
+    for changed in ({"rates": "4,6"}, {"system": "vllm"}):
+        with pytest.raises(ConfigError, match="--profile_steps"):
+            benchmark(**flags | changed)
+    with pytest.raises(ConfigError, match="--profile_steps"):
+        benchmark(**CLOSED, profile_steps=40)
+
+
 def test_a_stateless_server_in_mid_life_computes_its_histories(benchmark, conversations):
     _, document = benchmark(**conversations, system="stateless")
     (point,) = document["results"]["points"]
