@@ -42,6 +42,7 @@ class ChunkStore:
       changed: by shelf that others take from: who became idle, or was active or got a chunk there while idle,
         until whoever keeps the order takes them out.
       num_copies_in, num_copies_out: in flight, orphans included.
+      num_lost_copies: to slots that hold nothing afterwards; see `lose`.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ChunkStore:
         self.num_on: dict[Role, list[int]] = {role: [0] * NUM_SHELVES for role in Role}
         self.num_copies_in = 0
         self.num_copies_out = 0
+        self.num_lost_copies = 0
         self._chunk_tokens = chunk_tokens
         self._flights: dict[int, tuple[CachedSequence, int]] = {}
         self._orphans: dict[int, Orphan] = {}
@@ -174,7 +176,8 @@ class ChunkStore:
             self.give_slot(sequence, index)
 
     def swap_out(self, sequence: CachedSequence, index: int, slot: int) -> None:
-        """Begin to copy a page to `slot`."""
+        """Begin to copy a page to `slot`; the chunk fits there, as far as is known."""
+        assert sequence.chunks[index].fits_host
         self._apply(sequence, index, ChunkEvent.SWAP_OUT)
         sequence.chunks[index].slot = slot
         self._swap_outs.append(self._take_off(sequence, index))
@@ -203,9 +206,7 @@ class ChunkStore:
     def drop(self, sequence: CachedSequence, index: int, reason: DropReason, worth: float | None) -> None:
         """Forget a chunk to make room; see `Drop` for `reason` and `worth`."""
         self._discard(sequence, index)
-        drop = Drop(sequence.sequence_id, index, reason, worth)
-        self._drops.append(drop)
-        self._on_drop(drop)
+        self._note_drop(sequence, index, reason, worth)
 
     # Copies
 
@@ -234,6 +235,29 @@ class ChunkStore:
                 chunk.copy_id = 0
                 self._land(is_in=chunk.state is ChunkState.COPYING_IN)
                 self._apply(sequence, index, ChunkEvent.ARRIVE)
+
+    def lose(self, copy_ids: Iterable[int]) -> None:
+        """These copies to slots have ended, and the slots hold nothing: the chunks do not fit there.
+
+        What has its page still goes on without a slot, and is not copied again while it is what it is; what
+        has given its page away is dropped.
+        """
+        for copy_id in copy_ids:
+            self.num_lost_copies += 1
+            self._land(is_in=False)
+            flight = self._flights.pop(copy_id, None)
+            if flight is None:
+                self._free_orphan(self._orphans.pop(copy_id))
+                continue
+            sequence, index = flight
+            chunk = sequence.chunks[index]
+            chunk.copy_id, chunk.fits_host = 0, False
+            self._apply(sequence, index, ChunkEvent.LOSE)
+            self._free_slot(chunk)
+            if chunk.state is ChunkState.DROPPED:
+                self._note_drop(sequence, index, DropReason.FITS_NO_SLOT, None)
+                if sequence.role is not Role.RUNNING:
+                    self.trim(sequence)
 
     def copies_of(self, sequence: CachedSequence) -> list[int]:
         """Copies in flight of a sequence's own chunks that it cannot be read without."""
@@ -349,6 +373,13 @@ class ChunkStore:
             self._orphan(chunk, is_in=before is ChunkState.COPYING_IN)
         self._free_page(sequence, index)
         self._free_slot(chunk)
+
+    def _note_drop(
+        self, sequence: CachedSequence, index: int, reason: DropReason, worth: float | None
+    ) -> None:
+        drop = Drop(sequence.sequence_id, index, reason, worth)
+        self._drops.append(drop)
+        self._on_drop(drop)
 
     def _lose_page(self, sequence: CachedSequence, index: int) -> None:
         state = sequence.chunks[index].state

@@ -215,8 +215,8 @@ class Replica:
             self._stretch = Stretch(self._config, self._loop.scheduler, self.cache)
         stretch, has_advanced = self._stretch, False
         while stretch is not None and (not has_advanced or self.clock.now() < until_s):
-            if copy_ids := self._transfers.completed():
-                self.cache.complete(copy_ids)
+            if arrived := self._transfers.completed().arrived:
+                self.cache.complete(arrived)
             if not stretch.can_go_on():
                 stretch.end()
                 stretch = self._stretch = None

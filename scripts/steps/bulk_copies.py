@@ -98,8 +98,8 @@ def _move_all(runner: ModelRunner, move: Callable[[Sequence[Copy]], None], copie
     transfers = runner.transfers
     left = {copy.copy_id for copy in copies}
     move(copies)
-    left.difference_update(transfers.completed())
+    left.difference_update(*transfers.completed())
     while left:
         transfers.wait()
-        left.difference_update(transfers.completed())
+        left.difference_update(*transfers.completed())
     jax.block_until_ready(runner.pools)

@@ -46,7 +46,7 @@ def test_there_and_back(dtype, num_devices, num_groups):
         back = bench.copies((page, slot) for slot, page in enumerate(range(num_chunks, 0, -1), start=1))
         bench.transfers.swap_in(back)
         bench.step()
-        assert sorted(bench.transfers.completed()) == [copy.copy_id for copy in back]
+        assert sorted(bench.transfers.completed().arrived) == [copy.copy_id for copy in back]
         origin |= {page: None for page in pages} | dict(zip(range(num_chunks, 0, -1), expected, strict=True))
         bench.check(origin)
     for arrays in (bench.transfers._host.get(1), bench.transfers._host.get(19)):
@@ -78,13 +78,13 @@ def test_a_copy_takes_effect_with_the_step_after(never_ready):
         bench.store([(5, 1)])
     (back,) = bench.copies([(7, 1)])
     bench.transfers.swap_in([back])
-    assert not bench.transfers.completed() and not bench.transfers.completed()
+    assert not bench.transfers.completed().arrived and not bench.transfers.completed().arrived
     bench.check({})
     bench.step()
     bench.check({})
-    assert bench.transfers.completed() == [back.copy_id]
+    assert bench.transfers.completed().arrived == [back.copy_id]
     bench.check({7: 5})
-    assert not bench.transfers.completed()
+    assert not bench.transfers.completed().arrived
 
 
 def test_without_a_step_a_copy_is_named_when_it_has_ended():
@@ -93,7 +93,7 @@ def test_without_a_step_a_copy_is_named_when_it_has_ended():
     (back,) = bench.copies([(7, 1)])
     bench.transfers.swap_in([back])
     bench.transfers.wait()
-    assert bench.transfers.completed() == [back.copy_id]
+    assert bench.transfers.completed().arrived == [back.copy_id]
     bench.check({7: 5})
 
 
@@ -108,7 +108,7 @@ def test_rushed_copies_land_group_by_group(never_ready, is_earlier):
     bench.transfers.swap_in([rushed, calm])
     if is_earlier:
         bench.transfers.start()
-        assert not bench.transfers.completed()
+        assert not bench.transfers.completed().arrived
     bench.transfers.rush([rushed.copy_id])
     assert bench.storage.groups == (range(0, 1), range(1, 3))
     np.testing.assert_array_equal(bench.page(7), bench.content[7])
@@ -117,7 +117,7 @@ def test_rushed_copies_land_group_by_group(never_ready, is_earlier):
     np.testing.assert_array_equal(bench.page(7), np.concatenate([bench.content[5, :1], bench.content[7, 1:]]))
     bench.transfers.land(1)
     bench.check({7: 5})
-    assert bench.transfers.completed() == [calm.copy_id]
+    assert bench.transfers.completed().arrived == [calm.copy_id]
     bench.check({7: 5, 8: 6})
 
 
@@ -132,7 +132,7 @@ def test_copies_beyond_staging_wait_their_turn(never_ready):
     bench.transfers.swap_in(back)
     named = []
     for num_named in (0, 4, 8, 10):
-        named += bench.transfers.completed()
+        named += bench.transfers.completed().arrived
         assert named == ids[:num_named]
         bench.check({copy.page: copy.slot for copy in back[:num_named]})
         bench.step()
@@ -149,10 +149,10 @@ def test_what_starts_beside_a_step_is_bounded_by_its_bytes(never_ready, monkeypa
     back = bench.copies((page + 20, page) for page in range(1, 7))
     bench.transfers.swap_in(back)
     bench.step()
-    assert bench.transfers.completed() == [copy.copy_id for copy in back[:2]]
+    assert bench.transfers.completed().arrived == [copy.copy_id for copy in back[:2]]
     bench.transfers.rush([copy.copy_id for copy in back[2:4]])
     bench.step()
-    assert bench.transfers.completed() == [copy.copy_id for copy in back[4:]]
+    assert bench.transfers.completed().arrived == [copy.copy_id for copy in back[4:]]
     bench.check({page + 20: page for page in range(1, 7)})
 
 
@@ -234,9 +234,9 @@ def test_waiting_is_for_a_window(one_by_one):
     back = bench.copies((page + 20, page) for page in range(1, 7))
     bench.transfers.swap_in(back)
     bench.transfers.wait()
-    assert bench.transfers.completed() == [copy.copy_id for copy in back[3:]]
+    assert bench.transfers.completed().arrived == [copy.copy_id for copy in back[3:]]
     one_by_one.append(bench.transfers._incoming.staged[0].target)
-    assert bench.transfers.completed() == [back[0].copy_id]
+    assert bench.transfers.completed().arrived == [back[0].copy_id]
     assert len(bench.transfers._incoming.staged) == 2
 
 
@@ -358,7 +358,7 @@ def test_reset_forgets_what_is_in_flight():
     bench.transfers.reset()
     bench.pools.reset()
     bench.step()
-    assert not bench.transfers.completed()
+    assert not bench.transfers.completed().arrived
     assert not any(np.asarray(pool).any() for pool in bench.pools.by_layer)
     for slot in (7, 8):
         with pytest.raises(AssertionError, match=f"slot {slot} holds no chunk"):
@@ -461,4 +461,4 @@ def test_without_slots_there_is_nothing_to_prepare():
         call([])
     transfers.start()
     transfers.land(0)
-    assert not transfers.completed()
+    assert not transfers.completed().arrived

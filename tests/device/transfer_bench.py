@@ -74,7 +74,7 @@ class Bench:
         wanted = {copy.copy_id for copy in copies}
         while wanted:
             self.transfers.swap_out([])
-            named = set(self.transfers.completed())
+            named = set(self.transfers.completed().arrived)
             assert named <= wanted
             wanted -= named
             if wanted:

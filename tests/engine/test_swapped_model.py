@@ -81,4 +81,4 @@ def leave_and_return(runner, talk, *, is_rushed):
 def complete(transfers, num_copies):
     while num_copies:
         transfers.wait()
-        num_copies -= len(transfers.completed())
+        num_copies -= len(transfers.completed().arrived)

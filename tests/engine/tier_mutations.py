@@ -7,6 +7,7 @@ import numpy as np
 from pensieve_jax.cache import CachedSequence, CacheManager, ChunkEvent, ChunkState, Shelf
 from pensieve_jax.cache.chunk_store import ChunkStore
 from pensieve_jax.cache.trunks import Trunks
+from pensieve_jax.engine.transfers import Ended
 from pensieve_jax.scheduler import Request, Scheduler
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.fake_transfers import FakeTransfers
@@ -77,7 +78,8 @@ def copies_out_are_left_out(patch):
         swap_out(self, [copy for copy in copies if copy.copy_id % 5])
 
     def named(self):
-        return [*completed(self), *self.__dict__.pop("left_out", ())]
+        arrived, lost = completed(self)
+        return Ended([*arrived, *self.__dict__.pop("left_out", ())], lost)
 
     patch.setattr(ObservedTransfers, "swap_out", swapped_out)
     patch.setattr(ObservedTransfers, "completed", named)
@@ -185,9 +187,10 @@ def a_copy_is_read_before_it_is_ready(patch):
         named_early = self.__dict__.setdefault("named_early", set())
         early = [found for found in self._in_flight.values() if found.is_swap_in]
         early = [found.copy.copy_id for found in early if found.copy.copy_id not in named_early]
-        copy_ids = [copy_id for copy_id in completed(self) if copy_id not in named_early]
+        arrived, lost = completed(self)
+        copy_ids = [copy_id for copy_id in arrived if copy_id not in named_early]
         named_early.update(early)
-        return copy_ids + [copy_id for copy_id in early if copy_id not in copy_ids]
+        return Ended(copy_ids + [copy_id for copy_id in early if copy_id not in copy_ids], lost)
 
     patch.setattr(FakeTransfers, "completed", named)
 
