@@ -79,8 +79,9 @@ class CacheConfig:
     pack_host: bool | None = option(
         None,
         optional(TRUTH),
-        "Chunks leave the device in three quarters of their bytes, with every bit of them: host memory holds a "
-        "third more, and links carry a quarter less. It is for state in bfloat16; None is wherever it can be.",
+        "Chunks leave the device in three quarters of their bytes, and every bit of them comes back: host "
+        "memory holds a third more, and links carry a quarter less. It is for state in bfloat16; None is on "
+        "wherever it can be.",
     )
     policy: str = option(
         "retention",

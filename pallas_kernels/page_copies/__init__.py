@@ -1,5 +1,7 @@
-"""Copies of whole pages between the pools of several layers and arrays that hold one page of all of them, as it
-is or packed."""
+"""Copies of whole pages between the pools of several layers and arrays that hold one page of all of them.
+
+Such an array holds the page as it is, or packed.
+"""
 
 from pallas_kernels.page_copies.api import PageCopyError, choose_backend, gather_pages, scatter_pages
 from pallas_kernels.page_copies.packed_copies import gather_packed, scatter_packed

@@ -194,7 +194,7 @@ def _load_tile(chunk_ref: Any, layer: Any, head: Any, tile: PackedTile) -> list[
 
 
 def _places(codes: Any, num_before: Any, tile: PackedTile) -> tuple[Any, Any, Any]:
-    """Which of [rows, head_dim] codes are escapes, their places in the tail, and how many there are so far."""
+    """Which of [rows, head_dim] codes are escapes, their places in the tail, how many there are so far."""
     is_escape = codes == ESCAPE
     ones = is_escape.astype(jnp.int32)
     in_row = ones.sum(axis=1)

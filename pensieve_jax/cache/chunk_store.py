@@ -9,25 +9,13 @@ Called by: `Evictor` and `CacheManager`. A chunk is named by the sequence that o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
 
-from pensieve_jax.cache.copies import Copy
+from pensieve_jax.cache.copies import Copy, Orphan
 from pensieve_jax.cache.drops import Drop, DropReason
 from pensieve_jax.cache.page_table import PageTable
 from pensieve_jax.cache.place_pool import PlacePool
 from pensieve_jax.cache.sequence import NUM_SHELVES, CachedSequence, Chunk, Role
 from pensieve_jax.cache.states import CONTESTED, ChunkEvent, ChunkState, Shelf, next_state
-
-
-class Orphan(NamedTuple):
-    """A copy in flight whose chunk has gone on without it.
-
-    It keeps the page and the slot that nobody else may use yet, 0 where there is none.
-    """
-
-    is_in: bool
-    page: int
-    slot: int
 
 
 class ChunkStore:
@@ -239,12 +227,11 @@ class ChunkStore:
     def lose(self, copy_ids: Iterable[int]) -> None:
         """These copies to slots have ended, and the slots hold nothing: the chunks do not fit there.
 
-        What has its page still goes on without a slot, and is not copied again while it is what it is; what
-        has given its page away is dropped.
+        Those that have given their pages away are dropped; others are not copied again as they are.
         """
         for copy_id in copy_ids:
             self.num_lost_copies += 1
-            self._land(is_in=False)
+            self.num_copies_out -= 1
             flight = self._flights.pop(copy_id, None)
             if flight is None:
                 self._free_orphan(self._orphans.pop(copy_id))
@@ -374,10 +361,8 @@ class ChunkStore:
         self._free_page(sequence, index)
         self._free_slot(chunk)
 
-    def _note_drop(
-        self, sequence: CachedSequence, index: int, reason: DropReason, worth: float | None
-    ) -> None:
-        drop = Drop(sequence.sequence_id, index, reason, worth)
+    def _note_drop(self, sequence: CachedSequence, index: int, why: DropReason, worth: float | None) -> None:
+        drop = Drop(sequence.sequence_id, index, why, worth)
         self._drops.append(drop)
         self._on_drop(drop)
 

@@ -84,9 +84,9 @@ class Evictor:
         """Copy out the idle chunks of the lowest worth while too few pages are free or copied (4.3.2).
 
         Their pages stay valid, and go to whoever needs them later; a conversation that comes back before
-        that has lost nothing. One that host memory cannot keep is dropped when its turn comes. Retrieval comes
-        first: nothing begins while a chunk is being copied in. Unless more than half of those pages is missing,
-        few are copied at a time.
+        that has lost nothing. What host memory cannot keep is dropped when its turn comes. Retrieval comes
+        first: nothing begins while a chunk is being copied in. Unless more than half of those pages is
+        missing, few are copied at a time.
         """
         store = self._store
         if not store.slots.num_places or (self._retrieval_priority and store.num_copies_in):

@@ -40,7 +40,7 @@ class Ended(NamedTuple):
 
     Attributes:
       arrived: what they were to bring is where it was to go.
-      lost: copies to slots, which hold nothing now: the chunks cannot be packed. Their pages are what they were.
+      lost: copies to slots, which hold nothing now: the chunks cannot be packed. The pages have been read.
     """
 
     arrived: Sequence[int] = ()

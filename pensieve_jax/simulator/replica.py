@@ -82,7 +82,7 @@ class Replica:
         self.number = number
         self.clock = Timeline(start_s)
         cache = config.cache
-        chunk_bytes = cache.chunk_tokens * profile.kv_token_bytes
+        chunk_bytes = profile.host_chunk_bytes(cache.chunk_tokens)
         share_bytes = chunk_bytes // profile.num_devices
         max_num_staged = config.with_staged_pages(share_bytes).runner.max_num_staged_pages
         self._transfers = SimulatedTransfers(

@@ -83,7 +83,10 @@ class SimulatedTransfers:
         max_num_staged: int,
         retrieval_priority: bool,
     ) -> None:
-        """Nothing in flight; at most `max_num_staged` chunks will be, each way."""
+        """Nothing in flight; at most `max_num_staged` chunks will be, each way.
+
+        `chunk_bytes`: of a chunk outside the device's pages.
+        """
         self._timeline = timeline
         self._chunk_bytes = chunk_bytes
         self._max_num_staged = max_num_staged
@@ -92,7 +95,8 @@ class SimulatedTransfers:
         self._retrieval_priority = retrieval_priority
         self._in = _Link(profile.to_device, chunk_bytes, profile.both_ways_share)
         self._out = _Link(profile.to_host, chunk_bytes, profile.both_ways_share)
-        self._page_copy_s = chunk_bytes // profile.num_devices * profile.page_copy_byte_s
+        page_bytes = chunk_bytes / profile.host_share / profile.num_devices  # all of it is read, or written
+        self._page_copy_s = page_bytes * profile.page_copy_byte_s
         self.num_chunks = 0
         self._num_steps = 0
         self._stall_s = 0.0

@@ -52,7 +52,7 @@ def chunk_arrays(runner: ModelRunner, num_chunks: int, repeats: int) -> BothWays
     storage = runner.storage
     shapes = [storage.chunk_shape(group) for group in range(len(storage.groups))]
     arrays = [
-        jnp.zeros(shape, storage.dtype, device=storage.sharding)
+        jnp.zeros(shape, storage.chunk_dtype, device=storage.sharding)
         for shape in shapes
         for _ in range(num_chunks)
     ]

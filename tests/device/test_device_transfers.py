@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from model_defs import make_mesh
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.device.device_pools import DevicePools
-from pensieve_jax.device.kv_storage import KVStorage, chunk_bytes
+from pensieve_jax.device.kv_storage import KVStorage, chunk_bytes, slot_bytes
 from pensieve_jax.device.transfers import batched_copies, in_flight
 from pensieve_jax.device.transfers.batched_copies import copy_arrays
 from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
@@ -20,23 +21,31 @@ from pensieve_jax.device.transfers.in_flight import InFlight
 from pensieve_jax.engine.transfers import num_beside_step, window
 from tests.device.transfer_bench import CACHE, MODEL, Bench, failing
 
+BFLOAT16 = jnp.dtype("bfloat16")
+
 
 @pytest.fixture
 def never_ready(monkeypatch):
     monkeypatch.setattr(InFlight, "is_ready", lambda self: False)
 
 
-SHORT = [("float32", 1, 3), ("float32", 2, 2), ("bfloat16", 1, 2), ("bfloat16", 2, 3), ("bfloat16", 1, 1)]
-ALL = list(itertools.product(["float32", "bfloat16"], [1, 2], [1, 2, 3]))
+SHORT = [("float32", 1, 3), ("float32", 2, 2), ("bfloat16", 1, 2), ("bfloat16", 2, 3), ("packed", 2, 1)]
+ALL = list(itertools.product(["float32", "bfloat16", "packed"], [1, 2], [1, 2, 3]))
+
+
+def bench_of(stored, *rest):
+    """State as it is in a dtype, or "packed", of bfloat16."""
+    is_packed = stored == "packed"
+    return Bench(rest[0], "bfloat16" if is_packed else stored, *rest[1:], pack_host=is_packed)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_devices", "num_groups"),
+    ("stored", "num_devices", "num_groups"),
     [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in ALL if one not in SHORT)],
 )
-def test_there_and_back(dtype, num_devices, num_groups):
+def test_there_and_back(stored, num_devices, num_groups):
     """To other pages, unchanged, in batches of every size, and nothing is compiled for it."""
-    bench = Bench(num_devices, dtype, num_groups)
+    bench = bench_of(stored, num_devices, num_groups)
     origin = {}
     for num_chunks in (1, 4, 5, 13, 19):
         pages = [page + num_chunks for page in range(1, num_chunks + 1)]
@@ -380,16 +389,21 @@ def test_a_slot_is_not_read_before_its_copy_has_ended():
         bench.transfers.swap_in(bench.copies([(7, 1)]))
 
 
-def test_stats_count_chunks_of_all_devices():
-    bench = Bench(num_devices=2, dtype="bfloat16")
+@pytest.mark.parametrize("stored", ["bfloat16", "packed"])
+def test_stats_count_chunks_of_all_devices(stored):
+    """What moves: 25 rows of bytes for 16 of two bytes, where they are packed."""
+    bench = bench_of(stored, 2)
     bench.store([(5, 1), (6, 2), (7, 3)])
     back = bench.copies([(8, 1), (9, 2)])
     bench.transfers.swap_in(back)
     bench.finish(back)
     stats = bench.transfers.stats()
-    num_bytes = 3 * 16 * 2 * 2 * 32 * 2
-    assert bench.storage.chunk_bytes == 2 * bench.storage.page_bytes == num_bytes
-    assert chunk_bytes(MODEL, 16, "bfloat16") == num_bytes
+    page_bytes = 3 * 16 * 2 * 2 * 32 * 2
+    num_bytes = page_bytes * 25 // 32 if stored == "packed" else page_bytes
+    assert bench.storage.chunk_bytes == 2 * bench.storage.staged_bytes == num_bytes
+    assert slot_bytes(MODEL, dataclasses.replace(CACHE, pack_host=stored == "packed"), BFLOAT16) == num_bytes
+    assert chunk_bytes(MODEL, 16, "bfloat16") == 2 * bench.storage.page_bytes == page_bytes
+    assert bench.transfers.staging_bytes == 3 * 20 * num_bytes // 2
     assert (stats["swapped_out_bytes"], stats["swapped_in_bytes"]) == (3 * num_bytes, 2 * num_bytes)
     assert (stats["num_swap_out_copies"], stats["num_swap_in_copies"]) == (6, 4)
     assert stats["swap_dispatch_s"] > 0

@@ -125,6 +125,41 @@ def slots_of_rushed_copies_are_given_away(patch):
     patch.setattr(Scheduler, "_rush", rushed)
 
 
+def lost_copies_count_as_arrived(patch):
+    """A list that was too short is not told."""
+    completed = ObservedTransfers.completed
+
+    def named(self):
+        arrived, lost = completed(self)
+        return Ended([*arrived, *lost])
+
+    patch.setattr(ObservedTransfers, "completed", named)
+
+
+def slots_of_lost_copies_leak(patch):
+    lose = ChunkStore.lose
+
+    def lost(self, copy_ids):
+        for sequence, index in [self._flights[i] for i in copy_ids if i in self._flights]:
+            sequence.chunks[index].slot = 0
+        lose(self, copy_ids)
+
+    patch.setattr(ChunkStore, "lose", lost)
+
+
+def what_a_lost_copy_was_to_save_counts_as_kept(patch):
+    """A chunk that gave its page to the copy is where the copy was to bring it."""
+    lose, complete = ChunkStore.lose, ChunkStore.complete
+
+    def lost(self, copy_ids):
+        for copy_id in copy_ids:
+            sequence, index = self._flights.get(copy_id, (None, 0))
+            leaves = sequence is not None and sequence.chunks[index].state is ChunkState.LEAVING
+            (complete if leaves else lose)(self, [copy_id])
+
+    patch.setattr(ChunkStore, "lose", lost)
+
+
 def copied_in_counts_as_reused(patch):
     on_admitted = Request.on_admitted
 
@@ -248,6 +283,9 @@ TIER_MUTATIONS: dict[str, Mutation] = {
         lost_copies_still_count,
         chunks_on_their_way_out_are_admitted,
         slots_of_rushed_copies_are_given_away,
+        lost_copies_count_as_arrived,
+        slots_of_lost_copies_leak,
+        what_a_lost_copy_was_to_save_counts_as_kept,
         copied_in_counts_as_reused,
         a_prefix_in_use_is_evicted,
         holes_in_a_prefix_are_left_to_others,

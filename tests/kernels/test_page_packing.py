@@ -25,7 +25,8 @@ SHAPE = jax.ShapeDtypeStruct
 # (tokens of a page, combined heads, head_dim); Triton takes powers of two only
 SIZES = [(16, 2, 64), (32, 2, 128), (32, 4, 64), (64, 2, 32), (16, 2, 256), (64, 2, 16)]
 ODD_SIZES = [(32, 2, 80), (16, 2, 96), (64, 2, 8)]
-EVERYWHERE = [*((size, b) for size in SIZES for b in ("xla", "pallas_triton")), *((s, "xla") for s in ODD_SIZES)]
+BACKENDS = ["xla", "pallas_triton"]
+EVERYWHERE = [*((size, backend) for size in SIZES for backend in BACKENDS), *((s, "xla") for s in ODD_SIZES)]
 
 
 def normal_pools(page_size, num_heads, head_dim, seed=0):
@@ -83,7 +84,7 @@ def all_patterns(page_size, num_heads, head_dim):
     return flat.view(BFLOAT16).reshape(NUM_LAYERS, NUM_PAGES, page_size, num_heads, head_dim)
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas_triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_pattern_comes_back(backend):
     """Signed zeros, subnormals, infinities and NaN with any payload among them."""
     pools = all_patterns(32, 4, 64)
@@ -102,9 +103,7 @@ def test_back_ends_agree_on_every_byte(size):
     pools = normal_pools(*size, seed=1)
     pools[:, 1:5, :, :, 1] *= np.float32(2**9)
     pools[:, 3, 2::3] = 0
-    (chunks, lost), (others, other_lost) = (
-        run_gather(pools, [5, 3, 1, 1, 0], b) for b in ("xla", "pallas_triton")
-    )
+    (chunks, lost), (others, other_lost) = (run_gather(pools, [5, 3, 1, 1, 0], b) for b in BACKENDS)
     np.testing.assert_array_equal(np.asarray(lost), np.asarray(other_lost))
     for one, other in zip(chunks, others, strict=True):
         assert one.dtype == jnp.uint8
@@ -122,9 +121,8 @@ def test_a_list_that_is_full_holds_everything_and_one_more_is_told(size, backend
     lanes = rng.permutation(page_size * (head_dim - 1))
     for page, num_escapes in enumerate([tile.num_places - 1, tile.num_places, tile.num_places + 1, 0], 1):
         rows, columns = np.divmod(lanes[:num_escapes], head_dim - 1)
-        pools[1, page, rows, num_heads - 1, columns + 1] = rng.choice([-1, 1], num_escapes) * 2.0 ** -rng.integers(
-            14, 120, num_escapes
-        )
+        far = rng.choice([-1, 1], num_escapes) * 2.0 ** -rng.integers(14, 120, num_escapes)
+        pools[1, page, rows, num_heads - 1, columns + 1] = far
     num_lost, back = there_and_back(pools, backend)
     np.testing.assert_array_equal(num_lost[:4], [0, 0, 1, 0])
     for page in (1, 2, 4):
@@ -133,7 +131,7 @@ def test_a_list_that_is_full_holds_everything_and_one_more_is_told(size, backend
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("backend", ["xla", "pallas_triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_does_not_fit_is_told_exactly(backend, seed):
     """Random bits, outliers of any size: whole pages come back, and the others are counted as numpy does."""
     pools = normal_pools(32, 4, 64, seed=seed)
@@ -149,7 +147,7 @@ def test_what_does_not_fit_is_told_exactly(backend, seed):
         np.testing.assert_array_equal(bits(back[:, page]), bits(pools[:, page]))
 
 
-@pytest.mark.parametrize("factor", [1, 2**5, 2**6])
+@pytest.mark.parametrize("factor", [1, 2**5, 2**7])
 def test_an_outlier_channel_fits(factor):
     """One of the channels in every head, so many times as large: no tile of thousands overflows."""
     tiles = np.random.default_rng(4).standard_normal((1000, 32, 1, 128), np.float32)
@@ -158,7 +156,7 @@ def test_an_outlier_channel_fits(factor):
     assert max(expected_lost(page[None]) for page in pools[0]) == 0
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas_triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_empty_rows_and_zeros_cost_nothing(backend):
     """Pages that were never written, half written, poisoned, and with numbers missing from every row."""
     pools = normal_pools(32, 4, 64)
@@ -174,7 +172,7 @@ def test_empty_rows_and_zeros_cost_nothing(backend):
     assert not tail.any(), "a row of zeros has escapes"
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas_triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_writes_nothing(backend):
     pools = normal_pools(16, 2, 64)
     chunks, _ = run_gather(pools, [4, 5, 6, 7], backend)
@@ -185,7 +183,7 @@ def test_padding_writes_nothing(backend):
 
 
 def test_sizes():
-    """Three quarters and little more, with a place for one number in 64 at least; nothing that saves nothing."""
+    """Three quarters and little more, with a place for one number in 64 at least."""
     assert packed_tile(32, 128) == PackedTile(32, 128)
     assert (PackedTile(32, 128).num_rows, PackedTile(32, 128).num_places) == (49, 96)
     for page_size in (16, 32, 64):

@@ -221,6 +221,19 @@ def test_several_devices_stage_by_a_devices_share():
         assert replica._transfers._max_num_staged == replica.cache._max_num_copies == num_staged
 
 
+def test_packed_chunks_take_less_of_the_link_and_as_much_of_the_device():
+    """Three quarters of 32 tokens' bytes travel; gathers read all of them."""
+    profile = dataclasses.replace(PROFILE, page_copy_byte_s=1.0)
+    packed = dataclasses.replace(profile, host_share=0.75)
+    assert packed.host_chunk_bytes(32) == 24 * profile.kv_token_bytes
+    config = EngineConfig(cache=CacheConfig(gpu_pages=100, cpu_pages=100))
+    costs = AnalyticCostModel(32, num_weights=1e3, attention_width=1e3)
+    of_raw, of_packed = (Replica(config, one, costs)._transfers for one in (profile, packed))
+    assert of_packed._page_copy_s == of_raw._page_copy_s > 0
+    assert of_packed._out._chunk_s == pytest.approx(0.75 * of_raw._out._chunk_s)
+    assert of_packed._chunk_bytes == 24 * profile.kv_token_bytes
+
+
 def test_rushed_copies_hold_the_very_next_step():
     machine = Machine()
     machine.transfers.swap_in(copies(1, 2, 3))
@@ -260,7 +273,7 @@ def test_both_directions_at_once_share():
     machine.timeline.device_free_s = 0.0
     machine.swap_out(copies(4, 5, 6))  # from 1 on, at half the speed until 3.25
     machine.timeline.advance_to(4.25)
-    assert machine.transfers.completed().arrived == [4, 5, 1, 2, 3]  # until 3.25 and 4.25; and those with the step
+    assert machine.transfers.completed().arrived == [4, 5, 1, 2, 3]  # 3.25, 4.25, with the step
     machine.timeline.advance_to(5.25)
     assert machine.transfers.completed().arrived == [6]
 

@@ -5,8 +5,9 @@ Does not know: copies the other way, or when it is whose turn.
 Called by: `device_transfers`.
 
 Pages are gathered in program order with the steps, so whoever takes a page next may write it at once. The
-copies that follow end in any order: the copy engine takes turns between its streams. A chunk that could not be
-packed is copied like others, since the host hears of it when the device has come that far; no slot gets it.
+copies that follow end in any order: the copy engine takes turns between its streams. A chunk that could not
+be packed is copied like others, since the host does not know before the device has come that far; no slot
+gets it.
 """
 
 from __future__ import annotations

@@ -69,17 +69,17 @@ class Gathered(NamedTuple):
 
     Attributes:
       pieces: by group of layers.
-      losses, index: what says whether it is whole, and its place there; None: it is.
+      losses, place: what says whether it is whole, and its place there; None: it is.
     """
 
     pieces: list[jax.Array]
     losses: Losses | None
-    index: int
+    place: int
 
     @property
     def is_lost(self) -> bool:
-        """As `Losses.has`: nothing must be made of the pieces."""
-        return self.losses is not None and self.losses.has(self.index)
+        """See `Losses.has`; nothing must be made of the pieces then."""
+        return self.losses is not None and self.losses.has(self.place)
 
 
 class PageCopies:
