@@ -1,6 +1,6 @@
 """What a GPU did, kernel by kernel, while something ran: from the profiler's own trace.
 
-Owns: reading the trace. Does not know: what ran. Called by: benchmark_step.
+Owns: reading the trace. Does not know: what ran. Called by: benchmark_step, benchmark_packing.
 """
 
 from __future__ import annotations
