@@ -127,6 +127,13 @@ def as_numbers(bits: Any) -> Any:
 # Whole pages, on any platform
 
 
+def num_escapes(tiles: jax.Array) -> jax.Array:
+    """i32[...] of bf16[..., page_size, head_dim]: what a tile needs places for."""
+    exponent = exponents(as_bits(tiles))
+    codes = codes_of(exponent, exponent.max(axis=-1, keepdims=True))
+    return (codes == ESCAPE).sum(axis=(-2, -1), dtype=jnp.int32)
+
+
 def pack(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Packed pages, and how many escapes of one of its tiles had no place in each.
 
