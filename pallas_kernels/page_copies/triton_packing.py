@@ -4,8 +4,8 @@ Owns: the two kernels and their launches. Does not know what the format is for.
 Called by: `packed_copies`. Upstream has deprecated this back end; see `pallas_triton`, whose launches these
 are like: a program moves one layer and head row of a few chunks, one tile after the other.
 
-The halves of a tile whose codes share bytes are two blocks from the load to the store, so that nothing moves
-between lanes. An escape's place is a sum over the numbers before it: one over its row, one over the rows.
+The halves of a tile whose codes share bytes are two blocks from the load to the store, so that no number
+moves between lanes. An escape's place is a sum over the numbers before it: over its row, and over the rows.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from pallas_kernels.page_copies.packing import (
     as_numbers,
     bits_of,
     codes_of,
+    columns_below,
     exponents,
     exponents_of,
+    rows_of,
     signed_mantissas,
 )
 from pallas_kernels.page_copies.pallas_triton import launches, like
@@ -131,30 +133,41 @@ def _pack_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_pools: int, til
 
 def _store_tile(chunk_ref: Any, halves: list[Any], layer: Any, head: Any, tile: PackedTile) -> Any:
     """Pack one tile; returns how many escapes have no place."""
+    half = tile.page_size // 2
+    found: list[Any] = [exponents(as_bits(numbers)) for numbers in halves]
+    highest = jnp.maximum(*(exponent.max(axis=0) for exponent in found))
+    column = columns_below(highest)
     nibbles: Any = None
     num_escapes = np.int32(0)
-    half = tile.page_size // 2
-    for part, (rows, numbers) in enumerate(zip(_halves(tile), halves, strict=True)):
-        bits = as_bits(numbers)
-        chunk_ref[layer, rows, head, :] = signed_mantissas(bits).astype(jnp.uint8)
-        exponent = exponents(bits)
-        largest = exponent.max(axis=1)
-        codes = codes_of(exponent, largest[:, None])
+    for part, rows in enumerate(_halves(tile)):
+        chunk_ref[layer, rows, head, :] = signed_mantissas(as_bits(halves[part])).astype(jnp.uint8)
+        row = rows_of(found[part], column[None, :])
+        codes = codes_of(found[part], row[:, None] - column[None, :])
         nibbles = codes if part == 0 else nibbles | (codes << np.int32(4))
         tokens = jnp.arange(half, dtype=jnp.int32) + np.int32(part * half)
-        plgpu.store(_tail(chunk_ref, layer, head, tokens, tile), largest.astype(jnp.uint8))
+        plgpu.store(_tail(chunk_ref, layer, head, tokens, tile), row.astype(jnp.uint8))
         is_escape, places, num_escapes = _places(codes, num_escapes, tile)
         has_place = is_escape & (places < np.int32(tile.num_tail_rows * tile.head_dim))
         escape_refs = _tail(chunk_ref, layer, head, places, tile)
-        plgpu.store(escape_refs, exponent.astype(jnp.uint8), mask=has_place)
+        plgpu.store(escape_refs, found[part].astype(jnp.uint8), mask=has_place)
     chunk_ref[layer, pl.ds(tile.page_size, half), head, :] = nibbles.astype(jnp.uint8)
+    _store_columns(chunk_ref, column, layer, head, tile)
     lanes = jnp.arange(tile.head_dim, dtype=jnp.int32)
     for row in range(tile.num_tail_rows):
         places = lanes + np.int32(row * tile.head_dim)
         unused = _tail(chunk_ref, layer, head, places, tile)
-        is_unused = places >= np.int32(tile.page_size) + num_escapes
+        is_unused = places >= np.int32(tile.first_place) + num_escapes
         plgpu.store(unused, jnp.zeros(lanes.shape, jnp.uint8), mask=is_unused)
     return jnp.maximum(num_escapes - np.int32(tile.num_places), np.int32(0))
+
+
+def _store_columns(chunk_ref: Any, column: Any, layer: Any, head: Any, tile: PackedTile) -> None:
+    """What columns count by, two to a byte: the one step in which anything moves between lanes."""
+    half = tile.head_dim // 2
+    is_high = jnp.arange(2, dtype=jnp.int32)[:, None]
+    columns = (column.reshape(2, half) << (is_high * np.int32(4))).sum(axis=0)
+    places = jnp.arange(half, dtype=jnp.int32) + np.int32(tile.page_size)
+    plgpu.store(_tail(chunk_ref, layer, head, places, tile), columns.astype(jnp.uint8))
 
 
 def _unpack_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_chunks: int, tile: PackedTile) -> None:
@@ -177,17 +190,21 @@ def _load_tile(chunk_ref: Any, layer: Any, head: Any, tile: PackedTile) -> list[
     """Both halves of one tile."""
     half = tile.page_size // 2
     nibbles = chunk_ref[layer, pl.ds(tile.page_size, half), head, :].astype(jnp.int32)
+    lanes, half_row = jnp.arange(tile.head_dim, dtype=jnp.int32), np.int32(tile.head_dim // 2)
+    column_refs = _tail(chunk_ref, layer, head, jax.lax.rem(lanes, half_row) + np.int32(tile.page_size), tile)
+    columns = plgpu.load(column_refs).astype(jnp.int32)
+    column = (columns >> (jax.lax.div(lanes, half_row) * np.int32(4))) & np.int32(0xF)
     num_escapes = np.int32(0)
     halves = []
     for part, rows in enumerate(_halves(tile)):
         codes = (nibbles >> np.int32(4 * part)) & np.int32(0xF)
         tokens = jnp.arange(half, dtype=jnp.int32) + np.int32(part * half)
-        largest = plgpu.load(_tail(chunk_ref, layer, head, tokens, tile)).astype(jnp.int32)
+        row = plgpu.load(_tail(chunk_ref, layer, head, tokens, tile)).astype(jnp.int32)
         is_escape, places, num_escapes = _places(codes, num_escapes, tile)
         has_place = is_escape & (places < np.int32(tile.num_tail_rows * tile.head_dim))
         escape_refs = _tail(chunk_ref, layer, head, places, tile)
         escaped = plgpu.load(escape_refs, mask=has_place, other=np.uint8(0)).astype(jnp.int32)
-        exponent = exponents_of(codes, largest[:, None], escaped)
+        exponent = exponents_of(codes, row[:, None] - column[None, :], escaped)
         mantissas = chunk_ref[layer, rows, head, :].astype(jnp.int32)
         halves.append(as_numbers(bits_of(exponent, mantissas)))
     return halves
@@ -200,7 +217,7 @@ def _places(codes: Any, num_before: Any, tile: PackedTile) -> tuple[Any, Any, An
     in_row = ones.sum(axis=1)
     rows_before = jax.lax.cumsum(in_row, axis=0) - in_row
     lanes_before = jax.lax.cumsum(ones, axis=1) - ones
-    places = np.int32(tile.page_size) + num_before + rows_before[:, None] + lanes_before
+    places = np.int32(tile.first_place) + num_before + rows_before[:, None] + lanes_before
     return is_escape, places, num_before + in_row.sum()
 
 

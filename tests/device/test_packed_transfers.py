@@ -100,7 +100,7 @@ def test_two_devices_hold_the_bytes_of_one():
         bench.store([(5, 1)])
         slots.append([np.asarray(array) for array in bench.transfers._host.get(1)])
     for one, two in zip(*slots, strict=True):
-        assert one.dtype == np.uint8 and one.shape[1] == 25
+        assert one.dtype == np.uint8 and one.shape[1] == 26
         np.testing.assert_array_equal(one, two)
 
 
@@ -121,6 +121,6 @@ def test_sizes_follow():
     assert CACHE.pack_host is None
     raw, packed = Bench(dtype="bfloat16", pack_host=False), packed_bench()
     assert packed.storage.page_bytes == raw.storage.page_bytes
-    assert packed.storage.chunk_bytes * 32 == raw.storage.chunk_bytes * 25
-    assert packed.transfers.staging_bytes * 32 == raw.transfers.staging_bytes * 25
+    assert packed.storage.chunk_bytes * 32 == raw.storage.chunk_bytes * 26
+    assert packed.transfers.staging_bytes * 32 == raw.transfers.staging_bytes * 26
     assert Bench(dtype="bfloat16").storage.packing == packed.storage.packing is not None

@@ -36,8 +36,9 @@ def fill_with_nan(runner):
 @pytest.mark.parametrize(
     ("num_devices", "stored"),
     [
-        *((1, None), (1, "packed"), (2, "packed")),
-        *(pytest.param(n, d, marks=pytest.mark.long) for n, d in ((2, None), (1, "int8"), (2, "int8"))),
+        *((1, None), (1, "packed")),
+        *(pytest.param(2, stored, marks=pytest.mark.long) for stored in (None, "packed", "int8")),
+        pytest.param(1, "int8", marks=pytest.mark.long),
     ],
 )
 def test_a_model_goes_on_as_if_nothing_had_moved(num_devices, stored, is_rushed):

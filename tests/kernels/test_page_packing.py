@@ -17,6 +17,7 @@ from pallas_kernels.page_copies import (
     packed_tile,
     scatter_packed,
 )
+from pallas_kernels.page_copies.packing import num_escapes
 from tests.kernels.cross_lower import lower_for_cuda
 
 NUM_PAGES, NUM_LAYERS = 9, 2
@@ -26,7 +27,11 @@ SHAPE = jax.ShapeDtypeStruct
 SIZES = [(16, 2, 64), (32, 2, 128), (32, 4, 64), (64, 2, 32), (16, 2, 256), (64, 2, 16)]
 ODD_SIZES = [(32, 2, 80), (16, 2, 96), (64, 2, 8)]
 BACKENDS = ["xla", "pallas_triton"]
-EVERYWHERE = [*((size, backend) for size in SIZES for backend in BACKENDS), *((s, "xla") for s in ODD_SIZES)]
+EVERYWHERE = [
+    *((size, "xla") for size in [*SIZES, *ODD_SIZES]),
+    *((size, "pallas_triton") for size in SIZES[:2]),  # the interpreter takes seconds for each
+    *(pytest.param(size, "pallas_triton", marks=pytest.mark.long) for size in SIZES[2:]),
+]
 
 
 def normal_pools(page_size, num_heads, head_dim, seed=0):
@@ -69,9 +74,11 @@ def check_there_and_back(pools, backend, interpret=True):
 def expected_lost(page):
     """Escapes of the fullest tile of bf16[layers, tokens, heads, head_dim] beyond its places, in numpy."""
     exponents = (bits(page).astype(np.int32) >> 7) & 255
-    distance = exponents.max(axis=-1, keepdims=True) - exponents
-    num_escapes = ((distance > 13) & (exponents > 0)).sum(axis=(1, 3))
-    return max(num_escapes.max() - PackedTile(page.shape[1], page.shape[3]).num_places, 0)
+    highest = exponents.max(axis=1, keepdims=True)
+    column = np.minimum(highest.max(axis=3, keepdims=True) - highest, 15)
+    row = np.where(exponents > 0, exponents + column, 0).max(axis=3, keepdims=True)
+    counts = ((row - column - exponents > 13) & (exponents > 0)).sum(axis=(1, 3))
+    return max(counts.max() - PackedTile(page.shape[1], page.shape[3]).num_places, 0)
 
 
 def all_patterns(page_size, num_heads, head_dim):
@@ -97,7 +104,9 @@ def test_normal_numbers_come_back(size, backend):
     check_there_and_back(normal_pools(*size), backend)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "size", [*SIZES[:2], *(pytest.param(size, marks=pytest.mark.long) for size in SIZES[2:])], ids=str
+)
 def test_back_ends_agree_on_every_byte(size):
     """What is packed by one is the other's to unpack; unused places are zeros."""
     pools = normal_pools(*size, seed=1)
@@ -119,9 +128,9 @@ def test_a_list_that_is_full_holds_everything_and_one_more_is_told(size, backend
     pools = np.ones((NUM_LAYERS, NUM_PAGES, page_size, num_heads, head_dim), BFLOAT16)
     rng = np.random.default_rng(2)
     lanes = rng.permutation(page_size * (head_dim - 1))
-    for page, num_escapes in enumerate([tile.num_places - 1, tile.num_places, tile.num_places + 1, 0], 1):
-        rows, columns = np.divmod(lanes[:num_escapes], head_dim - 1)
-        far = rng.choice([-1, 1], num_escapes) * 2.0 ** -rng.integers(14, 120, num_escapes)
+    for page, count in enumerate([tile.num_places - 1, tile.num_places, tile.num_places + 1, 0], 1):
+        rows, columns = np.divmod(lanes[:count], head_dim - 1)
+        far = rng.choice([-1, 1], count) * 2.0 ** -rng.integers(14, 120, count)
         pools[1, page, rows, num_heads - 1, columns + 1] = far
     num_lost, back = there_and_back(pools, backend)
     np.testing.assert_array_equal(num_lost[:4], [0, 0, 1, 0])
@@ -130,14 +139,15 @@ def test_a_list_that_is_full_holds_everything_and_one_more_is_told(size, backend
     assert np.any(bits(back[:, 3]) != bits(pools[:, 3])), "the test does not tell"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_does_not_fit_is_told_exactly(backend, seed):
-    """Random bits, outliers of any size: whole pages come back, and the others are counted as numpy does."""
+    """Random bits, large numbers: whole pages come back, and the others are counted as numpy does."""
     pools = normal_pools(32, 4, 64, seed=seed)
     rng = np.random.default_rng(seed)
     for page in range(1, NUM_PAGES):
-        pools[:, page, :, :, rng.integers(64)] *= np.float32(2.0 ** rng.integers(0, 11))
+        large = rng.random(pools[:, page].shape) < rng.choice([0.0, 0.001, 0.02])
+        pools[:, page][large] *= np.float32(2.0 ** rng.integers(4, 14))
     pools[:, 7] = rng.integers(0, 2**16, pools[:, 7].shape, np.uint16).view(BFLOAT16)
     num_lost, back = there_and_back(pools, backend)
     expected = [expected_lost(pools[:, page]) for page in range(1, NUM_PAGES)]
@@ -147,13 +157,14 @@ def test_what_does_not_fit_is_told_exactly(backend, seed):
         np.testing.assert_array_equal(bits(back[:, page]), bits(pools[:, page]))
 
 
-@pytest.mark.parametrize("factor", [1, 2**5, 2**7])
-def test_an_outlier_channel_fits(factor):
-    """One of the channels in every head, so many times as large: no tile of thousands overflows."""
-    tiles = np.random.default_rng(4).standard_normal((1000, 32, 1, 128), np.float32)
+@pytest.mark.parametrize("size", [(32, 128), (32, 64), (16, 64), (64, 128)])
+@pytest.mark.parametrize("factor", [1, 2**5, 2**8, 2**12])
+def test_outliers_fit(factor, size):
+    """A channel of every head so many times as large, tokens that are smaller: half of the list is enough."""
+    tiles = np.random.default_rng(4).standard_normal((1000, *size), np.float32)
     tiles[..., 3] *= factor
-    pools = tiles.astype(BFLOAT16)[None]
-    assert max(expected_lost(page[None]) for page in pools[0]) == 0
+    tiles[::2, 5:9] /= 2**10
+    assert num_escapes(jnp.asarray(tiles, jnp.bfloat16)).max() <= PackedTile(*size).num_places // 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -168,8 +179,9 @@ def test_empty_rows_and_zeros_cost_nothing(backend):
     pools[:, 6, 9:] = pools[:, 8, 9:] * np.float32(1e-30)
     check_there_and_back(pools, backend)
     chunks, _ = run_gather(pools, [1, 3], backend)
-    tail = np.asarray(chunks[0])[:, PackedTile(32, 64).first_tail_row :]
-    assert not tail.any(), "a row of zeros has escapes"
+    tile = PackedTile(32, 64)
+    tail = np.asarray(chunks[0])[:, tile.first_tail_row :].transpose(0, 2, 1, 3).reshape(NUM_LAYERS, 4, -1)
+    assert not tail[..., tile.first_place :].any(), "a row of zeros has escapes"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -183,15 +195,16 @@ def test_padding_writes_nothing(backend):
 
 
 def test_sizes():
-    """Three quarters and little more, with a place for one number in 64 at least."""
+    """Three quarters and little more, with a place for one number in 128 at least."""
     assert packed_tile(32, 128) == PackedTile(32, 128)
-    assert (PackedTile(32, 128).num_rows, PackedTile(32, 128).num_places) == (49, 96)
+    assert (PackedTile(32, 128).num_rows, PackedTile(32, 128).num_places) == (49, 32)
     for page_size in (16, 32, 64):
         for head_dim in (8, 16, 64, 80, 96, 128, 256):
             tile = packed_tile(page_size, head_dim)
             assert tile is not None and 0.75 < tile.share < 0.93, (page_size, head_dim)
-            assert tile.num_places >= page_size * head_dim // 64
-    assert packed_tile(33, 128) is None and packed_tile(16, 2) is None and packed_tile(16, 1) is None
+            assert tile.num_places >= page_size * head_dim // 128
+    for page_size, head_dim in ((33, 128), (32, 81), (16, 2), (16, 1)):
+        assert packed_tile(page_size, head_dim) is None
 
 
 @pytest.mark.parametrize("num_chunks", [4, 16])
