@@ -14,6 +14,7 @@ from pallas_kernels.page_copies import (
     PageCopyError,
     gather_packed,
     gather_pages,
+    packed_copies,
     packed_tile,
     scatter_packed,
 )
@@ -120,8 +121,7 @@ def test_back_ends_agree_on_every_byte(size):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-@pytest.mark.parametrize(("size", "backend"), EVERYWHERE, ids=str)
-def test_a_list_that_is_full_holds_everything_and_one_more_is_told(size, backend):
+def check_full_lists(size, backend):
     """In one tile of one layer: as many escapes as there are places, then one more, in either half."""
     page_size, num_heads, head_dim = size
     tile = PackedTile(page_size, head_dim)
@@ -137,6 +137,46 @@ def test_a_list_that_is_full_holds_everything_and_one_more_is_told(size, backend
     for page in (1, 2, 4):
         np.testing.assert_array_equal(bits(back[:, page]), bits(pools[:, page]))
     assert np.any(bits(back[:, 3]) != bits(pools[:, 3])), "the test does not tell"
+
+
+@pytest.mark.parametrize(("size", "backend"), EVERYWHERE, ids=str)
+def test_a_list_that_is_full_holds_everything_and_one_more_is_told(size, backend):
+    check_full_lists(size, backend)
+
+
+def an_escape_is_lost(patch):
+    """The last one of a full list."""
+    unpack = packed_copies.unpack
+
+    def unpacked(packed, page_size):
+        return unpack(packed.at[:, -1, :, -1].set(0), page_size)
+
+    patch.setattr(packed_copies, "unpack", unpacked)
+
+
+def an_overflow_is_not_told(patch):
+    pack = packed_copies.pack
+    patch.setattr(packed_copies, "pack", lambda pages: (pack(pages)[0], jnp.zeros(len(pages), jnp.int32)))
+
+
+def halves_are_mixed_up(patch):
+    """Whose code is in which half of a byte."""
+    unpack = packed_copies.unpack
+
+    def unpacked(packed, page_size):
+        nibbles = packed[:, page_size : page_size + page_size // 2]
+        swapped = (nibbles << 4) | (nibbles >> 4)
+        return unpack(packed.at[:, page_size : page_size + page_size // 2].set(swapped), page_size)
+
+    patch.setattr(packed_copies, "unpack", unpacked)
+
+
+@pytest.mark.parametrize("bug", [an_escape_is_lost, an_overflow_is_not_told, halves_are_mixed_up])
+def test_planted_bugs_show(bug, monkeypatch):
+    check_full_lists((32, 2, 128), "xla")
+    bug(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_full_lists((32, 2, 128), "xla")
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
