@@ -38,7 +38,7 @@ from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.device.device_memory import check_weights_fit, num_pages_in, refusing_weights, staging_bytes
-from pensieve_jax.device.kv_storage import chunk_bytes, most_byte_pages
+from pensieve_jax.device.kv_storage import chunk_bytes, most_byte_pages, slot_bytes
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.observer import Observe, unobserved
@@ -139,7 +139,7 @@ def make_runner(
     weights_dtype = jax.tree.leaves(nnx.state(model))[0].dtype
     cache = config.cache
     all_bytes = chunk_bytes(model_config, cache.chunk_tokens, weights_dtype, cache.kv_dtype)
-    config = _in_pages(config, all_bytes, mesh)
+    config = _in_pages(config, all_bytes, slot_bytes(model_config, cache, weights_dtype), mesh)
     if cache.gpu_memory_fraction is not None:
         config = config.with_gpu_pages(most_byte_pages(model_config, config.cache, mesh.devices.size))
     config = config.with_num_buckets(on_gpu=device.platform == "gpu")
@@ -196,14 +196,17 @@ def load_weights(
         )
 
 
-def _in_pages(config: EngineConfig, all_bytes: int, mesh: Mesh) -> EngineConfig:
-    """Sizes of tiers as pages, of `all_bytes` on all devices together, which have the weights already."""
-    page_bytes = all_bytes // mesh.devices.size
-    config = config.with_cpu_pages(all_bytes).with_staged_pages(page_bytes)
+def _in_pages(config: EngineConfig, all_bytes: int, host_bytes: int, mesh: Mesh) -> EngineConfig:
+    """Sizes of tiers as pages: of `all_bytes` on all devices together, which have the weights already.
+
+    `host_bytes`: of a slot of host memory, and of a chunk in transit.
+    """
+    page_bytes, staged_bytes = all_bytes // mesh.devices.size, host_bytes // mesh.devices.size
+    config = config.with_cpu_pages(host_bytes).with_staged_pages(staged_bytes)
     fraction = config.cache.gpu_memory_fraction
     if fraction is None:
         return config
-    staging = staging_bytes(config.cache.cpu_pages, config.runner.max_num_staged_pages, page_bytes)
+    staging = staging_bytes(config.cache.cpu_pages, config.runner.max_num_staged_pages, staged_bytes)
     return config.with_gpu_pages(num_pages_in(fraction, list(mesh.devices.flat), page_bytes, staging))
 
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from pensieve_jax.assembly import Assembled
 from pensieve_jax.describing import Description, describe_choice, describe_devices, describe_model
+from pensieve_jax.device.kv_storage import packing_reason
 
 
 def describe(parts: Assembled) -> Description:
@@ -28,8 +29,9 @@ def describe(parts: Assembled) -> Description:
       cache: `stateful`, `policy`, for one that learns the `order` that it follows now and why (else None),
         `chunk_tokens`, the `kv_dtype` that pages are stored as, `page_bytes` of a page on one device, and
         what both tiers hold: `gpu_pages`, `gpu_bytes` a device and `gpu_tokens`, the dummy page not counted;
-        `cpu_slots`, `cpu_bytes` of all devices together and `cpu_tokens`. `cost_model` is "measured", with
-        the file as `cost_profile`, or "analytic".
+        `cpu_slots`, `cpu_bytes` of all devices together and `cpu_tokens`. `packed` says whether chunks are
+        packed in host memory and on the way there, and why or why not; `slot_bytes` is what one takes there,
+        all devices together. `cost_model` is "measured", with the file as `cost_profile`, or "analytic".
       steps: `buckets` in tokens, ascending; `max_context_tokens`, `max_num_running`, `max_num_rows` and
         `num_layer_groups`.
       compilation_cache_dir: where compiled steps are kept, or None.
@@ -66,9 +68,18 @@ def _cache(parts: Assembled) -> dict[str, Any]:
         "gpu_pages": cache.gpu_pages,
         "gpu_bytes": cache.gpu_pages * storage.page_bytes,
         "gpu_tokens": cache.gpu_pages * cache.chunk_tokens,
+        "packed": _packing(parts),
+        "slot_bytes": storage.chunk_bytes,
         "cpu_slots": cache.cpu_pages,
         "cpu_bytes": cache.cpu_pages * storage.chunk_bytes,
         "cpu_tokens": cache.cpu_pages * cache.chunk_tokens,
         "cost_model": "analytic" if cache.cost_profile is None else "measured",
         "cost_profile": cache.cost_profile,
     }
+
+
+def _packing(parts: Assembled) -> str:
+    cache = parts.config.cache
+    if not cache.cpu_pages:
+        return "off: there is no host memory"
+    return packing_reason(parts.model_config, cache, parts.runner.dtype)

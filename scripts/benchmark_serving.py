@@ -187,6 +187,9 @@ def check_flags() -> None:
     if FLAGS.system not in OURS and FLAGS.kv_dtype is not None:
         limit = f"left out for --system={FLAGS.system}, which stores state in --dtype"
         raise ConfigError("--kv_dtype", FLAGS.kv_dtype, limit)
+    if FLAGS.system not in OURS and FLAGS.pack_host is not None:
+        limit = f"left out for --system={FLAGS.system}, which packs nothing"
+        raise ConfigError("--pack_host", FLAGS.pack_host, limit)
     if FLAGS.output_json is not None:
         check_can_write("--output_json", Path(FLAGS.output_json))
     if FLAGS.plot is not None:

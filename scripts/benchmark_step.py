@@ -137,7 +137,7 @@ def measure_steps(
     plans = {name: steps.plan(rows, Sampled()) for name, rows in found.items()}
     timed = {name: steps.whole(plan) for name, plan in plans.items()}
     samples: dict[str, list[float]] = {name: [] for name in timed}
-    num_rounds = FLAGS.num_repeats + 1
+    num_rounds, storage = FLAGS.num_repeats + 1, parts.runner.storage
     with ProgressBar("steps", shows_progress()) as progress:
         for number in range(num_rounds):  # the first warms up
             for name, one in timed.items():
@@ -151,7 +151,7 @@ def measure_steps(
             rows,
             num_samples=len(rows),
             bytes_per_number=parts.runner.dtype.itemsize,
-            kv_token_bytes=parts.runner.storage.chunk_bytes / parts.runner.storage.page_size,
+            kv_token_bytes=storage.page_bytes * FLAGS.tensor_parallel_size / storage.page_size,
             num_devices=FLAGS.tensor_parallel_size,
         )
         bound = bound_s(todo, ceilings)

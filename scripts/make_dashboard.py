@@ -146,6 +146,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 [
                     Line(rate("vllm:num_preemptions_total"), "suspended turns"),
                     Line(rate("pensieve:forced_swap_outs_total"), "forced copies"),
+                    Line(rate("pensieve:lost_copies_total"), "lost copies"),
                     Line(rate("pensieve:dropped_chunks_total"), "dropped chunks"),
                 ],
             ),

@@ -74,6 +74,7 @@ _SETTINGS = (
         "cpu_bytes",
         "kv_dtype",
         "kv_read_rate",
+        "pack_host",
         "chunk_tokens",
         "max_num_running",
         "max_num_batched_tokens",
@@ -120,7 +121,7 @@ def engine_config(profile: DeviceProfile) -> EngineConfig:
             gpu_pages=gpu_bytes // page_bytes,
             cpu_bytes=num_bytes("--cpu_bytes", FLAGS.cpu_bytes),
             chunk_tokens=FLAGS.chunk_tokens,
-        ),
+        ),  # how state is stored is the profile's business
         scheduler=SchedulerConfig(
             max_num_running=FLAGS.max_num_running,
             max_num_batched_tokens=FLAGS.max_num_batched_tokens,
@@ -129,21 +130,20 @@ def engine_config(profile: DeviceProfile) -> EngineConfig:
             unified=FLAGS.unified,
         ),
     )
-    return config.with_cpu_pages(page_bytes)
+    return config.with_cpu_pages(profile.host_chunk_bytes(FLAGS.chunk_tokens))
 
 
 def stored(profile: DeviceProfile) -> DeviceProfile:
-    """The profile with KV state as `--kv_dtype` says; raises ConfigError."""
+    """The profile with KV state as `--kv_dtype` and `--pack_host` say; raises ConfigError."""
     if not FLAGS.kv_read_rate > 0:
         raise ConfigError("--kv_read_rate", FLAGS.kv_read_rate, "above 0")
-    if FLAGS.kv_dtype is None:
-        if FLAGS.kv_read_rate != 1:
-            raise ConfigError("--kv_read_rate", FLAGS.kv_read_rate, "left out without --kv_dtype")
-        return profile
-    if profile.model not in PRESETS:
+    if FLAGS.kv_dtype is None and FLAGS.kv_read_rate != 1:
+        raise ConfigError("--kv_read_rate", FLAGS.kv_read_rate, "left out without --kv_dtype")
+    if FLAGS.kv_dtype is not None and profile.model not in PRESETS:
         limit = f"left out for a device profile of {profile.model!r}, which is no preset"
         raise ConfigError("--kv_dtype", FLAGS.kv_dtype, limit)
-    return stored_profile(profile, FLAGS.kv_dtype, FLAGS.chunk_tokens, read_rate=FLAGS.kv_read_rate)
+    cache = CacheConfig(chunk_tokens=FLAGS.chunk_tokens, kv_dtype=FLAGS.kv_dtype, pack_host=FLAGS.pack_host)
+    return stored_profile(profile, cache, read_rate=FLAGS.kv_read_rate)
 
 
 def cost_model(profile: DeviceProfile) -> CostModel:
@@ -282,6 +282,9 @@ def define_flags() -> None:
     )
     flags.DEFINE_float(
         "kv_read_rate", 1.0, "With --kv_dtype: bytes of it that steps read in a second, over the profile's."
+    )
+    flags.DEFINE_bool(
+        "pack_host", None, "Pack chunks in host memory and on the way there; default: where the engine would."
     )
     flags.DEFINE_string("gpu_bytes", "40GB", "Device memory for KV state, of each replica.")
     flags.DEFINE_string("cpu_bytes", "60GB", "Host memory for it, of each replica.")

@@ -47,6 +47,7 @@ FLAGS = flags.FLAGS
 _OPEN_LOOP = "open loop"
 _USERS = ("think", "time_scale", "mid_life_s", "recorded_arrivals", "seed")
 _RANDOM = "random:"
+_UNPACKED = {"pack_host": False}  # documents that do not say it are of before there was packing
 _SUMMARY = (
     *("ms/token mean", "ms/token p50", "ms/token p90", "ms/token p99", "ttft ms mean"),
     *("requests/s", "gpu hits", "cpu hits"),
@@ -106,9 +107,7 @@ def simulate_point(measured: Measured, profile: DeviceProfile) -> dict[str, Any]
     has_end = math.isfinite(window.end_s)
     scenario = Scenario(
         config=config,
-        profile=stored_profile(profile, config.cache.kv_dtype, config.cache.chunk_tokens).launching(
-            measured.launches
-        ),
+        profile=stored_profile(profile, config.cache).launching(measured.launches),
         cost_model=cost_model(config, model),
         max_context_tokens=max_context_tokens,
         warm_up_s=window.start_s,
@@ -144,7 +143,7 @@ def engine_config(measured: Measured) -> EngineConfig:
             scheduler["token_buckets"] = tuple(scheduler["token_buckets"])
         return EngineConfig(
             stateful=values["stateful"],
-            cache=CacheConfig(**values["cache"]),
+            cache=CacheConfig(**_UNPACKED | values["cache"]),
             scheduler=SchedulerConfig(**scheduler),
             runner=RunnerConfig(**values["runner"]),
         )

@@ -48,6 +48,8 @@ def test_an_engine_describes_itself(caplog: pytest.LogCaptureFixture) -> None:
         "chunk_tokens": 16,
         "kv_dtype": "float32",
         "page_bytes": page_bytes,
+        "packed": "off: float32 is not packed, only bfloat16 is",
+        "slot_bytes": page_bytes,
         **{"gpu_pages": 24, "gpu_bytes": 24 * page_bytes, "gpu_tokens": 24 * 16},
         **{"cpu_slots": slots, "cpu_bytes": slots * page_bytes, "cpu_tokens": 16 * slots},
         **{"cost_model": "analytic", "cost_profile": None},

@@ -51,7 +51,7 @@ def gather_pages(
     Raises:
       PageCopyError: shapes that do not belong together, or that the back end does not serve.
     """
-    _check(pools, pages, backend)
+    check_pools(pools, pages, backend)
     if backend == "pallas_triton":
         # Imported late: upstream calls this back end deprecated, and only its own file may depend on it.
         from pallas_kernels.page_copies.pallas_triton import triton_gather
@@ -81,16 +81,8 @@ def scatter_pages(
     Raises:
       PageCopyError: shapes that do not belong together, or that the back end does not serve.
     """
-    _check(pools, pages, backend)
-    expected = (len(pools), *pools[0].shape[1:])
-    for i, chunk in enumerate(chunks):
-        if chunk.shape != expected or chunk.dtype != pools[0].dtype:
-            raise PageCopyError(
-                f"chunks[{i}] is {chunk.dtype.name}{list(chunk.shape)}, but must be "
-                f"{pools[0].dtype.name}{list(expected)} as the pools are"
-            )
-    if len(chunks) != pages.shape[0]:
-        raise PageCopyError(f"{len(chunks)} chunks are given for {pages.shape[0]} pages")
+    check_pools(pools, pages, backend)
+    check_chunks(chunks, pages, (len(pools), *pools[0].shape[1:]), pools[0].dtype)
     num_pages = pools[0].shape[0]
     if backend == "pallas_triton":
         from pallas_kernels.page_copies.pallas_triton import triton_scatter
@@ -109,7 +101,8 @@ def _triton_serves(page_shape: tuple[int, ...]) -> bool:
     return head_dim & (head_dim - 1) == 0 and num_rows >= _MIN_LANES and head_dim >= _MIN_LANES
 
 
-def _check(pools: Sequence[jax.Array], pages: jax.Array, backend: str) -> None:
+def check_pools(pools: Sequence[jax.Array], pages: jax.Array, backend: str) -> None:
+    """Raise PageCopyError for pools or pages that do not fit each other, or the back end."""
     shapes = {(pool.shape, pool.dtype.name) for pool in pools}
     if len(shapes) != 1 or pools[0].ndim != 4:
         raise PageCopyError(
@@ -125,3 +118,17 @@ def _check(pools: Sequence[jax.Array], pages: jax.Array, backend: str) -> None:
             f"pallas_triton copies pages of {_MIN_LANES} or more rows and head_dim, a power of two; "
             f"use backend 'xla' for {pools[0].shape[1:]}"
         )
+
+
+def check_chunks(
+    chunks: Sequence[jax.Array], pages: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype
+) -> None:
+    """Raise PageCopyError for chunks of another shape or dtype than those of the pools, or too few."""
+    for i, chunk in enumerate(chunks):
+        if chunk.shape != shape or chunk.dtype != dtype:
+            raise PageCopyError(
+                f"chunks[{i}] is {chunk.dtype.name}{list(chunk.shape)}, but must be "
+                f"{dtype.name}{list(shape)} as the pools are"
+            )
+    if len(chunks) != pages.shape[0]:
+        raise PageCopyError(f"{len(chunks)} chunks are given for {pages.shape[0]} pages")

@@ -1,7 +1,8 @@
 """Page copies through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
 
 Owns: the two kernels and their launches. Does not know what a page number means beyond its range.
-Called by: `api`. Upstream has deprecated this back end, so nothing outside this file imports from it.
+Called by: `api`, and for its launches `triton_packing`. Upstream has deprecated this back end, so nothing
+outside these two files imports from it.
 
 XLA must stack the chunks before it can scatter them, or copies layer by layer: many small operations. Here
 one launch moves a few chunks, between their own arrays and all pools. The pools are separate buffers, so a
@@ -29,7 +30,7 @@ _NUM_WARPS = 4
 def triton_gather(pools: Sequence[jax.Array], pages: jax.Array, *, interpret: bool) -> list[jax.Array]:
     """See `api.gather_pages`; arguments are already checked."""
     chunks: list[jax.Array] = []
-    for first, num_chunks in _launches(pools[0], pages.shape[0]):
+    for first, num_chunks in launches(pools[0], pages.shape[0]):
         chunks += _gather(list(pools), pages, first, num_chunks=num_chunks, interpret=interpret)
     return chunks
 
@@ -39,7 +40,7 @@ def triton_scatter(
 ) -> list[jax.Array]:
     """See `api.scatter_pages`; arguments are already checked."""
     updated, rest = list(pools), list(chunks)
-    for first, num_chunks in _launches(pools[0], len(chunks)):
+    for first, num_chunks in launches(pools[0], len(chunks)):
         updated = _scatter(updated, rest[:num_chunks], pages, first, interpret=interpret)
         rest = rest[num_chunks:]
     return updated
@@ -53,7 +54,7 @@ def _gather(
     shape = (len(pools), *pools[0].shape[1:])
     return pl.pallas_call(
         functools.partial(_gather_kernel, num_pools=len(pools)),
-        out_shape=[_like(pools[0], shape)] * num_chunks,
+        out_shape=[like(pools[0], shape, pools[0].dtype)] * num_chunks,
         grid=(len(pools), shape[2]),
         compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
         interpret=interpret,
@@ -69,7 +70,7 @@ def _scatter(
     num_inputs = 2 + len(chunks)
     written = pl.pallas_call(
         functools.partial(_scatter_kernel, num_chunks=len(chunks)),
-        out_shape=[_like(pool, pool.shape) for pool in pools],
+        out_shape=[like(pool, pool.shape, pool.dtype) for pool in pools],
         grid=(len(pools), pools[0].shape[2]),
         input_output_aliases={num_inputs + i: i for i in range(len(pools))},
         compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
@@ -79,7 +80,7 @@ def _scatter(
     return list(written)  # as `pools`: a compiled caller tells lists from tuples
 
 
-def _launches(pool: jax.Array, num_chunks: int) -> Iterator[tuple[jax.Array, int]]:
+def launches(pool: jax.Array, num_chunks: int) -> Iterator[tuple[jax.Array, int]]:
     """i32[1] first chunk and number of chunks of every launch."""
     _, page_size, _, head_dim = pool.shape
     tile_bytes = page_size * head_dim * pool.dtype.itemsize
@@ -88,9 +89,10 @@ def _launches(pool: jax.Array, num_chunks: int) -> Iterator[tuple[jax.Array, int
         yield jnp.full((1,), first, jnp.int32), min(step, num_chunks - first)
 
 
-def _like(pool: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+def like(pool: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """An array that lies over devices as the pool does."""
     manual = jax.typeof(pool).manual_axis_type
-    return jax.ShapeDtypeStruct(shape, pool.dtype, manual_axis_type=manual)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual)
 
 
 def _gather_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_pools: int) -> None:

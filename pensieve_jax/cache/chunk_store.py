@@ -9,25 +9,13 @@ Called by: `Evictor` and `CacheManager`. A chunk is named by the sequence that o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
 
-from pensieve_jax.cache.copies import Copy
+from pensieve_jax.cache.copies import Copy, Orphan
 from pensieve_jax.cache.drops import Drop, DropReason
 from pensieve_jax.cache.page_table import PageTable
 from pensieve_jax.cache.place_pool import PlacePool
 from pensieve_jax.cache.sequence import NUM_SHELVES, CachedSequence, Chunk, Role
 from pensieve_jax.cache.states import CONTESTED, ChunkEvent, ChunkState, Shelf, next_state
-
-
-class Orphan(NamedTuple):
-    """A copy in flight whose chunk has gone on without it.
-
-    It keeps the page and the slot that nobody else may use yet, 0 where there is none.
-    """
-
-    is_in: bool
-    page: int
-    slot: int
 
 
 class ChunkStore:
@@ -42,6 +30,7 @@ class ChunkStore:
       changed: by shelf that others take from: who became idle, or was active or got a chunk there while idle,
         until whoever keeps the order takes them out.
       num_copies_in, num_copies_out: in flight, orphans included.
+      num_lost_copies: to slots that hold nothing afterwards; see `lose`.
     """
 
     def __init__(
@@ -56,6 +45,7 @@ class ChunkStore:
         self.num_on: dict[Role, list[int]] = {role: [0] * NUM_SHELVES for role in Role}
         self.num_copies_in = 0
         self.num_copies_out = 0
+        self.num_lost_copies = 0
         self._chunk_tokens = chunk_tokens
         self._flights: dict[int, tuple[CachedSequence, int]] = {}
         self._orphans: dict[int, Orphan] = {}
@@ -174,7 +164,8 @@ class ChunkStore:
             self.give_slot(sequence, index)
 
     def swap_out(self, sequence: CachedSequence, index: int, slot: int) -> None:
-        """Begin to copy a page to `slot`."""
+        """Begin to copy a page to `slot`; the chunk fits there, as far as is known."""
+        assert sequence.chunks[index].fits_host
         self._apply(sequence, index, ChunkEvent.SWAP_OUT)
         sequence.chunks[index].slot = slot
         self._swap_outs.append(self._take_off(sequence, index))
@@ -203,9 +194,7 @@ class ChunkStore:
     def drop(self, sequence: CachedSequence, index: int, reason: DropReason, worth: float | None) -> None:
         """Forget a chunk to make room; see `Drop` for `reason` and `worth`."""
         self._discard(sequence, index)
-        drop = Drop(sequence.sequence_id, index, reason, worth)
-        self._drops.append(drop)
-        self._on_drop(drop)
+        self._note_drop(sequence, index, reason, worth)
 
     # Copies
 
@@ -234,6 +223,28 @@ class ChunkStore:
                 chunk.copy_id = 0
                 self._land(is_in=chunk.state is ChunkState.COPYING_IN)
                 self._apply(sequence, index, ChunkEvent.ARRIVE)
+
+    def lose(self, copy_ids: Iterable[int]) -> None:
+        """These copies to slots have ended, and the slots hold nothing: the chunks do not fit there.
+
+        Those that have given their pages away are dropped; others are not copied again as they are.
+        """
+        for copy_id in copy_ids:
+            self.num_lost_copies += 1
+            self.num_copies_out -= 1
+            flight = self._flights.pop(copy_id, None)
+            if flight is None:
+                self._free_orphan(self._orphans.pop(copy_id))
+                continue
+            sequence, index = flight
+            chunk = sequence.chunks[index]
+            chunk.copy_id, chunk.fits_host = 0, False
+            self._apply(sequence, index, ChunkEvent.LOSE)
+            self._free_slot(chunk)
+            if chunk.state is ChunkState.DROPPED:
+                self._note_drop(sequence, index, DropReason.FITS_NO_SLOT, None)
+                if sequence.role is not Role.RUNNING:
+                    self.trim(sequence)
 
     def copies_of(self, sequence: CachedSequence) -> list[int]:
         """Copies in flight of a sequence's own chunks that it cannot be read without."""
@@ -349,6 +360,11 @@ class ChunkStore:
             self._orphan(chunk, is_in=before is ChunkState.COPYING_IN)
         self._free_page(sequence, index)
         self._free_slot(chunk)
+
+    def _note_drop(self, sequence: CachedSequence, index: int, why: DropReason, worth: float | None) -> None:
+        drop = Drop(sequence.sequence_id, index, why, worth)
+        self._drops.append(drop)
+        self._on_drop(drop)
 
     def _lose_page(self, sequence: CachedSequence, index: int) -> None:
         state = sequence.chunks[index].state

@@ -17,6 +17,7 @@ class DropReason(Enum):
     NO_HOST_MEMORY = "its page was needed, and there is no host memory to copy it to"
     HOST_MEMORY_WORTH_MORE = "its page was needed, and everything that could leave host memory was worth more"
     NO_SLOT = "its page was taken, and every place in host memory was held by what could not give way"
+    FITS_NO_SLOT = "its page was needed, and its numbers do not fit the packed form that host memory keeps"
     SLOT_NEEDED = "its place in host memory was needed for a chunk that was worth at least as much"
     EARLIER_REQUEST = "its place in host memory was needed by a request that had arrived earlier"
     DEVICE_LOST = "a step failed on the device, and what was there was lost"

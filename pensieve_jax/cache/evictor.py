@@ -84,8 +84,9 @@ class Evictor:
         """Copy out the idle chunks of the lowest worth while too few pages are free or copied (4.3.2).
 
         Their pages stay valid, and go to whoever needs them later; a conversation that comes back before
-        that has lost nothing. Retrieval comes first: nothing begins while a chunk is being copied in. Unless
-        more than half of those pages is missing, few are copied at a time.
+        that has lost nothing. What host memory cannot keep is dropped when its turn comes. Retrieval comes
+        first: nothing begins while a chunk is being copied in. Unless more than half of those pages is
+        missing, few are copied at a time.
         """
         store = self._store
         if not store.slots.num_places or (self._retrieval_priority and store.num_copies_in):
@@ -102,6 +103,9 @@ class Evictor:
             if victim is None:
                 return
             sequence, indices, worth = victim
+            if not sequence.chunks[indices[0]].fits_host:
+                self._drop_unfit(sequence, indices[0], worth)
+                continue
             slot = self._allocate_slot(worth, sequence)
             if slot is None:
                 return  # everything in host memory is worth more: this chunk is dropped when its turn comes
@@ -143,6 +147,9 @@ class Evictor:
 
     def _push_out(self, sequence: CachedSequence, index: int, worth: float) -> None:
         """Take the page of a chunk that has no copy: the copy begins now, or the chunk is dropped."""
+        if self._store.slots.num_places and not sequence.chunks[index].fits_host:
+            self._store.drop(sequence, index, DropReason.FITS_NO_SLOT, worth)
+            return
         slot = self._allocate_slot(worth, sequence)
         if slot is None:
             self._store.drop(sequence, index, self._why_no_slot(), worth)
@@ -150,6 +157,11 @@ class Evictor:
         self._store.swap_out(sequence, index, slot)
         self._store.give_page(sequence, index)
         self.num_forced_swap_outs += 1
+
+    def _drop_unfit(self, sequence: CachedSequence, index: int, worth: float) -> None:
+        """A chunk whose turn to be copied has come has no form for that."""
+        self._store.drop(sequence, index, DropReason.FITS_NO_SLOT, worth)
+        self._store.trim(sequence)
 
     # Slots
 

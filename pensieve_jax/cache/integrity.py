@@ -64,6 +64,7 @@ def _check_sequence(sequence: CachedSequence, chunk_tokens: int) -> None:
         assert (chunk.page != 0) == (state in WITH_PAGE), f"{name}[{index}] {state.value}, page {chunk.page}"
         assert (chunk.slot != 0) == (state in WITH_SLOT), f"{name}[{index}] {state.value}, slot {chunk.slot}"
         assert (chunk.copy_id != 0) == (state in IN_FLIGHT), f"{name}[{index}] {state.value}, a copy?"
+        assert chunk.fits_host or not chunk.slot, f"{name}[{index}] has a slot that cannot hold it"
         if index < sequence.num_shared:
             assert sequence.trunk is not None and chunk is sequence.trunk.chunks[index]
             continue

@@ -192,6 +192,10 @@ class CacheManager:
         """These copies are complete: steps that are granted from here on may read, and give away, either."""
         self._store.complete(copy_ids)
 
+    def lose(self, copy_ids: Iterable[int]) -> None:
+        """These copies to host memory have ended, and it holds none of the chunks: they do not fit there."""
+        self._store.lose(copy_ids)
+
     def take_copies(self) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
         """Copies out and copies in that began since the last call, to be carried out before the next step."""
         return self._store.take_copies()
@@ -230,6 +234,9 @@ class CacheManager:
         for index, chunk in enumerate(sequence.chunks):
             if not chunk.page:
                 self._set_page_aside(sequence, index)
+        index = sequence.num_kv_tokens // self.chunk_tokens
+        if sequence.num_shared <= index < len(sequence.chunks):
+            sequence.chunks[index].fits_host = True  # it will hold something else, and may fit then
         return True
 
     def grow(self, sequence: CachedSequence, num_tokens: int) -> bool:
@@ -329,6 +336,7 @@ class CacheManager:
             "num_cpu_pages": self._store.slots.num_places,
             "num_free_cpu_pages": self._store.slots.num_free,
             "num_forced_swap_outs": self._evictor.num_forced_swap_outs,
+            "num_lost_copies": self._store.num_lost_copies,
             "num_prefetched_chunks": self.num_prefetched_chunks,
             **self.turns.stats(),
         }

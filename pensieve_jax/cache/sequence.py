@@ -35,9 +35,13 @@ class Role(Enum):
 
 
 class Chunk:
-    """One chunk: its state, and its page, slot and copy in flight (0 where it has none)."""
+    """One chunk: its state, and its page, slot and copy in flight (0 where it has none).
 
-    __slots__ = ("copy_id", "page", "slot", "state")
+    `fits_host` is False while what it holds is known to have no form in which host memory keeps chunks: it is
+    dropped where others are copied.
+    """
+
+    __slots__ = ("copy_id", "fits_host", "page", "slot", "state")
 
     def __init__(self) -> None:
         """Dropped, without a page or a slot."""
@@ -45,6 +49,7 @@ class Chunk:
         self.page = 0
         self.slot = 0
         self.copy_id = 0
+        self.fits_host = True
 
     @property
     def shelf(self) -> Shelf:

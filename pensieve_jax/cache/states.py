@@ -39,6 +39,7 @@ class ChunkEvent(Enum):
     SWAP_OUT = "be swapped out"  # a slot is set aside, and the copy of its page begins
     SWAP_IN = "be swapped in"  # a page is set aside, and the copy of its slot begins
     ARRIVE = "arrive"  # the copy is complete
+    LOSE = "be lost on its way"  # the copy to its slot has ended, and the slot holds nothing
     GIVE_PAGE = "give its page"  # its page is freed; a copy has read it, or is complete
     GIVE_SLOT = "give its slot"  # its slot is freed, or left to the copy in flight: lent, or out of date
     DROP = "be dropped"  # its KV is forgotten; what a copy in flight still uses is left to that copy
@@ -54,10 +55,12 @@ TRANSITIONS: dict[tuple[ChunkState, ChunkEvent], ChunkState] = {
     (_S.ON_GPU, _E.SWAP_OUT): _S.COPYING_OUT,
     (_S.ON_GPU, _E.DROP): _S.DROPPED,
     (_S.COPYING_OUT, _E.ARRIVE): _S.ON_BOTH,
+    (_S.COPYING_OUT, _E.LOSE): _S.ON_GPU,
     (_S.COPYING_OUT, _E.GIVE_PAGE): _S.LEAVING,
     (_S.COPYING_OUT, _E.GIVE_SLOT): _S.ON_GPU,
     (_S.COPYING_OUT, _E.DROP): _S.DROPPED,
     (_S.LEAVING, _E.ARRIVE): _S.ON_CPU,
+    (_S.LEAVING, _E.LOSE): _S.DROPPED,
     (_S.LEAVING, _E.DROP): _S.DROPPED,
     (_S.ON_BOTH, _E.GIVE_PAGE): _S.ON_CPU,
     (_S.ON_BOTH, _E.GIVE_SLOT): _S.ON_GPU,

@@ -1,13 +1,14 @@
 """What KV state looks like in memory: pages of the device's pools, and chunks of host memory.
 
-Owns: the shape, dtype and placement of both, the groups of layers they are cut into, and how new pools are
-made.
+Owns: the shape, dtype and placement of both, whether chunks are packed, the groups of layers they are cut
+into, and how new pools are made.
 Does not know: which page holds what (the cache manager does), or how attention reads one.
 Called by: `device_pools`, `host_pool` and `page_copies`; tests read single pages.
 
 Pools are separate arrays, one per layer, because each is updated in place by its layer's KV write; a page
 has the same index in all of them. Page 0 is a dummy on top of the pages that the cache manages. Outside the
-pools a chunk is one array per group of layers, since small copies are slow ones.
+pools a chunk is one array per group of layers, since small copies are slow ones. A packed chunk is bytes, of
+fewer rows and otherwise like others.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.config import ModelConfig
 from model_defs.sharding import KV_PAGES_SPEC
+from pallas_kernels.page_copies import PackedTile, packed_tile
 from pallas_kernels.ragged_paged_attention import page_dtype, page_shape
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.errors import ConfigError
@@ -39,10 +41,12 @@ class KVStorage:
         rows are its tokens', and with a `kv_dtype` those of their scales.
       dtype: of the pools; the model's, or bytes.
       kv_dtype: what pages are stored as; None: the model's dtype.
+      packing: how chunks are packed outside the pools; None: they are as pages are.
       page_size: tokens of a page.
       sharding: of pools, and of chunks on the device: split by KV head over the mesh axis "tp".
       host_sharding: the same split in pinned host memory.
       groups: the layers of every group, in order.
+      chunk_dtype: of chunks outside the pools; the pools', or bytes.
     """
 
     def __init__(
@@ -58,7 +62,8 @@ class KVStorage:
           num_layer_groups: at most the model's layers; more are as many.
 
         Raises:
-          ConfigError: a token's slot in the pool would exceed 32 bits, or `check_addresses` refuses it.
+          ConfigError: a token's slot in the pool would exceed 32 bits, or `check_addresses` or `host_packing`
+            refuses it.
         """
         max_num_pages = np.iinfo(np.int32).max // cache.chunk_tokens - _NUM_DUMMY_PAGES
         if cache.gpu_pages > max_num_pages:
@@ -73,6 +78,8 @@ class KVStorage:
         page = page_shape(cache.kv_dtype, cache.chunk_tokens, model.num_kv_heads, model.head_dim)
         self.shape = (self.num_pages, *page)
         self.dtype = page_dtype(cache.kv_dtype, dtype)
+        self.packing = host_packing(model, cache, dtype)
+        self.chunk_dtype = self.dtype if self.packing is None else jnp.dtype(jnp.uint8)
         self.sharding = NamedSharding(mesh, PartitionSpec(*KV_PAGES_SPEC))
         self.host_sharding = self.sharding.with_memory_kind("pinned_host")
         self.groups = layer_groups(model.num_layers, num_layer_groups)
@@ -90,13 +97,20 @@ class KVStorage:
         return self.num_pages * self.page_bytes
 
     @property
+    def staged_bytes(self) -> int:
+        """Bytes per device of one chunk outside the pools: what it takes in transit."""
+        return self.chunk_bytes // self.sharding.mesh.devices.size
+
+    @property
     def chunk_bytes(self) -> int:
-        """Bytes of one page over all layers and all devices: what a host slot takes."""
-        return self.page_bytes * self.sharding.mesh.devices.size
+        """Bytes of one chunk outside the pools, over all layers and all devices: what a host slot takes."""
+        shapes = [self.chunk_shape(group) for group in range(len(self.groups))]
+        return sum(map(math.prod, shapes)) * self.chunk_dtype.itemsize
 
     def chunk_shape(self, group: int) -> tuple[int, ...]:
-        """(layers of the group, rows of a page, 2 * num_kv_heads, head_dim)."""
-        return (len(self.groups[group]), *self.shape[1:])
+        """(layers of the group, rows of a page or of a packed one, 2 * num_kv_heads, head_dim)."""
+        num_rows = self.shape[1] if self.packing is None else self.packing.num_rows
+        return (len(self.groups[group]), num_rows, *self.shape[2:])
 
     @property
     def padding_slot(self) -> int:
@@ -119,9 +133,54 @@ def layer_groups(num_layers: int, num_groups: int) -> tuple[range, ...]:
 
 
 def chunk_bytes(model: ModelConfig, chunk_tokens: int, dtype: jnp.dtype, kv_dtype: str | None = None) -> int:
-    """Bytes of a chunk over all layers and devices, known before any pool is made."""
+    """Bytes of a chunk's pages over all layers and devices, known before any pool is made."""
     per_layer = math.prod(page_shape(kv_dtype, chunk_tokens, model.num_kv_heads, model.head_dim))
     return model.num_layers * per_layer * page_dtype(kv_dtype, dtype).itemsize
+
+
+def slot_bytes(model: ModelConfig, cache: CacheConfig, dtype: jnp.dtype) -> int:
+    """Bytes of a host slot over all layers and devices; raises ConfigError as of `host_packing`."""
+    packing = host_packing(model, cache, dtype)
+    if packing is None:
+        return chunk_bytes(model, cache.chunk_tokens, dtype, cache.kv_dtype)
+    return model.num_layers * packing.num_rows * 2 * model.num_kv_heads * model.head_dim
+
+
+def host_packing(model: ModelConfig, cache: CacheConfig, dtype: jnp.dtype) -> PackedTile | None:
+    """How chunks are packed outside the pools; None: not at all.
+
+    Raises:
+      ConfigError: names `cache.pack_host`, which asks for what state of this model has no form of.
+    """
+    limit = _packing_limit(model, cache, dtype)
+    if limit is None:
+        return packed_tile(cache.chunk_tokens, model.head_dim) if cache.pack_host is not False else None
+    if cache.pack_host:
+        raise ConfigError("cache.pack_host", True, "None or False for this model", limit)
+    return None
+
+
+def packing_reason(model: ModelConfig, cache: CacheConfig, dtype: jnp.dtype) -> str:
+    """Why chunks are packed outside the pools, or why they are not, in words."""
+    limit = _packing_limit(model, cache, dtype)
+    if limit is not None:
+        return f"off: {limit}"
+    if cache.pack_host is False:
+        return "off: cache.pack_host is False"
+    tile = packed_tile(cache.chunk_tokens, model.head_dim)
+    assert tile is not None
+    return f"on: {tile.share:.1%} of the bytes of bfloat16, every bit kept"
+
+
+def _packing_limit(model: ModelConfig, cache: CacheConfig, dtype: jnp.dtype) -> str | None:
+    """Why state has no packed form, if it has none."""
+    if cache.kv_dtype is not None:
+        return f"{cache.kv_dtype} is not packed, only bfloat16 is"
+    if dtype != jnp.bfloat16:
+        return f"{jnp.dtype(dtype).name} is not packed, only bfloat16 is"
+    if packed_tile(cache.chunk_tokens, model.head_dim) is None:
+        return f"heads of {model.head_dim} are too small to gain by it"
+    return None
 
 
 def check_addresses(model: ModelConfig, cache: CacheConfig, num_devices: int) -> None:

@@ -111,7 +111,9 @@ class EngineLoop[Step]:
 
     def step(self, launch: Callable[[SchedulerOutput], Step]) -> Step | None:
         """Schedule a step and launch it, if anything was granted; returns the one before, to be finished."""
-        self.cache.complete(self._transfers.completed())
+        ended = self._transfers.completed()
+        self.cache.complete(ended.arrived)
+        self.cache.lose(ended.lost)
         output = self.scheduler.schedule()
         return self.carry_out(output, output.num_tokens, lambda: launch(output))
 

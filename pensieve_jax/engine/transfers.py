@@ -12,7 +12,7 @@ Called by: the engine loop, from one thread, around every step:
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pensieve_jax.cache.copies import Copy
 
@@ -35,6 +35,18 @@ def num_beside_step(max_num_staged: int, chunk_bytes: int) -> int:
     return max(1, min(max_num_staged, _BYTES_BESIDE_STEP // chunk_bytes))
 
 
+class Ended(NamedTuple):
+    """Ids of copies that have ended.
+
+    Attributes:
+      arrived: what they were to bring is where it was to go.
+      lost: copies to slots, which hold nothing now: the chunks cannot be packed. The pages have been read.
+    """
+
+    arrived: Sequence[int] = ()
+    lost: Sequence[int] = ()
+
+
 class Transfers(Protocol):
     """Copies chunks beside the steps, in program order with them.
 
@@ -45,7 +57,7 @@ class Transfers(Protocol):
         """Start copying pages to slots; blocks only while there is no room to stage them. Called every step.
 
         On return the pages have been read, in program order: steps dispatched later may write them. A
-        slot holds the chunk once `completed` names its copy, and not before.
+        slot holds the chunk once `completed` names its copy as arrived, and not before.
 
         Raises:
           StepFailedError: the copies could not be started.
@@ -68,8 +80,8 @@ class Transfers(Protocol):
         """
         ...
 
-    def completed(self) -> Sequence[int]:
-        """Ids of the copies that completed since the last call; never waits.
+    def completed(self) -> Ended:
+        """The copies that have ended since the last call; never waits.
 
         Steps dispatched from here on read the pages of completed copies to pages.
 

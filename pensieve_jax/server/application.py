@@ -75,7 +75,7 @@ def make_services(
     tokenizer = source_tokenizer(info.source, info.limits.vocab_size)
     clock = WallClock()
     metrics = Metrics(settings.served_model_name or info.model_name)
-    metrics.engine.chunk_bytes = info.chunk_bytes
+    metrics.engine.slot_bytes = info.slot_bytes
     index = TurnIndex(HistoryTurns(history), max_bytes=settings.max_index_bytes)
     return Services(
         engine=engine,

@@ -61,6 +61,11 @@ class EngineInfo:
         cache, device = self.description.get("cache", {}), self.description.get("device", {})
         return int(cache.get("page_bytes", 0)) * int(device.get("count", 1))
 
+    @property
+    def slot_bytes(self) -> int:
+        """Of one chunk in host memory and on its way there, on all devices together."""
+        return int(self.description.get("cache", {}).get("slot_bytes", 0))
+
 
 class AsyncTurn(Protocol):
     """A running turn: an iterator of deltas, which belongs to whoever holds it."""

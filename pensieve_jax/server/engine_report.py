@@ -36,6 +36,10 @@ _COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "num_turns_failed": ("pensieve:turns_failed", "Turns that were lost with their step."),
     "num_dropped_chunks": ("pensieve:dropped_chunks", "Chunks whose state was given up."),
     "num_forced_swap_outs": ("pensieve:forced_swap_outs", "Chunks copied out because a page was needed now."),
+    "num_lost_copies": (
+        "pensieve:lost_copies",
+        "Copies to host memory of chunks that could not be packed.",
+    ),
     "transfer_stall_s": ("pensieve:transfer_stall_seconds", "Time that steps waited for copies."),
     "engine_thread_s": ("pensieve:engine_host_seconds", "Time of the engine's thread on a processor."),
     "num_deltas": ("pensieve:engine_deltas", "Pieces of replies that the engine sent."),
@@ -73,7 +77,7 @@ class EngineReport(Collector):
       stats: as `Engine.stats`, with the worker's own counters.
       census: as `Engine.census`.
       distributions: as `Engine.distributions`.
-      chunk_bytes: of the state of one chunk.
+      slot_bytes: of the state of one chunk on its way between tiers.
       num_in_front: turns that wait before the engine, which it knows nothing of.
     """
 
@@ -82,7 +86,7 @@ class EngineReport(Collector):
         self.stats: Mapping[str, Any] = {}
         self.census: Mapping[str, int] = {}
         self.distributions: Mapping[str, tuple[Sequence[int], float]] = {}
-        self.chunk_bytes = 0
+        self.slot_bytes = 0
         self.num_in_front = 0
         self._model_name = model_name
 
@@ -138,7 +142,7 @@ class EngineReport(Collector):
         )
         moves = (("num_swapped_out_chunks", "gpu", "cpu"), ("num_swapped_in_chunks", "cpu", "gpu"))
         for key, start, end in moves:
-            family.add_metric([self._model_name, start, end], self._value(key) * self.chunk_bytes)
+            family.add_metric([self._model_name, start, end], self._value(key) * self.slot_bytes)
         return family
 
     def _histogram(

@@ -134,6 +134,7 @@ class DeviceProfile:
       fitted_runs: names of result documents of served runs, with which coefficients were fitted.
       figures: measured steps.
       num_devices: that share weights, KV state and copies; always 1 in files.
+      host_share: of a chunk's bytes, those that it takes in host memory and on the way; always 1 in files.
     """
 
     model: str
@@ -153,6 +154,11 @@ class DeviceProfile:
     figures: tuple[StepFigure, ...] = ()
     num_devices: int = 1
     launches: str = LAUNCHES[0]
+    host_share: float = 1.0
+
+    def host_chunk_bytes(self, chunk_tokens: int) -> int:
+        """Bytes of a chunk in host memory and on the way there, all devices together."""
+        return round(chunk_tokens * self.kv_token_bytes * self.host_share)
 
     @property
     def host(self) -> HostCosts:

@@ -82,7 +82,7 @@ class Replica:
         self.number = number
         self.clock = Timeline(start_s)
         cache = config.cache
-        chunk_bytes = cache.chunk_tokens * profile.kv_token_bytes
+        chunk_bytes = profile.host_chunk_bytes(cache.chunk_tokens)
         share_bytes = chunk_bytes // profile.num_devices
         max_num_staged = config.with_staged_pages(share_bytes).runner.max_num_staged_pages
         self._transfers = SimulatedTransfers(
@@ -215,8 +215,8 @@ class Replica:
             self._stretch = Stretch(self._config, self._loop.scheduler, self.cache)
         stretch, has_advanced = self._stretch, False
         while stretch is not None and (not has_advanced or self.clock.now() < until_s):
-            if copy_ids := self._transfers.completed():
-                self.cache.complete(copy_ids)
+            if arrived := self._transfers.completed().arrived:
+                self.cache.complete(arrived)
             if not stretch.can_go_on():
                 stretch.end()
                 stretch = self._stretch = None

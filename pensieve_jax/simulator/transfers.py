@@ -19,9 +19,11 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from pensieve_jax.cache import Copy
-from pensieve_jax.engine.transfers import MAX_HELD_STEPS, num_beside_step, window
+from pensieve_jax.engine.transfers import MAX_HELD_STEPS, Ended, num_beside_step, window
 from pensieve_jax.simulator.clock import Timeline
 from pensieve_jax.simulator.profile import DeviceProfile, LinkCosts
+
+_NOTHING = Ended([])
 
 
 class _Moving:
@@ -81,7 +83,10 @@ class SimulatedTransfers:
         max_num_staged: int,
         retrieval_priority: bool,
     ) -> None:
-        """Nothing in flight; at most `max_num_staged` chunks will be, each way."""
+        """Nothing in flight; at most `max_num_staged` chunks will be, each way.
+
+        `chunk_bytes`: of a chunk outside the device's pages.
+        """
         self._timeline = timeline
         self._chunk_bytes = chunk_bytes
         self._max_num_staged = max_num_staged
@@ -90,7 +95,8 @@ class SimulatedTransfers:
         self._retrieval_priority = retrieval_priority
         self._in = _Link(profile.to_device, chunk_bytes, profile.both_ways_share)
         self._out = _Link(profile.to_host, chunk_bytes, profile.both_ways_share)
-        self._page_copy_s = chunk_bytes // profile.num_devices * profile.page_copy_byte_s
+        page_bytes = chunk_bytes / profile.host_share / profile.num_devices  # all of it is read, or written
+        self._page_copy_s = page_bytes * profile.page_copy_byte_s
         self.num_chunks = 0
         self._num_steps = 0
         self._stall_s = 0.0
@@ -146,10 +152,10 @@ class SimulatedTransfers:
         self._num_rushed = 0
         self._num_steps += 1
 
-    def completed(self) -> list[int]:
-        """See `Transfers`."""
+    def completed(self) -> Ended:
+        """See `Transfers`; every chunk can be packed."""
         if not self._outgoing and not self._staged and not self._done:
-            return []
+            return _NOTHING
         self._finish_out()
         done, self._done = self._done, []
         landed = []
@@ -157,7 +163,7 @@ class SimulatedTransfers:
         while staged and (staged[0].start_step < self._num_steps or staged[0].end_s <= now_s):
             landed.append(staged.popleft())
         self._await_on_device(landed)
-        return done + [moving.copy_id for moving in landed]
+        return Ended(done + [moving.copy_id for moving in landed])
 
     def is_moving(self) -> bool:
         """A copy is on its way, or starts when the device has done what was dispatched."""

@@ -18,7 +18,7 @@ from model_defs import ModelConfig
 from model_defs.registry import resolve_dtype
 from pensieve_jax import ConfigError, EngineConfig, SamplingParams
 from pensieve_jax.commands.report import device_name
-from pensieve_jax.device.kv_storage import chunk_bytes
+from pensieve_jax.device.kv_storage import chunk_bytes, slot_bytes
 from pensieve_jax.rebatching import Query, RebatchingConfig, RebatchingEngine
 from pensieve_jax.rebatching.config import PAGE_TOKENS
 from pensieve_jax.workload import Answer, History, Steps, UserTurn
@@ -133,11 +133,13 @@ class RebatchingSystem:
         if cache.gpu_pages * cache.chunk_tokens < least:
             limit = f"at least {-(-least // cache.chunk_tokens)}, two rows of the longest context"
             raise ConfigError("--gpu_pages", cache.gpu_pages, limit, f"--max_context_tokens is {context}")
-        page_bytes = chunk_bytes(model, cache.chunk_tokens, resolve_dtype(dtype, model))
+        kv_dtype = resolve_dtype(dtype, model)
+        page_bytes = chunk_bytes(model, cache.chunk_tokens, kv_dtype)
+        slot = slot_bytes(model, cache, kv_dtype)  # what pages of ours take there
         self._config = RebatchingConfig(
             max_batch=max_batch,
             kv_bytes=cache.gpu_pages * page_bytes // runner.tensor_parallel_size,
-            host_bytes=cache.cpu_bytes or cache.cpu_pages * page_bytes // runner.tensor_parallel_size,
+            host_bytes=cache.cpu_bytes or cache.cpu_pages * slot // runner.tensor_parallel_size,
             max_context_tokens=context,
             lengths=lengths,
             attention_backend=runner.attention_backend,

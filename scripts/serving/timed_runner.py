@@ -15,7 +15,7 @@ import numpy as np
 
 from pensieve_jax.cache import Copy
 from pensieve_jax.engine.runner import Progress, Runner
-from pensieve_jax.engine.transfers import Transfers
+from pensieve_jax.engine.transfers import Ended, Transfers
 from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult
 from pensieve_jax.workload import StepLog, Steps
 from serving.host_parts import WAIT, HostParts
@@ -167,13 +167,14 @@ class TimedTransfers:
         self._end(copy_ids)
         self._parts.lap("copies")
 
-    def completed(self) -> Sequence[int]:
+    def completed(self) -> Ended:
         """See `Transfers`."""
-        copy_ids = self._transfers.completed()
-        self._parts.work["ended"] += len(copy_ids)
-        self._end(copy_ids)
+        ended = self._transfers.completed()
+        for copy_ids in ended:
+            self._parts.work["ended"] += len(copy_ids)
+            self._end(copy_ids)
         self._parts.lap("complete")
-        return copy_ids
+        return ended
 
     def wait(self) -> None:
         """See `Transfers`."""

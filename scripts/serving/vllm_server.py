@@ -17,7 +17,7 @@ from typing import Any
 from model_defs import ModelConfig
 from model_defs.registry import resolve_dtype
 from pensieve_jax import ConfigError, EngineConfig
-from pensieve_jax.device.kv_storage import chunk_bytes
+from pensieve_jax.device.kv_storage import slot_bytes
 from pensieve_jax.workload import Answer, History, Steps, UserTurn
 from serving.clock import RunClock
 from serving.peers import Transcripts, check_length, hf_config, import_peer, usage
@@ -153,9 +153,8 @@ class VllmSystem:
             "tensor_parallel_size": config.runner.tensor_parallel_size,
         }
         if name == "vllm-offload":
-            cpu_bytes = cache.cpu_bytes or cache.cpu_pages * chunk_bytes(
-                model, cache.chunk_tokens, resolve_dtype(dtype, model)
-            )
+            slot = slot_bytes(model, cache, resolve_dtype(dtype, model))  # what our pages there take
+            cpu_bytes = cache.cpu_bytes or cache.cpu_pages * slot
             if not cpu_bytes:
                 raise ConfigError("--cpu_bytes", cache.cpu_bytes, "given, or --cpu_pages, for vllm-offload")
             self._options |= {"kv_offloading_size": cpu_bytes / 2**30, "kv_offloading_backend": "native"}

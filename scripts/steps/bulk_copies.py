@@ -52,7 +52,7 @@ def chunk_arrays(runner: ModelRunner, num_chunks: int, repeats: int) -> BothWays
     storage = runner.storage
     shapes = [storage.chunk_shape(group) for group in range(len(storage.groups))]
     arrays = [
-        jnp.zeros(shape, storage.dtype, device=storage.sharding)
+        jnp.zeros(shape, storage.chunk_dtype, device=storage.sharding)
         for shape in shapes
         for _ in range(num_chunks)
     ]
@@ -98,8 +98,8 @@ def _move_all(runner: ModelRunner, move: Callable[[Sequence[Copy]], None], copie
     transfers = runner.transfers
     left = {copy.copy_id for copy in copies}
     move(copies)
-    left.difference_update(transfers.completed())
+    left.difference_update(*transfers.completed())
     while left:
         transfers.wait()
-        left.difference_update(transfers.completed())
+        left.difference_update(*transfers.completed())
     jax.block_until_ready(runner.pools)

@@ -1,6 +1,7 @@
 """What a GPU did, kernel by kernel, while something ran: from the profiler's own trace.
 
-Owns: reading the trace. Does not know: what ran. Called by: benchmark_step, and serving.loop_profile.
+Owns: reading the trace. Does not know: what ran. Called by: benchmark_step, benchmark_packing,
+serving.loop_profile.
 """
 
 from __future__ import annotations

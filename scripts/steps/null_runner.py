@@ -17,7 +17,7 @@ from pallas_kernels.ragged_paged_attention import TileSpec, build_tiles, tile_sp
 from pensieve_jax import EngineConfig
 from pensieve_jax.cache import Copy
 from pensieve_jax.engine.runner import Progress
-from pensieve_jax.engine.transfers import Transfers
+from pensieve_jax.engine.transfers import Ended, Transfers
 from pensieve_jax.scheduler import (
     PlanLayout,
     StepPlan,
@@ -46,10 +46,10 @@ class NullTransfers:
         if copy_ids:
             self._in_flight = [copy_id for copy_id in self._in_flight if copy_id not in set(copy_ids)]
 
-    def completed(self) -> list[int]:
+    def completed(self) -> Ended:
         """All that was started."""
         done, self._in_flight = self._in_flight, []
-        return done
+        return Ended(done)
 
     def wait(self) -> None:
         """Everything is complete already."""

@@ -145,6 +145,14 @@ class Cache:
         self.manager.complete(done)
         self.check()
 
+    def lose(self, *copy_ids: int) -> None:
+        """These copies out end, and slots hold nothing of them."""
+        self.begin()
+        for copy_id in copy_ids:
+            del self.copies_out[copy_id]
+        self.manager.lose(copy_ids)
+        self.check()
+
     def end_step(self) -> tuple[list[Copy], list[Copy]]:
         """A pass in which nobody asks for anything; the copies that it began."""
         self.manager.begin_step()

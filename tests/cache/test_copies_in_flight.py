@@ -10,7 +10,7 @@ from pensieve_jax.cache import Role
 from pensieve_jax.config import POLICIES
 from tests.cache.helpers import CHUNK, Cache, resident, states
 
-OPS = ("turn", "turn", "turn", "queue", "truncate", "close", "suspend", "think", "copy", "lose")
+OPS = ("turn", "turn", "turn", "queue", "truncate", "close", "suspend", "think", "copy", "unfit", "lose")
 
 
 @pytest.mark.parametrize("how", ["truncate", "close"])
@@ -73,7 +73,7 @@ def test_lost_pools_leave_what_slots_hold():
     ops=st.lists(st.tuples(st.sampled_from(OPS), st.integers(0, 5), st.integers(1, 60)), max_size=50),
 )
 def test_any_order_of_turns_and_copies_keeps_its_invariants(cpu_pages, options, ops):
-    """Copies end late, in any order; after each call everything adds up, and at the end all is free."""
+    """Copies end late, in any order, or bring nothing; all adds up at any time, and is free at the end."""
     cache = Cache(12, cpu_pages, **options)
     sequences, queued = {}, set()
     for op, number, size in ops:
@@ -84,6 +84,9 @@ def test_any_order_of_turns_and_copies_keeps_its_invariants(cpu_pages, options, 
             in_flight = (*cache.copies_in, *cache.copies_out)[size % 3 :: 1 + number]
             if in_flight:
                 cache.complete(*in_flight)
+        elif op == "unfit":
+            cache.begin()
+            cache.lose(*tuple(cache.copies_out)[size % 3 :: 1 + number])
         elif op == "lose":
             cache.begin()
             cache.manager.lose_device()

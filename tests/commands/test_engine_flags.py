@@ -83,6 +83,7 @@ NOT_THE_DEFAULTS = {
         **{"gpu_pages": 40, "gpu_memory_fraction": 0.7, "cpu_pages": 12, "chunk_tokens": 16, "policy": "lru"},
         **{
             "kv_dtype": "int8",
+            "pack_host": False,
             "cost_profile": "costs.json",
             "reserve_fraction": 0.2,
             "swap_out_fraction": 0.5,

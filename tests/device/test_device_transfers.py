@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from model_defs import make_mesh
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.device.device_pools import DevicePools
-from pensieve_jax.device.kv_storage import KVStorage, chunk_bytes
+from pensieve_jax.device.kv_storage import KVStorage, chunk_bytes, slot_bytes
 from pensieve_jax.device.transfers import batched_copies, in_flight
 from pensieve_jax.device.transfers.batched_copies import copy_arrays
 from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
@@ -20,23 +21,31 @@ from pensieve_jax.device.transfers.in_flight import InFlight
 from pensieve_jax.engine.transfers import num_beside_step, window
 from tests.device.transfer_bench import CACHE, MODEL, Bench, failing
 
+BFLOAT16 = jnp.dtype("bfloat16")
+
 
 @pytest.fixture
 def never_ready(monkeypatch):
     monkeypatch.setattr(InFlight, "is_ready", lambda self: False)
 
 
-SHORT = [("float32", 1, 3), ("float32", 2, 2), ("bfloat16", 1, 2), ("bfloat16", 2, 3), ("bfloat16", 1, 1)]
-ALL = list(itertools.product(["float32", "bfloat16"], [1, 2], [1, 2, 3]))
+SHORT = [("float32", 1, 3), ("float32", 2, 2), ("bfloat16", 1, 2), ("bfloat16", 2, 3), ("packed", 2, 1)]
+ALL = list(itertools.product(["float32", "bfloat16", "packed"], [1, 2], [1, 2, 3]))
+
+
+def bench_of(stored, *rest):
+    """State as it is in a dtype, or "packed", of bfloat16."""
+    is_packed = stored == "packed"
+    return Bench(rest[0], "bfloat16" if is_packed else stored, *rest[1:], pack_host=is_packed)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_devices", "num_groups"),
+    ("stored", "num_devices", "num_groups"),
     [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in ALL if one not in SHORT)],
 )
-def test_there_and_back(dtype, num_devices, num_groups):
+def test_there_and_back(stored, num_devices, num_groups):
     """To other pages, unchanged, in batches of every size, and nothing is compiled for it."""
-    bench = Bench(num_devices, dtype, num_groups)
+    bench = bench_of(stored, num_devices, num_groups)
     origin = {}
     for num_chunks in (1, 4, 5, 13, 19):
         pages = [page + num_chunks for page in range(1, num_chunks + 1)]
@@ -46,7 +55,7 @@ def test_there_and_back(dtype, num_devices, num_groups):
         back = bench.copies((page, slot) for slot, page in enumerate(range(num_chunks, 0, -1), start=1))
         bench.transfers.swap_in(back)
         bench.step()
-        assert sorted(bench.transfers.completed()) == [copy.copy_id for copy in back]
+        assert sorted(bench.transfers.completed().arrived) == [copy.copy_id for copy in back]
         origin |= {page: None for page in pages} | dict(zip(range(num_chunks, 0, -1), expected, strict=True))
         bench.check(origin)
     for arrays in (bench.transfers._host.get(1), bench.transfers._host.get(19)):
@@ -78,13 +87,13 @@ def test_a_copy_takes_effect_with_the_step_after(never_ready):
         bench.store([(5, 1)])
     (back,) = bench.copies([(7, 1)])
     bench.transfers.swap_in([back])
-    assert not bench.transfers.completed() and not bench.transfers.completed()
+    assert not bench.transfers.completed().arrived and not bench.transfers.completed().arrived
     bench.check({})
     bench.step()
     bench.check({})
-    assert bench.transfers.completed() == [back.copy_id]
+    assert bench.transfers.completed().arrived == [back.copy_id]
     bench.check({7: 5})
-    assert not bench.transfers.completed()
+    assert not bench.transfers.completed().arrived
 
 
 def test_without_a_step_a_copy_is_named_when_it_has_ended():
@@ -93,7 +102,7 @@ def test_without_a_step_a_copy_is_named_when_it_has_ended():
     (back,) = bench.copies([(7, 1)])
     bench.transfers.swap_in([back])
     bench.transfers.wait()
-    assert bench.transfers.completed() == [back.copy_id]
+    assert bench.transfers.completed().arrived == [back.copy_id]
     bench.check({7: 5})
 
 
@@ -108,7 +117,7 @@ def test_rushed_copies_land_group_by_group(never_ready, is_earlier):
     bench.transfers.swap_in([rushed, calm])
     if is_earlier:
         bench.transfers.start()
-        assert not bench.transfers.completed()
+        assert not bench.transfers.completed().arrived
     bench.transfers.rush([rushed.copy_id])
     assert bench.storage.groups == (range(0, 1), range(1, 3))
     np.testing.assert_array_equal(bench.page(7), bench.content[7])
@@ -117,7 +126,7 @@ def test_rushed_copies_land_group_by_group(never_ready, is_earlier):
     np.testing.assert_array_equal(bench.page(7), np.concatenate([bench.content[5, :1], bench.content[7, 1:]]))
     bench.transfers.land(1)
     bench.check({7: 5})
-    assert bench.transfers.completed() == [calm.copy_id]
+    assert bench.transfers.completed().arrived == [calm.copy_id]
     bench.check({7: 5, 8: 6})
 
 
@@ -132,7 +141,7 @@ def test_copies_beyond_staging_wait_their_turn(never_ready):
     bench.transfers.swap_in(back)
     named = []
     for num_named in (0, 4, 8, 10):
-        named += bench.transfers.completed()
+        named += bench.transfers.completed().arrived
         assert named == ids[:num_named]
         bench.check({copy.page: copy.slot for copy in back[:num_named]})
         bench.step()
@@ -149,10 +158,10 @@ def test_what_starts_beside_a_step_is_bounded_by_its_bytes(never_ready, monkeypa
     back = bench.copies((page + 20, page) for page in range(1, 7))
     bench.transfers.swap_in(back)
     bench.step()
-    assert bench.transfers.completed() == [copy.copy_id for copy in back[:2]]
+    assert bench.transfers.completed().arrived == [copy.copy_id for copy in back[:2]]
     bench.transfers.rush([copy.copy_id for copy in back[2:4]])
     bench.step()
-    assert bench.transfers.completed() == [copy.copy_id for copy in back[4:]]
+    assert bench.transfers.completed().arrived == [copy.copy_id for copy in back[4:]]
     bench.check({page + 20: page for page in range(1, 7)})
 
 
@@ -234,9 +243,9 @@ def test_waiting_is_for_a_window(one_by_one):
     back = bench.copies((page + 20, page) for page in range(1, 7))
     bench.transfers.swap_in(back)
     bench.transfers.wait()
-    assert bench.transfers.completed() == [copy.copy_id for copy in back[3:]]
+    assert bench.transfers.completed().arrived == [copy.copy_id for copy in back[3:]]
     one_by_one.append(bench.transfers._incoming.staged[0].target)
-    assert bench.transfers.completed() == [back[0].copy_id]
+    assert bench.transfers.completed().arrived == [back[0].copy_id]
     assert len(bench.transfers._incoming.staged) == 2
 
 
@@ -358,7 +367,7 @@ def test_reset_forgets_what_is_in_flight():
     bench.transfers.reset()
     bench.pools.reset()
     bench.step()
-    assert not bench.transfers.completed()
+    assert not bench.transfers.completed().arrived
     assert not any(np.asarray(pool).any() for pool in bench.pools.by_layer)
     for slot in (7, 8):
         with pytest.raises(AssertionError, match=f"slot {slot} holds no chunk"):
@@ -380,16 +389,21 @@ def test_a_slot_is_not_read_before_its_copy_has_ended():
         bench.transfers.swap_in(bench.copies([(7, 1)]))
 
 
-def test_stats_count_chunks_of_all_devices():
-    bench = Bench(num_devices=2, dtype="bfloat16")
+@pytest.mark.parametrize("stored", ["bfloat16", "packed"])
+def test_stats_count_chunks_of_all_devices(stored):
+    """What moves: 26 rows of bytes for 16 of two bytes, where they are packed."""
+    bench = bench_of(stored, 2)
     bench.store([(5, 1), (6, 2), (7, 3)])
     back = bench.copies([(8, 1), (9, 2)])
     bench.transfers.swap_in(back)
     bench.finish(back)
     stats = bench.transfers.stats()
-    num_bytes = 3 * 16 * 2 * 2 * 32 * 2
-    assert bench.storage.chunk_bytes == 2 * bench.storage.page_bytes == num_bytes
-    assert chunk_bytes(MODEL, 16, "bfloat16") == num_bytes
+    page_bytes = 3 * 16 * 2 * 2 * 32 * 2
+    num_bytes = page_bytes * 26 // 32 if stored == "packed" else page_bytes
+    assert bench.storage.chunk_bytes == 2 * bench.storage.staged_bytes == num_bytes
+    assert slot_bytes(MODEL, dataclasses.replace(CACHE, pack_host=stored == "packed"), BFLOAT16) == num_bytes
+    assert chunk_bytes(MODEL, 16, "bfloat16") == 2 * bench.storage.page_bytes == page_bytes
+    assert bench.transfers.staging_bytes == 3 * 20 * num_bytes // 2
     assert (stats["swapped_out_bytes"], stats["swapped_in_bytes"]) == (3 * num_bytes, 2 * num_bytes)
     assert (stats["num_swap_out_copies"], stats["num_swap_in_copies"]) == (6, 4)
     assert stats["swap_dispatch_s"] > 0
@@ -461,4 +475,4 @@ def test_without_slots_there_is_nothing_to_prepare():
         call([])
     transfers.start()
     transfers.land(0)
-    assert not transfers.completed()
+    assert not transfers.completed().arrived

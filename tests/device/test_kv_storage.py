@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 import pytest
 
 from model_defs import preset
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.errors import ConfigError
-from pensieve_jax.device.kv_storage import check_addresses, chunk_bytes, most_byte_pages
+from pensieve_jax.device.kv_storage import (
+    check_addresses,
+    chunk_bytes,
+    host_packing,
+    most_byte_pages,
+    packing_reason,
+    slot_bytes,
+)
 
 MODEL = preset("llama2-7b")  # 32 layers, 32 heads of 128
 PAGE_BYTES = 33 * 64 * 128  # of a layer, in 8 bits
@@ -23,6 +31,36 @@ def test_bytes_of_a_chunk():
     assert chunk_bytes(MODEL, 32, "bfloat16") == 32 * 32 * 64 * 128 * 2
     for kv_dtype in ("int8", "float8_e4m3fn"):
         assert chunk_bytes(MODEL, 32, "bfloat16", kv_dtype) == 32 * PAGE_BYTES
+
+
+def test_bytes_of_a_slot():
+    """Packed where it can be: 49 rows of bytes for 32 tokens."""
+    model, dtype = MODEL, jnp.dtype("bfloat16")
+    assert slot_bytes(model, CacheConfig(), dtype) == 32 * 49 * 64 * 128
+    assert slot_bytes(model, CacheConfig(pack_host=True), dtype) == 32 * 49 * 64 * 128
+    assert slot_bytes(model, CacheConfig(pack_host=False), dtype) == 32 * 32 * 64 * 128 * 2
+    assert slot_bytes(model, CacheConfig(), jnp.dtype("float16")) == 32 * 32 * 64 * 128 * 2
+    assert slot_bytes(model, CacheConfig(kv_dtype="int8"), dtype) == 32 * PAGE_BYTES
+    assert "on: 76.6% of the bytes" in packing_reason(model, CacheConfig(), dtype)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "kv_dtype", "why"),
+    [
+        (128, "float32", None, "float32 is not packed"),
+        (128, "float16", None, "float16 is not packed"),
+        (128, "bfloat16", "int8", "int8 is not packed"),
+        (2, "bfloat16", None, "heads of 2 are too small"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused_if_asked_for(head_dim, dtype, kv_dtype, why):
+    """And left as it is if not."""
+    model, dtype = preset("llama-tiny", head_dim=head_dim), jnp.dtype(dtype)
+    assert host_packing(model, CacheConfig(kv_dtype=kv_dtype), dtype) is None
+    assert why in packing_reason(model, CacheConfig(kv_dtype=kv_dtype), dtype)
+    asked = CacheConfig(kv_dtype=kv_dtype, pack_host=True)
+    with pytest.raises(ConfigError, match=f"cache.pack_host is True, but must be None or False.*{why}"):
+        host_packing(model, asked, dtype)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])

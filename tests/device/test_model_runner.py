@@ -50,8 +50,8 @@ def engine_config(num_devices=1, **cache):
 
 
 @functools.cache
-def _model(preset, num_devices):
-    return load_model(f"random:{preset}", dtype="float32", mesh=make_mesh(num_devices), seed=1)
+def _model(preset, num_devices, dtype="float32"):
+    return load_model(f"random:{preset}", dtype=dtype, mesh=make_mesh(num_devices), seed=1)
 
 
 @functools.cache

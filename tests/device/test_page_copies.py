@@ -44,8 +44,9 @@ def test_batches(max_num_chunks, num_chunks, sizes):
     assert all(stop - start <= size for start, stop, size in batches)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_copies_lower_for_cuda(num_devices):
+def test_copies_lower_for_cuda(num_devices, packed):
     """Each device copies its own heads; nothing is sent between them."""
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
     mesh = AbstractMesh(
@@ -53,9 +54,10 @@ def test_copies_lower_for_cuda(num_devices):
     )
     sharding = NamedSharding(mesh, KV_PAGES_SPEC)
     pools = [jax.ShapeDtypeStruct((3000, 32, 20, 128), jnp.bfloat16, sharding=sharding)] * 3
-    chunks = [jax.ShapeDtypeStruct((3, 32, 20, 128), jnp.bfloat16, sharding=sharding)] * 16
+    chunk = ((3, 49, 20, 128), jnp.uint8) if packed else ((3, 32, 20, 128), jnp.bfloat16)
+    chunks = [jax.ShapeDtypeStruct(*chunk, sharding=sharding)] * 16
     pages = jax.ShapeDtypeStruct((16,), np.int32)
-    statics = {"mesh": mesh, "backend": "pallas_triton"}
+    statics = {"mesh": mesh, "backend": "pallas_triton", "packed": packed}
     with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message=".*Triton backend is deprecated", category=DeprecationWarning

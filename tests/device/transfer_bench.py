@@ -5,6 +5,7 @@ CPU devices have the memory kinds of a GPU, so that this is the code that runs t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
@@ -33,9 +34,12 @@ def wreck(pools, pages):
 class Bench:
     """Pools of random pages, and transfers from and to them."""
 
-    def __init__(self, num_devices=1, dtype="float32", num_groups=2, bound=20, priority=True):
+    def __init__(
+        self, num_devices=1, dtype="float32", num_groups=2, bound=20, priority=True, *, pack_host=None
+    ):
         mesh = make_mesh(num_devices)
-        self.storage = KVStorage(MODEL, CACHE, jnp.dtype(dtype), mesh, num_groups)
+        cache = dataclasses.replace(CACHE, pack_host=pack_host)
+        self.storage = KVStorage(MODEL, cache, jnp.dtype(dtype), mesh, num_groups)
         self.pools = DevicePools(self.storage)
         self.pools.reset()
         self.transfers = DeviceTransfers(
@@ -49,11 +53,16 @@ class Bench:
         self.transfers.rehearse()
         rng = np.random.default_rng(3)
         values = [rng.standard_normal(self.storage.shape).astype(dtype) for _ in range(MODEL.num_layers)]
-        self.pools.replace([jax.device_put(value, self.storage.sharding) for value in values])
-        self.content = np.stack(values, axis=1)  # [page, layer, ...]
+        self.fill(np.stack(values, axis=1))
         self.ids = itertools.count(1)
         self._wreck = [wreck.lower(pools, self._padded([])).compile() for pools in self.pools.groups]
         self.counter = CompilationCounter()
+
+    def fill(self, content):
+        """Have pools hold this: [page, layer, ...]."""
+        layers = [np.ascontiguousarray(content[:, layer]) for layer in range(MODEL.num_layers)]
+        self.pools.replace([jax.device_put(layer, self.storage.sharding) for layer in layers])
+        self.content = content
 
     @staticmethod
     def _padded(pages):
@@ -74,7 +83,7 @@ class Bench:
         wanted = {copy.copy_id for copy in copies}
         while wanted:
             self.transfers.swap_out([])
-            named = set(self.transfers.completed())
+            named = set(self.transfers.completed().arrived)
             assert named <= wanted
             wanted -= named
             if wanted:

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from pensieve_jax.cache.copies import Copy
+from pensieve_jax.engine.transfers import Ended
 
 POISON_64 = np.uint64(0xDEADBEEFDEADBEEF)
 MAX_DELAY = 40  # calls of `completed` that a copy is held back; now and then it is ten times as much
@@ -28,10 +29,12 @@ class Delays:
     Attributes:
       laziness: probability that a copy is held back once more, each time that it could complete; 0 completes
         all of them at the first opportunity, in order.
+      unfit: the share of chunks, by what their pages hold, that cannot be packed: copies to slots are lost.
     """
 
     seed: int = 0
     laziness: float = 0.0
+    unfit: float = 0.0
 
 
 IMMEDIATE = Delays()
@@ -72,6 +75,7 @@ class FakeTransfers:
         self._num_slots = num_slots
         self._random = random.Random(delays.seed)
         self._laziness = delays.laziness
+        self._unfit = delays.unfit
         self.host = np.full((num_slots + 1, num_layers, pages.page_size), POISON_64)
         self._good_slots: set[int] = set()
         self._in_flight: dict[int, _InFlight] = {}
@@ -114,7 +118,7 @@ class FakeTransfers:
             self._leave(found)
             self._rushed.append(found)
 
-    def completed(self) -> list[int]:
+    def completed(self) -> Ended:
         assert not self._rushed, "a copy was rushed for a step that was not dispatched"
         for found in self._in_flight.values():
             if found.is_swap_in and self._random.random() < 0.3:
@@ -122,9 +126,13 @@ class FakeTransfers:
         done = [found for found in self._in_flight.values() if self._is_done(found)]
         if self._laziness:
             self._random.shuffle(done)
-        for found in done:
+        lost = [found for found in done if self._is_lost(found)]
+        arrived = [found for found in done if not self._is_lost(found)]
+        for found in lost:
+            self._leave(found)
+        for found in arrived:
             self._complete(found)
-        return [found.copy.copy_id for found in done]
+        return Ended(*([found.copy.copy_id for found in some] for some in (arrived, lost)))
 
     def wait(self) -> None:
         waiting = list(self._in_flight.values())
@@ -188,6 +196,12 @@ class FakeTransfers:
     def _is_done(self, found: _InFlight) -> bool:
         found.delay -= 1
         return found.delay < 0
+
+    def _is_lost(self, found: _InFlight) -> bool:
+        """By the first token's entry alone: what is appended to a chunk does not make it fit."""
+        if found.is_swap_in or not self._unfit:
+            return False
+        return int(found.data[0, 0]) % 1000 < 1000 * self._unfit
 
     def _complete(self, found: _InFlight) -> None:
         copy = found.copy

@@ -9,7 +9,7 @@ from typing import Any
 from pensieve_jax.cache.copies import Copy
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.engine.runner import Progress, Runner
-from pensieve_jax.engine.transfers import Transfers
+from pensieve_jax.engine.transfers import Ended, Transfers
 from pensieve_jax.history import ConversationInfo, ConversationRecord, HistoryStore, TurnRecord
 from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult
@@ -55,15 +55,16 @@ class ObservedTransfers:
     def wait(self) -> None:
         self._call("wait")
 
-    def completed(self) -> Sequence[int]:
+    def completed(self) -> Ended:
         self.num_calls["completed"] += 1
         self.faults.raise_at("completed")
-        copy_ids = self.inner.completed()
-        if copy_ids:
-            self.events.append(("completed", tuple(copy_ids)))
+        ended = self.inner.completed()
+        for name, copy_ids in zip(("completed", "lost"), ended, strict=True):
+            if copy_ids:
+                self.events.append((name, tuple(copy_ids)))
         self.faults.raise_at("completed done")
-        self.on_completed(copy_ids)
-        return copy_ids
+        self.on_completed(ended.arrived)
+        return ended
 
     def stats(self) -> dict[str, int | float]:
         return self.inner.stats()

@@ -28,6 +28,7 @@ OPS = (*CALM_OPS, "end", "fail", "interrupt", "restart")  # each of the last thr
 KINDS = (CALM_OPS, CALM_OPS, HASTY_OPS, OPS)
 MODEL_TOKENS = (300, 400, 600, 600, 50)
 LAZINESS = (0.0, 0.3, 0.7, 0.9)
+UNFIT = (*[0.0] * 6, 0.1, 0.5, 1.0)  # of chunks, those that host memory cannot keep
 FAILING_PLACES = ("dispatch", "fetch", "commit", "completed", "swap_out", "swap_in")
 INTERRUPTED_PLACES = (
     *("dispatch", "fetch", "commit", "committed", "completed", "completed done"),
@@ -146,8 +147,8 @@ def make_runner_config(choose: Chooser) -> RunnerConfig:
 
 
 def make_delays(choose: Chooser) -> Delays:
-    """How long copies take."""
-    return Delays(seed=choose.integer(0, 2**16), laziness=choose.pick(LAZINESS))
+    """How long copies take, and how many are lost."""
+    return Delays(choose.integer(0, 2**16), choose.pick(LAZINESS), unfit=choose.pick(UNFIT))
 
 
 def make_draft(choose: Chooser, max_len: int) -> Draft:

@@ -16,10 +16,15 @@ from tests.device.test_model_runner import Row, Stepper, Talk, _model, engine_co
 
 
 @functools.cache
-def warm_runner(num_devices, kv_dtype):
+def warm_runner(num_devices, stored):
+    """State in float32 or 8 bits, or that of a model in bfloat16, packed on its way."""
+    is_packed = stored == "packed"
+    kv_dtype = None if is_packed else stored
     config = engine_config(num_devices, cpu_pages=8, kv_dtype=kv_dtype)
-    runner = ModelRunner(_model("llama-tiny", num_devices), config, make_mesh(num_devices))
+    model = _model("llama-tiny", num_devices, "bfloat16" if is_packed else "float32")
+    runner = ModelRunner(model, config, make_mesh(num_devices))
     runner.warm_up()
+    assert (runner.storage.packing is not None) == is_packed
     return runner
 
 
@@ -29,15 +34,16 @@ def fill_with_nan(runner):
 
 @pytest.mark.parametrize("is_rushed", [False, True])
 @pytest.mark.parametrize(
-    ("num_devices", "kv_dtype"),
+    ("num_devices", "stored"),
     [
-        (1, None),
-        *(pytest.param(n, d, marks=pytest.mark.long) for n, d in ((2, None), (1, "int8"), (2, "int8"))),
+        *((1, None), (1, "packed")),
+        *(pytest.param(2, stored, marks=pytest.mark.long) for stored in (None, "packed", "int8")),
+        pytest.param(1, "int8", marks=pytest.mark.long),
     ],
 )
-def test_a_model_goes_on_as_if_nothing_had_moved(num_devices, kv_dtype, is_rushed):
+def test_a_model_goes_on_as_if_nothing_had_moved(num_devices, stored, is_rushed):
     """All pages of a sequence leave, the pools are wrecked, other pages take it in: equal bit by bit."""
-    runner = warm_runner(num_devices, kv_dtype)
+    runner = warm_runner(num_devices, stored)
     results = [
         decode_after(runner, leave)
         for leave in (None, functools.partial(leave_and_return, is_rushed=is_rushed))
@@ -81,4 +87,4 @@ def leave_and_return(runner, talk, *, is_rushed):
 def complete(transfers, num_copies):
     while num_copies:
         transfers.wait()
-        num_copies -= len(transfers.completed())
+        num_copies -= len(transfers.completed().arrived)

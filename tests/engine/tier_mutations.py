@@ -7,6 +7,7 @@ import numpy as np
 from pensieve_jax.cache import CachedSequence, CacheManager, ChunkEvent, ChunkState, Shelf
 from pensieve_jax.cache.chunk_store import ChunkStore
 from pensieve_jax.cache.trunks import Trunks
+from pensieve_jax.engine.transfers import Ended
 from pensieve_jax.scheduler import Request, Scheduler
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.fake_transfers import FakeTransfers
@@ -77,7 +78,8 @@ def copies_out_are_left_out(patch):
         swap_out(self, [copy for copy in copies if copy.copy_id % 5])
 
     def named(self):
-        return [*completed(self), *self.__dict__.pop("left_out", ())]
+        arrived, lost = completed(self)
+        return Ended([*arrived, *self.__dict__.pop("left_out", ())], lost)
 
     patch.setattr(ObservedTransfers, "swap_out", swapped_out)
     patch.setattr(ObservedTransfers, "completed", named)
@@ -121,6 +123,41 @@ def slots_of_rushed_copies_are_given_away(patch):
         return copy_ids, step
 
     patch.setattr(Scheduler, "_rush", rushed)
+
+
+def lost_copies_count_as_arrived(patch):
+    """A list that was too short is not told."""
+    completed = ObservedTransfers.completed
+
+    def named(self):
+        arrived, lost = completed(self)
+        return Ended([*arrived, *lost])
+
+    patch.setattr(ObservedTransfers, "completed", named)
+
+
+def slots_of_lost_copies_leak(patch):
+    lose = ChunkStore.lose
+
+    def lost(self, copy_ids):
+        for sequence, index in [self._flights[i] for i in copy_ids if i in self._flights]:
+            sequence.chunks[index].slot = 0
+        lose(self, copy_ids)
+
+    patch.setattr(ChunkStore, "lose", lost)
+
+
+def what_a_lost_copy_was_to_save_counts_as_kept(patch):
+    """A chunk that gave its page to the copy is where the copy was to bring it."""
+    lose, complete = ChunkStore.lose, ChunkStore.complete
+
+    def lost(self, copy_ids):
+        for copy_id in copy_ids:
+            sequence, index = self._flights.get(copy_id, (None, 0))
+            leaves = sequence is not None and sequence.chunks[index].state is ChunkState.LEAVING
+            (complete if leaves else lose)(self, [copy_id])
+
+    patch.setattr(ChunkStore, "lose", lost)
 
 
 def copied_in_counts_as_reused(patch):
@@ -185,9 +222,10 @@ def a_copy_is_read_before_it_is_ready(patch):
         named_early = self.__dict__.setdefault("named_early", set())
         early = [found for found in self._in_flight.values() if found.is_swap_in]
         early = [found.copy.copy_id for found in early if found.copy.copy_id not in named_early]
-        copy_ids = [copy_id for copy_id in completed(self) if copy_id not in named_early]
+        arrived, lost = completed(self)
+        copy_ids = [copy_id for copy_id in arrived if copy_id not in named_early]
         named_early.update(early)
-        return copy_ids + [copy_id for copy_id in early if copy_id not in copy_ids]
+        return Ended(copy_ids + [copy_id for copy_id in early if copy_id not in copy_ids], lost)
 
     patch.setattr(FakeTransfers, "completed", named)
 
@@ -245,6 +283,9 @@ TIER_MUTATIONS: dict[str, Mutation] = {
         lost_copies_still_count,
         chunks_on_their_way_out_are_admitted,
         slots_of_rushed_copies_are_given_away,
+        lost_copies_count_as_arrived,
+        slots_of_lost_copies_leak,
+        what_a_lost_copy_was_to_save_counts_as_kept,
         copied_in_counts_as_reused,
         a_prefix_in_use_is_evicted,
         holes_in_a_prefix_are_left_to_others,

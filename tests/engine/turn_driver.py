@@ -26,6 +26,7 @@ COUNTED_STATS = (
     "num_forced_swap_outs",
     "num_prefetched_chunks",
     "num_dropped_chunks",
+    "num_lost_copies",
 )
 
 

@@ -351,6 +351,7 @@ def test_users_in_the_servers_own_thread_make_no_run_void(benchmark, monkeypatch
         (CLOSED | {"max_client_lag_s": 1}, "--max_client_lag_s is 1.0, .* beside --closed_loop"),
         ({"system": "vllm", "gpu_memory_fraction": 0.9}, "--gpu_memory_fraction is 0.9, .* --gpu_pages says"),
         ({"system": "rebatching", "kv_dtype": "int8"}, "--kv_dtype is 'int8', .* stores state in --dtype"),
+        ({"system": "vllm", "pack_host": True}, "--pack_host is True, .* packs nothing"),
         (CLOSED | {"num_turns": 500}, "--num_turns is 500, but must be few enough"),
         (CLOSED | {"output_tokens": 0}, "--output_tokens is 0"),
         ({"system": "vllm"}, "--system is 'vllm', but must be a system that can run here: vllm cannot be"),

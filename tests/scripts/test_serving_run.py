@@ -15,6 +15,7 @@ from model_defs import preset
 from pensieve_jax import CacheConfig, ConfigError, Usage
 from pensieve_jax.cache import Copy
 from pensieve_jax.device.kv_storage import chunk_bytes
+from pensieve_jax.engine.transfers import Ended
 from pensieve_jax.workload import Answer, UserTurn
 from tests.launching import load
 from tests.scripts.serving_fakes import Ticker, TickServer, session, users
@@ -290,7 +291,7 @@ class ScriptedTransfers:
     def completed(self):
         self.ticker.now_s += 1.0
         done, self.ids = self.ids, []
-        return done
+        return Ended(done)
 
     def wait(self) -> None:
         self.ticker.now_s += 5.0
@@ -328,7 +329,7 @@ def test_which_part_of_the_host_a_second_belongs_to(tmp_path):
     handle = runner.dispatch(Plan(64, 40))
     for copies in ([Copy(1, 0, 0)], []):
         parts.lap("users" if runner.in_flight else "idle")
-        assert not transfers.completed()
+        assert not transfers.completed().arrived
         ticker.now_s += 3.0  # the scheduler
         transfers.swap_out(copies)
         transfers.swap_in([Copy(2, 1, 1), Copy(3, 2, 2)] if copies else [])
@@ -341,7 +342,7 @@ def test_which_part_of_the_host_a_second_belongs_to(tmp_path):
         ticker.now_s += 0.25  # ids to turns
         parts.lap("finish")
         if copies:
-            assert list(transfers.completed()) == [1, 2]
+            assert list(transfers.completed().arrived) == [1, 2]
             ticker.now_s += 0.75  # users
     runner.fetch(handle)
     ticker.now_s += 3600.0

@@ -98,7 +98,7 @@ def busy() -> Harness:
     """A server that had something to do."""
     script = say("hello there", reused_gpu_tokens=30, swapped_in_tokens=20, recomputed_tokens=10)
     harness = Harness(ROUTES, FakeEngine(script))
-    harness.services.metrics.engine.chunk_bytes = 1000
+    harness.services.metrics.engine.slot_bytes = 1000
     harness.engine.last_stats, harness.engine.answers["census"] = STATS, CENSUS
     harness.engine.answers["distributions"] = DISTRIBUTIONS
     ask(harness)

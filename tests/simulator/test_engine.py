@@ -60,10 +60,10 @@ class TimedTransfers(FakeTransfers):
         self._timing.rush(copy_ids)
 
     def completed(self):
-        copy_ids = self._timing.completed()
-        for copy_id in copy_ids:
+        ended = self._timing.completed()
+        for copy_id in ended.arrived:
             self._complete(self._in_flight[copy_id])
-        return copy_ids
+        return ended
 
     def wait(self):
         self._timing.wait()

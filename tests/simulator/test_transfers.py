@@ -148,18 +148,18 @@ def test_gathers_and_scatters_take_their_turn_among_the_steps():
     assert machine.dispatch() == 2.0 + 10.0, "two gathers from second 0 on, the launch at second 1"
     machine.transfers.swap_in(copies(3))
     assert machine.dispatch() == 22.0
-    assert machine.transfers.completed() == [3]
+    assert machine.transfers.completed().arrived == [3]
     assert machine.dispatch() == 33.0, "a scatter first"
 
 
 def test_a_copy_to_the_host_is_named_when_it_has_ended_in_order():
     machine = Machine()
     machine.swap_out(copies(1, 2))
-    assert machine.transfers.completed() == []
+    assert machine.transfers.completed().arrived == []
     machine.timeline.advance_to(1.25)
-    assert machine.transfers.completed() == [1]
+    assert machine.transfers.completed().arrived == [1]
     machine.timeline.advance_to(9)
-    assert machine.transfers.completed() == [2] and machine.transfers.completed() == []
+    assert machine.transfers.completed().arrived == [2] and machine.transfers.completed().arrived == []
 
 
 def test_a_copy_waits_for_what_was_dispatched_before():
@@ -167,20 +167,20 @@ def test_a_copy_waits_for_what_was_dispatched_before():
     machine.dispatch()  # until 11
     machine.swap_out(copies(1))
     machine.timeline.advance_to(12.2)
-    assert machine.transfers.completed() == []
+    assert machine.transfers.completed().arrived == []
     machine.timeline.advance_to(12.25)
-    assert machine.transfers.completed() == [1]
+    assert machine.transfers.completed().arrived == [1]
 
 
 def test_a_copy_to_the_device_is_named_a_step_later_and_awaited_by_the_one_after():
     machine = Machine()
     machine.transfers.swap_in(copies(*range(1, 13)))
     machine.timeline.advance_to(50)
-    assert machine.transfers.completed() == []  # nothing was dispatched that they could start beside
+    assert machine.transfers.completed().arrived == []  # nothing was dispatched that they could start beside
     assert machine.dispatch() == 61  # four start, from 50.25 to 54.25
-    assert machine.transfers.completed() == [1, 2, 3, 4]
+    assert machine.transfers.completed().arrived == [1, 2, 3, 4]
     assert machine.dispatch() == 71  # the next four, behind that step: 61.25 to 65.25
-    assert machine.transfers.completed() == [5, 6, 7, 8]
+    assert machine.transfers.completed().arrived == [5, 6, 7, 8]
     assert machine.dispatch() == 81
 
 
@@ -188,7 +188,7 @@ def test_a_step_waits_for_the_rest_of_a_copy():
     machine = Machine(max_num_staged=20)
     machine.transfers.swap_in(copies(*range(1, 16)))
     assert machine.dispatch() == 11  # beside copies that end at 15.25
-    assert len(machine.transfers.completed()) == 15
+    assert len(machine.transfers.completed().arrived) == 15
     assert machine.dispatch() == 25.25
 
 
@@ -197,9 +197,9 @@ def test_what_starts_beside_a_step_is_bounded_by_its_bytes(monkeypatch):
     machine = Machine()
     machine.transfers.swap_in(copies(*range(1, 6)))
     assert machine.dispatch() == 11
-    assert machine.transfers.completed() == [1, 2, 3]
+    assert machine.transfers.completed().arrived == [1, 2, 3]
     assert machine.dispatch() == 21
-    assert machine.transfers.completed() == [4, 5]
+    assert machine.transfers.completed().arrived == [4, 5]
 
 
 def test_several_devices_are_bounded_by_a_devices_share(monkeypatch):
@@ -208,7 +208,7 @@ def test_several_devices_are_bounded_by_a_devices_share(monkeypatch):
     machine = Machine(max_num_staged=20, num_devices=2)
     machine.transfers.swap_in(copies(*range(1, 11)))
     machine.dispatch()
-    assert machine.transfers.completed() == [1, 2, 3, 4, 5, 6]
+    assert machine.transfers.completed().arrived == [1, 2, 3, 4, 5, 6]
 
 
 def test_several_devices_stage_by_a_devices_share():
@@ -221,12 +221,25 @@ def test_several_devices_stage_by_a_devices_share():
         assert replica._transfers._max_num_staged == replica.cache._max_num_copies == num_staged
 
 
+def test_packed_chunks_take_less_of_the_link_and_as_much_of_the_device():
+    """Three quarters of 32 tokens' bytes travel; gathers read all of them."""
+    profile = dataclasses.replace(PROFILE, page_copy_byte_s=1.0)
+    packed = dataclasses.replace(profile, host_share=0.75)
+    assert packed.host_chunk_bytes(32) == 24 * profile.kv_token_bytes
+    config = EngineConfig(cache=CacheConfig(gpu_pages=100, cpu_pages=100))
+    costs = AnalyticCostModel(32, num_weights=1e3, attention_width=1e3)
+    of_raw, of_packed = (Replica(config, one, costs)._transfers for one in (profile, packed))
+    assert of_packed._page_copy_s == of_raw._page_copy_s > 0
+    assert of_packed._out._chunk_s == pytest.approx(0.75 * of_raw._out._chunk_s)
+    assert of_packed._chunk_bytes == 24 * profile.kv_token_bytes
+
+
 def test_rushed_copies_hold_the_very_next_step():
     machine = Machine()
     machine.transfers.swap_in(copies(1, 2, 3))
     machine.transfers.rush([1, 2, 3])
     assert machine.dispatch() == 13.25  # at 3.25, not at 1
-    assert machine.transfers.completed() == []
+    assert machine.transfers.completed().arrived == []
     assert machine.transfers.stats()["swapped_in_bytes"] == 24
 
 
@@ -237,7 +250,7 @@ def test_rushing_what_has_started_already():
     machine.transfers.swap_in(copies(3))
     machine.transfers.rush([2, 3])
     assert machine.dispatch() == 12.25 + 10  # copy 3 begins at 11
-    assert machine.transfers.completed() == [1]
+    assert machine.transfers.completed().arrived == [1]
     with pytest.raises(AssertionError, match="not on its way"):
         machine.transfers.rush([2])
 
@@ -250,7 +263,7 @@ def test_swapping_out_blocks_while_staging_is_full():
     machine.swap_out(copies(6, 7, 8, 9))  # by windows of two
     assert machine.timeline.now() == 5.25
     assert machine.transfers.stats()["transfer_stall_s"] == 5.25
-    assert machine.transfers.completed() == [1, 2, 3, 4, 5]
+    assert machine.transfers.completed().arrived == [1, 2, 3, 4, 5]
 
 
 def test_both_directions_at_once_share():
@@ -260,9 +273,9 @@ def test_both_directions_at_once_share():
     machine.timeline.device_free_s = 0.0
     machine.swap_out(copies(4, 5, 6))  # from 1 on, at half the speed until 3.25
     machine.timeline.advance_to(4.25)
-    assert machine.transfers.completed() == [4, 5, 1, 2, 3]  # until 3.25 and 4.25; and those with the step
+    assert machine.transfers.completed().arrived == [4, 5, 1, 2, 3]  # 3.25, 4.25, with the step
     machine.timeline.advance_to(5.25)
-    assert machine.transfers.completed() == [6]
+    assert machine.transfers.completed().arrived == [6]
 
 
 def test_copies_to_the_device_go_first_for_some_steps():
@@ -270,15 +283,15 @@ def test_copies_to_the_device_go_first_for_some_steps():
     machine.transfers.swap_in(copies(1))
     machine.swap_out(copies(2))  # held back
     machine.timeline.advance_to(5)
-    assert machine.transfers.completed() == []
+    assert machine.transfers.completed().arrived == []
     machine.dispatch()
     machine.transfers.completed()
     machine.swap_out(copies())  # copy 1 has been named, but is on the link until 6.25
     machine.timeline.advance_to(30)
-    assert machine.transfers.completed() == []
+    assert machine.transfers.completed().arrived == []
     machine.swap_out(copies())  # now it starts
     machine.timeline.advance_to(31.25)
-    assert machine.transfers.completed() == [2]
+    assert machine.transfers.completed().arrived == [2]
 
 
 def test_copies_to_the_device_of_the_same_pass_go_first():
@@ -286,7 +299,7 @@ def test_copies_to_the_device_of_the_same_pass_go_first():
     machine.transfers.swap_out(copies(1))
     machine.transfers.swap_in(copies(2))
     machine.timeline.advance_to(5)
-    assert machine.transfers.completed() == []
+    assert machine.transfers.completed().arrived == []
 
 
 def test_nothing_is_held_back_for_ever():
@@ -301,7 +314,7 @@ def test_nothing_is_held_back_for_ever():
         machine.dispatch()
         machine.transfers.completed()
     machine.timeline.advance_to(200)
-    assert machine.transfers.completed()[:1] == [2]
+    assert machine.transfers.completed().arrived[:1] == [2]
 
 
 def test_waiting_moves_the_clock_to_the_end_of_a_window():
@@ -309,10 +322,10 @@ def test_waiting_moves_the_clock_to_the_end_of_a_window():
     machine.transfers.swap_in(copies(1, 2, 3, 4, 5))
     machine.transfers.wait()
     assert machine.timeline.now() == 2.25
-    assert machine.transfers.completed() == [1, 2]
+    assert machine.transfers.completed().arrived == [1, 2]
     machine.transfers.wait()
-    assert machine.timeline.now() == 4.25 and machine.transfers.completed() == [3, 4]
+    assert machine.timeline.now() == 4.25 and machine.transfers.completed().arrived == [3, 4]
     machine.transfers.wait()
-    assert machine.transfers.completed() == [5]
+    assert machine.transfers.completed().arrived == [5]
     with pytest.raises(AssertionError, match="nothing in flight"):
         machine.transfers.wait()

@@ -26,7 +26,7 @@ from pensieve_jax.device.transfers.in_flight import Mover
 from pensieve_jax.device.transfers.incoming import IncomingCopies
 from pensieve_jax.device.transfers.outgoing import OutgoingCopies
 from pensieve_jax.device.transfers.page_copies import PageCopies
-from pensieve_jax.engine.transfers import MAX_HELD_STEPS, window
+from pensieve_jax.engine.transfers import MAX_HELD_STEPS, Ended, window
 from pensieve_jax.runtime.compilation import CompilationJob
 
 
@@ -70,7 +70,7 @@ class DeviceTransfers:
         self._mover = Mover()
         parts = storage, self._host, self._copies, self._mover, max_num_staged_pages
         self._outgoing, self._incoming = OutgoingCopies(*parts), IncomingCopies(*parts)
-        self.staging_bytes = staging_bytes(cpu_pages, max_num_staged_pages, storage.page_bytes)
+        self.staging_bytes = staging_bytes(cpu_pages, max_num_staged_pages, storage.staged_bytes)
         self.num_preparations = self._host.num_pieces + self._copies.num_executables + 1 if cpu_pages else 0
 
     def grow(self) -> Iterator[str]:
@@ -94,7 +94,9 @@ class DeviceTransfers:
         self._incoming.mark.place()
         for num_chunks in self._copies.sizes:
             pages = [0] * num_chunks
-            pieces = [piece for chunk in self._copies.gather(pages) for piece in chunk]
+            chunks = self._copies.gather(pages)
+            assert chunks[0].is_lost in (False, True)  # page 0 may hold anything; what asks is loaded
+            pieces = [piece for chunk in chunks for piece in chunk.pieces]
             pinned = copy_arrays(pieces, self._storage.host_sharding)
             staged = jax.block_until_ready(copy_arrays(pinned, self._storage.sharding))
             targets = self._copies.stage(pages)
@@ -143,13 +145,14 @@ class DeviceTransfers:
         if group == self._num_groups - 1:
             self._mover.num_steps += 1
 
-    def completed(self) -> list[int]:
+    def completed(self) -> Ended:
         """Scatter what was copied beside the last step, and name it; see `Transfers`."""
-        return self._outgoing.completed() + self._incoming.completed()
+        arrived, lost = self._outgoing.completed()
+        return Ended([*arrived, *self._incoming.completed()], lost)
 
     def wait(self) -> None:
         """Block until some copies have ended; see `Transfers`."""
-        if self._outgoing.done:
+        if self._outgoing.done or self._outgoing.lost:
             return
         self._incoming.start_queued()
         if not self._incoming.staged:

@@ -64,7 +64,7 @@ class HostPool:
             try:
                 for group in range(len(storage.groups)):
                     zeros = jax.device_put(
-                        np.zeros(storage.chunk_shape(group), storage.dtype), storage.sharding
+                        np.zeros(storage.chunk_shape(group), storage.chunk_dtype), storage.sharding
                     )
                     pinned = jax.device_put([zeros] * num_chunks, storage.host_sharding)
                     held.append(jax.block_until_ready(pinned))

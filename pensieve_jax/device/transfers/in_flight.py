@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from pensieve_jax.cache.copies import Copy
 from pensieve_jax.device.runtime_errors import step_failed
 from pensieve_jax.device.transfers.batched_copies import copy_arrays
+from pensieve_jax.device.transfers.page_copies import Gathered
 
 _POLL_S = 5e-5
 _sleep = time.sleep
@@ -34,12 +35,14 @@ class InFlight:
       source: kept alive until the copy has ended.
       target: what it is copied to, of the groups that were started.
       start_step: the number of steps that were dispatched before it was started, or was gathered.
+      gathered: of a copy to the host, its chunk, which says whether it is whole.
     """
 
     copy: Copy
     source: list[jax.Array]
     target: list[jax.Array] = field(default_factory=list)
     start_step: int = 0
+    gathered: Gathered | None = None
 
     def is_ready(self) -> bool:
         """Whether the copy was started and has ended, well or badly."""
@@ -93,6 +96,13 @@ class Mover:
         """Raise StepFailedError if one of them ended badly."""
         try:
             jax.block_until_ready([transfer.target for transfer in ended])
+        except jax.errors.JaxRuntimeError as error:
+            raise step_failed("a copy between tiers failed on the device", error) from error
+
+    def is_lost(self, transfer: InFlight) -> bool:
+        """Whether what a copy to the host has brought is not whole; it has ended. Raises StepFailedError."""
+        try:
+            return transfer.gathered is not None and transfer.gathered.is_lost
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("a copy between tiers failed on the device", error) from error
 

@@ -42,7 +42,7 @@ class IncomingCopies:
         self._sharding, self._groups = storage.sharding, range(len(storage.groups))
         self._host, self._copies, self._mover = host, copies, mover
         self._max_num_staged = max_num_staged
-        self._num_beside_step = num_beside_step(max_num_staged, storage.page_bytes)
+        self._num_beside_step = num_beside_step(max_num_staged, storage.staged_bytes)
         self._queued: deque[InFlight] = deque()
         self._rushed_targets: Targets | None = None
         self._last: Any = None  # a piece of what was started last

@@ -5,7 +5,9 @@ Does not know: copies the other way, or when it is whose turn.
 Called by: `device_transfers`.
 
 Pages are gathered in program order with the steps, so whoever takes a page next may write it at once. The
-copies that follow end in any order: the copy engine takes turns between its streams.
+copies that follow end in any order: the copy engine takes turns between its streams. A chunk that could not
+be packed is copied like others, since the host does not know before the device has come that far; no slot
+gets it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pensieve_jax.device.kv_storage import KVStorage
 from pensieve_jax.device.transfers.host_pool import HostPool
 from pensieve_jax.device.transfers.in_flight import InFlight, Mover, part
 from pensieve_jax.device.transfers.page_copies import PageCopies
-from pensieve_jax.engine.transfers import window
+from pensieve_jax.engine.transfers import Ended, window
 
 
 class OutgoingCopies:
@@ -26,7 +28,7 @@ class OutgoingCopies:
 
     Attributes:
       in_flight: in the order of their gathers, started or not.
-      done: ids of copies that slots hold now and `completed` has not named yet.
+      done, lost: ids of copies that have ended and `completed` has not named yet; slots hold the former.
       num_chunks: started so far.
     """
 
@@ -39,6 +41,7 @@ class OutgoingCopies:
         self._max_num_staged = max_num_staged
         self.in_flight: deque[InFlight] = deque()
         self.done: list[int] = []
+        self.lost: list[int] = []
         self.num_chunks = 0
 
     def gather(self, copies: Sequence[Copy]) -> None:
@@ -57,7 +60,8 @@ class OutgoingCopies:
                 chunks = self._copies.gather([copy.page for copy in batch])
             for copy, chunk in zip(batch, chunks, strict=True):
                 self._host.clear(copy.slot)
-                self.in_flight.append(InFlight(copy, chunk, start_step=self._mover.num_steps))
+                transfer = InFlight(copy, chunk.pieces, start_step=self._mover.num_steps, gathered=chunk)
+                self.in_flight.append(transfer)
             if start + size < len(copies):
                 self.start()
 
@@ -72,16 +76,18 @@ class OutgoingCopies:
         now = self._mover.num_steps
         return now - min((one.start_step for one in self.in_flight if not one.target), default=now)
 
-    def completed(self) -> list[int]:
+    def completed(self) -> Ended:
         """Let slots hold what has arrived; ids since the last call. Raises StepFailedError."""
         self._finish()
-        done, self.done = self.done, []
-        return done
+        ended = Ended(self.done, self.lost)
+        self.done, self.lost = [], []
+        return ended
 
     def clear(self) -> None:
         """Forget all of it."""
         self.in_flight.clear()
         self.done.clear()
+        self.lost.clear()
 
     def _make_room(self, num_chunks: int) -> None:
         """Block until `num_chunks` more can be staged."""
@@ -95,5 +101,8 @@ class OutgoingCopies:
         ended, self.in_flight = part(self.in_flight, InFlight.is_ready)
         self._mover.check(ended)
         for transfer in ended:
-            self._host.put(transfer.copy.slot, transfer.target)
-            self.done.append(transfer.copy.copy_id)
+            if self._mover.is_lost(transfer):
+                self.lost.append(transfer.copy.copy_id)
+            else:
+                self._host.put(transfer.copy.slot, transfer.target)
+                self.done.append(transfer.copy.copy_id)

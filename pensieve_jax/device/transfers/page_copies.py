@@ -1,15 +1,18 @@
 """Compiled copies between pages of the pools and chunks in staging: the device's half of a transfer.
 
-Owns: the executables, one per group of layers, direction and batch size, and how a number of chunks is cut
-into batches of those sizes.
+Owns: the executables, one per group of layers, direction and batch size, how a number of chunks is cut into
+batches of those sizes, and the packing on the way.
 Does not know: host memory, or why a chunk moves.
 Called by: `outgoing` and `incoming`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,7 +20,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.sharding import KV_PAGES_SPEC
-from pallas_kernels.page_copies import choose_backend, gather_pages, scatter_pages
+from pallas_kernels.page_copies import (
+    choose_backend,
+    gather_packed,
+    gather_pages,
+    scatter_packed,
+    scatter_pages,
+)
 from pensieve_jax.device.device_pools import DevicePools
 from pensieve_jax.device.kv_storage import KVStorage
 from pensieve_jax.runtime.compilation import CompilationJob
@@ -32,6 +41,45 @@ class Targets(NamedTuple):
 
     batches: list[tuple[int, int, int]]  # first and last + 1 chunk, and the size of the executable
     pages: list[jax.Array]  # i32[size] of every batch
+
+
+class Losses:
+    """What a batch of chunks could not be packed of: numbers that are on their way to the host."""
+
+    def __init__(self, num_lost: Sequence[jax.Array]) -> None:
+        """`num_lost`: of every group of layers, i32[num_devices, size]."""
+        self._arrays = num_lost
+        self._lost: np.ndarray | None = None
+        for array in num_lost:
+            array.copy_to_host_async()
+
+    def has(self, index: int) -> bool:
+        """Whether a chunk of the batch is not whole, on some device; its gather has ended.
+
+        Raises:
+          jax.errors.JaxRuntimeError: the device failed.
+        """
+        if self._lost is None:
+            self._lost = np.stack([np.asarray(array).any(axis=0) for array in self._arrays]).any(axis=0)
+        return bool(self._lost[index])
+
+
+class Gathered(NamedTuple):
+    """A chunk in staging.
+
+    Attributes:
+      pieces: by group of layers.
+      losses, place: what says whether it is whole, and its place there; None: it is.
+    """
+
+    pieces: list[jax.Array]
+    losses: Losses | None
+    place: int
+
+    @property
+    def is_lost(self) -> bool:
+        """See `Losses.has`; nothing must be made of the pieces then."""
+        return self.losses is not None and self.losses.has(self.place)
 
 
 class PageCopies:
@@ -49,6 +97,8 @@ class PageCopies:
         self.sizes = tuple(size for size in _BATCH_SIZES if size <= max_num_chunks) or (max_num_chunks,)
         self._gathers: dict[tuple[int, int], jax.stages.Compiled] = {}
         self._scatters: dict[tuple[int, int], jax.stages.Compiled] = {}
+        self._last_losses: deque[Losses] = deque(maxlen=1)
+        weakref.finalize(self, _await_losses, self._last_losses)
         self.num_executables = 2 * len(self.sizes) * len(storage.groups)
 
     def jobs(self) -> Iterator[CompilationJob]:
@@ -59,11 +109,12 @@ class PageCopies:
         assert isinstance(mesh, Mesh)
         backend = choose_backend(shard[1:], mesh.devices.flat[0])
         for group, pools in enumerate(self._pools.groups):
-            chunk = jax.ShapeDtypeStruct(storage.chunk_shape(group), storage.dtype, sharding=storage.sharding)
+            shape = storage.chunk_shape(group)
+            chunk = jax.ShapeDtypeStruct(shape, storage.chunk_dtype, sharding=storage.sharding)
             for size in self.sizes:
                 pages = jax.ShapeDtypeStruct((size,), np.int32, sharding=self._replicated)
                 key, suffix = (group, size), f"of {size} chunks, group {group}"
-                statics = {"mesh": mesh, "backend": backend}
+                statics = {"mesh": mesh, "backend": backend, "packed": storage.packing is not None}
                 gather = Program(_gather, (pools, pages), statics)
                 scatter = Program(_scatter, (pools, [chunk] * size, pages), statics)
                 for name, program, kept in (
@@ -73,13 +124,18 @@ class PageCopies:
                     keep = functools.partial(kept.__setitem__, key)
                     yield CompilationJob(f"{name} {suffix}", program, keep)
 
-    def gather(self, pages: Sequence[int]) -> list[list[jax.Array]]:
-        """A new array per page and group of layers: [page][group]."""
-        chunks: list[list[jax.Array]] = []
+    def gather(self, pages: Sequence[int]) -> list[Gathered]:
+        """A new array per page and group of layers."""
+        chunks: list[Gathered] = []
+        is_packed = self._storage.packing is not None
         for start, stop, size in self._batches(len(pages)):
             padded = _padded(pages[start:stop], size)
             groups = [self._gathers[g, size](pools, padded) for g, pools in enumerate(self._pools.groups)]
-            chunks += [list(pieces) for pieces in zip(*groups, strict=True)][: stop - start]
+            losses = Losses([num_lost for _, num_lost in groups]) if is_packed else None
+            if losses is not None:
+                self._last_losses.append(losses)
+            pieces = zip(*(chunks for chunks, _ in groups), strict=True)
+            chunks += [Gathered(list(own), losses, i) for i, own in enumerate(pieces)][: stop - start]
         return chunks
 
     def stage(self, pages: Sequence[int]) -> Targets:
@@ -109,6 +165,16 @@ class PageCopies:
             start += size
 
 
+def _await_losses(last: Iterable[Losses]) -> None:
+    """Wait for the last ones, and with them for all before, when nobody gathers any more or the process ends.
+
+    The thread that ends a copy to the host needs the interpreter.
+    """
+    for losses in last:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            losses.has(0)
+
+
 def _padded(pages: Sequence[int], size: int) -> np.ndarray:
     """i32[size]: `pages`, then page 0, which the kernels take for padding."""
     padded = np.zeros(size, np.int32)
@@ -116,24 +182,44 @@ def _padded(pages: Sequence[int], size: int) -> np.ndarray:
     return padded
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "backend"))
-def _gather(pools: list[jax.Array], pages: jax.Array, *, mesh: Mesh, backend: str) -> list[jax.Array]:
+_STATICS = ("mesh", "backend", "packed")
+_BY_DEVICE = PartitionSpec("tp")
+
+
+@functools.partial(jax.jit, static_argnames=_STATICS)
+def _gather(
+    pools: list[jax.Array], pages: jax.Array, *, mesh: Mesh, backend: str, packed: bool
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """Chunks, and of packed ones i32[num_devices, len(pages)], above 0 where one is not whole."""
+
+    def gather(pools: list[jax.Array], pages: jax.Array) -> tuple[list[jax.Array], jax.Array | None]:
+        if not packed:
+            return gather_pages(pools, pages, backend=backend), None
+        chunks, num_lost = gather_packed(pools, pages, backend=backend)
+        return chunks, num_lost[None]
+
     run = jax.shard_map(
-        functools.partial(gather_pages, backend=backend),
+        gather,
         mesh=mesh,
         in_specs=(KV_PAGES_SPEC, PartitionSpec()),
-        out_specs=KV_PAGES_SPEC,
+        out_specs=(KV_PAGES_SPEC, _BY_DEVICE),
         check_vma=False,  # kernels do not declare over which axes their outputs vary
     )
     return run(pools, pages)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "backend"), donate_argnames=("pools",))
+@functools.partial(jax.jit, static_argnames=_STATICS, donate_argnames=("pools",))
 def _scatter(
-    pools: list[jax.Array], chunks: list[jax.Array], pages: jax.Array, *, mesh: Mesh, backend: str
+    pools: list[jax.Array],
+    chunks: list[jax.Array],
+    pages: jax.Array,
+    *,
+    mesh: Mesh,
+    backend: str,
+    packed: bool,
 ) -> list[jax.Array]:
     run = jax.shard_map(
-        functools.partial(scatter_pages, backend=backend),
+        functools.partial(scatter_packed if packed else scatter_pages, backend=backend),
         mesh=mesh,
         in_specs=(KV_PAGES_SPEC, KV_PAGES_SPEC, PartitionSpec()),
         out_specs=KV_PAGES_SPEC,

@@ -128,8 +128,9 @@ async def stats(call: Call) -> Reply:
         "owners_in_flight": limits.num_owners,
         "tasks": len(asyncio.all_tasks()),
     }
-    sizes = {"chunk_tokens": engine.info.chunk_tokens, "chunk_bytes": engine.info.chunk_bytes}
-    return json_reply({**told, **sizes, "device": engine.info.description.get("device"), "tables": tables})
+    info = engine.info
+    sizes = {name: getattr(info, name) for name in ("chunk_tokens", "chunk_bytes", "slot_bytes")}
+    return json_reply({**told, **sizes, "device": info.description.get("device"), "tables": tables})
 
 
 async def trees(call: Call) -> Reply:

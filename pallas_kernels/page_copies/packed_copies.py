@@ -1,0 +1,92 @@
+"""The two copies of `api` with chunks in their packed form: `packing` says what that is.
+
+Owns: their checks and the choice of a back end. Does not know what becomes of a chunk that cannot be packed.
+Called by: the engine's transfers, as `api` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.page_copies.api import PageCopyError, check_chunks, check_pools
+from pallas_kernels.page_copies.packing import PackedTile, pack, packed_tile, unpack
+
+
+def gather_packed(
+    pools: Sequence[jax.Array], pages: jax.Array, *, backend: str = "xla", interpret: bool = False
+) -> tuple[list[jax.Array], jax.Array]:
+    """One packed chunk for every entry of `pages`, and whether it holds everything.
+
+    Args:
+      pools: bfloat16, one per layer, [num_pages, page_size, 2 * num_kv_heads, head_dim] each.
+      pages: as of `gather_pages`.
+      backend: as of `gather_pages`; the bits are the same.
+      interpret: as of `gather_pages`.
+
+    Returns:
+      num_chunks arrays u8[num_layers, num_rows, 2 * num_kv_heads, head_dim], and i32[num_chunks]: 0, or how
+      many escapes of one of its tiles had no place. Such a chunk must not be scattered.
+
+    Raises:
+      PageCopyError: as of `gather_pages`, or such pages cannot be packed.
+    """
+    check_pools(pools, pages, backend)
+    _tile(pools[0])
+    if backend == "pallas_triton":
+        from pallas_kernels.page_copies.triton_packing import triton_pack
+
+        return triton_pack(pools, pages, interpret=interpret)
+    layers = [pack(pool.at[pages].get(mode="promise_in_bounds")) for pool in pools]
+    chunks = jnp.stack([packed for packed, _ in layers], axis=1)
+    num_lost = jnp.stack([lost for _, lost in layers]).max(axis=0)
+    return [chunks[i] for i in range(pages.shape[0])], num_lost
+
+
+def scatter_packed(
+    pools: Sequence[jax.Array],
+    chunks: Sequence[jax.Array],
+    pages: jax.Array,
+    *,
+    backend: str = "xla",
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """The pools with every chunk unpacked to its page, in place where the pools are donated.
+
+    Args:
+      pools: as in `gather_packed`.
+      chunks: as that returned them, each with 0; the same one may stand for padding.
+      pages: as of `scatter_pages`.
+      backend: as of `gather_pages`.
+      interpret: as of `gather_pages`.
+
+    Raises:
+      PageCopyError: as of `scatter_pages`, or such pages cannot be packed.
+    """
+    check_pools(pools, pages, backend)
+    tile = _tile(pools[0])
+    shape = (len(pools), tile.num_rows, *pools[0].shape[2:])
+    check_chunks(chunks, pages, shape, jnp.dtype(jnp.uint8))
+    if backend == "pallas_triton":
+        from pallas_kernels.page_copies.triton_packing import triton_unpack
+
+        return triton_unpack(pools, chunks, pages, interpret=interpret)
+    stacked = jnp.stack(chunks)
+    pages = jnp.where(pages > 0, pages, pools[0].shape[0])
+    return [
+        pool.at[pages].set(unpack(stacked[:, layer], tile.page_size), mode="drop", unique_indices=True)
+        for layer, pool in enumerate(pools)
+    ]
+
+
+def _tile(pool: jax.Array) -> PackedTile:
+    _, page_size, _, head_dim = pool.shape
+    tile = packed_tile(page_size, head_dim)
+    if tile is None or pool.dtype != jnp.bfloat16:
+        raise PageCopyError(
+            f"pools are {pool.dtype.name}{list(pool.shape)}, but only bfloat16 pages with an even number of "
+            "rows, and long ones, are packed"
+        )
+    return tile

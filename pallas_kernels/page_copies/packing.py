@@ -1,0 +1,206 @@
+"""The packed form of a bfloat16 page: three quarters of its bytes, every bit kept, and the back end for any
+platform.
+
+Owns: the format, for which pages there is one, and the arithmetic of one number that both back ends share.
+Does not know: pools, or who counts chunks that did not fit. Called by: `packed_copies`, `triton_packing`, and
+whoever sizes host memory.
+
+A bfloat16 is a sign, 8 bits of exponent and 7 of mantissa. A *tile* is what a page has of one layer and head
+row: [page_size, head_dim] numbers. A row is the key or the value of one token and KV head. Exponents lie
+close below what follows from their row and their column, so that 4 bits say how far. A column counts by how
+far its largest exponent lies below the tile's, a row by the largest of its exponents with that added. So
+neither large channels nor small tokens take bits from others. A tile becomes rows of head_dim bytes:
+
+- page_size rows: sign and mantissa of each number;
+- page_size / 2 rows: codes of row i in the low half of a byte, of row i + page_size / 2 in the high one. 0 to
+  13 is how far the exponent lies below the row's byte less the column's, 14 stands for exponent 0 (zeros and
+  subnormals, so that zeros cost nothing whatever is beside them), 15 for an *escape*;
+- the tail: a byte for each row; half a byte for each column, of column j in the low half and of column
+  j + head_dim / 2 in the high one; then the exponents of escapes in the order of their numbers. What is left
+  of it is 0.
+
+The order makes indices needless: an escape's place is the number of escapes before it. The list is one for
+the whole tile, since escapes come together where they come, and has a place for one number in 128 at least. A
+tile with more of them cannot be packed, and the packing says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Of normal numbers one in 6,000 is an escape, with or without large channels: none of thousands of tiles of
+# 32 tokens and heads of 128 needs more than 8 of its 32 places.
+_NUMBERS_PER_PLACE = 128
+_LEAST_TOKENS = 2
+_MOST_BELOW = np.int32(15)
+ZERO, ESCAPE = np.int32(14), np.int32(15)
+
+
+class PackedTile(NamedTuple):
+    """How the tiles of pages of one shape are packed; static in a program.
+
+    Attributes:
+      page_size: rows of a page, an even number.
+      head_dim: numbers of a row, and bytes of a packed one; even as well.
+    """
+
+    page_size: int
+    head_dim: int
+
+    @property
+    def first_tail_row(self) -> int:
+        """Rows before the tail."""
+        return self.page_size + self.page_size // 2
+
+    @property
+    def num_tail_rows(self) -> int:
+        """Rows of exponents."""
+        least_places = self.page_size * self.head_dim // _NUMBERS_PER_PLACE
+        return -(-(self.first_place + least_places) // self.head_dim)
+
+    @property
+    def first_place(self) -> int:
+        """Bytes of the tail before the exponents of escapes."""
+        return self.page_size + self.head_dim // 2
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of bytes in all; 2 * page_size is what they were."""
+        return self.first_tail_row + self.num_tail_rows
+
+    @property
+    def num_places(self) -> int:
+        """The most escapes."""
+        return self.num_tail_rows * self.head_dim - self.first_place
+
+    @property
+    def share(self) -> float:
+        """Its bytes over those of the page."""
+        return self.num_rows / (2 * self.page_size)
+
+
+def packed_tile(page_size: int, head_dim: int) -> PackedTile | None:
+    """How pages of so many tokens and heads of so many numbers are packed; None where that saves nothing."""
+    if page_size < _LEAST_TOKENS or page_size % 2 or head_dim < 2 or head_dim % 2:
+        return None
+    tile = PackedTile(page_size, head_dim)
+    return tile if tile.num_rows < 2 * page_size else None
+
+
+# One number: i32 in and out, also called inside kernels.
+
+
+def exponents(bits: Any) -> Any:
+    """0 to 255, of the bits of bfloat16 numbers."""
+    return (bits >> np.int32(7)) & np.int32(0xFF)
+
+
+def signed_mantissas(bits: Any) -> Any:
+    """A byte: the sign, then the mantissa."""
+    return ((bits >> np.int32(8)) & np.int32(0x80)) | (bits & np.int32(0x7F))
+
+
+def columns_below(highest: Any) -> Any:
+    """What columns count by, of [..., head_dim] largest exponents."""
+    return jnp.minimum(highest.max(axis=-1, keepdims=True) - highest, _MOST_BELOW)
+
+
+def rows_of(exponent: Any, column: Any) -> Any:
+    """What rows count by, of [..., head_dim] exponents; `column` is what columns do."""
+    return jnp.where(exponent == np.int32(0), np.int32(0), exponent + column).max(axis=-1)
+
+
+def codes_of(exponent: Any, reference: Any) -> Any:
+    """4 bits of exponents; `reference` is what their row counts by, less what their column does."""
+    distance = reference - exponent
+    near = jnp.where(distance < ZERO, distance, ESCAPE)
+    return jnp.where(exponent == np.int32(0), ZERO, near)
+
+
+def exponents_of(codes: Any, reference: Any, escaped: Any) -> Any:
+    """The inverse; `escaped` is looked at where the code says so."""
+    near = jnp.where(codes == ZERO, np.int32(0), reference - codes)
+    return jnp.where(codes == ESCAPE, escaped, near)
+
+
+def bits_of(exponent: Any, signed_mantissa: Any) -> Any:
+    """The bits of bfloat16 numbers."""
+    sign = (signed_mantissa & np.int32(0x80)) << np.int32(8)
+    return sign | (exponent << np.int32(7)) | (signed_mantissa & np.int32(0x7F))
+
+
+def as_bits(numbers: Any) -> Any:
+    """i32 of bfloat16."""
+    return jax.lax.bitcast_convert_type(numbers, jnp.uint16).astype(jnp.int32)
+
+
+def as_numbers(bits: Any) -> Any:
+    """Bfloat16 of i32."""
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+
+
+# Whole pages, on any platform
+
+
+def num_escapes(tiles: jax.Array) -> jax.Array:
+    """i32[...] of bf16[..., page_size, head_dim]: what a tile needs places for."""
+    exponent = exponents(as_bits(tiles))
+    column = columns_below(exponent.max(axis=-2))[..., None, :]
+    codes = codes_of(exponent, rows_of(exponent, column)[..., None] - column)
+    return (codes == ESCAPE).sum(axis=(-2, -1), dtype=jnp.int32)
+
+
+def pack(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Packed pages, and how many escapes of one of its tiles had no place in each.
+
+    Args:
+      pages: bf16[num_pages, page_size, heads, head_dim] that `packed_tile` has a form for.
+
+    Returns:
+      u8[num_pages, num_rows, heads, head_dim], and i32[num_pages]: 0 where every bit is there.
+    """
+    num_pages, page_size, num_heads, head_dim = pages.shape
+    tile = PackedTile(page_size, head_dim)
+    bits = as_bits(jnp.swapaxes(pages, 1, 2)).reshape(-1, page_size, head_dim)
+    exponent = exponents(bits)
+    column = columns_below(exponent.max(axis=1))
+    row = rows_of(exponent, column[:, None])
+    codes = codes_of(exponent, row[..., None] - column[:, None])
+    half, half_row = page_size // 2, head_dim // 2
+    nibbles = codes[:, :half] | (codes[:, half:] << 4)
+    num_before = jnp.cumsum((codes == ESCAPE).reshape(len(bits), -1).astype(jnp.int32), axis=-1)
+    # Looking for each place's number takes far less than having every number look for its place.
+    ranks = jnp.arange(1, tile.num_places + 1, dtype=jnp.int32)
+    found = jax.vmap(lambda counts: jnp.searchsorted(counts, ranks))(num_before)
+    flat = exponent.reshape(len(bits), -1)
+    escaped = jnp.take_along_axis(flat, jnp.minimum(found, flat.shape[1] - 1), axis=-1)
+    needed = num_before[:, -1:]
+    columns = column[:, :half_row] | (column[:, half_row:] << 4)
+    tail = jnp.concatenate([row, columns, jnp.where(ranks <= needed, escaped, 0)], axis=-1)
+    rows = [signed_mantissas(bits), nibbles, tail.reshape(-1, tile.num_tail_rows, head_dim)]
+    packed = jnp.concatenate(rows, axis=1).astype(jnp.uint8)
+    packed = jnp.swapaxes(packed.reshape(num_pages, num_heads, tile.num_rows, head_dim), 1, 2)
+    num_lost = jnp.maximum(needed - tile.num_places, 0).reshape(num_pages, num_heads)
+    return packed, num_lost.max(axis=-1)
+
+
+def unpack(packed: jax.Array, page_size: int) -> jax.Array:
+    """bf16[num_pages, page_size, heads, head_dim] of what `pack` returned."""
+    num_pages, num_rows, num_heads, head_dim = packed.shape
+    tile = PackedTile(page_size, head_dim)
+    rows = jnp.swapaxes(packed, 1, 2).reshape(-1, num_rows, head_dim).astype(jnp.int32)
+    mantissas, nibbles = rows[:, :page_size], rows[:, page_size : tile.first_tail_row]
+    tail = rows[:, tile.first_tail_row :].reshape(len(rows), -1)
+    codes = jnp.concatenate([nibbles & 0xF, nibbles >> 4], axis=1)
+    is_escape = (codes == ESCAPE).reshape(len(rows), -1).astype(jnp.int32)
+    places = tile.first_place - 1 + jnp.cumsum(is_escape, axis=-1)
+    escaped = jnp.take_along_axis(tail, places, axis=-1).reshape(codes.shape)
+    columns = tail[:, page_size : tile.first_place]
+    column = jnp.concatenate([columns & 0xF, columns >> 4], axis=-1)
+    exponent = exponents_of(codes, tail[:, :page_size, None] - column[:, None], escaped)
+    numbers = as_numbers(bits_of(exponent, mantissas))
+    return jnp.swapaxes(numbers.reshape(num_pages, num_heads, page_size, head_dim), 1, 2)

@@ -1,0 +1,119 @@
+"""Copies to host memory that end without their chunk: who goes on, who is dropped, who is tried again."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.cache import Drop, DropReason
+from pensieve_jax.cache.states import IllegalTransitionError
+from tests.cache.helpers import CHUNK, Cache, states
+
+
+def reasons(cache: Cache) -> list[tuple[str, int, DropReason]]:
+    return [(drop.conversation_id, drop.index, drop.reason) for drop in cache.manager.take_drops()]
+
+
+def test_a_chunk_that_still_has_its_page_goes_on_without_a_slot():
+    cache = Cache(6, 6, clean_pages=6)
+    sequence = cache.idle("a", 3 * CHUNK)
+    outs, _ = cache.end_step()
+    cache.lose(outs[1].copy_id)
+    assert states(sequence) == ["copying out", "on gpu", "copying out"]
+    assert cache.slots.num_free == 4 and not reasons(cache)
+    cache.complete()
+    assert states(sequence) == ["on both", "on gpu", "on both"]
+    assert cache.manager.stats()["num_lost_copies"] == 1
+
+
+def test_it_is_not_tried_again_and_dropped_when_its_turn_to_leave_comes():
+    cache = Cache(6, 6, clean_pages=6)
+    sequence = cache.idle("a", 4 * CHUNK)
+    outs, _ = cache.end_step()
+    cache.lose(outs[1].copy_id, outs[2].copy_id)
+    cache.complete()
+    assert states(sequence) == ["on both", "on gpu", "on gpu", "on both"]
+    outs, _ = cache.end_step()
+    assert not outs and states(sequence) == ["on both", "dropped", "dropped", "on both"]
+    assert reasons(cache) == [("a", index, DropReason.FITS_NO_SLOT) for index in (1, 2)]
+    assert sequence.holes(CHUNK) == [(CHUNK, 3 * CHUNK)]
+
+
+def test_a_page_that_is_needed_takes_it_along_and_nobody_s_slot():
+    """The one in host memory is worth less, and stays: the chunk does not fit there anyway."""
+    cache = Cache(2, 1)
+    kept = cache.on_cpu("kept", CHUNK, 1000.0)
+    lost, other = cache.idle("lost", CHUNK, 100.0), cache.idle("other", CHUNK, 10.0)
+    lost.chunks[0].fits_host = False
+    cache.running("new", CHUNK)
+    assert states(kept) == ["on cpu"] and states(lost) == [] and states(other) == ["on gpu"]
+    assert reasons(cache) == [("lost", 0, DropReason.FITS_NO_SLOT)]
+    cache.check()
+
+
+def test_a_chunk_that_gave_its_page_away_is_dropped():
+    """In the middle it leaves a hole; at the end the sequence is shorter."""
+    cache = Cache(6, 6, clean_pages=6)
+    sequence = cache.idle("a", 3 * CHUNK)
+    outs, _ = cache.end_step()
+    for index in range(3):
+        cache.manager._store.give_page(sequence, index)
+    cache.lose(outs[2].copy_id, outs[0].copy_id)
+    assert states(sequence) == ["dropped", "leaving"] and sequence.num_kv_tokens == 2 * CHUNK
+    assert cache.slots.num_free == 5 and cache.pool.num_free == 6
+    assert cache.manager.take_drops() == tuple(
+        Drop("a", index, DropReason.FITS_NO_SLOT, None) for index in (2, 0)
+    )
+    cache.lose(outs[1].copy_id)
+    assert states(sequence) == [] and cache.slots.num_free == 6
+
+
+def test_who_waited_for_it_is_admitted_and_computes_it():
+    cache = Cache(6, 6, clean_pages=6)
+    sequence = cache.idle("a", 3 * CHUNK)
+    outs, _ = cache.end_step()
+    cache.manager._store.give_page(sequence, 1)
+    cache.queued("a", sequence)
+    assert not cache.manager.try_admit(sequence, 3 * CHUNK + 1, waive_reserve=True)
+    assert cache.manager.blocking_copies(sequence) == [outs[1].copy_id]
+    cache.lose(outs[1].copy_id)
+    assert cache.manager.try_admit(sequence, 3 * CHUNK + 1, waive_reserve=True)
+    assert states(sequence) == ["copying out", "reserved", "copying out", "reserved"]
+    cache.check()
+
+
+@pytest.mark.parametrize("how", ["close", "lose_device"])
+def test_a_copy_that_nobody_waits_for_any_more_gives_its_slot_back(how):
+    cache = Cache(6, 6, clean_pages=6)
+    sequence = cache.idle("a", 3 * CHUNK)
+    outs, _ = cache.end_step()
+    if how == "close":
+        cache.manager.close(sequence)
+        assert cache.slots.num_free == 3
+        cache.lose(*[copy.copy_id for copy in outs])
+        assert cache.manager.stats()["num_lost_copies"] == 3
+    else:
+        cache.manager.lose_device()
+    assert cache.slots.num_free == 6
+    cache.check()
+
+
+def test_what_is_appended_to_is_tried_again_and_what_is_whole_is_not():
+    """The last chunk will hold something else, so that it may fit then."""
+    cache = Cache(8, 8, clean_pages=8)
+    sequence = cache.idle("a", CHUNK + 5)
+    outs, _ = cache.end_step()
+    cache.lose(*[copy.copy_id for copy in outs])
+    cache.running("a", CHUNK + 9, sequence)
+    assert [chunk.fits_host for chunk in sequence.chunks] == [False, True]
+    cache.manager.release(sequence)
+    outs, _ = cache.end_step()
+    assert len(outs) == 1 and states(sequence) == ["dropped", "copying out"]
+
+
+def test_only_a_copy_to_a_slot_can_be_lost():
+    cache = Cache(6, 6)
+    sequence = cache.queued("a", cache.on_cpu("a", CHUNK))
+    cache.manager.try_admit(sequence, CHUNK, waive_reserve=True)
+    _, ins = cache.begin()
+    with pytest.raises(IllegalTransitionError):
+        cache.manager.lose([ins[0].copy_id])

@@ -1,0 +1,71 @@
+"""A real model in bfloat16 whose conversations do not fit the device: packed or not, bits are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pensieve_jax import (
+    LLM,
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    RunnerConfig,
+    SamplingParams,
+    SchedulerConfig,
+)
+
+NUM_ROUNDS, NUM_USERS = 4, 4
+PARAMS = SamplingParams(max_tokens=7, ignore_eos=True, logprobs=2)
+
+
+def talk(**cache: Any) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+    """Everybody in turn, several times: outputs with log-probabilities, counters, and the description."""
+    config = EngineConfig(
+        cache=CacheConfig(
+            **{"gpu_pages": 10, "cpu_pages": 60, "chunk_tokens": 16, "swap_out_fraction": 0.5} | cache
+        ),
+        scheduler=SchedulerConfig(max_num_running=2, max_num_batched_tokens=64, token_buckets=(8, 64)),
+        runner=RunnerConfig(max_logprobs=2),
+    )
+    rng, outputs = np.random.default_rng(5), []
+    with LLM("random:llama-tiny", dtype="bfloat16", config=config, progress=False) as llm:
+        for _ in range(NUM_ROUNDS):
+            for user in range(NUM_USERS):
+                prompt = rng.integers(3, 250, 20).tolist()
+                (output,) = llm.generate([prompt], PARAMS, conversation_ids=[f"user {user}"])
+                outputs.append((output.token_ids, output.logprobs, output.usage))
+        return outputs, llm.stats(), llm.describe()["cache"]
+
+
+def test_packed_state_is_the_same_state() -> None:
+    """Histories came back from host memory, in 26 of 32 bytes; tokens and log-probabilities are equal."""
+    (packed, stats, cache), (raw, raw_stats, raw_cache) = talk(), talk(pack_host=False)
+    assert packed == raw
+    assert stats["num_lost_copies"] == raw_stats["num_lost_copies"] == 0
+    assert sum(usage.swapped_in_tokens for _, _, usage in packed) > 500
+    for name in ("swapped_in_bytes", "swapped_out_bytes", "num_swap_in_copies"):
+        share = 1 if name.startswith("num") else 26 / 32
+        assert stats[name] == share * raw_stats[name] > 0
+    assert cache["packed"] == "on: 81.2% of the bytes of bfloat16, every bit kept"
+    assert raw_cache["packed"] == "off: cache.pack_host is False"
+    assert (
+        cache["slot_bytes"] * 32 == raw_cache["slot_bytes"] * 26
+        and cache["page_bytes"] == raw_cache["page_bytes"]
+    )
+
+
+def test_bytes_of_host_memory_hold_more_packed_chunks() -> None:
+    """And what is told of a cache without host memory."""
+    page_bytes = 2 * 16 * 2 * 2 * 32 * 2
+    _, _, cache = talk(cpu_pages=0, cpu_bytes=50 * page_bytes)
+    assert cache["cpu_slots"] == 50 * 32 // 26 == 61
+    assert cache["cpu_bytes"] == 61 * cache["slot_bytes"] <= 50 * page_bytes
+
+
+def test_asking_for_what_cannot_be_is_refused() -> None:
+    config = EngineConfig(cache=CacheConfig(pack_host=True, cpu_pages=10))
+    with pytest.raises(ConfigError, match=r"cache\.pack_host is True, but must be None or False.*float32"):
+        LLM("random:llama-tiny", dtype="float32", config=config, progress=False)
