@@ -152,6 +152,13 @@ class SchedulerConfig:
         "Query tokens of a step. It must leave a chunk's worth of room beside one decode token for every "
         "running request, so that the oldest request always advances.",
     )
+    prompt_steps: int = option(
+        8,
+        count(0),
+        "Steps over which prompts and recomputation are spread while others decode: a step computes this part "
+        "of what they miss, or what fills one of 256 tokens if that is more. More of them mean shorter pauses "
+        "between the tokens of others, fewer an earlier first token; 0 computes all that fits.",
+    )
     max_num_rows: int | None = option(
         None,
         beside_others("None or at least max_num_running"),

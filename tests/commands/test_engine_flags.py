@@ -90,7 +90,7 @@ NOT_THE_DEFAULTS = {
         **{"retrieval_priority": False, "prefetch": False, "max_idle_conversations": 7, "idle_ttl_s": 60.5},
     },
     SchedulerConfig: {
-        **{"max_num_running": 9, "max_num_batched_tokens": 128, "max_num_rows": 11},
+        **{"max_num_running": 9, "max_num_batched_tokens": 128, "max_num_rows": 11, "prompt_steps": 0},
         **{"max_context_tokens": 99, "max_num_buckets": 3, "unified": False},
     },
     RunnerConfig: {
