@@ -291,7 +291,9 @@ def define_flags() -> None:
     flags.DEFINE_integer("max_num_running", 256, "Requests in the batch at once.")
     flags.DEFINE_integer("max_num_batched_tokens", 2048, "Query tokens of a step.")
     flags.DEFINE_integer(
-        "prompt_steps", SchedulerConfig.prompt_steps, "Steps over which prompts beside decodes are spread; 0: none."
+        "prompt_steps",
+        SchedulerConfig.prompt_steps,
+        "Steps over which prompts beside decodes are spread; 0: none.",
     )
     flags.DEFINE_integer("max_num_buckets", NUM_BUCKETS_GPU, "Step sizes.")
     flags.DEFINE_bool("unified", True, "Prompts and decodes share steps; --nounified pauses decodes instead.")

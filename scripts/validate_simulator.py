@@ -142,7 +142,6 @@ def engine_config(measured: Measured) -> EngineConfig:
         scheduler = dict(values["scheduler"])
         if scheduler["token_buckets"] is not None:
             scheduler["token_buckets"] = tuple(scheduler["token_buckets"])
-        scheduler.setdefault("prompt_steps", 0)  # documents from before there was a choice
         return EngineConfig(
             stateful=values["stateful"],
             cache=CacheConfig(**values["cache"]),

@@ -96,11 +96,10 @@ def step_limit(
 ) -> int:
     """How many tokens a step computes at most, decodes included.
 
-    A step of decodes reads all weights, so what fills a small one beside them costs next to nothing; every
-    token beyond that keeps those who decode waiting. So beside decodes a step is the smallest that fills one
-    of 256 tokens, or computes one part in `prompt_steps` of what prompts and recomputation miss: the more
-    that is, the larger are the steps. A step without decodes takes what fills the largest bucket that it can.
-    What that gains: `docs/steps.md`.
+    As much as fills the largest bucket that it can, and beside decodes at least a quarter of what others
+    miss: a lower limit would hold those up. With `prompt_steps`, beside decodes: what fills one of 256 tokens,
+    which costs next to nothing since a step of decodes reads all weights anyway, or that part of what others
+    miss; the more that is, the larger are the steps. What either gains: `docs/steps.md`.
 
     Never less than all that is missing, or the decodes and a chunk, or the largest bucket: so the oldest
     request advances, even where it recomputes.

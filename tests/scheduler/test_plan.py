@@ -190,7 +190,7 @@ def test_beside_decodes_a_step_takes_a_part_of_what_prompts_miss(
 def test_a_step_has_room_for_the_decodes_and_their_share(
     max_num_running, extra_tokens, max_num_buckets, prompt_steps, chunk_tokens, data
 ):
-    """It is a bucket; it holds all, or a chunk beside the decodes and the share, or there is no larger one."""
+    """It is a bucket; it holds all, or a chunk beside the decodes and the share, or none is larger."""
     config = SchedulerConfig(
         max_num_running=max_num_running,
         max_num_batched_tokens=max_num_running + chunk_tokens + extra_tokens,
@@ -199,9 +199,7 @@ def test_a_step_has_room_for_the_decodes_and_their_share(
     buckets = token_buckets(config)
     num_decodes = data.draw(st.integers(0, max_num_running))
     num_others = data.draw(st.integers(0, 20_000)) if num_decodes < max_num_running else 0
-    limit = step_limit(
-        buckets, num_decodes, num_others, chunk_tokens=chunk_tokens, prompt_steps=prompt_steps
-    )
+    limit = step_limit(buckets, num_decodes, num_others, chunk_tokens=chunk_tokens, prompt_steps=prompt_steps)
     assert limit in buckets
     share = -(-num_others // (prompt_steps or 4))
     assert limit >= min(num_decodes + num_others, num_decodes + max(chunk_tokens, share), buckets[-1])
