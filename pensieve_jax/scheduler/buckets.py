@@ -97,9 +97,9 @@ def step_limit(
     """How many tokens a step computes at most, decodes included.
 
     As much as fills the largest bucket that it can, and beside decodes at least a quarter of what others
-    miss: a lower limit would hold those up. With `prompt_steps`, beside decodes: what fills one of 256 tokens,
-    which costs next to nothing since a step of decodes reads all weights anyway, or that part of what others
-    miss; the more that is, the larger are the steps. What either gains: `docs/steps.md`.
+    miss: a lower limit would hold those up. With `prompt_steps`, beside decodes: what fills one of 256
+    tokens, which costs next to nothing since a step of decodes reads all weights anyway, or that part of what
+    others miss; the more that is, the larger are the steps. What either gains: `docs/steps.md`.
 
     Never less than all that is missing, or the decodes and a chunk, or the largest bucket: so the oldest
     request advances, even where it recomputes.
