@@ -154,10 +154,17 @@ class SchedulerConfig:
 
     max_num_running: int = option(64, count(1), "Requests in the batch at once.")
     max_num_batched_tokens: int = option(
-        1024,
+        512,
         count(1),
-        "Query tokens of a step. It must leave a chunk's worth of room beside one decode token for every "
-        "running request, so that the oldest request always advances.",
+        "Query tokens of a step. Prompts take more steps where it is smaller, and those who decode wait less "
+        "for each. It must leave a chunk's worth of room beside one decode token for every running request, "
+        "so that the oldest request always advances.",
+    )
+    prompt_steps: int = option(
+        0,
+        count(0),
+        "0: a step computes all of prompts and recomputation that fits. Above: while others decode it takes "
+        "one part in so many of what is missing, or what fills a step of 256 tokens if that is more.",
     )
     max_num_rows: int | None = option(
         None,

@@ -78,6 +78,7 @@ _SETTINGS = (
         "chunk_tokens",
         "max_num_running",
         "max_num_batched_tokens",
+        "prompt_steps",
     ),
     *("max_num_buckets", "max_context_tokens", "unified", "stretches"),
 )
@@ -125,6 +126,7 @@ def engine_config(profile: DeviceProfile) -> EngineConfig:
         scheduler=SchedulerConfig(
             max_num_running=FLAGS.max_num_running,
             max_num_batched_tokens=FLAGS.max_num_batched_tokens,
+            prompt_steps=FLAGS.prompt_steps,
             max_num_buckets=FLAGS.max_num_buckets,
             max_context_tokens=FLAGS.max_context_tokens,
             unified=FLAGS.unified,
@@ -291,6 +293,11 @@ def define_flags() -> None:
     flags.DEFINE_integer("chunk_tokens", 32, "Tokens of a page: 16, 32 or 64.")
     flags.DEFINE_integer("max_num_running", 256, "Requests in the batch at once.")
     flags.DEFINE_integer("max_num_batched_tokens", 2048, "Query tokens of a step.")
+    flags.DEFINE_integer(
+        "prompt_steps",
+        SchedulerConfig.prompt_steps,
+        "Steps over which prompts beside decodes are spread; 0: none.",
+    )
     flags.DEFINE_integer("max_num_buckets", NUM_BUCKETS_GPU, "Step sizes.")
     flags.DEFINE_bool("unified", True, "Prompts and decodes share steps; --nounified pauses decodes instead.")
     flags.DEFINE_integer("max_context_tokens", 16_384, "Longest history + turn.")

@@ -39,8 +39,8 @@ BAD = [
     *[(SchedulerConfig, "max_num_rows", value, "at least max_num_running") for value in (0, 63, 64.5)],
     *[(SchedulerConfig, "max_context_tokens", value, "at least 2") for value in (0, 1, 3.5, True)],
     *[
-        (SchedulerConfig, "token_buckets", value, r"ends? with max_num_batched_tokens \(1024\)")
-        for value in ((), (16, 512), (1024, 16), (16, 16, 1024), (0, 1024), (16.0, 1024), ("a", 1024), 1024)
+        (SchedulerConfig, "token_buckets", value, r"ends? with max_num_batched_tokens \(512\)")
+        for value in ((), (16, 1024), (512, 16), (16, 16, 512), (0, 512), (16.0, 512), ("a", 512), 512)
     ],
     *[(SchedulerConfig, "max_num_buckets", value, "at least 1") for value in (0, -1, True, 2.0)],
     *[(RunnerConfig, "attention_backend", value, "xla") for value in ("", "cuda", None)],

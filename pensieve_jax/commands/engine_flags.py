@@ -59,8 +59,8 @@ COMPILATION_CACHE_HELP = _OPTIONS["compilation_cache_dir"].text
 # What another flag says as well: these have no default of their own on a command line, but a sentence.
 _SAID_BY_OTHERS = {
     "cpu_pages": "In place of cpu_bytes.",
-    "max_num_batched_tokens": f"By default {SchedulerConfig.max_num_batched_tokens}, or the last of "
-    "token_buckets.",
+    "max_num_batched_tokens": f"By default {SchedulerConfig.max_num_batched_tokens}, or the least that "
+    "works, or the last of token_buckets.",
 }
 _EMPTY_IS_NONE = ("compilation_cache_dir",)
 _SIZES = (
@@ -286,8 +286,9 @@ def _token_buckets(words: list[str] | None) -> tuple[int, ...] | None:
 
 
 def _max_num_batched_tokens(given: int | None) -> int:
-    """As given, or the last of the step sizes that are."""
+    """As given, or the last of the step sizes that are, or enough for a chunk beside all that run."""
     if given is not None:
         return given
     buckets = _token_buckets(FLAGS.token_buckets)
-    return buckets[-1] if buckets else SchedulerConfig.max_num_batched_tokens
+    least = FLAGS.max_num_running + FLAGS.chunk_tokens
+    return buckets[-1] if buckets else max(SchedulerConfig.max_num_batched_tokens, least)

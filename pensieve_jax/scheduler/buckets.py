@@ -19,8 +19,9 @@ _GRAIN_TOKENS = 16
 # About where a GPU computes for longer than it reads the weights, whatever the model: from there on padding
 # takes as long as tokens do, well below it nothing does.
 _KNEE_TOKENS = 200
-_FILLED_FROM_TOKENS = 256
+_FILLED_FROM_TOKENS = 256  # up to here tokens beside decodes cost less than in a step of their own
 _NEARLY_FULL = 8  # but for an eighth
+_LEAST_SHARE = 4  # a quarter of what is missing is computed at once, where less would fill a bucket
 _ENOUGH_FOR_DECODES = 8
 
 
@@ -90,22 +91,50 @@ def bucket_for(buckets: tuple[int, ...], num_tokens: int) -> int:
     return buckets[bisect_left(buckets, num_tokens)]
 
 
-def step_limit(buckets: tuple[int, ...], num_missing: int, num_least: int) -> int:
-    """How many tokens a step computes at most, of `num_missing` that it could.
+def step_limit(
+    buckets: tuple[int, ...], num_decodes: int, num_others: int, *, chunk_tokens: int, prompt_steps: int
+) -> int:
+    """How many tokens a step computes at most, decodes included.
 
-    In a large step padding takes as long as tokens do. So it fills the largest bucket that it can, and what
-    is left over goes with the next one, which comes the sooner for it; unless there is as good as a bucket
-    more. A small step takes as long as the weights are read, and leaves nothing over. What that gains:
-    `docs/steps.md`.
+    As much as fills the largest bucket that it can, and beside decodes at least a quarter of what others
+    miss: a lower limit would hold those up. With `prompt_steps`, beside decodes: what fills one of 256
+    tokens, which costs next to nothing since a step of decodes reads all weights anyway, or that part of what
+    others miss; the more that is, the larger are the steps. What either gains: `docs/steps.md`.
+
+    Never less than all that is missing, or the decodes and a chunk, or the largest bucket: so the oldest
+    request advances, even where it recomputes.
 
     Args:
       buckets: as `token_buckets` returns them.
-      num_missing: tokens that are wanted and could be computed now.
-      num_least: a limit below this would hold up those who wait for more than a token.
+      num_decodes: requests that miss their last token alone.
+      num_others: tokens that all others miss and could compute now.
+      chunk_tokens: of a chunk.
+      prompt_steps: as `SchedulerConfig` has it.
+    """
+    num_missing = num_decodes + num_others
+    is_spread = num_decodes > 0 and prompt_steps > 0
+    share = prompt_steps if is_spread else _LEAST_SHARE
+    num_least = num_decodes + max(chunk_tokens, -(-num_others // share))
+    if is_spread:
+        return _holding(buckets, min(max(num_least, _FILLED_FROM_TOKENS), num_missing))
+    return _filled(buckets, num_missing, num_least)
+
+
+def _holding(buckets: tuple[int, ...], num_tokens: int) -> int:
+    """The smallest bucket that holds `num_tokens`, or the largest."""
+    return buckets[min(bisect_left(buckets, num_tokens), len(buckets) - 1)]
+
+
+def _filled(buckets: tuple[int, ...], num_missing: int, num_least: int) -> int:
+    """The largest bucket that `num_missing` tokens fill, if it holds `num_least`; else one that holds them.
+
+    In a large step padding takes as long as tokens do. So what is left over goes with the next step, which
+    comes the sooner for it; unless there is as good as a bucket more. A small step takes as long as the
+    weights are read, and leaves nothing over.
     """
     filled = bisect_right(buckets, num_missing) - 1
-    holds_all = min(bisect_left(buckets, num_missing), len(buckets) - 1)
-    is_nearly_full = 0 <= buckets[holds_all] - num_missing <= buckets[holds_all] // _NEARLY_FULL
+    holds_all = _holding(buckets, num_missing)
+    is_nearly_full = 0 <= holds_all - num_missing <= holds_all // _NEARLY_FULL
     if filled < 0 or is_nearly_full or buckets[filled] < max(num_least, _FILLED_FROM_TOKENS):
-        return buckets[holds_all]
+        return holds_all
     return buckets[filled]

@@ -16,6 +16,7 @@ and in every step the oldest request gains a token or waits for a copy. Where ba
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from pensieve_jax.cache import CachedSequence, CacheManager
 from pensieve_jax.config import SchedulerConfig
@@ -23,8 +24,6 @@ from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.scheduler.buckets import step_limit, token_buckets
 from pensieve_jax.scheduler.output import Grant, SchedulerOutput
 from pensieve_jax.scheduler.request import Request, RequestStatus
-
-_LEAST_SHARE = 4  # a quarter of what prompts and recomputation miss is computed beside the decodes, at least
 
 
 class _Step:
@@ -183,11 +182,9 @@ class Scheduler:
 
     def _grant_running(self, *, with_decodes: bool) -> _Step:
         """A step of what those who run are missing, by arrival."""
-        chunk_tokens = self._cache.chunk_tokens
         others = dict.fromkeys(self._others())
         num_decodes = len(self.running) - len(others) if with_decodes else 0
-        num_missing = num_decodes + sum(request.num_missing(chunk_tokens)[0] for request in others)
-        step = self._begin_step(num_missing, num_decodes)
+        step = self._begin_step(num_decodes, others)
         grants = step.grants
         decoding: list[CachedSequence] = []
         for request in self.running:
@@ -201,21 +198,23 @@ class Scheduler:
         self._cache.fill_next(decoding)
         return step
 
-    def _begin_step(self, num_missing: int, num_decodes: int) -> _Step:
+    def _begin_step(self, num_decodes: int, others: Iterable[Request]) -> _Step:
         """An empty step, with tokens and rows set aside for decodes."""
-        # A chunk beside the decodes lets the oldest request advance, even where it recomputes. And a quarter
-        # of what others miss, or a prompt beside many decodes would take a step for every few tokens.
-        num_others = num_missing - num_decodes
-        num_least = num_decodes + max(self._cache.chunk_tokens, -(-num_others // _LEAST_SHARE))
-        limit = step_limit(self._buckets, num_missing, num_least)
+        chunk_tokens = self._cache.chunk_tokens
+        limit = step_limit(
+            self._buckets,
+            num_decodes,
+            sum(request.num_missing(chunk_tokens)[0] for request in others),
+            chunk_tokens=chunk_tokens,
+            prompt_steps=self._config.prompt_steps,
+        )
         return _Step(limit - num_decodes, self._max_num_rows - num_decodes)
 
     def _rush(self) -> tuple[tuple[int, ...], _Step]:
         """Nobody can compute: let the oldest request's copies take effect with a step that waits for them."""
         rushed = self._cache.rush(self.running[0].sequence) if self.running else ()
         oldest = self.running[:1] if rushed else []
-        num_missing = sum(request.num_missing(self._cache.chunk_tokens)[0] for request in oldest)
-        step = self._begin_step(num_missing, 0)
+        step = self._begin_step(0, oldest)
         for request in oldest:
             self._grant_missing(step, request)
         return rushed, step

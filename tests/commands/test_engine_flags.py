@@ -91,7 +91,7 @@ NOT_THE_DEFAULTS = {
         **{"retrieval_priority": False, "prefetch": False, "max_idle_conversations": 7, "idle_ttl_s": 60.5},
     },
     SchedulerConfig: {
-        **{"max_num_running": 9, "max_num_batched_tokens": 128, "max_num_rows": 11},
+        **{"max_num_running": 9, "max_num_batched_tokens": 128, "max_num_rows": 11, "prompt_steps": 8},
         **{"max_context_tokens": 99, "max_num_buckets": 3, "unified": False},
     },
     RunnerConfig: {
@@ -131,6 +131,19 @@ def test_unreadable_step_sizes_name_the_flag(config):
 def test_a_value_out_of_its_limit_names_the_field(config):
     with pytest.raises(ConfigError, match=r"cache\.reserve_fraction is 1\.5, but must be in \[0, 1\)"):
         config(reserve_fraction=1.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "num_tokens"),
+    [
+        ({}, 512),
+        ({"max_num_running": 600, "chunk_tokens": 16}, 616),
+        ({"token_buckets": "64,300"}, 300),
+        ({"max_num_batched_tokens": 400}, 400),
+    ],
+)
+def test_a_step_holds_a_chunk_beside_all_that_run_unless_told_otherwise(config, values, num_tokens):
+    assert config(**values).scheduler.max_num_batched_tokens == num_tokens
 
 
 @pytest.mark.parametrize("name", ["gpu_pages", "cpu_bytes", "max_num_rows", "token_buckets"])

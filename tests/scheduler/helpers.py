@@ -36,6 +36,7 @@ class Desk:
         max_num_running: int = 4,
         max_num_batched_tokens: int = 64,
         max_num_rows: int | None = None,
+        prompt_steps: int = 0,
         token_buckets: tuple[int, ...] | None = None,
         **cache: Any,
     ) -> None:
@@ -44,6 +45,7 @@ class Desk:
             max_num_running=max_num_running,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_rows=max_num_rows,
+            prompt_steps=prompt_steps,
             token_buckets=token_buckets,
         )
         self.scheduler = Scheduler(config, self.cache.manager)

@@ -122,23 +122,90 @@ def test_derived_buckets_are_close_where_decodes_are_and_double_above(num_runnin
     assert token_buckets(config) == buckets
 
 
+SIZES = (64, 256, 512, 1024)
+
+
 @pytest.mark.parametrize(
-    ("num_missing", "num_least", "limit"),
+    ("num_missing", "limit"),
     [
-        (0, 32, 64),
-        (64, 32, 64),
-        (65, 32, 256),  # small steps are padded
-        (255, 32, 256),
-        (256, 32, 256),
-        (447, 32, 256),  # large ones are cut
-        (448, 32, 512),  # unless they are full but for an eighth
-        (447, 257, 512),  # or too little would be computed
-        (512, 513, 512),
-        (895, 32, 512),
-        (1023, 32, 1024),
-        (1024, 32, 1024),
-        (5000, 1024, 1024),
+        (0, 64),
+        (64, 64),
+        (65, 256),  # small steps are padded
+        (255, 256),
+        (256, 256),
+        (447, 256),  # large ones are cut
+        (448, 512),  # unless they are full but for an eighth
+        (512, 512),
+        (895, 512),
+        (896, 1024),
+        (1024, 1024),
+        (5000, 1024),
     ],
 )
-def test_a_step_fills_a_bucket_where_padding_would_take_time(num_missing, num_least, limit):
-    assert step_limit((64, 256, 512, 1024), num_missing, num_least) == limit
+@pytest.mark.parametrize("prompt_steps", [0, 8])
+def test_a_step_without_decodes_fills_a_bucket_where_padding_would_take_time(
+    num_missing, limit, prompt_steps
+):
+    assert step_limit(SIZES, 0, num_missing, chunk_tokens=32, prompt_steps=prompt_steps) == limit
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "num_others", "prompt_steps", "limit"),
+    [
+        (36, 0, 8, 64),  # decodes alone
+        (300, 0, 8, 512),
+        (36, 20, 8, 64),  # what is missing fits
+        (36, 29, 8, 256),
+        (36, 1000, 8, 256),  # no more than fills a small one
+        (36, 1760, 8, 256),
+        (36, 1761, 8, 512),  # unless an eighth is more
+        (36, 3808, 8, 512),
+        (36, 3809, 8, 1024),
+        (36, 90_000, 8, 1024),
+        (225, 33, 8, 512),  # a chunk beside the decodes at least
+        (36, 90_000, 10_000, 256),
+        (36, 221, 1, 512),  # all that fits
+        (36, 477, 1, 1024),
+        (36, 411, 0, 256),  # the largest that is filled
+        (36, 476, 0, 512),
+        (200, 447, 0, 512),
+        (224, 280, 0, 512),  # too little would be computed beside the decodes
+    ],
+)
+def test_beside_decodes_a_step_takes_a_part_of_what_prompts_miss(
+    num_decodes, num_others, prompt_steps, limit
+):
+    found = step_limit(SIZES, num_decodes, num_others, chunk_tokens=32, prompt_steps=prompt_steps)
+    assert found == limit
+
+
+@given(
+    max_num_running=st.integers(1, 600),
+    extra_tokens=st.integers(0, 4_000),
+    max_num_buckets=st.integers(1, 12),
+    prompt_steps=st.integers(0, 40),
+    chunk_tokens=st.sampled_from((16, 32, 64)),
+    data=st.data(),
+)
+def test_a_step_has_room_for_the_decodes_and_their_share(
+    max_num_running, extra_tokens, max_num_buckets, prompt_steps, chunk_tokens, data
+):
+    """It is a bucket; it holds all, or a chunk beside the decodes and the share, or none is larger."""
+    config = SchedulerConfig(
+        max_num_running=max_num_running,
+        max_num_batched_tokens=max_num_running + chunk_tokens + extra_tokens,
+        max_num_buckets=max_num_buckets,
+    )
+    buckets = token_buckets(config)
+    num_decodes = data.draw(st.integers(0, max_num_running))
+    num_others = data.draw(st.integers(0, 20_000)) if num_decodes < max_num_running else 0
+    limit = step_limit(buckets, num_decodes, num_others, chunk_tokens=chunk_tokens, prompt_steps=prompt_steps)
+    assert limit in buckets
+    share = -(-num_others // (prompt_steps or 4))
+    assert limit >= min(num_decodes + num_others, num_decodes + max(chunk_tokens, share), buckets[-1])
+    assert num_decodes + min(num_others, chunk_tokens) <= limit
+    if num_decodes and prompt_steps:
+        more = step_limit(
+            buckets, num_decodes, num_others + 1, chunk_tokens=chunk_tokens, prompt_steps=prompt_steps
+        )
+        assert more >= limit, "more that is missing, and a smaller step"

@@ -1,0 +1,87 @@
+"""Prompts that are spread over steps while others decode: how much each takes, and nobody starves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pensieve_jax.scheduler import RequestStatus
+from tests.scheduler.helpers import CHUNK, Desk
+
+SIZES = (16, 256, 512, 1024)
+
+
+def lengths(desk, name):
+    """Tokens of every step that one request was granted."""
+    return [sum(end - start for who, start, end, _ in step if who == name) for step in desk.steps]
+
+
+def desk_of(prompt_steps, **options):
+    """With one who decodes for long."""
+    sizes = {"num_pages": 800, "max_num_batched_tokens": 1024, "token_buckets": SIZES} | options
+    desk = Desk(prompt_steps=prompt_steps, **sizes)
+    desk.add("decodes", 5, max_tokens=200)
+    desk.step()
+    return desk
+
+
+@pytest.mark.parametrize(
+    ("prompt_steps", "expected"),
+    [
+        (0, [1023, 1023, 1023, 511, 255, 65]),  # all that fills a bucket
+        (1, [1023, 1023, 1023, 831]),  # all that fits
+        (8, [511] * 4 + [255] * 7 + [71]),  # an eighth while that is more than fills a small step
+        (1000, [255] * 15 + [75]),
+    ],
+)
+def test_a_prompt_is_spread_over_steps_beside_decodes(prompt_steps, expected):
+    desk = desk_of(prompt_steps)
+    prompt = desk.add("long", 3900, max_tokens=1)
+    while prompt.status is not RequestStatus.FINISHING:
+        desk.step()
+    assert [n for n in lengths(desk, "long") if n] == expected
+    assert all(lengths(desk, "decodes")), "a token in every step"
+
+
+@pytest.mark.parametrize("prompt_steps", [0, 8])
+def test_a_prompt_alone_keeps_nobody_waiting(prompt_steps):
+    desk = Desk(800, max_num_batched_tokens=1024, token_buckets=SIZES, prompt_steps=prompt_steps)
+    desk.add("long", 3900, max_tokens=1)
+    for _ in range(5):
+        desk.step()
+    assert lengths(desk, "long") == [1024, 1024, 1024, 512, 256]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    prompt_steps=st.integers(0, 20),
+    prompts=st.lists(st.integers(1, 1500), min_size=1, max_size=6),
+    holes=st.sets(st.integers(0, 30), max_size=20),
+    buckets=st.sampled_from([(64, 320), (16, 64, 256, 512), (1024,), SIZES]),
+    with_decodes=st.booleans(),
+)
+def test_nobody_starves(prompt_steps, prompts, holes, buckets, with_decodes):
+    """In every step the oldest gains tokens, and whoever decodes gains one."""
+    options = {"token_buckets": buckets, "max_num_batched_tokens": buckets[-1], "max_num_running": 5}
+    desk = (
+        desk_of(prompt_steps, **options) if with_decodes else Desk(800, prompt_steps=prompt_steps, **options)
+    )
+    desk.conversation("back", 500, *holes)
+    desk.add("back", 7, max_tokens=3)
+    for i, length in enumerate(prompts):
+        desk.add(f"new{i}", length, max_tokens=3)
+    scheduler = desk.scheduler
+    num_missing = sum(prompts) + 7 + len(holes) * CHUNK
+    for _ in range(num_missing // CHUNK + 100):
+        oldest = (*scheduler.running, *scheduler.waiting)[:1]
+        decoding = [r for r in scheduler.running if r.is_decoding and not r.exhausted]
+        output = desk.step()
+        served = {grant.request for grant in output.grants}
+        assert all(r in served or r.exhausted for r in oldest) and served.issuperset(decoding)
+        assert output.num_tokens <= buckets[-1]
+        if not any(r.conversation.conversation_id != "decodes" for r in scheduler.running) and not (
+            scheduler.waiting
+        ):
+            return
+    raise AssertionError("somebody was not served")
