@@ -126,30 +126,39 @@ def default_block_sizes(
     )
     enough = num_tokens > _MOSAIC_HARDLY_ANY_TOKENS and num_tokens * num_kv_heads >= _MOSAIC_MIN_TILES
     if mosaic and in_bytes and enough and small_rows == max(16, _power_of_two(group)):
-        small = _byte_rows(group)
-    elif mosaic and enough and not in_bytes:
+        return _byte_block_sizes(group, num_tokens)
+    if mosaic and enough and not in_bytes:
         # One computing warpgroup and three blocks each of 128 keys and values, or two and two: what shared
         # memory holds. Two items for each program: a prompt of 2048 tokens has enough of them whole, and four
         # for each, evener, cost it more in merges than they saved (docs/log.md).
         few, many = mosaic_class(64, 128, 3, 256, 264), mosaic_class(128, 128, 2, 1024, 264)
         return BlockSizes((few,) if num_tokens <= _MOSAIC_FEW_TOKENS else (few, many))
-    if num_tokens * group <= 4 * small.rows or small_rows >= 128:
+    if num_tokens * group <= 4 * small_rows or small_rows >= 128:
         return BlockSizes((small,))
-    large_rows = max(128 if head_dim <= 128 else 64, 2 * small_rows)
-    large = TileClass(
-        rows=large_rows,
+    return BlockSizes((small, _large(max(128 if head_dim <= 128 else 64, 2 * small_rows), head_dim, 528)))
+
+
+def _large(rows: int, head_dim: int, target_programs: int) -> TileClass:
+    """Triton's class for prompts."""
+    return TileClass(
+        rows=rows,
         block_kv=64 if head_dim <= 128 else 32,  # two or three blocks of K and V must fit shared memory
-        num_warps=8 if large_rows >= 128 else 4,
+        num_warps=8 if rows >= 128 else 4,
         num_stages=3 if head_dim <= 128 else 2,
         min_split_kv=1024,
-        target_programs=528,
+        target_programs=target_programs,
     )
-    return BlockSizes((small, large))
 
 
-def _byte_rows(group: int) -> TileClass:
-    """The class of a decoding row of pages in 8 bits: what two pairs' shared memory holds."""
-    return byte_class(8, 128, 2, 3, 256, 264) if group <= 8 else byte_class(16, 64, 2, 5, 256, 264)
+def _byte_block_sizes(group: int, num_tokens: int) -> BlockSizes:
+    """Decoding by the Mosaic kernel, in what two pairs' shared memory holds, and prompts by Triton's.
+
+    Triton's part is launched whether or not there is a prompt, with a program for each tile that there may
+    be: in small steps these are fewer, and smaller.
+    """
+    small = byte_class(8, 128, 2, 3, 256, 264) if group <= 8 else byte_class(16, 64, 2, 5, 256, 264)
+    is_small_step = num_tokens <= _MOSAIC_FEW_TOKENS
+    return BlockSizes((small, _large(64, 128, 132) if is_small_step else _large(128, 128, 528)))
 
 
 def _float32_block_sizes(rows: int, head_dim: int) -> BlockSizes:
