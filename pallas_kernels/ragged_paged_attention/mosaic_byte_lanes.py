@@ -118,7 +118,7 @@ def load_queries(threads: Any, shape: LaneShape, queries: Any, position: Any, kv
         for distance in (1, 2):
             largest = threads.maximum(largest, threads.shuffle_xor(largest, distance))
         exponent = threads.as_int(largest) & 0x7F800000
-        inverse = threads.as_float(0x7F000000 - exponent)
+        inverse = threads.as_float(exponent * -1 + 0x7F000000)
         operands += [threads.pack_halves(low * inverse, high * inverse) for low, high in pairs]
         factor = threads.as_float(exponent) * shape.scale
         for e in range(2):
@@ -180,14 +180,20 @@ def add_block(
                 acc[n][j] = acc[n][j] * alpha
         packed = [threads.pack_halves(a, b) for a, b in zip(*columns, strict=True)]
         weights.append([threads.transpose(pair) for pair in packed])
-    hidden_from = None
-    if masked and shape.kv_dtype != "int8":  # a weight of zero does not silence a code that is no number
-        hidden_from = _pairwise(threads.maximum_int, [_of_queries(shape, queries, n)[o] for n in tiles for o in (1, 3)])
-        for distance in (1, 2):
-            hidden_from = threads.maximum_int(hidden_from, threads.shuffle_xor(hidden_from, distance))
-        hidden_from = hidden_from - first_key
-    _add_values(threads, shape, values, begin, weights, acc, hidden_from)
+    # A weight of zero does not silence a code that is no number.
+    silenced = masked and shape.kv_dtype != "int8"
+    last_key = _last_key(threads, shape, queries) - first_key if silenced else None
+    _add_values(threads, shape, values, begin, weights, acc, last_key)
     return [x for part in (*acc, *state) for x in part]
+
+
+def _last_key(threads: Any, shape: LaneShape, queries: Registers) -> Any:
+    """That any of a tile's queries may see."""
+    found = [_of_queries(shape, queries, n)[which] for n in range(shape.num_tiles) for which in (1, 3)]
+    last = _pairwise(threads.maximum_int, found)
+    for distance in (1, 2):
+        last = threads.maximum_int(last, threads.shuffle_xor(last, distance))
+    return last
 
 
 def _of_queries(shape: LaneShape, queries: Registers, n: int) -> Registers:
@@ -214,7 +220,7 @@ def _scales(threads: Any, shape: LaneShape, scales: Any, begin: Any) -> tuple[Re
 def _scores(
     threads: Any, shape: LaneShape, keys: Any, begin: Any, queries: Registers
 ) -> list[list[Registers]]:
-    """Products by query tile and tile of 16 keys, without scales: keys g and g + 8, queries 2 t and 2 t + 1."""
+    """Products by query tile and tile of 16 keys, without scales: keys g and + 8, queries 2 t and + 1."""
     found: list[list[Registers]] = [[] for _ in range(shape.num_tiles)]
     for i in range(shape.key_tiles):
         rows = []
@@ -234,9 +240,7 @@ def _scores(
     return found
 
 
-def _weigh(
-    threads: Any, scores: list[Registers], m: Any, total: Any
-) -> tuple[Registers, Any, Any, Any]:
+def _weigh(threads: Any, scores: list[Registers], m: Any, total: Any) -> tuple[Registers, Any, Any, Any]:
     """Weights times values' scales of one query's keys, its new maximum and total, the factor for older sums.
 
     scores: of each key the score, and the score with its value's scale; maxima are of the latter.
@@ -258,9 +262,9 @@ def _add_values(
     begin: Any,
     weights: list[Registers],
     acc: list[Registers],
-    hidden_from: Any,
+    last_key: Any,
 ) -> None:
-    """Adds weighted values to `acc`, in place; of keys past `hidden_from`, if there is one, as zeros."""
+    """Adds weighted values to `acc`, in place; of keys of the block past `last_key`, if given, as zeros."""
     for i in range(shape.key_tiles):
         rows = []
         for h in range(2):
@@ -268,8 +272,8 @@ def _add_values(
             for e in range(2):
                 key = begin + threads.t * 2 + (16 * i + 8 * h + e)
                 words = threads.load_codes(values, key, threads.g)
-                if hidden_from is not None:
-                    words = [threads.select(key > hidden_from, 0, word) for word in words]
+                if last_key is not None:
+                    words = [threads.select(key > last_key, 0, word) for word in words]
                 pair.append(words)
             rows.append(pair)
         for j in range(4):  # of 4 bytes

@@ -4,10 +4,10 @@ Owns: the kernel of the tile classes marked `in_bytes`: its shared memory, who f
 results leave. Does not know what a computing thread does with a block (`mosaic_byte_lanes`), how items are
 dealt (`mosaic_launch`), nor how split key ranges are merged. Called by: `pallas_mosaic_gpu`.
 
-A program stays on its multiprocessor, as the kernel for 16 bits does, but holds several *pairs* of warpgroups,
-each with a ring of its own: one fetches, the other computes, and while one pair's ends an item or waits for
-the results of an instruction the others go on. In one program rather than several, so that warpgroups may give
-registers to each other. Rows lie token by token, as in the Triton kernel.
+A program stays on its multiprocessor, as that of the kernel for 16 bits does, but holds several *pairs* of
+warpgroups, each with a ring of its own: one fetches, the other computes. While one pair ends an item, or
+waits for an instruction's result, the others go on. They are one program and not several because only
+warpgroups of one may give registers to each other. Rows lie token by token, as in the Triton kernel.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from pallas_kernels.ragged_paged_attention.mosaic_byte_lanes import (
 from pallas_kernels.ragged_paged_attention.mosaic_launch import Inputs, Item, Launch, for_each_item, page_ids
 from pallas_kernels.ragged_paged_attention.mosaic_threads import run_threads
 
-# Registers of a thread that computes, and of one that fetches, by pairs: what a program's threads have when it
-# begins, which the assembler derives from their number, is moved from the one to the other.
+# Registers of a thread that computes, and of one that fetches, by pairs: together twice what a thread has
+# when the program begins, which follows from the number of its threads.
 _REGISTERS = {2: (216, 40), 3: (120, 40)}
 # Codes in rows of 128 bytes, which the hardware swizzles; not in tiles of eight rows, since a page may begin
 # at any row. (Upstream's annotations make these classes abstract.)

@@ -8,15 +8,12 @@ Only this file writes assembly. What `interpreted_threads` has under the same na
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, vector
@@ -31,10 +28,30 @@ _SHARED = 3  # LLVM's number of that memory
 _ALL_LANES = 0xFFFFFFFF
 
 
+def _arithmetic(for_floats: Any, for_integers: Any) -> Callable[[Register, Any], Register]:
+    """An operator of two registers, or of one and a constant."""
+
+    def apply(a: Register, b: Any) -> Register:
+        return Register((for_floats if a.is_float else for_integers)(a.value, a.like(b)))
+
+    return apply
+
+
+def _comparison(for_floats: Any, for_integers: Any) -> Callable[[Register, Any], Register]:
+    """Likewise; the result is a predicate."""
+
+    def apply(a: Register, b: Any) -> Register:
+        compare, predicate = (arith.cmpf, for_floats) if a.is_float else (arith.cmpi, for_integers)
+        return Register(compare(predicate, a.value, a.like(b)))
+
+    return apply
+
+
 class Register:
     """A value of one thread: i32, f32 or a predicate. Numbers of Python become constants of its type."""
 
     def __init__(self, value: ir.Value) -> None:
+        """Of a value."""
         self.value = value
 
     @property
@@ -48,52 +65,21 @@ class Register:
             return other.value
         return utils.c(float(other) if self.is_float else int(other), self.value.type)
 
-    def _binary(self, for_floats: Any, for_integers: Any, other: Any) -> Register:
-        return Register((for_floats if self.is_float else for_integers)(self.value, self.like(other)))
+    def __truediv__(self, other: Register) -> Register:
+        """Of f32, to some 22 bits."""
+        found: Register = _assembly("div.full.f32 $0, $1, $2;", ir.F32Type.get(), self, other)
+        return found
 
-    def _compare(self, for_floats: Any, for_integers: Any, other: Any) -> Register:
-        compare, predicate = (arith.cmpf, for_floats) if self.is_float else (arith.cmpi, for_integers)
-        return Register(compare(predicate, self.value, self.like(other)))
-
-    def __add__(self, other: Any) -> Register:
-        return self._binary(arith.addf, arith.addi, other)
-
-    def __sub__(self, other: Any) -> Register:
-        return self._binary(arith.subf, arith.subi, other)
-
-    def __mul__(self, other: Any) -> Register:
-        return self._binary(arith.mulf, arith.muli, other)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __rsub__(self, other: Any) -> Register:
-        return Register(self.like(other)) - self
-
-    def __truediv__(self, other: Any) -> Register:
-        return _assembly("div.full.f32 $0, $1, $2;", ir.F32Type.get(), self, other)
-
-    def __and__(self, other: Any) -> Register:
-        return self._binary(None, arith.andi, other)
-
-    def __xor__(self, other: Any) -> Register:
-        return self._binary(None, arith.xori, other)
-
-    def __lshift__(self, other: Any) -> Register:
-        return self._binary(None, arith.shli, other)
-
-    def __rshift__(self, other: Any) -> Register:
-        """Of what is not negative."""
-        return self._binary(None, arith.shrui, other)
-
-    def __gt__(self, other: Any) -> Register:
-        return self._compare(arith.CmpFPredicate.OGT, arith.CmpIPredicate.sgt, other)
-
-    def __ge__(self, other: Any) -> Register:
-        return self._compare(arith.CmpFPredicate.OGE, arith.CmpIPredicate.sge, other)
-
-    def __eq__(self, other: Any) -> Register:  # type: ignore[override]
-        return self._compare(arith.CmpFPredicate.OEQ, arith.CmpIPredicate.eq, other)
-
+    __add__ = __radd__ = _arithmetic(arith.addf, arith.addi)
+    __mul__ = __rmul__ = _arithmetic(arith.mulf, arith.muli)
+    __sub__ = _arithmetic(arith.subf, arith.subi)
+    __and__ = _arithmetic(None, arith.andi)
+    __xor__ = _arithmetic(None, arith.xori)
+    __lshift__ = _arithmetic(None, arith.shli)
+    __rshift__ = _arithmetic(None, arith.shrui)  # of what is not negative
+    __gt__ = _comparison(arith.CmpFPredicate.OGT, arith.CmpIPredicate.sgt)
+    __ge__ = _comparison(arith.CmpFPredicate.OGE, arith.CmpIPredicate.sge)
+    __eq__ = _comparison(arith.CmpFPredicate.OEQ, arith.CmpIPredicate.eq)  # type: ignore[assignment]
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -113,6 +99,7 @@ class MosaicThreads:
     """A thread: its place in the warpgroup, and what it can do. Words are i32."""
 
     def __init__(self) -> None:
+        """The one that executes."""
         thread = Register(arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x)))
         self.lane = thread & 31
         self.warp = (thread >> 5) & 3
@@ -201,7 +188,7 @@ class MosaicThreads:
         return Register(nvvm.shfl_sync(mask, x.value, place, clamp, kind))
 
     def transpose(self, x: Register) -> Register:
-        """Of 8 x 8 halves: lane 4 g + t gives row g, columns 2 t and + 1, and has column g, rows 2 t and + 1."""
+        """Of 8 x 8 halves: of row g columns 2 t and + 1 become, of column g, rows 2 t and + 1."""
         return _assembly("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", _i32(), x, of_warp=True)
 
     def multiply_add(self, a: list[Register], b: list[Register], c: list[Any]) -> list[Register]:
@@ -280,7 +267,7 @@ def run_threads(
       result: dtype and number of the registers that come back, as one such array; None: nothing does.
     """
     splat = plgpu.Layout.WG_SPLAT(())
-    arg_types = [plgpu.RefType(transforms) for _, transforms in refs]
+    arg_types: list[Any] = [plgpu.RefType(transforms) for _, transforms in refs]
     arg_types += [splat] * len(scalars) + [LAYOUT] * len(registers)
     return_type = None
     if result is not None:

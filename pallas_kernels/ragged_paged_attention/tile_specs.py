@@ -185,7 +185,7 @@ def _check_blocks(blocks: BlockSizes, group: int, row: Backend) -> None:
 
 
 def _check_byte_classes(blocks: BlockSizes, row: Backend, page_size: int, kv_dtype: str | None) -> None:
-    """Of the back end's own classes those for bytes serve these pages, and the others no bytes."""
+    """Of the classes that are Mosaic's, those for bytes serve these pages, and the others no bytes."""
     for tile_class in blocks.classes:
         if kv_dtype is not None and tile_class.mosaic:
             raise AttentionArgumentError("blocks", tile_class, f"cannot read pages of {kv_dtype}")
@@ -195,7 +195,7 @@ def _check_byte_classes(blocks: BlockSizes, row: Backend, page_size: int, kv_dty
         is_known = tile_class.rows in (8, 16) and tile_class.block_kv in (64, 128) and sizes[2] in (1, 2, 3)
         if not (row.has_mosaic_tiles and kv_dtype is not None and is_known and page_size in BYTE_PAGE_SIZES):
             limit = (
-                "a class for bytes needs backend pallas_mosaic_gpu, a kv_dtype, 8 or 16 rows, 64 or 128 keys, "
-                f"up to 3 pairs, and pages of {BYTE_PAGE_SIZES}"
+                "a class for bytes needs backend pallas_mosaic_gpu, a kv_dtype, 8 or 16 rows, 64 or 128 "
+                f"keys, up to 3 pairs, and pages of {BYTE_PAGE_SIZES}"
             )
             raise AttentionArgumentError("blocks", sizes, limit)

@@ -143,7 +143,7 @@ def block_variants(case: Case, dtype: str, backend: str, kv_dtype: str | None = 
 
 
 def describe(blocks: BlockSizes) -> str:
-    """rows x block_kv, warps, stages, least split, programs, of every class; M: of the Mosaic kernel, B: of that for bytes."""
+    """rows x block_kv, warps, stages, least split, programs, of every class; M: Mosaic, B: for bytes."""
     return " ".join(
         ("M" if c.mosaic else "B" if c.in_bytes else "")
         + f"{c.rows}x{c.block_kv}w{c.num_warps}s{c.num_stages}/{c.min_split_kv}/{c.target_programs}"

@@ -56,7 +56,7 @@ def test_every_code_becomes_its_number(kv_dtype: str) -> None:
 def test_the_fragments_are_those_of_a_product() -> None:
     """As PTX has them for mma.m16n8k16, written out element by element."""
     rng = np.random.default_rng(0)
-    a, b = rng.standard_normal((4, 16, 16)).astype(np.float16), rng.standard_normal((4, 16, 8)).astype(np.float16)
+    a, b = (rng.standard_normal((4, 16, n)).astype(np.float16) for n in (16, 8))
     c = rng.standard_normal((4, 16, 8)).astype(np.float32)
     fragments: dict[str, np.ndarray] = {
         "a": np.zeros((4, 128, 2), np.float16), "b": np.zeros((2, 128, 2), np.float16),
@@ -107,7 +107,7 @@ def test_swizzled_loads_meet_no_bank_twice() -> None:
 def attend(
     shape: lanes.LaneShape, q: np.ndarray, stored: list[Stored], first: int, position: int, kv_end: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of bfloat16, of float32, and log-sum-exps; keys and values [num_blocks * block_kv, 128] of a range."""
+    """Rows of bfloat16, of float32, and log-sum-exps, over keys and values [num_blocks * block_kv, 128]."""
     num_rows, page = lanes.TILE_ROWS * shape.num_tiles, shape.page_size
     numbers = jnp.int32(position), jnp.int32(kv_end)
     queries = lanes.load_queries(THREADS, shape, Memory(jnp.asarray(q, jnp.bfloat16)), *numbers)

@@ -235,9 +235,7 @@ def test_byte_kernel(heads: Heads, page_size: int, kv_dtype: str, blocks: str) -
     )  # fmt: skip
     assert spec.blocks.classes[0].in_bytes
     attend = jax.jit(
-        lambda b, tiles: ragged_paged_attention(
-            *b, sm_scale=SCALE, metadata=(spec, tiles), kv_dtype=kv_dtype
-        )
+        lambda b, tiles: ragged_paged_attention(*b, sm_scale=SCALE, metadata=(spec, tiles), kv_dtype=kv_dtype)
     )
     for seed in range(2):
         rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""The Mosaic kernel for pages in 8 bits in interpret mode against the dense reference, races and barriers too."""
+"""The Mosaic kernel for pages in 8 bits, interpreted, against the dense reference, and what it serves."""
 
 from __future__ import annotations
 

@@ -277,9 +277,7 @@ def test_what_does_not_fit_is_named():
         ("float16", 128, "dtype = 'float16': for pages of int8 pallas_mosaic_gpu serves"),
     ):
         with pytest.raises(AttentionArgumentError, match=reason):
-            tile_spec(
-                **sizes, head_dim=head_dim, dtype=dtype, backend="pallas_mosaic_gpu", kv_dtype="int8"
-            )
+            tile_spec(**sizes, head_dim=head_dim, dtype=dtype, backend="pallas_mosaic_gpu", kv_dtype="int8")
     new = jnp.zeros((1, 2, 32))
     with pytest.raises(AttentionArgumentError, match=r"kv_pages.shape = .*pages of 16 tokens"):
         write_kv(batch.kv_pages, new, new, jnp.zeros(1, jnp.int32), page_size=16)
