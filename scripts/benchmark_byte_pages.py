@@ -47,11 +47,17 @@ MOSAIC, TRITON = "pallas_mosaic_gpu", "pallas_triton"
 _DTYPE = "bfloat16"
 _UNROLLED, _ROUNDS = 8, 8
 _DEFAULT = byte_class(8, 128, 2, 3, 256, 264)
-# What is tried on the main case, without a class for prompts.
-_VARIANTS = (
-    _DEFAULT, byte_class(8, 64, 2, 6, 256, 264), byte_class(8, 64, 3, 3, 256, 396),
-    byte_class(8, 128, 1, 6, 256, 132), byte_class(8, 128, 2, 2, 256, 264),
-)  # fmt: skip
+# What is tried, without a class for prompts.
+_VARIANTS = {
+    MAIN: (
+        _DEFAULT, byte_class(8, 64, 2, 6, 256, 264), byte_class(8, 64, 3, 3, 256, 396),
+        byte_class(8, 128, 1, 6, 256, 132), byte_class(8, 128, 2, 2, 256, 264),
+    ),
+    "decode_1x1024_gqa10": (byte_class(8, 128, 2, 3, 128, 528), byte_class(8, 64, 2, 6, 64, 528)),
+    "decode_32x1024_gqa10": (
+        _DEFAULT, byte_class(8, 128, 2, 3, 256, 528), byte_class(8, 64, 2, 6, 128, 1056),
+    ),
+}  # fmt: skip
 
 
 class Entry(NamedTuple):
@@ -80,10 +86,8 @@ def entries_of(case_name: str, kv_dtype: str) -> list[Entry]:
 
     found = [entry(f"{kv_dtype} triton", inputs, TRITON), entry(f"{kv_dtype} default", inputs, MOSAIC)]
     found.append(entry(f"{_DTYPE} auto", plain, "auto"))
-    if case_name in (MAIN, OTHERS[0], OTHERS[1]):
-        found.append(entry(f"{kv_dtype} alone", inputs, MOSAIC, _sizes(_DEFAULT)))
+    found += [entry(f"{kv_dtype} tried", inputs, MOSAIC, _sizes(c)) for c in _VARIANTS.get(case_name, ())]
     if case_name == MAIN:
-        found += [entry(f"{kv_dtype} tried", inputs, MOSAIC, _sizes(c)) for c in _VARIANTS[1:]]
         found.append(_kernel_alone("kernel alone", inputs, _DEFAULT))
         found.append(_kernel_alone("fetch alone", inputs, byte_class(8, 128, 2, 3, 255, 264)))
     return found

@@ -23,7 +23,9 @@ from pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     tile_spec,
 )
+from pallas_kernels.ragged_paged_attention.metadata import build_tiles_traced
 from pallas_kernels.ragged_paged_attention.shapes import Heads
+from pallas_kernels.ragged_paged_attention.tile_lists import MERGE_CLASS_ROWS, MERGE_FIRST_ROW, MERGE_TOKEN
 from tests.kernels.batches import assert_equals_reference, make_batch, stored
 from tests.kernels.cross_lower import lower_for_cuda
 
@@ -156,3 +158,22 @@ def test_lowers_for_an_h200(heads: Heads, page_size: int, kv_dtype: str, blocks:
     text = lower_for_cuda(attend, q, pool, *(shape(size, jnp.int32) for size in sizes))
     assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == 1
     assert text.count("xla.gpu.triton") == len(spec.blocks.classes)
+
+
+def test_tiles_of_eight_rows_have_a_merge_each() -> None:
+    """Half of what a merge adds up; on the host and in a jit."""
+    classes = (byte_class(8, 64, 2, 6, 64, 80), TileClass(64, 32, 4, 2, 64, 8))
+    spec = tile_spec(**SERVED | {"num_tokens": 64, "max_num_seqs": 8}, blocks=BlockSizes(classes))
+    q_lens, kv_lens = np.array([1, 2, 1, 9, 1, 0, 1]), np.array([500, 300, 64, 90, 1000, 7, 1, 0], np.int32)
+    cu_q_lens = np.concatenate([[0], np.cumsum(q_lens), [15]]).astype(np.int32)
+    batch = cu_q_lens, kv_lens, np.array([7], np.int32)
+    tiles = build_tiles(spec, *batch)
+    num_classes = len(classes)
+    merges = tiles[spec.tiles_offset(num_classes) :][: 8 * tiles[num_classes]].reshape(-1, 8)
+    assert len(merges) == 3 and (merges[:, MERGE_CLASS_ROWS] == 8).all()
+    assert (merges[:, MERGE_FIRST_ROW] == 0).all() and set(merges[:, MERGE_TOKEN]) == {0, 1, 13}
+    traced = np.asarray(jax.jit(lambda *batch: build_tiles_traced(spec, *batch))(*batch))
+    np.testing.assert_array_equal(traced[:8], tiles[:8])
+    for index in range(num_classes + 1):
+        first, count = spec.tiles_offset(index), 8 * tiles[index]
+        np.testing.assert_array_equal(traced[first : first + count], tiles[first : first + count])
