@@ -221,6 +221,7 @@ BYTE_BLOCKS = {
         (Heads(20, 5, 128), 32, "float8_e4m3fn", "sixteen_rows"),
         (Heads(20, 5, 128), 32, "int8", "split"),
     ],
+    ids=lambda value: f"group{value.num_q_heads // value.num_kv_heads}" if isinstance(value, Heads) else None,
 )
 def test_byte_kernel(heads: Heads, page_size: int, kv_dtype: str, blocks: str) -> None:
     """Decoding and a few tokens at once; every answer three times, as the same bits."""
