@@ -121,9 +121,9 @@ class InterpretedThreads:
     def barrier(self) -> None:
         """Nothing to wait for."""
 
-    def load_codes(self, ref: Any, key: Any, chunk: Any) -> list[Any]:
+    def load_codes(self, ref: Any, key: Any, which: int, chunk: Any) -> list[Any]:
         """Of a block as it is, without swizzling."""
-        return self.load_words(ref, key * HEAD_DIM + chunk * 16)
+        return self.load_words(ref, (key * 2 + which) * HEAD_DIM + chunk * 16)
 
     def load_words(self, ref: Any, start: Any) -> list[Any]:
         """Four."""

@@ -9,21 +9,23 @@ for between them before. Products are m16n8k16 of float16 with keys, and head el
 scores are S^T[keys, queries] = K Q^T, sums are O^T[elements, queries] += V^T P^T. A query tile is 8 rows, or
 16, which is no more than a decoding row's heads, and codes are operand A, from 16 contiguous bytes of a row.
 
-With lane = 4 g + t (g < 8, t < 4), and keys counted within the warp's part of a block:
+With lane = 4 g + t (g < 8, t < 4), keys counted within the warp's part of a block, and p = `key_of`:
 
 | what | where |
 |---|---|
-| Q^T, step s | query g, elements 32 t + 4 s ... + 3: a contraction may go in any order, if both sides agree |
-| K | keys 16 i + g and + 8, the same elements: bytes 32 t ... 32 t + 31 |
-| S^T, P^T | keys 16 i + 8 h + g, queries 2 t + e |
-| P^T as operand B | keys 16 i + 8 h + 2 t + e, query g: a transposition of 8 x 8 within the warp |
-| V^T | keys 16 i + 8 h + 2 t + e, elements 16 g ... 16 g + 15, of which 2 j and 2 j + 1 in product j |
+| Q^T | query g, elements 16 t ... + 15 and as many from 64 + 16 t: a contraction may go in any order |
+| K | keys 16 i + p(g) and + 8, the same elements: two chunks of 16 bytes, a word for each step |
+| S^T, P^T | keys 16 i + 8 h + p(g), queries 2 t + e |
+| P^T as operand B | keys 16 i + 8 h + p(2 t + e), query g: a transposition of 8 x 8 within the warp |
+| V^T | the same keys, elements 16 g ... 16 g + 15, of which 2 j and 2 j + 1 in product j |
 | O^T | elements 16 g + 2 j + h, queries 2 t + e |
 
+A key and its value are neighbours, in pages as in shared memory, which is swizzled by 128 bytes: rows four
+apart have their chunks in the same order. With p, eight lanes that load together meet all banks.
+
 Codes are exact as float16. A query row becomes float16 after division by the power of two of its largest
-magnitude, exactly but for what is 2^-14 of that and less. Weights come as exp2(score + log2(value's scale)),
-so that what multiplies codes never exceeds one, whatever the scales are; sums of plain weights, with the same
-reference, make the denominator.
+magnitude, exactly but for what is 2^-14 of that and less. Weights come as exp2(score + log2(value's scale)):
+what multiplies codes is at most one. Sums of plain weights, less the same maximum, are the denominator.
 """
 
 from __future__ import annotations
@@ -88,9 +90,15 @@ class LaneShape:
         return self.num_tiles * (_SUM_REGISTERS + _ROW_REGISTERS)
 
 
-def slot_of(key: Any, chunk: Any) -> Any:
-    """The byte of a block where 16 of a key's bytes lie, in shared memory that is swizzled by 128 bytes."""
-    return key * HEAD_DIM + ((chunk ^ (key & 7)) << 4)
+def key_of(g: Any) -> Any:
+    """Of eight keys that in row g of a product: 0, 6, 1, 7, 2, 4, 3, 5."""
+    return (g >> 1) ^ ((g & 1) * 6)
+
+
+def slot_of(key: Any, which: int, chunk: Any) -> Any:
+    """The byte of a block where a chunk of a key lies, or (which = 1) of its value, in swizzled memory."""
+    row = key * 2 + which
+    return row * HEAD_DIM + ((chunk ^ (row & 7)) << 4)
 
 
 def empty_sums(shape: LaneShape) -> list[float]:
@@ -111,8 +119,8 @@ def load_queries(threads: Any, shape: LaneShape, queries: Any, position: Any, kv
     """
     operands, rest = [], []
     for n in range(shape.num_tiles):
-        start = (TILE_ROWS * n + threads.g) * (2 * HEAD_DIM) + threads.t * 64
-        words = [word for c in range(4) for word in threads.load_words(queries, start + 16 * c)]
+        start = (TILE_ROWS * n + threads.g) * (2 * HEAD_DIM) + threads.t * 32
+        words = [word for c in (0, 16, 128, 144) for word in threads.load_words(queries, start + c)]
         pairs = [(threads.as_float(w << 16), threads.as_float(w & -(1 << 16))) for w in words]
         largest = _pairwise(threads.maximum, [threads.magnitude(x) for pair in pairs for x in pair])
         for distance in (1, 2):
@@ -131,8 +139,7 @@ def load_queries(threads: Any, shape: LaneShape, queries: Any, position: Any, kv
 def add_block(
     threads: Any,
     shape: LaneShape,
-    keys: Any,
-    values: Any,
+    codes: Any,
     scales: Any,
     first_key: Any,
     queries: Registers,
@@ -145,8 +152,7 @@ def add_block(
     Args:
       threads: what computes.
       shape: sizes.
-      keys: i8[block_kv, 128] in shared memory.
-      values: i8[block_kv, 128] in shared memory.
+      codes: i8[block_kv, 256] in shared memory, of each key, then of its value.
       scales: i8[pages, 256] in shared memory.
       first_key: of the block.
       queries: as `load_queries` returned them.
@@ -158,7 +164,7 @@ def add_block(
     state = [sums[rows + _ROW_REGISTERS * n :][:_ROW_REGISTERS] for n in tiles]
     begin = threads.warp * shape.warp_keys
     key_scales, value_scales = _scales(threads, shape, scales, begin)
-    products = _scores(threads, shape, keys, begin, queries)
+    products = _scores(threads, shape, codes, begin, queries)
     weights = []
     for n in tiles:
         factors = _of_queries(shape, queries, n)
@@ -170,7 +176,7 @@ def add_block(
                 score = products[n][place // 2][2 * (place % 2) + e] * key_scales[place] * factor
                 pair = [score, score + value_scales[place]]
                 if masked:
-                    is_hidden = first_key + begin + (threads.g + 8 * place) > last_key
+                    is_hidden = first_key + begin + (key_of(threads.g) + 8 * place) > last_key
                     pair = [threads.select(is_hidden, _MASKED, x) for x in pair]
                 scores.append(pair)
             m, total = state[n][e], state[n][2 + e]
@@ -180,10 +186,9 @@ def add_block(
                 acc[n][j] = acc[n][j] * alpha
         packed = [threads.pack_halves(a, b) for a, b in zip(*columns, strict=True)]
         weights.append([threads.transpose(pair) for pair in packed])
-    # A weight of zero does not silence a code that is no number.
-    silenced = masked and shape.kv_dtype != "int8"
-    last_key = _last_key(threads, shape, queries) - first_key if silenced else None
-    _add_values(threads, shape, values, begin, weights, acc, last_key)
+    can_be_nan = masked and shape.kv_dtype != "int8"  # a weight of zero does not silence such a code
+    last_key = _last_key(threads, shape, queries) - first_key if can_be_nan else None
+    _add_values(threads, shape, codes, begin, weights, acc, last_key)
     return [x for part in (*acc, *state) for x in part]
 
 
@@ -213,23 +218,22 @@ def _scales(threads: Any, shape: LaneShape, scales: Any, begin: Any) -> tuple[Re
         found.append(threads.as_float(threads.permute_bytes(low, high, 0x4011)))
     found[1] = threads.log2(threads.maximum(found[1], _LEAST_SCALE))
     places = range(2 * shape.key_tiles)
-    of_keys, of_values = [[threads.shuffle(x, threads.g + 8 * p) for p in places] for x in found]
+    of_keys, of_values = [[threads.shuffle(x, key_of(threads.g) + 8 * p) for p in places] for x in found]
     return of_keys, of_values
 
 
 def _scores(
-    threads: Any, shape: LaneShape, keys: Any, begin: Any, queries: Registers
+    threads: Any, shape: LaneShape, codes: Any, begin: Any, queries: Registers
 ) -> list[list[Registers]]:
-    """Products by query tile and tile of 16 keys, without scales: keys g and + 8, queries 2 t and + 1."""
+    """Products by query tile and tile of 16 keys, without scales: keys p(g) and + 8, queries 2 t and + 1."""
     found: list[list[Registers]] = [[] for _ in range(shape.num_tiles)]
     for i in range(shape.key_tiles):
         rows = []
         for h in range(2):
-            key = begin + threads.g + (16 * i + 8 * h)
-            words = [w for c in range(2) for w in threads.load_codes(keys, key, threads.t * 2 + c)]
+            key = begin + key_of(threads.g) + (16 * i + 8 * h)
+            words = [w for c in (0, 4) for w in threads.load_codes(codes, key, 0, threads.t + c)]
             rows.append([_halves(threads, shape, word) for word in words])
-        # Two chains, the shorter.
-        chains = [[[0.0] * 4 for _ in range(2)] for _ in range(shape.num_tiles)]
+        chains = [[[0.0] * 4 for _ in range(2)] for _ in range(shape.num_tiles)]  # two, the shorter
         for s in range(_STEPS):
             operand = [rows[0][s][0], rows[1][s][0], rows[0][s][1], rows[1][s][1]]
             for n in range(shape.num_tiles):
@@ -258,7 +262,7 @@ def _weigh(threads: Any, scores: list[Registers], m: Any, total: Any) -> tuple[R
 def _add_values(
     threads: Any,
     shape: LaneShape,
-    values: Any,
+    codes: Any,
     begin: Any,
     weights: list[Registers],
     acc: list[Registers],
@@ -266,16 +270,15 @@ def _add_values(
 ) -> None:
     """Adds weighted values to `acc`, in place; of keys of the block past `last_key`, if given, as zeros."""
     for i in range(shape.key_tiles):
-        rows = []
+        rows: list[list[Registers]] = []
         for h in range(2):
-            pair = []
+            rows.append([])
             for e in range(2):
-                key = begin + threads.t * 2 + (16 * i + 8 * h + e)
-                words = threads.load_codes(values, key, threads.g)
+                key = begin + key_of(threads.t * 2 + e) + (16 * i + 8 * h)
+                words = threads.load_codes(codes, key, 1, threads.g)
                 if last_key is not None:
                     words = [threads.select(key > last_key, 0, word) for word in words]
-                pair.append(words)
-            rows.append(pair)
+                rows[-1].append(words)
         for j in range(4):  # of 4 bytes
             parts = []
             for one, other in rows:
@@ -301,13 +304,7 @@ def _halves(threads: Any, shape: LaneShape, word: Any) -> Registers:
 
 
 def finish(
-    threads: Any,
-    shape: LaneShape,
-    rows: Any,
-    slabs: Any,
-    result: Any,
-    lse: Any,
-    sums: Registers,
+    threads: Any, shape: LaneShape, rows: Any, slabs: Any, result: Any, lse: Any, sums: Registers
 ) -> None:
     """Merges the warps' sums: attention of a tile's rows, in three places of shared memory.
 

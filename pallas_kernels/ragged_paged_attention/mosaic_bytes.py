@@ -50,8 +50,7 @@ class _Shared(NamedTuple):
     """References to shared memory, and the barriers over it, each for all pairs."""
 
     q: Any  # bf16[2 * pairs, rows, 128]: an item's result leaves through its queries' own
-    k: Any  # i8[pairs * num_stages, block_kv, 128]
-    v: Any
+    kv: Any  # i8[pairs * num_stages, block_kv, 256]: keys, and their values beside them
     scales: Any  # i8[pairs * num_stages, pages_per_block, 256]
     rows: Any  # f32[pairs, 4, 2, rows]
     slabs: Any  # f32[pairs, 2, rows, 128]
@@ -67,21 +66,20 @@ def byte_attention_of(launch: Launch, out_type: Any) -> Callable[..., Any]:
     """The kernel of a class, as a function of `Inputs`; `out_type` stands for those that are not given."""
     pairs, tile_class = launch.num_pairs, launch.tile_class
     stages, rows = pairs * tile_class.num_stages, tile_class.rows
-    codes = functools.partial(plgpu.SMEM, (stages, tile_class.block_kv, HEAD_DIM), jnp.int8)
+    kv_shape = (stages, tile_class.block_kv, 2 * HEAD_DIM)
     kernel = plgpu.kernel(
         functools.partial(_kernel, launch=launch),
         out_type=out_type,
         scratch_types=_Shared(
             q=plgpu.SMEM((2 * pairs, rows, HEAD_DIM), launch.dtype),
-            k=codes(transforms=_CODES),
-            v=codes(transforms=_CODES),
+            kv=plgpu.SMEM(kv_shape, jnp.int8, transforms=_CODES),
             scales=plgpu.SMEM((stages, launch.pages_per_block, 2 * HEAD_DIM), jnp.int8),
             rows=plgpu.SMEM((pairs, NUM_WARPS, 2, rows), jnp.float32),
             slabs=plgpu.SMEM((pairs, 2, rows, HEAD_DIM), jnp.float32),
             lse=plgpu.SMEM((pairs, _LSE_STRIDE), jnp.float32),
             q_ready=plgpu.Barrier(num_arrivals=launch.tile_tokens, num_barriers=2 * pairs),
             q_free=plgpu.Barrier(num_barriers=2 * pairs),
-            ready=plgpu.Barrier(num_arrivals=3 * launch.pages_per_block, num_barriers=stages),
+            ready=plgpu.Barrier(num_arrivals=2 * launch.pages_per_block, num_barriers=stages),
             free=plgpu.Barrier(num_barriers=stages),
         )._asdict(),
         grid=(mosaic_launch.NUM_PROGRAMS,),
@@ -177,20 +175,16 @@ class _Pair(NamedTuple):
             )
 
     def fetch_pages(self, item: Item, stage: Any, ids: tuple[Any, ...]) -> None:
-        """Codes of keys and of values, and the scales of both, page by page."""
-        page_size, head = self.launch.spec.page_size, item.head * (2 * HEAD_DIM)
+        """Codes of keys and values, and the scales of both, page by page."""
+        page_size, columns = self.launch.spec.page_size, pl.ds(item.head * (2 * HEAD_DIM), 2 * HEAD_DIM)
         shared, ready = self.shared, self.shared.ready.at[stage]
         plgpu.barrier_wait(shared.free.at[stage])
         for p, page in enumerate(ids):
             first = page * self.launch.spec.page_rows(HEAD_DIM)
-            kv, tokens = self.inputs.kv, pl.ds(p * page_size, page_size)
-            rows = pl.ds(first, page_size)
-            for smem, column in ((shared.k, head), (shared.v, head + HEAD_DIM)):
-                plgpu.copy_gmem_to_smem(kv.at[rows, pl.ds(column, HEAD_DIM)], smem.at[stage, tokens], ready)
+            tokens, scales = self.inputs.kv.at[pl.ds(first, page_size), columns], pl.ds(first + page_size, 1)
+            plgpu.copy_gmem_to_smem(tokens, shared.kv.at[stage, pl.ds(p * page_size, page_size)], ready)
             plgpu.copy_gmem_to_smem(
-                kv.at[pl.ds(first + page_size, 1), pl.ds(head, 2 * HEAD_DIM)],
-                shared.scales.at[stage, pl.ds(p, 1)],
-                ready,
+                self.inputs.kv.at[scales, columns], shared.scales.at[stage, pl.ds(p, 1)], ready
             )
 
     def compute(self) -> None:
@@ -230,8 +224,8 @@ class _Pair(NamedTuple):
                 lambda threads, refs, numbers, lists: add_block(
                     threads, shape, *refs, *numbers, *lists, masked=masked
                 ),
-                [shared.k.at[stage], shared.v.at[stage], shared.scales.at[stage]], [first_key],
-                [queries, sums], (jnp.float32, shape.num_sum_registers), num_blocks=2,
+                [shared.kv.at[stage], shared.scales.at[stage]], [first_key], [queries, sums],
+                (jnp.float32, shape.num_sum_registers), has_codes=True,
             )  # fmt: skip
             if self.launch.interpret:
                 # The detector of races wants a fence between plain reads and a later copy to that place. The
@@ -255,13 +249,13 @@ class _Pair(NamedTuple):
         registers: list[Any] | None = None,
         result: Any | None = None,
         *,
-        num_blocks: int = 0,
+        has_codes: bool = False,
     ) -> Any:
-        """See `run_threads`; the first `num_blocks` references are of codes."""
+        """See `run_threads`; `has_codes`: the first reference is of codes."""
         refs, scalars, registers = refs or [], scalars or [], registers or []
         if self.launch.interpret:
             return run_interpreted(program, refs, scalars, registers, result)
-        typed = [(ref, _CODES if i < num_blocks else ()) for i, ref in enumerate(refs)]
+        typed = [(ref, _CODES if has_codes and i == 0 else ()) for i, ref in enumerate(refs)]
         return run_threads(program, typed, scalars, registers, result)
 
     def store(self, item: Item, buffer: Any) -> None:

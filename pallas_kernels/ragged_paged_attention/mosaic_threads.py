@@ -208,9 +208,9 @@ class MosaicThreads:
 
     # Shared memory, at bytes, at f32 or at words counted from its begin.
 
-    def load_codes(self, ref: Any, key: Any, chunk: Any) -> list[Register]:
-        """Four words of a swizzled block: 16 bytes of a key."""
-        return self.load_words(ref, slot_of(key, chunk))
+    def load_codes(self, ref: Any, key: Any, which: int, chunk: Any) -> list[Register]:
+        """Four words of a swizzled block: 16 bytes of a key or, where `which` is 1, of its value."""
+        return self.load_words(ref, slot_of(key, which, chunk))
 
     def load_words(self, ref: Any, start: Register) -> list[Register]:
         """Four, from a byte that is a multiple of 16."""

@@ -93,15 +93,19 @@ def test_swizzled_loads_meet_no_bank_twice() -> None:
     """Eight lanes at a time read 16 bytes each: all 32 banks, for keys and for values."""
     lane = np.arange(32)
     t, g = lane % 4, lane // 4
-    for key, chunk in [(g, 2 * t), (g + 8, 2 * t + 1), (2 * t, g), (2 * t + 1, g), (2 * t + 9, g)]:
-        slots = lanes.slot_of(key, chunk)
+    row, first, second = lanes.key_of(g), lanes.key_of(2 * t), lanes.key_of(2 * t + 1)
+    assert sorted(row[::4]) == list(range(8)) and sorted({*first, *second}) == list(range(8))
+    cases = [(row, 0, t), (row + 8, 0, t + 4), (first, 1, g), (second, 1, g), (second + 8, 1, g)]
+    for key, which, chunk in cases:
+        slots = lanes.slot_of(key, which, chunk)
         assert (slots % 16 == 0).all() and len(set(slots)) == 32
         for first in range(0, 32, 8):
             assert len(set(slots[first : first + 8] % 128)) == 8
     # What TMA does: bits 4 to 6 of an address are those of the chunk, changed by bits 7 to 9.
     plain = np.arange(64)[:, None] * 128 + np.arange(8) * 16
     swizzled = plain ^ ((plain >> 7 & 7) << 4)
-    np.testing.assert_array_equal(lanes.slot_of(np.arange(64)[:, None], np.arange(8)), swizzled)
+    rows = [lanes.slot_of(np.arange(32)[:, None], which, np.arange(8)) for which in range(2)]
+    np.testing.assert_array_equal(np.stack(rows, axis=1).reshape(64, 8), swizzled)
 
 
 def attend(
@@ -119,10 +123,10 @@ def attend(
         for which in range(2):
             high, low = (np.asarray(x).reshape(-1, page) for x in scale_bytes(stored[which].scales[keys]))
             scales[:, which, :page], scales[:, which, page : 2 * page] = high, low
-        blocks = [Memory(part.codes[keys]) for part in stored]
+        codes = Memory(jnp.concatenate([part.codes[keys] for part in stored], axis=1))
         last = first + (block + 1) * shape.block_kv
         sums = lanes.add_block(
-            THREADS, shape, *blocks, Memory(scales.reshape(-1, 256)), jnp.int32(first + keys.start), queries,
+            THREADS, shape, codes, Memory(scales.reshape(-1, 256)), jnp.int32(first + keys.start), queries,
             sums, masked=last > min(position + 1, kv_end),
         )  # fmt: skip
     rows, slabs = Memory(jnp.zeros((4, 2, num_rows))), Memory(jnp.full((2, num_rows, 128), jnp.nan))
