@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -122,6 +122,16 @@ def lowered(entry: Entry) -> Any:
         mosaic_bytes.add_block = original
 
 
+def compiling(pool: ThreadPoolExecutor, entry: Entry) -> Future[Any]:
+    """What it compiles to, at some time, or why it does not."""
+    try:
+        return pool.submit(lowered(entry).compile)
+    except Exception as error:  # said with its turn
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return failed
+
+
 def _no_arithmetic(*args: Any, masked: bool) -> Any:
     return args[-1]
 
@@ -155,7 +165,7 @@ def main() -> int:
     for case in FLAGS.cases:
         entries, answers = entries_of(case, FLAGS.kv_dtype), dict[str, jax.Array]()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            futures = [pool.submit(lowered(entry).compile) for entry in entries]
+            futures = [compiling(pool, entry) for entry in entries]
             for entry, future in zip(entries, futures, strict=True):
                 try:
                     results.append(measure(entry, future.result(), answers))
