@@ -30,6 +30,14 @@ def any_device(device: jax.Device) -> None:
     """No limit."""
 
 
+class ByteLimits(NamedTuple):
+    """Of a back end that reads pages in 8 bits by a kernel of their own; as in `Backend`."""
+
+    dtypes: tuple[str, ...]
+    head_dims: tuple[int, ...]
+    groups: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Backend:
     """A row of the table.
@@ -42,6 +50,7 @@ class Backend:
       head_dims: elements of a head that it serves; None: any.
       groups: query heads per KV head that it serves; None: any.
       kv_dtypes: that pages may be stored as, beside the model's dtype.
+      byte_limits: what else it serves where they are; None: the same.
       instead: what to do about what it does not serve.
       has_tiles: it takes tile lists.
       has_mosaic_tiles: some of its tile classes may be Mosaic's.
@@ -57,6 +66,7 @@ class Backend:
     head_dims: tuple[int, ...] | None = None
     groups: tuple[int, ...] | None = None
     kv_dtypes: tuple[str, ...] = KV_DTYPES
+    byte_limits: ByteLimits | None = None
     instead: str = ""
     has_tiles: bool = False
     has_mosaic_tiles: bool = False
@@ -77,7 +87,7 @@ _ROWS = (
         dtypes=("bfloat16", "float16"),
         head_dims=(64, 128),
         groups=(1, 2, 4, 8, 16),
-        kv_dtypes=(),  # its products take operands of 16 bits from shared memory, as they came
+        byte_limits=ByteLimits(("bfloat16",), (128,), tuple(range(1, 17))),
         instead="use backend 'pallas_triton' or 'xla'",
         has_tiles=True,
         has_mosaic_tiles=True,
@@ -233,13 +243,18 @@ def heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError |
         package = row.package.replace("_", "-")
         limit = f"needs the package {package}, which the extra {row.extra!r} of pensieve-jax installs"
         return AttentionArgumentError("backend", backend, limit)
-    if (dtype := jnp.dtype(heads.dtype).name) not in row.dtypes:
-        return AttentionArgumentError("dtype", dtype, f"{backend} serves {row.dtypes}; {row.instead}")
-    if row.head_dims is not None and heads.head_dim not in row.head_dims:
-        limit = f"{backend} serves {row.head_dims}; pad the heads or {row.instead}"
+    dtypes, head_dims, groups = row.dtypes, row.head_dims, row.groups
+    serves = f"{backend} serves"
+    if heads.kv_dtype is not None and row.byte_limits is not None:
+        dtypes, head_dims, groups = row.byte_limits
+        serves = f"for pages of {heads.kv_dtype} {serves}"
+    if (dtype := jnp.dtype(heads.dtype).name) not in dtypes:
+        return AttentionArgumentError("dtype", dtype, f"{serves} {dtypes}; {row.instead}")
+    if head_dims is not None and heads.head_dim not in head_dims:
+        limit = f"{serves} {head_dims}; pad the heads or {row.instead}"
         return AttentionArgumentError("head_dim", heads.head_dim, limit)
-    if row.groups is not None and heads.group not in row.groups:
-        limit = f"{backend} serves {_numbers(row.groups)} query heads per KV head; {row.instead}"
+    if groups is not None and heads.group not in groups:
+        limit = f"{serves} {_numbers(groups)} query heads per KV head; {row.instead}"
         return AttentionArgumentError("num_q_heads / num_kv_heads", heads.group, limit)
     if heads.kv_dtype is not None and heads.kv_dtype not in row.kv_dtypes:
         served = " or ".join(["the queries' dtype", *row.kv_dtypes])

@@ -14,7 +14,7 @@ class TileClass:
     """One size of query tile, and how its kernel is compiled and its key ranges are split.
 
     Attributes:
-      rows: rows of the query tile, tokens times grouped heads; a power of two from 16.
+      rows: rows of the query tile, tokens times grouped heads; a power of two from 16, or 8 `in_bytes`.
       block_kv: keys per iteration; a power of two from 16.
       num_warps: warps of a program.
       num_stages: depth of the software pipeline.
@@ -22,6 +22,7 @@ class TileClass:
       target_programs: programs, over all KV heads, beyond which splitting further gains nothing.
       whole_loop: blocks that every query sees whole take a loop of their own, without masks.
       mosaic: its kernel is the Mosaic one, and its rows lie head by head (see `mosaic_class`).
+      in_bytes: its kernel is the Mosaic one for pages in 8 bits (see `byte_class`).
     """
 
     rows: int
@@ -32,6 +33,7 @@ class TileClass:
     target_programs: int
     whole_loop: bool = True
     mosaic: bool = False
+    in_bytes: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,23 @@ def mosaic_class(
     return TileClass(rows, block_kv, num_warps, num_stages, min_split_kv, target_programs, mosaic=True)
 
 
+def byte_class(
+    rows: int, block_kv: int, num_pairs: int, num_stages: int, min_split_kv: int, target_programs: int
+) -> TileClass:
+    """A class of the Mosaic kernel for pages in 8 bits; shared memory holds the stages of all pairs.
+
+    Args:
+      rows: 8 or 16.
+      block_kv: keys per iteration, 64 or 128.
+      num_pairs: of warpgroups in a program, one of which fetches and one computes; 1 to 3.
+      num_stages: blocks of a pair in shared memory.
+      min_split_kv: as in `TileClass`.
+      target_programs: as in `TileClass`; here the items that a fixed number of pairs shares.
+    """
+    sizes = (rows, block_kv, 8 * num_pairs, num_stages, min_split_kv, target_programs)
+    return TileClass(*sizes, in_bytes=True)
+
+
 # Steps that are left to Triton: of so few tokens, or with fewer decoding tiles than two for each program.
 _MOSAIC_HARDLY_ANY_TOKENS, _MOSAIC_MIN_TILES = 16, 264
 # Query tokens of a step up to which the smaller Mosaic class serves prompts as well.
@@ -80,13 +99,14 @@ def default_block_sizes(
     head_dim: int,
     itemsize: int,
     mosaic: bool = False,
+    in_bytes: bool = False,
 ) -> BlockSizes:
     """The measured choice for a step of this shape.
 
     Small tiles serve decoding and a few tokens at once, and are bound by memory; large ones serve prompts and
     are bound by arithmetic. A step with very few tokens has small tiles only and saves a launch. Where
     `mosaic` is set, the Mosaic kernel takes both, but for steps with hardly any tokens; in small steps its
-    small tiles do for short prompts.
+    small tiles do for short prompts. Where `in_bytes` is set as well, it takes decoding alone.
     """
     group = num_q_heads // num_kv_heads
     small_rows = max(16, _power_of_two(group))
@@ -105,7 +125,9 @@ def default_block_sizes(
         whole_loop=True,
     )
     enough = num_tokens > _MOSAIC_HARDLY_ANY_TOKENS and num_tokens * num_kv_heads >= _MOSAIC_MIN_TILES
-    if mosaic and enough:
+    if mosaic and in_bytes and enough and small_rows == max(16, _power_of_two(group)):
+        return _byte_block_sizes(group, num_tokens)
+    if mosaic and enough and not in_bytes:
         # One computing warpgroup and three blocks each of 128 keys and values, or two and two: what shared
         # memory holds. Two items for each program: a prompt of 2048 tokens has enough of them whole, and four
         # for each, evener, cost it more in merges than they saved (docs/log.md).
@@ -113,16 +135,30 @@ def default_block_sizes(
         return BlockSizes((few,) if num_tokens <= _MOSAIC_FEW_TOKENS else (few, many))
     if num_tokens * group <= 4 * small_rows or small_rows >= 128:
         return BlockSizes((small,))
-    large_rows = max(128 if head_dim <= 128 else 64, 2 * small_rows)
-    large = TileClass(
-        rows=large_rows,
+    return BlockSizes((small, _large(max(128 if head_dim <= 128 else 64, 2 * small_rows), head_dim, 528)))
+
+
+def _large(rows: int, head_dim: int, target_programs: int) -> TileClass:
+    """Triton's class for prompts."""
+    return TileClass(
+        rows=rows,
         block_kv=64 if head_dim <= 128 else 32,  # two or three blocks of K and V must fit shared memory
-        num_warps=8 if large_rows >= 128 else 4,
+        num_warps=8 if rows >= 128 else 4,
         num_stages=3 if head_dim <= 128 else 2,
         min_split_kv=1024,
-        target_programs=528,
+        target_programs=target_programs,
     )
-    return BlockSizes((small, large))
+
+
+def _byte_block_sizes(group: int, num_tokens: int) -> BlockSizes:
+    """Decoding by the Mosaic kernel, in what two pairs' shared memory holds, and prompts by Triton's.
+
+    Triton's part is launched whether or not there is a prompt, with a program for each tile that there may
+    be: in small steps these are fewer, and smaller.
+    """
+    small = byte_class(8, 128, 2, 3, 256, 264) if group <= 8 else byte_class(16, 64, 2, 5, 256, 264)
+    is_small_step = num_tokens <= _MOSAIC_FEW_TOKENS
+    return BlockSizes((small, _large(64, 128, 132) if is_small_step else _large(128, 128, 528)))
 
 
 def _float32_block_sizes(rows: int, head_dim: int) -> BlockSizes:

@@ -40,7 +40,7 @@ def write_kv(
         and is dropped; the others must differ from each other and not be negative.
       page_size: tokens of a page; None: all its rows are tokens'.
       kv_dtype: what pages hold; None: the pool's dtype.
-      backend: of the attention that reads them: a kernel of "pallas_triton" writes int8.
+      backend: of the attention that reads them; a kernel writes int8 where that is one of Pallas'.
       interpret: run that without a GPU, slowly.
 
     Returns:
@@ -61,7 +61,7 @@ def write_kv(
             raise AttentionArgumentError(
                 f"{name}.shape", value.shape, f"must be {expected} for these pages and slots"
             )
-    if kv_dtype == "int8" and backend == "pallas_triton":
+    if kv_dtype == "int8" and backend in ("pallas_triton", "pallas_mosaic_gpu"):
         # Imported late: upstream calls this back end deprecated, and only its own file may depend on it.
         from pallas_kernels.ragged_paged_attention.triton_kv_write import triton_write_kv
 

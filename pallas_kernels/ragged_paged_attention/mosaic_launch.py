@@ -65,6 +65,16 @@ class Launch:
         return self.tile_class.rows // WARPGROUP_ROWS
 
     @property
+    def num_pairs(self) -> int:
+        """Of a program, each with items of its own; see `mosaic_bytes`."""
+        return self.tile_class.num_warps // 8 if self.tile_class.in_bytes else 1
+
+    @property
+    def num_programs(self) -> int:
+        """Among which the items are shared out."""
+        return NUM_PROGRAMS * self.num_pairs
+
+    @property
     def tile_tokens(self) -> int:
         """Query tokens of a whole tile."""
         return self.spec.tile_tokens(self.tile_class)
@@ -159,14 +169,14 @@ def for_each_item(launch: Launch, inputs: Inputs, program: Any, body: ItemBody) 
     Tiles come widest first, those of prompts row by row, and are dealt in alternating directions: every
     program gets about the same work.
     """
-    spec = launch.spec
+    spec, num_programs = launch.spec, launch.num_programs
     num_items = inputs.tiles[launch.index] * spec.num_kv_heads
 
     def place(i: Any) -> Any:
-        return jnp.where(lax.rem(i, 2) == 0, program, NUM_PROGRAMS - 1 - program)
+        return jnp.where(lax.rem(i, 2) == 0, program, num_programs - 1 - program)
 
     def step(i: Any, blocks_before: Any) -> Any:
-        index = i * NUM_PROGRAMS + place(i)
+        index = i * num_programs + place(i)
         tile = lax.div(index, spec.num_kv_heads)
         first = spec.tiles_offset(launch.index) + tile * NUM_FIELDS
         fields = (ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT)
@@ -174,8 +184,21 @@ def for_each_item(launch: Launch, inputs: Inputs, program: Any, body: ItemBody) 
         body(i, item, blocks_before)
         return blocks_before + item.num_blocks(launch)
 
-    num_rounds = lax.div(num_items, NUM_PROGRAMS)
-    one_more = place(num_rounds) < lax.rem(num_items, NUM_PROGRAMS)
+    num_rounds = lax.div(num_items, num_programs)
+    one_more = place(num_rounds) < lax.rem(num_items, num_programs)
     count = num_rounds + one_more.astype(jnp.int32)
     lax.fori_loop(0, count, step, jnp.int32(0))
     return count
+
+
+def page_ids(launch: Launch, inputs: Inputs, item: Item, block: Any) -> tuple[Any, ...]:
+    """Pages of a block of the item's range.
+
+    Columns stay inside the range: an id behind it may be anything, and "before the first block" is asked for
+    at the end of a loop. So the last page is repeated where the range ends inside a block.
+    """
+    page_size = launch.spec.page_size
+    begin = lax.div(item.kv_begin, page_size) + block * launch.pages_per_block
+    last = lax.div(jnp.maximum(item.kv_end - 1, 0), page_size)
+    columns = [jnp.clip(begin + p, 0, last) for p in range(launch.pages_per_block)]
+    return tuple(inputs.pages[item.row * launch.pages_per_seq + column] for column in columns)

@@ -21,12 +21,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ragged_paged_attention import mosaic_launch
+from pallas_kernels.ragged_paged_attention.mosaic_bytes import byte_attention_of
 from pallas_kernels.ragged_paged_attention.mosaic_compute import compute
 from pallas_kernels.ragged_paged_attention.mosaic_launch import (
     COLUMNS,
@@ -35,6 +35,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_launch import (
     Launch,
     Shared,
     for_each_item,
+    page_ids,
 )
 from pallas_kernels.ragged_paged_attention.tile_specs import WARPGROUP_ROWS, TileSpec, result_shapes
 
@@ -59,7 +60,7 @@ def mosaic_attention(
     sm_scale: float,
     interpret: bool,
 ) -> list[jax.Array]:
-    """Attention over the tiles of every `mosaic` class; none: nothing.
+    """Attention over the tiles of every class marked `mosaic` or `in_bytes`; none: nothing.
 
     Arguments as in `api.ragged_paged_attention`, already checked; `tiles` is i32[spec.tiles_len].
 
@@ -73,13 +74,14 @@ def mosaic_attention(
     inputs = (tiles, page_indices.reshape(-1), q, flat_kv)
     buffers: list[jax.Array] = []
     for index, tile_class in enumerate(spec.blocks.classes):
-        if not tile_class.mosaic:
+        if not (tile_class.mosaic or tile_class.in_bytes):
             continue
         scale = sm_scale * math.log2(math.e)
         launch = Launch(spec, index, page_indices.shape[1], head_dim, scale, q.dtype, interpret)
         # A class writes its own rows only; the second goes on in the buffers of the first.
         refs = [jax.new_ref(buffer) for buffer in buffers]
-        outputs = _attention_of(launch, () if refs else result_shapes(spec, q))(*inputs, *refs)
+        kernel_of = byte_attention_of if tile_class.in_bytes else _attention_of
+        outputs = kernel_of(launch, () if refs else result_shapes(spec, q))(*inputs, *refs)
         buffers = [jax.freeze(ref) for ref in refs] or list(outputs)
     return buffers
 
@@ -154,11 +156,11 @@ def _fetch(launch: Launch, inputs: Inputs, shared: Shared, program: Any) -> None
 
     def fetch_item(i: Any, item: Item, blocks_before: Any) -> None:
         num_blocks = item.num_blocks(launch)
-        ids = _page_ids(launch, inputs, item, num_blocks - 1)
+        ids = page_ids(launch, inputs, item, num_blocks - 1)
         _fetch_queries(launch, inputs, shared, item, lax.rem(i, 2))
 
         def fetch_block(n: Any, ids: tuple[Any, ...]) -> tuple[Any, ...]:
-            next_ids = _page_ids(launch, inputs, item, num_blocks - 2 - n)
+            next_ids = page_ids(launch, inputs, item, num_blocks - 2 - n)
             _fetch_pages(launch, inputs, shared, item, launch.stage_of(blocks_before + n), ids)
             return next_ids
 
@@ -170,19 +172,6 @@ def _fetch(launch: Launch, inputs: Inputs, shared: Shared, program: Any) -> None
     for stage in range(launch.tile_class.num_stages):
         plgpu.barrier_wait(shared.k_free.at[stage])
         plgpu.barrier_wait(shared.v_free.at[stage])
-
-
-def _page_ids(launch: Launch, inputs: Inputs, item: Item, block: Any) -> tuple[Any, ...]:
-    """Pages of a block of the item's range.
-
-    Columns stay inside the range: an id behind it may be anything, and "before the first block" is asked for
-    at the end of a loop. So the last page is repeated where the range ends inside a block.
-    """
-    page_size = launch.spec.page_size
-    begin = lax.div(item.kv_begin, page_size) + block * launch.pages_per_block
-    last = lax.div(jnp.maximum(item.kv_end - 1, 0), page_size)
-    columns = [jnp.clip(begin + p, 0, last) for p in range(launch.pages_per_block)]
-    return tuple(inputs.pages[item.row * launch.pages_per_seq + column] for column in columns)
 
 
 def _fetch_queries(launch: Launch, inputs: Inputs, shared: Shared, item: Item, buffer: Any) -> None:

@@ -1,7 +1,7 @@
 """Ragged paged attention through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
 
 Owns: two kernels' bodies and their launches: attention over the tiles of one class, once per class that is
-not `mosaic`, and the merge of the split key ranges of all. Does not know how tiles are chosen (`tile_lists`).
+not Mosaic's, and the merge of the split key ranges of all. Does not know how tiles are chosen (`tile_lists`).
 Called by: `api`. Upstream has deprecated this back end: see `triton_parts` for who imports from it.
 
 One program serves one tile and one KV head. The query heads of that KV head and the tile's tokens fold into
@@ -82,7 +82,7 @@ def triton_attention(
     if buffers:
         buffers = [buffers[0].reshape(flat_q.shape), *buffers[1:]]
     for index, tile_class in enumerate(spec.blocks.classes):
-        if tile_class.mosaic:
+        if tile_class.mosaic or tile_class.in_bytes:
             continue
         kernel = functools.partial(
             _attention_kernel, spec=spec, index=index, pages_per_seq=page_indices.shape[1],

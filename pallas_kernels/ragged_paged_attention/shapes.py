@@ -64,7 +64,9 @@ CASES: dict[str, Case] = {
     for case in (
         _uniform("decode_64x4096_gqa10", 64, 1, 4096, GQA10),
         _uniform("decode_128x1024_gqa10", 128, 1, 1024, GQA10),
+        _uniform("decode_1x1024_gqa10", 1, 1, 1024, GQA10),
         _uniform("decode_32x1024_gqa10", 32, 1, 1024, GQA10),
+        _uniform("decode_180x1024_gqa10", 180, 1, 1024, GQA10),
         _uniform("decode_32x4096_mha40", 32, 1, 4096, MHA40),
         _uniform("decode_128x4096_gqa8", 128, 1, 4096, GQA8),
         _uniform("decode_1x4096_gqa10", 1, 1, 4096, GQA10),

@@ -117,7 +117,7 @@ def _class_lists(
     tiles = _table(xp, [kv_begin, kv_begin + width.take(order), slot], q_tiles.take(tile, axis=0))
     # Merges: one per MERGE_ROWS query rows of a split tile.
     blocks = (num_slots > 0) * -(-(num_tokens * spec.group) // MERGE_ROWS)
-    size = spec.max_num_slots[index] // 2 * (tile_class.rows // MERGE_ROWS) if fixed else None
+    size = spec.max_num_slots[index] // 2 * -(-tile_class.rows // MERGE_ROWS) if fixed else None
     num_merges, tile, part = _expand(xp, blocks, size)
     if not fixed and not num_merges:
         return num_tiles, tiles, 0, _table(xp, [part])

@@ -27,6 +27,7 @@ from pallas_kernels.ragged_paged_attention.page_formats import num_scale_rows
 
 NUM_FIELDS = 8  # i32 of a tile or a merge; `tile_lists` names them
 WARPGROUP_ROWS = 64  # that one computing warpgroup of a Mosaic kernel serves
+BYTE_PAGE_SIZES = (32, 64)  # that a Mosaic kernel reads: one row of a page holds its scales
 HEADER_LEN = 8  # counts of tiles, class by class, then of merges
 
 
@@ -95,7 +96,7 @@ class TileSpec:
     def max_num_merges(self) -> int:
         """Entries of the merge list: a split tile has at least two slots."""
         return sum(
-            slots // 2 * (c.rows // MERGE_ROWS)
+            slots // 2 * -(-c.rows // MERGE_ROWS)
             for slots, c in zip(self.max_num_slots, self.blocks.classes, strict=True)
         )
 
@@ -155,20 +156,23 @@ def make_tile_spec(
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             itemsize=jnp.dtype(dtype).itemsize,
-            mosaic=row.has_mosaic_tiles,
+            mosaic=row.has_mosaic_tiles and (kv_dtype is None or page_size in BYTE_PAGE_SIZES),
+            in_bytes=kv_dtype is not None,
         )
     group = num_q_heads // num_kv_heads
     if row.has_tiles:
         _check_blocks(blocks, group, row)
+        _check_byte_classes(blocks, row, page_size, kv_dtype)
     return TileSpec(num_tokens, max_num_seqs, group, num_kv_heads, page_size, backend, blocks, kv_dtype)
 
 
 def _check_blocks(blocks: BlockSizes, group: int, row: Backend) -> None:
     rows = [tile_class.rows for tile_class in blocks.classes]
-    if not rows or rows != sorted(set(rows)) or rows[0] < max(group, MERGE_ROWS):
-        limit = f"tile rows must ascend from {max(group, MERGE_ROWS)} or more, for {group} heads per KV head"
+    least = max(group, 8 if blocks.classes and blocks.classes[0].in_bytes else MERGE_ROWS)
+    if not rows or rows != sorted(set(rows)) or rows[0] < least:
+        limit = f"tile rows must ascend from {least} or more, for {group} heads per KV head"
         raise AttentionArgumentError("blocks", rows, limit)
-    for value in rows + [tile_class.block_kv for tile_class in blocks.classes]:
+    for value in rows[1:] + [tile_class.block_kv for tile_class in blocks.classes] + [max(rows[0], 16)]:
         if value < 16 or value & (value - 1):
             raise AttentionArgumentError("blocks", value, "rows and block_kv must be powers of two from 16")
     if [c.mosaic for c in blocks.classes] != sorted(c.mosaic for c in blocks.classes):
@@ -177,4 +181,21 @@ def _check_blocks(blocks: BlockSizes, group: int, row: Backend) -> None:
         sizes = (tile_class.rows, tile_class.block_kv)
         if tile_class.mosaic and not (row.has_mosaic_tiles and {*sizes} <= {64, 128}):
             limit = "a mosaic class needs backend pallas_mosaic_gpu, and 64 or 128 rows and keys"
+            raise AttentionArgumentError("blocks", sizes, limit)
+
+
+def _check_byte_classes(blocks: BlockSizes, row: Backend, page_size: int, kv_dtype: str | None) -> None:
+    """Of the classes that are Mosaic's, those for bytes serve these pages, and the others no bytes."""
+    for tile_class in blocks.classes:
+        if kv_dtype is not None and tile_class.mosaic:
+            raise AttentionArgumentError("blocks", tile_class, f"cannot read pages of {kv_dtype}")
+        if not tile_class.in_bytes:
+            continue
+        sizes = (tile_class.rows, tile_class.block_kv, tile_class.num_warps // 8)
+        is_known = tile_class.rows in (8, 16) and tile_class.block_kv in (64, 128) and sizes[2] in (1, 2, 3)
+        if not (row.has_mosaic_tiles and kv_dtype is not None and is_known and page_size in BYTE_PAGE_SIZES):
+            limit = (
+                "a class for bytes needs backend pallas_mosaic_gpu, a kv_dtype, 8 or 16 rows, 64 or 128 "
+                f"keys, up to 3 pairs, and pages of {BYTE_PAGE_SIZES}"
+            )
             raise AttentionArgumentError("blocks", sizes, limit)

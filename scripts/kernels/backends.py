@@ -21,6 +21,7 @@ from pallas_kernels.ragged_paged_attention import (
     TileClass,
     TileSpec,
     build_tiles,
+    byte_class,
     device_limit,
     mosaic_class,
     ragged_paged_attention,
@@ -49,6 +50,11 @@ _LARGE_SWEEP = (
 _MOSAIC_SMALL_SWEEP = (
     (64, 128, 3, 256, 264), (64, 64, 5, 256, 264), (64, 128, 3, 256, 132), (64, 64, 6, 256, 264),
     (64, 128, 3, 256, 528), (64, 128, 2, 256, 264),
+)  # fmt: skip
+# rows, block_kv, num_pairs, num_stages, min_split_kv, target_programs; then without a class for prompts
+_BYTE_SWEEP = (
+    (8, 64, 2, 6, 256, 264), (8, 64, 3, 3, 256, 396), (8, 128, 1, 6, 256, 132), (8, 128, 2, 2, 256, 264),
+    (8, 128, 2, 3, 256, 528), (16, 64, 2, 5, 256, 264),
 )  # fmt: skip
 _MOSAIC_LARGE_SWEEP = (
     (128, 128, 2, 1024, 264), (128, 64, 4, 1024, 264), (128, 64, 5, 1024, 264), (128, 64, 3, 1024, 264),
@@ -123,7 +129,10 @@ def block_variants(case: Case, dtype: str, backend: str, kv_dtype: str | None = 
         return
     mostly_short = max(q_len for q_len, _ in case.rows) * spec.group <= 32
     tried_classes = [TileClass(*values) for values in (_SMALL_SWEEP if mostly_short else _LARGE_SWEEP)]
-    if TABLE[spec.backend].has_mosaic_tiles:
+    if default[0].in_bytes and mostly_short:
+        tried_classes = [byte_class(*values) for values in _BYTE_SWEEP]
+        yield BlockSizes(default[:1])
+    elif TABLE[spec.backend].has_mosaic_tiles and kv_dtype is None:
         sweep = _MOSAIC_SMALL_SWEEP if mostly_short else _MOSAIC_LARGE_SWEEP
         tried_classes = [mosaic_class(*values) for values in sweep]
     for tried in tried_classes:
@@ -134,9 +143,9 @@ def block_variants(case: Case, dtype: str, backend: str, kv_dtype: str | None = 
 
 
 def describe(blocks: BlockSizes) -> str:
-    """rows x block_kv, warps, stages, least split, programs, of every class; M: of the Mosaic kernel."""
+    """rows x block_kv, warps, stages, least split, programs, of every class; M: Mosaic, B: for bytes."""
     return " ".join(
-        ("M" if c.mosaic else "")
+        ("M" if c.mosaic else "B" if c.in_bytes else "")
         + f"{c.rows}x{c.block_kv}w{c.num_warps}s{c.num_stages}/{c.min_split_kv}/{c.target_programs}"
         + ("" if c.whole_loop else "m")
         for c in blocks.classes

@@ -100,7 +100,7 @@ class Expected(NamedTuple):
     def difference(self, out: jax.Array) -> float:
         """The larger of the two largest differences; NaN if anything is not a number."""
         pairs = ((out, self.whole), (out[self.tokens], self.dense))
-        return float(np.max([_largest_difference(a, b) for a, b in pairs]))
+        return float(np.max([largest_difference(a, b) for a, b in pairs]))
 
 
 def make_inputs(case: Case, dtype: str, seed: int, kv_dtype: str | None = None) -> Inputs:
@@ -175,7 +175,7 @@ def expected_answer(inputs: Inputs) -> Expected:
         )
 
     whole = attend(inputs.q, inputs.pool, *inputs.rows)
-    tokens, dense = _dense_answer(inputs, int(inputs.kv_lens.argmax()))
+    tokens, dense = dense_answer(inputs, int(inputs.kv_lens.argmax()))
     expected = Expected(whole, tokens, dense)
     difference = expected.difference(whole)
     if not difference < TOLERANCE[whole.dtype.name]:
@@ -183,7 +183,7 @@ def expected_answer(inputs: Inputs) -> Expected:
     return expected
 
 
-def _dense_answer(inputs: Inputs, row: int) -> tuple[slice, np.ndarray]:
+def dense_answer(inputs: Inputs, row: int) -> tuple[slice, np.ndarray]:
     """The last tokens of a row, and the dense reference's answer to them."""
     end = int(inputs.cu_q_lens[row + 1])
     tokens = slice(max(int(inputs.cu_q_lens[row]), end - _MAX_DENSE_TOKENS), end)
@@ -203,7 +203,7 @@ def _dense_answer(inputs: Inputs, row: int) -> tuple[slice, np.ndarray]:
 
 
 @jax.jit
-def _largest_difference(a: jax.Array, b: jax.Array) -> jax.Array:
+def largest_difference(a: jax.Array, b: jax.Array) -> jax.Array:
     """Absolute for small and relative for large values; NaN if any of them is not a number."""
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     difference = jnp.abs(a - b) / jnp.maximum(1, jnp.abs(b))

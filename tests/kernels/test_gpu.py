@@ -16,6 +16,7 @@ from pallas_kernels.ragged_paged_attention import (
     BlockSizes,
     TileClass,
     build_tiles,
+    byte_class,
     mosaic_class,
     page_shape,
     ragged_paged_attention,
@@ -193,6 +194,65 @@ def test_pages_in_8_bits(kv_dtype: str, dtype: str) -> None:
         batch = stored(make_batch(rng, rows, heads, page_size=32, dtype=dtype), kv_dtype)
         out = jax.jit(lambda b: ragged_paged_attention(*b, sm_scale=SCALE, kv_dtype=kv_dtype))(batch)
         assert_equals_reference(out, batch, SCALE, page_size=32, kv_dtype=kv_dtype)
+
+
+# Two pairs as by default, one and three, blocks of 64 keys, tiles of 16 rows, and everything split.
+BYTE_BLOCKS = {
+    "default": None,
+    "one_pair": (byte_class(8, 128, 1, 6, 256, 132), TileClass(64, 64, 4, 3, 1024, 132)),
+    "three_pairs": (byte_class(8, 64, 3, 3, 256, 396), TileClass(64, 64, 4, 3, 1024, 132)),
+    "sixteen_rows": (byte_class(16, 64, 2, 5, 256, 264),),
+    "split": (byte_class(8, 64, 2, 6, 64, 8192),),
+}
+
+
+@pytest.mark.parametrize(
+    ("heads", "page_size", "kv_dtype", "blocks"),
+    [
+        (Heads(20, 5, 128), 32, "int8", "default"),
+        (Heads(20, 5, 128), 32, "float8_e4m3fn", "default"),
+        (Heads(5, 5, 128), 64, "int8", "default"),
+        (Heads(25, 5, 128), 32, "int8", "default"),
+        (Heads(40, 5, 128), 64, "float8_e4m3fn", "default"),
+        (Heads(80, 5, 128), 32, "int8", "default"),
+        (Heads(80, 5, 128), 64, "float8_e4m3fn", "default"),
+        (Heads(20, 5, 128), 64, "int8", "one_pair"),
+        (Heads(20, 5, 128), 32, "int8", "three_pairs"),
+        (Heads(20, 5, 128), 32, "float8_e4m3fn", "sixteen_rows"),
+        (Heads(20, 5, 128), 32, "int8", "split"),
+    ],
+    ids=lambda value: f"group{value.num_q_heads // value.num_kv_heads}" if isinstance(value, Heads) else None,
+)
+def test_byte_kernel(heads: Heads, page_size: int, kv_dtype: str, blocks: str) -> None:
+    """Decoding and a few tokens at once; every answer three times, as the same bits."""
+    if limit := mosaic_device_limit(jax.devices()[0]):
+        pytest.skip(limit)
+    room = Room(num_tokens=64, max_num_seqs=64, pages_per_seq=2560 // page_size, num_pages=16384 // page_size)
+    classes = BYTE_BLOCKS[blocks]
+    spec = tile_spec(
+        num_tokens=64, max_num_seqs=64, num_q_heads=heads.num_q_heads, num_kv_heads=heads.num_kv_heads,
+        head_dim=128, page_size=page_size, dtype="bfloat16", backend="pallas_mosaic_gpu", kv_dtype=kv_dtype,
+        blocks=None if classes is None else BlockSizes(classes),
+    )  # fmt: skip
+    assert spec.blocks.classes[0].in_bytes
+    attend = jax.jit(
+        lambda b, tiles: ragged_paged_attention(*b, sm_scale=SCALE, metadata=(spec, tiles), kv_dtype=kv_dtype)
+    )
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        lens = [1, 2, 31, 32, 33, 64, 127, 128, 129, 255, 256, 257, 1024, 2500, *rng.integers(1, 900, 10)]
+        rows = [(1, int(length)) for length in lens] + [(2, 2), (2, 700), (9, 130), (0, 40)]
+        rng.shuffle(rows)
+        batch = make_batch(rng, rows, heads, page_size=page_size, dtype="bfloat16", room=room)
+        batch = stored(batch, kv_dtype)
+        tiles = build_tiles(spec, batch.cu_q_lens, batch.kv_lens, batch.num_seqs)
+        first = np.asarray(attend(batch, tiles))
+        try:
+            assert_equals_reference(first, batch, SCALE, page_size=page_size, kv_dtype=kv_dtype)
+            for _ in range(2):
+                np.testing.assert_array_equal(np.asarray(attend(batch, tiles)), first)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
 
 
 def test_int8_is_written_as_by_xla() -> None:

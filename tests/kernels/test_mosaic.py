@@ -140,25 +140,35 @@ def test_device_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "head_dim", "expected"),
+    ("capability", "dtype", "head_dim", "expected", "kv_dtype"),
     [
-        ("9.0", "bfloat16", 128, "pallas_mosaic_gpu"),
-        ("9.0", "float32", 128, "pallas_triton"),
-        ("9.0", "bfloat16", 256, "pallas_triton"),
-        ("9.0", "bfloat16", 80, "xla"),
-        ("8.0", "bfloat16", 128, "pallas_triton"),
-        ("10.0", "bfloat16", 128, "pallas_triton"),
-        ("7.5", "bfloat16", 128, "xla"),
+        ("9.0", "bfloat16", 128, "pallas_mosaic_gpu", "int8"),
+        ("9.0", "bfloat16", 128, "pallas_mosaic_gpu", "float8_e4m3fn"),
+        ("9.0", "float16", 128, "pallas_triton", "int8"),
+        ("9.0", "bfloat16", 64, "pallas_triton", "int8"),
+        ("8.0", "bfloat16", 128, "pallas_triton", "int8"),
+        ("9.0", "bfloat16", 128, "pallas_mosaic_gpu", None),
+        ("9.0", "float32", 128, "pallas_triton", None),
+        ("9.0", "bfloat16", 256, "pallas_triton", None),
+        ("9.0", "bfloat16", 80, "xla", None),
+        ("8.0", "bfloat16", 128, "pallas_triton", None),
+        ("10.0", "bfloat16", 128, "pallas_triton", None),
+        ("7.5", "bfloat16", 128, "xla", None),
     ],
 )
 def test_what_auto_would_take(
-    capability: str, dtype: str, head_dim: int, expected: str, monkeypatch: pytest.MonkeyPatch
+    capability: str,
+    dtype: str,
+    head_dim: int,
+    expected: str,
+    kv_dtype: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The Hopper kernel where it serves; see `AUTO_BACKENDS`."""
     monkeypatch.setattr(jax, "devices", lambda: [Device(capability)])
     spec = tile_spec(
         num_tokens=256, max_num_seqs=8, num_q_heads=4, num_kv_heads=2, head_dim=head_dim, page_size=32,
-        dtype=dtype,
+        dtype=dtype, kv_dtype=kv_dtype,
     )  # fmt: skip
     assert spec.backend == expected
 

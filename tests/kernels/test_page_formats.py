@@ -271,11 +271,13 @@ def test_what_does_not_fit_is_named():
         )
     with pytest.raises(AttentionArgumentError, match="kv_dtype = 'int4'"):
         ragged_paged_attention(*batch, sm_scale=1.0, kv_dtype="int4")
-    with pytest.raises(AttentionArgumentError, match="pallas_mosaic_gpu reads the queries' dtype"):
-        tile_spec(
-            num_tokens=64, max_num_seqs=64, num_q_heads=32, num_kv_heads=32, head_dim=128, page_size=32,
-            dtype="bfloat16", backend="pallas_mosaic_gpu", kv_dtype="int8",
-        )  # fmt: skip
+    sizes = {"num_tokens": 64, "max_num_seqs": 64, "num_q_heads": 32, "num_kv_heads": 32, "page_size": 32}
+    for dtype, head_dim, reason in (
+        ("bfloat16", 64, "head_dim = 64: for pages of int8 pallas_mosaic_gpu serves"),
+        ("float16", 128, "dtype = 'float16': for pages of int8 pallas_mosaic_gpu serves"),
+    ):
+        with pytest.raises(AttentionArgumentError, match=reason):
+            tile_spec(**sizes, head_dim=head_dim, dtype=dtype, backend="pallas_mosaic_gpu", kv_dtype="int8")
     new = jnp.zeros((1, 2, 32))
     with pytest.raises(AttentionArgumentError, match=r"kv_pages.shape = .*pages of 16 tokens"):
         write_kv(batch.kv_pages, new, new, jnp.zeros(1, jnp.int32), page_size=16)

@@ -1,0 +1,199 @@
+"""What `mosaic_threads` makes instructions of, computed for all threads of a warpgroup, on any device.
+
+Owns: the meaning of a thread's operations, among them the fragments of matrix products, as arrays with an
+element for each thread. Does not know what is computed. Called by: `mosaic_bytes`, to interpret a kernel.
+
+Here all threads take every step together, so there is nothing to wait for; memory is as the kernel's
+references show it, without swizzling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ragged_paged_attention.mosaic_byte_lanes import HEAD_DIM, NUM_WARPS
+
+_THREADS = 128
+
+
+class InterpretedThreads:
+    """All threads; see `MosaicThreads`, whose methods these are."""
+
+    def __init__(self) -> None:
+        """All of them."""
+        thread = jnp.arange(_THREADS, dtype=jnp.int32)
+        self.lane, self.warp = thread & 31, thread >> 5
+        self.t, self.g = self.lane & 3, self.lane >> 2
+
+    def as_float(self, x: Any) -> Any:
+        """f32."""
+        return jax.lax.bitcast_convert_type(x, jnp.float32)
+
+    def as_int(self, x: Any) -> Any:
+        """i32."""
+        return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+    def magnitude(self, x: Any) -> Any:
+        """Of f32."""
+        return jnp.abs(x)
+
+    def maximum(self, a: Any, b: Any) -> Any:
+        """NaN where either is."""
+        return jnp.maximum(a, b)
+
+    def maximum_int(self, a: Any, b: Any) -> Any:
+        """Of integers."""
+        return jnp.maximum(a, b)
+
+    def minimum_int(self, a: Any, b: Any) -> Any:
+        """Of integers."""
+        return jnp.minimum(a, b)
+
+    def divide(self, a: Any, divisor: int) -> Any:
+        """Of what is not negative."""
+        return jax.lax.div(a, jnp.full_like(a, divisor))
+
+    def select(self, condition: Any, a: Any, b: Any) -> Any:
+        """`a` where it holds."""
+        return jnp.where(condition, a, b)
+
+    def exp2(self, x: Any) -> Any:
+        """Of f32."""
+        return jnp.exp2(x)
+
+    def log2(self, x: Any) -> Any:
+        """Of f32."""
+        return jnp.log2(x)
+
+    def permute_bytes(self, a: Any, b: Any, selector: int) -> Any:
+        """As prmt.b32."""
+        b = jnp.full_like(a, b) if isinstance(b, int) else b
+        places = [selector >> (4 * i) & 7 for i in range(4)]
+        columns = jnp.concatenate([_bytes(a), _bytes(b)], axis=1)
+        return _words(jnp.concatenate([columns[:, i : i + 1] for i in places], axis=1))
+
+    def subtract_halves(self, a: Any, b: int) -> Any:
+        """Of float16 pairs."""
+        return _joined(_halves(a) - _halves(jnp.full_like(a, _signed(b))))
+
+    def halves_of_e4m3(self, word: Any, which: int) -> Any:
+        """Of four e4m3 numbers two."""
+        codes = _bytes(word)[:, 2 * which : 2 * which + 2]
+        return _joined(jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float16))
+
+    def pack_halves(self, low: Any, high: Any) -> Any:
+        """f32 to float16."""
+        return _joined(jnp.stack([low, high], axis=1).astype(jnp.float16))
+
+    def pack_bfloat16(self, low: Any, high: Any) -> Any:
+        """f32 to bfloat16."""
+        return _joined(jnp.stack([low, high], axis=1).astype(jnp.bfloat16))
+
+    def shuffle_xor(self, x: Any, distance: int) -> Any:
+        """Within warps."""
+        return self.shuffle(x, self.lane ^ distance)
+
+    def shuffle(self, x: Any, lane: Any) -> Any:
+        """Within warps."""
+        return x[self.warp * 32 + lane]
+
+    def transpose(self, x: Any) -> Any:
+        """Of [row, column] halves in a warp: lane 4 g + t has row g, columns 2 t and + 1."""
+        matrices = _halves(x).reshape(NUM_WARPS, 8, 8)
+        return _joined(matrices.swapaxes(1, 2).reshape(_THREADS, 2))
+
+    def multiply_add(self, a: list[Any], b: list[Any], c: list[Any]) -> list[Any]:
+        """As mma.m16n8k16: fragments as PTX has them."""
+        # a: rows g, g + 8, g, g + 8, at columns 2 t, 2 t, 2 t + 8, 2 t + 8.
+        parts = [_halves(x).reshape(NUM_WARPS, 8, 8) for x in a]
+        top, bottom = jnp.concatenate(parts[::2], axis=2), jnp.concatenate(parts[1::2], axis=2)
+        left = jnp.concatenate([top, bottom], axis=1).astype(jnp.float32)
+        # b: rows 2 t and 2 t + 8, column g.
+        right = jnp.concatenate([_halves(x).reshape(NUM_WARPS, 8, 8) for x in b], axis=2)
+        found = jnp.einsum("wmk,wnk->wmn", left, right.astype(jnp.float32))
+        sums = found.reshape(NUM_WARPS, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(2, 2, _THREADS)
+        return [x + sums[i // 2, i % 2] for i, x in enumerate(c)]
+
+    def barrier(self) -> None:
+        """Nothing to wait for."""
+
+    def load_codes(self, ref: Any, key: Any, which: int, chunk: Any) -> list[Any]:
+        """Of a block as it is, without swizzling."""
+        return self.load_words(ref, (key * 2 + which) * HEAD_DIM + chunk * 16)
+
+    def load_words(self, ref: Any, start: Any) -> list[Any]:
+        """Four."""
+        words = _words(_flat_bytes(ref[...]).reshape(-1, 4))
+        return [words[(start >> 2) + i] for i in range(4)]
+
+    def load_floats(self, ref: Any, place: Any, count: int) -> list[Any]:
+        """Some."""
+        flat = ref[...].reshape(-1)
+        return [flat[place + i] for i in range(count)]
+
+    def load_byte(self, ref: Any, start: Any) -> Any:
+        """0 to 255."""
+        return _flat_bytes(ref[...])[start].astype(jnp.int32)
+
+    def store_floats(self, ref: Any, place: Any, values: list[Any], condition: Any) -> None:
+        """Where the condition holds."""
+        flat = ref[...].reshape(-1)
+        for i, value in enumerate(values):
+            flat = flat.at[jnp.where(condition, place + i, flat.size)].set(value, mode="drop")
+        ref[...] = flat.reshape(ref.shape)
+
+    def store_words(self, ref: Any, start: Any, values: list[Any], condition: Any) -> None:
+        """Where the condition holds; of 16-bit numbers."""
+        flat = ref[...].reshape(-1)
+        for i, word in enumerate(values):
+            pair = jax.lax.bitcast_convert_type(word, flat.dtype)  # [128, 2]
+            place = jnp.where(condition, jax.lax.div(start, 2) + 2 * i, flat.size)
+            for j in range(2):
+                flat = flat.at[place + j].set(pair[:, j], mode="drop")
+        ref[...] = flat.reshape(ref.shape)
+
+
+def run_interpreted(
+    program: Callable[..., Any], refs: list[Any], scalars: list[Any], registers: list[Any], result: Any | None
+) -> Any:
+    """As `mosaic_threads.run_threads`, of references without transforms."""
+    arrays = [[x[:, i] for i in range(x.shape[1])] for x in registers]
+    found = program(InterpretedThreads(), refs, scalars, arrays)
+    if result is None:
+        return None
+    columns = [jnp.broadcast_to(jnp.asarray(x, result[0]), (_THREADS,)) for x in found]
+    return jnp.stack(columns, axis=1)
+
+
+def _bytes(words: Any) -> Any:
+    """u8[n, 4] of i32[n]."""
+    return jax.lax.bitcast_convert_type(words, jnp.uint8)
+
+
+def _words(parts: Any) -> Any:
+    """i32[n] of u8[n, 4]; not a bitcast, which XLA takes for another one where a bitcast follows."""
+    wide = parts.astype(jnp.int32)
+    return wide[:, 0] | wide[:, 1] << 8 | wide[:, 2] << 16 | wide[:, 3] << 24
+
+
+def _halves(words: Any) -> Any:
+    """float16[n, 2] of i32[n]."""
+    return jax.lax.bitcast_convert_type(words, jnp.float16)
+
+
+def _joined(halves: Any) -> Any:
+    """i32[n] of 16-bit numbers [n, 2]."""
+    return jax.lax.bitcast_convert_type(halves, jnp.int32)
+
+
+def _flat_bytes(array: Any) -> Any:
+    """u8[...] of an array of 8 or 16 bits."""
+    return jax.lax.bitcast_convert_type(array, jnp.uint8).reshape(-1)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word

@@ -1,0 +1,396 @@
+"""What every thread of a computing warpgroup does with pages in 8 bits: the program of one lane.
+
+Owns: which thread holds which query, key, value and sum, how codes become operands, the online softmax, and
+the merge of the four warps' sums. Does not know what a register is: `mosaic_threads` makes instructions of
+these lines, `interpreted_threads` computes them for all lanes on any device. Called by: `mosaic_bytes`.
+
+The four warps share out a block's keys; each has sums of its own until the item ends, and nothing is waited
+for between them before. Products are m16n8k16 of float16 with keys, and head elements, in the long dimension:
+scores are S^T[keys, queries] = K Q^T, sums are O^T[elements, queries] += V^T P^T. A query tile is 8 rows, or
+16, which is no more than a decoding row's heads, and codes are operand A, from 16 contiguous bytes of a row.
+
+With lane = 4 g + t (g < 8, t < 4), keys counted within the warp's part of a block, and p = `key_of`:
+
+| what | where |
+|---|---|
+| Q^T | query g, elements 16 t ... + 15 and as many from 64 + 16 t: a contraction may go in any order |
+| K | keys 16 i + p(g) and + 8, the same elements: two chunks of 16 bytes, a word for each step |
+| S^T, P^T | keys 16 i + 8 h + p(g), queries 2 t + e |
+| P^T as operand B | keys 16 i + 8 h + p(2 t + e), query g: a transposition of 8 x 8 within the warp |
+| V^T | the same keys, elements 16 g ... 16 g + 15, of which 2 j and 2 j + 1 in product j |
+| O^T | elements 16 g + 2 j + h, queries 2 t + e |
+
+A key and its value are neighbours, in pages as in shared memory, which is swizzled by 128 bytes: rows four
+apart have their chunks in the same order. With p, eight lanes that load together meet all banks.
+
+Codes are exact as float16. A query row becomes float16 after division by the power of two of its largest
+magnitude, exactly but for what is 2^-14 of that and less. Weights come as exp2(score + log2(value's scale)):
+what multiplies codes is at most one. Sums of plain weights, less the same maximum, are the denominator.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+HEAD_DIM = 128
+NUM_WARPS = 4
+TILE_ROWS = 8  # queries of one product
+# Hidden scores, and a maximum that lies above them and below all visible ones.
+_MASKED, _NO_MAXIMUM = -1e30, -1e29
+_LEAST_SCALE = 2.0**-100  # of values; less is taken for as much: their codes are zeros or next to nothing
+_STEPS = HEAD_DIM // 16  # of a contraction over elements
+_TILES = HEAD_DIM // 16  # of sums
+_QUERY_REGISTERS, _SUM_REGISTERS, _ROW_REGISTERS = 2 * _STEPS, 4 * _TILES, 4
+_SCALE_BYTES = 2 * HEAD_DIM  # of a page's row of scales: keys', then values'
+
+Registers = list[Any]
+
+
+@dataclass(frozen=True)
+class LaneShape:
+    """What is fixed when the program is made.
+
+    Attributes:
+      kv_dtype: the pages' format.
+      page_size: tokens of a page.
+      group: query heads of a KV head.
+      block_kv: keys of a block.
+      num_tiles: products side by side, of 8 query rows each.
+      scale: factor on scores, for base 2.
+    """
+
+    kv_dtype: str
+    page_size: int
+    group: int
+    block_kv: int
+    num_tiles: int
+    scale: float
+
+    @property
+    def warp_keys(self) -> int:
+        """Keys of a block that one warp has."""
+        return self.block_kv // NUM_WARPS
+
+    @property
+    def key_tiles(self) -> int:
+        """Of 16 keys."""
+        return self.warp_keys // 16
+
+    @property
+    def num_query_registers(self) -> int:
+        """Operands, then for each of a thread's queries its factor and its last key, as bits."""
+        return self.num_tiles * (_QUERY_REGISTERS + 4)
+
+    @property
+    def num_sum_registers(self) -> int:
+        """Sums, then for each of a thread's queries the maximum and the total of weights."""
+        return self.num_tiles * (_SUM_REGISTERS + _ROW_REGISTERS)
+
+
+def key_of(g: Any) -> Any:
+    """Of eight keys that in row g of a product: 0, 6, 1, 7, 2, 4, 3, 5."""
+    return (g >> 1) ^ ((g & 1) * 6)
+
+
+def slot_of(key: Any, which: int, chunk: Any) -> Any:
+    """The byte of a block where a chunk of a key lies, or (which = 1) of its value, in swizzled memory."""
+    row = key * 2 + which
+    return row * HEAD_DIM + ((chunk ^ (row & 7)) << 4)
+
+
+def empty_sums(shape: LaneShape) -> list[float]:
+    """What `add_block` starts with."""
+    sums = [0.0] * (shape.num_tiles * _SUM_REGISTERS)
+    return sums + [_NO_MAXIMUM, _NO_MAXIMUM, 0.0, 0.0] * shape.num_tiles
+
+
+def load_queries(threads: Any, shape: LaneShape, queries: Any, position: Any, kv_end: Any) -> Registers:
+    """i32 registers: operands, factors and last keys of a tile's rows.
+
+    Args:
+      threads: what computes.
+      shape: sizes.
+      queries: bf16[8 * num_tiles, 128] in shared memory; what belongs to no row may be anything.
+      position: of the tile's first token.
+      kv_end: of the item.
+    """
+    operands, rest = [], []
+    for n in range(shape.num_tiles):
+        start = (TILE_ROWS * n + threads.g) * (2 * HEAD_DIM) + threads.t * 32
+        words = [word for c in (0, 16, 128, 144) for word in threads.load_words(queries, start + c)]
+        pairs = [(threads.as_float(w << 16), threads.as_float(w & -(1 << 16))) for w in words]
+        largest = _pairwise(threads.maximum, [threads.magnitude(x) for pair in pairs for x in pair])
+        for distance in (1, 2):
+            largest = threads.maximum(largest, threads.shuffle_xor(largest, distance))
+        exponent = threads.as_int(largest) & 0x7F800000
+        inverse = threads.as_float(exponent * -1 + 0x7F000000)
+        operands += [threads.pack_halves(low * inverse, high * inverse) for low, high in pairs]
+        factor = threads.as_float(exponent) * shape.scale
+        for e in range(2):
+            token = threads.divide(threads.t * 2 + (TILE_ROWS * n + e), shape.group)
+            rest.append(threads.as_int(threads.shuffle(factor, threads.t * 8 + 4 * e)))
+            rest.append(threads.minimum_int(position + token, kv_end - 1))
+    return operands + rest
+
+
+def add_block(
+    threads: Any,
+    shape: LaneShape,
+    codes: Any,
+    scales: Any,
+    first_key: Any,
+    queries: Registers,
+    sums: Registers,
+    *,
+    masked: bool,
+) -> Registers:
+    """Sums with one more block.
+
+    Args:
+      threads: what computes.
+      shape: sizes.
+      codes: i8[block_kv, 256] in shared memory, of each key, then of its value.
+      scales: i8[pages, 256] in shared memory.
+      first_key: of the block.
+      queries: as `load_queries` returned them.
+      sums: f32 registers as `empty_sums` or this returned them.
+      masked: some query may not see all of the block.
+    """
+    tiles, rows = range(shape.num_tiles), shape.num_tiles * _SUM_REGISTERS
+    acc = [sums[_SUM_REGISTERS * n :][:_SUM_REGISTERS] for n in tiles]
+    state = [sums[rows + _ROW_REGISTERS * n :][:_ROW_REGISTERS] for n in tiles]
+    begin = threads.warp * shape.warp_keys
+    key_scales, value_scales = _scales(threads, shape, scales, begin)
+    products = _scores(threads, shape, codes, begin, queries)
+    weights = []
+    for n in tiles:
+        factors = _of_queries(shape, queries, n)
+        columns = []
+        for e in range(2):
+            factor, last_key = threads.as_float(factors[2 * e]), factors[2 * e + 1]
+            scores = []
+            for place in range(2 * shape.key_tiles):
+                score = products[n][place // 2][2 * (place % 2) + e] * key_scales[place] * factor
+                pair = [score, score + value_scales[place]]
+                if masked:
+                    is_hidden = first_key + begin + (key_of(threads.g) + 8 * place) > last_key
+                    pair = [threads.select(is_hidden, _MASKED, x) for x in pair]
+                scores.append(pair)
+            m, total = state[n][e], state[n][2 + e]
+            column, state[n][e], state[n][2 + e], alpha = _weigh(threads, scores, m, total)
+            columns.append(column)
+            for j in range(e, _SUM_REGISTERS, 2):
+                acc[n][j] = acc[n][j] * alpha
+        packed = [threads.pack_halves(a, b) for a, b in zip(*columns, strict=True)]
+        weights.append([threads.transpose(pair) for pair in packed])
+    can_be_nan = masked and shape.kv_dtype != "int8"  # a weight of zero does not silence such a code
+    last_key = _last_key(threads, shape, queries) - first_key if can_be_nan else None
+    _add_values(threads, shape, codes, begin, weights, acc, last_key)
+    return [x for part in (*acc, *state) for x in part]
+
+
+def _last_key(threads: Any, shape: LaneShape, queries: Registers) -> Any:
+    """That any of a tile's queries may see."""
+    found = [_of_queries(shape, queries, n)[which] for n in range(shape.num_tiles) for which in (1, 3)]
+    last = _pairwise(threads.maximum_int, found)
+    for distance in (1, 2):
+        last = threads.maximum_int(last, threads.shuffle_xor(last, distance))
+    return last
+
+
+def _of_queries(shape: LaneShape, queries: Registers, n: int) -> Registers:
+    """Factor and last key of the two queries of a tile that a thread has."""
+    return queries[shape.num_tiles * _QUERY_REGISTERS + 4 * n :][:4]
+
+
+def _scales(threads: Any, shape: LaneShape, scales: Any, begin: Any) -> tuple[Registers, Registers]:
+    """Of a thread's keys: scales of keys, and log2 of scales of values. Each lane reads one key's."""
+    key = begin + (threads.lane & (shape.warp_keys - 1))
+    bits = shape.page_size.bit_length() - 1
+    start = (key >> bits) * _SCALE_BYTES + (key & (shape.page_size - 1))
+    found = []
+    for which in range(2):
+        high = threads.load_byte(scales, start + which * HEAD_DIM)
+        low = threads.load_byte(scales, start + (which * HEAD_DIM + shape.page_size))
+        found.append(threads.as_float(threads.permute_bytes(low, high, 0x4011)))
+    found[1] = threads.log2(threads.maximum(found[1], _LEAST_SCALE))
+    places = range(2 * shape.key_tiles)
+    of_keys, of_values = [[threads.shuffle(x, key_of(threads.g) + 8 * p) for p in places] for x in found]
+    return of_keys, of_values
+
+
+def _scores(
+    threads: Any, shape: LaneShape, codes: Any, begin: Any, queries: Registers
+) -> list[list[Registers]]:
+    """Products by query tile and tile of 16 keys, without scales: keys p(g) and + 8, queries 2 t and + 1."""
+    found: list[list[Registers]] = [[] for _ in range(shape.num_tiles)]
+    for i in range(shape.key_tiles):
+        rows = []
+        for h in range(2):
+            key = begin + key_of(threads.g) + (16 * i + 8 * h)
+            words = [w for c in (0, 4) for w in threads.load_codes(codes, key, 0, threads.t + c)]
+            rows.append([_halves(threads, shape, word) for word in words])
+        chains = [[[0.0] * 4 for _ in range(2)] for _ in range(shape.num_tiles)]  # two, the shorter
+        for s in range(_STEPS):
+            operand = [rows[0][s][0], rows[1][s][0], rows[0][s][1], rows[1][s][1]]
+            for n in range(shape.num_tiles):
+                query = queries[n * _QUERY_REGISTERS + 2 * s :][:2]
+                chains[n][s % 2] = threads.multiply_add(operand, query, chains[n][s % 2])
+        for n in range(shape.num_tiles):
+            found[n].append([a + b for a, b in zip(*chains[n], strict=True)])
+    return found
+
+
+def _weigh(threads: Any, scores: list[Registers], m: Any, total: Any) -> tuple[Registers, Any, Any, Any]:
+    """Weights times values' scales of one query's keys, its new maximum and total, the factor for older sums.
+
+    scores: of each key the score, and the score with its value's scale; maxima are of the latter.
+    """
+    largest = _pairwise(threads.maximum, [scaled for _, scaled in scores])
+    for distance in (4, 8, 16):
+        largest = threads.maximum(largest, threads.shuffle_xor(largest, distance))
+    m_new = threads.maximum(m, largest)
+    alpha = threads.exp2(m - m_new)
+    weights = [threads.exp2(scaled - m_new) for _, scaled in scores]
+    total = total * alpha + _pairwise(operator.add, [threads.exp2(score - m_new) for score, _ in scores])
+    return weights, m_new, total, alpha
+
+
+def _add_values(
+    threads: Any,
+    shape: LaneShape,
+    codes: Any,
+    begin: Any,
+    weights: list[Registers],
+    acc: list[Registers],
+    last_key: Any,
+) -> None:
+    """Adds weighted values to `acc`, in place; of keys of the block past `last_key`, if given, as zeros."""
+    for i in range(shape.key_tiles):
+        rows: list[list[Registers]] = []
+        for h in range(2):
+            rows.append([])
+            for e in range(2):
+                key = begin + key_of(threads.t * 2 + e) + (16 * i + 8 * h)
+                words = threads.load_codes(codes, key, 1, threads.g)
+                if last_key is not None:
+                    words = [threads.select(key > last_key, 0, word) for word in words]
+                rows[-1].append(words)
+        for j in range(4):  # of 4 bytes
+            parts = []
+            for one, other in rows:
+                for selector in (0x5140, 0x7362):  # bytes 0 and 1 of both keys side by side, then 2 and 3
+                    parts.append(_halves(threads, shape, threads.permute_bytes(one[j], other[j], selector)))
+            for o in range(2):
+                operand = [parts[o][0], parts[o][1], parts[2 + o][0], parts[2 + o][1]]
+                for n, sums in enumerate(acc):
+                    where = slice(4 * (2 * j + o), 4 * (2 * j + o) + 4)
+                    sums[where] = threads.multiply_add(operand, weights[n][2 * i : 2 * i + 2], sums[where])
+
+
+def _halves(threads: Any, shape: LaneShape, word: Any) -> Registers:
+    """Four codes as two pairs of float16."""
+    if shape.kv_dtype != "int8":
+        return [threads.halves_of_e4m3(word, which) for which in range(2)]
+    # With its sign bit flipped a code is itself plus 128; as the low bits of 1024 it adds to that exactly.
+    word = word ^ _signed(0x80808080)
+    return [
+        threads.subtract_halves(threads.permute_bytes(word, 0x64646464, selector), 0x64806480)
+        for selector in (0x4140, 0x4342)
+    ]
+
+
+def finish(
+    threads: Any, shape: LaneShape, rows: Any, slabs: Any, result: Any, lse: Any, sums: Registers
+) -> None:
+    """Merges the warps' sums: attention of a tile's rows, in three places of shared memory.
+
+    Args:
+      threads: what computes.
+      shape: sizes.
+      rows: f32[4, 2, 8 * num_tiles], scratch: each warp's maxima and totals.
+      slabs: f32[2, 8 * num_tiles, 128], scratch; the first ends up with the result, in float32.
+      result: bf16[8 * num_tiles, 128].
+      lse: f32[8 * num_tiles], log-sum-exps in base 2.
+      sums: as `add_block` returned them.
+    """
+    num_rows, num_sums = TILE_ROWS * shape.num_tiles, shape.num_tiles * _SUM_REGISTERS
+    is_writer, t2 = threads.g == 0, threads.t * 2
+    state = [sums[num_sums + _ROW_REGISTERS * n :][:_ROW_REGISTERS] for n in range(shape.num_tiles)]
+    for n, (*maxima, first, second) in enumerate(state):
+        totals = [first, second]
+        for distance in (4, 8, 16):
+            totals = [total + threads.shuffle_xor(total, distance) for total in totals]
+        for which, pair in enumerate((maxima, totals)):
+            place = (threads.warp * 2 + which) * num_rows + (t2 + TILE_ROWS * n)
+            threads.store_floats(rows, place, pair, is_writer)
+    threads.barrier()
+    scaled, logs = list(sums[:num_sums]), []
+    for n in range(shape.num_tiles):
+        factors, of_tile = _factors(threads, rows, t2 + TILE_ROWS * n, num_rows, state[n][:2])
+        logs.append(of_tile)
+        for j in range(_SUM_REGISTERS * n, _SUM_REGISTERS * (n + 1)):
+            scaled[j] = scaled[j] * factors[j % 2]
+    _exchange(threads, slabs, num_rows, scaled, is_last=False)
+    _exchange(threads, slabs, num_rows, scaled, is_last=True)
+    is_first = threads.warp == 0
+    for n in range(shape.num_tiles):
+        threads.store_floats(lse, t2 + TILE_ROWS * n, logs[n], is_first & is_writer)
+        for e in range(2):
+            # A thread has 16 elements of a row, one after the other.
+            elements = [scaled[_SUM_REGISTERS * n + 2 * d + e] for d in range(16)]
+            place = (t2 + (TILE_ROWS * n + e)) * HEAD_DIM + threads.g * 16
+            for d in range(0, 16, 4):
+                threads.store_floats(slabs, place + d, elements[d : d + 4], is_first)
+            words = [threads.pack_bfloat16(a, b) for a, b in zip(elements[::2], elements[1::2], strict=True)]
+            for d in range(0, 8, 4):
+                threads.store_words(result, place * 2 + 4 * d, words[d : d + 4], is_first)
+
+
+def _factors(
+    threads: Any, rows: Any, place: Any, num_rows: int, maxima: Registers
+) -> tuple[Registers, Registers]:
+    """For two queries: what a warp's sums must be multiplied with, and the log-sum-exp of all."""
+    found = [threads.load_floats(rows, place + num_rows * i, 2) for i in range(2 * NUM_WARPS)]
+    factors, logs = [], []
+    for e in range(2):
+        all_maxima, all_totals = ([row[e] for row in found[which::2]] for which in range(2))
+        largest = _pairwise(threads.maximum, all_maxima)
+        parts = [x * threads.exp2(m - largest) for m, x in zip(all_maxima, all_totals, strict=True)]
+        total = _pairwise(operator.add, parts)
+        total = threads.select(total == 0.0, 1.0, total)  # no keys: the result is zero
+        factors.append(threads.exp2(maxima[e] - largest) / total)
+        logs.append(largest + threads.log2(total))
+    return factors, logs
+
+
+def _exchange(threads: Any, slabs: Any, num_rows: int, sums: Registers, *, is_last: bool) -> None:
+    """Adds other warps' sums in place: first those of 2 and 3 to 0 and 1, then, at last, those of 1 to 0.
+
+    A warp leaves its sums in the slab of its own parity, which nobody else has needed since the barrier
+    before. What warps that have given theirs read and add means nothing.
+    """
+    is_giver = threads.warp == 1 if is_last else threads.warp >= 2
+    own, start = (threads.warp & 1) * (num_rows * HEAD_DIM), threads.lane * 4
+    for j in range(0, len(sums), 4):
+        threads.store_floats(slabs, own + start + 32 * j, sums[j : j + 4], is_giver)
+    threads.barrier()
+    found = num_rows * HEAD_DIM if is_last else own
+    for j in range(0, len(sums), 4):
+        given = threads.load_floats(slabs, found + start + 32 * j, 4)
+        sums[j : j + 4] = [a + b for a, b in zip(sums[j : j + 4], given, strict=True)]
+
+
+def _pairwise(combine: Callable[[Any, Any], Any], values: Registers) -> Any:
+    """Of any number of registers, as a tree: no long chain."""
+    while len(values) > 1:
+        pairs = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + values[2 * len(pairs) :]
+    return values[0]
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word

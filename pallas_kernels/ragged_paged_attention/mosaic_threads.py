@@ -1,0 +1,302 @@
+"""Instructions for the lines of `mosaic_byte_lanes`: one thread of a warpgroup, in a Mosaic GPU kernel.
+
+Owns: registers as values of MLIR, the instructions that the program of a lane is made of, and how arrays of a
+Pallas kernel become a thread's registers and back. Does not know what is computed. Called by: `mosaic_bytes`.
+
+Only this file writes assembly. What `interpreted_threads` has under the same names means the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, vector
+
+from pallas_kernels.ragged_paged_attention.mosaic_byte_lanes import slot_of
+
+WARPGROUP_THREADS = 128
+# f32 or i32[128, n]: row i is what thread i of the warpgroup has in n registers.
+LAYOUT = plgpu.Layout.TCGEN05_TMEM_NATIVE(1)
+
+_SHARED = 3  # LLVM's number of that memory
+_ALL_LANES = 0xFFFFFFFF
+
+
+def _arithmetic(for_floats: Any, for_integers: Any) -> Callable[[Register, Any], Register]:
+    """An operator of two registers, or of one and a constant."""
+
+    def apply(a: Register, b: Any) -> Register:
+        return Register((for_floats if a.is_float else for_integers)(a.value, a.like(b)))
+
+    return apply
+
+
+def _comparison(for_floats: Any, for_integers: Any) -> Callable[[Register, Any], Register]:
+    """Likewise; the result is a predicate."""
+
+    def apply(a: Register, b: Any) -> Register:
+        compare, predicate = (arith.cmpf, for_floats) if a.is_float else (arith.cmpi, for_integers)
+        return Register(compare(predicate, a.value, a.like(b)))
+
+    return apply
+
+
+class Register:
+    """A value of one thread: i32, f32 or a predicate. Numbers of Python become constants of its type."""
+
+    def __init__(self, value: ir.Value) -> None:
+        """Of a value."""
+        self.value = value
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it is f32."""
+        return isinstance(self.value.type, ir.F32Type)
+
+    def like(self, other: Any) -> ir.Value:
+        """`other`, or the constant of this one's type."""
+        if isinstance(other, Register):
+            return other.value
+        return utils.c(float(other) if self.is_float else int(other), self.value.type)
+
+    def __truediv__(self, other: Register) -> Register:
+        """Of f32, to some 22 bits."""
+        found: Register = _assembly("div.full.f32 $0, $1, $2;", ir.F32Type.get(), self, other)
+        return found
+
+    __add__ = __radd__ = _arithmetic(arith.addf, arith.addi)
+    __mul__ = __rmul__ = _arithmetic(arith.mulf, arith.muli)
+    __sub__ = _arithmetic(arith.subf, arith.subi)
+    __and__ = _arithmetic(None, arith.andi)
+    __xor__ = _arithmetic(None, arith.xori)
+    __lshift__ = _arithmetic(None, arith.shli)
+    __rshift__ = _arithmetic(None, arith.shrui)  # of what is not negative
+    __gt__ = _comparison(arith.CmpFPredicate.OGT, arith.CmpIPredicate.sgt)
+    __ge__ = _comparison(arith.CmpFPredicate.OGE, arith.CmpIPredicate.sge)
+    __eq__ = _comparison(arith.CmpFPredicate.OEQ, arith.CmpIPredicate.eq)  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def _assembly(text: str, result: Any, *operands: Any, of_warp: bool = False) -> Any:
+    """One line of PTX without side effects; `of_warp`: all lanes must take part."""
+    like = next(x for x in operands if isinstance(x, Register))
+    values = [x.value if isinstance(x, Register) else like.like(x) for x in operands]
+    found = utils.inline_ptx(text, *values, result_types=result, convergent=of_warp)
+    return [Register(x) for x in found] if isinstance(result, list) else Register(found)
+
+
+class MosaicThreads:
+    """A thread: its place in the warpgroup, and what it can do. Words are i32."""
+
+    def __init__(self) -> None:
+        """The one that executes."""
+        thread = Register(arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x)))
+        self.lane = thread & 31
+        self.warp = (thread >> 5) & 3
+        self.t = self.lane & 3
+        self.g = self.lane >> 2
+
+    # Arithmetic.
+
+    def as_float(self, x: Register) -> Register:
+        """The number of these bits."""
+        return Register(utils.bitcast(x.value, ir.F32Type.get()))
+
+    def as_int(self, x: Register) -> Register:
+        """The bits of this number."""
+        return Register(utils.bitcast(x.value, _i32()))
+
+    def magnitude(self, x: Register) -> Register:
+        """Without its sign."""
+        return self.as_float(self.as_int(x) & 0x7FFFFFFF)
+
+    def maximum(self, a: Register, b: Any) -> Register:
+        """NaN where either is."""
+        return Register(arith.maximumf(a.value, a.like(b)))
+
+    def maximum_int(self, a: Register, b: Register) -> Register:
+        """Of signed integers."""
+        return Register(arith.maxsi(a.value, b.value))
+
+    def minimum_int(self, a: Register, b: Register) -> Register:
+        """Of signed integers."""
+        return Register(arith.minsi(a.value, b.value))
+
+    def divide(self, a: Register, divisor: int) -> Register:
+        """What is not negative by what is positive, without the rest."""
+        return Register(arith.divui(a.value, a.like(divisor)))
+
+    def select(self, condition: Register, a: Any, b: Any) -> Register:
+        """`a` where it holds; one of the two is a register."""
+        like = a if isinstance(a, Register) else b
+        return Register(arith.select(condition.value, like.like(a), like.like(b)))
+
+    def exp2(self, x: Register) -> Register:
+        """To some 22 bits; zero of what is far below."""
+        return _assembly("ex2.approx.ftz.f32 $0, $1;", ir.F32Type.get(), x)
+
+    def log2(self, x: Register) -> Register:
+        """To some 22 bits."""
+        return _assembly("lg2.approx.ftz.f32 $0, $1;", ir.F32Type.get(), x)
+
+    # Bytes and halves of words.
+
+    def permute_bytes(self, a: Register, b: Any, selector: int) -> Register:
+        """Of a's bytes 0 to 3 and b's, 4 to 7, those that the selector's four hexadecimal digits name."""
+        return _assembly(f"prmt.b32 $0, $1, $2, {selector:#x};", _i32(), a, b)
+
+    def subtract_halves(self, a: Register, b: int) -> Register:
+        """Two float16 less two others."""
+        return _assembly("sub.rn.f16x2 $0, $1, $2;", _i32(), a, b)
+
+    def halves_of_e4m3(self, word: Register, which: int) -> Register:
+        """The first or the last two of four e4m3 numbers as float16."""
+        part = "low" if which == 0 else "high"
+        text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, " + part + "; }"
+        return _assembly(text, _i32(), word)
+
+    def pack_halves(self, low: Register, high: Register) -> Register:
+        """Two f32 as float16, the nearest."""
+        return _assembly("cvt.rn.f16x2.f32 $0, $2, $1;", _i32(), low, high)
+
+    def pack_bfloat16(self, low: Register, high: Register) -> Register:
+        """Two f32 as bfloat16, the nearest."""
+        return _assembly("cvt.rn.bf16x2.f32 $0, $2, $1;", _i32(), low, high)
+
+    # Of a warp.
+
+    def shuffle_xor(self, x: Register, distance: int) -> Register:
+        """What the lane has whose number differs in this bit."""
+        return self._shuffle(x, utils.c(distance, _i32()), nvvm.ShflKind.bfly)
+
+    def shuffle(self, x: Register, lane: Register) -> Register:
+        """What that lane has."""
+        return self._shuffle(x, lane.value, nvvm.ShflKind.idx)
+
+    def _shuffle(self, x: Register, place: ir.Value, kind: Any) -> Register:
+        mask, clamp = utils.c(_ALL_LANES, _i32()), utils.c(31, _i32())
+        return Register(nvvm.shfl_sync(mask, x.value, place, clamp, kind))
+
+    def transpose(self, x: Register) -> Register:
+        """Of 8 x 8 halves: of row g columns 2 t and + 1 become, of column g, rows 2 t and + 1."""
+        return _assembly("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", _i32(), x, of_warp=True)
+
+    def multiply_add(self, a: list[Register], b: list[Register], c: list[Any]) -> list[Register]:
+        """f32[16, 8] += float16[16, 16] @ float16[16, 8], in the fragments of mma.m16n8k16."""
+        f32 = ir.F32Type.get()
+        c = [x if isinstance(x, Register) else Register(utils.c(float(x), f32)) for x in c]
+        text = (
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+        )
+        found: list[Register] = _assembly(text, [f32] * 4, *a, *b, *c, of_warp=True)
+        return found
+
+    def barrier(self) -> None:
+        """Of the warpgroup; what was stored before can be read behind it."""
+        utils.warpgroup_barrier()
+
+    # Shared memory, at bytes, at f32 or at words counted from its begin.
+
+    def load_codes(self, ref: Any, key: Any, which: int, chunk: Any) -> list[Register]:
+        """Four words of a swizzled block: 16 bytes of a key or, where `which` is 1, of its value."""
+        return self.load_words(ref, slot_of(key, which, chunk))
+
+    def load_words(self, ref: Any, start: Register) -> list[Register]:
+        """Four, from a byte that is a multiple of 16."""
+        return self._load(ref, start, _i32(), 4)
+
+    def load_floats(self, ref: Any, place: Register, count: int) -> list[Register]:
+        """2 or 4, from a place that is a multiple of that."""
+        return self._load(ref, place << 2, ir.F32Type.get(), count)
+
+    def load_byte(self, ref: Any, start: Register) -> Register:
+        """0 to 255."""
+        byte = llvm.load(ir.IntegerType.get_signless(8), _address(ref, start), alignment=1)
+        return Register(arith.extui(_i32(), byte))
+
+    def store_floats(self, ref: Any, place: Register, values: list[Register], condition: Register) -> None:
+        """2 or 4, to a place that is a multiple of that, where the condition holds."""
+        self._store(ref, place << 2, values, condition)
+
+    def store_words(self, ref: Any, start: Register, values: list[Register], condition: Register) -> None:
+        """4, to a byte that is a multiple of 16, where the condition holds."""
+        self._store(ref, start, values, condition)
+
+    def _load(self, ref: Any, start: Register, element: ir.Type, count: int) -> list[Register]:
+        kind = ir.VectorType.get((count,), element)
+        found = llvm.load(kind, _address(ref, start), alignment=4 * count)
+        return [Register(vector.extract(found, [], [i])) for i in range(count)]
+
+    def _store(self, ref: Any, start: Register, values: list[Register], condition: Register) -> None:
+        kind = ir.VectorType.get((len(values),), values[0].value.type)
+        joined = vector.from_elements(kind, [x.value for x in values])
+        with utils.when(condition.value):
+            llvm.store(joined, _address(ref, start), alignment=4 * len(values))
+
+
+def _address(ref: Any, start: Register) -> ir.Value:
+    pointer = utils.memref_ptr(ref)
+    return utils.getelementptr(pointer, [start.value], ir.IntegerType.get_signless(8))
+
+
+def run_threads(
+    program: Callable[..., Any],
+    refs: list[tuple[Any, tuple[Any, ...]]],
+    scalars: list[Any],
+    registers: list[Any],
+    result: Any | None,
+) -> Any:
+    """Calls program(threads, refs, scalars, registers) for every thread of a warpgroup, within a kernel.
+
+    Args:
+      program: returns registers for `result`, or None.
+      refs: references to shared memory, with their transforms.
+      scalars: i32[].
+      registers: f32 or i32[128, n] of `LAYOUT`; lists of n registers for the program.
+      result: dtype and number of the registers that come back, as one such array; None: nothing does.
+    """
+    splat = plgpu.Layout.WG_SPLAT(())
+    arg_types: list[Any] = [plgpu.RefType(transforms) for _, transforms in refs]
+    arg_types += [splat] * len(scalars) + [LAYOUT] * len(registers)
+    return_type = None
+    if result is not None:
+        dtype, count = result
+        return_type = plgpu.ShapeDtypeStruct((WARPGROUP_THREADS, count), dtype, layout=LAYOUT)
+
+    def body(_context: Any, *args: Any) -> Any:
+        some, others = args[: len(refs)], args[len(refs) :]
+        numbers = [Register(x.registers.item()) for x in others[: len(scalars)]]
+        arrays = [_split(x) for x in others[len(scalars) :]]
+        found = program(MosaicThreads(), some, numbers, arrays)
+        return None if result is None else _joined(found, dtype)
+
+    inline = plgpu.inline_mgpu(arg_types=tuple(arg_types), return_type=return_type)
+    return inline(body)(*(ref for ref, _ in refs), *scalars, *registers)
+
+
+def _split(array: Any) -> list[Register]:
+    return [Register(vector.extract(x, [], [0])) for x in array.registers.flatten()]
+
+
+def _joined(registers: list[Any], dtype: Any) -> Any:
+    """A fragmented array of registers, or of constants."""
+    element = utils.dtype_to_ir_type(dtype)
+    kind = ir.VectorType.get((1,), element)
+    values = [x.value if isinstance(x, Register) else utils.c(x, element) for x in registers]
+    layout = LAYOUT.to_mgpu()
+    shape = layout.registers_shape((WARPGROUP_THREADS, len(values)))
+    found = np.empty(len(values), dtype=object)
+    found[:] = [vector.broadcast(kind, value) for value in values]
+    is_signed = utils.is_signed(dtype)
+    return mgpu.FragmentedArray(_registers=found.reshape(shape), _layout=layout, _is_signed=is_signed)

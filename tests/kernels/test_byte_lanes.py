@@ -1,0 +1,187 @@
+"""The program of a lane for pages in 8 bits, computed for all lanes: fragments, codes, softmax, merge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.attention_names import KV_DTYPES
+from pallas_kernels.ragged_paged_attention import mosaic_byte_lanes as lanes
+from pallas_kernels.ragged_paged_attention.interpreted_threads import InterpretedThreads
+from pallas_kernels.ragged_paged_attention.page_formats import Stored, decode, scale_bytes
+
+THREADS = InterpretedThreads()
+
+
+class Memory:
+    """An array that is read and written whole, as a reference is."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = jnp.asarray(array)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def __getitem__(self, _: Any) -> Any:
+        return self.array
+
+    def __setitem__(self, _: Any, array: Any) -> None:
+        assert array.shape == self.array.shape and array.dtype == self.array.dtype
+        self.array = array
+
+
+def words_of(codes: np.ndarray) -> Any:
+    """i32[128] of u8[512]."""
+    return jnp.asarray(codes.reshape(128, 4).view(np.int32)[:, 0])
+
+
+def halves(word: Any) -> np.ndarray:
+    return np.asarray(word).view(np.float16).reshape(-1, 2)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_every_code_becomes_its_number(kv_dtype: str) -> None:
+    codes = np.tile(np.arange(256, dtype=np.uint8), 2)
+    shape = lanes.LaneShape(kv_dtype, 32, 4, 128, 1, 1.0)
+    found = np.concatenate([halves(x) for x in lanes._halves(THREADS, shape, words_of(codes))], axis=1)
+    numbers = codes.view(np.int8 if kv_dtype == "int8" else ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(found.ravel().astype(np.float32), numbers)
+
+
+def test_the_fragments_are_those_of_a_product() -> None:
+    """As PTX has them for mma.m16n8k16, written out element by element."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((4, 16, n)).astype(np.float16) for n in (16, 8))
+    c = rng.standard_normal((4, 16, 8)).astype(np.float32)
+    fragments: dict[str, np.ndarray] = {
+        "a": np.zeros((4, 128, 2), np.float16), "b": np.zeros((2, 128, 2), np.float16),
+        "c": np.zeros((4, 128), np.float32),
+    }  # fmt: skip
+    where = np.zeros((4, 128, 3), int)
+    for thread in range(128):
+        warp, lane = divmod(thread, 32)
+        group, in_group = lane >> 2, lane % 4
+        for i in range(8):  # of a
+            row = group + 8 * (i in (2, 3, 6, 7))
+            fragments["a"][i // 2, thread, i % 2] = a[warp, row, in_group * 2 + (i & 1) + 8 * (i >= 4)]
+        for i in range(4):
+            row = in_group * 2 + (i & 1) + 8 * (i >= 2)
+            fragments["b"][i // 2, thread, i % 2] = b[warp, row, group]
+            where[i, thread] = warp, group + 8 * (i >= 2), in_group * 2 + (i & 1)
+            fragments["c"][i, thread] = c[tuple(where[i, thread])]
+    packed = {k: [jnp.asarray(x.view(np.int32)[:, 0]) for x in fragments[k]] for k in "ab"}
+    found = THREADS.multiply_add(packed["a"], packed["b"], [jnp.asarray(x) for x in fragments["c"]])
+    expected = c + a.astype(np.float32) @ b.astype(np.float32)
+    for i in range(4):
+        np.testing.assert_allclose(found[i], expected[tuple(where[i].T)], rtol=1e-5, atol=1e-5)
+
+
+def test_a_transposition_gives_what_the_second_operand_needs() -> None:
+    rng = np.random.default_rng(1)
+    matrices = rng.standard_normal((4, 8, 8)).astype(np.float16)
+    given = matrices.reshape(128, 2).view(np.int32)[:, 0]  # lane 4 g + t: row g, columns 2 t and + 1
+    expected = matrices.swapaxes(1, 2).reshape(128, 2)
+    np.testing.assert_array_equal(halves(THREADS.transpose(jnp.asarray(given))), expected)
+
+
+def test_swizzled_loads_meet_no_bank_twice() -> None:
+    """Eight lanes at a time read 16 bytes each: all 32 banks, for keys and for values."""
+    lane = np.arange(32)
+    t, g = lane % 4, lane // 4
+    row, first, second = lanes.key_of(g), lanes.key_of(2 * t), lanes.key_of(2 * t + 1)
+    assert sorted(row[::4]) == list(range(8)) and sorted({*first, *second}) == list(range(8))
+    cases = [(row, 0, t), (row + 8, 0, t + 4), (first, 1, g), (second, 1, g), (second + 8, 1, g)]
+    for key, which, chunk in cases:
+        slots = lanes.slot_of(key, which, chunk)
+        assert (slots % 16 == 0).all() and len(set(slots)) == 32
+        for first in range(0, 32, 8):
+            assert len(set(slots[first : first + 8] % 128)) == 8
+    # What TMA does: bits 4 to 6 of an address are those of the chunk, changed by bits 7 to 9.
+    plain = np.arange(64)[:, None] * 128 + np.arange(8) * 16
+    swizzled = plain ^ ((plain >> 7 & 7) << 4)
+    rows = [lanes.slot_of(np.arange(32)[:, None], which, np.arange(8)) for which in range(2)]
+    np.testing.assert_array_equal(np.stack(rows, axis=1).reshape(64, 8), swizzled)
+
+
+def attend(
+    shape: lanes.LaneShape, q: np.ndarray, stored: list[Stored], first: int, position: int, kv_end: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of bfloat16, of float32, and log-sum-exps, over keys and values [num_blocks * block_kv, 128]."""
+    num_rows, page = lanes.TILE_ROWS * shape.num_tiles, shape.page_size
+    numbers = jnp.int32(position), jnp.int32(kv_end)
+    queries = lanes.load_queries(THREADS, shape, Memory(jnp.asarray(q, jnp.bfloat16)), *numbers)
+    sums = [jnp.full(128, x, jnp.float32) for x in lanes.empty_sums(shape)]
+    assert len(queries) == shape.num_query_registers and len(sums) == shape.num_sum_registers
+    for block in reversed(range(len(stored[0].codes) // shape.block_kv)):
+        keys = slice(block * shape.block_kv, (block + 1) * shape.block_kv)
+        scales = np.full((shape.block_kv // page, 2, 128), -1, np.int8)
+        for which in range(2):
+            high, low = (np.asarray(x).reshape(-1, page) for x in scale_bytes(stored[which].scales[keys]))
+            scales[:, which, :page], scales[:, which, page : 2 * page] = high, low
+        codes = Memory(jnp.concatenate([part.codes[keys] for part in stored], axis=1))
+        last = first + (block + 1) * shape.block_kv
+        sums = lanes.add_block(
+            THREADS, shape, codes, Memory(scales.reshape(-1, 256)), jnp.int32(first + keys.start), queries,
+            sums, masked=last > min(position + 1, kv_end),
+        )  # fmt: skip
+    rows, slabs = Memory(jnp.zeros((4, 2, num_rows))), Memory(jnp.full((2, num_rows, 128), jnp.nan))
+    result, lse = Memory(jnp.zeros((num_rows, 128), jnp.bfloat16)), Memory(jnp.zeros(num_rows))
+    lanes.finish(THREADS, shape, rows, slabs, result, lse, sums)
+    return np.asarray(result[...], np.float32), np.asarray(slabs[...][0]), np.asarray(lse[...])
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "group", "page_size", "block_kv", "num_tiles", "position", "kv_end"),
+    [
+        ("int8", 4, 32, 128, 1, 383, 384),
+        ("int8", 5, 64, 128, 1, 300, 301),
+        ("int8", 16, 32, 64, 2, 130, 131),
+        ("int8", 1, 32, 128, 1, 290, 298),
+        ("float8_e4m3fn", 4, 32, 128, 1, 257, 259),
+        ("float8_e4m3fn", 8, 64, 64, 1, 200, 201),
+    ],
+)
+def test_attention_of_a_tile(
+    kv_dtype: str, group: int, page_size: int, block_kv: int, num_tiles: int, position: int, kv_end: int
+) -> None:
+    """Against float64, with garbage in slots past the range, and scales of very different sizes."""
+    rng = np.random.default_rng(group)
+    shape = lanes.LaneShape(kv_dtype, page_size, group, block_kv, num_tiles, 0.1 * 1.442695)
+    first, num_rows = 128, 8 * num_tiles
+    num_keys = -(-(kv_end - first) // block_kv) * block_kv
+    large = np.where(np.arange(128) == 5, 40, 1)
+    q = np.asarray(jnp.asarray(rng.standard_normal((num_rows, 128)) * 3 * large, jnp.bfloat16), np.float64)
+    stored, numbers = [], []
+    for _ in range(2):
+        codes = rng.integers(-127, 128, (num_keys, 128)).astype(np.int8)
+        if kv_dtype != "int8":
+            floats = (rng.standard_normal((num_keys, 128)) * 40).astype(ml_dtypes.float8_e4m3fn)
+            codes = floats.view(np.int8)
+        sizes = np.exp(rng.standard_normal(num_keys)) / 60
+        scales = jnp.asarray(jnp.asarray(sizes, jnp.bfloat16), jnp.float32)
+        scales = scales.at[7].set(0)
+        scales = scales.at[kv_end - first :].set(jnp.nan).at[kv_end - first :: 3].set(jnp.inf)
+        codes[kv_end - first :] = -1
+        stored.append(Stored(jnp.asarray(codes), scales))
+        numbers.append(np.asarray(decode(stored[-1], kv_dtype), np.float64)[: kv_end - first])
+    result, parts, lse = attend(shape, q, stored, first, position, kv_end)
+    visible = first + np.arange(kv_end - first) <= (position + np.arange(num_rows) // group)[:, None]
+    scores = np.where(visible, q @ numbers[0].T * shape.scale, -np.inf)
+    largest = scores.max(axis=1, keepdims=True)
+    weights = np.exp2(scores - largest)
+    expected = weights @ numbers[1] / weights.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(parts, expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max())
+    np.testing.assert_allclose(result, parts, rtol=2**-8)
+    np.testing.assert_allclose(lse, (largest[:, 0] + np.log2(weights.sum(axis=1))), atol=1e-3)
+
+
+def test_a_tile_without_keys_is_zero() -> None:
+    shape = lanes.LaneShape("int8", 32, 4, 128, 1, 0.1)
+    none = Stored(jnp.zeros((0, 128), jnp.int8), jnp.zeros(0))
+    result, parts, _ = attend(shape, np.full((8, 128), np.nan), [none, none], 0, -3, 0)
+    assert not result.any() and not parts.any()
