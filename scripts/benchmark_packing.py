@@ -214,10 +214,10 @@ def report(parts: Assembled, batches: dict[str, Batch], found: Figures) -> None:
         "num_chunks": FLAGS.num_chunks,
         "num_decodes": FLAGS.num_decodes,
         "context_tokens": FLAGS.context_tokens,
-        "chunk_bytes": {form: batch.storage.chunk_bytes for form, batch in batches.items()},
+        "slot_bytes": {form: batch.storage.slot_bytes for form, batch in batches.items()},
         **found,
     }
-    units = {"*_s": "seconds", "chunk_bytes": "bytes of all devices", "extra": "share of the steps alone"}
+    units = {"*_s": "seconds", "slot_bytes": "bytes of all devices", "extra": "share of the steps alone"}
     print_document(json_line("packing", document, units=units, device=device_name()))
 
 

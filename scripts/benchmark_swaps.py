@@ -111,7 +111,7 @@ def bulk(parts: Assembled) -> Figures:
     runner, repeats = parts.runner, FLAGS.num_repeats
     num_bulk = 4 * FLAGS.num_chunks
     found = {
-        "one large array": large_array(runner, num_bulk * runner.storage.chunk_bytes, repeats),
+        "one large array": large_array(runner, num_bulk * runner.storage.slot_bytes, repeats),
         "arrays of the history": chunk_arrays(runner, FLAGS.num_chunks, repeats),
         "transfers": through_transfers(runner, num_bulk, repeats),
     }
@@ -351,7 +351,7 @@ def main() -> int:
         "model": FLAGS.model,
         "dtype": FLAGS.dtype,
         "config": dataclasses.asdict(parts.config),
-        "chunk_bytes": parts.runner.storage.chunk_bytes,
+        "slot_bytes": parts.runner.storage.slot_bytes,
         "num_layer_groups": len(parts.runner.storage.groups),
         "start_up_s": start_up_s,
         **found,

@@ -41,8 +41,8 @@ def gather_packed(
         return triton_pack(pools, pages, interpret=interpret)
     layers = [pack(pool.at[pages].get(mode="promise_in_bounds")) for pool in pools]
     chunks = jnp.stack([packed for packed, _ in layers], axis=1)
-    num_lost = jnp.stack([lost for _, lost in layers]).max(axis=0)
-    return [chunks[i] for i in range(pages.shape[0])], num_lost
+    num_unplaced = jnp.stack([unplaced for _, unplaced in layers]).max(axis=0)
+    return [chunks[i] for i in range(pages.shape[0])], num_unplaced
 
 
 def scatter_packed(

@@ -1,4 +1,4 @@
-"""The packed form of a bfloat16 page: three quarters of its bytes, every bit kept, and the back end for any
+"""The packed form of a bfloat16 page: three quarters of its bytes, every bit kept; and the back end for any
 platform.
 
 Owns: the format, for which pages there is one, and the arithmetic of one number that both back ends share.
@@ -9,7 +9,8 @@ A bfloat16 is a sign, 8 bits of exponent and 7 of mantissa. A *tile* is what a p
 row: [page_size, head_dim] numbers. A row is the key or the value of one token and KV head. Exponents lie
 close below what follows from their row and their column, so that 4 bits say how far. A column counts by how
 far its largest exponent lies below the tile's, a row by the largest of its exponents with that added. So
-neither large channels nor small tokens take bits from others. A tile becomes rows of head_dim bytes:
+neither channels that are large in all rows nor small tokens take bits from others. A tile becomes rows of
+head_dim bytes:
 
 - page_size rows: sign and mantissa of each number;
 - page_size / 2 rows: codes of row i in the low half of a byte, of row i + page_size / 2 in the high one. 0 to
@@ -184,8 +185,8 @@ def pack(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
     rows = [signed_mantissas(bits), nibbles, tail.reshape(-1, tile.num_tail_rows, head_dim)]
     packed = jnp.concatenate(rows, axis=1).astype(jnp.uint8)
     packed = jnp.swapaxes(packed.reshape(num_pages, num_heads, tile.num_rows, head_dim), 1, 2)
-    num_lost = jnp.maximum(needed - tile.num_places, 0).reshape(num_pages, num_heads)
-    return packed, num_lost.max(axis=-1)
+    num_unplaced = jnp.maximum(needed - tile.num_places, 0).reshape(num_pages, num_heads)
+    return packed, num_unplaced.max(axis=-1)
 
 
 def unpack(packed: jax.Array, page_size: int) -> jax.Array:

@@ -43,12 +43,12 @@ def triton_pack(
 ) -> tuple[list[jax.Array], jax.Array]:
     """See `packed_copies.gather_packed`; arguments are already checked."""
     chunks: list[jax.Array] = []
-    num_lost: list[jax.Array] = []
+    num_unplaced: list[jax.Array] = []
     for first, num_chunks in launches(pools[0], pages.shape[0]):
-        *some, lost = _pack(list(pools), pages, first, num_chunks=num_chunks, interpret=interpret)
+        *some, unplaced = _pack(list(pools), pages, first, num_chunks=num_chunks, interpret=interpret)
         chunks += some
-        num_lost.append(lost.max(axis=(1, 2)))
-    return chunks, jnp.concatenate(num_lost)
+        num_unplaced.append(unplaced.max(axis=(1, 2)))
+    return chunks, jnp.concatenate(num_unplaced)
 
 
 def triton_unpack(

@@ -31,11 +31,16 @@ def any_device(device: jax.Device) -> None:
 
 
 class ByteLimits(NamedTuple):
-    """Of a back end that reads pages in 8 bits by a kernel of their own; as in `Backend`."""
+    """Of a back end that reads pages in 8 bits by a kernel of their own; as in `Backend`.
+
+    Attributes:
+      why_not_auto: why "auto" passes it over for such pages; None: it does not.
+    """
 
     dtypes: tuple[str, ...]
     head_dims: tuple[int, ...]
     groups: tuple[int, ...]
+    why_not_auto: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +92,12 @@ _ROWS = (
         dtypes=("bfloat16", "float16"),
         head_dims=(64, 128),
         groups=(1, 2, 4, 8, 16),
-        byte_limits=ByteLimits(("bfloat16",), (128,), tuple(range(1, 17))),
+        byte_limits=ByteLimits(
+            ("bfloat16",),
+            (128,),
+            tuple(range(1, 17)),
+            "its kernel for pages in 8 bits has not run on a GPU yet",
+        ),
         instead="use backend 'pallas_triton' or 'xla'",
         has_tiles=True,
         has_mosaic_tiles=True,
@@ -187,7 +197,7 @@ def choose_backend(
     Raises:
       AttentionArgumentError: there is no back end of this name, or none serves these heads, or not this one.
     """
-    limits = Limits(device_limit, heads_limit)
+    limits = Limits(device_limit, _auto_limit if backend == AUTO else heads_limit)
     return choose_among(BACKENDS, AUTO_BACKENDS, limits, backend, heads, device, named_in=named_in)
 
 
@@ -246,7 +256,7 @@ def heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError |
     dtypes, head_dims, groups = row.dtypes, row.head_dims, row.groups
     serves = f"{backend} serves"
     if heads.kv_dtype is not None and row.byte_limits is not None:
-        dtypes, head_dims, groups = row.byte_limits
+        dtypes, head_dims, groups, _ = row.byte_limits
         serves = f"for pages of {heads.kv_dtype} {serves}"
     if (dtype := jnp.dtype(heads.dtype).name) not in dtypes:
         return AttentionArgumentError("dtype", dtype, f"{serves} {dtypes}; {row.instead}")
@@ -260,6 +270,14 @@ def heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError |
         served = " or ".join(["the queries' dtype", *row.kv_dtypes])
         return AttentionArgumentError("kv_dtype", heads.kv_dtype, f"{backend} reads {served}; {row.instead}")
     return None
+
+
+def _auto_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError | None:
+    """As `heads_limit`, of what "auto" takes."""
+    limits = TABLE[backend].byte_limits
+    if heads.kv_dtype is not None and limits is not None and limits.why_not_auto is not None:
+        return AttentionArgumentError("kv_dtype", heads.kv_dtype, limits.why_not_auto)
+    return heads_limit(backend, heads)
 
 
 def import_backend(backend: str) -> None:

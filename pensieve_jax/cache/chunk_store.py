@@ -238,7 +238,8 @@ class ChunkStore:
                 continue
             sequence, index = flight
             chunk = sequence.chunks[index]
-            chunk.copy_id, chunk.fits_host = 0, False
+            chunk.copy_id = 0
+            chunk.fits_host = sequence.will_write(index, self._chunk_tokens)  # something else, which may fit
             self._apply(sequence, index, ChunkEvent.LOSE)
             self._free_slot(chunk)
             if chunk.state is ChunkState.DROPPED:

@@ -136,6 +136,10 @@ class CachedSequence:
         """Some own chunk is in some tier, or on its way."""
         return len(self.chunks) - self.num_shared > self.num_on[Shelf.ABSENT]
 
+    def will_write(self, index: int, chunk_tokens: int) -> bool:
+        """It runs, and computes tokens of that chunk next, or later."""
+        return self.role is Role.RUNNING and index >= self.num_kv_tokens // chunk_tokens
+
     def lineage(self) -> Iterator[CachedSequence]:
         """Itself, the trunk that it begins with, the one that that begins with, and so on."""
         sequence: CachedSequence | None = self

@@ -132,8 +132,9 @@ def sizes_in_words(info: EngineInfo) -> str:
     """What sizes of memory are counted in, and how much of it there is."""
     cache = info.description["cache"]
     return (
-        f"state of {info.chunk_tokens} tokens takes {info.chunk_bytes:,} bytes; there is room for "
-        f"{cache['gpu_pages']} times that on the device and {cache['cpu_slots']} times in host memory"
+        f"state of {info.chunk_tokens} tokens takes {info.chunk_bytes:,} bytes on the device, which has room "
+        f"for {cache['gpu_pages']} times that, and {info.slot_bytes:,} in host memory, with room for "
+        f"{cache['cpu_slots']} times"
     )
 
 

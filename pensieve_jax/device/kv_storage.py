@@ -99,10 +99,10 @@ class KVStorage:
     @property
     def staged_bytes(self) -> int:
         """Bytes per device of one chunk outside the pools: what it takes in transit."""
-        return self.chunk_bytes // self.sharding.mesh.devices.size
+        return self.slot_bytes // self.sharding.mesh.devices.size
 
     @property
-    def chunk_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         """Bytes of one chunk outside the pools, over all layers and all devices: what a host slot takes."""
         shapes = [self.chunk_shape(group) for group in range(len(self.groups))]
         return sum(map(math.prod, shapes)) * self.chunk_dtype.itemsize
@@ -179,7 +179,7 @@ def _packing_limit(model: ModelConfig, cache: CacheConfig, dtype: jnp.dtype) -> 
     if dtype != jnp.bfloat16:
         return f"{jnp.dtype(dtype).name} is not packed, only bfloat16 is"
     if packed_tile(cache.chunk_tokens, model.head_dim) is None:
-        return f"heads of {model.head_dim} are too small to gain by it"
+        return f"heads of {model.head_dim} are odd, or too small to gain by it"
     return None
 
 

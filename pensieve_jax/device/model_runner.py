@@ -290,9 +290,12 @@ class ModelRunner:
         return jax.device_put(np.zeros(self._programs.max_num_samples, np.int32), self._replicated)
 
     def _step_bytes(self) -> int:
-        """The most that a step takes beside weights and pools, of those compiled; 0 if XLA does not say."""
+        """The most that a step takes beside weights and pools, of those compiled; 0 if XLA does not say.
+
+        What moves pages runs between steps, and may get its memory before the step before has freed its own.
+        """
         buckets = self.memory_analysis()["buckets"].values()
-        return max((bucket["step_bytes"] for bucket in buckets), default=0)
+        return max((bucket["step_bytes"] for bucket in buckets), default=0) + self._transfers.temp_bytes
 
     def _new_budget(self, gpu_pages: int, fraction: float | None) -> PageBudget:
         return PageBudget(

@@ -38,7 +38,7 @@ _COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "num_forced_swap_outs": ("pensieve:forced_swap_outs", "Chunks copied out because a page was needed now."),
     "num_lost_copies": (
         "pensieve:lost_copies",
-        "Copies to host memory of chunks that could not be packed.",
+        "Copies to host memory of chunks that could not be packed; they count as swapped out as well.",
     ),
     "transfer_stall_s": ("pensieve:transfer_stall_seconds", "Time that steps waited for copies."),
     "engine_thread_s": ("pensieve:engine_host_seconds", "Time of the engine's thread on a processor."),

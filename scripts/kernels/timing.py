@@ -89,8 +89,8 @@ class JaxProgram:
         samples = [chained.once_s() / num_iterations for _ in range(repeats)]
         return Timing(statistics.median(samples), num_iterations, "one jitted call")
 
-    def chained(self, num_rounds: int) -> Callable[..., list[jax.Array]]:
-        """Function of several `q` and the other arguments that answers each of them again and again.
+    def chained(self, num_rounds: int) -> jax.stages.Wrapped:
+        """Jitted function of several `q` and the other arguments that answers each of them again and again.
 
         They follow one another with nothing in between; only a round of the loop has a kernel of its own.
         """

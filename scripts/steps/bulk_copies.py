@@ -89,7 +89,7 @@ def through_transfers(runner: ModelRunner, num_chunks: int, repeats: int) -> Bot
             start_s = time.perf_counter()
             _move_all(runner, move, copies)
             times.append(time.perf_counter() - start_s)
-    num_bytes = num_chunks * runner.storage.chunk_bytes
+    num_bytes = num_chunks * runner.storage.slot_bytes
     return BothWays(num_bytes, Spread.of(out[_NUM_WARM_UPS:]), Spread.of(back[_NUM_WARM_UPS:]))
 
 

@@ -110,6 +110,22 @@ def test_what_is_appended_to_is_tried_again_and_what_is_whole_is_not():
     assert len(outs) == 1 and states(sequence) == ["dropped", "copying out"]
 
 
+def test_a_loss_that_comes_when_the_chunk_is_being_written_says_nothing_of_it():
+    """The copy was of what the chunk held before its conversation came back."""
+    cache = Cache(8, 8, clean_pages=8)
+    sequence = cache.idle("a", CHUNK + 5)
+    outs, _ = cache.end_step()
+    assert len(outs) == 2
+    cache.queued("a", sequence)
+    assert cache.manager.try_admit(sequence, 2 * CHUNK, waive_reserve=True)
+    cache.lose(*[copy.copy_id for copy in outs])
+    cache.manager.fill(sequence, CHUNK + 5, 2 * CHUNK)
+    assert [chunk.fits_host for chunk in sequence.chunks] == [False, True]
+    cache.manager.release(sequence)
+    outs, _ = cache.end_step()
+    assert len(outs) == 1 and states(sequence) == ["dropped", "copying out"]
+
+
 def test_only_a_copy_to_a_slot_can_be_lost():
     cache = Cache(6, 6)
     sequence = cache.queued("a", cache.on_cpu("a", CHUNK))

@@ -400,7 +400,7 @@ def test_stats_count_chunks_of_all_devices(stored):
     stats = bench.transfers.stats()
     page_bytes = 3 * 16 * 2 * 2 * 32 * 2
     num_bytes = page_bytes * 26 // 32 if stored == "packed" else page_bytes
-    assert bench.storage.chunk_bytes == 2 * bench.storage.staged_bytes == num_bytes
+    assert bench.storage.slot_bytes == 2 * bench.storage.staged_bytes == num_bytes
     assert slot_bytes(MODEL, dataclasses.replace(CACHE, pack_host=stored == "packed"), BFLOAT16) == num_bytes
     assert chunk_bytes(MODEL, 16, "bfloat16") == 2 * bench.storage.page_bytes == page_bytes
     assert bench.transfers.staging_bytes == 3 * 20 * num_bytes // 2

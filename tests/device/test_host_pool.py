@@ -26,7 +26,7 @@ def test_growth_is_shown():
     """Host memory first, so that what cannot be had is known before anything is compiled."""
     bench = Bench()
     assert len(bench.preparations) == bench.transfers.num_preparations
-    num_bytes = (CPU_PAGES + 20) * bench.storage.chunk_bytes
+    num_bytes = (CPU_PAGES + 20) * bench.storage.slot_bytes
     assert bench.preparations[0] == f"{num_bytes / 1e9:.1f} GB of host memory"
     assert "gather of 4 chunks, group 0" in bench.preparations[1:]
 
@@ -34,7 +34,7 @@ def test_growth_is_shown():
 def test_more_host_memory_than_there_is_is_refused(monkeypatch):
     """Before any is taken, with the numbers, and what would fit does."""
     storage = KVStorage(MODEL, CACHE, jnp.dtype("float32"), make_mesh(1), 2)
-    monkeypatch.setattr(host_pool, "available_bytes", lambda: 20 * storage.chunk_bytes)
+    monkeypatch.setattr(host_pool, "available_bytes", lambda: 20 * storage.slot_bytes)
     message = r"cache\.cpu_pages is 17, but must be at most 16 pages .* 2 pages in transit.*cache\.cpu_bytes"
     with pytest.raises(ConfigError, match=message):
         HostPool(storage, 17, 2)
@@ -57,7 +57,7 @@ def test_host_memory_that_the_runtime_does_not_get_is_refused(monkeypatch):
         return device_put(*args) if next(num_calls) < 5 else failing()
 
     monkeypatch.setattr(host_pool.jax, "device_put", fail_later)
-    message = rf"could pin {64 * storage.chunk_bytes:,} of .*XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB.*RESOURCE_EX"
+    message = rf"could pin {64 * storage.slot_bytes:,} of .*XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB.*RESOURCE_EX"
     with pytest.raises(ConfigError, match=message) as caught:
         list(pool.grow())
     assert caught.value.field == "cache.cpu_pages"

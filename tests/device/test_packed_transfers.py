@@ -121,6 +121,6 @@ def test_sizes_follow():
     assert CACHE.pack_host is None
     raw, packed = Bench(dtype="bfloat16", pack_host=False), packed_bench()
     assert packed.storage.page_bytes == raw.storage.page_bytes
-    assert packed.storage.chunk_bytes * 32 == raw.storage.chunk_bytes * 26
+    assert packed.storage.slot_bytes * 32 == raw.storage.slot_bytes * 26
     assert packed.transfers.staging_bytes * 32 == raw.transfers.staging_bytes * 26
     assert Bench(dtype="bfloat16").storage.packing == packed.storage.packing is not None

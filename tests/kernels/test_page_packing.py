@@ -59,16 +59,16 @@ def run_scatter(pools, chunks, pages, backend, interpret=True):
 def there_and_back(pools, backend, interpret=True):
     """Pages packed, and unpacked to where nothing was; what was lost of each, and what came back."""
     pages = np.arange(1, NUM_PAGES)
-    chunks, num_lost = run_gather(pools, pages, backend, interpret)
+    chunks, num_unplaced = run_gather(pools, pages, backend, interpret)
     empty = np.full_like(pools, -1)
     back = run_scatter(empty, chunks, pages, backend, interpret)
     assert type(back) is list and not np.any(bits(empty[:, 0]) != bits(np.stack(back)[:, 0]))
-    return np.asarray(num_lost), np.stack([np.asarray(pool) for pool in back])
+    return np.asarray(num_unplaced), np.stack([np.asarray(pool) for pool in back])
 
 
 def check_there_and_back(pools, backend, interpret=True):
-    num_lost, back = there_and_back(pools, backend, interpret)
-    np.testing.assert_array_equal(num_lost, 0)
+    num_unplaced, back = there_and_back(pools, backend, interpret)
+    np.testing.assert_array_equal(num_unplaced, 0)
     np.testing.assert_array_equal(bits(back)[:, 1:], bits(pools)[:, 1:])
 
 
@@ -132,8 +132,8 @@ def check_full_lists(size, backend):
         rows, columns = np.divmod(lanes[:count], head_dim - 1)
         far = rng.choice([-1, 1], count) * 2.0 ** -rng.integers(14, 120, count)
         pools[1, page, rows, num_heads - 1, columns + 1] = far
-    num_lost, back = there_and_back(pools, backend)
-    np.testing.assert_array_equal(num_lost[:4], [0, 0, 1, 0])
+    num_unplaced, back = there_and_back(pools, backend)
+    np.testing.assert_array_equal(num_unplaced[:4], [0, 0, 1, 0])
     for page in (1, 2, 4):
         np.testing.assert_array_equal(bits(back[:, page]), bits(pools[:, page]))
     assert np.any(bits(back[:, 3]) != bits(pools[:, 3])), "the test does not tell"
@@ -189,22 +189,32 @@ def test_what_does_not_fit_is_told_exactly(backend, seed):
         large = rng.random(pools[:, page].shape) < rng.choice([0.0, 0.001, 0.02])
         pools[:, page][large] *= np.float32(2.0 ** rng.integers(4, 14))
     pools[:, 7] = rng.integers(0, 2**16, pools[:, 7].shape, np.uint16).view(BFLOAT16)
-    num_lost, back = there_and_back(pools, backend)
+    num_unplaced, back = there_and_back(pools, backend)
     expected = [expected_lost(pools[:, page]) for page in range(1, NUM_PAGES)]
-    np.testing.assert_array_equal(num_lost, expected)
-    assert 0 < np.count_nonzero(num_lost) < NUM_PAGES - 1
-    for page in np.flatnonzero(num_lost == 0) + 1:
+    np.testing.assert_array_equal(num_unplaced, expected)
+    assert 0 < np.count_nonzero(num_unplaced) < NUM_PAGES - 1
+    for page in np.flatnonzero(num_unplaced == 0) + 1:
         np.testing.assert_array_equal(bits(back[:, page]), bits(pools[:, page]))
 
 
 @pytest.mark.parametrize("size", [(32, 128), (32, 64), (16, 64), (64, 128)])
-@pytest.mark.parametrize("factor", [1, 2**5, 2**8, 2**12])
+@pytest.mark.parametrize("factor", [1, 2**5, 2**8, 2**12, 2**18])
 def test_outliers_fit(factor, size):
     """A channel of every head so many times as large, tokens that are smaller: half of the list is enough."""
     tiles = np.random.default_rng(4).standard_normal((1000, *size), np.float32)
     tiles[..., 3] *= factor
     tiles[::2, 5:9] /= 2**10
     assert num_escapes(jnp.asarray(tiles, jnp.bfloat16)).max() <= PackedTile(*size).num_places // 2
+
+
+@pytest.mark.parametrize("size", [(32, 128), (16, 64)])
+def test_channels_that_are_large_in_one_row_alone(size):
+    """They decide what columns count by for the other rows: a factor of 2**10 fits, of 2**14 does not."""
+    for exponent, fits in ((10, True), (14, False)):
+        tiles = np.random.default_rng(5).standard_normal((1000, *size), np.float32)
+        tiles[:, 0, 3:7] *= 2**exponent
+        most = num_escapes(jnp.asarray(tiles, jnp.bfloat16)).max()
+        assert bool(most <= PackedTile(*size).num_places) is fits
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

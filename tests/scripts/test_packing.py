@@ -35,7 +35,7 @@ def test_batches_alone_and_beside_steps(launch, compilation_cache, capsys):
     assert next(iter(found["beside"])) == "steps alone" and len(found["beside"]) == 5
     for one in (*found["alone"].values(), *found["beside"].values()):
         assert one["launch_s"]["num_values"] == 2 and one["dispatch_s"] > 0 and one["trace"] == {}
-    assert found["chunk_bytes"]["packed"] < 0.85 * found["chunk_bytes"]["raw"]
+    assert found["slot_bytes"]["packed"] < 0.85 * found["slot_bytes"]["raw"]
 
 
 @pytest.mark.long

@@ -111,7 +111,7 @@ def test_swaps(launch, compilation_cache, monkeypatch, capsys):
     assert launch("benchmark_swaps", shared_llm=False, enforce=False, **flags) == 0
     out = capsys.readouterr().out
     found = last_line(out)["results"]
-    assert found["bulk"]["transfers"]["num_bytes"] == 4 * 4 * found["chunk_bytes"]
+    assert found["bulk"]["transfers"]["num_bytes"] == 4 * 4 * found["slot_bytes"]
     swap_in = found["beside decoding"]["swap-in"]
     assert swap_in["swapped_in_tokens"] == 64 and swap_in["num_copies"] == 4 * found["num_layer_groups"]
     steps = swap_in["steps_to_first_token"]["median"] - swap_in["steps_to_first_token_without"]["median"]
@@ -152,7 +152,7 @@ class _Parts:
 
     class runner:
         class storage:
-            chunk_bytes, groups = 1, (1,)
+            slot_bytes, groups = 1, (1,)
 
 
 def test_spread():

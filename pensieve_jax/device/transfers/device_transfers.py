@@ -103,6 +103,11 @@ class DeviceTransfers:
             for group in range(self._num_groups):
                 self._copies.scatter(group, staged[group :: self._num_groups], targets)
 
+    @property
+    def temp_bytes(self) -> int:
+        """Bytes per device that moving pages takes for a moment, beside what is staged."""
+        return self._copies.temp_bytes
+
     def swap_out(self, copies: Sequence[Copy]) -> None:
         """Gather pages into staging, blocking where that is full; see `Transfers`."""
         assert not self._incoming.rushed, "no step was dispatched for rushed copies"
@@ -169,8 +174,8 @@ class DeviceTransfers:
         """See `Transfers`."""
         num_out, num_in = self._outgoing.num_chunks, self._incoming.num_chunks
         return {
-            "swapped_out_bytes": num_out * self._storage.chunk_bytes,
-            "swapped_in_bytes": num_in * self._storage.chunk_bytes,
+            "swapped_out_bytes": num_out * self._storage.slot_bytes,
+            "swapped_in_bytes": num_in * self._storage.slot_bytes,
             "num_swap_out_copies": num_out * self._num_groups,
             "num_swap_in_copies": num_in * self._num_groups,
             "swap_dispatch_s": self._mover.dispatch_s,

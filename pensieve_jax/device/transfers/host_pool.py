@@ -74,7 +74,7 @@ class HostPool:
                     "it pins no more than 64 GB on GPUs unless the environment variable "
                     f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise; it reported: {in_a_line(error)}",
                 ) from error
-            taken += num_chunks * storage.chunk_bytes
+            taken += num_chunks * storage.slot_bytes
             yield f"{taken / 1e9:.1f} GB of host memory"
 
     def put(self, slot: int, arrays: list[jax.Array]) -> None:
@@ -93,17 +93,17 @@ class HostPool:
 
     @property
     def _num_bytes(self) -> int:
-        return self._num_chunks * self._storage.chunk_bytes
+        return self._num_chunks * self._storage.slot_bytes
 
     def _check_memory(self) -> None:
         available = available_bytes()
         if not self._num_chunks or available is None or self._num_bytes <= available * _USABLE_FRACTION:
             return
         num_spare = self._num_chunks - self.num_slots
-        num_slots = int(available * _USABLE_FRACTION) // self._storage.chunk_bytes - num_spare
+        num_slots = int(available * _USABLE_FRACTION) // self._storage.slot_bytes - num_spare
         raise self._refusal(
-            f"at most {max(num_slots, 0):,} pages ({max(num_slots, 0) * self._storage.chunk_bytes:,} bytes): "
-            f"with {num_spare} pages in transit, of {self._storage.chunk_bytes:,} bytes each, it takes "
+            f"at most {max(num_slots, 0):,} pages ({max(num_slots, 0) * self._storage.slot_bytes:,} bytes): "
+            f"with {num_spare} pages in transit, of {self._storage.slot_bytes:,} bytes each, it takes "
             f"{self._num_bytes:,} bytes, and of the {available:,} bytes that are available here "
             f"{_USABLE_FRACTION:.0%} may be pinned",
             "lower it (or cache.cpu_bytes), or free host memory",

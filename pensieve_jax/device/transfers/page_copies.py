@@ -46,12 +46,13 @@ class Targets(NamedTuple):
 class Losses:
     """What a batch of chunks could not be packed of: numbers that are on their way to the host."""
 
-    def __init__(self, num_lost: Sequence[jax.Array]) -> None:
-        """`num_lost`: of every group of layers, i32[num_devices, size]."""
-        self._arrays = num_lost
+    def __init__(self, num_unplaced: Sequence[jax.Array]) -> None:
+        """`num_unplaced`: of every group of layers, i32[num_devices, size]."""
+        self._arrays = num_unplaced
         self._lost: np.ndarray | None = None
-        for array in num_lost:
-            array.copy_to_host_async()
+        for array in num_unplaced:
+            if not _is_on_cpu(array):  # where they are read in place
+                array.copy_to_host_async()
 
     def has(self, index: int) -> bool:
         """Whether a chunk of the batch is not whole, on some device; its gather has ended.
@@ -124,6 +125,13 @@ class PageCopies:
                     keep = functools.partial(kept.__setitem__, key)
                     yield CompilationJob(f"{name} {suffix}", program, keep)
 
+    @property
+    def temp_bytes(self) -> int:
+        """The most that one of them takes on a device beside pools and staging, of those compiled."""
+        compiled = [*self._gathers.values(), *self._scatters.values()]
+        stats = [executable.memory_analysis() for executable in compiled]
+        return max((each.temp_size_in_bytes for each in stats if each is not None), default=0)
+
     def gather(self, pages: Sequence[int]) -> list[Gathered]:
         """A new array per page and group of layers."""
         chunks: list[Gathered] = []
@@ -131,7 +139,7 @@ class PageCopies:
         for start, stop, size in self._batches(len(pages)):
             padded = _padded(pages[start:stop], size)
             groups = [self._gathers[g, size](pools, padded) for g, pools in enumerate(self._pools.groups)]
-            losses = Losses([num_lost for _, num_lost in groups]) if is_packed else None
+            losses = Losses([num_unplaced for _, num_unplaced in groups]) if is_packed else None
             if losses is not None:
                 self._last_losses.append(losses)
             pieces = zip(*(chunks for chunks, _ in groups), strict=True)
@@ -175,6 +183,10 @@ def _await_losses(last: Iterable[Losses]) -> None:
             losses.has(0)
 
 
+def _is_on_cpu(array: jax.Array) -> bool:
+    return next(iter(array.devices())).platform == "cpu"
+
+
 def _padded(pages: Sequence[int], size: int) -> np.ndarray:
     """i32[size]: `pages`, then page 0, which the kernels take for padding."""
     padded = np.zeros(size, np.int32)
@@ -195,8 +207,8 @@ def _gather(
     def gather(pools: list[jax.Array], pages: jax.Array) -> tuple[list[jax.Array], jax.Array | None]:
         if not packed:
             return gather_pages(pools, pages, backend=backend), None
-        chunks, num_lost = gather_packed(pools, pages, backend=backend)
-        return chunks, num_lost[None]
+        chunks, num_unplaced = gather_packed(pools, pages, backend=backend)
+        return chunks, num_unplaced[None]
 
     run = jax.shard_map(
         gather,
