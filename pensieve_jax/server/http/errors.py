@@ -22,6 +22,7 @@ from pensieve_jax.core.errors import (
     ConversationChangedError,
     EngineClosedError,
     HistoryError,
+    HistoryUnavailableError,
     InvalidFieldError,
     InvalidRequestError,
     PensieveError,
@@ -48,6 +49,7 @@ _MEANINGS: Mapping[type[PensieveError], tuple[int, str, Mapping[str, str]]] = {
     ConversationBusyError: (409, "conversation_locked", _RETRY_SOON),
     ConversationChangedError: (409, "conversation_locked", _RETRY_SOON),
     StepFailedError: (500, "step_failed", _NO_RETRY),
+    HistoryUnavailableError: (503, "history_unavailable", _RETRY_SOON),
     HistoryError: (500, "history_failed", _NO_RETRY),
     EngineClosedError: (503, "overloaded", _RETRY_SOON),
 }
