@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,11 +34,11 @@ local all all trust
 
 def programs() -> Path | None:
     """The directory of initdb and pg_ctl, the newest; None where there is no server."""
-    found = shutil.which("initdb")
-    if found is not None and shutil.which("pg_ctl"):
-        return Path(found).parent
     debian = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
-    return debian[-1].parent if debian else None
+    if debian:
+        return debian[-1].parent
+    found = shutil.which("initdb")
+    return None if found is None else Path(found).resolve().parent
 
 
 class PostgresServer:
@@ -61,9 +62,8 @@ class PostgresServer:
             file.write(f"{_CONFIGURATION}unix_socket_directories = '{directory}'\n")
         (self._data / "pg_hba.conf").write_text(_WHO_MAY)
         self.start()
-        self.psql(
-            "CREATE ROLE locked LOGIN PASSWORD 'p@ss:w/rd'; GRANT CREATE ON DATABASE postgres TO locked"
-        )
+        self.run_sql("CREATE ROLE locked LOGIN PASSWORD 'p@ss:w/rd'")
+        self.run_sql("GRANT CREATE ON DATABASE postgres TO locked")
 
     def url(self, namespace: str | None = None, user: str = "tests", database: str = "postgres") -> str:
         """Of a namespace that nobody has yet, unless one is given."""
@@ -79,12 +79,16 @@ class PostgresServer:
         """Sessions are cut off; with "immediate" nothing is written any more, as if the power failed."""
         self._run("pg_ctl", "stop", "-w", "-D", str(self._data), "-m", mode, "-s")
 
-    def psql(self, statements: str) -> str:
-        """What they print."""
-        where = ["-h", str(self._directory), "-U", "tests", "-d", "postgres"]
-        return self._run("psql", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", *where, "-c", statements)
+    def run_sql(self, statement: str) -> list[Any]:
+        """As who may do everything; the rows that come of it."""
+        import psycopg
 
-    def _run(self, program: str, *arguments: str) -> str:
+        where = f"postgresql://tests@/postgres?host={self._directory}"
+        with psycopg.connect(where, autocommit=True) as connection:
+            cursor = connection.execute(statement.encode())
+            return cursor.fetchall() if cursor.description else []
+
+    def _run(self, program: str, *arguments: str) -> None:
         command = [str(self._programs / program), *arguments]
         # What the server inherits must not be a pipe, whose end would be waited for.
         with tempfile.TemporaryFile() as output:
@@ -94,7 +98,6 @@ class PostgresServer:
             output.seek(0)
             text = output.read().decode()
         assert done.returncode == 0, f"{program}: {text}"
-        return text
 
 
 @pytest.fixture(scope="session")

@@ -109,8 +109,8 @@ class PostgresConnection:
     def beginning(self, table: str, column: str, rowid: int, num_bytes: int, /) -> str:
         """See `Connection`."""
         query = f"SELECT left({column}, ?) FROM {table} WHERE rowid = ?"
-        (text,) = self.execute(query, (num_bytes, rowid)).fetchone()
-        return str(text)
+        row = self.execute(query, (num_bytes, rowid)).fetchone()
+        return "" if row is None else str(row[0])
 
     def stream(self, query: str, /) -> Iterator[Any]:
         """See `Connection`; within a transaction."""

@@ -625,7 +625,7 @@ def test_a_writer_that_closes_and_opens_again_is_read_on(location):
 
 
 def test_a_reader_cannot_write(reader):
-    with pytest.raises(HistoryError, match="readonly|read-only"):
+    with pytest.raises(HistoryError, match=r"readonly|read-only"):
         reader._run(lambda connection: connection.execute("DELETE FROM turns"))
 
 
