@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-PASSWORD = "p%40ss:w/rd"  # as it stands in a URL: nothing of it may ever be shown
+PASSWORD = "p%40ss:w%2Frd"  # as it stands in a URL: nothing of it may ever be shown
 _CONFIGURATION = """
 listen_addresses = ''
 fsync = off  # what the kernel has survives everything that tests do

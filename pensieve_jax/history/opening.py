@@ -7,11 +7,13 @@ Called by: `assembly`, `reader`, `copying`, and whoever shows where a history is
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.database import Synchronous
 from pensieve_jax.history.postgres_location import is_postgres, parse
@@ -47,6 +49,7 @@ def open_store(
     commit is; `synchronous` is of a file.
     """
     if is_postgres(history):
+        need_psycopg(history)
         from pensieve_jax.history.postgres_store import PostgresHistoryStore  # of an extra
 
         return PostgresHistoryStore(str(history), fingerprint=fingerprint, may_make=may_make)
@@ -57,6 +60,7 @@ def open_for_reading(history: Location, fingerprint: str) -> Reading:
     """Connections to a history that a writer has made; raises HistoryError."""
     connections: Any
     if is_postgres(history):
+        need_psycopg(history)
         from pensieve_jax.history.postgres_reader import read_database  # of an extra
 
         connections = read_database(parse(str(history)), fingerprint)
@@ -64,6 +68,13 @@ def open_for_reading(history: Location, fingerprint: str) -> Reading:
         connections = read_file(Path(history).resolve(), fingerprint)
     found: Reading = connections
     return found
+
+
+def need_psycopg(url: str) -> None:
+    """Raise ConfigError where what a URL takes is not installed."""
+    if importlib.util.find_spec("psycopg") is None:
+        hint = "psycopg is missing: pip install '.[postgres]' in the checkout"
+        raise ConfigError("history", shown(url), "the path of a file", hint)
 
 
 def absolute(history: Location) -> str:

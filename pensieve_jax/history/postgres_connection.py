@@ -46,6 +46,7 @@ _SOCKET: Final = {
 _DENIED: Final = ("28", "42501")  # invalid authorization, insufficient privilege
 # Of a server that is not there any more, or not yet: it goes down, it starts, it has no room for sessions.
 _AWAY: Final = ("08", "57P", "53300")
+_BUSY: Final = ("55P03", "57014")  # a lock or an answer took too long
 
 
 class PostgresConnection:
@@ -101,7 +102,9 @@ class PostgresConnection:
         """See `Connection`."""
         try:
             changed = self.execute(statement, values).rowcount
-        except (psycopg.IntegrityError, psycopg.DataError) as error:
+        except psycopg.Error as error:
+            if not is_refusal(error):
+                raise
             raise refusal() from error
         if not changed:
             raise refusal()
@@ -171,6 +174,11 @@ def is_lost(error: psycopg.Error, connection: PostgresConnection) -> bool:
     return not connection.is_usable or _state(error).startswith(_AWAY)
 
 
+def is_refusal(error: psycopg.Error) -> bool:
+    """Whether a statement changed nothing, or cannot be kept as it is; another may be."""
+    return isinstance(error, psycopg.IntegrityError | psycopg.DataError)  # a division by zero is of these
+
+
 def is_overtaken(error: psycopg.Error) -> bool:
     """Whether Postgres has given up a transaction for the sake of another one; it may be tried again."""
     return isinstance(error, psycopg.errors.DeadlockDetected | psycopg.errors.SerializationFailure)
@@ -185,9 +193,10 @@ def as_history_error(
     kept = "whether this call was kept is not known" if may_be_kept else "nothing of this call was kept"
     if state.startswith(_DENIED):
         return HistoryDeniedError(f"{where}, which refuses this user ({reason}); {kept}.")
-    if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) and not (
-        state and not state.startswith((*_AWAY, "55P03", "57014"))
-    ):
+    if state.startswith(_BUSY):
+        return HistoryUnavailableError(f"{where}, which is too busy ({reason}); {kept}.", may_be_kept)
+    is_away = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) and not state
+    if is_away or state.startswith(_AWAY):
         return HistoryUnavailableError(
             f"{where}, which cannot be reached ({reason}); {kept}. The next call looks for it again.",
             may_be_kept,

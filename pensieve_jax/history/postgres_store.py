@@ -16,8 +16,9 @@ is lost meanwhile, the ids of the turns tell whether it was kept; only what was 
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import ClassVar, Final
 
 import psycopg
@@ -30,8 +31,9 @@ from pensieve_jax.history.postgres_connection import (
     as_history_error,
     is_lost,
     is_overtaken,
+    is_refusal,
 )
-from pensieve_jax.history.postgres_location import parse
+from pensieve_jax.history.postgres_location import PostgresLocation, parse
 from pensieve_jax.history.table_store import Commit, TableHistoryStore
 
 _NUM_TRIES: Final = 5  # of what Postgres gave up for the sake of another transaction
@@ -182,6 +184,8 @@ class PostgresHistoryStore(TableHistoryStore):
                 self._drop()
                 raise _LostError(as_history_error(error, self._location, may_be_kept=True), {}) from error
             self._roll_back(session)
+            if not is_refusal(error) and not is_overtaken(error):
+                raise as_history_error(error, self._location) from error
             return False
         except BaseException:
             self._drop()
@@ -250,6 +254,36 @@ class PostgresHistoryStore(TableHistoryStore):
                 session.execute("ROLLBACK")
         except psycopg.Error:
             self._drop()
+
+
+def fingerprint_in(location: PostgresLocation) -> str:
+    """Which model wrote a history; raises HistoryError where there is none."""
+    with _session(location) as session:
+        return postgres_schema.fingerprint_of(session, location)
+
+
+def migrate(url: str) -> tuple[int, int]:
+    """Bring a history to the newest version, in one transaction; the version that it had, and that.
+
+    Raises HistoryMismatchError where there is no way, or no history, and HistoryError; it is then as it was.
+    """
+    location = parse(url)
+    with _session(location) as session:
+        session.settings({"statement_timeout": "0"})
+        session.execute("BEGIN")
+        found = postgres_schema.migrate(session, location)
+        session.execute("COMMIT")
+        return found
+
+
+@contextlib.contextmanager
+def _session(location: PostgresLocation) -> Iterator[PostgresConnection]:
+    """For one piece of work, which is undone if it raises."""
+    with contextlib.closing(PostgresConnection(location)) as session:
+        try:
+            yield session
+        except psycopg.Error as error:
+            raise as_history_error(error, location) from error
 
 
 def _no_lock(connection: Connection, namespace: str) -> None:

@@ -131,6 +131,14 @@ class TableHistoryStore(ABC):
         """Keep a text in place of the one of that name; None removes it."""
         self._transact(lambda connection: _keep_note(connection, _NOTES + name, text))
 
+    def read[T](self, work: Callable[[Connection], T]) -> T:
+        """What `work` reads of one state, for whoever goes by tables."""
+        return self._run(work)
+
+    def change[T](self, change: Callable[[Connection], T]) -> T:
+        """What `change` returns; all of it is kept, or nothing where it raises."""
+        return self._transact(change)
+
     @abstractmethod
     def close(self) -> None:
         """Release what is held; a second call does nothing, any other raises HistoryError."""
