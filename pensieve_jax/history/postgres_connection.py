@@ -60,6 +60,9 @@ class PostgresConnection:
                 location.url,
                 autocommit=True,
                 client_encoding="utf8",
+                # A statement that is prepared ahead is not there if one before it failed, which psycopg
+                # does not know.
+                prepare_threshold=None,
                 **_given(location.url, {"connect_timeout": CONNECT_TIMEOUT_S, **_SOCKET}),
             )
         except psycopg.Error as error:
