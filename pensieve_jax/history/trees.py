@@ -79,7 +79,7 @@ def trees(connection: Connection, owner: str, limit: int) -> list[TreeSummary]:
     """An owner's trees, the most recently active first."""
     query = (
         f"SELECT {_ROOT}, count(*), max(completed_at_s), min(rowid) FROM responses "
-        f"WHERE owner = ? AND {_HAS_TURN} GROUP BY 1 ORDER BY 3 DESC LIMIT ?"
+        f"WHERE owner = ? AND {_HAS_TURN} GROUP BY 1 ORDER BY 3 DESC, 1 LIMIT ?"
     )
     return [
         TreeSummary(root, count, read_first_text(connection, first)[:MAX_FIRST_CHARACTERS], last_s)

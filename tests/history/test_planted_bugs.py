@@ -9,8 +9,8 @@ import pytest
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.history import (
     HistoryReader,
-    SQLiteHistoryStore,
     named_conversations,
+    open_store,
     responses_table,
     server_conversations,
     table_store,
@@ -170,13 +170,15 @@ BUGS = {
 FIXTURES = {"num_tokens": 6, "num_turns_then": 2, "num_rows": 3}
 
 
+@pytest.mark.parametrize("kind", ["file", "postgres"])
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_the_bug_is_noticed(bug, tmp_path, monkeypatch):
+def test_the_bug_is_noticed(bug, kind, tmp_path, monkeypatch, request):
     noticing = BUGS[bug]
     for name in ("sound", "with the bug"):
+        where = tmp_path / name if kind == "file" else request.getfixturevalue("postgres").url()
         with (
-            SQLiteHistoryStore(tmp_path / name, fingerprint=responses.FINGERPRINT) as store,
-            HistoryReader(tmp_path / name, fingerprint=responses.FINGERPRINT) as reader,
+            open_store(where, fingerprint=responses.FINGERPRINT) as store,
+            HistoryReader(where, fingerprint=responses.FINGERPRINT) as reader,
         ):
             given = {**FIXTURES, "store": store, "reader": reader}
             arguments = {key: given[key] for key in inspect.signature(noticing).parameters}

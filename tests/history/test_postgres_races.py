@@ -21,6 +21,7 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.turn_node import new_turn_id
 from pensieve_jax.history import HistoryReader, TurnRecord, named_conversations, open_store
 from pensieve_jax.history.changes import AppendItems, DeleteResponse, Expire
+from pensieve_jax.history.postgres_location import parse
 from tests.deadlines import wait_until
 from tests.history import racing_commits
 from tests.history.racing_commits import FINGERPRINT, behind, race
@@ -182,24 +183,28 @@ def test_a_turn_and_the_removal_of_its_parent(replicas):
     assert outcomes  # either may be the only one on a machine that does one thing at a time
 
 
-def test_two_who_move_the_heads_of_each_others_conversations(replicas):
-    """They wait for one another; Postgres gives one up, and that is tried again."""
+def test_a_transaction_that_postgres_gives_up_for_another_is_tried_again(postgres, replicas, url):
+    """Two that wait for one another: who has waited longer finds that, here the store."""
+    store = replicas[0]
     for name in ("conv_1", "conv_2"):
-        begin_conversation(replicas[0], name)
-    names = ("conv_1", "conv_2")
-    for version in range(3):
-
-        def send(number, store, version=version):
-            turns = [turn(), turn()]
-            order = names if number else names[::-1]
-            drafts = [
-                draft(one, conversation=append_to(name, version))
-                for one, name in zip(turns, order, strict=True)
-            ]
-            return len(store.commit(turns, drafts))
-
-        assert sum(both(replicas, send)) == 2
-    assert num_turns(replicas[0]) == 6
+        begin_conversation(store, name)
+    touch = b"UPDATE conversations SET created_at_s = created_at_s WHERE conversation_id = %s"
+    turns = [turn(), turn()]
+    drafts = [
+        draft(turns[0], conversation=append_to("conv_1")),
+        draft(turns[1], conversation=append_to("conv_2")),
+    ]
+    waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+    with ThreadPoolExecutor(1) as threads, psycopg.connect(parse(url).url) as other:
+        other.execute(f"SET search_path = {parse(url).namespace}".encode())
+        other.execute(touch, ("conv_2",))
+        committing = threads.submit(store.commit, turns, drafts)
+        wait_until(lambda: postgres.run_sql(waiting) != [(0,)])
+        other.execute(touch, ("conv_1",))  # returns when the store's transaction was given up
+        assert not committing.done()
+        other.rollback()
+        assert committing.result(30) == {}
+    assert num_turns(store) == 2
 
 
 def test_what_one_replica_let_go_of_is_removed_by_any(replicas):
