@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import httpx
+import json
+import urllib.error
+import urllib.request
+
 import pytest
 
 from tests.server.api.live import LiveServer
@@ -23,40 +26,48 @@ def servers(postgres):
 
 
 def ask(server, method, path, **body):
-    options = {"json": body} if body else {}
-    return httpx.request(method, f"{server.url}{path}", timeout=30, **options)
+    """Status, headers and body of an answer."""
+    data = json.dumps(body).encode() if body else None
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{server.url}{path}", data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.headers, json.load(answer)
+    except urllib.error.HTTPError as answer:
+        with answer:
+            return answer.code, answer.headers, json.load(answer)
+
+
+def done(server, method, path, **body):
+    status, _, found = ask(server, method, path, **body)
+    assert status == 200, found
+    return found
 
 
 def test_what_one_server_has_said_the_other_goes_on_from(servers):
     one, other = servers
-    conversation = ask(one, "POST", "/conversations", metadata={"a": "b"}).json()["id"]
-    first = ask(one, "POST", "/responses", input="hi", conversation=conversation)
-    assert first.status_code == 200, first.text
-    second = ask(other, "POST", "/responses", input="and?", conversation=conversation)
-    assert second.status_code == 200, second.text
-    third = ask(one, "POST", "/responses", input="so?", previous_response_id=second.json()["id"])
-    assert third.status_code == 200, third.text
-    items = ask(one, "GET", f"/conversations/{conversation}/items").json()["data"]
-    assert len(items) == 4
-    assert ask(other, "DELETE", f"/responses/{third.json()['id']}").status_code == 200
-    assert ask(one, "GET", f"/responses/{third.json()['id']}").status_code == 404
+    conversation = done(one, "POST", "/conversations", metadata={"a": "b"})["id"]
+    done(one, "POST", "/responses", input="hi", conversation=conversation)
+    second = done(other, "POST", "/responses", input="and?", conversation=conversation)
+    third = done(one, "POST", "/responses", input="so?", previous_response_id=second["id"])
+    assert len(done(one, "GET", f"/conversations/{conversation}/items")["data"]) == 4
+    done(other, "DELETE", f"/responses/{third['id']}")
+    assert ask(one, "GET", f"/responses/{third['id']}")[0] == 404
 
 
 def test_while_postgres_is_away_clients_are_told_to_come_back(servers, postgres):
-    server = servers[0]
-    kept = ask(server, "POST", "/responses", input="hi").json()["id"]
+    kept = done(servers[0], "POST", "/responses", input="hi")["id"]
     postgres.stop()
     try:
-        for answer in (
-            ask(server, "GET", f"/responses/{kept}"),
-            ask(server, "POST", "/responses", input="and?", previous_response_id=kept),
-            ask(server, "POST", "/conversations", metadata={}),
+        for status, headers, found in (
+            ask(servers[0], "GET", f"/responses/{kept}"),
+            ask(servers[0], "POST", "/responses", input="and?", previous_response_id=kept),
+            ask(servers[0], "POST", "/conversations", metadata={"a": "b"}),
         ):
-            assert answer.status_code == 503, answer.text
-            assert answer.json()["error"]["code"] == "history_unavailable"
-            assert answer.headers["retry-after"] == "1"
+            assert (status, found["error"]["code"]) == (503, "history_unavailable"), found
+            assert headers["retry-after"] == "1"
     finally:
         postgres.start()
     for server in servers:
-        assert ask(server, "GET", f"/responses/{kept}").status_code == 200
-        assert ask(server, "POST", "/responses", input="and?", previous_response_id=kept).status_code == 200
+        done(server, "GET", f"/responses/{kept}")
+        done(server, "POST", "/responses", input="and?", previous_response_id=kept)
