@@ -38,7 +38,7 @@ def test_a_copy_to_postgres_and_one_that_is_refused(tmp_path, postgres):
     assert status == 0 and out.endswith("is of schema version 2\n"), err
 
 
-@pytest.mark.parametrize("words", [(), ("copy", "a"), ("move", "a", "b"), ("migrate", "chats.sqlite")])
+@pytest.mark.parametrize("words", [(), ("migrate", "chats.sqlite")])
 def test_what_is_none_of_it_is_told_in_a_line(words):
     status, out, err = pensieve_history(*words)
     assert (status, out) == (2, "") and err.startswith("error: ConfigError: ") and err.count("\n") == 1

@@ -192,6 +192,9 @@ def _as_sentence(error: BaseException) -> str:
             return _too_long(num_tokens, most)
         case InvalidFieldError(hint=str(hint)) if hint:
             return message.removesuffix(f"; {hint}.") + "."
+        case HistoryUnavailableError(may_be_kept=may_be_kept):  # where it is concerns no client
+            kept = "It may have been kept: look before you send it again." if may_be_kept else "Try again."
+            return f"The history cannot be reached at the moment. {kept}"
         case ChatTemplateError():
             return f"{error.problem}; change the messages, or send text to /v1/completions."
         case _:

@@ -66,6 +66,7 @@ def test_while_postgres_is_away_clients_are_told_to_come_back(servers, postgres)
         ):
             assert (status, found["error"]["code"]) == (503, "history_unavailable"), found
             assert headers["retry-after"] == "1"
+            assert "postgresql" not in found["error"]["message"], "where it is concerns no client"
     finally:
         postgres.start()
     for server in servers:
