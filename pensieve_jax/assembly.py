@@ -43,7 +43,7 @@ from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.observer import Observe, unobserved
 from pensieve_jax.engine.validation import ModelLimits
-from pensieve_jax.history import SQLiteHistoryStore, history_fingerprint
+from pensieve_jax.history import history_fingerprint, open_store
 from pensieve_jax.model_source import resolve_model, source_tokenizer
 from pensieve_jax.runtime.compilation import keep_compilations_in
 from pensieve_jax.text import Tokenizer
@@ -97,7 +97,7 @@ def assemble(
         None if tokenizer is None else tokenizer.fingerprint,
     )
     with contextlib.ExitStack() as undo:
-        store = SQLiteHistoryStore(
+        store = open_store(
             history, fingerprint=fingerprint, synchronous=synchronous, may_make=may_make_history
         )
         undo.callback(store.close)

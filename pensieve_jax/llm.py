@@ -58,7 +58,8 @@ class LLM:
             `scripts/convert_checkpoint.py`, a hub name, or `random:<preset>` for seeded random weights of a
             known shape.
           dtype: "float32", "bfloat16", "float16", or "auto": the checkpoint's, and float32 on a CPU.
-          history: SQLite file that turns are committed to; None keeps them in memory.
+          history: SQLite file that turns are committed to, or a URL of Postgres, postgresql://...; None keeps
+            them in memory.
           config: sizes and limits.
           synchronous: "full" makes committed turns survive a power loss, not only the process's death.
           progress: show bars while loading, compiling and generating; None: on a terminal.

@@ -6,7 +6,7 @@ import pytest
 
 import pensieve_jax  # noqa: F401  # asks for asynchronous launches, before JAX has a client
 
-pytest_plugins = ["tests.launching"]
+pytest_plugins = ["tests.launching", "tests.postgres_server"]
 jax.config.update("jax_num_cpu_devices", 4)
 # A machine that others use as well stops a process for longer than hypothesis lets an example take.
 hypothesis.settings.register_profile("suite", deadline=None)

@@ -147,7 +147,8 @@ def refuse_sizes(*others: str) -> None:
 
 def define_history_flag() -> None:
     """Where conversations are kept."""
-    flags.DEFINE_string("history", None, "SQLite file that keeps the conversations; default: memory only.")
+    text = "Keeps the conversations: an SQLite file, or postgresql://...; default: memory only."
+    flags.DEFINE_string("history", None, text)
 
 
 @flag_group("sampling")

@@ -64,6 +64,7 @@ from pensieve_jax.commands.timeline import Recorder, check_timeline
 from pensieve_jax.commands.turns_file import finished_turns, output_line, partial_path, start_output
 from pensieve_jax.commands.usage_tables import summary
 from pensieve_jax.commands.words import SMALL_MODEL
+from pensieve_jax.history.postgres_location import is_postgres
 from pensieve_jax.model_source import DEFAULT_MODEL
 
 FLAGS = flags.FLAGS
@@ -79,7 +80,9 @@ def check_paths(source: Path, output: Path, history: str | None) -> None:
         raise InvalidRequestError("--output", str(output), "a file")
     if not os.access(directory, os.W_OK):
         raise InvalidRequestError("--output", str(output), "in a directory that this user may write to")
-    others = {"--input": source} | ({"--history": Path(history)} if history else {})
+    others = {"--input": source} | (
+        {} if history is None or is_postgres(history) else {"--history": Path(history)}
+    )
     for name, other in others.items():
         # By path too: the history may not be there yet.
         if output.resolve() == other.resolve() or (
@@ -177,7 +180,8 @@ def main() -> int:
     try:
         output = Path(FLAGS.output)
         check_paths(Path(FLAGS.input), output, FLAGS.history)
-        check_timeline(FLAGS.timeline, others=[Path(FLAGS.input), output, Path(FLAGS.history or output)])
+        history = output if is_postgres(FLAGS.history) else Path(FLAGS.history or output)
+        check_timeline(FLAGS.timeline, others=[Path(FLAGS.input), output, history])
         params = dataclasses.replace(sampling_params(), logprobs=FLAGS.logprobs)
         conversations = read_conversations(FLAGS.input, params)
         model, max_context_tokens = model_limits()

@@ -30,6 +30,7 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_NO_READER = 128 + signal.SIGPIPE
+_words: list[list[str]] = []
 
 
 def check_can_write(flag: str, path: Path) -> None:
@@ -58,6 +59,13 @@ def show(text: str) -> int:
         return 0
 
     return until_reader_leaves(write)
+
+
+def take_words() -> list[str]:
+    """Have the command line take words beside flags; what is returned holds them once flags are parsed."""
+    words: list[str] = []
+    _words.append(words)
+    return words
 
 
 def run(main: Callable[[], int]) -> None:
@@ -102,6 +110,8 @@ def _parse(docstring: str, argv: list[str]) -> list[str]:
     except flags.Error as error:
         problems = [str(error)]
     else:
+        for words in _words:
+            words[:], rest = rest, []
         problems = [f"unexpected arguments: {' '.join(rest)}"] if rest else []
         problems += missing_flags()
     if problems:

@@ -30,6 +30,7 @@ from pensieve_jax.commands.engine_flags import (
     engine_config,
     shows_progress,
 )
+from pensieve_jax.history.opening import shown
 
 if TYPE_CHECKING:
     from pensieve_jax.server.async_engine import EngineInfo
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 _CPU_BYTES = "1GB"
+_HISTORY = "Keeps the conversations: an SQLite file, or postgresql://...; default: a private file."
 _EXTRA = ("msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop")
 _OTEL_EXTRA = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
@@ -140,7 +142,7 @@ def sizes_in_words(info: EngineInfo) -> str:
 
 def first_words(address: str, history: str | None) -> str:
     """What somebody at a terminal should know next."""
-    kept = f"kept in {history}" if history else "gone when this ends; --history=FILE keeps them"
+    kept = f"kept in {shown(history)}" if history else "gone when this ends; --history=FILE keeps them"
     return (
         f"open that in a browser to chat; the API is {address}/v1; Ctrl-C ends it\nconversations are {kept}"
     )
@@ -178,7 +180,7 @@ def define_flags() -> None:
         ["auto", "json", "text"],
         "Lines of the log; auto: text on a terminal, else JSON.",
     )
-    flags.DEFINE_string("history", None, "SQLite file that keeps the conversations; default: a private one.")
+    flags.DEFINE_string("history", None, _HISTORY)
     define_engine_flags()
     FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))
     FLAGS.set_default("cpu_bytes", _CPU_BYTES)

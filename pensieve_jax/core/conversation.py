@@ -23,6 +23,7 @@ class Conversation:
       num_computed_tokens: history tokens whose KV was computed once. The last sampled token of a turn was
         not, so that the next turn's query starts there.
       num_turns: committed turns.
+      head: the turn of the history that was committed last; None for none, or where turns are placed.
       one_off: not in the history; its state is freed when its only turn ends.
     """
 
@@ -31,6 +32,7 @@ class Conversation:
     num_history_tokens: int = 0
     num_computed_tokens: int = 0
     num_turns: int = 0
+    head: str | None = None
     one_off: bool = False
 
     def rollback(self) -> None:

@@ -20,9 +20,11 @@ __all__ = [
     "EngineClosedError",
     "EngineDiedError",
     "HistoryCorruptError",
+    "HistoryDeniedError",
     "HistoryError",
     "HistoryLockedError",
     "HistoryMismatchError",
+    "HistoryUnavailableError",
     "InvalidFieldError",
     "InvalidRequestError",
     "PensieveError",
@@ -238,12 +240,33 @@ class HistoryError(PensieveError):
     """The history store cannot be used."""
 
 
+class HistoryUnavailableError(HistoryError):
+    """The history's database cannot be reached at the moment; a later call may find it again.
+
+    Attributes:
+      may_be_kept: the connection was lost while a change was made, and nobody knows whether it was.
+    """
+
+    def __init__(self, message: str, may_be_kept: bool = False) -> None:
+        """The message says which."""
+        self.may_be_kept = may_be_kept
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with the constructor's arguments, since `args` holds the message only."""
+        return type(self), (str(self), self.may_be_kept)
+
+
+class HistoryDeniedError(HistoryError):
+    """The history's database refuses this user, the password, or what was asked of it."""
+
+
 class HistoryMismatchError(HistoryError):
-    """The history file belongs to another model, tokenizer, version or application; it is left as it is."""
+    """The history belongs to another model, tokenizer, version or application; it is left as it is."""
 
 
 class HistoryMissingError(HistoryError):
-    """The history file was there before, and is missing or empty now; none was made in its place."""
+    """The history was there before, and is missing or empty now; none was made in its place."""
 
 
 class HistoryLockedError(HistoryError):

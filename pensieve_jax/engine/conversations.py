@@ -7,6 +7,8 @@ Does not know: batches or text.
 
 from __future__ import annotations
 
+import contextlib
+
 from pensieve_jax.cache import CacheManager, Role
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.clock import Clock
@@ -22,7 +24,7 @@ from pensieve_jax.engine.drop_journal import DropJournal
 from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.loop import Sweep
 from pensieve_jax.engine.prefixes import PrefixTable
-from pensieve_jax.history import ConversationInfo, ConversationRecord, HistoryStore
+from pensieve_jax.history import ConversationInfo, ConversationRecord, Cut, HistoryStore
 
 
 class ConversationTable:
@@ -77,11 +79,14 @@ class ConversationTable:
             return self._enter(Conversation(conversation_id))
 
     def num_tokens(self, conversation_id: str | None) -> int:
-        """Length of a conversation's history; 0 for one that does not exist. Creates nothing."""
+        """Length of a conversation's history; 0 for one that does not exist. Creates nothing.
+
+        Whoever makes a prompt asks this first: what somebody else has changed leaves memory here.
+        """
         check_conversation_id(conversation_id)
         if conversation_id is None:
             return 0
-        live = self._live.get(conversation_id)
+        live = self._current(conversation_id)
         if live is not None:
             return live.conversation.num_history_tokens
         try:
@@ -97,7 +102,7 @@ class ConversationTable:
         check_conversation_id(conversation_id)
         if conversation_id is None:
             raise InvalidRequestError("conversation_id", None, "the id of a conversation")
-        return self._live.get(conversation_id) or self._store.load(conversation_id)
+        return self._current(conversation_id) or self._store.load(conversation_id)
 
     def is_busy(self, conversation_id: str) -> bool:
         """A turn of it runs."""
@@ -121,10 +126,14 @@ class ConversationTable:
         """
         self._check_idle(conversation_id)
         live = self.get(conversation_id)
-        num_turns = self._store.truncate(conversation_id, num_tokens)
+        cut = self._store.truncate(conversation_id, num_tokens)
         num_tokens = int(num_tokens)  # the store takes numpy's ints as well
+        if cut.head_before != live.conversation.head:  # somebody else has changed it since
+            self.forget(live)
+            return
         self._cache.truncate(live.sequence, num_tokens)
-        live.conversation.truncate(num_tokens, num_turns)
+        live.conversation.truncate(num_tokens, cut.num_turns)
+        live.conversation.head = cut.head
         self._drops.forget(conversation_id)
 
     def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> None:
@@ -136,11 +145,11 @@ class ConversationTable:
         check_conversation_id(conversation_id)
         check_conversation_id(new_conversation_id, "new_conversation_id")
         self._check_idle(new_conversation_id)
-        num_turns = self._store.fork(conversation_id, new_conversation_id, num_tokens)
+        cut = self._store.fork(conversation_id, new_conversation_id, num_tokens)
         source = self._live.get(conversation_id)
-        if source is not None:
+        if source is not None and source.conversation.head == cut.head_before:
             num_known = source.conversation.num_history_tokens if num_tokens is None else int(num_tokens)
-            self._fork_state(source, new_conversation_id, num_known, num_turns)
+            self._fork_state(source, new_conversation_id, num_known, cut)
 
     def push_out(self, conversation_id: str, max_num_chunks: int | None = None) -> int:
         """Copy a conversation's state to host memory before anybody needs the room; returns how many chunks.
@@ -183,7 +192,14 @@ class ConversationTable:
     def end(self, conversation_id: str) -> None:
         """Forget a conversation; raises UnknownConversationError or ConversationBusyError."""
         self._check_idle(conversation_id)
-        self._store.delete(conversation_id)
+        try:
+            self._store.delete(conversation_id)
+        except UnknownConversationError:  # another replica was first
+            self._forget_ended(conversation_id)
+            raise
+        self._forget_ended(conversation_id)
+
+    def _forget_ended(self, conversation_id: str) -> None:
         self._cache.turns.ended(conversation_id)
         self._drops.forget(conversation_id)
         live = self._live.get(conversation_id)
@@ -212,7 +228,8 @@ class ConversationTable:
         idle = [info for info in self._store.conversations() if not self.is_busy(info.conversation_id)]
         for position, info in enumerate(idle):
             if self._is_expired(position, info.last_active_s):
-                self.end(info.conversation_id)
+                with contextlib.suppress(UnknownConversationError):  # another replica was first
+                    self.end(info.conversation_id)
         branches = [live for live in self._live.values() if isinstance(live, Branch) and not live.busy]
         branches.sort(key=lambda branch: -branch.sequence.last_active_s)
         for position, branch in enumerate(branches):
@@ -237,6 +254,19 @@ class ConversationTable:
             self._store.load_turn(owner, turn_id)  # or there is no such turn
         return [branch for branch in branches if not branch.busy]
 
+    def _current(self, conversation_id: str) -> LiveConversation | None:
+        """What is in memory of a conversation, unless another replica has changed it since."""
+        live = self._live.get(conversation_id)
+        if live is None or live.busy or not self._store.is_shared:
+            return live
+        try:
+            if self._store.head(conversation_id) == live.conversation.head:
+                return live
+        except UnknownConversationError:
+            pass
+        self.forget(live)
+        return None
+
     def _is_expired(self, position: int, last_active_s: float) -> bool:
         """Whether an idle one leaves, so many of which were active after it."""
         bound, ttl_s = self._config.max_idle_conversations, self._config.idle_ttl_s
@@ -251,6 +281,7 @@ class ConversationTable:
     def _load(self, record: ConversationRecord) -> LiveConversation:
         token_ids = record.token_ids.tolist()
         conversation = Conversation(record.conversation_id, token_ids, num_turns=len(record.turns))
+        conversation.head = record.turns[-1].turn_id if record.turns else None
         conversation.num_history_tokens = len(token_ids)
         conversation.num_computed_tokens = max(len(token_ids) - 1, 0)
         live = self._enter(conversation)
@@ -263,10 +294,11 @@ class ConversationTable:
         self._add(live)
         return live
 
-    def _fork_state(self, source: LiveConversation, new_id: str, num_tokens: int, num_turns: int) -> None:
+    def _fork_state(self, source: LiveConversation, new_id: str, num_tokens: int, cut: Cut) -> None:
         """A conversation begins with what another one has in memory, which may be running."""
         token_ids = source.conversation.token_ids[:num_tokens]
-        fork = Conversation(new_id, token_ids, num_history_tokens=num_tokens, num_turns=num_turns)
+        fork = Conversation(new_id, token_ids, num_history_tokens=num_tokens, num_turns=cut.num_turns)
+        fork.head = cut.head
         fork.num_computed_tokens = min(source.conversation.num_computed_tokens, num_tokens)
         self._add(LiveConversation(fork, self._cache.fork(source.sequence, num_tokens, new_id)))
 

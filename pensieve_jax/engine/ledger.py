@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pensieve_jax.core.clock import Clock
-from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.core.errors import ConversationChangedError, PensieveError
 from pensieve_jax.core.outputs import FinishReason
+from pensieve_jax.core.turn_node import new_turn_id
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.experience import ExperienceKeeper
 from pensieve_jax.engine.live import Branch, LiveConversation
@@ -111,8 +112,11 @@ class TurnLedger:
                 began_s = time.perf_counter()
                 refused = self._store.commit(records, attachments, self.in_use)
                 self._stats.count_commit(time.perf_counter() - began_s)
-                for position, refusal in refused.items():
-                    self.lose([kept[position][0]], refusal)
+                for position, (record, (reply, _)) in enumerate(zip(records, kept, strict=True)):
+                    if position in refused:
+                        self.lose([reply], refused[position])
+                    elif reply.node is None:
+                        reply.request.conversation.head = record.turn_id
         except PensieveError as error:
             self.lose([reply for reply, _ in kept], error)
         for reply, reason in endings:
@@ -138,7 +142,8 @@ class TurnLedger:
         for reply in replies:
             reply.error = error
             self._stats.num_turns_failed += 1
-            self._roll_back(reply)
+            # What somebody else changed is read again when it is asked for.
+            self._roll_back(reply, forget=isinstance(error, ConversationChangedError))
         return turns
 
     def close(self) -> None:
@@ -166,8 +171,8 @@ class TurnLedger:
             created_at_s=self._clock.now(),
             messages=reply.messages,
             output_text=reply.text if reply.has_text else None,
-            turn_id="" if node is None else node.turn_id,
-            parent_id=None if node is None else node.parent_id,
+            turn_id=new_turn_id(conversation.head) if node is None else node.turn_id,
+            parent_id=conversation.head if node is None else node.parent_id,
             owner="" if node is None else node.owner,
             chain=b"" if node is None else node.chain,
             usage=request.usage(num_output_tokens=len(reply.token_ids)),
@@ -184,11 +189,11 @@ class TurnLedger:
             self._conversations.branches.settled(live, reply.node)
         self._leave(reply, forget=conversation.one_off)
 
-    def _roll_back(self, reply: Reply) -> None:
-        """Forget a turn that gave nothing to the history."""
+    def _roll_back(self, reply: Reply, *, forget: bool = False) -> None:
+        """Forget a turn that gave nothing to the history; with `forget` its conversation's state as well."""
         conversation = reply.request.conversation
         self._loop.withdraw(reply.request)
-        forget = conversation.one_off or not conversation.num_turns
+        forget = forget or conversation.one_off or not conversation.num_turns
         live = self._live_of(reply)
         if reply.node is not None and reply.origin is not None and isinstance(live, Branch):
             forget = self._conversations.branches.withdrawn(live, reply.node, reply.origin)

@@ -25,6 +25,7 @@ from pensieve_jax.core.errors import (
     HistoryMissingError,
 )
 from pensieve_jax.history import migration, schema
+from pensieve_jax.history.connection import SQLiteConnection
 
 type Synchronous = Literal["normal", "full"]
 
@@ -38,7 +39,7 @@ class _DamageError(Exception):
     """Why a file cannot be a history any more."""
 
 
-def open_database(path: Path | None, fingerprint: str, synchronous: Synchronous) -> sqlite3.Connection:
+def open_database(path: Path | None, fingerprint: str, synchronous: Synchronous) -> SQLiteConnection:
     """A connection in autocommit mode to a checked history, new if there was none; None is in memory.
 
     Reads the whole file once (`PRAGMA quick_check`). Raises HistoryMismatchError for a history of another
@@ -90,7 +91,7 @@ def _make_private(path: Path) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
 
 
-def _connect(path: Path | None) -> sqlite3.Connection:
+def _connect(path: Path | None) -> SQLiteConnection:
     # Python's own transactions are off (isolation_level None): a commit here is one explicit BEGIN ...
     # COMMIT.
     return sqlite3.connect(
@@ -98,6 +99,7 @@ def _connect(path: Path | None) -> sqlite3.Connection:
         isolation_level=None,
         check_same_thread=False,
         timeout=BUSY_TIMEOUT_S,
+        factory=SQLiteConnection,
     )
 
 

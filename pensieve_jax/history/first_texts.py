@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
 from typing import Any, Final
+
+from pensieve_jax.history.connection import Connection
 
 MAX_BYTES: Final = 32_768
 """Of a request's items, as JSON in ASCII; a user who begins to speak behind that is not heard."""
@@ -20,10 +21,9 @@ _ROLE: Final = re.compile(r'"role": *"user"')
 _TEXT: Final = re.compile(r'"(?:text|content)": *"((?:[^"\\]++|\\u[0-9a-f]{4}|\\[^u])*+)')
 
 
-def read_first_text(connection: sqlite3.Connection, rowid: int) -> str:
+def read_first_text(connection: Connection, rowid: int) -> str:
     """What the user said first in a response's own input, or the beginning of it; "" for nothing."""
-    with connection.blobopen("responses", "input_items", rowid, readonly=True) as items:
-        return first_text(items.read(MAX_BYTES).decode("utf-8", "ignore"))
+    return first_text(connection.beginning("responses", "input_items", rowid, MAX_BYTES))
 
 
 def first_text(items: str) -> str:

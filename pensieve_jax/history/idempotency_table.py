@@ -10,17 +10,16 @@ counts there: it stands behind the conversation's id and a line break, which no 
 
 from __future__ import annotations
 
-import sqlite3
-
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.history import codec
 from pensieve_jax.history.changes import Idempotency
+from pensieve_jax.history.connection import Connection
 
 type KnownRow = tuple[str, str, float]  # digest of the body, what it became, when its time is over
 
 
 def keep(
-    connection: sqlite3.Connection,
+    connection: Connection,
     owner: str,
     request: Idempotency,
     became: str,
@@ -36,11 +35,11 @@ def keep(
         "DELETE FROM idempotency WHERE owner = ? AND key = ? AND expires_at_s <= ?", (owner, key, now_s)
     )
     values = (owner, key, request.body_sha256, became, request.expires_at_s)
-    try:
-        connection.execute("INSERT INTO idempotency VALUES (?, ?, ?, ?, ?)", values)
-    except sqlite3.IntegrityError as error:
-        limit = "a key that no other request has"
-        raise InvalidRequestError("idempotency.key", request.key, limit) from error
+    connection.must(
+        "INSERT INTO idempotency VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+        values,
+        lambda: InvalidRequestError("idempotency.key", request.key, "a key that no other request has"),
+    )
 
 
 def check(request: Idempotency, field: str) -> None:
@@ -50,7 +49,7 @@ def check(request: Idempotency, field: str) -> None:
 
 
 def find(
-    connection: sqlite3.Connection, owner: str, key: str, now_s: float, conversation_id: str | None
+    connection: Connection, owner: str, key: str, now_s: float, conversation_id: str | None
 ) -> KnownRow | None:
     """The request that was sent with a key whose time has not passed."""
     query = (
@@ -61,18 +60,18 @@ def find(
     return row
 
 
-def forget(connection: sqlite3.Connection, owner: str, became: str) -> None:
+def forget(connection: Connection, owner: str, became: str) -> None:
     """Free the key of a response."""
     connection.execute("DELETE FROM idempotency WHERE owner = ? AND response_id = ?", (owner, became))
 
 
-def forget_conversation(connection: sqlite3.Connection, owner: str, conversation_id: str) -> None:
+def forget_conversation(connection: Connection, owner: str, conversation_id: str) -> None:
     """Free the keys that counted in a conversation."""
     bounds = (_key("", conversation_id), f"{conversation_id}\v")  # the character behind a line break
     connection.execute("DELETE FROM idempotency WHERE owner = ? AND key >= ? AND key < ?", (owner, *bounds))
 
 
-def expire(connection: sqlite3.Connection, now_s: float, most: int) -> None:
+def expire(connection: Connection, now_s: float, most: int) -> None:
     """Free keys whose time has passed, the oldest first."""
     connection.execute(
         "DELETE FROM idempotency WHERE rowid IN (SELECT rowid FROM idempotency WHERE expires_at_s <= ? "

@@ -2,23 +2,44 @@
 
 Owns: the statements on rows of `conversations` without metadata, all of owner "".
 Does not know: transactions (the caller holds one), or a server's conversations (`server_conversations`).
-Called by: `sqlite_store`.
+Called by: `table_store`.
+
+A head moves by compare and swap: whoever moves it says where it stood, and nothing happens where it stands
+elsewhere by then.
 """
 
 from __future__ import annotations
 
-import sqlite3
 from typing import Final, NamedTuple
 
-from pensieve_jax.core.errors import HistoryCorruptError, InvalidRequestError, UnknownConversationError
+from pensieve_jax.core.errors import (
+    ConversationChangedError,
+    HistoryCorruptError,
+    InvalidRequestError,
+    PensieveError,
+    UnknownConversationError,
+)
 from pensieve_jax.core.turn_node import new_turn_id
 from pensieve_jax.history import codec, turns_table
 from pensieve_jax.history.codec import TurnRow
-from pensieve_jax.history.store import ConversationInfo, ConversationRecord
+from pensieve_jax.history.connection import Connection
+from pensieve_jax.history.store import ConversationInfo, ConversationRecord, Cut
 
 _INFO: Final = "SELECT conversation_id, num_tokens, num_turns, last_active_s FROM conversations"
 _NAMED: Final = "owner = '' AND metadata IS NULL"
 _THIS: Final = f"{_NAMED} AND conversation_id = ?"
+_BEGIN: Final = (
+    "INSERT INTO conversations VALUES ('', ?, ?, 1, NULL, ?, ?, ?, 1) "
+    "ON CONFLICT (owner, conversation_id) DO UPDATE SET head_turn = excluded.head_turn, "
+    "version = conversations.version + 1, last_active_s = excluded.last_active_s, "
+    "num_tokens = excluded.num_tokens, num_turns = 1 "
+    "WHERE conversations.metadata IS NULL AND conversations.head_turn IS NULL"
+)
+_MOVE: Final = (
+    "UPDATE conversations SET head_turn = ?, version = version + 1, last_active_s = ?, "
+    f"num_tokens = num_tokens + ?, num_turns = num_turns + 1 WHERE {_THIS} AND num_turns = ? "
+    "AND head_turn = ?"
+)
 
 
 class _Head(NamedTuple):
@@ -29,13 +50,13 @@ class _Head(NamedTuple):
     num_tokens: int
 
 
-def listing(connection: sqlite3.Connection) -> list[ConversationInfo]:
+def listing(connection: Connection) -> list[ConversationInfo]:
     """All of them, the most recently active first, equal times by id."""
     query = f"{_INFO} WHERE {_NAMED} ORDER BY last_active_s DESC, conversation_id"
     return [ConversationInfo(*row) for row in connection.execute(query)]
 
 
-def info(connection: sqlite3.Connection, conversation_id: str) -> ConversationInfo:
+def info(connection: Connection, conversation_id: str) -> ConversationInfo:
     """One line of the listing; raises UnknownConversationError."""
     row = connection.execute(f"{_INFO} WHERE {_THIS}", (conversation_id,)).fetchone()
     if row is None:
@@ -43,7 +64,7 @@ def info(connection: sqlite3.Connection, conversation_id: str) -> ConversationIn
     return ConversationInfo(*row)
 
 
-def read(connection: sqlite3.Connection, conversation_id: str) -> tuple[ConversationInfo, list[TurnRow]]:
+def read(connection: Connection, conversation_id: str) -> tuple[ConversationInfo, list[TurnRow]]:
     """A conversation's line and its turns; raises UnknownConversationError."""
     found = info(connection, conversation_id)
     return found, turns_table.path_rows(connection, "", _existing(connection, conversation_id).head_turn)
@@ -64,47 +85,63 @@ def unpack(found: ConversationInfo, rows: list[TurnRow]) -> ConversationRecord:
     return ConversationRecord(conversation_id, token_ids, turns, found.last_active_s)
 
 
-def append(connection: sqlite3.Connection, conversation_id: str, row: TurnRow, field: str) -> None:
-    """Add a turn behind the last one; raises InvalidRequestError unless it has the next number."""
-    before = _find(connection, conversation_id) or _Head(None, 0, 0)
-    if row.turn_index != before.num_turns:
-        limit = f"{before.num_turns}, the next turn of {conversation_id!r}"
-        raise InvalidRequestError(f"{field}.turn_index", row.turn_index, limit)
-    num_tokens, turn_id = before.num_tokens + row.num_tokens, new_turn_id(before.head_turn)
-    turns_table.insert(
-        connection,
-        row._replace(owner="", turn_id=turn_id, parent_id=before.head_turn, num_tokens=num_tokens),
-    )
-    done = connection.execute(
-        "INSERT INTO conversations VALUES ('', ?, ?, 1, NULL, ?, ?, ?, 1) "
-        "ON CONFLICT(owner, conversation_id) DO UPDATE SET head_turn = excluded.head_turn, "
-        "version = version + 1, last_active_s = excluded.last_active_s, num_tokens = excluded.num_tokens, "
-        "num_turns = num_turns + 1 WHERE metadata IS NULL",
-        (conversation_id, turn_id, row.created_at_s, row.created_at_s, num_tokens),
-    )
-    if not done.rowcount:
-        limit = "another name: a server's conversation has this one"
-        raise InvalidRequestError(f"{field}.conversation_id", conversation_id, limit)
+def head(connection: Connection, conversation_id: str) -> str | None:
+    """The turn at the head; None of an empty one; raises UnknownConversationError."""
+    return _existing(connection, conversation_id).head_turn
 
 
-def truncate(connection: sqlite3.Connection, conversation_id: str, num_tokens: int) -> int:
-    """Move a head back; returns the number of turns left. See `HistoryStore.truncate`."""
+def append(connection: Connection, conversation_id: str, row: TurnRow, field: str) -> None:
+    """Add a turn behind the last one, from which it goes on if it has an id.
+
+    Raises ConversationChangedError where it goes on from another one, and InvalidRequestError unless a turn
+    without an id has the next number.
+    """
+    row = row._replace(owner="")
+    if not row.turn_id:
+        before = _find(connection, conversation_id) or _Head(None, 0, 0)
+        if row.turn_index != before.num_turns:
+            limit = f"{before.num_turns}, the next turn of {conversation_id!r}"
+            raise InvalidRequestError(f"{field}.turn_index", row.turn_index, limit)
+        row = row._replace(turn_id=new_turn_id(before.head_turn), parent_id=before.head_turn)
+    if row.parent_id is None:
+        statement = _BEGIN
+        values: tuple[object, ...] = (
+            *(conversation_id, row.turn_id, row.created_at_s, row.created_at_s, row.num_tokens),
+        )
+    else:
+        statement, place = _MOVE, (conversation_id, row.turn_index, row.parent_id)
+        values = (row.turn_id, row.created_at_s, row.num_tokens, *place)
+    connection.must(statement, values, lambda: _not_moved(connection, conversation_id, field))
+    turns_table.insert_placed(connection, row, field)
+
+
+def _not_moved(connection: Connection, conversation_id: str, field: str) -> PensieveError:
+    query = "SELECT 1 FROM conversations WHERE owner = '' AND conversation_id = ? AND metadata IS NOT NULL"
+    if connection.execute(query, (conversation_id,)).fetchone() is None:
+        return ConversationChangedError(conversation_id)
+    limit = "another name: a server's conversation has this one"
+    return InvalidRequestError(f"{field}.conversation_id", conversation_id, limit)
+
+
+def truncate(connection: Connection, conversation_id: str, num_tokens: int) -> Cut:
+    """Move a head back. See `HistoryStore.truncate`."""
     before = _existing(connection, conversation_id)
     num_tokens = turns_table.check_cut(num_tokens, before.num_tokens, conversation_id)
-    head, num_turns = turns_table.cut(connection, before.head_turn, num_tokens, conversation_id)
-    connection.execute(
-        f"UPDATE conversations SET head_turn = ?, num_tokens = ?, num_turns = ?, version = version + 1 "
-        f"WHERE {_THIS}",
-        (head, num_tokens, num_turns, conversation_id),
+    last, num_turns = turns_table.cut(connection, before.head_turn, num_tokens, conversation_id)
+    connection.must(
+        "UPDATE conversations SET head_turn = ?, num_tokens = ?, num_turns = ?, version = version + 1 "
+        f"WHERE {_THIS} AND coalesce(head_turn, '') = ?",
+        (last, num_tokens, num_turns, conversation_id, before.head_turn or ""),
+        lambda: ConversationChangedError(conversation_id),
     )
     turns_table.collect(connection, "", before.head_turn)
-    return num_turns
+    return Cut(num_turns, last, before.head_turn)
 
 
 def fork(
-    connection: sqlite3.Connection, conversation_id: str, new_conversation_id: str, num_tokens: int | None
-) -> int:
-    """Another name for a part of a path; returns its number of turns. See `HistoryStore.fork`."""
+    connection: Connection, conversation_id: str, new_conversation_id: str, num_tokens: int | None
+) -> Cut:
+    """Another name for a part of a path. See `HistoryStore.fork`."""
     codec.check_text(new_conversation_id, "new_conversation_id")
     source = _existing(connection, conversation_id)
     taken = "SELECT 1 FROM conversations WHERE owner = '' AND conversation_id = ?"
@@ -114,30 +151,30 @@ def fork(
     if num_tokens is None:
         num_tokens = source.num_tokens
     num_tokens = turns_table.check_cut(num_tokens, source.num_tokens, conversation_id)
-    head, num_turns = turns_table.cut(connection, source.head_turn, num_tokens, conversation_id)
+    last, num_turns = turns_table.cut(connection, source.head_turn, num_tokens, conversation_id)
     connection.execute(
         "INSERT INTO conversations SELECT '', ?, ?, 1, NULL, created_at_s, last_active_s, ?, ? "
         f"FROM conversations WHERE {_THIS}",
-        (new_conversation_id, head, num_tokens, num_turns, conversation_id),
+        (new_conversation_id, last, num_tokens, num_turns, conversation_id),
     )
-    return num_turns
+    return Cut(num_turns, last, source.head_turn)
 
 
-def delete(connection: sqlite3.Connection, conversation_id: str) -> None:
+def delete(connection: Connection, conversation_id: str) -> None:
     """Forget a name, and what nothing else needs; raises UnknownConversationError."""
     before = _existing(connection, conversation_id)
     connection.execute(f"DELETE FROM conversations WHERE {_THIS}", (conversation_id,))
     turns_table.collect(connection, "", before.head_turn)
 
 
-def _find(connection: sqlite3.Connection, conversation_id: str) -> _Head | None:
+def _find(connection: Connection, conversation_id: str) -> _Head | None:
     query = f"SELECT head_turn, num_turns, num_tokens FROM conversations WHERE {_THIS}"
     row = connection.execute(query, (conversation_id,)).fetchone()
     return None if row is None else _Head._make(row)
 
 
-def _existing(connection: sqlite3.Connection, conversation_id: str) -> _Head:
-    head = _find(connection, conversation_id)
-    if head is None:
+def _existing(connection: Connection, conversation_id: str) -> _Head:
+    found = _find(connection, conversation_id)
+    if found is None:
         raise UnknownConversationError(conversation_id)
-    return head
+    return found

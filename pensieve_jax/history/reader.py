@@ -1,11 +1,11 @@
 """A history as another process reads it while the engine's process writes.
 
 Owns: what can be looked up, each under the owner whose it is.
-Does not know: how anything comes to be written (`sqlite_store`), or HTTP.
+Does not know: how anything comes to be written (`table_store`), which database has it (`opening`), or HTTP.
 Called by: the server's front process.
 
-The file is in write-ahead mode: each method sees one state of it, whole commits only, and waits neither
-for the writer nor for another reader. Whatever belongs to somebody is looked up together with its owner:
+Each method sees one state of the history, whole commits only, and waits neither for the writer nor for
+another reader. Whatever belongs to somebody is looked up together with its owner:
 another owner's id is not found in the same words, and by the same search, as one that does not exist.
 """
 
@@ -13,34 +13,29 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
-from pensieve_jax.core.errors import (
-    HistoryMismatchError,
-    InvalidRequestError,
-    UnknownRecordError,
-    UnknownTurnError,
-)
+from pensieve_jax.core.errors import InvalidRequestError, UnknownRecordError, UnknownTurnError
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.history import (
     codec,
     idempotency_table,
+    opening,
     responses_table,
-    schema,
     server_conversations,
     turns_table,
 )
 from pensieve_jax.history import trees as response_trees
 from pensieve_jax.history.changes import ConversationRow, ItemRow, ResponseRecord
-from pensieve_jax.history.read_connections import ReadConnections
+from pensieve_jax.history.connection import Connection
 from pensieve_jax.text.messages import Message
 
 type Order = Literal["asc", "desc"]
+
+_ALL: Final = 2**62  # rows
 
 _TURN: Final = (
     "SELECT turns.turn_id, turns.parent_id, turns.turn_index, turns.num_tokens, finish_reason, created_at_s, "
@@ -95,24 +90,16 @@ class KnownRequest:
 
 
 class HistoryReader:
-    """Reads the history at a path; safe to call from several threads."""
+    """Reads a history in a file or in Postgres; safe to call from several threads."""
 
-    def __init__(self, path: str | os.PathLike[str], *, fingerprint: str) -> None:
-        """Open a history that a writer has made.
+    def __init__(self, history: str | os.PathLike[str], *, fingerprint: str) -> None:
+        """Open a history that a writer has made, at a path or a URL.
 
         Raises HistoryError if it cannot be opened, HistoryMismatchError if it is not a history of this
         release and this model.
         """
-        self._path = Path(path).resolve()
-        self._connections = ReadConnections(self._path)
+        self._connections = opening.open_for_reading(history, fingerprint)
         self._run = self._connections.run
-        checked = False
-        try:
-            self._run(lambda connection: _check(connection, self._path, fingerprint))
-            checked = True
-        finally:
-            if not checked:
-                self.close()
 
     # Responses
 
@@ -204,7 +191,7 @@ class HistoryReader:
     def size_of_items(self, owner: str, conversation_id: str) -> tuple[int, int]:
         """How many items a conversation has, and of how many characters; raises UnknownRecordError."""
 
-        def work(connection: sqlite3.Connection) -> tuple[int, int]:
+        def work(connection: Connection) -> tuple[int, int]:
             server_conversations.find(connection, owner, conversation_id)
             query = "SELECT count(*), coalesce(sum(length(item)), 0) FROM items"
             behind = "WHERE owner = ? AND conversation_id = ?"
@@ -218,9 +205,9 @@ class HistoryReader:
     def all_items(self, owner: str, conversation_id: str) -> tuple[ConversationRow, tuple[ItemRow, ...]]:
         """A conversation and its items in order, of one moment: what a turn is made from."""
 
-        def work(connection: sqlite3.Connection) -> tuple[ConversationRow, tuple[ItemRow, ...]]:
+        def work(connection: Connection) -> tuple[ConversationRow, tuple[ItemRow, ...]]:
             found = server_conversations.find(connection, owner, conversation_id)
-            return found, tuple(_items(connection, owner, conversation_id, None, -1, "asc"))
+            return found, tuple(_items(connection, owner, conversation_id, None, _ALL, "asc"))
 
         return self._run(work)
 
@@ -286,22 +273,7 @@ class HistoryReader:
         self.close()
 
 
-def _check(connection: sqlite3.Connection, path: Path, fingerprint: str) -> None:
-    marks = tuple(
-        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
-    )
-    if marks != (schema.APPLICATION_ID, schema.SCHEMA_VERSION):
-        raise HistoryMismatchError(
-            f"history is {str(path)!r}, which is no history of schema version {schema.SCHEMA_VERSION}."
-        )
-    (written_by,) = connection.execute("SELECT value FROM meta WHERE key = 'fingerprint'").fetchone()
-    if written_by != fingerprint:
-        raise HistoryMismatchError(
-            f"history is {str(path)!r}, which was written by {written_by!r}, not by {fingerprint!r}."
-        )
-
-
-def _response(connection: sqlite3.Connection, owner: str, response_id: str) -> ResponseRecord:
+def _response(connection: Connection, owner: str, response_id: str) -> ResponseRecord:
     query = f"{responses_table.RECORD} WHERE responses.owner = ? AND responses.response_id = ?"
     row = connection.execute(query, (owner, response_id)).fetchone()
     if row is None:
@@ -310,7 +282,7 @@ def _response(connection: sqlite3.Connection, owner: str, response_id: str) -> R
 
 
 def _items(
-    connection: sqlite3.Connection,
+    connection: Connection,
     owner: str,
     conversation_id: str,
     after: str | None,

@@ -2,7 +2,7 @@
 
 Owns: the statements on `responses`; which end of a turn makes which status.
 Does not know: transactions (the caller holds one), or what a response's fields mean to a client.
-Called by: `sqlite_store` and `reader`.
+Called by: `table_store` and `reader`.
 
 What a reply said stands in its turn, once; a response names the turn. A queued one has none yet: it names the
 turn that it goes on from, which therefore stays.
@@ -10,7 +10,6 @@ turn that it goes on from, which therefore stays.
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from pensieve_jax.history.changes import (
     ResponseRecord,
 )
 from pensieve_jax.history.codec import TurnRow
+from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.server_conversations import Item
 
 MAX_EXPIRED: Final = 50  # of one change, so that the engine's thread is not held up
@@ -41,7 +41,7 @@ RECORD: Final = (
 _INSERT: Final = (
     "INSERT INTO responses(owner, response_id, status, turn_id, request, input_items, output_item_id, "
     "created_at_s, expires_at_s, completed_at_s, background, body_sha256, job) "
-    f"VALUES ({', '.join('?' * 13)})"
+    f"VALUES ({', '.join('?' * 13)}) ON CONFLICT DO NOTHING"
 )
 _THIS: Final = "owner = ? AND response_id = ?"
 
@@ -70,11 +70,10 @@ def check_draft(draft: object, owner: str, field: str) -> tuple[ResponseDraft, l
 
 
 def complete(
-    connection: sqlite3.Connection,
+    connection: Connection,
     draft: ResponseDraft,
     items: Sequence[Item],
     row: TurnRow,
-    in_use: Collection[str],
 ) -> None:
     """A turn was added: its response, its request's key, and its place in a conversation.
 
@@ -83,21 +82,20 @@ def complete(
     """
     status = "completed" if row.finish_reason == "stop" else "incomplete"
     if draft.background:
-        done = connection.execute(
+        connection.must(
             "UPDATE responses SET status = ?, turn_id = ?, completed_at_s = ?, job = NULL "
             f"WHERE {_THIS} AND status = 'queued'",
             (status, row.turn_id, row.created_at_s, draft.owner, draft.response_id),
+            lambda: UnknownRecordError("response", draft.response_id),
         )
-        if not done.rowcount:
-            raise UnknownRecordError("response", draft.response_id)
     else:
         _insert(connection, draft, status, turn_id=row.turn_id, completed_at_s=row.created_at_s)
     if draft.conversation is not None:
         reply = server_conversations.reply_item(draft.output_item_id, row)
-        server_conversations.append_turn(connection, draft.conversation, [*items, reply], row, in_use)
+        server_conversations.append_turn(connection, draft.conversation, [*items, reply], row)
 
 
-def queue(connection: sqlite3.Connection, change: QueueResponse) -> None:
+def queue(connection: Connection, change: QueueResponse) -> None:
     """A background response that has not run.
 
     Raises InvalidRequestError for an id or a key that is taken, UnknownTurnError for a parent that is gone.
@@ -108,7 +106,7 @@ def queue(connection: sqlite3.Connection, change: QueueResponse) -> None:
     _insert(connection, draft, "queued", turn_id=change.parent_id, job=change.job)
 
 
-def end(connection: sqlite3.Connection, change: EndResponse, in_use: Collection[str]) -> None:
+def end(connection: Connection, change: EndResponse, in_use: Collection[str]) -> None:
     """A queued response without a turn; one that has ended stays as it is."""
     if change.status not in ("cancelled", "failed"):
         raise InvalidRequestError("status", change.status, '"cancelled" or "failed"')
@@ -122,12 +120,12 @@ def end(connection: sqlite3.Connection, change: EndResponse, in_use: Collection[
         turns_table.collect(connection, change.owner, parent_id, in_use)
 
 
-def delete(connection: sqlite3.Connection, change: DeleteResponse, in_use: Collection[str]) -> None:
+def delete(connection: Connection, change: DeleteResponse, in_use: Collection[str]) -> None:
     """Forget a response, its request's key, and its turn as far as nothing else needs that."""
     _forget(connection, change.owner, change.response_id, in_use)
 
 
-def expire(connection: sqlite3.Connection, change: Expire, in_use: Collection[str]) -> None:
+def expire(connection: Connection, change: Expire, in_use: Collection[str]) -> None:
     """Forget what has ended and whose time has passed, the oldest first, at most `MAX_EXPIRED` of each."""
     query = (
         "SELECT owner, response_id FROM responses WHERE expires_at_s <= ? AND status <> 'queued' "
@@ -135,11 +133,10 @@ def expire(connection: sqlite3.Connection, change: Expire, in_use: Collection[st
     )
     for owner, response_id in connection.execute(query, (change.now_s, MAX_EXPIRED)).fetchall():
         _forget(connection, owner, response_id, in_use)
-    turns_table.collect_released(connection, in_use)
     idempotency_table.expire(connection, change.now_s, MAX_EXPIRED)
 
 
-def has_expired(connection: sqlite3.Connection, now_s: float) -> bool:
+def has_expired(connection: Connection, now_s: float) -> bool:
     """Whether `expire` would find something whose time has passed."""
     query = (
         "SELECT EXISTS (SELECT 1 FROM responses WHERE expires_at_s <= ? AND status <> 'queued') "
@@ -149,7 +146,7 @@ def has_expired(connection: sqlite3.Connection, now_s: float) -> bool:
 
 
 def _insert(
-    connection: sqlite3.Connection,
+    connection: Connection,
     draft: ResponseDraft,
     status: str,
     *,
@@ -160,20 +157,17 @@ def _insert(
     values = (
         *(draft.owner, draft.response_id, status, turn_id, draft.request, draft.input_items),
         *(draft.output_item_id, draft.created_at_s, draft.expires_at_s, completed_at_s),
-        *(draft.background, draft.body_sha256, job),
+        *(int(draft.background), draft.body_sha256, job),
     )
-    try:
-        connection.execute(_INSERT, values)
-    except sqlite3.IntegrityError as error:
-        limit = "an id that no response has, with every field given"
-        raise InvalidRequestError("response_id", draft.response_id, limit) from error
+    limit = "an id that no response has, with every field given"
+    connection.must(_INSERT, values, lambda: InvalidRequestError("response_id", draft.response_id, limit))
     if draft.idempotency is not None:
         idempotency_table.keep(
             connection, draft.owner, draft.idempotency, draft.response_id, draft.created_at_s
         )
 
 
-def _turn_of(connection: sqlite3.Connection, owner: str, response_id: str) -> str | None:
+def _turn_of(connection: Connection, owner: str, response_id: str) -> str | None:
     row = connection.execute(f"SELECT turn_id FROM responses WHERE {_THIS}", (owner, response_id)).fetchone()
     if row is None:
         raise UnknownRecordError("response", response_id)
@@ -181,7 +175,7 @@ def _turn_of(connection: sqlite3.Connection, owner: str, response_id: str) -> st
     return turn_id
 
 
-def _forget(connection: sqlite3.Connection, owner: str, response_id: str, in_use: Collection[str]) -> None:
+def _forget(connection: Connection, owner: str, response_id: str, in_use: Collection[str]) -> None:
     turn_id = _turn_of(connection, owner, response_id)
     connection.execute(f"DELETE FROM responses WHERE {_THIS}", (owner, response_id))
     idempotency_table.forget(connection, owner, response_id)

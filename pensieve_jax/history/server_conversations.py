@@ -2,7 +2,7 @@
 
 Owns: the statements on `items` and on rows of `conversations` with metadata; what the item of a reply is.
 Does not know: transactions (the caller holds one), what a client may put into an item, or HTTP.
-Called by: `sqlite_store`, `responses_table` and `reader`.
+Called by: `table_store`, `responses_table` and `reader`.
 
 The head of such a conversation is the turn that was last appended to it, which keeps its tokens for as long
 as the conversation lives. What its items say decides which turn the next one goes on from, not the head.
@@ -10,12 +10,17 @@ as the conversation lives. What its items say decides which turn the next one go
 
 from __future__ import annotations
 
+import functools
 import json
-import sqlite3
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-from pensieve_jax.core.errors import ConversationChangedError, InvalidRequestError, UnknownRecordError
+from pensieve_jax.core.errors import (
+    ConversationChangedError,
+    InvalidRequestError,
+    PensieveError,
+    UnknownRecordError,
+)
 from pensieve_jax.history import codec, idempotency_table, turns_table
 from pensieve_jax.history.changes import (
     AppendItems,
@@ -28,10 +33,25 @@ from pensieve_jax.history.changes import (
     UpdateConversation,
 )
 from pensieve_jax.history.codec import TurnRow
+from pensieve_jax.history.connection import Connection
 
 ROW: Final = "SELECT conversation_id, owner, version, metadata, created_at_s FROM conversations"
 THIS: Final = "owner = ? AND conversation_id = ? AND metadata IS NOT NULL"
 ITEM: Final = "SELECT item_id, position, item FROM items"
+
+_RELEASE_HEAD: Final = (
+    f"INSERT INTO released SELECT owner, head_turn FROM conversations WHERE {THIS} "
+    "AND head_turn IS NOT NULL AND head_turn <> ? ON CONFLICT DO NOTHING"
+)
+_ADVANCE: Final = f"UPDATE conversations SET version = version + 1 WHERE {THIS} AND version = ?"
+_MOVE_HEAD: Final = (
+    "UPDATE conversations SET head_turn = ?, last_active_s = ?, num_turns = num_turns + 1, "
+    f"num_tokens = (SELECT num_tokens FROM turns WHERE owner = ? AND turn_id = ?) WHERE {THIS}"
+)
+_INSERT_ITEM: Final = (
+    "INSERT INTO items SELECT ?, ?, coalesce(max(position) + 1, 0), ?, ? FROM items "
+    "WHERE owner = ? AND conversation_id = ? ON CONFLICT DO NOTHING"
+)
 
 type Item = tuple[str, str]  # id, JSON
 
@@ -63,7 +83,7 @@ def reply_item(item_id: str, row: TurnRow) -> Item:
     return item_id, json.dumps(item, separators=(",", ":"))
 
 
-def find(connection: sqlite3.Connection, owner: str, conversation_id: str) -> ConversationRow:
+def find(connection: Connection, owner: str, conversation_id: str) -> ConversationRow:
     """A conversation; raises UnknownRecordError."""
     row = connection.execute(f"{ROW} WHERE {THIS}", (owner, conversation_id)).fetchone()
     if row is None:
@@ -73,7 +93,7 @@ def find(connection: sqlite3.Connection, owner: str, conversation_id: str) -> Co
     )
 
 
-def find_item(connection: sqlite3.Connection, owner: str, conversation_id: str, item_id: str) -> ItemRow:
+def find_item(connection: Connection, owner: str, conversation_id: str, item_id: str) -> ItemRow:
     """An item; raises UnknownRecordError for it or for the conversation."""
     find(connection, owner, conversation_id)
     query = f"{ITEM} WHERE owner = ? AND conversation_id = ? AND item_id = ?"
@@ -83,21 +103,19 @@ def find_item(connection: sqlite3.Connection, owner: str, conversation_id: str, 
     return ItemRow(item_id=row[0], position=row[1], item=row[2])
 
 
-def create(connection: sqlite3.Connection, change: CreateConversation) -> None:
+def create(connection: Connection, change: CreateConversation) -> None:
     """A new conversation with its first items; raises InvalidRequestError for an id that is taken."""
     key = (change.owner, change.conversation_id)
-    try:
-        connection.execute(
-            "INSERT INTO conversations VALUES (?, ?, NULL, 0, ?, ?, ?, 0, 0)",
-            (*key, change.metadata, change.created_at_s, change.created_at_s),
-        )
-    except sqlite3.IntegrityError as error:
-        limit = "an id that no conversation has"
-        raise InvalidRequestError("conversation_id", change.conversation_id, limit) from error
+    limit = "an id that no conversation has"
+    connection.must(
+        "INSERT INTO conversations VALUES (?, ?, NULL, 0, ?, ?, ?, 0, 0) ON CONFLICT DO NOTHING",
+        (*key, change.metadata, change.created_at_s, change.created_at_s),
+        lambda: InvalidRequestError("conversation_id", change.conversation_id, limit),
+    )
     _insert_items(connection, key, parse_items(change.items, "items"))
 
 
-def update(connection: sqlite3.Connection, change: UpdateConversation) -> None:
+def update(connection: Connection, change: UpdateConversation) -> None:
     """Other metadata. That is no change of what was said, so that a running turn does not lose to it."""
     find(connection, change.owner, change.conversation_id)
     connection.execute(
@@ -106,7 +124,7 @@ def update(connection: sqlite3.Connection, change: UpdateConversation) -> None:
     )
 
 
-def delete(connection: sqlite3.Connection, change: DeleteConversation, in_use: Collection[str]) -> None:
+def delete(connection: Connection, change: DeleteConversation, in_use: Collection[str]) -> None:
     """Forget a conversation and its items."""
     key = (change.owner, change.conversation_id)
     head = _head(connection, key)
@@ -116,23 +134,23 @@ def delete(connection: sqlite3.Connection, change: DeleteConversation, in_use: C
     turns_table.collect(connection, change.owner, head, in_use)
 
 
-def append_items(connection: sqlite3.Connection, change: AppendItems) -> None:
+def append_items(connection: Connection, change: AppendItems) -> None:
     """Items from a client, if nothing has changed since it read.
 
     Raises ConversationChangedError, and InvalidRequestError for an id or a key that is taken.
     """
     key = (change.owner, change.conversation_id)
-    _check_version(connection, key, change.expected_version)
-    _insert_items(connection, key, parse_items(change.items, "items"))
+    items = parse_items(change.items, "items")
+    _advance(connection, key, change.expected_version)
+    _insert_items(connection, key, items)
     if change.idempotency is not None:
         idempotency_table.check(change.idempotency, "idempotency")
         idempotency_table.keep(
             connection, change.owner, change.idempotency, change.name, change.appended_at_s, key[1]
         )
-    connection.execute(f"UPDATE conversations SET version = version + 1 WHERE {THIS}", key)
 
 
-def delete_item(connection: sqlite3.Connection, change: DeleteItem, in_use: Collection[str]) -> None:
+def delete_item(connection: Connection, change: DeleteItem, in_use: Collection[str]) -> None:
     """Take an item out; the conversation keeps no turn any more in which it may have been said."""
     find_item(connection, change.owner, change.conversation_id, change.item_id)
     key = (change.owner, change.conversation_id)
@@ -144,32 +162,36 @@ def delete_item(connection: sqlite3.Connection, change: DeleteItem, in_use: Coll
 
 
 def append_turn(
-    connection: sqlite3.Connection,
+    connection: Connection,
     append: ConversationAppend,
     items: Sequence[Item],
     row: TurnRow,
-    in_use: Collection[str],
 ) -> None:
-    """A turn's items, and it becomes the head; raises ConversationChangedError or UnknownRecordError."""
+    """A turn's items, and it becomes the head; raises ConversationChangedError or UnknownRecordError.
+
+    The head before, unless the turn goes on from it, is `released`: whoever removes turns looks at it.
+    """
     key = (row.owner, append.conversation_id)
-    head = _head(connection, key)
-    _check_version(connection, key, append.expected_version)
+    connection.execute(_RELEASE_HEAD, (*key, row.parent_id or ""))
+    _advance(connection, key, append.expected_version)
+    connection.execute(_MOVE_HEAD, (row.turn_id, row.created_at_s, row.owner, row.turn_id, *key))
     _insert_items(connection, key, items)
-    connection.execute(
-        "UPDATE conversations SET head_turn = ?, version = version + 1, last_active_s = ?, num_tokens = ?, "
-        f"num_turns = num_turns + 1 WHERE {THIS}",
-        (row.turn_id, row.created_at_s, row.num_tokens, *key),
-    )
-    if head != row.parent_id:  # else the turn needs it
-        turns_table.collect(connection, row.owner, head, in_use)
 
 
-def _check_version(connection: sqlite3.Connection, key: tuple[str, str], expected_version: int) -> None:
-    if find(connection, *key).version != expected_version:
-        raise ConversationChangedError(key[1])
+def _advance(connection: Connection, key: tuple[str, str], expected_version: int) -> None:
+    """Compare and swap: whoever comes second finds another version, and waits for whoever is first."""
+    connection.must(_ADVANCE, (*key, expected_version), lambda: _changed(connection, key))
 
 
-def _head(connection: sqlite3.Connection, key: tuple[str, str]) -> str | None:
+def _changed(connection: Connection, key: tuple[str, str]) -> PensieveError:
+    try:
+        find(connection, *key)
+    except UnknownRecordError as error:
+        return error
+    return ConversationChangedError(key[1])
+
+
+def _head(connection: Connection, key: tuple[str, str]) -> str | None:
     row = connection.execute(f"SELECT head_turn FROM conversations WHERE {THIS}", key).fetchone()
     if row is None:
         raise UnknownRecordError("conversation", key[1])
@@ -177,12 +199,12 @@ def _head(connection: sqlite3.Connection, key: tuple[str, str]) -> str | None:
     return head
 
 
-def _insert_items(connection: sqlite3.Connection, key: tuple[str, str], items: Sequence[Item]) -> None:
-    query = "SELECT coalesce(max(position) + 1, 0) FROM items WHERE owner = ? AND conversation_id = ?"
-    (position,) = connection.execute(query, key).fetchone()
-    for number, (item_id, item) in enumerate(items, start=position):
+def _insert_items(connection: Connection, key: tuple[str, str], items: Sequence[Item]) -> None:
+    limit = "an id that no other item here has"
+    for item_id, item in items:
         codec.check_text(item_id, "items.id")
-        try:
-            connection.execute("INSERT INTO items VALUES (?, ?, ?, ?, ?)", (*key, number, item_id, item))
-        except sqlite3.IntegrityError as error:
-            raise InvalidRequestError("items.id", item_id, "an id that no other item here has") from error
+        connection.must(
+            _INSERT_ITEM,
+            (*key, item_id, item, *key),
+            functools.partial(InvalidRequestError, "items.id", item_id, limit),
+        )

@@ -2,7 +2,7 @@
 
 Owns: `TurnRecord`, `ConversationRecord`, `ConversationInfo`, `HistoryStore` and what its methods promise.
 Does not know: any file format, jax, or KV state.
-Called by: the engine; implemented by `sqlite_store.SQLiteHistoryStore`.
+Called by: the engine; implemented by `table_store.TableHistoryStore` and those that derive from it.
 
 A turn never changes once it is committed, and goes on from another one or begins a tree. A named conversation
 is a name for the turn at its head: the path to that turn, from the first of its tree on, is what was said in
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,8 @@ class TurnRecord:
       messages: the new chat messages of the turn; None for a turn that was sent as text or ids.
       output_text: the reply as it was shown (without the stop string); None without a tokenizer or once cut.
       turn_id, parent_id: of the turn and of the one that it goes on from; see `core.turn_node`. The store
-        gives them to the turns of named conversations; until then they are "" and None.
+        gives them to turns of named conversations that come with "" and None; one that comes with its own
+        says from which head it goes on.
       owner: whose it is; "" for named conversations.
       chain: what identifies the messages up to and including this turn's own; b"" for a turn without.
       usage: where its tokens came from; None if that was never kept.
@@ -91,12 +92,34 @@ class ConversationInfo:
     last_active_s: float
 
 
+class Cut(NamedTuple):
+    """What `truncate` and `fork` found and made.
+
+    Attributes:
+      num_turns: of the path to the new head, one that was cut through included.
+      head: the turn that the conversation, or its fork, ends with now; None for an empty one.
+      head_before: the turn that the conversation ended with.
+    """
+
+    num_turns: int
+    head: str | None
+    head_before: str | None
+
+
 class HistoryStore(Protocol):
-    """Keeps turns; opened for one model and tokenizer by one process at a time.
+    """Keeps turns; opened for one model and tokenizer.
+
+    Attributes:
+      is_shared: other processes may change it at any time: what is in memory of a conversation may be behind.
 
     Threads: the engine thread calls everything; `conversations`, `info`, `load`, `load_turn` and `has_turn`
     may also be called from other threads at any time and see either all of a commit or nothing of it.
     """
+
+    @property
+    def is_shared(self) -> bool:
+        """See the class."""
+        ...
 
     def conversations(self) -> list[ConversationInfo]:
         """All named conversations, the most recently active first, equal times by id."""
@@ -104,6 +127,10 @@ class HistoryStore(Protocol):
 
     def info(self, conversation_id: str) -> ConversationInfo:
         """A conversation's line of the listing; raises UnknownConversationError."""
+        ...
+
+    def head(self, conversation_id: str) -> str | None:
+        """The turn that a conversation ends with; None of an empty one; raises UnknownConversationError."""
         ...
 
     def load(self, conversation_id: str) -> ConversationRecord:
@@ -128,16 +155,17 @@ class HistoryStore(Protocol):
 
         Once it returns, the turns outlive the process, and so does what stands in their attachments
         (`changes.ResponseDraft`, or None; none at all: no turn has one). A turn with a conversation_id goes
-        behind that conversation's last one, and begins it if it is turn 0; any other turn goes where its own
-        ids say. For `in_use` see `apply`.
+        behind that conversation's last one, and begins it if it is turn 0; if it has an id, only where that
+        last one is its parent. Any other turn goes where its own ids say. For `in_use` see `apply`.
 
-        Returns why turns were refused, by position: placed turns can be overtaken, since what they go on
+        Returns why turns were refused, by position: turns with ids can be overtaken, since what they go on
         from, or what they are to be appended to, may have gone or changed. Nothing of a refused turn is
         kept, and all of the others: ConversationChangedError, UnknownRecordError, UnknownTurnError, or
         InvalidRequestError for an attachment that cannot be kept.
 
         Raises InvalidRequestError, before anything is written, for a value of a turn that cannot be kept or
-        a `turn_index` that is not the path's next, and HistoryError; then nothing is kept.
+        a `turn_index` that is not the path's next, and HistoryError; then nothing is kept, unless that says
+        that nobody knows (`HistoryUnavailableError.may_be_kept`).
         """
         ...
 
@@ -150,10 +178,8 @@ class HistoryStore(Protocol):
         """
         ...
 
-    def truncate(self, conversation_id: str, num_tokens: int) -> int:
+    def truncate(self, conversation_id: str, num_tokens: int) -> Cut:
         """Keep the first `num_tokens` tokens of a conversation; 0 leaves it empty, not deleted.
-
-        Returns how many turns are left, one that was cut through included.
 
         A turn that the cut goes through is replaced by one of the part before it, with `finish_reason =
         CUT_FINISH_REASON` and `output_text = None`; cut within its prompt that also has no `messages`, which
@@ -162,10 +188,10 @@ class HistoryStore(Protocol):
         """
         ...
 
-    def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> int:
+    def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> Cut:
         """Have a new conversation begin as the first `num_tokens` tokens (None: all) of another one.
 
-        Returns how many turns the new one has. They share what they have in common, but a turn that is cut
+        They share what they have in common, but a turn that is cut
         through as `truncate` would. Raises UnknownConversationError, and InvalidRequestError for a new name
         that is taken or a length that the conversation does not have.
         """
@@ -184,5 +210,5 @@ class HistoryStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Release file and lock; any later call but `close` raises HistoryError."""
+        """Release file, lock or connections; any later call but `close` raises HistoryError."""
         ...

@@ -9,13 +9,13 @@ Called by: `reader`.
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.history import codec
+from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.first_texts import read_first_text, text_of
 
 _ROOT: Final = "substr(turn_id, 1, 16)"
@@ -75,11 +75,11 @@ class TreeTurn:
     usage: Usage | None
 
 
-def trees(connection: sqlite3.Connection, owner: str, limit: int) -> list[TreeSummary]:
+def trees(connection: Connection, owner: str, limit: int) -> list[TreeSummary]:
     """An owner's trees, the most recently active first."""
     query = (
         f"SELECT {_ROOT}, count(*), max(completed_at_s), min(rowid) FROM responses "
-        f"WHERE owner = ? AND {_HAS_TURN} GROUP BY 1 ORDER BY 3 DESC LIMIT ?"
+        f"WHERE owner = ? AND {_HAS_TURN} GROUP BY 1 ORDER BY 3 DESC, 1 LIMIT ?"
     )
     return [
         TreeSummary(root, count, read_first_text(connection, first)[:MAX_FIRST_CHARACTERS], last_s)
@@ -87,7 +87,7 @@ def trees(connection: sqlite3.Connection, owner: str, limit: int) -> list[TreeSu
     ]
 
 
-def tree(connection: sqlite3.Connection, owner: str, root: str, limit: int) -> list[TreeTurn]:
+def tree(connection: Connection, owner: str, root: str, limit: int) -> list[TreeTurn]:
     """The last responses of one tree, in the order in which they were made; empty where there is none.
 
     There are fewer than `limit` where their texts are longer than `MAX_TREE_CHARACTERS`, or what is read for

@@ -2,25 +2,39 @@
 
 Owns: the statements on the table `turns`, and when a turn is garbage.
 Does not know: transactions (the caller holds one), or why somebody needs a turn.
-Called by: `sqlite_store`, the other tables' modules, and `reader`.
+Called by: `table_store`, the other tables' modules, and `reader`.
 """
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Collection
 from typing import Final
 
 import numpy as np
 
-from pensieve_jax.core.errors import HistoryCorruptError, InvalidRequestError, UnknownTurnError
+from pensieve_jax.core.errors import (
+    HistoryCorruptError,
+    InvalidRequestError,
+    PensieveError,
+    UnknownTurnError,
+)
 from pensieve_jax.core.turn_node import new_turn_id
 from pensieve_jax.history import codec
 from pensieve_jax.history.codec import TurnRow
+from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.store import CUT_FINISH_REASON, ConversationRecord, TurnRecord
 
 _COLUMNS: Final = ", ".join(TurnRow._fields)
-_INSERT: Final = f"INSERT INTO turns({_COLUMNS}) VALUES ({', '.join('?' * len(TurnRow._fields))})"
+# With their types, since a value that is NULL tells Postgres none.
+_VALUES: Final = {**dict.fromkeys(TurnRow._fields, "?"), "chain": "CAST(? AS BLOB)"}
+_INSERT: Final = (
+    f"INSERT INTO turns({_COLUMNS}) VALUES ({', '.join(_VALUES.values())}) ON CONFLICT DO NOTHING"
+)
+_INSERT_BEHIND: Final = (
+    f"INSERT INTO turns({_COLUMNS}) "
+    f"SELECT {', '.join({**_VALUES, 'num_tokens': 'before.num_tokens + ?'}.values())} FROM turns AS before "
+    "WHERE before.owner = ? AND before.turn_id = ? AND before.turn_index + 1 = ? ON CONFLICT DO NOTHING"
+)
 
 # From a turn up to its root. Numbers fall on the way, so that even in a damaged file it ends.
 PATH: Final = """WITH RECURSIVE path(owner, turn_id, parent_id, turn_index) AS (
@@ -32,52 +46,59 @@ PATH: Final = """WITH RECURSIVE path(owner, turn_id, parent_id, turn_index) AS (
 ) """
 _PATH_COLUMNS: Final = ", ".join(f"turns.{name}" for name in TurnRow._fields)
 _PATH_ROWS: Final = f"{PATH}SELECT {_PATH_COLUMNS} FROM path JOIN turns USING (owner, turn_id)"
-_UNNEEDED: Final = """SELECT parent_id FROM turns AS one WHERE owner = ? AND turn_id = ? AND NOT kept
+_UNNEEDED: Final = """SELECT parent_id FROM turns AS one WHERE owner = ? AND turn_id = ? AND kept = 0
   AND NOT EXISTS (SELECT 1 FROM turns WHERE owner = one.owner AND parent_id = one.turn_id)
   AND NOT EXISTS (SELECT 1 FROM conversations WHERE owner = one.owner AND head_turn = one.turn_id)
   AND NOT EXISTS (SELECT 1 FROM responses WHERE owner = one.owner AND turn_id = one.turn_id)"""
 
 
-def insert(connection: sqlite3.Connection, row: TurnRow) -> None:
+def insert(connection: Connection, row: TurnRow) -> None:
     """Add a turn as it is; raises InvalidRequestError for an id that is taken."""
-    try:
-        connection.execute(_INSERT, row)
-    except sqlite3.IntegrityError as error:
-        raise InvalidRequestError("turn_id", row.turn_id, "an id that no turn has yet") from error
+    connection.must(_INSERT, row, lambda: _taken(row))
 
 
-def insert_placed(connection: sqlite3.Connection, row: TurnRow, field: str) -> TurnRow:
-    """Add a turn behind the parent that it names; returns it with the tokens of its path counted.
+def insert_placed(connection: Connection, row: TurnRow, field: str) -> None:
+    """Add a turn, which counts its own tokens, behind the parent that it names.
 
     Raises UnknownTurnError for a parent that is not there, and InvalidRequestError for a `turn_index` that
-    does not follow the parent's.
+    does not follow the parent's, or an id that is taken.
     """
-    next_index, num_tokens_before = 0, 0
-    if row.parent_id is not None:
-        query = "SELECT turn_index + 1, num_tokens FROM turns WHERE owner = ? AND turn_id = ?"
-        parent = connection.execute(query, (row.owner, row.parent_id)).fetchone()
-        if parent is None:
-            raise UnknownTurnError(row.parent_id)
-        next_index, num_tokens_before = parent
-    if row.turn_index != next_index:
-        raise InvalidRequestError(f"{field}.turn_index", row.turn_index, f"{next_index}, as its parent says")
-    placed = row._replace(num_tokens=num_tokens_before + row.num_tokens)
-    insert(connection, placed)
-    return placed
+    if row.parent_id is None:
+        if row.turn_index != 0:
+            raise InvalidRequestError(f"{field}.turn_index", row.turn_index, "0, as its parent says")
+        insert(connection, row)
+        return
+    parent = (row.owner, row.parent_id, row.turn_index)
+    connection.must(_INSERT_BEHIND, (*row, *parent), lambda: _misplaced(connection, row, field))
 
 
-def exists(connection: sqlite3.Connection, owner: str, turn_id: str) -> bool:
+def _misplaced(connection: Connection, row: TurnRow, field: str) -> PensieveError:
+    """Why a turn cannot stand behind its parent."""
+    query = "SELECT turn_index + 1 FROM turns WHERE owner = ? AND turn_id = ?"
+    parent = connection.execute(query, (row.owner, row.parent_id)).fetchone()
+    if parent is None:
+        return UnknownTurnError(str(row.parent_id))
+    if row.turn_index != parent[0]:
+        return InvalidRequestError(f"{field}.turn_index", row.turn_index, f"{parent[0]}, as its parent says")
+    return _taken(row)
+
+
+def _taken(row: TurnRow) -> PensieveError:
+    return InvalidRequestError("turn_id", row.turn_id, "an id that no turn has yet")
+
+
+def exists(connection: Connection, owner: str, turn_id: str) -> bool:
     """Whether there is such a turn."""
     query = "SELECT 1 FROM turns WHERE owner = ? AND turn_id = ?"
     return connection.execute(query, (owner, turn_id)).fetchone() is not None
 
 
-def path_rows(connection: sqlite3.Connection, owner: str, turn_id: str | None) -> list[TurnRow]:
+def path_rows(connection: Connection, owner: str, turn_id: str | None) -> list[TurnRow]:
     """The turns from the first of a tree to this one; empty where there is no such turn."""
     if turn_id is None:
         return []
     rows = connection.execute(_PATH_ROWS, (owner, turn_id))
-    # Here, since SQLite would copy all that was said to bring it into order.
+    # Here, since a database would copy all that was said to bring it into order.
     return sorted(map(TurnRow._make, rows), key=lambda row: row.turn_index)
 
 
@@ -118,7 +139,7 @@ def check_cut(num_tokens: object, num_tokens_there: int, conversation_id: str) -
 
 
 def cut(
-    connection: sqlite3.Connection, head: str | None, num_tokens: int, conversation_id: str
+    connection: Connection, head: str | None, num_tokens: int, conversation_id: str
 ) -> tuple[str | None, int]:
     """The turn that ends after so many tokens of the path to a named conversation's head, and its number + 1.
 
@@ -141,9 +162,7 @@ def cut(
     return last, num_turns
 
 
-def _insert_beginning(
-    connection: sqlite3.Connection, turn_id: str, num_tokens: int, conversation_id: str
-) -> str:
+def _insert_beginning(connection: Connection, turn_id: str, num_tokens: int, conversation_id: str) -> str:
     """Add a turn beside this one, of its first tokens; returns its id."""
     query = f"SELECT {_COLUMNS} FROM turns WHERE owner = '' AND turn_id = ?"
     row = TurnRow._make(connection.execute(query, (turn_id,)).fetchone())
@@ -173,7 +192,7 @@ def _insert_beginning(
     return cut_id
 
 
-def collect_released(connection: sqlite3.Connection, in_use: Collection[str]) -> None:
+def collect_released(connection: Connection, in_use: Collection[str]) -> None:
     """Remove what was in use when it was let go of, and is not any more."""
     released = connection.execute("SELECT owner, turn_id FROM released").fetchall()
     connection.execute("DELETE FROM released")
@@ -181,9 +200,7 @@ def collect_released(connection: sqlite3.Connection, in_use: Collection[str]) ->
         collect(connection, owner, turn_id, in_use)
 
 
-def collect(
-    connection: sqlite3.Connection, owner: str, turn_id: str | None, in_use: Collection[str] = ()
-) -> None:
+def collect(connection: Connection, owner: str, turn_id: str | None, in_use: Collection[str] = ()) -> None:
     """Remove a turn that somebody has let go of, and those before it, as far as nothing needs them.
 
     What is needed: by a later turn, a conversation's head, a response, or for itself (`kept`). One that is
@@ -194,7 +211,7 @@ def collect(
         if row is None:
             return
         if turn_id in in_use:
-            connection.execute("INSERT OR IGNORE INTO released VALUES (?, ?)", (owner, turn_id))
+            connection.execute("INSERT INTO released VALUES (?, ?) ON CONFLICT DO NOTHING", (owner, turn_id))
             return
         connection.execute("DELETE FROM turns WHERE owner = ? AND turn_id = ?", (owner, turn_id))
         turn_id = row[0]

@@ -16,7 +16,7 @@ from pensieve_jax.engine.live import Branch
 from pensieve_jax.engine.observer import Observe, unobserved
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.validation import ModelLimits, TurnSpec
-from pensieve_jax.history import SQLiteHistoryStore
+from pensieve_jax.history import open_store
 from pensieve_jax.scheduler import Request, RequestStatus, SchedulerOutput
 from pensieve_jax.text import Tokenizer
 from tests.engine.fake_transfers import IMMEDIATE, Delays
@@ -67,7 +67,7 @@ class Harness:
         config: EngineConfig | None = None,
         *,
         bench: Bench | None = None,
-        path: Path | None = None,
+        path: Path | str | None = None,
         clock: VirtualClock | None = None,
         max_model_tokens: int = 2000,
         tokenizer: Tokenizer | None = None,
@@ -77,7 +77,7 @@ class Harness:
         self.bench = bench or FakeBench()
         self.config = config
         self.clock = clock or VirtualClock(1000.0)
-        self.store = ObservedStore(SQLiteHistoryStore(path, fingerprint="test"))
+        self.store = ObservedStore(open_store(path, fingerprint="test"))
         self.max_context_tokens = config.resolve_context_tokens(max_model_tokens)
         self.runner = ObservedRunner(self.bench.new_runner(config, self.max_context_tokens, delays))
         limits = ModelLimits(

@@ -10,7 +10,7 @@ from pensieve_jax.cache.copies import Copy
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.engine.runner import Progress, Runner
 from pensieve_jax.engine.transfers import Ended, Transfers
-from pensieve_jax.history import ConversationInfo, ConversationRecord, HistoryStore, TurnRecord
+from pensieve_jax.history import ConversationInfo, ConversationRecord, Cut, HistoryStore, TurnRecord
 from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult
 
@@ -150,6 +150,13 @@ class ObservedStore:
         self.num_loads = 0
         self.faults = _Faults()
 
+    @property
+    def is_shared(self) -> bool:
+        return self.inner.is_shared
+
+    def head(self, conversation_id: str) -> str | None:
+        return self.inner.head(conversation_id)
+
     def conversations(self) -> list[ConversationInfo]:
         return self.inner.conversations()
 
@@ -182,10 +189,10 @@ class ObservedStore:
     def apply(self, change: HistoryChange, in_use: Collection[str] = ()) -> None:
         self.inner.apply(change, in_use)
 
-    def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> int:
+    def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> Cut:
         return self.inner.fork(conversation_id, new_conversation_id, num_tokens)
 
-    def truncate(self, conversation_id: str, num_tokens: int) -> int:
+    def truncate(self, conversation_id: str, num_tokens: int) -> Cut:
         return self.inner.truncate(conversation_id, num_tokens)
 
     def delete(self, conversation_id: str) -> None:

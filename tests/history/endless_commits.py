@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pensieve_jax.core.errors import InvalidRequestError, PensieveError
-from pensieve_jax.history import SQLiteHistoryStore, TurnRecord
+from pensieve_jax.history import HistoryStore, TurnRecord, open_store
 from pensieve_jax.history.changes import (
     ConversationAppend,
     CreateConversation,
@@ -116,7 +116,7 @@ def _draft(turn: TurnRecord, kind: str, append: ConversationAppend | None) -> Re
     )
 
 
-def _run(store: SQLiteHistoryStore, first: int) -> Iterator[int]:
+def _run(store: HistoryStore, first: int) -> Iterator[int]:
     for lane in range(NUM_LANES):
         with contextlib.suppress(InvalidRequestError):  # an earlier life made it
             store.apply(
@@ -142,6 +142,6 @@ def _run(store: SQLiteHistoryStore, first: int) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    with SQLiteHistoryStore(sys.argv[1], fingerprint=FINGERPRINT) as store:
+    with open_store(sys.argv[1], fingerprint=FINGERPRINT) as store:
         for done in _run(store, int(sys.argv[2])):
             print(done, flush=True)

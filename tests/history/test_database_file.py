@@ -176,15 +176,15 @@ def test_what_was_acknowledged_before_a_kill_is_there_afterwards(path):
 def test_a_kill_inside_a_transaction_leaves_no_half_of_it(path):
     child = start_child(
         "import os, signal\n"
-        "from pensieve_jax.history import sqlite_store\n"
+        "from pensieve_jax.history import table_store\n"
         "make = lambda name: TurnRecord(name, 0, tuple(range(300)), (7,), 0, 'stop', 0.0)\n"
         "store.commit([make('kept')])\n"
-        "append = sqlite_store._append\n"
+        "append = table_store.append\n"
         "def killed(connection, commit, *rest):\n"
         "    append(connection, commit, *rest)\n"
         "    if commit.conversation_id == 'second':\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "sqlite_store._append = killed\n"
+        "table_store.append = killed\n"
         "store.commit([make('first'), make('second'), make('third')])\n",
         path,
     )

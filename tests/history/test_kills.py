@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pensieve_jax.history import HistoryReader, SQLiteHistoryStore
+from pensieve_jax.history import HistoryReader, open_store
+from tests.deadlines import wait_until
 from tests.history import endless_commits
 from tests.history.endless_commits import FINGERPRINT, NUM_LANES, OWNER, latecomer, planned
 from tests.history.test_database_file import PREAMBLE
@@ -21,7 +22,7 @@ from tests.seeds import new_seed
 PROGRAM = f"{PREAMBLE}import runpy\nrunpy.run_path({endless_commits.__file__!r}, run_name='__main__')\n"
 
 
-def live_and_die(path: Path, first: int, rng: np.random.Generator) -> int:
+def live_and_die(path: Path | str, first: int, rng: np.random.Generator) -> int:
     """Have a process commit from `first` on, and kill it; returns the last commit that it told of, or -1."""
     command = [sys.executable, "-c", PROGRAM, os.fspath(path), str(first)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -40,9 +41,9 @@ def names(connection, query):
     return {row[0] for row in connection.execute(query)}
 
 
-def check(path: Path, told: int) -> int:
+def check(path: Path | str, told: int) -> int:
     """What is in the file is whole commits and nothing else; returns how many."""
-    with SQLiteHistoryStore(path, fingerprint=FINGERPRINT) as store:
+    with open_store(path, fingerprint=FINGERPRINT) as store:
         connection = store._connection
         number = sum(info.num_turns for info in store.conversations())
         plans = [plan for before in range(number) for plan in planned(before)]
@@ -74,17 +75,35 @@ def check(path: Path, told: int) -> int:
     return number
 
 
-@pytest.mark.parametrize("num_kills", [20, pytest.param(200, marks=pytest.mark.long)])
-def test_a_turn_is_kept_with_all_that_is_attached_or_not_at_all(tmp_path, num_kills, record_property):
-    rng, path = np.random.default_rng(new_seed()), tmp_path / "chats.sqlite"
+def is_left_alone(location: Path | str, request: pytest.FixtureRequest) -> bool:
+    """Nobody has a session any more: Postgres ends those of the dead when it comes to them."""
+    sessions = "SELECT count(*) FROM pg_stat_activity WHERE datname IS NOT NULL AND pid <> pg_backend_pid()"
+    return isinstance(location, Path) or request.getfixturevalue("postgres").run_sql(sessions) == [(0,)]
+
+
+@pytest.mark.parametrize(
+    ("location", "num_kills"),
+    [
+        ("file", 20),
+        ("postgres", 6),
+        pytest.param("file", 200, marks=pytest.mark.long),
+        pytest.param("postgres", 100, marks=pytest.mark.long),
+    ],
+    indirect=["location"],
+)
+def test_a_turn_is_kept_with_all_that_is_attached_or_not_at_all(
+    location, num_kills, record_property, request
+):
+    rng, path = np.random.default_rng(new_seed()), location
     number = num_untold = 0
     for _ in range(num_kills):
         told = max(live_and_die(path, number, rng), number - 1)
+        wait_until(lambda: is_left_alone(path, request))
         number = check(path, told)
         num_untold += number - 1 > told
     record_property("note", f"{number * NUM_LANES} turns, {num_untold} commits made and not told of")
     assert number > 5 * num_kills
-    with SQLiteHistoryStore(path, fingerprint=FINGERPRINT) as store:  # it goes on
+    with open_store(path, fingerprint=FINGERPRINT) as store:  # it goes on
         assert store.commit([endless_commits.named(number)]) == {}
         with HistoryReader(path, fingerprint=FINGERPRINT) as reader:
             last = planned(number - 1)[0]

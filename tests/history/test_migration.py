@@ -15,6 +15,7 @@ import pytest
 from pensieve_jax.core.errors import HistoryCorruptError, HistoryError, HistoryMismatchError
 from pensieve_jax.core.turn_node import check_turn_id, root_of
 from pensieve_jax.history import ConversationInfo, SQLiteHistoryStore, TurnRecord, database, schema
+from pensieve_jax.history.connection import SQLiteConnection
 from tests.history import version_1
 from tests.history.test_database_file import PREAMBLE
 from tests.seeds import new_seed
@@ -175,7 +176,11 @@ def open_read_only(monkeypatch):
         database,
         "_connect",
         lambda path: sqlite3.connect(
-            f"file:{path}?mode=ro", uri=True, isolation_level=None, check_same_thread=False
+            f"file:{path}?mode=ro",
+            uri=True,
+            isolation_level=None,
+            check_same_thread=False,
+            factory=SQLiteConnection,
         ),
     )
 

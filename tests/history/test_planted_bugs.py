@@ -9,12 +9,11 @@ import pytest
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.history import (
     HistoryReader,
-    SQLiteHistoryStore,
-    codec,
     named_conversations,
+    open_store,
     responses_table,
     server_conversations,
-    sqlite_store,
+    table_store,
     turns_table,
 )
 from tests.history import test_responses as responses
@@ -23,7 +22,7 @@ from tests.history import test_trees as trees
 
 def without_savepoint(monkeypatch):
     """What was written of a refused turn before its refusal stays."""
-    append_all = sqlite_store._append_all
+    append_all = table_store.append_all
 
     class Deaf:
         def __init__(self, connection):
@@ -31,29 +30,33 @@ def without_savepoint(monkeypatch):
 
         def execute(self, statement, *values):
             return self._connection.execute(
-                statement if "TO placed" not in statement else "SELECT 1", *values
+                statement if "TO SAVEPOINT" not in statement else "SELECT 1", *values
             )
 
+        def must(self, *arguments):
+            self._connection.must(*arguments)
+
     monkeypatch.setattr(
-        sqlite_store, "_append_all", lambda connection, *rest: append_all(Deaf(connection), *rest)
+        table_store, "append_all", lambda connection, *rest: append_all(Deaf(connection), *rest)
     )
 
 
 def unchecked_version(monkeypatch):
     """Whoever comes last appends, whatever has changed."""
-    monkeypatch.setattr(server_conversations, "_check_version", lambda *arguments: None)
+    anyhow = server_conversations._ADVANCE.replace("version = ?", "? >= 0")
+    monkeypatch.setattr(server_conversations, "_ADVANCE", anyhow)
 
 
 def refusal_fails_the_step(monkeypatch):
     """One turn's refusal is everybody's."""
-    append_all = sqlite_store._append_all
+    append_all = table_store.append_all
 
     def strict(*arguments):
         for refusal in append_all(*arguments).values():
             raise refusal
         return {}
 
-    monkeypatch.setattr(sqlite_store, "_append_all", strict)
+    monkeypatch.setattr(table_store, "append_all", strict)
 
 
 def background_comes_back(monkeypatch):
@@ -107,12 +110,8 @@ def released_is_forgotten(monkeypatch):
 
 def wrong_count(monkeypatch):
     """A turn counts its own tokens only."""
-    insert = turns_table.insert
-    monkeypatch.setattr(
-        turns_table,
-        "insert",
-        lambda connection, row: insert(connection, row._replace(num_tokens=codec.num_own_tokens(row))),
-    )
+    own = turns_table._INSERT_BEHIND.replace("before.num_tokens + ?", "0 * before.num_tokens + ?")
+    monkeypatch.setattr(turns_table, "_INSERT_BEHIND", own)
 
 
 def fork_moves_the_source(monkeypatch):
@@ -126,6 +125,14 @@ def fork_moves_the_source(monkeypatch):
         return number
 
     monkeypatch.setattr(named_conversations, "fork", greedy)
+
+
+def head_without_compare(monkeypatch):
+    """Whoever comes last has the head, whatever stood there."""
+    anyhow = named_conversations._MOVE.replace("AND num_turns = ?", "AND ? >= 0").replace(
+        "AND head_turn = ?", "AND ? <> ''"
+    )
+    monkeypatch.setattr(named_conversations, "_MOVE", anyhow)
 
 
 def any_owner(monkeypatch):
@@ -157,18 +164,21 @@ BUGS = {
     ),
     wrong_count: trees.test_a_placed_turn_comes_back_as_it_was,
     fork_moves_the_source: trees.test_a_fork_of_a_part_copies_at_most_a_cut_turn,
+    head_without_compare: trees.test_a_turn_that_goes_on_from_an_older_head_is_refused_alone,
     any_owner: trees.test_what_is_not_there_or_is_another_owners_is_unknown,
 }
 FIXTURES = {"num_tokens": 6, "num_turns_then": 2, "num_rows": 3}
 
 
+@pytest.mark.parametrize("kind", ["file", "postgres"])
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_the_bug_is_noticed(bug, tmp_path, monkeypatch):
+def test_the_bug_is_noticed(bug, kind, tmp_path, monkeypatch, request):
     noticing = BUGS[bug]
     for name in ("sound", "with the bug"):
+        where = tmp_path / name if kind == "file" else request.getfixturevalue("postgres").url()
         with (
-            SQLiteHistoryStore(tmp_path / name, fingerprint=responses.FINGERPRINT) as store,
-            HistoryReader(tmp_path / name, fingerprint=responses.FINGERPRINT) as reader,
+            open_store(where, fingerprint=responses.FINGERPRINT) as store,
+            HistoryReader(where, fingerprint=responses.FINGERPRINT) as reader,
         ):
             given = {**FIXTURES, "store": store, "reader": reader}
             arguments = {key: given[key] for key in inspect.signature(noticing).parameters}

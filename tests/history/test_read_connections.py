@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pensieve_jax.core.errors import HistoryError, UnknownRecordError
-from pensieve_jax.history.read_connections import ReadConnections
+from pensieve_jax.history.read_connections import SQLiteReadConnections
 
 
 @pytest.fixture
@@ -17,17 +17,17 @@ def connections(tmp_path: Path):
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE facts(fact)")
     connection.close()
-    connections = ReadConnections(path)
+    connections = SQLiteReadConnections(path)
     yield connections
     connections.close()
 
 
-def used(connections: ReadConnections) -> sqlite3.Connection:
+def used(connections: SQLiteReadConnections) -> sqlite3.Connection:
     """The one that the next reader gets, when no other reads."""
     return connections.run(lambda connection: connection)
 
 
-def test_the_true_reason_is_told(connections: ReadConnections) -> None:
+def test_the_true_reason_is_told(connections: SQLiteReadConnections) -> None:
     """SQLite rolls back by itself where it cannot read or finds damage."""
 
     def fail(connection: sqlite3.Connection) -> None:
@@ -42,7 +42,7 @@ def test_the_true_reason_is_told(connections: ReadConnections) -> None:
     assert used(connections).execute("SELECT count(*) FROM facts").fetchone() == (0,)
 
 
-def test_what_is_not_found_is_no_failure_of_the_connection(connections: ReadConnections) -> None:
+def test_what_is_not_found_is_no_failure_of_the_connection(connections: SQLiteReadConnections) -> None:
     def miss(connection: sqlite3.Connection) -> None:
         raise UnknownRecordError("response", "r")
 
@@ -52,7 +52,7 @@ def test_what_is_not_found_is_no_failure_of_the_connection(connections: ReadConn
     assert used(connections) is first and not first.in_transaction
 
 
-def test_a_connection_that_failed_is_not_used_again(connections: ReadConnections) -> None:
+def test_a_connection_that_failed_is_not_used_again(connections: SQLiteReadConnections) -> None:
     first = used(connections)
     with pytest.raises(HistoryError, match="no such table"):
         connections.run(lambda connection: connection.execute("SELECT * FROM missing"))

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.turn_node import new_turn_id, root_of
-from pensieve_jax.history import SQLiteHistoryStore, TurnRecord, trees
+from pensieve_jax.history import SQLiteHistoryStore, TurnRecord, open_store, trees
 from pensieve_jax.history.changes import DeleteResponse, ResponseDraft
 from pensieve_jax.history.reader import HistoryReader
 
@@ -56,9 +56,8 @@ def test_the_list_of_trees_reads_an_index_and_no_response(tmp_path):
             store._connection.execute("DROP INDEX responses_by_tree")
 
 
-def test_trees_are_listed_by_what_was_said_first_and_told_turn_by_turn(tmp_path):
-    path = tmp_path / "chats.sqlite"
-    with SQLiteHistoryStore(path, fingerprint="f") as store, HistoryReader(path, fingerprint="f") as reader:
+def test_trees_are_listed_by_what_was_said_first_and_told_turn_by_turn(location):
+    with open_store(location, fingerprint="f") as store, HistoryReader(location, fingerprint="f") as reader:
         first = respond(
             store, 1.0, "hi", instructions=[{"id": "msg_0", "role": "system", "content": "be brief"}]
         )
@@ -85,9 +84,8 @@ def test_trees_are_listed_by_what_was_said_first_and_told_turn_by_turn(tmp_path)
         assert reader.tree("bob", root_of(first)) == reader.tree("ann", "%") == reader.tree("ann", "") == []
 
 
-def test_a_turn_tells_its_own_instructions(tmp_path):
-    path = tmp_path / "chats.sqlite"
-    with SQLiteHistoryStore(path, fingerprint="f") as store, HistoryReader(path, fingerprint="f") as reader:
+def test_a_turn_tells_its_own_instructions(location):
+    with open_store(location, fingerprint="f") as store, HistoryReader(location, fingerprint="f") as reader:
         first = respond(store, 1.0, "hi", request={"instructions": "be brief"})
         respond(store, 2.0, "and then?", first, request={"instructions": None})
         respond(store, 3.0, "or this?", first, request={"instructions": ""})
@@ -95,16 +93,15 @@ def test_a_turn_tells_its_own_instructions(tmp_path):
         assert told == ["be brief", None, None]
 
 
-def test_nobody_waits_for_another_who_reads(tmp_path):
+def test_nobody_waits_for_another_who_reads(location):
     """The event loop asks in between, while threads have long work."""
-    path = tmp_path / "chats.sqlite"
     inside, goes_on = threading.Event(), threading.Event()
 
     def long_work(connection):
         inside.set()
         return goes_on.wait(5)
 
-    with SQLiteHistoryStore(path, fingerprint="f"), HistoryReader(path, fingerprint="f") as reader:
+    with open_store(location, fingerprint="f"), HistoryReader(location, fingerprint="f") as reader:
         with ThreadPoolExecutor() as threads:
             working = threads.submit(reader._run, long_work)
             assert inside.wait(5)
@@ -114,9 +111,8 @@ def test_nobody_waits_for_another_who_reads(tmp_path):
         assert not reader.has_turn("ann", new_turn_id(None))
 
 
-def test_long_texts_make_neither_a_list_nor_a_tree_long(tmp_path, monkeypatch):
-    path = tmp_path / "chats.sqlite"
-    with SQLiteHistoryStore(path, fingerprint="f") as store, HistoryReader(path, fingerprint="f") as reader:
+def test_long_texts_make_neither_a_list_nor_a_tree_long(location, monkeypatch):
+    with open_store(location, fingerprint="f") as store, HistoryReader(location, fingerprint="f") as reader:
         first = respond(store, 1.0, "a" * 5000)
         second = respond(store, 2.0, "b" * 5000, first)
         third = respond(store, 3.0, "c" * 5000, first)
@@ -132,9 +128,8 @@ def test_long_texts_make_neither_a_list_nor_a_tree_long(tmp_path, monkeypatch):
         assert [turn.id for turn in reader.tree("ann", root)] == [f"resp_{third}"]
 
 
-def test_instructions_count_once_and_as_the_characters_that_they_are(tmp_path, monkeypatch):
-    path = tmp_path / "chats.sqlite"
-    with SQLiteHistoryStore(path, fingerprint="f") as store, HistoryReader(path, fingerprint="f") as reader:
+def test_instructions_count_once_and_as_the_characters_that_they_are(location, monkeypatch):
+    with open_store(location, fingerprint="f") as store, HistoryReader(location, fingerprint="f") as reader:
         words = "\u8bf4" * 1000  # six characters each as it is kept
         request = {"instructions": words}
         turns = [first := respond(store, 1.0, words, request=request)]
@@ -148,10 +143,9 @@ def test_instructions_count_once_and_as_the_characters_that_they_are(tmp_path, m
         assert len(reader.tree("ann", root)) == 7
 
 
-def test_a_turn_under_other_instructions_tells_which_response_it_goes_on_from(tmp_path):
+def test_a_turn_under_other_instructions_tells_which_response_it_goes_on_from(location):
     """Its tokens begin a tree, since instructions come first, or go on from an earlier one under the same."""
-    path = tmp_path / "chats.sqlite"
-    with SQLiteHistoryStore(path, fingerprint="f") as store, HistoryReader(path, fingerprint="f") as reader:
+    with open_store(location, fingerprint="f") as store, HistoryReader(location, fingerprint="f") as reader:
         first = respond(store, 1.0, "hi", request={"instructions": "be brief"})
         asked = {"instructions": "be kind", "previous_response_id": f"resp_{first}"}
         second = respond(store, 2.0, "and then?", request=asked)
@@ -165,9 +159,8 @@ def test_a_turn_under_other_instructions_tells_which_response_it_goes_on_from(tm
         ]
 
 
-def test_a_turn_tells_its_parent_also_when_that_response_was_deleted(tmp_path):
-    path = tmp_path / "chats.sqlite"
-    with SQLiteHistoryStore(path, fingerprint="f") as store, HistoryReader(path, fingerprint="f") as reader:
+def test_a_turn_tells_its_parent_also_when_that_response_was_deleted(location):
+    with open_store(location, fingerprint="f") as store, HistoryReader(location, fingerprint="f") as reader:
         first = respond(store, 1.0, "hi")
         second = respond(store, 2.0, "and then?", first)
         store.apply(DeleteResponse(owner="ann", response_id=f"resp_{first}"))

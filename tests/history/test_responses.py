@@ -19,7 +19,7 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.turn_node import new_turn_id
-from pensieve_jax.history import HistoryReader, SQLiteHistoryStore, TurnRecord, responses_table
+from pensieve_jax.history import HistoryReader, SQLiteHistoryStore, TurnRecord, open_store, responses_table
 from pensieve_jax.history.changes import (
     AppendItems,
     ConversationAppend,
@@ -38,21 +38,12 @@ from pensieve_jax.history.changes import (
 FINGERPRINT = "model:a tokenizer:b"
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "a history #1?.sqlite"
+only_in_a_file = pytest.mark.parametrize("location", ["file"], indirect=True)
 
 
 @pytest.fixture
-def store(path):
-    with SQLiteHistoryStore(path, fingerprint=FINGERPRINT) as opened:
-        yield opened
-
-
-@pytest.fixture
-def reader(store, path):
-    with HistoryReader(path, fingerprint=FINGERPRINT) as opened:
-        yield opened
+def store(read_store):
+    return read_store
 
 
 def turn(parent=None, owner="ann", **fields):
@@ -204,6 +195,7 @@ def test_an_attachment_that_is_none_is_refused_with_its_turn(store):
     assert counts(store)["turns"] == 0
 
 
+@only_in_a_file
 def test_a_full_disk_keeps_nothing_of_turn_and_response(store, reader):
     begin_conversation(store)
     (num_pages,) = store._connection.execute("PRAGMA page_count").fetchone()
@@ -220,6 +212,7 @@ def test_a_full_disk_keeps_nothing_of_turn_and_response(store, reader):
     assert commit(store, one, conversation=large) == {}
 
 
+@only_in_a_file
 def test_a_file_that_became_read_only_is_an_error_that_loses_nothing(store, reader):
     kept = turn()
     commit(store, kept)
@@ -600,6 +593,7 @@ def test_what_has_expired_goes_and_what_is_queued_stays(store, reader, monkeypat
 # --- the reader beside the writer
 
 
+@only_in_a_file
 def test_a_reader_sees_each_commit_and_never_holds_the_writer_up(store, reader, monkeypatch):
     """The writer would wait for no lock at all."""
     store._connection.execute("PRAGMA busy_timeout = 0")
@@ -614,13 +608,13 @@ def test_a_reader_sees_each_commit_and_never_holds_the_writer_up(store, reader, 
     store._connection.execute("ROLLBACK")
 
 
-def test_a_writer_that_closes_and_opens_again_is_read_on(path):
-    with SQLiteHistoryStore(path, fingerprint=FINGERPRINT) as store:
+def test_a_writer_that_closes_and_opens_again_is_read_on(location):
+    with open_store(location, fingerprint=FINGERPRINT) as store:
         first = turn()
         commit(store, first)
-        reader = HistoryReader(path, fingerprint=FINGERPRINT)
+        reader = HistoryReader(location, fingerprint=FINGERPRINT)
     assert reader.response("ann", f"resp_{first.turn_id}").status == "completed"
-    with SQLiteHistoryStore(path, fingerprint=FINGERPRINT) as store:
+    with open_store(location, fingerprint=FINGERPRINT) as store:
         second = turn(first)
         commit(store, second)
         assert len(reader.turn_path("ann", second.turn_id)) == 2
@@ -631,11 +625,12 @@ def test_a_writer_that_closes_and_opens_again_is_read_on(path):
 
 
 def test_a_reader_cannot_write(reader):
-    with pytest.raises(HistoryError, match="readonly"):
+    with pytest.raises(HistoryError, match=r"readonly|read-only"):
         reader._run(lambda connection: connection.execute("DELETE FROM turns"))
 
 
-def test_a_reader_of_nothing_or_of_another_file_is_refused(path, tmp_path):
+def test_a_reader_of_nothing_or_of_another_file_is_refused(tmp_path):
+    path = tmp_path / "chats.sqlite"
     with pytest.raises(HistoryError, match="cannot be opened"):
         HistoryReader(path, fingerprint=FINGERPRINT)
     assert not path.exists()
@@ -648,6 +643,7 @@ def test_a_reader_of_nothing_or_of_another_file_is_refused(path, tmp_path):
         HistoryReader(path, fingerprint="model:z tokenizer:b")
 
 
+@only_in_a_file
 def test_look_ups_go_by_an_index(store):
     """None reads a whole table, however many turns and responses there are."""
     connection = store._connection

@@ -30,13 +30,6 @@ from tests.interruption import Interruption
 FINGERPRINT = "model:a tokenizer:b"
 
 
-@pytest.fixture(params=["file", "memory"])
-def store(request, tmp_path):
-    path = tmp_path / "chats.sqlite" if request.param == "file" else None
-    with SQLiteHistoryStore(path, fingerprint=FINGERPRINT) as opened:
-        yield opened
-
-
 def turn(conversation_id="alice", index=0, prompt=(1, 2, 3), output=(4, 5), **fields):
     base = TurnRecord(conversation_id, index, tuple(prompt), tuple(output), 7, "stop", 1000.0 + index)
     return dataclasses.replace(base, **fields)
@@ -263,15 +256,15 @@ def test_durability_is_what_was_asked_for(tmp_path, synchronous, level):
 
 
 def test_an_interrupt_in_the_middle_of_a_commit_leaves_no_trace(store, monkeypatch):
-    from pensieve_jax.history import sqlite_store
+    from pensieve_jax.history import table_store
 
-    append = sqlite_store._append
+    append = table_store.append
 
     def interrupted(connection, *rest):
         append(connection, *rest)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sqlite_store, "_append", interrupted)
+    monkeypatch.setattr(table_store, "append", interrupted)
     with pytest.raises(KeyboardInterrupt):
         store.commit([turn("a"), turn("b")])
     monkeypatch.undo()
@@ -292,7 +285,9 @@ def test_a_full_disk_is_an_error_and_keeps_nothing(tmp_path):
 def test_damaged_ids_are_noticed_and_stay_with_their_conversation(store):
     store.commit([turn("a"), turn("b")])
     head = "(SELECT head_turn FROM conversations WHERE conversation_id = 'a')"
-    store._connection.execute(f"UPDATE turns SET output_ids = x'04000000ff000000' WHERE turn_id = {head}")
+    store._connection.execute(
+        f"UPDATE turns SET output_ids = ? WHERE turn_id = {head}", (b"\4\0\0\0\xff\0\0\0",)
+    )
     with pytest.raises(HistoryCorruptError, match="Turn 0 of conversation 'a'"):
         store.load("a")
     with pytest.raises(HistoryCorruptError):

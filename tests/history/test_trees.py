@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve_jax.core.errors import (
+    ConversationChangedError,
     HistoryCorruptError,
     InvalidRequestError,
     UnknownConversationError,
@@ -19,13 +20,6 @@ from pensieve_jax.core.turn_node import new_turn_id, root_of
 from pensieve_jax.history import CUT_FINISH_REASON, SQLiteHistoryStore, TurnRecord
 
 FINGERPRINT = "model:a tokenizer:b"
-
-
-@pytest.fixture(params=["file", "memory"])
-def store(request, tmp_path):
-    path = tmp_path / "chats.sqlite" if request.param == "file" else None
-    with SQLiteHistoryStore(path, fingerprint=FINGERPRINT) as opened:
-        yield opened
 
 
 def named(index=0, conversation_id="alice", prompt=(1, 2, 3), output=(4, 5), **fields):
@@ -93,6 +87,31 @@ def test_a_turn_whose_parent_is_gone_is_refused_alone(store):
     assert store.info("alice").num_turns == 1
 
 
+def test_a_turn_that_goes_on_from_an_older_head_is_refused_alone(store):
+    """A turn of a named conversation that has an id says where it goes on from."""
+    store.commit([named()])
+    head = store.head("alice")
+
+    def behind(parent_id, index=1):
+        return named(index, turn_id=new_turn_id(parent_id), parent_id=parent_id)
+
+    first, second = behind(head), behind(head)
+    assert store.commit([first]) == {} and store.head("alice") == first.turn_id
+    late = behind(first.turn_id)  # of a number that is taken
+    anew = named(0, turn_id=new_turn_id())
+    gone = named(3, "nobody", turn_id=new_turn_id(), parent_id=new_turn_id())
+    other = placed()
+    refused = store.commit([second, late, anew, gone, other], [])
+    assert list(refused) == [0, 1, 2, 3]
+    assert all(isinstance(error, ConversationChangedError) for error in refused.values())
+    assert [turn.turn_id for turn in store.load("alice").turns] == [head, first.turn_id]
+    assert num_turns(store) == 3 and store.info("alice").num_tokens == 10
+    cut = store.truncate("alice", 0)
+    assert cut == (0, None, first.turn_id) and store.head("alice") is None
+    assert list(store.commit([behind(first.turn_id, 2)])) == [0]
+    assert store.commit([anew]) == {} and store.load("alice").turns == (anew,)
+
+
 def test_a_turn_that_is_there_already_is_refused_and_stays(store):
     root = placed()
     store.commit([root])
@@ -129,7 +148,7 @@ def test_named_conversations_are_paths_too(store):
 def test_a_truncated_conversation_keeps_its_uncut_turns_as_they_are(store):
     store.commit([named(0), named(1), named(2)])
     before = store.load("alice").turns
-    assert store.truncate("alice", 7) == 2
+    assert store.truncate("alice", 7).num_turns == 2
     first, second = store.load("alice").turns
     assert first == before[0]
     assert second.turn_id != before[1].turn_id and second.parent_id == first.turn_id
@@ -141,7 +160,7 @@ def test_a_truncated_conversation_keeps_its_uncut_turns_as_they_are(store):
 
 def test_a_fork_shares_all_turns_and_goes_on_by_itself(store):
     store.commit([named(0), named(1)])
-    assert store.fork("alice", "bob") == 2
+    assert store.fork("alice", "bob").num_turns == 2
     assert num_turns(store) == 2
     store.commit([named(2, prompt=(8,)), named(2, "bob", prompt=(9,))])
     alice, bob = store.load("alice"), store.load("bob")
@@ -157,7 +176,7 @@ def test_a_fork_shares_all_turns_and_goes_on_by_itself(store):
 )
 def test_a_fork_of_a_part_copies_at_most_a_cut_turn(store, num_tokens, num_turns_then, num_rows):
     store.commit([named(0), named(1)])
-    assert store.fork("alice", "bob", num_tokens) == num_turns_then
+    assert store.fork("alice", "bob", num_tokens).num_turns == num_turns_then
     assert store.load("bob").token_ids.tolist() == ([1, 2, 3, 4, 5] * 2)[:num_tokens]
     assert len(store.load("alice").token_ids) == 10
     assert num_turns(store) == num_rows
@@ -199,7 +218,7 @@ def test_a_path_that_lacks_a_turn_is_told_and_a_loop_ends(store):
     store._connection.execute("UPDATE turns SET parent_id = turn_id")
     with pytest.raises(HistoryCorruptError):
         store.load_turn("ann", third.turn_id)
-    store._connection.execute("UPDATE turns SET output_ids = x'00000000'")
+    store._connection.execute("UPDATE turns SET output_ids = ?", (bytes(4),))
     with pytest.raises(HistoryCorruptError, match=f"Turn '{first.turn_id}' is damaged"):
         store.load_turn("ann", first.turn_id)
 

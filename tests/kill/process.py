@@ -26,7 +26,7 @@ from pensieve_jax.core.outputs import Output
 from pensieve_jax.device import sampler
 from pensieve_jax.device.sampler import SamplerMode
 from pensieve_jax.engine.validation import TurnSpec
-from pensieve_jax.history import SQLiteHistoryStore, TurnRecord, sqlite_store
+from pensieve_jax.history import SQLiteHistoryStore, TurnRecord, table_store
 from tests.kill.script import MAX_CONTEXT_TOKENS, TURNS_PER_CONVERSATION, Script, TurnKey
 
 MODEL = "random:llama-tiny"
@@ -128,11 +128,11 @@ def _announce_history(pipe: Connection) -> None:
             pipe.send(("committing", [TurnKey(turn.conversation_id, turn.turn_index) for turn in turns]))
             return super().commit(turns, *rest)
 
-    assembly.SQLiteHistoryStore = AnnouncingStore
+    assembly.open_store = AnnouncingStore
 
 
 def _halt_at_row(pipe: Connection, num_rows: int) -> None:
-    append, rows_to_come = sqlite_store._append, iter(range(num_rows - 1, -1, -1))
+    append, rows_to_come = table_store.append, iter(range(num_rows - 1, -1, -1))
 
     def halting(*args: Any) -> None:
         append(*args)
@@ -140,7 +140,7 @@ def _halt_at_row(pipe: Connection, num_rows: int) -> None:
             pipe.send(("halted",))
             signal.pause()
 
-    sqlite_store._append = halting
+    table_store.append = halting
 
 
 def _announce_steps(llm: LLM, pipe: Connection) -> None:

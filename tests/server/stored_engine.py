@@ -11,8 +11,8 @@ from pensieve_jax.core.errors import PensieveError, UnknownTurnError
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import HistoryChange
+from pensieve_jax.history.opening import open_store
 from pensieve_jax.history.reader import HistoryReader
-from pensieve_jax.history.sqlite_store import SQLiteHistoryStore
 from pensieve_jax.history.store import TurnRecord
 from pensieve_jax.server.context.history_turns import HistoryTurns
 from pensieve_jax.server.context.resolver import Resolver
@@ -31,11 +31,11 @@ class StoredEngine(FakeEngine):
     """
 
     def __init__(
-        self, path: Path, clock: VirtualClock, script: Callable[[FakeTurn], None] | None = None
+        self, path: Path | str, clock: VirtualClock, script: Callable[[FakeTurn], None] | None = None
     ) -> None:
         super().__init__(script)
         self.clock = clock
-        self.store = SQLiteHistoryStore(path, fingerprint=FINGERPRINT)
+        self.store = open_store(path, fingerprint=FINGERPRINT)
         self.memory: set[tuple[str, str]] = set()
         self.num_committed = 0
 

@@ -18,6 +18,7 @@ from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError, InvalidRequestError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.history.opening import absolute
 from pensieve_jax.model_source import DEFAULT_MODEL
 from pensieve_jax.prompts import Prompt
 from pensieve_jax.server.engine_process.client import RunningTurn
@@ -58,7 +59,7 @@ class AsyncEngine(SupervisedEngine):
         greeting = Start(
             str(model),
             dtype,
-            None if history is None else str(Path(history).absolute()),
+            None if history is None else absolute(history),
             synchronous,
             config or EngineConfig(),
             sys.stderr.isatty() if progress is None else progress,

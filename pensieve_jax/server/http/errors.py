@@ -22,6 +22,7 @@ from pensieve_jax.core.errors import (
     ConversationChangedError,
     EngineClosedError,
     HistoryError,
+    HistoryUnavailableError,
     InvalidFieldError,
     InvalidRequestError,
     PensieveError,
@@ -48,6 +49,7 @@ _MEANINGS: Mapping[type[PensieveError], tuple[int, str, Mapping[str, str]]] = {
     ConversationBusyError: (409, "conversation_locked", _RETRY_SOON),
     ConversationChangedError: (409, "conversation_locked", _RETRY_SOON),
     StepFailedError: (500, "step_failed", _NO_RETRY),
+    HistoryUnavailableError: (503, "history_unavailable", _RETRY_SOON),
     HistoryError: (500, "history_failed", _NO_RETRY),
     EngineClosedError: (503, "overloaded", _RETRY_SOON),
 }
@@ -190,6 +192,9 @@ def _as_sentence(error: BaseException) -> str:
             return _too_long(num_tokens, most)
         case InvalidFieldError(hint=str(hint)) if hint:
             return message.removesuffix(f"; {hint}.") + "."
+        case HistoryUnavailableError(may_be_kept=may_be_kept):  # where it is concerns no client
+            kept = "It may have been kept: look before you send it again." if may_be_kept else "Try again."
+            return f"The history cannot be reached at the moment. {kept}"
         case ChatTemplateError():
             return f"{error.problem}; change the messages, or send text to /v1/completions."
         case _:

@@ -1,0 +1,71 @@
+"""Histories as a whole: a copy from one place to another, and the tables of an older release.
+
+    pensieve history copy chats.sqlite postgresql://me@db/chats
+    pensieve history copy postgresql://me@db/chats chats.sqlite
+    pensieve history migrate postgresql://me@db/chats
+
+`copy` takes the path of a file or a URL of Postgres for both, copies all of a history in one transaction,
+counts it and compares a digest. Where it goes to there must be nothing yet, or an empty history of the same
+model. Nobody may serve from a file meanwhile. `migrate` brings a history in Postgres to this release's
+tables, when the servers that use it have been stopped; a file is brought there by whoever opens it.
+
+A password belongs into ~/.pgpass or PGPASSWORD, not into a command line, which others can read.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from absl import flags
+from tqdm import tqdm
+
+from pensieve_jax.commands.launch import take_words
+from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.history.copying import Copied, copy_history
+from pensieve_jax.history.opening import need_psycopg, shown
+from pensieve_jax.history.postgres_location import is_postgres
+
+FLAGS = flags.FLAGS
+flags.disclaim_key_flags()
+_TAKEN = "copy SRC DST, or migrate URL"
+_WORDS: list[str] = []
+
+
+def main() -> int:
+    """Do what is asked; the exit status."""
+    match _WORDS:
+        case ["copy", source, target]:
+            copied = _copy(source, target)
+            rows = ", ".join(f"{number} {name}" for name, number in copied.num_rows.items() if number)
+            print(f"copied {rows or 'nothing'} to {shown(target)}; digest {copied.digest[:16]}")
+        case ["migrate", url] if is_postgres(url):
+            need_psycopg(url)
+            from pensieve_jax.history.postgres_store import migrate  # of an extra
+
+            before, now = migrate(url)
+            what = "is of" if before == now else f"was brought from version {before} to"
+            print(f"{shown(url)} {what} schema version {now}")
+        case ["migrate", path]:
+            limit = "a URL of Postgres; a file is brought to the newest version by whoever opens it"
+            raise ConfigError("URL", path, limit)
+        case _:
+            raise ConfigError("what to do", " ".join(_WORDS[:1]), _TAKEN, "see pensieve history --help")
+    return 0
+
+
+def define_flags() -> None:
+    """The command line."""
+    global _WORDS
+    _WORDS = take_words()
+    flags.DEFINE_bool("progress", None, "Show a bar; default: on a terminal.")
+
+
+def _copy(source: str, target: str) -> Copied:
+    shows = sys.stderr.isatty() if FLAGS.progress is None else FLAGS.progress
+    with tqdm(unit="rows", disable=not shows, file=sys.stderr) as bar:
+
+        def progress(done: int, of: int) -> None:
+            bar.total = of
+            bar.update(done - bar.n)
+
+        return copy_history(source, target, progress=progress)

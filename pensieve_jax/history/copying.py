@@ -1,0 +1,176 @@
+"""Copies a whole history from one place to another, from a file to Postgres or back.
+
+Owns: what is copied, in which order, and that the copy is the same as what was copied.
+Does not know: what rows mean; how a history is opened beyond `opening` and the two databases' own checks.
+Called by: `pensieve history`.
+
+One transaction at either end: what is read is of one moment, and what is written is all there or not at all.
+A server must not have the file; a database may be in use, and what is committed while it is copied is not in
+the copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+from urllib.parse import quote
+
+from pensieve_jax.core.errors import ConfigError, HistoryError, HistoryMismatchError, HistoryMissingError
+from pensieve_jax.history.codec import TurnRow
+from pensieve_jax.history.connection import Connection
+from pensieve_jax.history.opening import Location, need_psycopg, open_store, shown
+from pensieve_jax.history.postgres_location import is_postgres, parse
+
+_BATCH: Final = 200
+_MODULUS: Final = 2**256
+
+
+class _Table(NamedTuple):
+    """What of a table is copied, and in which order. Marks of a history are made by whoever opens it."""
+
+    name: str
+    columns: tuple[str, ...]
+    order: str
+    where: str = ""
+
+    @property
+    def rows(self) -> str:
+        return f"SELECT {', '.join(self.columns)} FROM {self.name} {self.where}"
+
+
+# Some lists are in the order in which rows came: there that is kept.
+_TABLES: Final = (
+    _Table("turns", TurnRow._fields, "rowid"),
+    _Table(
+        "conversations",
+        (
+            *("owner", "conversation_id", "head_turn", "version", "metadata"),
+            *("created_at_s", "last_active_s", "num_tokens", "num_turns"),
+        ),
+        "owner, conversation_id",
+    ),
+    _Table(
+        "items",
+        ("owner", "conversation_id", "position", "item_id", "item"),
+        "owner, conversation_id, position",
+    ),
+    _Table(
+        "responses",
+        (
+            *("owner", "response_id", "status", "turn_id", "request", "input_items", "output_item_id"),
+            *("created_at_s", "expires_at_s", "completed_at_s", "background", "body_sha256", "error", "job"),
+        ),
+        "rowid",
+    ),
+    _Table("idempotency", ("owner", "key", "body_sha256", "response_id", "expires_at_s"), "rowid"),
+    _Table("released", ("owner", "turn_id"), "owner, turn_id"),
+    _Table("meta", ("key", "value"), "key", "WHERE key LIKE 'note:%'"),
+)
+
+
+class Copied(NamedTuple):
+    """What a copy holds: rows by table, and a digest of all of them."""
+
+    num_rows: dict[str, int]
+    digest: str
+
+
+def copy_history(
+    source: Location, target: Location, *, progress: Callable[[int, int], None] = lambda done, of: None
+) -> Copied:
+    """Copy all of a history to where none is yet, or an empty one of the same model.
+
+    `progress` is told how many rows of how many are there. Raises ConfigError, HistoryError for what cannot
+    be opened, and HistoryMismatchError for a target that holds something already, or whose copy is not what
+    was copied: then nothing is kept.
+    """
+    if shown(source) == shown(target):
+        raise ConfigError("DST", shown(target), "another place than SRC")
+    fingerprint = fingerprint_at(source)
+    with (
+        open_store(source, fingerprint=fingerprint, may_make=False) as read,
+        open_store(target, fingerprint=fingerprint) as written,
+    ):
+
+        def change(to: Connection) -> Copied:
+            _check_empty(to, target)
+            return read.read(lambda connection: _copy(connection, to, target, progress))
+
+        return written.change(change)
+
+
+def fingerprint_at(history: Location) -> str:
+    """Which model wrote a history; raises HistoryError where there is none."""
+    if is_postgres(history):
+        need_psycopg(history)
+        from pensieve_jax.history.postgres_store import fingerprint_in  # of an extra
+
+        return fingerprint_in(parse(str(history)))
+    path = Path(history).resolve()
+    if not path.exists():
+        raise HistoryMissingError(f"history is {str(path)!r}, which is missing.")
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as connection:
+            row = connection.execute("SELECT value FROM meta WHERE key = 'fingerprint'").fetchone()
+    except sqlite3.Error as error:
+        raise HistoryMismatchError(f"history is {str(path)!r}, which is no history ({error}).") from error
+    if row is None:
+        raise HistoryMismatchError(f"history is {str(path)!r}, which does not say which model wrote it.")
+    return str(row[0])
+
+
+def _check_empty(connection: Connection, target: Location) -> None:
+    for table in _TABLES:
+        query = f"SELECT count(*) FROM {table.name} {table.where}"
+        (num_rows,) = connection.execute(query).fetchone()
+        if num_rows:
+            raise HistoryMismatchError(
+                f"history is {shown(target)!r}, which holds {num_rows} rows of {table.name} already, but a "
+                "copy is made where nothing is; choose another place. It was left as it is."
+            )
+
+
+def _copy(
+    source: Connection, to: Connection, target: Location, progress: Callable[[int, int], None]
+) -> Copied:
+    expected = {
+        table.name: int(source.execute(f"SELECT count(*) FROM {table.name} {table.where}").fetchone()[0])
+        for table in _TABLES
+    }
+    num_all, num_done, total = sum(expected.values()), 0, 0
+    for table in _TABLES:
+        marks = ", ".join("?" * len(table.columns))
+        insert = f"INSERT INTO {table.name}({', '.join(table.columns)}) VALUES ({marks})"
+        rows = source.stream(f"{table.rows} ORDER BY {table.order}")
+        for batch in itertools.batched(rows, _BATCH):
+            to.executemany(insert, [tuple(row) for row in batch])
+            total += sum(_digest(table.name, row) for row in batch)
+            num_done += len(batch)
+            progress(num_done, num_all)
+    found = contents(to)
+    if found != Copied(expected, f"{total % _MODULUS:064x}"):
+        raise HistoryError(
+            f"history is {shown(target)!r}, where the copy is not what was copied: {found.num_rows} instead "
+            f"of {expected} rows, or others. Nothing was kept."
+        )
+    return found
+
+
+def contents(connection: Connection) -> Copied:
+    """What a history holds; equal for equal rows, in whichever database and order."""
+    num_rows, total = {}, 0
+    for table in _TABLES:
+        num_rows[table.name] = 0
+        for row in connection.stream(table.rows):
+            num_rows[table.name] += 1
+            total += _digest(table.name, row)
+    return Copied(num_rows, f"{total % _MODULUS:064x}")
+
+
+def _digest(table: str, row: Sequence[Any]) -> int:
+    return int.from_bytes(hashlib.sha256(repr((table, *row)).encode()).digest(), "big")

@@ -1,0 +1,80 @@
+"""Where in Postgres a history is: a URL, taken apart so that its password is never shown.
+
+Owns: which URLs are taken, what of one is shown, and the name of the schema that holds a history's tables.
+Does not know: psycopg, or how one connects.
+Called by: `opening` and the other modules of Postgres.
+
+A URL is libpq's, `postgresql://USER@HOST/DATABASE?sslmode=require`, with one parameter more: `namespace`, the
+schema of the tables. A password belongs into a file (`~/.pgpass`) or the environment (PGPASSWORD), since what
+stands in a command line can be read by others; where a URL has one, it goes to libpq and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeGuard
+from urllib.parse import unquote
+
+from pensieve_jax.core.errors import ConfigError
+
+_SCHEMES: Final = ("postgresql://", "postgres://")
+_NAMESPACE: Final = re.compile(r"[a-z_][a-z0-9_]{0,62}\Z")
+_UNQUOTED: Final = re.compile(r"%(?![0-9a-fA-F]{2})|[\s#]")
+_HOSTS: Final = re.compile(r"(?:(?:\[[^\]]*\]|[^:,]*)(?::\d*)?(?:,|\Z))*\Z")
+DEFAULT_NAMESPACE: Final = "pensieve"
+_SHOWN: Final = ("host", "port", "user", "dbname", "namespace")  # of the parameters
+_HIDDEN: Final = "postgresql://..."
+
+
+@dataclass(frozen=True, slots=True)
+class PostgresLocation:
+    """A URL, taken apart.
+
+    Attributes:
+      url: what libpq takes; it may hold a password.
+      namespace: the schema of the tables.
+      shown: for messages, without a password.
+      secret: a password that must not be shown; "" for none.
+    """
+
+    url: str = field(repr=False)
+    namespace: str
+    shown: str
+    secret: str = field(repr=False, default="")
+
+    def without_secret(self, text: str) -> str:
+        """A message, certainly without the password."""
+        return text.replace(self.secret, "***") if self.secret else text
+
+
+def is_postgres(history: Any) -> TypeGuard[str]:
+    """Whether it is a URL of Postgres, and no path."""
+    return isinstance(history, str) and history.startswith(_SCHEMES)
+
+
+def parse(url: str) -> PostgresLocation:
+    """Take a URL apart; raises ConfigError, which shows nothing of it."""
+    scheme, _, rest = url.partition("://")
+    rest, _, query = rest.partition("?")
+    server, slash, database = rest.partition("/")
+    who, at, where = server.rpartition("@")
+    user, _, password = who.partition(":")
+    # A password with one of these characters as it is would be taken for something that is shown.
+    if _UNQUOTED.search(url) or "@" in database + query or not _HOSTS.match(where):
+        limit = "postgresql://USER:PASSWORD@HOST:PORT/DATABASE?NAME=VALUE"
+        hint = "write other characters of a part than letters and digits as % and two hexadecimal digits"
+        raise ConfigError("history", _HIDDEN, limit, hint)
+    parameters = [part.partition("=")[::2] for part in query.split("&") if part]
+    namespace = dict(parameters).get("namespace", DEFAULT_NAMESPACE)
+    if not _NAMESPACE.match(namespace) or namespace.startswith("pg_"):
+        limit = "the name of a schema: small letters, digits and _"
+        raise ConfigError("history's namespace", namespace, limit)
+    others = "&".join(f"{name}={value}" for name, value in parameters if name != "namespace")
+    told = "&".join(f"{name}={value}" for name, value in parameters if name in _SHOWN)
+    return PostgresLocation(
+        url=f"{scheme}://{rest}" + (f"?{others}" if others else ""),
+        namespace=namespace,
+        shown=f"{scheme}://{user}{at}{where}{slash}{database}" + (f"?{told}" if told else ""),
+        secret=unquote(dict(parameters).get("password", password)),
+    )

@@ -1,0 +1,170 @@
+"""The tables of a history in Postgres: a schema of its own, made, accepted, refused, or brought up to date.
+
+Owns: what the tables of `schema` are in Postgres, by which marks a history is known, the steps from one
+version to the next, and the lock that replicas share.
+Does not know: what is written into the tables, or how one connects.
+Called by: `postgres_store`, `postgres_reader` and `copying`.
+
+A history is not brought up to date by whoever opens it: replicas of the release before may be using it.
+`pensieve history migrate` does that, in one transaction, when they have been stopped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pensieve_jax.core.errors import HistoryMismatchError, HistoryMissingError
+from pensieve_jax.history import schema
+from pensieve_jax.history.connection import Connection
+from pensieve_jax.history.postgres_location import PostgresLocation
+
+MARK: Final = "a history of Pensieve"
+FIRST_VERSION: Final = 2
+"""Postgres was not known before the tables had this version."""
+STEPS: Final[Mapping[int, tuple[str, ...]]] = {}
+"""By version, the statements that make the next one of it."""
+
+# SQLite's words. Ids are compared byte by byte, as SQLite does, whatever language the database is of.
+_TYPES: Final = {"TEXT": 'text COLLATE "C"', "INTEGER": "bigint", "REAL": "double precision"}
+_WORD: Final = re.compile("|".join(rf"\b{word}\b" for word in _TYPES))
+_TYPE_CHECK: Final = re.compile(r"typeof\(\w+\) = 'blob' AND ")
+_TABLES: Final = "SELECT count(*) FROM pg_class WHERE relnamespace = to_regnamespace(?)"
+_IS_THERE: Final = "SELECT to_regclass(?) IS NOT NULL"
+_META: Final = "SELECT key, value FROM meta WHERE key IN ('fingerprint', 'mark', 'schema_version')"
+
+
+def open_namespace(
+    connection: Connection, location: PostgresLocation, fingerprint: str, *, may_make: bool
+) -> None:
+    """See that the tables are there, of this model and release; the caller holds a transaction.
+
+    Raises HistoryMismatchError or HistoryMissingError, and then nothing was made.
+    """
+    namespace = location.namespace
+    # Not that of the history's own transactions: two that start at once may not both make tables.
+    connection.execute("SELECT pg_advisory_xact_lock(?, hashtext(?))", (schema.APPLICATION_ID, namespace))
+    if _is_there(connection, namespace):
+        check(connection, location, fingerprint)
+        return
+    (num_others,) = connection.execute(_TABLES, (namespace,)).fetchone()
+    if num_others:
+        raise _foreign(location)
+    if not may_make:
+        raise HistoryMissingError(
+            f"history is {location.shown!r}, where there is none any more; look for it, or restore a backup. "
+            "Nothing was made there."
+        )
+    (encoding,) = connection.execute("SHOW server_encoding").fetchone()
+    if encoding != "UTF8":
+        raise HistoryMismatchError(
+            f"history is {location.shown!r}, a database of the encoding {encoding}, but must be one of UTF8."
+        )
+    _create(connection, namespace, fingerprint)
+
+
+def check(connection: Connection, location: PostgresLocation, fingerprint: str | None) -> int:
+    """The version of a history that is there; raises HistoryMismatchError for another's.
+
+    With `fingerprint` None, whose it is and which version it has does not matter.
+    """
+    if not _is_there(connection, location.namespace):
+        raise HistoryMismatchError(f"history is {location.shown!r}, where there is no history.")
+    marks = dict(connection.execute(_META).fetchall())
+    if marks.get("mark") != MARK:
+        raise _foreign(location)
+    version = int(marks["schema_version"])
+    if fingerprint is None:
+        return version
+    newest = schema.SCHEMA_VERSION
+    if version != newest:
+        remedy = (
+            "stop the servers that use it, and run `pensieve history migrate` with its URL"
+            if version < newest
+            else "use the release that made it"
+        )
+        raise HistoryMismatchError(
+            f"history is {location.shown!r}, which has schema version {version}, but this release reads and "
+            f"writes version {newest}; {remedy}. It was left as it is."
+        )
+    if marks["fingerprint"] != fingerprint:
+        raise HistoryMismatchError(
+            f"history is {location.shown!r}, which was written by {marks['fingerprint']!r}, but the model in "
+            f"use is {fingerprint!r}; load the model and tokenizer that wrote it, or give another namespace: "
+            "?namespace=NAME behind the URL. It was left as it is."
+        )
+    return version
+
+
+def fingerprint_of(connection: Connection, location: PostgresLocation) -> str:
+    """Which model wrote a history; raises HistoryMismatchError where there is none."""
+    check(connection, location, None)
+    return str(dict(connection.execute(_META).fetchall())["fingerprint"])
+
+
+def migrate(connection: Connection, location: PostgresLocation) -> tuple[int, int]:
+    """Bring a history to the newest version, in the caller's transaction; the one that it had, and that."""
+    lock_alone(connection, location.namespace)
+    before = check(connection, location, None)
+    newest = schema.SCHEMA_VERSION
+    if before > newest or any(version not in STEPS for version in range(before, newest)):
+        raise HistoryMismatchError(
+            f"history is {location.shown!r}, which has schema version {before}, from which this release "
+            f"knows no way to version {newest}; use the release that made it."
+        )
+    for version in range(before, newest):
+        for statement in STEPS[version]:
+            connection.execute(ddl(statement))
+    connection.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(newest),))
+    return before, newest
+
+
+def lock_together(connection: Connection, namespace: str) -> None:
+    """Until the end of the transaction, keep those away who remove turns: for those who add some."""
+    connection.execute(
+        "SELECT pg_advisory_xact_lock_shared(?, hashtext(?))", (schema.APPLICATION_ID + 1, namespace)
+    )
+
+
+def lock_alone(connection: Connection, namespace: str) -> None:
+    """Until the end of the transaction, keep all others who write away: for those who remove turns.
+
+    Whether something needs a turn is only known when nobody adds something that does.
+    """
+    connection.execute("SELECT pg_advisory_xact_lock(?, hashtext(?))", (schema.APPLICATION_ID + 1, namespace))
+
+
+def ddl(statement: str) -> str:
+    """A statement that makes a table, as Postgres has it; rows are numbered in the order of their coming."""
+    statement = _TYPE_CHECK.sub("", _WORD.sub(lambda word: _TYPES[word[0]], statement))
+    if statement.startswith("CREATE TABLE") and "PRIMARY KEY (" in statement:
+        rowid = ",\n  rowid bigint GENERATED ALWAYS AS IDENTITY UNIQUE"
+        statement = f"{statement.rstrip().removesuffix(')').rstrip()}{rowid}\n)"
+    return statement
+
+
+def _create(connection: Connection, namespace: str, fingerprint: str) -> None:
+    connection.execute(f"CREATE SCHEMA IF NOT EXISTS {namespace}")  # a name without quotes, as was checked
+    connection.execute("CREATE DOMAIN blob AS bytea")
+    for statement in (schema.META, *schema.TABLES):
+        connection.execute(ddl(statement))
+    marks: dict[str, Any] = {
+        "mark": MARK,
+        "schema_version": str(schema.SCHEMA_VERSION),
+        "fingerprint": fingerprint,
+    }
+    for pair in marks.items():
+        connection.execute("INSERT INTO meta VALUES (?, ?)", pair)
+
+
+def _is_there(connection: Connection, namespace: str) -> bool:
+    (is_there,) = connection.execute(_IS_THERE, (f"{namespace}.meta",)).fetchone()
+    return bool(is_there)
+
+
+def _foreign(location: PostgresLocation) -> HistoryMismatchError:
+    return HistoryMismatchError(
+        f"history is {location.shown!r}, where the schema {location.namespace!r} is of another application; "
+        "give another one: ?namespace=NAME behind the URL. It was left as it is."
+    )

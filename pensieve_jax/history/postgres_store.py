@@ -1,0 +1,290 @@
+"""The history store on Postgres, which replicas of a server share.
+
+Owns: the transactions of `HistoryStore`, one session, and what happens when that is lost.
+Does not know: the statements of a method (`table_store`), the tables (`postgres_schema`), or psycopg beyond
+its errors (`postgres_connection`).
+Called by: `opening`, and the engine.
+
+Turns never change, and heads move by compare and swap: of two replicas that go on from the same head, one
+gets ConversationChangedError and nothing of its turn is kept. Those who add turns work side by side; who
+removes some is alone, by a lock in the database.
+
+A commit is one round trip: all its statements are sent at once, each of which fails if it changes nothing. If
+one does, everything is done again, statement by statement, to find who is refused and why. Where the session
+is lost meanwhile, the ids of the turns tell whether it was kept; only what was not is tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import ClassVar, Final
+
+import psycopg
+
+from pensieve_jax.core.errors import HistoryError, HistoryUnavailableError, PensieveError
+from pensieve_jax.history import postgres_schema, table_store, turns_table
+from pensieve_jax.history.connection import Connection
+from pensieve_jax.history.postgres_connection import (
+    PostgresConnection,
+    as_history_error,
+    is_lost,
+    is_overtaken,
+    is_refusal,
+)
+from pensieve_jax.history.postgres_location import PostgresLocation, parse
+from pensieve_jax.history.table_store import Commit, TableHistoryStore
+
+_NUM_TRIES: Final = 5  # of what Postgres gave up for the sake of another transaction
+
+
+class _LostError(Exception):
+    """The session was lost; `refused` is what a transaction had found when it was about to be kept.
+
+    None: it was not, so that nothing of it can have been.
+    """
+
+    def __init__(self, told: HistoryError, refused: Mapping[int, PensieveError] | None = None) -> None:
+        super().__init__(str(told))
+        self.told = told
+        self.refused = refused
+
+
+class PostgresHistoryStore(TableHistoryStore):
+    """A `HistoryStore` in one schema of a database. See the protocol for what each method promises.
+
+    Safe to call from several threads: one session behind one mutex. One that is lost is replaced by the next
+    call, which raises HistoryUnavailableError where Postgres is still away.
+    """
+
+    is_shared: ClassVar[bool] = True
+
+    def __init__(self, url: str, *, fingerprint: str, may_make: bool = True) -> None:
+        """Open or make the history at a URL.
+
+        Args:
+          url: see `postgres_location`.
+          fingerprint: who writes, from `history_fingerprint`; a history by anyone else is refused.
+          may_make: whether a schema without tables is a new history.
+
+        Raises:
+          ConfigError: the URL is none.
+          HistoryDeniedError: the database refuses the user or the password.
+          HistoryUnavailableError: it cannot be reached.
+          HistoryMismatchError: written by another model or tokenizer, of another schema version, or another
+            application's; left as it is.
+          HistoryMissingError: there is none, and none may be made.
+        """
+        self._location = parse(url)
+        self._mutex = threading.RLock()
+        self._is_closed = False
+        self._session: PostgresConnection | None = None
+
+        def accept(connection: Connection) -> None:
+            postgres_schema.open_namespace(connection, self._location, fingerprint, may_make=may_make)
+
+        opened = False
+        try:
+            self._transaction(accept, lambda connection, namespace: None)
+            opened = True
+        except _LostError as lost:
+            raise lost.told from lost
+        finally:
+            if not opened:
+                self.close()
+
+    def close(self) -> None:
+        """End the session; a second call does nothing."""
+        with self._mutex:
+            self._is_closed = True
+            self._drop()
+
+    @property
+    def _connection(self) -> PostgresConnection:
+        """The session, a new one if need be; raises HistoryError."""
+        if self._is_closed:
+            raise HistoryError(f"history is {self._location.shown!r}, which is closed.")
+        if self._session is not None and not self._session.is_usable:
+            self._drop()
+        if self._session is None:
+            self._session = PostgresConnection(self._location)
+        return self._session
+
+    def _drop(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _run[T](self, work: Callable[[Connection], T]) -> T:
+        with self._mutex:
+            try:
+                return self._transaction(
+                    work, _no_lock, begin="BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+                )
+            except _LostError:  # reading is safe to repeat
+                return self._once_more(work, _no_lock)
+
+    def _transact[T](self, change: Callable[[Connection], T]) -> T:
+        with self._mutex:
+            try:
+                return self._transaction(change, postgres_schema.lock_alone)
+            except _LostError as lost:
+                if lost.refused is not None:
+                    raise lost.told from lost
+                return self._once_more(change, postgres_schema.lock_alone)
+
+    def _once_more[T](self, change: Callable[[Connection], T], lock: Callable[[Connection, str], None]) -> T:
+        try:
+            return self._transaction(change, lock)
+        except _LostError as lost:
+            raise lost.told from lost
+
+    def _commit(self, commits: Sequence[Commit], in_use: Collection[str]) -> Mapping[int, PensieveError]:
+        with self._mutex:
+            try:
+                return self._add(commits)
+            except _LostError as lost:
+                told, refused = lost.told, lost.refused
+            if refused is not None and self._is_kept(commits, told):
+                return refused
+            try:
+                again = self._add(commits)
+            except _LostError as lost:
+                raise lost.told from lost
+            # The session that was lost may have come to its end only now.
+            return {index: why for index, why in again.items() if not self._has(commits[index])}
+
+    def _add(self, commits: Sequence[Commit]) -> Mapping[int, PensieveError]:
+        """Add turns, in one round trip if all of them can be; raises _LostError."""
+        if self._add_ahead(commits):
+            return {}
+        return self._transaction(
+            lambda connection: table_store.append_all(connection, commits), postgres_schema.lock_together
+        )
+
+    def _add_ahead(self, commits: Sequence[Commit]) -> bool:
+        """Whether all of them were added together; else nothing was."""
+        if not all(commit.row.turn_id and commit.refusal is None for commit in commits):
+            return False
+        session = self._connection
+        try:
+            with session.ahead() as connection:
+                connection.execute("BEGIN")
+                postgres_schema.lock_together(connection, self._location.namespace)
+                for index, commit in enumerate(commits):
+                    table_store.append(connection, commit, f"turns[{index}]")
+                connection.execute("COMMIT")
+            return True
+        except PensieveError:
+            self._roll_back(session)
+            return False
+        except psycopg.Error as error:
+            if is_lost(error, session):
+                self._drop()
+                raise _LostError(as_history_error(error, self._location, may_be_kept=True), {}) from error
+            self._roll_back(session)
+            if not is_refusal(error) and not is_overtaken(error):
+                raise as_history_error(error, self._location) from error
+            return False
+        except BaseException:
+            self._drop()
+            raise
+
+    def _is_kept(self, commits: Sequence[Commit], told: HistoryError) -> bool:
+        """Whether the transaction of a lost session was kept; raises `told` where nobody can know.
+
+        A turn's id is of no other turn, so that one of them tells for all. The lock waits for a session that
+        Postgres has not given up yet.
+        """
+        if not all(commit.row.turn_id for commit in commits):
+            raise told
+        try:
+            return self._transaction(
+                lambda connection: any(self._is_there(connection, commit) for commit in commits),
+                postgres_schema.lock_alone,
+            )
+        except (_LostError, HistoryUnavailableError) as error:
+            raise told from error
+
+    def _has(self, commit: Commit) -> bool:
+        return self._run(lambda connection: self._is_there(connection, commit))
+
+    @staticmethod
+    def _is_there(connection: Connection, commit: Commit) -> bool:
+        owner = "" if commit.conversation_id else commit.row.owner
+        return turns_table.exists(connection, owner, commit.row.turn_id)
+
+    def _transaction[T](
+        self,
+        change: Callable[[Connection], T],
+        lock: Callable[[Connection, str], None],
+        begin: str = "BEGIN",
+    ) -> T:
+        """All of a change or nothing; raises _LostError, and what the change raises."""
+        for tries_left in reversed(range(_NUM_TRIES)):
+            session, ending = self._connection, None
+            try:
+                session.execute(begin)
+                lock(session, self._location.namespace)
+                result = change(session)
+                ending = result if isinstance(result, Mapping) else {}
+                session.execute("COMMIT")
+                return result
+            except psycopg.Error as error:
+                may_be_kept = ending is not None
+                if is_lost(error, session):
+                    self._drop()
+                    told = as_history_error(error, self._location, may_be_kept=may_be_kept)
+                    raise _LostError(told, ending) from error
+                self._roll_back(session)
+                if not is_overtaken(error) or not tries_left:
+                    raise as_history_error(error, self._location) from error
+            except PensieveError:
+                self._roll_back(session)
+                raise
+            except BaseException:  # an interrupt: the session may be in the middle of anything
+                self._drop()
+                raise
+        raise AssertionError("the last try returns or raises")
+
+    def _roll_back(self, session: PostgresConnection) -> None:
+        try:
+            if session.in_transaction:
+                session.execute("ROLLBACK")
+        except psycopg.Error:
+            self._drop()
+
+
+def fingerprint_in(location: PostgresLocation) -> str:
+    """Which model wrote a history; raises HistoryError where there is none."""
+    with _session(location) as session:
+        return postgres_schema.fingerprint_of(session, location)
+
+
+def migrate(url: str) -> tuple[int, int]:
+    """Bring a history to the newest version, in one transaction; the version that it had, and that.
+
+    Raises HistoryMismatchError where there is no way, or no history, and HistoryError; it is then as it was.
+    """
+    location = parse(url)
+    with _session(location) as session:
+        session.settings({"statement_timeout": "0"})
+        session.execute("BEGIN")
+        found = postgres_schema.migrate(session, location)
+        session.execute("COMMIT")
+        return found
+
+
+@contextlib.contextmanager
+def _session(location: PostgresLocation) -> Iterator[PostgresConnection]:
+    """For one piece of work, which is undone if it raises."""
+    with contextlib.closing(PostgresConnection(location)) as session:
+        try:
+            yield session
+        except psycopg.Error as error:
+            raise as_history_error(error, location) from error
+
+
+def _no_lock(connection: Connection, namespace: str) -> None:
+    """Whoever reads needs none."""

@@ -1,0 +1,252 @@
+"""A history store in tables, whichever database has them.
+
+Owns: which statements each method of `HistoryStore` is made of, and which turns of a commit are refused
+alone.
+Does not know: how a transaction begins and ends, locks, or what a database's own errors mean.
+Called by: `sqlite_store` and `postgres_store`, which derive from it; through them by the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import TracebackType
+from typing import ClassVar, NamedTuple, Self
+
+from pensieve_jax.core.errors import ConversationChangedError, InvalidRequestError, PensieveError
+from pensieve_jax.history import (
+    codec,
+    named_conversations,
+    responses_table,
+    server_conversations,
+    turns_table,
+)
+from pensieve_jax.history.changes import (
+    AppendItems,
+    CreateConversation,
+    DeleteConversation,
+    DeleteItem,
+    DeleteResponse,
+    EndResponse,
+    Expire,
+    HistoryChange,
+    QueueResponse,
+    ResponseDraft,
+    UpdateConversation,
+)
+from pensieve_jax.history.connection import Connection
+from pensieve_jax.history.store import ConversationInfo, ConversationRecord, Cut, TurnRecord
+
+_NOTES = "note:"  # before the names of notes among the keys of `meta`
+
+
+class Commit(NamedTuple):
+    """A turn to be added, checked and packed; `refusal` says why its attachment cannot be kept."""
+
+    conversation_id: str
+    row: codec.TurnRow
+    draft: ResponseDraft | None
+    items: Sequence[server_conversations.Item]
+    refusal: InvalidRequestError | None
+
+
+class TableHistoryStore(ABC):
+    """A `HistoryStore` but for its transactions. See the protocol for what each method promises."""
+
+    is_shared: ClassVar[bool] = False
+
+    def conversations(self) -> list[ConversationInfo]:
+        """All named conversations, the most recently active first, equal times by id."""
+        return self._run(named_conversations.listing)
+
+    def info(self, conversation_id: str) -> ConversationInfo:
+        """A conversation's line of the listing, read without its tokens."""
+        return self._run(lambda connection: named_conversations.info(connection, conversation_id))
+
+    def head(self, conversation_id: str) -> str | None:
+        """The turn that a conversation ends with."""
+        return self._run(lambda connection: named_conversations.head(connection, conversation_id))
+
+    def load(self, conversation_id: str) -> ConversationRecord:
+        """Read a whole conversation; also raises HistoryCorruptError if its tokens are damaged."""
+        return named_conversations.unpack(
+            *self._run(lambda connection: named_conversations.read(connection, conversation_id))
+        )
+
+    def load_turn(self, owner: str, turn_id: str) -> ConversationRecord:
+        """Read the path to a turn; also raises HistoryCorruptError if its tokens are damaged."""
+        rows = self._run(lambda connection: turns_table.path_rows(connection, owner, turn_id))
+        return turns_table.unpack_path(rows, owner, turn_id)
+
+    def has_turn(self, owner: str, turn_id: str) -> bool:
+        """Whether a turn is there, read without its tokens."""
+        return self._run(lambda connection: turns_table.exists(connection, owner, turn_id))
+
+    def commit(
+        self,
+        turns: Sequence[TurnRecord],
+        attachments: Sequence[object] = (),
+        in_use: Collection[str] = (),
+    ) -> Mapping[int, PensieveError]:
+        """Append finished turns in one transaction; see `HistoryStore.commit`."""
+        attached = attachments or itertools.repeat(None)
+        commits = [
+            _prepare(turn, attachment, index)
+            for index, (turn, attachment) in enumerate(zip(turns, attached, strict=bool(attachments)))
+        ]
+        return self._commit(commits, in_use) if commits else {}
+
+    def apply(self, change: HistoryChange, in_use: Collection[str] = ()) -> None:
+        """Change what is kept beside turns, in one transaction; see `HistoryStore.apply`."""
+        _check_texts(change)
+        self._transact(lambda connection: _apply(connection, change, in_use))
+
+    def truncate(self, conversation_id: str, num_tokens: int) -> Cut:
+        """Keep the first `num_tokens` tokens; `HistoryStore.truncate` says what becomes of a cut turn."""
+        return self._transact(
+            lambda connection: named_conversations.truncate(connection, conversation_id, num_tokens)
+        )
+
+    def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> Cut:
+        """Have a new conversation begin as the first tokens of another one; see `HistoryStore.fork`."""
+        return self._transact(
+            lambda connection: named_conversations.fork(
+                connection, conversation_id, new_conversation_id, num_tokens
+            )
+        )
+
+    def delete(self, conversation_id: str) -> None:
+        """Forget a conversation; its space is used again by later ones."""
+        self._transact(lambda connection: named_conversations.delete(connection, conversation_id))
+
+    def note(self, name: str) -> str | None:
+        """A text that is kept beside the turns."""
+        query = "SELECT value FROM meta WHERE key = ?"
+        row = self._run(lambda connection: connection.execute(query, (_NOTES + name,)).fetchone())
+        return None if row is None else str(row[0])
+
+    def keep_note(self, name: str, text: str | None) -> None:
+        """Keep a text in place of the one of that name; None removes it."""
+        self._transact(lambda connection: _keep_note(connection, _NOTES + name, text))
+
+    def read[T](self, work: Callable[[Connection], T]) -> T:
+        """What `work` reads of one state, for whoever goes by tables."""
+        return self._run(work)
+
+    def change[T](self, change: Callable[[Connection], T]) -> T:
+        """What `change` returns; all of it is kept, or nothing where it raises."""
+        return self._transact(change)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what is held; a second call does nothing, any other raises HistoryError."""
+
+    def __enter__(self) -> Self:
+        """The store itself, which is closed at the end."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the store."""
+        self.close()
+
+    @abstractmethod
+    def _run[T](self, work: Callable[[Connection], T]) -> T:
+        """Read one state; errors of the database come out as errors of the history."""
+
+    @abstractmethod
+    def _transact[T](self, change: Callable[[Connection], T]) -> T:
+        """All of a change or nothing, and nobody else's in between."""
+
+    @abstractmethod
+    def _commit(self, commits: Sequence[Commit], in_use: Collection[str]) -> Mapping[int, PensieveError]:
+        """Add turns in one transaction; returns why some were refused."""
+
+
+def append_all(connection: Connection, commits: Sequence[Commit]) -> dict[int, PensieveError]:
+    """Add turns within a transaction; returns those that were refused, of which nothing is kept."""
+    refused: dict[int, PensieveError] = {}
+    for index, commit in enumerate(commits):
+        if commit.refusal is not None:
+            refused[index] = commit.refusal
+            continue
+        connection.execute("SAVEPOINT placed")
+        try:
+            append(connection, commit, f"turns[{index}]")
+        except PensieveError as error:
+            if commit.conversation_id and not isinstance(error, ConversationChangedError):
+                raise
+            connection.execute("ROLLBACK TO SAVEPOINT placed")
+            refused[index] = error
+        connection.execute("RELEASE SAVEPOINT placed")
+    return refused
+
+
+def append(connection: Connection, commit: Commit, field: str) -> None:
+    """Add one turn with what is attached to it; raises why it is refused."""
+    if commit.conversation_id:
+        named_conversations.append(connection, commit.conversation_id, commit.row, field)
+        return
+    turns_table.insert_placed(connection, commit.row, field)
+    if commit.draft is not None:
+        responses_table.complete(connection, commit.draft, commit.items, commit.row)
+
+
+def moves_heads(commits: Sequence[Commit]) -> bool:
+    """Whether a commit may leave heads of servers' conversations behind, for `collect_released`."""
+    return any(commit.draft is not None and commit.draft.conversation is not None for commit in commits)
+
+
+def _prepare(turn: TurnRecord, attachment: object, index: int) -> Commit:
+    row = codec.pack_turn(turn, f"turns[{index}]")
+    if attachment is None:
+        # Nothing else will need it: it is kept for itself.
+        placed = row if turn.conversation_id else row._replace(kept=1)
+        return Commit(turn.conversation_id, placed, None, (), None)
+    field = f"attachments[{index}]"
+    try:
+        if turn.conversation_id:
+            raise InvalidRequestError(field, attachment, "None for a turn of a named conversation")
+        draft, items = responses_table.check_draft(attachment, turn.owner, field)
+    except InvalidRequestError as error:
+        return Commit("", row, None, (), error)
+    return Commit("", row, draft, items, None)
+
+
+def _check_texts(change: HistoryChange) -> None:
+    for field in dataclasses.fields(change):
+        value = getattr(change, field.name)
+        if field.type == "str" or isinstance(value, str):
+            codec.check_text(value, field.name)
+
+
+def _apply(connection: Connection, change: HistoryChange, in_use: Collection[str]) -> None:
+    match change:
+        case QueueResponse():
+            responses_table.queue(connection, change)
+        case EndResponse():
+            responses_table.end(connection, change, in_use)
+        case DeleteResponse():
+            responses_table.delete(connection, change, in_use)
+        case Expire():
+            responses_table.expire(connection, change, in_use)
+        case CreateConversation():
+            server_conversations.create(connection, change)
+        case UpdateConversation():
+            server_conversations.update(connection, change)
+        case DeleteConversation():
+            server_conversations.delete(connection, change, in_use)
+        case AppendItems():
+            server_conversations.append_items(connection, change)
+        case DeleteItem():
+            server_conversations.delete_item(connection, change, in_use)
+    turns_table.collect_released(connection, in_use)
+
+
+def _keep_note(connection: Connection, key: str, text: str | None) -> None:
+    connection.execute("DELETE FROM meta WHERE key = ?", (key,))
+    if text is not None:
+        connection.execute("INSERT INTO meta VALUES (?, ?)", (key, text))

@@ -1,0 +1,91 @@
+"""Engines that share a history in Postgres: what one has in memory of what the other changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.core.errors import ConversationChangedError, HistoryUnavailableError
+from tests.engine.harness import Harness
+
+pytest.importorskip("psycopg", reason="needs the extra `postgres`")
+
+
+@pytest.fixture
+def replicas(postgres):
+    url = postgres.url()
+    one, other = Harness(path=url), Harness(path=url)
+    yield one, other
+    for harness in (one, other):
+        harness.store.inner.close()
+
+
+def said(harness, name="a"):
+    return harness.engine.conversations.record(name).token_ids.tolist()
+
+
+def in_memory(harness, name="a"):
+    return harness.engine.conversations.get(name).conversation.token_ids
+
+
+def test_a_conversation_that_goes_from_one_to_the_other_and_back(replicas):
+    one, other = replicas
+    for seed, harness in enumerate((one, other, one, one, other)):
+        harness.turn("a", 7, seed=seed, max_tokens=3)
+        assert said(one) == said(other) == list(in_memory(harness))
+        harness.engine.check_integrity()
+    assert len(said(one)) == 50
+    output = other.turn("a", 4, seed=9, max_tokens=2)
+    assert output.usage.recomputed_tokens == 0, "what nobody else has changed is used again"
+
+
+def test_of_two_turns_that_run_at_once_one_is_refused_and_then_goes_on(replicas):
+    one, other = replicas
+    one.turn("a", 7, max_tokens=3)
+    other.turn("a", 7, seed=1, max_tokens=3)
+    turns = [
+        harness.submit(harness.facts(harness.prompt(5, 2), "a", max_tokens=3), "a") for harness in replicas
+    ]
+    one.run(turns[0])
+    while not turns[1].done:
+        other.engine.step()
+    assert isinstance(turns[1].error, ConversationChangedError)
+    other.engine.check_integrity()
+    assert len(said(other)) == 28
+    other.turn("a", 4, seed=3, max_tokens=2)
+    assert said(one) == list(in_memory(other)) and len(said(one)) == 34
+
+
+def test_what_the_other_has_cut_forked_or_ended(replicas):
+    one, other = replicas
+    one.turn("a", 7, max_tokens=3)
+    other.turn("a", 7, seed=1, max_tokens=3)
+    one.engine.truncate("a", 15)  # of what it has not in memory
+    assert said(one) == said(other) and len(said(one)) == 15
+    one.engine.fork("a", "b")
+    other.turn("b", 4, seed=2, max_tokens=2)
+    one.turn("b", 4, seed=3, max_tokens=2)
+    assert said(one, "b")[:15] == said(one) and len(said(one, "b")) == 27
+    one.turn("a", 4, seed=4, max_tokens=2)
+    other.engine.end("a")
+    one.turn("a", 4, seed=5, max_tokens=2)
+    assert said(other) == list(in_memory(one)) and len(said(one)) == 6
+    for harness in replicas:
+        harness.engine.check_integrity()
+
+
+def test_a_turn_at_whose_end_postgres_is_away_is_lost_and_nothing_else(replicas, postgres):
+    one, _ = replicas
+    one.turn("a", 7, max_tokens=3)
+    turn = one.submit(one.facts(one.prompt(5, 1), "a", max_tokens=3), "a")
+    postgres.stop()
+    try:
+        while not turn.done:
+            one.engine.step()
+        assert isinstance(turn.error, HistoryUnavailableError)
+        with pytest.raises(HistoryUnavailableError):
+            one.submit(one.facts(one.prompt(5, 1), "a", max_tokens=3), "a")
+    finally:
+        postgres.start()
+    one.engine.check_integrity()
+    one.turn("a", 5, seed=2, max_tokens=3)
+    assert len(said(one)) == 18

@@ -1,0 +1,44 @@
+"""Histories of either kind, for tests of what both promise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve_jax.history import HistoryReader, HistoryStore, open_store
+
+FINGERPRINT = "model:a tokenizer:b"
+
+
+@pytest.fixture(params=["file", "postgres"])
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """Where nothing is yet: a path with characters that a URL has otherwise, or a URL."""
+    if request.param == "postgres":
+        return request.getfixturevalue("postgres").url()
+    return tmp_path / "a history #1?.sqlite"
+
+
+@pytest.fixture(params=["file", "memory", "postgres"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HistoryStore]:
+    """An empty history."""
+    locations = {"file": lambda: tmp_path / "chats.sqlite", "memory": lambda: None}
+    locations["postgres"] = lambda: request.getfixturevalue("postgres").url()
+    with open_store(locations[request.param](), fingerprint=FINGERPRINT) as opened:
+        yield opened
+
+
+@pytest.fixture
+def read_store(location: Any) -> Iterator[HistoryStore]:
+    """An empty history that `reader` reads."""
+    with open_store(location, fingerprint=FINGERPRINT) as opened:
+        yield opened
+
+
+@pytest.fixture
+def reader(read_store: HistoryStore, location: Any) -> Iterator[HistoryReader]:
+    """Beside the writer."""
+    with HistoryReader(location, fingerprint=FINGERPRINT) as opened:
+        yield opened
