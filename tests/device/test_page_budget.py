@@ -168,4 +168,4 @@ def test_a_start_that_runs_out_names_the_fraction(monkeypatch, stage):
     )
     said = refusal(make_runner, "random:llama-tiny", "float32", config, False)
     assert "cache.gpu_memory_fraction is 0.9, but must be lower, and then not even 2 pages" in said
-    assert "steps of up to 1024 tokens need 3.5 GB beside weights" in said
+    assert "steps of up to 512 tokens need 3.5 GB beside weights" in said

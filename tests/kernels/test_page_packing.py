@@ -28,6 +28,8 @@ SHAPE = jax.ShapeDtypeStruct
 SIZES = [(16, 2, 64), (32, 2, 128), (32, 4, 64), (64, 2, 32), (16, 2, 256), (64, 2, 16)]
 ODD_SIZES = [(32, 2, 80), (16, 2, 96), (64, 2, 8)]
 BACKENDS = ["xla", "pallas_triton"]
+# Interpreting the kernel takes seconds: each of its tests that is not long is of something of its own.
+MOSTLY_XLA = ["xla", pytest.param("pallas_triton", marks=pytest.mark.long)]
 EVERYWHERE = [
     *((size, "xla") for size in [*SIZES, *ODD_SIZES]),
     *((size, "pallas_triton") for size in SIZES[:2]),  # the interpreter takes seconds for each
@@ -139,6 +141,7 @@ def check_full_lists(size, backend):
     assert np.any(bits(back[:, 3]) != bits(pools[:, 3])), "the test does not tell"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("size", "backend"), EVERYWHERE, ids=str)
 def test_a_list_that_is_full_holds_everything_and_one_more_is_told(size, backend):
     check_full_lists(size, backend)
@@ -171,6 +174,7 @@ def halves_are_mixed_up(patch):
     patch.setattr(packed_copies, "unpack", unpacked)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", [an_escape_is_lost, an_overflow_is_not_told, halves_are_mixed_up])
 def test_planted_bugs_show(bug, monkeypatch):
     check_full_lists((32, 2, 128), "xla")
@@ -217,7 +221,7 @@ def test_channels_that_are_large_in_one_row_alone(size):
         assert bool(most <= PackedTile(*size).num_places) is fits
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MOSTLY_XLA)
 def test_empty_rows_and_zeros_cost_nothing(backend):
     """Pages that were never written, half written, poisoned, and with numbers missing from every row."""
     pools = normal_pools(32, 4, 64)
@@ -234,7 +238,7 @@ def test_empty_rows_and_zeros_cost_nothing(backend):
     assert not tail[..., tile.first_place :].any(), "a row of zeros has escapes"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MOSTLY_XLA)
 def test_padding_writes_nothing(backend):
     pools = normal_pools(16, 2, 64)
     chunks, _ = run_gather(pools, [4, 5, 6, 7], backend)
