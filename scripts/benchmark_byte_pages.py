@@ -26,7 +26,7 @@ import numpy as np
 from absl import flags
 from kernels.backends import backend_program, describe, make_spec
 from kernels.cases import TOLERANCE, Inputs, dense_answer, largest_difference, make_inputs
-from kernels.timing import JaxProgram
+from kernels.timing import KERNEL_ERRORS, JaxProgram
 
 from pallas_kernels.attention_names import KV_DTYPES
 from pallas_kernels.ragged_paged_attention import (
@@ -47,7 +47,6 @@ OTHERS = ("decode_1x1024_gqa10", "decode_32x1024_gqa10", "decode_180x1024_gqa10"
 MOSAIC, TRITON = "pallas_mosaic_gpu", "pallas_triton"
 _DTYPE = "bfloat16"
 _UNROLLED, _ROUNDS = 8, 8
-_KERNEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 _DEFAULT = byte_class(8, 128, 2, 3, 256, 264)
 # What is tried, without a class for prompts.
 _VARIANTS = {
@@ -125,7 +124,7 @@ def compiling(pool: ThreadPoolExecutor, entry: Entry) -> Future[Any]:
     """What it compiles to, at some time, or why it does not."""
     try:
         return pool.submit(lowered(entry).compile)
-    except _KERNEL_ERRORS as error:  # said with its turn
+    except KERNEL_ERRORS as error:  # said with its turn
         failed: Future[Any] = Future()
         failed.set_exception(error)
         return failed
@@ -169,7 +168,7 @@ def main() -> int:
             for entry, future in zip(entries, futures, strict=True):
                 try:
                     results.append(measure(entry, future.result(), answers))
-                except _KERNEL_ERRORS as error:  # the others have their turn
+                except KERNEL_ERRORS as error:  # the others have their turn
                     lines = str(error).splitlines() or [""]
                     failed = {"case": case, "name": entry.name, "is_right": False}
                     results.append(failed | {"error": f"{type(error).__name__}: {lines[0][:300]}"})

@@ -51,7 +51,7 @@ from kernels.cases import (
 from kernels.peers import PEERS, chosen_peers
 from kernels.plot import plot_roofline
 from kernels.table import HEADER, UNITS, Result, ceilings_line, summary
-from kernels.timing import Program
+from kernels.timing import KERNEL_ERRORS, Program
 from kernels.torch_peers import check_torch_has_room
 from steps.ceilings import Ceilings, measure_ceilings
 from steps.cost_plot import check_can_plot
@@ -68,8 +68,6 @@ _CEILING_SIZES_GPU = (4 << 30, 8192)
 _CEILING_SIZES_ELSEWHERE = (32 << 20, 256)
 # A kernel this much faster than its bound was moved out of the loop that times it.
 _MAX_SHARE = 1.5
-# What compilers, runtimes and other people's packages raise for a kernel that they cannot make or launch.
-_KERNEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 _PEER_PACKAGES = ("torch", "flashinfer-python", "flash-attn-3", "vllm")
 
 
@@ -138,7 +136,7 @@ def measure(kernel: Kernel, batch: Checked, ceilings: Ceilings) -> Result:
         found["reason"] = f"not importable: {error}"
     except NotImplementedError as error:
         found["reason"] = f"left out: {error}"
-    except _KERNEL_ERRORS as error:  # the others have their turn
+    except KERNEL_ERRORS as error:  # the others have their turn
         found["reason"] = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}"
     return Result(kernel.name, kernel.is_peer, work, work.seconds(ceilings), **found)
 

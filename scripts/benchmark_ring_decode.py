@@ -37,7 +37,7 @@ from kernels.ring_cases import (
     poisoned,
 )
 from kernels.ring_rounds import RingRounds
-from kernels.timing import Timing
+from kernels.timing import KERNEL_ERRORS, Timing
 from steps.ceilings import Ceilings, measure_ceilings
 
 from pallas_kernels.ragged_paged_attention import AttentionArgumentError
@@ -51,7 +51,6 @@ _CEILING_SIZES_GPU = (4 << 30, 8192)
 _CEILING_SIZES_ELSEWHERE = (32 << 20, 256)
 # What is this much faster than its bound has not read what it must: of a round, caches hold a fifth at most.
 _MAX_SHARE = 1.25
-_KERNEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 # block_kv, num_warps, num_stages, whole_loop; of heads of 128 in 16 bits, what shared memory holds.
 _SWEEP = (
     (32, 4, 4, True), (64, 4, 3, True), (64, 8, 3, True), (128, 4, 2, True), (128, 8, 2, True),
@@ -172,7 +171,7 @@ def measure(
         timing = rounds.time(1e-3 * FLAGS.target_ms, FLAGS.repeats)
     except AttentionArgumentError:
         raise
-    except _KERNEL_ERRORS as failure:  # the others have their turn
+    except KERNEL_ERRORS as failure:  # the others have their turn
         line = (str(failure).splitlines() or [""])[0][:150]
         return found._replace(reason=f"failed: {type(failure).__name__}: {line}")
     least_s = found.num_layers * found.least_s(ceilings, whole_ring=block is None)

@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 from absl import flags
 from kv_quality.channels import magnitudes
+from kv_quality.flags import load_texts, outlier_scales
 from kv_quality.formats import EXACT, FORMATS
 from kv_quality.outliers import COMPARED, MAX_LOGIT_DIFFERENCE, Sweep, averages, run_sweep
 from kv_quality.picture import draw
 from kv_quality.quality import Passes, Sums, compare, report
 from kv_quality.replies import compared, greedy_replies
-from kv_quality.texts import Text, dialogue_texts, own_dialogues, read_texts
+from kv_quality.texts import Text
 from tqdm import tqdm
 
 from model_defs import load_model, make_mesh
@@ -38,8 +39,7 @@ from pensieve_jax import ConfigError
 from pensieve_jax.commands.engine_flags import define_model_flag, shows_progress
 from pensieve_jax.commands.launch import EXIT_FAILED, check_can_write, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
-from pensieve_jax.core.errors import TokenizerMissingError
-from pensieve_jax.model_source import resolve_model, source_tokenizer
+from pensieve_jax.model_source import resolve_model
 
 FLAGS = flags.FLAGS
 _NUM_CALIBRATION = 4
@@ -69,17 +69,9 @@ _UNITS = {
 }
 
 
-def load_texts(source: str, model: Model, context_tokens: int) -> list[Text]:
+def measured_texts(source: str, model: Model, context_tokens: int) -> list[Text]:
     """Those to calibrate with, and behind them those to measure; raises ConfigError and a tokenizer's."""
-    tokenizer = source_tokenizer(source, model.config.vocab_size)
-    if tokenizer is None:
-        raise TokenizerMissingError
-    count = _NUM_CALIBRATION + FLAGS.num_texts
-    if FLAGS.text:
-        texts = read_texts(FLAGS.text, tokenizer, count, context_tokens)
-    else:
-        dialogues = own_dialogues(FLAGS.model, count, FLAGS.seed, progress=shows_progress())
-        texts = dialogue_texts(dialogues, tokenizer, context_tokens)
+    texts = load_texts(source, model, _NUM_CALIBRATION + FLAGS.num_texts, context_tokens)
     if len(texts) <= _NUM_CALIBRATION:
         limit = f"a file of more than {_NUM_CALIBRATION} texts of {context_tokens} tokens or less"
         raise ConfigError("--text", FLAGS.text, limit, "those are only to calibrate with")
@@ -114,17 +106,6 @@ def reply(model: Model, texts: Sequence[Text]) -> dict[str, dict[str, float]]:
     return {name: {"num": len(prompts), **compared(replies[EXACT], replies[name])} for name in FORMATS}
 
 
-def outlier_scales() -> list[float]:
-    """What `--outlier_scales` says; raises ConfigError."""
-    try:
-        scales = [float(word) for word in FLAGS.outlier_scales]
-    except ValueError:
-        scales = [0.0]
-    if not all(0 < scale < np.inf for scale in scales):
-        raise ConfigError("--outlier_scales", ",".join(FLAGS.outlier_scales), "numbers above 0")
-    return [scale for scale in scales if scale != 1]  # the model as it is, which is measured anyway
-
-
 def plant(model: Model, sweep: Sweep) -> list[dict[str, Any]]:
     """The whole sweep."""
     with tqdm(total=sweep.num_passes, unit="pass", disable=not shows_progress()) as bar:
@@ -153,7 +134,7 @@ def _draw(points: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    scales = outlier_scales()
+    scales = [scale for scale in outlier_scales() if scale != 1]  # the model as it is is measured anyway
     if FLAGS.plot:
         check_can_write("--plot", Path(FLAGS.plot))
     source = resolve_model(FLAGS.model)
@@ -162,7 +143,7 @@ def main() -> int:
     if context_tokens > model.config.max_position_embeddings:
         limit = f"at most the model's {model.config.max_position_embeddings}"
         raise ConfigError("--context_tokens", context_tokens, limit)
-    every = load_texts(source, model, context_tokens)
+    every = measured_texts(source, model, context_tokens)
     texts = every[_NUM_CALIBRATION:]
     shortest = min(len(text.token_ids) for text in every[:_NUM_CALIBRATION])
     calibration = [text.token_ids[:shortest] for text in every[:_NUM_CALIBRATION]]

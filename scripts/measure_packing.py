@@ -19,19 +19,19 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from kv_quality.channels import planted, with_factors
+from kv_quality.flags import load_texts, outlier_scales
 from kv_quality.formats import EXACT, StoredAttention
-from kv_quality.texts import dialogue_texts, own_dialogues, read_texts
 
 from model_defs import load_model, make_mesh
 from model_defs.registry import Model
 from pallas_kernels.page_copies import PackedTile, packed_tile
 from pallas_kernels.page_copies.packing import num_escapes
-from pensieve_jax import ConfigError, TokenizerMissingError
-from pensieve_jax.commands.engine_flags import define_model_flag, shows_progress
+from pensieve_jax import ConfigError
+from pensieve_jax.commands.engine_flags import define_model_flag
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.device.step import ModelStructure
-from pensieve_jax.model_source import resolve_model, source_tokenizer
+from pensieve_jax.model_source import resolve_model
 
 FLAGS = flags.FLAGS
 PARTS = ("keys", "values")
@@ -90,31 +90,6 @@ def _model_counts(
     return num_escapes(tiles.reshape(tiles.shape[0], -1, page_size, tiles.shape[-1]))
 
 
-def load_texts(source: str, model: Model) -> list[np.ndarray]:
-    """Token ids; raises ConfigError and a tokenizer's."""
-    tokenizer = source_tokenizer(source, model.config.vocab_size)
-    if tokenizer is None:
-        raise TokenizerMissingError
-    if FLAGS.text:
-        return [
-            text.token_ids
-            for text in read_texts(FLAGS.text, tokenizer, FLAGS.num_texts, FLAGS.context_tokens)
-        ]
-    dialogues = own_dialogues(FLAGS.model, FLAGS.num_texts, FLAGS.seed, progress=shows_progress())
-    return [text.token_ids for text in dialogue_texts(dialogues, tokenizer, FLAGS.context_tokens)]
-
-
-def scales() -> list[float]:
-    """What `--outlier_scales` says; raises ConfigError."""
-    try:
-        found = [float(word) for word in FLAGS.outlier_scales]
-    except ValueError:
-        found = [0.0]
-    if not all(0 < scale < np.inf for scale in found):
-        raise ConfigError("--outlier_scales", ",".join(FLAGS.outlier_scales), "numbers above 0")
-    return found
-
-
 def tile_of(head_dim: int) -> PackedTile:
     """Raises ConfigError where there is none."""
     tile = packed_tile(FLAGS.chunk_tokens, head_dim)
@@ -125,11 +100,13 @@ def tile_of(head_dim: int) -> PackedTile:
 
 
 def main() -> int:
-    factors = scales()
+    factors = outlier_scales()
     random_tile = tile_of(FLAGS.head_dim)
     source = resolve_model(FLAGS.model)
     model = load_model(source, dtype="float32", mesh=make_mesh(1))
-    tile, texts = tile_of(model.config.head_dim), load_texts(source, model)
+    tile = tile_of(model.config.head_dim)
+    found_texts = load_texts(source, model, FLAGS.num_texts, FLAGS.context_tokens)
+    texts = [text.token_ids for text in found_texts]
     rows: list[dict[str, Any]] = [
         {"of": "normal numbers", "factor": factor, **counted(random_tile, normal_counts(random_tile, factor))}
         for factor in (1.0, *factors)

@@ -14,7 +14,7 @@ that all launches of an executable are one and the same kernel, compiled once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -39,9 +39,19 @@ def triton_scatter(
     pools: Sequence[jax.Array], chunks: Sequence[jax.Array], pages: jax.Array, *, interpret: bool
 ) -> list[jax.Array]:
     """See `api.scatter_pages`; arguments are already checked."""
+    return in_launches(functools.partial(_scatter, interpret=interpret), pools, chunks, pages)
+
+
+def in_launches(
+    scatter: Callable[..., list[jax.Array]],
+    pools: Sequence[jax.Array],
+    chunks: Sequence[jax.Array],
+    pages: jax.Array,
+) -> list[jax.Array]:
+    """The pools after all launches of scatter(pools, chunks of the launch, pages, first of them)."""
     updated, rest = list(pools), list(chunks)
     for first, num_chunks in launches(pools[0], len(chunks)):
-        updated = _scatter(updated, rest[:num_chunks], pages, first, interpret=interpret)
+        updated = scatter(updated, rest[:num_chunks], pages, first)
         rest = rest[num_chunks:]
     return updated
 
@@ -67,17 +77,32 @@ def _scatter(
     pools: list[jax.Array], chunks: list[jax.Array], pages: jax.Array, first: jax.Array, *, interpret: bool
 ) -> list[jax.Array]:
     """One launch."""
-    num_inputs = 2 + len(chunks)
-    written = pl.pallas_call(
-        functools.partial(_scatter_kernel, num_chunks=len(chunks)),
+    kernel = functools.partial(_scatter_kernel, num_chunks=len(chunks))
+    write = write_in_place(kernel, "scatter_pages", pools, len(chunks), _NUM_WARPS, interpret=interpret)
+    return list(write(pages, first, *chunks, *pools))  # as `pools`: a compiled caller tells lists from tuples
+
+
+def write_in_place(
+    kernel: Callable[..., None],
+    name: str,
+    pools: Sequence[jax.Array],
+    num_chunks: int,
+    num_warps: int,
+    *,
+    interpret: bool,
+) -> Callable[..., Any]:
+    """One launch with a program for each layer and head row: (pages, first, *chunks, *pools) to the pools."""
+    num_inputs = 2 + num_chunks
+    write: Callable[..., Any] = pl.pallas_call(
+        kernel,
         out_shape=[like(pool, pool.shape, pool.dtype) for pool in pools],
         grid=(len(pools), pools[0].shape[2]),
         input_output_aliases={num_inputs + i: i for i in range(len(pools))},
-        compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
-        name=f"scatter_pages_{len(chunks)}",
-    )(pages, first, *chunks, *pools)
-    return list(written)  # as `pools`: a compiled caller tells lists from tuples
+        name=f"{name}_{num_chunks}",
+    )
+    return write
 
 
 def launches(pool: jax.Array, num_chunks: int) -> Iterator[tuple[jax.Array, int]]:

@@ -33,7 +33,7 @@ from pallas_kernels.page_copies.packing import (
     rows_of,
     signed_mantissas,
 )
-from pallas_kernels.page_copies.pallas_triton import launches, like
+from pallas_kernels.page_copies.pallas_triton import in_launches, launches, like, write_in_place
 
 _NUMBERS_PER_WARP = 1024  # 32 a thread, of each of the few blocks of 32 bits that are alive at once
 
@@ -55,11 +55,7 @@ def triton_unpack(
     pools: Sequence[jax.Array], chunks: Sequence[jax.Array], pages: jax.Array, *, interpret: bool
 ) -> list[jax.Array]:
     """See `packed_copies.scatter_packed`; arguments are already checked."""
-    updated, rest = list(pools), list(chunks)
-    for first, num_chunks in launches(pools[0], len(chunks)):
-        updated = _unpack(updated, rest[:num_chunks], pages, first, interpret=interpret)
-        rest = rest[num_chunks:]
-    return updated
+    return in_launches(functools.partial(_unpack, interpret=interpret), pools, chunks, pages)
 
 
 @functools.partial(jax.jit, static_argnames=("num_chunks", "interpret"))  # lowered once for all launches
@@ -76,7 +72,7 @@ def _pack(
             like(pools[0], (num_chunks, len(pools), num_heads), jnp.int32),
         ],
         grid=(len(pools), num_heads),
-        compiler_params=_compiler_params(tile),
+        compiler_params=plgpu.CompilerParams(num_warps=_num_warps(tile), num_stages=1),
         interpret=interpret,
         name=f"pack_pages_{num_chunks}",
     )(pages, first, *pools)
@@ -88,26 +84,18 @@ def _unpack(
     pools: list[jax.Array], chunks: list[jax.Array], pages: jax.Array, first: jax.Array, *, interpret: bool
 ) -> list[jax.Array]:
     """One launch."""
-    num_inputs, tile = 2 + len(chunks), _tile(pools[0])
-    written = pl.pallas_call(
-        functools.partial(_unpack_kernel, num_chunks=len(chunks), tile=tile),
-        out_shape=[like(pool, pool.shape, pool.dtype) for pool in pools],
-        grid=(len(pools), pools[0].shape[2]),
-        input_output_aliases={num_inputs + i: i for i in range(len(pools))},
-        compiler_params=_compiler_params(tile),
-        interpret=interpret,
-        name=f"unpack_pages_{len(chunks)}",
-    )(pages, first, *chunks, *pools)
-    return list(written)  # as `pools`: a compiled caller tells lists from tuples
+    tile = _tile(pools[0])
+    kernel = functools.partial(_unpack_kernel, num_chunks=len(chunks), tile=tile)
+    write = write_in_place(kernel, "unpack_pages", pools, len(chunks), _num_warps(tile), interpret=interpret)
+    return list(write(pages, first, *chunks, *pools))  # as `pools`: a compiled caller tells lists from tuples
 
 
 def _tile(pool: jax.Array) -> PackedTile:
     return PackedTile(pool.shape[1], pool.shape[3])
 
 
-def _compiler_params(tile: PackedTile) -> Any:
-    num_warps = min(max(tile.page_size * tile.head_dim // _NUMBERS_PER_WARP, 1), 8)
-    return plgpu.CompilerParams(num_warps=num_warps, num_stages=1)
+def _num_warps(tile: PackedTile) -> int:
+    return min(max(tile.page_size * tile.head_dim // _NUMBERS_PER_WARP, 1), 8)
 
 
 def _halves(tile: PackedTile) -> list[Any]:

@@ -1,8 +1,9 @@
 """How long a kernel takes on the device, whoever launches it: JAX or PyTorch.
 
 Owns: programs that answer and can be timed, and how: iterations run one after the other with nothing of the
-host between them. Does not know: what a program computes, whether it is right, flags.
-Called by: benchmark_kernels, backends, peers, torch_peers.
+host between them; and what may be raised instead. Does not know: what a program computes, whether it is
+right, flags.
+Called by: benchmark_kernels, benchmark_ring_decode, benchmark_byte_pages, backends, peers, torch_peers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from steps.row_steps import Timed
 
+# What compilers, runtimes and other people's packages raise for a kernel that they cannot make or launch.
+KERNEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 _MAX_ITERATIONS = 400
 _NUM_PILOTS = 3
 # Iterations of a chain that follow each other directly, and the time from which one needs no company: what

@@ -12,12 +12,11 @@ has most of the kernels that such a step has alone, and that of the sampler behi
 from __future__ import annotations
 
 import itertools
-import operator
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from steps.device_trace import Activity, Kernel, summary, trace_activity
+from steps.device_trace import Activity, Kernel, seconds_by_kernel, summary, trace_activity
 from steps.row_steps import RowSteps
 
 from pensieve_jax.scheduler import StepPlan
@@ -29,9 +28,6 @@ UNITS = {
     "to_next_s: from there to the next step's first, where that follows at once; query_tokens, kv_tokens: "
     "means; beside_copies: of the loop's steps, those that a copy between memories lay beside",
 }
-
-
-_NUM_KERNELS_SHOWN = 25
 
 
 class TracedStep(NamedTuple):
@@ -149,19 +145,15 @@ def figures(steps: Sequence[TracedStep], copies: Sequence[Activity]) -> dict[str
 
 def _means(steps: Sequence[TracedStep]) -> dict[str, Any]:
     parts = [summary(step.kernels, 1) for step in steps]
-    names: defaultdict[str, float] = defaultdict(float)
-    for step in steps:
-        for kernel in step.kernels:
-            names[kernel.name] += kernel.duration_ns
-    longest = sorted(names.items(), key=operator.itemgetter(1), reverse=True)[:_NUM_KERNELS_SHOWN]
+    kernels = [kernel for step in steps for kernel in step.kernels]
     gaps = [step.to_next_ns for step in steps if step.to_next_ns is not None]
     return {
         "num_traced": len(steps),
         "span_s": sum(part["span_s"] for part in parts) / len(steps),
         "idle_s": sum(part["idle_s"] for part in parts) / len(steps),
         "to_next_s": sum(gaps) / len(gaps) * 1e-9 if gaps else None,
-        "num_kernels": sum(len(step.kernels) for step in steps) / len(steps),
-        "kernels_s": {name: total / len(steps) * 1e-9 for name, total in longest},
+        "num_kernels": len(kernels) / len(steps),
+        "kernels_s": seconds_by_kernel(kernels, len(steps)),
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,14 +89,19 @@ def summary(kernels: list[Kernel], num_steps: int) -> dict[str, Any]:
         gaps.append(max(kernel.start_ns - ends, 0.0))
         ends = max(ends, kernel.start_ns + kernel.duration_ns)
     span = ends - kernels[0].start_ns
-    by_name: dict[str, float] = defaultdict(float)
-    for kernel in kernels:
-        by_name[kernel.name] += kernel.duration_ns
-    longest = sorted(by_name.items(), key=operator.itemgetter(1), reverse=True)[:_NUM_KERNELS_SHOWN]
     return {
         "span_s": span / num_steps * 1e-9,
         "idle_s": sum(gaps) / num_steps * 1e-9,
         "longest_gap_s": max(gaps) * 1e-9,
         "num_kernels": len(kernels) / num_steps,
-        "kernels_s": {name: total / num_steps * 1e-9 for name, total in longest},
+        "kernels_s": seconds_by_kernel(kernels, num_steps),
     }
+
+
+def seconds_by_kernel(kernels: Iterable[Kernel], num_steps: int) -> dict[str, float]:
+    """Seconds a step of the kernels that take longest in all, by name."""
+    by_name: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        by_name[kernel.name] += kernel.duration_ns
+    longest = sorted(by_name.items(), key=operator.itemgetter(1), reverse=True)[:_NUM_KERNELS_SHOWN]
+    return {name: total / num_steps * 1e-9 for name, total in longest}

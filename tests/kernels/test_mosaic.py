@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.devices import mosaic_device_limit
 from pallas_kernels.ragged_paged_attention import (
@@ -18,7 +17,6 @@ from pallas_kernels.ragged_paged_attention import (
     TileClass,
     build_tiles,
     mosaic_class,
-    mosaic_launch,
     ragged_paged_attention,
     tile_spec,
 )
@@ -38,12 +36,7 @@ SERVED: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def checked_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two programs instead of one for each multiprocessor, and the interpreter's race detector on."""
-    checked = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(plgpu, "InterpretGPUParams", lambda: checked)
-    monkeypatch.setattr(mosaic_launch, "NUM_PROGRAMS", 2)
+pytestmark = pytest.mark.usefixtures("checked_interpreter")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ragged_paged_attention import (
     AttentionArgumentError,
@@ -18,7 +17,6 @@ from pallas_kernels.ragged_paged_attention import (
     build_tiles,
     byte_class,
     mosaic_class,
-    mosaic_launch,
     page_shape,
     ragged_paged_attention,
     tile_spec,
@@ -35,12 +33,7 @@ LARGE = TileClass(64, 32, 4, 2, 64, 8)
 ROWS = [(1, 70), (1, 300), (2, 320), (1, 1), (0, 12), (1, 128), (1, 129), (9, 40), (1, 640)]
 
 
-@pytest.fixture(autouse=True)
-def checked_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two programs instead of one for each multiprocessor, and the interpreter's race detector on."""
-    checked = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(plgpu, "InterpretGPUParams", lambda: checked)
-    monkeypatch.setattr(mosaic_launch, "NUM_PROGRAMS", 2)
+pytestmark = pytest.mark.usefixtures("checked_interpreter")
 
 
 @pytest.mark.parametrize(
