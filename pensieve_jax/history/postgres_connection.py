@@ -173,8 +173,12 @@ class SentAhead:
 
 
 def is_lost(error: psycopg.Error, connection: PostgresConnection) -> bool:
-    """Whether the session is gone, so that nobody has said how its transaction ended."""
-    return not connection.is_usable or _state(error).startswith(_AWAY)
+    """Whether the session is gone, so that nobody has said how its transaction ended.
+
+    What has no code is not of the server: the client library's own errors can take the place of the
+    server's last words.
+    """
+    return not connection.is_usable or _is_away(error)
 
 
 def is_refusal(error: psycopg.Error) -> bool:
@@ -198,8 +202,7 @@ def as_history_error(
         return HistoryDeniedError(f"{where}, which refuses this user ({reason}); {kept}.")
     if state.startswith(_BUSY):
         return HistoryUnavailableError(f"{where}, which is too busy ({reason}); {kept}.", may_be_kept)
-    is_away = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) and not state
-    if is_away or state.startswith(_AWAY):
+    if _is_away(error):
         return HistoryUnavailableError(
             f"{where}, which cannot be reached ({reason}); {kept}. The next call looks for it again.",
             may_be_kept,
@@ -221,6 +224,12 @@ def _cannot_connect(error: psycopg.Error, location: PostgresLocation) -> History
     return HistoryUnavailableError(
         f"{where}, which cannot be reached ({reason}); see that Postgres runs there and takes connections."
     )
+
+
+def _is_away(error: psycopg.Error) -> bool:
+    state = _state(error)
+    is_of_client = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) and not state
+    return is_of_client or state.startswith(_AWAY)
 
 
 def _words(error: psycopg.Error) -> str:

@@ -152,6 +152,9 @@ class PostgresHistoryStore(TableHistoryStore):
                 again = self._add(commits)
             except _LostError as lost:
                 raise lost.told from lost
+            except HistoryUnavailableError as error:
+                # Of the first try, the server may have statements that it has not read yet.
+                raise (error if refused is None else told) from error
             # The session that was lost may have come to its end only now.
             return {index: why for index, why in again.items() if not self._has(commits[index])}
 
