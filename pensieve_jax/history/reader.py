@@ -31,6 +31,7 @@ from pensieve_jax.history import (
 from pensieve_jax.history import trees as response_trees
 from pensieve_jax.history.changes import ConversationRow, ItemRow, ResponseRecord
 from pensieve_jax.history.connection import Connection
+from pensieve_jax.history.postgres_location import is_postgres
 from pensieve_jax.text.messages import Message
 
 type Order = Literal["asc", "desc"]
@@ -90,7 +91,11 @@ class KnownRequest:
 
 
 class HistoryReader:
-    """Reads a history in a file or in Postgres; safe to call from several threads."""
+    """Reads a history in a file or in Postgres; safe to call from several threads.
+
+    Attributes:
+      is_far: whether reading waits for a server, which may be away.
+    """
 
     def __init__(self, history: str | os.PathLike[str], *, fingerprint: str) -> None:
         """Open a history that a writer has made, at a path or a URL.
@@ -99,6 +104,7 @@ class HistoryReader:
         release and this model.
         """
         self._connections = opening.open_for_reading(history, fingerprint)
+        self.is_far = is_postgres(history)
         self._run = self._connections.run
 
     # Responses

@@ -61,6 +61,7 @@ class BackgroundResponses:
         self._being_queued: set[ResponsePlan] = set()
         self._num_doubts = 0  # answers of the engine that were lost: what they were of is done, or will be
         self._num_settled = 0
+        self._num_ended = 0
 
     @property
     def num_running(self) -> int:
@@ -75,6 +76,17 @@ class BackgroundResponses:
     def find(self, owner: str, response_id: str) -> ResponseRun | None:
         """A response that has not ended."""
         return self._runs.get((owner, response_id))
+
+    async def current[**P, T](self, owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `work` reads of the history, later than the last end of a response here.
+
+        Nothing happens between that and the return: what it says is queued may be adopted.
+        """
+        while True:
+            num_ended = self._num_ended
+            found = await self._services.read(owner, work, *args, **kwargs)
+            if num_ended == self._num_ended:
+                return found
 
     async def queue(self, plan: ResponsePlan, run: ResponseRun, unlock: Callable[[], None]) -> None:
         """Keep a response as queued, and have it run; raises ApiError and what the engine raises."""
@@ -97,7 +109,7 @@ class BackgroundResponses:
     def adopt(self, record: ResponseRecord) -> ResponseRun | None:
         """Have a response run that the history has as queued; None for one that is not to run here.
 
-        `record` is as it stands in the history now: read in the same step of the event loop.
+        `record` is as it stands in the history now; see `current`.
         """
         key = (record.owner, record.response_id)
         if key in self._runs:
@@ -129,7 +141,7 @@ class BackgroundResponses:
             await self._services.engine.call("census")
             if num_doubts <= self._num_settled:  # somebody else who waited has done the rest
                 return
-        records = await self._driver.read(self._services.history.unfinished_background)
+        records = await self._driver.read(self._unfinished)
         for record in records:
             try:
                 self.adopt(record)
@@ -174,6 +186,9 @@ class BackgroundResponses:
 
     # Inside
 
+    async def _unfinished(self) -> list[ResponseRecord]:
+        return await self.current("", self._services.history.unfinished_background)
+
     async def _stopped(self, owner: str, response_id: str) -> dict[str, Any]:
         """Stop running a response that has ended in the history; its response object."""
         run = self.find(owner, response_id)
@@ -181,7 +196,7 @@ class BackgroundResponses:
             run.task.cancel()
             await asyncio.wait({run.task})
         try:
-            response = kept_response(self._services.history.response(owner, response_id))
+            response = kept_response(await self._read(owner, response_id))
         except PensieveError as error:
             if run is not None and not run.has_ended:
                 run.fail(as_api_error(error))
@@ -194,9 +209,15 @@ class BackgroundResponses:
         """Stop those that were cancelled without a word; `queued` are all that have not ended."""
         for owner, response_id in self._runs.keys() - queued:
             with suppress(PensieveError):  # it was deleted, or cannot be read: its end tells
-                record: ResponseRecord = self._services.history.response(owner, response_id)
+                record = await self._read(owner, response_id)
                 if record.status == "cancelled":
                     await self._stopped(owner, response_id)
+
+    async def _read(self, owner: str, response_id: str) -> ResponseRecord:
+        record: ResponseRecord = await self._services.read(
+            owner, self._services.history.response, owner, response_id
+        )
+        return record
 
     def _check_share(self, owner: str) -> None:
         """No key may fill the background for the others; without keys, nobody's share is another's loss.
@@ -266,6 +287,7 @@ class BackgroundResponses:
                         await self._driver.fail(run, draft, internal_error())
                 finally:
                     del self._runs[key]
+                    self._num_ended += 1
                     unlock()
 
         run.task = asyncio.ensure_future(drive())

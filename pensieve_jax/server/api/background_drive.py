@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from pensieve_jax.core.errors import (
@@ -103,12 +103,12 @@ class BackgroundDriver:
             break
         run.fail(error)
 
-    async def read[T](self, work: Callable[[], T]) -> T:
+    async def read[T](self, work: Callable[[], Awaitable[T]]) -> T:
         """What the history says, as soon as it can be read."""
         is_logged = False
         while True:
             try:
-                return work()
+                return await work()
             except HistoryError as error:
                 if not is_logged:
                     _log.error("background responses could not be read", exc_info=error)
@@ -127,7 +127,7 @@ class BackgroundDriver:
             return record, () if turn_id is None else history.turn(owner, turn_id).output_token_ids
 
         try:
-            record, token_ids = await self.read(kept)
+            record, token_ids = await self.read(lambda: self._services.read(owner, kept))
         except (UnknownRecordError, UnknownTurnError):  # it was deleted
             run.fail(not_found("response", response_id))
             return True

@@ -74,7 +74,7 @@ class ChatCompletion:
                 self._owner,
                 self._find,
                 self._specs,
-                is_long=is_long(num_characters, len(self._messages)),
+                is_long=self._services.is_history_far or is_long(num_characters, len(self._messages)),
             )
             return turns
 

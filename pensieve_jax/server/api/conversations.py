@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -117,7 +117,7 @@ class Conversations:
 
     async def retrieve(self, call: Call) -> Reply:
         """A conversation without its items."""
-        return json_reply(_conversation_object(_row(call)))
+        return json_reply(_conversation_object(await _row(call)))
 
     async def update(self, call: Call) -> Reply:
         """Other metadata in place of what there is."""
@@ -129,7 +129,7 @@ class Conversations:
             metadata=json.dumps(body.metadata or {}),
         )
         await call.services.engine.apply(change)
-        return json_reply(_conversation_object(_row(call)))
+        return json_reply(_conversation_object(await _row(call)))
 
     async def delete(self, call: Call) -> Reply:
         """Forget a conversation and its items; its responses stay."""
@@ -142,7 +142,8 @@ class Conversations:
     async def items(self, call: Call) -> Reply:
         """A part of its items."""
         query = page_query(call.query)
-        page = call.services.history.items(
+        page = await call.read(
+            call.services.history.items,
             call.owner,
             call.path["conversation_id"],
             after=query.after,
@@ -178,22 +179,23 @@ class Conversations:
                 appended_at_s=now_s,
             )
 
-        def is_there() -> bool:
-            return _kept_name(call, append, len(new_items)) is not None
+        async def kept_name() -> str | None:
+            return await call.read(_kept_name, call, append, len(new_items))
 
         try:
-            await self._change(call, change, is_there if append.is_repeated else None)
+            await self._change(call, change, kept_name if append.is_repeated else None)
         except UNANSWERED:  # it may have done it all the same
-            if not is_there():
+            if await kept_name() is None:
                 raise
         self._appends.answered(append)
-        name = append.name if append.kept is None else _kept_name(call, append, len(new_items))
+        name = append.name if append.kept is None else await kept_name()
         page = page_object(with_named_ids(new_items, name or append.name), has_more=False)
         return json_reply(page, undelivered=lambda: self._appends.missed(append, call.services.now_s()))
 
     async def item(self, call: Call) -> Reply:
         """One item."""
-        row = call.services.history.item(call.owner, call.path["conversation_id"], call.path["item_id"])
+        history, conversation_id = call.services.history, call.path["conversation_id"]
+        row = await call.read(history.item, call.owner, conversation_id, call.path["item_id"])
         return json_reply(json.loads(row.item))
 
     async def delete_item(self, call: Call) -> Reply:
@@ -201,7 +203,7 @@ class Conversations:
         conversation_id = self._unlocked(call)
         change = DeleteItem(owner=call.owner, conversation_id=conversation_id, item_id=call.path["item_id"])
         await call.services.engine.apply(change)
-        return json_reply(_conversation_object(_row(call)))
+        return json_reply(_conversation_object(await _row(call)))
 
     # Inside
 
@@ -215,12 +217,12 @@ class Conversations:
         self,
         call: Call,
         change_of: Callable[[ConversationRow], HistoryChange],
-        is_done: Callable[[], bool] | None = None,
+        kept_name: Callable[[], Awaitable[str | None]] | None = None,
     ) -> None:
-        """Apply a change of the conversation as it is now, unless it is done; again behind another one."""
+        """Apply a change of the conversation as it is now, unless it is kept; again behind another one."""
         for tries_left in reversed(range(_MAX_TRIES)):
-            row = _row(call)  # before the look: what is done behind it makes another version
-            if is_done is not None and is_done():
+            row = await _row(call)  # before the look: what is done behind it makes another version
+            if kept_name is not None and await kept_name() is not None:
                 return
             self._unlocked(call)
             try:
@@ -231,8 +233,10 @@ class Conversations:
                     raise
 
 
-def _row(call: Call) -> ConversationRow:
-    row: ConversationRow = call.services.history.conversation(call.owner, call.path["conversation_id"])
+async def _row(call: Call) -> ConversationRow:
+    row: ConversationRow = await call.read(
+        call.services.history.conversation, call.owner, call.path["conversation_id"]
+    )
     return row
 
 

@@ -25,6 +25,8 @@ async def expire_now_and_then(services: Services) -> None:
             now_s = services.now_s()
             with suppress(PensieveError):  # the next time
                 await services.engine.apply(Expire(now_s=now_s))
-                while services.history.has_expired(now_s):  # a few at a time, with steps in between
+                while await services.read(
+                    "", services.history.has_expired, now_s
+                ):  # a few at a time, with steps in between
                     await services.engine.apply(Expire(now_s=now_s))
         await asyncio.sleep(_PERIOD_S)

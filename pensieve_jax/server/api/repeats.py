@@ -13,7 +13,7 @@ two minutes before it; in between, every other response was answered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from pensieve_jax.core.errors import UnknownRecordError
@@ -30,12 +30,21 @@ _MAX_UNDELIVERED: Final = 10_000
 
 
 class Repeats:
-    """What is known of repeated requests of one server. Used by the event loop's thread only."""
+    """What is known of repeated requests of one server. Used by the event loop's thread only.
 
-    def __init__(self, history: Any, started_at_s: float) -> None:
-        """Of a history's reader; `started_at_s` is when this server started."""
+    Between the last look of `by_key` or `by_body`, at the history and at what is known here, and its return
+    nothing happens.
+    """
+
+    def __init__(self, history: Any, started_at_s: float, read: Callable[..., Awaitable[Any]]) -> None:
+        """Of a history's reader, asked by `read` as of `BackgroundResponses.current`.
+
+        `started_at_s` is when this server started.
+        """
         self._history = history
         self._started_at_s = started_at_s
+        self._read = read
+        self._num_ended = 0
         self._running: dict[tuple[str, str], ResponseRun] = {}
         self._undelivered = Recent[tuple[str, str], str](UNDELIVERED_LIFETIME_S, _MAX_UNDELIVERED)
         self._given_again: set[tuple[str, str]] = set()  # of those from before the start, by owner and id
@@ -50,47 +59,46 @@ class Repeats:
         """Responses whose clients may have missed them, at most a fixed number."""
         return len(self._undelivered)
 
-    def by_key(
+    async def by_key(
         self, owner: str, key: str, body_sha256: str, now_s: float
     ) -> ResponseRun | ResponseRecord | None:
         """What a request with this key began earlier, and is not forgotten.
 
         Raises ApiError 422 where that request had another body.
         """
-        run = self._running.get((owner, key))
-        if run is not None:
-            check_same_body(body_sha256, run.body_sha256)
-            return run
-        known = self._history.idempotent(owner, key, now_s)
-        if known is None:
-            return None
-        check_same_body(body_sha256, known.body_sha256)
-        record: ResponseRecord = self._history.response(owner, known.became)
-        return record
+        while True:
+            run = self._running.get((owner, key))
+            if run is not None:
+                check_same_body(body_sha256, run.body_sha256)
+                return run
+            num_ended = self._num_ended
+            record = await self._read(owner, self._kept_under, owner, key, body_sha256, now_s)
+            if (owner, key) not in self._running and num_ended == self._num_ended:
+                return record
 
-    def by_body(self, owner: str, body_sha256: str, now_s: float) -> ResponseRecord | None:
+    async def by_body(self, owner: str, body_sha256: str, now_s: float) -> ResponseRecord | None:
         """The response that the client of a repeated request has probably never seen.
 
         It is given once; whoever cannot deliver it says so again (`missed`).
         """
-        found = self._undelivered.get((owner, body_sha256), now_s)
-        if found is not None:
+        request = (owner, body_sha256)
+        while True:
+            found = self._undelivered.get(request, now_s)
+            if found is None:
+                last = await self._from_before(owner, body_sha256, now_s)
+                if self._undelivered.get(request, now_s) is not None:
+                    continue
+                if last is None or (owner, last.response_id) in self._given_again:
+                    return None
+                self._given_again.add((owner, last.response_id))
+                return last
             try:
-                record: ResponseRecord = self._history.response(owner, found)
+                record: ResponseRecord = await self._read(owner, self._history.response, owner, found)
             except UnknownRecordError:  # deleted, or not there yet
                 return None
-            self._undelivered.drop((owner, body_sha256), found)
-            return record
-        if now_s - self._started_at_s >= UNDELIVERED_LIFETIME_S:
-            return None
-        since_s = self._started_at_s - BEFORE_START_S
-        last: ResponseRecord | None = self._history.by_body(owner, body_sha256, since_s)
-        if last is None or last.background or last.completed_at_s is None:
-            return None
-        if last.completed_at_s >= self._started_at_s or (owner, last.response_id) in self._given_again:
-            return None
-        self._given_again.add((owner, last.response_id))
-        return last
+            if self._undelivered.get(request, now_s) == found:
+                self._undelivered.drop(request, found)
+                return record
 
     def start(self, owner: str, key: str, run: ResponseRun) -> None:
         """A request with a key runs."""
@@ -99,10 +107,33 @@ class Repeats:
     def end(self, owner: str, key: str) -> None:
         """It does so no longer; what it became stands in the history, if it is stored."""
         self._running.pop((owner, key), None)
+        self._num_ended += 1
 
     def missed(self, owner: str, body_sha256: str, response_id: str, now_s: float) -> None:
         """A response was committed, but its client had left."""
         self._undelivered.put((owner, body_sha256), response_id, now_s)
+
+    # Inside
+
+    def _kept_under(self, owner: str, key: str, body_sha256: str, now_s: float) -> ResponseRecord | None:
+        known = self._history.idempotent(owner, key, now_s)
+        if known is None:
+            return None
+        check_same_body(body_sha256, known.body_sha256)
+        record: ResponseRecord = self._history.response(owner, known.became)
+        return record
+
+    async def _from_before(self, owner: str, body_sha256: str, now_s: float) -> ResponseRecord | None:
+        """The last response to a body that was committed shortly before this server's start."""
+        if now_s - self._started_at_s >= UNDELIVERED_LIFETIME_S:
+            return None
+        since_s = self._started_at_s - BEFORE_START_S
+        last: ResponseRecord | None = await self._read(
+            owner, self._history.by_body, owner, body_sha256, since_s
+        )
+        if last is None or last.background or last.completed_at_s is None:
+            return None
+        return None if last.completed_at_s >= self._started_at_s else last
 
 
 def idempotency_key(headers: Mapping[str, str]) -> str | None:

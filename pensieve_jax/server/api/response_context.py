@@ -93,7 +93,7 @@ def request_context(services: Services, owner: str, body: ContextFields, *, dura
     return RequestContext(
         find=find or _by_messages(services, owner, messages, durable),
         num_characters=num_characters,
-        is_long=is_long(num_characters, len(messages), num_tokens),
+        is_long=services.is_history_far or is_long(num_characters, len(messages), num_tokens),
         new_items=items,
         conversation=conversation,
         ignored_fields=ignored,
@@ -111,7 +111,8 @@ def reads_long(services: Services, owner: str, body: ContextFields, num_bytes: i
         turn_id = body.previous_response_id.removeprefix("resp_")
         num_tokens = services.resolver.index.num_tokens(owner, turn_id)
     return (
-        body.conversation_id is not None
+        services.is_history_far
+        or body.conversation_id is not None
         or is_long(num_bytes, len(items), num_tokens)
         or any(map(is_reference, items))
     )

@@ -52,9 +52,9 @@ class Responses:
     def __init__(self, services: Services) -> None:
         """Of a server that starts now."""
         self._services = services
-        self._repeats = Repeats(services.history, services.now_s())
         self.locks: set[tuple[str, str]] = set()
         self.background = BackgroundResponses(services, self.locks)
+        self._repeats = Repeats(services.history, services.now_s(), self.background.current)
         services.tables |= {
             "locked_conversations": lambda: len(self.locks),
             "background_responses": lambda: self.background.num_running,
@@ -132,20 +132,23 @@ class Responses:
             raise invalid_value("starting_after", "starting_after needs stream=true.")
         run = self.background.find(call.owner, response_id)
         if run is None or run.head is None or run.has_ended:
-            record: ResponseRecord = call.services.history.response(call.owner, response_id)
+            history = call.services.history
+            record: ResponseRecord = await self.background.current(
+                call.owner, history.response, call.owner, response_id
+            )
             run = self.background.adopt(record)
         if run is not None and run.head is not None and not run.has_ended:
             if streams:
                 return self._events(run_events(run, run.head, self._texts, starting_after))
             return json_reply(run.head.object("in_progress" if run.is_started else "queued"))
         if streams:
-            return self._events(self._kept_events(record, starting_after))
+            return self._events(await self._kept_events(record, starting_after))
         return json_reply(kept_response(record))
 
     async def delete(self, call: Call) -> Reply:
         """Forget a response; one that runs is cancelled first."""
         services, response_id = call.services, call.path["response_id"]
-        record: ResponseRecord = services.history.response(call.owner, response_id)
+        record: ResponseRecord = await call.read(services.history.response, call.owner, response_id)
         if record.status == "queued":
             await self.background.cancel(call.owner, record)
         await services.engine.apply(DeleteResponse(owner=call.owner, response_id=response_id))
@@ -156,15 +159,20 @@ class Responses:
     async def input_items(self, call: Call) -> Reply:
         """The items of a response's own request."""
         query = page_query(call.query)
-        page = call.services.history.input_items(
-            call.owner, call.path["response_id"], after=query.after, limit=query.limit, order=query.order
+        page = await call.read(
+            call.services.history.input_items,
+            call.owner,
+            call.path["response_id"],
+            after=query.after,
+            limit=query.limit,
+            order=query.order,
         )
         return json_reply(page_of_rows(page))
 
     async def cancel(self, call: Call) -> Reply:
         """End a response in the background; one that has ended is answered as it is."""
         response_id = call.path["response_id"]
-        record: ResponseRecord = call.services.history.response(call.owner, response_id)
+        record: ResponseRecord = await call.read(call.services.history.response, call.owner, response_id)
         if not record.background:
             sentence = f"Response {response_id!r} does not run in the background: only its client ends it."
             raise invalid_value("response_id", sentence)
@@ -201,10 +209,13 @@ class Responses:
             on_end=on_end,
         )
 
-    def _kept_events(self, record: ResponseRecord, starting_after: int = -1) -> AsyncGenerator[bytes]:
+    async def _kept_events(self, record: ResponseRecord, starting_after: int = -1) -> AsyncGenerator[bytes]:
         token_ids: tuple[int, ...] = ()
         if record.turn_id is not None:
-            token_ids = self._services.history.turn(record.owner, record.turn_id).output_token_ids
+            turn = await self._services.read(
+                record.owner, self._services.history.turn, record.owner, record.turn_id
+            )
+            token_ids = turn.output_token_ids
         response = kept_response(record)
         return kept_events(head_of(record), response, token_ids, self._texts, starting_after)
 
@@ -218,9 +229,9 @@ class Responses:
         while True:
             now_s = self._services.now_s()
             if key is not None:
-                known = self._repeats.by_key(call.owner, key, sha256, now_s)
+                known = await self._repeats.by_key(call.owner, key, sha256, now_s)
             else:
-                known = self._repeats.by_body(call.owner, sha256, now_s)
+                known = await self._repeats.by_body(call.owner, sha256, now_s)
             if known is not None or not self.background.is_in_doubt:
                 return known
             await call.unless_gone(self.background.settle())  # the earlier one may be queued only now
@@ -234,7 +245,7 @@ class Responses:
             if run is None or run.has_ended:
                 missed = self._missed(call, sha256, known.response_id)
                 if body.stream:
-                    return self._told(self._kept_events(known), missed)
+                    return self._told(await self._kept_events(known), missed)
                 return json_reply(kept_response(known), undelivered=missed)
             known = run
         return await self._follow(call, body, known)

@@ -79,6 +79,10 @@ class Call:
         """What `work` returns, whose length is the body's: off the event loop where that is long."""
         return await aside(self.owner, is_long(len(self.body)), work, *args, **kwargs)
 
+    async def read[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `work` reads of the history; see `Services.read`."""
+        return await self.services.read(self.owner, work, *args, **kwargs)
+
     async def unless_gone[T](self, work: Awaitable[T]) -> T:
         """What `work` results in; cancels it and raises ClientGoneError when the client leaves first."""
         task = asyncio.ensure_future(work)

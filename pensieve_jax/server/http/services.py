@@ -17,6 +17,7 @@ from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.limits import Limits
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics
+from pensieve_jax.server.threads import aside
 from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.text import ChatFormat, Tokenizer
 
@@ -62,6 +63,19 @@ class Services:
     tracing: Tracing | None = None
     tables: dict[str, Callable[[], int]] = field(default_factory=dict)
     map_streams: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_history_far(self) -> bool:
+        """Whether to ask the history is to wait for another machine."""
+        return self.history is not None and bool(self.history.is_far)
+
+    async def read[**P, T](self, owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `work` reads of the history for an owner; raises what it raises.
+
+        Of a file that is done at once, and nothing happens meanwhile. What is far is read in a thread, so
+        that nobody else waits: what the event loop knew may have changed by then.
+        """
+        return await aside(owner, self.is_history_far, work, *args, **kwargs)
 
     @property
     def model_name(self) -> str:

@@ -292,6 +292,11 @@ def test_a_retry_after_a_restart_is_answered_so_once_and_soon(tmp_path, stream):
         assert ask(client, "ho", extra_headers=RETRY) != late
 
 
+async def at_once(owner, work, *args):
+    """Of a history in a file."""
+    return work(*args)
+
+
 def test_a_retry_whose_answer_was_lost_as_well_may_come_again():
     """Of what was missed, and of what stood in the history before the start."""
 
@@ -305,14 +310,17 @@ def test_a_retry_whose_answer_was_lost_as_well_may_come_again():
     class Record:
         background, completed_at_s, response_id = False, 990.0, "resp_before"
 
-    repeats = Repeats(History(), 1000.0)
-    repeats.missed("ann", "a", "resp_a", 1001.0)
-    assert repeats.by_body("ann", "a", 1002.0) == "resp_a"
-    assert repeats.by_body("ann", "a", 1002.0).response_id == "resp_before"
-    assert repeats.by_body("ann", "a", 1002.0) is None
-    repeats.missed("ann", "a", "resp_before", 1003.0)
-    assert repeats.by_body("ann", "a", 1004.0) == "resp_before"
-    assert repeats.by_body("ann", "a", 1005.0) is None
+    async def ask() -> None:
+        repeats = Repeats(History(), 1000.0, at_once)
+        repeats.missed("ann", "a", "resp_a", 1001.0)
+        assert await repeats.by_body("ann", "a", 1002.0) == "resp_a"
+        assert (await repeats.by_body("ann", "a", 1002.0)).response_id == "resp_before"
+        assert await repeats.by_body("ann", "a", 1002.0) is None
+        repeats.missed("ann", "a", "resp_before", 1003.0)
+        assert await repeats.by_body("ann", "a", 1004.0) == "resp_before"
+        assert await repeats.by_body("ann", "a", 1005.0) is None
+
+    asyncio.run(ask())
 
 
 def test_an_answer_that_its_client_did_not_wait_for_is_there_for_the_retry(tmp_path):
@@ -340,7 +348,7 @@ def test_an_answer_that_its_client_did_not_wait_for_is_there_for_the_retry(tmp_p
 
 
 def test_what_nobody_came_back_for_is_forgotten():
-    repeats = Repeats(None, 0.0)
+    repeats = Repeats(None, 0.0, at_once)
     for number in range(100):
         repeats.missed("ann", str(number), f"resp_{number}", float(number))
     repeats.missed("ann", "later", "resp_later", 50.0 + UNDELIVERED_LIFETIME_S)
