@@ -1,6 +1,6 @@
 """Opens a history wherever it is: a file for SQLite, memory, or a database of Postgres.
 
-Owns: what tells a URL of Postgres from a path, and which store and reader a history has.
+Owns: what tells a URL of Postgres from a path, and which store, reader and claims a history has.
 Does not know: what either does.
 Called by: `assembly`, `reader`, `copying`, and whoever shows where a history is.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.history.claims import Claims, OwnClaims
 from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.database import Synchronous
 from pensieve_jax.history.postgres_location import is_postgres, parse
@@ -68,6 +69,15 @@ def open_for_reading(history: Location, fingerprint: str) -> Reading:
         connections = read_file(Path(history).resolve(), fingerprint)
     found: Reading = connections
     return found
+
+
+def claims_of(history: Location) -> Claims:
+    """Claims among the servers of a history; nothing is asked yet."""
+    if is_postgres(history):
+        from pensieve_jax.history.postgres_claims import PostgresClaims  # of an extra
+
+        return PostgresClaims(parse(str(history)))
+    return OwnClaims()
 
 
 def need_psycopg(url: str) -> None:

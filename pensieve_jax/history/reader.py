@@ -95,6 +95,7 @@ class HistoryReader:
 
     Attributes:
       is_far: whether reading waits for a server, which may be away.
+      claims: what this server does and no other of the same history.
     """
 
     def __init__(self, history: str | os.PathLike[str], *, fingerprint: str) -> None:
@@ -105,6 +106,7 @@ class HistoryReader:
         """
         self._connections = opening.open_for_reading(history, fingerprint)
         self.is_far = is_postgres(history)
+        self.claims = opening.claims_of(history)
         self._run = self._connections.run
 
     # Responses
@@ -266,6 +268,7 @@ class HistoryReader:
 
     def close(self) -> None:
         """Close the connections; a second call does nothing, any other raises HistoryError."""
+        self.claims.close()
         self._connections.close()
 
     def __enter__(self) -> Self:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -47,6 +48,8 @@ _log = logging.getLogger(__name__)
 
 MAX_RUNS: Final = 1000
 """Background responses that have not ended, of all owners."""
+LOOK_S: Final = 10.0
+"""Between two looks for those that another server has left."""
 
 
 class BackgroundResponses:
@@ -109,12 +112,15 @@ class BackgroundResponses:
     def adopt(self, record: ResponseRecord) -> ResponseRun | None:
         """Have a response run that the history has as queued; None for one that is not to run here.
 
+        Another server may have claimed it, or nobody yet: `settle` claims.
+
         `record` is as it stands in the history now; see `current`.
         """
         key = (record.owner, record.response_id)
         if key in self._runs:
             return self._runs[key]
         is_wanted = record.status == "queued" and self._services.engine.state != "draining"
+        is_wanted = is_wanted and self._services.history.claims.holds(record.response_id)
         if not is_wanted or record.job is None or self._is_being_queued(*key):
             return None
         try:
@@ -150,6 +156,8 @@ class BackgroundResponses:
         if num_doubts > self._num_settled:
             await self._stop_cancelled({(record.owner, record.response_id) for record in records})
         self._num_settled = max(self._num_settled, num_doubts)
+        queued = {plan.draft.response_id for plan in self._being_queued if plan.draft is not None}
+        self._services.history.claims.keep_only({response_id for _, response_id in self._runs} | queued)
 
     async def cancel(self, owner: str, record: ResponseRecord) -> dict[str, Any]:
         """End a response, unless it has ended; its response object as it is then.
@@ -187,7 +195,18 @@ class BackgroundResponses:
     # Inside
 
     async def _unfinished(self) -> list[ResponseRecord]:
-        return await self.current("", self._services.history.unfinished_background)
+        return await self.current("", self._claimed)
+
+    def _claimed(self) -> list[ResponseRecord]:
+        """Those that are queued, later than claims of all of them that no other server has."""
+        history = self._services.history
+        found: list[ResponseRecord] = history.unfinished_background()
+        if not history.claims.are_shared or not found:
+            return found
+        for record in found:
+            history.claims.take(record.response_id)
+        again: list[ResponseRecord] = history.unfinished_background()
+        return again
 
     async def _stopped(self, owner: str, response_id: str) -> dict[str, Any]:
         """Stop running a response that has ended in the history; its response object."""
@@ -242,6 +261,10 @@ class BackgroundResponses:
             resolved = await aside(plan.owner, context.is_long, context.find, memory)
             (spec,) = plan.specs(resolved)
             assert plan.draft is not None
+            name = plan.draft.response_id
+            await self._services.read(
+                plan.owner, self._services.history.claims.take, name
+            )  # before it is seen
             job = encode_job(spec, plan.draft)
             change = QueueResponse(draft=plan.draft, job=job, parent_id=resolved.node.parent_id)
             try:
@@ -287,6 +310,7 @@ class BackgroundResponses:
                         await self._driver.fail(run, draft, internal_error())
                 finally:
                     del self._runs[key]
+                    self._services.history.claims.give_up(draft.response_id)
                     self._num_ended += 1
                     unlock()
 
@@ -294,11 +318,14 @@ class BackgroundResponses:
 
     async def _adopt_left(self) -> None:
         """Run what is left behind: by an earlier server or engine, or by a change whose answer was lost."""
-        services, epoch = self._services, 0
+        services, epoch, looked_s = self._services, 0, -math.inf
         while True:
+            now_s = asyncio.get_running_loop().time()
+            # Of servers that share a history one may die and leave some, at any time.
+            is_time = services.history.claims.are_shared and now_s - looked_s >= LOOK_S
             is_new = epoch != services.engine.epoch
-            if services.engine.state == "ready" and (is_new or self.is_in_doubt):
-                epoch = services.engine.epoch
+            if services.engine.state == "ready" and (is_new or self.is_in_doubt or is_time):
+                epoch, looked_s = services.engine.epoch, now_s
                 with suppress(*UNANSWERED):  # still in doubt, or there is another engine soon
                     await self.settle()
             await asyncio.sleep(background_drive.RETRY_S)

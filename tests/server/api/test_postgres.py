@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import urllib.error
 import urllib.request
 
 import pytest
 
+from pensieve_jax.core.errors import HistoryUnavailableError
+from pensieve_jax.history.postgres_location import parse
+from pensieve_jax.server.api import background, background_drive
 from tests.server.api.live import LiveServer
+from tests.server.api.test_background import feed, turn_of, wait_until
 
 pytest.importorskip("psycopg", reason="needs the extra `postgres`")
+from pensieve_jax.history.postgres_claims import PostgresClaims  # of that extra
 
 
 def echo(turn):
@@ -53,6 +59,62 @@ def test_what_one_server_has_said_the_other_goes_on_from(servers):
     assert len(done(one, "GET", f"/conversations/{conversation}/items")["data"]) == 4
     done(other, "DELETE", f"/responses/{third['id']}")
     assert ask(one, "GET", f"/responses/{third['id']}")[0] == 404
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    monkeypatch.setattr(background, "LOOK_S", 0.02)
+    monkeypatch.setattr(background_drive, "RETRY_S", 0.01)
+
+
+def looked(server):
+    """When it has looked for what others have left, from now on."""
+
+    async def look() -> None:
+        await server.responses.background.settle()
+
+    server.wait_for(look())
+
+
+def test_a_response_in_the_background_runs_on_one_server(postgres, soon):
+    """Though both look all the time; the other one runs it once the first has ended."""
+    url = postgres.url()
+    with LiveServer(url, echo) as other:
+        with LiveServer(url) as one:
+            queued = done(one, "POST", "/responses", input="hi", background=True)["id"]
+            turn = turn_of(one)
+            looked(other)
+            assert not other.engine.turns
+            assert done(other, "GET", f"/responses/{queued}")["status"] == "queued"
+            feed(one, turn, "well", end=True)
+            wait_until(lambda: done(other, "GET", f"/responses/{queued}")["status"] == "completed")
+            left = done(one, "POST", "/responses", input="ho", background=True)["id"]
+            turn_of(one, 1)
+            looked(other)
+            assert not other.engine.turns
+        wait_until(lambda: done(other, "GET", f"/responses/{left}")["status"] == "completed")
+        assert [turn.turn_id for turn in other.engine.turns] == [left.removeprefix("resp_")]
+
+
+def test_claims_of_a_session_that_was_lost_are_taken_again(postgres):
+    one, other = PostgresClaims(parse(postgres.url())), PostgresClaims(parse(postgres.url("history_1")))
+    namesake = PostgresClaims(one._location)
+    with contextlib.closing(one), contextlib.closing(other), contextlib.closing(namesake):
+        assert one.take("a") and one.take("a") and one.take("b") and other.take("a")
+        assert not namesake.take("a") and not namesake.holds("a")
+        postgres.stop()
+        with pytest.raises(HistoryUnavailableError):
+            one.take("c")
+        postgres.start()
+        assert namesake.take("b") and one.take("c")
+        assert one.holds("a") and not one.holds("b") and not namesake.take("a")
+        one.give_up("a")
+        assert not one.holds("a") and not namesake.take("a")  # with the next claim
+        assert one.take("d") and namesake.take("a")
+        one.keep_only(["d"])
+        assert one.holds("d") and one.take("e") and namesake.take("c")
+    with contextlib.closing(PostgresClaims(one._location)) as last:
+        assert last.take("a") and last.take("d")
 
 
 def test_while_postgres_is_away_clients_are_told_to_come_back(servers, postgres):

@@ -1,0 +1,104 @@
+"""Claims of servers that share a history in Postgres: locks of a session, which end with it.
+
+Owns: the session, and the number that stands for a name.
+Does not know: what is claimed.
+Called by: `opening`, for the reader.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Collection
+
+import psycopg
+
+from pensieve_jax.history.postgres_connection import PostgresConnection, as_history_error
+from pensieve_jax.history.postgres_location import PostgresLocation
+
+
+class PostgresClaims:
+    """Safe to call from several threads; a thread that waits for Postgres keeps others waiting.
+
+    The session begins with the first claim. One that was lost is replaced by the next `take`, and what was
+    held is claimed again, unless another server was faster.
+    """
+
+    are_shared = True
+
+    def __init__(self, location: PostgresLocation) -> None:
+        """Nothing is asked yet."""
+        self._location = location
+        self._asking = threading.Lock()
+        self._session: PostgresConnection | None = None
+        self._held: frozenset[str] = frozenset()  # replaced whole: `holds` waits for nobody
+        self._given_up: set[str] = set()
+
+    def take(self, name: str) -> bool:
+        """See `Claims`."""
+        with self._asking:
+            try:
+                self._take(name)
+            except psycopg.Error:
+                self._drop()  # it may have been lost long ago
+                try:
+                    self._take(name)
+                except psycopg.Error as error:
+                    self._drop()
+                    raise as_history_error(error, self._location) from error
+            return name in self._held
+
+    def holds(self, name: str) -> bool:
+        """See `Claims`."""
+        return name in self._held and name not in self._given_up
+
+    def give_up(self, name: str) -> None:
+        """See `Claims`."""
+        self._given_up.add(name)
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """See `Claims`."""
+        self._given_up |= self._held.difference(names)
+
+    def close(self) -> None:
+        """See `Claims`."""
+        with self._asking:
+            self._drop()
+            self._held = frozenset()
+
+    def _take(self, name: str) -> None:
+        self._connect()
+        self._let_go()
+        if name not in self._held and self._lock(name):
+            self._held |= {name}
+
+    def _connect(self) -> None:
+        if self._session is not None and not self._session.is_usable:
+            self._drop()
+        if self._session is None:
+            self._session = PostgresConnection(self._location)
+            self._held = frozenset(name for name in self._held - self._given_up if self._lock(name))
+            self._given_up.clear()
+
+    def _let_go(self) -> None:
+        while self._given_up:
+            name = self._given_up.pop()
+            if name in self._held:
+                self._held -= {name}
+                self._ask("SELECT pg_advisory_unlock(?)", name)
+
+    def _lock(self, name: str) -> bool:
+        return self._ask("SELECT pg_try_advisory_lock(?)", name)
+
+    def _ask(self, query: str, name: str) -> bool:
+        assert self._session is not None
+        digest = hashlib.sha256(f"{self._location.namespace}/{name}".encode()).digest()
+        number = int.from_bytes(digest[:8], signed=True)
+        row = self._session.execute(query, (number,)).fetchone()
+        assert row is not None
+        return bool(row[0])
+
+    def _drop(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
