@@ -54,6 +54,7 @@ class Backend:
       dtypes: of queries and pages that it serves.
       head_dims: elements of a head that it serves; None: any.
       groups: query heads per KV head that it serves; None: any.
+      untried_groups: of those, which "auto" passes over: nobody has measured them.
       kv_dtypes: that pages may be stored as, beside the model's dtype.
       byte_limits: what else it serves where they are; None: the same.
       instead: what to do about what it does not serve.
@@ -70,6 +71,7 @@ class Backend:
     dtypes: tuple[str, ...] = DTYPES
     head_dims: tuple[int, ...] | None = None
     groups: tuple[int, ...] | None = None
+    untried_groups: tuple[int, ...] = ()
     kv_dtypes: tuple[str, ...] = KV_DTYPES
     byte_limits: ByteLimits | None = None
     instead: str = ""
@@ -82,8 +84,9 @@ class Backend:
 
 # The fastest first: on an H200 the Mosaic kernel serves prompts in about 0.7 of the Triton kernel's time,
 # decoding and short queries in 0.93 to 0.99. What it leaves to Triton: `block_sizes`. It serves groups that
-# divide a tile's rows and leave a warpgroup a few rows of each head. What Triton does not serve, it does not
-# either: Triton serves its small tiles.
+# leave a warpgroup a few rows of each head, and of which, filled up to a power of two, at most a quarter is
+# nobody's: more would cost a prompt what it gains. What Triton does not serve, it does not either: Triton
+# serves its small tiles.
 _ROWS = (
     Backend(
         name="pallas_mosaic_gpu",
@@ -91,7 +94,8 @@ _ROWS = (
         device_limit=mosaic_device_limit,
         dtypes=("bfloat16", "float16"),
         head_dims=(64, 128),
-        groups=(1, 2, 4, 8, 16),
+        groups=(1, 2, 3, 4, 6, 7, 8, 12, 13, 14, 15, 16),
+        untried_groups=(3, 6, 7, 12, 13, 14, 15),
         byte_limits=ByteLimits(
             ("bfloat16",),
             (128,),
@@ -274,7 +278,10 @@ def heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError |
 
 def _auto_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError | None:
     """As `heads_limit`, of what "auto" takes."""
-    limits = TABLE[backend].byte_limits
+    limits, group = TABLE[backend].byte_limits, heads.group
+    if heads.kv_dtype is None and group in TABLE[backend].untried_groups:
+        limit = f"{backend} has not been measured with so many query heads per KV head; it may be named"
+        return AttentionArgumentError("num_q_heads / num_kv_heads", group, limit)
     if heads.kv_dtype is not None and limits is not None and limits.why_not_auto is not None:
         return AttentionArgumentError("kv_dtype", heads.kv_dtype, limits.why_not_auto)
     return heads_limit(backend, heads)

@@ -86,7 +86,8 @@ MAX_NUM_SPLITS = 32
 MERGE_ROWS = 16
 
 
-def _power_of_two(value: int) -> int:
+def power_of_two(value: int) -> int:
+    """The smallest that is not less."""
     return 1 << max(value - 1, 0).bit_length()
 
 
@@ -109,7 +110,7 @@ def default_block_sizes(
     small tiles do for short prompts. Where `in_bytes` is set as well, it takes decoding alone.
     """
     group = num_q_heads // num_kv_heads
-    small_rows = max(16, _power_of_two(group))
+    small_rows = max(16, power_of_two(group))
     if itemsize == 4:
         return _float32_block_sizes(small_rows, head_dim)
     # Rows of a few tokens each (a prompt's tail): one tile of 32 reads the keys once, two of 16 twice.
@@ -125,7 +126,7 @@ def default_block_sizes(
         whole_loop=True,
     )
     enough = num_tokens > _MOSAIC_HARDLY_ANY_TOKENS and num_tokens * num_kv_heads >= _MOSAIC_MIN_TILES
-    if mosaic and in_bytes and enough and small_rows == max(16, _power_of_two(group)):
+    if mosaic and in_bytes and enough and small_rows == max(16, power_of_two(group)):
         return _byte_block_sizes(group, num_tokens)
     if mosaic and enough and not in_bytes:
         # One computing warpgroup and three blocks each of 128 keys and values, or two and two: what shared

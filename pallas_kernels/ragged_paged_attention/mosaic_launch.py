@@ -95,11 +95,19 @@ class Launch:
         return range(0, self.head_dim, COLUMNS)
 
     def runs(self, warpgroup: Any) -> list[tuple[int, Any, Any]]:
-        """Of each run of a warpgroup's rows: its first row there, its query head, its first token."""
+        """Of each run of a warpgroup's rows: its first row there, its query head, its first token.
+
+        Where the group is not a power of two, the heads behind its last are nobody's.
+        """
         firsts = range(0, WARPGROUP_ROWS, self.run_rows)
         rows = [warpgroup * WARPGROUP_ROWS + first for first in firsts]
         tokens = self.tile_tokens
         return [(f, lax.div(r, tokens), lax.rem(r, tokens)) for f, r in zip(firsts, rows, strict=True)]
+
+    @property
+    def has_spare_heads(self) -> bool:
+        """Whether some rows belong to no query head."""
+        return self.spec.run_heads > self.spec.group
 
     def stage_of(self, block: Any) -> Any:
         """Where in the ring a block lies; blocks are counted over all items of a program."""

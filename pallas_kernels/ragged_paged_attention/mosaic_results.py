@@ -6,6 +6,7 @@ computed. Called by: `mosaic_compute`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -67,13 +68,20 @@ def _copy_result(
     @pl.when(item.num_tokens == launch.tile_tokens)
     def copy_all() -> None:
         for row, head, token in launch.runs(warpgroup):
-            copy(row, head, token, launch.run_rows)
+            whole = functools.partial(copy, row, head, token, launch.run_rows)
+            if launch.has_spare_heads:
+                pl.when(head < launch.spec.group)(whole)
+            else:
+                whole()
 
     @pl.when(item.num_tokens < launch.tile_tokens)
     def copy_some() -> None:
         for run in launch.runs(warpgroup):
+            num_rows = jnp.clip(item.num_tokens - run[2], 0, launch.run_rows)
+            if launch.has_spare_heads:
+                num_rows = jnp.where(run[1] < launch.spec.group, num_rows, 0)
 
-            @pl.loop(0, jnp.clip(item.num_tokens - run[2], 0, launch.run_rows))
+            @pl.loop(0, num_rows)
             def copy_token(t: Any, run: tuple[int, Any, Any] = run) -> None:
                 row, head, token = run
                 copy(row + t, head, token + t, 1)

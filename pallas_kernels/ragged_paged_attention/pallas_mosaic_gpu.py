@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -180,6 +181,8 @@ def _fetch_queries(launch: Launch, inputs: Inputs, shared: Shared, item: Item, b
         for row, head, token in launch.runs(warpgroup):
             # Tokens past the tile's are another's, or zeros past the last of all: those rows are not stored.
             tokens = pl.ds(item.token + token, launch.run_rows)
+            if launch.has_spare_heads:  # their rows are the last head's once more, and not stored
+                head = jnp.minimum(head, launch.spec.group - 1)
             for square, column in enumerate(launch.column_starts):
                 plgpu.copy_gmem_to_smem(
                     inputs.q.at[tokens, item.head * launch.spec.group + head, pl.ds(column, COLUMNS)],

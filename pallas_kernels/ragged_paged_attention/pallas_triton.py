@@ -247,7 +247,8 @@ def _merge_kernel(
         rows = places
         if spec.head_major_rows:
             head_major = class_rows >= spec.head_major_rows
-            rows = jnp.where(head_major, heads * jax.lax.div(class_rows, group) + q_tokens, places)
+            run_rows = jax.lax.div(class_rows, spec.run_heads)
+            rows = jnp.where(head_major, heads * run_rows + q_tokens, places)
         is_row = q_tokens < num_tokens
 
         parts = jnp.arange(MAX_NUM_SPLITS)[:, None]

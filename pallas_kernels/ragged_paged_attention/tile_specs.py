@@ -21,6 +21,7 @@ from pallas_kernels.ragged_paged_attention.block_sizes import (
     BlockSizes,
     TileClass,
     default_block_sizes,
+    power_of_two,
 )
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 from pallas_kernels.ragged_paged_attention.page_formats import num_scale_rows
@@ -64,9 +65,14 @@ class TileSpec:
         """Rows of the smallest class whose tiles lie head by head, not token by token; 0: no class's do."""
         return min((c.rows for c in self.blocks.classes if c.mosaic), default=0)
 
+    @property
+    def run_heads(self) -> int:
+        """Query heads that a tile with rows head by head has room for: those of a group, and nobody's."""
+        return power_of_two(self.group)
+
     def tile_tokens(self, tile_class: TileClass) -> int:
         """Query tokens that a tile of the class holds."""
-        return tile_class.rows // self.group
+        return tile_class.rows // (self.run_heads if tile_class.mosaic else self.group)
 
     @cached_property
     def max_num_slots(self) -> tuple[int, ...]:

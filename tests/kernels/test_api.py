@@ -194,6 +194,14 @@ def test_a_kernel_that_has_not_run_is_taken_by_name_alone():
     assert choose_backend("pallas_mosaic_gpu", heads, H200).name == "pallas_mosaic_gpu"
 
 
+def test_groups_that_nobody_has_measured_are_taken_by_name_alone():
+    heads = AttentionHeads(28, 4, 128, jnp.dtype("bfloat16"))
+    choice = choose_backend("auto", heads, H200)
+    assert choice.name == "pallas_triton" and "has not been measured" in choice.reason
+    assert choose_backend("pallas_mosaic_gpu", heads, H200).name == "pallas_mosaic_gpu"
+    assert {*TABLE["pallas_mosaic_gpu"].untried_groups} <= {*TABLE["pallas_mosaic_gpu"].groups}
+
+
 def test_the_table_has_a_row_for_every_name() -> None:
     assert set(TABLE) == {*COMPILED_BACKENDS, "reference"}
     assert AUTO_BACKENDS == ("pallas_mosaic_gpu", "pallas_triton", "xla")

@@ -112,8 +112,10 @@ def test_many_seeds(heads: Heads, page_size: int, dtype: str, backend: str) -> N
         (Heads(20, 5, 128), 32, "bfloat16"),
         (Heads(16, 2, 128), 32, "float16"),
         (Heads(16, 1, 128), 16, "bfloat16"),
+        (Heads(14, 2, 64), 32, "bfloat16"),
+        (Heads(28, 4, 128), 32, "bfloat16"),
     ],
-    ids=["64", "group1", "group4", "group8", "group16"],
+    ids=["64", "group1", "group4", "group8", "group16", "64_group7", "group7"],
 )
 def test_mosaic_many_seeds(heads: Heads, page_size: int, dtype: str, blocks: BlockSizes) -> None:
     """Weights are operands in registers, which an assembler may reuse too early: every seed three times."""

@@ -53,8 +53,15 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
         pytest.param(
             Heads(8, 1, 128), 64, "bfloat16", (mosaic_class(64, 128, 2, 128, 8),), marks=pytest.mark.long
         ),
+        pytest.param(
+            Heads(14, 2, 64),
+            32,
+            "bfloat16",
+            (mosaic_class(64, 64, 3, 64, 8), mosaic_class(128, 64, 2, 128, 8)),
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["with_triton", "two_classes", "one_class"],
+    ids=["with_triton", "two_classes", "one_class", "spare_heads"],
 )
 def test_equals_reference(heads: Heads, page_size: int, dtype: str, classes: tuple[TileClass, ...]) -> None:
     batch = make_batch(np.random.default_rng(page_size), ROWS, heads, page_size=page_size, dtype=dtype)
@@ -87,13 +94,13 @@ def test_equals_reference(heads: Heads, page_size: int, dtype: str, classes: tup
     [
         ({"dtype": "float32"}, "dtype"),
         ({"head_dim": 256}, "head_dim"),
-        ({"num_q_heads": 6}, "num_q_heads / num_kv_heads"),
+        ({"num_q_heads": 10}, "num_q_heads / num_kv_heads"),
         ({"num_q_heads": 64}, "num_q_heads / num_kv_heads"),
         ({"blocks": BlockSizes((mosaic_class(128, 32, 2, 128, 8),))}, "blocks"),
         ({"blocks": BlockSizes((mosaic_class(64, 64, 2, 64, 8), TileClass(128, 64, 8, 3, 64, 8)))}, "blocks"),
         ({"blocks": BlockSizes((mosaic_class(64, 64, 2, 64, 8),)), "backend": "pallas_triton"}, "blocks"),
     ],
-    ids=["dtype", "head_dim", "group3", "group32", "keys", "order", "backend"],
+    ids=["dtype", "head_dim", "group5", "group32", "keys", "order", "backend"],
 )
 def test_what_is_not_served_is_refused_by_name(changed: dict[str, Any], field: str) -> None:
     tile_spec(**SERVED)

@@ -69,7 +69,7 @@ def test_every_preset(heads: Heads) -> None:
 
 def test_other_presets_are_refused() -> None:
     for heads in MODEL_HEADS.keys() - SERVED.keys():
-        with pytest.raises(AttentionArgumentError, match=r"head_dim|num_q_heads / num_kv_heads = 7"):
+        with pytest.raises(AttentionArgumentError, match=r"head_dim|num_q_heads / num_kv_heads"):
             lower(heads)
 
 
