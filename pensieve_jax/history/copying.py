@@ -99,9 +99,25 @@ def copy_history(
 
         def change(to: Connection) -> Copied:
             _check_empty(to, target)
-            return read.read(lambda connection: _copy(connection, to, target, progress))
+            _take_time(to, target)
+            begun = itertools.count()
+
+            def copy(connection: Connection) -> Copied:
+                if next(begun):  # reading is repeated after a lost session; what is written is not
+                    raise HistoryError(f"history is {shown(source)!r}, which was lost; nothing was copied.")
+                _take_time(connection, source)
+                return _copy(connection, to, target, progress)
+
+            return read.read(copy)
 
         return written.change(change)
+
+
+def _take_time(connection: Connection, history: Location) -> None:
+    """One end waits for the other, which may take hours, in the middle of a transaction."""
+    if is_postgres(history):
+        connection.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+        connection.execute("SET LOCAL statement_timeout = 0")
 
 
 def fingerprint_at(history: Location) -> str:

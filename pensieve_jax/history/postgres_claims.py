@@ -13,6 +13,7 @@ from collections.abc import Collection
 
 import psycopg
 
+from pensieve_jax.core.errors import HistoryError
 from pensieve_jax.history.postgres_connection import PostgresConnection, as_history_error
 from pensieve_jax.history.postgres_location import PostgresLocation
 
@@ -30,6 +31,7 @@ class PostgresClaims:
         """Nothing is asked yet."""
         self._location = location
         self._asking = threading.Lock()
+        self._is_closed = False
         self._session: PostgresConnection | None = None
         self._held: frozenset[str] = frozenset()  # replaced whole: `holds` waits for nobody
         self._given_up: set[str] = set()
@@ -38,14 +40,17 @@ class PostgresClaims:
         """See `Claims`."""
         with self._asking:
             try:
-                self._take(name)
-            except psycopg.Error:
-                self._drop()  # it may have been lost long ago
                 try:
                     self._take(name)
-                except psycopg.Error as error:
+                except psycopg.Error:
+                    self._drop()  # it may have been lost long ago
+                    self._take(name)
+            except psycopg.Error as error:
+                self._drop()
+                raise as_history_error(error, self._location) from error
+            finally:
+                if self._is_closed:
                     self._drop()
-                    raise as_history_error(error, self._location) from error
             return name in self._held
 
     def holds(self, name: str) -> bool:
@@ -62,23 +67,31 @@ class PostgresClaims:
 
     def close(self) -> None:
         """See `Claims`."""
-        with self._asking:
-            self._drop()
-            self._held = frozenset()
+        self._is_closed, self._held = True, frozenset()
+        if self._asking.acquire(blocking=False):  # else who asks ends the session
+            try:
+                self._drop()
+            finally:
+                self._asking.release()
 
     def _take(self, name: str) -> None:
-        self._connect()
+        if self._is_closed:
+            raise HistoryError(f"history is {self._location.shown!r}, which is closed.")
+        session = self._connected()
         self._let_go()
-        if name not in self._held and self._lock(name):
+        if name in self._held:
+            session.execute("SELECT 1")  # whether it still is: locks end with the session
+        elif self._lock(name):
             self._held |= {name}
 
-    def _connect(self) -> None:
+    def _connected(self) -> PostgresConnection:
         if self._session is not None and not self._session.is_usable:
             self._drop()
         if self._session is None:
             self._session = PostgresConnection(self._location)
             self._held = frozenset(name for name in self._held - self._given_up if self._lock(name))
             self._given_up.clear()
+        return self._session
 
     def _let_go(self) -> None:
         while self._given_up:

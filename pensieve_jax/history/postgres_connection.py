@@ -36,6 +36,12 @@ _SETTINGS: Final = {
     "lock_timeout": "10s",
     "statement_timeout": "60s",
     "idle_in_transaction_session_timeout": "60s",
+    "idle_session_timeout": "0",
+    # Of the server's end: the session of a host that is gone, and its locks, end within half a minute.
+    "tcp_keepalives_idle": "10",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+    "tcp_user_timeout": "20000",
 }
 _SOCKET: Final = {
     "keepalives_idle": 10,
@@ -228,8 +234,12 @@ def _cannot_connect(error: psycopg.Error, location: PostgresLocation) -> History
 
 def _is_away(error: psycopg.Error) -> bool:
     state = _state(error)
-    is_of_client = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) and not state
-    return is_of_client or state.startswith(_AWAY)
+    if state:
+        return state.startswith(_AWAY)
+    # What the client library says itself: that it lost the server, or its place in what that says.
+    return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) or (
+        type(error) is psycopg.DatabaseError
+    )
 
 
 def _words(error: psycopg.Error) -> str:

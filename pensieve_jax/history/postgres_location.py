@@ -20,7 +20,7 @@ from pensieve_jax.core.errors import ConfigError
 
 _SCHEMES: Final = ("postgresql://", "postgres://")
 _NAMESPACE: Final = re.compile(r"[a-z_][a-z0-9_]{0,62}\Z")
-_UNQUOTED: Final = re.compile(r"%(?![0-9a-fA-F]{2})|[\s#]")
+_UNQUOTED: Final = re.compile(r"%(?![0-9a-fA-F]{2})|%00|[\s#]")
 _HOSTS: Final = re.compile(r"(?:(?:\[[^\]]*\]|[^:,]*)(?::\d*)?(?:,|\Z))*\Z")
 DEFAULT_NAMESPACE: Final = "pensieve"
 _SHOWN: Final = ("host", "port", "user", "dbname", "namespace")  # of the parameters
@@ -35,7 +35,7 @@ class PostgresLocation:
       url: what libpq takes; it may hold a password.
       namespace: the schema of the tables.
       shown: for messages, without a password.
-      secret: a password that must not be shown; "" for none.
+      secret: a password that must not be shown, as it stands in the URL; "" for none.
     """
 
     url: str = field(repr=False)
@@ -45,7 +45,9 @@ class PostgresLocation:
 
     def without_secret(self, text: str) -> str:
         """A message, certainly without the password."""
-        return text.replace(self.secret, "***") if self.secret else text
+        for secret in {self.secret, unquote(self.secret)} - {""}:
+            text = text.replace(secret, "***")
+        return text
 
 
 def is_postgres(history: Any) -> TypeGuard[str]:
@@ -61,7 +63,7 @@ def parse(url: str) -> PostgresLocation:
     who, at, where = server.rpartition("@")
     user, _, password = who.partition(":")
     # A password with one of these characters as it is would be taken for something that is shown.
-    if _UNQUOTED.search(url) or "@" in database + query or not _HOSTS.match(where):
+    if _UNQUOTED.search(url) or "@" in who + database + query or not _HOSTS.match(where):
         limit = "postgresql://USER:PASSWORD@HOST:PORT/DATABASE?NAME=VALUE"
         hint = "write other characters of a part than letters and digits as % and two hexadecimal digits"
         raise ConfigError("history", _HIDDEN, limit, hint)
@@ -76,5 +78,5 @@ def parse(url: str) -> PostgresLocation:
         url=f"{scheme}://{rest}" + (f"?{others}" if others else ""),
         namespace=namespace,
         shown=f"{scheme}://{user}{at}{where}{slash}{database}" + (f"?{told}" if told else ""),
-        secret=unquote(dict(parameters).get("password", password)),
+        secret=dict(parameters).get("password", password),
     )

@@ -145,7 +145,7 @@ def ddl(statement: str) -> str:
 
 
 def _create(connection: Connection, namespace: str, fingerprint: str) -> None:
-    connection.execute(f"CREATE SCHEMA IF NOT EXISTS {namespace}")  # a name without quotes, as was checked
+    connection.execute(f'CREATE SCHEMA IF NOT EXISTS "{namespace}"')  # which may be a word of SQL
     connection.execute("CREATE DOMAIN blob AS bytea")
     for statement in (schema.META, *schema.TABLES):
         connection.execute(ddl(statement))

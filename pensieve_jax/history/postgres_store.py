@@ -23,7 +23,7 @@ from typing import ClassVar, Final
 
 import psycopg
 
-from pensieve_jax.core.errors import HistoryError, HistoryUnavailableError, PensieveError
+from pensieve_jax.core.errors import HistoryError, InvalidRequestError, PensieveError
 from pensieve_jax.history import postgres_schema, table_store, turns_table
 from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.postgres_connection import (
@@ -36,6 +36,8 @@ from pensieve_jax.history.postgres_connection import (
 from pensieve_jax.history.postgres_location import PostgresLocation, parse
 from pensieve_jax.history.table_store import Commit, TableHistoryStore
 
+_READING: Final = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+_MAX_NAME_BYTES: Final = 2000
 _NUM_TRIES: Final = 5  # of what Postgres gave up for the sake of another transaction
 
 
@@ -119,11 +121,9 @@ class PostgresHistoryStore(TableHistoryStore):
     def _run[T](self, work: Callable[[Connection], T]) -> T:
         with self._mutex:
             try:
-                return self._transaction(
-                    work, _no_lock, begin="BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
-                )
+                return self._transaction(work, _no_lock, _READING)
             except _LostError:  # reading is safe to repeat
-                return self._once_more(work, _no_lock)
+                return self._once_more(work, _no_lock, _READING)
 
     def _transact[T](self, change: Callable[[Connection], T]) -> T:
         with self._mutex:
@@ -134,29 +134,43 @@ class PostgresHistoryStore(TableHistoryStore):
                     raise lost.told from lost
                 return self._once_more(change, postgres_schema.lock_alone)
 
-    def _once_more[T](self, change: Callable[[Connection], T], lock: Callable[[Connection, str], None]) -> T:
+    def _once_more[T](
+        self, change: Callable[[Connection], T], lock: Callable[[Connection, str], None], begin: str = "BEGIN"
+    ) -> T:
         try:
-            return self._transaction(change, lock)
+            return self._transaction(change, lock, begin)
         except _LostError as lost:
             raise lost.told from lost
 
     def _commit(self, commits: Sequence[Commit], in_use: Collection[str]) -> Mapping[int, PensieveError]:
+        commits = [_with_a_short_name(commit) for commit in commits]
         with self._mutex:
             try:
                 return self._add(commits)
             except _LostError as lost:
                 told, refused = lost.told, lost.refused
-            if refused is not None and self._is_kept(commits, told):
-                return refused
+            if refused is None:
+                return self._add_for_certain(commits)
+            placed = [commit for index, commit in enumerate(commits) if index not in refused]
+            if not all(commit.row.turn_id for commit in placed):
+                raise told
             try:
-                again = self._add(commits)
-            except _LostError as lost:
-                raise lost.told from lost
-            except HistoryUnavailableError as error:
-                # Of the first try, the server may have statements that it has not read yet.
-                raise (error if refused is None else told) from error
-            # The session that was lost may have come to its end only now.
-            return {index: why for index, why in again.items() if not self._has(commits[index])}
+                # The lock waits for a session that Postgres has not given up yet.
+                if self._transaction(
+                    lambda connection: _are_there(connection, placed), postgres_schema.lock_alone
+                ):
+                    return refused
+                again = self._add_for_certain(commits)
+                # The session that was lost may have come to its end only now.
+                return {index: why for index, why in again.items() if not self._has(commits[index])}
+            except (_LostError, HistoryError) as error:
+                raise told from error  # nobody can know: of the first try, statements may not be read yet
+
+    def _add_for_certain(self, commits: Sequence[Commit]) -> Mapping[int, PensieveError]:
+        try:
+            return self._add(commits)
+        except _LostError as lost:
+            raise lost.told from lost
 
     def _add(self, commits: Sequence[Commit]) -> Mapping[int, PensieveError]:
         """Add turns, in one round trip if all of them can be; raises _LostError."""
@@ -194,29 +208,8 @@ class PostgresHistoryStore(TableHistoryStore):
             self._drop()
             raise
 
-    def _is_kept(self, commits: Sequence[Commit], told: HistoryError) -> bool:
-        """Whether the transaction of a lost session was kept; raises `told` where nobody can know.
-
-        A turn's id is of no other turn, so that one of them tells for all. The lock waits for a session that
-        Postgres has not given up yet.
-        """
-        if not all(commit.row.turn_id for commit in commits):
-            raise told
-        try:
-            return self._transaction(
-                lambda connection: any(self._is_there(connection, commit) for commit in commits),
-                postgres_schema.lock_alone,
-            )
-        except (_LostError, HistoryUnavailableError) as error:
-            raise told from error
-
     def _has(self, commit: Commit) -> bool:
-        return self._run(lambda connection: self._is_there(connection, commit))
-
-    @staticmethod
-    def _is_there(connection: Connection, commit: Commit) -> bool:
-        owner = "" if commit.conversation_id else commit.row.owner
-        return turns_table.exists(connection, owner, commit.row.turn_id)
+        return self._run(lambda connection: _are_there(connection, [commit]))
 
     def _transaction[T](
         self,
@@ -287,6 +280,23 @@ def _session(location: PostgresLocation) -> Iterator[PostgresConnection]:
             yield session
         except psycopg.Error as error:
             raise as_history_error(error, location) from error
+
+
+def _with_a_short_name(commit: Commit) -> Commit:
+    """The same, refused where its conversation has a name that no index can hold."""
+    name = commit.conversation_id
+    if len(name.encode()) <= _MAX_NAME_BYTES:
+        return commit
+    limit = f"at most {_MAX_NAME_BYTES} bytes in a history in Postgres"
+    return commit._replace(refusal=InvalidRequestError("conversation_id", f"{name[:20]}...", limit))
+
+
+def _are_there(connection: Connection, commits: Sequence[Commit]) -> bool:
+    """All of them: another server may have the turn of one that it has run as well."""
+    return all(
+        turns_table.exists(connection, "" if one.conversation_id else one.row.owner, one.row.turn_id)
+        for one in commits
+    )
 
 
 def _no_lock(connection: Connection, namespace: str) -> None:

@@ -1,6 +1,6 @@
 """What takes long is done beside the event loop, so that one request does not keep the others waiting.
 
-Owns: which work is long, the threads that do it, and a key's share of them.
+Owns: which work is long or waits for another machine, the threads that do it, and a key's share of them.
 Does not know: what the work is.
 Called by: `http` for bodies, `context` for contexts, handlers for whatever else grows with a request.
 """
@@ -8,11 +8,13 @@ Called by: `http` for bodies, `context` for contexts, handlers for whatever else
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 INLINE_CHARACTERS: Final = 20_000
 """More than this takes longer than the few milliseconds that clients may wait for the loop."""
@@ -22,8 +24,24 @@ NUM_THREADS: Final = 4
 """Few: while they run Python, the loop takes turns with all of them. They start when they are needed."""
 SHARE: Final = 2
 """Threads of one key at a time; what it has beyond that waits for its own, and for nobody else's."""
+FAR_THREADS: Final = 16
+"""That wait for another machine at a time, which takes no processor; half of them for one key."""
 _threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="aside")
 _shares = weakref.WeakValueDictionary[str, asyncio.Semaphore]()  # of owners who have threads or wait
+_far_shares = weakref.WeakValueDictionary[str, asyncio.Semaphore]()
+_far_places = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
+
+
+class Thought(NamedTuple):
+    """What is known of work before it is done.
+
+    Attributes:
+      is_long: it takes long, of a processor.
+      asks_history: it may look something up.
+    """
+
+    is_long: bool
+    asks_history: bool = False
 
 
 def is_long(num_characters: int, num_messages: int = 0, num_tokens: int | None = 0) -> bool:
@@ -58,3 +76,38 @@ async def aside[**P, T](
     running = loop.run_in_executor(_threads, job)
     running.add_done_callback(lambda _: share.release())
     return await asyncio.shield(running)
+
+
+async def far[**P, T](owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What `work` returns, which waits for another machine; raises what it raises.
+
+    It may never end: others go on meanwhile, and so does the end of the process. Cancelled, it is as `aside`.
+    """
+    loop = asyncio.get_running_loop()
+    places = _far_places.setdefault(loop, asyncio.Semaphore(FAR_THREADS))
+    share = _far_shares.setdefault(owner, asyncio.Semaphore(FAR_THREADS // 2 if owner else FAR_THREADS))
+    await share.acquire()
+    try:
+        await places.acquire()
+    except asyncio.CancelledError:
+        share.release()
+        raise
+    result = loop.create_future()
+
+    def tell(outcome: Callable[[], None]) -> None:
+        places.release()
+        share.release()
+        if not result.done():
+            outcome()
+
+    def run() -> None:
+        try:
+            outcome = partial(result.set_result, work(*args, **kwargs))
+        except BaseException as error:  # whoever waits raises it
+            outcome = partial(result.set_exception, error)
+        with suppress(RuntimeError):  # the loop has ended, and nobody waits
+            loop.call_soon_threadsafe(tell, outcome)
+
+    threading.Thread(target=run, name="far", daemon=True).start()
+    found: T = await result
+    return found

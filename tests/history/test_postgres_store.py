@@ -127,6 +127,8 @@ def test_a_server_or_a_database_that_is_not_there(tmp_path, postgres):
         "postgresql://me:p a@host/db",
         "postgresql://me:pa#ss@host/db",
         "postgresql://me:pass",
+        "postgresql://me:pa@pass@host/db",
+        "postgresql://me:pass%00@host/db",
         "postgresql://me@host/db?namespace=Up",
         "postgresql://me@host/db?namespace=pg_x",
         'postgresql://me@host/db?namespace=a"b',
@@ -150,7 +152,7 @@ def test_a_url_is_shown_without_its_password(url, told):
     location = parse(url)
     assert shown(url) == location.shown == told and absolute(url) == url
     assert "secret" not in repr(location) and "namespace" not in location.url
-    assert location.without_secret(f"said {location.secret}") == "said ***"
+    assert location.without_secret(f"said secret and {location.secret}") == "said *** and ***"
 
 
 # --- what is kept

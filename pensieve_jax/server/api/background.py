@@ -27,6 +27,7 @@ from pensieve_jax.history.changes import EndResponse, QueueResponse, ResponseDra
 from pensieve_jax.server.api import background_drive
 from pensieve_jax.server.api.background_drive import BackgroundDriver
 from pensieve_jax.server.api.background_job import decode_job, draft_of, encode_job
+from pensieve_jax.server.api.ends import Ends
 from pensieve_jax.server.api.expiry import expire_now_and_then
 from pensieve_jax.server.api.response_object import head_of, kept_response
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
@@ -42,7 +43,6 @@ from pensieve_jax.server.http.errors import (
     renamed_fields,
 )
 from pensieve_jax.server.http.services import Services
-from pensieve_jax.server.threads import aside
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class BackgroundResponses:
         self._being_queued: set[ResponsePlan] = set()
         self._num_doubts = 0  # answers of the engine that were lost: what they were of is done, or will be
         self._num_settled = 0
-        self._num_ended = 0
+        self._ends = Ends[tuple[str, str]]()
 
     @property
     def num_running(self) -> int:
@@ -81,14 +81,16 @@ class BackgroundResponses:
         return self._runs.get((owner, response_id))
 
     async def current[**P, T](self, owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `work` reads of the history, later than the last end of a response here.
+        """What `work` reads of the history: records, one or several, later than any of them ended here.
 
         Nothing happens between that and the return: what it says is queued may be adopted.
         """
         while True:
-            num_ended = self._num_ended
-            found = await self._services.read(owner, work, *args, **kwargs)
-            if num_ended == self._num_ended:
+            with self._ends.seen() as ended:
+                found = await self._services.read(owner, work, *args, **kwargs)
+            records = found if isinstance(found, list) else [found]
+            keys = {(one.owner, one.response_id) for one in records if isinstance(one, ResponseRecord)}
+            if not keys & ended:
                 return found
 
     async def queue(self, plan: ResponsePlan, run: ResponseRun, unlock: Callable[[], None]) -> None:
@@ -153,7 +155,7 @@ class BackgroundResponses:
                 self.adopt(record)
             except Exception as error:  # nobody expected it, and the others are to run all the same
                 _log.error("a background response could not be run", exc_info=error)
-        if num_doubts > self._num_settled:
+        if num_doubts > self._num_settled or self._services.history.claims.are_shared:
             await self._stop_cancelled({(record.owner, record.response_id) for record in records})
         self._num_settled = max(self._num_settled, num_doubts)
         queued = {plan.draft.response_id for plan in self._being_queued if plan.draft is not None}
@@ -258,7 +260,7 @@ class BackgroundResponses:
         """Keep a response as queued, behind a turn that the history has, as `start_turns` finds one."""
         context, unknown = plan.context, None
         for memory in Memory:
-            resolved = await aside(plan.owner, context.is_long, context.find, memory)
+            resolved = await self._services.think(plan.owner, context.thought, context.find, memory)
             (spec,) = plan.specs(resolved)
             assert plan.draft is not None
             name = plan.draft.response_id
@@ -311,7 +313,7 @@ class BackgroundResponses:
                 finally:
                     del self._runs[key]
                     self._services.history.claims.give_up(draft.response_id)
-                    self._num_ended += 1
+                    self._ends.end(key)
                     unlock()
 
         run.task = asyncio.ensure_future(drive())

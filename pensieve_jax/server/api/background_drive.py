@@ -16,6 +16,7 @@ from typing import Final
 
 from pensieve_jax.core.errors import (
     HistoryError,
+    HistoryUnavailableError,
     PensieveError,
     UnknownRecordError,
     UnknownTurnError,
@@ -63,7 +64,7 @@ class BackgroundDriver:
             except PensieveError as error:
                 if await self._tell_end(run, draft):  # committed before the engine died, or cancelled
                     return
-                if not isinstance(error, UNANSWERED):
+                if not isinstance(error, (*UNANSWERED, HistoryUnavailableError)):
                     await self.fail(run, draft, as_api_error(error, ENGINE_FIELDS))
                     return
             if services.engine.state == "draining":

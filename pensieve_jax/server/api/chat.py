@@ -12,6 +12,7 @@ only what is new is computed. Turns are kept in the engine's memory, and in the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from pensieve_jax.core.errors import ChatTemplateError
@@ -27,13 +28,13 @@ from pensieve_jax.server.api.running import RunningTurns, run_turns
 from pensieve_jax.server.api.sampling import choice_params
 from pensieve_jax.server.api.usage import completion_usage
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
-from pensieve_jax.server.context.resolver import Memory, ResolvedContext
+from pensieve_jax.server.context.resolver import Memory, ResolvedContext, has_reply
 from pensieve_jax.server.context.start import start_turns
 from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import renamed_fields
 from pensieve_jax.server.http.replies import Reply, encode_json
 from pensieve_jax.server.http.routes import Route
-from pensieve_jax.server.threads import is_long
+from pensieve_jax.server.threads import Thought, is_long
 
 
 async def create_chat_completion(call: Call) -> Reply:
@@ -67,14 +68,14 @@ class ChatCompletion:
     async def start(self) -> RunningTurns:
         """Wait for a place and submit; raises ApiError."""
         num_characters = sum(len(message["content"]) for message in self._messages)
+        thought = Thought(is_long(num_characters, len(self._messages)), has_reply(self._messages))
 
         async def start() -> Sequence[AsyncTurn]:
             _, turns = await start_turns(
                 self._services.engine,
-                self._owner,
                 self._find,
                 self._specs,
-                is_long=self._services.is_history_far or is_long(num_characters, len(self._messages)),
+                think=partial(self._services.think, self._owner, thought),
             )
             return turns
 

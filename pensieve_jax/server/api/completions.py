@@ -36,7 +36,7 @@ from pensieve_jax.server.http.errors import invalid_value
 from pensieve_jax.server.http.replies import Reply, encode_json
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
-from pensieve_jax.server.threads import aside, is_long
+from pensieve_jax.server.threads import Thought, is_long
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this API alone
 _MAX_PROMPTS = 64
@@ -76,8 +76,8 @@ async def create_completion(call: Call) -> Reply:
     """One reply or several to each prompt."""
     body = await call.decode(CompletionBody)
     check_model(call.services, body.model)
-    in_thread = call.services.is_history_far or is_long(len(call.body))
-    completion = await aside(call.owner, in_thread, Completion, call, body)
+    thought = Thought(is_long(len(call.body)), body.previous_response_id is not None)
+    completion = await call.services.think(call.owner, thought, Completion, call, body)
     await call.aside(completion.encode)
     return await reply_in(completion, call, body, await completion.start())
 

@@ -8,6 +8,7 @@ Called by: `responses`, directly or in a task of its own for a request with an i
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from pensieve_jax.core.outputs import Output
@@ -64,10 +65,9 @@ class ForegroundResponse:
         async def start() -> Sequence[AsyncTurn]:
             _, turns = await start_turns(
                 services.engine,
-                plan.owner,
                 plan.context.find,
                 plan.specs,
-                is_long=plan.context.is_long,
+                think=partial(services.think, plan.owner, plan.context.thought),
             )
             return turns
 

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from pensieve_jax.core.errors import UnknownRecordError
 from pensieve_jax.history.changes import Idempotency, ResponseRecord
+from pensieve_jax.server.api.ends import Ends
 from pensieve_jax.server.api.recent import Recent
 from pensieve_jax.server.api.response_runs import ResponseRun
 from pensieve_jax.server.http.errors import ApiError
@@ -44,7 +45,7 @@ class Repeats:
         self._history = history
         self._started_at_s = started_at_s
         self._read = read
-        self._num_ended = 0
+        self._ends = Ends[tuple[str, str]]()
         self._running: dict[tuple[str, str], ResponseRun] = {}
         self._undelivered = Recent[tuple[str, str], str](UNDELIVERED_LIFETIME_S, _MAX_UNDELIVERED)
         self._given_again: set[tuple[str, str]] = set()  # of those from before the start, by owner and id
@@ -71,9 +72,9 @@ class Repeats:
             if run is not None:
                 check_same_body(body_sha256, run.body_sha256)
                 return run
-            num_ended = self._num_ended
-            record = await self._read(owner, self._kept_under, owner, key, body_sha256, now_s)
-            if (owner, key) not in self._running and num_ended == self._num_ended:
+            with self._ends.seen() as ended:
+                record = await self._read(owner, self._kept_under, owner, key, body_sha256, now_s)
+            if (owner, key) not in self._running and (owner, key) not in ended:
                 return record
 
     async def by_body(self, owner: str, body_sha256: str, now_s: float) -> ResponseRecord | None:
@@ -107,7 +108,7 @@ class Repeats:
     def end(self, owner: str, key: str) -> None:
         """It does so no longer; what it became stands in the history, if it is stored."""
         self._running.pop((owner, key), None)
-        self._num_ended += 1
+        self._ends.end((owner, key))
 
     def missed(self, owner: str, body_sha256: str, response_id: str, now_s: float) -> None:
         """A response was committed, but its client had left."""

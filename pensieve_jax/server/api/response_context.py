@@ -27,11 +27,11 @@ from pensieve_jax.server.api.item_schemas import (
 )
 from pensieve_jax.server.api.response_object import kept_response
 from pensieve_jax.server.api.response_schemas import ContextFields
-from pensieve_jax.server.context.resolver import Memory, ResolvedContext
+from pensieve_jax.server.context.resolver import Memory, ResolvedContext, has_reply
 from pensieve_jax.server.http.bodies import MAX_ITEMS
 from pensieve_jax.server.http.errors import ApiError, invalid_value
 from pensieve_jax.server.http.services import Services
-from pensieve_jax.server.threads import is_long
+from pensieve_jax.server.threads import Thought, is_long
 from pensieve_jax.text.messages import Message
 
 MAX_READ_CHARACTERS: Final = 16 * 2**20
@@ -46,7 +46,7 @@ class RequestContext:
     Attributes:
       find: resolves it; again, when a turn that it went on from is gone.
       num_characters: about how much text it is, without what a turn that is named already holds.
-      is_long: whether to resolve it is work for a thread.
+      thought: what is known of resolving it.
       new_items: the request's own items, without ids.
       conversation: that its items are appended to.
       ignored_fields: paths of fields of its items that nobody knows.
@@ -54,7 +54,7 @@ class RequestContext:
 
     find: Callable[[Memory], ResolvedContext]
     num_characters: int
-    is_long: bool
+    thought: Thought
     new_items: list[Item]
     conversation: ConversationRow | None
     ignored_fields: tuple[str, ...]
@@ -93,15 +93,17 @@ def request_context(services: Services, owner: str, body: ContextFields, *, dura
     return RequestContext(
         find=find or _by_messages(services, owner, messages, durable),
         num_characters=num_characters,
-        is_long=services.is_history_far or is_long(num_characters, len(messages), num_tokens),
+        thought=Thought(
+            is_long(num_characters, len(messages), num_tokens), find is not None or has_reply(messages)
+        ),
         new_items=items,
         conversation=conversation,
         ignored_fields=ignored,
     )
 
 
-def reads_long(services: Services, owner: str, body: ContextFields, num_bytes: int) -> bool:
-    """Whether `request_context` is work for a thread, of a body of so many bytes.
+def reading(services: Services, owner: str, body: ContextFields, num_bytes: int) -> Thought:
+    """What is known of `request_context`, of a body of so many bytes.
 
     What is read of the history is only known once it was: a conversation and references always are.
     """
@@ -110,11 +112,10 @@ def reads_long(services: Services, owner: str, body: ContextFields, num_bytes: i
     if body.previous_response_id is not None:
         turn_id = body.previous_response_id.removeprefix("resp_")
         num_tokens = services.resolver.index.num_tokens(owner, turn_id)
-    return (
-        services.is_history_far
-        or body.conversation_id is not None
-        or is_long(num_bytes, len(items), num_tokens)
-        or any(map(is_reference, items))
+    reads_items = body.conversation_id is not None or any(map(is_reference, items))
+    return Thought(
+        reads_items or is_long(num_bytes, len(items), num_tokens),
+        reads_items or body.previous_response_id is not None,
     )
 
 

@@ -19,7 +19,7 @@ from pensieve_jax.server.api.common import check_model
 from pensieve_jax.server.api.foreground import ForegroundResponse
 from pensieve_jax.server.api.pages import page_of_rows, page_query
 from pensieve_jax.server.api.repeats import Repeats, idempotency_key, is_retry
-from pensieve_jax.server.api.response_context import reads_long, request_context
+from pensieve_jax.server.api.response_context import reading, request_context
 from pensieve_jax.server.api.response_object import head_of, kept_response
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.api.response_runs import ResponseRun
@@ -38,7 +38,6 @@ from pensieve_jax.server.http.replies import Reply, json_reply
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.http.sse import Events
-from pensieve_jax.server.threads import aside
 
 
 class Responses:
@@ -91,9 +90,9 @@ class Responses:
         unlock = self._lock(call.owner, body.conversation_id)
         planned = False
         try:
-            in_thread = reads_long(call.services, call.owner, body, len(call.body))
-            plan = await aside(
-                call.owner, in_thread, ResponsePlan, call.services, call.owner, body, sha256, key
+            thought = reading(call.services, call.owner, body, len(call.body))
+            plan = await call.services.think(
+                call.owner, thought, ResponsePlan, call.services, call.owner, body, sha256, key
             )
             known = await self._known(call, key, sha256)  # the same may have come in the meantime
             planned = known is None
@@ -183,12 +182,11 @@ class Responses:
         body = await call.decode(CountTokens)
         check_context(body)
         check_model(call.services, body.model)
-        in_thread = reads_long(call.services, call.owner, body, len(call.body))
-        context = await aside(
-            call.owner, in_thread, request_context, call.services, call.owner, body, durable=True
-        )
+        services, owner = call.services, call.owner
+        thought = reading(services, owner, body, len(call.body))
+        context = await services.think(owner, thought, request_context, services, owner, body, durable=True)
         with renamed_fields(ENGINE_FIELDS):
-            resolved = await aside(call.owner, context.is_long, context.find, Memory.ALL)
+            resolved = await services.think(owner, context.thought, context.find, Memory.ALL)
         return json_reply({"object": "response.input_tokens", "input_tokens": resolved.num_context_tokens})
 
     # Inside

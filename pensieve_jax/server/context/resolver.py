@@ -294,6 +294,11 @@ class Resolver:
         return self._format
 
 
+def has_reply(messages: Sequence[Message]) -> bool:
+    """Whether there is anything that an earlier turn could have ended with."""
+    return any(message["role"] == "assistant" for message in messages)
+
+
 def _missed_tokens(messages: Sequence[Message], num_tokens: int) -> int:
     """About how many of a prompt's tokens are replies and what stands before them."""
     last_reply = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)

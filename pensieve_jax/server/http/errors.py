@@ -163,6 +163,9 @@ def as_api_error(error: BaseException, fields: Mapping[str, str] | None = None) 
     """
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, InvalidRequestError) and error.field.endswith("idempotency.key"):
+        sentence = "Another server has just answered a request with this key; send it again for that answer."
+        return ApiError(409, "idempotency_key_in_use", sentence, param="Idempotency-Key", headers=_RETRY_SOON)
     for kind in type(error).__mro__:
         if kind in _MEANINGS:
             status, code, headers = _MEANINGS[kind]

@@ -17,7 +17,7 @@ from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.limits import Limits
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics
-from pensieve_jax.server.threads import aside
+from pensieve_jax.server.threads import Thought, aside, far
 from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.text import ChatFormat, Tokenizer
 
@@ -75,7 +75,17 @@ class Services:
         Of a file that is done at once, and nothing happens meanwhile. What is far is read in a thread, so
         that nobody else waits: what the event loop knew may have changed by then.
         """
-        return await aside(owner, self.is_history_far, work, *args, **kwargs)
+        if self.is_history_far:
+            return await far(owner, work, *args, **kwargs)
+        return work(*args, **kwargs)
+
+    async def think[**P, T](
+        self, owner: str, how: Thought, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """What `work` returns, wherever it keeps nobody else waiting; raises what it raises."""
+        if how.asks_history and self.is_history_far:
+            return await far(owner, work, *args, **kwargs)
+        return await aside(owner, how.is_long, work, *args, **kwargs)
 
     @property
     def model_name(self) -> str:

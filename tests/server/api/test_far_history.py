@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from pensieve_jax.server.api.repeats import Repeats
+from pensieve_jax.server.threads import FAR_THREADS
 from tests.server.api.live import LiveServer
 from tests.server.api.test_background import ended, feed, turn_of, wait_until
 from tests.server.api.test_repeats import at_once
@@ -31,7 +34,7 @@ class Slow:
         def read(*args, **options):
             self.num_inside += 1
             try:
-                assert threading.current_thread().name.startswith("aside")
+                assert threading.current_thread().name == "far"
                 assert self.is_open.wait(20)
                 return found(*args, **options)
             finally:
@@ -108,6 +111,93 @@ def test_others_are_answered_while_one_waits_for_the_history(server, read):
         server.slow.is_open.set()
         asking.join(20)
         assert results
+
+
+NEEDS_NO_HISTORY = {
+    "response": lambda client: client.responses.create(input="ho", store=False),
+    "chat": lambda client: client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "x"}]
+    ),
+    "completion": lambda client: client.completions.create(model="fake", prompt="x"),
+    "long text": lambda client: client.responses.input_tokens.count(input="x" * 30_000),
+}
+
+
+@pytest.mark.parametrize("ask", list(NEEDS_NO_HISTORY))
+def test_a_history_that_hangs_holds_up_nobody_who_does_not_need_it(server, ask):
+    with server.client() as client:
+        first = client.responses.create(input="hi")
+        server.slow.is_open.clear()
+        asking = [threading.Thread(target=client.responses.retrieve, args=(first.id,)) for _ in range(20)]
+        for thread in asking:
+            thread.start()
+        wait_until(lambda: server.slow.num_inside == FAR_THREADS)
+        with server.client() as other:
+            assert NEEDS_NO_HISTORY[ask](other)
+        server.slow.is_open.set()
+        for thread in asking:
+            thread.join(20)
+
+
+def test_two_of_one_key_whose_plans_are_made_at_the_same_time_are_one(server):
+    with server.client() as client:
+        first = client.responses.create(input="hi")
+        server.slow.is_open.clear()
+        answers = []
+
+        def ask() -> None:
+            with server.client() as other:
+                answers.append(
+                    other.responses.create(
+                        input="a", previous_response_id=first.id, extra_headers={"idempotency-key": "k"}
+                    )
+                )
+
+        asking = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in asking:
+            thread.start()
+        wait_until(lambda: server.slow.num_inside >= 2)
+        server.slow.is_open.set()
+        for thread in asking:
+            thread.join(20)
+        assert len({one.id for one in answers}) == 1 and len(answers) == len(server.engine.turns) == 2
+
+
+def test_others_who_end_do_not_keep_one_looking():
+    class History:
+        def idempotent(self, owner, key, now_s):
+            return None
+
+    class Run:
+        body_sha256 = "b"
+
+    async def ask() -> int:
+        looks = []
+
+        async def read(owner, work, *args):
+            looks.append(await at_once(owner, work, *args))
+            repeats.start("bob", "other", Run())
+            repeats.end("bob", "other")
+            return looks[-1]
+
+        repeats = Repeats(History(), 0.0, read)
+        assert await repeats.by_key("ann", "k", "a", 1.0) is None
+        return len(looks)
+
+    assert asyncio.run(ask()) == 1
+
+
+def test_work_that_waits_for_ever_does_not_hold_up_the_end_of_a_process():
+    program = """if True:
+        import asyncio, threading
+        from pensieve_jax.server.threads import far
+        async def main():
+            task = asyncio.ensure_future(far("", threading.Event().wait))
+            await asyncio.sleep(0)
+            task.cancel()
+        asyncio.run(main())
+    """
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_a_response_that_ends_while_it_is_read_is_not_run_again(tmp_path):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import urllib.error
 import urllib.request
 
+import openai
 import pytest
 
 from pensieve_jax.core.errors import HistoryUnavailableError
@@ -94,6 +96,62 @@ def test_a_response_in_the_background_runs_on_one_server(postgres, soon):
             assert not other.engine.turns
         wait_until(lambda: done(other, "GET", f"/responses/{left}")["status"] == "completed")
         assert [turn.turn_id for turn in other.engine.turns] == [left.removeprefix("resp_")]
+
+
+def test_a_response_in_the_background_outlives_a_restart_of_postgres(postgres, soon):
+    """The engine could not commit its turn, and nobody knows whether it did: it runs again."""
+
+    def finish() -> None:
+        turn.feed("ho", (104, 111, 257))
+        try:
+            turn.finish()
+        except HistoryUnavailableError as error:
+            turn.fail(error)
+
+    with LiveServer(postgres.url()) as one:
+        queued = done(one, "POST", "/responses", input="hi", background=True)["id"]
+        turn = turn_of(one)
+        postgres.stop()
+        one.on_loop(finish)
+        postgres.start()
+        feed(one, turn_of(one, 1), "well", end=True)
+        wait_until(lambda: done(one, "GET", f"/responses/{queued}")["status"] == "completed")
+
+
+def test_a_response_that_is_cancelled_at_another_server_ends_where_it_runs(postgres, soon):
+    url = postgres.url()
+    with LiveServer(url) as one, LiveServer(url) as other:
+        queued = done(one, "POST", "/responses", input="hi", background=True)["id"]
+        turn = turn_of(one)
+        feed(one, turn, "h")
+        assert done(other, "POST", f"/responses/{queued}/cancel")["status"] == "cancelled"
+        wait_until(lambda: turn.cancelled)
+        assert done(one, "GET", f"/responses/{queued}")["status"] == "cancelled"
+
+
+def test_a_key_that_comes_to_two_servers_at_the_same_time_has_one_answer(postgres):
+    url = postgres.url()
+    with contextlib.ExitStack() as stack:
+        one, other = (stack.enter_context(LiveServer(url, script)) for script in (None, echo))
+        client, second = (stack.enter_context(server.client()) for server in (one, other))
+        key = {"extra_headers": {"idempotency-key": "k"}}
+        late = []
+
+        def ask() -> None:
+            try:
+                late.append(client.responses.create(input="hi", **key))
+            except openai.ConflictError as error:
+                late.append(error)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        turn = turn_of(one)
+        answer = second.responses.create(input="hi", **key)
+        feed(one, turn, "well", end=True)
+        asking.join(20)
+        (error,) = late
+        assert error.body["code"] == "idempotency_key_in_use" and error.response.headers["retry-after"]
+        assert client.responses.create(input="hi", **key).id == answer.id
 
 
 def test_claims_of_a_session_that_was_lost_are_taken_again(postgres):

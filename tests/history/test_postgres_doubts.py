@@ -1,0 +1,221 @@
+"""What is told of a commit whose session was lost, of a read that is repeated, and of claims."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from pensieve_jax.core.errors import HistoryError, InvalidRequestError
+from pensieve_jax.history import copying, named_conversations, open_store
+from pensieve_jax.history.postgres_location import parse
+from tests.deadlines import wait_until
+from tests.history.racing_commits import FINGERPRINT, behind
+from tests.history.test_responses import append_to, begin_conversation, commit, draft, turn
+from tests.postgres_server import PASSWORD
+
+psycopg = pytest.importorskip("psycopg", reason="needs the extra `postgres`")
+
+from pensieve_jax.history import postgres_connection  # noqa: E402  # of that extra
+from pensieve_jax.history.postgres_claims import PostgresClaims  # noqa: E402
+from pensieve_jax.history.postgres_connection import PostgresConnection, SentAhead  # noqa: E402
+from pensieve_jax.history.postgres_store import PostgresHistoryStore  # noqa: E402
+from tests.history.test_postgres_races import lose_sessions  # noqa: E402
+
+
+@pytest.fixture
+def url(postgres):
+    return postgres.url()
+
+
+@pytest.fixture
+def replicas(url):
+    with open_store(url, fingerprint=FINGERPRINT) as one, open_store(url, fingerprint=FINGERPRINT) as other:
+        yield one, other
+
+
+def once_at_begin(monkeypatch, work):
+    """Something happens as the first commit begins."""
+    execute, num = SentAhead.execute, []
+
+    def losing(self, statement, *values):
+        if statement == "BEGIN" and not num:
+            num.append(1)
+            work()
+        return execute(self, statement, *values)
+
+    monkeypatch.setattr(SentAhead, "execute", losing)
+
+
+def once_behind(monkeypatch, work):
+    """Something happens to the session once the first commit was kept."""
+    ahead, num = PostgresConnection.ahead, []
+
+    @contextlib.contextmanager
+    def behind_it(self):
+        with ahead(self) as connection:
+            yield connection
+        if not num:
+            num.append(1)
+            work(self)
+
+    monkeypatch.setattr(PostgresConnection, "ahead", behind_it)
+
+
+def test_a_turn_that_another_server_has_kept_does_not_tell_for_the_others(postgres, replicas, monkeypatch):
+    """A response in the background has the same turn on every server that runs it."""
+    one, other = replicas
+    shared, own = turn(), turn()
+
+    def meanwhile() -> None:
+        lose_sessions(postgres)
+        commit(other, shared)
+
+    once_at_begin(monkeypatch, meanwhile)
+    assert one.commit([shared, own], [draft(shared), draft(own)]) == {}
+    assert one.has_turn("ann", own.turn_id) and one.has_turn("ann", shared.turn_id)
+
+
+def test_a_lost_place_in_what_the_server_says_is_a_lost_session(url, monkeypatch):
+    """libpq's own errors have no code, and are of no kind."""
+
+    def lose(session) -> None:
+        raise psycopg.DatabaseError("lost synchronization with server")
+
+    once_behind(monkeypatch, lose)
+    one = turn()
+    with open_store(url, fingerprint=FINGERPRINT) as store:
+        assert commit(store, one) == {} and store.has_turn("ann", one.turn_id)
+
+
+def test_what_cannot_be_asked_after_the_second_try_is_not_known(postgres, replicas, monkeypatch):
+    store = replicas[0]
+    begin_conversation(store)
+    late, good = turn(), turn()
+    once_at_begin(monkeypatch, lambda: lose_sessions(postgres))
+    has = PostgresHistoryStore._has
+
+    def away(self, one):
+        postgres.stop()
+        try:
+            return has(self, one)
+        finally:
+            postgres.start()
+
+    monkeypatch.setattr(PostgresHistoryStore, "_has", away)
+    with pytest.raises(HistoryError) as raised:
+        store.commit([late, good], [draft(late, conversation=append_to("conv_1", 9)), draft(good)])
+    assert raised.value.may_be_kept and store.has_turn("ann", good.turn_id)
+
+
+def test_who_may_not_ask_any_more_does_not_know(postgres, monkeypatch):
+    url = postgres.url(user=f"locked:{PASSWORD}")
+
+    def lose(session) -> None:
+        postgres.run_sql("ALTER ROLE locked PASSWORD 'rotated'")
+        session.close()
+        raise psycopg.OperationalError("server closed the connection unexpectedly")
+
+    one = turn()
+    with open_store(url, fingerprint=FINGERPRINT) as store:
+        once_behind(monkeypatch, lose)
+        try:
+            with pytest.raises(HistoryError) as raised:
+                commit(store, one)
+        finally:
+            postgres.run_sql("ALTER ROLE locked PASSWORD 'p@ss:w/rd'")
+        assert raised.value.may_be_kept and store.has_turn("ann", one.turn_id)
+
+
+def test_a_read_that_is_repeated_sees_one_state_as_well(postgres, replicas, monkeypatch):
+    one, other = replicas
+    one.commit([behind(one, "alice")])
+    info, num = named_conversations.info, []
+
+    def between(connection, conversation_id):
+        found = info(connection, conversation_id)
+        if not num:
+            num.append(1)
+            other.commit([behind(other, "alice")])
+        return found
+
+    lose_sessions(postgres)
+    other.head("alice")
+    monkeypatch.setattr(named_conversations, "info", between)
+    assert len(one.load("alice").turns) == 1
+
+
+def test_a_copy_takes_its_time(url, tmp_path, monkeypatch):
+    with open_store(url, fingerprint=FINGERPRINT) as store:
+        store.commit([behind(store, "alice")])
+    monkeypatch.setitem(postgres_connection._SETTINGS, "idle_in_transaction_session_timeout", "50ms")
+    contents, late = copying.contents, threading.Event()
+
+    def slow(connection):
+        late.wait(0.3)
+        return contents(connection)
+
+    monkeypatch.setattr(copying, "contents", slow)
+    assert copying.copy_history(url, tmp_path / "h.sqlite").num_rows["turns"] == 1
+
+
+@pytest.mark.parametrize("name", ["user", "order"])
+def test_a_namespace_may_be_a_word_of_sql(postgres, name):
+    with open_store(postgres.url(name), fingerprint=FINGERPRINT) as store:
+        commit(store, turn())
+
+
+def test_a_name_that_no_index_can_hold_is_refused_alone(url):
+    letters = np.random.default_rng(0).integers(97, 123, 9000)
+    with open_store(url, fingerprint=FINGERPRINT) as store:
+        refused = store.commit([behind(store, "alice"), behind(store, "".join(map(chr, letters)))])
+        assert list(refused) == [1] and isinstance(refused[1], InvalidRequestError)
+        assert len(store.load("alice").turns) == 1
+
+
+# --- claims
+
+
+@pytest.fixture
+def servers(url):
+    one, other = PostgresClaims(parse(url)), PostgresClaims(parse(url))
+    with contextlib.closing(one), contextlib.closing(other):
+        yield one, other
+
+
+def test_who_looks_in_time_keeps_what_a_restart_has_lost(postgres, servers):
+    one, other = servers
+    assert one.take("a") and not other.take("a")
+    lose_sessions(postgres)
+    assert one.take("a") and not other.take("a")
+
+
+def test_who_is_closed_takes_nothing(servers):
+    one, other = servers
+    one.close()
+    with pytest.raises(HistoryError, match="closed"):
+        one.take("a")
+    assert other.take("a")
+
+
+def test_to_close_waits_for_no_answer(servers):
+    one, other = servers
+    assert one.take("a")
+    pid = one._session._raw.info.backend_pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        asking = threading.Thread(target=one.take, args=("b",), daemon=True)
+        asking.start()
+        wait_until(one._asking.locked)
+        closing = threading.Thread(target=one.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive() and not one.holds("a")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    asking.join(10)
+    wait_until(lambda: other.take("a"))  # who asked has ended the session
