@@ -102,7 +102,7 @@ class Embedding(nnx.Module):
         return constrain(rows.astype(jnp.float32), self.build.mesh)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[S, width] -> f32[S, vocab_size], replicated."""
+        """[S, width] -> f32[S, vocab_size], split by vocabulary as the table is."""
         contract = ((1,), (1,)), ((), ())
         scores = lax.dot_general(
             hidden.astype(self.build.dtype),
@@ -111,8 +111,7 @@ class Embedding(nnx.Module):
             precision=self.build.precision,
             preferred_element_type=jnp.float32,
         )
-        scores = constrain(scores, self.build.mesh, None, self.vocab_axis)
-        return constrain(scores, self.build.mesh)
+        return constrain(scores, self.build.mesh, None, self.vocab_axis)
 
 
 class Norm(nnx.Module):

@@ -51,6 +51,13 @@ class CacheConfig:
         "transit may take of what JAX may use of a device (75% of a GPU, unless the environment variable "
         "XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise). The rest is for a step's temporaries.",
     )
+    gpu_reserved_bytes: int | None = option(
+        None,
+        optional(count(0)._replace(words="an integer number of bytes, at least 0")),
+        "Of every device, what that share leaves to the exchanges between devices and to what compiling tries "
+        "out; None is nothing on one device and 1 GiB on each of several.",
+        unit="bytes",
+    )
     cpu_pages: int = option(
         0,
         count(0),

@@ -30,7 +30,7 @@ from pallas_kernels.ragged_paged_attention import build_tiles, import_backend
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.device import sampler, step
-from pensieve_jax.device.device_memory import bytes_per_device, step_memory
+from pensieve_jax.device.device_memory import bytes_per_device, least_device, reserved_bytes, step_memory
 from pensieve_jax.device.device_pools import DevicePools
 from pensieve_jax.device.kernel_choices import choose_kernels
 from pensieve_jax.device.kv_storage import KVStorage
@@ -126,7 +126,7 @@ class ModelRunner:
         self.device_pools = DevicePools(self.storage)
         self._transfers = self._new_transfers(config)
         self.transfers: Transfers = self._transfers
-        self._budget = self._new_budget(config.cache.gpu_pages, gpu_memory_fraction)
+        self._budget = self._new_budget(config, gpu_memory_fraction)
         self._budget.check()
         self._forward: dict[tuple[int, int], jax.stages.Compiled] = {}  # by bucket and group of layers
         self._choose: dict[tuple[int, SamplerMode], jax.stages.Compiled] = {}
@@ -297,15 +297,17 @@ class ModelRunner:
         buckets = self.memory_analysis()["buckets"].values()
         return max((bucket["step_bytes"] for bucket in buckets), default=0) + self._transfers.temp_bytes
 
-    def _new_budget(self, gpu_pages: int, fraction: float | None) -> PageBudget:
+    def _new_budget(self, config: EngineConfig, fraction: float | None) -> PageBudget:
+        devices = list(self._mesh.devices.flat)
         return PageBudget(
-            self._device,
-            gpu_pages,
+            least_device(devices),
+            config.cache.gpu_pages,
             fraction,
             page_bytes=self.storage.page_bytes,
             weights_bytes=self.weights_bytes,
             staging_bytes=self._transfers.staging_bytes,
             max_step_tokens=max(self.layouts),
+            reserved_bytes=reserved_bytes(config.cache.gpu_reserved_bytes, len(devices)),
         )
 
     def _new_transfers(self, config: EngineConfig) -> DeviceTransfers:

@@ -26,9 +26,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.attention import PagedAttention, RaggedBatch
 from model_defs.registry import Model
+from model_defs.sharding import constrain, vocabulary_axis
 from pallas_kernels.ragged_paged_attention import TileSpec
 from pensieve_jax.device import sampler
 from pensieve_jax.device.sampler import SamplerMode, SamplingRows
+from pensieve_jax.device.split_sampler import sample_split
 from pensieve_jax.scheduler.plan import PlanLayout, StepResult
 
 
@@ -102,7 +104,7 @@ class Between(NamedTuple):
 class Scores(NamedTuple):
     """What the last group ends with."""
 
-    logits: jax.Array  # f32[S, V], of the rows to sample
+    logits: jax.Array  # f32[S, V], of the rows to sample; the vocabulary is split as the table is
     rows: SamplingRows[jax.Array]  # how to sample them
 
 
@@ -152,8 +154,20 @@ def forward(
     else:
         logits = model.compute_logits(model.normalize(hidden)[plan["sample_tokens"]])
         result = Scores(logits, SamplingRows(*(plan[name] for name in SamplingRows._fields)))
-    replicated = NamedSharding(statics.mesh, PartitionSpec())
-    return attention.kv_pages, lax.with_sharding_constraint(result, replicated)
+    return attention.kv_pages, lax.with_sharding_constraint(result, _shardings(result, statics.mesh))
+
+
+def logits_spec(vocab_size: int, mesh: Mesh) -> PartitionSpec:
+    """How logits lie on the devices between the last group of layers and the sampler."""
+    return PartitionSpec(None, vocabulary_axis(vocab_size, mesh))
+
+
+def _shardings(result: Between | Scores, mesh: Mesh) -> Any:
+    """All is whole on every device but logits."""
+    shardings = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), result)
+    if not isinstance(result, Scores):
+        return shardings
+    return shardings._replace(logits=NamedSharding(mesh, logits_spec(result.logits.shape[1], mesh)))
 
 
 def _embed(model: Model, prev_ids: jax.Array, plan: dict[str, jax.Array]) -> jax.Array:
@@ -163,7 +177,9 @@ def _embed(model: Model, prev_ids: jax.Array, plan: dict[str, jax.Array]) -> jax
     return model.embed_tokens(token_ids, plan["positions"])
 
 
-@functools.partial(jax.jit, static_argnames=("mode", "num_top", "max_num_samples", "cutoff_backend"))
+@functools.partial(
+    jax.jit, static_argnames=("mode", "num_top", "max_num_samples", "cutoff_backend", "split_over")
+)
 def choose(
     logits: jax.Array,
     rows: SamplingRows[jax.Array],
@@ -172,14 +188,29 @@ def choose(
     num_top: int,
     max_num_samples: int,
     cutoff_backend: str,
+    split_over: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sample, and pack what the host wants to know.
+
+    Args:
+      logits: f32[S, V].
+      rows: how to sample each of them.
+      mode: what has to be computed.
+      num_top: most likely ids to return.
+      max_num_samples: of all buckets.
+      cutoff_backend: as of `sampler.sample`.
+      split_over: devices that each have a part of the vocabulary's logits; None: the logits are whole.
 
     Returns:
       i32[max_num_samples] ids for the next step, the same length whatever the bucket, and the packed
       result i32[S * (2 + 2 * num_top)].
     """
-    samples = sampler.sample(logits, rows, mode=mode, num_top=num_top, cutoff_backend=cutoff_backend)
+    if split_over is not None and not mode.truncates:
+        samples = sample_split(logits, rows, mode=mode, num_top=num_top, mesh=split_over)
+    else:
+        if split_over is not None:
+            logits = constrain(logits, split_over)  # gathered once, for a search of whole rows
+        samples = sampler.sample(logits, rows, mode=mode, num_top=num_top, cutoff_backend=cutoff_backend)
     words = [jnp.ravel(lax.bitcast_convert_type(part, jnp.int32)) for part in samples]
     next_ids = jnp.pad(samples.token_ids, (0, max_num_samples - samples.token_ids.shape[0]))
     return next_ids, jnp.concatenate(words)

@@ -122,15 +122,18 @@ class StepPrograms:
     def _sampler(self, layout: PlanLayout, mode: SamplerMode) -> Program:
         fields = [layout.fields[name] for name in SamplingRows._fields]
         rows = SamplingRows(*(self._abstract(field.shape, field.dtype) for field in fields))
-        logits = self._abstract((layout.max_num_samples, self._model.vocab_size), np.float32)
+        spec = step.logits_spec(self._model.vocab_size, self._mesh)
+        shape = (layout.max_num_samples, self._model.vocab_size)
+        logits: Any = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self._mesh, spec))
         statics = {
             "mode": mode,
             "num_top": self._num_top,
             "max_num_samples": self.max_num_samples,
             "cutoff_backend": self._cutoff_backend,
+            "split_over": self._mesh if self._mesh.size > 1 and any(spec) else None,
         }
         return Program(step.choose, (logits, rows), statics)
 
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """What one executable hands to the next lies on every device."""
+        """What one executable hands to the next lies on every device; only logits are split."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
