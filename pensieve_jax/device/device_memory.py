@@ -19,8 +19,8 @@ from pensieve_jax.device.host_memory import available_bytes
 from pensieve_jax.device.runtime_errors import in_a_line, is_out_of_memory
 
 _LEAST_PAGES = 2
-# What a device of several takes beside arrays: buffers that peers write to, and those of compiling, which tries
-# products out on all of them at once. An estimate; `scripts/profile_parallel.py` says what was taken.
+# What a device of several takes beside arrays: buffers that peers write to, and those of compiling, which
+# tries out products. An estimate; `scripts/profile_parallel.py` says what was taken.
 _EXCHANGE_BYTES = 2**30
 
 
@@ -119,7 +119,9 @@ def check_weights_fit(model: str, weights_bytes: int, devices: Sequence[jax.Devi
             hint += f" to {-(-weights_bytes * num_devices // limit_bytes)} or more"
     if limit_bytes is not None and weights_bytes > limit_bytes:
         limit = f"one whose parameters take at most the {limit_bytes:,} bytes that {where}"
-        raise ConfigError("model", model, limit, f"its parameters take {weights_bytes:,} bytes{shared}; {hint}")
+        raise ConfigError(
+            "model", model, limit, f"its parameters take {weights_bytes:,} bytes{shared}; {hint}"
+        )
 
 
 @contextlib.contextmanager

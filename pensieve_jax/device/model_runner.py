@@ -32,6 +32,7 @@ from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.device import sampler, step
 from pensieve_jax.device.device_memory import bytes_per_device, least_device, reserved_bytes, step_memory
 from pensieve_jax.device.device_pools import DevicePools
+from pensieve_jax.device.exchange import Exchange
 from pensieve_jax.device.kernel_choices import choose_kernels
 from pensieve_jax.device.kv_storage import KVStorage
 from pensieve_jax.device.layouts import bucket_layouts, bucket_tile_specs
@@ -60,7 +61,7 @@ _log = logging.getLogger(__name__)
 class StepHandle(NamedTuple):
     """A step in flight."""
 
-    words: jax.Array  # i32[S * (2 + 2 * K)], on its way to the host
+    words: jax.Array  # i32[S * (2 + 2 * K) + 1], on its way to the host
     num_samples: int  # S
 
 
@@ -109,6 +110,7 @@ class ModelRunner:
         self.layouts: Mapping[int, PlanLayout] = bucket_layouts(model_config, config, self._tile_specs)
         self.storage = KVStorage(model_config, config.cache, dtype, mesh, config.runner.num_layer_groups)
         self._parts = [ModelStructure.split(model, layers) for layers in self.storage.groups]
+        self._exchange = Exchange(config.runner.all_reduce, model_config, dtype, mesh)
         self._programs = StepPrograms(
             model_config,
             self._parts,
@@ -119,6 +121,8 @@ class ModelRunner:
             backend=config.runner.attention_backend,
             cutoff_backend=self.kernels.sampling_cutoff.name,
             num_top=self._num_top,
+            sums=self._exchange.sums,
+            exchanged=self._exchange.arrays,
         )
         self._cache_dir, self._mesh = config.runner.compilation_cache_dir, mesh
         self._hidden_size = model_config.hidden_size
@@ -166,6 +170,9 @@ class ModelRunner:
             self.reset()
             self._prepare((), store, progress)
             self._rehearse()
+        if self._exchange.sums is not None:
+            self._exchange.begin()
+            self._rehearse()
         if store is not None:
             store.tidy()
         self._prev_ids = self._no_ids()
@@ -186,12 +193,15 @@ class ModelRunner:
             words = np.asarray(handle.words)
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("a step failed on the device", error) from error
+        if step.lost_a_device(words):
+            raise StepFailedError("a step failed: a device waited in vain for its peer's part of a sum")
         return step.unpack_result(words, handle.num_samples, self._num_top)
 
     def reset(self) -> None:
         """New pools; see `Runner`."""
         self._transfers.reset()  # its staging is freed first as well
         self.device_pools.reset()
+        self._exchange.renew()
         self._prev_ids = self._no_ids()
         self._next_step_id = None
 
@@ -242,7 +252,8 @@ class ModelRunner:
             for group, (_, leaves) in enumerate(self._parts):
                 self._transfers.land(group)
                 pools = self.device_pools.groups[group]
-                self.device_pools.groups[group], state = self._forward[bucket, group](leaves, pools, state)
+                run = self._forward[bucket, group]
+                self.device_pools.groups[group], state = run(leaves, pools, state, *self._exchange.arrays[:1])
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("a step could not be started", error) from error
         scores: Scores = state
@@ -271,7 +282,8 @@ class ModelRunner:
     def _launch(self, plan: StepPlan, mode: SamplerMode) -> StepHandle:
         scores, layout = self.forward(plan), plan.layout
         try:
-            self._prev_ids, result = self._choose[layout.max_num_samples, mode](*scores)
+            run = self._choose[layout.max_num_samples, mode]
+            self._prev_ids, result = run(*scores, *self._exchange.arrays[1:])
             if self._device.platform != "cpu":  # where results are read in place
                 result.copy_to_host_async()
             self._last_words.append(result)

@@ -6,7 +6,7 @@ on the batch, on padding, or on how the vocabulary is sharded. Two things make t
 counter-based hash of (seed, position, token id), written out here because the bits behind `jax.random`
 follow global flags. The top-k and top-p cuts are found by integer sums, which have no rounding order.
 Does not know: requests, plans, models or the KV cache; nor how a cutoff is found (`sampling_cutoffs`).
-Called by: `step` and `split_sampler` inside executables, and `dense_reference` for what a turn should have been.
+Called by: `step` and `split_sampler` inside executables, and `dense_reference` for what a turn should be.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SamplerMode(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Which ids of the vocabulary a device has: those from `first_id` on, of a vocabulary split over `axis`."""
+    """Which ids a device has: those from `first_id` on, where the vocabulary is split over `axis`."""
 
     first_id: int | jax.Array = 0
     axis: str | None = None

@@ -25,6 +25,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.attention import PagedAttention, RaggedBatch
+from model_defs.device_sums import DeviceSums, SumSpec, summing
 from model_defs.registry import Model
 from model_defs.sharding import constrain, vocabulary_axis
 from pallas_kernels.ragged_paged_attention import TileSpec
@@ -85,6 +86,7 @@ class ForwardStatics:
     tile_spec: TileSpec
     mesh: Mesh
     backend: str
+    sums: SumSpec | None = None  # None: the compiler's own
 
 
 class Start(NamedTuple):
@@ -113,6 +115,7 @@ def forward(
     leaves: list[jax.Array],
     kv_pages: list[jax.Array],
     given: Start | Between,
+    table: jax.Array | None = None,
     *,
     statics: ForwardStatics,
 ) -> tuple[list[jax.Array], Between | Scores]:
@@ -122,6 +125,7 @@ def forward(
       leaves: the arrays of those layers, and of what goes before the first and after the last.
       kv_pages: their pools, one per layer; donated, and updated in place.
       given: a `Start` for the first group, else what the group before returned.
+      table: of the memory that devices write to each other, where `statics.sums` says that they do.
       statics: structure, layers, layout, kernel spec and mesh.
 
     Returns:
@@ -147,7 +151,12 @@ def forward(
     )
     model = statics.structure.merge(leaves)
     hidden = given.hidden if isinstance(given, Between) else _embed(model, given.prev_ids, plan)
-    hidden = model.run_layers(hidden, plan["positions"], attention, layers.start, layers.stop)
+    sums = None
+    if statics.sums is not None:
+        assert table is not None
+        sums = DeviceSums(statics.sums, table, statics.mesh)
+    with summing(sums):
+        hidden = model.run_layers(hidden, plan["positions"], attention, layers.start, layers.stop)
     result: Between | Scores
     if layers.stop < statics.num_layers:
         result = Between(hidden, given.plan_words)
@@ -183,6 +192,7 @@ def _embed(model: Model, prev_ids: jax.Array, plan: dict[str, jax.Array]) -> jax
 def choose(
     logits: jax.Array,
     rows: SamplingRows[jax.Array],
+    words: jax.Array | None = None,
     *,
     mode: SamplerMode,
     num_top: int,
@@ -195,6 +205,7 @@ def choose(
     Args:
       logits: f32[S, V].
       rows: how to sample each of them.
+      words: of the devices that exchange, or None; see `ExchangeMemory.words`.
       mode: what has to be computed.
       num_top: most likely ids to return.
       max_num_samples: of all buckets.
@@ -203,7 +214,7 @@ def choose(
 
     Returns:
       i32[max_num_samples] ids for the next step, the same length whatever the bucket, and the packed
-      result i32[S * (2 + 2 * num_top)].
+      result i32[S * (2 + 2 * num_top) + 1], whose last word is not 0 if a device lost another.
     """
     if split_over is not None and not mode.truncates:
         samples = sample_split(logits, rows, mode=mode, num_top=num_top, mesh=split_over)
@@ -211,15 +222,21 @@ def choose(
         if split_over is not None:
             logits = constrain(logits, split_over)  # gathered once, for a search of whole rows
         samples = sampler.sample(logits, rows, mode=mode, num_top=num_top, cutoff_backend=cutoff_backend)
-    words = [jnp.ravel(lax.bitcast_convert_type(part, jnp.int32)) for part in samples]
+    parts = [jnp.ravel(lax.bitcast_convert_type(part, jnp.int32)) for part in samples]
+    lost = jnp.zeros(1, jnp.int32) if words is None else words[:, 0].max(keepdims=True)
     next_ids = jnp.pad(samples.token_ids, (0, max_num_samples - samples.token_ids.shape[0]))
-    return next_ids, jnp.concatenate(words)
+    return next_ids, jnp.concatenate([*parts, lost])
+
+
+def lost_a_device(words: np.ndarray) -> bool:
+    """Whether what `choose` packed is of sums that a device did not take part in."""
+    return bool(words[-1])
 
 
 def unpack_result(words: np.ndarray, num_samples: int, num_top: int) -> StepResult:
     """The host's view of what `choose` packed."""
     ends = np.cumsum([num_samples, num_samples, num_samples * num_top])
-    token_ids, logprobs, top_ids, top_logprobs = np.split(words, ends)
+    token_ids, logprobs, top_ids, top_logprobs = np.split(words[:-1], ends)
     shape = (num_samples, num_top)
     return StepResult(
         token_ids,

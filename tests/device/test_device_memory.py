@@ -55,9 +55,9 @@ def test_weights_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError) as refused:
         check_weights_fit("a model", 2500, [device(2600, 0), device(2000, 0)])
     assert str(refused.value) == (
-        "model is 'a model', but must be one whose parameters take at most the 2,000 bytes that JAX may use of "
-        "a device; its parameters take 2,500 bytes of each of 2 devices; raise runner.tensor_parallel_size to "
-        "3 or more."
+        "model is 'a model', but must be one whose parameters take at most the 2,000 bytes that JAX may use "
+        "of a device; its parameters take 2,500 bytes of each of 2 devices; raise "
+        "runner.tensor_parallel_size to 3 or more."
     )
 
 
