@@ -104,13 +104,15 @@ class Row:
 class Stepper:
     """Makes plans and counts them."""
 
+    buckets = BUCKETS
+
     def __init__(self, runner):
         self.runner = runner
         self.num_steps = 0
 
     def dispatch(self, *rows, logprobs=False):
         num_tokens = sum(row.end - row.start for row in rows)
-        bucket = min(bucket for bucket in BUCKETS if bucket >= num_tokens)
+        bucket = min(bucket for bucket in self.buckets if bucket >= num_tokens)
         plan = StepPlan(self.runner.layouts[bucket], self.num_steps, self.runner.storage.padding_slot)
         self.num_steps += 1
         self._fill(plan, rows, num_tokens)
