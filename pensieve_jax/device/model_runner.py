@@ -190,7 +190,8 @@ class ModelRunner:
     def fetch(self, handle: StepHandle) -> StepResult:
         """Wait for a step; see `Runner`."""
         try:
-            words = np.asarray(handle.words)
+            # Of an array that all devices have, one's copy is read: what failed on another has to be asked for.
+            words = np.asarray(handle.words.block_until_ready())
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("a step failed on the device", error) from error
         if step.lost_a_device(words):
@@ -199,6 +200,7 @@ class ModelRunner:
 
     def reset(self) -> None:
         """New pools; see `Runner`."""
+        self._last_words.clear()
         self._transfers.reset()  # its staging is freed first as well
         self.device_pools.reset()
         self._exchange.renew()
@@ -245,6 +247,9 @@ class ModelRunner:
         """
         bucket = plan.layout.num_tokens
         try:
+            if self._last_words and self._last_words[0].is_ready():
+                # On several devices a step after a failed one would wait for the device that failed.
+                self._last_words[0].block_until_ready()
             # Before chunks are on their way that the step does not wait for: it would arrive behind them all.
             words = jax.device_put(plan.buffer, self._replicated)
             self._transfers.start()
