@@ -9,7 +9,6 @@ Does not know: kernels, or models. Called by: layers, and the runner's step.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -69,8 +68,9 @@ class DeviceSums:
         """The stream and the sum, added, and its root-mean-square norm."""
 
         def run(stream: jax.Array, part: jax.Array, scale: jax.Array, table: jax.Array) -> Any:
-            add = functools.partial(all_reduce.sum_and_norm, eps=eps, dtype=dtype, **self._arguments)
-            return add(part[0], table, stream, scale)
+            return all_reduce.sum_and_norm(
+                part[0], table, stream, scale, eps=eps, dtype=dtype, **self._arguments
+            )
 
         shards = self._on_shards(run, (_WHOLE, _SPLIT, _WHOLE, _SPLIT), _WHOLE)
         result: tuple[jax.Array, jax.Array] = shards(stream, partial, scale, self.table)

@@ -97,12 +97,17 @@ def sum_and_norm(
     )
 
 
+def _serves(partial: jax.Array, num_devices: int) -> bool:
+    num_rows, width = partial.shape
+    return serves(num_rows, width, num_devices)
+
+
 def _check(partial: jax.Array, axis: str, capacity: int, backend: str) -> int:
     num_devices = lax.axis_size(axis)
     if backend not in _BACKENDS:
         raise SumArgumentError(f"backend is {backend!r}, but must be one of {_BACKENDS}")
     is_known = partial.ndim == 2 and partial.dtype.name in _DTYPES
-    if not is_known or not serves(*partial.shape, num_devices) or partial.size > capacity:
+    if not is_known or not _serves(partial, num_devices) or partial.size > capacity:
         raise SumArgumentError(
             f"partial sums are {partial.dtype.name}{list(partial.shape)} of {num_devices} devices, but must "
             f"be [num_rows, width] of {' or '.join(_DTYPES)}, of 2 to {MAX_DEVICES} devices, with at most "

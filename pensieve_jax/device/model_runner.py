@@ -42,6 +42,7 @@ from pensieve_jax.device.sampler import SamplerMode
 from pensieve_jax.device.step import ModelStructure, Scores, Start
 from pensieve_jax.device.step_programs import StepPrograms
 from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
+from pensieve_jax.device.transfers.in_flight import is_ready
 from pensieve_jax.engine.runner import Progress
 from pensieve_jax.engine.transfers import Transfers
 from pensieve_jax.runtime.compilation import CompilationCounter, compile_all
@@ -190,7 +191,7 @@ class ModelRunner:
     def fetch(self, handle: StepHandle) -> StepResult:
         """Wait for a step; see `Runner`."""
         try:
-            # Of an array that all devices have, one's copy is read: what failed on another has to be asked for.
+            # One device's copy is read: what failed on another has to be asked for.
             words = np.asarray(handle.words.block_until_ready())
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("a step failed on the device", error) from error
@@ -247,7 +248,7 @@ class ModelRunner:
         """
         bucket = plan.layout.num_tokens
         try:
-            if self._last_words and self._last_words[0].is_ready():
+            if self._last_words and is_ready(self._last_words[0]):
                 # On several devices a step after a failed one would wait for the device that failed.
                 self._last_words[0].block_until_ready()
             # Before chunks are on their way that the step does not wait for: it would arrive behind them all.

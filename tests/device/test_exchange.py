@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from model_defs import device_sums, load_model, make_mesh
+from pallas_kernels import all_reduce
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.device import exchange, sampler
 from pensieve_jax.device.model_runner import ModelRunner
@@ -94,3 +99,79 @@ def test_devices_that_cannot_are_refused():
 def test_one_device_has_nothing_to_sum():
     model = load_model("random:llama-tiny", dtype="float32", mesh=make_mesh(1), seed=1)
     assert ModelRunner(model, config_of(1), make_mesh(1))._exchange.arrays == ()
+
+
+needs_two_gpus = pytest.mark.skipif(
+    jax.default_backend() != "gpu" or len(jax.devices()) < 2, reason="needs two NVIDIA GPUs"
+)
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 32, 129, 512])
+def test_the_kernel_sums_as_xla_does(norms, num_rows):
+    """The bits of two addends' sum; many launches, so that inboxes take turns."""
+    mesh, width = make_mesh(2), 8192
+    memory = all_reduce.ExchangeMemory(mesh, width, "bfloat16")
+    split, whole = PartitionSpec("tp"), PartitionSpec()
+    rng = np.random.default_rng(num_rows)
+    parts = [rng.normal(size=(2, num_rows, width)).astype(jnp.bfloat16) for _ in range(5)]
+    stream, scale = rng.normal(size=(num_rows, width)).astype(np.float32), np.ones(width, jnp.bfloat16)
+
+    def run(part, table, stream, scale, backend):
+        arguments = {"axis": "tp", "capacity": memory.capacity, "backend": backend}
+        if not norms:
+            return all_reduce.sum_over_devices(part[0], table, **arguments)
+        return all_reduce.sum_and_norm(
+            part[0], table, stream, scale, eps=1e-5, dtype=jnp.bfloat16, **arguments
+        )
+
+    own, xla = (
+        jax.jit(
+            jax.shard_map(
+                functools.partial(run, backend=backend), mesh=mesh, in_specs=(split, split, whole, whole),
+                out_specs=whole, check_vma=False,
+            )
+        )
+        for backend in ("jax_triton", "xla")
+    )  # fmt: skip
+    jax.block_until_ready(own(parts[0], memory.table, stream, scale))
+    memory.renew()
+    for part in parts:
+        found, expected = (jax.tree.leaves(each(part, memory.table, stream, scale)) for each in (own, xla))
+        np.testing.assert_array_equal(found[0], expected[0])
+        for shard in found[0].addressable_shards:
+            np.testing.assert_array_equal(shard.data, expected[0])
+        if norms:
+            np.testing.assert_allclose(
+                found[1].astype(np.float32), expected[1].astype(np.float32), rtol=0.02, atol=1e-3
+            )
+    assert not np.asarray(jnp.copy(memory.words))[:, 0].any()
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+def test_a_peer_that_does_not_come_is_not_waited_for_for_ever():
+    """One device launches, the other does not: NaN after a while, and both are told."""
+    from pallas_kernels.all_reduce.jax_triton import triton_sum
+
+    memory = all_reduce.ExchangeMemory(make_mesh(2), 256, "bfloat16")
+    run = jax.jit(functools.partial(triton_sum, num_devices=2, capacity=memory.capacity))
+    tables = [shard.data for shard in memory.table.addressable_shards]
+    part = jax.device_put(np.ones((4, 256), jnp.bfloat16), jax.devices()[0])
+    jax.block_until_ready(run(part, tables[0], None, None))
+    memory.renew()
+    tables = [shard.data for shard in memory.table.addressable_shards]
+    total, _ = run(part, tables[0], None, None)
+    assert np.isnan(np.asarray(total).astype(np.float32)).all()
+    assert np.asarray(jnp.copy(memory.words))[:, 0].all()
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+def test_tokens_of_whole_steps_are_the_references():
+    """As on virtual devices, with the kernel in its place."""
+    runner = ModelRunner(model_on_two("llama-tiny"), config_of(), make_mesh(2))
+    runner.warm_up()
+    check_a_talk("llama-tiny", runner)
