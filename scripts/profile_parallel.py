@@ -72,7 +72,7 @@ def cut_model() -> None:
         raise ConfigError("--num_layers", FLAGS.num_layers, "left out: only random:<preset> can be cut")
     short = f"{name}-{FLAGS.num_layers}-layers"
     PRESETS[short] = preset(name, num_layers=FLAGS.num_layers)
-    FLAGS.model = _RANDOM + short
+    FLAGS["model"].value = _RANDOM + short
 
 
 def measure() -> Figures:

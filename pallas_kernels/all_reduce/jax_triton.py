@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import jax_triton
 
-from pallas_kernels.all_reduce import triton_kernels as kernels
+from pallas_kernels.all_reduce import jax_triton_kernels as kernels
 from pallas_kernels.all_reduce.specs import LIMIT, NUM_PROGRAMS
 
 # As of ragged_paged_attention.jax_triton: JAX assembles PTX with the CUDA it runs on.

@@ -40,7 +40,7 @@ from pensieve_jax.device.page_budget import PageBudget
 from pensieve_jax.device.runtime_errors import step_failed
 from pensieve_jax.device.sampler import SamplerMode
 from pensieve_jax.device.step import ModelStructure, Scores, Start
-from pensieve_jax.device.step_programs import StepPrograms
+from pensieve_jax.device.step_programs import Executables, StepPrograms
 from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
 from pensieve_jax.device.transfers.in_flight import is_ready
 from pensieve_jax.engine.runner import Progress
@@ -96,14 +96,10 @@ class ModelRunner:
         """
         self._compilations = CompilationCounter()
         model_config: ModelConfig = model.config
-        self._num_top = config.runner.max_logprobs
-        if self._num_top > model_config.vocab_size:
-            limit = f"at most the model's {model_config.vocab_size} ids"
-            raise ConfigError("runner.max_logprobs", self._num_top, limit)
+        self._num_top = _checked_num_top(config, model_config)
         every_leaf = ModelStructure.split(model)[1]
         self.dtype = dtype = every_leaf[0].dtype
-        self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._device = mesh.devices.flat[0]
+        self._replicated, self._device = NamedSharding(mesh, PartitionSpec()), mesh.devices.flat[0]
         self.kernels = choose_kernels(model_config, config, dtype, mesh)
         attention = self.kernels.attention
         _log.info("attention back end: %s (%s)", attention.name, attention.reason)
@@ -122,8 +118,7 @@ class ModelRunner:
             backend=config.runner.attention_backend,
             cutoff_backend=self.kernels.sampling_cutoff.name,
             num_top=self._num_top,
-            sums=self._exchange.sums,
-            exchanged=self._exchange.arrays,
+            exchange=self._exchange,
         )
         self._cache_dir, self._mesh = config.runner.compilation_cache_dir, mesh
         self._hidden_size = model_config.hidden_size
@@ -133,9 +128,10 @@ class ModelRunner:
         self.transfers: Transfers = self._transfers
         self._budget = self._new_budget(config, gpu_memory_fraction)
         self._budget.check()
-        self._forward: dict[tuple[int, int], jax.stages.Compiled] = {}  # by bucket and group of layers
-        self._choose: dict[tuple[int, SamplerMode], jax.stages.Compiled] = {}
+        self._forward: Executables[tuple[int, int]] = {}  # by bucket and group of layers
+        self._choose: Executables[tuple[int, SamplerMode]] = {}
         self._next_step_id: int | None = None
+        self._launched: jax.Array | None = None  # what the step before comes to
         self._last_words: deque[jax.Array] = deque(maxlen=1)
         weakref.finalize(self, _await_copies, self._last_words)
         try:
@@ -201,12 +197,11 @@ class ModelRunner:
 
     def reset(self) -> None:
         """New pools; see `Runner`."""
-        self._last_words.clear()
         self._transfers.reset()  # its staging is freed first as well
         self.device_pools.reset()
         self._exchange.renew()
         self._prev_ids = self._no_ids()
-        self._next_step_id = None
+        self._next_step_id = self._launched = None
 
     @property
     def pools(self) -> list[jax.Array]:
@@ -248,9 +243,9 @@ class ModelRunner:
         """
         bucket = plan.layout.num_tokens
         try:
-            if self._last_words and is_ready(self._last_words[0]):
+            if self._launched is not None and is_ready(self._launched):
                 # On several devices a step after a failed one would wait for the device that failed.
-                self._last_words[0].block_until_ready()
+                self._launched.block_until_ready()
             # Before chunks are on their way that the step does not wait for: it would arrive behind them all.
             words = jax.device_put(plan.buffer, self._replicated)
             self._transfers.start()
@@ -292,6 +287,7 @@ class ModelRunner:
             self._prev_ids, result = run(*scores, *self._exchange.arrays[1:])
             if self._device.platform != "cpu":  # where results are read in place
                 result.copy_to_host_async()
+            self._launched = result
             self._last_words.append(result)
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("a step could not be started", error) from error
@@ -337,6 +333,13 @@ class ModelRunner:
             max_num_staged_pages=config.runner.max_num_staged_pages,
             retrieval_priority=config.cache.retrieval_priority,
         )
+
+
+def _checked_num_top(config: EngineConfig, model: ModelConfig) -> int:
+    num_top = config.runner.max_logprobs
+    if num_top > model.vocab_size:
+        raise ConfigError("runner.max_logprobs", num_top, f"at most the model's {model.vocab_size} ids")
+    return num_top
 
 
 def _await_copies(words: Iterable[jax.Array]) -> None:

@@ -19,9 +19,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.config import ModelConfig
-from model_defs.device_sums import SumSpec
 from pallas_kernels.ragged_paged_attention import TileSpec
 from pensieve_jax.device import sampler, step
+from pensieve_jax.device.exchange import Exchange
 from pensieve_jax.device.kv_storage import KVStorage
 from pensieve_jax.device.sampler import SamplerMode, SamplingRows
 from pensieve_jax.device.step import Between, ForwardStatics, ModelStructure, Start
@@ -53,8 +53,7 @@ class StepPrograms:
         backend: str,
         cutoff_backend: str,
         num_top: int,
-        sums: SumSpec | None = None,
-        exchanged: Sequence[Any] = (),
+        exchange: Exchange,
     ) -> None:
         """Keep what programs are made of.
 
@@ -68,13 +67,12 @@ class StepPrograms:
           backend: the attention back end that was asked for.
           cutoff_backend: what searches for a sampler's cuts.
           num_top: most likely ids that a sampler returns.
-          sums: who adds up the devices' partial sums; None: the compiler.
-          exchanged: with `sums`, the table and the words of the memory that devices write to each other.
+          exchange: who adds up the devices' partial sums.
         """
         self._model, self._parts, self._storage = model, parts, storage
         self._layouts, self._tile_specs, self._mesh = layouts, tile_specs, mesh
         self._backend, self._cutoff_backend, self._num_top = backend, cutoff_backend, num_top
-        self._sums, self._exchanged = sums, exchanged
+        self._sums, self._exchanged = exchange.sums, exchange.arrays
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self.max_num_samples = max(layout.max_num_samples for layout in layouts.values())
         self._sampler_layouts = {layout.max_num_samples: layout for layout in layouts.values()}

@@ -17,7 +17,7 @@ from multiprocessing.shared_memory import SharedMemory
 import numpy as np
 
 from pallas_kernels.all_reduce import specs
-from pallas_kernels.all_reduce.triton_kernels import sum_of_rows
+from pallas_kernels.all_reduce.jax_triton_kernels import sum_of_rows
 from tests.kernels.triton_interpreter import HostTensor
 
 WIDTH, MAX_ROWS, NUM_DEVICES = 40, 12, 2

@@ -89,7 +89,7 @@ def test_what_it_compiles_to(norms):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pallas_kernels.all_reduce.triton_kernels import sum_of_rows
+    from pallas_kernels.all_reduce.jax_triton_kernels import sum_of_rows
 
     pointers = {"partial": "bf16", "stream": "fp32", "scale": "bf16", "normed": "bf16", "table": "i32"}
     pointers["sum"] = "fp32" if norms else "bf16"
