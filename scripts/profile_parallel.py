@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
+from parallel.memory import devices_memory
 from parallel.shared_steps import Cases, measure_steps
-from parallel.sums import devices_memory, measure_sums
+from parallel.sums import measure_sums
 from parallel.variants import VARIANTS, Variant
 from steps.ceilings import measure_ceilings
 

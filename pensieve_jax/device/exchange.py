@@ -16,6 +16,7 @@ from model_defs.config import ModelConfig
 from model_defs.device_sums import SumSpec
 from pallas_kernels.all_reduce import MAX_DEVICES, ExchangeMemory, device_limit
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.device.runtime_errors import step_failed
 
 _FIELD = "runner.all_reduce"
 
@@ -58,6 +59,14 @@ class Exchange:
         self.renew()
 
     def renew(self) -> None:
-        """New memory: a step that failed may have left devices at different places."""
-        if self._memory is not None:
+        """New memory: a step that failed may have left devices at different places.
+
+        Raises:
+          StepFailedError: a device has none for it.
+        """
+        if self._memory is None:
+            return
+        try:
             self._memory.renew(alone=self._is_alone)
+        except jax.errors.JaxRuntimeError as error:
+            raise step_failed("new memory for exchanges could not be made", error) from error

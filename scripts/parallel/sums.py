@@ -98,10 +98,3 @@ def _program(mesh: Mesh, add_up: Callable[..., jax.Array], length: int) -> Any:
         chain, mesh=mesh, in_specs=(_SPLIT, _SPLIT, _SPLIT), out_specs=_SPLIT, check_vma=False
     )
     return jax.jit(run)
-
-
-def devices_memory(mesh: Mesh) -> list[dict[str, int]]:
-    """Bytes that JAX may use, uses, and used at most, of every device that says so."""
-    names = ("bytes_limit", "bytes_in_use", "peak_bytes_in_use")
-    stats = [device.memory_stats() or {} for device in mesh.devices.flat]
-    return [{name: one[name] for name in names if name in one} for one in stats]

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from model_defs import make_mesh
 from pallas_kernels import all_reduce
 from pallas_kernels.all_reduce import ExchangeMemory, SumArgumentError, specs
+from tests.kernels.test_jax_triton import can_lower
 
 needs_extra = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs the extra 'triton'"
@@ -117,3 +118,36 @@ def test_devices_that_are_processes():
     command = [sys.executable, "-m", "tests.kernels.all_reduce_peers"]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"after {done.stdout}:\n{done.stderr}"
+
+
+@pytest.mark.long
+@can_lower
+@pytest.mark.parametrize("norms", [False, True])
+def test_it_lowers_inside_shard_map(norms):
+    """One launch for a sum, with the stream and its norm or without; the table goes to it as it is."""
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+    mesh = jax.sharding.AbstractMesh(
+        (2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device
+    )
+    arguments = {"axis": "tp", "capacity": 512 * 256}
+
+    def run(part, table, stream, scale):
+        if not norms:
+            return all_reduce.sum_over_devices(part[0], table, **arguments)
+        return all_reduce.sum_and_norm(
+            part[0], table, stream, scale, eps=1e-5, dtype=jnp.bfloat16, **arguments
+        )
+
+    shapes = [
+        jax.ShapeDtypeStruct((2, 32, 256), jnp.bfloat16),
+        jax.ShapeDtypeStruct((2, 2 * specs.table_len(2)), jnp.int32),
+        jax.ShapeDtypeStruct((32, 256), jnp.float32),
+        jax.ShapeDtypeStruct((256,), jnp.bfloat16),
+    ]
+    split, whole = PartitionSpec("tp"), PartitionSpec()
+    sharded = jax.shard_map(
+        run, mesh=mesh, in_specs=(split, split, whole, whole), out_specs=whole, check_vma=False
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(sharded).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@triton_kernel_call_ffi") == 1 and "all_reduce" not in text

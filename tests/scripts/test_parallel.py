@@ -50,6 +50,16 @@ def test_what_runs_beside_an_exchange():
     assert found["exchanges"] == {"counts": [1]}, "one device meets nobody"
 
 
+def test_memory_is_what_jax_says_and_what_the_driver_says(monkeypatch):
+    """In bytes; the driver counts all of the machine's devices, from the first."""
+    memory = load("parallel.memory")
+    devices = [SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 5, "num_allocs": 1})]
+    mesh = SimpleNamespace(devices=SimpleNamespace(flat=devices))
+    monkeypatch.setattr(memory, "_driver_lines", lambda: ["3, 7", "4, 7"])
+    expected = {"bytes_in_use": 5, "driver_used_bytes": 3 << 20, "driver_total_bytes": 7 << 20}
+    assert memory.devices_memory(mesh) == [expected]
+
+
 @pytest.mark.parametrize(
     ("name", "exchanges"),
     [
