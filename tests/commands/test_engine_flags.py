@@ -115,8 +115,14 @@ def test_every_flag_reaches_its_field(config):
             elif not dataclasses.is_dataclass(option.kind):
                 left.add(option.name)
     assert left == {"cpu_bytes", "gpu_reserved_bytes", "token_buckets"}
-    assert config(gpu_reserved_bytes="2GiB").cache.gpu_reserved_bytes == 2**31
-    assert config(gpu_reserved_bytes="0").cache.gpu_reserved_bytes == 0
+
+
+@pytest.mark.parametrize(("text", "num_bytes"), [("2GiB", 2**31), ("0", 0)])
+def test_reserved_bytes_are_read_as_bytes(config, text, num_bytes):
+    assert config(gpu_reserved_bytes=text).cache.gpu_reserved_bytes == num_bytes
+
+
+def test_unreadable_reserved_bytes_name_the_flag(config):
     with pytest.raises(ConfigError, match="--gpu_reserved_bytes is 'much'"):
         config(gpu_reserved_bytes="much")
 
