@@ -12,6 +12,7 @@ from flax import nnx
 from model_defs.attention import Attention
 from model_defs.config import ModelConfig
 from model_defs.decoder import Decoder
+from model_defs.device_sums import added_up
 from model_defs.errors import UnsupportedModelError
 from model_defs.layers import Build, Embedding, FusedQKV, Linear, RMSNorm
 from model_defs.rope import cos_sin, inverse_frequencies, rotate
@@ -31,10 +32,10 @@ class GatedMLP(nnx.Module):
         config = build.config
         hidden, wide, bias = (config.hidden_size,), config.intermediate_size, config.mlp_bias
         self.gate_up = Linear(build, hidden, (2, wide), out_axis=1, bias=bias)
-        self.down = Linear(build, (wide,), hidden, in_axis=0, bias=bias)
+        self.down = Linear(build, (wide,), hidden, in_axis=0, bias=bias, defers=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, hidden_size] -> the same, in the kernels' dtype."""
+        """[T, hidden_size] -> the same, in the kernels' dtype, or partial sums of it: see `Linear`."""
         gate_up = self.gate_up(x)
         return self.down(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1])
 
@@ -47,9 +48,8 @@ class GatedLayer(nnx.Module):
         config = build.config
         self.input_norm = RMSNorm(build)
         self.qkv = FusedQKV(build, bias=qkv_bias)
-        self.out = Linear(
-            build, (config.num_heads, config.head_dim), (config.hidden_size,), in_axis=0, bias=out_bias
-        )
+        heads = config.num_heads, config.head_dim
+        self.out = Linear(build, heads, (config.hidden_size,), in_axis=0, bias=out_bias, defers=True)
         self.mlp_norm = RMSNorm(build)
         self.mlp = GatedMLP(build)
 
@@ -109,7 +109,7 @@ class GatedDecoder(Decoder):
         y = None  # what a layer adds is left to the norm of the next, which does both in one pass
         for layer_index in range(start, stop):
             x, y = self.layers[layer_index](layer_index, x, y, rotation, attention)
-        return x if y is None else x + y
+        return x if y is None else x + added_up(y)
 
     def normalize(self, x: jax.Array) -> jax.Array:
         """See `Decoder`."""

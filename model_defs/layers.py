@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import AbstractDevice, Mesh, NamedSharding, PartitionSpec
 
 from model_defs.config import ModelConfig
+from model_defs.device_sums import added_up, current_sums, is_partial
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, constrain, vocabulary_axis
 from pallas_kernels.devices import on_every_device
 from pallas_kernels.residual_norms import NormKind, add_and_norm, choose_backend
@@ -69,20 +70,32 @@ class Linear(nnx.Module):
         in_axis: int | None = None,
         out_axis: int | None = None,
         bias: bool = False,
+        defers: bool = False,
     ) -> None:
-        """Declare kernel and bias."""
+        """Declare kernel and bias; `defers` leaves sums to the norm that follows, where that is possible."""
         ins = tuple(TENSOR_AXIS if i == in_axis else None for i in range(len(in_shape)))
         outs = tuple(TENSOR_AXIS if i == out_axis else None for i in range(len(out_shape)))
-        self.build, self.num_in_dims, self.out_axes = build, len(in_shape), outs
+        self.build, self.num_in_dims, self.in_axes, self.out_axes = build, len(in_shape), ins, outs
+        self.defers = defers and not bias
         self.kernel = declare(build, in_shape + out_shape, ins + outs)
         self.bias = declare(build, out_shape, outs) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, *in_shape] -> [T, *out_shape], in the kernel's dtype."""
-        x = x.astype(self.build.dtype)
+        """[T, *in_shape] -> [T, *out_shape], in the kernel's dtype; partial sums of it, if it defers them."""
+        x, sums = x.astype(self.build.dtype), current_sums()
         contract = tuple(range(1, 1 + self.num_in_dims)), tuple(range(self.num_in_dims))
-        y = lax.dot_general(x, self.kernel[...], (contract, ((), ())), precision=self.build.precision)
-        y = constrain(y, self.build.mesh, None, *self.out_axes)
+        product = functools.partial(
+            lax.dot_general, dimension_numbers=(contract, ((), ())), precision=self.build.precision
+        )
+        kernel = self.kernel[...]
+        if any(self.in_axes) and sums is not None and sums.serves(x.shape[0], kernel.shape[-1]):
+            specs = PartitionSpec(None, *self.in_axes), PartitionSpec(*self.in_axes, *self.out_axes)
+            y = sums.partial(product, x, kernel, specs)
+            if self.defers:
+                return y
+            y = sums.total(y)
+        else:
+            y = constrain(product(x, kernel), self.build.mesh, None, *self.out_axes)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -102,7 +115,7 @@ class Embedding(nnx.Module):
         return constrain(rows.astype(jnp.float32), self.build.mesh)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[S, width] -> f32[S, vocab_size], replicated."""
+        """[S, width] -> f32[S, vocab_size], split by vocabulary as the table is."""
         contract = ((1,), (1,)), ((), ())
         scores = lax.dot_general(
             hidden.astype(self.build.dtype),
@@ -111,8 +124,7 @@ class Embedding(nnx.Module):
             precision=self.build.precision,
             preferred_element_type=jnp.float32,
         )
-        scores = constrain(scores, self.build.mesh, None, self.vocab_axis)
-        return constrain(scores, self.build.mesh)
+        return constrain(scores, self.build.mesh, None, self.vocab_axis)
 
 
 class Norm(nnx.Module):
@@ -135,8 +147,14 @@ class Norm(nnx.Module):
         """The stream f32[T, hidden_size] and what is to be added to it -> their sum, and its norm.
 
         The norm is in `dtype`, by default the one the model runs in, so that a matmul takes it as it is.
+        What is to be added may still be partial sums.
         """
-        dtype = self.build.dtype if dtype is None else jnp.dtype(dtype)
+        dtype, sums = self.build.dtype if dtype is None else jnp.dtype(dtype), current_sums()
+        if y is not None and is_partial(y):
+            if sums is not None and self.kind == "rms" and self.scale is not None:
+                eps = self.build.config.norm_eps
+                return sums.total_and_norm(x, y, self.scale[...], eps=eps, dtype=dtype)
+            y = added_up(y)
         return self._run(x, y, dtype, choose_backend(x.shape[1], _device(self.build.mesh)))
 
     def _run(

@@ -37,7 +37,13 @@ from pensieve_jax.cache.cost import CostSubject, MeasuredCostModel
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import ConfigError
-from pensieve_jax.device.device_memory import check_weights_fit, num_pages_in, refusing_weights, staging_bytes
+from pensieve_jax.device.device_memory import (
+    check_weights_fit,
+    num_pages_in,
+    refusing_weights,
+    reserved_bytes,
+    staging_bytes,
+)
 from pensieve_jax.device.kv_storage import chunk_bytes, most_byte_pages, slot_bytes
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.engine.engine import Engine
@@ -177,14 +183,14 @@ def load_weights(
       ConfigError: they do not fit the device's memory.
       model_defs.ModelError: the checkpoint or the architecture cannot be served.
     """
-    device = mesh.devices.flat[0]
+    devices = list(mesh.devices.flat)
     weights_bytes = parameter_bytes(
         source_config(source, max_position_embeddings),
         dtype=serving_dtype(dtype),
-        tensor_parallel_size=mesh.devices.size,
+        tensor_parallel_size=len(devices),
     )
-    check_weights_fit(source, weights_bytes, device)
-    refusing = refusing_weights(source, weights_bytes, device)
+    check_weights_fit(source, weights_bytes, devices)
+    refusing = refusing_weights(source, weights_bytes, devices)
     with refusing, ProgressBar("loading weights", progress) as bar:
         return load_model(
             source,
@@ -207,7 +213,9 @@ def _in_pages(config: EngineConfig, all_bytes: int, host_bytes: int, mesh: Mesh)
     if fraction is None:
         return config
     staging = staging_bytes(config.cache.cpu_pages, config.runner.max_num_staged_pages, staged_bytes)
-    return config.with_gpu_pages(num_pages_in(fraction, list(mesh.devices.flat), page_bytes, staging))
+    devices = list(mesh.devices.flat)
+    reserved = reserved_bytes(config.cache.gpu_reserved_bytes, len(devices))
+    return config.with_gpu_pages(num_pages_in(fraction, devices, page_bytes, staging, reserved))
 
 
 def serving_dtype(dtype: str) -> str:

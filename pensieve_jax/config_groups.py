@@ -28,6 +28,7 @@ from pensieve_jax.core.options import (
 
 CHUNK_SIZES_TOKENS = (16, 32, 64)
 NUM_BUCKETS_GPU = 12  # fewer cost more padding, more take longer to compile: docs/steps.md
+ALL_REDUCES = ("xla", "jax_triton")
 POLICIES = ("retention", "learned", "lru", "conversation", "trailing")
 _PART = number("in [0, 1)", lambda value: 0 <= value < 1)
 _SHARE = number("above 0 and at most 1", lambda value: 0 < value <= 1)
@@ -50,6 +51,13 @@ class CacheConfig:
         "Instead of `gpu_pages`, which is not looked at then: the share that weights, pages and chunks in "
         "transit may take of what JAX may use of a device (75% of a GPU, unless the environment variable "
         "XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise). The rest is for a step's temporaries.",
+    )
+    gpu_reserved_bytes: int | None = option(
+        None,
+        optional(count(0)._replace(words="an integer number of bytes, at least 0")),
+        "Of every device, what that share leaves to exchanges between devices and to what compiling tries "
+        "out; None is nothing on one device and 1 GiB on each of several.",
+        unit="bytes",
     )
     cpu_pages: int = option(
         0,
@@ -240,6 +248,13 @@ class RunnerConfig:
         "pallas_mosaic_gpu (NVIDIA Hopper) or jax_triton (needs the extra `triton`).",
     )
     tensor_parallel_size: int = option(1, count(1), "Devices that share each layer (axis `tp` of the mesh).")
+    all_reduce: str = option(
+        "xla",
+        one_of(ALL_REDUCES),
+        "What adds up the partial sums of several devices: xla (its own collectives) or jax_triton (a kernel "
+        "that writes to the other devices' memory; NVIDIA GPUs of one process, at most four, with the extra "
+        "`triton`).",
+    )
     num_layer_groups: int = option(
         2,
         count(1),

@@ -24,7 +24,8 @@ SAY_WHOSE_THEY_ARE = (
         f"scripts/{family}"
         for family in ("cells", "clients", "common", "chat_training", "kernels", "pages", "serving")
     ),
-    *("scripts/kv_quality", "scripts/rebatching", "scripts/simulation", "scripts/steps"),
+    *("scripts/kv_quality", "scripts/parallel", "scripts/rebatching", "scripts/simulation"),
+    "scripts/steps",
 )
 # Bodies of kernels are long by nature.
 LONG_FUNCTIONS = ("jax_triton_kernels.py", "mosaic_compute.py", "pallas_mosaic_gpu.py", "pallas_triton.py")

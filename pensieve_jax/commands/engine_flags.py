@@ -182,6 +182,7 @@ def _values(kind: type) -> dict[str, Any]:
     changed: dict[str, Callable[[Any], Any]] = {
         "cpu_pages": lambda pages: pages or 0,
         "cpu_bytes": _cpu_bytes,
+        "gpu_reserved_bytes": lambda text: None if text is None else num_bytes("--gpu_reserved_bytes", text),
         "token_buckets": _token_buckets,
         "max_num_batched_tokens": _max_num_batched_tokens,
         "compilation_cache_dir": lambda path: path or None,

@@ -8,6 +8,7 @@ Called by: `model_runner`, `page_budget`, `transfers.device_transfers`, and `ass
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -18,6 +19,9 @@ from pensieve_jax.device.host_memory import available_bytes
 from pensieve_jax.device.runtime_errors import in_a_line, is_out_of_memory
 
 _LEAST_PAGES = 2
+# What a device of several takes beside arrays: buffers that peers write to, and those of compiling, which
+# tries out products. An estimate; `scripts/profile_parallel.py` says what was taken.
+_EXCHANGE_BYTES = 2**30
 
 
 def memory_limit_bytes(device: jax.Device) -> int | None:
@@ -33,7 +37,20 @@ def staging_bytes(cpu_pages: int, num_staged_pages: int, page_bytes: int) -> int
     return 3 * num_staged_pages * page_bytes if cpu_pages else 0
 
 
-def num_pages_in(fraction: float, devices: Sequence[jax.Device], page_bytes: int, staging_bytes: int) -> int:
+def reserved_bytes(given: int | None, num_devices: int) -> int:
+    """`cache.gpu_reserved_bytes`, or what None stands for on so many devices."""
+    if given is not None:
+        return given
+    return _EXCHANGE_BYTES if num_devices > 1 else 0
+
+
+def num_pages_in(
+    fraction: float,
+    devices: Sequence[jax.Device],
+    page_bytes: int,
+    staging_bytes: int,
+    reserved_bytes: int = 0,
+) -> int:
     """Pages that fit into `fraction` of every device's memory beside what is in use there already.
 
     Args:
@@ -41,6 +58,7 @@ def num_pages_in(fraction: float, devices: Sequence[jax.Device], page_bytes: int
       devices: with the weights on them, and nothing that goes away.
       page_bytes: a device's share of a page.
       staging_bytes: that chunks in transit will take of each.
+      reserved_bytes: of each, that is for neither.
 
     Raises:
       ConfigError: a device does not say what memory it has, or not even two pages fit.
@@ -53,11 +71,13 @@ def num_pages_in(fraction: float, devices: Sequence[jax.Device], page_bytes: int
             limit = f"None: {device.device_kind!r} does not say how much memory it has"
             raise ConfigError(field, fraction, limit, "give cache.gpu_pages")
         used_bytes = (device.memory_stats() or {}).get("bytes_in_use", 0)
-        num_pages = (int(fraction * limit_bytes) - used_bytes - staging_bytes) // page_bytes - 1
+        left_bytes = int(fraction * limit_bytes) - used_bytes - staging_bytes - reserved_bytes
+        num_pages = left_bytes // page_bytes - 1
         if num_pages < _LEAST_PAGES:
-            staging = f", chunks in transit {staging_bytes:,}" if staging_bytes else ""
+            beside = f", chunks in transit {staging_bytes:,}" if staging_bytes else ""
+            beside += f", exchanges {reserved_bytes:,}" if reserved_bytes else ""
             limit = (
-                f"more: of the device's {limit_bytes:,} bytes, what is loaded takes {used_bytes:,}{staging}, "
+                f"more: of the device's {limit_bytes:,} bytes, what is loaded takes {used_bytes:,}{beside}, "
                 f"and a page {page_bytes:,}"
             )
             raise ConfigError(field, fraction, limit, "or raise runner.tensor_parallel_size")
@@ -70,35 +90,48 @@ def bytes_per_device(array: jax.Array) -> int:
     return int(np.prod(array.sharding.shard_shape(array.shape))) * array.dtype.itemsize
 
 
-def check_weights_fit(model: str, weights_bytes: int, device: jax.Device) -> None:
-    """Refuse a model before it is loaded, where the device's memory is known; a CPU's is the machine's.
+def least_device(devices: Sequence[jax.Device]) -> jax.Device:
+    """The one with the least memory for JAX, of those that say; else the first."""
+    return min(devices, key=lambda device: memory_limit_bytes(device) or math.inf)
+
+
+def check_weights_fit(model: str, weights_bytes: int, devices: Sequence[jax.Device]) -> None:
+    """Refuse a model before it is loaded, where the devices' memory is known; a CPU's is the machine's.
 
     Args:
       model: its name.
-      weights_bytes: of all its parameters on `device`.
+      weights_bytes: of its parameters on each device.
+      devices: that share it.
 
     Raises:
       ConfigError: names the model; its parameters alone take more.
     """
+    device, num_devices = least_device(devices), len(devices)
     if device.platform == "cpu":
         limit_bytes, where = available_bytes(), "the machine has free"
+        weights_bytes, shared = num_devices * weights_bytes, ""
         hint = "a smaller model, or dtype='bfloat16'"
     else:
         limit_bytes, where = memory_limit_bytes(device), f"JAX may use of {device.device_kind}"
+        shared = f" of each of {num_devices} devices" if num_devices > 1 else ""
         hint = "raise runner.tensor_parallel_size"
+        if limit_bytes:
+            hint += f" to {-(-weights_bytes * num_devices // limit_bytes)} or more"
     if limit_bytes is not None and weights_bytes > limit_bytes:
         limit = f"one whose parameters take at most the {limit_bytes:,} bytes that {where}"
-        raise ConfigError("model", model, limit, f"its parameters take {weights_bytes:,} bytes; {hint}")
+        raise ConfigError(
+            "model", model, limit, f"its parameters take {weights_bytes:,} bytes{shared}; {hint}"
+        )
 
 
 @contextlib.contextmanager
-def refusing_weights(model: str, weights_bytes: int, device: jax.Device) -> Iterator[None]:
+def refusing_weights(model: str, weights_bytes: int, devices: Sequence[jax.Device]) -> Iterator[None]:
     """Refuse a model for which memory runs out while it is loaded: others may use the device.
 
     Args:
       model: its name.
       weights_bytes: as of `check_weights_fit`.
-      device: as of `check_weights_fit`.
+      devices: as of `check_weights_fit`.
 
     Raises:
       ConfigError: names the model. What else goes wrong is raised as it is.
@@ -108,6 +141,7 @@ def refusing_weights(model: str, weights_bytes: int, device: jax.Device) -> Iter
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
+        device = least_device(devices)
         limit_bytes = memory_limit_bytes(device)
         has = "" if limit_bytes is None else f" of {limit_bytes:,} bytes that JAX may use"
         limit = f"one that can be loaded into the memory of {device.device_kind}{has}"

@@ -30,8 +30,9 @@ from pallas_kernels.ragged_paged_attention import build_tiles, import_backend
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.device import sampler, step
-from pensieve_jax.device.device_memory import bytes_per_device, step_memory
+from pensieve_jax.device.device_memory import bytes_per_device, least_device, reserved_bytes, step_memory
 from pensieve_jax.device.device_pools import DevicePools
+from pensieve_jax.device.exchange import Exchange
 from pensieve_jax.device.kernel_choices import choose_kernels
 from pensieve_jax.device.kv_storage import KVStorage
 from pensieve_jax.device.layouts import bucket_layouts, bucket_tile_specs
@@ -39,8 +40,9 @@ from pensieve_jax.device.page_budget import PageBudget
 from pensieve_jax.device.runtime_errors import step_failed
 from pensieve_jax.device.sampler import SamplerMode
 from pensieve_jax.device.step import ModelStructure, Scores, Start
-from pensieve_jax.device.step_programs import StepPrograms
+from pensieve_jax.device.step_programs import Executables, StepPrograms
 from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
+from pensieve_jax.device.transfers.in_flight import is_ready
 from pensieve_jax.engine.runner import Progress
 from pensieve_jax.engine.transfers import Transfers
 from pensieve_jax.runtime.compilation import CompilationCounter, compile_all
@@ -60,7 +62,7 @@ _log = logging.getLogger(__name__)
 class StepHandle(NamedTuple):
     """A step in flight."""
 
-    words: jax.Array  # i32[S * (2 + 2 * K)], on its way to the host
+    words: jax.Array  # i32[S * (2 + 2 * K) + 1], on its way to the host
     num_samples: int  # S
 
 
@@ -94,14 +96,10 @@ class ModelRunner:
         """
         self._compilations = CompilationCounter()
         model_config: ModelConfig = model.config
-        self._num_top = config.runner.max_logprobs
-        if self._num_top > model_config.vocab_size:
-            limit = f"at most the model's {model_config.vocab_size} ids"
-            raise ConfigError("runner.max_logprobs", self._num_top, limit)
+        self._num_top = _checked_num_top(config, model_config)
         every_leaf = ModelStructure.split(model)[1]
         self.dtype = dtype = every_leaf[0].dtype
-        self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._device = mesh.devices.flat[0]
+        self._replicated, self._device = NamedSharding(mesh, PartitionSpec()), mesh.devices.flat[0]
         self.kernels = choose_kernels(model_config, config, dtype, mesh)
         attention = self.kernels.attention
         _log.info("attention back end: %s (%s)", attention.name, attention.reason)
@@ -109,6 +107,7 @@ class ModelRunner:
         self.layouts: Mapping[int, PlanLayout] = bucket_layouts(model_config, config, self._tile_specs)
         self.storage = KVStorage(model_config, config.cache, dtype, mesh, config.runner.num_layer_groups)
         self._parts = [ModelStructure.split(model, layers) for layers in self.storage.groups]
+        self._exchange = Exchange(config.runner.all_reduce, model_config, dtype, mesh)
         self._programs = StepPrograms(
             model_config,
             self._parts,
@@ -119,6 +118,7 @@ class ModelRunner:
             backend=config.runner.attention_backend,
             cutoff_backend=self.kernels.sampling_cutoff.name,
             num_top=self._num_top,
+            exchange=self._exchange,
         )
         self._cache_dir, self._mesh = config.runner.compilation_cache_dir, mesh
         self._hidden_size = model_config.hidden_size
@@ -126,11 +126,12 @@ class ModelRunner:
         self.device_pools = DevicePools(self.storage)
         self._transfers = self._new_transfers(config)
         self.transfers: Transfers = self._transfers
-        self._budget = self._new_budget(config.cache.gpu_pages, gpu_memory_fraction)
+        self._budget = self._new_budget(config, gpu_memory_fraction)
         self._budget.check()
-        self._forward: dict[tuple[int, int], jax.stages.Compiled] = {}  # by bucket and group of layers
-        self._choose: dict[tuple[int, SamplerMode], jax.stages.Compiled] = {}
+        self._forward: Executables[tuple[int, int]] = {}  # by bucket and group of layers
+        self._choose: Executables[tuple[int, SamplerMode]] = {}
         self._next_step_id: int | None = None
+        self._launched: jax.Array | None = None  # what the step before comes to
         self._last_words: deque[jax.Array] = deque(maxlen=1)
         weakref.finalize(self, _await_copies, self._last_words)
         try:
@@ -166,6 +167,9 @@ class ModelRunner:
             self.reset()
             self._prepare((), store, progress)
             self._rehearse()
+        if self._exchange.sums is not None:
+            self._exchange.begin()
+            self._rehearse()
         if store is not None:
             store.tidy()
         self._prev_ids = self._no_ids()
@@ -183,17 +187,21 @@ class ModelRunner:
     def fetch(self, handle: StepHandle) -> StepResult:
         """Wait for a step; see `Runner`."""
         try:
-            words = np.asarray(handle.words)
+            # One device's copy is read: what failed on another has to be asked for.
+            words = np.asarray(handle.words.block_until_ready())
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("a step failed on the device", error) from error
+        if step.lost_a_device(words):
+            raise StepFailedError("a step failed: a device waited in vain for its peer's part of a sum")
         return step.unpack_result(words, handle.num_samples, self._num_top)
 
     def reset(self) -> None:
         """New pools; see `Runner`."""
         self._transfers.reset()  # its staging is freed first as well
         self.device_pools.reset()
+        self._exchange.renew()
         self._prev_ids = self._no_ids()
-        self._next_step_id = None
+        self._next_step_id = self._launched = None
 
     @property
     def pools(self) -> list[jax.Array]:
@@ -235,6 +243,9 @@ class ModelRunner:
         """
         bucket = plan.layout.num_tokens
         try:
+            if self._launched is not None and is_ready(self._launched):
+                # On several devices a step after a failed one would wait for the device that failed.
+                self._launched.block_until_ready()
             # Before chunks are on their way that the step does not wait for: it would arrive behind them all.
             words = jax.device_put(plan.buffer, self._replicated)
             self._transfers.start()
@@ -242,7 +253,8 @@ class ModelRunner:
             for group, (_, leaves) in enumerate(self._parts):
                 self._transfers.land(group)
                 pools = self.device_pools.groups[group]
-                self.device_pools.groups[group], state = self._forward[bucket, group](leaves, pools, state)
+                run = self._forward[bucket, group]
+                self.device_pools.groups[group], state = run(leaves, pools, state, *self._exchange.arrays[:1])
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("a step could not be started", error) from error
         scores: Scores = state
@@ -271,9 +283,11 @@ class ModelRunner:
     def _launch(self, plan: StepPlan, mode: SamplerMode) -> StepHandle:
         scores, layout = self.forward(plan), plan.layout
         try:
-            self._prev_ids, result = self._choose[layout.max_num_samples, mode](*scores)
+            run = self._choose[layout.max_num_samples, mode]
+            self._prev_ids, result = run(*scores, *self._exchange.arrays[1:])
             if self._device.platform != "cpu":  # where results are read in place
                 result.copy_to_host_async()
+            self._launched = result
             self._last_words.append(result)
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("a step could not be started", error) from error
@@ -297,15 +311,17 @@ class ModelRunner:
         buckets = self.memory_analysis()["buckets"].values()
         return max((bucket["step_bytes"] for bucket in buckets), default=0) + self._transfers.temp_bytes
 
-    def _new_budget(self, gpu_pages: int, fraction: float | None) -> PageBudget:
+    def _new_budget(self, config: EngineConfig, fraction: float | None) -> PageBudget:
+        devices = list(self._mesh.devices.flat)
         return PageBudget(
-            self._device,
-            gpu_pages,
+            least_device(devices),
+            config.cache.gpu_pages,
             fraction,
             page_bytes=self.storage.page_bytes,
             weights_bytes=self.weights_bytes,
             staging_bytes=self._transfers.staging_bytes,
             max_step_tokens=max(self.layouts),
+            reserved_bytes=reserved_bytes(config.cache.gpu_reserved_bytes, len(devices)),
         )
 
     def _new_transfers(self, config: EngineConfig) -> DeviceTransfers:
@@ -317,6 +333,13 @@ class ModelRunner:
             max_num_staged_pages=config.runner.max_num_staged_pages,
             retrieval_priority=config.cache.retrieval_priority,
         )
+
+
+def _checked_num_top(config: EngineConfig, model: ModelConfig) -> int:
+    num_top = config.runner.max_logprobs
+    if num_top > model.vocab_size:
+        raise ConfigError("runner.max_logprobs", num_top, f"at most the model's {model.vocab_size} ids")
+    return num_top
 
 
 def _await_copies(words: Iterable[jax.Array]) -> None:

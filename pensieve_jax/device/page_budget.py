@@ -27,13 +27,14 @@ class PageBudget:
     """Bytes are one device's.
 
     Attributes:
-      device: one of those that the model is on; they are alike.
+      device: of those that the model is on, the one with the least memory.
       gpu_pages: as many as there shall be, beside a dummy.
       fraction: the `cache.gpu_memory_fraction` that they were made of, or None.
       page_bytes: of a page.
       weights_bytes: of the model.
       staging_bytes: of chunks in transit.
       max_step_tokens: of the largest step.
+      reserved_bytes: that no page may be made of where a fraction says how many there are.
     """
 
     device: jax.Device
@@ -43,6 +44,7 @@ class PageBudget:
     weights_bytes: int
     staging_bytes: int
     max_step_tokens: int
+    reserved_bytes: int = 0
 
     def check(self, step_bytes: int = 0) -> None:
         """Refuse pages that do not fit beside everything else, where the device's limit is known.
@@ -98,7 +100,9 @@ class PageBudget:
     def _too_many(self, limit_bytes: int, step_bytes: int) -> ConfigError:
         """By the sums: so many would fit."""
         fraction = math.floor(100 * (limit_bytes - step_bytes) / limit_bytes) / 100
-        room_bytes = int(fraction * limit_bytes) if self.fraction is not None else limit_bytes - step_bytes
+        room_bytes = limit_bytes - step_bytes
+        if self.fraction is not None:
+            room_bytes = int(fraction * limit_bytes) - self.reserved_bytes
         most = (room_bytes - self.weights_bytes - self.staging_bytes) // self.page_bytes - 1
         if most < _LEAST_PAGES:
             fits = f"{self._less}, and then not even {_LEAST_PAGES} pages fit"

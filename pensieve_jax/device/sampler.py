@@ -6,7 +6,7 @@ on the batch, on padding, or on how the vocabulary is sharded. Two things make t
 counter-based hash of (seed, position, token id), written out here because the bits behind `jax.random`
 follow global flags. The top-k and top-p cuts are found by integer sums, which have no rounding order.
 Does not know: requests, plans, models or the KV cache; nor how a cutoff is found (`sampling_cutoffs`).
-Called by: `model_runner` inside its executables, and `dense_reference` for what a turn should have been.
+Called by: `step` and `split_sampler` inside executables, and `dense_reference` for what a turn should be.
 """
 
 from __future__ import annotations
@@ -51,6 +51,16 @@ class SamplerMode(NamedTuple):
     draws: bool
     truncates: bool
     top_logprobs: bool
+
+
+class Part(NamedTuple):
+    """Which ids a device has: those from `first_id` on, where the vocabulary is split over `axis`."""
+
+    first_id: int | jax.Array = 0
+    axis: str | None = None
+
+
+WHOLE = Part()
 
 
 class Samples(NamedTuple):
@@ -110,14 +120,20 @@ def sample(
 
 
 def decision_scores(
-    logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode, cutoff_backend: str = "xla"
+    logits: jax.Array,
+    rows: SamplingRows[jax.Array],
+    *,
+    mode: SamplerMode,
+    cutoff_backend: str = "xla",
+    part: Part = WHOLE,
 ) -> jax.Array:
     """f32[S, V]: scores of which each row's id is the first maximum; arguments as for `sample`.
 
     A greedy row's are its logits, a random row's its logits over the temperature (best 0) plus noise. What
-    is banned or cut is -inf.
+    is banned or cut is -inf. Of a `part` of the vocabulary they are what they are among the whole; cuts are
+    made of whole rows only.
     """
-    token_iota = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    token_iota = part.first_id + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     allowed = logits
     for slot in range(rows.banned_ids.shape[1]):  # elementwise, hence fused and local to a vocabulary shard
         allowed = jnp.where(token_iota == rows.banned_ids[:, slot, None], -jnp.inf, allowed)
@@ -126,13 +142,17 @@ def decision_scores(
     # The maximum is taken out first, so that a tiny temperature gives 0 and -inf, never inf - inf. The
     # floor keeps a greedy row's 0 from dividing; its quotient is not used.
     temperature = jnp.maximum(rows.temperature, np.finfo(np.float32).tiny)
-    scores = (allowed - allowed.max(axis=-1, keepdims=True)) / temperature[:, None]
+    best = allowed.max(axis=-1, keepdims=True)
+    if part.axis is not None:
+        best = lax.pmax(best, part.axis)
+    scores = (allowed - best) / temperature[:, None]
     if mode.truncates:
+        assert part is WHOLE
         # A greedy row has no use for its cuts, and a row without cuts costs next to nothing.
         draws = rows.temperature > 0
         top_k, top_p = jnp.where(draws, rows.top_k, 0), jnp.where(draws, rows.top_p, 1.0)
         scores = _truncate(scores, top_k, top_p, cutoff_backend)
-    noise = _gumbel(rows.seed, rows.sample_positions, logits.shape[1])
+    noise = _gumbel(rows.seed, rows.sample_positions, logits.shape[1], part.first_id)
     return jnp.where(rows.temperature[:, None] > 0, scores + noise, allowed)
 
 
@@ -172,10 +192,14 @@ def _scores_of(keys: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _gumbel(seed: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
+def _gumbel(
+    seed: jax.Array, positions: jax.Array, vocab_size: int, first_id: int | jax.Array = 0
+) -> jax.Array:
     """f32[S, V]: Gumbel noise, a function of (seed, position, token id)."""
     row_key = _threefry2x32((seed[:, 1], seed[:, 0]), positions.astype(jnp.uint32))
-    token_iota = lax.broadcasted_iota(jnp.uint32, (seed.shape[0], vocab_size), 1)
+    token_iota = jnp.asarray(first_id).astype(jnp.uint32) + lax.broadcasted_iota(
+        jnp.uint32, (seed.shape[0], vocab_size), 1
+    )
     words = _threefry2x32((row_key[0][:, None], row_key[1][:, None]), token_iota)
     # Uniform in (0, 1), finest next to 0, where the largest noise comes from; never exactly 0 or 1.
     uniform = ((words[0] ^ words[1]).astype(jnp.float32) + 0.5) * 2.0**-32

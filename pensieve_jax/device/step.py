@@ -25,10 +25,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.attention import PagedAttention, RaggedBatch
+from model_defs.device_sums import DeviceSums, SumSpec, summing
 from model_defs.registry import Model
+from model_defs.sharding import constrain, vocabulary_axis
 from pallas_kernels.ragged_paged_attention import TileSpec
 from pensieve_jax.device import sampler
 from pensieve_jax.device.sampler import SamplerMode, SamplingRows
+from pensieve_jax.device.split_sampler import sample_split
 from pensieve_jax.scheduler.plan import PlanLayout, StepResult
 
 
@@ -83,6 +86,7 @@ class ForwardStatics:
     tile_spec: TileSpec
     mesh: Mesh
     backend: str
+    sums: SumSpec | None = None  # None: the compiler's own
 
 
 class Start(NamedTuple):
@@ -102,7 +106,7 @@ class Between(NamedTuple):
 class Scores(NamedTuple):
     """What the last group ends with."""
 
-    logits: jax.Array  # f32[S, V], of the rows to sample
+    logits: jax.Array  # f32[S, V], of the rows to sample; the vocabulary is split as the table is
     rows: SamplingRows[jax.Array]  # how to sample them
 
 
@@ -111,6 +115,7 @@ def forward(
     leaves: list[jax.Array],
     kv_pages: list[jax.Array],
     given: Start | Between,
+    table: jax.Array | None = None,
     *,
     statics: ForwardStatics,
 ) -> tuple[list[jax.Array], Between | Scores]:
@@ -120,6 +125,7 @@ def forward(
       leaves: the arrays of those layers, and of what goes before the first and after the last.
       kv_pages: their pools, one per layer; donated, and updated in place.
       given: a `Start` for the first group, else what the group before returned.
+      table: of the memory that devices write to each other, where `statics.sums` says that they do.
       statics: structure, layers, layout, kernel spec and mesh.
 
     Returns:
@@ -145,15 +151,32 @@ def forward(
     )
     model = statics.structure.merge(leaves)
     hidden = given.hidden if isinstance(given, Between) else _embed(model, given.prev_ids, plan)
-    hidden = model.run_layers(hidden, plan["positions"], attention, layers.start, layers.stop)
+    sums = None
+    if statics.sums is not None:
+        assert table is not None
+        sums = DeviceSums(statics.sums, table, statics.mesh)
+    with summing(sums):
+        hidden = model.run_layers(hidden, plan["positions"], attention, layers.start, layers.stop)
     result: Between | Scores
     if layers.stop < statics.num_layers:
         result = Between(hidden, given.plan_words)
     else:
         logits = model.compute_logits(model.normalize(hidden)[plan["sample_tokens"]])
         result = Scores(logits, SamplingRows(*(plan[name] for name in SamplingRows._fields)))
-    replicated = NamedSharding(statics.mesh, PartitionSpec())
-    return attention.kv_pages, lax.with_sharding_constraint(result, replicated)
+    return attention.kv_pages, lax.with_sharding_constraint(result, _shardings(result, statics.mesh))
+
+
+def logits_spec(vocab_size: int, mesh: Mesh) -> PartitionSpec:
+    """How logits lie on the devices between the last group of layers and the sampler."""
+    return PartitionSpec(None, vocabulary_axis(vocab_size, mesh))
+
+
+def _shardings(result: Between | Scores, mesh: Mesh) -> Any:
+    """All is whole on every device but logits."""
+    shardings = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), result)
+    if not isinstance(result, Scores):
+        return shardings
+    return shardings._replace(logits=NamedSharding(mesh, logits_spec(result.logits.shape[1], mesh)))
 
 
 def _embed(model: Model, prev_ids: jax.Array, plan: dict[str, jax.Array]) -> jax.Array:
@@ -163,32 +186,57 @@ def _embed(model: Model, prev_ids: jax.Array, plan: dict[str, jax.Array]) -> jax
     return model.embed_tokens(token_ids, plan["positions"])
 
 
-@functools.partial(jax.jit, static_argnames=("mode", "num_top", "max_num_samples", "cutoff_backend"))
+@functools.partial(
+    jax.jit, static_argnames=("mode", "num_top", "max_num_samples", "cutoff_backend", "split_over")
+)
 def choose(
     logits: jax.Array,
     rows: SamplingRows[jax.Array],
+    words: jax.Array | None = None,
     *,
     mode: SamplerMode,
     num_top: int,
     max_num_samples: int,
     cutoff_backend: str,
+    split_over: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sample, and pack what the host wants to know.
 
+    Args:
+      logits: f32[S, V].
+      rows: how to sample each of them.
+      words: of the devices that exchange, or None; see `ExchangeMemory.words`.
+      mode: what has to be computed.
+      num_top: most likely ids to return.
+      max_num_samples: of all buckets.
+      cutoff_backend: as of `sampler.sample`.
+      split_over: devices that each have a part of the vocabulary's logits; None: the logits are whole.
+
     Returns:
       i32[max_num_samples] ids for the next step, the same length whatever the bucket, and the packed
-      result i32[S * (2 + 2 * num_top)].
+      result i32[S * (2 + 2 * num_top) + 1], whose last word is not 0 if a device lost another.
     """
-    samples = sampler.sample(logits, rows, mode=mode, num_top=num_top, cutoff_backend=cutoff_backend)
-    words = [jnp.ravel(lax.bitcast_convert_type(part, jnp.int32)) for part in samples]
+    if split_over is not None and not mode.truncates:
+        samples = sample_split(logits, rows, mode=mode, num_top=num_top, mesh=split_over)
+    else:
+        if split_over is not None:
+            logits = constrain(logits, split_over)  # gathered once, for a search of whole rows
+        samples = sampler.sample(logits, rows, mode=mode, num_top=num_top, cutoff_backend=cutoff_backend)
+    parts = [jnp.ravel(lax.bitcast_convert_type(part, jnp.int32)) for part in samples]
+    lost = jnp.zeros(1, jnp.int32) if words is None else words[:, 0].max(keepdims=True)
     next_ids = jnp.pad(samples.token_ids, (0, max_num_samples - samples.token_ids.shape[0]))
-    return next_ids, jnp.concatenate(words)
+    return next_ids, jnp.concatenate([*parts, lost])
+
+
+def lost_a_device(words: np.ndarray) -> bool:
+    """Whether what `choose` packed is of sums that a device did not take part in."""
+    return bool(words[-1])
 
 
 def unpack_result(words: np.ndarray, num_samples: int, num_top: int) -> StepResult:
     """The host's view of what `choose` packed."""
     ends = np.cumsum([num_samples, num_samples, num_samples * num_top])
-    token_ids, logprobs, top_ids, top_logprobs = np.split(words, ends)
+    token_ids, logprobs, top_ids, top_logprobs = np.split(words[:-1], ends)
     shape = (num_samples, num_top)
     return StepResult(
         token_ids,

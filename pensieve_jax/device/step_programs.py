@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model_defs.config import ModelConfig
 from pallas_kernels.ragged_paged_attention import TileSpec
 from pensieve_jax.device import sampler, step
+from pensieve_jax.device.exchange import Exchange
 from pensieve_jax.device.kv_storage import KVStorage
 from pensieve_jax.device.sampler import SamplerMode, SamplingRows
 from pensieve_jax.device.step import Between, ForwardStatics, ModelStructure, Start
@@ -52,6 +53,7 @@ class StepPrograms:
         backend: str,
         cutoff_backend: str,
         num_top: int,
+        exchange: Exchange,
     ) -> None:
         """Keep what programs are made of.
 
@@ -65,10 +67,12 @@ class StepPrograms:
           backend: the attention back end that was asked for.
           cutoff_backend: what searches for a sampler's cuts.
           num_top: most likely ids that a sampler returns.
+          exchange: who adds up the devices' partial sums.
         """
         self._model, self._parts, self._storage = model, parts, storage
         self._layouts, self._tile_specs, self._mesh = layouts, tile_specs, mesh
         self._backend, self._cutoff_backend, self._num_top = backend, cutoff_backend, num_top
+        self._sums, self._exchanged = exchange.sums, exchange.arrays
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self.max_num_samples = max(layout.max_num_samples for layout in layouts.values())
         self._sampler_layouts = {layout.max_num_samples: layout for layout in layouts.values()}
@@ -110,6 +114,7 @@ class StepPrograms:
             self._tile_specs[bucket],
             self._mesh,
             self._backend,
+            self._sums,
         )
         words = self._abstract((layout.size,), np.int32)
         given: Start | Between = Start(self._abstract((self.max_num_samples,), np.int32), words)
@@ -117,20 +122,24 @@ class StepPrograms:
             # Float32, as the models' residual stream.
             given = Between(self._abstract((bucket, self._model.hidden_size), np.float32), words)
         pool: Any = jax.ShapeDtypeStruct(storage.shape, storage.dtype, sharding=storage.sharding)
-        return Program(step.forward, (leaves, [pool] * len(layers), given), {"statics": statics})
+        table = self._exchanged[:1]
+        return Program(step.forward, (leaves, [pool] * len(layers), given, *table), {"statics": statics})
 
     def _sampler(self, layout: PlanLayout, mode: SamplerMode) -> Program:
         fields = [layout.fields[name] for name in SamplingRows._fields]
         rows = SamplingRows(*(self._abstract(field.shape, field.dtype) for field in fields))
-        logits = self._abstract((layout.max_num_samples, self._model.vocab_size), np.float32)
+        spec = step.logits_spec(self._model.vocab_size, self._mesh)
+        shape = (layout.max_num_samples, self._model.vocab_size)
+        logits: Any = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self._mesh, spec))
         statics = {
             "mode": mode,
             "num_top": self._num_top,
             "max_num_samples": self.max_num_samples,
             "cutoff_backend": self._cutoff_backend,
+            "split_over": self._mesh if self._mesh.size > 1 and any(spec) else None,
         }
-        return Program(step.choose, (logits, rows), statics)
+        return Program(step.choose, (logits, rows, *self._exchanged[1:]), statics)
 
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """What one executable hands to the next lies on every device."""
+        """What one executable hands to the next lies on every device; only logits are split."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)

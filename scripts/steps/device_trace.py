@@ -1,7 +1,7 @@
 """What a GPU did, kernel by kernel, while something ran: from the profiler's own trace.
 
 Owns: reading the trace. Does not know: what ran. Called by: benchmark_step, benchmark_packing,
-serving.loop_profile.
+profile_parallel, parallel.time_line, serving.loop_profile.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import jax
 from jax.profiler import ProfileData
 
 _NUM_KERNELS_SHOWN = 25
+_DEVICE = "/device:GPU:"
 
 
 class Kernel(NamedTuple):
-    """One run of a kernel on the compute stream; nanoseconds.
+    """One run of a kernel; nanoseconds.
 
     Attributes:
       name: the kernel's.
@@ -43,31 +44,39 @@ class Activity(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What the first GPU did, each in the order of its starts; empty without a GPU."""
+    """What a GPU did, each in the order of its starts; empty without one."""
 
     kernels: list[Kernel]
     copies: list[Activity]  # between memories
 
 
-def trace_activity(run: Callable[[], Any]) -> Trace:
-    """Kernels, and copies between memories, while `run` ran."""
-    kernels: list[Kernel] = []
-    copies: list[Activity] = []
+def trace_devices(run: Callable[[], Any]) -> dict[int, Trace]:
+    """Kernels, and copies between memories, while `run` ran: of every GPU by its number, on one time line."""
+    found: dict[int, Trace] = {}
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
             run()
         (path,) = Path(directory).rglob("*.xplane.pb")
         for plane in ProfileData.from_file(str(path)).planes:
-            if plane.name != "/device:GPU:0":
-                continue
-            for line in plane.lines:
-                if "Compute" in line.name:
-                    kernels += [_kernel(event) for event in line.events]
-                elif "Memcpy" in line.name:
-                    copies += [
-                        Activity(event.start_ns, event.start_ns + event.duration_ns) for event in line.events
-                    ]
+            if plane.name.startswith(_DEVICE):
+                found[int(plane.name.removeprefix(_DEVICE))] = _trace(plane)
+    return dict(sorted(found.items()))
+
+
+def _trace(plane: Any) -> Trace:
+    kernels: list[Kernel] = []
+    copies: list[Activity] = []
+    for line in plane.lines:
+        if "Compute" in line.name or "Collective" in line.name:
+            kernels += [_kernel(event) for event in line.events]
+        elif "Memcpy" in line.name:
+            copies += [Activity(event.start_ns, event.start_ns + event.duration_ns) for event in line.events]
     return Trace(sorted(kernels, key=lambda kernel: kernel.start_ns), sorted(copies))
+
+
+def trace_activity(run: Callable[[], Any]) -> Trace:
+    """The same of the first GPU alone."""
+    return trace_devices(run).get(0, Trace([], []))
 
 
 def trace_kernels(run: Callable[[], Any]) -> list[Kernel]:

@@ -97,13 +97,13 @@ NOT_THE_DEFAULTS = {
     RunnerConfig: {
         **{"attention_backend": "xla", "tensor_parallel_size": 2, "num_layer_groups": 3},
         **{"max_num_staged_pages": 5, "max_logprobs": 2, "max_banned_ids": 4, "random_seed": 6},
-        **{"max_position_embeddings": 512, "compilation_cache_dir": "compiled"},
+        **{"max_position_embeddings": 512, "compilation_cache_dir": "compiled", "all_reduce": "jax_triton"},
     },
 }
 
 
 def test_every_flag_reaches_its_field(config):
-    """All but the two that are written in another way: `cpu_bytes` and `token_buckets`."""
+    """All but those that are written in another way: bytes and `token_buckets`."""
     every = {name: value for values in NOT_THE_DEFAULTS.values() for name, value in values.items()}
     made = config(**every)
     left = set()
@@ -114,7 +114,17 @@ def test_every_flag_reaches_its_field(config):
                 assert value == every[option.name] != option.default, option.name
             elif not dataclasses.is_dataclass(option.kind):
                 left.add(option.name)
-    assert left == {"cpu_bytes", "token_buckets"}
+    assert left == {"cpu_bytes", "gpu_reserved_bytes", "token_buckets"}
+
+
+@pytest.mark.parametrize(("text", "num_bytes"), [("2GiB", 2**31), ("0", 0)])
+def test_reserved_bytes_are_read_as_bytes(config, text, num_bytes):
+    assert config(gpu_reserved_bytes=text).cache.gpu_reserved_bytes == num_bytes
+
+
+def test_unreadable_reserved_bytes_name_the_flag(config):
+    with pytest.raises(ConfigError, match="--gpu_reserved_bytes is 'much'"):
+        config(gpu_reserved_bytes="much")
 
 
 def test_step_sizes_arrive_and_say_how_large_a_step_is(config):

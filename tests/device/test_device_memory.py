@@ -11,7 +11,7 @@ from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from pensieve_jax import config as config_module
 from pensieve_jax.assembly import make_runner
 from pensieve_jax.device import device_memory
-from pensieve_jax.device.device_memory import check_weights_fit, num_pages_in
+from pensieve_jax.device.device_memory import check_weights_fit, least_device, num_pages_in, reserved_bytes
 
 
 def device(limit_bytes, used_bytes):
@@ -26,6 +26,15 @@ def test_pages_are_what_the_weights_leave():
     assert num_pages_in(1.0, [device(1000, 100), device(1000, 505)], 10, 0) == 48
 
 
+def test_a_fraction_is_the_same_share_of_one_device_and_of_several():
+    """Of each by itself: what is in use there, and what exchanges need, whose default one device has not."""
+    assert num_pages_in(0.9, [device(1000, 100)] * 2, 10, 0) == num_pages_in(0.9, [device(1000, 100)], 10, 0)
+    assert num_pages_in(0.9, [device(1000, 100)] * 2, 10, 300, 200) == 29
+    assert num_pages_in(0.9, [device(1000, 100), device(700, 100)], 10, 0, 200) == 32
+    assert (reserved_bytes(None, 1), reserved_bytes(None, 2), reserved_bytes(0, 2)) == (0, 2**30, 0)
+    assert least_device([device(3, 0), device(None, 0), device(2, 0)]).memory_stats()["bytes_limit"] == 2
+
+
 def test_what_cannot_work_is_refused_with_numbers():
     with pytest.raises(
         ConfigError, match=r"gpu_memory_fraction is 0\.9, .*'a device' does not say.*gpu_pages"
@@ -34,13 +43,22 @@ def test_what_cannot_work_is_refused_with_numbers():
     numbers = r"of the device's 1,000 bytes, what is loaded takes 600, chunks in transit 280, and a page 10"
     with pytest.raises(ConfigError, match=numbers):
         num_pages_in(0.9, [device(1000, 600)], 10, 280)
+    with pytest.raises(ConfigError, match=r"in transit 80, exchanges 200, and a page 10"):
+        num_pages_in(0.9, [device(1000, 600)], 10, 80, 200)
 
 
 def test_weights_that_do_not_fit_are_refused():
-    check_weights_fit("a model", 1000, device(1000, 0))
-    check_weights_fit("a model", 1000, device(None, 0))
+    check_weights_fit("a model", 1000, [device(1000, 0)])
+    check_weights_fit("a model", 1000, [device(None, 0)])
     with pytest.raises(ConfigError, match=r"model is 'a model'.*1,000 bytes.*'?a device.*take 1,001 bytes"):
-        check_weights_fit("a model", 1001, device(1000, 0))
+        check_weights_fit("a model", 1001, [device(1000, 0)])
+    with pytest.raises(ConfigError) as refused:
+        check_weights_fit("a model", 2500, [device(2600, 0), device(2000, 0)])
+    assert str(refused.value) == (
+        "model is 'a model', but must be one whose parameters take at most the 2,000 bytes that JAX may use "
+        "of a device; its parameters take 2,500 bytes of each of 2 devices; raise "
+        "runner.tensor_parallel_size to 3 or more."
+    )
 
 
 def test_a_model_beyond_the_machine_is_refused_before_it_is_loaded(monkeypatch):

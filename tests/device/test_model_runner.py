@@ -25,6 +25,7 @@ from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.runtime.compilation import keep_compilations_in
 from pensieve_jax.runtime.executable_store import ExecutableStore
 from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES, StepPlan
+from tests.collectives import collectives
 from tests.device.poison import poisoned_pools
 
 PAGE_SIZE = 16
@@ -103,13 +104,15 @@ class Row:
 class Stepper:
     """Makes plans and counts them."""
 
+    buckets = BUCKETS
+
     def __init__(self, runner):
         self.runner = runner
         self.num_steps = 0
 
     def dispatch(self, *rows, logprobs=False):
         num_tokens = sum(row.end - row.start for row in rows)
-        bucket = min(bucket for bucket in BUCKETS if bucket >= num_tokens)
+        bucket = min(bucket for bucket in self.buckets if bucket >= num_tokens)
         plan = StepPlan(self.runner.layouts[bucket], self.num_steps, self.runner.storage.padding_slot)
         self.num_steps += 1
         self._fill(plan, rows, num_tokens)
@@ -330,6 +333,25 @@ def test_memory_analysis(num_devices):
         assert bucket["alias_bytes"] >= pool_bytes
         assert bucket["new_output_bytes"] < 24_000
         assert bucket["peak_bytes"] >= analysis["weights_bytes"] + pool_bytes + bucket["temp_bytes"]
+
+
+def test_what_two_devices_tell_each_other(monkeypatch):
+    """Sums after attention and MLP and of the embedding, a few words for a greedy row; the plan goes once."""
+    runner = runner_for("llama-tiny", 2)
+    for (_, group), executable in runner._forward.items():
+        num_layers = len(runner.storage.groups[group])
+        assert collectives(executable.as_text()) == {"all-reduce": 2 * num_layers + (group == 0)}
+    for (_, mode), executable in runner._choose.items():
+        draws = mode.draws and not mode.truncates
+        expected = {"all-gather": 1} | ({"all-reduce": 1} if draws else {})
+        assert collectives(executable.as_text()) == expected, mode
+    talk, puts, device_put = Talk(random_ids(9, seed=2), pages=[1]), [], jax.device_put
+    stepper = Stepper(runner)
+    monkeypatch.setattr(
+        jax, "device_put", lambda *args, **kwargs: puts.append(args) or device_put(*args, **kwargs)
+    )
+    stepper.step(Row(talk, 0, 9, samples=True))
+    assert len(puts) == 1
 
 
 @pytest.mark.parametrize("preset", ["llama-tiny", pytest.param("opt-tiny", marks=pytest.mark.long)])

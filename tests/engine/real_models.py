@@ -68,6 +68,7 @@ class RealBench:
 
     Attributes:
       kv_dtype: what KV state is stored as.
+      num_devices: that share the model; the reference has one.
       num_turns: turns that were judged.
       uncertain: what is known of turns with a margin below `min_margin`.
       num_logprobs, num_far: turns whose log-probabilities were judged, and those farther off than rounding.
@@ -75,6 +76,7 @@ class RealBench:
 
     preset: str
     kv_dtype: str | None = None
+    num_devices: int = 1
     num_turns: int = 0
     uncertain: list[str] = field(default_factory=list)
     num_logprobs: int = 0
@@ -86,14 +88,17 @@ class RealBench:
         return MIN_MARGIN if self.kv_dtype is None else STORED_MARGIN
 
     def __post_init__(self) -> None:
-        mesh = make_mesh(1)
-        model = load_model(f"random:{self.preset}", dtype="float32", mesh=mesh, seed=1)
+        mesh = make_mesh(self.num_devices)
+        model, alone = (
+            load_model(f"random:{self.preset}", dtype="float32", mesh=each, seed=1)
+            for each in (mesh, make_mesh(1))
+        )
         self.vocab_size: int = model.config.vocab_size
         self.eos_token_ids: tuple[int, ...] = model.config.eos_token_ids
         self.runner = PoisonedRunner(model, real_config(kv_dtype=self.kv_dtype), mesh)
         self.runner.warm_up()
         # One length, so that little is compiled.
-        self._reference = DenseReference(model, min_padded_tokens=MAX_CONTEXT_TOKENS, kv_dtype=self.kv_dtype)
+        self._reference = DenseReference(alone, min_padded_tokens=MAX_CONTEXT_TOKENS, kv_dtype=self.kv_dtype)
 
     def new_runner(self, config: EngineConfig, max_context_tokens: int, delays: Delays) -> ModelRunner:
         """The one runner; its copies take as long as they do."""

@@ -1,0 +1,117 @@
+"""Who adds up the partial sums of products that are split along what they sum over.
+
+Owns: the choice, which whoever traces a step makes for what is traced inside `summing`; without one it is the
+compiler's, which puts its own sum behind such a product. A sum that a norm follows is left to the norm: until
+then partial sums are one array [devices, T, hidden_size], a row on each device.
+Does not know: kernels, or models. Called by: layers, and the runner's step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from model_defs.sharding import TENSOR_AXIS, AnyMesh, tensor_parallel_size
+from pallas_kernels import all_reduce
+
+_SPLIT, _WHOLE = PartitionSpec(TENSOR_AXIS), PartitionSpec()
+
+
+@dataclass(frozen=True)
+class SumSpec:
+    """What is static of it: `backend` of `all_reduce`, and the `capacity` of its memory."""
+
+    backend: str
+    capacity: int
+
+
+@dataclass(frozen=True)
+class DeviceSums:
+    """Sums by `all_reduce`, over the devices of `mesh`; `table` is that of its memory."""
+
+    spec: SumSpec
+    table: jax.Array
+    mesh: AnyMesh
+
+    def serves(self, num_rows: int, width: int) -> bool:
+        """Whether so many rows are summed here, and not by the compiler."""
+        fits = num_rows * width <= self.spec.capacity
+        return fits and all_reduce.serves(num_rows, width, tensor_parallel_size(self.mesh))
+
+    def partial(
+        self, product: Callable[..., jax.Array], x: jax.Array, kernel: jax.Array, specs: tuple[Any, Any]
+    ) -> jax.Array:
+        """[devices, T, width]: on each device `product` of its parts of `x` and `kernel`."""
+        run = self._on_shards(lambda *parts: product(*parts)[None], specs, _SPLIT)
+        result: jax.Array = run(x, kernel)
+        return result
+
+    def total(self, partial: jax.Array) -> jax.Array:
+        """[devices, T, width] -> their sum, on all devices."""
+        run = self._on_shards(
+            lambda part, table: all_reduce.sum_over_devices(part[0], table, **self._arguments),
+            (_SPLIT, _SPLIT),
+            _WHOLE,
+        )
+        result: jax.Array = run(partial, self.table)
+        return result
+
+    def total_and_norm(
+        self, stream: jax.Array, partial: jax.Array, scale: jax.Array, *, eps: float, dtype: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """The stream and the sum, added, and its root-mean-square norm."""
+
+        def run(stream: jax.Array, part: jax.Array, scale: jax.Array, table: jax.Array) -> Any:
+            return all_reduce.sum_and_norm(
+                part[0], table, stream, scale, eps=eps, dtype=dtype, **self._arguments
+            )
+
+        shards = self._on_shards(run, (_WHOLE, _SPLIT, _WHOLE, _SPLIT), _WHOLE)
+        result: tuple[jax.Array, jax.Array] = shards(stream, partial, scale, self.table)
+        return result
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        return {"axis": TENSOR_AXIS, "capacity": self.spec.capacity, "backend": self.spec.backend}
+
+    def _on_shards(self, run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        # Kernels do not declare over which axes their outputs vary.
+        return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+_current: ContextVar[DeviceSums | None] = ContextVar("device_sums", default=None)
+
+
+@contextlib.contextmanager
+def summing(sums: DeviceSums | None) -> Iterator[None]:
+    """Sums of what is traced meanwhile are made by `sums`; None: by the compiler."""
+    token = _current.set(sums)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_sums() -> DeviceSums | None:
+    """Those of `summing`."""
+    return _current.get()
+
+
+def is_partial(y: jax.Array) -> bool:
+    """Whether it is [devices, T, width], still to be added up, and not [T, width]."""
+    return y.ndim == 3
+
+
+def added_up(y: jax.Array) -> jax.Array:
+    """[T, width], whatever `y` is."""
+    sums = _current.get()
+    if not is_partial(y):
+        return y
+    assert sums is not None
+    return sums.total(y)

@@ -1,0 +1,27 @@
+"""Sums of partial products over devices that see each other's memory, also with the norm that follows.
+
+A few rows are summed in the time that it takes to write them to the peer and see what came: no library call,
+and no kernel between. `ExchangeMemory` is what devices write to, `sum_over_devices` and `sum_and_norm` are
+called inside `shard_map`. docs/kernels.md
+"""
+
+from pallas_kernels.all_reduce.api import (
+    SumArgumentError,
+    device_limit,
+    serves,
+    sum_and_norm,
+    sum_over_devices,
+)
+from pallas_kernels.all_reduce.memory import ExchangeMemory
+from pallas_kernels.all_reduce.specs import MAX_DEVICES, MAX_ROWS
+
+__all__ = [
+    "MAX_DEVICES",
+    "MAX_ROWS",
+    "ExchangeMemory",
+    "SumArgumentError",
+    "device_limit",
+    "serves",
+    "sum_and_norm",
+    "sum_over_devices",
+]

@@ -1,0 +1,62 @@
+"""Launches of the sum's kernel through jax-triton: NVIDIA GPUs from Ampere on.
+
+Owns: the arguments of a launch. Does not know: what the kernel does with them.
+Called by: `api`, which imports this file only where it is needed: jax-triton and Triton come with the extra
+`triton`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax_triton
+
+from pallas_kernels.all_reduce import jax_triton_kernels as kernels
+from pallas_kernels.all_reduce.specs import LIMIT, NUM_PROGRAMS
+
+# As of ragged_paged_attention.jax_triton: JAX assembles PTX with the CUDA it runs on.
+_OPTIONS = {"ptx_version": 88, "enable_fp_fusion": True}
+_NUM_WARPS = 8
+
+
+def triton_sum(
+    partial: jax.Array,
+    table: jax.Array,
+    stream: jax.Array | None,
+    scale: jax.Array | None,
+    *,
+    num_devices: int,
+    capacity: int,
+    eps: float = 0.0,
+    dtype: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api`; arguments are already checked. Without a stream the second result means nothing."""
+    num_rows, width = partial.shape
+    norms = stream is not None and scale is not None
+    empty = jax.ShapeDtypeStruct((1,), partial.dtype)
+    normed = jax.ShapeDtypeStruct(partial.shape, dtype) if norms else empty
+    total = jax.ShapeDtypeStruct(partial.shape, jnp.float32 if norms else partial.dtype)
+    result: tuple[jax.Array, jax.Array] = jax_triton.triton_call(
+        partial,
+        table,
+        stream if norms else partial,
+        scale if norms else partial,
+        kernel=kernels.sum_of_rows,
+        out_type=(total, normed),
+        grid=(NUM_PROGRAMS,),
+        name="sum_and_norm" if norms else "sum_over_devices",
+        num_warps=_NUM_WARPS,
+        num_stages=1,
+        backend_options=_OPTIONS,
+        num_rows=num_rows,
+        capacity=capacity,
+        width=width,
+        block=1 << (width - 1).bit_length(),
+        num_devices=num_devices,
+        norms=norms,
+        eps=eps,
+        limit=LIMIT,
+    )
+    return result

@@ -1,0 +1,87 @@
+"""The memory that devices of one process write to each other, and the tables that say where it is.
+
+Owns: inboxes, flags and counters of every device, as arrays that nobody hands to a program: kernels know
+their addresses. Does not know: kernels, or when they run.
+Called by: whoever runs programs that exchange; they take `table`.
+
+A process sees the memory of all its devices at one address each, so an address is all that a peer needs. An
+exchange that failed leaves counters that differ from device to device: `renew` makes new ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.all_reduce.specs import (
+    FLAGS,
+    MAX_ROWS,
+    NUM_INBOXES,
+    epochs_place,
+    table_len,
+    table_row,
+    words_len,
+)
+
+_NEVER_WAITED_FOR = 1 << 30  # a count that no launch reaches
+
+
+class ExchangeMemory:
+    """Of the devices of a mesh with one axis.
+
+    Attributes:
+      table: i32[devices, 2 * table_len], a row for each device, on it.
+      words: i32[devices, words_len], of which the first of a row says that its device lost a peer, or was
+        told so; what it was when a program that takes it runs.
+      capacity: numbers that a device may leave in an inbox.
+    """
+
+    table: jax.Array
+    words: jax.Array
+
+    def __init__(self, mesh: Mesh, width: int, dtype: Any, *, max_rows: int = MAX_ROWS) -> None:
+        """Make memory for sums of up to `max_rows` rows of `width`, for devices that do not wait yet."""
+        (axis,) = mesh.axis_names
+        self._num_devices = mesh.devices.size
+        self._split = NamedSharding(mesh, PartitionSpec(axis))
+        self._dtype, self.capacity = np.dtype(dtype), max_rows * width
+        self.renew(alone=True)
+
+    def renew(self, *, alone: bool = False) -> None:
+        """New memory, as if nothing had been exchanged; all that was launched before must have ended.
+
+        Args:
+          alone: every device takes itself for all its peers, and so waits for none. To load kernels that way
+            first is what lets no device wait for a peer that cannot load, because the first one waits.
+        """
+        num = self._num_devices
+        inbox_shape = (num, NUM_INBOXES * num * self.capacity)
+        self._inboxes = jax.device_put(np.zeros(inbox_shape, self._dtype), self._split)
+        words = np.zeros((num, words_len(num)), np.int32)
+        if alone:
+            words[:, FLAGS : epochs_place(num)] = _NEVER_WAITED_FOR
+        self.words = jax.device_put(words, self._split)
+        jax.block_until_ready((self._inboxes, self.words))
+        everybody = _addresses(self._inboxes), _addresses(self.words)
+        rows = [
+            table_row(rank, *([[each[rank]] * num for each in everybody] if alone else everybody))
+            for rank in range(num)
+        ]
+        table = np.array(rows, np.int64).view(np.int32)
+        assert table.shape == (num, 2 * table_len(num))
+        self.table = jax.block_until_ready(jax.device_put(table, self._split))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of each device."""
+        num = self._num_devices
+        return NUM_INBOXES * num * self.capacity * self._dtype.itemsize + 4 * words_len(num)
+
+
+def _addresses(array: jax.Array) -> list[int]:
+    """Of every device's part, in the order of the mesh."""
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return [shard.data.unsafe_buffer_pointer() for shard in shards]

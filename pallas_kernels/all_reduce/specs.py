@@ -1,0 +1,51 @@
+"""Where everything of an exchange lies: the table of addresses that a device has, and its words.
+
+Owns: the layout of both, and how large rows and launches may be. Does not know: kernels, or JAX.
+Called by: `memory`, `api` and the kernel.
+
+A device's table holds 64-bit numbers: its place among the devices, the addresses of its own status word and
+counters, then of everybody's inboxes, then of everybody's words. A device's words are a status, padding, a
+flag for every program and peer, and a counter for every program.
+"""
+
+from __future__ import annotations
+
+NUM_PROGRAMS = 128
+"""Of every launch: as many as an NVIDIA data centre GPU runs side by side."""
+
+MAX_DEVICES = 4
+MAX_WIDTH = 16384
+MAX_ROWS = 512
+"""More are left to the compiler's own sum: by then it moves bytes as fast, and inboxes would be large."""
+
+NUM_INBOXES = 2
+
+RANK, STATUS, EPOCHS, ADDRESSES = range(4)
+"""Places in a table; ADDRESSES is the first of the inboxes'."""
+
+FLAGS = 32
+"""Place of the first flag among a device's words: the status has a line of memory to itself."""
+
+LIMIT = 1 << 24
+"""Looks at a flag before a peer counts as lost, some ten seconds: devices are far closer together."""
+
+
+def table_len(num_devices: int) -> int:
+    """64-bit numbers of a device's table."""
+    return ADDRESSES + 2 * num_devices
+
+
+def epochs_place(num_devices: int) -> int:
+    """Place of the first counter among a device's words."""
+    return FLAGS + NUM_PROGRAMS * num_devices
+
+
+def words_len(num_devices: int) -> int:
+    """32-bit words of a device."""
+    return epochs_place(num_devices) + NUM_PROGRAMS
+
+
+def table_row(rank: int, inboxes: list[int], words: list[int]) -> list[int]:
+    """A device's table: `inboxes` and `words` are everybody's addresses."""
+    mine = words[rank]
+    return [rank, mine, mine + 4 * epochs_place(len(words)), *inboxes, *words]

@@ -1,0 +1,88 @@
+"""From logits whose vocabulary is split over devices to token ids, without gathering the logits.
+
+Owns: what devices tell each other about a row: each its best score and id, and what its log-probabilities are
+made of, in one exchange of a few words; where rows are drawn, the largest logit before it.
+Does not know: how scores are made; `sampler` makes a part of the vocabulary's as it makes the whole's.
+Called by: `step`.
+
+Ids are those of whole rows to the bit: maxima have no rounding order, and of equal scores the first device's,
+which has the lower ids, is taken. The sum behind log-probabilities is added up device by device, so they may
+differ from whole rows' in the last place. Top-k and top-p are not for here: their cutoffs are found in two or
+more dozens of passes, each of which would be an exchange, while to gather 128 rows of 32,000 logits is one.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from model_defs.sharding import TENSOR_AXIS
+from pensieve_jax.device.sampler import Part, SamplerMode, Samples, SamplingRows, decision_scores
+
+
+def sample_split(
+    logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode, num_top: int, mesh: Mesh
+) -> Samples:
+    """What `sampler.sample` returns, of f32[S, V] that are split over `mesh`; the mode must not truncate."""
+    assert not mode.truncates
+    shard = jax.shard_map(
+        functools.partial(_sample_part, mode=mode, num_top=num_top),
+        mesh=mesh,
+        in_specs=(PartitionSpec(None, TENSOR_AXIS), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,  # what all devices compute from the same words is the same
+    )
+    samples: Samples = shard(logits, rows)
+    return samples
+
+
+def _sample_part(
+    logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode, num_top: int
+) -> Samples:
+    num_rows, width = logits.shape
+    first_id = lax.axis_index(TENSOR_AXIS) * width
+    scores = decision_scores(logits, rows, mode=mode, part=Part(first_id, TENSOR_AXIS))
+    place = jnp.argmax(scores, axis=-1)
+    highest = logits.max(axis=-1)
+    shift = jnp.where(highest > -jnp.inf, highest, 0.0)  # a part may have no id that is possible
+    floats = [
+        jnp.take_along_axis(scores, place[:, None], axis=1),
+        jnp.take_along_axis(logits, place[:, None], axis=1),
+        highest[:, None],
+        jnp.exp(logits - shift[:, None]).sum(axis=-1, keepdims=True),
+    ]
+    ids = [(first_id + place)[:, None]]
+    num_kept = min(num_top, width) if mode.top_logprobs else 0
+    if num_kept:
+        top_logits, top_places = lax.top_k(logits, num_kept)
+        floats, ids = [*floats, top_logits], [*ids, first_id + top_places]
+    words = jnp.concatenate(
+        [
+            lax.bitcast_convert_type(jnp.concatenate(floats, axis=1), jnp.int32),
+            *(i.astype(jnp.int32) for i in ids),
+        ],
+        axis=1,
+    )
+    told = lax.all_gather(words, TENSOR_AXIS)  # i32[devices, S, 5 + 2 * num_kept]
+    best, chosen, highest, mass = (lax.bitcast_convert_type(told[..., i], jnp.float32) for i in range(4))
+    winner = jnp.argmax(best, axis=0)[None]
+    token_ids = jnp.take_along_axis(told[..., 4 + num_kept], winner, axis=0)[0]
+    most = highest.max(axis=0)
+    log_normalizer = most + jnp.log((mass * jnp.exp(highest - most)).sum(axis=0))
+    logprobs = jnp.take_along_axis(chosen, winner, axis=0)[0] - log_normalizer
+    if not num_kept:
+        zeros = jnp.zeros((num_rows, num_top), jnp.int32)
+        return Samples(token_ids, logprobs, zeros, zeros.astype(jnp.float32))
+    top = lax.bitcast_convert_type(_rows_of(told[..., 4 : 4 + num_kept]), jnp.float32)
+    top_logits, places = lax.top_k(top, num_top)
+    top_ids = jnp.take_along_axis(_rows_of(told[..., 5 + num_kept :]), places, axis=1)
+    return Samples(token_ids, logprobs, top_ids, top_logits - log_normalizer[:, None])
+
+
+def _rows_of(told: jax.Array) -> jax.Array:
+    """[devices, S, K] -> [S, devices * K]: lower ids first among equals, as devices are."""
+    return jnp.moveaxis(told, 0, 1).reshape(told.shape[1], -1)

@@ -1,0 +1,177 @@
+"""Sums that devices make themselves, in whole steps: the same tokens, and what is done when one is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from model_defs import device_sums, load_model, make_mesh
+from pallas_kernels import all_reduce
+from pensieve_jax.core.errors import ConfigError, StepFailedError
+from pensieve_jax.device import exchange, sampler
+from pensieve_jax.device.model_runner import ModelRunner
+from tests.collectives import collectives
+from tests.device.test_model_runner import (
+    Row,
+    Stepper,
+    Talk,
+    assert_equals_reference,
+    engine_config,
+    random_ids,
+)
+
+
+def config_of(num_devices=2):
+    """One bucket, so that little is compiled."""
+    config = engine_config(num_devices)
+    return dataclasses.replace(
+        config,
+        runner=dataclasses.replace(config.runner, all_reduce="jax_triton"),
+        scheduler=dataclasses.replace(config.scheduler, token_buckets=(64,)),
+    )
+
+
+@functools.cache
+def model_on_two(preset):
+    return load_model(f"random:{preset}", dtype="float32", mesh=make_mesh(2), seed=1)
+
+
+@pytest.fixture
+def by_psum(monkeypatch):
+    """The kernel's place is taken by `psum`, which runs on any device; all else is as with it."""
+    monkeypatch.setattr(exchange, "device_limit", lambda device: None)
+    monkeypatch.setattr(exchange, "SumSpec", lambda backend, capacity: device_sums.SumSpec("xla", capacity))
+    modes = sampler.all_modes()[:1]
+    monkeypatch.setattr(sampler, "all_modes", lambda: modes)
+
+
+class WideStepper(Stepper):
+    """Of one bucket."""
+
+    buckets = (64,)
+
+
+def check_a_talk(preset, runner):
+    """A prompt in pieces and decoding, greedy, as the dense reference says."""
+    runner.reset()
+    stepper, talk = WideStepper(runner), Talk(random_ids(30, seed=12), pages=[3, 6, 8])
+    stepper.step(Row(talk, 0, 20))
+    stepper.step(Row(talk, 20, 30, samples=True))
+    for _ in range(4):
+        stepper.step(Row(talk, len(talk.ids) - 1, len(talk.ids), samples=True))
+    assert_equals_reference(preset, talk)
+
+
+@pytest.mark.parametrize("preset", ["llama-tiny", pytest.param("opt-tiny", marks=pytest.mark.long)])
+def test_tokens_are_the_references(by_psum, preset):
+    """With a norm behind a sum (Llama) or a bias (OPT); a lost device fails the step, and no other one."""
+    runner = ModelRunner(model_on_two(preset), config_of(), make_mesh(2))
+    alone = runner._exchange.arrays[0].tolist()
+    runner.warm_up()
+    assert runner._exchange.arrays[0].tolist() != alone, "devices would not wait for each other"
+    check_a_talk(preset, runner)
+    for (_, group), executable in runner._forward.items():
+        num_sums = 2 * len(runner.storage.groups[group]) + (group == 0)
+        assert collectives(executable.as_text()) == {"all-reduce": num_sums}
+    before = runner._exchange.arrays[1]
+    runner._exchange._memory.words = before.at[1, 0].set(1)
+    stepper, talk = WideStepper(runner), Talk(random_ids(9, seed=2), pages=[1])
+    runner._next_step_id = None
+    with pytest.raises(StepFailedError, match="waited in vain"):
+        stepper.step(Row(talk, 0, 9, samples=True))
+    check_a_talk(preset, runner)
+    assert not runner._exchange.arrays[1].any() and runner._exchange.arrays[1] is not before
+
+
+def test_devices_that_cannot_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"runner\.all_reduce is 'jax_triton', but must be 'xla' here.*NVIDIA"
+    ):
+        ModelRunner(model_on_two("llama-tiny"), config_of(), make_mesh(2))
+
+
+def test_one_device_has_nothing_to_sum():
+    model = load_model("random:llama-tiny", dtype="float32", mesh=make_mesh(1), seed=1)
+    assert ModelRunner(model, config_of(1), make_mesh(1))._exchange.arrays == ()
+
+
+needs_two_gpus = pytest.mark.skipif(
+    jax.default_backend() != "gpu" or len(jax.devices()) < 2, reason="needs two NVIDIA GPUs"
+)
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 32, 129, 512])
+def test_the_kernel_sums_as_xla_does(norms, num_rows):
+    """The bits of two addends' sum; many launches, so that inboxes take turns."""
+    mesh, width = make_mesh(2), 8192
+    memory = all_reduce.ExchangeMemory(mesh, width, "bfloat16")
+    split, whole = PartitionSpec("tp"), PartitionSpec()
+    rng = np.random.default_rng(num_rows)
+    parts = [rng.normal(size=(2, num_rows, width)).astype(jnp.bfloat16) for _ in range(5)]
+    stream, scale = rng.normal(size=(num_rows, width)).astype(np.float32), np.ones(width, jnp.bfloat16)
+
+    def run(part, table, stream, scale, backend):
+        arguments = {"axis": "tp", "capacity": memory.capacity, "backend": backend}
+        if not norms:
+            return all_reduce.sum_over_devices(part[0], table, **arguments)
+        return all_reduce.sum_and_norm(
+            part[0], table, stream, scale, eps=1e-5, dtype=jnp.bfloat16, **arguments
+        )
+
+    own, xla = (
+        jax.jit(
+            jax.shard_map(
+                functools.partial(run, backend=backend), mesh=mesh, in_specs=(split, split, whole, whole),
+                out_specs=whole, check_vma=False,
+            )
+        )
+        for backend in ("jax_triton", "xla")
+    )  # fmt: skip
+    jax.block_until_ready(own(parts[0], memory.table, stream, scale))
+    memory.renew()
+    for part in parts:
+        found, expected = (jax.tree.leaves(each(part, memory.table, stream, scale)) for each in (own, xla))
+        np.testing.assert_array_equal(found[0], expected[0])
+        for shard in found[0].addressable_shards:
+            np.testing.assert_array_equal(shard.data, expected[0])
+        if norms:
+            np.testing.assert_allclose(
+                found[1].astype(np.float32), expected[1].astype(np.float32), rtol=0.02, atol=1e-3
+            )
+    assert not np.asarray(jnp.copy(memory.words))[:, 0].any()
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+def test_a_peer_that_does_not_come_is_not_waited_for_for_ever():
+    """One device launches, the other does not: NaN after a while, and both are told."""
+    from pallas_kernels.all_reduce.jax_triton import triton_sum
+
+    memory = all_reduce.ExchangeMemory(make_mesh(2), 256, "bfloat16")
+    run = jax.jit(functools.partial(triton_sum, num_devices=2, capacity=memory.capacity))
+    tables = [shard.data for shard in memory.table.addressable_shards]
+    part = jax.device_put(np.ones((4, 256), jnp.bfloat16), jax.devices()[0])
+    jax.block_until_ready(run(part, tables[0], None, None))
+    memory.renew()
+    tables = [shard.data for shard in memory.table.addressable_shards]
+    total, _ = run(part, tables[0], None, None)
+    assert np.isnan(np.asarray(total).astype(np.float32)).all()
+    assert np.asarray(jnp.copy(memory.words))[:, 0].all()
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+def test_tokens_of_whole_steps_are_the_references():
+    """As on virtual devices, with the kernel in its place."""
+    runner = ModelRunner(model_on_two("llama-tiny"), config_of(), make_mesh(2))
+    runner.warm_up()
+    check_a_talk("llama-tiny", runner)

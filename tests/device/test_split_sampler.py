@@ -1,0 +1,90 @@
+"""Sampling over a split vocabulary: the ids of whole rows, and no more exchanges than are needed."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from model_defs import make_mesh
+from pensieve_jax.device import sampler, step
+from pensieve_jax.scheduler.plan import StepResult
+from tests.collectives import collectives
+from tests.device.test_sampler import make_rows, random_logits
+
+NUM_ROWS, NUM_TOP, VOCAB_SIZE = 24, 5, 128
+
+
+@functools.cache
+def chooser(num_devices, mode, vocab_size=VOCAB_SIZE):
+    """The compiled sampler of a step, and how its arguments are placed."""
+    mesh = make_mesh(num_devices)
+    places = (
+        NamedSharding(mesh, step.logits_spec(vocab_size, mesh)),
+        NamedSharding(mesh, PartitionSpec()),
+    )
+    statics = {
+        "mode": mode, "num_top": NUM_TOP, "max_num_samples": NUM_ROWS, "cutoff_backend": "xla",
+        "split_over": mesh if num_devices > 1 else None,
+    }  # fmt: skip
+    arguments = jax.device_put((random_logits(NUM_ROWS, vocab_size=vocab_size), make_rows(NUM_ROWS)), places)
+    return step.choose.lower(*arguments, **statics).compile(), places
+
+
+def run(num_devices, mode, logits, rows) -> StepResult:
+    compiled, places = chooser(num_devices, mode, logits.shape[1])
+    next_ids, words = compiled(*jax.device_put((logits, rows), places))
+    result = step.unpack_result(np.asarray(words), NUM_ROWS, NUM_TOP)
+    np.testing.assert_array_equal(next_ids, result.token_ids)
+    return result
+
+
+def assert_same(mode, logits, rows, num_devices=2):
+    """Ids to the bit; what is added up device by device to rounding."""
+    expected, found = (run(number, mode, logits, rows) for number in (1, num_devices))
+    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+    np.testing.assert_array_equal(found.top_ids, expected.top_ids)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found.top_logprobs, expected.top_logprobs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", sampler.all_modes(), ids=str)
+def test_every_mode_chooses_as_one_device_does(mode):
+    """Greedy, random, cut and banned rows, and rows of ties across the devices."""
+    rng = np.random.default_rng(1)
+    rows = make_rows(
+        NUM_ROWS, temperature=np.tile([0.0, 0.7, 1.5], NUM_ROWS // 3), top_k=rng.choice([0, 9], NUM_ROWS),
+        top_p=rng.choice([0.8, 1.0], NUM_ROWS), seeds=rng.integers(0, 2**63, NUM_ROWS),
+        positions=rng.integers(0, 4096, NUM_ROWS), banned=(3, 70),
+    )  # fmt: skip
+    for seed in range(4):
+        logits = random_logits(NUM_ROWS, seed=seed, vocab_size=VOCAB_SIZE)
+        assert_same(mode, np.round(logits) if seed % 2 else logits, rows)
+
+
+def test_parts_without_a_possible_id_and_more_devices():
+    """All of one part is minus infinity; four devices; fewer ids a device than most likely ones are told."""
+    mode = sampler.SamplerMode(draws=True, truncates=False, top_logprobs=True)
+    rows = make_rows(NUM_ROWS, temperature=np.tile([0.0, 1.0], NUM_ROWS // 2), seeds=np.arange(NUM_ROWS))
+    logits = random_logits(NUM_ROWS, seed=5, vocab_size=VOCAB_SIZE)
+    logits[:, : VOCAB_SIZE // 2] = -np.inf
+    assert_same(mode, logits, rows)
+    few = random_logits(NUM_ROWS, seed=6, vocab_size=16)
+    assert_same(mode, few, rows, num_devices=4)
+
+
+@pytest.mark.parametrize("mode", sampler.all_modes(), ids=str)
+def test_logits_are_not_gathered(mode):
+    """One exchange of a few words a row, and the largest logit before a draw; cuts gather rows once."""
+    text = chooser(2, mode)[0].as_text()
+    expected = {"all-gather": 1}
+    if mode.draws and not mode.truncates:
+        expected["all-reduce"] = 1
+    assert collectives(text) == expected
+    num_words = 5 + 2 * NUM_TOP * mode.top_logprobs
+    (gather,) = [line for line in text.splitlines() if " all-gather(" in line]
+    width = VOCAB_SIZE if mode.truncates else num_words
+    assert f"{width}]" in gather.split(" all-gather(")[0], gather

@@ -1,0 +1,129 @@
+"""The random driver on a model that two virtual devices share, both tiers small; a device that fails alone.
+
+Every token is judged by the dense reference on one device, as those of the engine on one device are
+(`test_real_models`): so they are each other's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from model_defs.sharding import TENSOR_AXIS
+from pensieve_jax.config import POLICIES
+from pensieve_jax.core.errors import StepFailedError
+from tests.engine.driver import run_scenario
+from tests.engine.harness import Harness
+from tests.engine.real_models import MAX_CONTEXT_TOKENS, RealBench, real_config
+from tests.engine.scenarios import RandomChooser, Scenario, tier_ops
+
+PRESET = "llama-tiny"
+MAX_UNCERTAIN_FRACTION = 0.02
+
+
+@functools.cache
+def bench():
+    return RealBench(PRESET, num_devices=2)
+
+
+def short_scenario(seed):
+    """A few rounds of conversations that return to two small tiers."""
+    choose = RandomChooser(seed)
+    config = real_config(choose.pick(("retention", *POLICIES)))
+    return Scenario(config, MAX_CONTEXT_TOKENS, durable=False, ops=tier_ops(choose, 5, max_len=70))
+
+
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 100), marks=pytest.mark.long)])
+def test_random_scenarios_equal_the_dense_reference(seeds, record_property):
+    """Swapped, dropped, recomputed, suspended, cancelled, failed: the tokens of one device."""
+    judge, totals = bench(), Counter()
+    num_before = judge.num_turns
+    judge.uncertain.clear()
+    for seed in seeds:
+        print(f"run_scenario(short_scenario({seed}), bench())")
+        totals += run_scenario(short_scenario(seed), judge).totals
+    num_turns = judge.num_turns - num_before
+    record_property("note", f"{num_turns} turns on two devices, {len(judge.uncertain)} too close to call")
+    assert num_turns > 5 * len(seeds)
+    for name in ("reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens"):
+        assert totals[name] > 2 * len(seeds), (name, totals)
+    assert len(judge.uncertain) <= max(1, MAX_UNCERTAIN_FRACTION * num_turns)
+
+
+class FailsAlone:
+    """Samplers behind which one device fails, once it is told to."""
+
+    def __init__(self, runner) -> None:
+        self.is_armed = False
+        mesh = runner._mesh
+        (num_words,) = {executable.out_info[1].shape[0] for executable in runner._choose.values()}
+        words = jax.ShapeDtypeStruct((num_words,), np.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+        run = jax.shard_map(
+            self._pass_on, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+        )
+        passed_on = jax.jit(run).lower(words).compile()
+
+        def behind(executable):
+            def choose(*args):
+                next_ids, words = executable(*args)
+                return next_ids, passed_on(words)
+
+            return choose
+
+        self.choose = {key: behind(executable) for key, executable in runner._choose.items()}
+
+    def _pass_on(self, words):
+        nothing = jax.ShapeDtypeStruct((), np.int32)
+        return words + jax.pure_callback(self._fail, nothing, lax.axis_index(TENSOR_AXIS))
+
+    def _fail(self, device):
+        if self.is_armed and int(device) == 1:
+            raise RuntimeError("this device failed")
+        return np.int32(0)
+
+
+def test_a_device_that_fails_alone_fails_the_step(monkeypatch):
+    """The other one's copy of the result is there, and not taken; nothing hangs, the next turn is exact."""
+    runner = bench().runner
+    fails = FailsAlone(runner)
+    harness = Harness(real_config(), bench=bench(), max_model_tokens=MAX_CONTEXT_TOKENS)
+    harness.turn("a", 20, seed=1, max_tokens=4)
+    facts = harness.facts(harness.prompt(9, seed=2), "a", max_tokens=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_choose", fails.choose)
+        fails.is_armed = True
+        turn = harness.submit(facts, "a")
+        with pytest.raises(StepFailedError, match="a step failed on the device"):
+            harness.run(turn)
+        fails.is_armed = False
+        harness.turn("b", 9, seed=3, max_tokens=2)
+    output = harness.turn("a", 9, seed=2, max_tokens=5)
+    assert output.usage.recomputed_tokens > 0, "what was on the device is lost"
+    harness.turn("b", 30, seed=4, max_tokens=3)
+    harness.check_empty()
+
+
+def test_a_result_that_failed_is_noticed_before_the_next_step(monkeypatch):
+    """The device that failed would not come to its sums, and the other one would wait there for it."""
+    runner = bench().runner
+    harness = Harness(real_config(), bench=bench(), max_model_tokens=MAX_CONTEXT_TOKENS)
+    fails = FailsAlone(runner)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_choose", fails.choose)
+        fails.is_armed = True
+        plan = runner._empty_plan(min(runner.layouts.values(), key=lambda layout: layout.num_tokens))
+        handle = runner.dispatch(plan)
+        while not handle.words.is_ready():
+            pass
+        plan.step_id += 1
+        with pytest.raises(StepFailedError, match="could not be started"):
+            runner.dispatch(plan)
+        fails.is_armed = False
+        runner.reset()
+        harness.turn("c", 9, seed=5, max_tokens=2)

@@ -1,0 +1,158 @@
+"""Steps that devices share: the arithmetic of their time line, the variants, and a small run of all of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from pensieve_jax import ConfigError, EngineConfig
+from tests.launching import load
+
+time_lines = load("parallel.time_line")
+shared_steps = load("parallel.shared_steps")
+variants = load("parallel.variants")
+Kernel = load("steps.device_trace").Kernel
+
+SMALL = {
+    "model": "random:llama-tiny", "num_layers": 1, "decodes": "2,4", "prompts": "40", "context_tokens": 40,
+    "chunk_tokens": 16, "num_repeats": 1, "num_launches": 2, "ceiling_bytes": 2**20, "ceiling_matrix": 32,
+}  # fmt: skip
+TRACED = {
+    0: [Kernel("gemm", 0, 10), Kernel("ncclDevKernel_AllReduce", 12, 20), Kernel("gemm", 33, 7)],
+    1: [Kernel("gemm", 0, 18), Kernel("ncclDevKernel_AllReduce", 22, 11), Kernel("gemm", 33, 7)],
+}
+
+
+def test_a_time_line():
+    """The first device comes 10 ns early to a sum that takes 11 from then on, and has gaps around it."""
+    found = time_lines.time_line(TRACED, num_steps=1, num_events=2)
+    assert found["exchanges"]["counts"] == [1, 1]
+    assert found["exchanges"]["waited_s"] == pytest.approx(10e-9)
+    assert found["exchanges"]["exchanged_s"] == pytest.approx(11e-9)
+    assert found["exchanges"]["skew_s"]["max"] == pytest.approx(10e-9)
+    first = found["devices"]["0"]
+    assert first["exchange_s"] == pytest.approx(20e-9) and first["num_exchanges"] == 1
+    assert first["gaps_at_exchanges_s"] == pytest.approx(3e-9) and first["other_gaps_s"] == 0
+    assert first["span_s"] == pytest.approx(40e-9) and first["computed_beside_s"] == 0
+    assert found["events"]["names"] == ["gemm", "ncclDevKernel_AllReduce"]
+    assert found["events"]["rows"]["1"] == [[1, 0.01, 0.011], [0, 0.021, 0.007]]
+    assert time_lines.time_line({0: []}, 1, 5) == {}
+
+
+def test_what_runs_beside_an_exchange():
+    """Kernels before, across its start, inside, across its end and after it."""
+    beside = [Kernel("gemm", start, 4) for start in (0, 8, 14, 18, 30)]
+    found = time_lines.time_line({0: [*beside[:2], Kernel("all-reduce", 10, 10), *beside[2:]]}, 1, 0)
+    assert found["devices"]["0"]["computed_beside_s"] == pytest.approx((2 + 4 + 2) * 1e-9)
+    assert found["exchanges"] == {"counts": [1]}, "one device meets nobody"
+
+
+def test_memory_is_what_jax_says_and_what_the_driver_says(monkeypatch):
+    """In bytes; the driver counts all of the machine's devices, from the first."""
+    memory = load("parallel.memory")
+    devices = [SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 5, "num_allocs": 1})]
+    mesh = SimpleNamespace(devices=SimpleNamespace(flat=devices))
+    monkeypatch.setattr(memory, "_driver_lines", lambda: ["3, 7", "4, 7"])
+    expected = {"bytes_in_use": 5, "driver_used_bytes": 3 << 20, "driver_total_bytes": 7 << 20}
+    assert memory.devices_memory(mesh) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "exchanges"),
+    [
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", True),
+        ("all-reduce-start_fusion", True),
+        ("sum_and_norm", True),
+        ("MultiGpuBarrierKernel", True),
+        ("add_and_norm_rms", False),
+        ("loop_reduce_fusion", False),
+        ("gemm_fusion_dot_12", False),
+    ],
+)
+def test_names_of_exchanges(name, exchanges):
+    assert time_lines.is_exchange(name) is exchanges
+
+
+def test_the_pool_holds_the_larger_case_and_no_more():
+    """128 contexts of 1,024 tokens, then one prompt of 2,048: not 128 sequences as long as that."""
+    cases = shared_steps.Cases((32, 128), (2048,), 1024)
+    config = cases.sized(EngineConfig())
+    assert config.cache.gpu_pages == 128 * 32
+    assert config.scheduler.token_buckets == (32, 128, 2048)
+    assert [(name, len(rows), count) for name, rows, count in cases] == [
+        ("decode 32 x 1024", 32, 128), ("decode 128 x 1024", 128, 128), ("prompt of 2048", 1, 1)
+    ]  # fmt: skip
+
+
+def test_variants_are_processes_with_flags_of_their_own(launch, monkeypatch, capsys, tmp_path):
+    """What one of them fails of is said, and the others go on; the document has all."""
+    started, run = [], subprocess.run
+
+    def start(command, **arguments):
+        if "timeout" not in arguments:
+            return run(command, **arguments)  # of what the document says of its origin
+        env, timeout = arguments["env"], arguments["timeout"]
+        started.append((command, env["XLA_FLAGS"], timeout))
+        if len(started) == 2:
+            raise subprocess.TimeoutExpired(command, timeout, stderr=b"compiling")
+        if len(started) == 3:
+            return SimpleNamespace(returncode=1, stderr="a stack", stdout="")
+        (path,) = [word.removeprefix("--json=") for word in command if word.startswith("--json=")][-1:]
+        document = {"results": {"variants": {"default": {"device": "a GPU", "sums": {}}}}}
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(document, file)
+        return SimpleNamespace(returncode=0, stderr="", stdout="")
+
+    monkeypatch.setattr(load("profile_parallel").subprocess, "run", start)
+    monkeypatch.setenv("XLA_FLAGS", "--mine")
+    path = tmp_path / "found.json"
+    launch("profile_parallel", shared_llm=False, variants="default,graphs,own", timeout_s=50, json=str(path))
+    document = json.loads(path.read_text(encoding="utf-8"))
+    found = document["results"]["variants"]
+    assert document["hardware"]["device"] == "a GPU" and found["default"]["xla_flags"] == "--mine"
+    assert found["graphs"] == {"failed": "took longer than 50 s", "output": "compiling"}
+    assert found["own"]["failed"] == "ended with status 1" and found["own"]["output"] == "a stack"
+    assert [flags for _, flags, _ in started] == [
+        "--mine", f"--mine {variants.VARIANTS['graphs'].xla_flags[0]}", "--mine"
+    ]  # fmt: skip
+    assert "--all_reduce=jax_triton" in started[2][0] and all("--apart=false" in one[0] for one in started)
+    assert "took longer than 50 s" in capsys.readouterr().out
+
+
+def test_when_time_is_up_no_variant_is_begun(launch, capsys):
+    launch("profile_parallel", shared_llm=False, variants="default", budget_s=1.0)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["variants"]
+    assert found == {"default": {"failed": "not begun: 1 s were left"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"variants": "nccl,none"}, "--variants is 'none'.*among default, graphs"),
+        ({"apart": False, "decodes": "x"}, "--decodes"),
+        ({"apart": False, "model": "chat", "num_layers": 2}, "--num_layers is 2.*random:<preset>"),
+    ],
+)
+def test_what_cannot_work_is_refused(launch, values, says):
+    with pytest.raises(ConfigError, match=says):
+        launch("profile_parallel", shared_llm=False, **values)
+
+
+@pytest.mark.long
+def test_on_two_virtual_devices(launch, compilation_cache, capsys):
+    """Sums and steps of one variant, in this process."""
+    launch(
+        "profile_parallel", shared_llm=False, apart=False, traces=True,
+        compilation_cache_dir=compilation_cache, **SMALL,
+    )  # fmt: skip
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["variants"]["default"]
+    assert set(found["sums"]) == {"2 x 64", "4 x 64", "40 x 64"}
+    assert all(one["compiler_s"]["median"] > 0 for one in found["sums"].values())
+    assert set(found["steps"]) == {"decode 2 x 40", "decode 4 x 40", "prompt of 40"}
+    for one in found["steps"].values():
+        assert one["share_of_bound"] == pytest.approx(one["bound_s"] / one["step_s"]["median"])
+        assert one["trace"] == {}  # GPUs'
+    assert len(found["memory"]) == 2
