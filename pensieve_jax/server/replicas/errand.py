@@ -39,14 +39,14 @@ class Errand:
     Attributes:
       key: what the replica is chosen by.
       replies: of the turns, in order.
-      num_runs: how often they were sent.
+      num_runs: how often they were sent; num_run_again: how many of them once more.
     """
 
     def __init__(self, replicas: Replicas, key: str, specs: Sequence[TurnSpec], kept: Kept) -> None:
         """Nothing is sent yet; raises InvalidRequestError for what cannot cross."""
         self.key = key
         self.replies = [Reply(spec) for spec in specs]
-        self.num_runs = 0
+        self.num_runs = self.num_run_again = 0
         self._replicas = replicas
         self._kept = kept
         self._sent = [sent_spec(number, spec) for number, spec in enumerate(specs)]
@@ -86,6 +86,8 @@ class Errand:
         left = self._left()
         for number in left:
             self.replies[number].begin_again()
+        if self.num_runs:
+            self.num_run_again = len(left)
         self.num_runs += 1
         frame = encoded(submission([self._sent[number] for number in left]))
         lines = self._lines = self._replicas.run(self.key, frame)

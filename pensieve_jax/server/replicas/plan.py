@@ -76,6 +76,11 @@ class ReplicaPlan:
             raise ConfigError("--replicas", self.replicas, limit, "lower it, or tensor_parallel_size")
         return wanted
 
+    def of_one(self) -> ReplicaPlan:
+        """What one replica must know: the same however many there are, or Serve would start all anew."""
+        names = ("history", "model", "dtype", "config", "log_format")
+        return ReplicaPlan(**{name: getattr(self, name) for name in names})
+
     def max_ongoing(self, settings: ServerSettings) -> int:
         """Requests that a replica takes: what runs, what waits for it, and questions beside them."""
         return self.config.scheduler.max_num_running * (1 + settings.queue_per_running) + 16

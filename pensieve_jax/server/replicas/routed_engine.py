@@ -45,18 +45,13 @@ _SEED_BITS: Final = 63
 
 
 class RoutedEngine:
-    """All replicas, as an `EngineService`; see there for what its methods promise.
-
-    Attributes:
-      num_run_again: turns that were sent once more because their replica died.
-    """
+    """All replicas, as an `EngineService`; see there for what its methods promise."""
 
     def __init__(
         self, replicas: Replicas, first: ReplicaReport, kept: Kept, *, answer_s: float = 30.0
     ) -> None:
         """Of replicas one of which is ready, by what it said; `kept` finds turns in the history."""
         assert first.info is not None, "it is ready"
-        self.num_run_again = 0
         self._replicas = replicas
         self._kept = kept
         self._answer_s = answer_s
@@ -65,7 +60,7 @@ class RoutedEngine:
         self._heard_s = time.monotonic()
         self._is_draining = False
         self._errands: dict[asyncio.Task[None], Errand] = {}
-        self._num_local = 0
+        self._num_local = self._num_run_again = 0
 
     # As EngineService
 
@@ -96,8 +91,7 @@ class RoutedEngine:
     @property
     def last_stats(self) -> Mapping[str, Any]:
         """Counters of all replicas, added up; each one's under `replicas`."""
-        by_replica = {report.replica: report.stats for report in self._reports}
-        return {**summed(list(by_replica.values())), BY_REPLICA: by_replica}
+        return {**summed([report.stats for report in self._reports]), **self._own_stats()}
 
     def submit(self, spec: TurnSpec) -> RoutedTurn:
         """Queue a turn; raises EngineClosedError while none is taken."""
@@ -138,7 +132,7 @@ class RoutedEngine:
         if name in OF_ALL:
             value = merged(name, await self._ask_all(question))
             if name == "stats":
-                value[BY_REPLICA] = {report.replica: report.stats for report in self._reports}
+                value |= self._own_stats()
             return value
         return await self._ask(str(arguments[0]) if arguments else "", question)
 
@@ -153,6 +147,11 @@ class RoutedEngine:
             await asyncio.wait(self._errands, timeout=_CANCEL_S)
 
     # What is known of the replicas
+
+    @property
+    def num_run_again(self) -> int:
+        """Turns that were sent once more because their replica died."""
+        return self._num_run_again + sum(errand.num_run_again for errand in self._errands.values())
 
     async def look(self) -> None:
         """Ask every replica how it is; raises what asking raises."""
@@ -173,6 +172,11 @@ class RoutedEngine:
 
     # Inside
 
+    def _own_stats(self) -> dict[str, Any]:
+        """What only a front of several replicas can tell."""
+        by_replica = {report.replica: report.stats for report in self._reports}
+        return {"num_turns_run_again": self.num_run_again, BY_REPLICA: by_replica}
+
     def _start(self, errand: Errand) -> None:
         task = asyncio.ensure_future(errand.run())
         self._errands[task] = errand
@@ -180,8 +184,7 @@ class RoutedEngine:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         errand = self._errands.pop(task)
-        if errand.num_runs > 1:
-            self.num_run_again += len(errand.replies)
+        self._num_run_again += errand.num_run_again
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a turn ended in a way that nobody expected", exc_info=error)
 

@@ -253,7 +253,7 @@ def application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> s
         ray_actor_options={"num_cpus": 0},
         logging_config=_LOGGING,
     )
-    return front.bind(replica.bind(plan), settings, plan.log_format)
+    return front.bind(replica.bind(plan.of_one()), settings, plan.log_format)
 
 
 def _deployment(actor: type, name: str) -> serve.Deployment:
