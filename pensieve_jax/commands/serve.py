@@ -61,7 +61,7 @@ def main() -> int:
     _need("pensieve serve", _EXTRA, "server")
     if FLAGS.otel_endpoint is not None:
         _need("--otel_endpoint", _OTEL_EXTRA, "server,otel")
-    if FLAGS.replicas != 1:
+    if FLAGS.replicas is not None:
         check_replicas(FLAGS.replicas, FLAGS.history)
         _need("--replicas", _RAY_EXTRA, "server,postgres,ray")
         return serve_many()
@@ -73,7 +73,7 @@ def check_replicas(replicas: int, history: str | None) -> None:
     if replicas < 1:
         raise ConfigError("--replicas", replicas, "an integer of at least 1")
     if not is_postgres(history):
-        limit = "postgresql://USER@HOST/DATABASE with more than one of --replicas"
+        limit = "postgresql://USER@HOST/DATABASE beside --replicas"
         kept = None if history is None else shown(history)
         raise ConfigError("--history", kept, limit, "a file belongs to one engine")
 
@@ -214,7 +214,7 @@ def define_flags() -> None:
         "chat_history",
         None,
         ["memory", "durable"],
-        "Where turns of Chat Completions are kept; default: memory, or durable with several --replicas.",
+        "Where turns of Chat Completions are kept; default: memory, or durable with --replicas.",
     )
     flags.DEFINE_enum(
         "tools", "refuse", ["refuse", "ignore"], "What becomes of requests that offer tools to the model."
@@ -235,7 +235,10 @@ def define_flags() -> None:
     )
     flags.DEFINE_string("history", None, _HISTORY)
     flags.DEFINE_integer(
-        "replicas", 1, "Engines behind this address, each with a GPU of its own where there are any."
+        "replicas",
+        None,
+        "Engines behind this address, on Ray Serve, each with a GPU of its own where there are any; default: one "
+        "without Ray.",
     )
     define_engine_flags()
     FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))

@@ -82,7 +82,8 @@ def running_ray() -> Iterator[int]:
 
 
 def run_application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> None:
-    """Have Serve run front and replicas, and wait until both are ready; raises ReplicasNotStartedError."""
+    """Have Serve run front and replicas, and wait until both are ready; raises what `serve_replicas` does."""
+    plan.check_gpus(num_gpus)
     try:
         serve.run(application(plan, settings, plan.gpus_each(num_gpus)), name=APP)
     except RuntimeError as error:

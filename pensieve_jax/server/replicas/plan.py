@@ -34,9 +34,7 @@ class ReplicaPlan:
     Attributes:
       history: a URL of Postgres.
       model, dtype, config, log_format: of each engine, as `AsyncEngine.start` takes them.
-      replicas: how many there are; of replicas that scale, how many there are at first, and at least.
-      max_replicas: how many there may be; None keeps `replicas`.
-      queued_tokens: tokens of prompts that wait on a replica before there is to be another one.
+      replicas: how many there are; a configuration file of Serve says so where it can be changed later.
       num_gpus: of each replica; None: as many as share a layer, and none where there is no GPU.
       num_cpus: that Ray keeps for each replica.
     """
@@ -47,8 +45,6 @@ class ReplicaPlan:
     config: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     log_format: LogFormat | None = None
     replicas: int = 2
-    max_replicas: int | None = None
-    queued_tokens: int = 8192
     num_gpus: int | None = None
     num_cpus: float = 1.0
 
@@ -59,22 +55,21 @@ class ReplicaPlan:
         if not is_postgres(self.history):
             history = None if self.history is None else shown(self.history)
             raise ConfigError("--history", history, _POSTGRES, "files are one engine's; see docs/replicas.md")
-        if self.max_replicas is not None and not is_count(self.max_replicas, self.replicas):
-            raise ConfigError("max_replicas", self.max_replicas, f"at least replicas, {self.replicas}")
-        if not is_count(self.queued_tokens, 1):
-            raise ConfigError("queued_tokens", self.queued_tokens, "an integer of at least 1")
         size = self.config.runner.tensor_parallel_size
         if self.num_gpus is not None and not (is_count(self.num_gpus, 0) and self.num_gpus in (0, size)):
             raise ConfigError("num_gpus", self.num_gpus, f"0, or tensor_parallel_size, {size}")
 
     def gpus_each(self, num_there: int) -> int:
-        """GPUs that Ray is to keep for a replica, of so many in all; raises ConfigError for too few."""
+        """GPUs that Ray is to keep for a replica, where there are so many."""
         size = self.config.runner.tensor_parallel_size
-        wanted = self.num_gpus if self.num_gpus is not None else size if num_there or size > 1 else 0
+        return self.num_gpus if self.num_gpus is not None else size if num_there or size > 1 else 0
+
+    def check_gpus(self, num_there: int) -> None:
+        """Raise ConfigError for more replicas than there are GPUs for."""
+        wanted = self.gpus_each(num_there)
         if wanted * self.replicas > num_there:
             limit = f"at most {num_there // wanted}: there are {num_there} GPUs for {wanted} each"
             raise ConfigError("--replicas", self.replicas, limit, "lower it, or tensor_parallel_size")
-        return wanted
 
     def of_one(self) -> ReplicaPlan:
         """What one replica must know: the same however many there are, or Serve would start all anew."""
@@ -93,6 +88,9 @@ class ReplicaPlan:
 def config_of(values: Mapping[str, Any]) -> EngineConfig:
     """The configuration of fields by name, as flags name them, whatever group they are of; or ConfigError."""
     left = dict(values)
+    buckets = left.get("token_buckets")
+    if buckets and "max_num_batched_tokens" not in left:
+        left["max_num_batched_tokens"] = buckets[-1]
     groups: dict[str, Any] = {}
     for group, kind in _GROUPS.items():
         groups[group] = kind(**_taken(kind, left))
@@ -115,7 +113,7 @@ def plan_of(arguments: Mapping[str, Any]) -> tuple[ReplicaPlan, ServerSettings]:
     given = dict(arguments)
     config = config_of(given.pop("engine", None) or {})
     server = {"chat_history": "durable", **(given.pop("server", None) or {})}
-    plan_names = {field.name for field in dataclasses.fields(ReplicaPlan)} - {"config"}
+    plan_names = {field.name for field in dataclasses.fields(ReplicaPlan)} - {"config", "replicas"}
     setting_names = {field.name for field in dataclasses.fields(ServerSettings)}
     for where, names, values in (("args", plan_names, given), ("args.server", setting_names, server)):
         for name in values:

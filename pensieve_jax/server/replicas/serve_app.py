@@ -21,7 +21,7 @@ from ray.exceptions import (
     TaskCancelledError,
     WorkerCrashedError,
 )
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp
@@ -46,17 +46,17 @@ from pensieve_jax.server.replicas.links import (
 from pensieve_jax.server.replicas.plan import ReplicaPlan, plan_of
 from pensieve_jax.server.replicas.replica import Replica
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
-from pensieve_jax.server.replicas.scaling import QUEUED_TOKENS, QueuedTokens
+from pensieve_jax.server.replicas.scaling import QUEUED_TOKENS
 
 _log = logging.getLogger(__name__)
 
 REPLICA: Final = "EngineReplica"
 FRONT: Final = "Front"
 _ROUTER: Final = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-_POLICY: Final = f"{QueuedTokens.__module__}:{QueuedTokens.__name__}"
 _GONE: Final = (RayActorError, ObjectLostError, NodeDiedError, WorkerCrashedError, ReplicaUnavailableError)
 _LOST: Final = "The replica died. What it had committed is kept; the rest of its turns is lost."
 _HEALTH_S: Final = 2.0
+_MAX_REQUESTS: Final = 100_000  # the application refuses what is too much, and says so in its own words
 _LOGGING: Final = LoggingConfig(enable_access_log=False)  # the front has lines of its own
 
 
@@ -221,19 +221,8 @@ async def _first_report(replicas: RayReplicas) -> ReplicaReport:
 def application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> serve.Application:
     """Front and replicas, to be run by Serve."""
     max_ongoing = plan.max_ongoing(settings)
-    scales: dict[str, Any] = {"num_replicas": plan.replicas}
-    if plan.max_replicas is not None:
-        policy = AutoscalingPolicy(
-            policy_function=_POLICY,
-            policy_kwargs={"queued_tokens": plan.queued_tokens, "max_ongoing": max_ongoing},
-        )
-        scales = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=plan.replicas, max_replicas=plan.max_replicas, policy=policy
-            )
-        }
     replica = _deployment(EngineReplica, REPLICA).options(
-        **scales,
+        num_replicas=plan.replicas,
         max_ongoing_requests=max_ongoing,
         graceful_shutdown_timeout_s=plan.shutdown_s(settings),
         health_check_period_s=_HEALTH_S,
@@ -244,10 +233,9 @@ def application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> s
         ray_actor_options={"num_cpus": plan.num_cpus, "num_gpus": num_gpus},
         logging_config=_LOGGING,
     )
-    most = plan.max_replicas or plan.replicas
     front = _deployment(serve.ingress()(Front), FRONT).options(
         num_replicas=1,
-        max_ongoing_requests=most * max_ongoing + 256,
+        max_ongoing_requests=_MAX_REQUESTS,
         graceful_shutdown_timeout_s=settings.drain_s,
         health_check_period_s=_HEALTH_S,
         ray_actor_options={"num_cpus": 0},
@@ -262,10 +250,9 @@ def _deployment(actor: type, name: str) -> serve.Deployment:
 
 
 def build_app(args: Mapping[str, Any]) -> serve.Application:
-    """What a Serve configuration file imports; raises ConfigError for its `args`."""
+    """What a Serve configuration file imports; raises ConfigError for its `args`.
+
+    How many replicas there are stands in the file's `deployments`: `args` that change start all of them anew.
+    """
     plan, settings = plan_of(args)
-    num_there = int(ray.cluster_resources().get("GPU", 0))
-    if plan.num_gpus is None and not num_there:
-        return application(plan, settings, plan.gpus_each(num_there))
-    # A cluster that scales may have no GPU yet, so whoever writes a file says how many a replica takes.
-    return application(plan, settings, plan.gpus_each(num_there) if plan.num_gpus is None else plan.num_gpus)
+    return application(plan, settings, plan.gpus_each(int(ray.cluster_resources().get("GPU", 0))))

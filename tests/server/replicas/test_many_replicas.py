@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 
 import openai
 import pytest
+import yaml
 
-from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SamplingParams, SchedulerConfig
+from pensieve_jax import LLM, EngineConfig, SamplingParams
 from pensieve_jax.history.reader import HistoryReader
-from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.server.replicas.plan import ReplicaPlan
+from pensieve_jax.server.replicas.plan import config_of
 from tests.launching import ROOT
 from tests.postgres_server import PostgresServer
 
@@ -48,12 +48,15 @@ class Told(NamedTuple):
     sources: dict[str, int]
 
 
-def config(compilation_cache: str) -> EngineConfig:
-    return EngineConfig(
-        cache=CacheConfig(gpu_pages=1024),
-        scheduler=SchedulerConfig(max_num_running=8, max_num_batched_tokens=64, token_buckets=(8, 64)),
-        runner=RunnerConfig(compilation_cache_dir=compilation_cache),
-    )
+def engine(compilation_cache: str) -> dict[str, Any]:
+    """Of each replica, and of the one engine whose replies they give."""
+    return {
+        "gpu_pages": 1024,
+        "max_num_running": 8,
+        "max_num_batched_tokens": 64,
+        "token_buckets": [8, 64],
+        "compilation_cache_dir": compilation_cache,
+    }
 
 
 def said(number: int, turn: int) -> str:
@@ -78,24 +81,30 @@ def one_engine(config: EngineConfig, num: int) -> list[list[Any]]:
 
 
 class Cluster:
-    """Ray on this machine with the application, whose replicas come and go."""
+    """Ray on this machine with the application of `deploy/ray_serve.yaml`, whose replicas come and go."""
 
-    def __init__(self, plan: ReplicaPlan, port: int) -> None:
+    def __init__(self, history: str, engine: dict[str, Any], port: int, replicas: int) -> None:
         from ray import serve
 
-        self.plan, self.port = plan, port
+        self.history, self.port = history, port
+        self._file = yaml.safe_load((ROOT / "deploy" / "ray_serve.yaml").read_text("utf-8"))
+        self._file |= {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}
+        self._app = self._file["applications"][0]
+        self._app["args"] |= {"model": MODEL, "dtype": "float32", "history": history, "engine": engine}
+        self._app["args"] |= {"num_gpus": 0, "num_cpus": 0, "log_format": None}
         ray.init(num_cpus=3, object_store_memory=200_000_000, include_dashboard=False, log_to_driver=False)
-        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        self.run(plan.replicas)
+        serve.start(proxy_location="HeadOnly", http_options=self._file["http_options"])
+        self.scale(replicas)
 
-    def run(self, replicas: int) -> None:
-        """Until so many are ready."""
-        import dataclasses
+    def scale(self, replicas: int) -> None:
+        """Until so many are ready, and no other is left."""
+        from ray import serve
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
 
-        from pensieve_jax.server.replicas.local import run_application
-
-        settings = ServerSettings(chat_history="durable", is_routed=True, drain_s=20.0)
-        run_application(dataclasses.replace(self.plan, replicas=replicas), settings, 0)
+        self._app["deployments"] = [{"name": "EngineReplica", "num_replicas": replicas}]
+        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(self._file))
+        wait_until(lambda: serve.status().applications["pensieve"].status == "RUNNING")
         wait_until(lambda: len(self.stats()["replicas"]) == replicas)
 
     def stats(self) -> dict[str, Any]:
@@ -153,10 +162,8 @@ class Clients:
     def turn(self, turn: int, event: Any = None) -> None:
         """A turn of every conversation; `event` happens once a quarter of them has ended."""
         asked = [self._pool.submit(self._ask, number, turn) for number in range(self.num)]
-        done = 0
-        for one in concurrent.futures.as_completed(asked):
+        for done, one in enumerate(concurrent.futures.as_completed(asked), start=1):
             one.result()
-            done += 1
             if done == max(1, self.num // 4) and event is not None:
                 event()
 
@@ -193,17 +200,9 @@ class Clients:
 
 @pytest.fixture
 def cluster(postgres: PostgresServer, compilation_cache: str, free_port: int) -> Iterator[Cluster]:
-    plan = ReplicaPlan(
-        history=postgres.url(),
-        model=MODEL,
-        dtype="float32",
-        config=config(compilation_cache),
-        replicas=3,
-        num_cpus=0,
-    )
     found = None
     try:
-        found = Cluster(plan, free_port)
+        found = Cluster(postgres.url(), engine(compilation_cache), free_port, replicas=3)
         yield found
     finally:
         if found is not None:
@@ -236,19 +235,19 @@ def test_replies_are_one_engines_whatever_happens_to_replicas(
 
     wait_until(lambda: (now := cluster.stats()["replicas"].keys()) != before and len(now) == 3)
     note("its successor is ready")
-    cluster.run(4)
+    cluster.scale(4)
     clients.turn(3)
     moved = num - clients.reached(3)
     note(f"1 is added, after 1 took the dead one's place: {moved} of {num} turns compute again")
 
-    drained = threading.Thread(target=cluster.run, args=(3,))
+    drained = threading.Thread(target=cluster.scale, args=(3,))
     clients.turn(4, event=drained.start)
     drained.join()
     again = cluster.stats()["num_turns_run_again"] - again
     note(f"1 is drained: {num - clients.reached(4)} of {num} turns compute again, {again} were run again")
     clients.close()
 
-    check(clients, one_engine(config(compilation_cache), num), cluster.plan.history)
+    check(clients, one_engine(config_of(engine(compilation_cache)), num), cluster.history)
     note("all replies are one engine's, and each is there once")
     record_property("note", f"{num} conversations on replicas: " + "; ".join(notes))
 
