@@ -1,13 +1,13 @@
-r"""What a front of several replicas costs, and what replicas give, beside the single server on the same machine.
+r"""What a front of replicas costs, and what replicas give, beside the single server on the same machine.
 
     python scripts/benchmark_replicas.py --history=postgresql://me@host/database [--replicas=1,2]
         [--serve='--model=random:llama-tiny --dtype=float32 --max_num_running=32']
 
-The systems take turns, `--num_rounds` times: `pensieve serve` by itself, and the same behind Ray Serve with so
-many replicas. `--num_clients` stream completions one after another, each of `--prompt_tokens` random ids and
-`--reply_tokens` of reply, for `--seconds` after `--warm_s`. With 1 replica the difference is the front's cost:
-a hop more for every turn, and messages of at most 20 ms of tokens. With as many replicas as GPUs, and
-`--clients_per_replica`, every replica has the load of the single server, so that times per token can be equal.
+The systems take turns, `--num_rounds` times: `pensieve serve` by itself, and the same behind Ray Serve with
+so many replicas. `--num_clients` stream completions one after another, each of `--prompt_tokens` random ids
+and `--reply_tokens` of reply, for `--seconds` after `--warm_s`. With 1 replica the difference is the front's
+cost: a hop more for every turn, and messages of at most 20 ms of tokens. With as many replicas as GPUs, and
+`--clients_per_replica`, each replica has the load of the single server, so that times per token can be equal.
 
 Processes of clients, front and engines share the processors: on few of them the front's cost is theirs, too.
 Prints a table, and one JSON document (see `--json`) as the last line.

@@ -237,8 +237,8 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "replicas",
         None,
-        "Engines behind this address, on Ray Serve, each with a GPU of its own where there are any; default: one "
-        "without Ray.",
+        "Engines behind this address, on Ray Serve, each with a GPU of its own where there are any; default: "
+        "one, without Ray.",
     )
     define_engine_flags()
     FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))
