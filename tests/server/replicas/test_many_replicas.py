@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -37,7 +38,8 @@ pytestmark = [pytest.mark.multi, pytest.mark.long, pytest.mark.filterwarnings("i
 MODEL = "random:llama-tiny"
 NUM_TOKENS = (6, 6, 24, 6, 6, 12)  # of each turn; while replicas die or go, replies are longer
 NUM_CLIENTS = 12
-REPLICA = "ray::ServeReplica:pensieve:EngineReplica"
+LONG = 300
+REPLICA, FRONT = (f"ray::ServeReplica:pensieve:{name}" for name in ("EngineReplica", "Front"))
 
 
 class Told(NamedTuple):
@@ -111,6 +113,17 @@ class Cluster:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v1/pensieve/stats", timeout=30) as answer:
             return json.load(answer)
 
+    def is_up(self) -> bool:
+        try:
+            return bool(self.stats())
+        except OSError:  # what Serve says while there is no front, or nothing
+            return False
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=120
+        )
+
     def close(self) -> None:
         from ray import serve
 
@@ -139,24 +152,26 @@ def pids_of(title: str) -> list[int]:
     return found
 
 
-@pytest.fixture
 def free_port() -> int:
-    import socket
-
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
 
 
+def children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += map(int, path.read_text().split())
+    return found
+
+
 class Clients:
     """So many conversations, turn by turn, through the openai client."""
 
-    def __init__(self, port: int, num: int) -> None:
+    def __init__(self, client: openai.OpenAI, num: int) -> None:
         self.num = num
         self.told: list[list[Told]] = [[] for _ in range(num)]
-        self._client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120
-        )
+        self._client = client
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_CLIENTS)
 
     def turn(self, turn: int, event: Any = None) -> None:
@@ -198,11 +213,11 @@ class Clients:
         return sum(told[turn].sources["recomputed_tokens"] > 0 for told in self.told)
 
 
-@pytest.fixture
-def cluster(postgres: PostgresServer, compilation_cache: str, free_port: int) -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def cluster(postgres: PostgresServer, compilation_cache: str) -> Iterator[Cluster]:
     found = None
     try:
-        found = Cluster(postgres.url(), engine(compilation_cache), free_port, replicas=3)
+        found = Cluster(postgres.url(), engine(compilation_cache), free_port(), replicas=3)
         yield found
     finally:
         if found is not None:
@@ -221,7 +236,7 @@ def test_replies_are_one_engines_whatever_happens_to_replicas(
     def note(text: str) -> None:
         notes.append(f"{time.monotonic() - began_s:.0f} s: {text}")
 
-    clients = Clients(cluster.port, num)
+    clients = Clients(cluster.client(), num)
     clients.turn(0)
     clients.turn(1)
     note(f"3 replicas, nothing happens: {clients.moved(1)} of {num} turns compute their history again")
@@ -270,7 +285,7 @@ def check(clients: Clients, expected: list[list[Any]], history: str) -> None:
     reading = open_for_reading(history, fingerprint)
     (count,) = reading.run(lambda connection: connection.execute("SELECT count(*) FROM turns").fetchone())
     reading.close()
-    assert count == sum(map(len, clients.told))
+    assert count == sum(map(len, clients.told)), "the first test on its history"
 
 
 def fingerprint_of(history: str) -> str:
@@ -284,6 +299,47 @@ def fingerprint_of(history: str) -> str:
         query = f"SELECT value FROM {where.namespace}.meta WHERE key = 'fingerprint'"
         (value,) = connection.execute(query.encode()).fetchone()
         return value
+
+
+def long_reply(client: openai.OpenAI, **options: Any) -> Any:
+    """A reply that takes a while, and is kept."""
+    extra = {"min_tokens": LONG, "store": True}
+    return client.completions.create(
+        model=MODEL, prompt="Tell me all.", max_tokens=LONG, seed=5, extra_body=extra, **options
+    )
+
+
+def test_a_client_that_leaves_ends_its_turn(cluster):
+    num_before = cluster.stats()["num_turns_cancelled"]
+    with cluster.client() as client:
+        stream = long_reply(client, stream=True)
+        next(iter(stream))
+        stream.close()
+    wait_until(lambda: cluster.stats()["num_turns_cancelled"] > num_before)
+
+
+def test_a_reply_goes_on_when_its_engine_dies_and_the_replica_starts_another(cluster):
+    with cluster.client() as client:
+        undisturbed = long_reply(client).choices[0].text
+        texts = []
+        for chunk in long_reply(client, stream=True):
+            if not texts:
+                for replica in pids_of(REPLICA):
+                    for one in children_of(replica):
+                        os.kill(one, signal.SIGKILL)
+            texts += [choice.text for choice in chunk.choices]
+    assert "".join(texts) == undisturbed
+
+
+def test_a_response_in_the_background_outlives_the_front(cluster):
+    with cluster.client() as client:
+        queued = client.responses.create(
+            input="Tell me all.", background=True, max_output_tokens=LONG, extra_body={"seed": 5}
+        )
+        (front,) = pids_of(FRONT)
+        os.kill(front, signal.SIGKILL)
+        wait_until(lambda: pids_of(FRONT) not in ([], [front]) and cluster.is_up())
+        wait_until(lambda: client.responses.retrieve(queued.id).status in ("completed", "incomplete"))
 
 
 def test_the_command_serves_from_replicas_and_ends_when_told(postgres, compilation_cache):
