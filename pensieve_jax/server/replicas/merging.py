@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from pensieve_jax.core.errors import EngineClosedError, PensieveError, UnknownTurnError
+from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, UnknownTurnError
 
 type Answers = Sequence[tuple[Any, Exception | None]]
 
 BY_REPLICA: Final = "replicas"
 """The key of counters by replica beside their sums."""
+_NOT_HERE: Final = (UnknownTurnError, EngineClosedError, EngineDiedError)
 _SAME_FOR_ALL: Final = frozenset({"chunk_tokens"})
 
 
@@ -92,18 +93,13 @@ OF_ALL: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {
 def merged(name: str, answers: Answers) -> Any:
     """One answer of those of all replicas; raises what one raised, and EngineClosedError where there is none.
 
-    That a turn is unknown is raised only where no replica knows it.
+    That a turn is unknown, or an engine is not there, is raised only where no replica has an answer.
     """
     values = [value for value, error in answers if error is None]
     errors = [error for _, error in answers if error is not None]
-    serious = [error for error in errors if not isinstance(error, UnknownTurnError)]
-    if serious:
-        raise serious[0]
+    for error in errors:
+        if not isinstance(error, _NOT_HERE):
+            raise error
     if not values:
         raise errors[0] if errors else EngineClosedError("No replica answers; try again soon.")
     return OF_ALL[name](values)
-
-
-def first_error(answers: Answers) -> PensieveError | None:
-    """Why some replica could not answer."""
-    return next((error for _, error in answers if isinstance(error, PensieveError)), None)

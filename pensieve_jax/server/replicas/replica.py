@@ -38,6 +38,7 @@ from pensieve_jax.server.replicas.links import (
     decoded_submission,
     encoded,
 )
+from pensieve_jax.server.replicas.merging import OF_ALL
 
 BATCH_S: Final = 0.02
 _START_S: Final = 120.0
@@ -95,6 +96,9 @@ class Replica:
     # Inside
 
     async def _answer(self, asked: Call | Apply) -> Any:
+        is_alone = isinstance(asked, Apply) or (asked.name != REPORT and asked.name not in OF_ALL)
+        if is_alone:  # of what all replicas are asked, the others have answers
+            await self._wait_while_it_starts()
         if isinstance(asked, Apply):
             await self._engine.apply(received_change(asked))
             return None

@@ -473,6 +473,55 @@ def test_calls_are_asked_of_all_and_made_one():
     run(test)
 
 
+def test_a_turn_is_unknown_where_no_replica_knows_it_and_one_that_is_not_there_does_not_count():
+    async def test():
+        replicas = FakeReplicas(3)
+        engine = await routed(replicas)
+        turn_id = new_turn_id()
+
+        def answer_with(name, error):
+            async def call(*_):
+                if error is not None:
+                    raise error
+                return 2
+
+            replicas.engines[name].call = call
+
+        answer_with("r0", UnknownTurnError(turn_id))
+        answer_with("r1", EngineClosedError("starting"))
+        answer_with("r2", None)
+        assert await engine.call("push_out_turn", "me", turn_id) == 2
+        answer_with("r2", UnknownTurnError(turn_id))
+        with pytest.raises(UnknownTurnError):
+            await engine.call("push_out_turn", "me", turn_id)
+        answer_with("r1", HistoryUnavailableError("away"))
+        with pytest.raises(HistoryUnavailableError):
+            await engine.call("push_out_turn", "me", turn_id)
+
+    run(test)
+
+
+def test_what_one_replica_is_asked_waits_while_its_engine_is_started_again():
+    async def test():
+        replicas = FakeReplicas(1)
+        engine = await routed(replicas)
+        there = replicas.engines["r0"]
+        there.state = "starting"
+        change = DeleteConversation(owner="", conversation_id="conv_1")
+        applying = asyncio.ensure_future(engine.apply(change))
+        turn = engine.submit(spec_of())  # the front has not looked since
+        while not replicas.lines:
+            await asyncio.sleep(0)
+        assert there.changes == [] and there.turns == []
+        there.state = "ready"
+        await applying
+        (await turn_on(replicas, "r0")).finish()
+        await turn.result()
+        assert there.changes == [change]
+
+    run(test)
+
+
 def test_what_is_known_of_the_replicas_follows_them():
     async def test():
         replicas = FakeReplicas(2)
