@@ -56,6 +56,14 @@ _ROUTER: Final = "ray.serve.experimental.consistent_hash_router.ConsistentHashRo
 _GONE: Final = (RayActorError, ObjectLostError, NodeDiedError, WorkerCrashedError, ReplicaUnavailableError)
 _LOST: Final = "The replica died. What it had committed is kept; the rest of its turns is lost."
 _HEALTH_S: Final = 2.0
+# One loop for Serve and what it calls: all of that waits and never computes, and each hop to another thread
+# is waited for by a token.
+_ENVIRONMENT: Final = {
+    "env_vars": {
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    }
+}
 _MAX_REQUESTS: Final = 100_000  # the application refuses what is too much, and says so in its own words
 _LOGGING: Final = LoggingConfig(enable_access_log=False)  # the front has lines of its own
 
@@ -230,7 +238,7 @@ def application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> s
             request_router_class=_ROUTER,  # type: ignore[arg-type]  # by its path, as the wheel says
             request_router_kwargs={"num_fallback_replicas": 1},
         ),
-        ray_actor_options={"num_cpus": plan.num_cpus, "num_gpus": num_gpus},
+        ray_actor_options={"num_cpus": plan.num_cpus, "num_gpus": num_gpus, "runtime_env": _ENVIRONMENT},
         logging_config=_LOGGING,
     )
     front = _deployment(serve.ingress()(Front), FRONT).options(
@@ -238,7 +246,7 @@ def application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> s
         max_ongoing_requests=_MAX_REQUESTS,
         graceful_shutdown_timeout_s=settings.drain_s,
         health_check_period_s=_HEALTH_S,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "runtime_env": _ENVIRONMENT},
         logging_config=_LOGGING,
     )
     return front.bind(replica.bind(plan.of_one()), settings, plan.log_format)
