@@ -37,7 +37,6 @@ from pensieve_jax.commands.report import (
     print_document,
     table,
 )
-from pensieve_jax.history.opening import shown
 
 FLAGS = flags.FLAGS
 _SETTINGS = (
@@ -130,7 +129,6 @@ def main() -> int:
     print(table(["system", "tokens/s", "first p50 ms", "first p99 ms", "per token ms"], rows))
     document = {
         "settings": {name: FLAGS[name].value for name in _SETTINGS},
-        "history": shown(FLAGS.history),
         "ray": version("ray"),
         "rounds": rounds,
     }
