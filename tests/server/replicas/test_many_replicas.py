@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.long, pytest.mark.filterwarnings("i
 MODEL = "random:llama-tiny"
 NUM_TOKENS = (6, 6, 24, 6, 6, 12)  # of each turn; while replicas die or go, replies are longer
 NUM_CLIENTS = 12
-LONG = 300
+LONG = 600
 REPLICA, FRONT = (f"ray::ServeReplica:pensieve:{name}" for name in ("EngineReplica", "Front"))
 
 
@@ -321,14 +321,17 @@ def test_a_client_that_leaves_ends_its_turn(cluster):
 def test_a_reply_goes_on_when_its_engine_dies_and_the_replica_starts_another(cluster):
     with cluster.client() as client:
         undisturbed = long_reply(client).choices[0].text
-        texts = []
+        again = cluster.stats()["num_turns_run_again"]
+        texts: list[str] = []
         for chunk in long_reply(client, stream=True):
             if not texts:
-                for replica in pids_of(REPLICA):
-                    for one in children_of(replica):
-                        os.kill(one, signal.SIGKILL)
+                engines = [one for replica in pids_of(REPLICA) for one in children_of(replica)]
+                assert len(engines) >= 3
+                for one in engines:
+                    os.kill(one, signal.SIGKILL)
             texts += [choice.text for choice in chunk.choices]
     assert "".join(texts) == undisturbed
+    assert cluster.stats()["num_turns_run_again"] == again + 1
 
 
 def test_a_response_in_the_background_outlives_the_front(cluster):
