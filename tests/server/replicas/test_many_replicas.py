@@ -145,7 +145,7 @@ def pids_of(title: str) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if path.read_text().rstrip("\0 ") == title:
+            if path.read_text().rstrip("\0 ").partition(".")[0] == title:  # what it does stands behind a dot
                 found.append(int(path.parent.name))
         except OSError:  # it has ended
             continue
@@ -326,7 +326,7 @@ def test_a_reply_goes_on_when_its_engine_dies_and_the_replica_starts_another(clu
         for chunk in long_reply(client, stream=True):
             if not texts:
                 engines = [one for replica in pids_of(REPLICA) for one in children_of(replica)]
-                assert len(engines) >= 3
+                assert len(engines) == 3
                 for one in engines:
                     os.kill(one, signal.SIGKILL)
             texts += [choice.text for choice in chunk.choices]
