@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from pensieve_jax import PensieveError
+from pensieve_jax import ConfigError, PensieveError
 from pensieve_jax.commands.engine_flags import (
     CACHE_DIR,
     define_engine_flags,
@@ -31,15 +31,18 @@ from pensieve_jax.commands.engine_flags import (
     shows_progress,
 )
 from pensieve_jax.history.opening import shown
+from pensieve_jax.history.postgres_location import is_postgres
 
 if TYPE_CHECKING:
     from pensieve_jax.server.async_engine import EngineInfo
+    from pensieve_jax.server.http.settings import ServerSettings
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 _CPU_BYTES = "1GB"
 _HISTORY = "Keeps the conversations: an SQLite file, or postgresql://...; default: a private file."
 _EXTRA = ("msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop")
+_RAY_EXTRA = ("ray", "psycopg")
 _OTEL_EXTRA = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
@@ -58,7 +61,21 @@ def main() -> int:
     _need("pensieve serve", _EXTRA, "server")
     if FLAGS.otel_endpoint is not None:
         _need("--otel_endpoint", _OTEL_EXTRA, "server,otel")
+    if FLAGS.replicas is not None:
+        check_replicas(FLAGS.replicas, FLAGS.history)
+        _need("--replicas", _RAY_EXTRA, "server,postgres,ray")
+        return serve_many()
     return serve()
+
+
+def check_replicas(replicas: int, history: str | None) -> None:
+    """Raise ConfigError for a number that is none, or a history that replicas cannot share."""
+    if replicas < 1:
+        raise ConfigError("--replicas", replicas, "an integer of at least 1")
+    if not is_postgres(history):
+        limit = "postgresql://USER@HOST/DATABASE beside --replicas"
+        kept = None if history is None else shown(history)
+        raise ConfigError("--history", kept, limit, "a file belongs to one engine")
 
 
 def _need(what: str, packages: Sequence[str], extras: str) -> None:
@@ -79,27 +96,13 @@ def serve() -> int:
     from pensieve_jax import AsyncEngine
     from pensieve_jax.server.application import make_application
     from pensieve_jax.server.http.keys import ApiKeys
-    from pensieve_jax.server.http.settings import ServerSettings
     from pensieve_jax.server.listening import bind, history_file, leave
     from pensieve_jax.server.listening import serve as serve_until_told
     from pensieve_jax.server.logs import LOGGER, is_text, log_to, log_uncaught
 
     log_to(log_format=FLAGS.log_format)
     config = engine_config()
-    settings = ServerSettings(
-        host=FLAGS.host,
-        port=FLAGS.port,
-        api_keys_file=FLAGS.api_keys_file,
-        cors_origin=tuple(FLAGS.cors_origin),
-        allowed_hosts=tuple(FLAGS.allowed_hosts),
-        served_model_name=FLAGS.served_model_name,
-        chat_history=FLAGS.chat_history,
-        otel_endpoint=FLAGS.otel_endpoint,
-        max_index_bytes=FLAGS.max_index_bytes,
-        tools=FLAGS.tools,
-        drain_s=FLAGS.drain_s,
-        max_in_flight_per_key=FLAGS.max_turns_per_key,
-    )
+    settings = server_settings()
     keys = ApiKeys(settings.api_keys_file)
 
     def announce(engine: AsyncEngine, address: str) -> None:
@@ -128,6 +131,53 @@ def serve() -> int:
             on_hangup=keys.reload,
         )
     return leave(status)  # a private history is gone by now
+
+
+def serve_many() -> int:
+    """Several engines behind one address; the exit status."""
+    from pensieve_jax.server.http.keys import ApiKeys
+    from pensieve_jax.server.logs import log_to
+    from pensieve_jax.server.replicas.plan import ReplicaPlan
+
+    log_to(log_format=FLAGS.log_format)
+    settings = server_settings(is_routed=True)
+    ApiKeys(settings.api_keys_file)  # a bad file is told before minutes of loading
+    plan = ReplicaPlan(
+        history=FLAGS.history,
+        model=FLAGS.model,
+        dtype=FLAGS.dtype,
+        config=engine_config(),
+        log_format=FLAGS.log_format,
+        replicas=FLAGS.replicas,
+        num_cpus=0,  # they share this machine, however few processors it has
+    )
+    from pensieve_jax.server.replicas.local import serve_replicas
+
+    def announce(address: str) -> None:
+        print(f"serving {FLAGS.model} at {address} from {FLAGS.replicas} replicas", flush=True)
+
+    return serve_replicas(plan, settings, announce)
+
+
+def server_settings(*, is_routed: bool = False) -> ServerSettings:
+    """What the flags say of HTTP; raises ConfigError."""
+    from pensieve_jax.server.http.settings import ServerSettings
+
+    return ServerSettings(
+        host=FLAGS.host,
+        port=FLAGS.port,
+        api_keys_file=FLAGS.api_keys_file,
+        cors_origin=tuple(FLAGS.cors_origin),
+        allowed_hosts=tuple(FLAGS.allowed_hosts),
+        served_model_name=FLAGS.served_model_name,
+        chat_history=FLAGS.chat_history or ("durable" if is_routed else "memory"),
+        otel_endpoint=FLAGS.otel_endpoint,
+        max_index_bytes=FLAGS.max_index_bytes,
+        tools=FLAGS.tools,
+        drain_s=FLAGS.drain_s,
+        max_in_flight_per_key=FLAGS.max_turns_per_key,
+        is_routed=is_routed,
+    )
 
 
 def sizes_in_words(info: EngineInfo) -> str:
@@ -161,7 +211,10 @@ def define_flags() -> None:
     flags.DEFINE_list("allowed_hosts", [], "Names that clients may call this server by, beside localhost.")
     flags.DEFINE_string("served_model_name", None, "What /v1/models calls the model; default: as --model.")
     flags.DEFINE_enum(
-        "chat_history", "memory", ["memory", "durable"], "Where turns of Chat Completions are kept."
+        "chat_history",
+        None,
+        ["memory", "durable"],
+        "Where turns of Chat Completions are kept; default: memory, or durable with --replicas.",
     )
     flags.DEFINE_enum(
         "tools", "refuse", ["refuse", "ignore"], "What becomes of requests that offer tools to the model."
@@ -181,6 +234,12 @@ def define_flags() -> None:
         "Lines of the log; auto: text on a terminal, else JSON.",
     )
     flags.DEFINE_string("history", None, _HISTORY)
+    flags.DEFINE_integer(
+        "replicas",
+        None,
+        "Engines behind this address, on Ray Serve, each with a GPU of its own where there are any; default: "
+        "one, without Ray.",
+    )
     define_engine_flags()
     FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))
     FLAGS.set_default("cpu_bytes", _CPU_BYTES)

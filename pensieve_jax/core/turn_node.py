@@ -78,3 +78,8 @@ def new_turn_id(parent_id: str | None = None) -> str:
     """The id of a turn that goes on from `parent_id`, or begins a tree."""
     root = secrets.token_hex(_HALF // 2) if parent_id is None else root_of(parent_id)
     return root + secrets.token_hex(_HALF // 2)
+
+
+def turn_id_under(digest: bytes) -> str:
+    """The id of a turn that begins a tree, whose root is of a digest: one digest, one root."""
+    return digest.hex()[:_HALF] + secrets.token_hex(_HALF // 2)

@@ -86,7 +86,7 @@ def make_services(
         tokenizer=tokenizer,
         chat_format=_chat_format(tokenizer),
         defaults=model_defaults(info.source),
-        resolver=Resolver(tokenizer, info.fingerprint, index),
+        resolver=Resolver(tokenizer, info.fingerprint, index, is_routed=settings.is_routed),
         token_texts=TokenTexts(tokenizer),
         history=history,
         now_s=clock.now,

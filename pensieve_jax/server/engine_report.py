@@ -44,6 +44,28 @@ _COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "engine_thread_s": ("pensieve:engine_host_seconds", "Time of the engine's thread on a processor."),
     "num_deltas": ("pensieve:engine_deltas", "Pieces of replies that the engine sent."),
     "num_delta_tokens": ("pensieve:engine_delta_tokens", "Tokens in them."),
+    "num_turns_run_again": (
+        "pensieve:turns_run_again",
+        "Turns that were sent once more because their replica died; of one engine none.",
+    ),
+}
+
+# Of each of several replicas, whose counters are under "replicas".
+_BY_REPLICA: Final[Mapping[str, tuple[type[Metric], str, str]]] = {
+    "num_running": (GaugeMetricFamily, "pensieve:replica_running", "Turns in the batch of a replica."),
+    "num_waiting": (GaugeMetricFamily, "pensieve:replica_waiting", "Turns that wait in a replica's engine."),
+    "num_turns_finished": (CounterMetricFamily, "pensieve:replica_turns", "Turns that a replica ended."),
+    "output_tokens": (CounterMetricFamily, "pensieve:replica_generation_tokens", "Tokens of its replies."),
+    "history_tokens": (
+        CounterMetricFamily,
+        "pensieve:replica_history_tokens",
+        "Tokens of history that its turns went on from.",
+    ),
+    "recomputed_tokens": (
+        CounterMetricFamily,
+        "pensieve:replica_recomputed_tokens",
+        "Those of them whose state it had to compute again.",
+    ),
 }
 
 
@@ -74,7 +96,8 @@ class EngineReport(Collector):
     """What the engine said last; set all of it before a scrape.
 
     Attributes:
-      stats: as `Engine.stats`, with the worker's own counters.
+      stats: as `Engine.stats`, with the worker's own counters; of several engines their sums, and each one's
+        under "replicas".
       census: as `Engine.census`.
       distributions: as `Engine.distributions`.
       slot_bytes: of the state of one chunk on its way between tiers.
@@ -106,8 +129,20 @@ class EngineReport(Collector):
         yield self._gauge("pensieve:cpu_cache_usage_perc", "Slots of host memory in use; 1 is all.", usage)
         yield self._chunks()
         yield self._tier_bytes()
+        yield from self._by_replica()
         for metric, key, text, bounds in _DISTRIBUTIONS:
             yield self._histogram(metric, text, bounds, *self.distributions.get(key, ((), 0)))
+
+    def _by_replica(self) -> Iterator[Metric]:
+        """Nothing where there is one engine."""
+        replicas: Mapping[str, Mapping[str, Any]] = self.stats.get("replicas", {})
+        if not replicas:
+            return
+        for key, (kind, name, text) in _BY_REPLICA.items():
+            family: Any = kind(name, text, labels=["model_name", "replica"])  # type: ignore[call-arg]
+            for replica, stats in sorted(replicas.items()):
+                family.add_metric([self._model_name, replica], float(stats.get(key, 0)))
+            yield family
 
     def _value(self, key: str) -> float:
         return float(self.stats.get(key, 0))

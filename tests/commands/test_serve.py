@@ -123,6 +123,16 @@ def test_what_cannot_be_served_is_refused(launch: Launch, monkeypatch: pytest.Mo
             launch("serve", shared_llm=False, port=port)
     with pytest.raises(ConfigError, match="api_keys_file"):
         launch("serve", shared_llm=False, host="0.0.0.0")
+    for flags, words in (
+        ({"replicas": 0}, "--replicas is 0, but must be an integer of at least 1"),
+        ({"replicas": 2}, "--history is None, but must be postgresql://"),
+        (
+            {"replicas": 2, "history": "chats.sqlite"},
+            "--history is 'chats.sqlite', but must be postgresql://",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            launch("serve", shared_llm=False, **flags)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find_spec(name)

@@ -229,6 +229,20 @@ def test_the_engines_own_counters():
     assert commits == [3, 3, 4]
 
 
+def test_of_several_replicas_each_one_is_told():
+    harness = busy()
+    harness.engine.last_stats = {
+        "num_turns_run_again": 2,
+        "replicas": {"a": {"num_running": 3, "output_tokens": 7}, "b": {"num_running": 1}},
+    }
+    found = scraped(harness)
+    assert found["pensieve:turns_run_again_total",] == 2
+    assert found["pensieve:replica_running", ("replica", "a")] == 3
+    assert found["pensieve:replica_running", ("replica", "b")] == 1
+    assert found["pensieve:replica_generation_tokens_total", ("replica", "a")] == 7
+    assert not [key for key in scraped(busy()) if key[0].startswith("pensieve:replica")]
+
+
 def test_no_label_holds_what_a_client_sent():
     text = busy().services.metrics.render().decode()
     assert "nobody" not in text and "somebody" not in text

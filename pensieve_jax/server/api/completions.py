@@ -134,6 +134,15 @@ def _is_kept(services: Services, owner: str, turn_id: str) -> bool:
     return services.history is not None and services.history.has_turn(owner, turn_id)
 
 
+def _turn_ids(parent_id: str | None, num_prompts: int, num_choices: int) -> list[str]:
+    """Of every choice of every prompt; the choices of one have one root, and so one engine."""
+    found: list[str] = []
+    for _ in range(num_prompts):
+        first = new_turn_id(parent_id)
+        found += [first, *(new_turn_id(first) for _ in range(num_choices - 1))]
+    return found
+
+
 class Completion:
     """One request, from its prompts to its answer."""
 
@@ -151,7 +160,7 @@ class Completion:
             limit = f"n times the number of prompts must be at most {_MAX_PROMPTS}."
             raise invalid_value("n", limit)
         self._parent_id = _parent(call.services, call.owner, body, len(self._prompts))
-        self._turn_ids = [new_turn_id(self._parent_id) for _ in range(len(self._prompts) * body.num_choices)]
+        self._turn_ids = _turn_ids(self._parent_id, len(self._prompts), body.num_choices)
         self._id = f"{_ID_PREFIX}{self._turn_ids[0]}"
         self._created = int(self._services.now_s())
         self._token_ids: list[list[int]] = []

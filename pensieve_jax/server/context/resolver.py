@@ -22,7 +22,7 @@ from typing import Final, Literal
 from pensieve_jax.core.errors import ChatTemplateError, UnknownTurnError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.core.turn_node import TurnNode, new_turn_id
+from pensieve_jax.core.turn_node import TurnNode, new_turn_id, turn_id_under
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.server.context.chains import canonical_text, chains_of, root_chain
 from pensieve_jax.server.context.turn_index import PastTurn, TurnIndex
@@ -85,9 +85,11 @@ class ResolvedContext:
         return TurnSpec(self.prompt_token_ids, params, messages=self.messages, node=node)
 
     def again(self, turn_id: str | None = None) -> ResolvedContext:
-        """The same turn under another id: for several replies to one context, and for a turn run anew."""
-        parent_id = self.node.parent_id
-        return replace(self, node=replace(self.node, turn_id=turn_id or new_turn_id(parent_id)))
+        """The same turn under another id: for several replies to one context, and for a turn run anew.
+
+        Under the same root even where that begins a tree: what has one root runs on one engine.
+        """
+        return replace(self, node=replace(self.node, turn_id=turn_id or new_turn_id(self.node.turn_id)))
 
     def match_kind(self, output: Output) -> MatchKind:
         """How the context was found in the end: for a new tree the engine knows whether chunks were."""
@@ -116,19 +118,30 @@ class ResolvedContext:
 
 @dataclass(frozen=True, slots=True)
 class _NewTurn:
-    """What is known of a new turn before its place is."""
+    """What is known of a new turn before its place is.
+
+    `beginning` is the chain up to the first message of a user, where roots are made of it; else b"".
+    """
 
     owner: str
     chain: bytes
     durable: bool
     epoch: int
+    beginning: bytes = b""
 
 
 class Resolver:
     """The one resolver of a front. Safe to share by threads."""
 
-    def __init__(self, tokenizer: Tokenizer | None, fingerprint: str, index: TurnIndex) -> None:
-        """For a model by its history's fingerprint; without a chat template every context is refused."""
+    def __init__(
+        self, tokenizer: Tokenizer | None, fingerprint: str, index: TurnIndex, *, is_routed: bool = False
+    ) -> None:
+        """For a model by its history's fingerprint; without a chat template every context is refused.
+
+        `is_routed`: turns of one root run on one engine of several, so a context that is in memory only gets
+        a root by its beginning: whoever does not know its turns any more still sends it where its state is.
+        """
+        self._is_routed = is_routed
         self._tokenizer = tokenizer
         self._fingerprint = fingerprint
         self._index = index
@@ -166,7 +179,8 @@ class Resolver:
             check_messages(messages)
         messages = self._with_known_roles(messages)
         chains = chains_of(root_chain(owner, self._fingerprint, self._template), messages)
-        new = _NewTurn(owner, chains[-1], durable, epoch)
+        beginning = b"" if durable or not self._is_routed else chains[_first_said(messages)]
+        new = _NewTurn(owner, chains[-1], durable, epoch, beginning)
         if memory is not Memory.NONE:
             only_durable = durable or memory is Memory.DURABLE
             known = self._known_beginnings(owner, messages, chains, only_durable)
@@ -261,8 +275,9 @@ class Resolver:
         by_id: bool,
     ) -> ResolvedContext:
         parent_id = None if parent is None else parent.turn_id
+        begins = parent is None and new.beginning
         node = TurnNode(
-            turn_id=new_turn_id(parent_id),
+            turn_id=turn_id_under(new.beginning) if begins else new_turn_id(parent_id),
             parent_id=parent_id,
             owner=new.owner,
             durable=new.durable,
@@ -297,6 +312,12 @@ class Resolver:
 def has_reply(messages: Sequence[Message]) -> bool:
     """Whether there is anything that an earlier turn could have ended with."""
     return any(message["role"] == "assistant" for message in messages)
+
+
+def _first_said(messages: Sequence[Message]) -> int:
+    """Where the first message of a user stands; the last one where there is none."""
+    users = (index for index, message in enumerate(messages) if message["role"] == "user")
+    return next(users, len(messages) - 1)
 
 
 def _missed_tokens(messages: Sequence[Message], num_tokens: int) -> int:

@@ -42,6 +42,8 @@ class ServerSettings:
       stall_timeout_s: a client that takes nothing for so long is let go.
       otel_endpoint: where spans of turns go, over OTLP and HTTP; None makes none.
       drain_s: how long running turns may go on when the server is told to end.
+      is_routed: that there are several engines, one for each root: contexts that begin alike, and are kept in
+        memory only, then have the same root.
     """
 
     host: str = "127.0.0.1"
@@ -62,6 +64,7 @@ class ServerSettings:
     stall_timeout_s: float = 30.0
     otel_endpoint: str | None = None
     drain_s: float = 30.0
+    is_routed: bool = False
 
     def __post_init__(self) -> None:
         """Raise ConfigError for what cannot be, or would let anybody in."""

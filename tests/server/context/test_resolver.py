@@ -10,6 +10,7 @@ import pytest
 
 from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError, UnknownTurnError
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.turn_node import root_of
 from pensieve_jax.server.context import chains, resolver, turn_index
 from pensieve_jax.server.context.resolver import Memory, Resolver
 from pensieve_jax.server.context.turn_index import NoTurns, PastTurn, TurnIndex
@@ -350,3 +351,27 @@ def test_a_context_that_its_template_refuses_is_tried_behind_few_turns(monkeypat
     with pytest.raises(ChatTemplateError):
         resolving.resolve("ann", [*messages, user("last")], epoch=1, durable=False)
     assert tries == [*range(20, 20 - resolver._MAX_TRIES, -1), 0]
+
+
+def test_contexts_that_begin_alike_have_one_root_where_there_are_several_engines():
+    """If they are in memory only: of the others any front finds the turn, and with it the root."""
+    routed = Resolver(tokenizer(), "model:1", TurnIndex(NoTurns()), is_routed=True)
+    other = Resolver(tokenizer(), "model:1", TurnIndex(NoTurns()), is_routed=True)
+
+    def root(resolving: Resolver, *messages: dict, owner: str = "me", durable: bool = False) -> str:
+        return root_of(resolving.resolve(owner, messages, epoch=1, durable=durable).node.turn_id)
+
+    begun = (user("Hi"),)
+    grown = (*begun, assistant("Hello"), user("And now?"))
+    assert root(routed, *begun) == root(other, *begun) == root(other, *grown)
+    assert root(routed, *begun) != root(routed, *begun, owner="you")
+    assert root(routed, *begun) != root(routed, user("Ho"))
+    assert root(routed, {"role": "system", "content": "Be brief."}, *begun) != root(routed, *begun)
+    assert root(routed, *begun, durable=True) != root(routed, *begun, durable=True)
+
+
+def test_choices_of_one_context_have_one_root(resolving):
+    one = resolving.resolve("me", [user("Hi")], epoch=1, durable=True)
+    other = one.again()
+    assert root_of(other.node.turn_id) == root_of(one.node.turn_id)
+    assert other.node.turn_id != one.node.turn_id and other.node.parent_id is None

@@ -1,0 +1,193 @@
+"""Turns on their way: sent to one replica together, and sent once more when that dies.
+
+Owns: what is done about a replica's death: what was committed is told from the history, the rest runs again.
+Does not know: Ray, how a replica is chosen, or what turns are for.
+Called by: `routed_engine`.
+
+A turn is a function of its seed, its place and its tokens, so another replica makes the same reply; what a
+client was told already must be its beginning, else the turn fails. A replica's last act may have been the
+commit, unseen until the replay is refused because its id is taken: so the history is asked after that, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, HistoryError, PensieveError
+from pensieve_jax.core.outputs import Output
+from pensieve_jax.core.turn_node import root_of
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.server.engine_process.messages import Ending, Report, sent_spec, submission
+from pensieve_jax.server.engine_process.sent_errors import received_error
+from pensieve_jax.server.replicas.links import Lines, Replicas, decoded_report, encoded
+from pensieve_jax.server.replicas.reply import Reply
+
+type Kept = Callable[[TurnSpec], Awaitable[Output | None]]
+"""What the history has of a turn: None where it has nothing."""
+
+MAX_RUNS: Final = 2
+_CANCELLED = "The turn was cancelled."
+_AGAIN = "The replica that ran this turn died, and it could not be run again"
+_ENDED_EARLY = "The replica went away before the turn had ended."
+
+
+class Errand:
+    """Turns of one key. Used by the thread of one event loop.
+
+    Attributes:
+      key: what the replica is chosen by.
+      replies: of the turns, in order.
+      num_runs: how often they were sent; num_run_again: how many of them once more.
+    """
+
+    def __init__(self, replicas: Replicas, key: str, specs: Sequence[TurnSpec], kept: Kept) -> None:
+        """Nothing is sent yet; raises InvalidRequestError for what cannot cross."""
+        self.key = key
+        self.replies = [Reply(spec) for spec in specs]
+        self.num_runs = self.num_run_again = 0
+        self._replicas = replicas
+        self._kept = kept
+        self._sent = [sent_spec(number, spec) for number, spec in enumerate(specs)]
+        self._lines: Lines | None = None
+
+    async def run(self) -> None:
+        """Until every turn has ended somehow."""
+        died: EngineDiedError | None = None
+        try:
+            while self._left() and self.num_runs < MAX_RUNS:
+                died = await self._run_once()
+                if died is None:
+                    return
+                await self._tell_what_is_kept(died)
+            self._fail_rest(died or EngineDiedError(_ENDED_EARLY))
+        finally:
+            self._fail_rest(EngineClosedError(_CANCELLED))
+
+    def cancel(self, reply: Reply) -> None:
+        """End a turn; the replica is told once nobody waits for any of them."""
+        reply.fail(EngineClosedError(_CANCELLED))
+        if not self._left() and self._lines is not None:
+            self._lines.cancel()
+
+    def cancel_all(self) -> None:
+        """End all of them."""
+        for reply in self.replies:
+            self.cancel(reply)
+
+    # Inside
+
+    def _left(self) -> list[int]:
+        return [number for number, reply in enumerate(self.replies) if not reply.done]
+
+    async def _run_once(self) -> EngineDiedError | None:
+        """Send what has not ended and take what comes; why the replica is gone, or None: all have ended."""
+        left = self._left()
+        for number in left:
+            self.replies[number].begin_again()
+        if self.num_runs:
+            self.num_run_again = len(left)
+        self.num_runs += 1
+        frame = encoded(submission([self._sent[number] for number in left]))
+        lines = self._lines = self._replicas.run(self.key, frame)
+        died: EngineDiedError | None = None
+        try:
+            async for data in lines:
+                died = self._take(decoded_report(data)) or died
+        except EngineDiedError as error:
+            died = error
+        except PensieveError as error:
+            self._refuse(left, error)
+        finally:
+            self._lines = None
+            lines.cancel()  # whoever leaves early, and nothing for one that has ended
+        if not self._left():
+            return None
+        return died or EngineDiedError(_ENDED_EARLY)
+
+    def _take(self, report: Report) -> EngineDiedError | None:
+        """Tell the replies; why the engine of the replica is gone, if it says so."""
+        replies = self.replies
+        for number in report.accepted:
+            replies[number].accept()
+        for number, text, ids in zip(report.numbers, report.texts, report.token_ids, strict=True):
+            logprobs = report.logprobs.get(number) if report.logprobs else None
+            replies[number].add(text, ids if isinstance(ids, list) else [ids], logprobs)
+        died = None
+        for ending in report.endings:
+            died = self._end(replies[ending.number], ending) or died
+        return died
+
+    def _end(self, reply: Reply, ending: Ending) -> EngineDiedError | None:
+        if reply.done:
+            return None
+        if ending.output is not None:
+            if ending.output.finish_reason == "cancelled":  # by the replica, which is to go
+                return EngineDiedError(_ENDED_EARLY)
+            reply.end(ending.output)
+            return None
+        error: Exception = PensieveError("The turn ended without a word.")
+        if ending.error is not None:
+            error = received_error(ending.error)
+        if isinstance(error, EngineDiedError):
+            return error
+        if self.num_runs == 1:
+            reply.fail(error)
+            return None
+        return _not_again(reply, error)
+
+    def _refuse(self, numbers: Sequence[int], error: PensieveError) -> None:
+        for number in numbers:
+            self.replies[number].fail(error)
+
+    async def _tell_what_is_kept(self, died: EngineDiedError) -> None:
+        """End those that the dead replica had committed."""
+        for number in self._left():
+            reply = self.replies[number]
+            try:
+                output = await self._kept(reply.spec)
+            except HistoryError as error:
+                reply.fail(error)
+                continue
+            if output is None:
+                if not _may_run_again(reply.spec):
+                    reply.fail(died)
+            elif reply.spec.params.logprobs is not None:
+                sentence = (
+                    "The replica that ran this turn died once it had committed it, and its log-probabilities "
+                    "went with it; what was said is kept."
+                )
+                reply.fail(EngineDiedError(sentence))
+            else:
+                reply.accept()
+                reply.end(output)
+
+    def _fail_rest(self, error: Exception) -> None:
+        for number in self._left():
+            self.replies[number].fail(error)
+
+
+def key_of(spec: TurnSpec) -> str:
+    """What a turn's replica is chosen by: the root of its tree, or the name of its conversation."""
+    if spec.node is not None:
+        return root_of(spec.node.turn_id)
+    return spec.conversation_id or ""
+
+
+def _may_run_again(spec: TurnSpec) -> bool:
+    """A turn that the engine places is committed under an id that nobody here knows: it might be there."""
+    return spec.node is not None or spec.conversation_id is None
+
+
+def _not_again(reply: Reply, error: Exception) -> EngineDiedError | None:
+    """What a replay was refused with: told as it is where its client may still begin anew."""
+    if reply.is_accepted or "turn_id" in (getattr(error, "field", ""),):
+        return EngineDiedError(f"{_AGAIN}: {error}")
+    reply.fail(error)
+    return None
+
+
+async def run_all(errands: Sequence[Errand]) -> None:
+    """All of them to their ends."""
+    await asyncio.gather(*(errand.run() for errand in errands))

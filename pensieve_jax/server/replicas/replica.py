@@ -1,0 +1,239 @@
+"""The replica's side: turns and calls that a front sends, on the one engine that is here.
+
+Owns: reports of turns that run together, how often they are sent, and whose a turn is that is sent twice.
+Does not know: Ray, routing, or what a front does when this replica is gone.
+Called by: the actor that Ray Serve runs.
+
+What comes of turns goes out at once where it begins or ends one, and in between as often as every 20 ms: each
+message costs both processes more than the tokens in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from pensieve_jax.core.errors import EngineClosedError, PensieveError
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.server.async_engine import AsyncTurn, EngineInfo, EngineService
+from pensieve_jax.server.engine_process.messages import (
+    Answer,
+    Apply,
+    Call,
+    Ending,
+    Report,
+    received_change,
+    received_spec,
+    submitted,
+)
+from pensieve_jax.server.engine_process.sent_errors import sent_error
+from pensieve_jax.server.replicas.links import (
+    REPORT,
+    ReplicaReport,
+    decoded_question,
+    decoded_submission,
+    encoded,
+)
+from pensieve_jax.server.replicas.merging import OF_ALL
+
+BATCH_S: Final = 0.02
+_START_S: Final = 120.0
+"""How long turns wait for an engine that is started again."""
+_LOOK_S: Final = 0.05
+
+
+class Replica:
+    """One engine, as fronts see it. Used by the thread of one event loop."""
+
+    def __init__(self, engine: EngineService, name: str, *, batch_s: float = BATCH_S) -> None:
+        """`engine` is ready; `name` tells it from the others; deltas wait `batch_s` for others at most."""
+        self._engine = engine
+        self._name = name
+        self._batch_s = batch_s
+        self._running: dict[str, _Batch] = {}
+
+    @property
+    def queued_tokens(self) -> int:
+        """Of the prompts of turns that have not said anything yet: what scales the replicas."""
+        return sum(batch.queued_tokens for batch in set(self._running.values()))
+
+    async def run(self, submission: bytes) -> AsyncGenerator[bytes]:
+        """`Report`s of turns until all have ended. Whoever stops to take them cancels the turns."""
+        sent = submitted(decoded_submission(submission))
+        batch = _Batch(self._batch_s)
+        turn_ids: list[str] = []
+        try:
+            specs = [received_spec(one) for one in sent]
+            turn_ids = [spec.node.turn_id for spec in specs if spec.node is not None]
+            await self._take_over(turn_ids)
+            self._running |= dict.fromkeys(turn_ids, batch)
+            await self._wait_while_it_starts()
+            batch.follow([one.number for one in sent], specs, self._engine.submit_all(specs))
+        except PensieveError as error:
+            batch.refuse([one.number for one in sent], error)
+        try:
+            async for report in batch.reports():
+                yield encoded(report)
+        finally:
+            await batch.close()
+            for turn_id in turn_ids:
+                if self._running.get(turn_id) is batch:
+                    del self._running[turn_id]
+
+    async def ask(self, question: bytes) -> bytes:
+        """The answer to a call or a change."""
+        asked = decoded_question(question)
+        try:
+            value = await self._answer(asked)
+        except PensieveError as error:
+            return encoded(Answer(asked.number, error=sent_error(error)))
+        return encoded(Answer(asked.number, value))
+
+    # Inside
+
+    async def _answer(self, asked: Call | Apply) -> Any:
+        is_alone = isinstance(asked, Apply) or (asked.name != REPORT and asked.name not in OF_ALL)
+        if is_alone:  # of what all replicas are asked, the others have answers
+            await self._wait_while_it_starts()
+        if isinstance(asked, Apply):
+            await self._engine.apply(received_change(asked))
+            return None
+        if asked.name == REPORT:
+            engine = self._engine
+            heard_s, stats = engine.last_heard_s, dict(engine.last_stats)
+            return msgspec.to_builtins(
+                ReplicaReport(self._name, engine.state, heard_s, stats, self._info()),
+                builtin_types=(bytes,),
+            )
+        return await self._engine.call(asked.name, *asked.arguments)
+
+    def _info(self) -> EngineInfo | None:
+        try:
+            return self._engine.info
+        except EngineClosedError:
+            return None
+
+    async def _take_over(self, turn_ids: Sequence[str]) -> None:
+        """A turn that is sent again belongs to whoever sent it last: the front before that one is gone."""
+        for batch in {self._running[turn_id] for turn_id in turn_ids if turn_id in self._running}:
+            await batch.close()
+
+    async def _wait_while_it_starts(self) -> None:
+        """An engine that died is back in seconds; a front that asks then means this one."""
+        until_s = time.monotonic() + _START_S
+        while self._engine.state == "starting" and time.monotonic() < until_s:
+            await asyncio.sleep(_LOOK_S)
+
+
+class _Batch:
+    """Turns that were sent together, and what came of them since the last report."""
+
+    def __init__(self, batch_s: float) -> None:
+        self._batch_s = batch_s
+        self._report = Report()
+        self._has_more = asyncio.Event()
+        self._is_urgent = asyncio.Event()
+        self._num_left = 0
+        self._silent: dict[int, int] = {}  # tokens of the prompts of turns that have said nothing
+        self._turns: list[AsyncTurn] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failure: BaseException | None = None
+
+    @property
+    def queued_tokens(self) -> int:
+        """Of turns that have said nothing yet."""
+        return sum(self._silent.values())
+
+    def follow(self, numbers: Sequence[int], specs: Sequence[TurnSpec], turns: Sequence[AsyncTurn]) -> None:
+        """Report of these turns from now on."""
+        self._num_left = len(turns)
+        self._turns = list(turns)
+        for number, spec, turn in zip(numbers, specs, turns, strict=True):
+            self._silent[number] = spec.num_new_tokens
+            task = asyncio.ensure_future(self._follow(number, turn))
+            task.add_done_callback(self._has_ended)
+            self._tasks.append(task)
+
+    def refuse(self, numbers: Sequence[int], error: PensieveError) -> None:
+        """None of them was queued."""
+        self._report.endings += [Ending(number, error=sent_error(error)) for number in numbers]
+        self._wake(is_urgent=True)
+
+    async def reports(self) -> AsyncGenerator[Report]:
+        """What came, until all have ended."""
+        sent_s = 0.0
+        while True:
+            await self._has_more.wait()
+            left_s = sent_s + self._batch_s - time.monotonic()
+            if left_s > 0 and not self._is_urgent.is_set():
+                try:
+                    async with asyncio.timeout(left_s):
+                        await self._is_urgent.wait()
+                except TimeoutError:
+                    pass
+            if self._failure is not None:
+                raise self._failure
+            report, self._report = self._report, Report()
+            self._has_more.clear()
+            self._is_urgent.clear()
+            sent_s = time.monotonic()
+            yield report
+            if not self._num_left and not self._has_more.is_set():
+                return
+
+    async def close(self) -> None:
+        """Cancel what has not ended, and wait for that."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        turns, self._turns = self._turns, []
+        for turn in turns:
+            await turn.cancel()
+        self._silent.clear()
+        if self._num_left:
+            self._num_left = 0
+            self._wake(is_urgent=True)
+
+    # Inside
+
+    def _has_ended(self, task: asyncio.Task[None]) -> None:
+        """What nobody expected must not leave a front waiting."""
+        self._failure = self._failure or (None if task.cancelled() else task.exception())
+        if self._failure is not None:
+            self._wake(is_urgent=True)
+
+    async def _follow(self, number: int, turn: AsyncTurn) -> None:
+        report_error: PensieveError | None = None
+        try:
+            await turn.accepted()
+            self._report.accepted.append(number)
+            self._wake(is_urgent=True)
+            async for delta in turn:
+                is_first = self._silent.pop(number, None) is not None
+                report = self._report
+                report.numbers.append(number)
+                report.texts.append(delta.text)
+                ids = delta.token_ids
+                report.token_ids.append(ids[0] if len(ids) == 1 else list(ids))
+                if delta.logprobs is not None:
+                    report.logprobs.setdefault(number, []).extend(delta.logprobs)
+                self._wake(is_urgent=is_first)
+        except PensieveError as error:
+            report_error = error
+        self._silent.pop(number, None)
+        ending = Ending(number, turn.output)
+        if report_error is not None:
+            ending = Ending(number, error=sent_error(report_error))
+        self._report.endings.append(ending)
+        self._num_left -= 1
+        self._wake(is_urgent=True)
+
+    def _wake(self, *, is_urgent: bool) -> None:
+        self._has_more.set()
+        if is_urgent:
+            self._is_urgent.set()

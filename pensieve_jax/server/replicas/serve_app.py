@@ -1,0 +1,266 @@
+"""Front and replicas as deployments of Ray Serve.
+
+Owns: the two actors, how Ray is told of them, and what Ray's errors are here.
+Does not know: turns, routes, or command lines.
+Called by: Serve, by its configuration files (`build_app`), and `local`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any, Final, cast
+
+import ray
+from ray import serve
+from ray.exceptions import (
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.schema import LoggingConfig
+from starlette.types import ASGIApp
+
+from pensieve_jax.core.errors import EngineClosedError, EngineDiedError
+from pensieve_jax.history.reader import HistoryReader
+from pensieve_jax.server.application import make_application
+from pensieve_jax.server.async_engine import EngineService
+from pensieve_jax.server.engine_process.messages import Call
+from pensieve_jax.server.engine_process.public import AsyncEngine
+from pensieve_jax.server.http.keys import ApiKeys
+from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.logs import LogFormat, log_to, log_uncaught
+from pensieve_jax.server.replicas.kept_output import kept_outputs
+from pensieve_jax.server.replicas.links import (
+    REPORT,
+    ReplicaReport,
+    decoded_answer,
+    decoded_replica_report,
+    encoded,
+)
+from pensieve_jax.server.replicas.plan import ReplicaPlan, plan_of
+from pensieve_jax.server.replicas.replica import Replica
+from pensieve_jax.server.replicas.routed_engine import RoutedEngine
+from pensieve_jax.server.replicas.scaling import QUEUED_TOKENS
+
+_log = logging.getLogger(__name__)
+
+REPLICA: Final = "EngineReplica"
+FRONT: Final = "Front"
+_ROUTER: Final = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+_GONE: Final = (RayActorError, ObjectLostError, NodeDiedError, WorkerCrashedError, ReplicaUnavailableError)
+_LOST: Final = "The replica died. What it had committed is kept; the rest of its turns is lost."
+_HEALTH_S: Final = 2.0
+# One loop for Serve and what it calls: all of that waits and never computes, and each hop to another thread
+# is waited for by a token.
+_ENVIRONMENT: Final = {
+    "env_vars": {
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    }
+}
+_MAX_REQUESTS: Final = 100_000  # the application refuses what is too much, and says so in its own words
+_LOGGING: Final = LoggingConfig(enable_access_log=False)  # the front has lines of its own
+
+
+class EngineReplica:
+    """An actor with one engine, which runs in a process of its own beside it."""
+
+    async def __init__(self, plan: ReplicaPlan) -> None:  # type: ignore[misc]
+        """Start the engine; raises what keeps it from starting, and Serve tries again."""
+        _log_as(plan.log_format)
+        self._engine = AsyncEngine.start(
+            plan.model,
+            dtype=plan.dtype,
+            history=plan.history,
+            config=plan.config,
+            progress=False,
+            log_format=plan.log_format,
+        )
+        await self._engine.open()
+        name = serve.get_replica_context().replica_id.unique_id
+        self._replica = Replica(cast(EngineService, self._engine), name)
+
+    async def run(self, submission: bytes) -> AsyncGenerator[bytes]:
+        """See `Replica.run`."""
+        lines = self._replica.run(submission)
+        try:
+            async for line in lines:
+                yield line
+        finally:
+            await lines.aclose()
+
+    async def ask(self, question: bytes) -> bytes:
+        """See `Replica.ask`."""
+        return await self._replica.ask(question)
+
+    async def check_health(self) -> None:
+        """Raise where the engine is not started again: Serve puts another replica in this one's place."""
+        if self._engine.gave_up.is_set():
+            raise EngineClosedError("The engine died too often, or its history is gone.")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What scales the replicas."""
+        return {QUEUED_TOKENS: float(self._replica.queued_tokens)}
+
+    async def __del__(self) -> None:
+        """Serve has waited for the turns; end the engine."""
+        if hasattr(self, "_engine"):
+            await self._engine.close()
+
+
+class Front:
+    """The actor that speaks HTTP: the application of any server, over all replicas."""
+
+    async def __init__(  # type: ignore[misc]
+        self, handle: Any, settings: ServerSettings, log_format: LogFormat | None
+    ) -> None:
+        """Wait until a replica is ready; raises ConfigError for keys, and HistoryError."""
+        _log_as(log_format)
+        self._settings = settings
+        self._keys = ApiKeys(settings.api_keys_file)
+        replicas = RayReplicas(handle)
+        first = await _first_report(replicas)
+        assert first.info is not None
+        info = first.info
+        reader = HistoryReader(info.history, fingerprint=info.fingerprint)
+        self._engine = RoutedEngine(replicas, first, kept_outputs(reader))
+        await self._engine.look()
+        self._watch = asyncio.ensure_future(self._engine.watch())
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """What Serve sends requests to."""
+        return make_application(cast(EngineService, self._engine), self._settings, self._keys)
+
+
+class RayReplicas:
+    """`Replicas` behind a handle of Serve, whose router sends one key to one replica."""
+
+    def __init__(self, handle: Any) -> None:
+        """A handle of the deployment of replicas."""
+        self._run = handle.options(method_name="run", stream=True)
+        self._ask = handle.options(method_name="ask")
+        self._handle = handle
+
+    def run(self, key: str, submission: bytes) -> RayLines:
+        """Run turns on the replica of a key."""
+        return RayLines(self._run.options(session_id=key).remote(submission))
+
+    async def ask(self, key: str, question: bytes) -> bytes:
+        """Ask the replica of a key."""
+        try:
+            answer: bytes = await self._ask.options(session_id=key).remote(question)
+        except _GONE as error:
+            raise EngineDiedError(_LOST) from error
+        except DeploymentUnavailableError as error:
+            raise EngineClosedError("There are no replicas: they cannot be started.") from error
+        return answer
+
+    async def ask_all(self, question: bytes) -> list[bytes]:
+        """Ask every replica."""
+        results = await self._handle.broadcast("ask", question).results_async(return_exceptions=True)
+        answers = []
+        for result in results:
+            if isinstance(result, bytes):
+                answers.append(result)
+            elif not isinstance(result, _GONE):
+                raise result
+        return answers
+
+
+class RayLines:
+    """`Lines` of a stream of Serve."""
+
+    def __init__(self, stream: Any) -> None:
+        """A response that is a generator."""
+        self._stream = stream
+        self._has_ended = False
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        """Itself."""
+        return self
+
+    async def __anext__(self) -> bytes:
+        """The next message."""
+        if self._has_ended:
+            raise StopAsyncIteration
+        try:
+            line: bytes = await anext(self._stream)
+        except StopAsyncIteration:
+            self._has_ended = True
+            raise
+        except _GONE as error:
+            self._has_ended = True
+            raise EngineDiedError(_LOST) from error
+        except (TaskCancelledError, asyncio.CancelledError) as error:
+            if not self._has_ended:  # whoever waits is cancelled, and not the stream
+                self._stream.cancel()
+                raise
+            raise StopAsyncIteration from error
+        except DeploymentUnavailableError as error:
+            self._has_ended = True
+            raise EngineClosedError("There are no replicas: they cannot be started.") from error
+        return line
+
+    def cancel(self) -> None:
+        """End the turns on the replica."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._stream.cancel()
+
+
+def _log_as(log_format: LogFormat | None) -> None:
+    if log_format is not None:
+        log_to(log_format=log_format)
+        log_uncaught()
+
+
+async def _first_report(replicas: RayReplicas) -> ReplicaReport:
+    """What a replica says once it is ready; Serve's router waits for one."""
+    answer = decoded_answer(await replicas.ask("", encoded(Call(0, REPORT, []))))
+    return decoded_replica_report(answer.value)
+
+
+def application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> serve.Application:
+    """Front and replicas, to be run by Serve."""
+    max_ongoing = plan.max_ongoing(settings)
+    replica = _deployment(EngineReplica, REPLICA).options(
+        num_replicas=plan.replicas,
+        max_ongoing_requests=max_ongoing,
+        graceful_shutdown_timeout_s=plan.shutdown_s(settings),
+        health_check_period_s=_HEALTH_S,
+        request_router_config=RequestRouterConfig(
+            request_router_class=_ROUTER,  # type: ignore[arg-type]  # by its path, as the wheel says
+            request_router_kwargs={"num_fallback_replicas": 1},
+        ),
+        ray_actor_options={"num_cpus": plan.num_cpus, "num_gpus": num_gpus, "runtime_env": _ENVIRONMENT},
+        logging_config=_LOGGING,
+    )
+    front = _deployment(serve.ingress()(Front), FRONT).options(
+        num_replicas=1,
+        max_ongoing_requests=_MAX_REQUESTS,
+        graceful_shutdown_timeout_s=settings.drain_s,
+        health_check_period_s=_HEALTH_S,
+        ray_actor_options={"num_cpus": 0, "runtime_env": _ENVIRONMENT},
+        logging_config=_LOGGING,
+    )
+    return front.bind(replica.bind(plan.of_one()), settings, plan.log_format)
+
+
+def _deployment(actor: type, name: str) -> serve.Deployment:
+    """Its constructor may be asynchronous, which types do not say."""
+    return cast(serve.Deployment, serve.deployment(actor, name=name))
+
+
+def build_app(args: Mapping[str, Any]) -> serve.Application:
+    """What a Serve configuration file imports; raises ConfigError for its `args`.
+
+    How many replicas there are stands in the file's `deployments`: `args` that change start all of them anew.
+    """
+    plan, settings = plan_of(args)
+    return application(plan, settings, plan.gpus_each(int(ray.cluster_resources().get("GPU", 0))))

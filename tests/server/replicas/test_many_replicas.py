@@ -1,0 +1,364 @@
+"""Conversations through the openai client while a replica is killed, one is added and one is drained.
+
+Every reply has the tokens and the text of one engine's that nothing happened to; the history has each turn
+once. Ray, Serve, Postgres and the engines are real; models are tiny and on CPUs.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+import yaml
+
+from pensieve_jax import LLM, EngineConfig, SamplingParams
+from pensieve_jax.history.reader import HistoryReader
+from pensieve_jax.server.replicas.plan import config_of
+from tests.launching import ROOT
+from tests.postgres_server import PostgresServer
+
+ray = pytest.importorskip("ray", reason="needs the extra `ray`")
+# What Ray does in this process is its own business.
+pytestmark = [pytest.mark.multi, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
+
+MODEL = "random:llama-tiny"
+NUM_TOKENS = (6, 6, 24, 6, 6, 12)  # of each turn; while replicas die or go, replies are longer
+NUM_CLIENTS = 12
+LONG = 600
+REPLICA, FRONT = (f"ray::ServeReplica:pensieve:{name}" for name in ("EngineReplica", "Front"))
+
+
+class Told(NamedTuple):
+    """What a client was told of a turn."""
+
+    response_id: str
+    text: str
+    sources: dict[str, int]
+
+
+def engine(compilation_cache: str) -> dict[str, Any]:
+    """Of each replica, and of the one engine whose replies they give."""
+    return {
+        "gpu_pages": 1024,
+        "max_num_running": 8,
+        "max_num_batched_tokens": 64,
+        "token_buckets": [8, 64],
+        "compilation_cache_dir": compilation_cache,
+    }
+
+
+def said(number: int, turn: int) -> str:
+    return f"I am {number}, and this is message {turn}."
+
+
+def sampling(number: int) -> dict[str, Any]:
+    return {"temperature": 0.0} if number % 2 else {"temperature": 0.9, "seed": number}
+
+
+def one_engine(config: EngineConfig, num: int) -> list[list[Any]]:
+    """For each turn, the outputs of all conversations."""
+    with LLM(MODEL, dtype="float32", config=config) as llm:
+        return [
+            llm.chat(
+                [[{"role": "user", "content": said(number, turn)}] for number in range(num)],
+                [SamplingParams(max_tokens=NUM_TOKENS[turn], **sampling(number)) for number in range(num)],
+                conversation_ids=[str(number) for number in range(num)],
+            )
+            for turn in range(len(NUM_TOKENS))
+        ]
+
+
+class Cluster:
+    """Ray on this machine with the application of `deploy/ray_serve.yaml`, whose replicas come and go."""
+
+    def __init__(self, history: str, engine: dict[str, Any], port: int, replicas: int) -> None:
+        from ray import serve
+
+        self.history, self.port = history, port
+        self._file = yaml.safe_load((ROOT / "deploy" / "ray_serve.yaml").read_text("utf-8"))
+        self._file |= {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}
+        self._app = self._file["applications"][0]
+        self._app["args"] |= {"model": MODEL, "dtype": "float32", "history": history, "engine": engine}
+        self._app["args"] |= {"num_gpus": 0, "num_cpus": 0, "log_format": None}
+        ray.init(num_cpus=3, object_store_memory=200_000_000, include_dashboard=False, log_to_driver=False)
+        serve.start(proxy_location="HeadOnly", http_options=self._file["http_options"])
+        self.scale(replicas)
+
+    def scale(self, replicas: int) -> None:
+        """Until so many are ready, and no other is left."""
+        from ray import serve
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        self._app["deployments"] = [{"name": "EngineReplica", "num_replicas": replicas}]
+        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(self._file))
+        wait_until(lambda: serve.status().applications["pensieve"].status == "RUNNING")
+        wait_until(lambda: len(self.stats()["replicas"]) == replicas)
+
+    def stats(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v1/pensieve/stats", timeout=30) as answer:
+            return json.load(answer)
+
+    def is_up(self) -> bool:
+        try:
+            return bool(self.stats())
+        except OSError:  # what Serve says while there is no front, or nothing
+            return False
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=120
+        )
+
+    def close(self) -> None:
+        from ray import serve
+
+        serve.shutdown()
+        ray.shutdown()
+
+
+def wait_until(is_so: Any, timeout_s: float = 120.0) -> None:
+    """For what another process does, and tells nobody here."""
+    until_s = time.monotonic() + timeout_s
+    tick = threading.Event()
+    while not is_so():
+        assert time.monotonic() < until_s, "it did not come to be"
+        tick.wait(0.2)
+
+
+def pids_of(title: str) -> list[int]:
+    """Processes of this cluster by how they call themselves."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_text().rstrip("\0 ").partition(".")[0] == title:  # what it does stands behind a dot
+                found.append(int(path.parent.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += map(int, path.read_text().split())
+    return found
+
+
+class Clients:
+    """So many conversations, turn by turn, through the openai client."""
+
+    def __init__(self, client: openai.OpenAI, num: int) -> None:
+        self.num = num
+        self.told: list[list[Told]] = [[] for _ in range(num)]
+        self._client = client
+        self._pool = concurrent.futures.ThreadPoolExecutor(NUM_CLIENTS)
+
+    def turn(self, turn: int, event: Any = None) -> None:
+        """A turn of every conversation; `event` happens once a quarter of them has ended."""
+        asked = [self._pool.submit(self._ask, number, turn) for number in range(self.num)]
+        for done, one in enumerate(concurrent.futures.as_completed(asked), start=1):
+            one.result()
+            if done == max(1, self.num // 4) and event is not None:
+                event()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._client.close()
+
+    def _ask(self, number: int, turn: int) -> None:
+        before = self.told[number]
+        options: dict[str, Any] = {
+            "input": said(number, turn),
+            "max_output_tokens": NUM_TOKENS[turn],
+            "temperature": sampling(number)["temperature"],
+            "extra_body": {name: value for name, value in sampling(number).items() if name == "seed"},
+        }
+        if before:
+            options["previous_response_id"] = before[-1].response_id
+        if number % 3:
+            response = self._client.responses.create(**options)
+        else:
+            deltas = []
+            for event in self._client.responses.create(**options, stream=True):
+                if event.type == "response.output_text.delta":
+                    deltas.append(event.delta)
+            response = event.response
+            assert "".join(deltas) == response.output_text
+        sources = response.usage.to_dict()["pensieve"]
+        before.append(Told(response.id, response.output_text, sources))
+
+    def moved(self, turn: int) -> int:
+        """Conversations whose state was not where their turn ran, or not all of it."""
+        return sum(told[turn].sources["recomputed_tokens"] > 0 for told in self.told)
+
+
+@pytest.fixture(scope="module")
+def cluster(postgres: PostgresServer, compilation_cache: str) -> Iterator[Cluster]:
+    found = None
+    try:
+        found = Cluster(postgres.url(), engine(compilation_cache), free_port(), replicas=3)
+        yield found
+    finally:
+        if found is not None:
+            found.close()
+        elif ray.is_initialized():
+            ray.shutdown()
+
+
+@pytest.mark.parametrize("num", [200])
+def test_replies_are_one_engines_whatever_happens_to_replicas(
+    num, compilation_cache, cluster, record_property
+):
+    began_s = time.monotonic()
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(f"{time.monotonic() - began_s:.0f} s: {text}")
+
+    clients = Clients(cluster.client(), num)
+    clients.turn(0)
+    clients.turn(1)
+    note(f"3 replicas, nothing happens: {clients.moved(1)} of {num} turns compute their history again")
+    assert clients.moved(1) <= 0.01 * num
+
+    before = cluster.stats()["replicas"].keys()
+    victim = pids_of(REPLICA)[0]
+    clients.turn(2, event=lambda: os.kill(victim, signal.SIGKILL))
+    again = cluster.stats()["num_turns_run_again"]
+    note(f"one is killed -9 after a quarter of the turns: {clients.moved(2)}, and {again} were run again")
+
+    wait_until(lambda: (now := cluster.stats()["replicas"].keys()) != before and len(now) == 3)
+    clients.turn(3)
+    note(f"another one is in its place: {clients.moved(3)}")
+
+    cluster.scale(4)
+    clients.turn(4)
+    note(f"a fourth is there: {clients.moved(4)}")
+    assert num / 16 < clients.moved(4) < num / 2  # a quarter, as far as the ring is even
+
+    drained = threading.Thread(target=cluster.scale, args=(3,))
+    clients.turn(5, event=drained.start)
+    drained.join()
+    again = cluster.stats()["num_turns_run_again"] - again
+    note(f"one is drained after a quarter of the turns: {clients.moved(5)}, and {again} were run again")
+    clients.close()
+
+    check(clients, one_engine(config_of(engine(compilation_cache)), num), cluster.history)
+    note("all replies are one engine's, and each is there once")
+    record_property("note", f"{num} conversations on replicas: " + "; ".join(notes))
+
+
+def check(clients: Clients, expected: list[list[Any]], history: str) -> None:
+    """Tokens and text of every turn, and that the history has it once."""
+    from pensieve_jax.history.opening import open_for_reading
+
+    fingerprint = fingerprint_of(history)
+    with HistoryReader(history, fingerprint=fingerprint) as reader:
+        for number, told in enumerate(clients.told):
+            path = reader.turn_path("", told[-1].response_id.removeprefix("resp_"))
+            assert [f"resp_{view.turn_id}" for view in path] == [one.response_id for one in told]
+            for turn, (view, one) in enumerate(zip(path, told, strict=True)):
+                output = expected[turn][number]
+                assert view.output_token_ids == output.token_ids, (number, turn)
+                assert one.text == output.text == view.output_text, (number, turn)
+    reading = open_for_reading(history, fingerprint)
+    (count,) = reading.run(lambda connection: connection.execute("SELECT count(*) FROM turns").fetchone())
+    reading.close()
+    assert count == sum(map(len, clients.told)), "the first test on its history"
+
+
+def fingerprint_of(history: str) -> str:
+    """As the engines gave it to their history."""
+    import psycopg
+
+    from pensieve_jax.history.postgres_location import parse
+
+    where = parse(history)
+    with psycopg.connect(where.url) as connection:
+        query = f"SELECT value FROM {where.namespace}.meta WHERE key = 'fingerprint'"
+        (value,) = connection.execute(query.encode()).fetchone()
+        return value
+
+
+def long_reply(client: openai.OpenAI, **options: Any) -> Any:
+    """A reply that takes a while, and is kept."""
+    extra = {"min_tokens": LONG, "store": True}
+    return client.completions.create(
+        model=MODEL, prompt="Tell me all.", max_tokens=LONG, seed=5, extra_body=extra, **options
+    )
+
+
+def test_a_client_that_leaves_ends_its_turn(cluster):
+    num_before = cluster.stats()["num_turns_cancelled"]
+    with cluster.client() as client:
+        stream = long_reply(client, stream=True)
+        next(iter(stream))
+        stream.close()
+    wait_until(lambda: cluster.stats()["num_turns_cancelled"] > num_before)
+
+
+def test_a_reply_goes_on_when_its_engine_dies_and_the_replica_starts_another(cluster):
+    with cluster.client() as client:
+        undisturbed = long_reply(client).choices[0].text
+        again = cluster.stats()["num_turns_run_again"]
+        texts: list[str] = []
+        for chunk in long_reply(client, stream=True):
+            if not texts:
+                engines = [one for replica in pids_of(REPLICA) for one in children_of(replica)]
+                assert len(engines) == 3
+                for one in engines:
+                    os.kill(one, signal.SIGKILL)
+            texts += [choice.text for choice in chunk.choices]
+    assert "".join(texts) == undisturbed
+    assert cluster.stats()["num_turns_run_again"] == again + 1
+
+
+def test_a_response_in_the_background_outlives_the_front(cluster):
+    with cluster.client() as client:
+        queued = client.responses.create(
+            input="Tell me all.", background=True, max_output_tokens=LONG, extra_body={"seed": 5}
+        )
+        (front,) = pids_of(FRONT)
+        os.kill(front, signal.SIGKILL)
+        wait_until(lambda: pids_of(FRONT) not in ([], [front]) and cluster.is_up())
+        wait_until(lambda: client.responses.retrieve(queued.id).status in ("completed", "incomplete"))
+
+
+def test_the_command_serves_from_replicas_and_ends_when_told(postgres, compilation_cache):
+    command = [
+        *(sys.executable, str(ROOT / "scripts" / "serve.py"), f"--model={MODEL}", "--dtype=float32"),
+        *(f"--history={postgres.url()}", "--port=0", "--replicas=2", "--gpu_pages=64", "--cpu_pages=8"),
+        *("--max_num_running=4", "--token_buckets=4,64", f"--compilation_cache_dir={compilation_cache}"),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        found = re.search(r"http://\S+", process.stdout.readline())
+        assert found, "it did not start"
+        with openai.OpenAI(base_url=f"{found[0]}/v1", api_key="none", max_retries=0) as client:
+            one = client.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": "Hi!"}], max_completion_tokens=4
+            )
+            assert one.usage.completion_tokens == 4
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0

@@ -1,0 +1,152 @@
+"""What is refused before anything starts, sizes that follow, and how many replicas there are to be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from pensieve_jax import ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
+from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.replicas.plan import FLUSH_S, ReplicaPlan, plan_of
+from pensieve_jax.server.replicas.scaling import QUEUED_TOKENS, QueuedTokens
+from tests.launching import ROOT
+
+URL = "postgresql://me@database/kept"
+
+
+def plan(**values) -> ReplicaPlan:
+    return ReplicaPlan(**({"history": URL, "model": "chat"} | values))
+
+
+@pytest.mark.parametrize(
+    "values, field",
+    [
+        ({"replicas": 0}, "--replicas"),
+        ({"replicas": True}, "--replicas"),
+        ({"history": None}, "--history"),
+        ({"history": "chats.sqlite"}, "--history"),
+        ({"num_gpus": 2}, "num_gpus"),
+        ({"num_gpus": -1}, "num_gpus"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_by_name(values, field):
+    with pytest.raises(ConfigError) as caught:
+        plan(**values)
+    assert caught.value.field == field
+
+
+def test_replicas_take_a_gpu_for_each_device_that_shares_a_layer_where_there_are_any():
+    two = EngineConfig(runner=RunnerConfig(tensor_parallel_size=2))
+    assert plan().gpus_each(0) == 0 and plan().gpus_each(8) == 1
+    assert plan(config=two).gpus_each(8) == 2 and plan(config=two, num_gpus=2).gpus_each(0) == 2
+    assert plan(num_gpus=0).gpus_each(8) == 0
+    plan(replicas=4, config=two).check_gpus(8)
+    plan(replicas=9).check_gpus(0)
+    for bad, num_there in ((plan(replicas=5, config=two), 8), (plan(replicas=1, config=two), 0)):
+        with pytest.raises(ConfigError, match="GPUs"):
+            bad.check_gpus(num_there)
+
+
+def test_sizes_follow_from_what_a_replica_runs_and_how_long_it_drains():
+    sized = plan(config=EngineConfig(scheduler=SchedulerConfig(max_num_running=8)))
+    settings = ServerSettings(drain_s=5.0)
+    assert sized.max_ongoing(settings) == 8 + 2 * 8 + 16
+    assert sized.shutdown_s(settings) == 5 + FLUSH_S
+    assert sized.of_one() == plan(config=sized.config), "the same for any number"
+
+
+def test_a_file_names_fields_as_flags_do():
+    found, settings = plan_of(
+        {
+            "model": "chat",
+            "history": URL,
+            "engine": {"max_num_running": 8, "token_buckets": [8, 64], "tensor_parallel_size": 2},
+            "server": {"drain_s": 5.0, "allowed_hosts": ["a.example"]},
+            "num_gpus": 2,
+        }
+    )
+    assert found.config.scheduler.token_buckets == (8, 64) and found.config.scheduler.max_num_running == 8
+    assert found.config.runner.tensor_parallel_size == 2
+    assert settings.chat_history == "durable" and settings.is_routed
+    assert settings.allowed_hosts == ("a.example",)
+
+
+@pytest.mark.parametrize(
+    "values, field",
+    [
+        ({"history": URL}, "args.model"),
+        ({"model": "chat"}, "args.history"),
+        ({"model": "chat", "history": URL, "replicas": 3}, "args.replicas"),
+        ({"model": "chat", "history": URL, "engine": {"pages": 3}}, "engine.pages"),
+        ({"model": "chat", "history": URL, "server": {"queue": 3}}, "args.server.queue"),
+        ({"model": "chat", "history": "a.sqlite"}, "--history"),
+    ],
+)
+def test_a_file_that_says_what_there_is_not_is_refused_by_name(values, field):
+    with pytest.raises(ConfigError) as caught:
+        plan_of(values)
+    assert caught.value.field == field
+
+
+def applications() -> list[dict]:
+    kube = yaml.safe_load((ROOT / "deploy" / "kuberay.yaml").read_text("utf-8"))
+    files = [
+        yaml.safe_load((ROOT / "deploy" / "ray_serve.yaml").read_text("utf-8")),
+        yaml.safe_load(kube["spec"]["serveConfigV2"]),
+    ]
+    return [application for file in files for application in file["applications"]]
+
+
+@pytest.mark.parametrize("application", applications(), ids=["ray_serve", "kuberay"])
+def test_the_files_that_are_given_are_plans_and_their_policy_fits(application, tmp_path):
+    arguments = application["args"]
+    if "api_keys_file" in arguments.get("server", {}):
+        arguments["server"]["api_keys_file"] = str(tmp_path / "keys")
+    found, settings = plan_of(arguments)
+    (deployment,) = application["deployments"]
+    policy = deployment["autoscaling_config"]["policy"]
+    module, _, name = policy["policy_function"].partition(":")
+    assert (module, name) == (QueuedTokens.__module__, QueuedTokens.__name__)
+    QueuedTokens(**policy["policy_kwargs"])
+    assert policy["policy_kwargs"]["max_ongoing"] == found.max_ongoing(settings)
+
+
+def test_the_manifest_has_what_rayservice_asks_for():
+    """The fields that its schema requires, and that pods outlive what they drain."""
+    kube = yaml.safe_load((ROOT / "deploy" / "kuberay.yaml").read_text("utf-8"))
+    assert (kube["apiVersion"], kube["kind"]) == ("ray.io/v1", "RayService")
+    cluster = kube["spec"]["rayClusterConfig"]
+    assert cluster["headGroupSpec"]["rayStartParams"] is not None
+    (group,) = cluster["workerGroupSpecs"]
+    assert group["groupName"] and group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    application = yaml.safe_load(kube["spec"]["serveConfigV2"])["applications"][0]
+    found, settings = plan_of(application["args"])
+    for template in (cluster["headGroupSpec"]["template"], group["template"]):
+        pod = template["spec"]
+        assert pod["terminationGracePeriodSeconds"] > found.shutdown_s(settings)
+        (container,) = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {
+            one["name"] for one in pod["volumes"]
+        }
+        assert container["image"] and container["env"][0]["name"] == "PGPASSWORD"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == str(found.num_gpus)
+    scales = application["deployments"][0]["autoscaling_config"]
+    assert scales["max_replicas"] <= group["maxReplicas"]
+
+
+def test_replicas_scale_with_tokens_that_wait_and_not_below_what_runs():
+    policy = QueuedTokens(queued_tokens=1000, max_ongoing=10)
+    wanted = policy.wanted
+    assert wanted(2, 0, 16) == 2 and wanted(2, 1999, 16) == 2
+    assert wanted(2, 2000, 16) == 3 and wanted(2, 5000, 0) == 4
+    assert wanted(2, 0, 8) == 1 and wanted(3, 0, 9) == 2 and wanted(3, 0, 0) == 1
+    context = SimpleNamespace(
+        aggregated_metrics={QUEUED_TOKENS: {"a": 1500.0, "b": 600.0}},
+        current_num_replicas=2,
+        total_num_requests=4.0,
+    )
+    assert policy(context) == (3, {})
+    context.aggregated_metrics = None
+    assert policy(context) == (1, {})
