@@ -19,6 +19,7 @@ _LONGEST = (
     "test_seeded_scenarios",
     "test_mutations",
     "test_interrupts",
+    "test_many_replicas",
     "test_random_scenarios",
     "test_chat_model_recall",
     "test_survival",
