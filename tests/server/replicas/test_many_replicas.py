@@ -38,6 +38,8 @@ pytestmark = [pytest.mark.multi, pytest.mark.long, pytest.mark.filterwarnings("i
 MODEL = "random:llama-tiny"
 NUM_TOKENS = (6, 6, 24, 6, 6, 12)  # of each turn; while replicas die or go, replies are longer
 NUM_CLIENTS = 12
+# What continuous integration has the time for; 200 take three minutes and a half of two processors.
+NUM_CONVERSATIONS = int(os.environ.get("TESTS_CONVERSATIONS", "80"))
 LONG = 600
 REPLICA, FRONT = (f"ray::ServeReplica:pensieve:{name}" for name in ("EngineReplica", "Front"))
 
@@ -226,7 +228,7 @@ def cluster(postgres: PostgresServer, compilation_cache: str) -> Iterator[Cluste
             ray.shutdown()
 
 
-@pytest.mark.parametrize("num", [200])
+@pytest.mark.parametrize("num", [NUM_CONVERSATIONS])
 def test_replies_are_one_engines_whatever_happens_to_replicas(
     num, compilation_cache, cluster, record_property
 ):
