@@ -42,7 +42,13 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
 @pytest.mark.parametrize(
     ("heads", "page_size", "dtype", "classes"),
     [
-        (Heads(4, 1, 128), 32, "bfloat16", (SMALL, mosaic_class(128, 128, 2, 128, 8))),
+        pytest.param(
+            Heads(4, 1, 128),
+            32,
+            "bfloat16",
+            (SMALL, mosaic_class(128, 128, 2, 128, 8)),
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             Heads(2, 2, 64),
             16,
@@ -50,12 +56,11 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
             (mosaic_class(64, 64, 3, 64, 8), mosaic_class(128, 64, 2, 128, 8)),
             marks=pytest.mark.long,
         ),
-        pytest.param(
+        (
             Heads(14, 2, 64),
             32,
             "bfloat16",
             (mosaic_class(64, 64, 3, 64, 8), mosaic_class(128, 64, 2, 128, 8)),
-            marks=pytest.mark.long,
         ),
     ],
     ids=["with_triton", "two_classes", "spare_heads"],
