@@ -147,11 +147,21 @@ def pids_of(title: str) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if path.read_text().rstrip("\0 ").partition(".")[0] == title:  # what it does stands behind a dot
-                found.append(int(path.parent.name))
+            says = path.read_text().rstrip("\0 ").partition(".")[0]  # what it does stands behind a dot
+            pid = int(path.parent.name)
+            if says == title and os.getpid() in ancestors_of(pid):  # another cluster's are nobody's to kill
+                found.append(pid)
         except OSError:  # it has ended
             continue
     return found
+
+
+def ancestors_of(pid: int) -> Iterator[int]:
+    """Its parent, and that one's, up to the first process."""
+    while pid > 1:
+        # The name is in parentheses, and may hold anything.
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        yield pid
 
 
 def free_port() -> int:
