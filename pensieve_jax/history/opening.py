@@ -80,6 +80,15 @@ def claims_of(history: Location) -> Claims:
     return OwnClaims()
 
 
+def check_reachable(history: Location) -> None:
+    """Raise what keeps a Postgres from being used, at once; of a file nothing is asked."""
+    if is_postgres(history):
+        need_psycopg(history)
+        from pensieve_jax.history.postgres_connection import PostgresConnection  # of an extra
+
+        PostgresConnection(parse(str(history))).close()
+
+
 def need_psycopg(url: str) -> None:
     """Raise ConfigError where what a URL takes is not installed."""
     if importlib.util.find_spec("psycopg") is None:

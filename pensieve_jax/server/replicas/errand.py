@@ -12,6 +12,7 @@ commit, unseen until the replay is refused because its id is taken: so the histo
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
@@ -30,6 +31,7 @@ type Kept = Callable[[TurnSpec], Awaitable[Output | None]]
 MAX_RUNS: Final = 2
 _CANCELLED = "The turn was cancelled."
 _AGAIN = "The replica that ran this turn died, and it could not be run again"
+_UNEXPECTED = "The turn could not be brought to its end; the log says why."
 _ENDED_EARLY = "The replica went away before the turn had ended."
 
 
@@ -55,15 +57,19 @@ class Errand:
     async def run(self) -> None:
         """Until every turn has ended somehow."""
         died: EngineDiedError | None = None
+        why: Exception = EngineDiedError(_UNEXPECTED)
         try:
             while self._left() and self.num_runs < MAX_RUNS:
                 died = await self._run_once()
                 if died is None:
                     return
                 await self._tell_what_is_kept(died)
-            self._fail_rest(died or EngineDiedError(_ENDED_EARLY))
+            why = died or EngineDiedError(_ENDED_EARLY)
+        except asyncio.CancelledError:
+            why = EngineClosedError(_CANCELLED)
+            raise
         finally:
-            self._fail_rest(EngineClosedError(_CANCELLED))
+            self._fail_rest(why)
 
     def cancel(self, reply: Reply) -> None:
         """End a turn; the replica is told once nobody waits for any of them."""
@@ -89,9 +95,13 @@ class Errand:
         if self.num_runs:
             self.num_run_again = len(left)
         self.num_runs += 1
-        frame = encoded(submission([self._sent[number] for number in left]))
-        lines = self._lines = self._replicas.run(self.key, frame)
         died: EngineDiedError | None = None
+        try:
+            frame = encoded(submission([self._sent[number] for number in left]))
+        except PensieveError as error:
+            self._refuse(left, error)
+            return None
+        lines = self._lines = self._replicas.run(self.key, frame)
         try:
             async for data in lines:
                 died = self._take(decoded_report(data)) or died
@@ -111,9 +121,15 @@ class Errand:
         replies = self.replies
         for number in report.accepted:
             replies[number].accept()
-        for number, text, ids in zip(report.numbers, report.texts, report.token_ids, strict=True):
+        num_taken: Counter[int] = Counter()
+        for number, text, sampled in zip(report.numbers, report.texts, report.token_ids, strict=True):
+            ids = sampled if isinstance(sampled, list) else [sampled]
             logprobs = report.logprobs.get(number) if report.logprobs else None
-            replies[number].add(text, ids if isinstance(ids, list) else [ids], logprobs)
+            if logprobs is not None:  # of a number's entries, which may be several, one behind the other
+                first = num_taken[number]
+                logprobs = logprobs[first : first + len(ids)]
+                num_taken[number] += len(ids)
+            replies[number].add(text, ids, logprobs)
         died = None
         for ending in report.endings:
             died = self._end(replies[ending.number], ending) or died
@@ -132,7 +148,9 @@ class Errand:
             error = received_error(ending.error)
         if isinstance(error, EngineDiedError):
             return error
-        if self.num_runs == 1:
+        # Ray may send a turn again by itself: of one whose id is taken, the history knows more.
+        is_taken = reply.spec.node is not None and getattr(error, "field", "") == "turn_id"
+        if self.num_runs == 1 and not is_taken:
             reply.fail(error)
             return None
         return _not_again(reply, error)

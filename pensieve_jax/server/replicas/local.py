@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -24,15 +25,17 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 
 from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.history.opening import check_reachable
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.listening import EXIT_AT_ONCE, address_of, bind
-from pensieve_jax.server.replicas.plan import ReplicaPlan
+from pensieve_jax.server.replicas.plan import FLUSH_S, ReplicaPlan
 from pensieve_jax.server.replicas.serve_app import FRONT, REPLICA, application
 
 _log = logging.getLogger(__name__)
 
 APP: Final = "pensieve"
 _KEEP_ALIVE_S: Final = 75  # as of the single server
+_LOOK_S: Final = 0.2
 _STORE_BYTES: Final = 200_000_000  # of Ray's objects, of which turns make none
 
 
@@ -46,6 +49,7 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
     `announce` is called with the address once the first request would be answered. Raises ConfigError for
     more replicas than there are GPUs or an address that is taken, and ReplicasNotStartedError.
     """
+    check_reachable(plan.history)  # of what Ray would say much later, and at length
     with bind(settings.host, settings.port) as free:
         address, port = address_of(free), free.getsockname()[1]
     with running_ray() as num_gpus, _Signals() as signals:
@@ -58,8 +62,17 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
         announce(address)
         signals.first.wait()
         _log.info("ending: turns that run get %g s; a second signal ends them at once", settings.drain_s)
+        _drain(settings.drain_s + FLUSH_S)
         serve.shutdown()
     return 0
+
+
+def _drain(seconds: float) -> None:
+    """Take the application away: its turns end, while the proxy still tells their clients."""
+    serve.delete(APP, _blocking=False)
+    until_s = time.monotonic() + seconds
+    while APP in serve.status().applications and time.monotonic() < until_s:
+        time.sleep(_LOOK_S)
 
 
 @contextmanager

@@ -71,11 +71,7 @@ class Replica:
             turn_ids = [spec.node.turn_id for spec in specs if spec.node is not None]
             await self._take_over(turn_ids)
             self._running |= dict.fromkeys(turn_ids, batch)
-            await self._wait_while_it_starts()
-            batch.follow([one.number for one in sent], specs, self._engine.submit_all(specs))
-        except PensieveError as error:
-            batch.refuse([one.number for one in sent], error)
-        try:
+            await self._submit(batch, [one.number for one in sent], specs)
             async for report in batch.reports():
                 yield encoded(report)
         finally:
@@ -117,6 +113,16 @@ class Replica:
         except EngineClosedError:
             return None
 
+    async def _submit(self, batch: _Batch, numbers: Sequence[int], specs: Sequence[TurnSpec]) -> None:
+        """As soon as the engine takes turns; what it refuses is reported."""
+        try:
+            await self._wait_while_it_starts()
+            if batch.is_closed:
+                raise EngineClosedError("The turn was sent again, and belongs to whoever did that.")
+            batch.follow(numbers, specs, self._engine.submit_all(specs))
+        except PensieveError as error:
+            batch.refuse(numbers, error)
+
     async def _take_over(self, turn_ids: Sequence[str]) -> None:
         """A turn that is sent again belongs to whoever sent it last: the front before that one is gone."""
         for batch in {self._running[turn_id] for turn_id in turn_ids if turn_id in self._running}:
@@ -142,6 +148,7 @@ class _Batch:
         self._turns: list[AsyncTurn] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
+        self.is_closed = False
 
     @property
     def queued_tokens(self) -> int:
@@ -186,7 +193,8 @@ class _Batch:
                 return
 
     async def close(self) -> None:
-        """Cancel what has not ended, and wait for that."""
+        """Cancel what has not ended, and wait for that; what was not followed yet will not be."""
+        self.is_closed = True
         for task in self._tasks:
             task.cancel()
         if self._tasks:

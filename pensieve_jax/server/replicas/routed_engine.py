@@ -11,10 +11,11 @@ so of each; whoever sent such a turn then begins anew from its messages. The oth
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -178,7 +179,7 @@ class RoutedEngine:
         return {"num_turns_run_again": self.num_run_again, BY_REPLICA: by_replica}
 
     def _start(self, errand: Errand) -> None:
-        task = asyncio.ensure_future(errand.run())
+        task = _apart(errand.run())
         self._errands[task] = errand
         task.add_done_callback(self._ended)
 
@@ -211,12 +212,17 @@ class RoutedEngine:
         limit = asyncio.timeout(self._answer_s)
         try:
             async with limit:
-                return await asked
+                return await _apart(asked)
         except TimeoutError:
             if not limit.expired():
                 raise
             sentence = f"A replica has not answered within {self._answer_s:g} s; it may still do so."
             raise EngineDiedError(sentence) from None
+
+
+def _apart[T](work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A task that is no child of a request: what Ray runs for a request ends with its client."""
+    return asyncio.get_running_loop().create_task(work, context=contextvars.Context())
 
 
 def _seeded(spec: TurnSpec) -> TurnSpec:

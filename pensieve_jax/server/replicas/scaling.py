@@ -20,10 +20,10 @@ _FULL: Final = 0.8
 class QueuedTokens:
     """A replica more for every `queued_tokens` that wait, one less while the others would not be full."""
 
-    def __init__(self, queued_tokens: int, max_ongoing: int) -> None:
-        """`max_ongoing` turns fit on a replica."""
+    def __init__(self, queued_tokens: int, max_num_running: int) -> None:
+        """`max_num_running` turns run on a replica."""
         self._queued_tokens = queued_tokens
-        self._max_ongoing = max_ongoing
+        self._max_num_running = max_num_running
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
         """How many there are to be, and nothing to remember, as Serve asks a policy."""
@@ -37,4 +37,5 @@ class QueuedTokens:
         more = num_replicas + int(queued_tokens / self._queued_tokens / max(1, num_replicas))
         if more > num_replicas:
             return more
-        return max(1, min(num_replicas, math.ceil(num_turns / (_FULL * self._max_ongoing))))
+        needed = math.ceil(num_turns / (_FULL * self._max_num_running))
+        return max(1, num_replicas - 1) if needed < num_replicas else num_replicas

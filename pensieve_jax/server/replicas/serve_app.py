@@ -18,15 +18,20 @@ from ray.exceptions import (
     NodeDiedError,
     ObjectLostError,
     RayActorError,
+    RayError,
     TaskCancelledError,
     WorkerCrashedError,
 )
 from ray.serve.config import RequestRouterConfig
-from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.exceptions import (
+    DeploymentUnavailableError,
+    RayServeException,
+    ReplicaUnavailableError,
+)
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp
 
-from pensieve_jax.core.errors import EngineClosedError, EngineDiedError
+from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, PensieveError
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.server.application import make_application
 from pensieve_jax.server.async_engine import EngineService
@@ -54,6 +59,7 @@ REPLICA: Final = "EngineReplica"
 FRONT: Final = "Front"
 _ROUTER: Final = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _GONE: Final = (RayActorError, ObjectLostError, NodeDiedError, WorkerCrashedError, ReplicaUnavailableError)
+_FAILED: Final = (RayError, RayServeException)
 _LOST: Final = "The replica died. What it had committed is kept; the rest of its turns is lost."
 _HEALTH_S: Final = 2.0
 # One loop for Serve and what it calls: all of that waits and never computes, and each hop to another thread
@@ -133,6 +139,11 @@ class Front:
         await self._engine.look()
         self._watch = asyncio.ensure_future(self._engine.watch())
 
+    async def check_health(self) -> None:
+        """Raise where nobody looks at the replicas any more: Serve puts another front in this one's place."""
+        if self._watch.done():
+            raise EngineClosedError("The front does not look at its replicas any more.")
+
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """What Serve sends requests to."""
         return make_application(cast(EngineService, self._engine), self._settings, self._keys)
@@ -155,22 +166,26 @@ class RayReplicas:
         """Ask the replica of a key."""
         try:
             answer: bytes = await self._ask.options(session_id=key).remote(question)
-        except _GONE as error:
-            raise EngineDiedError(_LOST) from error
         except DeploymentUnavailableError as error:
             raise EngineClosedError("There are no replicas: they cannot be started.") from error
+        except PensieveError:
+            raise
+        except _FAILED as error:
+            raise EngineDiedError(_LOST) from error
         return answer
 
     async def ask_all(self, question: bytes) -> list[bytes]:
         """Ask every replica."""
-        results = await self._handle.broadcast("ask", question).results_async(return_exceptions=True)
-        answers = []
+        try:
+            results = await self._handle.broadcast("ask", question).results_async(return_exceptions=True)
+        except DeploymentUnavailableError:  # there are none at the moment
+            return []
+        except _FAILED as error:
+            raise EngineDiedError(f"The replicas cannot be asked: {error}") from error
         for result in results:
-            if isinstance(result, bytes):
-                answers.append(result)
-            elif not isinstance(result, _GONE):
-                raise result
-        return answers
+            if not isinstance(result, (bytes, *_GONE)):
+                _log.warning("a replica gave no answer: %r", result)
+        return [result for result in results if isinstance(result, bytes)]
 
 
 class RayLines:
@@ -194,17 +209,23 @@ class RayLines:
         except StopAsyncIteration:
             self._has_ended = True
             raise
-        except _GONE as error:
-            self._has_ended = True
-            raise EngineDiedError(_LOST) from error
         except (TaskCancelledError, asyncio.CancelledError) as error:
-            if not self._has_ended:  # whoever waits is cancelled, and not the stream
-                self._stream.cancel()
-                raise
-            raise StopAsyncIteration from error
+            if self._has_ended:
+                raise StopAsyncIteration from error
+            self.cancel()
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # whoever waits is cancelled, and not the stream
+                raise asyncio.CancelledError from error
+            raise EngineDiedError(_LOST) from error
         except DeploymentUnavailableError as error:
             self._has_ended = True
             raise EngineClosedError("There are no replicas: they cannot be started.") from error
+        except PensieveError:  # of the replica, which Ray passes on
+            self._has_ended = True
+            raise
+        except _FAILED as error:
+            self._has_ended = True
+            raise EngineDiedError(_LOST) from error
         return line
 
     def cancel(self) -> None:

@@ -61,13 +61,15 @@ class FakeReplicas:
       engines: by name; keys: what was asked for where, in order.
     """
 
-    def __init__(self, num: int = 2, script: Callable[[FakeTurn], None] | None = None) -> None:
+    def __init__(
+        self, num: int = 2, script: Callable[[FakeTurn], None] | None = None, *, batch_s: float = 0.0
+    ) -> None:
         self.engines = {f"r{number}": FakeEngine(script or _nothing) for number in range(num)}
         self.place: dict[str, str] = {}
         self.keys: list[tuple[str, str]] = []
         self.lines: list[FakeLines] = []
         self._replicas = {
-            name: Replica(cast(Any, engine), name, batch_s=0.0) for name, engine in self.engines.items()
+            name: Replica(cast(Any, engine), name, batch_s=batch_s) for name, engine in self.engines.items()
         }
         self._open: dict[str, list[FakeLines]] = {name: [] for name in self.engines}
 

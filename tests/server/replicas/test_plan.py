@@ -104,13 +104,13 @@ def test_the_files_that_are_given_are_plans_and_their_policy_fits(application, t
     arguments = application["args"]
     if "api_keys_file" in arguments.get("server", {}):
         arguments["server"]["api_keys_file"] = str(tmp_path / "keys")
-    found, settings = plan_of(arguments)
+    found, _ = plan_of(arguments)
     (deployment,) = application["deployments"]
     policy = deployment["autoscaling_config"]["policy"]
     module, _, name = policy["policy_function"].partition(":")
     assert (module, name) == (QueuedTokens.__module__, QueuedTokens.__name__)
     QueuedTokens(**policy["policy_kwargs"])
-    assert policy["policy_kwargs"]["max_ongoing"] == found.max_ongoing(settings)
+    assert policy["policy_kwargs"]["max_num_running"] == found.config.scheduler.max_num_running
 
 
 def test_the_manifest_has_what_rayservice_asks_for():
@@ -137,11 +137,12 @@ def test_the_manifest_has_what_rayservice_asks_for():
 
 
 def test_replicas_scale_with_tokens_that_wait_and_not_below_what_runs():
-    policy = QueuedTokens(queued_tokens=1000, max_ongoing=10)
+    policy = QueuedTokens(queued_tokens=1000, max_num_running=10)
     wanted = policy.wanted
     assert wanted(2, 0, 16) == 2 and wanted(2, 1999, 16) == 2
     assert wanted(2, 2000, 16) == 3 and wanted(2, 5000, 0) == 4
-    assert wanted(2, 0, 8) == 1 and wanted(3, 0, 9) == 2 and wanted(3, 0, 0) == 1
+    assert wanted(2, 0, 8) == 1 and wanted(3, 0, 9) == 2 and wanted(3, 0, 0) == 2
+    assert wanted(8, 0, 80) == 8 and wanted(1, 0, 0) == 1
     context = SimpleNamespace(
         aggregated_metrics={QUEUED_TOKENS: {"a": 1500.0, "b": 600.0}},
         current_num_replicas=2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 
 import pytest
@@ -20,6 +21,7 @@ from pensieve_jax.core.turn_node import new_turn_id, root_of
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import DeleteConversation, DeleteResponse, EndResponse, Expire
 from pensieve_jax.server.engine_process.messages import Call
+from pensieve_jax.server.replicas import routed_engine
 from pensieve_jax.server.replicas.links import REPORT, UnreadableMessageError, decoded_answer, encoded
 from tests.server.fakes import FakeTurn, say
 from tests.server.replicas.fakes import FakeReplicas, routed, spec_of
@@ -93,6 +95,96 @@ def test_deltas_come_as_they_are_said_and_the_output_is_the_replicas():
         assert turn.output == there.output and turn.usage == there.output.usage
 
     run(test)
+
+
+def test_deltas_of_one_message_have_each_their_own_log_probabilities():
+    async def test():
+        replicas = FakeReplicas(1, batch_s=0.02)
+        engine = await routed(replicas)
+        turn = engine.submit(spec_of(logprobs=1))
+        there = await turn_on(replicas, "r0")
+        await turn.accepted()
+        for piece in "abcdef":  # the first goes out at once, the others together
+            there.feed(piece)
+            await asyncio.sleep(0)
+        there.finish("length")
+        found = [one async for one in turn]
+        said = [one.token_id for delta in found for one in delta.logprobs]
+        assert said == list(b"abcdef") == [one for delta in found for one in delta.token_ids]
+
+    run(test)
+
+
+def test_who_looks_goes_on_looking_when_the_replicas_cannot_be_asked(monkeypatch):
+    async def test():
+        monkeypatch.setattr(routed_engine, "LOOK_S", 0.001)
+        replicas = FakeReplicas(1, say("hi"))
+        engine = await routed(replicas)
+        ask_all, answers = replicas.ask_all, ["away", "none", "there"]
+
+        async def asked(question):
+            answer = answers.pop(0) if answers else "there"
+            if answer == "away":
+                raise EngineDiedError("cannot be asked")
+            return [] if answer == "none" else await ask_all(question)
+
+        replicas.ask_all = asked
+        watching = asyncio.ensure_future(engine.watch())
+        while answers or engine.state != "ready":
+            await asyncio.sleep(0.001)
+        assert not watching.done() and (await engine.submit(spec_of()).result()).text == "hi"
+        watching.cancel()
+
+    run(test)
+
+
+def test_what_nobody_expected_is_not_told_as_a_cancelled_turn(caplog):
+    class Lines:
+        def __aiter__(self):
+            return self
+
+        async def __anext__(self):
+            raise RuntimeError("a bug")
+
+        def cancel(self):
+            pass
+
+    async def test():
+        replicas = FakeReplicas(1)
+        engine = await routed(replicas)
+        replicas.run = lambda key, submission: Lines()
+        with pytest.raises(EngineDiedError, match="the log says why"):
+            await engine.submit(spec_of()).result()
+
+    run(test)
+    assert "a bug" in caplog.text
+
+
+def test_a_turn_is_no_child_of_the_request_that_asked_for_it():
+    """Ray cancels what a request began when its client leaves, by what it finds in the context."""
+    request = contextvars.ContextVar("request", default="none")
+    seen = []
+
+    async def test():
+        replicas = FakeReplicas(1, say("hi"))
+        engine = await routed(replicas)
+        run_there, ask_there = replicas.run, replicas.ask
+
+        def run_here(key, submission):
+            seen.append(request.get())
+            return run_there(key, submission)
+
+        async def ask_here(key, question):
+            seen.append(request.get())
+            return await ask_there(key, question)
+
+        replicas.run, replicas.ask = run_here, ask_here
+        request.set("one")
+        await engine.submit(spec_of()).result()
+        await engine.apply(Expire(now_s=0.0))
+
+    run(test)
+    assert seen == ["none", "none"]
 
 
 def test_a_refusal_is_told_at_acceptance_in_the_replicas_words():
