@@ -66,8 +66,8 @@ class Speeds:
     output_tokens: float
     capacity_tokens: int
 
-    def seconds(self, load: Load, compute_tokens: int) -> float:
-        """Until a turn of which so many tokens must be computed would be answered by a replica of this load.
+    def seconds(self, load: Load, asked: Asked, compute_tokens: int) -> float:
+        """Until a replica of this load would have answered a turn of which so many tokens must be computed.
 
         What is to be computed comes first; decoding is as slow as the contexts beside it are long; who finds
         the memory taken waits until as much of it has come free.
@@ -76,3 +76,12 @@ class Speeds:
         step_s = self.step_s + self.context_token_s * min(load.context_tokens, self.capacity_tokens)
         excess = max(load.context_tokens - self.capacity_tokens, 0) / self.capacity_tokens
         return waiting + self.output_tokens * step_s * (1 + excess)
+
+    def seconds_of_others(self, load: Load, asked: Asked, compute_tokens: int) -> float:
+        """What all turns of this load together would be answered later for it.
+
+        Each waits for its tokens, and reads its context in every step.
+        """
+        num_tokens = asked.history_tokens + asked.prompt_tokens
+        later_s = compute_tokens * self.token_s + self.output_tokens * self.context_token_s * num_tokens
+        return load.num_turns * later_s

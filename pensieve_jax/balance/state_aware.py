@@ -43,6 +43,7 @@ class StateAware(ConsistentHash):
         self,
         speeds: Speeds,
         *,
+        others: float = 1.0,
         least_gain_s: float = 0.0,
         num_candidates: int = 8,
         num_virtual_nodes: int = NUM_VIRTUAL_NODES,
@@ -51,6 +52,8 @@ class StateAware(ConsistentHash):
 
         Args:
           speeds: of the replicas.
+          others: what a second of other turns counts, beside one of the turn that is sent; 0 is a rule
+            that cares for nobody else, and moves conversations all the time.
           least_gain_s: a conversation with state leaves its home only for so much; loads are old, and who
             leaves for little comes back for little.
           num_candidates: replicas that are looked at besides the home.
@@ -58,6 +61,7 @@ class StateAware(ConsistentHash):
         """
         super().__init__(num_virtual_nodes)
         self._speeds = speeds
+        self._others = others
         self._least_gain_s = least_gain_s
         self._num_candidates = num_candidates
         self._homes: OrderedDict[str, str] = OrderedDict()
@@ -71,11 +75,11 @@ class StateAware(ConsistentHash):
     def choose(self, asked: Asked, loads: Mapping[str, Load], now_s: float) -> str:
         """See `Policy`."""
         chosen = home = self.home(asked)
-        least_s = self._speeds.seconds(loads[home], asked.prompt_tokens)
+        least_s = self._cost_s(loads[home], asked, asked.prompt_tokens)
         least_s -= self._least_gain_s if asked.history_tokens else 0.0
         num_tokens = asked.prompt_tokens + asked.history_tokens
         for name in islice(self._ring.clockwise(asked.conversation), self._num_candidates):
-            if name != home and (seconds := self._speeds.seconds(loads[name], num_tokens)) < least_s:
+            if name != home and (seconds := self._cost_s(loads[name], asked, num_tokens)) < least_s:
                 chosen, least_s = name, seconds
         self._homes[asked.conversation] = chosen
         self._homes.move_to_end(asked.conversation)
@@ -87,3 +91,7 @@ class StateAware(ConsistentHash):
         """See `Policy`."""
         known = self._homes.get(asked.conversation)
         return known if known in self._members and known is not None else self._ring.owner(asked.root)
+
+    def _cost_s(self, load: Load, asked: Asked, compute_tokens: int) -> float:
+        own_s = self._speeds.seconds(load, asked, compute_tokens)
+        return own_s + self._others * self._speeds.seconds_of_others(load, asked, compute_tokens)
