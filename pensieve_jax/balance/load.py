@@ -66,7 +66,7 @@ class Speeds:
     output_tokens: float
     capacity_tokens: int
 
-    def seconds(self, load: Load, asked: Asked, compute_tokens: int) -> float:
+    def seconds(self, load: Load, compute_tokens: int) -> float:
         """Until a replica of this load would have answered a turn of which so many tokens must be computed.
 
         What is to be computed comes first; decoding is as slow as the contexts beside it are long; who finds

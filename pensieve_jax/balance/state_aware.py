@@ -93,5 +93,5 @@ class StateAware(ConsistentHash):
         return known if known in self._members and known is not None else self._ring.owner(asked.root)
 
     def _cost_s(self, load: Load, asked: Asked, compute_tokens: int) -> float:
-        own_s = self._speeds.seconds(load, asked, compute_tokens)
+        own_s = self._speeds.seconds(load, compute_tokens)
         return own_s + self._others * self._speeds.seconds_of_others(load, asked, compute_tokens)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from pensieve_jax.balance import Asked, Load, Policy
+from pensieve_jax.core.clock import Clock
 from pensieve_jax.simulator.driving import Agenda, drive
 from pensieve_jax.workload import Session
 from pensieve_jax.workload.client import Client
@@ -22,8 +23,21 @@ from pensieve_jax.workload.server import History, Server
 from pensieve_jax.workload.turns import Answer, UserTurn
 
 
+class MemberClock(Clock, Protocol):
+    """Time that can be passed over."""
+
+    def advance_to(self, time_s: float) -> None:
+        """It is no earlier than this."""
+        ...
+
+
 class Member(Server, Protocol):
     """A server that tells what it has to do."""
+
+    @property
+    def clock(self) -> MemberClock:
+        """See `Server`."""
+        ...
 
     @property
     def load(self) -> Load:
@@ -119,7 +133,7 @@ class Fleet:
         self._tell()
 
     def place(self, sessions: Sequence[Session]) -> None:
-        """Have the states of sessions that began before the run, where the rule would have them."""
+        """Have the states of sessions that began before the run, where the rule would have them; time is 0 then."""
         known = sorted((s for s in sessions if s.first_turn), key=lambda session: session.last_active_s)
         for session in known:
             conversation = session.conversation
@@ -129,6 +143,8 @@ class Fleet:
             history = History(name, session.num_history_tokens, session.last_active_s)
             self.servers[index].remember([history])
             self._places[name] = index
+        for server in self.servers:
+            server.clock.advance_to(0.0)
 
     def serve(self, client: Client, until_s: float) -> Iterator[Answer]:
         """Go on until then; see `drive`."""

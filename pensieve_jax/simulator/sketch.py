@@ -29,6 +29,7 @@ from pensieve_jax.workload.server import History
 from pensieve_jax.workload.step_totals import Steps
 from pensieve_jax.workload.turns import Answer, UserTurn
 
+_OWN_SHARE = 0.75  # of the device, that holds what the host has no copy of; fitted to two runs of `Replica`
 _GROWTH_SHARE = 0.02  # of the device, that is left for answers to grow into when a turn joins
 
 
@@ -78,6 +79,9 @@ class _Clock:
     def now(self) -> float:
         return self.now_s
 
+    def advance_to(self, time_s: float) -> None:
+        self.now_s = max(self.now_s, time_s)
+
 
 class SketchReplica:
     """A `Server` of turns in virtual time; see the module."""
@@ -90,7 +94,8 @@ class SketchReplica:
         self.clock = _Clock(start_s)
         cache, scheduler = config.cache, config.scheduler
         self._gpu_tokens = cache.gpu_pages * cache.chunk_tokens
-        self._all_tokens = self._gpu_tokens + (cache.cpu_pages or 0) * cache.chunk_tokens
+        host_tokens = (cache.cpu_pages or 0) * cache.chunk_tokens
+        self._all_tokens = max(self._gpu_tokens, host_tokens + round(_OWN_SHARE * self._gpu_tokens))
         self._room = round(self._gpu_tokens * _GROWTH_SHARE)
         self._max_num_running = scheduler.max_num_running
         self._budget = scheduler.max_num_batched_tokens
