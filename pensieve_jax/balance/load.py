@@ -32,7 +32,7 @@ class Load(NamedTuple):
 
     Attributes:
       num_turns: unanswered.
-      compute_tokens: to be computed for those that have no first token yet: prompts, and history that was lost.
+      compute_tokens: to be computed for those without a first token: prompts, and history that was lost.
       context_tokens: histories and prompts of all unanswered turns.
     """
 

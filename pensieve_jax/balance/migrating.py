@@ -31,8 +31,8 @@ class _Root:
 class MigratingHash(ConsistentHash):
     """The plain hash, but for roots that were moved.
 
-    Once in `every_s` seconds: a replica whose context tokens were over `high` times the mean twice in a row
-    gives its hottest roots to the least loaded ones, until what they send would bring it to the mean. Who was
+    Once in `every_s` seconds: a replica whose context tokens, as they fade, were over `high` times the mean twice
+    in a row gives its hottest roots to the least loaded ones, until what they send would bring it to the mean. Who was
     moved stays for `rest_s` seconds, and goes home when it has been forgotten.
     """
 
@@ -43,17 +43,19 @@ class MigratingHash(ConsistentHash):
         every_s: float = 1.0,
         rest_s: float = 30.0,
         fade_s: float = 30.0,
+        smooth_s: float = 10.0,
         max_moves: int = 4,
         num_virtual_nodes: int = NUM_VIRTUAL_NODES,
     ) -> None:
-        """See the class; heat fades within `fade_s`, and a replica gives at most `max_moves` roots at once."""
+        """See the class; heat fades within `fade_s`, loads within `smooth_s`, and a replica gives at most `max_moves` at once."""
         super().__init__(num_virtual_nodes)
         self._high, self._every_s, self._rest_s, self._fade_s = high, every_s, rest_s, fade_s
-        self._max_moves = max_moves
+        self._max_moves, self._smooth_s = max_moves, smooth_s
         self._roots: dict[str, _Root] = {}
         self._members: frozenset[str] = frozenset()
         self._over: frozenset[str] = frozenset()
         self._looked_s = -math.inf
+        self._faded: dict[str, float] = {}
 
     def set_members(self, names: Iterable[str]) -> None:
         """See `Policy`; whose replica is gone goes where its hash says."""
@@ -83,12 +85,16 @@ class MigratingHash(ConsistentHash):
         return root.heat * math.exp((root.seen_s - now_s) / self._fade_s) if root.heat else 0.0
 
     def _look(self, loads: Mapping[str, Load], now_s: float) -> None:
+        left = math.exp((self._looked_s - now_s) / self._smooth_s) if self._smooth_s else 0.0
         self._looked_s = now_s
-        mean = sum(load.context_tokens for load in loads.values()) / len(loads)
-        over = frozenset(name for name, load in loads.items() if load.context_tokens > self._high * mean)
+        self._faded = {
+            name: load.context_tokens + left * (self._faded.get(name, 0.0) - load.context_tokens)
+            for name, load in loads.items()
+        }
+        mean = sum(self._faded.values()) / len(loads)
+        over = frozenset(name for name, tokens in self._faded.items() if tokens > self._high * mean)
         if still := over & self._over:
-            tokens = {name: float(load.context_tokens) for name, load in loads.items()}
-            self._relieve(still, tokens, mean, now_s)
+            self._relieve(still, dict(self._faded), mean, now_s)
         self._over = over
 
     def _relieve(self, still: frozenset[str], tokens: dict[str, float], mean: float, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Rules that go by loads: the least of them, or where the state is unless waiting costs more than recomputing.
+"""Rules by loads: the least of them, or where the state is unless waiting costs more than recomputing.
 
 Owns: both rules, and the latter's memory of where conversations are.
 Does not know: how loads are reported.

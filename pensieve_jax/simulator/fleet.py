@@ -7,6 +7,7 @@ Called by: `scripts/study_balance.py` and tests.
 
 from __future__ import annotations
 
+import functools
 import random
 import zlib
 from collections import deque
@@ -123,17 +124,16 @@ class Fleet:
         self._dead: dict[int, tuple[Load, list[UserTurn]]] = {}
         self._agenda = Agenda()
         for change in changes:
-            self._agenda.add(change.at_s, lambda change=change: self._happen(change))  # type: ignore[misc]
+            self._agenda.add(change.at_s, functools.partial(self._happen, change))
         self._known: tuple[float, dict[str, Load]] | None = None
         self._coming: tuple[float, dict[str, Load]] | None = None
         self._places: dict[str, int] = {}
         self._resent: dict[tuple[str, int], UserTurn] = {}
         self.num_moved = self.num_resent = 0
-        self.moved_s: list[float] = []
         self._tell()
 
     def place(self, sessions: Sequence[Session]) -> None:
-        """Have the states of sessions that began before the run, where the rule would have them; time is 0 then."""
+        """Have the states of sessions that began before the run where the rule would; time is 0 then."""
         known = sorted((s for s in sessions if s.first_turn), key=lambda session: session.last_active_s)
         for session in known:
             conversation = session.conversation
@@ -172,7 +172,6 @@ class Fleet:
         before = self._places.get(turn.conversation_id)
         if before is not None and before != index and turn.num_history_tokens:
             self.num_moved += 1
-            self.moved_s.append(turn.arrival_s)
         self._places[turn.conversation_id] = index
         lost = turn.num_history_tokens if before != index else 0
         front.sent.append((turn.arrival_s, self._names[index], asked, turn.prompt_tokens + lost))

@@ -126,8 +126,8 @@ def _with_hot_roots(sessions: list[Session], share: float, count: int, seed: int
     ]
 
 
-_MADE = Load(name="made", rates={COMFORTABLE: 2.4, NEAR: 3.4}, think=ExponentialThink(20.0))
-_SKEWED = replace(_MADE, name="made, hot roots", rates={COMFORTABLE: 2.0, NEAR: 2.8}, hot_share=0.3)
+_MADE = Load(name="made", rates={COMFORTABLE: 2.0, NEAR: 2.8}, think=ExponentialThink(20.0))
+_SKEWED = replace(_MADE, name="made, hot roots", rates={COMFORTABLE: 1.8, NEAR: 2.4}, hot_share=0.3)
 _MOONCAKE = Load(
     name="Mooncake",
     format="mooncake",

@@ -21,7 +21,7 @@ from pensieve_jax.simulator.fleet import Change, Fronts
 type Row = dict[str, Any]
 
 INFINITE = float("inf")
-STATE_AWARE = {"others": 1.0, "least_gain_s": 0.2}
+STATE_AWARE = {"others": 1.0, "least_gain_s": 0.0}
 CHOSEN: dict[str, MakePolicy] = {
     "hash": policy("hash"),
     "bounded": policy("bounded", bound=1.25),
@@ -31,6 +31,7 @@ CHOSEN: dict[str, MakePolicy] = {
     "migrating": policy("migrating", high=1.5),
 }
 """With the parameters that the part `tuning` is the ground for."""
+_FEW = {name: CHOSEN[name] for name in ("hash", "bounded", "state-aware", "placed")}
 _FLEET = 8
 _SIZES = (8, 32, 128, 256)
 _SIZES_WINDOW_S = 60.0
@@ -64,10 +65,11 @@ def tuning(settings: Settings) -> list[Row]:
         name = f"state-aware, {others:g}, {gain:g}"
         grid[name] = policy("state-aware", others=others, least_gain_s=gain)
     grid |= {
-        f"state-aware, 1, 0.2, {count} candidates": policy("state-aware", **STATE_AWARE, num_candidates=count)
+        f"state-aware, 1, 0, {count} candidates": policy("state-aware", **STATE_AWARE, num_candidates=count)
         for count in (2, 4)
     }
-    grid |= {f"migrating, {high:g}": policy("migrating", high=high) for high in (1.2, 1.5, 2.0)}
+    for high, smooth_s in ((1.2, 10.0), (1.5, 0.0), (1.5, 10.0), (2.0, 10.0), (1.5, 30.0)):
+        grid[f"migrating, {high:g}, {smooth_s:g} s"] = policy("migrating", high=high, smooth_s=smooth_s)
     *made, recorded = TUNING
     return [
         *_runs(settings, made, (NEAR,), (TUNING_SEED,), grid),
@@ -85,7 +87,7 @@ def sizes(settings: Settings) -> list[Row]:
     short = replace(MOONCAKE, window_s=_SIZES_WINDOW_S)
     rows: list[Row] = []
     for count in _SIZES:
-        rows += _runs(settings, (short,), (NEAR,), settings.seeds, CHOSEN, num_replicas=count)
+        rows += _runs(settings, (short,), (NEAR,), settings.seeds, _FEW, num_replicas=count)
     return rows
 
 
@@ -96,20 +98,19 @@ def fronts(settings: Settings) -> list[Row]:
     views |= {"16 fronts, 0.25 s": Fronts(count=16)}
     rows: list[Row] = []
     for name, view in views.items():
-        found = _runs(settings, (MOONCAKE,), (NEAR,), settings.seeds, CHOSEN, fronts=view)
+        found = _runs(settings, (MOONCAKE,), (NEAR,), settings.seeds, _FEW, fronts=view)
         rows += [row | {"fronts": name} for row in found]
     return rows
 
 
 def changes(settings: Settings) -> list[Row]:
-    """A replica dies, is drained, or joins; what turns of the minute after it took, beside the same minute."""
-    rules = {name: CHOSEN[name] for name in ("hash", "bounded", "state-aware", "placed")}
+    """A replica dies, is drained, or joins; and what the minute after it was like."""
     rows: list[Row] = []
     for load, level in ((MADE, COMFORTABLE), (MOONCAKE, COMFORTABLE)):
         longer = replace(load, window_s=_CHANGE_S + 180.0)
         for seed in settings.seeds:
             scene = Scene.of(longer, settings.files, level, _FLEET, seed)
-            for (name, rule), (kind, what) in itertools.product(rules.items(), _changes(longer).items()):
+            for (name, rule), (kind, what) in itertools.product(_FEW.items(), _changes(longer).items()):
                 ran = run(scene, rule, changes=what)
                 rows.append(_row(scene, name, ran) | {"change": kind, "after": _after(ran, longer)})
                 settings.say(_said(rows[-1]))
@@ -137,13 +138,12 @@ def _after(ran: Ran, load: Load) -> dict[str, Any]:
 
 def outline(settings: Settings) -> list[Row]:
     """The same runs with the engine's own scheduler, and with the outline that all other parts use."""
-    rules = {name: CHOSEN[name] for name in ("hash", "bounded", "state-aware", "placed")}
     rows: list[Row] = []
     for load, level in itertools.product(REPORTED, (NEAR,)):
         shorter = replace(load, window_s=min(load.window_s, 150.0))
         for seed in settings.seeds[:1]:
             scene = Scene.of(shorter, settings.files, level, _FLEET, seed)
-            for (name, rule), is_real in itertools.product(rules.items(), (False, True)):
+            for (name, rule), is_real in itertools.product(_FEW.items(), (False, True)):
                 row = _row(scene, name, run(scene, rule, is_real=is_real))
                 rows.append(row | {"replica": "engine" if is_real else "outline"})
                 settings.say(f"{rows[-1]['replica']}: {_said(rows[-1])}")

@@ -76,7 +76,7 @@ def profile() -> DeviceProfile:
 
 
 def speeds(load: Load, output_tokens: float) -> Speeds:
-    """What fronts know of replicas: the profile's coefficients, a step of decodes and one full of a prompt."""
+    """What fronts know of replicas, by the profile: a step of decodes, and one full of a prompt."""
     config, costs = load.config(profile()), profile().step
     steps = StepTime(costs, token_buckets(config.scheduler))
     budget = config.scheduler.max_num_batched_tokens

@@ -138,7 +138,7 @@ def test_a_full_memory_makes_who_comes_wait():
 
 
 def test_the_hottest_root_leaves_a_replica_that_stays_overloaded():
-    migrating = rule(MigratingHash(high=1.3, every_s=1.0, rest_s=30.0))
+    migrating = rule(MigratingHash(high=1.3, every_s=1.0, rest_s=30.0, smooth_s=0.0))
     ring = Ring(NAMES)
     here = [f"root-{n}" for n in range(400) if ring.owner(f"root-{n}") == "r3"][:8]
     hot, cold = here[0], here[1]
