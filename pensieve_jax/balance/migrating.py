@@ -31,9 +31,9 @@ class _Root:
 class MigratingHash(ConsistentHash):
     """The plain hash, but for roots that were moved.
 
-    Once in `every_s` seconds: a replica whose context tokens, as they fade, were over `high` times the mean twice
-    in a row gives its hottest roots to the least loaded ones, until what they send would bring it to the mean. Who was
-    moved stays for `rest_s` seconds, and goes home when it has been forgotten.
+    Once in `every_s` seconds: a replica whose context tokens, as they fade, were over `high` times the mean
+    twice in a row gives its hottest roots to the least loaded ones, until what they send would bring it to
+    the mean. Who was moved stays for `rest_s` seconds, and goes home when it has been forgotten.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class MigratingHash(ConsistentHash):
         max_moves: int = 4,
         num_virtual_nodes: int = NUM_VIRTUAL_NODES,
     ) -> None:
-        """See the class; heat fades within `fade_s`, loads within `smooth_s`, and a replica gives at most `max_moves` at once."""
+        """See the class; heat fades within `fade_s`, loads within `smooth_s`."""
         super().__init__(num_virtual_nodes)
         self._high, self._every_s, self._rest_s, self._fade_s = high, every_s, rest_s, fade_s
         self._max_moves, self._smooth_s = max_moves, smooth_s

@@ -59,7 +59,7 @@ def policy(name: str, **parameters: float) -> MakePolicy:
         case "hash":
             return lambda speeds: ConsistentHash()
         case "bounded":
-            return lambda speeds: BoundedHash(**parameters)
+            return lambda speeds: BoundedHash(**parameters)  # type: ignore[arg-type]
         case "least-tokens":
             return lambda speeds: LeastTokens()
         case "state-aware" | "placed":
