@@ -28,7 +28,7 @@ CHOSEN: dict[str, MakePolicy] = {
     "least-tokens": policy("least-tokens"),
     "state-aware": policy("state-aware", **STATE_AWARE),
     "placed": policy("placed", least_gain_s=INFINITE),
-    "migrating": policy("migrating", high=1.5),
+    "migrating": policy("migrating", high=1.5, smooth_s=30.0),
 }
 """With the parameters that the part `tuning` is the ground for."""
 _FEW = {name: CHOSEN[name] for name in ("hash", "bounded", "state-aware", "placed")}
