@@ -36,7 +36,11 @@ _FLEET = 8
 _SIZES = (8, 32, 128, 256)
 _SIZES_WINDOW_S = 60.0
 _STALENESS_S = (0.0, 0.1, 0.25, 1.0, 4.0)
-_CHANGE_S, _AFTER_S = 60.0, 60.0  # within the window: what happens, and how long its costs are looked at
+_CHANGE_S, _AFTER_S, _REST_S = (
+    30.0,
+    60.0,
+    30.0,
+)  # within the window: what happens, and how long its costs are looked at and it goes on
 _BACK_S = 60.0  # after a death, a replica is back
 
 
@@ -105,12 +109,13 @@ def fronts(settings: Settings) -> list[Row]:
 
 def changes(settings: Settings) -> list[Row]:
     """A replica dies, is drained, or joins; and what the minute after it was like."""
+    two = {name: CHOSEN[name] for name in ("hash", "state-aware")}
     rows: list[Row] = []
-    for load, level in ((MADE, COMFORTABLE), (MOONCAKE, COMFORTABLE)):
-        longer = replace(load, window_s=_CHANGE_S + 180.0)
+    for load, level, rules in ((MOONCAKE, COMFORTABLE, _FEW), (MADE, COMFORTABLE, two)):
+        longer = replace(load, window_s=_CHANGE_S + _AFTER_S + _REST_S)
         for seed in settings.seeds:
             scene = Scene.of(longer, settings.files, level, _FLEET, seed)
-            for (name, rule), (kind, what) in itertools.product(_FEW.items(), _changes(longer).items()):
+            for (name, rule), (kind, what) in itertools.product(rules.items(), _changes(longer).items()):
                 ran = run(scene, rule, changes=what)
                 rows.append(_row(scene, name, ran) | {"change": kind, "after": _after(ran, longer)})
                 settings.say(_said(rows[-1]))

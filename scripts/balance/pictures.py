@@ -14,6 +14,8 @@ from experiments.panels import Panel, draw_panels
 
 from balance.summary import RULES, mean_of, rows_of
 
+_CHANGES = "0 nothing, 1 death, back by its name, 2 by another, 3 drain, 4 join"
+
 
 def draw_all(results: Path, folder: Path) -> None:
     """Those whose documents are there; raises OSError."""
@@ -67,21 +69,20 @@ def _sizes(runs: list[dict[str, Any]]) -> tuple[list[Panel], str]:
 
 def _changes(runs: list[dict[str, Any]]) -> tuple[list[Panel], str]:
     kinds = list(dict.fromkeys(row["change"] for row in runs))
-    rules = list(dict.fromkeys(row["rule"] for row in runs))
     panels = []
-    for label, path, scale in (
-        ("p99 of the first token, s", ("after", "first_token_s", "p99"), 1.0),
-        ("history tokens computed again, %", ("after", "recomputed_share"), 1e2),
-    ):
-        curves = {
-            rule: [
-                (number, scale * mean_of(rows_of(runs, rule=rule, change=kind), *path))
-                for number, kind in enumerate(kinds, 1)
-            ]
-            for rule in rules
-        }
-        x_label = ", ".join(f"{number}: {kind}" for number, kind in enumerate(kinds, 1))
-        panels.append(Panel(title=label, x_label=x_label[:90], y_label=label, curves=curves))
+    for load in dict.fromkeys(row["load"] for row in runs):
+        for label, path, scale in (
+            ("p99 of the first token, s", ("after", "first_token_s", "p99"), 1.0),
+            ("history tokens computed again, %", ("after", "recomputed_share"), 1e2),
+        ):
+            curves = {
+                rule: [
+                    (number, scale * mean_of(rows_of(runs, load=load, rule=rule, change=kind), *path))
+                    for number, kind in enumerate(kinds)
+                ]
+                for rule in dict.fromkeys(row["rule"] for row in rows_of(runs, load=load))
+            }
+            panels.append(Panel(title=load, x_label=_CHANGES, y_label=label, curves=curves))
     return panels, "The minute after a change to one of eight replicas; means over seeds"
 
 

@@ -94,22 +94,23 @@ def details() -> str:
 def changes() -> str:
     """The minute after a change, beside the same minute without one."""
     runs, body = _runs("changes"), []
-    for kind in _names(runs, "change"):
-        for rule in _names(runs, "rule"):
-            rows = rows_of(runs, change=kind, rule=rule)
-            body.append(
-                [
-                    kind,
-                    rule,
-                    f"{1e3 * mean_of(rows, 'after', 'latency_s', 'p99'):,.0f}",
-                    f"{mean_of(rows, 'after', 'first_token_s', 'p99'):.1f}",
-                    f"{1e2 * mean_of(rows, 'after', 'recomputed_share'):.1f}%",
-                    f"{mean_of(rows, 'num_moved'):.0f}",
-                    f"{mean_of(rows, 'num_resent'):.0f}",
-                ]
-            )
-    columns = ["change", "rule", "p99, ms a token", "first token p99, s", "computed again"]
+    for load in _names(runs, "load"):
+        for rule in _names(rows_of(runs, load=load), "rule"):
+            for kind in _names(runs, "change"):
+                rows = rows_of(runs, load=load, change=kind, rule=rule)
+                body.append([load, rule, kind, *_changed(rows)])
+    columns = ["load", "rule", "change", "p99, ms a token", "first token p99, s", "computed again"]
     return markdown([*columns, "turns that moved", "sent again"], body)
+
+
+def _changed(rows: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"{1e3 * mean_of(rows, 'after', 'latency_s', 'p99'):,.0f}",
+        f"{mean_of(rows, 'after', 'first_token_s', 'p99'):.2f}",
+        f"{1e2 * mean_of(rows, 'after', 'recomputed_share'):.1f}%",
+        f"{1e2 * mean_of(rows, 'moved_share'):.1f}%",
+        f"{mean_of(rows, 'num_resent'):.0f}",
+    ]
 
 
 def fronts() -> str:
