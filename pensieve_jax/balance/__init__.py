@@ -9,6 +9,7 @@ Called by: `pensieve_jax.simulator`, and routers.
 from pensieve_jax.balance.hashing import BoundedHash, ConsistentHash
 from pensieve_jax.balance.load import Asked, Load, Speeds
 from pensieve_jax.balance.migrating import MigratingHash
+from pensieve_jax.balance.named import NamedRoots
 from pensieve_jax.balance.policy import Policy
 from pensieve_jax.balance.ring import Ring
 from pensieve_jax.balance.state_aware import LeastTokens, StateAware
@@ -20,6 +21,7 @@ __all__ = [
     "LeastTokens",
     "Load",
     "MigratingHash",
+    "NamedRoots",
     "Policy",
     "Ring",
     "Speeds",

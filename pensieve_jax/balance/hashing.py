@@ -29,6 +29,10 @@ class ConsistentHash:
         """See `Policy`."""
         return self._ring.owner(asked.root)
 
+    def name(self, asked: Asked, loads: Mapping[str, Load]) -> str:
+        """See `Policy`."""
+        return asked.root
+
     def home(self, asked: Asked) -> str:
         """See `Policy`."""
         return self._ring.owner(asked.root)

@@ -85,3 +85,8 @@ class Speeds:
         num_tokens = asked.history_tokens + asked.prompt_tokens
         later_s = compute_tokens * self.token_s + self.output_tokens * self.context_token_s * num_tokens
         return load.num_turns * later_s
+
+    def cost_s(self, load: Load, asked: Asked, compute_tokens: int, others: float = 1.0) -> float:
+        """Both together; a second of other turns counts `others`."""
+        own_s = self.seconds(load, compute_tokens)
+        return own_s + others * self.seconds_of_others(load, asked, compute_tokens)

@@ -27,6 +27,11 @@ class Policy(Protocol):
         """
         ...
 
+    def name(self, asked: Asked, loads: Mapping[str, Load]) -> str:
+        """What the root of a conversation that begins is called from now on; its own name, but for rules that
+        place conversations by their names."""
+        ...
+
     def home(self, asked: Asked) -> str:
         """Where a conversation of which nothing is known would go on; remembers nothing."""
         ...

@@ -75,11 +75,14 @@ class StateAware(ConsistentHash):
     def choose(self, asked: Asked, loads: Mapping[str, Load], now_s: float) -> str:
         """See `Policy`."""
         chosen = home = self.home(asked)
-        least_s = self._cost_s(loads[home], asked, asked.prompt_tokens)
+        least_s = self._speeds.cost_s(loads[home], asked, asked.prompt_tokens, self._others)
         least_s -= self._least_gain_s if asked.history_tokens else 0.0
         num_tokens = asked.prompt_tokens + asked.history_tokens
         for name in islice(self._ring.clockwise(asked.conversation), self._num_candidates):
-            if name != home and (seconds := self._cost_s(loads[name], asked, num_tokens)) < least_s:
+            if (
+                name != home
+                and (seconds := self._speeds.cost_s(loads[name], asked, num_tokens, self._others)) < least_s
+            ):
                 chosen, least_s = name, seconds
         self._homes[asked.conversation] = chosen
         self._homes.move_to_end(asked.conversation)
@@ -91,7 +94,3 @@ class StateAware(ConsistentHash):
         """See `Policy`."""
         known = self._homes.get(asked.conversation)
         return known if known in self._members and known is not None else self._ring.owner(asked.root)
-
-    def _cost_s(self, load: Load, asked: Asked, compute_tokens: int) -> float:
-        own_s = self._speeds.seconds(load, compute_tokens)
-        return own_s + self._others * self._speeds.seconds_of_others(load, asked, compute_tokens)

@@ -128,6 +128,7 @@ class Fleet:
         self._known: tuple[float, dict[str, Load]] | None = None
         self._coming: tuple[float, dict[str, Load]] | None = None
         self._places: dict[str, int] = {}
+        self._roots: dict[str, str] = {}  # of conversations whose root was given a name
         self._resent: dict[tuple[str, int], UserTurn] = {}
         self.num_moved = self.num_resent = 0
         self._tell()
@@ -165,10 +166,15 @@ class Fleet:
         }
 
     def _send(self, turn: UserTurn) -> int:
-        root = turn.root_id or turn.conversation_id
+        given = turn.root_id or turn.conversation_id
+        root = self._roots.get(turn.conversation_id, given)
         asked = Asked(root, turn.conversation_id, turn.prompt_tokens, turn.num_history_tokens)
-        front = self._sender(root)
-        index = self._open[front.policy.choose(asked, self._seen_by(front, turn.arrival_s), turn.arrival_s)]
+        front = self._sender(given)
+        loads = self._seen_by(front, turn.arrival_s)
+        if not turn.num_history_tokens and (root := front.policy.name(asked, loads)) != given:
+            self._roots[turn.conversation_id] = root  # its ids say so from now on
+            asked = asked._replace(root=root)
+        index = self._open[front.policy.choose(asked, loads, turn.arrival_s)]
         before = self._places.get(turn.conversation_id)
         if before is not None and before != index and turn.num_history_tokens:
             self.num_moved += 1

@@ -28,10 +28,12 @@ CHOSEN: dict[str, MakePolicy] = {
     "least-tokens": policy("least-tokens"),
     "state-aware": policy("state-aware", **STATE_AWARE),
     "placed": policy("placed", least_gain_s=INFINITE),
+    "named": policy("named"),
     "migrating": policy("migrating", high=1.5, smooth_s=30.0),
 }
 """With the parameters that the part `tuning` is the ground for."""
-_FEW = {name: CHOSEN[name] for name in ("hash", "bounded", "state-aware", "placed")}
+_FEW = {name: CHOSEN[name] for name in ("hash", "bounded", "state-aware", "placed", "named")}
+_PAIR = {name: CHOSEN[name] for name in ("hash", "named")}
 _FLEET = 8
 _SIZES = (8, 32, 128, 256)
 _SIZES_WINDOW_S = 60.0
@@ -109,9 +111,8 @@ def fronts(settings: Settings) -> list[Row]:
 
 def changes(settings: Settings) -> list[Row]:
     """A replica dies, is drained, or joins; and what the minute after it was like."""
-    two = {name: CHOSEN[name] for name in ("hash", "state-aware")}
     rows: list[Row] = []
-    for load, level, rules in ((MOONCAKE, COMFORTABLE, _FEW), (MADE, COMFORTABLE, two)):
+    for load, level, rules in ((MOONCAKE, COMFORTABLE, _FEW), (MADE, COMFORTABLE, _PAIR)):
         longer = replace(load, window_s=_CHANGE_S + _AFTER_S + _REST_S)
         for seed in settings.seeds:
             scene = Scene.of(longer, settings.files, level, _FLEET, seed)
@@ -145,10 +146,10 @@ def outline(settings: Settings) -> list[Row]:
     """The same runs with the engine's own scheduler, and with the outline that all other parts use."""
     rows: list[Row] = []
     for load, level in itertools.product(REPORTED, (NEAR,)):
-        shorter = replace(load, window_s=min(load.window_s, 150.0))
+        shorter = replace(load, window_s=min(load.window_s, 60.0), warm_up_s=min(load.warm_up_s, 30.0))
         for seed in settings.seeds[:1]:
             scene = Scene.of(shorter, settings.files, level, _FLEET, seed)
-            for (name, rule), is_real in itertools.product(_FEW.items(), (False, True)):
+            for (name, rule), is_real in itertools.product(_PAIR.items(), (False, True)):
                 row = _row(scene, name, run(scene, rule, is_real=is_real))
                 rows.append(row | {"replica": "engine" if is_real else "outline"})
                 settings.say(f"{rows[-1]['replica']}: {_said(rows[-1])}")

@@ -26,6 +26,7 @@ from pensieve_jax.balance import (
     ConsistentHash,
     LeastTokens,
     MigratingHash,
+    NamedRoots,
     Policy,
     Speeds,
     StateAware,
@@ -64,6 +65,8 @@ def policy(name: str, **parameters: float) -> MakePolicy:
             return lambda speeds: LeastTokens()
         case "state-aware" | "placed":
             return lambda speeds: StateAware(speeds, **parameters)  # type: ignore[arg-type]
+        case "named":
+            return lambda speeds: NamedRoots(speeds)
         case "migrating":
             return lambda speeds: MigratingHash(**parameters)  # type: ignore[arg-type]
     raise AssertionError(name)

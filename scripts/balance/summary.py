@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-RULES = ("hash", "bounded", "least-tokens", "state-aware", "placed", "migrating")
+RULES = ("hash", "bounded", "least-tokens", "state-aware", "placed", "named", "migrating")
 BASE = "hash"
 
 

@@ -16,6 +16,7 @@ from pensieve_jax.balance import (
     LeastTokens,
     Load,
     MigratingHash,
+    NamedRoots,
     Ring,
     Speeds,
     StateAware,
@@ -168,3 +169,15 @@ def test_nobody_moves_while_loads_are_even():
         loads = {name: Load(5, 0, rng.randint(4000, 5500)) for name in NAMES}
         turn = asked(f"c{rng.randrange(50)}", history=rng.randrange(9000))
         assert migrating.choose(turn, loads, 0.1 * step) == plain.choose(turn, loads, 0.0)
+
+
+def test_who_begins_is_named_after_the_least_loaded_and_any_front_finds_it():
+    named, other = rule(NamedRoots(SPEEDS, num_candidates=16)), rule(ConsistentHash())
+    for number in range(30):
+        free = NAMES[number % 16]
+        loads = dict.fromkeys(NAMES, Load(5, 5000, 50_000)) | {free: Load(1, 0, 100)}
+        first = asked(f"c{number}")
+        later = Asked(named.name(first, loads), first.conversation, 50, 1000)
+        assert named.choose(later, IDLE, 0.0) == other.choose(later, IDLE, 0.0) == free
+        assert other.name(first, loads) == first.root
+    assert named.name(asked("c"), IDLE) == "c", "where all are alike, nothing is tried"

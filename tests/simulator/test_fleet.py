@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pensieve_jax.balance import ConsistentHash, Load, MigratingHash, Speeds, StateAware
+from pensieve_jax.balance import ConsistentHash, Load, MigratingHash, NamedRoots, Speeds, StateAware
 from pensieve_jax.simulator import Replica, figures, simulate
 from pensieve_jax.simulator.fleet import Change, Fleet, Fronts
 from pensieve_jax.simulator.sketch import SketchReplica
@@ -19,7 +19,8 @@ SPEEDS = Speeds(token_s=4e-5, step_s=8e-3, context_token_s=5e-8, output_tokens=3
 RULES = {
     "hash": ConsistentHash,
     "state-aware": lambda: StateAware(SPEEDS),
-    "migrating": lambda: MigratingHash(every_s=0.3),
+    "named": lambda: NamedRoots(SPEEDS),
+    "migrating": lambda: MigratingHash(every_s=0.3, smooth_s=0.5),
 }
 NAMES = [f"r{number}" for number in range(4)]
 
