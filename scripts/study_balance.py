@@ -5,7 +5,8 @@ agent-sessions:agent_sessions.jsonl.gz,burstgpt:burstgpt_sessions.jsonl
 
 Each part of `--parts` writes one document, `balance_<part>.json`:
   tuning   parameters of the rules, on loads and seeds that nothing else is reported of;
-  loads    all rules on five loads at two levels, eight replicas;
+  loads    all rules but the last on five loads at two levels, eight replicas;
+  named    the last rule on the same;
   fronts   old loads, and several fronts;
   changes  a replica dies, is drained, or joins;
   sizes    up to 256 replicas;

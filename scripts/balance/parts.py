@@ -84,8 +84,15 @@ def tuning(settings: Settings) -> list[Row]:
 
 
 def loads(settings: Settings) -> list[Row]:
-    """Every rule on every load at two levels."""
-    return list(_runs(settings, REPORTED, (COMFORTABLE, NEAR), settings.seeds, CHOSEN))
+    """Every rule on every load at two levels, but the one of `named`."""
+    rules = {name: rule for name, rule in CHOSEN.items() if name != "named"}
+    return list(_runs(settings, REPORTED, (COMFORTABLE, NEAR), settings.seeds, rules))
+
+
+def named(settings: Settings) -> list[Row]:
+    """The rule that came last, on the sessions of `loads`."""
+    rules = {"named": CHOSEN["named"]}
+    return list(_runs(settings, REPORTED, (COMFORTABLE, NEAR), settings.seeds, rules))
 
 
 def sizes(settings: Settings) -> list[Row]:
@@ -159,6 +166,7 @@ def outline(settings: Settings) -> list[Row]:
 PARTS: dict[str, Callable[[Settings], list[Row]]] = {
     "tuning": tuning,
     "loads": loads,
+    "named": named,
     "fronts": fronts,
     "changes": changes,
     "sizes": sizes,

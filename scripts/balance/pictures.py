@@ -12,20 +12,28 @@ from typing import Any
 
 from experiments.panels import Panel, draw_panels
 
-from balance.summary import RULES, mean_of, rows_of
+from balance.summary import RULES, mean_of, rows_of, with_named
 
 _CHANGES = "0 nothing, 1 death, back by its name, 2 by another, 3 drain, 4 join"
 
 
 def draw_all(results: Path, folder: Path) -> None:
-    """Those whose documents are there; raises OSError."""
+    """All of them; raises OSError where a document is missing."""
+
+    def runs_of(part: str) -> list[dict[str, Any]]:
+        text = (results / f"balance_{part}.json").read_text(encoding="utf-8")
+        runs: list[dict[str, Any]] = json.loads(text)["results"]["runs"]
+        return runs
+
     folder.mkdir(parents=True, exist_ok=True)
-    for part, draw in (("loads", _loads), ("sizes", _sizes), ("changes", _changes), ("fronts", _fronts)):
-        path = results / f"balance_{part}.json"
-        if path.is_file():
-            runs = json.loads(path.read_text(encoding="utf-8"))["results"]["runs"]
-            panels, title = draw(runs)
-            draw_panels(panels, title, folder / f"{part}.png")
+    drawn = {
+        "loads": _loads(with_named(runs_of)),
+        "sizes": _sizes(runs_of("sizes")),
+        "changes": _changes(runs_of("changes")),
+        "fronts": _fronts(runs_of("fronts")),
+    }
+    for name, (panels, title) in drawn.items():
+        draw_panels(panels, title, folder / f"{name}.png")
 
 
 def _loads(runs: list[dict[str, Any]]) -> tuple[list[Panel], str]:

@@ -8,11 +8,16 @@ Called by: `balance.pictures` and `pages.balance_tables`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 RULES = ("hash", "bounded", "least-tokens", "state-aware", "placed", "named", "migrating")
 BASE = "hash"
+
+
+def with_named(runs_of: Callable[[str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """All rules on all loads, which are two parts."""
+    return [*runs_of("loads"), *runs_of("named")]
 
 
 def rows_of(runs: Iterable[dict[str, Any]], **values: Any) -> list[dict[str, Any]]:

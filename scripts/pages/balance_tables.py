@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from balance.loads import HELD_OUT
-from balance.summary import BASE, RULES, geometric_mean, mean_of, ratios, rows_of
+from balance.summary import BASE, RULES, geometric_mean, mean_of, ratios, rows_of, with_named
 from experiments.committed import committed_document
 
 from pages.paper_tables import markdown
@@ -36,7 +36,7 @@ def _ratio(rows: list[dict[str, Any]], bases: list[dict[str, Any]], *path: str) 
 
 def verdict() -> str:
     """Geometric means of ratios over held-out traces, levels and seeds."""
-    runs, body = _runs("loads"), []
+    runs, body = with_named(_runs), []
     for rule in RULES:
         cells = [rule]
         for level in _names(runs, "level"):
@@ -53,7 +53,7 @@ def verdict() -> str:
 
 def loads() -> str:
     """p99 beside the hash's, load by load."""
-    runs, body = _runs("loads"), []
+    runs, body = with_named(_runs), []
     for load in _names(runs, "load"):
         for level in _names(runs, "level"):
             bases = rows_of(runs, load=load, level=level, rule=BASE)
@@ -68,7 +68,7 @@ def loads() -> str:
 
 def details() -> str:
     """Everything of every rule, as means over seeds."""
-    runs, body = _runs("loads"), []
+    runs, body = with_named(_runs), []
     for load in _names(runs, "load"):
         for level in _names(runs, "level"):
             for rule in RULES:
