@@ -35,8 +35,8 @@ CHOSEN: dict[str, MakePolicy] = {
 _FEW = {name: CHOSEN[name] for name in ("hash", "bounded", "state-aware", "placed", "named")}
 _PAIR = {name: CHOSEN[name] for name in ("hash", "named")}
 _FLEET = 8
-_SIZES = (8, 32, 128, 256)
-_SIZES_WINDOW_S, _FRONTS_WINDOW_S = 60.0, 150.0
+_SIZES = (8, 64, 256)
+_SIZES_WINDOW_S, _SIZES_WARM_UP_S, _SIZES_MID_LIFE_S, _FRONTS_WINDOW_S = 30.0, 30.0, 600.0, 150.0
 _STALENESS_S = (0.0, 0.25, 1.0, 4.0)
 _CHANGE_S, _AFTER_S, _REST_S = (
     30.0,
@@ -97,10 +97,15 @@ def named(settings: Settings) -> list[Row]:
 
 def sizes(settings: Settings) -> list[Row]:
     """Fleets of up to 256 replicas, with as much load for each; a shorter run."""
-    short = replace(MOONCAKE, window_s=_SIZES_WINDOW_S)
+    short = replace(
+        MOONCAKE,
+        window_s=_SIZES_WINDOW_S,
+        warm_up_s=_SIZES_WARM_UP_S,
+        mid_life_s=_SIZES_MID_LIFE_S,
+    )
     rows: list[Row] = []
     for count in _SIZES:
-        rows += _runs(settings, (short,), (NEAR,), settings.seeds, _FEW, num_replicas=count)
+        rows += _runs(settings, (short,), (NEAR,), settings.seeds, _PAIR, num_replicas=count)
     return rows
 
 
