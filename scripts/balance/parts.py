@@ -97,6 +97,7 @@ def named(settings: Settings) -> list[Row]:
 
 def sizes(settings: Settings) -> list[Row]:
     """Fleets of up to 256 replicas, with as much load for each; a shorter run."""
+    rules = {name: CHOSEN[name] for name in ("hash", "placed")}
     short = replace(
         MOONCAKE,
         window_s=_SIZES_WINDOW_S,
@@ -105,7 +106,7 @@ def sizes(settings: Settings) -> list[Row]:
     )
     rows: list[Row] = []
     for count in _SIZES:
-        rows += _runs(settings, (short,), (NEAR,), settings.seeds, _PAIR, num_replicas=count)
+        rows += _runs(settings, (short,), (NEAR,), settings.seeds, rules, num_replicas=count)
     return rows
 
 
