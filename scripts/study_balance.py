@@ -10,7 +10,8 @@ Each part of `--parts` writes one document, `balance_<part>.json`:
   fronts   old loads, and several fronts;
   changes  a replica dies, is drained, or joins;
   sizes    up to 256 replicas;
-  outline  the outline of a replica that the other parts use, beside the engine's own scheduler.
+  outline  the outline of a replica that the other parts use, beside the engine's own scheduler;
+  engine   the same on the load with the largest gain, for longer.
 `scripts/refresh_pages.py` makes the tables of docs/balance.md of them, and `--plot=DIRECTORY` its pictures.
 """
 

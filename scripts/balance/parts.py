@@ -35,6 +35,7 @@ CHOSEN: dict[str, MakePolicy] = {
 _FEW = {name: CHOSEN[name] for name in ("hash", "bounded", "state-aware", "placed", "named")}
 _PAIR = {name: CHOSEN[name] for name in ("hash", "named")}
 _FLEET = 8
+_ENGINE_WINDOW_S = 200.0
 _SIZES = (8, 64, 256)
 _SIZES_WINDOW_S, _SIZES_WARM_UP_S, _SIZES_MID_LIFE_S, _FRONTS_WINDOW_S = 30.0, 30.0, 600.0, 150.0
 _STALENESS_S = (0.0, 0.25, 1.0, 4.0)
@@ -174,6 +175,19 @@ def outline(settings: Settings) -> list[Row]:
     return rows
 
 
+def engine(settings: Settings) -> list[Row]:
+    """The load with the largest gain, long enough for queues, with the engine's own scheduler and in outline."""
+    scene = Scene.of(
+        replace(MOONCAKE, window_s=_ENGINE_WINDOW_S), settings.files, NEAR, _FLEET, settings.seeds[0]
+    )
+    rows: list[Row] = []
+    for (name, rule), is_real in itertools.product(_PAIR.items(), (False, True)):
+        row = _row(scene, name, run(scene, rule, is_real=is_real))
+        rows.append(row | {"replica": "engine" if is_real else "outline"})
+        settings.say(f"{rows[-1]['replica']}: {_said(rows[-1])}")
+    return rows
+
+
 PARTS: dict[str, Callable[[Settings], list[Row]]] = {
     "tuning": tuning,
     "loads": loads,
@@ -182,6 +196,7 @@ PARTS: dict[str, Callable[[Settings], list[Row]]] = {
     "changes": changes,
     "sizes": sizes,
     "outline": outline,
+    "engine": engine,
 }
 
 

@@ -118,13 +118,15 @@ def fronts() -> str:
     runs = _runs("fronts")
     rules = _names(runs, "rule")
     body = [
-        [
-            name,
-            *(f"{1e3 * mean_of(rows_of(runs, fronts=name, rule=r), 'latency_s', 'p99'):,.0f}" for r in rules),
-        ]
+        [name, *(_p99_and_again(rows_of(runs, fronts=name, rule=rule)) for rule in rules)]
         for name in _names(runs, "fronts")
     ]
     return markdown(["fronts, age of loads", *rules], body)
+
+
+def _p99_and_again(rows: list[dict[str, Any]]) -> str:
+    again = 1e2 * mean_of(rows, "recomputed_share")
+    return f"{1e3 * mean_of(rows, 'latency_s', 'p99'):,.0f} ({again:.0f}%)"
 
 
 def sizes() -> str:
@@ -142,26 +144,32 @@ def sizes() -> str:
 
 def outline() -> str:
     """The outline beside the engine's own scheduler."""
-    runs, body = _runs("outline"), []
-    for load in _names(runs, "load"):
-        for rule in _names(runs, "rule"):
-            ours, drawn = (rows_of(runs, load=load, rule=rule, replica=r) for r in ("engine", "outline"))
-            body.append(
-                [
-                    load,
-                    rule,
-                    *(f"{1e3 * mean_of(r, 'latency_s', 'p50'):.1f}" for r in (ours, drawn)),
-                    *(f"{1e3 * mean_of(r, 'latency_s', 'p99'):,.0f}" for r in (ours, drawn)),
-                    *(f"{1e3 * mean_of(r, 'first_token_s', 'p99'):,.0f}" for r in (ours, drawn)),
-                    *(f"{1e2 * mean_of(r, 'recomputed_share'):.1f}%" for r in (ours, drawn)),
-                ]
-            )
+    body = [*_beside(_runs("outline"), ""), *_beside(_runs("engine"), ", longer")]
     columns = [
         f"{name}{kind}"
         for name in ("p50, ms a token", "p99, ms a token", "first token p99, ms", "computed again")
         for kind in (", engine", ", outline")
     ]
-    return markdown(["load", "rule", *columns], body)
+    return markdown(["load", "rule", "turns", *columns], body)
+
+
+def _beside(runs: list[dict[str, Any]], suffix: str) -> list[list[str]]:
+    body = []
+    for load in _names(runs, "load"):
+        for rule in _names(runs, "rule"):
+            pair = [rows_of(runs, load=load, rule=rule, replica=r) for r in ("engine", "outline")]
+            body.append(
+                [
+                    f"{load}{suffix}",
+                    rule,
+                    f"{mean_of(pair[0], 'num_turns'):,.0f}",
+                    *(f"{1e3 * mean_of(rows, 'latency_s', 'p50'):.1f}" for rows in pair),
+                    *(f"{1e3 * mean_of(rows, 'latency_s', 'p99'):,.0f}" for rows in pair),
+                    *(f"{1e3 * mean_of(rows, 'first_token_s', 'p99'):,.0f}" for rows in pair),
+                    *(f"{1e2 * mean_of(rows, 'recomputed_share'):.1f}%" for rows in pair),
+                ]
+            )
+    return body
 
 
 TABLES: Final[dict[str, Callable[[], str]]] = {
