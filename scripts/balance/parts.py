@@ -176,7 +176,7 @@ def outline(settings: Settings) -> list[Row]:
 
 
 def engine(settings: Settings) -> list[Row]:
-    """The load with the largest gain, long enough for queues, with the engine's own scheduler and in outline."""
+    """The load with the largest gain, long enough for queues, with the engine's scheduler and in outline."""
     scene = Scene.of(
         replace(MOONCAKE, window_s=_ENGINE_WINDOW_S), settings.files, NEAR, _FLEET, settings.seeds[0]
     )

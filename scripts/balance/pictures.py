@@ -55,7 +55,7 @@ def _loads(runs: list[dict[str, Any]]) -> tuple[list[Panel], str]:
                 log_y=True,
             )
         )
-    return panels, "Near the knee, eight replicas: both to the lower left are better; means over seeds"
+    return panels, "Near the knee, eight replicas: lower left is better; means over seeds"
 
 
 def _sizes(runs: list[dict[str, Any]]) -> tuple[list[Panel], str]:
