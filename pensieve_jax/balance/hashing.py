@@ -7,23 +7,25 @@ Called by: fronts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from pensieve_jax.balance.load import Asked, Load
-from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES, Ring
+from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES, Ring, hash_of
 
 
 class ConsistentHash:
     """Each root has one replica, which depends on nothing but the names of the replicas."""
 
-    def __init__(self, num_virtual_nodes: int = NUM_VIRTUAL_NODES) -> None:
-        """Without members."""
-        self._num_virtual_nodes = num_virtual_nodes
+    def __init__(
+        self, num_virtual_nodes: int = NUM_VIRTUAL_NODES, hash_key: Callable[[str], int] = hash_of
+    ) -> None:
+        """Without members; see `Ring`."""
+        self._num_virtual_nodes, self._hash_key = num_virtual_nodes, hash_key
         self._ring = Ring(())
 
     def set_members(self, names: Iterable[str]) -> None:
         """See `Policy`."""
-        self._ring = Ring(names, self._num_virtual_nodes)
+        self._ring = Ring(names, self._num_virtual_nodes, self._hash_key)
 
     def choose(self, asked: Asked, loads: Mapping[str, Load], now_s: float) -> str:
         """See `Policy`."""

@@ -7,12 +7,12 @@ Called by: fronts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count, islice
 
 from pensieve_jax.balance.hashing import ConsistentHash
 from pensieve_jax.balance.load import Asked, Load, Speeds
-from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES
+from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES, hash_of
 
 _TRIES = 32  # for each replica: that none of so many names falls on one is a chance of e^-32
 
@@ -27,10 +27,15 @@ class NamedRoots(ConsistentHash):
     """
 
     def __init__(
-        self, speeds: Speeds, *, num_candidates: int = 8, num_virtual_nodes: int = NUM_VIRTUAL_NODES
+        self,
+        speeds: Speeds,
+        *,
+        num_candidates: int = 8,
+        num_virtual_nodes: int = NUM_VIRTUAL_NODES,
+        hash_key: Callable[[str], int] = hash_of,
     ) -> None:
         """`num_candidates` replicas are looked at: the next ones on the ring from the first name on."""
-        super().__init__(num_virtual_nodes)
+        super().__init__(num_virtual_nodes, hash_key)
         self._speeds = speeds
         self._num_candidates = num_candidates
 

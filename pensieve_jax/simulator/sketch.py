@@ -1,4 +1,4 @@
-"""A replica in outline: no scheduler, no pages, a hundred times as fast as `Replica`, for fleets of hundreds.
+"""A replica in outline: no scheduler, no pages, dozens of times as fast as `Replica`, for large fleets.
 
 Owns: a model of what the engine does with turns, at the level of turns:
   prompts    in the order in which they came, as many tokens a step as a step takes beside the decodes;

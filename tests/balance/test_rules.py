@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import zlib
 from collections import Counter
 
 import pytest
@@ -181,3 +182,13 @@ def test_who_begins_is_named_after_the_least_loaded_and_any_front_finds_it():
         assert named.choose(later, IDLE, 0.0) == other.choose(later, IDLE, 0.0) == free
         assert other.name(first, loads) == first.root
     assert named.name(asked("c"), IDLE) == "c", "where all are alike, nothing is tried"
+
+
+def test_names_fall_on_the_ring_of_another_router():
+    def other_hash(key):
+        return zlib.crc32(key.encode()[::-1])
+
+    named, other = NamedRoots(SPEEDS, num_candidates=16, hash_key=other_hash), Ring(NAMES, 100, other_hash)
+    named.set_members(NAMES)
+    loads = dict.fromkeys(NAMES, Load(5, 5000, 50_000)) | {"r7": Load(1, 0, 100)}
+    assert {other.owner(named.name(asked(f"c{number}"), loads)) for number in range(20)} == {"r7"}
