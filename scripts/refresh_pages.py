@@ -1,4 +1,4 @@
-"""Write tables of pages from the documents in `docs/results`: Paper and we, traces, the simulator, cells.
+"""Write tables of pages from the documents in `docs/results`: Paper and we, traces, cells, balance, more.
 
     python scripts/refresh_pages.py           # after new documents were written
     python scripts/refresh_pages.py --check   # which tables differ, without writing; fails if any does
@@ -14,7 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from absl import flags
-from pages import cells_measured, cells_tables, paper_eviction, paper_tables, simulator_tables, trace_tables
+from pages import (
+    balance_tables,
+    cells_measured,
+    cells_tables,
+    paper_eviction,
+    paper_tables,
+    simulator_tables,
+    trace_tables,
+)
 from pages.page import WRITTEN
 from pages.paper_summary import summary
 
@@ -45,6 +53,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **trace_tables.TABLES,
     **simulator_tables.TABLES,
     **cells_tables.TABLES,
+    **balance_tables.TABLES,
     **cells_measured.TABLES,
 }
 

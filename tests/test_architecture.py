@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("pensieve_jax", "model_defs", "pallas_kernels")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COMMON_FILES = 400, 60, 12
 SAY_WHOSE_THEY_ARE = (
+    *("pensieve_jax/balance", "scripts/balance"),
     *(f"pensieve_jax/{room}" for room in ("commands", "core", "device", "history", "runtime", "simulator")),
     *("pensieve_jax/cellular", "pensieve_jax/rebatching", "pensieve_jax/text", "pensieve_jax/workload"),
     *("pallas_kernels", "model_defs/recurrent"),
@@ -26,6 +27,10 @@ SAY_WHOSE_THEY_ARE = (
     ),
     *("scripts/kv_quality", "scripts/parallel", "scripts/rebatching", "scripts/simulation"),
     "scripts/steps",
+)
+ROOMS_WITHOUT_JAX = (
+    *("engine", "scheduler", "cache", "core", "history", "text", "workload", "simulator"),
+    "balance",
 )
 # Bodies of kernels are long by nature.
 LONG_FUNCTIONS = ("jax_triton_kernels.py", "mosaic_compute.py", "pallas_mosaic_gpu.py", "pallas_triton.py")
@@ -77,11 +82,7 @@ def test_no_module_imports_itself_however_far_round():
 
 
 def test_policy_runs_where_there_is_no_jax():
-    modules = [
-        module_of(path)
-        for room in ("engine", "scheduler", "cache", "core", "history", "text", "workload", "simulator")
-        for path in sources(f"pensieve_jax/{room}")
-    ]
+    modules = [module_of(path) for room in ROOMS_WITHOUT_JAX for path in sources(f"pensieve_jax/{room}")]
     modules += [
         module_of(path)
         for path in sources("pensieve_jax/cellular")

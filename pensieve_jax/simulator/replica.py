@@ -12,7 +12,8 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pensieve_jax.cache import CachedSequence, CacheManager, CostModel, Experience
+from pensieve_jax.balance import Load
+from pensieve_jax.cache import CachedSequence, CacheManager, CostModel, Experience, Shelf
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.conversation import Conversation
 from pensieve_jax.core.sampling_params import SamplingParams
@@ -36,9 +37,10 @@ _NOBODY: list[Request] = []
 
 @dataclass(slots=True)
 class _Served:
-    """A turn that was submitted, and when its first token came."""
+    """A turn that was submitted, what it missed then, and when its first token came."""
 
     turn: UserTurn
+    compute_tokens: int
     first_token_s: float = 0.0
 
 
@@ -112,6 +114,7 @@ class Replica:
         self._turns: dict[Request, _Served] = {}
         self._sequences: dict[str, CachedSequence] = {}
         self._busy: set[str] = set()
+        self._compute_tokens = self._context_tokens = 0
         self._sweep = Sweep()
 
     @property
@@ -147,8 +150,27 @@ class Replica:
             ending_ids=(),
             max_context_tokens=num_history + turn.prompt_tokens + turn.output_tokens,
         )
-        self._turns[request] = _Served(turn)
+        compute_tokens = self._missing_tokens(turn)
+        self._turns[request] = _Served(turn, compute_tokens)
+        self._compute_tokens += compute_tokens
+        self._context_tokens += num_history + turn.prompt_tokens
         self._device.submit()
+
+    @property
+    def load(self) -> Load:
+        """What there is to do."""
+        return Load(len(self._turns), self._compute_tokens, self._context_tokens)
+
+    @property
+    def unanswered(self) -> list[UserTurn]:
+        """Turns that were submitted and not answered, in that order."""
+        return [served.turn for served in self._turns.values()]
+
+    def _missing_tokens(self, turn: UserTurn) -> int:
+        """What has to be computed for a turn, as its conversation is now."""
+        sequence = self._sequences[turn.conversation_id]
+        num_kept = (len(sequence.chunks) - sequence.num_on[Shelf.ABSENT]) * self.cache.chunk_tokens
+        return turn.prompt_tokens + max(turn.num_history_tokens - num_kept, 0)
 
     def remember(self, histories: Iterable[History]) -> None:
         """Have the state of conversations, as if computed and left at their times; in no other time.
@@ -260,7 +282,9 @@ class Replica:
         self._device.fetch(step.end_s)
         now_s = self.clock.now()
         for request in step.first:
-            self._turns[request].first_token_s = now_s
+            served = self._turns[request]
+            served.first_token_s = now_s
+            self._compute_tokens -= served.compute_tokens
         if not step.last:
             return []
         answers = [self._settle(request, now_s) for request in step.last]
@@ -273,6 +297,7 @@ class Replica:
         usage = request.usage(request.num_output_tokens)
         self._loop.settle(request, usage)
         self._busy.remove(request.conversation.conversation_id)
+        self._context_tokens -= served.turn.num_history_tokens + served.turn.prompt_tokens
         return Answer(served.turn, self.number, served.first_token_s, now_s, usage)
 
     def _forget_stateless(self) -> None:

@@ -1,11 +1,8 @@
 """A run: users, a router and replicas, in the order of virtual time.
 
-Owns: what happens next, what a run is made of, and which part of it counts.
-Does not know: how a replica serves, or what is reported (`figures`).
+Owns: what a run is made of, and which part of it counts.
+Does not know: what happens next (`driving`), how a replica serves, or what is reported (`figures`).
 Called by: `scripts/simulate.py`, experiments and tests.
-
-A replica takes the turns that were sent by the time at which its loop comes round. The replica that is
-furthest behind goes first, so a turn meets every replica as it is when the turn is sent, give or take a step.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from dataclasses import dataclass
 from pensieve_jax.cache import CostModel, Experience
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.simulator.driving import drive
 from pensieve_jax.simulator.profile import DeviceProfile
 from pensieve_jax.simulator.replica import Replica
 from pensieve_jax.simulator.routing import ROUTERS, Router
@@ -149,28 +147,14 @@ def simulate(
 def run(
     client: Client, servers: Sequence[Server], router: Router, *, until_s: float = math.inf
 ) -> Iterator[Answer]:
-    """Serve until every turn is answered, or every clock has reached `until_s`; yields answers as they come.
+    """Serve until every turn is answered, or every clock has reached `until_s`; see `drive`."""
 
-    It can be called again, to go on.
-    """
-    while True:
-        busy = [server for server in servers if server.has_unfinished]
-        behind = min(busy, key=lambda server: server.clock.now(), default=None)
-        now_s = math.inf if behind is None else behind.clock.now()
-        if min(now_s, client.next_s) >= until_s:
-            return
-        if client.next_s <= now_s:
-            _send(client.take(), servers, router)
-            continue
-        assert behind is not None
-        others_s = (server.clock.now() for server in busy if server is not behind)
-        for answer in behind.step(min(client.next_s, until_s, *others_s)):
-            client.receive(answer)
-            yield answer
+    def send(turn: UserTurn) -> int:
+        index = router.choose(turn.conversation_id, servers)
+        servers[index].submit(turn)
+        return index
 
-
-def _send(turn: UserTurn, servers: Sequence[Server], router: Router) -> None:
-    servers[router.choose(turn.conversation_id, servers)].submit(turn)
+    return drive(client, servers, send, until_s=until_s)
 
 
 def _replica(scenario: Scenario, number: int, start_s: float, experience: Experience | None) -> Replica:

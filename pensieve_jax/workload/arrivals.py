@@ -210,5 +210,7 @@ def _shuffled(trace: Trace, rng: np.random.Generator) -> Iterator[ConversationTr
         for index in rng.permutation(len(trace.conversations)).tolist():
             conversation = trace.conversations[index]
             if use > 1:
-                conversation = replace(conversation, conversation_id=f"{conversation.conversation_id}@{use}")
+                session_id = conversation.session_id and f"{conversation.session_id}@{use}"
+                conversation_id = f"{conversation.conversation_id}@{use}"
+                conversation = replace(conversation, conversation_id=conversation_id, session_id=session_id)
             yield conversation

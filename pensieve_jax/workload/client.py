@@ -73,6 +73,7 @@ class Client:
             prompt_tokens=trace.prompt_tokens,
             output_tokens=min(trace.output_tokens, room),
             is_last=index + 1 == len(conversation.turns),
+            root_id=conversation.root_id,
         )
         self._num_scheduled += 1
         heapq.heappush(self._due, (arrival_s, self._num_scheduled, turn))

@@ -26,6 +26,7 @@ class UserTurn:
       output_tokens: length of the answer, which no scheduler is told.
       is_last: nothing follows it.
       token_ids: what it says, as long as `prompt_tokens`; empty for servers that take time only.
+      root_id: of the conversation's session; empty for one that is the whole of its own.
     """
 
     conversation_id: str
@@ -36,6 +37,7 @@ class UserTurn:
     output_tokens: int
     is_last: bool
     token_ids: Sequence[int] = ()
+    root_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

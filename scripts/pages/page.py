@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-WRITTEN = ("paper_and_we.md", "traces.md", "simulator.md", "cells_figures.md")
+WRITTEN = ("paper_and_we.md", "traces.md", "simulator.md", "cells_figures.md", "balance.md")
 """Pages of `docs/` with tables that `refresh_pages.py` writes, and its test compares."""
 
 _NUMBER = re.compile(

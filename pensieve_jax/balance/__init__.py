@@ -1,0 +1,29 @@
+"""Which of many replicas serves a turn: rules for a front, in plain Python.
+
+Owns: the rules, and what a front must know for them.
+Does not know: who asks. Nothing here imports anything else of this package, so that a router in front of
+engines and the simulator share it.
+Called by: `pensieve_jax.simulator`, and routers.
+"""
+
+from pensieve_jax.balance.hashing import BoundedHash, ConsistentHash
+from pensieve_jax.balance.load import Asked, Load, Speeds
+from pensieve_jax.balance.migrating import MigratingHash
+from pensieve_jax.balance.named import NamedRoots
+from pensieve_jax.balance.policy import Policy
+from pensieve_jax.balance.ring import Ring
+from pensieve_jax.balance.state_aware import LeastTokens, StateAware
+
+__all__ = [
+    "Asked",
+    "BoundedHash",
+    "ConsistentHash",
+    "LeastTokens",
+    "Load",
+    "MigratingHash",
+    "NamedRoots",
+    "Policy",
+    "Ring",
+    "Speeds",
+    "StateAware",
+]

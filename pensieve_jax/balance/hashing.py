@@ -1,0 +1,62 @@
+"""Consistent hashing by root, plain and with bounded loads. Neither remembers anything.
+
+Owns: both rules. Does not know: where state is, beyond that a root's is where it was last sent.
+Called by: fronts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+from pensieve_jax.balance.load import Asked, Load
+from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES, Ring, hash_of
+
+
+class ConsistentHash:
+    """Each root has one replica, which depends on nothing but the names of the replicas."""
+
+    def __init__(
+        self, num_virtual_nodes: int = NUM_VIRTUAL_NODES, hash_key: Callable[[str], int] = hash_of
+    ) -> None:
+        """Without members; see `Ring`."""
+        self._num_virtual_nodes, self._hash_key = num_virtual_nodes, hash_key
+        self._ring = Ring(())
+
+    def set_members(self, names: Iterable[str]) -> None:
+        """See `Policy`."""
+        self._ring = Ring(names, self._num_virtual_nodes, self._hash_key)
+
+    def choose(self, asked: Asked, loads: Mapping[str, Load], now_s: float) -> str:
+        """See `Policy`."""
+        return self._ring.owner(asked.root)
+
+    def name(self, asked: Asked, loads: Mapping[str, Load]) -> str:
+        """See `Policy`."""
+        return asked.root
+
+    def home(self, asked: Asked) -> str:
+        """See `Policy`."""
+        return self._ring.owner(asked.root)
+
+
+class BoundedHash(ConsistentHash):
+    """The next replica clockwise that has no more than its share of the turns, times a constant.
+
+    After Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018. Who was sent
+    away returns as soon as there is room, to what is left of its state there.
+    """
+
+    def __init__(self, bound: float = 1.25, num_virtual_nodes: int = NUM_VIRTUAL_NODES) -> None:
+        """`bound`: turns of a replica over the mean, above 1."""
+        super().__init__(num_virtual_nodes)
+        self._bound = bound
+
+    def choose(self, asked: Asked, loads: Mapping[str, Load], now_s: float) -> str:
+        """See `Policy`."""
+        num_turns = sum(load.num_turns for load in loads.values()) + 1
+        limit = math.ceil(self._bound * num_turns / len(loads))
+        for name in self._ring.clockwise(asked.root):
+            if loads[name].num_turns < limit:
+                return name
+        raise AssertionError("no replica is below the mean")

@@ -1,0 +1,50 @@
+"""Consistent hashing of roots whose names are chosen so that they fall on a replica with room.
+
+Owns: the rule, and the choice of a name.
+Does not know: how a name is written into ids.
+Called by: fronts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import count, islice
+
+from pensieve_jax.balance.hashing import ConsistentHash
+from pensieve_jax.balance.load import Asked, Load, Speeds
+from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES, hash_of
+
+_TRIES = 32  # for each replica: that none of so many names falls on one is a chance of e^-32
+
+
+class NamedRoots(ConsistentHash):
+    """The plain hash; but who begins a conversation is named after the replica that answers it at least cost.
+
+    Names are tried until one falls on that replica. The name travels with the conversation, in its ids, so
+    no front remembers anything, and any of them, or a plain hash, finds the replica again. What a turn costs
+    is `Speeds.cost_s`; only some replicas are looked at, so that many fronts with the same old loads do not
+    all find the same one.
+    """
+
+    def __init__(
+        self,
+        speeds: Speeds,
+        *,
+        num_candidates: int = 8,
+        num_virtual_nodes: int = NUM_VIRTUAL_NODES,
+        hash_key: Callable[[str], int] = hash_of,
+    ) -> None:
+        """`num_candidates` replicas are looked at: the next ones on the ring from the first name on."""
+        super().__init__(num_virtual_nodes, hash_key)
+        self._speeds = speeds
+        self._num_candidates = num_candidates
+
+    def name(self, asked: Asked, loads: Mapping[str, Load]) -> str:
+        """See `Policy`."""
+        candidates = islice(self._ring.clockwise(asked.root), self._num_candidates)
+        chosen = min(
+            candidates, key=lambda name: self._speeds.cost_s(loads[name], asked, asked.prompt_tokens)
+        )
+        names = (f"{asked.root}-{number}" if number else asked.root for number in count())
+        tried = islice(names, _TRIES * len(loads))
+        return next((name for name in tried if self._ring.owner(name) == chosen), asked.root)
