@@ -29,6 +29,7 @@ from serving.http_client import HttpClient
 from serving.served import ServedProcess
 
 from pensieve_jax import ConfigError
+from pensieve_jax.commands.help import require
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import (
     define_document_flag,
@@ -138,7 +139,8 @@ def main() -> int:
 
 def define_flags() -> None:
     """The command line."""
-    flags.DEFINE_string("history", None, "postgresql://..., which all systems use.", required=True)
+    flags.DEFINE_string("history", None, "postgresql://..., which all systems use.")
+    require("history")
     flags.DEFINE_list("replicas", ["1"], "How many replicas, system by system.")
     sizes = "--model=random:llama-tiny --dtype=float32 --max_num_running=32 --gpu_pages=1024 --cpu_pages=64"
     flags.DEFINE_string("serve", sizes, "Flags of `pensieve serve`, for all systems.")
