@@ -39,7 +39,7 @@ MODEL = "random:llama-tiny"
 NUM_TOKENS = (6, 6, 24, 6, 6, 12)  # of each turn; while replicas die or go, replies are longer
 NUM_CLIENTS = 12
 # What continuous integration has the time for; 200 take three minutes and a half of two processors.
-NUM_CONVERSATIONS = int(os.environ.get("TESTS_CONVERSATIONS", "80"))
+NUM_CONVERSATIONS = int(os.environ.get("TESTS_CONVERSATIONS", "60"))
 LONG = 600
 REPLICA, FRONT = (f"ray::ServeReplica:pensieve:{name}" for name in ("EngineReplica", "Front"))
 
