@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 
-from pensieve_jax.core.errors import HistoryError, InvalidRequestError
+from pensieve_jax.core.errors import HistoryError, HistoryUnavailableError, InvalidRequestError
 from pensieve_jax.history import copying, named_conversations, open_store
 from pensieve_jax.history.postgres_location import parse
 from tests.deadlines import wait_until
@@ -78,6 +78,32 @@ def test_a_turn_that_another_server_has_kept_does_not_tell_for_the_others(postgr
     once_at_begin(monkeypatch, meanwhile)
     assert one.commit([shared, own], [draft(shared), draft(own)]) == {}
     assert one.has_turn("ann", own.turn_id) and one.has_turn("ann", shared.turn_id)
+
+
+def test_an_error_of_the_client_library_does_not_say_that_nothing_was_kept(postgres, url, monkeypatch):
+    """It may hide the server's last words, while the session still looks well."""
+    hides = psycopg.OperationalError("cannot exit pipeline mode while busy")
+
+    def hide(session) -> None:
+        raise hides
+
+    def hide_and_stay_away(session) -> None:
+        postgres.stop()
+        raise hides
+
+    one, other = turn(), turn()
+    with open_store(url, fingerprint=FINGERPRINT) as store:
+        with monkeypatch.context() as patch:
+            once_behind(patch, hide)
+            assert commit(store, one) == {}
+            assert store.load_turn("ann", one.turn_id).turns == (one,)
+        once_behind(monkeypatch, hide_and_stay_away)
+        try:
+            with pytest.raises(HistoryUnavailableError, match="not known") as raised:
+                commit(store, other)
+        finally:
+            postgres.start()
+        assert raised.value.may_be_kept and store.has_turn("ann", other.turn_id)
 
 
 def test_a_lost_place_in_what_the_server_says_is_a_lost_session(url, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -281,36 +280,6 @@ def test_a_session_that_is_lost_during_a_commit(postgres, url, monkeypatch, when
         assert num_lost == [1]
         assert len(turn_ids(store)) == (1 if is_attached else 2)
         assert store.load_turn("ann", one.turn_id).turns == (one,)
-
-
-def test_an_error_of_the_client_library_does_not_say_that_nothing_was_kept(url, monkeypatch):
-    """It may hide the server's last words, while the session still looks well."""
-    from pensieve_jax.history.postgres_connection import PostgresConnection
-
-    ahead, num_raised = PostgresConnection.ahead, []
-
-    @contextlib.contextmanager
-    def hiding(self):
-        with ahead(self) as connection:
-            yield connection
-        if not num_raised:
-            num_raised.append(1)
-            raise psycopg.OperationalError("cannot exit pipeline mode while busy")
-
-    monkeypatch.setattr(PostgresConnection, "ahead", hiding)
-    one, other = turn(), turn()
-    with open_store(url, fingerprint=FINGERPRINT) as store:
-        assert commit(store, one) == {} and num_raised
-        assert store.load_turn("ann", one.turn_id).turns == (one,)
-        num_raised.clear()
-
-        def away(self, commits, told):
-            raise told
-
-        monkeypatch.setattr(type(store), "_is_kept", away)  # as where Postgres does not come back
-        with pytest.raises(HistoryUnavailableError, match="not known") as raised:
-            commit(store, other)
-        assert raised.value.may_be_kept and store.has_turn("ann", other.turn_id)
 
 
 def test_a_refusal_survives_a_lost_session(postgres, replicas, monkeypatch):

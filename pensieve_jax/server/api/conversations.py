@@ -35,7 +35,7 @@ from pensieve_jax.server.api.item_schemas import (
     with_named_ids,
     with_new_ids,
 )
-from pensieve_jax.server.api.pages import page_object, page_of_rows, page_query
+from pensieve_jax.server.api.pages import page_object, page_of_items
 from pensieve_jax.server.api.repeats import check_same_body, idempotency_key, is_retry
 from pensieve_jax.server.api.response_schemas import check_metadata
 from pensieve_jax.server.api.responses import check_unlocked
@@ -141,16 +141,7 @@ class Conversations:
 
     async def items(self, call: Call) -> Reply:
         """A part of its items."""
-        query = page_query(call.query)
-        page = await call.read(
-            call.services.history.items,
-            call.owner,
-            call.path["conversation_id"],
-            after=query.after,
-            limit=query.limit,
-            order=query.order,
-        )
-        return json_reply(page_of_rows(page))
+        return await page_of_items(call, call.services.history.items, call.path["conversation_id"])
 
     async def append(self, call: Call) -> Reply:
         """Items behind those that there are; answers with the new ones."""

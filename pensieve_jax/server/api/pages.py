@@ -8,7 +8,7 @@ Called by: `responses`, `conversations`, `state`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,7 +16,9 @@ from starlette.datastructures import QueryParams
 
 from pensieve_jax.history.changes import ItemRow
 from pensieve_jax.history.reader import Order, Page
+from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import invalid_value
+from pensieve_jax.server.http.replies import Reply, json_reply
 
 DEFAULT_LIMIT: Final = 20
 MAX_LIMIT: Final = 100
@@ -49,9 +51,11 @@ def limit_of(query: QueryParams, default: int, most: int) -> int:
     return int(given)
 
 
-def page_of_rows(page: Page[ItemRow]) -> dict[str, Any]:
-    """The list object of items as they are kept."""
-    return page_object([json.loads(row.item) for row in page.rows], has_more=page.has_more)
+async def page_of_items(call: Call, read: Callable[..., Page[ItemRow]], name: str) -> Reply:
+    """The part that a request asks for of kept items, which `read` reads of the owner's `name`."""
+    query = page_query(call.query)
+    page = await call.read(read, call.owner, name, after=query.after, limit=query.limit, order=query.order)
+    return json_reply(page_object([json.loads(row.item) for row in page.rows], has_more=page.has_more))
 
 
 def page_object(

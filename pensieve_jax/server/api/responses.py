@@ -17,7 +17,7 @@ from pensieve_jax.history.changes import DeleteResponse, ResponseRecord
 from pensieve_jax.server.api.background import BackgroundResponses
 from pensieve_jax.server.api.common import check_model
 from pensieve_jax.server.api.foreground import ForegroundResponse
-from pensieve_jax.server.api.pages import page_of_rows, page_query
+from pensieve_jax.server.api.pages import page_of_items
 from pensieve_jax.server.api.repeats import Repeats, idempotency_key, is_retry
 from pensieve_jax.server.api.response_context import reading, request_context
 from pensieve_jax.server.api.response_object import head_of, kept_response
@@ -157,16 +157,7 @@ class Responses:
 
     async def input_items(self, call: Call) -> Reply:
         """The items of a response's own request."""
-        query = page_query(call.query)
-        page = await call.read(
-            call.services.history.input_items,
-            call.owner,
-            call.path["response_id"],
-            after=query.after,
-            limit=query.limit,
-            order=query.order,
-        )
-        return json_reply(page_of_rows(page))
+        return await page_of_items(call, call.services.history.input_items, call.path["response_id"])
 
     async def cancel(self, call: Call) -> Reply:
         """End a response in the background; one that has ended is answered as it is."""

@@ -149,8 +149,7 @@ class Errand:
         if isinstance(error, EngineDiedError):
             return error
         # Ray may send a turn again by itself: of one whose id is taken, the history knows more.
-        is_taken = reply.spec.node is not None and getattr(error, "field", "") == "turn_id"
-        if self.num_runs == 1 and not is_taken:
+        if self.num_runs == 1 and not (reply.spec.node is not None and _says_taken(error)):
             reply.fail(error)
             return None
         return _not_again(reply, error)
@@ -200,12 +199,12 @@ def _may_run_again(spec: TurnSpec) -> bool:
 
 def _not_again(reply: Reply, error: Exception) -> EngineDiedError | None:
     """What a replay was refused with: told as it is where its client may still begin anew."""
-    if reply.is_accepted or "turn_id" in (getattr(error, "field", ""),):
+    if reply.is_accepted or _says_taken(error):
         return EngineDiedError(f"{_AGAIN}: {error}")
     reply.fail(error)
     return None
 
 
-async def run_all(errands: Sequence[Errand]) -> None:
-    """All of them to their ends."""
-    await asyncio.gather(*(errand.run() for errand in errands))
+def _says_taken(error: Exception) -> bool:
+    """Of a turn's id, which no other turn has: it is there already, or runs."""
+    return getattr(error, "field", None) == "turn_id"

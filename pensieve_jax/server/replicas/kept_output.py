@@ -7,7 +7,6 @@ Called by: `routed_engine`, once a replica has died.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import cast
 
@@ -15,6 +14,7 @@ from pensieve_jax.core.errors import UnknownTurnError
 from pensieve_jax.core.outputs import FinishReason, Output, Usage
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.reader import HistoryReader, TurnView
+from pensieve_jax.server.threads import far
 
 
 def kept_outputs(reader: HistoryReader) -> Callable[[TurnSpec], Awaitable[Output | None]]:
@@ -25,7 +25,7 @@ def kept_outputs(reader: HistoryReader) -> Callable[[TurnSpec], Awaitable[Output
         if node is None or not node.durable:
             return None
         try:
-            view = await asyncio.to_thread(reader.turn, node.owner, node.turn_id)
+            view = await far(node.owner, reader.turn, node.owner, node.turn_id)
         except UnknownTurnError:
             return None
         return output_of(view, spec)
