@@ -44,10 +44,6 @@ _COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "engine_thread_s": ("pensieve:engine_host_seconds", "Time of the engine's thread on a processor."),
     "num_deltas": ("pensieve:engine_deltas", "Pieces of replies that the engine sent."),
     "num_delta_tokens": ("pensieve:engine_delta_tokens", "Tokens in them."),
-    "num_turns_run_again": (
-        "pensieve:turns_run_again",
-        "Turns that were sent once more because their replica died; of one engine none.",
-    ),
 }
 
 # Of each of several replicas, whose counters are under "replicas".
@@ -134,10 +130,12 @@ class EngineReport(Collector):
             yield self._histogram(metric, text, bounds, *self.distributions.get(key, ((), 0)))
 
     def _by_replica(self) -> Iterator[Metric]:
-        """Nothing where there is one engine."""
+        """Nothing where there is one engine, which tells of no replicas."""
         replicas: Mapping[str, Mapping[str, Any]] = self.stats.get("replicas", {})
         if not replicas:
             return
+        text = "Turns that were sent once more because their replica died."
+        yield self._counter("pensieve:turns_run_again", text, self._value("num_turns_run_again"))
         for key, (kind, name, text) in _BY_REPLICA.items():
             family: Any = kind(name, text, labels=["model_name", "replica"])  # type: ignore[call-arg]
             for replica, stats in sorted(replicas.items()):
