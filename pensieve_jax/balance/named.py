@@ -7,8 +7,8 @@ Called by: fronts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import count, islice
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, count, islice
 
 from pensieve_jax.balance.hashing import ConsistentHash
 from pensieve_jax.balance.load import Asked, Load, Speeds
@@ -33,18 +33,30 @@ class NamedRoots(ConsistentHash):
         num_candidates: int = 8,
         num_virtual_nodes: int = NUM_VIRTUAL_NODES,
         hash_key: Callable[[str], int] = hash_of,
+        other_names: Callable[[str], Iterable[str]] | None = None,
     ) -> None:
-        """`num_candidates` replicas are looked at: the next ones on the ring from the first name on."""
+        """`num_candidates` replicas are looked at: the next ones on the ring from the first name on.
+
+        `other_names`: what else a root may be called, without end; numbers behind it, if nobody says.
+        """
         super().__init__(num_virtual_nodes, hash_key)
         self._speeds = speeds
         self._num_candidates = num_candidates
+        self._other_names = other_names or _numbered
 
     def name(self, asked: Asked, loads: Mapping[str, Load]) -> str:
-        """See `Policy`."""
-        candidates = islice(self._ring.clockwise(asked.root), self._num_candidates)
+        """See `Policy`. Replicas of which no load is given take no conversation that begins."""
+        known = (name for name in self._ring.clockwise(asked.root) if name in loads)
+        candidates = list(islice(known, self._num_candidates))
+        if not candidates:
+            return asked.root
         chosen = min(
             candidates, key=lambda name: self._speeds.cost_s(loads[name], asked, asked.prompt_tokens)
         )
-        names = (f"{asked.root}-{number}" if number else asked.root for number in count())
-        tried = islice(names, _TRIES * len(loads))
+        names = chain((asked.root,), self._other_names(asked.root))
+        tried = islice(names, _TRIES * self._ring.num_replicas)
         return next((name for name in tried if self._ring.owner(name) == chosen), asked.root)
+
+
+def _numbered(root: str) -> Iterator[str]:
+    return (f"{root}-{number}" for number in count(1))

@@ -21,7 +21,7 @@ def hash_of(key: str) -> int:
 
 
 class Ring:
-    """Replicas by name, each at several points."""
+    """Replicas by name, each at several points; `num_replicas` of them."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Ring:
         )
         self._hashes = [point for point, _ in points]
         self._names = [name for _, name in points]
-        self._num_replicas = len(set(self._names))
+        self.num_replicas = len(set(self._names))
 
     def owner(self, key: str) -> str:
         """Whose key it is; LookupError on an empty ring."""
@@ -56,5 +56,5 @@ class Ring:
             if name not in seen:
                 seen.add(name)
                 yield name
-                if len(seen) == self._num_replicas:
+                if len(seen) == self.num_replicas:
                     return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -74,12 +75,25 @@ def root_of(turn_id: str) -> str:
     return turn_id[:_HALF]
 
 
-def new_turn_id(parent_id: str | None = None) -> str:
-    """The id of a turn that goes on from `parent_id`, or begins a tree."""
-    root = secrets.token_hex(_HALF // 2) if parent_id is None else root_of(parent_id)
+type RootFor = Callable[[int], str]
+"""Names the root of a tree that begins, whose first prompt has about so many tokens."""
+
+
+def new_root(num_tokens: int = 0) -> str:
+    """Of a tree that begins, whatever its first prompt has: any name is as good as another."""
+    return secrets.token_hex(_HALF // 2)
+
+
+def root_of_digest(digest: bytes) -> str:
+    """Of a tree that begins as all that have this digest: one digest, one root."""
+    return digest.hex()[:_HALF]
+
+
+def turn_id_under(root: str) -> str:
+    """The id of a turn that begins a tree, or goes on in it."""
     return root + secrets.token_hex(_HALF // 2)
 
 
-def turn_id_under(digest: bytes) -> str:
-    """The id of a turn that begins a tree, whose root is of a digest: one digest, one root."""
-    return digest.hex()[:_HALF] + secrets.token_hex(_HALF // 2)
+def new_turn_id(parent_id: str | None = None) -> str:
+    """The id of a turn that goes on from `parent_id`, or begins a tree."""
+    return turn_id_under(new_root() if parent_id is None else root_of(parent_id))

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from pensieve_jax.core.clock import WallClock
 from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError
+from pensieve_jax.core.turn_node import RootFor, new_root
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.model_source import source_tokenizer
 from pensieve_jax.server.api.conversations import Conversations
@@ -39,19 +40,22 @@ if TYPE_CHECKING:  # of an extra
     from pensieve_jax.server.tracing import Tracing
 
 
-def make_application(engine: EngineService, settings: ServerSettings, keys: ApiKeys) -> ASGIApp:
+def make_application(
+    engine: EngineService, settings: ServerSettings, keys: ApiKeys, *, root_for: RootFor = new_root
+) -> ASGIApp:
     """The ASGI application of a server.
 
     Args:
       engine: ready, with its history in a file.
       settings: of HTTP.
       keys: who may ask; whoever gives them may have them read again.
+      root_for: names the roots of turns that go on from none, which several engines are chosen by.
 
     Raises ConfigError for a tokenizer or defaults that do not fit the model, and HistoryError.
     """
     info = engine.info
     reader = HistoryReader(info.history, fingerprint=info.fingerprint)
-    services = make_services(engine, settings, keys, reader)
+    services = make_services(engine, settings, keys, reader, root_for)
     responses = Responses(services)
 
     @asynccontextmanager
@@ -68,7 +72,11 @@ def make_application(engine: EngineService, settings: ServerSettings, keys: ApiK
 
 
 def make_services(
-    engine: EngineService, settings: ServerSettings, keys: ApiKeys, history: HistoryReader
+    engine: EngineService,
+    settings: ServerSettings,
+    keys: ApiKeys,
+    history: HistoryReader,
+    root_for: RootFor = new_root,
 ) -> Services:
     """The parts, of an engine that is ready and its open history; raises ConfigError."""
     info = engine.info
@@ -86,7 +94,10 @@ def make_services(
         tokenizer=tokenizer,
         chat_format=_chat_format(tokenizer),
         defaults=model_defaults(info.source),
-        resolver=Resolver(tokenizer, info.fingerprint, index, is_routed=settings.is_routed),
+        resolver=Resolver(
+            tokenizer, info.fingerprint, index, is_routed=settings.is_routed, root_for=root_for
+        ),
+        root_for=root_for,
         token_texts=TokenTexts(tokenizer),
         history=history,
         now_s=clock.now,

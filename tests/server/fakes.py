@@ -187,6 +187,14 @@ class _NoConversations:
         return 0
 
 
+DESCRIPTION: dict[str, Any] = {
+    "model": {"num_parameters": 13_000_000_000, "weights_bytes": 26_000_000_000},
+    "device": {"count": 1},
+    "cache": {"page_bytes": 6_553_600, "chunk_tokens": 32, "gpu_tokens": 195_264, "slot_bytes": 6_553_600},
+}
+"""Of what `LLM.describe` says, as much as a server reads; sizes of a model of 13 billion weights."""
+
+
 class FakeEngine:
     """Checks turns as an engine does, keeps them in `turns`, and runs `script` on each that it accepts.
 
@@ -218,7 +226,7 @@ class FakeEngine:
             limits=LIMITS,
             max_num_running=max_num_running,
             chunk_tokens=32,
-            description={},
+            description=DESCRIPTION,
         )
         self._tokenizer = byte_tokenizer()
         self._ids = itertools.count()

@@ -21,7 +21,7 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.core.turn_node import TurnNode, check_turn_id, new_turn_id
+from pensieve_jax.core.turn_node import RootFor, TurnNode, check_turn_id, new_turn_id, turn_id_under
 from pensieve_jax.engine.validation import TurnSpec, check_token_ids
 from pensieve_jax.server.api.chat_schemas import SamplingFields
 from pensieve_jax.server.api.common import check_model, check_num_tokens, previous_response, unknown_previous
@@ -40,6 +40,7 @@ from pensieve_jax.server.threads import Thought, is_long
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this API alone
 _MAX_PROMPTS = 64
+_CHARS_OF_A_TOKEN = 4  # about, of a text that was not read yet
 _ID_PREFIX = "cmpl-"
 _STORED_PREFIX = "resp_"  # of a stored completion too
 
@@ -134,11 +135,14 @@ def _is_kept(services: Services, owner: str, turn_id: str) -> bool:
     return services.history is not None and services.history.has_turn(owner, turn_id)
 
 
-def _turn_ids(parent_id: str | None, num_prompts: int, num_choices: int) -> list[str]:
+def _turn_ids(
+    parent_id: str | None, prompts: Sequence[str | list[int]], num_choices: int, root_for: RootFor
+) -> list[str]:
     """Of every choice of every prompt; the choices of one have one root, and so one engine."""
     found: list[str] = []
-    for _ in range(num_prompts):
-        first = new_turn_id(parent_id)
+    for prompt in prompts:
+        num_tokens = len(prompt) if isinstance(prompt, list) else len(prompt) // _CHARS_OF_A_TOKEN
+        first = new_turn_id(parent_id) if parent_id else turn_id_under(root_for(num_tokens))
         found += [first, *(new_turn_id(first) for _ in range(num_choices - 1))]
     return found
 
@@ -160,7 +164,7 @@ class Completion:
             limit = f"n times the number of prompts must be at most {_MAX_PROMPTS}."
             raise invalid_value("n", limit)
         self._parent_id = _parent(call.services, call.owner, body, len(self._prompts))
-        self._turn_ids = _turn_ids(self._parent_id, len(self._prompts), body.num_choices)
+        self._turn_ids = _turn_ids(self._parent_id, self._prompts, body.num_choices, call.services.root_for)
         self._id = f"{_ID_PREFIX}{self._turn_ids[0]}"
         self._created = int(self._services.now_s())
         self._token_ids: list[list[int]] = []

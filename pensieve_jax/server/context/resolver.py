@@ -22,7 +22,14 @@ from typing import Final, Literal
 from pensieve_jax.core.errors import ChatTemplateError, UnknownTurnError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.core.turn_node import TurnNode, new_turn_id, turn_id_under
+from pensieve_jax.core.turn_node import (
+    RootFor,
+    TurnNode,
+    new_root,
+    new_turn_id,
+    root_of_digest,
+    turn_id_under,
+)
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.server.context.chains import canonical_text, chains_of, root_chain
 from pensieve_jax.server.context.turn_index import PastTurn, TurnIndex
@@ -134,14 +141,22 @@ class Resolver:
     """The one resolver of a front. Safe to share by threads."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, fingerprint: str, index: TurnIndex, *, is_routed: bool = False
+        self,
+        tokenizer: Tokenizer | None,
+        fingerprint: str,
+        index: TurnIndex,
+        *,
+        is_routed: bool = False,
+        root_for: RootFor = new_root,
     ) -> None:
         """For a model by its history's fingerprint; without a chat template every context is refused.
 
         `is_routed`: turns of one root run on one engine of several, so a context that is in memory only gets
         a root by its beginning: whoever does not know its turns any more still sends it where its state is.
+        All others that begin get theirs of `root_for`.
         """
         self._is_routed = is_routed
+        self._root_for = root_for
         self._tokenizer = tokenizer
         self._fingerprint = fingerprint
         self._index = index
@@ -275,9 +290,14 @@ class Resolver:
         by_id: bool,
     ) -> ResolvedContext:
         parent_id = None if parent is None else parent.turn_id
-        begins = parent is None and new.beginning
+        if parent is not None:
+            turn_id = new_turn_id(parent_id)
+        elif new.beginning:
+            turn_id = turn_id_under(root_of_digest(new.beginning))
+        else:
+            turn_id = turn_id_under(self._root_for(len(token_ids)))
         node = TurnNode(
-            turn_id=turn_id_under(new.beginning) if begins else new_turn_id(parent_id),
+            turn_id=turn_id,
             parent_id=parent_id,
             owner=new.owner,
             durable=new.durable,

@@ -4,8 +4,8 @@ Owns: in which order they start and end, and what signals mean.
 Does not know: command lines, turns, or what the actors do.
 Called by: `pensieve serve --replicas=N`.
 
-The first SIGTERM or Ctrl-C drains: Serve waits for the turns that run, as long as `drain_s` says. The second
-ends everything at once.
+The first SIGTERM or Ctrl-C drains: Serve waits for the turns that run, as long as `drain_s` says; while
+replicas start there are none. The second ends everything at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ReplicasNotStartedError(PensieveError):
 
 
 def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callable[[str], None]) -> int:
-    """Serve until told to end; the exit status.
+    """Serve until told to end; the exit status. For the main thread, which signals interrupt.
 
     `announce` is called with the address once the first request would be answered. Raises ConfigError for
     more replicas than there are GPUs or an address that is taken, and ReplicasNotStartedError.
@@ -53,18 +53,25 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
     with bind(settings.host, settings.port) as free:
         address, port = address_of(free), free.getsockname()[1]
     with running_ray() as num_gpus, _Signals() as signals:
-        _log.info("starting %d replicas; a first start compiles, which takes minutes, once", plan.replicas)
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options=HTTPOptions(host=settings.host, port=port, keep_alive_timeout_s=_KEEP_ALIVE_S),
-        )
-        run_application(plan, settings, num_gpus)
+        try:
+            with signals.interrupting():
+                _start(plan, settings, num_gpus, port)
+        except KeyboardInterrupt:
+            serve.shutdown()
+            return 0
         announce(address)
         signals.first.wait()
         _log.info("ending: turns that run get %g s; a second signal ends them at once", settings.drain_s)
         _drain(settings.drain_s + FLUSH_S)
         serve.shutdown()
     return 0
+
+
+def _start(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int, port: int) -> None:
+    _log.info("starting %d replicas; a first start compiles, which takes minutes, once", plan.replicas)
+    options = HTTPOptions(host=settings.host, port=port, keep_alive_timeout_s=_KEEP_ALIVE_S)
+    serve.start(proxy_location="HeadOnly", http_options=options)
+    run_application(plan, settings, num_gpus)
 
 
 def _drain(seconds: float) -> None:
@@ -121,6 +128,18 @@ class _Signals:
     def __init__(self) -> None:
         self.first = threading.Event()
         self._before: dict[int, Any] = {}
+        self._interrupts = False
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """The first signal ends what stands inside, or ended it before: KeyboardInterrupt."""
+        self._interrupts = True
+        if self.first.is_set():
+            raise KeyboardInterrupt
+        try:
+            yield
+        finally:
+            self._interrupts = False
 
     def __enter__(self) -> _Signals:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -135,3 +154,5 @@ class _Signals:
         if self.first.is_set():
             os._exit(EXIT_AT_ONCE)
         self.first.set()
+        if self._interrupts:
+            raise KeyboardInterrupt

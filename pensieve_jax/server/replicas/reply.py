@@ -53,6 +53,11 @@ class Reply:
         """It has an output, or failed."""
         return self.output is not None or self.error is not None
 
+    @property
+    def has_begun(self) -> bool:
+        """A token of it was told."""
+        return bool(self._ids)
+
     def accept(self) -> None:
         """A replica has queued it."""
         self.is_accepted = True

@@ -36,6 +36,7 @@ from pensieve_jax.server.replicas.links import (
     encoded,
 )
 from pensieve_jax.server.replicas.merging import BY_REPLICA, OF_ALL, merged, summed
+from pensieve_jax.server.replicas.naming import RootNames
 from pensieve_jax.server.replicas.reply import Reply, RoutedTurn
 
 _log = logging.getLogger(__name__)
@@ -49,12 +50,22 @@ class RoutedEngine:
     """All replicas, as an `EngineService`; see there for what its methods promise."""
 
     def __init__(
-        self, replicas: Replicas, first: ReplicaReport, kept: Kept, *, answer_s: float = 30.0
+        self,
+        replicas: Replicas,
+        first: ReplicaReport,
+        kept: Kept,
+        names: RootNames,
+        *,
+        answer_s: float = 30.0,
     ) -> None:
-        """Of replicas one of which is ready, by what it said; `kept` finds turns in the history."""
+        """Of replicas one of which is ready, by what it said; `kept` finds turns in the history.
+
+        `names` is told of every turn, so that it knows where one that begins waits least.
+        """
         assert first.info is not None, "it is ready"
         self._replicas = replicas
         self._kept = kept
+        self._names = names
         self._answer_s = answer_s
         self._first_info: EngineInfo = first.info
         self._reports: Sequence[ReplicaReport] = [first]
@@ -161,6 +172,8 @@ class RoutedEngine:
         self._reports = reports
         if reports:
             self._heard_s = time.monotonic()
+        take_turns = {report.replica: report.state == "ready" for report in reports}
+        self._names.see(take_turns, self._first_info, summed([report.stats for report in reports]))
 
     async def watch(self) -> None:
         """Look once a second, until cancelled."""
@@ -179,12 +192,14 @@ class RoutedEngine:
         return {"num_turns_run_again": self.num_run_again, BY_REPLICA: by_replica}
 
     def _start(self, errand: Errand) -> None:
+        self._names.sent(errand.key, errand.replies)
         task = _apart(errand.run())
         self._errands[task] = errand
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         errand = self._errands.pop(task)
+        self._names.ended(errand.replies)
         self._num_run_again += errand.num_run_again
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a turn ended in a way that nobody expected", exc_info=error)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Final, cast
 
+import mmh3
 import ray
 from ray import serve
 from ray.exceptions import (
@@ -28,6 +29,7 @@ from ray.serve.exceptions import (
     RayServeException,
     ReplicaUnavailableError,
 )
+from ray.serve.experimental.consistent_hash_router import CONSISTENT_HASH_SEED, ConsistentHashRouter
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp
 
@@ -48,6 +50,7 @@ from pensieve_jax.server.replicas.links import (
     decoded_replica_report,
     encoded,
 )
+from pensieve_jax.server.replicas.naming import RootNames
 from pensieve_jax.server.replicas.plan import ReplicaPlan, plan_of
 from pensieve_jax.server.replicas.replica import Replica
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
@@ -57,11 +60,13 @@ _log = logging.getLogger(__name__)
 
 REPLICA: Final = "EngineReplica"
 FRONT: Final = "Front"
-_ROUTER: Final = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+_ROUTER: Final = f"{ConsistentHashRouter.__module__}.{ConsistentHashRouter.__qualname__}"
 _GONE: Final = (RayActorError, ObjectLostError, NodeDiedError, WorkerCrashedError, ReplicaUnavailableError)
 _FAILED: Final = (RayError, RayServeException)
 _LOST: Final = "The replica died. What it had committed is kept; the rest of its turns is lost."
 _HEALTH_S: Final = 2.0
+_SILENCE_S: Final = 10.0
+"""Three times so long without an answer, and another replica takes the place: it does nothing but wait."""
 # One loop for Serve and what it calls: all of that waits and never computes, and each hop to another thread
 # is waited for by a token.
 _ENVIRONMENT: Final = {
@@ -135,7 +140,8 @@ class Front:
         assert first.info is not None
         info = first.info
         reader = HistoryReader(info.history, fingerprint=info.fingerprint)
-        self._engine = RoutedEngine(replicas, first, kept_outputs(reader))
+        self._names = RootNames(router_hash)
+        self._engine = RoutedEngine(replicas, first, kept_outputs(reader), self._names)
         await self._engine.look()
         self._watch = asyncio.ensure_future(self._engine.watch())
 
@@ -146,7 +152,9 @@ class Front:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """What Serve sends requests to."""
-        return make_application(cast(EngineService, self._engine), self._settings, self._keys)
+        return make_application(
+            cast(EngineService, self._engine), self._settings, self._keys, root_for=self._names.new_root
+        )
 
 
 class RayReplicas:
@@ -235,6 +243,11 @@ class RayLines:
             self._stream.cancel()
 
 
+def router_hash(key: str) -> int:
+    """Where a key, or a point of a replica, lies on the router's ring."""
+    return int(mmh3.hash64(key.encode(), seed=CONSISTENT_HASH_SEED, signed=False)[0])
+
+
 def _log_as(log_format: LogFormat | None) -> None:
     if log_format is not None:
         log_to(log_format=log_format)
@@ -255,6 +268,7 @@ def application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> s
         max_ongoing_requests=max_ongoing,
         graceful_shutdown_timeout_s=plan.shutdown_s(settings),
         health_check_period_s=_HEALTH_S,
+        health_check_timeout_s=_SILENCE_S,
         request_router_config=RequestRouterConfig(
             request_router_class=_ROUTER,  # type: ignore[arg-type]  # by its path, as the wheel says
             request_router_kwargs={"num_fallback_replicas": 1},

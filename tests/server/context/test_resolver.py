@@ -51,7 +51,7 @@ def test_random_trees_of_conversations():
             print(f"Scenario({seed}).run()")
             raise
         num_found += scenario.num_found
-    assert num_found > 5 * NUM_SCENARIOS  # the scenarios are about something
+    assert num_found > 3 * NUM_SCENARIOS  # the scenarios are about something: half of what is usual
 
 
 def ignore_role(chain: bytes, role: str, text: str) -> bytes:

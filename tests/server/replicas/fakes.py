@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
+from pensieve_jax.balance.ring import hash_of
 from pensieve_jax.core.errors import EngineDiedError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import SamplingParams
@@ -13,6 +14,7 @@ from pensieve_jax.core.turn_node import TurnNode, new_turn_id
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.server.engine_process.messages import Call
 from pensieve_jax.server.replicas.links import REPORT, decoded_answer, decoded_replica_report, encoded
+from pensieve_jax.server.replicas.naming import RootNames
 from pensieve_jax.server.replicas.replica import Replica
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
 from tests.server.fakes import FakeEngine, FakeTurn
@@ -109,10 +111,13 @@ async def nothing_kept(spec: TurnSpec) -> Output | None:
     return None
 
 
-async def routed(replicas: FakeReplicas, kept: Any = nothing_kept, **options: Any) -> RoutedEngine:
+async def routed(
+    replicas: FakeReplicas, kept: Any = nothing_kept, names: RootNames | None = None, **options: Any
+) -> RoutedEngine:
     """A front's engine over replicas, as a front makes it."""
     answer = decoded_answer(await replicas.ask("", encoded(Call(0, REPORT, []))))
-    engine = RoutedEngine(replicas, decoded_replica_report(answer.value), kept, **options)
+    names = names or RootNames(hash_of)
+    engine = RoutedEngine(replicas, decoded_replica_report(answer.value), kept, names, **options)
     await engine.look()
     replicas.keys.clear()
     return engine

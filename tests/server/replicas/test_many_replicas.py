@@ -357,13 +357,17 @@ def test_a_response_in_the_background_outlives_the_front(cluster):
         wait_until(lambda: client.responses.retrieve(queued.id).status in ("completed", "incomplete"))
 
 
-def test_the_command_serves_from_replicas_and_ends_when_told(postgres, compilation_cache):
-    command = [
+def command(history: str, compilation_cache: str) -> list[str]:
+    return [
         *(sys.executable, str(ROOT / "scripts" / "serve.py"), f"--model={MODEL}", "--dtype=float32"),
-        *(f"--history={postgres.url()}", "--port=0", "--replicas=2", "--gpu_pages=64", "--cpu_pages=8"),
+        *(f"--history={history}", "--port=0", "--replicas=2", "--gpu_pages=64", "--cpu_pages=8"),
         *("--max_num_running=4", "--token_buckets=4,64", f"--compilation_cache_dir={compilation_cache}"),
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+
+
+def test_the_command_serves_from_replicas_and_ends_when_told(postgres, compilation_cache):
+    arguments = command(postgres.url(), compilation_cache)
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         found = re.search(r"http://\S+", process.stdout.readline())
         assert found, "it did not start"
@@ -374,3 +378,14 @@ def test_the_command_serves_from_replicas_and_ends_when_told(postgres, compilati
             assert one.usage.completion_tokens == 4
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
+
+
+def test_the_command_that_is_told_to_end_while_it_starts_ends(postgres, compilation_cache):
+    arguments = command(postgres.url(), compilation_cache)
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        assert any("starting 2 replicas" in line for line in lines), "it did not begin"
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=120)
+        assert (process.returncode, said) == (0, "")

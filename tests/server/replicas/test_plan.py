@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
+import jsonschema
 import pytest
 import yaml
 
@@ -134,6 +137,29 @@ def test_the_manifest_has_what_rayservice_asks_for():
     assert container["resources"]["limits"]["nvidia.com/gpu"] == str(found.num_gpus)
     scales = application["deployments"][0]["autoscaling_config"]
     assert scales["max_replicas"] <= group["maxReplicas"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ((), None),
+        (("spec", "rayClusterConfig", "rayVersion"), 2.6),
+        (("spec", "rayClusterConfig", "workerGroupSpecs", 0, "groupname"), "gpus"),
+        (("spec", "rayClusterConfig", "headGroupSpec", "template", "spec", "containers", 0, "images"), "x"),
+        (("spec", "rayClusterConfig", "workerGroupSpecs", 0, "replicas"), "two"),
+    ],
+    ids=lambda one: "" if one is None else str(one[-1:]) if isinstance(one, tuple) else str(one),
+)
+def test_the_manifest_is_what_the_schema_of_the_operator_says(path, value):
+    schema = json.loads(Path(__file__).with_name("kuberay_schema.json").read_text("utf-8"))["schema"]
+    manifest = yaml.safe_load((ROOT / "deploy" / "kuberay.yaml").read_text("utf-8"))
+    if path:
+        place = manifest
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+    complaints = [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(manifest)]
+    assert bool(complaints) == bool(path), complaints
 
 
 def test_replicas_scale_with_tokens_that_wait_and_not_below_what_runs():

@@ -1,0 +1,130 @@
+"""Where conversations that begin are sent, by what a front has sent already; `tests/balance` has the rule."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from pensieve_jax.balance.ring import Ring, hash_of
+from pensieve_jax.core.outputs import Output, Usage
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.turn_node import TurnNode, turn_id_under
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.server.replicas.naming import RootNames, speeds_of
+from pensieve_jax.server.replicas.reply import Reply
+from tests.server.fakes import FakeEngine
+
+NAMES = ("r0", "r1", "r2")
+RING = Ring(NAMES)
+INFO = FakeEngine(lambda turn: None).info
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def names_of(clock: Clock | None = None, ready=NAMES) -> RootNames:
+    names = RootNames(hash_of, clock or Clock())
+    names.see({name: name in ready for name in NAMES}, INFO)
+    return names
+
+
+def send(names: RootNames, root: str, num_tokens: int) -> Reply:
+    node = TurnNode(turn_id=turn_id_under(root))
+    reply = Reply(TurnSpec([1] * num_tokens, SamplingParams(max_tokens=8), node=node))
+    names.sent(root, [reply])
+    return reply
+
+
+def begin(names: RootNames, num_tokens: int = 100) -> tuple[str, Reply]:
+    """A conversation that begins and its first turn, which does not end: where it is, and its reply."""
+    root = names.new_root(num_tokens)
+    return RING.owner(root), send(names, root, num_tokens)
+
+
+def end(names: RootNames, reply: Reply, num_history_tokens: int) -> None:
+    usage = Usage(
+        prompt_tokens=1,
+        reused_gpu_tokens=num_history_tokens,
+        swapped_in_tokens=0,
+        recomputed_tokens=0,
+        prefilled_tokens=1,
+        output_tokens=1,
+    )
+    reply.end(Output(None, (1,), "a", "stop", usage, 0))
+    names.ended([reply])
+
+
+def test_conversations_that_begin_are_spread_evenly():
+    names = names_of()
+    assert Counter(begin(names)[0] for _ in range(300)) == dict.fromkeys(NAMES, 100)
+
+
+def test_roots_that_were_given_and_not_used_yet_count_and_are_forgotten_after_a_while():
+    clock = Clock()
+    names = names_of(clock)
+    given = [names.new_root(100) for _ in range(300)]
+    assert Counter(map(RING.owner, given)) == dict.fromkeys(NAMES, 100)
+    send(names, given[0], 100)
+    clock.now_s += 60
+    assert RING.owner(names.new_root(100)) != RING.owner(given[0]), "that one was used, and still runs"
+    assert {RING.owner(names.new_root(100)) for _ in range(2)} == {*NAMES} - {RING.owner(given[0])}
+
+
+def num_elsewhere(*, has_begun: bool) -> int:
+    """Of short conversations beside a long prompt, how many go elsewhere before one goes where that is."""
+    names = names_of()
+    busy, reply = begin(names, 5000)
+    if has_begun:
+        reply.add("a", [1], None)
+    return next(number for number in range(10_000) if begin(names, 10)[0] == busy)
+
+
+def test_a_replica_with_a_long_prompt_gets_fewer_and_more_once_that_is_computed():
+    computing, computed = num_elsewhere(has_begun=False), num_elsewhere(has_begun=True)
+    assert 4 * computed < computing and computed > 10, "it is a long context all the same"
+
+
+def test_long_conversations_weigh_more_once_their_length_is_known():
+    names = names_of()
+    name, first = begin(names)
+    root = first.spec.node.turn_id[:16]
+    end(names, first, 40_000)
+    again = send(names, root, 1)
+    again.add("a", [1], None)
+    assert name not in {begin(names, 1)[0] for _ in range(20)}
+    end(names, again, 40_000)
+    assert begin(names, 1)[0] == name
+
+
+def test_turns_that_end_badly_are_off_their_replica():
+    names = names_of()
+    for _ in range(30):
+        _, reply = begin(names, 1000)
+        reply.fail(ValueError("refused"))
+        names.ended([reply])
+    assert Counter(begin(names)[0] for _ in range(30)) == dict.fromkeys(NAMES, 10)
+
+
+def test_a_replica_that_takes_no_turns_gets_no_conversation_and_goes_on_with_its_own():
+    names = names_of(ready=("r0", "r2"))
+    assert Counter(begin(names)[0] for _ in range(200)) == {"r0": 100, "r2": 100}
+
+
+@pytest.mark.parametrize("replicas", [{}, {"r0": True}, {"r0": False, "r1": False}])
+def test_where_there_is_no_choice_any_name_will_do(replicas):
+    names = RootNames(hash_of)
+    assert len(names.new_root(3)) == 16, "nothing was seen yet"
+    names.see(replicas, INFO)
+    assert len({names.new_root(3) for _ in range(10)}) == 10
+
+
+def test_what_a_replica_can_do_is_of_its_model_and_of_the_answers_it_gave():
+    speeds = speeds_of(INFO, {})
+    assert speeds.token_s > speeds.context_token_s > 0 and speeds.step_s > 0
+    stats = {"num_turns_finished": 4, "output_tokens": 40}
+    assert (speeds.output_tokens, speeds_of(INFO, stats).output_tokens) == (200, 10)
