@@ -66,6 +66,11 @@ def by(label: str, metric: str) -> Line:
     return Line(f"sum by ({label}) ({rate(metric)})", f"{{{{{label}}}}}")
 
 
+def of_each(gauge: str) -> Line:
+    """A curve for each replica."""
+    return Line(f"sum by (replica) ({gauge}{_SELECTOR})", "{{replica}}")
+
+
 ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
     (
         "What clients see",
@@ -165,6 +170,35 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
             ),
             Panel("Tokens an event", "short", [Line(f"pensieve:delta_merge_ratio{_SELECTOR}", "on average")]),
             Panel("Commit", "s", quantiles("pensieve:commit_seconds")),
+        ),
+    ),
+    (
+        "Replicas, where there are several",
+        (
+            Panel("Turns that run", "short", [of_each("pensieve:replica_running")]),
+            Panel("Turns that wait", "short", [of_each("pensieve:replica_waiting")]),
+            Panel("Replies of each a second", "reqps", [by("replica", "pensieve:replica_turns_total")]),
+            Panel(
+                "Tokens of each a second",
+                "short",
+                [by("replica", "pensieve:replica_generation_tokens_total")],
+            ),
+            Panel(
+                "History that was computed again",
+                "percentunit",
+                [
+                    Line(
+                        f"{by('replica', 'pensieve:replica_recomputed_tokens_total').expression} / "
+                        f"{by('replica', 'pensieve:replica_history_tokens_total').expression}",
+                        "{{replica}}",
+                    )
+                ],
+            ),
+            Panel(
+                "Turns sent once more, a second",
+                "reqps",
+                [Line(rate("pensieve:turns_run_again_total"), "all")],
+            ),
         ),
     ),
 )

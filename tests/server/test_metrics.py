@@ -229,13 +229,18 @@ def test_the_engines_own_counters():
     assert commits == [3, 3, 4]
 
 
-def test_of_several_replicas_each_one_is_told():
+def with_replicas() -> Harness:
+    """A front of two."""
     harness = busy()
     harness.engine.last_stats = {
         "num_turns_run_again": 2,
         "replicas": {"a": {"num_running": 3, "output_tokens": 7}, "b": {"num_running": 1}},
     }
-    found = scraped(harness)
+    return harness
+
+
+def test_of_several_replicas_each_one_is_told():
+    found = scraped(with_replicas())
     assert found["pensieve:turns_run_again_total",] == 2
     assert found["pensieve:replica_running", ("replica", "a")] == 3
     assert found["pensieve:replica_running", ("replica", "b")] == 1
@@ -265,8 +270,11 @@ def test_the_dashboard_asks_only_for_what_there_is():
     make_dashboard = load("make_dashboard")
     text = make_dashboard.DASHBOARD.read_text("utf-8")
     assert json.loads(text) == make_dashboard.dashboard(), "run scripts/make_dashboard.py"
-    names = {name for name, *_ in scraped(busy())}
-    labels = {name: {label for label, _ in key} | {"model_name"} for name, *key in scraped(busy())}
+    names, labels = set(), {}
+    for harness in (busy(), with_replicas()):
+        for name, *key in scraped(harness):
+            names.add(name)
+            labels[name] = {label for label, _ in key} | {"model_name"}
     expressions = [
         target["expr"] for panel in json.loads(text)["panels"] for target in panel.get("targets", ())
     ]
