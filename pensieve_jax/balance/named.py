@@ -37,10 +37,11 @@ class NamedRoots(ConsistentHash):
     ) -> None:
         """`num_candidates` replicas are looked at: the next ones on the ring from the first name on.
 
-        `other_names`: what else a root may be called, without end; numbers behind it, if nobody says.
+        `speeds` may be set anew. `other_names`: what else a root may be called, without end; if nobody says,
+        the same with a number behind it.
         """
         super().__init__(num_virtual_nodes, hash_key)
-        self._speeds = speeds
+        self.speeds = speeds
         self._num_candidates = num_candidates
         self._other_names = other_names or _numbered
 
@@ -50,9 +51,7 @@ class NamedRoots(ConsistentHash):
         candidates = list(islice(known, self._num_candidates))
         if not candidates:
             return asked.root
-        chosen = min(
-            candidates, key=lambda name: self._speeds.cost_s(loads[name], asked, asked.prompt_tokens)
-        )
+        chosen = min(candidates, key=lambda name: self.speeds.cost_s(loads[name], asked, asked.prompt_tokens))
         names = chain((asked.root,), self._other_names(asked.root))
         tried = islice(names, _TRIES * self._ring.num_replicas)
         return next((name for name in tried if self._ring.owner(name) == chosen), asked.root)

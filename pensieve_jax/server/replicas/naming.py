@@ -40,8 +40,8 @@ class RootNames:
         """`hash_key`: the router's."""
         self._lock = threading.Lock()
         self._hash_key, self._now_s = hash_key, now_s
-        self._speeds: Speeds | None = None
         self._rule: NamedRoots | None = None
+        self._names: frozenset[str] = frozenset()
         self._ready: frozenset[str] = frozenset()
         self._replies: dict[Reply, str] = {}
         self._promised: OrderedDict[str, tuple[float, int]] = OrderedDict()
@@ -54,10 +54,12 @@ class RootNames:
         speeds = speeds_of(info, stats or {})
         with self._lock:
             self._ready = frozenset(name for name, is_ready in replicas.items() if is_ready)
-            if speeds != self._speeds or self._rule is None:
-                self._speeds = speeds
+            if self._rule is None:
                 self._rule = NamedRoots(speeds, hash_key=self._hash_key, other_names=_others)
-            self._rule.set_members(replicas)
+            self._rule.speeds = speeds
+            if self._names != replicas.keys():  # a ring is made of a hundred hashes for each
+                self._names = frozenset(replicas)
+                self._rule.set_members(self._names)
 
     def new_root(self, num_tokens: int) -> str:
         """The root of a conversation whose first prompt has about so many tokens."""
