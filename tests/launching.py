@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +35,9 @@ type Launch = Callable[..., int]
 @pytest.fixture(scope="session")
 def compilation_cache(tmp_path_factory) -> str:
     """Where the models of these tests, here and in other processes, find each other's steps."""
-    return str(tmp_path_factory.mktemp("compiled"))
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # of all workers of a run
+    return str(shared / "compiled")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from pensieve_jax.device.dense_reference import MIN_MARGIN, DenseReference
 from tests.kill.lives import NUM_MOMENTS, Death, Life, live, start_process
 from tests.kill.process import MODEL, Task
 from tests.kill.script import MAX_CONTEXT_TOKENS, NUM_LANES, Script, TurnKey
-from tests.seeds import new_seed
+from tests.seeds import enough, new_seed
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,9 @@ def unkilled(context, tmp_path_factory):
     return marks, cache_dir
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(5, marks=pytest.mark.long)], ids="{}0 kills".format)
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(enough(3, 5), marks=pytest.mark.long)], ids="{}0 kills".format
+)
 def lives(request, context, unkilled, tmp_path_factory):
     """All lives, lived, of ten kills each. Whatever must hold after each death was asserted on the way."""
     seed = new_seed()

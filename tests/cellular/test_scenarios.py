@@ -9,6 +9,7 @@ import pytest
 
 from tests.cellular.mutations import MUTATIONS
 from tests.cellular.scenarios import run_scenario
+from tests.seeds import enough
 
 LEAST = {  # of a thousand
     "requests": 30_000,
@@ -21,7 +22,9 @@ LEAST = {  # of a thousand
 }
 
 
-@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 2140), marks=pytest.mark.long)], ids=len)
+@pytest.mark.parametrize(
+    "seeds", [range(40), pytest.param(range(40, 40 + enough(300, 2100)), marks=pytest.mark.long)], ids=len
+)
 def test_requests_equal_recursion(seeds: Sequence[int]):
     """Whatever joins, leaves, ends early or fails, on one to four workers."""
     totals: Counter[str] = Counter()

@@ -18,7 +18,7 @@ from model_defs.recurrent import LSTM, Seq2Seq, TreeLSTM
 from pensieve_jax.cellular import Cell, CellRequest, CellularConfig, CellularEngine
 from tests.models.recurrent.plain import plain
 from tests.models.recurrent.test_tree_lstm import random_tree
-from tests.seeds import new_seed
+from tests.seeds import enough, new_seed
 
 VOCAB, HIDDEN = 40, 16
 IS_CPU = jax.default_backend() == "cpu"
@@ -94,7 +94,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("num", [8, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num", [8, pytest.param(enough(30, 100), marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
 def test_bitwise_with_one_batch_size(name: str, num: int) -> None:
     """Rows of a product do not depend on other rows of the same shape; so neighbours change no bit.

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.engine.driver import run_scenario
 from tests.engine.scenarios import Scenario, scenarios
+from tests.seeds import enough
 
 _SEARCH = settings(
     deadline=None,
@@ -27,7 +28,7 @@ def test_random_scenario(scenario: Scenario):
 
 
 @pytest.mark.long
-@settings(_SEARCH, max_examples=1100)
+@settings(_SEARCH, max_examples=enough(400, 1100))
 @given(scenario=scenarios())
 def test_many_random_scenarios(scenario: Scenario):
     """The same, of so many that rarer things meet."""

@@ -16,6 +16,7 @@ from tests.engine.driver import run_scenario
 from tests.engine.oracles import TurnFacts
 from tests.engine.real_models import MAX_CONTEXT_TOKENS, RealBench, real_config
 from tests.engine.scenarios import CALM_OPS, HASTY_OPS, OPS, RandomChooser, Scenario, make_op, tier_ops
+from tests.seeds import enough
 
 PRESETS = ("llama-tiny", "opt-tiny")
 MAX_UNCERTAIN_FRACTION = 0.005
@@ -44,7 +45,7 @@ def real_scenario(seed, kv_dtype=None):
 
 @pytest.mark.parametrize(
     ("preset", "num_scenarios"),
-    [("llama-tiny", 5), *(pytest.param(p, 20, marks=pytest.mark.long) for p in PRESETS)],
+    [("llama-tiny", 5), *(pytest.param(p, enough(8, 20), marks=pytest.mark.long) for p in PRESETS)],
 )
 def test_random_scenarios_equal_the_dense_reference(preset, num_scenarios, record_property):
     """Greedy and seeded random turns; where the two best tokens all but tie, either is right, and counted."""
@@ -70,7 +71,11 @@ def test_random_scenarios_equal_the_dense_reference(preset, num_scenarios, recor
     ("preset", "kv_dtype", "num_scenarios"),
     [
         ("llama-tiny", "int8", 3),
-        *(pytest.param(p, name, 20, marks=pytest.mark.long) for p in PRESETS for name in KV_DTYPES),
+        *(
+            pytest.param(p, name, enough(8, 20), marks=pytest.mark.long)
+            for p in PRESETS
+            for name in KV_DTYPES
+        ),
     ],
 )
 def test_state_in_8_bits_equals_a_reference_that_stores_alike(preset, kv_dtype, num_scenarios):

@@ -9,10 +9,12 @@ import pytest
 
 from tests.engine.driver import run_scenario
 from tests.engine.scenarios import random_scenario
+from tests.seeds import enough
 
 NUM_SCENARIOS = 900  # with the 1,100 of `test_random_scenarios` 2,000
 # A tenth of them. Of the first ones none computes a suspended request again: the last two do.
 SOME = (*range(88), 381, 420)
+MANY = (*range(enough(300, NUM_SCENARIOS)), 381, 420)
 LEAST = {  # of all; of some, its part
     # Where histories were when their turns came, dropped chunks among them or not.
     "gpu": 1000,
@@ -52,7 +54,7 @@ def test_a_scenario_that_failed_once(seed: int):
     run_scenario(random_scenario(seed))
 
 
-@pytest.mark.parametrize("seeds", [SOME, pytest.param(range(NUM_SCENARIOS), marks=pytest.mark.long)], ids=len)
+@pytest.mark.parametrize("seeds", [SOME, pytest.param(MANY, marks=pytest.mark.long)], ids=len)
 def test_seeded_scenarios_reach_what_they_are_for(seeds: Sequence[int]):
     """Everything that can happen to a history happens, often; and every turn equals the reference."""
     num_turns, totals = 0, Counter()

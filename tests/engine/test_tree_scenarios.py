@@ -10,6 +10,7 @@ import pytest
 from tests.cache.fork_scenarios import run_fork_scenario
 from tests.engine.fork_mutations import FORK_MUTATIONS
 from tests.engine.tree_scenarios import run_tree_scenario
+from tests.seeds import enough
 
 LEAST = {  # of a thousand
     "turns": 10_000,
@@ -25,7 +26,7 @@ LEAST = {  # of a thousand
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(40), pytest.param(range(150, 2150), marks=pytest.mark.long)], ids=len
+    "seeds", [range(40), pytest.param(range(150, 150 + enough(300, 2000)), marks=pytest.mark.long)], ids=len
 )
 def test_trees_of_turns_answer_as_the_reference(seeds: Sequence[int]):
     """Everything that can be found of a context is found, often; and every turn equals the reference."""

@@ -22,6 +22,7 @@ from tests.engine.driver import run_scenario
 from tests.engine.harness import Harness
 from tests.engine.real_models import MAX_CONTEXT_TOKENS, RealBench, real_config
 from tests.engine.scenarios import RandomChooser, Scenario, tier_ops
+from tests.seeds import enough
 
 PRESET = "llama-tiny"
 MAX_UNCERTAIN_FRACTION = 0.02
@@ -40,7 +41,7 @@ def short_scenario(seed):
 
 
 SOME = range(3, 6)  # between them everything happens
-OTHERS = [*range(3), *range(6, 100)]
+OTHERS = [*range(3), *range(6, enough(30, 100))]
 
 
 @pytest.mark.parametrize("seeds", [SOME, pytest.param(OTHERS, marks=pytest.mark.long)], ids=len)

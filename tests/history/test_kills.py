@@ -17,7 +17,7 @@ from tests.deadlines import wait_until
 from tests.history import endless_commits
 from tests.history.endless_commits import FINGERPRINT, NUM_LANES, OWNER, latecomer, planned
 from tests.history.test_database_file import PREAMBLE
-from tests.seeds import new_seed
+from tests.seeds import enough, new_seed
 
 PROGRAM = f"{PREAMBLE}import runpy\nrunpy.run_path({endless_commits.__file__!r}, run_name='__main__')\n"
 
@@ -86,8 +86,8 @@ def is_left_alone(location: Path | str, request: pytest.FixtureRequest) -> bool:
     [
         ("file", 20),
         ("postgres", 6),
-        pytest.param("file", 200, marks=pytest.mark.long),
-        pytest.param("postgres", 100, marks=pytest.mark.long),
+        pytest.param("file", enough(50, 200), marks=pytest.mark.long),
+        pytest.param("postgres", enough(25, 100), marks=pytest.mark.long),
     ],
     indirect=["location"],
 )

@@ -27,7 +27,7 @@ from tests.history import racing_commits
 from tests.history.racing_commits import FINGERPRINT, behind, race
 from tests.history.test_database_file import PREAMBLE
 from tests.history.test_responses import append_to, begin_conversation, commit, draft, message, turn
-from tests.seeds import new_seed
+from tests.seeds import enough, new_seed
 
 psycopg = pytest.importorskip("psycopg", reason="needs the extra `postgres`")
 PROGRAM = f"{PREAMBLE}import runpy\nrunpy.run_path({racing_commits.__file__!r}, run_name='__main__')\n"
@@ -87,7 +87,7 @@ def test_a_head_that_moves_without_a_comparison_is_noticed(replicas, monkeypatch
         test_of_two_who_go_on_from_one_head_exactly_one_wins(replicas)
 
 
-@pytest.mark.parametrize("number", [600, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [600, pytest.param(enough(2000, 5000), marks=pytest.mark.long)])
 def test_two_processes_lose_and_double_no_turn(url, replicas, number, record_property):
     command = [sys.executable, "-c", PROGRAM, url, "alice", str(number)]
     children = [
@@ -352,7 +352,7 @@ class Load:
             self.problems.append(error)
 
 
-@pytest.mark.parametrize("num_times", [3, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_times", [3, pytest.param(enough(8, 20), marks=pytest.mark.long)])
 def test_postgres_stops_and_starts_under_load(postgres, url, num_times, record_property):
     """Typed errors, nothing that was told to be kept is lost, and service goes on."""
     rng = np.random.default_rng(new_seed())

@@ -10,6 +10,7 @@ import pytest
 from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SamplingParams, SchedulerConfig
 from pensieve_jax.rebatching.query import Place, Query
 from tests.rebatching.real_models import Bench, judge, random_params
+from tests.seeds import enough
 
 VOCAB_SIZE = 320
 CASES = [
@@ -44,7 +45,7 @@ def run_schedule(preset: str, insertion: str, seed: int) -> Counter[str]:
     return totals
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [2, pytest.param(enough(15, 50), marks=pytest.mark.long)])
 @pytest.mark.parametrize(("preset", "insertion"), CASES)
 def test_random_schedules_are_those_of_a_dense_model(preset, insertion, number):
     """Whoever joins, leaves, is preempted or cancelled: 300 schedules in the long form."""

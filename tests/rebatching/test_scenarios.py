@@ -9,6 +9,7 @@ import pytest
 
 from tests.rebatching.mutations import MUTATIONS
 from tests.rebatching.scenarios import run_scenario
+from tests.seeds import enough
 
 LEAST = {  # of a thousand
     "queries": 18_000,
@@ -26,7 +27,9 @@ LEAST = {  # of a thousand
 }
 
 
-@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 2140), marks=pytest.mark.long)], ids=len)
+@pytest.mark.parametrize(
+    "seeds", [range(40), pytest.param(range(40, 40 + enough(300, 2100)), marks=pytest.mark.long)], ids=len
+)
 def test_tokens_are_those_of_a_plain_list(seeds: Sequence[int]):
     """Whoever joins, leaves, is preempted or cancelled, and whatever fails."""
     totals: Counter[str] = Counter()

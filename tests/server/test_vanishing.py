@@ -15,7 +15,7 @@ import pytest
 
 from pensieve_jax.history.read_connections import MAX_IDLE
 from pensieve_jax.server.threads import NUM_THREADS
-from tests.seeds import new_seed
+from tests.seeds import enough, new_seed
 from tests.server.faults.served import TIMEOUT_S, FaultyServer
 
 MOMENTS = ("in the headers", "in the body", "before the answer", "in the answer", "behind a chunk")
@@ -123,7 +123,7 @@ def settled(server: FaultyServer, before: dict[str, Any]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("num_clients", [30, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_clients", [30, pytest.param(enough(150, 300), marks=pytest.mark.long)])
 def test_nothing_of_them_stays(tmp_path, num_clients):
     draw = random.Random(new_seed())
 

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from pensieve_jax import LLM, AsyncEngine, EngineConfig, RunnerConfig, SamplingParams
+from pensieve_jax import (
+    LLM,
+    AsyncEngine,
+    CacheConfig,
+    EngineConfig,
+    RunnerConfig,
+    SamplingParams,
+    SchedulerConfig,
+)
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.server.context.history_turns import HistoryTurns
 from pensieve_jax.server.context.resolver import Resolver
@@ -23,6 +31,15 @@ GREEDY = {"temperature": 0, "max_output_tokens": 12}
 ASKED = ("Who are you?", "Say it again.", "And why?")
 
 
+def engine_config(compilation_cache: str) -> EngineConfig:
+    """Of `chat_server`, so that what is compiled for that is found."""
+    return EngineConfig(
+        cache=CacheConfig(gpu_pages=256, cpu_pages=64),
+        scheduler=SchedulerConfig(max_num_running=8, max_num_batched_tokens=64, token_buckets=(8, 64)),
+        runner=RunnerConfig(compilation_cache_dir=compilation_cache),
+    )
+
+
 class RealServer(LiveServer):
     """The chat model in the package, in float32, behind HTTP."""
 
@@ -33,7 +50,7 @@ class RealServer(LiveServer):
         self._compilation_cache = compilation_cache
 
     async def _services(self, stack: contextlib.AsyncExitStack) -> Services:
-        config = EngineConfig(runner=RunnerConfig(compilation_cache_dir=self._compilation_cache))
+        config = engine_config(self._compilation_cache)
         engine = AsyncEngine.start("chat", dtype="float32", history=self._path, config=config, progress=False)
         self.real = await stack.enter_async_context(engine)
         info = self.real.info
@@ -49,8 +66,7 @@ class RealServer(LiveServer):
 @pytest.fixture(scope="module")
 def replies(compilation_cache: str) -> list[str]:
     """What the library says to the same messages in one conversation."""
-    config = EngineConfig(runner=RunnerConfig(compilation_cache_dir=compilation_cache))
-    with LLM("chat", dtype="float32", config=config) as llm:
+    with LLM("chat", dtype="float32", config=engine_config(compilation_cache)) as llm:
         params = SamplingParams(temperature=0, max_tokens=12)
         return [
             llm.chat([{"role": "user", "content": asked}], params, conversation_id="a").text

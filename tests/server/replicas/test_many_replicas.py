@@ -30,6 +30,7 @@ from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.server.replicas.plan import config_of
 from tests.launching import ROOT
 from tests.postgres_server import PostgresServer
+from tests.seeds import enough
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 # What Ray does in this process is its own business.
@@ -38,8 +39,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.long, pytest.mark.filterwarnings("i
 MODEL = "random:llama-tiny"
 NUM_TOKENS = (6, 6, 24, 6, 6, 12)  # of each turn; while replicas die or go, replies are longer
 NUM_CLIENTS = 12
-# What continuous integration has the time for; 200 take three minutes and a half of two processors.
-NUM_CONVERSATIONS = int(os.environ.get("TESTS_CONVERSATIONS", "60"))
+NUM_CONVERSATIONS = enough(60, 200)
 LONG = 600
 REPLICA, FRONT = (f"ray::ServeReplica:pensieve:{name}" for name in ("EngineReplica", "Front"))
 
@@ -226,7 +226,13 @@ class Clients:
 
 
 @pytest.fixture(scope="module")
-def cluster(postgres: PostgresServer, compilation_cache: str) -> Iterator[Cluster]:
+def expected(compilation_cache: str) -> list[list[Any]]:
+    """What one engine says; before replicas start, so that they find its steps compiled."""
+    return one_engine(config_of(engine(compilation_cache)), NUM_CONVERSATIONS)
+
+
+@pytest.fixture(scope="module")
+def cluster(postgres: PostgresServer, compilation_cache: str, expected: object) -> Iterator[Cluster]:
     found = None
     try:
         found = Cluster(postgres.url(), engine(compilation_cache), free_port(), replicas=3)
@@ -239,9 +245,7 @@ def cluster(postgres: PostgresServer, compilation_cache: str) -> Iterator[Cluste
 
 
 @pytest.mark.parametrize("num", [NUM_CONVERSATIONS])
-def test_replies_are_one_engines_whatever_happens_to_replicas(
-    num, compilation_cache, cluster, record_property
-):
+def test_replies_are_one_engines_whatever_happens_to_replicas(num, expected, cluster, record_property):
     began_s = time.monotonic()
     notes: list[str] = []
 
@@ -276,7 +280,7 @@ def test_replies_are_one_engines_whatever_happens_to_replicas(
     note(f"one is drained after a quarter of the turns: {clients.moved(5)}, and {again} were run again")
     clients.close()
 
-    check(clients, one_engine(config_of(engine(compilation_cache)), num), cluster.history)
+    check(clients, expected, cluster.history)
     note("all replies are one engine's, and each is there once")
     record_property("note", f"{num} conversations on replicas: " + "; ".join(notes))
 
@@ -360,8 +364,8 @@ def test_a_response_in_the_background_outlives_the_front(cluster):
 def command(history: str, compilation_cache: str) -> list[str]:
     return [
         *(sys.executable, str(ROOT / "scripts" / "serve.py"), f"--model={MODEL}", "--dtype=float32"),
-        *(f"--history={history}", "--port=0", "--replicas=2", "--gpu_pages=64", "--cpu_pages=8"),
-        *("--max_num_running=4", "--token_buckets=4,64", f"--compilation_cache_dir={compilation_cache}"),
+        *(f"--history={history}", "--port=0", "--replicas=2", "--gpu_pages=1024", "--max_num_running=8"),
+        *("--token_buckets=8,64", f"--compilation_cache_dir={compilation_cache}"),  # which others compiled
     ]
 
 
