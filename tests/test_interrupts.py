@@ -24,6 +24,7 @@ from tests.engine.harness import Harness, small_config
 from tests.engine.oracles import TurnFacts
 from tests.fake_llm import TOKENIZER, llm_of
 from tests.interruption import Interruption, Line
+from tests.seeds import enough
 
 PARAMS = SamplingParams(max_tokens=3, ignore_eos=True, seed=0)
 CONFIG = small_config(gpu_pages=14, cpu_pages=8, swap_out_fraction=0.5)
@@ -158,7 +159,7 @@ CHATS = {"chat", "chat_of_several", "stream_of_chat", "steps"}
 # Whose own frames hold no turns: such an error may be kept. The others hold what they submitted until then.
 BLOCKING = {"generate", "chat", "chat_of_several", "conversations", "recovery"}
 NUM_SECOND_INTERRUPTS = 15
-STRIDE = int(os.environ.get("INTERRUPTS_STRIDE", "20"))
+STRIDE = int(os.environ.get("INTERRUPTS_STRIDE", enough(60, 20)))
 
 
 def interrupt_a_step(world: World) -> None:

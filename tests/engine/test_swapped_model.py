@@ -37,7 +37,7 @@ def fill_with_nan(runner):
     ("num_devices", "stored"),
     [
         *((1, None), (1, "packed")),
-        *(pytest.param(2, stored, marks=pytest.mark.long) for stored in (None, "packed", "int8")),
+        *(pytest.param(2, stored, marks=pytest.mark.long) for stored in ("packed", "int8")),
         pytest.param(1, "int8", marks=pytest.mark.long),
     ],
 )
