@@ -53,7 +53,6 @@ print("dispatched")
 PACKED = """
 from pensieve_jax import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.assembly import make_runner
-from tests.seeds import enough
 
 runner, _ = make_runner(
     "random:llama-tiny",

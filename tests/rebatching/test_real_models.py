@@ -48,7 +48,7 @@ def run_schedule(preset: str, insertion: str, seed: int) -> Counter[str]:
 @pytest.mark.parametrize("number", [2, pytest.param(enough(15, 50), marks=pytest.mark.long)])
 @pytest.mark.parametrize(("preset", "insertion"), CASES)
 def test_random_schedules_are_those_of_a_dense_model(preset, insertion, number):
-    """Whoever joins, leaves, is preempted or cancelled: 300 schedules in the long form."""
+    """Whoever joins, leaves, is preempted or cancelled: 300 schedules with `make test-all`."""
     totals: Counter[str] = Counter()
     for seed in range(number):
         print(f"run_schedule({preset!r}, {insertion!r}, {seed})")

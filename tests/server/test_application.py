@@ -24,6 +24,21 @@ def test_the_front_has_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_whoever_chooses_among_engines_names_what_begins(tmp_path):
+    async def scenario():
+        path = tmp_path / "history.sqlite"
+        engine = StoredEngine(path, VirtualClock(1_000_000.0), say("hello there"))
+        engine.info = replace(engine.info, source="random:fake-tiny", history=str(path))
+        app = make_application(engine, ServerSettings(), ApiKeys(None), root_for=lambda num_tokens: "0" * 16)
+        chat = {"messages": [{"role": "user", "content": "Hello"}]}
+        for path, body in (("chat/completions", chat), ("completions", {"prompt": "Hello"})):
+            assert (await Open(app, "POST", f"/v1/{path}", body, {}).whole())[0] == 200
+        assert [turn.turn_id[:16] for turn in engine.turns] == ["0" * 16] * 2
+        engine.store.close()
+
+    asyncio.run(scenario())
+
+
 def test_the_same_messages_are_two_peoples(tmp_path):
     keys = tmp_path / "keys"
     digests = {owner: hashlib.sha256(owner.encode()).hexdigest() for owner in ("alice", "bob")}

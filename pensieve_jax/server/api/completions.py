@@ -40,7 +40,6 @@ from pensieve_jax.server.threads import Thought, is_long
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this API alone
 _MAX_PROMPTS = 64
-_CHARS_OF_A_TOKEN = 4  # about, of a text that was not read yet
 _ID_PREFIX = "cmpl-"
 _STORED_PREFIX = "resp_"  # of a stored completion too
 
@@ -136,13 +135,12 @@ def _is_kept(services: Services, owner: str, turn_id: str) -> bool:
 
 
 def _turn_ids(
-    parent_id: str | None, prompts: Sequence[str | list[int]], num_choices: int, root_for: RootFor
+    parent_id: str | None, prompts: Sequence[Sequence[int]], num_choices: int, root_for: RootFor
 ) -> list[str]:
     """Of every choice of every prompt; the choices of one have one root, and so one engine."""
     found: list[str] = []
-    for prompt in prompts:
-        num_tokens = len(prompt) if isinstance(prompt, list) else len(prompt) // _CHARS_OF_A_TOKEN
-        first = new_turn_id(parent_id) if parent_id else turn_id_under(root_for(num_tokens))
+    for token_ids in prompts:
+        first = new_turn_id(parent_id) if parent_id else turn_id_under(root_for(len(token_ids)))
         found += [first, *(new_turn_id(first) for _ in range(num_choices - 1))]
     return found
 
@@ -164,8 +162,7 @@ class Completion:
             limit = f"n times the number of prompts must be at most {_MAX_PROMPTS}."
             raise invalid_value("n", limit)
         self._parent_id = _parent(call.services, call.owner, body, len(self._prompts))
-        self._turn_ids = _turn_ids(self._parent_id, self._prompts, body.num_choices, call.services.root_for)
-        self._id = f"{_ID_PREFIX}{self._turn_ids[0]}"
+        self._turn_ids: list[str] = []
         self._created = int(self._services.now_s())
         self._token_ids: list[list[int]] = []
         self._shown: list[int] = [0] * (len(self._prompts) * body.num_choices)
@@ -192,21 +189,32 @@ class Completion:
 
     async def start(self) -> RunningTurns:
         """Wait for a place and submit; raises ApiError."""
-        specs = [spec for i in range(len(self._prompts)) for spec in self._specs(i)]
+        body, services = self._body, self._services
+        params = choice_params(
+            body,
+            services.defaults,
+            max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
+            logprobs=body.logprobs,
+        )
 
         async def start() -> Sequence[AsyncTurn]:
-            turns = self._services.engine.submit_all(specs)
+            # Named when there is a place: a new root is where there is least to do now.
+            self._turn_ids = _turn_ids(self._parent_id, self._token_ids, body.num_choices, services.root_for)
+            turns = services.engine.submit_all(self._specs(params))
             try:
                 for turn in turns:
                     await turn.accepted()
             except UnknownTurnError as error:
-                raise unknown_previous(self._body.previous_response_id or error.turn_id) from error
+                raise unknown_previous(body.previous_response_id or error.turn_id) from error
             return turns
 
-        num_tokens = sum(map(len, self._token_ids))
-        services = self._services
         return await run_turns(
-            services, self._owner, start, num_turns=len(specs), num_tokens=num_tokens, wait=self._wait
+            services,
+            self._owner,
+            start,
+            num_turns=len(self._prompts) * body.num_choices,
+            num_tokens=sum(map(len, self._token_ids)),
+            wait=self._wait,
         )
 
     # As Words
@@ -239,7 +247,7 @@ class Completion:
     def head(self) -> dict[str, Any]:
         """Of the answer and of chunks."""
         return {
-            "id": self._id,
+            "id": f"{_ID_PREFIX}{self._turn_ids[0]}",
             "object": "text_completion",
             "created": self._created,
             "model": self._services.model_name,
@@ -265,21 +273,17 @@ class Completion:
     def _field(self, index: int) -> str:
         return "prompt" if len(self._prompts) == 1 else f"prompt[{index}]"
 
-    def _specs(self, index: int) -> list[TurnSpec]:
-        """A turn for each choice of one prompt."""
-        body, services = self._body, self._services
-        params = choice_params(
-            body,
-            services.defaults,
-            max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
-            logprobs=body.logprobs,
-        )
-        first = index * body.num_choices
-        turn_ids = self._turn_ids[first : first + body.num_choices]
+    def _specs(self, params: Sequence[SamplingParams]) -> list[TurnSpec]:
+        """A turn for each choice of each prompt; `params` are of the choices of one."""
         return [
-            TurnSpec(self._token_ids[index], one, node=self._node(index, turn_id, one))
-            for turn_id, one in zip(turn_ids, params, strict=True)
+            TurnSpec(token_ids, one, node=self._node(index, turn_id, one))
+            for index, token_ids in enumerate(self._token_ids)
+            for turn_id, one in zip(self._ids_of(index), params, strict=True)
         ]
+
+    def _ids_of(self, index: int) -> list[str]:
+        first = index * self._body.num_choices
+        return self._turn_ids[first : first + self._body.num_choices]
 
     def _node(self, index: int, turn_id: str, params: SamplingParams) -> TurnNode:
         """Where a choice stands, and what is kept with it."""

@@ -4,8 +4,9 @@ Owns: what a front has sent and not heard the end of, what that makes of each re
 Does not know: Ray, messages, or where a turn that has a root goes: the router's ring says that.
 Called by: `routed_engine`, which tells of turns; handlers, through the resolver, for roots.
 
-The rule is `balance.NamedRoots`, see docs/balance.md. Loads are of this front's own turns, which it knows to
-the token; where there are several fronts, each evens out what it sends itself.
+The rule is `balance.NamedRoots`, see docs/balance.md. Loads are of this front's own turns: their prompts, and
+contexts as the last turn of their root left them; where there are several fronts, each evens out what it
+sends itself. Whether a follow-up finds its state is not known here; one that is run again does not.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from pensieve_jax.balance import Asked, Load, NamedRoots, Speeds
@@ -33,6 +34,16 @@ _MAX_ROOTS: Final = 100_000
 """Conversations whose length is remembered; longer ones cost their replica more."""
 
 
+class _Sent:
+    """A turn that has not ended: where its root belongs now, and its tokens as it was sent."""
+
+    __slots__ = ("key", "num_history_tokens", "num_tokens", "owner")
+
+    def __init__(self, key: str, owner: str, num_tokens: int, num_history_tokens: int) -> None:
+        self.key, self.owner = key, owner
+        self.num_tokens, self.num_history_tokens = num_tokens, num_history_tokens
+
+
 class RootNames:
     """Names for roots, by what every replica has to do. Safe to share by threads."""
 
@@ -43,16 +54,18 @@ class RootNames:
         self._rule: NamedRoots | None = None
         self._names: frozenset[str] = frozenset()
         self._ready: frozenset[str] = frozenset()
-        self._replies: dict[Reply, str] = {}
-        self._promised: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._max_tokens = 0
+        self._sent: dict[Reply, _Sent] = {}
+        self._promised: OrderedDict[str, tuple[float, _Sent]] = OrderedDict()
         self._lengths: OrderedDict[str, int] = OrderedDict()
 
     def see(
         self, replicas: Mapping[str, bool], info: EngineInfo, stats: Mapping[str, Any] | None = None
     ) -> None:
-        """These replicas there are, of which those marked take turns; `stats` are of all of them together."""
+        """These replicas answer, of which those marked take turns; `stats` are of all of them together."""
         speeds = speeds_of(info, stats or {})
         with self._lock:
+            self._max_tokens = info.limits.max_context_tokens
             self._ready = frozenset(name for name, is_ready in replicas.items() if is_ready)
             if self._rule is None:
                 self._rule = NamedRoots(speeds, hash_key=self._hash_key, other_names=_others)
@@ -60,54 +73,68 @@ class RootNames:
             if self._names != replicas.keys():  # a ring is made of a hundred hashes for each
                 self._names = frozenset(replicas)
                 self._rule.set_members(self._names)
+                for sent in (*self._sent.values(), *(sent for _, sent in self._promised.values())):
+                    sent.owner = self._owner(sent.key)
 
     def new_root(self, num_tokens: int) -> str:
         """The root of a conversation whose first prompt has about so many tokens."""
         root = new_root()
         with self._lock:
-            if self._rule is None or len(self._ready) < 2:
+            if self._rule is None or len(self._names) < 2 or not self._ready:
                 return root
-            asked = Asked(root, root, num_tokens, 0)
-            named = self._rule.name(asked, self._loads(self._rule))
-            self._promised[named] = self._now_s(), num_tokens
+            num_tokens = min(num_tokens, self._max_tokens)  # more is refused
+            named = self._rule.name(Asked(root, root, num_tokens, 0), self._loads())
+            self._promised[named] = self._now_s(), _Sent(named, self._owner(named), num_tokens, 0)
         return named
 
-    def sent(self, key: str, replies: Sequence[Reply]) -> None:
+    def sent(self, key: str, replies: Iterable[Reply]) -> None:
         """Turns of one root are on their way."""
         with self._lock:
             self._promised.pop(key, None)
-            self._replies |= dict.fromkeys(replies, key)
+            owner, num_history_tokens = self._owner(key), self._lengths.get(key, 0)
+            for reply in replies:
+                self._sent[reply] = _Sent(key, owner, reply.spec.num_new_tokens, num_history_tokens)
 
     def ended(self, replies: Iterable[Reply]) -> None:
         """Turns that were sent have ended somehow."""
         with self._lock:
             for reply in replies:
-                key = self._replies.pop(reply, None)
-                if key is not None and reply.output is not None and reply.spec.node is not None:
-                    self._lengths[key] = _length_after(reply.output.usage)
-                    self._lengths.move_to_end(key)
+                sent = self._sent.pop(reply, None)
+                if sent is not None and reply.output is not None and reply.spec.node is not None:
+                    self._lengths[sent.key] = _length_after(reply.output.usage)
+                    self._lengths.move_to_end(sent.key)
             while len(self._lengths) > _MAX_ROOTS:
                 self._lengths.popitem(last=False)
 
-    def _loads(self, rule: NamedRoots) -> dict[str, Load]:
+    # Inside, under the lock
+
+    def _owner(self, key: str) -> str:
+        """Whose a root is, as the router will find; "" while nobody is there."""
+        return self._rule.home(Asked(key, key, 0, 0)) if self._rule is not None and self._names else ""
+
+    def _loads(self) -> dict[str, Load]:
         """Of replicas that take turns."""
-        loads = dict.fromkeys(self._ready, Load())
+        sums = {name: [0, 0, 0] for name in self._ready}
 
-        def add(key: str, num_tokens: int, num_history_tokens: int, num_to_compute: int) -> None:
-            asked = Asked(key, key, num_tokens, num_history_tokens)
-            name = rule.home(asked)
-            if name in loads:
-                loads[name] = loads[name].with_turn(asked, num_to_compute)
+        def add(sent: _Sent, num_to_compute: int) -> None:
+            row = sums.get(sent.owner)
+            if row is not None:
+                row[0] += 1
+                row[1] += num_to_compute
+                row[2] += sent.num_history_tokens + sent.num_tokens
 
-        for reply, key in self._replies.items():
-            num_tokens = reply.spec.num_new_tokens
-            add(key, num_tokens, self._lengths.get(key, 0), 0 if reply.has_begun else num_tokens)
+        for reply, sent in self._sent.items():
+            if reply.done:  # and others of its request are not
+                continue
+            is_elsewhere = reply.num_runs > 1  # its state died with a replica
+            num_history_tokens = sent.num_history_tokens if is_elsewhere else 0
+            add(sent, 0 if reply.has_begun else sent.num_tokens + num_history_tokens)
         until_s = self._now_s() - _PROMISED_S
         while self._promised and next(iter(self._promised.values()))[0] < until_s:
             self._promised.popitem(last=False)
-        for key, (_, num_tokens) in self._promised.items():
-            add(key, num_tokens, 0, num_tokens)
-        return loads
+        for _, sent in self._promised.values():
+            add(sent, sent.num_tokens)
+        return {name: Load(*row) for name, row in sums.items()}
 
 
 def speeds_of(info: EngineInfo, stats: Mapping[str, Any]) -> Speeds:

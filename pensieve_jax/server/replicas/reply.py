@@ -28,6 +28,7 @@ class Reply:
     Attributes:
       spec: the turn.
       is_accepted: some replica has queued it.
+      num_runs: how often it was sent to one.
       output, error: how it ended.
     """
 
@@ -35,6 +36,7 @@ class Reply:
         """Nothing yet."""
         self.spec = spec
         self.is_accepted = False
+        self.num_runs = 0
         self.output: Output | None = None
         self.error: Exception | None = None
         # All that was told, with what nobody has taken yet at its end.
@@ -55,8 +57,8 @@ class Reply:
 
     @property
     def has_begun(self) -> bool:
-        """A token of it was told."""
-        return bool(self._ids)
+        """A token of the run that goes on now has come."""
+        return self._come_ids > 0
 
     def accept(self) -> None:
         """A replica has queued it."""
@@ -65,6 +67,7 @@ class Reply:
 
     def begin_again(self) -> None:
         """What comes from now on comes from the beginning."""
+        self.num_runs += 1
         self._come_chars = self._come_ids = 0
 
     def add(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> None:

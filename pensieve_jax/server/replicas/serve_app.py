@@ -33,6 +33,7 @@ from ray.serve.experimental.consistent_hash_router import CONSISTENT_HASH_SEED, 
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp
 
+from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES
 from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, PensieveError
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.server.application import make_application
@@ -64,9 +65,11 @@ _ROUTER: Final = f"{ConsistentHashRouter.__module__}.{ConsistentHashRouter.__qua
 _GONE: Final = (RayActorError, ObjectLostError, NodeDiedError, WorkerCrashedError, ReplicaUnavailableError)
 _FAILED: Final = (RayError, RayServeException)
 _LOST: Final = "The replica died. What it had committed is kept; the rest of its turns is lost."
+ROUTER_OPTIONS: Final = {"num_virtual_nodes": NUM_VIRTUAL_NODES, "num_fallback_replicas": 1}
 _HEALTH_S: Final = 2.0
 _SILENCE_S: Final = 10.0
-"""Three times so long without an answer, and another replica takes the place: it does nothing but wait."""
+"""Three times so long without an answer, and Serve starts another replica in the place: engines are processes
+of their own, so that nothing keeps an actor busy for as long."""
 # One loop for Serve and what it calls: all of that waits and never computes, and each hop to another thread
 # is waited for by a token.
 _ENVIRONMENT: Final = {
@@ -271,7 +274,7 @@ def application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> s
         health_check_timeout_s=_SILENCE_S,
         request_router_config=RequestRouterConfig(
             request_router_class=_ROUTER,  # type: ignore[arg-type]  # by its path, as the wheel says
-            request_router_kwargs={"num_fallback_replicas": 1},
+            request_router_kwargs=ROUTER_OPTIONS,
         ),
         ray_actor_options={"num_cpus": plan.num_cpus, "num_gpus": num_gpus, "runtime_env": _ENVIRONMENT},
         logging_config=_LOGGING,

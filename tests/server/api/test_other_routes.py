@@ -11,6 +11,7 @@ import pytest
 
 import pensieve_jax
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.core.turn_node import root_of
 from pensieve_jax.history.trees import TreeSummary
 from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.api.sampling import model_defaults
@@ -64,6 +65,22 @@ def test_several_choices_of_several_prompts():
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     assert [turn.spec.params.seed for turn in harness.engine.turns] == [3, 4, 3, 4]
     assert body["usage"]["prompt_tokens"] == 2 + 3 and body["usage"]["completion_tokens"] == 4 * 12
+
+
+def test_a_root_is_named_for_each_prompt_by_its_tokens_once_there_is_a_place():
+    asked = []
+
+    def root_for(num_tokens: int) -> str:
+        asked.append(num_tokens)
+        return f"{len(asked):016x}"
+
+    harness = Harness(ROUTES, root_for=root_for)
+    assert complete(harness, [[1] * 10_000, [2]])[0] == complete(harness, "a", max_tokens=0)[0] == 400
+    assert not asked, "they were refused"
+    _, body = complete(harness, ["a", [5, 6, 7]], n=2)
+    assert asked == [2, 3] and body["id"].startswith(f"cmpl-{1:016x}")
+    roots = [root_of(turn.spec.node.turn_id) for turn in harness.engine.turns]
+    assert roots == [f"{1:016x}", f"{1:016x}", f"{2:016x}", f"{2:016x}"]
 
 
 def test_seeds_of_choices_go_round_at_the_largest():

@@ -375,3 +375,20 @@ def test_choices_of_one_context_have_one_root(resolving):
     other = one.again()
     assert root_of(other.node.turn_id) == root_of(one.node.turn_id)
     assert other.node.turn_id != one.node.turn_id and other.node.parent_id is None
+
+
+def test_roots_of_what_begins_and_may_be_found_by_anybody_are_named_by_its_tokens():
+    asked = []
+
+    def root_for(num_tokens: int) -> str:
+        asked.append(num_tokens)
+        return f"{len(asked):016x}"
+
+    resolving = Resolver(tokenizer(), "model:1", TurnIndex(NoTurns()), is_routed=True, root_for=root_for)
+    begun = resolving.resolve("me", [user("Hi")], epoch=1, durable=True)
+    assert asked == [len(begun.prompt_token_ids)] and root_of(begun.node.turn_id) == f"{1:016x}"
+    resolving.resolve("me", [user("Hi")], epoch=1, durable=False)
+    finish(begun, "Hello")
+    grown = [user("Hi"), assistant("Hello"), user("And now?")]
+    assert resolving.resolve("me", grown, epoch=1, durable=True).node.parent_id == begun.node.turn_id
+    assert len(asked) == 1, "those have a root"

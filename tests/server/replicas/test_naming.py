@@ -13,7 +13,7 @@ from pensieve_jax.core.turn_node import TurnNode, turn_id_under
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.server.replicas.naming import RootNames, speeds_of
 from pensieve_jax.server.replicas.reply import Reply
-from tests.server.fakes import FakeEngine
+from tests.server.fakes import LIMITS, FakeEngine
 
 NAMES = ("r0", "r1", "r2")
 RING = Ring(NAMES)
@@ -110,9 +110,64 @@ def test_turns_that_end_badly_are_off_their_replica():
     assert Counter(begin(names)[0] for _ in range(30)) == dict.fromkeys(NAMES, 10)
 
 
-def test_a_replica_that_takes_no_turns_gets_no_conversation_and_goes_on_with_its_own():
+def test_a_replica_that_takes_no_turns_gets_no_conversation_and_those_that_it_has_are_its_own():
+    names = names_of()
+    has_it = next(root for root in iter(lambda: names.new_root(1), None) if RING.owner(root) == "r1")
     names = names_of(ready=("r0", "r2"))
-    assert Counter(begin(names)[0] for _ in range(200)) == {"r0": 100, "r2": 100}
+    send(names, has_it, 5000)
+    assert Counter(begin(names)[0] for _ in range(20)) == {"r0": 10, "r2": 10}
+    names.see(dict.fromkeys(NAMES, True), INFO)
+    assert "r1" not in {begin(names, 1)[0] for _ in range(20)}, "it has a long prompt to compute"
+
+
+def test_where_one_of_two_takes_no_turns_the_other_gets_all():
+    names = RootNames(hash_of)
+    names.see({"r0": True, "r1": False}, INFO)
+    ring = Ring(("r0", "r1"))
+    assert {ring.owner(names.new_root(10)) for _ in range(50)} == {"r0"}
+
+
+def test_turns_belong_where_the_ring_says_now():
+    names = RootNames(hash_of)
+    names.see({"r0": True, "r1": True}, INFO)
+    root = next(root for root in iter(lambda: names.new_root(1), None) if RING.owner(root) == "r2")
+    send(names, root, 5000)
+    names.see(dict.fromkeys(NAMES, True), INFO)
+    assert "r2" not in {begin(names, 1)[0] for _ in range(20)}
+
+
+def test_a_turn_that_is_run_again_computes_its_history_too_until_it_has_a_token():
+    """Of 40,000 tokens: so many short conversations go elsewhere before one goes where it runs."""
+    nums = []
+    for num_runs in (1, 2):
+        names = names_of()
+        name, first = begin(names)
+        end(names, first, 40_000)
+        again = send(names, first.spec.node.turn_id[:16], 1)
+        again.begin_again()
+        again.add("a", [1], None)
+        if num_runs == 2:
+            again.begin_again()
+        nums.append(next(number for number in range(10_000) if begin(names, 100)[0] == name))
+    assert nums[1] > 2 * nums[0] > 0
+
+
+def test_a_choice_that_has_ended_waits_for_others_and_costs_nothing():
+    names = names_of()
+    root = names.new_root(100)
+    replies = [send(names, root, 100) for _ in range(30)]
+    for reply in replies[1:]:
+        reply.fail(ValueError("ended"))
+    assert Counter([RING.owner(root), *(begin(names)[0] for _ in range(299))]) == dict.fromkeys(NAMES, 100)
+
+
+def test_more_tokens_than_a_context_has_are_not_waited_for():
+    counts = []
+    for num_tokens in (LIMITS.max_context_tokens, 10**9):
+        names = names_of()
+        name = RING.owner(names.new_root(num_tokens))
+        counts.append(next(number for number in range(10_000) if begin(names, 1)[0] == name))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("replicas", [{}, {"r0": True}, {"r0": False, "r1": False}])

@@ -8,6 +8,7 @@ import gc
 
 import pytest
 
+from pensieve_jax.balance.ring import hash_of
 from pensieve_jax.core.errors import (
     EngineClosedError,
     EngineDiedError,
@@ -23,6 +24,7 @@ from pensieve_jax.history.changes import DeleteConversation, DeleteResponse, End
 from pensieve_jax.server.engine_process.messages import Call
 from pensieve_jax.server.replicas import routed_engine
 from pensieve_jax.server.replicas.links import REPORT, UnreadableMessageError, decoded_answer, encoded
+from pensieve_jax.server.replicas.naming import RootNames
 from tests.server.fakes import FakeTurn, say
 from tests.server.replicas.fakes import FakeReplicas, routed, spec_of
 
@@ -247,6 +249,50 @@ def test_a_replay_that_says_something_else_fails_the_turn(replay):
         other.finish()
         with pytest.raises(EngineDiedError, match="another reply"):
             await turn.result()
+
+    run(test)
+
+
+class Names(RootNames):
+    """What it was told."""
+
+    def __init__(self) -> None:
+        super().__init__(hash_of)
+        self.seen, self.under_way = [], []
+
+    def see(self, replicas, info, stats=None):
+        self.seen.append(dict(replicas))
+        super().see(replicas, info, stats)
+
+    def sent(self, key, replies):
+        self.under_way += [(key, reply) for reply in replies]
+        super().sent(key, replies)
+
+    def ended(self, replies):
+        for reply in replies:
+            self.under_way = [one for one in self.under_way if one[1] is not reply]
+        super().ended(replies)
+
+
+@pytest.mark.parametrize("how", ["well", "cancelled", "refused"])
+def test_whoever_names_roots_is_told_of_every_turn_and_of_who_takes_turns(how):
+    async def test():
+        replicas, names = FakeReplicas(2), Names()
+        replicas.engines["r1"].state = "starting"
+        engine = await routed(replicas, names=names)
+        assert names.seen[-1] == {"r0": True, "r1": False}
+        if how == "refused":
+            replicas.engines["r0"].refuse.append(UnknownTurnError("0" * 32))
+        spec = spec_of()
+        turn = engine.submit(spec)
+        assert [key for key, _ in names.under_way] == [root_of(spec.node.turn_id)]
+        if how == "cancelled":
+            await turn.cancel()
+        elif how == "well":
+            (await turn_on(replicas, "r0")).finish("length")
+            await turn.result()
+        while names.under_way:
+            await asyncio.sleep(0)
 
     run(test)
 

@@ -20,7 +20,7 @@ def test_a_root_belongs_to_the_replica_that_the_router_chooses():
     from ray.serve._private.common import DeploymentID, ReplicaID
     from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
-    from pensieve_jax.server.replicas.serve_app import router_hash
+    from pensieve_jax.server.replicas.serve_app import ROUTER_OPTIONS, router_hash
 
     replicas = {ReplicaID(name, DeploymentID("EngineReplica", "pensieve")) for name in NAMES}
 
@@ -29,7 +29,7 @@ def test_a_root_belongs_to_the_replica_that_the_router_chooses():
 
         def __init__(self):
             self._deployment_id = "EngineReplica"
-            self._num_virtual_nodes, self._num_fallback_replicas = 100, 1
+            self.initialize_state(**ROUTER_OPTIONS)
             self._rebuild_ring(frozenset(replicas))
             self._replicas = {one: SimpleNamespace(replica_id=one) for one in replicas}
 
