@@ -34,6 +34,12 @@ from pensieve_jax.server.replicas.serve_app import FRONT, REPLICA, application
 _log = logging.getLogger(__name__)
 
 APP: Final = "pensieve"
+RAY_ENVIRONMENT: Final = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # nobody asked for reports to Ray's makers
+    # Of a machine that compiles beside it: one that is slow to start would be killed, and begin anew.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+}
+"""Of the processes that Ray starts here, where whoever starts us says nothing."""
 _KEEP_ALIVE_S: Final = 75  # as of the single server
 _LOOK_S: Final = 0.2
 _STORE_BYTES: Final = 200_000_000  # of Ray's objects, of which turns make none
@@ -87,7 +93,8 @@ def running_ray() -> Iterator[int]:
     """Ray on this machine, unless it runs already; how many GPUs it has."""
     is_ours = not ray.is_initialized()
     if is_ours:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody asked for reports to Ray's makers
+        for name, value in RAY_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         ray.init(
             include_dashboard=False,
             object_store_memory=_STORE_BYTES,
