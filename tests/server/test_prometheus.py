@@ -131,7 +131,13 @@ def expressions() -> dict[str, str]:
 
 
 # What no test server does by itself: be asked for too much, or lose what it knew.
-QUIET = {"Refused a second: {{code}}", "Contexts made anew: {{reason}}"}
+QUIET = {
+    *("Refused a second: {{code}}", "Contexts made anew: {{reason}}"),
+    # Of replicas, and there is one engine.
+    *("Turns that run: {{replica}}", "Turns that wait: {{replica}}", "Replies of each a second: {{replica}}"),
+    *("Tokens of each a second: {{replica}}", "History that was computed again: {{replica}}"),
+    "Turns sent once more, a second: all",
+}
 
 
 @pytest.mark.long
