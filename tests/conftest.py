@@ -12,9 +12,9 @@ jax.config.update("jax_num_cpu_devices", 4)
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
-# Files that take a worker ten seconds or more, the longest first, wherever they are: four by their long
-# tests, the others in `make test`. They begin first, so that two workers end together; at the end one of
-# them would wait for the other. A name that is missing is only later.
+# Files that take a worker ten seconds or more, about the longest first: by their long tests down to
+# `test_rebatching_benchmark`, the others by those of `make test`. They begin first, so that two workers end
+# together; at the end one of them would wait for the other. A name that is missing is only later.
 _LONGEST = (
     "test_many_replicas",
     "test_interrupts",

@@ -97,7 +97,6 @@ def make_services(
         resolver=Resolver(
             tokenizer, info.fingerprint, index, is_routed=settings.is_routed, root_for=root_for
         ),
-        root_for=root_for,
         token_texts=TokenTexts(tokenizer),
         history=history,
         now_s=clock.now,

@@ -136,12 +136,12 @@ def _is_kept(services: Services, owner: str, turn_id: str) -> bool:
 
 def _turn_ids(
     parent_id: str | None, prompts: Sequence[Sequence[int]], num_choices: int, root_for: RootFor
-) -> list[str]:
-    """Of every choice of every prompt; the choices of one have one root, and so one engine."""
-    found: list[str] = []
+) -> list[list[str]]:
+    """For each prompt those of its choices, which have one root, and so one engine."""
+    found: list[list[str]] = []
     for token_ids in prompts:
         first = new_turn_id(parent_id) if parent_id else turn_id_under(root_for(len(token_ids)))
-        found += [first, *(new_turn_id(first) for _ in range(num_choices - 1))]
+        found.append([first, *(new_turn_id(first) for _ in range(num_choices - 1))])
     return found
 
 
@@ -162,7 +162,7 @@ class Completion:
             limit = f"n times the number of prompts must be at most {_MAX_PROMPTS}."
             raise invalid_value("n", limit)
         self._parent_id = _parent(call.services, call.owner, body, len(self._prompts))
-        self._turn_ids: list[str] = []
+        self._turn_ids: list[list[str]] = []
         self._created = int(self._services.now_s())
         self._token_ids: list[list[int]] = []
         self._shown: list[int] = [0] * (len(self._prompts) * body.num_choices)
@@ -199,7 +199,9 @@ class Completion:
 
         async def start() -> Sequence[AsyncTurn]:
             # Named when there is a place: a new root is where there is least to do now.
-            self._turn_ids = _turn_ids(self._parent_id, self._token_ids, body.num_choices, services.root_for)
+            self._turn_ids = _turn_ids(
+                self._parent_id, self._token_ids, body.num_choices, services.resolver.root_for
+            )
             turns = services.engine.submit_all(self._specs(params))
             try:
                 for turn in turns:
@@ -247,7 +249,7 @@ class Completion:
     def head(self) -> dict[str, Any]:
         """Of the answer and of chunks."""
         return {
-            "id": f"{_ID_PREFIX}{self._turn_ids[0]}",
+            "id": f"{_ID_PREFIX}{self._turn_ids[0][0]}",
             "object": "text_completion",
             "created": self._created,
             "model": self._services.model_name,
@@ -278,12 +280,8 @@ class Completion:
         return [
             TurnSpec(token_ids, one, node=self._node(index, turn_id, one))
             for index, token_ids in enumerate(self._token_ids)
-            for turn_id, one in zip(self._ids_of(index), params, strict=True)
+            for turn_id, one in zip(self._turn_ids[index], params, strict=True)
         ]
-
-    def _ids_of(self, index: int) -> list[str]:
-        first = index * self._body.num_choices
-        return self._turn_ids[first : first + self._body.num_choices]
 
     def _node(self, index: int, turn_id: str, params: SamplingParams) -> TurnNode:
         """Where a choice stands, and what is kept with it."""

@@ -138,7 +138,11 @@ class _NewTurn:
 
 
 class Resolver:
-    """The one resolver of a front. Safe to share by threads."""
+    """The one resolver of a front. Safe to share by threads.
+
+    Attributes:
+      root_for: names the roots of turns that go on from none.
+    """
 
     def __init__(
         self,
@@ -156,7 +160,7 @@ class Resolver:
         All others that begin get theirs of `root_for`.
         """
         self._is_routed = is_routed
-        self._root_for = root_for
+        self.root_for = root_for
         self._tokenizer = tokenizer
         self._fingerprint = fingerprint
         self._index = index
@@ -295,7 +299,7 @@ class Resolver:
         elif new.beginning:
             turn_id = turn_id_under(root_of_digest(new.beginning))
         else:
-            turn_id = turn_id_under(self._root_for(len(token_ids)))
+            turn_id = turn_id_under(self.root_for(len(token_ids)))
         node = TurnNode(
             turn_id=turn_id,
             parent_id=parent_id,

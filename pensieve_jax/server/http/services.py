@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pensieve_jax.core.turn_node import RootFor, new_root
 from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.http.keys import ApiKeys
@@ -40,7 +39,6 @@ class Services:
       chat_format: the model's chat template; None where it has none.
       defaults: sampling where a request says nothing: `temperature`, `top_p`, `top_k`.
       resolver: finds the turn that a list of messages goes on from; see `server.context`.
-      root_for: names the root of a turn that goes on from none, for what needs no resolver.
       token_texts: of the model's vocabulary.
       history: reads what the history keeps beside turns; None keeps nothing.
       tracing: makes spans of turns; None makes none.
@@ -62,7 +60,6 @@ class Services:
     history: Any
     now_s: Callable[[], float]
     started_at: int
-    root_for: RootFor = new_root
     tracing: Tracing | None = None
     tables: dict[str, Callable[[], int]] = field(default_factory=dict)
     map_streams: Counter[str] = field(default_factory=Counter)

@@ -34,12 +34,11 @@ from pensieve_jax.server.replicas.serve_app import FRONT, REPLICA, application
 _log = logging.getLogger(__name__)
 
 APP: Final = "pensieve"
-RAY_ENVIRONMENT: Final = {
+_RAY_ENVIRONMENT: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nobody asked for reports to Ray's makers
     # Of a machine that compiles beside it: one that is slow to start would be killed, and begin anew.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
-"""Of the processes that Ray starts here, where whoever starts us says nothing."""
 _KEEP_ALIVE_S: Final = 75  # as of the single server
 _LOOK_S: Final = 0.2
 _STORE_BYTES: Final = 200_000_000  # of Ray's objects, of which turns make none
@@ -88,13 +87,18 @@ def _drain(seconds: float) -> None:
         time.sleep(_LOOK_S)
 
 
+def set_ray_environment() -> None:
+    """Of the processes that Ray starts here, as far as whoever started this one says nothing."""
+    for name, value in _RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
 @contextmanager
 def running_ray() -> Iterator[int]:
     """Ray on this machine, unless it runs already; how many GPUs it has."""
     is_ours = not ray.is_initialized()
     if is_ours:
-        for name, value in RAY_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        set_ray_environment()
         ray.init(
             include_dashboard=False,
             object_store_memory=_STORE_BYTES,

@@ -173,7 +173,7 @@ class RoutedEngine:
         if reports:
             self._heard_s = time.monotonic()
         take_turns = {report.replica: report.state == "ready" for report in reports}
-        self._names.see(take_turns, self._first_info, summed([report.stats for report in reports]))
+        self._names.see(take_turns, self._first_info, self.last_stats)
 
     async def watch(self) -> None:
         """Look once a second, until cancelled."""

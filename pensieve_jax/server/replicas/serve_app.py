@@ -29,7 +29,7 @@ from ray.serve.exceptions import (
     RayServeException,
     ReplicaUnavailableError,
 )
-from ray.serve.experimental.consistent_hash_router import CONSISTENT_HASH_SEED, ConsistentHashRouter
+from ray.serve.experimental.consistent_hash_router import CONSISTENT_HASH_SEED
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp
 
@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 REPLICA: Final = "EngineReplica"
 FRONT: Final = "Front"
-_ROUTER: Final = f"{ConsistentHashRouter.__module__}.{ConsistentHashRouter.__qualname__}"
+_ROUTER: Final = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _GONE: Final = (RayActorError, ObjectLostError, NodeDiedError, WorkerCrashedError, ReplicaUnavailableError)
 _FAILED: Final = (RayError, RayServeException)
 _LOST: Final = "The replica died. What it had committed is kept; the rest of its turns is lost."

@@ -74,7 +74,8 @@ def test_a_root_is_named_for_each_prompt_by_its_tokens_once_there_is_a_place():
         asked.append(num_tokens)
         return f"{len(asked):016x}"
 
-    harness = Harness(ROUTES, root_for=root_for)
+    harness = Harness(ROUTES)
+    harness.services.resolver.root_for = root_for
     assert complete(harness, [[1] * 10_000, [2]])[0] == complete(harness, "a", max_tokens=0)[0] == 400
     assert not asked, "they were refused"
     _, body = complete(harness, ["a", [5, 6, 7]], n=2)

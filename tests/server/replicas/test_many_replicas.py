@@ -90,10 +90,9 @@ class Cluster:
     def __init__(self, history: str, engine: dict[str, Any], port: int, replicas: int) -> None:
         from ray import serve
 
-        from pensieve_jax.server.replicas.local import RAY_ENVIRONMENT
+        from pensieve_jax.server.replicas.local import set_ray_environment
 
-        for name, value in RAY_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        set_ray_environment()
         self.history, self.port = history, port
         self._file = yaml.safe_load((ROOT / "deploy" / "ray_serve.yaml").read_text("utf-8"))
         self._file |= {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}
