@@ -31,16 +31,11 @@ def any_device(device: jax.Device) -> None:
 
 
 class ByteLimits(NamedTuple):
-    """Of a back end that reads pages in 8 bits by a kernel of their own; as in `Backend`.
-
-    Attributes:
-      why_not_auto: why "auto" passes it over for such pages; None: it does not.
-    """
+    """Of a back end that reads pages in 8 bits by a kernel of their own; as in `Backend`."""
 
     dtypes: tuple[str, ...]
     head_dims: tuple[int, ...]
     groups: tuple[int, ...]
-    why_not_auto: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +91,7 @@ _ROWS = (
         head_dims=(64, 128),
         groups=(1, 2, 3, 4, 6, 7, 8, 12, 13, 14, 15, 16),
         untried_groups=(3, 6, 7, 12, 13, 14, 15),
-        byte_limits=ByteLimits(
-            ("bfloat16",),
-            (128,),
-            tuple(range(1, 17)),
-            "its kernel for pages in 8 bits has not run on a GPU yet",
-        ),
+        byte_limits=ByteLimits(("bfloat16",), (128,), tuple(range(1, 17))),
         instead="use backend 'pallas_triton' or 'xla'",
         has_tiles=True,
         has_mosaic_tiles=True,
@@ -260,7 +250,7 @@ def heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError |
     dtypes, head_dims, groups = row.dtypes, row.head_dims, row.groups
     serves = f"{backend} serves"
     if heads.kv_dtype is not None and row.byte_limits is not None:
-        dtypes, head_dims, groups, _ = row.byte_limits
+        dtypes, head_dims, groups = row.byte_limits
         serves = f"for pages of {heads.kv_dtype} {serves}"
     if (dtype := jnp.dtype(heads.dtype).name) not in dtypes:
         return AttentionArgumentError("dtype", dtype, f"{serves} {dtypes}; {row.instead}")
@@ -278,12 +268,10 @@ def heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError |
 
 def _auto_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError | None:
     """As `heads_limit`, of what "auto" takes."""
-    limits, group = TABLE[backend].byte_limits, heads.group
+    group = heads.group
     if heads.kv_dtype is None and group in TABLE[backend].untried_groups:
         limit = f"{backend} has not been measured with so many query heads per KV head; it may be named"
         return AttentionArgumentError("num_q_heads / num_kv_heads", group, limit)
-    if heads.kv_dtype is not None and limits is not None and limits.why_not_auto is not None:
-        return AttentionArgumentError("kv_dtype", heads.kv_dtype, limits.why_not_auto)
     return heads_limit(backend, heads)
 
 

@@ -76,7 +76,8 @@ def byte_class(
     return TileClass(*sizes, in_bytes=True)
 
 
-# Steps that are left to Triton: of so few tokens, or with fewer decoding tiles than two for each program.
+# Steps that are left to Triton where pages are not in 8 bits: of so few tokens, or with fewer decoding tiles
+# than two for each program.
 _MOSAIC_HARDLY_ANY_TOKENS, _MOSAIC_MIN_TILES = 16, 264
 # Query tokens of a step up to which the smaller Mosaic class serves prompts as well.
 _MOSAIC_FEW_TOKENS = 256
@@ -126,7 +127,7 @@ def default_block_sizes(
         whole_loop=True,
     )
     enough = num_tokens > _MOSAIC_HARDLY_ANY_TOKENS and num_tokens * num_kv_heads >= _MOSAIC_MIN_TILES
-    if mosaic and in_bytes and enough and small_rows == max(16, power_of_two(group)):
+    if mosaic and in_bytes and small_rows == max(16, power_of_two(group)):
         return _byte_block_sizes(group, num_tokens)
     if mosaic and enough and not in_bytes:
         # One computing warpgroup and three blocks each of 128 keys and values, or two and two: what shared
@@ -157,7 +158,14 @@ def _byte_block_sizes(group: int, num_tokens: int) -> BlockSizes:
     Triton's part is launched whether or not there is a prompt, with a program for each tile that there may
     be: in small steps these are fewer, and smaller.
     """
-    small = byte_class(8, 128, 2, 3, 256, 264) if group <= 8 else byte_class(16, 64, 2, 5, 256, 264)
+    has_hardly_any_tokens = num_tokens <= _MOSAIC_HARDLY_ANY_TOKENS
+    min_split_kv = 128 if has_hardly_any_tokens else 256
+    if group <= 8:
+        small = byte_class(8, 128, 2, 3, min_split_kv, 264)
+    else:
+        small = byte_class(16, 64, 2, 5, min_split_kv, 264)
+    if has_hardly_any_tokens:
+        return BlockSizes((small,))
     is_small_step = num_tokens <= _MOSAIC_FEW_TOKENS
     return BlockSizes((small, _large(64, 128, 132) if is_small_step else _large(128, 128, 528)))
 

@@ -184,14 +184,11 @@ def test_heads_that_nobody_serves() -> None:
         AttentionHeads(4, 0, 128, "float32")
 
 
-def test_a_kernel_that_has_not_run_is_taken_by_name_alone():
-    """Of pages in 8 bits; whoever names it gets it."""
-    heads = AttentionHeads(40, 10, 128, np.dtype("float16"), "int8")
-    assert choose_backend("auto", heads, H200).name == "pallas_triton"
-    heads = AttentionHeads(40, 10, 128, jnp.dtype("bfloat16"), "int8")
-    choice = choose_backend("auto", heads, H200)
-    assert choice.name == "pallas_triton" and "has not run on a GPU" in choice.reason
-    assert choose_backend("pallas_mosaic_gpu", heads, H200).name == "pallas_mosaic_gpu"
+def test_pages_in_8_bits_are_read_by_the_hopper_kernel_where_it_serves():
+    """In bfloat16 models alone; Triton's serves the others."""
+    for dtype, expected in (("bfloat16", "pallas_mosaic_gpu"), ("float16", "pallas_triton")):
+        heads = AttentionHeads(40, 10, 128, jnp.dtype(dtype), "int8")
+        assert choose_backend("auto", heads, H200).name == expected
 
 
 def test_groups_that_nobody_has_measured_are_taken_by_name_alone():

@@ -144,7 +144,7 @@ def test_device_limit() -> None:
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dim", "expected", "kv_dtype"),
     [
-        ("9.0", "bfloat16", 128, "pallas_triton", "int8"),
+        ("9.0", "bfloat16", 128, "pallas_mosaic_gpu", "int8"),
         ("9.0", "bfloat16", 128, "pallas_triton", "float8_e4m3fn"),
         ("9.0", "float16", 128, "pallas_triton", "int8"),
         ("9.0", "bfloat16", 64, "pallas_triton", "int8"),
