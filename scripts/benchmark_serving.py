@@ -78,7 +78,7 @@ from serving.report import (
     tables,
 )
 from serving.run import System, serve
-from serving.systems import ENGINE_SYSTEMS, OURS, SYSTEMS, open_system
+from serving.systems import ENGINE_SYSTEMS, OURS, STORES_IN_8_BITS, SYSTEMS, open_system
 from steps.cost_plot import check_can_plot
 from tqdm import tqdm
 
@@ -184,7 +184,7 @@ def check_flags() -> None:
     if FLAGS.system not in OURS and FLAGS.gpu_memory_fraction is not None:
         limit = f"left out for --system={FLAGS.system}, which gets as much memory as --gpu_pages says"
         raise ConfigError("--gpu_memory_fraction", FLAGS.gpu_memory_fraction, limit)
-    if FLAGS.system not in OURS and FLAGS.kv_dtype is not None:
+    if FLAGS.system not in STORES_IN_8_BITS and FLAGS.kv_dtype is not None:
         limit = f"left out for --system={FLAGS.system}, which stores state in --dtype"
         raise ConfigError("--kv_dtype", FLAGS.kv_dtype, limit)
     if FLAGS.system not in OURS and FLAGS.pack_host is not None:

@@ -24,10 +24,11 @@ from serving.transformers_server import TransformersSystem
 from serving.vllm_server import SYSTEMS as VLLM_SYSTEMS
 from serving.vllm_server import VllmSystem
 
-__all__ = ["ENGINE_SYSTEMS", "OURS", "SYSTEMS", "open_system"]
+__all__ = ["ENGINE_SYSTEMS", "OURS", "STORES_IN_8_BITS", "SYSTEMS", "open_system"]
 
 FLAGS = flags.FLAGS
 OURS = (*ENGINE_SYSTEMS, HTTP)
+STORES_IN_8_BITS = (*OURS, *VLLM_SYSTEMS)
 """The engine of conversations, in this process or behind its server."""
 SYSTEMS = (*OURS, *REBATCHING_SYSTEMS, "transformers", STATIC_SYSTEM, *VLLM_SYSTEMS)
 

@@ -24,6 +24,7 @@ from serving.peers import Transcripts, check_length, hf_config, import_peer, usa
 
 SYSTEMS = ("vllm", "vllm-no-prefix", "vllm-offload")
 _RANDOM = "random:"
+_KV_DTYPES = {None: "auto", "float8_e4m3fn": "fp8"}  # its names of ours
 
 
 class _Request:
@@ -133,13 +134,16 @@ class VllmSystem:
           dtype: "float32", "bfloat16" or "float16".
           config: `cache` and `scheduler` say how much memory and how large a batch it gets.
 
-        Raises ConfigError where vllm cannot be imported, or there is no host memory to offload to.
+        Raises ConfigError where vllm cannot be imported, there is no host memory to offload to, or it has no
+        such pages.
         """
         self.label = name
         self._vllm = import_peer(name, "vllm")
         self._sampling = import_peer(name, "vllm.sampling_params")
         self._server: VllmServer | None = None
         cache, scheduler = config.cache, config.scheduler
+        if cache.kv_dtype not in _KV_DTYPES:
+            raise ConfigError("--kv_dtype", cache.kv_dtype, f"left out or float8_e4m3fn, for {name}")
         self._options: dict[str, Any] = {
             "model": source,
             "dtype": dtype,
@@ -149,6 +153,7 @@ class VllmSystem:
             "max_num_batched_tokens": scheduler.max_num_batched_tokens,
             "block_size": cache.chunk_tokens,
             "num_gpu_blocks_override": cache.gpu_pages,
+            "kv_cache_dtype": _KV_DTYPES[cache.kv_dtype],
             "enable_prefix_caching": name != "vllm-no-prefix",
             "tensor_parallel_size": config.runner.tensor_parallel_size,
         }

@@ -89,8 +89,8 @@ SERVED: dict[str, Any] = {
         ({}, [8, 128]),
         ({"num_tokens": 128}, [8, 64]),
         ({"num_q_heads": 160, "num_tokens": 256}, [16, 64]),
-        ({"num_tokens": 16}, [0]),  # hardly any tokens: Triton
-        ({"num_tokens": 26}, [0, 0]),  # too few tiles
+        ({"num_tokens": 16}, [8]),  # hardly any tokens: no launch for prompts
+        ({"num_tokens": 26}, [8, 64]),  # few tiles, which are split
         ({"page_size": 16}, [0, 0]),  # its scales are half a row
         ({"num_tokens": 512, "max_num_seqs": 64}, [0, 0]),  # rows of a few tokens each
     ],

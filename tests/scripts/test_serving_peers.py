@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -297,6 +299,19 @@ def test_vllm_without_a_cache_and_with_host_memory(vllm, calls):
     assert not vllm.running, "the load point before was given up"
     with pytest.raises(ConfigError, match="--cpu_bytes"):
         vllm_server.VllmSystem("vllm-offload", "/model", TINY, "bfloat16", EngineConfig())
+
+
+def test_vllm_with_pages_in_8_bits(vllm, calls):
+    def options(kv_dtype: str | None) -> dict[str, Any]:
+        cache = dataclasses.replace(CONFIG.cache, kv_dtype=kv_dtype)
+        config = dataclasses.replace(CONFIG, cache=cache)
+        vllm_server.VllmSystem("vllm", "/model", TINY, "bfloat16", config)
+        return calls.named("args")[-1][1]
+
+    assert options(None)["kv_cache_dtype"] == "auto"
+    assert options("float8_e4m3fn")["kv_cache_dtype"] == "fp8"
+    with pytest.raises(ConfigError, match="--kv_dtype"):
+        options("int8")
 
 
 # Both
