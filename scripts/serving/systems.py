@@ -28,8 +28,8 @@ __all__ = ["ENGINE_SYSTEMS", "OURS", "STORES_IN_8_BITS", "SYSTEMS", "open_system
 
 FLAGS = flags.FLAGS
 OURS = (*ENGINE_SYSTEMS, HTTP)
-STORES_IN_8_BITS = (*OURS, *VLLM_SYSTEMS)
 """The engine of conversations, in this process or behind its server."""
+STORES_IN_8_BITS = (*OURS, *VLLM_SYSTEMS)
 SYSTEMS = (*OURS, *REBATCHING_SYSTEMS, "transformers", STATIC_SYSTEM, *VLLM_SYSTEMS)
 
 
