@@ -36,8 +36,7 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, hidden_size] -> the same, in the kernels' dtype, or partial sums of it: see `Linear`."""
-        gate_up = self.gate_up(x)
-        return self.down(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1])
+        return self.down(self.gate_up.gated(x))
 
 
 class GatedLayer(nnx.Module):

@@ -29,6 +29,7 @@ from pensieve_jax.core.options import (
 CHUNK_SIZES_TOKENS = (16, 32, 64)
 NUM_BUCKETS_GPU = 12  # fewer cost more padding, more take longer to compile: docs/steps.md
 ALL_REDUCES = ("xla", "jax_triton")
+DECODE_MATMULS = ("auto", "xla")
 POLICIES = ("retention", "learned", "lru", "conversation", "trailing")
 _PART = number("in [0, 1)", lambda value: 0 <= value < 1)
 _SHARE = number("above 0 and at most 1", lambda value: 0 < value <= 1)
@@ -254,6 +255,11 @@ class RunnerConfig:
         "What adds up the partial sums of several devices: xla (its own collectives) or jax_triton (a kernel "
         "that writes to the other devices' memory; NVIDIA GPUs of one process, at most four, with the extra "
         "`triton`).",
+    )
+    decode_matmul: str = option(
+        "auto",
+        one_of(DECODE_MATMULS),
+        "What multiplies the tokens of a small step with a layer's weights: auto (the fastest here) or xla.",
     )
     num_layer_groups: int = option(
         2,

@@ -6,6 +6,7 @@ import json
 import logging
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -57,7 +58,7 @@ def test_an_engine_describes_itself(caplog: pytest.LogCaptureFixture) -> None:
     limits = {"max_context_tokens": 384, "max_num_running": 4, "max_num_rows": 8, "num_layer_groups": 1}
     assert told["steps"] == {"buckets": [64], **limits} and told["compilation_cache_dir"] is None
     assert {name: chosen["backend"] for name, chosen in told["kernels"].items()} == dict.fromkeys(
-        ("attention", "residual_norm", "sampling_cutoff", "page_copy"), "xla"
+        ("attention", "residual_norm", "decode_matmul", "sampling_cutoff", "page_copy"), "xla"
     )
     attention = told["kernels"]["attention"]["reason"]
     assert "float32 on cpu; not pallas_mosaic_gpu: " in attention
@@ -90,3 +91,22 @@ def test_choices_are_of_the_mesh_and_of_one_shard() -> None:
     found = kernel_choices.choose_kernels(model, named, np.dtype("float16"), TwoH200())
     assert found.attention == BackendChoice("xla", "named in runner.attention_backend")
     assert found.page_copy is not None and found.page_copy.name == "pallas_triton"
+
+
+class OneH200(TwoH200):
+    devices = np.array([H200()], object)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "runner", "mesh", "expected"),
+    [
+        ("bfloat16", {}, OneH200, ("pallas_mosaic_gpu", "up to 128 rows of bfloat16 on NVIDIA H200")),
+        ("float32", {}, OneH200, ("xla", "multiplies bfloat16, not float32")),
+        ("bfloat16", {}, TwoH200, ("xla", "whole on one device")),
+        ("bfloat16", {"decode_matmul": "xla"}, OneH200, ("xla", "named in runner.decode_matmul")),
+    ],
+)
+def test_who_multiplies_few_rows(dtype, runner, mesh, expected) -> None:
+    model, config = preset("llama2-13b-gqa10"), EngineConfig(runner=RunnerConfig(**runner))
+    found = kernel_choices.choose_kernels(model, config, jnp.dtype(dtype), mesh()).decode_matmul
+    assert (found.name, expected[1] in found.reason) == (expected[0], True), found

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from model_defs.config import ModelConfig
-from pallas_kernels import page_copies, residual_norms, sampling_cutoffs
+from pallas_kernels import decode_matmul, page_copies, residual_norms, sampling_cutoffs
 from pallas_kernels.devices import triton_device_limit
 from pallas_kernels.ragged_paged_attention import (
     AttentionArgumentError,
@@ -36,6 +36,7 @@ class KernelChoices(NamedTuple):
 
     attention: BackendChoice
     residual_norm: BackendChoice
+    decode_matmul: BackendChoice  # XLA also where this one does not serve a projection
     sampling_cutoff: BackendChoice
     page_copy: BackendChoice | None  # None without a host tier
 
@@ -56,6 +57,7 @@ def choose_kernels(model: ModelConfig, config: EngineConfig, dtype: np.dtype, me
     return KernelChoices(
         attention=_attention_choice(model, config, dtype, device, num_shards),
         residual_norm=_explained(norm, f"rows of {model.hidden_size} elements", device),
+        decode_matmul=_matmul_choice(config, dtype, device, num_shards),
         sampling_cutoff=_explained(cutoff, "scores of any vocabulary", device),
         page_copy=_explained(copy, f"pages of {page}", device) if cache.cpu_pages else None,
     )
@@ -79,6 +81,23 @@ def _attention_choice(
         return choose_backend(backend, heads, device, named_in=_BACKEND_FIELD)
     except AttentionArgumentError as error:
         raise ConfigError(_BACKEND_FIELD, backend, "'auto' or 'xla' for this model", str(error)) from error
+
+
+def _matmul_choice(
+    config: EngineConfig, dtype: np.dtype, device: jax.Device, num_shards: int
+) -> BackendChoice:
+    """Of products of few rows with weights, where they serve."""
+    if config.runner.decode_matmul == "xla":
+        return BackendChoice("xla", "named in runner.decode_matmul")
+    limit = decode_matmul.device_limit(device)
+    if dtype != np.dtype("bfloat16"):
+        limit = f"pallas_mosaic_gpu multiplies bfloat16, not {dtype}"
+    elif num_shards > 1:
+        limit = "pallas_mosaic_gpu multiplies weights that are whole on one device"
+    if limit is not None:
+        return BackendChoice("xla", limit)
+    few = f"up to {decode_matmul.MAX_ROWS} rows of {dtype} on {device.device_kind}"
+    return BackendChoice("pallas_mosaic_gpu", f"the fastest that serves {few}")
 
 
 def _explained(name: str, served: str, device: jax.Device) -> BackendChoice:

@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.attention import PagedAttention, RaggedBatch
 from model_defs.device_sums import DeviceSums, SumSpec, summing
+from model_defs.few_rows import XLA, multiplying_by
 from model_defs.registry import Model
 from model_defs.sharding import constrain, vocabulary_axis
 from pallas_kernels.ragged_paged_attention import TileSpec
@@ -87,6 +88,7 @@ class ForwardStatics:
     mesh: Mesh
     backend: str
     sums: SumSpec | None = None  # None: the compiler's own
+    few_rows: str = XLA  # who multiplies them with weights
 
 
 class Start(NamedTuple):
@@ -155,7 +157,7 @@ def forward(
     if statics.sums is not None:
         assert table is not None
         sums = DeviceSums(statics.sums, table, statics.mesh)
-    with summing(sums):
+    with summing(sums), multiplying_by(statics.few_rows):
         hidden = model.run_layers(hidden, plan["positions"], attention, layers.start, layers.stop)
     result: Between | Scores
     if layers.stop < statics.num_layers:

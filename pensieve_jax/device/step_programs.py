@@ -54,6 +54,7 @@ class StepPrograms:
         cutoff_backend: str,
         num_top: int,
         exchange: Exchange,
+        few_rows: str,
     ) -> None:
         """Keep what programs are made of.
 
@@ -68,11 +69,12 @@ class StepPrograms:
           cutoff_backend: what searches for a sampler's cuts.
           num_top: most likely ids that a sampler returns.
           exchange: who adds up the devices' partial sums.
+          few_rows: who multiplies few rows with weights.
         """
         self._model, self._parts, self._storage = model, parts, storage
         self._layouts, self._tile_specs, self._mesh = layouts, tile_specs, mesh
         self._backend, self._cutoff_backend, self._num_top = backend, cutoff_backend, num_top
-        self._sums, self._exchanged = exchange.sums, exchange.arrays
+        self._sums, self._exchanged, self._few_rows = exchange.sums, exchange.arrays, few_rows
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self.max_num_samples = max(layout.max_num_samples for layout in layouts.values())
         self._sampler_layouts = {layout.max_num_samples: layout for layout in layouts.values()}
@@ -115,6 +117,7 @@ class StepPrograms:
             self._mesh,
             self._backend,
             self._sums,
+            self._few_rows,
         )
         words = self._abstract((layout.size,), np.int32)
         given: Start | Between = Start(self._abstract((self.max_num_samples,), np.int32), words)

@@ -1,0 +1,24 @@
+"""Products of few rows with large weights, which are read at the speed of the device's memory."""
+
+from pallas_kernels.decode_matmul.api import (
+    BACKENDS,
+    MAX_ROWS,
+    MatmulArgumentError,
+    choose_backend,
+    decode_matmul,
+    device_limit,
+    serves,
+)
+from pallas_kernels.decode_matmul.tiles import MatmulTile, default_tile
+
+__all__ = [
+    "BACKENDS",
+    "MAX_ROWS",
+    "MatmulArgumentError",
+    "MatmulTile",
+    "choose_backend",
+    "decode_matmul",
+    "default_tile",
+    "device_limit",
+    "serves",
+]

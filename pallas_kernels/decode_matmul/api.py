@@ -1,0 +1,116 @@
+"""The public call: argument checks, the choice of a back end, dispatch.
+
+Owns: what the kernel serves, and the error for what it does not. Does not know: how it works.
+Called by: the projections of models, inside a jit, where one device has all of a kernel's weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice
+
+from pallas_kernels.decode_matmul.tiles import ROWS, MatmulTile, default_tile
+from pallas_kernels.decode_matmul.xla import xla_decode_matmul
+from pallas_kernels.devices import mosaic_device_limit
+
+BACKENDS = ("auto", "xla", "pallas_mosaic_gpu")
+MAX_ROWS = ROWS[-1]
+"""Rows beyond which arithmetic, and not memory, is the limit: XLA's products are for those."""
+
+
+class MatmulArgumentError(ValueError):
+    """An argument that the kernel does not serve; the message says what would do."""
+
+
+def device_limit(device: jax.Device | AbstractDevice | None) -> str | None:
+    """Why the kernel does not run on `device`; None: it does.
+
+    An abstract device is what a program is lowered for where there is none; a GPU is taken for one that the
+    kernel runs on.
+    """
+    if device is None:
+        return "nothing is known of the device"
+    if isinstance(device, AbstractDevice):
+        return None if device.platform == "cuda" else f"{device.device_kind!r} is no NVIDIA GPU"
+    return mosaic_device_limit(device)
+
+
+def choose_backend(
+    num_rows: int,
+    depth: int,
+    width: int,
+    *,
+    gated: bool,
+    dtype: Any,
+    device: jax.Device | AbstractDevice | None,
+) -> str:
+    """The faster of the two for x [num_rows, depth] and a result [num_rows, width] on `device`."""
+    is_served = serves(num_rows, depth, width, gated=gated, dtype=dtype)
+    return "pallas_mosaic_gpu" if is_served and device_limit(device) is None else "xla"
+
+
+def serves(num_rows: int, depth: int, width: int, *, gated: bool, dtype: Any) -> bool:
+    """Whether the kernel serves these arrays, on a device that it runs on."""
+    if num_rows > MAX_ROWS or jnp.dtype(dtype) != jnp.bfloat16:
+        return False
+    return default_tile(num_rows, depth, width, gated=gated) is not None
+
+
+def decode_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    gated: bool = False,
+    backend: str = "auto",
+    tile: MatmulTile | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """`x @ w`, or `silu(x @ gate) * (x @ up)`, of few rows; sums in float32, rounded once.
+
+    By the kernel a row's answer depends on that row alone.
+
+    Args:
+      x: [num_rows, depth], at most `MAX_ROWS` rows for the kernel, in bfloat16.
+      w: [depth, width] of the same dtype; gated: [depth, 2 * width], the gate's columns first.
+      gated: whether it is the second form (SwiGLU).
+      backend: "auto" takes the kernel where it serves these arrays on the first device.
+      tile: for the kernel, instead of the measured choice.
+      interpret: run the kernel without a GPU, slowly.
+
+    Returns:
+      [num_rows, width] in the dtype of x.
+
+    Raises:
+      MatmulArgumentError: arrays that do not belong together, or that the kernel, when named, does not serve.
+    """
+    if backend not in BACKENDS:
+        raise MatmulArgumentError(f"backend is {backend!r}, but must be one of {BACKENDS}")
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0] or x.dtype != w.dtype or not x.size:
+        limit = "must be [num_rows, depth] and [depth, width] of one dtype, none of them 0"
+        raise MatmulArgumentError(f"x and w are {_named(x)} and {_named(w)}, but {limit}")
+    if gated and w.shape[1] % 2:
+        raise MatmulArgumentError(f"w is {_named(w)}, but must have a column of up for each of the gate's")
+    (num_rows, depth), width = x.shape, w.shape[1] // (1 + gated)
+    if backend == "auto":
+        device = jax.devices()[0]
+        backend = choose_backend(num_rows, depth, width, gated=gated, dtype=x.dtype, device=device)
+    if backend == "xla":
+        return xla_decode_matmul(x, w, gated=gated)
+    tile = tile or default_tile(num_rows, depth, width, gated=gated)
+    fits = num_rows <= MAX_ROWS and x.dtype == jnp.bfloat16
+    if not fits or tile is None or not tile.divides(depth, width):
+        limit = (
+            f"pallas_mosaic_gpu serves at most {MAX_ROWS} rows of bfloat16, and parts that divide w ({tile})"
+        )
+        raise MatmulArgumentError(f"x and w are {_named(x)} and {_named(w)}, but {limit}; use backend 'xla'")
+    # Imported late: it needs a part of JAX that only NVIDIA's builds bring.
+    from pallas_kernels.decode_matmul.pallas_mosaic_gpu import mosaic_decode_matmul
+
+    return mosaic_decode_matmul(x, w, gated=gated, tile=tile, interpret=interpret)
+
+
+def _named(array: jax.Array) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"

@@ -1,0 +1,204 @@
+"""The product through Pallas' Mosaic GPU back end: NVIDIA Hopper, bfloat16.
+
+Owns: the kernel. Does not know which tile is best, or who multiplies what. Called by: `api`.
+
+With so few rows a product is bound by reading its weights, once, as fast as memory goes. A program makes all
+rows of some columns: one warpgroup fetches blocks of x and w through the tensor memory accelerator into a
+ring in shared memory, the others multiply, 64 rows each. No sum is divided among programs, so nothing is
+added up afterwards, and the order of a sum is the same for any number of rows. Of x, which is small, a cluster
+of programs reads each block once and sends it to all; else narrow tiles would read more of it, from the
+cache, than of the weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.decode_matmul.tiles import BLOCK_K, ROWS, MatmulTile
+
+_WARPGROUP_ROWS = 64
+# (Upstream's annotations make these classes abstract.)
+_TILES = (plgpu.TilingTransform((8, BLOCK_K)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+# Registers of a thread that multiplies, and of one that fetches, where two warpgroups multiply.
+_COMPUTE_REGISTERS, _FETCH_REGISTERS = 232, 40
+
+
+class Product(NamedTuple):
+    """What is fixed when the kernel is compiled."""
+
+    num_rows: int
+    depth: int
+    width: int
+    gated: bool
+    tile: MatmulTile
+    interpret: bool
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of x in shared memory; those behind its last are zeros, and not stored."""
+        return next(rows for rows in ROWS if rows >= self.num_rows)
+
+    @property
+    def num_warpgroups(self) -> int:
+        """That multiply."""
+        return self.tile_rows // _WARPGROUP_ROWS
+
+    @property
+    def num_parts(self) -> int:
+        """Ranges of columns of w that a program reads: of the gate and of up, or one."""
+        return 1 + self.gated
+
+    @property
+    def num_blocks(self) -> int:
+        """Along the sum."""
+        return self.depth // BLOCK_K
+
+
+class _Refs(NamedTuple):
+    """References to global and shared memory, and the barriers by stage of the ring."""
+
+    x: Any  # [num_rows, depth]
+    w: Any  # [depth, num_parts * width]
+    out: Any  # [num_rows, width]
+    x_ring: Any  # [num_stages, tile_rows, BLOCK_K]
+    w_ring: Any  # [num_stages, num_parts, BLOCK_K, columns]
+    result: Any  # [num_warpgroups, 64, columns]
+    ready: Any
+    free: Any
+
+
+def mosaic_decode_matmul(
+    x: jax.Array, w: jax.Array, *, gated: bool, tile: MatmulTile, interpret: bool
+) -> jax.Array:
+    """As `api.decode_matmul`, whose checks have passed."""
+    product = Product(x.shape[0], x.shape[1], w.shape[1] // (1 + gated), gated, tile, interpret)
+    result: jax.Array = _kernel_of(product)(x, w)
+    return result
+
+
+@functools.cache
+def _kernel_of(product: Product) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Kept, and a jit of its own: a model calls it once a layer, but it is traced and lowered once."""
+    tile, num_warpgroups = product.tile, product.num_warpgroups
+    in_cluster: dict[str, Any] = {}
+    if tile.cluster > 1:
+        in_cluster = {"cluster": (tile.cluster,), "cluster_names": ("neighbour",)}
+    # Before a block of x is sent to all programs of a cluster, all of them must be done with the one before.
+    free: Any = (
+        functools.partial(plgpu.ClusterBarrier, collective_axes=("neighbour",))
+        if in_cluster
+        else plgpu.Barrier
+    )
+    ring = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=_TILES)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, product=product),
+        out_type=jax.ShapeDtypeStruct((product.num_rows, product.width), jnp.bfloat16),
+        scratch_types={
+            "x_ring": ring((tile.num_stages, product.tile_rows, BLOCK_K)),
+            "w_ring": ring((tile.num_stages, product.num_parts, BLOCK_K, tile.columns)),
+            "result": ring((num_warpgroups, _WARPGROUP_ROWS, tile.columns)),
+            "ready": plgpu.Barrier(num_arrivals=1 + product.num_parts, num_barriers=tile.num_stages),
+            "free": free(num_arrivals=num_warpgroups, num_barriers=tile.num_stages),
+        },
+        grid=(product.width // (tile.columns * tile.cluster),),
+        grid_names=("columns",),
+        **in_cluster,
+        num_threads=num_warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=plgpu.InterpretGPUParams() if product.interpret else None,
+        kernel_name=f"decode_matmul_{'gated_' if product.gated else ''}{product.tile_rows}",
+    )
+    return jax.jit(kernel)
+
+
+def _kernel(*args: Any, product: Product, **scratch: Any) -> None:
+    """One program: the last of its warpgroups fetches, the others multiply."""
+    refs = _Refs(*args, **scratch)
+    tile, warpgroup = product.tile, lax.axis_index("warpgroup")
+    index = lax.axis_index("columns")
+    if tile.cluster > 1:
+        index = index * tile.cluster + lax.axis_index("neighbour")
+    column = index * tile.columns
+    # With one warpgroup of each kind every thread has as many registers as a thread can have.
+    moves_registers = product.num_warpgroups > 1 and not product.interpret
+
+    @pl.when(warpgroup == product.num_warpgroups)
+    def fetch() -> None:
+        if moves_registers:
+            plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
+        _fetch(product, refs, column)
+
+    @pl.when(warpgroup < product.num_warpgroups)
+    def multiply() -> None:
+        if moves_registers:
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+        _multiply(product, refs, column, warpgroup)
+
+
+def _fetch(product: Product, refs: _Refs, column: Any) -> None:
+    """Copies the blocks of x and of the program's columns, as room comes free."""
+    tile, num_blocks = product.tile, product.num_blocks
+    shared: dict[str, Any] = {"collective_axes": "neighbour"} if tile.cluster > 1 else {}
+
+    def fetch_block(block: Any, _: None) -> None:
+        stage = lax.rem(block, tile.num_stages)
+        pl.when(block >= tile.num_stages)(lambda: plgpu.barrier_wait(refs.free.at[stage]))
+        along = pl.ds(block * BLOCK_K, BLOCK_K)
+        ready = refs.ready.at[stage]
+        plgpu.copy_gmem_to_smem(
+            refs.x.at[pl.ds(0, product.tile_rows), along], refs.x_ring.at[stage], ready, **shared
+        )
+        for part in range(product.num_parts):
+            columns = pl.ds(part * product.width + column, tile.columns)
+            plgpu.copy_gmem_to_smem(refs.w.at[along, columns], refs.w_ring.at[stage, part], ready)
+
+    def await_last(block: Any, _: None) -> None:
+        plgpu.barrier_wait(refs.free.at[lax.rem(block, tile.num_stages)])
+
+    lax.fori_loop(0, num_blocks, fetch_block, None)
+    # Every arrival is waited for, the last ones too.
+    lax.fori_loop(max(num_blocks - tile.num_stages, 0), num_blocks, await_last, None)
+
+
+def _multiply(product: Product, refs: _Refs, column: Any, warpgroup: Any) -> None:
+    """Sums up a warpgroup's 64 rows, and stores them."""
+    num_stages, num_blocks = product.tile.num_stages, product.num_blocks
+    rows = pl.ds(warpgroup * _WARPGROUP_ROWS, _WARPGROUP_ROWS)
+
+    def with_sums(*sums: Any) -> None:
+        def add_block(block: Any, _: None) -> None:
+            stage = lax.rem(block, num_stages)
+            plgpu.barrier_wait(refs.ready.at[stage])
+            for part, part_sums in enumerate(sums):
+                plgpu.wgmma(part_sums, refs.x_ring.at[stage, rows], refs.w_ring.at[stage, part])
+            plgpu.wgmma_wait(len(sums))  # those of the block before have ended
+
+            @pl.when(block > 0)
+            def free_the_block_before() -> None:
+                plgpu.barrier_arrive(refs.free.at[lax.rem(block - 1, num_stages)])
+
+        lax.fori_loop(0, num_blocks, add_block, None)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(refs.free.at[(num_blocks - 1) % num_stages])
+        y = [part_sums[...] for part_sums in sums]
+        refs.result[warpgroup] = (_silu(y[0]) * y[1] if product.gated else y[0]).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        columns = pl.ds(column, product.tile.columns)
+        plgpu.copy_smem_to_gmem(refs.result.at[warpgroup], refs.out.at[rows, columns])
+        plgpu.wait_smem_to_gmem(0)
+
+    sums = [plgpu.ACC((_WARPGROUP_ROWS, product.tile.columns), jnp.float32)] * product.num_parts
+    pl.run_scoped(with_sums, *sums)
+
+
+def _silu(x: Any) -> Any:
+    return x / (1 + jnp.exp(-x))

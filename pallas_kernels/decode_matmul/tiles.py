@@ -1,0 +1,51 @@
+"""Which part of a product one program of the kernel makes, and how far ahead it fetches.
+
+Owns: the sizes and what they must divide; the numbers come from `scripts/benchmark_decode_matmul.py`. Does
+not know how the kernel works. Called by: every module of the package; tests and the benchmark pass tiles of
+their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Elements of a row of x, and rows of w, that are fetched at once: 128 bytes, the widest row that is swizzled.
+BLOCK_K = 64
+# Rows of x of one program; two warpgroups share the weights if there are more than 64.
+ROWS = (64, 128)
+# Programs below which a device's memory is not kept busy.
+_MIN_PROGRAMS = 64
+
+
+@dataclass(frozen=True)
+class MatmulTile:
+    """What one program does; all rows of x are in each.
+
+    Attributes:
+      columns: of the result, a multiple of 64; of a gated product it reads twice as many.
+      num_stages: blocks of x and w in shared memory.
+      cluster: programs, of neighbouring columns, to which a block of x is sent at once.
+    """
+
+    columns: int
+    num_stages: int
+    cluster: int = 1
+
+    def divides(self, depth: int, width: int) -> bool:
+        """Whether a product over `depth` elements, `width` columns wide, is made of such parts."""
+        return depth % BLOCK_K == 0 and width % (self.columns * self.cluster) == 0
+
+
+def default_tile(num_rows: int, depth: int, width: int, *, gated: bool) -> MatmulTile | None:
+    """The measured choice for x [num_rows, depth] and a result [num_rows, width]; None: leave it to XLA.
+
+    Narrow tiles keep all multiprocessors busy without dividing sums, and a cluster saves what they would read
+    of x again and again. A gated product has two columns of weights for each of its own, and enough of them
+    for wide tiles.
+    """
+    wide = (MatmulTile(128, 3),) if gated else ()
+    narrow = tuple(MatmulTile(64, 6 if gated else 8, cluster) for cluster in (4, 2, 1))
+    for tile in (*wide, *narrow):
+        if tile.divides(depth, width) and width // tile.columns >= _MIN_PROGRAMS:
+            return tile
+    return None

@@ -1,0 +1,18 @@
+"""The same product in plain XLA: what the kernel is tested against, and what serves everything else.
+
+Owns: nothing but the formula. Called by: `api`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def xla_decode_matmul(x: jax.Array, w: jax.Array, *, gated: bool) -> jax.Array:
+    """As `api.decode_matmul`; sums and the gate in float32, rounded once."""
+    y = jnp.matmul(x, w, preferred_element_type=jnp.float32)
+    if gated:
+        gate, up = jnp.split(y, 2, axis=1)
+        y = jax.nn.silu(gate) * up
+    return y.astype(x.dtype)

@@ -1,0 +1,138 @@
+"""Products of few rows: the Hopper kernel, interpreted, and what it lowers to, against float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.decode_matmul import (
+    MatmulArgumentError,
+    MatmulTile,
+    choose_backend,
+    decode_matmul,
+    default_tile,
+)
+from tests.kernels.cross_lower import lower_for_cuda
+
+SHAPE = jax.ShapeDtypeStruct
+INTERPRETED = {"backend": "pallas_mosaic_gpu", "interpret": True}
+SMALL = MatmulTile(64, 3)
+# (depth, width, gated) of llama2-13b-gqa10: gate and up, down, queries with keys and values, out.
+PROJECTIONS = {
+    "gate_up": (5120, 13824, True),
+    "down": (13824, 5120, False),
+    "qkv": (5120, 7680, False),
+    "out": (5120, 5120, False),
+}
+
+
+def arrays(num_rows, depth, width, *, gated, seed=0):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal((num_rows, depth)), jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((depth, width * (1 + gated))) / np.sqrt(depth), jnp.bfloat16)
+    return x, w
+
+
+def in_float64(x, w, *, gated):
+    y = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    if gated:
+        gate, up = np.split(y, 2, axis=1)
+        y = gate / (1 + np.exp(-gate)) * up
+    return y
+
+
+def assert_equals(got, want):
+    """But for the rounding to bfloat16, and float32 sums."""
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("num_rows", [64, 128])
+def test_interpreted(num_rows, gated):
+    x, w = arrays(num_rows, 320, 128, gated=gated)
+    got = decode_matmul(x, w, gated=gated, tile=SMALL, **INTERPRETED)
+    assert_equals(got, in_float64(x, w, gated=gated))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_xla(gated):
+    x, w = arrays(5, 96, 40, gated=gated)
+    assert_equals(decode_matmul(x, w, gated=gated, backend="xla"), in_float64(x, w, gated=gated))
+
+
+@pytest.mark.parametrize("num_rows", [16, 128])
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_lowers(name, num_rows):
+    depth, width, gated = PROJECTIONS[name]
+    x, w = SHAPE((num_rows, depth), jnp.bfloat16), SHAPE((depth, width * (1 + gated)), jnp.bfloat16)
+    text = lower_for_cuda(lambda x, w: decode_matmul(x, w, gated=gated, backend="pallas_mosaic_gpu"), x, w)
+    assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, "pallas_mosaic_gpu"),
+        ({"num_rows": 129}, "xla"),  # arithmetic is the limit
+        ({"dtype": "float16"}, "xla"),
+        ({"depth": 5120 + 32}, "xla"),
+        ({"width": 5120 + 32}, "xla"),
+        ({"width": 2048}, "xla"),  # too few columns for all of a device
+        ({"device": None}, "xla"),
+    ],
+)
+def test_what_is_chosen(changed, expected):
+    h200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+    what = {"num_rows": 128, "depth": 5120, "width": 5120, "dtype": "bfloat16", "device": h200} | changed
+    sizes = [what.pop(name) for name in ("num_rows", "depth", "width")]
+    assert choose_backend(*sizes, gated=False, **what) == expected
+    assert choose_backend(*sizes, gated=False, **what | {"device": jax.devices()[0]}) == "xla", "no GPU"
+
+
+def test_tiles():
+    assert default_tile(128, 5120, 13824, gated=True).columns == 128
+    assert default_tile(128, 5120, 64 * 81, gated=False) == MatmulTile(64, 8, 1), "no clusters of neighbours"
+    assert default_tile(128, 5120, 64 * 82, gated=False).cluster == 2
+
+
+@pytest.mark.parametrize(
+    ("shapes", "how", "says"),
+    [
+        (((2, 64), (32, 64)), {}, "x and w are bfloat16.2, 64. and bfloat16.32, 64., but must be"),
+        (((0, 64), (64, 64)), {}, "none of them 0"),
+        (((2, 64), (64, 65)), {"gated": True}, "a column of up for each"),
+        (((2, 64), (64, 64)), {"backend": "cuda"}, "backend is 'cuda', but must be one of"),
+        (((129, 64), (64, 64)), {"backend": "pallas_mosaic_gpu", "tile": SMALL}, "at most 128 rows"),
+        (((2, 64), (64, 96)), {"backend": "pallas_mosaic_gpu", "tile": SMALL}, "use backend 'xla'"),
+        (((2, 64), (64, 64)), {"backend": "pallas_mosaic_gpu"}, "parts that divide w .None"),
+    ],
+)
+def test_refusals(shapes, how, says):
+    x, w = (jnp.zeros(shape, jnp.bfloat16) for shape in shapes)
+    with pytest.raises(MatmulArgumentError, match=says):
+        decode_matmul(x, w, **how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 16, 64, 100, 128])
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_on_a_gpu(name, num_rows):
+    """Every time the same bits, which other rows do not change, NaN among them."""
+    depth, width, gated = PROJECTIONS[name]
+    if (
+        choose_backend(num_rows, depth, width, gated=gated, dtype="bfloat16", device=jax.devices()[0])
+        == "xla"
+    ):
+        pytest.skip("the kernel does not run here")
+    x, w = arrays(num_rows, depth, width, gated=gated)
+    product = jax.jit(lambda x, w: decode_matmul(x, w, gated=gated))
+    got = product(x, w)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), in_float64(x, w, gated=gated), rtol=2**-8, atol=1e-3
+    )
+    for _ in range(3):
+        np.testing.assert_array_equal(product(x, w), got)
+    np.testing.assert_array_equal(product(x.at[num_rows // 2 + 1 :].set(jnp.nan), w)[0], got[0])
