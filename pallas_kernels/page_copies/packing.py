@@ -37,7 +37,7 @@ import numpy as np
 # 32 tokens and heads of 128 needs more than 8 of its 32 places.
 _NUMBERS_PER_PLACE = 128
 _LEAST_TOKENS = 2
-_MOST_BELOW = np.int32(15)
+MOST_BELOW = np.int32(15)
 ZERO, ESCAPE = np.int32(14), np.int32(15)
 
 
@@ -107,12 +107,17 @@ def signed_mantissas(bits: Any) -> Any:
 
 def columns_below(highest: Any) -> Any:
     """What columns count by, of [..., head_dim] largest exponents."""
-    return jnp.minimum(highest.max(axis=-1, keepdims=True) - highest, _MOST_BELOW)
+    return jnp.minimum(highest.max(axis=-1, keepdims=True) - highest, MOST_BELOW)
 
 
 def rows_of(exponent: Any, column: Any) -> Any:
     """What rows count by, of [..., head_dim] exponents; `column` is what columns do."""
-    return jnp.where(exponent == np.int32(0), np.int32(0), exponent + column).max(axis=-1)
+    return weights_of(exponent, column).max(axis=-1)
+
+
+def weights_of(exponent: Any, column: Any) -> Any:
+    """What rows count by is the largest of these."""
+    return jnp.where(exponent == np.int32(0), np.int32(0), exponent + column)
 
 
 def codes_of(exponent: Any, reference: Any) -> Any:

@@ -78,7 +78,10 @@ def _scatter(
 ) -> list[jax.Array]:
     """One launch."""
     kernel = functools.partial(_scatter_kernel, num_chunks=len(chunks))
-    write = write_in_place(kernel, "scatter_pages", pools, len(chunks), _NUM_WARPS, interpret=interpret)
+    grid = (len(pools), pools[0].shape[2])
+    write = write_in_place(
+        kernel, "scatter_pages", pools, len(chunks), _NUM_WARPS, grid=grid, interpret=interpret
+    )
     return list(write(pages, first, *chunks, *pools))  # as `pools`: a compiled caller tells lists from tuples
 
 
@@ -89,14 +92,15 @@ def write_in_place(
     num_chunks: int,
     num_warps: int,
     *,
+    grid: tuple[int, ...],
     interpret: bool,
 ) -> Callable[..., Any]:
-    """One launch with a program for each layer and head row: (pages, first, *chunks, *pools) to the pools."""
+    """One launch of as many programs as `grid` says: (pages, first, *chunks, *pools) to the pools."""
     num_inputs = 2 + num_chunks
     write: Callable[..., Any] = pl.pallas_call(
         kernel,
         out_shape=[like(pool, pool.shape, pool.dtype) for pool in pools],
-        grid=(len(pools), pools[0].shape[2]),
+        grid=grid,
         input_output_aliases={num_inputs + i: i for i in range(len(pools))},
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
