@@ -194,7 +194,9 @@ def _unpack_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_chunks: int, 
     head, layer, chunk = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     page, num_pages = pages_ref[first_ref[0] + chunk], pool_refs[0].shape[0]
     block = _block(tile)
-    numbers = _switch(chunk, [functools.partial(_load_tile, ref, layer, head, block, tile) for ref in chunk_refs])
+    load = functools.partial(_load_packed, layer=layer, head=head, block=block, tile=tile)
+    packed = _switch(chunk, [functools.partial(load, ref) for ref in chunk_refs])
+    numbers = _unpacked(*(part.astype(jnp.int32) for part in packed), block, tile)
     for i, pool_ref in enumerate(pool_refs):
 
         @pl.when((layer == i) & (page > 0) & (page < num_pages))
@@ -202,43 +204,59 @@ def _unpack_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_chunks: int, 
             plgpu.store(pool_ref.at[page, block.rows, head, block.columns], numbers)
 
 
-def _load_tile(chunk_ref: Any, layer: Any, head: Any, block: _Block, tile: PackedTile) -> Any:
-    """Its numbers."""
-    mantissas = plgpu.load(chunk_ref.at[layer, block.rows, head, block.columns]).astype(jnp.int32)
-    code_rows = jax.lax.rem(block.rows, np.int32(tile.page_size // 2)) + np.int32(tile.page_size)
-    nibbles = plgpu.load(chunk_ref.at[layer, code_rows, head, block.columns]).astype(jnp.int32)
-    tokens = jnp.arange(tile.page_size, dtype=jnp.int32).reshape(2, tile.page_size // 2)
-    row = plgpu.load(_tail(chunk_ref, layer, head, tokens, tile)).astype(jnp.int32)
-    half_row = np.int32(tile.head_dim // 2)
-    lanes = jnp.arange(tile.head_dim, dtype=jnp.int32).reshape(block.columns.shape[2:])
-    pairs = jax.lax.rem(lanes, half_row) + np.int32(tile.page_size)
-    column = plgpu.load(_tail(chunk_ref, layer, head, pairs, tile)).astype(jnp.int32)
-    column = (column >> (jax.lax.div(lanes, half_row) * np.int32(4))) & np.int32(0xF)
+def _load_packed(chunk_ref: Any, layer: Any, head: Any, block: _Block, tile: PackedTile) -> list[Any]:
+    """Bytes of one tile: mantissas, codes, rows, columns and the list of escapes."""
+    half, half_row = np.int32(tile.page_size // 2), np.int32(tile.head_dim // 2)
+    code_rows = jax.lax.rem(block.rows, half) + np.int32(tile.page_size)
+    tokens = jnp.arange(tile.page_size, dtype=jnp.int32).reshape(block.rows.shape[:2])
+    pairs = jax.lax.rem(_lanes(block, tile), half_row) + np.int32(tile.page_size)
+    places = _list_places(tile) + np.int32(tile.first_place)
+    return [
+        plgpu.load(chunk_ref.at[layer, block.rows, head, block.columns]),
+        plgpu.load(chunk_ref.at[layer, code_rows, head, block.columns]),
+        plgpu.load(_tail(chunk_ref, layer, head, tokens, tile)),
+        plgpu.load(_tail(chunk_ref, layer, head, pairs, tile)),
+        plgpu.load(
+            _tail(chunk_ref, layer, head, places, tile),
+            mask=_list_places(tile) < np.int32(tile.num_places),
+            other=np.uint8(0),
+        ),
+    ]
+
+
+def _unpacked(mantissas: Any, code_bytes: Any, row: Any, column_bytes: Any, listed: Any, block: _Block, tile: PackedTile) -> Any:
+    """The numbers of a tile."""
     shifts = jax.lax.broadcasted_iota(jnp.int32, block.rows.shape, 0) * np.int32(4)
-    codes = (nibbles >> shifts) & np.int32(0xF)
+    codes = (code_bytes >> shifts) & np.int32(0xF)
+    is_high = jax.lax.div(_lanes(block, tile), np.int32(tile.head_dim // 2))
+    column = (column_bytes >> (is_high * np.int32(4))) & np.int32(0xF)
     exponent = exponents_of(codes, row[:, :, None, None] - column[None, None], np.int32(0))
 
-    def escaped() -> Any:
-        numbers = jnp.where(codes == ESCAPE, _number(block, tile), _NOWHERE)
+    def next_after(number: Any) -> Any:
+        numbers = _number(block, tile)
+        return _over_all(jnp.min, jnp.where((codes == ESCAPE) & (numbers > number), numbers, _NOWHERE))
 
+    def with_escapes() -> Any:
         def place(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-            place, found, exponent = carry
-            value = _tail_number(chunk_ref, layer, head, place, tile)
-            exponent = jnp.where(numbers == found, value, exponent)
-            following = _over_all(jnp.min, jnp.where(numbers > found, numbers, _NOWHERE))
-            return place + np.int32(1), following, exponent
+            place, number, exponent = carry
+            escaped = jnp.where(_list_places(tile) == place, listed, np.int32(0)).sum()
+            exponent = jnp.where(_number(block, tile) == number, escaped, exponent)
+            return place + np.int32(1), next_after(number), exponent
 
-        def has_place(carry: tuple[Any, Any, Any]) -> Any:
-            return (carry[0] < np.int32(tile.num_places)) & (carry[1] < _NOWHERE)
+        start = (np.int32(0), next_after(np.int32(-1)), exponent)
+        return jax.lax.while_loop(lambda carry: carry[1] < _NOWHERE, place, start)[2]
 
-        return jax.lax.while_loop(has_place, place, (np.int32(0), _over_all(jnp.min, numbers), exponent))[2]
-
-    exponent = jax.lax.cond(_has_escapes(codes), escaped, lambda: exponent)
+    exponent = jax.lax.cond(_has_escapes(codes), with_escapes, lambda: exponent)
     return as_numbers(bits_of(exponent, mantissas))
 
 
-def _tail_number(chunk_ref, layer, head, place, tile):
-    return plgpu.load(_tail(chunk_ref, layer, head, place + np.int32(tile.first_place), tile)).astype(jnp.int32)
+def _list_places(tile: PackedTile) -> Any:
+    """As many as there are places or, since blocks are powers of two, more."""
+    return jnp.arange(pl.next_power_of_2(tile.num_places), dtype=jnp.int32)
+
+
+def _lanes(block: _Block, tile: PackedTile) -> Any:
+    return jnp.arange(tile.head_dim, dtype=jnp.int32).reshape(block.columns.shape[2:])
 
 
 def _switch(index: Any, branches: list[Any]) -> Any:
