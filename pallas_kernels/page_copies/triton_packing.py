@@ -177,13 +177,12 @@ def _escaped(codes: Any, exponent: Any, places: Any, block: _Block, tile: Packed
     )
 
     def place(number: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        last, escaped = carry
-        keys = (_number(block, tile) << np.int32(8)) | exponent
-        is_next = (codes == ESCAPE) & (keys > last)
-        key = _over_all(jnp.min, jnp.where(is_next, keys, _NOWHERE))
-        return key, jnp.where(places == number, key & np.int32(0xFF), escaped)
+        first, escaped = carry
+        keys = jnp.where(codes == ESCAPE, (_number(block, tile) << np.int32(8)) | exponent, _NOWHERE)
+        key = _least(keys, first)
+        return key + np.int32(1), jnp.where(places == number, key & np.int32(0xFF), escaped)
 
-    start = (np.int32(-1), jnp.zeros(places.shape, jnp.int32))
+    start = (np.int32(0), jnp.zeros(places.shape, jnp.int32))
     num_placed = jnp.minimum(num_escapes, np.int32(tile.num_places))
     return jax.lax.fori_loop(np.int32(0), num_placed, place, start)[1], num_escapes
 
@@ -232,18 +231,17 @@ def _unpacked(mantissas: Any, code_bytes: Any, row: Any, column_bytes: Any, list
     column = (column_bytes >> (is_high * np.int32(4))) & np.int32(0xF)
     exponent = exponents_of(codes, row[:, :, None, None] - column[None, None], np.int32(0))
 
-    def next_after(number: Any) -> Any:
-        numbers = _number(block, tile)
-        return _over_all(jnp.min, jnp.where((codes == ESCAPE) & (numbers > number), numbers, _NOWHERE))
+    def next_from(first: Any) -> Any:
+        return _least(jnp.where(codes == ESCAPE, _number(block, tile), _NOWHERE), first)
 
     def with_escapes() -> Any:
         def place(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             place, number, exponent = carry
             escaped = jnp.where(_list_places(tile) == place, listed, np.int32(0)).sum()
             exponent = jnp.where(_number(block, tile) == number, escaped, exponent)
-            return place + np.int32(1), next_after(number), exponent
+            return place + np.int32(1), next_from(number + np.int32(1)), exponent
 
-        start = (np.int32(0), next_after(np.int32(-1)), exponent)
+        start = (np.int32(0), next_from(np.int32(0)), exponent)
         return jax.lax.while_loop(lambda carry: carry[1] < _NOWHERE, place, start)[2]
 
     exponent = jax.lax.cond(_has_escapes(codes), with_escapes, lambda: exponent)
@@ -276,6 +274,12 @@ def _number(block: _Block, tile: PackedTile) -> Any:
 
 def _has_escapes(codes: Any) -> Any:
     return _over_all(jnp.max, codes) == ESCAPE
+
+
+def _least(keys: Any, first: Any) -> Any:
+    """The least of a block's keys from `first` on: what is below becomes large without its sign."""
+    distance = jax.lax.bitcast_convert_type(keys - first, jnp.uint32)
+    return jax.lax.bitcast_convert_type(_over_all(jnp.min, distance), jnp.int32) + first
 
 
 def _over_all(reduce: Any, block: Any) -> Any:
