@@ -38,34 +38,63 @@ from pallas_kernels.page_copies.packing import (
 )
 from pallas_kernels.page_copies.pallas_triton import in_launches, launches, like, write_in_place
 
-_NUMBERS_PER_WARP = 1024  # 32 a thread, of each of the few blocks of 32 bits that are alive at once
 _GROUP = 8  # numbers that a thread loads at once, 16 bytes
 _NOWHERE = np.int32(2**31 - 1)
 
 
+class Launches(NamedTuple):
+    """How the work is cut up; any values give the same bits.
+
+    Attributes:
+      numbers_per_warp: of a tile; 1,024 are 32 a thread, of each of the few blocks of 32 bits that are alive
+        at once.
+      max_chunks: of one launch.
+    """
+
+    numbers_per_warp: int = 1024
+    max_chunks: int = 16
+
+
+_DEFAULT = Launches()
+
+
 def triton_pack(
-    pools: Sequence[jax.Array], pages: jax.Array, *, interpret: bool
+    pools: Sequence[jax.Array], pages: jax.Array, *, interpret: bool, cut: Launches = _DEFAULT
 ) -> tuple[list[jax.Array], jax.Array]:
     """See `packed_copies.gather_packed`; arguments are already checked."""
     chunks: list[jax.Array] = []
     num_unplaced: list[jax.Array] = []
-    for first, num_chunks in launches(pools[0], pages.shape[0]):
-        *some, unplaced = _pack(list(pools), pages, first, num_chunks=num_chunks, interpret=interpret)
+    for first, num_chunks in launches(pages.shape[0], cut.max_chunks):
+        *some, unplaced = _pack(
+            list(pools), pages, first, num_chunks=num_chunks, interpret=interpret, cut=cut
+        )
         chunks += some
-        num_unplaced.append(unplaced.max(axis=(1, 2)))
-    return chunks, jnp.concatenate(num_unplaced)
+        num_unplaced.append(unplaced)
+    return chunks, jnp.concatenate(num_unplaced).max(axis=(1, 2))
 
 
 def triton_unpack(
-    pools: Sequence[jax.Array], chunks: Sequence[jax.Array], pages: jax.Array, *, interpret: bool
+    pools: Sequence[jax.Array],
+    chunks: Sequence[jax.Array],
+    pages: jax.Array,
+    *,
+    interpret: bool,
+    cut: Launches = _DEFAULT,
 ) -> list[jax.Array]:
     """See `packed_copies.scatter_packed`; arguments are already checked."""
-    return in_launches(functools.partial(_unpack, interpret=interpret), pools, chunks, pages)
+    scatter = functools.partial(_unpack, interpret=interpret, cut=cut)
+    return in_launches(scatter, pools, chunks, pages, cut.max_chunks)
 
 
-@functools.partial(jax.jit, static_argnames=("num_chunks", "interpret"))  # lowered once for all launches
+@functools.partial(jax.jit, static_argnames=("num_chunks", "interpret", "cut"))  # lowered once for all launches
 def _pack(
-    pools: list[jax.Array], pages: jax.Array, first: jax.Array, *, num_chunks: int, interpret: bool
+    pools: list[jax.Array],
+    pages: jax.Array,
+    first: jax.Array,
+    *,
+    num_chunks: int,
+    interpret: bool,
+    cut: Launches,
 ) -> list[jax.Array]:
     """One launch: its chunks, then i32[num_chunks, num_layers, head rows] escapes without a place."""
     num_heads, tile = pools[0].shape[2], _tile(pools[0])
@@ -77,21 +106,31 @@ def _pack(
             like(pools[0], (num_chunks, len(pools), num_heads), jnp.int32),
         ],
         grid=(num_heads, len(pools), num_chunks),
-        compiler_params=plgpu.CompilerParams(num_warps=_num_warps(tile), num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=_num_warps(tile, cut), num_stages=1),
         interpret=interpret,
         name=f"pack_pages_{num_chunks}",
     )(pages, first, *pools)
     return packed
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))
+@functools.partial(jax.jit, static_argnames=("interpret", "cut"))
 def _unpack(
-    pools: list[jax.Array], chunks: list[jax.Array], pages: jax.Array, first: jax.Array, *, interpret: bool
+    pools: list[jax.Array],
+    chunks: list[jax.Array],
+    pages: jax.Array,
+    first: jax.Array,
+    *,
+    interpret: bool,
+    cut: Launches,
 ) -> list[jax.Array]:
     """One launch."""
     tile = _tile(pools[0])
     kernel = functools.partial(_unpack_kernel, num_chunks=len(chunks), tile=tile)
-    write = write_in_place(kernel, "unpack_pages", pools, len(chunks), _num_warps(tile), grid=(pools[0].shape[2], len(pools), len(chunks)), interpret=interpret)
+    grid = (pools[0].shape[2], len(pools), len(chunks))
+    num_warps = _num_warps(tile, cut)
+    write = write_in_place(
+        kernel, "unpack_pages", pools, len(chunks), num_warps, grid=grid, interpret=interpret
+    )
     return list(write(pages, first, *chunks, *pools))  # as `pools`: a compiled caller tells lists from tuples
 
 
@@ -99,8 +138,8 @@ def _tile(pool: jax.Array) -> PackedTile:
     return PackedTile(pool.shape[1], pool.shape[3])
 
 
-def _num_warps(tile: PackedTile) -> int:
-    return min(max(tile.page_size * tile.head_dim // _NUMBERS_PER_WARP, 1), 8)
+def _num_warps(tile: PackedTile, cut: Launches) -> int:
+    return min(max(tile.page_size * tile.head_dim // cut.numbers_per_warp, 1), 8)
 
 
 class _Block(NamedTuple):
