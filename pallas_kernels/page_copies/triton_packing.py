@@ -269,22 +269,22 @@ def _unpacked(mantissas: Any, code_bytes: Any, row: Any, column_bytes: Any, list
     is_high = jax.lax.div(_lanes(block, tile), np.int32(tile.head_dim // 2))
     column = (column_bytes >> (is_high * np.int32(4))) & np.int32(0xF)
     exponent = exponents_of(codes, row[:, :, None, None] - column[None, None], np.int32(0))
+    bits = bits_of(exponent, mantissas)
 
     def next_from(first: Any) -> Any:
         return _least(jnp.where(codes == ESCAPE, _number(block, tile), _NOWHERE), first)
 
     def with_escapes() -> Any:
         def place(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-            place, number, exponent = carry
+            place, number, bits = carry
             escaped = jnp.where(_list_places(tile) == place, listed, np.int32(0)).sum()
-            exponent = jnp.where(_number(block, tile) == number, escaped, exponent)
-            return place + np.int32(1), next_from(number + np.int32(1)), exponent
+            bits = jnp.where(_number(block, tile) == number, bits | (escaped << np.int32(7)), bits)
+            return place + np.int32(1), next_from(number + np.int32(1)), bits
 
-        start = (np.int32(0), next_from(np.int32(0)), exponent)
+        start = (np.int32(0), next_from(np.int32(0)), bits)
         return jax.lax.while_loop(lambda carry: carry[1] < _NOWHERE, place, start)[2]
 
-    exponent = jax.lax.cond(_has_escapes(codes), with_escapes, lambda: exponent)
-    return as_numbers(bits_of(exponent, mantissas))
+    return as_numbers(jax.lax.cond(_has_escapes(codes), with_escapes, lambda: bits))
 
 
 def _list_places(tile: PackedTile) -> Any:
