@@ -86,7 +86,9 @@ def triton_unpack(
     return in_launches(scatter, pools, chunks, pages, cut.max_chunks)
 
 
-@functools.partial(jax.jit, static_argnames=("num_chunks", "interpret", "cut"))  # lowered once for all launches
+@functools.partial(
+    jax.jit, static_argnames=("num_chunks", "interpret", "cut")
+)  # lowered once for all launches
 def _pack(
     pools: list[jax.Array],
     pages: jax.Array,
@@ -177,7 +179,10 @@ def _pack_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_pools: int, til
     head, layer, chunk = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     page = pages_ref[first_ref[0] + chunk]
     block = _block(tile)
-    numbers = _switch(layer, [lambda ref=ref: plgpu.load(ref.at[page, block.rows, head, block.columns]) for ref in pool_refs])
+    numbers = _switch(
+        layer,
+        [lambda ref=ref: plgpu.load(ref.at[page, block.rows, head, block.columns]) for ref in pool_refs],
+    )
     bits = as_bits(numbers)
     exponent = exponents(bits)
     highest = exponent.max(axis=0).max(axis=0)
@@ -262,7 +267,9 @@ def _load_packed(chunk_ref: Any, layer: Any, head: Any, block: _Block, tile: Pac
     ]
 
 
-def _unpacked(mantissas: Any, code_bytes: Any, row: Any, column_bytes: Any, listed: Any, block: _Block, tile: PackedTile) -> Any:
+def _unpacked(
+    mantissas: Any, code_bytes: Any, row: Any, column_bytes: Any, listed: Any, block: _Block, tile: PackedTile
+) -> Any:
     """The numbers of a tile."""
     shifts = jax.lax.broadcasted_iota(jnp.int32, block.rows.shape, 0) * np.int32(4)
     codes = (code_bytes >> shifts) & np.int32(0xF)
