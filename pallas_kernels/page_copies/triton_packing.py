@@ -4,11 +4,11 @@ Owns: the two kernels and their launches. Does not know what the format is for.
 Called by: `packed_copies`. Upstream has deprecated this back end; see `pallas_triton`, whose launches these
 are like, but that a program moves one tile: many small programs hide each other's waits.
 
-A tile is one block [2, rows, groups, numbers] from the load to the store: its halves, whose codes share bytes,
-are both in one thread, and so are the numbers of a group. As bytes they are no longer run in memory than as
-numbers, so that the compiler gives both to the same threads, and nothing moves between these but what rows,
-columns and the tile have in common. Half of all tiles have no escape and one in twenty has more than two, so
-escapes are looked for one by one, in the order of their numbers.
+A tile is one block [halves, rows, groups, numbers] from the load to the store. Numbers whose codes share a
+byte are in one thread, and so are those of a group. A group is no longer in bytes than in numbers, so the
+compiler gives both to the same threads, and nothing moves between these but what rows, columns and the tile
+have in common. Half of all tiles have no escape and one in thirty more than two: escapes are looked for one
+by one, in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -179,22 +179,23 @@ def _pack_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_pools: int, til
     head, layer, chunk = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     page = pages_ref[first_ref[0] + chunk]
     block = _block(tile)
-    numbers = _switch(
-        layer,
-        [lambda ref=ref: plgpu.load(ref.at[page, block.rows, head, block.columns]) for ref in pool_refs],
-    )
-    bits = as_bits(numbers)
+
+    def load(pool_ref: Any) -> Any:
+        return plgpu.load(pool_ref.at[page, block.rows, head, block.columns])
+
+    bits = as_bits(_switch(layer, [functools.partial(load, ref) for ref in pool_refs]))
     exponent = exponents(bits)
     highest = exponent.max(axis=0).max(axis=0)
     column = jnp.minimum(highest.max(axis=1).max(axis=0) - highest, MOST_BELOW)
-    row = weights_of(exponent, column).max(axis=3).max(axis=2)
-    codes = codes_of(exponent, row[:, :, None, None] - column[None, None])
+    weights = weights_of(exponent, column)
+    row = jnp.maximum(weights.max(axis=3).max(axis=2), np.int32(0))
+    codes = codes_of(row[:, :, None, None] - weights)
     mantissas = signed_mantissas(bits).astype(jnp.uint8)
     nibbles = _joined(codes).astype(jnp.uint8)
     half_row = tile.head_dim // 2
     column_bytes = _joined(column.reshape(2, half_row)).astype(jnp.uint8)
-    places = jnp.arange(pl.next_power_of_2(tile.num_places), dtype=jnp.int32)
-    escaped, num_escapes = _escaped(codes, exponent, places, block, tile)
+    places = _list_places(tile)
+    escaped, num_escapes = _escaped(codes, exponent, block, tile)
     lost_ref[chunk, layer, head] = jnp.maximum(num_escapes - np.int32(tile.num_places), np.int32(0))
     for i, chunk_ref in enumerate(chunk_refs):
 
@@ -211,8 +212,9 @@ def _pack_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_pools: int, til
             plgpu.store(list_ref, escaped.astype(jnp.uint8), mask=places < np.int32(tile.num_places))
 
 
-def _escaped(codes: Any, exponent: Any, places: Any, block: _Block, tile: PackedTile) -> tuple[Any, Any]:
+def _escaped(codes: Any, exponent: Any, block: _Block, tile: PackedTile) -> tuple[Any, Any]:
     """The list of escapes, and how many there are."""
+    places = _list_places(tile)
     any_escape = _has_escapes(codes)
     num_escapes = jax.lax.cond(
         any_escape,
@@ -239,7 +241,7 @@ def _unpack_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_chunks: int, 
     block = _block(tile)
     load = functools.partial(_load_packed, layer=layer, head=head, block=block, tile=tile)
     packed = _switch(chunk, [functools.partial(load, ref) for ref in chunk_refs])
-    numbers = _unpacked(*(part.astype(jnp.int32) for part in packed), block, tile)
+    numbers = _unpacked([part.astype(jnp.int32) for part in packed], block, tile)
     for i, pool_ref in enumerate(pool_refs):
 
         @pl.when((layer == i) & (page > 0) & (page < num_pages))
@@ -267,10 +269,9 @@ def _load_packed(chunk_ref: Any, layer: Any, head: Any, block: _Block, tile: Pac
     ]
 
 
-def _unpacked(
-    mantissas: Any, code_bytes: Any, row: Any, column_bytes: Any, listed: Any, block: _Block, tile: PackedTile
-) -> Any:
-    """The numbers of a tile."""
+def _unpacked(packed: list[Any], block: _Block, tile: PackedTile) -> Any:
+    """The numbers of a tile, of what `_load_packed` returns as i32."""
+    mantissas, code_bytes, row, column_bytes, listed = packed
     shifts = jax.lax.broadcasted_iota(jnp.int32, block.rows.shape, 0) * np.int32(4)
     codes = (code_bytes >> shifts) & np.int32(0xF)
     is_high = jax.lax.div(_lanes(block, tile), np.int32(tile.head_dim // 2))
@@ -300,10 +301,12 @@ def _list_places(tile: PackedTile) -> Any:
 
 
 def _lanes(block: _Block, tile: PackedTile) -> Any:
+    """Columns of a row, as [groups, numbers]."""
     return jnp.arange(tile.head_dim, dtype=jnp.int32).reshape(block.columns.shape[2:])
 
 
 def _switch(index: Any, branches: list[Any]) -> Any:
+    """What one of them returns."""
     return jax.lax.switch(index, branches) if len(branches) > 1 else branches[0]()
 
 
@@ -319,6 +322,7 @@ def _number(block: _Block, tile: PackedTile) -> Any:
 
 
 def _has_escapes(codes: Any) -> Any:
+    """Whether any is one: half of what counting them takes."""
     return _over_all(jnp.max, codes) == ESCAPE
 
 

@@ -4,7 +4,7 @@ Owns: what is tried, its check and its time. Does not know: which way is the bes
 Called by: `benchmark_packing`, with `--kernels_only`.
 
 A call moves pages that none of the calls before it moved, until all were, so that caches are no help. Before
-anything is timed, chunks are compared byte by byte with the form that XLA packs, and pages with what they were.
+anything is timed, chunks are compared byte by byte with what XLA packs, and pages with what they were.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """One way to do one thing: `call` takes pools, chunks and pages, and is lowered with the pools donated."""
+    """One way to do one thing: `call` takes pools, chunks and pages."""
 
     name: str
     call: Callable[..., Any]
@@ -144,7 +144,7 @@ def _run(variant: Variant, call: Callable[..., Any], pages: _Pages) -> float:
 
 
 def measure_variants(shape: Shape, num_repeats: int) -> dict[str, dict[str, Any]]:
-    """By name: of calls in a row, seconds of the host a call, and of its kernels in the trace (none on CPUs)."""
+    """By name, seconds a call: as the host sees calls in a row, and of kernels in a trace (none on CPUs)."""
     interpret = jax.default_backend() == "cpu"
     pages = _Pages(shape)
     tried = list(variants(interpret, _CUTS[:1] if interpret else _CUTS))
