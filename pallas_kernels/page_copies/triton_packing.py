@@ -38,6 +38,7 @@ from pallas_kernels.page_copies.packing import (
 )
 from pallas_kernels.page_copies.pallas_triton import in_launches, launches, like, write_in_place
 
+_MAX_WARPS = 16
 _GROUP = 8  # numbers that a thread loads at once, 16 bytes
 _NOWHERE = np.int32(2**31 - 1)
 
@@ -141,7 +142,7 @@ def _tile(pool: jax.Array) -> PackedTile:
 
 
 def _num_warps(tile: PackedTile, cut: Launches) -> int:
-    return min(max(tile.page_size * tile.head_dim // cut.numbers_per_warp, 1), 8)
+    return min(max(tile.page_size * tile.head_dim // cut.numbers_per_warp, 1), _MAX_WARPS)
 
 
 class _Block(NamedTuple):
