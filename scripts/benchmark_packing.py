@@ -1,10 +1,14 @@
 """What packing chunks on their way to host memory costs the device, and what it saves the link.
 
     python scripts/benchmark_packing.py --model=random:llama2-13b-gqa10 --dtype=bfloat16 --trace
+    python scripts/benchmark_packing.py --model=random:llama2-13b-gqa10 --kernels_only
 
 Batches of chunks, as they are and packed, between the pages of one runner and pinned host memory:
 - gathers and scatters by themselves, and with the copies that follow or precede them, several in a row;
 - the same beside decode steps, one batch a step, against the steps alone.
+With `--kernels_only` nothing of this, but one group of layers' pools and the kernels by themselves, cut up in
+several ways (`kernels/packing_variants.py`), in a minute.
+
 With `--trace` also what the device did in each, kernel by kernel. Pages hold normal random numbers; before
 anything is timed, every batch goes to the host and back, and must be what it was. Whatever is compared is
 measured in turn, in one process; figures are medians. The last line is one JSON document (see `--json`).
@@ -22,6 +26,7 @@ import numpy as np
 from absl import flags
 from common.spread import Spread
 from jax.sharding import Mesh
+from kernels.packing_variants import Shape, measure_variants, rows_of
 from steps.device_trace import summary, trace_kernels
 from steps.row_steps import Row, RowSteps, Sampled, Timed
 
@@ -31,6 +36,7 @@ from pensieve_jax.commands.engine_flags import (
     TINY_MODEL,
     define_engine_flags,
     engine_config,
+    model_limits,
     open_parts,
     refuse_sizes,
     shows_progress,
@@ -171,7 +177,24 @@ def measure(timed: dict[str, Timed]) -> Figures:
     return found
 
 
+def kernels_only() -> int:
+    """The kernels' times, of the model's pages."""
+    model, config = model_limits()[0], engine_config()
+    num_pools = -(-model.num_layers // config.runner.num_layer_groups)
+    shape = Shape(
+        num_pools, config.cache.chunk_tokens, 2 * model.num_kv_heads, model.head_dim, FLAGS.num_chunks
+    )
+    found = measure_variants(shape, FLAGS.num_repeats)
+    print(table(["one group of layers", "kernels, us", "launch, us"], rows_of(found)))
+    document = {"model": FLAGS.model, "shape": shape._asdict(), "variants": found}
+    units = {"*_s": "seconds a call, of one group of layers"}
+    print_document(json_line("packing_kernels", document, units=units, device=device_name()))
+    return 0
+
+
 def main() -> int:
+    if FLAGS.kernels_only:
+        return kernels_only()
     config = sized_config()
     parts = open_parts(config)
     if parts.runner.dtype.name != "bfloat16" or config.cache.kv_dtype is not None:
@@ -229,6 +252,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("num_repeats", 7, "Samples of everything.", lower_bound=1)
     flags.DEFINE_integer("num_launches", 20, "Launches in a row that a sample is of.", lower_bound=1)
     flags.DEFINE_bool("trace", False, "Trace some of each.")
+    flags.DEFINE_bool("kernels_only", False, "Only the kernels, cut up in several ways.")
     define_engine_flags(model=TINY_MODEL)
     define_document_flag()
 

@@ -37,8 +37,10 @@ import numpy as np
 # 32 tokens and heads of 128 needs more than 8 of its 32 places.
 _NUMBERS_PER_PLACE = 128
 _LEAST_TOKENS = 2
-_MOST_BELOW = np.int32(15)
+MOST_BELOW = np.int32(15)
 ZERO, ESCAPE = np.int32(14), np.int32(15)
+_FARTHEST = np.int32(511)  # no two exponents lie so far apart, and no number and a zero so close
+_FAR_BELOW = np.int32(-1024)
 
 
 class PackedTile(NamedTuple):
@@ -107,19 +109,18 @@ def signed_mantissas(bits: Any) -> Any:
 
 def columns_below(highest: Any) -> Any:
     """What columns count by, of [..., head_dim] largest exponents."""
-    return jnp.minimum(highest.max(axis=-1, keepdims=True) - highest, _MOST_BELOW)
+    return jnp.minimum(highest.max(axis=-1, keepdims=True) - highest, MOST_BELOW)
 
 
-def rows_of(exponent: Any, column: Any) -> Any:
-    """What rows count by, of [..., head_dim] exponents; `column` is what columns do."""
-    return jnp.where(exponent == np.int32(0), np.int32(0), exponent + column).max(axis=-1)
+def weights_of(exponent: Any, column: Any) -> Any:
+    """What a row counts by is the largest of these, or 0; `column` is what columns count by."""
+    return jnp.where(exponent == np.int32(0), _FAR_BELOW, exponent) + column
 
 
-def codes_of(exponent: Any, reference: Any) -> Any:
-    """4 bits of exponents; `reference` is what their row counts by, less what their column does."""
-    distance = reference - exponent
-    near = jnp.where(distance < ZERO, distance, ESCAPE)
-    return jnp.where(exponent == np.int32(0), ZERO, near)
+def codes_of(distance: Any) -> Any:
+    """4 bits of exponents; `distance` is how far their weights lie below what their rows count by."""
+    far = jnp.where(distance > _FARTHEST, ZERO, ESCAPE)
+    return jnp.where(distance < ZERO, distance, far)
 
 
 def exponents_of(codes: Any, reference: Any, escaped: Any) -> Any:
@@ -151,7 +152,8 @@ def num_escapes(tiles: jax.Array) -> jax.Array:
     """i32[...] of bf16[..., page_size, head_dim]: what a tile needs places for."""
     exponent = exponents(as_bits(tiles))
     column = columns_below(exponent.max(axis=-2))[..., None, :]
-    codes = codes_of(exponent, rows_of(exponent, column)[..., None] - column)
+    weights = weights_of(exponent, column)
+    codes = codes_of(weights.max(axis=-1, keepdims=True, initial=0) - weights)
     return (codes == ESCAPE).sum(axis=(-2, -1), dtype=jnp.int32)
 
 
@@ -169,8 +171,9 @@ def pack(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
     bits = as_bits(jnp.swapaxes(pages, 1, 2)).reshape(-1, page_size, head_dim)
     exponent = exponents(bits)
     column = columns_below(exponent.max(axis=1))
-    row = rows_of(exponent, column[:, None])
-    codes = codes_of(exponent, row[..., None] - column[:, None])
+    weights = weights_of(exponent, column[:, None])
+    row = weights.max(axis=-1, initial=0)
+    codes = codes_of(row[..., None] - weights)
     half, half_row = page_size // 2, head_dim // 2
     nibbles = codes[:, :half] | (codes[:, half:] << 4)
     num_before = jnp.cumsum((codes == ESCAPE).reshape(len(bits), -1).astype(jnp.int32), axis=-1)

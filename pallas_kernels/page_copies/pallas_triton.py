@@ -30,7 +30,7 @@ _NUM_WARPS = 4
 def triton_gather(pools: Sequence[jax.Array], pages: jax.Array, *, interpret: bool) -> list[jax.Array]:
     """See `api.gather_pages`; arguments are already checked."""
     chunks: list[jax.Array] = []
-    for first, num_chunks in launches(pools[0], pages.shape[0]):
+    for first, num_chunks in launches(pages.shape[0], _chunks_per_launch(pools[0])):
         chunks += _gather(list(pools), pages, first, num_chunks=num_chunks, interpret=interpret)
     return chunks
 
@@ -39,7 +39,8 @@ def triton_scatter(
     pools: Sequence[jax.Array], chunks: Sequence[jax.Array], pages: jax.Array, *, interpret: bool
 ) -> list[jax.Array]:
     """See `api.scatter_pages`; arguments are already checked."""
-    return in_launches(functools.partial(_scatter, interpret=interpret), pools, chunks, pages)
+    scatter = functools.partial(_scatter, interpret=interpret)
+    return in_launches(scatter, pools, chunks, pages, _chunks_per_launch(pools[0]))
 
 
 def in_launches(
@@ -47,10 +48,11 @@ def in_launches(
     pools: Sequence[jax.Array],
     chunks: Sequence[jax.Array],
     pages: jax.Array,
+    max_chunks: int,
 ) -> list[jax.Array]:
     """The pools after all launches of scatter(pools, chunks of the launch, pages, first of them)."""
     updated, rest = list(pools), list(chunks)
-    for first, num_chunks in launches(pools[0], len(chunks)):
+    for first, num_chunks in launches(len(chunks), max_chunks):
         updated = scatter(updated, rest[:num_chunks], pages, first)
         rest = rest[num_chunks:]
     return updated
@@ -78,7 +80,10 @@ def _scatter(
 ) -> list[jax.Array]:
     """One launch."""
     kernel = functools.partial(_scatter_kernel, num_chunks=len(chunks))
-    write = write_in_place(kernel, "scatter_pages", pools, len(chunks), _NUM_WARPS, interpret=interpret)
+    grid = (len(pools), pools[0].shape[2])
+    write = write_in_place(
+        kernel, "scatter_pages", pools, len(chunks), _NUM_WARPS, grid=grid, interpret=interpret
+    )
     return list(write(pages, first, *chunks, *pools))  # as `pools`: a compiled caller tells lists from tuples
 
 
@@ -89,14 +94,15 @@ def write_in_place(
     num_chunks: int,
     num_warps: int,
     *,
+    grid: tuple[int, ...],
     interpret: bool,
 ) -> Callable[..., Any]:
-    """One launch with a program for each layer and head row: (pages, first, *chunks, *pools) to the pools."""
+    """One launch of as many programs as `grid` says: (pages, first, *chunks, *pools) to the pools."""
     num_inputs = 2 + num_chunks
     write: Callable[..., Any] = pl.pallas_call(
         kernel,
         out_shape=[like(pool, pool.shape, pool.dtype) for pool in pools],
-        grid=(len(pools), pools[0].shape[2]),
+        grid=grid,
         input_output_aliases={num_inputs + i: i for i in range(len(pools))},
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
@@ -105,13 +111,16 @@ def write_in_place(
     return write
 
 
-def launches(pool: jax.Array, num_chunks: int) -> Iterator[tuple[jax.Array, int]]:
+def launches(num_chunks: int, max_chunks: int) -> Iterator[tuple[jax.Array, int]]:
     """i32[1] first chunk and number of chunks of every launch."""
+    for first in range(0, num_chunks, max_chunks):
+        yield jnp.full((1,), first, jnp.int32), min(max_chunks, num_chunks - first)
+
+
+def _chunks_per_launch(pool: jax.Array) -> int:
     _, page_size, _, head_dim = pool.shape
     tile_bytes = page_size * head_dim * pool.dtype.itemsize
-    step = max(1, min(_MAX_CHUNKS_PER_LAUNCH, _MAX_TILE_BYTES // tile_bytes))
-    for first in range(0, num_chunks, step):
-        yield jnp.full((1,), first, jnp.int32), min(step, num_chunks - first)
+    return max(1, min(_MAX_CHUNKS_PER_LAUNCH, _MAX_TILE_BYTES // tile_bytes))
 
 
 def like(pool: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

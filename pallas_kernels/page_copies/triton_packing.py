@@ -2,17 +2,20 @@
 
 Owns: the two kernels and their launches. Does not know what the format is for.
 Called by: `packed_copies`. Upstream has deprecated this back end; see `pallas_triton`, whose launches these
-are like: a program moves one layer and head row of a few chunks, one tile after the other.
+are like, but that a program moves one tile: many small programs hide each other's waits.
 
-The halves of a tile whose codes share bytes are two blocks from the load to the store, so that no number
-moves between lanes. An escape's place is a sum over the numbers before it: over its row, and over the rows.
+A tile is one block [halves, rows, groups, numbers] from the load to the store. Numbers whose codes share a
+byte are in one thread, and so are those of a group. A group is no longer in bytes than in numbers, so the
+compiler gives both to the same threads, and nothing moves between these but what rows, columns and the tile
+have in common. Half of all tiles have no escape and one in thirty more than two: escapes are looked for one
+by one, in the order of their numbers.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,45 +25,79 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.page_copies.packing import (
     ESCAPE,
+    MOST_BELOW,
     PackedTile,
     as_bits,
     as_numbers,
     bits_of,
     codes_of,
-    columns_below,
     exponents,
     exponents_of,
-    rows_of,
     signed_mantissas,
+    weights_of,
 )
 from pallas_kernels.page_copies.pallas_triton import in_launches, launches, like, write_in_place
 
-_NUMBERS_PER_WARP = 1024  # 32 a thread, of each of the few blocks of 32 bits that are alive at once
+_MAX_WARPS = 16
+_GROUP = 8  # numbers that a thread loads at once, 16 bytes
+_NOWHERE = np.int32(2**31 - 1)
+
+
+class Launches(NamedTuple):
+    """How the work is cut up; any values give the same bits.
+
+    Attributes:
+      numbers_per_warp: of a tile; 1,024 are 32 a thread, of each of the few blocks of 32 bits that are alive
+        at once.
+      max_chunks: of one launch.
+    """
+
+    numbers_per_warp: int = 1024
+    max_chunks: int = 16
+
+
+_DEFAULT = Launches()
 
 
 def triton_pack(
-    pools: Sequence[jax.Array], pages: jax.Array, *, interpret: bool
+    pools: Sequence[jax.Array], pages: jax.Array, *, interpret: bool, cut: Launches = _DEFAULT
 ) -> tuple[list[jax.Array], jax.Array]:
     """See `packed_copies.gather_packed`; arguments are already checked."""
     chunks: list[jax.Array] = []
     num_unplaced: list[jax.Array] = []
-    for first, num_chunks in launches(pools[0], pages.shape[0]):
-        *some, unplaced = _pack(list(pools), pages, first, num_chunks=num_chunks, interpret=interpret)
+    for first, num_chunks in launches(pages.shape[0], cut.max_chunks):
+        *some, unplaced = _pack(
+            list(pools), pages, first, num_chunks=num_chunks, interpret=interpret, cut=cut
+        )
         chunks += some
-        num_unplaced.append(unplaced.max(axis=(1, 2)))
-    return chunks, jnp.concatenate(num_unplaced)
+        num_unplaced.append(unplaced)
+    return chunks, jnp.concatenate(num_unplaced).max(axis=(1, 2))
 
 
 def triton_unpack(
-    pools: Sequence[jax.Array], chunks: Sequence[jax.Array], pages: jax.Array, *, interpret: bool
+    pools: Sequence[jax.Array],
+    chunks: Sequence[jax.Array],
+    pages: jax.Array,
+    *,
+    interpret: bool,
+    cut: Launches = _DEFAULT,
 ) -> list[jax.Array]:
     """See `packed_copies.scatter_packed`; arguments are already checked."""
-    return in_launches(functools.partial(_unpack, interpret=interpret), pools, chunks, pages)
+    scatter = functools.partial(_unpack, interpret=interpret, cut=cut)
+    return in_launches(scatter, pools, chunks, pages, cut.max_chunks)
 
 
-@functools.partial(jax.jit, static_argnames=("num_chunks", "interpret"))  # lowered once for all launches
+@functools.partial(
+    jax.jit, static_argnames=("num_chunks", "interpret", "cut")
+)  # lowered once for all launches
 def _pack(
-    pools: list[jax.Array], pages: jax.Array, first: jax.Array, *, num_chunks: int, interpret: bool
+    pools: list[jax.Array],
+    pages: jax.Array,
+    first: jax.Array,
+    *,
+    num_chunks: int,
+    interpret: bool,
+    cut: Launches,
 ) -> list[jax.Array]:
     """One launch: its chunks, then i32[num_chunks, num_layers, head rows] escapes without a place."""
     num_heads, tile = pools[0].shape[2], _tile(pools[0])
@@ -71,22 +108,32 @@ def _pack(
             *[like(pools[0], shape, jnp.uint8)] * num_chunks,
             like(pools[0], (num_chunks, len(pools), num_heads), jnp.int32),
         ],
-        grid=(len(pools), num_heads),
-        compiler_params=plgpu.CompilerParams(num_warps=_num_warps(tile), num_stages=1),
+        grid=(num_heads, len(pools), num_chunks),
+        compiler_params=plgpu.CompilerParams(num_warps=_num_warps(tile, cut), num_stages=1),
         interpret=interpret,
         name=f"pack_pages_{num_chunks}",
     )(pages, first, *pools)
     return packed
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))
+@functools.partial(jax.jit, static_argnames=("interpret", "cut"))
 def _unpack(
-    pools: list[jax.Array], chunks: list[jax.Array], pages: jax.Array, first: jax.Array, *, interpret: bool
+    pools: list[jax.Array],
+    chunks: list[jax.Array],
+    pages: jax.Array,
+    first: jax.Array,
+    *,
+    interpret: bool,
+    cut: Launches,
 ) -> list[jax.Array]:
     """One launch."""
     tile = _tile(pools[0])
     kernel = functools.partial(_unpack_kernel, num_chunks=len(chunks), tile=tile)
-    write = write_in_place(kernel, "unpack_pages", pools, len(chunks), _num_warps(tile), interpret=interpret)
+    grid = (pools[0].shape[2], len(pools), len(chunks))
+    num_warps = _num_warps(tile, cut)
+    write = write_in_place(
+        kernel, "unpack_pages", pools, len(chunks), num_warps, grid=grid, interpret=interpret
+    )
     return list(write(pages, first, *chunks, *pools))  # as `pools`: a compiled caller tells lists from tuples
 
 
@@ -94,119 +141,201 @@ def _tile(pool: jax.Array) -> PackedTile:
     return PackedTile(pool.shape[1], pool.shape[3])
 
 
-def _num_warps(tile: PackedTile) -> int:
-    return min(max(tile.page_size * tile.head_dim // _NUMBERS_PER_WARP, 1), 8)
+def _num_warps(tile: PackedTile, cut: Launches) -> int:
+    return min(max(tile.page_size * tile.head_dim // cut.numbers_per_warp, 1), _MAX_WARPS)
 
 
-def _halves(tile: PackedTile) -> list[Any]:
-    """Rows of a tile whose codes are in the low and in the high half of a byte."""
-    half = tile.page_size // 2
-    return [pl.ds(0, half), pl.ds(half, half)]
+class _Block(NamedTuple):
+    """Where the numbers of a tile are, as [halves, rows, groups, numbers]; static but for the arrays.
+
+    Attributes:
+      rows: i32 row of each number.
+      columns: i32 column of each number.
+      half_rows: i32[rows, groups, numbers], as `rows` of the first half.
+      half_columns: the same of `columns`.
+    """
+
+    rows: Any
+    columns: Any
+    half_rows: Any
+    half_columns: Any
+
+
+def _block(tile: PackedTile) -> _Block:
+    half, group = tile.page_size // 2, min(_GROUP, tile.head_dim)
+    shape = (2, half, tile.head_dim // group, group)
+    iotas = [jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(4)]
+    half_iotas = [jax.lax.broadcasted_iota(jnp.int32, shape[1:], axis) for axis in range(3)]
+    return _Block(
+        rows=iotas[0] * np.int32(half) + iotas[1],
+        columns=iotas[2] * np.int32(group) + iotas[3],
+        half_rows=half_iotas[0],
+        half_columns=half_iotas[1] * np.int32(group) + half_iotas[2],
+    )
 
 
 def _pack_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_pools: int, tile: PackedTile) -> None:
-    """One layer and head row of every chunk; `refs` are the pools, the chunks, and what had no place."""
+    """One tile; `refs` are the pools, the chunks, and what had no place."""
     pool_refs, chunk_refs, lost_ref = refs[:num_pools], refs[num_pools:-1], refs[-1]
-    layer, head, first = pl.program_id(0), pl.program_id(1), first_ref[0]
+    head, layer, chunk = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    page = pages_ref[first_ref[0] + chunk]
+    block = _block(tile)
+
+    def load(pool_ref: Any) -> Any:
+        return plgpu.load(pool_ref.at[page, block.rows, head, block.columns])
+
+    bits = as_bits(_switch(layer, [functools.partial(load, ref) for ref in pool_refs]))
+    exponent = exponents(bits)
+    highest = exponent.max(axis=0).max(axis=0)
+    column = jnp.minimum(highest.max(axis=1).max(axis=0) - highest, MOST_BELOW)
+    weights = weights_of(exponent, column)
+    row = jnp.maximum(weights.max(axis=3).max(axis=2), np.int32(0))
+    codes = codes_of(row[:, :, None, None] - weights)
+    mantissas = signed_mantissas(bits).astype(jnp.uint8)
+    nibbles = _joined(codes).astype(jnp.uint8)
+    half_row = tile.head_dim // 2
+    column_bytes = _joined(column.reshape(2, half_row)).astype(jnp.uint8)
+    places = _list_places(tile)
+    escaped, num_escapes = _escaped(codes, exponent, block, tile)
+    lost_ref[chunk, layer, head] = jnp.maximum(num_escapes - np.int32(tile.num_places), np.int32(0))
     for i, chunk_ref in enumerate(chunk_refs):
-        page = pages_ref[first + i]
 
-        def load(pool_ref: Any, page: Any = page) -> list[Any]:
-            return [pool_ref[page, rows, head, :] for rows in _halves(tile)]
-
-        loads = [functools.partial(load, pool_ref) for pool_ref in pool_refs]
-        halves = jax.lax.switch(layer, loads) if len(loads) > 1 else loads[0]()
-        lost_ref[i, layer, head] = _store_tile(chunk_ref, halves, layer, head, tile)
-
-
-def _store_tile(chunk_ref: Any, halves: list[Any], layer: Any, head: Any, tile: PackedTile) -> Any:
-    """Pack one tile; returns how many escapes have no place."""
-    half = tile.page_size // 2
-    found: list[Any] = [exponents(as_bits(numbers)) for numbers in halves]
-    highest = jnp.maximum(*(exponent.max(axis=0) for exponent in found))
-    column = columns_below(highest)
-    nibbles: Any = None
-    num_escapes = np.int32(0)
-    for part, rows in enumerate(_halves(tile)):
-        chunk_ref[layer, rows, head, :] = signed_mantissas(as_bits(halves[part])).astype(jnp.uint8)
-        row = rows_of(found[part], column[None, :])
-        codes = codes_of(found[part], row[:, None] - column[None, :])
-        nibbles = codes if part == 0 else nibbles | (codes << np.int32(4))
-        tokens = jnp.arange(half, dtype=jnp.int32) + np.int32(part * half)
-        plgpu.store(_tail(chunk_ref, layer, head, tokens, tile), row.astype(jnp.uint8))
-        is_escape, places, num_escapes = _places(codes, num_escapes, tile)
-        has_place = is_escape & (places < np.int32(tile.num_tail_rows * tile.head_dim))
-        escape_refs = _tail(chunk_ref, layer, head, places, tile)
-        plgpu.store(escape_refs, found[part].astype(jnp.uint8), mask=has_place)
-    chunk_ref[layer, pl.ds(tile.page_size, half), head, :] = nibbles.astype(jnp.uint8)
-    _store_columns(chunk_ref, column, layer, head, tile)
-    lanes = jnp.arange(tile.head_dim, dtype=jnp.int32)
-    for row in range(tile.num_tail_rows):
-        places = lanes + np.int32(row * tile.head_dim)
-        unused = _tail(chunk_ref, layer, head, places, tile)
-        is_unused = places >= np.int32(tile.first_place) + num_escapes
-        plgpu.store(unused, jnp.zeros(lanes.shape, jnp.uint8), mask=is_unused)
-    return jnp.maximum(num_escapes - np.int32(tile.num_places), np.int32(0))
+        @pl.when(chunk == i)
+        def store(chunk_ref: Any = chunk_ref) -> None:
+            plgpu.store(chunk_ref.at[layer, block.rows, head, block.columns], mantissas)
+            code_rows = block.half_rows + np.int32(tile.page_size)
+            plgpu.store(chunk_ref.at[layer, code_rows, head, block.half_columns], nibbles)
+            tokens = jnp.arange(tile.page_size, dtype=jnp.int32).reshape(row.shape)
+            plgpu.store(_tail(chunk_ref, layer, head, tokens, tile), row.astype(jnp.uint8))
+            pairs = jnp.arange(half_row, dtype=jnp.int32) + np.int32(tile.page_size)
+            plgpu.store(_tail(chunk_ref, layer, head, pairs, tile), column_bytes)
+            list_ref = _tail(chunk_ref, layer, head, places + np.int32(tile.first_place), tile)
+            plgpu.store(list_ref, escaped.astype(jnp.uint8), mask=places < np.int32(tile.num_places))
 
 
-def _store_columns(chunk_ref: Any, column: Any, layer: Any, head: Any, tile: PackedTile) -> None:
-    """What columns count by, two to a byte: the one step in which anything moves between lanes."""
-    half = tile.head_dim // 2
-    is_high = jnp.arange(2, dtype=jnp.int32)[:, None]
-    columns = (column.reshape(2, half) << (is_high * np.int32(4))).sum(axis=0)
-    places = jnp.arange(half, dtype=jnp.int32) + np.int32(tile.page_size)
-    plgpu.store(_tail(chunk_ref, layer, head, places, tile), columns.astype(jnp.uint8))
+def _escaped(codes: Any, exponent: Any, block: _Block, tile: PackedTile) -> tuple[Any, Any]:
+    """The list of escapes, and how many there are."""
+    places = _list_places(tile)
+    any_escape = _has_escapes(codes)
+    num_escapes = jax.lax.cond(
+        any_escape,
+        lambda: _over_all(jnp.sum, (codes == ESCAPE).astype(jnp.int32)),
+        lambda: any_escape.astype(jnp.int32),
+    )
+
+    def place(number: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        first, escaped = carry
+        keys = jnp.where(codes == ESCAPE, (_number(block, tile) << np.int32(8)) | exponent, _NOWHERE)
+        key = _least(keys, first)
+        return key + np.int32(1), jnp.where(places == number, key & np.int32(0xFF), escaped)
+
+    start = (np.int32(0), jnp.zeros(places.shape, jnp.int32))
+    num_placed = jnp.minimum(num_escapes, np.int32(tile.num_places))
+    return jax.lax.fori_loop(np.int32(0), num_placed, place, start)[1], num_escapes
 
 
 def _unpack_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_chunks: int, tile: PackedTile) -> None:
-    """The same the other way; `refs` are the chunks, the aliased pools (unused), then the pools."""
+    """One tile the other way; `refs` are the chunks, the aliased pools (unused), then the pools."""
     chunk_refs, pool_refs = refs[:num_chunks], refs[num_chunks + (len(refs) - num_chunks) // 2 :]
-    layer, head, first = pl.program_id(0), pl.program_id(1), first_ref[0]
-    num_pages = pool_refs[0].shape[0]
-    for i, chunk_ref in enumerate(chunk_refs):
-        page = pages_ref[first + i]
-        halves = _load_tile(chunk_ref, layer, head, tile)
-        for pool_index, pool_ref in enumerate(pool_refs):
+    head, layer, chunk = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    page, num_pages = pages_ref[first_ref[0] + chunk], pool_refs[0].shape[0]
+    block = _block(tile)
+    load = functools.partial(_load_packed, layer=layer, head=head, block=block, tile=tile)
+    packed = _switch(chunk, [functools.partial(load, ref) for ref in chunk_refs])
+    numbers = _unpacked([part.astype(jnp.int32) for part in packed], block, tile)
+    for i, pool_ref in enumerate(pool_refs):
 
-            @pl.when((layer == pool_index) & (page > 0) & (page < num_pages))
-            def store(page: Any = page, halves: Any = halves, pool_ref: Any = pool_ref) -> None:
-                for rows, numbers in zip(_halves(tile), halves, strict=True):
-                    pool_ref[page, rows, head, :] = numbers
-
-
-def _load_tile(chunk_ref: Any, layer: Any, head: Any, tile: PackedTile) -> list[Any]:
-    """Both halves of one tile."""
-    half = tile.page_size // 2
-    nibbles = chunk_ref[layer, pl.ds(tile.page_size, half), head, :].astype(jnp.int32)
-    lanes, half_row = jnp.arange(tile.head_dim, dtype=jnp.int32), np.int32(tile.head_dim // 2)
-    column_refs = _tail(chunk_ref, layer, head, jax.lax.rem(lanes, half_row) + np.int32(tile.page_size), tile)
-    columns = plgpu.load(column_refs).astype(jnp.int32)
-    column = (columns >> (jax.lax.div(lanes, half_row) * np.int32(4))) & np.int32(0xF)
-    num_escapes = np.int32(0)
-    halves = []
-    for part, rows in enumerate(_halves(tile)):
-        codes = (nibbles >> np.int32(4 * part)) & np.int32(0xF)
-        tokens = jnp.arange(half, dtype=jnp.int32) + np.int32(part * half)
-        row = plgpu.load(_tail(chunk_ref, layer, head, tokens, tile)).astype(jnp.int32)
-        is_escape, places, num_escapes = _places(codes, num_escapes, tile)
-        has_place = is_escape & (places < np.int32(tile.num_tail_rows * tile.head_dim))
-        escape_refs = _tail(chunk_ref, layer, head, places, tile)
-        escaped = plgpu.load(escape_refs, mask=has_place, other=np.uint8(0)).astype(jnp.int32)
-        exponent = exponents_of(codes, row[:, None] - column[None, :], escaped)
-        mantissas = chunk_ref[layer, rows, head, :].astype(jnp.int32)
-        halves.append(as_numbers(bits_of(exponent, mantissas)))
-    return halves
+        @pl.when((layer == i) & (page > 0) & (page < num_pages))
+        def store(pool_ref: Any = pool_ref) -> None:
+            plgpu.store(pool_ref.at[page, block.rows, head, block.columns], numbers)
 
 
-def _places(codes: Any, num_before: Any, tile: PackedTile) -> tuple[Any, Any, Any]:
-    """Which of [rows, head_dim] codes are escapes, their places in the tail, how many there are so far."""
-    is_escape = codes == ESCAPE
-    ones = is_escape.astype(jnp.int32)
-    in_row = ones.sum(axis=1)
-    rows_before = jax.lax.cumsum(in_row, axis=0) - in_row
-    lanes_before = jax.lax.cumsum(ones, axis=1) - ones
-    places = np.int32(tile.first_place) + num_before + rows_before[:, None] + lanes_before
-    return is_escape, places, num_before + in_row.sum()
+def _load_packed(chunk_ref: Any, layer: Any, head: Any, block: _Block, tile: PackedTile) -> list[Any]:
+    """Bytes of one tile: mantissas, codes, rows, columns and the list of escapes."""
+    half, half_row = np.int32(tile.page_size // 2), np.int32(tile.head_dim // 2)
+    code_rows = jax.lax.rem(block.rows, half) + np.int32(tile.page_size)
+    tokens = jnp.arange(tile.page_size, dtype=jnp.int32).reshape(block.rows.shape[:2])
+    pairs = jax.lax.rem(_lanes(block, tile), half_row) + np.int32(tile.page_size)
+    places = _list_places(tile) + np.int32(tile.first_place)
+    return [
+        plgpu.load(chunk_ref.at[layer, block.rows, head, block.columns]),
+        plgpu.load(chunk_ref.at[layer, code_rows, head, block.columns]),
+        plgpu.load(_tail(chunk_ref, layer, head, tokens, tile)),
+        plgpu.load(_tail(chunk_ref, layer, head, pairs, tile)),
+        plgpu.load(
+            _tail(chunk_ref, layer, head, places, tile),
+            mask=_list_places(tile) < np.int32(tile.num_places),
+            other=np.uint8(0),
+        ),
+    ]
+
+
+def _unpacked(packed: list[Any], block: _Block, tile: PackedTile) -> Any:
+    """The numbers of a tile, of what `_load_packed` returns as i32."""
+    mantissas, code_bytes, row, column_bytes, listed = packed
+    shifts = jax.lax.broadcasted_iota(jnp.int32, block.rows.shape, 0) * np.int32(4)
+    codes = (code_bytes >> shifts) & np.int32(0xF)
+    is_high = jax.lax.div(_lanes(block, tile), np.int32(tile.head_dim // 2))
+    column = (column_bytes >> (is_high * np.int32(4))) & np.int32(0xF)
+    exponent = exponents_of(codes, row[:, :, None, None] - column[None, None], np.int32(0))
+    bits = bits_of(exponent, mantissas)
+
+    def next_from(first: Any) -> Any:
+        return _least(jnp.where(codes == ESCAPE, _number(block, tile), _NOWHERE), first)
+
+    def with_escapes() -> Any:
+        def place(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            place, number, bits = carry
+            escaped = jnp.where(_list_places(tile) == place, listed, np.int32(0)).sum()
+            bits = jnp.where(_number(block, tile) == number, bits | (escaped << np.int32(7)), bits)
+            return place + np.int32(1), next_from(number + np.int32(1)), bits
+
+        start = (np.int32(0), next_from(np.int32(0)), bits)
+        return jax.lax.while_loop(lambda carry: carry[1] < _NOWHERE, place, start)[2]
+
+    return as_numbers(jax.lax.cond(_has_escapes(codes), with_escapes, lambda: bits))
+
+
+def _list_places(tile: PackedTile) -> Any:
+    """As many as there are places or, since blocks are powers of two, more."""
+    return jnp.arange(pl.next_power_of_2(tile.num_places), dtype=jnp.int32)
+
+
+def _lanes(block: _Block, tile: PackedTile) -> Any:
+    """Columns of a row, as [groups, numbers]."""
+    return jnp.arange(tile.head_dim, dtype=jnp.int32).reshape(block.columns.shape[2:])
+
+
+def _switch(index: Any, branches: list[Any]) -> Any:
+    """What one of them returns."""
+    return jax.lax.switch(index, branches) if len(branches) > 1 else branches[0]()
+
+
+def _joined(codes: Any) -> Any:
+    """Two codes a byte, of i32[2, ...]."""
+    shifts = jax.lax.broadcasted_iota(jnp.int32, codes.shape, 0) * np.int32(4)
+    return (codes << shifts).sum(axis=0)
+
+
+def _number(block: _Block, tile: PackedTile) -> Any:
+    """Where in its tile a number is."""
+    return block.rows * np.int32(tile.head_dim) + block.columns
+
+
+def _has_escapes(codes: Any) -> Any:
+    """Whether any is one: half of what counting them takes."""
+    return _over_all(jnp.max, codes) == ESCAPE
+
+
+def _least(keys: Any, first: Any) -> Any:
+    """The least of a block's keys from `first` on: what is below becomes large without its sign."""
+    distance = jax.lax.bitcast_convert_type(keys - first, jnp.uint32)
+    return jax.lax.bitcast_convert_type(_over_all(jnp.min, distance), jnp.int32) + first
+
+
+def _over_all(reduce: Any, block: Any) -> Any:
+    """Of a whole block: first what a thread has, then rows, then lanes."""
+    return reduce(reduce(reduce(reduce(block, axis=3), axis=0), axis=0), axis=0)
 
 
 def _tail(chunk_ref: Any, layer: Any, head: Any, places: Any, tile: PackedTile) -> Any:

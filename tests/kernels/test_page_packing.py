@@ -19,6 +19,7 @@ from pallas_kernels.page_copies import (
     scatter_packed,
 )
 from pallas_kernels.page_copies.packing import num_escapes
+from pallas_kernels.page_copies.triton_packing import Launches, triton_pack, triton_unpack
 from tests.kernels.cross_lower import lower_for_cuda
 from tests.seeds import enough
 
@@ -124,6 +125,31 @@ def test_back_ends_agree_on_every_byte(size):
         assert one.dtype == jnp.uint8
         assert one.shape == (NUM_LAYERS, PackedTile(size[0], size[2]).num_rows, *size[1:])
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def check_cut(cut, size, interpret):
+    """Bytes, what is lost and pages of the Triton kernels, cut up so, are XLA's."""
+    pools = normal_pools(*size, seed=3)
+    pools[1, 2] = np.random.default_rng(0).integers(0, 2**16, size, np.uint16).view(BFLOAT16)
+    arrays, pages = [jnp.asarray(pool) for pool in pools], jnp.asarray([5, 3, 2, 1, 8], jnp.int32)
+    pack = jax.jit(functools.partial(triton_pack, interpret=interpret, cut=cut))
+    chunks, lost = pack(arrays, pages)
+    jax.tree.map(np.testing.assert_array_equal, (chunks, lost), run_gather(pools, pages, "xla", False))
+    assert np.flatnonzero(np.asarray(lost)).tolist() == [2]
+    unpack = jax.jit(functools.partial(triton_unpack, interpret=interpret, cut=cut), donate_argnums=0)
+    back = unpack([jnp.zeros_like(pool) for pool in arrays], chunks, pages)
+    for page in (5, 3, 1, 8):
+        np.testing.assert_array_equal(bits(np.stack(back)[:, page]), bits(pools[:, page]))
+
+
+def test_several_launches_of_other_sizes():
+    check_cut(Launches(512, 2), (16, 2, 64), interpret=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cut", [Launches(512, 2), Launches(2048, 4), Launches(1024, 3)], ids=str)
+def test_cuts_on_a_gpu(cut):
+    check_cut(cut, (32, 4, 128), interpret=False)
 
 
 def check_full_lists(size, backend):

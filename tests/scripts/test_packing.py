@@ -39,6 +39,17 @@ def test_batches_alone_and_beside_steps(launch, compilation_cache, capsys):
 
 
 @pytest.mark.long
+def test_kernels_alone(launch, capsys):
+    """Their bits are checked, interpreted; without a GPU there is no trace."""
+    flags = {"num_chunks": 2, "chunk_tokens": 16, "num_repeats": 1, "progress": "false", "kernels_only": True}
+    assert launch("benchmark_packing", shared_llm=False, **flags) == 0
+    found = last_line(capsys.readouterr().out)["variants"]
+    assert [name.split(",")[0] for name in found] == ["gather", "scatter", "pack", "unpack"]
+    for one in found.values():
+        assert one["launch_s"]["median"] > 0 and one["kernels_s"]["median"] is None
+
+
+@pytest.mark.long
 def test_only_bfloat16_is_measured(launch, compilation_cache):
     with pytest.raises(ConfigError, match="--dtype is 'float32', but must be bfloat16"):
         launch("benchmark_packing", shared_llm=False, dtype="float32", **SMALL)
