@@ -13,6 +13,8 @@ from dataclasses import dataclass
 BLOCK_K = 64
 # Rows of x of one program; two warpgroups share the weights if there are more than 64.
 ROWS = (64, 128)
+# Rows of a piece of shared memory: x has fewer, or a multiple.
+_PIECE_ROWS = 8
 # Programs below which a device's memory is not kept busy.
 _MIN_PROGRAMS = 64
 
@@ -43,6 +45,8 @@ def default_tile(num_rows: int, depth: int, width: int, *, gated: bool) -> Matmu
     of x again and again. A gated product has two columns of weights for each of its own, and enough of them
     for wide tiles.
     """
+    if num_rows > ROWS[-1] or (num_rows > _PIECE_ROWS and num_rows % _PIECE_ROWS):
+        return None
     wide = (MatmulTile(128, 3),) if gated else ()
     narrow = tuple(MatmulTile(64, 6 if gated else 8, cluster) for cluster in (4, 2, 1))
     for tile in (*wide, *narrow):
