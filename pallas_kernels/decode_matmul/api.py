@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice
 
-from pallas_kernels.decode_matmul.tiles import ROWS, MatmulTile, default_tile
+from pallas_kernels.decode_matmul.tiles import ROWS, MatmulTile, default_tile, has_served_rows
 from pallas_kernels.decode_matmul.xla import xla_decode_matmul
 from pallas_kernels.devices import mosaic_device_limit
 
@@ -54,7 +54,7 @@ def choose_backend(
 
 def serves(num_rows: int, depth: int, width: int, *, gated: bool, dtype: Any) -> bool:
     """Whether the kernel serves these arrays, on a device that it runs on."""
-    if num_rows > MAX_ROWS or jnp.dtype(dtype) != jnp.bfloat16:
+    if jnp.dtype(dtype) != jnp.bfloat16:
         return False
     return default_tile(num_rows, depth, width, gated=gated) is not None
 
@@ -73,7 +73,7 @@ def decode_matmul(
     By the kernel a row's answer depends on that row alone.
 
     Args:
-      x: [num_rows, depth], at most `MAX_ROWS` rows for the kernel, in bfloat16.
+      x: [num_rows, depth]; for the kernel up to 8 rows, or a multiple of 8 up to `MAX_ROWS`, in bfloat16.
       w: [depth, width] of the same dtype; gated: [depth, 2 * width], the gate's columns first.
       gated: whether it is the second form (SwiGLU).
       backend: "auto" takes the kernel where it serves these arrays on the first device.
@@ -100,9 +100,9 @@ def decode_matmul(
     if backend == "xla":
         return xla_decode_matmul(x, w, gated=gated)
     tile = tile or default_tile(num_rows, depth, width, gated=gated)
-    fits = num_rows <= MAX_ROWS and x.dtype == jnp.bfloat16
+    fits = has_served_rows(num_rows) and x.dtype == jnp.bfloat16
     if not fits or tile is None or not tile.divides(depth, width):
-        limit = (
+        limit = f"pallas_mosaic_gpu serves 1 to 8, 16, 24 to {MAX_ROWS} rows of bfloat16, and parts that divide w"
             f"pallas_mosaic_gpu serves at most {MAX_ROWS} rows of bfloat16, and parts that divide w ({tile})"
         )
         raise MatmulArgumentError(f"x and w are {_named(x)} and {_named(w)}, but {limit}; use backend 'xla'")

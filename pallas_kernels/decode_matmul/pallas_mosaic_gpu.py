@@ -5,9 +5,9 @@ Owns: the kernel. Does not know which tile is best, or who multiplies what. Call
 With so few rows a product is bound by reading its weights, once, as fast as memory goes. A program makes all
 rows of some columns: one warpgroup fetches blocks of x and w through the tensor memory accelerator into a
 ring in shared memory, the others multiply, 64 rows each. No sum is divided among programs, so nothing is
-added up afterwards, and the order of a sum is the same for any number of rows. Of x, which is small, a cluster
-of programs reads each block once and sends it to all; else narrow tiles would read more of it, from the
-cache, than of the weights.
+added up afterwards, and the order of a sum is the same for any number of rows. Of x, which is small, a
+cluster of programs reads each block once and sends it to all; else narrow tiles would read more of it, from
+the cache, than of the weights.
 """
 
 from __future__ import annotations

@@ -38,6 +38,11 @@ class MatmulTile:
         return depth % BLOCK_K == 0 and width % (self.columns * self.cluster) == 0
 
 
+def has_served_rows(num_rows: int) -> bool:
+    """Whether the kernel serves an x of so many rows."""
+    return num_rows <= ROWS[-1] and (num_rows <= _PIECE_ROWS or num_rows % _PIECE_ROWS == 0)
+
+
 def default_tile(num_rows: int, depth: int, width: int, *, gated: bool) -> MatmulTile | None:
     """The measured choice for x [num_rows, depth] and a result [num_rows, width]; None: leave it to XLA.
 
@@ -45,7 +50,7 @@ def default_tile(num_rows: int, depth: int, width: int, *, gated: bool) -> Matmu
     of x again and again. A gated product has two columns of weights for each of its own, and enough of them
     for wide tiles.
     """
-    if num_rows > ROWS[-1] or (num_rows > _PIECE_ROWS and num_rows % _PIECE_ROWS):
+    if not has_served_rows(num_rows):
         return None
     wide = (MatmulTile(128, 3),) if gated else ()
     narrow = tuple(MatmulTile(64, 6 if gated else 8, cluster) for cluster in (4, 2, 1))

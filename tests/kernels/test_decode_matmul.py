@@ -63,7 +63,7 @@ def test_xla(gated):
     assert_equals(decode_matmul(x, w, gated=gated, backend="xla"), in_float64(x, w, gated=gated))
 
 
-@pytest.mark.parametrize("num_rows", [16, 128])
+@pytest.mark.parametrize("num_rows", [1, 128])
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_lowers(name, num_rows):
     depth, width, gated = PROJECTIONS[name]
@@ -76,7 +76,9 @@ def test_lowers(name, num_rows):
     ("changed", "expected"),
     [
         ({}, "pallas_mosaic_gpu"),
-        ({"num_rows": 129}, "xla"),  # arithmetic is the limit
+        ({"num_rows": 136}, "xla"),  # arithmetic is the limit
+        ({"num_rows": 100}, "xla"),  # no multiple of 8
+        ({"num_rows": 7}, "pallas_mosaic_gpu"),
         ({"dtype": "float16"}, "xla"),
         ({"depth": 5120 + 32}, "xla"),
         ({"width": 5120 + 32}, "xla"),
@@ -105,9 +107,9 @@ def test_tiles():
         (((0, 64), (64, 64)), {}, "none of them 0"),
         (((2, 64), (64, 65)), {"gated": True}, "a column of up for each"),
         (((2, 64), (64, 64)), {"backend": "cuda"}, "backend is 'cuda', but must be one of"),
-        (((129, 64), (64, 64)), {"backend": "pallas_mosaic_gpu", "tile": SMALL}, "at most 128 rows"),
+        (((129, 64), (64, 64)), {"backend": "pallas_mosaic_gpu", "tile": SMALL}, "24 to 128 rows"),
         (((2, 64), (64, 96)), {"backend": "pallas_mosaic_gpu", "tile": SMALL}, "use backend 'xla'"),
-        (((2, 64), (64, 64)), {"backend": "pallas_mosaic_gpu"}, "parts that divide w .None"),
+        (((2, 64), (64, 64)), {"backend": "pallas_mosaic_gpu"}, "parts that divide w"),
     ],
 )
 def test_refusals(shapes, how, says):
@@ -117,7 +119,7 @@ def test_refusals(shapes, how, says):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 16, 64, 100, 128])
+@pytest.mark.parametrize("num_rows", [1, 16, 64, 104, 128])
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_on_a_gpu(name, num_rows):
     """Every time the same bits, which other rows do not change, NaN among them."""
