@@ -102,8 +102,8 @@ def decode_matmul(
     tile = tile or default_tile(num_rows, depth, width, gated=gated)
     fits = has_served_rows(num_rows) and x.dtype == jnp.bfloat16
     if not fits or tile is None or not tile.divides(depth, width):
-        limit = f"pallas_mosaic_gpu serves 1 to 8, 16, 24 to {MAX_ROWS} rows of bfloat16, and parts that divide w"
-            f"pallas_mosaic_gpu serves at most {MAX_ROWS} rows of bfloat16, and parts that divide w ({tile})"
+        limit = (
+            f"pallas_mosaic_gpu serves 1 to 8, 16, 24 to {MAX_ROWS} rows of bfloat16, and parts that divide w"
         )
         raise MatmulArgumentError(f"x and w are {_named(x)} and {_named(w)}, but {limit}; use backend 'xla'")
     # Imported late: it needs a part of JAX that only NVIDIA's builds bring.
