@@ -130,8 +130,11 @@ def _attention_of(launch: Launch, out_type: Any) -> Callable[..., Any]:
         grid_names=("program",),
         num_threads=num_warpgroups + 1 + tile_class.in_bytes,
         thread_name="warpgroup",
-        # Where a warpgroup reads or overwrites by plain accesses what it used before, a barrier stands.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        # Where a warpgroup reads or overwrites by plain accesses what it used before, a barrier stands. Maxima and
+        # sums of rows are a few lanes', which need no shared memory.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
         interpret=plgpu.InterpretGPUParams() if launch.interpret else None,
         kernel_name="ragged_paged_attention_mosaic_" + "bytes_" * tile_class.in_bytes + f"{tile_class.rows}",
     )
