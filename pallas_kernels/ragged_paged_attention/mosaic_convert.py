@@ -38,6 +38,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_launch import (
 from pallas_kernels.ragged_paged_attention.mosaic_threads import run_threads
 
 _ROWS = 4  # of a warp's load
+_AHEAD = 2  # loads under way
 # As the second byte of 2^15 in float32, a code with its sign flipped adds itself and 128 to that. Times a
 # bfloat16 either part needs at most 24 bits, so what is left of a multiply-add is exact.
 _BIAS, _FLIPPED_SIGNS = float(2**15 + 128), 0x80808080 - (1 << 32)
@@ -116,12 +117,19 @@ def convert_rows(threads: Any, rows: CodeRows, codes: Any, scales: Any, target: 
         [threads.operand_slot(begin + row + first, chunk * 2 + h) for h in range(2)] for first in (0, _ROWS)
     ]
     start = (begin + row) * HEAD_DIM + chunk * 16
-    for first in range(0, rows.warp_keys, _ROWS):
-        scale = threads.shuffle(own_scale, row + first)
-        words = threads.load_words(codes, start + first * HEAD_DIM)
+
+    def load(first: int) -> tuple[Any, list[Any]]:
+        return threads.shuffle(own_scale, row + first), threads.load_words(codes, start + first * HEAD_DIM)
+
+    # Loads are not moved over stores by whoever compiles this: they come ahead here.
+    firsts = range(0, rows.warp_keys, _ROWS)
+    loaded = [load(first) for first in firsts[:_AHEAD]]
+    for i, first in enumerate(firsts):
+        loaded += [load(ahead) for ahead in firsts[i + _AHEAD : i + _AHEAD + 1]]
+        scale, words = loaded[i]
         pairs = [pair for word in words for pair in _numbers(threads, rows.kv_dtype, word, scale)]
         for h in range(2):
-            slot = slots[first // _ROWS % 2][h] + 2 * HEAD_DIM * (first & ~7)
+            slot = slots[i % 2][h] + 2 * HEAD_DIM * (first & ~7)
             threads.store_words(target, slot, pairs[4 * h : 4 * h + 4])
 
 
