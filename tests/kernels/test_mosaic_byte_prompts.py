@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,21 +20,25 @@ from pallas_kernels.ragged_paged_attention import (
     build_tiles,
     byte_class,
     byte_prompt_class,
+    mosaic_convert,
     page_shape,
+    pallas_mosaic_gpu,
     ragged_paged_attention,
     tile_spec,
 )
 from pallas_kernels.ragged_paged_attention.interpreted_threads import InterpretedThreads
 from pallas_kernels.ragged_paged_attention.mosaic_convert import CodeRows, convert_rows
+from pallas_kernels.ragged_paged_attention.mosaic_launch import Codes
 from pallas_kernels.ragged_paged_attention.mosaic_threads import MosaicThreads
 from pallas_kernels.ragged_paged_attention.page_formats import Stored, decode, scale_bytes
 from pallas_kernels.ragged_paged_attention.shapes import Heads
-from tests.kernels.batches import Room, assert_equals_reference, make_batch, stored
+from tests.kernels.batches import Batch, Room, assert_equals_reference, make_batch, stored
 from tests.kernels.cross_lower import lower_for_cuda
 
 SCALE = 0.13
 # Whole tiles and partial ones, one key and none, ends inside and at the end of pages and blocks; some are split.
 ROWS = [(70, 70), (33, 200), (5, 320), (1, 1), (0, 12), (64, 128), (1, 300)]
+FEW_ROWS = [(70, 70), (5, 290), (0, 12), (2, 128)]
 
 
 class Memory:
@@ -54,10 +59,8 @@ class Memory:
         self.array = array
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize(("page_size", "block_kv"), [(32, 128), (64, 64)])
-def test_a_block_becomes_its_numbers(kv_dtype: str, page_size: int, block_kv: int) -> None:
-    """Codes times scales, rounded once; scales of zero, of all sizes, and of no row, which are not numbers."""
+def converted(kv_dtype: str, page_size: int, block_kv: int) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of a block of all codes, and those expected: scales of zero, of all sizes, and of no row."""
     rng = np.random.default_rng(block_kv)
     codes = np.resize(np.arange(256, dtype=np.uint8), (block_kv, 128)).view(np.int8)
     codes = rng.permuted(codes, axis=1)
@@ -73,9 +76,15 @@ def test_a_block_becomes_its_numbers(kv_dtype: str, page_size: int, block_kv: in
     target = Memory(jnp.full((block_kv, 128), 7, jnp.bfloat16))
     rows = CodeRows(kv_dtype, page_size, block_kv)
     convert_rows(InterpretedThreads(), rows, Memory(codes), Memory(pages), target)
-    expected = np.asarray(decode(Stored(jnp.asarray(codes), scales), kv_dtype))
-    found = np.asarray(target[...], np.float32)
-    np.testing.assert_array_equal(found, expected.astype(ml_dtypes.bfloat16).astype(np.float32))
+    expected = np.asarray(decode(Stored(jnp.asarray(codes), scales), kv_dtype)).astype(ml_dtypes.bfloat16)
+    return np.asarray(target[...], np.float32), expected.astype(np.float32)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("page_size", "block_kv"), [(32, 128), (64, 64)])
+def test_a_block_becomes_its_numbers(kv_dtype: str, page_size: int, block_kv: int) -> None:
+    """Codes times scales, rounded once."""
+    np.testing.assert_array_equal(*converted(kv_dtype, page_size, block_kv))
 
 
 class Places(InterpretedThreads):
@@ -119,51 +128,168 @@ def test_numbers_lie_as_operands_and_no_bank_is_met_twice(block_kv: int) -> None
     assert len(set(np.concatenate(threads.stores))) == block_kv * 16
 
 
-@pytest.mark.parametrize(
-    ("heads", "page_size", "kv_dtype", "classes"),
-    [
-        pytest.param(
-            Heads(4, 1, 128), 32, "int8",
-            (byte_class(8, 128, 2, 2, 128, 8), byte_prompt_class(128, 128, 2, 128, 8)),
-            id="prompts", marks=pytest.mark.long,
-        ),
-        pytest.param(
-            Heads(5, 1, 128), 64, "float8_e4m3fn",
-            (byte_class(8, 64, 1, 3, 128, 16), byte_prompt_class(64, 128, 2, 128, 8)),
-            id="few_tokens_group5", marks=pytest.mark.long,
-        ),
-        pytest.param(
-            Heads(2, 2, 128), 32, "int8", (byte_prompt_class(128, 64, 3, 128, 8),), id="alone",
-        ),
-    ],
-)  # fmt: skip
-def test_equals_reference(
-    heads: Heads, page_size: int, kv_dtype: str, classes: tuple[TileClass, ...], checked_interpreter: None
-) -> None:
-    batch = make_batch(np.random.default_rng(page_size), ROWS, heads, page_size=page_size, dtype="bfloat16")
-    batch = stored(batch, kv_dtype)
+def attention(
+    rows: list[tuple[int, int]],
+    heads: Heads,
+    page_size: int,
+    kv_dtype: str,
+    classes: tuple[TileClass, ...],
+    sm_scale: float = SCALE,
+) -> tuple[Batch, Callable[[Batch], Any]]:
+    """A batch of these rows, and interpreted attention of batches of its shapes."""
+    batch = make_batch(np.random.default_rng(page_size), rows, heads, page_size=page_size, dtype="bfloat16")
     spec = tile_spec(
         num_tokens=batch.q.shape[0], max_num_seqs=len(batch.kv_lens), num_q_heads=heads.num_q_heads,
         num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, page_size=page_size, dtype="bfloat16",
         backend="pallas_mosaic_gpu", blocks=BlockSizes(classes), kv_dtype=kv_dtype,
     )  # fmt: skip
-    tiles = build_tiles(spec, batch.cu_q_lens, batch.kv_lens, batch.num_seqs)
-    assert tiles[len(classes)]  # something is merged
+    assert build_tiles(spec, batch.cu_q_lens, batch.kv_lens, batch.num_seqs)[len(classes)]  # some are merged
 
     def attend(tiles: Any, *batch: Any) -> Any:
         return ragged_paged_attention(
-            *batch, sm_scale=SCALE, metadata=(spec, tiles), kv_dtype=kv_dtype, interpret=True
+            *batch, sm_scale=sm_scale, metadata=(spec, tiles), kv_dtype=kv_dtype, interpret=True
         )
 
     jitted = jax.jit(attend, compiler_options={"xla_backend_optimization_level": 0})
-    out = jitted(jnp.asarray(tiles), *batch)
-    assert_equals_reference(out, batch, SCALE, page_size=page_size, kv_dtype=kv_dtype)
+
+    def run(batch: Batch) -> Any:
+        tiles = build_tiles(spec, batch.cu_q_lens, batch.kv_lens, batch.num_seqs)
+        return jitted(jnp.asarray(tiles), *batch)
+
+    return stored(batch, kv_dtype), run
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "page_size", "kv_dtype", "classes"),
+    [
+        pytest.param(
+            FEW_ROWS, Heads(2, 1, 128), 32, "int8", (byte_prompt_class(128, 64, 3, 128, 4),), id="alone"
+        ),
+        pytest.param(
+            ROWS, Heads(4, 1, 128), 32, "int8",
+            (byte_class(8, 128, 2, 2, 128, 8), byte_prompt_class(128, 128, 2, 128, 8)),
+            id="beside_decoding", marks=pytest.mark.long,
+        ),
+        pytest.param(
+            ROWS, Heads(5, 1, 128), 64, "float8_e4m3fn",
+            (byte_class(8, 64, 1, 3, 128, 16), byte_prompt_class(64, 128, 2, 128, 8)),
+            id="group5", marks=pytest.mark.long,
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("checked_interpreter")
+def test_equals_reference(
+    rows: list[tuple[int, int]], heads: Heads, page_size: int, kv_dtype: str, classes: tuple[TileClass, ...]
+) -> None:
+    batch, attend = attention(rows, heads, page_size, kv_dtype, classes)
+    assert_equals_reference(attend(batch), batch, SCALE, page_size=page_size, kv_dtype=kv_dtype)
     # As padded as can be: no rows, one without tokens, one token.
-    for rows in ([], [(0, 0)], [(1, 1)]):
+    for few_rows in ([], [(0, 0)], [(1, 1)]):
         room = Room(len(batch.q), len(batch.kv_lens), batch.page_indices.shape[1], len(batch.kv_pages))
-        few = make_batch(np.random.default_rng(0), rows, heads, page_size=page_size, dtype="bfloat16", room=room)
+        rng = np.random.default_rng(0)
+        few = make_batch(rng, few_rows, heads, page_size=page_size, dtype="bfloat16", room=room)
         few = stored(few, kv_dtype)
-        tiles = build_tiles(spec, few.cu_q_lens, few.kv_lens, few.num_seqs)
-        out = jitted(jnp.asarray(tiles), *few)
-        assert_equals_reference(out, few, SCALE, page_size=page_size, kv_dtype=kv_dtype)
+        assert_equals_reference(attend(few), few, SCALE, page_size=page_size, kv_dtype=kv_dtype)
     assert not get_races().races_found
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("checked_interpreter")
+def test_the_other_rows_scales_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted mistake: keys by the scales of values, and values by those of keys."""
+    convert = mosaic_convert.convert
+
+    def mistaken(launch: Any, inputs: Any, shared: Any, codes: Any, program: Any) -> None:
+        keys, values = codes
+        swapped = keys._replace(scales=values.scales), values._replace(scales=keys.scales)
+        convert(launch, inputs, shared, Codes(*swapped), program)
+
+    monkeypatch.setattr(pallas_mosaic_gpu, "convert", mistaken)
+    scale = SCALE / 2  # no other test's, whose kernel is kept
+    sizes = Heads(2, 1, 128), 32, "int8", (byte_prompt_class(128, 64, 3, 128, 4),)
+    batch, attend = attention(FEW_ROWS, *sizes, scale)
+    with pytest.raises(AssertionError):
+        assert_equals_reference(attend(batch), batch, scale, page_size=32, kv_dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "matters"), [("next_key", True), ("no_scale", True), ("nothing", False)]
+)
+def test_wrong_scales_of_a_block_are_seen(
+    wrong: str, matters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale_of = mosaic_convert._scale_of
+
+    def mistaken(threads: Any, rows: CodeRows, scales: Any, key: Any) -> Any:
+        found = scale_of(threads, rows, scales, key ^ 1 if wrong == "next_key" else key)
+        return found * 0 + 1 if wrong == "no_scale" else found
+
+    monkeypatch.setattr(mosaic_convert, "_scale_of", mistaken)
+    found, expected = converted("int8", 32, 64)
+    assert np.array_equal(found, expected, equal_nan=True) != matters
+
+
+SERVED: dict[str, Any] = {
+    "max_num_seqs": 64, "num_q_heads": 40, "num_kv_heads": 10, "head_dim": 128, "page_size": 32,
+    "dtype": "bfloat16", "backend": "pallas_mosaic_gpu", "kv_dtype": "int8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("classes", "changed"),
+    [
+        ((byte_prompt_class(128, 128, 2, 1024, 264),), {"kv_dtype": None}),
+        ((byte_prompt_class(128, 128, 2, 1024, 264),), {"backend": "pallas_triton"}),
+        ((byte_prompt_class(128, 128, 2, 1024, 264),), {"page_size": 16}),
+        ((byte_prompt_class(128, 32, 2, 1024, 264),), {}),
+        ((byte_prompt_class(32, 128, 2, 1024, 264),), {}),
+        ((byte_prompt_class(64, 128, 2, 256, 264), TileClass(128, 64, 8, 3, 1024, 528)), {}),
+    ],
+    ids=["no_bytes", "backend", "page", "keys", "rows", "order"],
+)
+def test_what_is_not_served_is_refused(classes: tuple[TileClass, ...], changed: dict[str, Any]) -> None:
+    with pytest.raises(AttentionArgumentError, match="blocks"):
+        tile_spec(num_tokens=512, **SERVED | changed, blocks=BlockSizes(classes))
+
+
+LOWERED = [
+    (num_tokens, Heads(40, 10, 128), 32, "int8", None) for num_tokens in (32, 64, 128, 256, 512, 1024, 2048)
+]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "heads", "page_size", "kv_dtype", "classes"),
+    [
+        *(pytest.param(*sizes, marks=() if sizes[0] in (64, 2048) else pytest.mark.long) for sizes in LOWERED),
+        pytest.param(2048, Heads(16, 1, 128), 64, "float8_e4m3fn", None, marks=pytest.mark.long),
+        pytest.param(2048, Heads(40, 8, 128), 32, "float8_e4m3fn", None, marks=pytest.mark.long),
+        pytest.param(256, Heads(40, 40, 128), 64, "int8", None, marks=pytest.mark.long),
+        pytest.param(
+            2048, Heads(40, 10, 128), 32, "int8", (byte_prompt_class(128, 64, 3, 1024, 264),),
+            marks=pytest.mark.long,
+        ),
+    ],
+)  # fmt: skip
+def test_lowers_for_an_h200(
+    num_tokens: int, heads: Heads, page_size: int, kv_dtype: str, classes: tuple[TileClass, ...] | None
+) -> None:
+    """Decoding and prompts are a Mosaic kernel each; Triton has the merge."""
+    max_num_seqs = 64
+    spec = tile_spec(
+        num_tokens=num_tokens, max_num_seqs=max_num_seqs, num_q_heads=heads.num_q_heads,
+        num_kv_heads=heads.num_kv_heads, head_dim=128, page_size=page_size, dtype="bfloat16",
+        backend="pallas_mosaic_gpu", kv_dtype=kv_dtype, blocks=None if classes is None else BlockSizes(classes),
+    )  # fmt: skip
+    assert spec.blocks.classes[-1].rows == (64 if num_tokens <= 256 else 128)
+
+    def attend(*args: jax.Array) -> jax.Array:
+        return ragged_paged_attention(*args[:-1], sm_scale=0.1, metadata=(spec, args[-1]), kv_dtype=kv_dtype)
+
+    shape = jax.ShapeDtypeStruct
+    page = page_shape(kv_dtype, page_size, heads.num_kv_heads, heads.head_dim)
+    pool = shape((2**32 // int(np.prod(page)), *page), jnp.int8)  # 4 GiB
+    q = shape((num_tokens, heads.num_q_heads, heads.head_dim), jnp.bfloat16)
+    sizes = ((max_num_seqs,), (max_num_seqs, 128), (max_num_seqs + 1,), (1,), (spec.tiles_len,))
+    text = lower_for_cuda(attend, q, pool, *(shape(size, jnp.int32) for size in sizes))
+    assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == len(spec.blocks.classes)
+    assert text.count("xla.gpu.triton") == 1
