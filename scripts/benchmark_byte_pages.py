@@ -7,7 +7,7 @@ are compiled at once on as many threads as there are cores, one executable each.
 they are timed: whole against Triton's over the same pages, and one row against the dense reference. `fetch
 alone` is the kernel without its arithmetic, which tells what its copies can do; `kernel alone` is it without
 the launches for prompts and merges. Of prompts, `unconverted` is the kernel whose operands are never written,
-which tells what their conversion costs. The last line is one JSON document. Exit status 1 if an answer is wrong.
+which tells what that costs. The last line is one JSON document. Exit status 1 if an answer is wrong.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """The warpgroup that makes operands of pages in 8 bits, for the Mosaic kernel that serves prompts.
 
 Owns: how a block of codes and their scales becomes keys or values in bfloat16, where products read them, and
-which thread does what of it. Does not know how codes come to shared memory (`pallas_mosaic_gpu`), nor what is
-computed with keys and values (`mosaic_compute`, as in the kernel for 16 bits). Called by: `pallas_mosaic_gpu`.
+which thread does what of it. Does not know how codes come to shared memory, nor what is computed with the
+result (`mosaic_compute`, as in the kernel for 16 bits). Called by: `pallas_mosaic_gpu`.
 
 A prompt's tile has 128 rows, so that a code is converted once for many products, and in plain steps: it
 becomes float32, is multiplied by its row's scale, and rounded to bfloat16 once, as a page in 16 bits would
 hold it. What decoding reads is not rounded (`mosaic_byte_lanes`).
 
-A warp has a quarter of a block's rows. It reads four at a time, a lane 16 codes of one: with l = 8 p + c, chunk
-c of row p, or of row p ^ 1 where c > 3. So eight lanes that load or store 16 bytes each meet all banks: they
-load different chunks, and what they store lies in two squares of 64 columns, where chunks 2 c and 2 (c - 4) of
-one row would meet.
+A warp has a quarter of a block's rows. It reads four at a time, lane 8 p + c 16 codes of one of them: chunk c
+of row p, or of row p ^ 1 where c > 3. So eight lanes that load or store 16 bytes each meet all banks: they
+load different chunks, and what they store lies in two squares of 64 columns, where it would meet in pairs if
+all were of one row.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, WARPGRO
 COLUMNS = 64
 # Programs of a launch: one for each multiprocessor of an H100 or H200. With fewer, some run after others.
 NUM_PROGRAMS = 132
-# How an operand of a product lies in shared memory: in tiles of eight rows. (Upstream's annotations make these
-# classes abstract.)
+# How an operand of a product lies in shared memory: in tiles of eight rows. (Upstream's annotations make
+# these classes abstract.)
 TILES = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 # Of a multiprocessor's shared memory, what operands and codes may have: the rest is for barriers.
 _SHARED_BYTES = 226 * 1024

@@ -232,9 +232,9 @@ class MosaicThreads:
         return self._load(ref, place << 2, ir.F32Type.get(), count)
 
     def operand_slot(self, key: Register, chunk: Register) -> Register:
-        """The byte where eight 16-bit elements of a row of 128 lie, swizzled, in tiles of eight rows and 64 columns.
+        """The byte of eight 16-bit elements of a row of 128, swizzled, in tiles of eight rows and 64 columns.
 
-        Eight rows further they lie 2,048 bytes further.
+        What lies eight rows further is 2,048 bytes further.
         """
         row, squares = key & 7, (key >> 3 << 1) + (chunk >> 3)
         return (squares << 10) + (row << 7) + (((chunk & 7) ^ row) << 4)
@@ -259,9 +259,7 @@ class MosaicThreads:
         found = llvm.load(kind, _address(ref, start), alignment=4 * count)
         return [Register(vector.extract(found, [], [i])) for i in range(count)]
 
-    def _store(
-        self, ref: Any, start: Register, values: list[Register], condition: Register | None
-    ) -> None:
+    def _store(self, ref: Any, start: Register, values: list[Register], condition: Register | None) -> None:
         kind = ir.VectorType.get((len(values),), values[0].value.type)
         joined = vector.from_elements(kind, [x.value for x in values])
         with contextlib.nullcontext() if condition is None else utils.when(condition.value):

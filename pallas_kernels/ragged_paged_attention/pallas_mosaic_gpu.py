@@ -46,8 +46,8 @@ from pallas_kernels.ragged_paged_attention.mosaic_launch import (
 )
 from pallas_kernels.ragged_paged_attention.tile_specs import WARPGROUP_ROWS, TileSpec, result_shapes
 
-# Registers of a thread that computes, that fetches and that converts, by warpgroups that compute: together they
-# use up the register file. Where one of each kind is all there is, every thread has as many as it can have.
+# Registers of a thread that computes, that fetches and that converts, by warpgroups that compute: together
+# they use up the register file. A program of two warpgroups has all that threads can have from the start.
 _REGISTERS, _BYTE_REGISTERS = {2: (240, 24)}, {1: (240, 24, 128), 2: (216, 24, 56)}
 
 # Another view of the bytes of `TILES`: row by row.
@@ -130,8 +130,8 @@ def _attention_of(launch: Launch, out_type: Any) -> Callable[..., Any]:
         grid_names=("program",),
         num_threads=num_warpgroups + 1 + tile_class.in_bytes,
         thread_name="warpgroup",
-        # Where a warpgroup reads or overwrites by plain accesses what it used before, a barrier stands. Maxima and
-        # sums of rows are a few lanes', which need no shared memory.
+        # Where a warpgroup reads or overwrites by plain accesses what it used before, a barrier stands. Rows'
+        # maxima and sums are of a few lanes, which needs no shared memory.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),

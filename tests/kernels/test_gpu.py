@@ -303,10 +303,11 @@ def test_byte_prompt_kernel(
     attend = jax.jit(
         lambda b, tiles: ragged_paged_attention(*b, sm_scale=SCALE, metadata=(spec, tiles), kv_dtype=kv_dtype)
     )
-    fixed = [(num_tokens // 2, 2900), (num_tokens // 4, num_tokens // 4), (17, 2049), (3, 129), (1, 700), (0, 40)]
+    half, quarter = num_tokens // 2, num_tokens // 4
+    fixed = [(half, 2900), (quarter, quarter), (17, 2049), (3, 129), (1, 700), (0, 40)]
     for seed in range(4):
         rng = np.random.default_rng(seed)
-        rows = fixed if seed == 0 else random_rows(rng, room, page_size, num_tokens // 2)
+        rows = fixed if seed == 0 else random_rows(rng, room, page_size, half)
         batch = make_batch(rng, rows, heads, page_size=page_size, dtype="bfloat16", room=room)
         batch = stored(batch, kv_dtype)
         tiles = build_tiles(spec, batch.cu_q_lens, batch.kv_lens, batch.num_seqs)
