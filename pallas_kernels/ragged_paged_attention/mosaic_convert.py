@@ -46,22 +46,27 @@ _BIAS_BYTES = 0x4700
 
 
 def convert(launch: Launch, inputs: Inputs, shared: Shared, codes: Codes, program: Any) -> None:
-    """Keys and values of all items of a program, as codes come and room comes free."""
-    rings = tuple(zip(codes, shared.rings, strict=True))
+    """Keys and values of all items of a program, as codes come and room comes free.
+
+    Keys are a block ahead of values: so they are needed, and so their room comes free.
+    """
+    keys, values = zip(codes, shared.rings, strict=True)
     for stage in range(launch.num_code_stages):
-        for source, _ in rings:
+        for source in codes:
             plgpu.barrier_arrive(source.free.at[stage])
 
     def convert_item(_i: Any, item: Item, blocks_before: Any) -> None:
         @pl.loop(0, item.num_blocks(launch))
         def convert_block(n: Any) -> None:
-            for source, target in rings:
-                _convert(launch, source, target, blocks_before + n)
+            block = blocks_before + n
+            _convert(launch, *keys, block)
+            pl.when(block > 0)(lambda: _convert(launch, *values, block - 1))
 
-    for_each_item(launch, inputs, program, convert_item)
+    _, num_blocks = for_each_item(launch, inputs, program, convert_item)
+    pl.when(num_blocks > 0)(lambda: _convert(launch, *values, num_blocks - 1))
     # Every arrival is waited for, the last ones too.
     for stage in range(launch.tile_class.num_stages):
-        for _, target in rings:
+        for target in shared.rings:
             plgpu.barrier_wait(target.free.at[stage])
 
 

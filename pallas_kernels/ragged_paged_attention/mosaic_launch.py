@@ -211,8 +211,8 @@ class Shared(NamedTuple):
 ItemBody = Callable[[Any, Item, Any], None]
 
 
-def for_each_item(launch: Launch, inputs: Inputs, program: Any, body: ItemBody) -> Any:
-    """Calls body(i, i-th item of this program, blocks of all its earlier items); returns how many there are.
+def for_each_item(launch: Launch, inputs: Inputs, program: Any, body: ItemBody) -> tuple[Any, Any]:
+    """Calls body(i, i-th item of this program, blocks of all its earlier items); returns how many of both.
 
     Tiles come widest first, those of prompts row by row, and are dealt in alternating directions: every
     program gets about the same work.
@@ -235,8 +235,7 @@ def for_each_item(launch: Launch, inputs: Inputs, program: Any, body: ItemBody) 
     num_rounds = lax.div(num_items, num_programs)
     one_more = place(num_rounds) < lax.rem(num_items, num_programs)
     count = num_rounds + one_more.astype(jnp.int32)
-    lax.fori_loop(0, count, step, jnp.int32(0))
-    return count
+    return count, lax.fori_loop(0, count, step, jnp.int32(0))
 
 
 def page_ids(launch: Launch, inputs: Inputs, item: Item, block: Any) -> tuple[Any, ...]:

@@ -206,7 +206,7 @@ def _fetch(
 
         lax.fori_loop(0, num_blocks, fetch_block, ids)
 
-    num_items = for_each_item(launch, inputs, program, fetch_item)
+    num_items, _ = for_each_item(launch, inputs, program, fetch_item)
     # Every arrival is waited for, the last ones too.
     plgpu.barrier_wait(shared.q_free.at[lax.rem(num_items, 2)])
     for stage in range(num_stages):
