@@ -54,13 +54,12 @@ FETCH_ALONE, UNCONVERTED = "fetch alone", "unconverted"
 _DTYPE = "bfloat16"
 _UNROLLED, _ROUNDS = 8, 8
 _DEFAULT = byte_class(8, 128, 2, 3, 256, 264)
-_PROMPT_CLASSES = (
-    byte_prompt_class(128, 128, 2, 1024, 264), byte_prompt_class(128, 64, 3, 1024, 264),
-    byte_prompt_class(128, 128, 2, 1024, 528), byte_prompt_class(64, 128, 2, 1024, 264),
-)  # fmt: skip
 # What is tried, without a class for the others: prompts or decoding.
 _VARIANTS = {
-    **dict.fromkeys(PROMPTS, _PROMPT_CLASSES),
+    PROMPTS[0]: (
+        byte_prompt_class(128, 64, 3, 1024, 264), byte_prompt_class(128, 128, 2, 1024, 528),
+        byte_prompt_class(64, 128, 2, 1024, 264),
+    ),
     MAIN: (
         _DEFAULT, byte_class(8, 64, 2, 6, 256, 264), byte_class(8, 64, 3, 3, 256, 396),
         byte_class(8, 128, 1, 6, 256, 132), byte_class(8, 128, 2, 2, 256, 264),
@@ -102,7 +101,7 @@ def entries_of(case_name: str, kv_dtype: str) -> list[Entry]:
     if case_name == MAIN:
         found.append(_kernel_alone("kernel alone", inputs, _DEFAULT))
         found.append(_kernel_alone(FETCH_ALONE, inputs, byte_class(8, 128, 2, 3, 255, 264)))
-    if case_name in PROMPTS:
+    if case_name == PROMPTS[0]:
         found.append(_kernel_alone(UNCONVERTED, inputs, byte_prompt_class(128, 128, 2, 1023, 264)))
     return found
 

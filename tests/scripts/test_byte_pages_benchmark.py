@@ -30,7 +30,8 @@ def test_what_is_timed_lowers_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     inputs = SCRIPT.make_inputs(case, "bfloat16", 0, "int8")
     sizes = zip(("kernel alone", "fetch alone"), SCRIPT._VARIANTS[SCRIPT.MAIN], strict=False)
     entries = [SCRIPT._kernel_alone(name, inputs, tile_class) for name, tile_class in sizes]
-    for name, tile_class in zip(("prompts", SCRIPT.UNCONVERTED), SCRIPT._PROMPT_CLASSES, strict=False):
+    sizes = zip(("prompts", SCRIPT.UNCONVERTED), SCRIPT._VARIANTS[SCRIPT.PROMPTS[0]], strict=False)
+    for name, tile_class in sizes:
         entries.append(SCRIPT._kernel_alone(name, inputs, tile_class))
     assert [entry.is_checked for entry in entries] == [True, False] * 2
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
