@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -30,9 +31,10 @@ def test_what_is_timed_lowers_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     inputs = SCRIPT.make_inputs(case, "bfloat16", 0, "int8")
     sizes = zip(("kernel alone", "fetch alone"), SCRIPT._VARIANTS[SCRIPT.MAIN], strict=False)
     entries = [SCRIPT._kernel_alone(name, inputs, tile_class) for name, tile_class in sizes]
-    sizes = zip(("prompts", SCRIPT.UNCONVERTED), SCRIPT._VARIANTS[SCRIPT.PROMPTS[0]], strict=False)
-    for name, tile_class in sizes:
-        entries.append(SCRIPT._kernel_alone(name, inputs, tile_class))
+    tile_class = SCRIPT._VARIANTS[SCRIPT.PROMPTS[0]][0]
+    other = replace(tile_class, min_split_kv=tile_class.min_split_kv + 1)  # a kernel of its own
+    entries.append(SCRIPT._kernel_alone("prompts", inputs, tile_class))
+    entries.append(SCRIPT._kernel_alone(SCRIPT.UNCONVERTED, inputs, other))
     assert [entry.is_checked for entry in entries] == [True, False] * 2
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
     original, convert_rows = mosaic_bytes.add_block, mosaic_convert.convert_rows
