@@ -1,4 +1,4 @@
-"""Times decoding over pages in 8 bits: the Hopper kernel in several sizes, Triton's, and bfloat16's.
+"""Times attention over pages in 8 bits: the Hopper kernels in several sizes, Triton's, and bfloat16's.
 
     python scripts/benchmark_byte_pages.py --json=byte_pages.json
 
@@ -6,11 +6,13 @@ A shorter relative of `benchmark_kernels.py`, for a device that is had for two m
 are compiled at once on as many threads as there are cores, one executable each. Answers are checked before
 they are timed: whole against Triton's over the same pages, and one row against the dense reference. `fetch
 alone` is the kernel without its arithmetic, which tells what its copies can do; `kernel alone` is it without
-the launches for prompts and merges. The last line is one JSON document. Exit status 1 if an answer is wrong.
+the launches for prompts and merges. Of prompts, `unconverted` is the kernel whose operands are never written,
+which tells what that costs. The last line is one JSON document. Exit status 1 if an answer is wrong.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import sys
@@ -34,7 +36,9 @@ from pallas_kernels.ragged_paged_attention import (
     TileClass,
     build_tiles,
     byte_class,
+    byte_prompt_class,
     mosaic_bytes,
+    mosaic_convert,
 )
 from pallas_kernels.ragged_paged_attention.pallas_mosaic_gpu import mosaic_attention
 from pallas_kernels.ragged_paged_attention.shapes import CASES
@@ -44,12 +48,18 @@ from pensieve_jax.commands.report import define_document_flag, device_name, json
 FLAGS = flags.FLAGS
 MAIN = "decode_128x1024_gqa10"
 OTHERS = ("decode_1x1024_gqa10", "decode_32x1024_gqa10", "decode_180x1024_gqa10", "decode_64x4096_gqa10")
+PROMPTS = ("prefill_1x2048_gqa10", "prefill_5x150of7150_gqa10", "prefill_1x512of8512_gqa10")
 MOSAIC, TRITON = "pallas_mosaic_gpu", "pallas_triton"
+FETCH_ALONE, UNCONVERTED = "fetch alone", "unconverted"
 _DTYPE = "bfloat16"
 _UNROLLED, _ROUNDS = 8, 8
 _DEFAULT = byte_class(8, 128, 2, 3, 256, 264)
-# What is tried, without a class for prompts.
+# What is tried, without a class for the others: prompts or decoding.
 _VARIANTS = {
+    PROMPTS[0]: (
+        byte_prompt_class(128, 64, 3, 1024, 264), byte_prompt_class(128, 128, 2, 1024, 528),
+        byte_prompt_class(64, 128, 2, 1024, 264),
+    ),
     MAIN: (
         _DEFAULT, byte_class(8, 64, 2, 6, 256, 264), byte_class(8, 64, 3, 3, 256, 396),
         byte_class(8, 128, 1, 6, 256, 132), byte_class(8, 128, 2, 2, 256, 264),
@@ -90,7 +100,9 @@ def entries_of(case_name: str, kv_dtype: str) -> list[Entry]:
     found += [entry(f"{kv_dtype} tried", inputs, MOSAIC, _sizes(c)) for c in _VARIANTS.get(case_name, ())]
     if case_name == MAIN:
         found.append(_kernel_alone("kernel alone", inputs, _DEFAULT))
-        found.append(_kernel_alone("fetch alone", inputs, byte_class(8, 128, 2, 3, 255, 264)))
+        found.append(_kernel_alone(FETCH_ALONE, inputs, byte_class(8, 128, 2, 3, 255, 264)))
+    if case_name == PROMPTS[0]:
+        found.append(_kernel_alone(UNCONVERTED, inputs, byte_prompt_class(128, 128, 2, 1023, 264)))
     return found
 
 
@@ -106,17 +118,18 @@ def _kernel_alone(name: str, inputs: Inputs, tile_class: TileClass) -> Entry:
 
     fixed = (inputs.pool, tiles, jnp.asarray(inputs.page_indices))
     program = JaxProgram(describe(spec.blocks), attend, (inputs.q,), fixed)
-    is_checked = name != "fetch alone"
+    is_checked = name not in (FETCH_ALONE, UNCONVERTED)
     return Entry(inputs.case.name, f"{name} {program.label}", program, inputs, is_checked)
 
 
 def lowered(entry: Entry) -> Any:
     """Many calls of it in a row, lowered; Python does one at a time."""
     queries = [entry.program.tied[0]] * _UNROLLED
-    arithmetic: Callable[..., list[Any]] = mosaic_bytes.add_block
-    if entry.name.startswith("fetch alone"):
-        arithmetic = _no_arithmetic
-    with mock.patch.object(mosaic_bytes, "add_block", arithmetic):
+    with contextlib.ExitStack() as patches:
+        if entry.name.startswith(FETCH_ALONE):
+            patches.enter_context(mock.patch.object(mosaic_bytes, "add_block", _no_arithmetic))
+        if entry.name.startswith(UNCONVERTED):
+            patches.enter_context(mock.patch.object(mosaic_convert, "convert_rows", lambda *_: None))
         return entry.program.chained(_ROUNDS).lower(queries, *entry.program.fixed)
 
 
@@ -183,7 +196,7 @@ def main() -> int:
 
 def define_flags() -> None:
     """The command line."""
-    flags.DEFINE_list("cases", [MAIN, *OTHERS], "Names of cases.")
+    flags.DEFINE_list("cases", [MAIN, *PROMPTS, *OTHERS], "Names of cases.")
     flags.DEFINE_enum("kv_dtype", "int8", KV_DTYPES, "What pages are stored as.")
     flags.DEFINE_integer("repeats", 5, "Timed calls, of which the median is taken.", lower_bound=1)
     flags.DEFINE_float("time_limit_s", 80.0, "No case begins after so long.")

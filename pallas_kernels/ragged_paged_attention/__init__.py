@@ -9,7 +9,13 @@ from pallas_kernels.ragged_paged_attention.backends import (
     device_limit,
     import_backend,
 )
-from pallas_kernels.ragged_paged_attention.block_sizes import BlockSizes, TileClass, byte_class, mosaic_class
+from pallas_kernels.ragged_paged_attention.block_sizes import (
+    BlockSizes,
+    TileClass,
+    byte_class,
+    byte_prompt_class,
+    mosaic_class,
+)
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 from pallas_kernels.ragged_paged_attention.kv_write import write_kv
 from pallas_kernels.ragged_paged_attention.metadata import build_tiles
@@ -27,6 +33,7 @@ __all__ = [
     "TileSpec",
     "build_tiles",
     "byte_class",
+    "byte_prompt_class",
     "choose_backend",
     "device_limit",
     "import_backend",

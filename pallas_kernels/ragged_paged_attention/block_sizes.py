@@ -22,7 +22,8 @@ class TileClass:
       target_programs: programs, over all KV heads, beyond which splitting further gains nothing.
       whole_loop: blocks that every query sees whole take a loop of their own, without masks.
       mosaic: its kernel is the Mosaic one, and its rows lie head by head (see `mosaic_class`).
-      in_bytes: its kernel is the Mosaic one for pages in 8 bits (see `byte_class`).
+      in_bytes: its kernel is a Mosaic one for pages in 8 bits: that for prompts where `mosaic` is set as well
+        (see `byte_prompt_class`), else that for decoding (see `byte_class`).
     """
 
     rows: int
@@ -34,6 +35,11 @@ class TileClass:
     whole_loop: bool = True
     mosaic: bool = False
     in_bytes: bool = False
+
+    @property
+    def decodes_bytes(self) -> bool:
+        """Whether its kernel is the Mosaic one for decoding over pages in 8 bits."""
+        return self.in_bytes and not self.mosaic
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,23 @@ def byte_class(
     return TileClass(*sizes, in_bytes=True)
 
 
+def byte_prompt_class(
+    rows: int, block_kv: int, num_stages: int, min_split_kv: int, target_programs: int
+) -> TileClass:
+    """A class of the Mosaic kernel over pages in 8 bits: as `mosaic_class`, and one warpgroup that converts.
+
+    Args:
+      rows: 64 or 128.
+      block_kv: keys per iteration, 64 or 128.
+      num_stages: converted blocks of keys and of values in shared memory; codes take what they leave.
+      min_split_kv: as in `TileClass`.
+      target_programs: as in `mosaic_class`.
+    """
+    num_warps = 4 * (rows // 64 + 2)
+    sizes = (rows, block_kv, num_warps, num_stages, min_split_kv, target_programs)
+    return TileClass(*sizes, mosaic=True, in_bytes=True)
+
+
 # Steps that are left to Triton where pages are not in 8 bits: of so few tokens, or with fewer decoding tiles
 # than two for each program.
 _MOSAIC_HARDLY_ANY_TOKENS, _MOSAIC_MIN_TILES = 16, 264
@@ -108,7 +131,8 @@ def default_block_sizes(
     Small tiles serve decoding and a few tokens at once, and are bound by memory; large ones serve prompts and
     are bound by arithmetic. A step with very few tokens has small tiles only and saves a launch. Where
     `mosaic` is set, the Mosaic kernel takes both, but for steps with hardly any tokens; in small steps its
-    small tiles do for short prompts. Where `in_bytes` is set as well, it takes decoding alone.
+    small tiles do for short prompts. Where `in_bytes` is set as well, pages are in 8 bits, and two other
+    Mosaic kernels take decoding and the rest.
     """
     group = num_q_heads // num_kv_heads
     small_rows = max(16, power_of_two(group))
@@ -127,9 +151,9 @@ def default_block_sizes(
         whole_loop=True,
     )
     enough = num_tokens > _MOSAIC_HARDLY_ANY_TOKENS and num_tokens * num_kv_heads >= _MOSAIC_MIN_TILES
-    if mosaic and in_bytes and small_rows == max(16, power_of_two(group)):
+    if mosaic and in_bytes:
         return _byte_block_sizes(group, num_tokens)
-    if mosaic and enough and not in_bytes:
+    if mosaic and enough:
         # One computing warpgroup and three blocks each of 128 keys and values, or two and two: what shared
         # memory holds. Two items for each program: a prompt of 2048 tokens has enough of them whole, and four
         # for each, evener, cost it more in merges than they saved (docs/log.md).
@@ -153,10 +177,9 @@ def _large(rows: int, head_dim: int, target_programs: int) -> TileClass:
 
 
 def _byte_block_sizes(group: int, num_tokens: int) -> BlockSizes:
-    """Decoding by the Mosaic kernel, in what two pairs' shared memory holds, and prompts by Triton's.
+    """Decoding in what two pairs' shared memory holds, and prompts, whose kernel converts what it reads.
 
-    Triton's part is launched whether or not there is a prompt, with a program for each tile that there may
-    be: in small steps these are fewer, and smaller.
+    A step of hardly any tokens has no launch for prompts, which is there whether or not there is one.
     """
     has_hardly_any_tokens = num_tokens <= _MOSAIC_HARDLY_ANY_TOKENS
     min_split_kv = 128 if has_hardly_any_tokens else 256
@@ -166,8 +189,11 @@ def _byte_block_sizes(group: int, num_tokens: int) -> BlockSizes:
         small = byte_class(16, 64, 2, 5, min_split_kv, 264)
     if has_hardly_any_tokens:
         return BlockSizes((small,))
-    is_small_step = num_tokens <= _MOSAIC_FEW_TOKENS
-    return BlockSizes((small, _large(64, 128, 132) if is_small_step else _large(128, 128, 528)))
+    # As in 16 bits, but for a block less where codes need its room. Triton's kernel takes a prompt four times
+    # as long, so groups that are filled up to a power of two with nobody's rows come here, too.
+    if num_tokens <= _MOSAIC_FEW_TOKENS:
+        return BlockSizes((small, byte_prompt_class(64, 128, 2, 256, 264)))
+    return BlockSizes((small, byte_prompt_class(128, 128, 2, 1024, 264)))
 
 
 def _float32_block_sizes(rows: int, head_dim: int) -> BlockSizes:

@@ -85,6 +85,14 @@ class InterpretedThreads:
         codes = _bytes(word)[:, 2 * which : 2 * which + 2]
         return _joined(jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float16))
 
+    def float_of_half(self, pair: Any, which: int) -> Any:
+        """Of two float16."""
+        return _halves(pair)[:, which].astype(jnp.float32)
+
+    def multiply_add_floats(self, a: Any, b: Any, c: Any) -> Any:
+        """Rounded twice where XLA does not fuse them."""
+        return a * b + c
+
     def pack_halves(self, low: Any, high: Any) -> Any:
         """f32 to float16."""
         return _joined(jnp.stack([low, high], axis=1).astype(jnp.float16))
@@ -135,6 +143,10 @@ class InterpretedThreads:
         flat = ref[...].reshape(-1)
         return [flat[place + i] for i in range(count)]
 
+    def operand_slot(self, key: Any, chunk: Any) -> Any:
+        """Of rows of 128 elements of 16 bits as they are."""
+        return key * (2 * HEAD_DIM) + chunk * 16
+
     def load_byte(self, ref: Any, start: Any) -> Any:
         """0 to 255."""
         return _flat_bytes(ref[...])[start].astype(jnp.int32)
@@ -146,7 +158,7 @@ class InterpretedThreads:
             flat = flat.at[jnp.where(condition, place + i, flat.size)].set(value, mode="drop")
         ref[...] = flat.reshape(ref.shape)
 
-    def store_words(self, ref: Any, start: Any, values: list[Any], condition: Any) -> None:
+    def store_words(self, ref: Any, start: Any, values: list[Any], condition: Any = True) -> None:
         """Where the condition holds; of 16-bit numbers."""
         flat = ref[...].reshape(-1)
         for i, word in enumerate(values):

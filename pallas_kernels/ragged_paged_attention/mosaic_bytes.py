@@ -157,7 +157,7 @@ class _Pair(NamedTuple):
 
             lax.fori_loop(0, num_blocks, fetch_block, ids)
 
-        num_items = for_each_item(self.launch, self.inputs, self.program, fetch_item)
+        num_items, _ = for_each_item(self.launch, self.inputs, self.program, fetch_item)
         # Every arrival is waited for, the last ones too.
         plgpu.barrier_wait(self.shared.q_free.at[self.buffer(num_items)])
         for block in range(self.launch.tile_class.num_stages):

@@ -2,7 +2,7 @@
 
 Owns: the static description of a launch, the named references to global and shared memory, and the walk over
 a program's items, an item being one tile and one KV head. Does not know what is done with an item. Called by:
-`pallas_mosaic_gpu`, which fetches, and `mosaic_compute`.
+`pallas_mosaic_gpu`, which fetches, `mosaic_convert` and `mosaic_compute`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ragged_paged_attention.block_sizes import TileClass
 from pallas_kernels.ragged_paged_attention.tile_lists import (
@@ -30,6 +31,12 @@ from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, WARPGRO
 COLUMNS = 64
 # Programs of a launch: one for each multiprocessor of an H100 or H200. With fewer, some run after others.
 NUM_PROGRAMS = 132
+# How an operand of a product lies in shared memory: in tiles of eight rows. (Upstream's annotations make
+# these classes abstract.)
+TILES = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+# Of a multiprocessor's shared memory, what operands and codes may have: the rest is for barriers.
+_SHARED_BYTES = 226 * 1024
+_MAX_CODE_STAGES = 4
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class Launch:
     @property
     def num_pairs(self) -> int:
         """Of a program, each with items of its own; see `mosaic_bytes`."""
-        return self.tile_class.num_warps // 8 if self.tile_class.in_bytes else 1
+        return self.tile_class.num_warps // 8 if self.tile_class.decodes_bytes else 1
 
     @property
     def num_programs(self) -> int:
@@ -113,6 +120,18 @@ class Launch:
         """Where in the ring a block lies; blocks are counted over all items of a program."""
         return lax.rem(block, self.tile_class.num_stages)
 
+    @property
+    def num_code_stages(self) -> int:
+        """Blocks of codes of keys, and of values, that shared memory holds beside queries and operands."""
+        keys, pages = self.tile_class.block_kv, self.pages_per_block
+        taken = 4 * (self.tile_class.rows + self.tile_class.num_stages * keys)
+        room = _SHARED_BYTES - taken * self.head_dim
+        return max(min(room // (2 * (keys + pages) * self.head_dim), _MAX_CODE_STAGES), 1)
+
+    def code_stage_of(self, block: Any) -> Any:
+        """As `stage_of`, in the ring of codes."""
+        return lax.rem(block, self.num_code_stages)
+
 
 class Item(NamedTuple):
     """One tile and one KV head; the fields of the tile are those of `tile_lists`."""
@@ -144,6 +163,22 @@ class Inputs(NamedTuple):
     partial_lse: Any  # f32[num_partial_rows], base 2
 
 
+class Ring(NamedTuple):
+    """Blocks of keys or of values in shared memory, by stage, and the barriers over them."""
+
+    blocks: Any
+    ready: Any
+    free: Any
+    scales: Any = None  # i8[num_code_stages, pages_per_block, head_dim]: rows of pages in 8 bits
+
+
+class Codes(NamedTuple):
+    """Blocks in 8 bits, as they come from pages: i8[num_code_stages, block_kv, head_dim]."""
+
+    keys: Ring
+    values: Ring
+
+
 class Shared(NamedTuple):
     """References to shared memory, and the barriers over it: `ready` to be read, `free` to be written."""
 
@@ -159,6 +194,11 @@ class Shared(NamedTuple):
     turn: Any  # by warpgroup: it may issue its products
     values_clean: Any
 
+    @property
+    def rings(self) -> tuple[Ring, Ring]:
+        """Of keys and of values."""
+        return Ring(self.k, self.k_ready, self.k_free), Ring(self.v, self.v_ready, self.v_free)
+
     def q_tiles(self, launch: Launch) -> Any:
         """Queries as operand of a product: tiles of eight rows."""
         return self.q if launch.interpret else self.q[0]
@@ -171,8 +211,8 @@ class Shared(NamedTuple):
 ItemBody = Callable[[Any, Item, Any], None]
 
 
-def for_each_item(launch: Launch, inputs: Inputs, program: Any, body: ItemBody) -> Any:
-    """Calls body(i, i-th item of this program, blocks of all its earlier items); returns how many there are.
+def for_each_item(launch: Launch, inputs: Inputs, program: Any, body: ItemBody) -> tuple[Any, Any]:
+    """Calls body(i, i-th item of this program, blocks of all its earlier items); returns how many of both.
 
     Tiles come widest first, those of prompts row by row, and are dealt in alternating directions: every
     program gets about the same work.
@@ -195,8 +235,7 @@ def for_each_item(launch: Launch, inputs: Inputs, program: Any, body: ItemBody) 
     num_rounds = lax.div(num_items, num_programs)
     one_more = place(num_rounds) < lax.rem(num_items, num_programs)
     count = num_rounds + one_more.astype(jnp.int32)
-    lax.fori_loop(0, count, step, jnp.int32(0))
-    return count
+    return count, lax.fori_loop(0, count, step, jnp.int32(0))
 
 
 def page_ids(launch: Launch, inputs: Inputs, item: Item, block: Any) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ Only this file writes assembly. What `interpreted_threads` has under the same na
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +166,16 @@ class MosaicThreads:
         text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, " + part + "; }"
         return _assembly(text, _i32(), word)
 
+    def float_of_half(self, pair: Register, which: int) -> Register:
+        """The first or the second of two float16 as f32."""
+        part = "low" if which == 0 else "high"
+        text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, " + part + "; }"
+        return _assembly(text, ir.F32Type.get(), pair)
+
+    def multiply_add_floats(self, a: Register, b: Register, c: Register) -> Register:
+        """a b + c of f32, rounded once."""
+        return _assembly("fma.rn.f32 $0, $1, $2, $3;", ir.F32Type.get(), a, b, c)
+
     def pack_halves(self, low: Register, high: Register) -> Register:
         """Two f32 as float16, the nearest."""
         return _assembly("cvt.rn.f16x2.f32 $0, $2, $1;", _i32(), low, high)
@@ -220,6 +231,14 @@ class MosaicThreads:
         """2 or 4, from a place that is a multiple of that."""
         return self._load(ref, place << 2, ir.F32Type.get(), count)
 
+    def operand_slot(self, key: Register, chunk: Register) -> Register:
+        """The byte of eight 16-bit elements of a row of 128, swizzled, in tiles of eight rows and 64 columns.
+
+        What lies eight rows further is 2,048 bytes further.
+        """
+        row, squares = key & 7, (key >> 3 << 1) + (chunk >> 3)
+        return (squares << 10) + (row << 7) + (((chunk & 7) ^ row) << 4)
+
     def load_byte(self, ref: Any, start: Register) -> Register:
         """0 to 255."""
         byte = llvm.load(ir.IntegerType.get_signless(8), _address(ref, start), alignment=1)
@@ -229,7 +248,9 @@ class MosaicThreads:
         """2 or 4, to a place that is a multiple of that, where the condition holds."""
         self._store(ref, place << 2, values, condition)
 
-    def store_words(self, ref: Any, start: Register, values: list[Register], condition: Register) -> None:
+    def store_words(
+        self, ref: Any, start: Register, values: list[Register], condition: Register | None = None
+    ) -> None:
         """4, to a byte that is a multiple of 16, where the condition holds."""
         self._store(ref, start, values, condition)
 
@@ -238,10 +259,10 @@ class MosaicThreads:
         found = llvm.load(kind, _address(ref, start), alignment=4 * count)
         return [Register(vector.extract(found, [], [i])) for i in range(count)]
 
-    def _store(self, ref: Any, start: Register, values: list[Register], condition: Register) -> None:
+    def _store(self, ref: Any, start: Register, values: list[Register], condition: Register | None) -> None:
         kind = ir.VectorType.get((len(values),), values[0].value.type)
         joined = vector.from_elements(kind, [x.value for x in values])
-        with utils.when(condition.value):
+        with contextlib.nullcontext() if condition is None else utils.when(condition.value):
             llvm.store(joined, _address(ref, start), alignment=4 * len(values))
 
 

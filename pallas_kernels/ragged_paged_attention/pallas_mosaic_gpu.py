@@ -1,13 +1,15 @@
 """Ragged paged attention through Pallas' Mosaic GPU back end: NVIDIA Hopper, 16-bit types.
 
-Owns: the launches of the tile classes marked `mosaic`, and the half of their kernel that fetches. Does not
-know how tiles are chosen (`tile_lists`), how attention is computed (`mosaic_compute`), nor how split key
-ranges are merged. Called by: `api`, which hands the buffers that come back to `pallas_triton` for the rest.
+Owns: the launches of the Mosaic tile classes, and the part of the kernel for prompts that fetches. Does not
+know how tiles are chosen (`tile_lists`), how attention is computed (`mosaic_compute`, `mosaic_bytes`), how
+codes are converted (`mosaic_convert`), nor how split key ranges are merged. Called by: `api`, which hands the
+buffers that come back to `pallas_triton` for the rest.
 
 A program stays on its multiprocessor and serves many items, an item being one tile and one KV head. One
 warpgroup fetches: keys and values come page by page through the tensor memory accelerator (TMA) into a ring
 of blocks that goes on across items, so the next item's keys arrive while this one ends. The others compute,
-64 rows each.
+64 rows each. Pages in 8 bits come into a ring of codes, of which one more warpgroup makes the blocks that the
+others compute with.
 
 Rows lie query head by query head, not token by token as in the Triton kernel: one head's tokens are then a
 run of rows, which a single copy moves.
@@ -29,25 +31,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.ragged_paged_attention import mosaic_launch
 from pallas_kernels.ragged_paged_attention.mosaic_bytes import byte_attention_of
 from pallas_kernels.ragged_paged_attention.mosaic_compute import compute
+from pallas_kernels.ragged_paged_attention.mosaic_convert import convert
 from pallas_kernels.ragged_paged_attention.mosaic_launch import (
     COLUMNS,
+    TILES,
+    Codes,
     Inputs,
     Item,
     Launch,
+    Ring,
     Shared,
     for_each_item,
     page_ids,
 )
 from pallas_kernels.ragged_paged_attention.tile_specs import WARPGROUP_ROWS, TileSpec, result_shapes
 
-# Registers of a thread that computes, and of one that fetches: two warpgroups of the first kind and one of
-# the second use up the register file.
-_COMPUTE_REGISTERS, _FETCH_REGISTERS = 240, 24
+# Registers of a thread that computes, that fetches and that converts, by warpgroups that compute: together
+# they use up the register file. A program of two warpgroups has all that threads can have from the start.
+_REGISTERS, _BYTE_REGISTERS = {2: (240, 24)}, {1: (240, 24, 128), 2: (216, 24, 56)}
 
-
-# Two views of the same bytes: as operand of a product, in tiles of eight rows, and row by row. (Upstream's
-# annotations make these classes abstract.)
-_TILES = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+# Another view of the bytes of `TILES`: row by row.
 _ROWS = (plgpu.TilingTransform((COLUMNS,)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 
@@ -81,7 +84,7 @@ def mosaic_attention(
         launch = Launch(spec, index, page_indices.shape[1], head_dim, scale, q.dtype, interpret)
         # A class writes its own rows only; the second goes on in the buffers of the first.
         refs = [jax.new_ref(buffer) for buffer in buffers]
-        kernel_of = byte_attention_of if tile_class.in_bytes else _attention_of
+        kernel_of = byte_attention_of if tile_class.decodes_bytes else _attention_of
         outputs = kernel_of(launch, () if refs else result_shapes(spec, q))(*inputs, *refs)
         buffers = [jax.freeze(ref) for ref in refs] or list(outputs)
     return buffers
@@ -98,61 +101,97 @@ def _attention_of(launch: Launch, out_type: Any) -> Callable[..., Any]:
     num_squares, num_stages = len(launch.column_starts), tile_class.num_stages
     q_shape = (2, num_warpgroups, num_squares, WARPGROUP_ROWS, COLUMNS)
     kv_shape = (num_stages, tile_class.block_kv, launch.head_dim)
-    q: Any = plgpu.SMEM(q_shape, launch.dtype, transforms=_TILES)
+    q: Any = plgpu.SMEM(q_shape, launch.dtype, transforms=TILES)
     if not launch.interpret:  # where the members of a union do not share memory
         q = plgpu.RefUnion(q, plgpu.SMEM(q_shape, launch.dtype, transforms=_ROWS))
     num_runs = num_warpgroups * (WARPGROUP_ROWS // launch.run_rows)
-    pages_fetched = plgpu.Barrier(num_arrivals=launch.pages_per_block, num_barriers=num_stages)
+    # Every page of a block arrives, or the warpgroup that has converted it.
+    num_arrivals = 1 if tile_class.in_bytes else launch.pages_per_block
+    complete = plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_stages)
     read_by_all = functools.partial(plgpu.Barrier, num_arrivals=num_warpgroups)
+    shared = Shared(
+        q=q,
+        k=plgpu.SMEM(kv_shape, launch.dtype, transforms=TILES),
+        v=plgpu.SMEM(kv_shape, launch.dtype, transforms=TILES),
+        q_ready=plgpu.Barrier(num_arrivals=num_runs * num_squares, num_barriers=2),
+        q_free=read_by_all(num_barriers=2),
+        k_ready=complete,
+        k_free=read_by_all(num_barriers=num_stages),
+        v_ready=complete,
+        v_free=read_by_all(num_barriers=num_stages),
+        turn=plgpu.Barrier(num_barriers=num_warpgroups),
+        values_clean=read_by_all(),
+    )
     kernel = plgpu.kernel(
         functools.partial(_kernel, launch=launch),
         out_type=out_type,
-        scratch_types=Shared(
-            q=q,
-            k=plgpu.SMEM(kv_shape, launch.dtype, transforms=_TILES),
-            v=plgpu.SMEM(kv_shape, launch.dtype, transforms=_TILES),
-            q_ready=plgpu.Barrier(num_arrivals=num_runs * num_squares, num_barriers=2),
-            q_free=read_by_all(num_barriers=2),
-            k_ready=pages_fetched,
-            k_free=read_by_all(num_barriers=num_stages),
-            v_ready=pages_fetched,
-            v_free=read_by_all(num_barriers=num_stages),
-            turn=plgpu.Barrier(num_barriers=num_warpgroups),
-            values_clean=read_by_all(),
-        )._asdict(),
+        scratch_types={"shared": shared, "codes": _codes(launch) if tile_class.in_bytes else ()},
         grid=(mosaic_launch.NUM_PROGRAMS,),
         grid_names=("program",),
-        num_threads=num_warpgroups + 1,
+        num_threads=num_warpgroups + 1 + tile_class.in_bytes,
         thread_name="warpgroup",
-        # Where a warpgroup reads or overwrites by plain accesses what it used before, a barrier stands.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        # Where a warpgroup reads or overwrites by plain accesses what it used before, a barrier stands. Rows'
+        # maxima and sums are of a few lanes, which needs no shared memory.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
         interpret=plgpu.InterpretGPUParams() if launch.interpret else None,
-        kernel_name=f"ragged_paged_attention_mosaic_{tile_class.rows}",
+        kernel_name="ragged_paged_attention_mosaic_" + "bytes_" * tile_class.in_bytes + f"{tile_class.rows}",
     )
     return jax.jit(kernel)
 
 
-def _kernel(*refs: Any, launch: Launch, **scratch: Any) -> None:
-    """One program: the last of its warpgroups fetches, the others compute."""
-    inputs, shared = Inputs(*refs), Shared(**scratch)
-    program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    # With one warpgroup of each kind every thread has as many registers as a thread can have.
-    moves_registers = launch.num_warpgroups > 1 and not launch.interpret
+def _codes(launch: Launch) -> Codes:
+    """Shared memory for codes and their scales."""
+    stages, pages = launch.num_code_stages, launch.pages_per_block
+    ring = Ring(
+        blocks=plgpu.SMEM((stages, launch.tile_class.block_kv, launch.head_dim), jnp.int8),
+        ready=plgpu.Barrier(num_arrivals=2 * pages, num_barriers=stages),
+        free=plgpu.Barrier(num_barriers=stages),
+        scales=plgpu.SMEM((stages, pages, launch.head_dim), jnp.int8),
+    )
+    return Codes(ring, ring)
 
-    @pl.when(warpgroup < launch.num_warpgroups)
+
+def _kernel(*refs: Any, launch: Launch, shared: Shared, codes: Codes | tuple[()]) -> None:
+    """One program: the first of its warpgroups compute, the next one fetches, the last converts codes."""
+    inputs, num_warpgroups = Inputs(*refs), launch.num_warpgroups
+    program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    registers: Any = (_BYTE_REGISTERS if codes else _REGISTERS).get(num_warpgroups)
+    registers = None if launch.interpret else registers
+
+    @pl.when(warpgroup < num_warpgroups)
     def compute_items() -> None:
-        if moves_registers:
-            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+        if registers:
+            plgpu.set_max_registers(registers[0], action="increase")
         compute(launch, inputs, shared, program, warpgroup)
 
-    @pl.when(warpgroup == launch.num_warpgroups)
+    @pl.when(warpgroup == num_warpgroups)
     def fetch_items() -> None:
-        if moves_registers:
-            plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
-        _fetch(launch, inputs, shared, program)
+        if registers:
+            plgpu.set_max_registers(registers[1], action="decrease")
+        if codes:
+            _fetch(launch, inputs, shared, program, codes, launch.num_code_stages)
+        else:
+            _fetch(launch, inputs, shared, program, shared.rings, launch.tile_class.num_stages)
+
+    if codes:
+
+        @pl.when(warpgroup == num_warpgroups + 1)
+        def convert_items() -> None:
+            if registers:
+                plgpu.set_max_registers(registers[2], action="decrease")
+            convert(launch, inputs, shared, codes, program)
 
 
-def _fetch(launch: Launch, inputs: Inputs, shared: Shared, program: Any) -> None:
+def _fetch(
+    launch: Launch,
+    inputs: Inputs,
+    shared: Shared,
+    program: Any,
+    rings: tuple[Ring, Ring],
+    num_stages: int,
+) -> None:
     """Copies the queries, keys and values of all items to shared memory, as room comes free."""
 
     def fetch_item(i: Any, item: Item, blocks_before: Any) -> None:
@@ -162,17 +201,17 @@ def _fetch(launch: Launch, inputs: Inputs, shared: Shared, program: Any) -> None
 
         def fetch_block(n: Any, ids: tuple[Any, ...]) -> tuple[Any, ...]:
             next_ids = page_ids(launch, inputs, item, num_blocks - 2 - n)
-            _fetch_pages(launch, inputs, shared, item, launch.stage_of(blocks_before + n), ids)
+            _fetch_pages(launch, inputs, rings, item, lax.rem(blocks_before + n, num_stages), ids)
             return next_ids
 
         lax.fori_loop(0, num_blocks, fetch_block, ids)
 
-    num_items = for_each_item(launch, inputs, program, fetch_item)
+    num_items, _ = for_each_item(launch, inputs, program, fetch_item)
     # Every arrival is waited for, the last ones too.
     plgpu.barrier_wait(shared.q_free.at[lax.rem(num_items, 2)])
-    for stage in range(launch.tile_class.num_stages):
-        plgpu.barrier_wait(shared.k_free.at[stage])
-        plgpu.barrier_wait(shared.v_free.at[stage])
+    for stage in range(num_stages):
+        for ring in rings:
+            plgpu.barrier_wait(ring.free.at[stage])
 
 
 def _fetch_queries(launch: Launch, inputs: Inputs, shared: Shared, item: Item, buffer: Any) -> None:
@@ -192,16 +231,18 @@ def _fetch_queries(launch: Launch, inputs: Inputs, shared: Shared, item: Item, b
 
 
 def _fetch_pages(
-    launch: Launch, inputs: Inputs, shared: Shared, item: Item, stage: Any, ids: tuple[Any, ...]
+    launch: Launch, inputs: Inputs, rings: tuple[Ring, Ring], item: Item, stage: Any, ids: tuple[Any, ...]
 ) -> None:
+    """Keys and values of a block, page by page, and where they are codes their scales."""
     page_size, head_dim = launch.spec.page_size, launch.head_dim
-    rings = ((shared.k, shared.k_ready, shared.k_free), (shared.v, shared.v_ready, shared.v_free))
-    for is_value, (smem, ready, free) in enumerate(rings):
-        plgpu.barrier_wait(free.at[stage])
+    page_rows = launch.spec.page_rows(head_dim)
+    for is_value, ring in enumerate(rings):
+        ready = ring.ready.at[stage]
+        plgpu.barrier_wait(ring.free.at[stage])
         columns = pl.ds((2 * item.head + is_value) * head_dim, head_dim)
         for p, page in enumerate(ids):
-            plgpu.copy_gmem_to_smem(
-                inputs.kv.at[pl.ds(page * page_size, page_size), columns],
-                smem.at[stage, pl.ds(p * page_size, page_size)],
-                ready.at[stage],
-            )
+            tokens = inputs.kv.at[pl.ds(page * page_rows, page_size), columns]
+            plgpu.copy_gmem_to_smem(tokens, ring.blocks.at[stage, pl.ds(p * page_size, page_size)], ready)
+            if ring.scales is not None:
+                scales = inputs.kv.at[pl.ds(page * page_rows + page_size, 1), columns]
+                plgpu.copy_gmem_to_smem(scales, ring.scales.at[stage, pl.ds(p, 1)], ready)

@@ -80,6 +80,9 @@ CASES: dict[str, Case] = {
         _uniform("prefill_4x2048_mha40", 4, 2048, 2048, MHA40),
         _uniform("prefill_1x8192_gqa10", 1, 8192, 8192, GQA10),
         _uniform("prefill_4x512of2560_gqa10", 4, 512, 2560, GQA10),
+        _uniform("prefill_1x2048_gqa10", 1, 2048, 2048, GQA10),
+        _uniform("prefill_1x512of8512_gqa10", 1, 512, 8512, GQA10),
+        _uniform("prefill_5x150of7150_gqa10", 5, 150, 7150, GQA10),
         _mixed(),
         Case("tiny", ((1, 70), (5, 33), (40, 40), (1, 1)), Heads(4, 2, 32)),
     )

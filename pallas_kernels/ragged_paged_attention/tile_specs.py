@@ -193,15 +193,16 @@ def _check_blocks(blocks: BlockSizes, group: int, row: Backend) -> None:
 def _check_byte_classes(blocks: BlockSizes, row: Backend, page_size: int, kv_dtype: str | None) -> None:
     """Of the classes that are Mosaic's, those for bytes serve these pages, and the others no bytes."""
     for tile_class in blocks.classes:
-        if kv_dtype is not None and tile_class.mosaic:
+        if kv_dtype is not None and tile_class.mosaic and not tile_class.in_bytes:
             raise AttentionArgumentError("blocks", tile_class, f"cannot read pages of {kv_dtype}")
         if not tile_class.in_bytes:
             continue
         sizes = (tile_class.rows, tile_class.block_kv, tile_class.num_warps // 8)
         is_known = tile_class.rows in (8, 16) and tile_class.block_kv in (64, 128) and sizes[2] in (1, 2, 3)
+        is_known |= tile_class.mosaic  # as those for 16 bits
         if not (row.has_mosaic_tiles and kv_dtype is not None and is_known and page_size in BYTE_PAGE_SIZES):
             limit = (
-                "a class for bytes needs backend pallas_mosaic_gpu, a kv_dtype, 8 or 16 rows, 64 or 128 "
-                f"keys, up to 3 pairs, and pages of {BYTE_PAGE_SIZES}"
+                "a class for bytes needs backend pallas_mosaic_gpu, a kv_dtype, pages of "
+                f"{BYTE_PAGE_SIZES}, and, for decoding, 8 or 16 rows, 64 or 128 keys, up to 3 pairs"
             )
             raise AttentionArgumentError("blocks", sizes, limit)

@@ -22,6 +22,7 @@ from pallas_kernels.ragged_paged_attention import (
     TileSpec,
     build_tiles,
     byte_class,
+    byte_prompt_class,
     device_limit,
     mosaic_class,
     ragged_paged_attention,
@@ -55,6 +56,10 @@ _MOSAIC_SMALL_SWEEP = (
 _BYTE_SWEEP = (
     (8, 64, 2, 6, 256, 264), (8, 64, 3, 3, 256, 396), (8, 128, 1, 6, 256, 132), (8, 128, 2, 2, 256, 264),
     (8, 128, 2, 3, 256, 528), (16, 64, 2, 5, 256, 264),
+)  # fmt: skip
+_BYTE_PROMPT_SWEEP = (
+    (128, 128, 2, 1024, 264), (128, 64, 3, 1024, 264), (128, 64, 2, 1024, 264), (128, 128, 2, 1024, 528),
+    (64, 128, 2, 1024, 264), (64, 64, 3, 1024, 264),
 )  # fmt: skip
 _MOSAIC_LARGE_SWEEP = (
     (128, 128, 2, 1024, 264), (128, 64, 4, 1024, 264), (128, 64, 5, 1024, 264), (128, 64, 3, 1024, 264),
@@ -132,6 +137,8 @@ def block_variants(case: Case, dtype: str, backend: str, kv_dtype: str | None = 
     if default[0].in_bytes and mostly_short:
         tried_classes = [byte_class(*values) for values in _BYTE_SWEEP]
         yield BlockSizes(default[:1])
+    elif default[0].in_bytes:
+        tried_classes = [byte_prompt_class(*values) for values in _BYTE_PROMPT_SWEEP]
     elif TABLE[spec.backend].has_mosaic_tiles and kv_dtype is None:
         sweep = _MOSAIC_SMALL_SWEEP if mostly_short else _MOSAIC_LARGE_SWEEP
         tried_classes = [mosaic_class(*values) for values in sweep]
@@ -143,9 +150,13 @@ def block_variants(case: Case, dtype: str, backend: str, kv_dtype: str | None = 
 
 
 def describe(blocks: BlockSizes) -> str:
-    """rows x block_kv, warps, stages, least split, programs, of every class; M: Mosaic, B: for bytes."""
+    """rows x block_kv, warps, stages, least split, programs, of every class.
+
+    M: Mosaic, B: Mosaic for decoding over bytes, MB: for prompts over bytes.
+    """
     return " ".join(
-        ("M" if c.mosaic else "B" if c.in_bytes else "")
+        "M" * c.mosaic
+        + "B" * c.in_bytes
         + f"{c.rows}x{c.block_kv}w{c.num_warps}s{c.num_stages}/{c.min_split_kv}/{c.target_programs}"
         + ("" if c.whole_loop else "m")
         for c in blocks.classes

@@ -17,6 +17,7 @@ from pallas_kernels.ragged_paged_attention import (
     TileClass,
     build_tiles,
     byte_class,
+    byte_prompt_class,
     mosaic_class,
     page_shape,
     ragged_paged_attention,
@@ -245,6 +246,68 @@ def test_byte_kernel(heads: Heads, page_size: int, kv_dtype: str, blocks: str) -
         lens = [1, 2, 31, 32, 33, 64, 127, 128, 129, 255, 256, 257, 1024, 2500, *rng.integers(1, 900, 10)]
         rows = [(1, int(length)) for length in lens] + [(2, 2), (2, 700), (9, 130), (0, 40)]
         rng.shuffle(rows)
+        batch = make_batch(rng, rows, heads, page_size=page_size, dtype="bfloat16", room=room)
+        batch = stored(batch, kv_dtype)
+        tiles = build_tiles(spec, batch.cu_q_lens, batch.kv_lens, batch.num_seqs)
+        first = np.asarray(attend(batch, tiles))
+        try:
+            assert_equals_reference(first, batch, SCALE, page_size=page_size, kv_dtype=kv_dtype)
+            for _ in range(2):
+                np.testing.assert_array_equal(np.asarray(attend(batch, tiles)), first)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+
+
+# For steps of few tokens and of many, as by default; with blocks of 64 keys, which leave room for more; and
+# everything split.
+PROMPT_BLOCKS = {
+    "default": None,
+    "short_blocks": (byte_class(8, 128, 2, 3, 256, 264), byte_prompt_class(128, 64, 3, 1024, 264)),
+    "alone": (byte_prompt_class(64, 64, 2, 256, 264), byte_prompt_class(128, 128, 2, 128, 264)),
+    "split": (byte_class(8, 64, 2, 6, 64, 8192), byte_prompt_class(64, 128, 2, 128, 2048)),
+}
+
+
+@pytest.mark.parametrize("num_tokens", [128, 768], ids=["few", "many"])
+@pytest.mark.parametrize(
+    ("heads", "page_size", "kv_dtype", "blocks"),
+    [
+        (Heads(20, 5, 128), 32, "int8", "default"),
+        (Heads(20, 5, 128), 32, "float8_e4m3fn", "default"),
+        (Heads(20, 5, 128), 64, "int8", "default"),
+        (Heads(5, 5, 128), 32, "int8", "default"),
+        (Heads(25, 5, 128), 32, "int8", "default"),
+        (Heads(40, 5, 128), 64, "float8_e4m3fn", "default"),
+        (Heads(32, 2, 128), 32, "int8", "default"),
+        (Heads(20, 5, 128), 32, "int8", "short_blocks"),
+        (Heads(20, 5, 128), 64, "float8_e4m3fn", "alone"),
+        (Heads(20, 5, 128), 32, "int8", "split"),
+    ],
+    ids=lambda value: f"group{value.num_q_heads // value.num_kv_heads}" if isinstance(value, Heads) else None,
+)
+def test_byte_prompt_kernel(
+    heads: Heads, page_size: int, kv_dtype: str, blocks: str, num_tokens: int
+) -> None:
+    """Prompts, with and without a history, beside decoding; every answer three times, as the same bits."""
+    if limit := mosaic_device_limit(jax.devices()[0]):
+        pytest.skip(limit)
+    room = Room(num_tokens, max_num_seqs=24, pages_per_seq=3072 // page_size, num_pages=12288 // page_size)
+    classes = PROMPT_BLOCKS[blocks]
+    spec = tile_spec(
+        num_tokens=num_tokens, max_num_seqs=24, num_q_heads=heads.num_q_heads,
+        num_kv_heads=heads.num_kv_heads, head_dim=128, page_size=page_size, dtype="bfloat16",
+        backend="pallas_mosaic_gpu", kv_dtype=kv_dtype,
+        blocks=None if classes is None else BlockSizes(classes),
+    )  # fmt: skip
+    assert all(c.in_bytes for c in spec.blocks.classes)
+    attend = jax.jit(
+        lambda b, tiles: ragged_paged_attention(*b, sm_scale=SCALE, metadata=(spec, tiles), kv_dtype=kv_dtype)
+    )
+    half, quarter = num_tokens // 2, num_tokens // 4
+    fixed = [(half, 2900), (quarter, quarter), (17, 2049), (3, 129), (1, 700), (0, 40)]
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        rows = fixed if seed == 0 else random_rows(rng, room, page_size, half)
         batch = make_batch(rng, rows, heads, page_size=page_size, dtype="bfloat16", room=room)
         batch = stored(batch, kv_dtype)
         tiles = build_tiles(spec, batch.cu_q_lens, batch.kv_lens, batch.num_seqs)

@@ -145,7 +145,7 @@ def test_device_limit() -> None:
     ("capability", "dtype", "head_dim", "expected", "kv_dtype"),
     [
         ("9.0", "bfloat16", 128, "pallas_mosaic_gpu", "int8"),
-        ("9.0", "bfloat16", 128, "pallas_triton", "float8_e4m3fn"),
+        ("9.0", "bfloat16", 128, "pallas_mosaic_gpu", "float8_e4m3fn"),
         ("9.0", "float16", 128, "pallas_triton", "int8"),
         ("9.0", "bfloat16", 64, "pallas_triton", "int8"),
         ("8.0", "bfloat16", 128, "pallas_triton", "int8"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels.ragged_paged_attention import BlockSizes, mosaic_bytes
+from pallas_kernels.ragged_paged_attention import BlockSizes, mosaic_bytes, mosaic_convert
 from pallas_kernels.ragged_paged_attention.shapes import CASES, Case, Heads
 from tests.launching import load
 
@@ -16,7 +17,7 @@ SCRIPT: Any = load("benchmark_byte_pages")
 
 
 def test_every_size_serves_its_case() -> None:
-    for name in (SCRIPT.MAIN, *SCRIPT.OTHERS):
+    for name in (SCRIPT.MAIN, *SCRIPT.PROMPTS, *SCRIPT.OTHERS):
         for tile_class in SCRIPT._VARIANTS.get(name, ()):
             spec = SCRIPT.make_spec(CASES[name], "bfloat16", SCRIPT.MOSAIC, BlockSizes((tile_class,)), "int8")
             assert spec.blocks.classes == (tile_class,)
@@ -24,15 +25,19 @@ def test_every_size_serves_its_case() -> None:
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_what_is_timed_lowers_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel, and its copies alone: without the products."""
+    """The kernels, one's copies alone, without the products, and one without operands."""
     case = Case("small", ((1, 40),) * 3, Heads(8, 2, 128))
     monkeypatch.setitem(CASES, case.name, case)
     inputs = SCRIPT.make_inputs(case, "bfloat16", 0, "int8")
     sizes = zip(("kernel alone", "fetch alone"), SCRIPT._VARIANTS[SCRIPT.MAIN], strict=False)
     entries = [SCRIPT._kernel_alone(name, inputs, tile_class) for name, tile_class in sizes]
-    assert [entry.is_checked for entry in entries] == [True, False]
+    tile_class = SCRIPT._VARIANTS[SCRIPT.PROMPTS[0]][0]
+    other = replace(tile_class, min_split_kv=tile_class.min_split_kv + 1)  # a kernel of its own
+    entries.append(SCRIPT._kernel_alone("prompts", inputs, tile_class))
+    entries.append(SCRIPT._kernel_alone(SCRIPT.UNCONVERTED, inputs, other))
+    assert [entry.is_checked for entry in entries] == [True, False] * 2
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
-    original = mosaic_bytes.add_block
+    original, convert_rows = mosaic_bytes.add_block, mosaic_convert.convert_rows
     texts = []
     lower = jax.stages.Traced.lower
     monkeypatch.setattr(
@@ -41,4 +46,6 @@ def test_what_is_timed_lowers_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         texts = [SCRIPT.lowered(entry).as_text() for entry in entries]
     assert mosaic_bytes.add_block is original
-    assert all("mosaic_gpu_v2" in text for text in texts) and len(texts[1]) < len(texts[0])
+    assert mosaic_convert.convert_rows is convert_rows
+    assert all("mosaic_gpu_v2" in text for text in texts)
+    assert len(texts[1]) < len(texts[0]) and len(texts[3]) < len(texts[2])
