@@ -57,7 +57,7 @@ _DEFAULT = byte_class(8, 128, 2, 3, 256, 264)
 # What is tried, without a class for the others: prompts or decoding.
 _VARIANTS = {
     PROMPTS[0]: (
-        byte_prompt_class(128, 64, 3, 1024, 264), byte_prompt_class(128, 128, 2, 1024, 528),
+        byte_prompt_class(128, 128, 2, 1024, 264), byte_prompt_class(128, 64, 3, 1024, 528),
         byte_prompt_class(64, 128, 2, 1024, 264),
     ),
     MAIN: (

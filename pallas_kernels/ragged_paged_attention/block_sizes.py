@@ -193,7 +193,7 @@ def _byte_block_sizes(group: int, num_tokens: int) -> BlockSizes:
     # as long, so groups that are filled up to a power of two with nobody's rows come here, too.
     if num_tokens <= _MOSAIC_FEW_TOKENS:
         return BlockSizes((small, byte_prompt_class(64, 128, 2, 256, 264)))
-    return BlockSizes((small, byte_prompt_class(128, 128, 2, 1024, 264)))
+    return BlockSizes((small, byte_prompt_class(128, 64, 3, 1024, 264)))
 
 
 def _float32_block_sizes(rows: int, head_dim: int) -> BlockSizes:
