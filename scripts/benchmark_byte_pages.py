@@ -57,7 +57,7 @@ _DEFAULT = byte_class(8, 128, 2, 3, 256, 264)
 # What is tried, without a class for the others: prompts or decoding.
 _VARIANTS = {
     PROMPTS[0]: (
-        byte_prompt_class(128, 128, 2, 1024, 264), byte_prompt_class(128, 64, 3, 1024, 528),
+        byte_prompt_class(128, 64, 3, 1024, 264), byte_prompt_class(128, 128, 2, 1024, 264),
         byte_prompt_class(64, 128, 2, 1024, 264),
     ),
     MAIN: (
@@ -102,7 +102,7 @@ def entries_of(case_name: str, kv_dtype: str) -> list[Entry]:
         found.append(_kernel_alone("kernel alone", inputs, _DEFAULT))
         found.append(_kernel_alone(FETCH_ALONE, inputs, byte_class(8, 128, 2, 3, 255, 264)))
     if case_name == PROMPTS[0]:
-        found.append(_kernel_alone(UNCONVERTED, inputs, byte_prompt_class(128, 128, 2, 1023, 264)))
+        found.append(_kernel_alone(UNCONVERTED, inputs, byte_prompt_class(128, 64, 3, 1023, 264)))
     return found
 
 

@@ -110,3 +110,9 @@ def test_who_multiplies_few_rows(dtype, runner, mesh, expected) -> None:
     model, config = preset("llama2-13b-gqa10"), EngineConfig(runner=RunnerConfig(**runner))
     found = kernel_choices.choose_kernels(model, config, jnp.dtype(dtype), mesh()).decode_matmul
     assert (found.name, expected[1] in found.reason) == (expected[0], True), found
+
+
+@pytest.mark.parametrize("name", ["opt-13b", "llama-tiny"])  # biases everywhere, and narrow ones
+def test_a_kernel_that_nothing_would_call_is_not_named(name) -> None:
+    found = kernel_choices.choose_kernels(preset(name), EngineConfig(), jnp.dtype("bfloat16"), OneH200())
+    assert found.decode_matmul.name == "xla" and "none of this model" in found.decode_matmul.reason

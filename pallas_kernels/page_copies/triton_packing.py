@@ -146,7 +146,7 @@ def _num_warps(tile: PackedTile, cut: Launches) -> int:
 
 
 class _Block(NamedTuple):
-    """Where the numbers of a tile are, as [halves, rows, groups, numbers]; static but for the arrays.
+    """Where the numbers of a tile are, as [halves, rows, groups, numbers].
 
     Attributes:
       rows: i32 row of each number.
@@ -290,8 +290,12 @@ def _unpacked(packed: list[Any], block: _Block, tile: PackedTile) -> Any:
             bits = jnp.where(_number(block, tile) == number, bits | (escaped << np.int32(7)), bits)
             return place + np.int32(1), next_from(number + np.int32(1)), bits
 
+        # Ends with the list at the latest: in bytes that were never packed every code may be an escape.
+        def goes_on(carry: tuple[Any, Any, Any]) -> Any:
+            return (carry[1] < _NOWHERE) & (carry[0] < np.int32(tile.num_places))
+
         start = (np.int32(0), next_from(np.int32(0)), bits)
-        return jax.lax.while_loop(lambda carry: carry[1] < _NOWHERE, place, start)[2]
+        return jax.lax.while_loop(goes_on, place, start)[2]
 
     return as_numbers(jax.lax.cond(_has_escapes(codes), with_escapes, lambda: bits))
 

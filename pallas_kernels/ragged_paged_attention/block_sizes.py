@@ -189,8 +189,8 @@ def _byte_block_sizes(group: int, num_tokens: int) -> BlockSizes:
         small = byte_class(16, 64, 2, 5, min_split_kv, 264)
     if has_hardly_any_tokens:
         return BlockSizes((small,))
-    # As in 16 bits, but for a block less where codes need its room. Triton's kernel takes a prompt four times
-    # as long, so groups that are filled up to a power of two with nobody's rows come here, too.
+    # Triton's kernel takes a prompt two to three times as long, so groups that are filled up to a power of
+    # two with nobody's rows come here, too.
     if num_tokens <= _MOSAIC_FEW_TOKENS:
         return BlockSizes((small, byte_prompt_class(64, 128, 2, 256, 264)))
     return BlockSizes((small, byte_prompt_class(128, 64, 3, 1024, 264)))

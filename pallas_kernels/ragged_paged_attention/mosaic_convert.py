@@ -48,7 +48,9 @@ _BIAS_BYTES = 0x4700
 def convert(launch: Launch, inputs: Inputs, shared: Shared, codes: Codes, program: Any) -> None:
     """Keys and values of all items of a program, as codes come and room comes free.
 
-    Keys are a block ahead of values: so they are needed, and so their room comes free.
+    Keys are a block ahead of values: so they are needed, and so their room comes free. Values of an item's
+    last block thus wait for the next item with keys; an item without any between the two would wait for ever,
+    and so `tile_lists` has those last.
     """
     keys, values = zip(codes, shared.rings, strict=True)
     for stage in range(launch.num_code_stages):

@@ -57,7 +57,7 @@ def choose_kernels(model: ModelConfig, config: EngineConfig, dtype: np.dtype, me
     return KernelChoices(
         attention=_attention_choice(model, config, dtype, device, num_shards),
         residual_norm=_explained(norm, f"rows of {model.hidden_size} elements", device),
-        decode_matmul=_matmul_choice(config, dtype, device, num_shards),
+        decode_matmul=_matmul_choice(model, config, dtype, device, num_shards),
         sampling_cutoff=_explained(cutoff, "scores of any vocabulary", device),
         page_copy=_explained(copy, f"pages of {page}", device) if cache.cpu_pages else None,
     )
@@ -84,7 +84,7 @@ def _attention_choice(
 
 
 def _matmul_choice(
-    config: EngineConfig, dtype: np.dtype, device: jax.Device, num_shards: int
+    model: ModelConfig, config: EngineConfig, dtype: np.dtype, device: jax.Device, num_shards: int
 ) -> BackendChoice:
     """Of products of few rows with weights, where they serve."""
     if config.runner.decode_matmul == "xla":
@@ -94,10 +94,24 @@ def _matmul_choice(
         limit = f"pallas_mosaic_gpu multiplies bfloat16, not {dtype}"
     elif num_shards > 1:
         limit = "pallas_mosaic_gpu multiplies weights that are whole on one device"
+    elif limit is None and not _has_served_projection(model, dtype):
+        limit = "pallas_mosaic_gpu serves none of this model's projections: no bias, and wide ones"
     if limit is not None:
         return BackendChoice("xla", limit)
     few = f"up to {decode_matmul.MAX_ROWS} rows of {dtype} on {device.device_kind}"
     return BackendChoice("pallas_mosaic_gpu", f"the fastest that serves {few}")
+
+
+def _has_served_projection(model: ModelConfig, dtype: np.dtype) -> bool:
+    """Whether the kernel multiplies any of a layer's weights, in the smallest step."""
+    hidden, wide, heads = model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim
+    found = [] if model.mlp_bias else [(hidden, wide, True), (wide, hidden, False)]
+    if not model.attention_bias:
+        kv_heads = 2 * model.num_kv_heads * model.head_dim
+        found += [(hidden, heads + kv_heads, False), (heads, hidden, False)]
+    return any(
+        decode_matmul.serves(1, depth, width, gated=gated, dtype=dtype) for depth, width, gated in found
+    )
 
 
 def _explained(name: str, served: str, device: jax.Device) -> BackendChoice:

@@ -258,11 +258,10 @@ def test_byte_kernel(heads: Heads, page_size: int, kv_dtype: str, blocks: str) -
             raise AssertionError(f"seed {seed}") from error
 
 
-# For steps of few tokens and of many, as by default; with blocks of 64 keys, which leave room for more; and
-# everything split.
+# For steps of few tokens and of many, as by default; with blocks of 128 keys; and everything split.
 PROMPT_BLOCKS = {
     "default": None,
-    "short_blocks": (byte_class(8, 128, 2, 3, 256, 264), byte_prompt_class(128, 64, 3, 1024, 264)),
+    "long_blocks": (byte_class(8, 128, 2, 3, 256, 264), byte_prompt_class(128, 128, 2, 1024, 264)),
     "alone": (byte_prompt_class(64, 64, 2, 256, 264), byte_prompt_class(128, 128, 2, 128, 264)),
     "split": (byte_class(8, 64, 2, 6, 64, 8192), byte_prompt_class(64, 128, 2, 128, 2048)),
 }
@@ -279,7 +278,7 @@ PROMPT_BLOCKS = {
         (Heads(25, 5, 128), 32, "int8", "default"),
         (Heads(40, 5, 128), 64, "float8_e4m3fn", "default"),
         (Heads(32, 2, 128), 32, "int8", "default"),
-        (Heads(20, 5, 128), 32, "int8", "short_blocks"),
+        (Heads(20, 5, 128), 32, "int8", "long_blocks"),
         (Heads(20, 5, 128), 64, "float8_e4m3fn", "alone"),
         (Heads(20, 5, 128), 32, "int8", "split"),
     ],

@@ -267,6 +267,15 @@ def test_empty_rows_and_zeros_cost_nothing(backend):
     assert not tail[..., tile.first_place :].any(), "a row of zeros has escapes"
 
 
+def test_bytes_that_were_never_packed_end():
+    """All of whose codes are escapes; they may come back as anything, if they do."""
+    pools = normal_pools(16, 2, 64)
+    chunks, _ = run_gather(pools, [1], "xla")
+    garbage = [jnp.full_like(chunks[0], 0xFF)]
+    back = np.stack(run_scatter(pools, garbage, [2], "pallas_triton"))
+    np.testing.assert_array_equal(bits(back[:, [0, 1, 3]]), bits(pools[:, [0, 1, 3]]))
+
+
 @pytest.mark.parametrize("backend", MOSTLY_XLA)
 def test_padding_writes_nothing(backend):
     pools = normal_pools(16, 2, 64)
