@@ -66,7 +66,7 @@ def check(
     slots: dict[tuple[int, int], tuple[int, int]] = {}
     merged: dict[int, set[int]] = {}
     for index, tile_class in enumerate(spec.blocks.classes):
-        count = tiles[index]
+        count, has_pseudo_row = tiles[index], False
         assert count <= spec.max_num_tiles[index]
         for tile in tiles[spec.tiles_offset(index) :][: count * NUM_FIELDS].reshape(-1, NUM_FIELDS):
             row, token, num_tokens, position, begin, end, slot, _ = tile.tolist()
@@ -75,7 +75,11 @@ def check(
                 covered.setdefault(t, []).append((begin, end))
             if token >= cu[num_rows]:  # the pseudo row
                 assert (row, begin, end, slot) == (0, 0, 0, -1)
+                has_pseudo_row = True
                 continue
+            assert not has_pseudo_row, (
+                "tiles without keys come last: `mosaic_convert` waits for the next keys"
+            )
             assert cu[row] <= token and token + num_tokens <= cu[row + 1]
             assert position == kv_lens[row] - (cu[row + 1] - token)
             assert begin % tile_class.block_kv == 0 and begin < end <= position + num_tokens
