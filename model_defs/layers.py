@@ -84,13 +84,13 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, *in_shape] -> [T, *out_shape], in the kernel's dtype; partial sums of it, if it defers them."""
         x, sums = x.astype(self.build.dtype), current_sums()
-        kernel = self.kernel[...]
-        if self.bias is None and (y := self._of_few_rows(x)) is not None:
+        if (y := self._of_few_rows(x)) is not None:
             return y
         contract = tuple(range(1, 1 + self.num_in_dims)), tuple(range(self.num_in_dims))
         product = functools.partial(
             lax.dot_general, dimension_numbers=(contract, ((), ())), precision=self.build.precision
         )
+        kernel = self.kernel[...]
         if any(self.in_axes) and sums is not None and sums.serves(x.shape[0], kernel.shape[-1]):
             specs = PartitionSpec(None, *self.in_axes), PartitionSpec(*self.in_axes, *self.out_axes)
             y = sums.partial(product, x, kernel, specs)
@@ -103,14 +103,14 @@ class Linear(nnx.Module):
 
     def gated(self, x: jax.Array) -> jax.Array:
         """[T, *in_shape] -> [T, wide]: SwiGLU of a kernel [*in_shape, 2, wide], the gate first."""
-        if self.bias is None:
-            y = self._of_few_rows(x.astype(self.build.dtype), gated=True)
-            if y is not None:
-                return y
+        if (y := self._of_few_rows(x.astype(self.build.dtype), gated=True)) is not None:
+            return y
         y = self(x)
         return jax.nn.silu(y[:, 0]) * y[:, 1]
 
     def _of_few_rows(self, x: jax.Array, *, gated: bool = False) -> jax.Array | None:
+        if self.bias is not None:
+            return None
         return product_of_few_rows(x, self.kernel[...], self.build.mesh, self.num_in_dims, gated=gated)
 
 

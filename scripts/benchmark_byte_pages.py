@@ -13,12 +13,13 @@ which tells what that costs. The last line is one JSON document. Exit status 1 i
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -28,7 +29,7 @@ import numpy as np
 from absl import flags
 from kernels.backends import backend_program, describe, make_spec
 from kernels.cases import TOLERANCE, Inputs, dense_answer, largest_difference, make_inputs
-from kernels.timing import KERNEL_ERRORS, JaxProgram
+from kernels.timing import KERNEL_ERRORS, JaxProgram, compiling
 
 from pallas_kernels.attention_names import KV_DTYPES
 from pallas_kernels.ragged_paged_attention import (
@@ -133,16 +134,6 @@ def lowered(entry: Entry) -> Any:
         return entry.program.chained(_ROUNDS).lower(queries, *entry.program.fixed)
 
 
-def compiling(pool: ThreadPoolExecutor, entry: Entry) -> Future[Any]:
-    """What it compiles to, at some time, or why it does not."""
-    try:
-        return pool.submit(lowered(entry).compile)
-    except KERNEL_ERRORS as error:  # said with its turn
-        failed: Future[Any] = Future()
-        failed.set_exception(error)
-        return failed
-
-
 def _no_arithmetic(*args: Any, masked: bool) -> list[Any]:
     sums: list[Any] = args[-1]
     return sums
@@ -177,7 +168,7 @@ def main() -> int:
     for case in FLAGS.cases:
         entries, answers = entries_of(case, FLAGS.kv_dtype), dict[str, jax.Array]()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            futures = [compiling(pool, entry) for entry in entries]
+            futures = [compiling(pool, functools.partial(lowered, entry)) for entry in entries]
             for entry, future in zip(entries, futures, strict=True):
                 try:
                     results.append(measure(entry, future.result(), answers))

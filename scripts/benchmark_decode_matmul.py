@@ -15,13 +15,13 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from absl import flags
-from kernels.timing import KERNEL_ERRORS
+from kernels.timing import KERNEL_ERRORS, compiling
 from steps.device_trace import trace_kernels
 
 from model_defs import PRESETS, ModelConfig
@@ -95,9 +95,12 @@ def measure(what: Projection, num_rows: int, pool: ThreadPoolExecutor) -> list[d
     normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
     xs = [normal(jax.random.key(i), (num_rows, what.depth)) for i in range(_NUM_INPUTS)]
     ws = [0.02 * normal(jax.random.key(100 + i), (what.depth, what.num_columns)) for i in range(copies)]
-    compiling = {name: _compiling(pool, fn, xs[0], ws[0]) for name, fn in programs(what, num_rows).items()}
+    futures = {
+        name: compiling(pool, functools.partial(jax.jit(fn).lower, xs[0], ws[0]))
+        for name, fn in programs(what, num_rows).items()
+    }
     found, expected = [], None
-    for name, future in compiling.items():
+    for name, future in futures.items():
         figures: dict[str, Any] = {"projection": what.name, "rows": num_rows, "program": name}
         try:
             program = future.result()
@@ -112,15 +115,6 @@ def measure(what: Projection, num_rows: int, pool: ThreadPoolExecutor) -> list[d
         print(figures, flush=True)
         found.append(figures)
     return found
-
-
-def _compiling(pool: ThreadPoolExecutor, fn: Callable[..., jax.Array], *args: jax.Array) -> Future[Any]:
-    try:
-        return pool.submit(jax.jit(fn).lower(*args).compile)
-    except KERNEL_ERRORS as error:  # said with its turn
-        failed: Future[Any] = Future()
-        failed.set_exception(error)
-        return failed
 
 
 def _run_all(program: Callable[..., jax.Array], xs: list[jax.Array], ws: list[jax.Array]) -> None:

@@ -1,9 +1,10 @@
 """How long a kernel takes on the device, whoever launches it: JAX or PyTorch.
 
 Owns: programs that answer and can be timed, and how: iterations run one after the other with nothing of the
-host between them; and what may be raised instead. Does not know: what a program computes, whether it is
-right, flags.
-Called by: benchmark_kernels, benchmark_ring_decode, benchmark_byte_pages, backends, peers, torch_peers.
+host between them; compiling in threads; and what may be raised instead. Does not know: what a program
+computes, whether it is right, flags.
+Called by: benchmark_kernels, benchmark_ring_decode, benchmark_byte_pages, benchmark_decode_matmul, backends,
+peers, torch_peers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +28,16 @@ _NUM_PILOTS = 3
 # ties a round of the loop to the one before takes some 12 us on an H200.
 _MAX_UNROLLED = 8
 _LONG_S = 4e-3
+
+
+def compiling(pool: ThreadPoolExecutor, lower: Callable[[], Any]) -> Future[Any]:
+    """What `lower` returns, compiled at some time, or why it cannot be; Python lowers one at a time."""
+    try:
+        return pool.submit(lower().compile)
+    except KERNEL_ERRORS as error:  # said with its turn
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return failed
 
 
 class Timing(NamedTuple):

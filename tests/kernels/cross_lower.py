@@ -6,11 +6,16 @@ knows (registers, shared memory) shows first on a GPU.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ragged_paged_attention import TileSpec, page_shape, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.shapes import Heads
 
 _DEPRECATED = "The Pallas Triton backend is deprecated"
 
@@ -22,3 +27,19 @@ def lower_for_cuda(fn: Callable[..., Any], *args: Any, device_kind: str = "NVIDI
     with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_DEPRECATED, category=DeprecationWarning)
         return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def lower_byte_attention(spec: TileSpec, heads: Heads) -> str:
+    """Of a step of bfloat16 over a pool of 4 GiB of pages in 8 bits, rows of up to 128 pages."""
+    page = page_shape(spec.kv_dtype, spec.page_size, heads.num_kv_heads, heads.head_dim)
+
+    def attend(*args: jax.Array) -> jax.Array:
+        return ragged_paged_attention(
+            *args[:-1], sm_scale=0.1, metadata=(spec, args[-1]), kv_dtype=spec.kv_dtype
+        )
+
+    shape, rows = jax.ShapeDtypeStruct, spec.max_num_seqs
+    pool = shape((2**32 // math.prod(page), *page), jnp.int8)
+    q = shape((spec.num_tokens, heads.num_q_heads, heads.head_dim), jnp.bfloat16)
+    sizes = ((rows,), (rows, 128), (rows + 1,), (1,), (spec.tiles_len,))
+    return lower_for_cuda(attend, q, pool, *(shape(size, jnp.int32) for size in sizes))

@@ -13,26 +13,9 @@ from pallas_kernels.attention_names import KV_DTYPES
 from pallas_kernels.ragged_paged_attention import mosaic_byte_lanes as lanes
 from pallas_kernels.ragged_paged_attention.interpreted_threads import InterpretedThreads
 from pallas_kernels.ragged_paged_attention.page_formats import Stored, decode, scale_bytes
+from tests.kernels.lane_memory import Memory
 
 THREADS = InterpretedThreads()
-
-
-class Memory:
-    """An array that is read and written whole, as a reference is."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = jnp.asarray(array)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    def __getitem__(self, _: Any) -> Any:
-        return self.array
-
-    def __setitem__(self, _: Any, array: Any) -> None:
-        assert array.shape == self.array.shape and array.dtype == self.array.dtype
-        self.array = array
 
 
 def words_of(codes: np.ndarray) -> Any:

@@ -21,7 +21,6 @@ from pallas_kernels.ragged_paged_attention import (
     byte_class,
     byte_prompt_class,
     mosaic_convert,
-    page_shape,
     ragged_paged_attention,
     tile_spec,
 )
@@ -31,30 +30,13 @@ from pallas_kernels.ragged_paged_attention.mosaic_threads import MosaicThreads
 from pallas_kernels.ragged_paged_attention.page_formats import Stored, decode, scale_bytes
 from pallas_kernels.ragged_paged_attention.shapes import Heads
 from tests.kernels.batches import Batch, Room, assert_equals_reference, make_batch, stored
-from tests.kernels.cross_lower import lower_for_cuda
+from tests.kernels.cross_lower import lower_byte_attention
+from tests.kernels.lane_memory import Memory
 
 SCALE = 0.13
 # Whole tiles and partial ones, one key and none, ends inside and at the end of pages and blocks; splits.
 ROWS = [(70, 70), (33, 200), (5, 320), (1, 1), (0, 12), (64, 128), (1, 300)]
 FEW_ROWS = [(70, 70), (5, 290), (0, 12), (2, 128)]
-
-
-class Memory:
-    """An array that is read and written whole, as a reference is."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = jnp.asarray(array)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    def __getitem__(self, _: Any) -> Any:
-        return self.array
-
-    def __setitem__(self, _: Any, array: Any) -> None:
-        assert array.shape == self.array.shape and array.dtype == self.array.dtype
-        self.array = array
 
 
 def converted(kv_dtype: str, page_size: int, block_kv: int) -> tuple[np.ndarray, np.ndarray]:
@@ -275,14 +257,6 @@ def test_lowers_for_an_h200(
     )  # fmt: skip
     assert spec.blocks.classes[-1].rows == (64 if num_tokens <= 256 else 128)
 
-    def attend(*args: jax.Array) -> jax.Array:
-        return ragged_paged_attention(*args[:-1], sm_scale=0.1, metadata=(spec, args[-1]), kv_dtype=kv_dtype)
-
-    shape = jax.ShapeDtypeStruct
-    page = page_shape(kv_dtype, page_size, heads.num_kv_heads, heads.head_dim)
-    pool = shape((2**32 // int(np.prod(page)), *page), jnp.int8)  # 4 GiB
-    q = shape((num_tokens, heads.num_q_heads, heads.head_dim), jnp.bfloat16)
-    sizes = ((max_num_seqs,), (max_num_seqs, 128), (max_num_seqs + 1,), (1,), (spec.tiles_len,))
-    text = lower_for_cuda(attend, q, pool, *(shape(size, jnp.int32) for size in sizes))
+    text = lower_byte_attention(spec, heads)
     assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == len(spec.blocks.classes)
     assert text.count("xla.gpu.triton") == 1

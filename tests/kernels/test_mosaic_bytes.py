@@ -17,7 +17,6 @@ from pallas_kernels.ragged_paged_attention import (
     build_tiles,
     byte_class,
     mosaic_class,
-    page_shape,
     ragged_paged_attention,
     tile_spec,
 )
@@ -25,7 +24,7 @@ from pallas_kernels.ragged_paged_attention.metadata import build_tiles_traced
 from pallas_kernels.ragged_paged_attention.shapes import Heads
 from pallas_kernels.ragged_paged_attention.tile_lists import MERGE_CLASS_ROWS, MERGE_FIRST_ROW, MERGE_TOKEN
 from tests.kernels.batches import assert_equals_reference, make_batch, stored
-from tests.kernels.cross_lower import lower_for_cuda
+from tests.kernels.cross_lower import lower_byte_attention
 from tests.seeds import EVERYTHING
 
 SCALE = 0.13
@@ -141,15 +140,7 @@ def test_lowers_for_an_h200(heads: Heads, page_size: int, kv_dtype: str, blocks:
         backend="pallas_mosaic_gpu", kv_dtype=kv_dtype, blocks=None if blocks is None else BlockSizes(blocks),
     )  # fmt: skip
 
-    def attend(*args: jax.Array) -> jax.Array:
-        return ragged_paged_attention(*args[:-1], sm_scale=0.1, metadata=(spec, args[-1]), kv_dtype=kv_dtype)
-
-    shape = jax.ShapeDtypeStruct
-    page = page_shape(kv_dtype, page_size, heads.num_kv_heads, heads.head_dim)
-    pool = shape((2**32 // int(np.prod(page)), *page), jnp.int8)  # 4 GiB
-    q = shape((num_tokens, heads.num_q_heads, heads.head_dim), jnp.bfloat16)
-    sizes = ((max_num_seqs,), (max_num_seqs, 128), (max_num_seqs + 1,), (1,), (spec.tiles_len,))
-    text = lower_for_cuda(attend, q, pool, *(shape(size, jnp.int32) for size in sizes))
+    text = lower_byte_attention(spec, heads)
     assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == len(spec.blocks.classes)
     assert text.count("xla.gpu.triton") == 1
 
