@@ -162,8 +162,7 @@ class Trunks:
                 del before.users[trunk]
             trunk = before
         if trunk is not None:
-            for user in tuple(trunk.users)[:1]:
-                self.tidy(user)
+            self.tidy(next(iter(trunk.users), trunk))  # one that is held may be all that its own trunk has
 
     def _moved(self, giver: CachedSequence, taker: CachedSequence, indices: range) -> None:
         self._on_move(giver.sequence_id, taker.sequence_id, indices)

@@ -88,6 +88,18 @@ def test_a_conversation_that_is_cut_inside_its_prefix_keeps_the_full_chunks_befo
     cache.check()
 
 
+def test_a_prefix_that_was_split_is_one_again_when_the_last_to_run_with_it_is_cut():
+    cache = Cache(12, 12)
+    prefix, (one, two) = users_of_a_prefix(cache, 3 * CHUNK, 3 * CHUNK)
+    cache.manager.release(one)
+    cache.manager.truncate(one, CHUNK)
+    cache.manager.truncate(one, 0)
+    assert prefix.trunk is not None, "its first chunk is a trunk's while somebody runs with it"
+    cache.manager.truncate(two, 0)
+    assert prefix.trunk is None and len(prefix.chunks) == 2 and not prefix.users
+    cache.check()
+
+
 @pytest.mark.parametrize("num_tokens", [2 * CHUNK, 3 * CHUNK])
 def test_a_conversation_that_is_cut_behind_its_prefix_keeps_it(num_tokens):
     cache = Cache(12, 12)
