@@ -26,6 +26,7 @@ from steps.device_trace import trace_kernels
 
 from model_defs import PRESETS, ModelConfig
 from pallas_kernels.decode_matmul import MatmulTile, decode_matmul, default_tile
+from pallas_kernels.decode_matmul.tiles import ROWS
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document
 
@@ -34,14 +35,22 @@ _MIN_BYTES = 300_000_000  # of copies of the weights: six times the cache of an 
 _NUM_INPUTS = 4
 # Of sums of some thousand products, and their rounding.
 _TOLERANCE = 2e-2
-_TRIED = {  # by whether it is gated
-    True: (
-        MatmulTile(128, 3), MatmulTile(128, 3, 2), MatmulTile(128, 2), MatmulTile(128, 4),
-        MatmulTile(64, 6, 4),
+_TRIED = {  # by whether it is gated, and whether one warpgroup multiplies, beside more blocks of weights
+    (True, False): (
+        MatmulTile(128, 3), MatmulTile(128, 3, 2), MatmulTile(128, 4), MatmulTile(128, 4, 2),
+        MatmulTile(64, 6, 2), MatmulTile(64, 6, 4),
     ),
-    False: (
-        MatmulTile(64, 8, 4), MatmulTile(64, 6, 4), MatmulTile(64, 8, 2), MatmulTile(64, 8),
+    (True, True): (
+        MatmulTile(128, 3), MatmulTile(128, 4), MatmulTile(128, 5), MatmulTile(128, 5, 2), MatmulTile(64, 9),
+        MatmulTile(64, 4),
+    ),
+    (False, False): (
+        MatmulTile(64, 8, 4), MatmulTile(64, 8, 8), MatmulTile(64, 8, 2), MatmulTile(64, 8),
         MatmulTile(128, 4),
+    ),
+    (False, True): (
+        MatmulTile(64, 8, 4), MatmulTile(64, 13, 4), MatmulTile(64, 13, 2), MatmulTile(64, 13),
+        MatmulTile(64, 13, 8), MatmulTile(64, 10, 4),
     ),
 }  # fmt: skip
 
@@ -81,7 +90,7 @@ def programs(what: Projection, num_rows: int) -> dict[str, Callable[..., jax.Arr
     product = functools.partial(decode_matmul, gated=what.gated)
     found: dict[str, Callable[..., jax.Array]] = {"xla": functools.partial(product, backend="xla")}
     default = default_tile(num_rows, what.depth, what.width, gated=what.gated)
-    for tile in dict.fromkeys((default, *_TRIED[what.gated])):
+    for tile in dict.fromkeys((default, *_TRIED[what.gated, num_rows <= ROWS[0]])):
         if tile is not None and tile.divides(what.depth, what.width):
             label = f"{tile.columns}x{tile.num_stages}" + f"c{tile.cluster}" * (tile.cluster > 1)
             label += " (default)" * (tile == default)

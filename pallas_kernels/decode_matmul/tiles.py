@@ -38,6 +38,18 @@ class MatmulTile:
         return depth % BLOCK_K == 0 and width % (self.columns * self.cluster) == 0
 
 
+def _narrow(num_stages: int, clusters: tuple[int, ...] = (4, 2, 1)) -> tuple[MatmulTile, ...]:
+    return tuple(MatmulTile(64, num_stages, cluster) for cluster in clusters)
+
+
+_PREFERRED = {  # by whether it is gated, and whether one warpgroup has all rows
+    (True, False): (MatmulTile(128, 4, 2), MatmulTile(128, 3), *_narrow(6)),
+    (True, True): (MatmulTile(128, 3), *_narrow(6)),
+    (False, False): _narrow(8),
+    (False, True): (*_narrow(13, (8,)), *_narrow(10, (4,)), *_narrow(8)),
+}
+
+
 def has_served_rows(num_rows: int) -> bool:
     """Whether the kernel serves an x of so many rows."""
     return num_rows <= ROWS[-1] and (num_rows <= _PIECE_ROWS or num_rows % _PIECE_ROWS == 0)
@@ -48,13 +60,11 @@ def default_tile(num_rows: int, depth: int, width: int, *, gated: bool) -> Matmu
 
     Narrow tiles keep all multiprocessors busy without dividing sums, and a cluster saves what they would read
     of x again and again. A gated product has two columns of weights for each of its own, and enough of them
-    for wide tiles.
+    for wide tiles. Where x takes half the room, more blocks are on their way.
     """
     if not has_served_rows(num_rows):
         return None
-    wide = (MatmulTile(128, 3),) if gated else ()
-    narrow = tuple(MatmulTile(64, 6 if gated else 8, cluster) for cluster in (4, 2, 1))
-    for tile in (*wide, *narrow):
+    for tile in _PREFERRED[gated, num_rows <= ROWS[0]]:
         if tile.divides(depth, width) and width // tile.columns >= _MIN_PROGRAMS:
             return tile
     return None

@@ -98,7 +98,10 @@ def test_what_is_chosen(changed, expected):
 
 
 def test_tiles():
-    assert default_tile(128, 5120, 13824, gated=True).columns == 128
+    assert default_tile(128, 5120, 13824, gated=True) == MatmulTile(128, 4, 2)
+    assert default_tile(64, 5120, 13824, gated=True) == MatmulTile(128, 3), "108 programs, none too many"
+    assert default_tile(64, 5120, 5120, gated=False) == MatmulTile(64, 13, 8)
+    assert default_tile(64, 5120, 64 * 84, gated=False) == MatmulTile(64, 10, 4), "no clusters of eight"
     assert default_tile(128, 5120, 64 * 81, gated=False) == MatmulTile(64, 8, 1), "no clusters of neighbours"
     assert default_tile(128, 5120, 64 * 82, gated=False).cluster == 2
 
