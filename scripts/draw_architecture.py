@@ -52,16 +52,7 @@ def imported_modules(path: Path, modules: Collection[str] = ()) -> set[str]:
     `from a import b` is an import of `a.b` where that is one of `modules`, else of `a`.
     """
     found: set[str] = set()
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in typing_only:
-            continue
+    for node in _imports(path):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -72,6 +63,29 @@ def imported_modules(path: Path, modules: Collection[str] = ()) -> set[str]:
             if names != known:
                 found.add(node.module)
     return found
+
+
+@functools.cache
+def _imports(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """The import statements of a file, but for type checkers only."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    typing_only = {
+        id(inner)
+        for node in nodes
+        if isinstance(node, ast.If) and _is_type_checking(node.test)
+        for inner in ast.walk(node)
+    }
+    return [
+        node
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in typing_only
+    ]
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    """`if TYPE_CHECKING:` or `if typing.TYPE_CHECKING:`."""
+    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
+    return name == "TYPE_CHECKING"
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """Session set-up: launches as in serving, four virtual CPU devices, long files first, `gpu` marks, notes."""
 
+import gc
+
 import hypothesis
 import jax
 import pytest
@@ -87,6 +89,12 @@ def _place_of_file(item: pytest.Item) -> int:
     """Sorting is stable: other files stay in their order, behind the long ones."""
     name = item.path.stem
     return _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and the tests themselves stay: the collector need not look through them at every collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -21,6 +21,10 @@ LEAST = {  # of a thousand
     "moved": 15_000,
 }
 
+# Tried first: three short lives that between them catch every planted bug. Which ones do changes with the
+# generator and the engine; for a bug that none of them catches any more, all seeds follow.
+SHORT_SEEDS = (30, 119, 118)
+
 
 @pytest.mark.parametrize(
     "seeds", [range(40), pytest.param(range(40, 40 + enough(300, 2100)), marks=pytest.mark.long)], ids=len
@@ -37,12 +41,18 @@ def test_requests_equal_recursion(seeds: Sequence[int]):
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_bug_is_caught(name, monkeypatch):
-    """Some life fails; without the bug, these and the ones above say, none does."""
+    """Some life fails; without the bug, the ones above and below say, none does."""
     MUTATIONS[name](monkeypatch)
-    for seed in range(150):  # of which the first few are enough, as a rule
+    for seed in (*SHORT_SEEDS, *range(150)):
         try:
             run_scenario(seed)
         except (AssertionError, ValueError, LookupError, AttributeError) as error:
             print(f"caught by run_scenario({seed}): {error}")
             return
     pytest.fail(f"all passed with this bug: {name}")
+
+
+@pytest.mark.parametrize("seed", SHORT_SEEDS)
+def test_without_a_bug_the_short_ones_pass(seed: int):
+    """So that it is the bug that they catch."""
+    run_scenario(seed)
