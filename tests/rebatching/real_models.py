@@ -19,7 +19,6 @@ from pensieve_jax.rebatching.query import Query
 
 LENGTHS = (32, 64, 96)
 GARBAGE = 3e3
-shared_programs: str | None = None  # a directory for what is compiled
 _TOKEN_BYTES = {"llama-tiny": 1024, "opt-tiny": 2048}
 
 
@@ -52,8 +51,7 @@ def reference_of(preset: str) -> DenseReference:
 @functools.cache
 def _runner(preset: str, has_holes: bool) -> DeviceRunner:
     model = model_of(preset)
-    insertion = "shape" if has_holes else "embed"
-    config = config_of(preset, insertion, compilation_cache_dir=shared_programs)
+    config = config_of(preset, "shape" if has_holes else "embed")
     runner = DeviceRunner(model, config, make_mesh(1), np.dtype(np.float32))
     assert runner.storage.token_bytes == _TOKEN_BYTES[preset]
     runner.warm_up()
