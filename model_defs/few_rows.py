@@ -1,23 +1,23 @@
 """Who multiplies the few rows of a decode step with a layer's weights.
 
 Owns: the choice, which whoever traces a step makes for what is traced inside `multiplying_by`; without one it
-is XLA's, which is asked in `layers`. Does not know: kernels, or models. Called by: layers, and the runner's
-step.
+is XLA's, which is asked in `layers`. Does not know: kernels, models, or how arrays lie on devices.
+Called by: layers, and the runner's step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import jax
 
-from model_defs.sharding import AnyMesh
 from pallas_kernels import decode_matmul
-from pallas_kernels.devices import on_every_device
 
+Product = Callable[[jax.Array, jax.Array], jax.Array]
 XLA = "xla"
 _backend: ContextVar[str] = ContextVar("few_rows", default=XLA)
 
@@ -33,21 +33,29 @@ def multiplying_by(backend: str) -> Iterator[None]:
 
 
 def product(
-    x: jax.Array, kernel: jax.Array, mesh: AnyMesh, num_in_dims: int, *, gated: bool = False
-) -> jax.Array | None:
-    """[T, *in_shape] times [*in_shape, *out_shape]; None: the kernel does not serve it, or was not asked for.
+    num_rows: int, shape: tuple[int, ...], num_in_dims: int, dtype: Any, *, gated: bool = False
+) -> Product | None:
+    """What multiplies x [num_rows, *in_shape] with [*in_shape, *out_shape], both whole on one device.
 
-    Gated, out_shape is (2, wide), the gate first, and the result [T, wide] is SwiGLU's.
+    Args:
+      num_rows: of x.
+      shape: of the weights, or of the part of them that each device has.
+      num_in_dims: of its dimensions that are summed over.
+      dtype: of both.
+      gated: out_shape is (2, wide), the gate first, and the result [num_rows, wide] is SwiGLU's.
+
+    Returns:
+      None if the kernel does not serve it, or was not asked for.
     """
-    if _backend.get() == XLA or mesh.size > 1:
-        return None
-    depth, out_shape = math.prod(kernel.shape[:num_in_dims]), kernel.shape[num_in_dims:]
-    num_rows, width = x.shape[0], math.prod(out_shape) // (1 + gated)
-    if not decode_matmul.serves(num_rows, depth, width, gated=gated, dtype=kernel.dtype):
+    backend = _backend.get()
+    depth, out_shape = math.prod(shape[:num_in_dims]), shape[num_in_dims:]
+    width = math.prod(out_shape) // (1 + gated)
+    if backend == XLA or not decode_matmul.serves(num_rows, depth, width, gated=gated, dtype=dtype):
         return None
 
     def run(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return decode_matmul.decode_matmul(x, kernel, gated=gated, backend=_backend.get())
+        x, kernel = x.reshape(num_rows, depth), kernel.reshape(depth, -1)
+        y = decode_matmul.decode_matmul(x, kernel, gated=gated, backend=backend)
+        return y if gated else y.reshape(num_rows, *out_shape)
 
-    y = on_every_device(run, mesh)(x.reshape(num_rows, depth), kernel.reshape(depth, -1))
-    return y if gated else y.reshape(num_rows, *out_shape)
+    return run

@@ -20,10 +20,10 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AbstractDevice, Mesh, NamedSharding, PartitionSpec
 
+from model_defs import few_rows
 from model_defs.config import ModelConfig
 from model_defs.device_sums import added_up, current_sums, is_partial
-from model_defs.few_rows import product as product_of_few_rows
-from model_defs.sharding import TENSOR_AXIS, AnyMesh, constrain, vocabulary_axis
+from model_defs.sharding import TENSOR_AXIS, AnyMesh, constrain, tensor_parallel_size, vocabulary_axis
 from pallas_kernels.devices import on_every_device
 from pallas_kernels.residual_norms import NormKind, add_and_norm, choose_backend
 
@@ -83,35 +83,61 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, *in_shape] -> [T, *out_shape], in the kernel's dtype; partial sums of it, if it defers them."""
-        x, sums = x.astype(self.build.dtype), current_sums()
-        if (y := self._of_few_rows(x)) is not None:
-            return y
-        contract = tuple(range(1, 1 + self.num_in_dims)), tuple(range(self.num_in_dims))
-        product = functools.partial(
-            lax.dot_general, dimension_numbers=(contract, ((), ())), precision=self.build.precision
-        )
-        kernel = self.kernel[...]
+        x, kernel, sums = x.astype(self.build.dtype), self.kernel[...], current_sums()
+        of_few_rows = self._of_few_rows(x.shape[0])
         if any(self.in_axes) and sums is not None and sums.serves(x.shape[0], kernel.shape[-1]):
-            specs = PartitionSpec(None, *self.in_axes), PartitionSpec(*self.in_axes, *self.out_axes)
-            y = sums.partial(product, x, kernel, specs)
+            y = sums.partial(of_few_rows or self._product, x, kernel, self._specs)
             if self.defers:
                 return y
             y = sums.total(y)
+        elif of_few_rows is not None:
+            y = self._on_shards(of_few_rows, self.out_axes)(x, kernel)
         else:
-            y = constrain(product(x, kernel), self.build.mesh, None, *self.out_axes)
+            y = constrain(self._product(x, kernel), self.build.mesh, None, *self.out_axes)
         return y if self.bias is None else y + self.bias[...]
 
     def gated(self, x: jax.Array) -> jax.Array:
         """[T, *in_shape] -> [T, wide]: SwiGLU of a kernel [*in_shape, 2, wide], the gate first."""
-        if (y := self._of_few_rows(x.astype(self.build.dtype), gated=True)) is not None:
-            return y
+        of_few_rows = self._of_few_rows(x.shape[0], gated=True)
+        if of_few_rows is not None:
+            return self._on_shards(of_few_rows, self.out_axes[1:])(
+                x.astype(self.build.dtype), self.kernel[...]
+            )
         y = self(x)
         return jax.nn.silu(y[:, 0]) * y[:, 1]
 
-    def _of_few_rows(self, x: jax.Array, *, gated: bool = False) -> jax.Array | None:
+    def _product(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        contract = tuple(range(1, 1 + self.num_in_dims)), tuple(range(self.num_in_dims))
+        return lax.dot_general(x, kernel, (contract, ((), ())), precision=self.build.precision)
+
+    def _of_few_rows(self, num_rows: int, *, gated: bool = False) -> few_rows.Product | None:
+        """For each device's part of the kernel, if that is served."""
         if self.bias is not None:
             return None
-        return product_of_few_rows(x, self.kernel[...], self.build.mesh, self.num_in_dims, gated=gated)
+        tp, axes = tensor_parallel_size(self.build.mesh), self.in_axes + self.out_axes
+        shape = tuple(
+            size // tp if axis else size for size, axis in zip(self.kernel[...].shape, axes, strict=True)
+        )
+        return few_rows.product(num_rows, shape, self.num_in_dims, self.build.dtype, gated=gated)
+
+    @property
+    def _specs(self) -> tuple[PartitionSpec, PartitionSpec]:
+        """Of what is multiplied and of the kernel."""
+        return PartitionSpec(None, *self.in_axes), PartitionSpec(*self.in_axes, *self.out_axes)
+
+    def _on_shards(self, product: few_rows.Product, out_axes: tuple[str | None, ...]) -> few_rows.Product:
+        """On each device, of its parts; partial sums are added up."""
+        mesh = self.build.mesh
+        adds_up = any(self.in_axes) and tensor_parallel_size(mesh) > 1
+
+        def run(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            y = product(x, kernel)
+            return lax.psum(y, TENSOR_AXIS) if adds_up else y
+
+        # Kernels do not declare over which axes their outputs vary.
+        return jax.shard_map(
+            run, mesh=mesh, in_specs=self._specs, out_specs=PartitionSpec(None, *out_axes), check_vma=False
+        )
 
 
 class Embedding(nnx.Module):

@@ -50,7 +50,7 @@ _TRIED = {  # by whether it is gated, and whether one warpgroup multiplies, besi
     ),
     (False, True): (
         MatmulTile(64, 8, 4), MatmulTile(64, 13, 4), MatmulTile(64, 13, 2), MatmulTile(64, 13),
-        MatmulTile(64, 13, 8), MatmulTile(64, 10, 4),
+        MatmulTile(64, 13, 8), MatmulTile(64, 10, 4), MatmulTile(64, 10),
     ),
 }  # fmt: skip
 
@@ -74,12 +74,13 @@ class Projection(NamedTuple):
         return 2 * self.depth * self.num_columns
 
 
-def projections(model: ModelConfig) -> list[Projection]:
-    """Of a gated decoder's layer."""
-    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+def projections(model: ModelConfig, num_devices: int) -> list[Projection]:
+    """Of a gated decoder's layer, the part of one of `num_devices`."""
+    heads, kv_heads = (num // num_devices * model.head_dim for num in (model.num_heads, model.num_kv_heads))
+    wide = model.intermediate_size // num_devices
     return [
-        Projection("gate and up", model.hidden_size, model.intermediate_size, gated=True),
-        Projection("down", model.intermediate_size, model.hidden_size),
+        Projection("gate and up", model.hidden_size, wide, gated=True),
+        Projection("down", wide, model.hidden_size),
         Projection("qkv", model.hidden_size, heads + 2 * kv_heads),
         Projection("out", heads, model.hidden_size),
     ]
@@ -146,10 +147,14 @@ def main() -> int:
     model, results = PRESETS[FLAGS.model], []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for rows in map(int, FLAGS.rows):
-            for what in projections(model):
+            for what in projections(model, FLAGS.tensor_parallel_size):
                 results += measure(what, rows, pool)
     units = {"us": "us", "tb_per_s": "10^12 bytes of weights a second"}
-    document = {"model": FLAGS.model, "measurements": results}
+    document = {
+        "model": FLAGS.model,
+        "tensor_parallel_size": FLAGS.tensor_parallel_size,
+        "measurements": results,
+    }
     print_document(json_line("decode_matmul", document, units=units, device=device_name()))
     return 0 if all(result["is_right"] for result in results) else EXIT_FAILED
 
@@ -158,6 +163,7 @@ def define_flags() -> None:
     """The command line."""
     gated = [name for name, config in PRESETS.items() if config.mlp_bias is False]
     flags.DEFINE_enum("model", "llama2-13b-gqa10", gated, "Preset whose projections are timed.")
+    flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that a layer is split over.", lower_bound=1)
     flags.DEFINE_list("rows", ["128", "32"], "Rows of x, at most 128.")
     define_document_flag()
 

@@ -102,7 +102,7 @@ class OneH200(TwoH200):
     [
         ("bfloat16", {}, OneH200, ("pallas_mosaic_gpu", "up to 128 rows of bfloat16 on NVIDIA H200")),
         ("float32", {}, OneH200, ("xla", "multiplies bfloat16, not float32")),
-        ("bfloat16", {}, TwoH200, ("xla", "whole on one device")),
+        ("bfloat16", {}, TwoH200, ("pallas_mosaic_gpu", "up to 128 rows of bfloat16 on NVIDIA H200")),
         ("bfloat16", {"decode_matmul": "xla"}, OneH200, ("xla", "named in runner.decode_matmul")),
     ],
 )

@@ -17,6 +17,9 @@ ROWS = (64, 128)
 _PIECE_ROWS = 8
 # Programs below which a device's memory is not kept busy.
 _MIN_PROGRAMS = 64
+# Programs that a device of 132 multiprocessors runs at once: in clusters, which must lie within a part of the
+# device, and by themselves. Between the two, clusters would leave a few programs for a second round.
+_CLUSTERED, _ALONE = 120, 132
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ _PREFERRED = {  # by whether it is gated, and whether one warpgroup has all rows
     (True, False): (MatmulTile(128, 4, 2), MatmulTile(128, 3), *_narrow(6)),
     (True, True): (MatmulTile(128, 3), *_narrow(6)),
     (False, False): _narrow(8),
-    (False, True): (*_narrow(13, (8,)), *_narrow(10, (4,)), *_narrow(8)),
+    (False, True): (*_narrow(13, (8,)), *_narrow(10, (4, 1)), *_narrow(8)),
 }
 
 
@@ -59,12 +62,14 @@ def default_tile(num_rows: int, depth: int, width: int, *, gated: bool) -> Matmu
     """The measured choice for x [num_rows, depth] and a result [num_rows, width]; None: leave it to XLA.
 
     Narrow tiles keep all multiprocessors busy without dividing sums, and a cluster saves what they would read
-    of x again and again. A gated product has two columns of weights for each of its own, and enough of them
+    of x again and again, unless it keeps programs from running all at once. A gated product has two columns of weights for each of its own, and enough of them
     for wide tiles. Where x takes half the room, more blocks are on their way.
     """
     if not has_served_rows(num_rows):
         return None
     for tile in _PREFERRED[gated, num_rows <= ROWS[0]]:
-        if tile.divides(depth, width) and width // tile.columns >= _MIN_PROGRAMS:
+        num_programs = width // tile.columns
+        waits = tile.cluster > 1 and _CLUSTERED < num_programs <= _ALONE
+        if tile.divides(depth, width) and num_programs >= _MIN_PROGRAMS and not waits:
             return tile
     return None

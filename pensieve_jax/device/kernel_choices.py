@@ -92,9 +92,7 @@ def _matmul_choice(
     limit = decode_matmul.device_limit(device)
     if dtype != np.dtype("bfloat16"):
         limit = f"pallas_mosaic_gpu multiplies bfloat16, not {dtype}"
-    elif num_shards > 1:
-        limit = "pallas_mosaic_gpu multiplies weights that are whole on one device"
-    elif limit is None and not _has_served_projection(model, dtype):
+    elif limit is None and not _has_served_projection(model, dtype, num_shards):
         limit = "pallas_mosaic_gpu serves none of this model's projections: no bias, and wide ones"
     if limit is not None:
         return BackendChoice("xla", limit)
@@ -102,12 +100,13 @@ def _matmul_choice(
     return BackendChoice("pallas_mosaic_gpu", f"the fastest that serves {few}")
 
 
-def _has_served_projection(model: ModelConfig, dtype: np.dtype) -> bool:
-    """Whether the kernel multiplies any of a layer's weights, in the smallest step."""
-    hidden, wide, heads = model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim
+def _has_served_projection(model: ModelConfig, dtype: np.dtype, num_shards: int) -> bool:
+    """Whether the kernel multiplies a device's part of any of a layer's weights, in the smallest step."""
+    hidden, wide = model.hidden_size, model.intermediate_size // num_shards
+    heads = model.num_heads // num_shards * model.head_dim
     found = [] if model.mlp_bias else [(hidden, wide, True), (wide, hidden, False)]
     if not model.attention_bias:
-        kv_heads = 2 * model.num_kv_heads * model.head_dim
+        kv_heads = 2 * model.num_kv_heads // num_shards * model.head_dim
         found += [(hidden, heads + kv_heads, False), (heads, hidden, False)]
     return any(
         decode_matmul.serves(1, depth, width, gated=gated, dtype=dtype) for depth, width, gated in found

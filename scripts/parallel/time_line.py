@@ -13,7 +13,7 @@ from typing import Any
 
 from steps.device_trace import Kernel, summary
 
-_EXCHANGE = re.compile(r"all.?reduce|all.?gather|nccl|sum_over_devices|sum_and_norm|barrier", re.IGNORECASE)
+_EXCHANGE = re.compile(r"all.?reduce|all.?gather|nccl|sum_of_rows|barrier", re.IGNORECASE)
 
 
 def is_exchange(name: str) -> bool:

@@ -26,6 +26,7 @@ class Variant(NamedTuple):
 
 VARIANTS = {
     "default": Variant(),
+    "before": Variant((), ("--decode_matmul=xla",)),
     "graphs": Variant((_IN_GRAPHS,)),
     "stream": Variant((_ON_THE_STREAM,)),
     "stream_graphs": Variant((_ON_THE_STREAM, _IN_GRAPHS)),

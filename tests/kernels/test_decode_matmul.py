@@ -104,6 +104,12 @@ def test_tiles():
     assert default_tile(64, 5120, 64 * 84, gated=False) == MatmulTile(64, 10, 4), "no clusters of eight"
     assert default_tile(128, 5120, 64 * 81, gated=False) == MatmulTile(64, 8, 1), "no clusters of neighbours"
     assert default_tile(128, 5120, 64 * 82, gated=False).cluster == 2
+    assert default_tile(32, 5120, 7680, gated=False) == MatmulTile(64, 13, 8), (
+        "120 programs, clusters for all"
+    )
+    assert default_tile(32, 14336, 8192, gated=False) == MatmulTile(64, 10), "128 programs, all at once alone"
+    assert default_tile(128, 14336, 8192, gated=False) == MatmulTile(64, 8)
+    assert default_tile(128, 4096, 64 * 136, gated=False).cluster == 4, "two rounds in any case"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from model_defs import few_rows, make_mesh, preset
+from model_defs.device_sums import DeviceSums, SumSpec, summing
 from model_defs.gated_decoder import GatedMLP
 from model_defs.layers import Build, FusedQKV, Linear
 from pallas_kernels import decode_matmul
@@ -72,9 +73,29 @@ def test_which_products(calls):
     calls.clear()
     run(filled(GatedMLP(build())), 9, "pallas_mosaic_gpu")  # more rows than it serves
     run(filled(FusedQKV(build(), bias=True)), 8, "pallas_mosaic_gpu")
-    run(filled(GatedMLP(build(2))), 8, "pallas_mosaic_gpu")  # weights that are split
     run(filled(GatedMLP(build())), 8, few_rows.XLA)
     assert not calls
+
+
+@pytest.mark.parametrize("own_sums", [False, True])
+def test_parts_of_two_devices(own_sums, calls):
+    """Each multiplies its own, and they add up where those are parts of a sum."""
+    config, one, two = preset("llama-tiny"), filled(GatedMLP(build())), filled(GatedMLP(build(2)))
+    sums = DeviceSums(
+        SumSpec("xla", 8 * config.hidden_size), jnp.zeros((2, 14), jnp.int32), two.down.build.mesh
+    )
+    plain = run(one, 8)[0]
+    with summing(sums if own_sums else None):
+        found = run(two, 8, "pallas_mosaic_gpu")[0]
+    found = found.astype(np.float32).sum(0) if own_sums else found.astype(np.float32)
+    np.testing.assert_allclose(found, plain.astype(np.float32), rtol=0.05, atol=0.02)
+    wide, hidden = config.intermediate_size // 2, config.hidden_size
+    assert [call[1:3] for call in calls] == [((hidden, 2 * wide), True), ((wide, hidden), False)]
+    calls.clear()
+    run(filled(FusedQKV(build(2), bias=False)), 8, "pallas_mosaic_gpu")
+    assert [call[1] for call in calls] == [
+        (hidden, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim // 2)
+    ]
 
 
 def test_several_dimensions(calls):
@@ -86,3 +107,55 @@ def test_several_dimensions(calls):
     want = jnp.einsum("tab,abcd->tcd", x.astype(jnp.float32), module.kernel[...].astype(jnp.float32))
     np.testing.assert_allclose(got.astype(np.float32), want, rtol=0.02, atol=0.02)
     assert calls == [((3, 64), (64, 16), False, "pallas_mosaic_gpu")]
+
+
+@pytest.mark.parametrize("num_rows", [1, 128])
+def test_parts_are_lowered_for_two_gpus(num_rows):
+    """With sums by the compiler; Llama-2-70B's layer."""
+    config = preset("llama2-70b")
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+    axis_types = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((2,), ("tp",), axis_types=axis_types, abstract_device=device)
+    graph, state = nnx.split(GatedMLP(Build(config, jnp.dtype("bfloat16"), mesh)))
+    leaves, treedef = jax.tree.flatten(state)
+
+    def mlp(leaves, x):
+        with few_rows.multiplying_by("pallas_mosaic_gpu"):
+            return nnx.merge(graph, jax.tree.unflatten(treedef, leaves))(x)
+
+    x = jax.ShapeDtypeStruct((num_rows, config.hidden_size), jnp.bfloat16)
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(mlp).trace(shapes, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == 2 and text.count("all_reduce") == 1, text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu" or len(jax.devices()) < 2, reason="needs two NVIDIA GPUs")
+@pytest.mark.parametrize("num_rows", [1, 32, 128])
+def test_two_gpus(num_rows):
+    """A layer's products of Llama-2-70B, each half of the weights on a device, beside XLA's."""
+    config, mesh = preset("llama2-70b"), make_mesh(2)
+    x = jax.random.normal(jax.random.key(2), (num_rows, config.hidden_size), jnp.bfloat16)
+    for make in (GatedMLP, lambda b: FusedQKV(b, bias=False)):
+        graph, state = nnx.split(make(Build(config, jnp.dtype("bfloat16"), mesh)))
+        leaves, treedef = jax.tree.flatten(state)
+        values = [
+            jax.device_put(jax.random.normal(jax.random.key(i), leaf.shape, jnp.bfloat16) / 90, leaf.sharding)
+            for i, leaf in enumerate(leaves)
+        ]
+
+        def run(values, x, backend, graph=graph, treedef=treedef):
+            with few_rows.multiplying_by(backend):
+                return nnx.merge(graph, jax.tree.unflatten(treedef, values))(x)
+
+        texts, answers = [], []
+        for backend in ("pallas_mosaic_gpu", few_rows.XLA):
+            compiled = jax.jit(run, static_argnames="backend").lower(values, x, backend=backend).compile()
+            texts.append(compiled.as_text())
+            answers.append(
+                jax.tree.map(lambda y: np.asarray(y, np.float32), jax.tree.leaves(compiled(values, x)))
+            )
+        assert "mosaic_gpu" in texts[0] and "mosaic_gpu" not in texts[1]
+        for one, other in zip(*answers, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0.02, atol=0.02 * np.abs(other).max())

@@ -65,7 +65,7 @@ def test_memory_is_what_jax_says_and_what_the_driver_says(monkeypatch):
     [
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", True),
         ("all-reduce-start_fusion", True),
-        ("sum_and_norm", True),
+        ("sum_of_rows", True),
         ("MultiGpuBarrierKernel", True),
         ("add_and_norm_rms", False),
         ("loop_reduce_fusion", False),
@@ -131,7 +131,7 @@ def test_when_time_is_up_no_variant_is_begun(launch, capsys):
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"variants": "nccl,none"}, "--variants is 'none'.*among default, graphs"),
+        ({"variants": "nccl,none"}, "--variants is 'none'.*among default, before, graphs"),
         ({"apart": False, "decodes": "x"}, "--decodes"),
         ({"apart": False, "model": "chat", "num_layers": 2}, "--num_layers is 2.*random:<preset>"),
     ],
