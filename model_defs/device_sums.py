@@ -9,12 +9,14 @@ Does not know: kernels, or models. Called by: layers, and the runner's step.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, tensor_parallel_size
@@ -40,7 +42,11 @@ class DeviceSums:
     mesh: AnyMesh
 
     def serves(self, num_rows: int, width: int) -> bool:
-        """Whether so many rows are summed here, and not by the compiler."""
+        """Whether partial sums of so many rows are left to be added up here, and not by the compiler."""
+        num_devices = tensor_parallel_size(self.mesh)
+        return self._serves_whole(num_rows, width) or all_reduce.serves_shares(num_rows, width, num_devices)
+
+    def _serves_whole(self, num_rows: int, width: int) -> bool:
         fits = num_rows * width <= self.spec.capacity
         return fits and all_reduce.serves(num_rows, width, tensor_parallel_size(self.mesh))
 
@@ -53,9 +59,13 @@ class DeviceSums:
         return result
 
     def total(self, partial: jax.Array) -> jax.Array:
-        """[devices, T, width] -> their sum, on all devices."""
+        """[devices, T, width] -> their sum, on all devices; of many rows the compiler's."""
+        if not self._serves_whole(*partial.shape[1:]):
+            return self._on_shards(lambda part: lax.psum(part[0], TENSOR_AXIS), _SPLIT, _WHOLE)(partial)
         run = self._on_shards(
-            lambda part, table: all_reduce.sum_over_devices(part[0], table, **self._arguments),
+            lambda part, table: all_reduce.sum_over_devices(
+                part[0], table, capacity=self.spec.capacity, **self._arguments
+            ),
             (_SPLIT, _SPLIT),
             _WHOLE,
         )
@@ -65,20 +75,28 @@ class DeviceSums:
     def total_and_norm(
         self, stream: jax.Array, partial: jax.Array, scale: jax.Array, *, eps: float, dtype: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """The stream and the sum, added, and its root-mean-square norm."""
+        """The stream and the sum, added, and its root-mean-square norm.
+
+        Of many rows each device has a share of the stream, whatever it has of the one that is given.
+        """
+        is_whole = self._serves_whole(*partial.shape[1:])
+        add_up = (
+            functools.partial(all_reduce.sum_and_norm, capacity=self.spec.capacity)
+            if is_whole
+            else all_reduce.sum_and_norm_of_shares
+        )
 
         def run(stream: jax.Array, part: jax.Array, scale: jax.Array, table: jax.Array) -> Any:
-            return all_reduce.sum_and_norm(
-                part[0], table, stream, scale, eps=eps, dtype=dtype, **self._arguments
-            )
+            return add_up(part[0], table, stream, scale, eps=eps, dtype=dtype, **self._arguments)
 
-        shards = self._on_shards(run, (_WHOLE, _SPLIT, _WHOLE, _SPLIT), _WHOLE)
+        of_stream = _WHOLE if is_whole else _SPLIT
+        shards = self._on_shards(run, (of_stream, _SPLIT, _WHOLE, _SPLIT), (of_stream, _WHOLE))
         result: tuple[jax.Array, jax.Array] = shards(stream, partial, scale, self.table)
         return result
 
     @property
     def _arguments(self) -> dict[str, Any]:
-        return {"axis": TENSOR_AXIS, "capacity": self.spec.capacity, "backend": self.spec.backend}
+        return {"axis": TENSOR_AXIS, "backend": self.spec.backend}
 
     def _on_shards(self, run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         # Kernels do not declare over which axes their outputs vary.

@@ -1,15 +1,17 @@
 """Sums of partial products over devices that see each other's memory, also with the norm that follows.
 
 A few rows are summed in the time that it takes to write them to the peer and see what came: no library call,
-and no kernel between. `ExchangeMemory` is what devices write to, `sum_over_devices` and `sum_and_norm` are
-called inside `shard_map`. docs/kernels.md
+and no kernel between. Of many rows each device sums and norms its share, and writes it to all.
+`ExchangeMemory` is what devices write to; the rest is called inside `shard_map`. docs/kernels.md
 """
 
 from pallas_kernels.all_reduce.api import (
     SumArgumentError,
     device_limit,
     serves,
+    serves_shares,
     sum_and_norm,
+    sum_and_norm_of_shares,
     sum_over_devices,
 )
 from pallas_kernels.all_reduce.memory import ExchangeMemory
@@ -22,6 +24,8 @@ __all__ = [
     "SumArgumentError",
     "device_limit",
     "serves",
+    "serves_shares",
     "sum_and_norm",
+    "sum_and_norm_of_shares",
     "sum_over_devices",
 ]

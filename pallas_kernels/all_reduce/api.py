@@ -36,10 +36,17 @@ def device_limit(device: jax.Device) -> str | None:
 
 
 def serves(num_rows: int, width: int, num_devices: int) -> bool:
-    """Whether so many rows are summed here; what is not is left to XLA."""
-    return (
-        1 < num_devices <= MAX_DEVICES and num_rows <= MAX_ROWS and width <= MAX_WIDTH and width % _LINE == 0
-    )
+    """Whether so many rows are summed here, on every device."""
+    return num_rows <= MAX_ROWS and _is_served(width, num_devices)
+
+
+def serves_shares(num_rows: int, width: int, num_devices: int) -> bool:
+    """Whether so many rows are summed here, each device its share."""
+    return num_rows % num_devices == 0 and _is_served(width, num_devices)
+
+
+def _is_served(width: int, num_devices: int) -> bool:
+    return 1 < num_devices <= MAX_DEVICES and width <= MAX_WIDTH and width % _LINE == 0
 
 
 def sum_over_devices(
@@ -97,6 +104,60 @@ def sum_and_norm(
     )
 
 
+def sum_and_norm_of_shares(
+    partial: jax.Array,
+    table: jax.Array,
+    share: jax.Array,
+    scale: jax.Array,
+    *,
+    axis: str,
+    eps: float,
+    dtype: Any,
+    backend: str = "jax_triton",
+) -> tuple[jax.Array, jax.Array]:
+    """Each device adds up its share of many rows, the first device the first ones.
+
+    Args:
+      partial: [num_rows, width], this device's partial sums.
+      table: as of `sum_over_devices`.
+      share: f32[num_rows / devices, width], the stream's rows of this device.
+      scale: [width], of the norm.
+      axis: the mesh's.
+      eps: of the norm.
+      dtype: of the normed rows.
+      backend: as of `sum_over_devices`.
+
+    Returns:
+      This device's share of the stream with the sum, as `share` is, and the root-mean-square norm of
+      everybody's, [num_rows, width] in `dtype`.
+
+    Raises:
+      SumArgumentError: `serves_shares` says no, or dtypes or shapes that do not belong together.
+    """
+    num_devices = lax.axis_size(axis)
+    _check_backend(backend)
+    is_known = partial.ndim == 2 and partial.dtype.name in _DTYPES
+    if not is_known or not serves_shares(partial.shape[0], partial.shape[1], num_devices):
+        raise SumArgumentError(
+            f"partial sums are {partial.dtype.name}{list(partial.shape)} of {num_devices} devices, but must "
+            f"be [num_rows, width] of {' or '.join(_DTYPES)}, of 2 to {MAX_DEVICES} devices, which divide "
+            f"the rows, with at most {MAX_WIDTH} columns, a multiple of {_LINE}"
+        )
+    expected = partial.shape[0] // num_devices, partial.shape[1]
+    if share.shape != expected or share.dtype != jnp.float32 or scale.shape != expected[1:]:
+        raise SumArgumentError(
+            f"share and scale are {share.dtype.name}{list(share.shape)} and {list(scale.shape)}, but must be "
+            f"float32{list(expected)} and {list(expected[1:])} by the partial sums"
+        )
+    if backend == "xla":
+        total = lax.psum_scatter(partial, axis, tiled=True)
+        share, normed = add_and_norm(share, total, scale, kind="rms", eps=eps, dtype=dtype, backend="xla")
+        return share, lax.all_gather(normed, axis, tiled=True)
+    from pallas_kernels.all_reduce.jax_triton import triton_shares  # the extra `triton`
+
+    return triton_shares(partial, table, share, scale, num_devices=num_devices, eps=eps, dtype=dtype)
+
+
 def _serves(partial: jax.Array, num_devices: int) -> bool:
     num_rows, width = partial.shape
     return serves(num_rows, width, num_devices)
@@ -104,8 +165,7 @@ def _serves(partial: jax.Array, num_devices: int) -> bool:
 
 def _check(partial: jax.Array, axis: str, capacity: int, backend: str) -> int:
     num_devices = lax.axis_size(axis)
-    if backend not in _BACKENDS:
-        raise SumArgumentError(f"backend is {backend!r}, but must be one of {_BACKENDS}")
+    _check_backend(backend)
     is_known = partial.ndim == 2 and partial.dtype.name in _DTYPES
     if not is_known or not _serves(partial, num_devices) or partial.size > capacity:
         raise SumArgumentError(
@@ -114,3 +174,8 @@ def _check(partial: jax.Array, axis: str, capacity: int, backend: str) -> int:
             f"{MAX_ROWS} rows, at most {MAX_WIDTH} columns, a multiple of {_LINE}, and {capacity} numbers"
         )
     return num_devices
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in _BACKENDS:
+        raise SumArgumentError(f"backend is {backend!r}, but must be one of {_BACKENDS}")

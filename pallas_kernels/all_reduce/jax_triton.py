@@ -1,6 +1,6 @@
-"""Launches of the sum's kernel through jax-triton: NVIDIA GPUs from Ampere on.
+"""Launches of the sums' kernels through jax-triton: NVIDIA GPUs from Ampere on.
 
-Owns: the arguments of a launch. Does not know: what the kernel does with them.
+Owns: the arguments of a launch. Does not know: what the kernels do with them.
 Called by: `api`, which imports this file only where it is needed: jax-triton and Triton come with the extra
 `triton`.
 """
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jax_triton
 
 from pallas_kernels.all_reduce import jax_triton_kernels as kernels
-from pallas_kernels.all_reduce.specs import LIMIT, NUM_PROGRAMS
+from pallas_kernels.all_reduce.specs import LIMIT, NUM_PROGRAMS, NUM_PROGRAMS_MANY
 
 # As of ragged_paged_attention.jax_triton: JAX assembles PTX with the CUDA it runs on.
 _OPTIONS = {"ptx_version": 88, "enable_fp_fusion": True}
@@ -56,6 +56,40 @@ def triton_sum(
         block=1 << (width - 1).bit_length(),
         num_devices=num_devices,
         norms=norms,
+        eps=eps,
+        limit=LIMIT,
+    )
+    return result
+
+
+def triton_shares(
+    partial: jax.Array,
+    table: jax.Array,
+    share: jax.Array,
+    scale: jax.Array,
+    *,
+    num_devices: int,
+    eps: float,
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api`; arguments are already checked."""
+    num_rows, width = share.shape
+    result: tuple[jax.Array, jax.Array] = jax_triton.triton_call(
+        partial,
+        table,
+        share,
+        scale,
+        kernel=kernels.shares_of_rows,
+        out_type=(jax.ShapeDtypeStruct(share.shape, jnp.float32), jax.ShapeDtypeStruct(partial.shape, dtype)),
+        grid=(NUM_PROGRAMS_MANY,),
+        name="sum_and_norm_of_shares",
+        num_warps=_NUM_WARPS,
+        num_stages=1,
+        backend_options=_OPTIONS,
+        num_rows=num_rows,
+        width=width,
+        block=1 << (width - 1).bit_length(),
+        num_devices=num_devices,
         eps=eps,
         limit=LIMIT,
     )

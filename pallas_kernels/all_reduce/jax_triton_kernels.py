@@ -1,14 +1,20 @@
-"""Sums over devices in plain Triton: each device writes to its peers' memory and adds up what came.
+"""Sums over devices in plain Triton: devices write to their peers' memory, or read it, and add up.
 
-Owns: the kernel's body: push, tell, wait, add up; with it the residual addition and the root-mean-square norm
-of the sum. Does not know: JAX, or who allocated the memory; a table of addresses says where it is.
-Called by: `jax_triton`, which launches it. Needs Triton, which the extra `triton` installs.
+Owns: the kernels' bodies, for few rows and for many; with both the residual addition and the root-mean-square
+norm of the sum. Does not know: JAX, or who allocated the memory; a table of addresses says where it is.
+Called by: `jax_triton`, which launches them. Needs Triton, which the extra `triton` installs.
 
-Every launch has the same number of programs. Program p has rows p, p + number of programs, and so on; it
-exchanges with the programs p of the peers alone. It counts launches by itself (`epoch`), in memory that
-nothing else writes to, so that a replayed graph counts as well. Two inboxes take turns: a device writes to
-one only after it has seen that its peer has begun the launch before, whose stream has then done with the
-launch before that. Sums are made in the order of devices, so that all have the same bits.
+Program p exchanges with the programs p of the peers alone. It counts launches by itself (`epoch`), in memory
+that nothing else writes to, so that a replayed graph counts as well. Sums are made in the order of devices,
+so that all have the same bits.
+
+Few rows: every device pushes its partial sums to all inboxes, and adds up all rows. Two inboxes take turns: a
+device writes to one only after it has seen that its peer has begun the launch before, whose stream has then
+done with the launch before that.
+
+Many rows: every device adds up its own share of them, which it reads where its peers have it, and writes the
+normed rows to where the peers want them. So launches tell each other their arrays' addresses as they begin,
+and none ends before its peers have done with its arrays.
 
 A peer that does not come is not waited for for ever: after `limit` looks the program writes NaN, and a word
 at every device that says so; from then on nobody waits. Who reads the word makes new memory.
@@ -23,6 +29,7 @@ from pallas_kernels.all_reduce import specs
 
 RANK, STATUS, EPOCHS, ADDRESSES = map(tl.constexpr, (specs.RANK, specs.STATUS, specs.EPOCHS, specs.ADDRESSES))
 FLAGS = tl.constexpr(specs.FLAGS)
+MAX_PROGRAMS = tl.constexpr(specs.MAX_PROGRAMS)
 
 
 @triton.jit
@@ -42,7 +49,7 @@ def sum_of_rows(
     eps: tl.constexpr,
     limit: tl.constexpr,
 ) -> None:
-    """The rows of one program; the grid is `specs.NUM_PROGRAMS`.
+    """Few rows, of which program p has p, p + number of programs, and so on.
 
     Args:
       partial_ptr: [num_rows, width], this device's.
@@ -64,9 +71,7 @@ def sum_of_rows(
     num_programs = tl.num_programs(0)
     table = table_ptr.to(tl.pointer_type(tl.int64))
     rank = tl.load(table + RANK).to(tl.int32)
-    epoch_ptr = tl.load(table + EPOCHS).to(tl.pointer_type(tl.int32)) + program
-    epoch = tl.load(epoch_ptr) + 1
-    tl.store(epoch_ptr, epoch)
+    epoch = _begin(table, program)
     inbox = (epoch & 1) * num_devices
     columns = tl.arange(0, block)
     inside = columns < width
@@ -80,30 +85,10 @@ def sum_of_rows(
                 base = tl.multiple_of(base + (inbox + rank) * capacity, 16)
                 tl.store(base + where, values, mask=inside)
     tl.debug_barrier()
-
-    own_flags = tl.load(table + ADDRESSES + num_devices + rank).to(tl.pointer_type(tl.int32))
-    own_status = tl.load(table + STATUS).to(tl.pointer_type(tl.int32))
-    lost = tl.load(own_status) != 0
+    lost = _is_lost(table)
     if program < num_rows:
-        for peer in tl.static_range(num_devices):
-            if peer != rank:
-                flags = tl.load(table + ADDRESSES + num_devices + peer).to(tl.pointer_type(tl.int32))
-                tl.atomic_xchg(
-                    flags + FLAGS + program * num_devices + rank, epoch, sem="release", scope="sys"
-                )
-        for peer in tl.static_range(num_devices):
-            if peer != rank:
-                flag = own_flags + FLAGS + program * num_devices + peer
-                seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-                num_looks = 0
-                while (seen - epoch < 0) & (num_looks < limit) & (lost == 0):
-                    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-                    num_looks += 1
-                lost = lost | (seen - epoch < 0)
-        if lost:
-            for peer in tl.static_range(num_devices):
-                flags = tl.load(table + ADDRESSES + num_devices + peer).to(tl.pointer_type(tl.int32))
-                tl.atomic_xchg(flags, 1, sem="release", scope="sys")
+        _tell(table, FLAGS, program, rank, epoch, num_devices)
+        lost = _wait(table, FLAGS, program, rank, epoch, lost, num_devices, limit)
     tl.debug_barrier()
 
     own_inbox = tl.load(table + ADDRESSES + rank)
@@ -116,14 +101,188 @@ def sum_of_rows(
             source = tl.multiple_of(source, 16)
             values = tl.load(source + where, mask=inside, other=0.0, cache_modifier=".cg")
             total += values.to(tl.float32)
-        # Rounded as a sum that is an array by itself would be.
-        total = total.to(partial_ptr.dtype.element_ty).to(tl.float32)
-        total = tl.where(lost, float("nan"), total)
+        total = _rounded(total, partial_ptr, lost)
         if norms:
             total += tl.load(stream_ptr + where, mask=inside, other=0.0)
-            total = tl.where(inside, total, 0.0)
-            inverse = tl.rsqrt(tl.sum(total * total, axis=0) / width + eps)
-            scale = tl.load(scale_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-            normed = total * inverse * scale
+            normed = _normed(total, scale_ptr, columns, inside, width, eps)
             tl.store(normed_ptr + where, normed.to(normed_ptr.dtype.element_ty), mask=inside)
         tl.store(sum_ptr + where, total.to(sum_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def shares_of_rows(
+    partial_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    stream_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    num_devices: tl.constexpr,
+    eps: tl.constexpr,
+    limit: tl.constexpr,
+) -> None:
+    """Many rows, of which this device adds up its share, and norms.
+
+    Args:
+      partial_ptr: [num_devices * num_rows, width], this device's.
+      table_ptr: i32, read as i64: see `specs`.
+      stream_ptr: f32[num_rows, width], of this device's share, what the sum is added to.
+      scale_ptr: [width], of the norm.
+      sum_ptr: f32[num_rows, width], the stream and the sum.
+      normed_ptr: [num_devices * num_rows, width], the norm of everybody's.
+      num_rows: of a share.
+      width: of a row.
+      block: the power of two from there.
+      num_devices: that add up.
+      eps: of the norm.
+      limit: looks at a flag before a peer counts as lost.
+    """
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    table = table_ptr.to(tl.pointer_type(tl.int64))
+    rank = tl.load(table + RANK).to(tl.int32)
+    epoch = _begin(table, program)
+    for peer in tl.static_range(num_devices):
+        if peer != rank:
+            letter = _letter(table, peer, program, rank, num_devices)
+            tl.store(letter, partial_ptr.to(tl.int64))
+            tl.store(letter + 1, normed_ptr.to(tl.int64))
+    tl.debug_barrier()
+    _tell(table, FLAGS, program, rank, epoch, num_devices)
+    lost = _wait(table, FLAGS, program, rank, epoch, _is_lost(table), num_devices, limit)
+    tl.debug_barrier()
+
+    sources, targets = (), ()
+    for peer in tl.static_range(num_devices):
+        letter = _letter(table, rank, program, peer, num_devices)
+        sources += (_told(letter, peer == rank, partial_ptr),)  # type: ignore[assignment]
+        targets += (_told(letter + 1, peer == rank, normed_ptr),)  # type: ignore[assignment]
+    columns = tl.arange(0, block)
+    inside = columns < width
+    reached = columns < tl.where(lost, 0, width)
+    for row in range(program, num_rows, num_programs):
+        whole = (rank * num_rows + row) * width + columns
+        total = tl.zeros((block,), tl.float32)
+        for peer in tl.static_range(num_devices):
+            values = tl.load(sources[peer] + whole, mask=reached, other=0.0, cache_modifier=".cg")
+            total += values.to(tl.float32)
+        total = _rounded(total, partial_ptr, lost)
+        share = row * width + columns
+        total += tl.load(stream_ptr + share, mask=inside, other=0.0)
+        normed = _normed(total, scale_ptr, columns, inside, width, eps).to(normed_ptr.dtype.element_ty)
+        tl.store(normed_ptr + whole, normed, mask=inside)
+        for peer in tl.static_range(num_devices):
+            if peer != rank:
+                tl.store(targets[peer] + whole, normed, mask=reached)
+        tl.store(sum_ptr + share, total, mask=inside)
+    tl.debug_barrier()
+    done = FLAGS + MAX_PROGRAMS * num_devices
+    _tell(table, done, program, rank, epoch, num_devices)
+    if _wait(table, done, program, rank, epoch, lost, num_devices, limit) & (lost == 0):
+        # What the peer should have written: the status says that the step has failed, and no number would.
+        for row in range(program, num_devices * num_rows, num_programs):
+            nothing = tl.full((block,), float("nan"), normed_ptr.dtype.element_ty)
+            tl.store(normed_ptr + row * width + columns, nothing, mask=inside)
+
+
+@triton.jit
+def _begin(table: tl.tensor, program: tl.tensor) -> tl.tensor:
+    """The number of this launch, which the program counts."""
+    epoch_ptr = tl.load(table + EPOCHS).to(tl.pointer_type(tl.int32)) + program
+    epoch = tl.load(epoch_ptr) + 1
+    tl.store(epoch_ptr, epoch)
+    return epoch
+
+
+@triton.jit
+def _words(table: tl.tensor, device: tl.tensor, num_devices: tl.constexpr) -> tl.tensor:
+    return tl.load(table + ADDRESSES + num_devices + device).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def _letter(
+    table: tl.tensor, to: tl.tensor, program: tl.tensor, sender: tl.tensor, num_devices: tl.constexpr
+) -> tl.tensor:
+    """Where device `to` finds the two addresses of the arrays of device `sender`."""
+    letters = _words(table, to, num_devices) + FLAGS + MAX_PROGRAMS * (2 * num_devices + 1)
+    return letters.to(tl.pointer_type(tl.int64)) + 2 * (program * num_devices + sender)
+
+
+@triton.jit
+def _told(letter: tl.tensor, is_own: tl.tensor, own_ptr: tl.tensor) -> tl.tensor:
+    """A peer's array; its own for a device that is alone, and has no letters."""
+    own, told = own_ptr.to(tl.int64), tl.load(letter, cache_modifier=".cg")
+    return tl.multiple_of(tl.where(is_own | (told == 0), own, told).to(own_ptr.dtype), 16)
+
+
+@triton.jit
+def _is_lost(table: tl.tensor) -> tl.tensor:
+    return tl.load(tl.load(table + STATUS).to(tl.pointer_type(tl.int32))) != 0
+
+
+@triton.jit
+def _tell(
+    table: tl.tensor,
+    place: tl.constexpr,
+    program: tl.tensor,
+    rank: tl.tensor,
+    epoch: tl.tensor,
+    num_devices: tl.constexpr,
+) -> None:
+    """Set this device's flag at all peers; what it wrote before is seen by who sees the flag."""
+    for peer in tl.static_range(num_devices):
+        if peer != rank:
+            flag = _words(table, peer, num_devices) + place + program * num_devices + rank
+            tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def _wait(
+    table: tl.tensor,
+    place: tl.constexpr,
+    program: tl.tensor,
+    rank: tl.tensor,
+    epoch: tl.tensor,
+    lost: tl.tensor,
+    num_devices: tl.constexpr,
+    limit: tl.constexpr,
+) -> tl.tensor:
+    """For all peers' flags; whether one is lost, which everybody is told then."""
+    for peer in tl.static_range(num_devices):
+        if peer != rank:
+            flag = _words(table, rank, num_devices) + place + program * num_devices + peer
+            seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+            num_looks = 0
+            while (seen - epoch < 0) & (num_looks < limit) & (lost == 0):
+                seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+                num_looks += 1
+            lost = lost | (seen - epoch < 0)
+    if lost:
+        for peer in tl.static_range(num_devices):
+            tl.atomic_xchg(_words(table, peer, num_devices), 1, sem="release", scope="sys")
+    return lost
+
+
+@triton.jit
+def _rounded(total: tl.tensor, partial_ptr: tl.tensor, lost: tl.tensor) -> tl.tensor:
+    """As a sum that is an array by itself would be."""
+    total = total.to(partial_ptr.dtype.element_ty).to(tl.float32)
+    return tl.where(lost, float("nan"), total)
+
+
+@triton.jit
+def _normed(
+    total: tl.tensor,
+    scale_ptr: tl.tensor,
+    columns: tl.tensor,
+    inside: tl.tensor,
+    width: tl.constexpr,
+    eps: tl.constexpr,
+) -> tl.tensor:
+    total = tl.where(inside, total, 0.0)
+    inverse = tl.rsqrt(tl.sum(total * total, axis=0) / width + eps)
+    scale = tl.load(scale_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    return total * inverse * scale

@@ -4,19 +4,26 @@ Owns: the layout of both, and how large rows and launches may be. Does not know:
 Called by: `memory`, `api` and the kernel.
 
 A device's table holds 64-bit numbers: its place among the devices, the addresses of its own status word and
-counters, then of everybody's inboxes, then of everybody's words. A device's words are a status, padding, a
-flag for every program and peer, and a counter for every program.
+counters, then of everybody's inboxes, then of everybody's words. A device's words are a status, padding, for
+every program and peer a flag of beginnings and then one of ends, for every program a counter, and for every
+program and peer a letter: two addresses of 64 bits.
 """
 
 from __future__ import annotations
 
 NUM_PROGRAMS = 128
-"""Of every launch: as many as an NVIDIA data centre GPU runs side by side."""
+"""Of a launch for few rows: as many as an NVIDIA data centre GPU runs side by side."""
+
+NUM_PROGRAMS_MANY = 256
+"""Of a launch for many rows, which reads from far away, and so more at a time."""
+
+MAX_PROGRAMS = 512
+"""Of any launch, which there are flags, counters and letters for."""
 
 MAX_DEVICES = 4
 MAX_WIDTH = 16384
 MAX_ROWS = 512
-"""More are left to the compiler's own sum: by then it moves bytes as fast, and inboxes would be large."""
+"""More are too many to be sent to all devices: each device adds up its share of them."""
 
 NUM_INBOXES = 2
 
@@ -37,12 +44,12 @@ def table_len(num_devices: int) -> int:
 
 def epochs_place(num_devices: int) -> int:
     """Place of the first counter among a device's words."""
-    return FLAGS + NUM_PROGRAMS * num_devices
+    return FLAGS + 2 * MAX_PROGRAMS * num_devices
 
 
 def words_len(num_devices: int) -> int:
     """32-bit words of a device."""
-    return epochs_place(num_devices) + NUM_PROGRAMS
+    return epochs_place(num_devices) + MAX_PROGRAMS * (1 + 4 * num_devices)
 
 
 def table_row(rank: int, inboxes: list[int], words: list[int]) -> list[int]:

@@ -62,8 +62,9 @@ def default_tile(num_rows: int, depth: int, width: int, *, gated: bool) -> Matmu
     """The measured choice for x [num_rows, depth] and a result [num_rows, width]; None: leave it to XLA.
 
     Narrow tiles keep all multiprocessors busy without dividing sums, and a cluster saves what they would read
-    of x again and again, unless it keeps programs from running all at once. A gated product has two columns of weights for each of its own, and enough of them
-    for wide tiles. Where x takes half the room, more blocks are on their way.
+    of x again and again, unless it keeps programs from running all at once. A gated product has two columns
+    of weights for each of its own, and enough of them for wide tiles. Where x takes half the room, more
+    blocks are on their way.
     """
     if not has_served_rows(num_rows):
         return None

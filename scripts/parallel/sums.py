@@ -1,10 +1,11 @@
 """How long a sum over devices takes by itself: many in a row, each of what the one before left.
 
-Owns: the chains, of the compiler's sums and of our own, and whether ours has the right bits.
+Owns: the chains, of the compiler's sums and of our own, and how far ours is from the compiler's.
 Does not know: steps or models. Called by: profile_parallel.
 
 Between two sums each row is multiplied by a device's own numbers, since a sum of equal parts would be none. A
-chain of the multiplications alone says what they take.
+chain of the multiplications alone says what they take. `..._norm` is a sum with the residual addition and the
+norm that follow it: of many rows ours is that, or nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from common.spread import Spread
 from jax import lax
@@ -21,11 +23,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from steps.row_steps import Timed
 
 from model_defs.sharding import TENSOR_AXIS
-from pallas_kernels import all_reduce
+from pallas_kernels import all_reduce, residual_norms
 
 _CHAIN = 64
 _NUM_LAUNCHES = 4
 _SPLIT, _WHOLE = PartitionSpec(TENSOR_AXIS), PartitionSpec()
+_EPS = 1e-5
+
+type Chain = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+"""[rows, width] of a device, its table, the whole stream, the norm's scale -> what the next sum is of."""
 
 
 def measure_sums(
@@ -36,21 +42,50 @@ def measure_sums(
     memory = all_reduce.ExchangeMemory(mesh, width, dtype) if own else None
     found = {}
     for num_rows in sizes:
-        chains: dict[str, Callable[..., jax.Array]] = {
-            "none": lambda x, _: x,
-            "compiler": lambda x, _: lax.psum(x, TENSOR_AXIS),
+        chains: dict[str, Chain] = {
+            "none": lambda x, *_: x,
+            "compiler": lambda x, *_: lax.psum(x, TENSOR_AXIS),
+            "compiler_norm": _compiler_norm,
         }
         if memory is not None and all_reduce.serves(num_rows, width, mesh.devices.size):
-            chains["own"] = functools.partial(
-                all_reduce.sum_over_devices, axis=TENSOR_AXIS, capacity=memory.capacity, backend=backend
-            )
+            arguments = {"axis": TENSOR_AXIS, "capacity": memory.capacity, "backend": backend}
+            chains["own"] = functools.partial(_own, arguments)
+            chains["own_norm"] = functools.partial(_own_norm, arguments)
+        elif memory is not None and all_reduce.serves_shares(num_rows, width, mesh.devices.size):
+            chains["own_norm"] = functools.partial(_own_shares, {"axis": TENSOR_AXIS, "backend": backend})
         found[f"{num_rows} x {width}"] = _measure(mesh, chains, num_rows, width, dtype, memory, repeats)
     return found
 
 
+def _compiler_norm(x: jax.Array, _: jax.Array, stream: jax.Array, scale: jax.Array) -> jax.Array:
+    total = lax.psum(x, TENSOR_AXIS)
+    backend = residual_norms.choose_backend(x.shape[1], jax.devices()[0])
+    return residual_norms.add_and_norm(
+        stream, total, scale, kind="rms", eps=_EPS, dtype=x.dtype, backend=backend
+    )[1]
+
+
+def _own(arguments: dict[str, Any], x: jax.Array, table: jax.Array, _: jax.Array, __: jax.Array) -> jax.Array:
+    return all_reduce.sum_over_devices(x, table, **arguments)
+
+
+def _own_norm(
+    arguments: dict[str, Any], x: jax.Array, table: jax.Array, stream: jax.Array, scale: jax.Array
+) -> jax.Array:
+    return all_reduce.sum_and_norm(x, table, stream, scale, eps=_EPS, dtype=x.dtype, **arguments)[1]
+
+
+def _own_shares(
+    arguments: dict[str, Any], x: jax.Array, table: jax.Array, stream: jax.Array, scale: jax.Array
+) -> jax.Array:
+    num_rows = x.shape[0] // lax.axis_size(TENSOR_AXIS)
+    share = lax.dynamic_slice_in_dim(stream, lax.axis_index(TENSOR_AXIS) * num_rows, num_rows)
+    return all_reduce.sum_and_norm_of_shares(x, table, share, scale, eps=_EPS, dtype=x.dtype, **arguments)[1]
+
+
 def _measure(
     mesh: Mesh,
-    chains: dict[str, Callable[..., jax.Array]],
+    chains: dict[str, Chain],
     num_rows: int,
     width: int,
     dtype: Any,
@@ -62,6 +97,9 @@ def _measure(
     rng = np.random.default_rng(num_rows)
     x = jax.device_put(rng.normal(size=(num_devices, num_rows, width)).astype(dtype), split)
     factors = jax.device_put(rng.uniform(0.3, 0.7, x.shape).astype(dtype), split)
+    stream = jax.device_put(
+        rng.normal(size=(num_rows, width)).astype(np.float32), NamedSharding(mesh, _WHOLE)
+    )
     empty = jax.device_put(np.zeros((num_devices, 2), np.int32), split)
     once = {name: _program(mesh, one, 1) for name, one in chains.items()}
     compiled = {name: _program(mesh, one, _CHAIN) for name, one in chains.items()}
@@ -72,29 +110,34 @@ def _measure(
     if memory is not None:
         memory.renew(alone=True)
         for programs in (once, compiled):  # loaded by devices that do not wait for each other
-            jax.block_until_ready(programs["own"](x, factors, table()) if "own" in programs else x)
+            for name in programs.keys() & {"own", "own_norm"}:
+                jax.block_until_ready(programs[name](x, factors, table(), stream))
         memory.renew()
     found: dict[str, Any] = {}
     for name, program in compiled.items():
-        timed = Timed(functools.partial(program, x, factors, table()), jax.block_until_ready)
+        timed = Timed(functools.partial(program, x, factors, table(), stream), jax.block_until_ready)
         samples = [timed.sample_s(_NUM_LAUNCHES) / _CHAIN for _ in range(repeats + 1)]
         found[f"{name}_s"] = Spread.of(samples[1:]).as_dict()
-    if "own" in once:
-        answers = [np.asarray(once[name](x, factors, table())) for name in ("own", "compiler")]
-        found["same_bits"] = bool((answers[0] == answers[1]).all())
+    for kind in ("", "_norm"):
+        if f"own{kind}" in once:
+            answers = [
+                np.asarray(once[f"{name}{kind}"](x, factors, table(), stream)).astype(np.float32)
+                for name in ("own", "compiler")
+            ]
+            found[f"error{kind}"] = float(np.abs(answers[0] - answers[1]).max())
     return found
 
 
-def _program(mesh: Mesh, add_up: Callable[..., jax.Array], length: int) -> Any:
+def _program(mesh: Mesh, add_up: Chain, length: int) -> Any:
     """`length` sums in a row."""
 
-    def chain(x: jax.Array, factors: jax.Array, table: jax.Array) -> jax.Array:
-        value = x[0]
+    def chain(x: jax.Array, factors: jax.Array, table: jax.Array, stream: jax.Array) -> jax.Array:
+        value, scale = x[0], jnp.ones(x.shape[-1], x.dtype)
         for _ in range(length):
-            value = add_up(lax.optimization_barrier(value * factors[0]), table)
+            value = add_up(lax.optimization_barrier(value * factors[0]), table, stream, scale)
         return value[None]
 
     run = jax.shard_map(
-        chain, mesh=mesh, in_specs=(_SPLIT, _SPLIT, _SPLIT), out_specs=_SPLIT, check_vma=False
+        chain, mesh=mesh, in_specs=(_SPLIT, _SPLIT, _SPLIT, _WHOLE), out_specs=_SPLIT, check_vma=False
     )
     return jax.jit(run)

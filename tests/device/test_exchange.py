@@ -89,6 +89,18 @@ def test_tokens_are_the_references(by_psum, preset):
     assert not runner._exchange.arrays[1].any() and runner._exchange.arrays[1] is not before
 
 
+def test_many_rows_are_added_up_in_shares(by_psum, monkeypatch):
+    """The same tokens, though each device has its share of the stream, from the second sum of a part on."""
+    monkeypatch.setattr(all_reduce.api, "MAX_ROWS", 16)  # which no traced program of another model knows
+    runner = ModelRunner(model_on_two("mistral-tiny"), config_of(), make_mesh(2))
+    runner.warm_up()
+    check_a_talk("mistral-tiny", runner)
+    for (_, group), executable in runner._forward.items():
+        found = collectives(executable.as_text())
+        num_layers = len(runner.storage.groups[group])
+        assert found["reduce-scatter"] == 2 * num_layers - 1 and found["all-gather"] >= 2 * num_layers - 1
+
+
 def test_devices_that_cannot_are_refused():
     with pytest.raises(
         ConfigError, match=r"runner\.all_reduce is 'jax_triton', but must be 'xla' here.*NVIDIA"
@@ -147,6 +159,54 @@ def test_the_kernel_sums_as_xla_does(norms, num_rows):
             np.testing.assert_allclose(
                 found[1].astype(np.float32), expected[1].astype(np.float32), rtol=0.02, atol=1e-3
             )
+    assert not np.asarray(jnp.copy(memory.words))[:, 0].any()
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+@pytest.mark.parametrize("num_rows", [514, 2048])
+def test_the_kernel_sums_shares_as_xla_does(num_rows):
+    """Many launches, between which sums of few rows have their turn."""
+    mesh, width = make_mesh(2), 8192
+    memory = all_reduce.ExchangeMemory(mesh, width, "bfloat16")
+    split, whole = PartitionSpec("tp"), PartitionSpec()
+    rng = np.random.default_rng(num_rows)
+    parts = [rng.normal(size=(2, num_rows, width)).astype(jnp.bfloat16) for _ in range(3)]
+    stream, scale = rng.normal(size=(num_rows, width)).astype(np.float32), np.ones(width, jnp.bfloat16)
+
+    def run(part, table, share, scale, backend):
+        few = all_reduce.sum_over_devices(
+            part[0][:32], table, axis="tp", capacity=memory.capacity, backend=backend
+        )
+        share, normed = all_reduce.sum_and_norm_of_shares(
+            part[0], table, share, scale, axis="tp", eps=1e-5, dtype=jnp.bfloat16, backend=backend
+        )
+        again = all_reduce.sum_and_norm_of_shares(
+            normed * part[0], table, share, scale, axis="tp", eps=1e-5, dtype=jnp.bfloat16, backend=backend
+        )
+        return few, (share, again[0]), (normed, again[1])
+
+    own, xla = (
+        jax.jit(
+            jax.shard_map(
+                functools.partial(run, backend=backend), mesh=mesh, in_specs=(split, split, split, whole),
+                out_specs=(whole, split, whole), check_vma=False,
+            )
+        )
+        for backend in ("jax_triton", "xla")
+    )  # fmt: skip
+    jax.block_until_ready(own(parts[0], memory.table, stream, scale))
+    memory.renew()
+    for part in parts * 4:
+        found, expected = (each(part, memory.table, stream, scale) for each in (own, xla))
+        np.testing.assert_array_equal(found[0], expected[0])
+        np.testing.assert_array_equal(found[1][0], expected[1][0])
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            one, other = (np.asarray(each).astype(np.float32) for each in (one, other))
+            np.testing.assert_allclose(one, other, rtol=0.02, atol=0.02)
+        for normed in found[2]:
+            first, second = (np.asarray(shard.data) for shard in normed.addressable_shards)
+            np.testing.assert_array_equal(first, second)
     assert not np.asarray(jnp.copy(memory.words))[:, 0].any()
 
 

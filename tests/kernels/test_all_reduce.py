@@ -38,6 +38,49 @@ def test_by_xla():
     np.testing.assert_array_equal(summed(jnp.full((3, 16), 1.5)), np.full((3, 16), 3.0))
 
 
+def summed_in_shares(partial, **changes):
+    """By XLA, on two devices with the same partial sums and a stream of ones."""
+    num_rows, width = partial.shape
+    arguments = {"axis": "tp", "eps": 0.0, "dtype": jnp.float16, "backend": "xla"} | changes
+    shape = changes.pop("share", (num_rows // 2, width))
+    arguments.pop("share", None)
+    split, whole = PartitionSpec("tp"), PartitionSpec()
+    run = jax.shard_map(
+        lambda x: all_reduce.sum_and_norm_of_shares(
+            x, jnp.zeros((1, 14), jnp.int32), jnp.ones(shape), jnp.ones(width), **arguments
+        ),
+        mesh=make_mesh(2), in_specs=whole, out_specs=(split, whole), check_vma=False,
+    )  # fmt: skip
+    return run(partial)
+
+
+def test_shares_by_xla():
+    stream, normed = summed_in_shares(jnp.arange(64.0).reshape(4, 16))
+    expected = 1 + 2 * np.arange(64.0).reshape(4, 16)
+    np.testing.assert_array_equal(stream, expected)
+    inverse = 1 / np.sqrt((expected**2).mean(axis=1, keepdims=True))
+    np.testing.assert_allclose(normed, (expected * inverse).astype(np.float16), rtol=1e-3)
+    assert normed.dtype == jnp.float16
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "says"),
+    [
+        ((3, 16), {}, "which divide the rows"),
+        ((4, 12), {}, "a multiple of 8"),
+        (
+            (4, 16),
+            {"share": (4, 16)},
+            "share and scale are float32.4, 16. and .16., but must be float32.2, 16.",
+        ),
+        ((4, 16), {"backend": "nccl"}, "backend is 'nccl', but must be one of"),
+    ],
+)
+def test_shares_that_are_refused(shape, changes, says):
+    with pytest.raises(SumArgumentError, match=says):
+        summed_in_shares(jnp.zeros(shape), **changes)
+
+
 @pytest.mark.parametrize(
     ("shape", "changes"),
     [
@@ -72,7 +115,7 @@ def test_tables_say_where_everybodys_memory_is():
         assert (found_rank, epochs - status) == (rank, 4 * specs.epochs_place(2))
         assert len(set(addresses)) == 2 and addresses[2:] == [status, status]
     flags = np.asarray(memory.words)[:, specs.FLAGS : specs.epochs_place(2)]
-    assert flags.size == 2 * 2 * specs.NUM_PROGRAMS and (flags > 10**9).all()
+    assert flags.size == 2 * 2 * 2 * specs.MAX_PROGRAMS and (flags > 10**9).all()
     memory.renew()
     first, second = rows()
     assert first[3:] == second[3:] and len(set(first[3:])) == 4
@@ -82,31 +125,42 @@ def test_tables_say_where_everybodys_memory_is():
     assert [shard.data.unsafe_buffer_pointer() for shard in shards] == first[5:]
 
 
-@needs_extra
-@pytest.mark.parametrize("norms", [False, True])
-def test_what_it_compiles_to(norms):
-    """For Hopper: whole words to the peer, flags that are released and acquired across the system."""
+def compiled_ptx(kernel, constants, *, norms=True):
+    """For Hopper, of bfloat16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pallas_kernels.all_reduce.jax_triton_kernels import sum_of_rows
-
     pointers = {"partial": "bf16", "stream": "fp32", "scale": "bf16", "normed": "bf16", "table": "i32"}
     pointers["sum"] = "fp32" if norms else "bf16"
-    constants = {
-        "capacity": 512 * 8192, "width": 8192, "block": 8192, "num_devices": 2, "norms": norms, "eps": 1e-5,
-        "limit": specs.LIMIT,
-    }  # fmt: skip
+    constants |= {"width": 8192, "block": 8192, "num_devices": 2, "eps": 1e-5, "limit": specs.LIMIT}
     signature = {f"{name}_ptr": f"*{dtype}" for name, dtype in pointers.items()} | {"num_rows": "i32"}
-    aligned = {(sum_of_rows.arg_names.index(f"{name}_ptr"),): [["tt.divisibility", 16]] for name in pointers}
-    source = ASTSource(sum_of_rows, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
+    aligned = {(kernel.arg_names.index(f"{name}_ptr"),): [["tt.divisibility", 16]] for name in pointers}
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
     options = {"num_warps": 8, "ptx_version": 88, "enable_fp_fusion": True}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     assert "st.global.b16" not in ptx and "ld.global.cg.b16" not in ptx
     for instruction in ("atom.global.sys.release.exch.b32", "ld.global.cg.v4.b32", "st.global.v4.b32"):
         assert instruction in ptx, instruction
     assert "acquire" in ptx
+    return ptx
+
+
+@needs_extra
+@pytest.mark.parametrize("norms", [False, True])
+def test_what_it_compiles_to(norms):
+    """Whole words to the peer, flags that are released and acquired across the system."""
+    from pallas_kernels.all_reduce.jax_triton_kernels import sum_of_rows
+
+    compiled_ptx(sum_of_rows, {"capacity": 512 * 8192, "norms": norms}, norms=norms)
+
+
+@needs_extra
+def test_what_shares_compile_to():
+    """Likewise, in both directions."""
+    from pallas_kernels.all_reduce.jax_triton_kernels import shares_of_rows
+
+    assert compiled_ptx(shares_of_rows, {}).count("atom.global.sys.release.exch.b32") >= 2
 
 
 @pytest.mark.long
@@ -151,3 +205,33 @@ def test_it_lowers_inside_shard_map(norms):
     with jax.sharding.use_abstract_mesh(mesh):
         text = jax.jit(sharded).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@triton_kernel_call_ffi") == 1 and "all_reduce" not in text
+
+
+@pytest.mark.long
+@can_lower
+def test_shares_lower_inside_shard_map():
+    """One launch, and nothing beside it."""
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+    mesh = jax.sharding.AbstractMesh(
+        (2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device
+    )
+
+    def run(part, table, share, scale):
+        return all_reduce.sum_and_norm_of_shares(
+            part[0], table, share, scale, axis="tp", eps=1e-5, dtype=jnp.bfloat16
+        )
+
+    shapes = [
+        jax.ShapeDtypeStruct((2, 1024, 256), jnp.bfloat16),
+        jax.ShapeDtypeStruct((2, 2 * specs.table_len(2)), jnp.int32),
+        jax.ShapeDtypeStruct((1024, 256), jnp.float32),
+        jax.ShapeDtypeStruct((256,), jnp.bfloat16),
+    ]
+    split, whole = PartitionSpec("tp"), PartitionSpec()
+    sharded = jax.shard_map(
+        run, mesh=mesh, in_specs=(split, split, split, whole), out_specs=(split, whole), check_vma=False
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(sharded).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@triton_kernel_call_ffi") == 1
+    assert "all_gather" not in text and "reduce_scatter" not in text
