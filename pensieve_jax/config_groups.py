@@ -28,7 +28,7 @@ from pensieve_jax.core.options import (
 
 CHUNK_SIZES_TOKENS = (16, 32, 64)
 NUM_BUCKETS_GPU = 12  # fewer cost more padding, more take longer to compile: docs/steps.md
-ALL_REDUCES = ("xla", "jax_triton")
+ALL_REDUCES = ("auto", "xla", "jax_triton")
 DECODE_MATMULS = ("auto", "xla")
 POLICIES = ("retention", "learned", "lru", "conversation", "trailing")
 _PART = number("in [0, 1)", lambda value: 0 <= value < 1)
@@ -250,11 +250,11 @@ class RunnerConfig:
     )
     tensor_parallel_size: int = option(1, count(1), "Devices that share each layer (axis `tp` of the mesh).")
     all_reduce: str = option(
-        "xla",
+        "auto",
         one_of(ALL_REDUCES),
-        "What adds up the partial sums of several devices: xla (its own collectives) or jax_triton (a kernel "
-        "that writes to the other devices' memory; NVIDIA GPUs of one process, at most four, with the extra "
-        "`triton`).",
+        "What adds up the partial sums of several devices: auto (the fastest that runs here), xla (its own "
+        "collectives) or jax_triton (kernels that reach into the other devices' memory; NVIDIA GPUs of one "
+        "process, at most four, with the extra `triton`).",
     )
     decode_matmul: str = option(
         "auto",

@@ -24,8 +24,8 @@ def describe(parts: Assembled) -> Description:
         `head_dim`, `intermediate_size`, `vocab_size`, `num_parameters`, and the `dtype` that it runs in, with
         `weights_bytes` a device.
       device: `platform`, `kind` and `count` of the devices that share the model.
-      kernels: for `attention`, `residual_norm`, `decode_matmul`, `sampling_cutoff` and `page_copy` the
-        `backend` and the `reason` for it; None for a kernel that nothing calls.
+      kernels: for `attention`, `residual_norm`, `decode_matmul`, `all_reduce`, `sampling_cutoff` and
+        `page_copy` the `backend` and the `reason` for it; None for a kernel that nothing calls.
       cache: `stateful`, `policy`, for one that learns the `order` that it follows now and why (else None),
         `chunk_tokens`, the `kv_dtype` that pages are stored as, `page_bytes` of a page on one device, and
         what both tiers hold: `gpu_pages`, `gpu_bytes` a device and `gpu_tokens`, the dummy page not counted;

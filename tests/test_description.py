@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from model_defs import preset
+from pallas_kernels import all_reduce
 from pallas_kernels.ragged_paged_attention import BackendChoice
 from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.device import kernel_choices
@@ -57,6 +58,7 @@ def test_an_engine_describes_itself(caplog: pytest.LogCaptureFixture) -> None:
     }
     limits = {"max_context_tokens": 384, "max_num_running": 4, "max_num_rows": 8, "num_layer_groups": 1}
     assert told["steps"] == {"buckets": [64], **limits} and told["compilation_cache_dir"] is None
+    assert told["kernels"].pop("all_reduce") is None, "one device"
     assert {name: chosen["backend"] for name, chosen in told["kernels"].items()} == dict.fromkeys(
         ("attention", "residual_norm", "decode_matmul", "sampling_cutoff", "page_copy"), "xla"
     )
@@ -110,6 +112,24 @@ def test_who_multiplies_few_rows(dtype, runner, mesh, expected) -> None:
     model, config = preset("llama2-13b-gqa10"), EngineConfig(runner=RunnerConfig(**runner))
     found = kernel_choices.choose_kernels(model, config, jnp.dtype(dtype), mesh()).decode_matmul
     assert (found.name, expected[1] in found.reason) == (expected[0], True), found
+
+
+@pytest.mark.parametrize(
+    ("runner", "limit", "expected"),
+    [
+        ({}, None, ("jax_triton", "the fastest that serves 2 devices of NVIDIA H200")),
+        ({}, "it needs the extra", ("xla", "it needs the extra")),
+        ({"all_reduce": "xla"}, None, ("xla", "named in runner.all_reduce")),
+    ],
+)
+def test_who_adds_up_over_devices(runner, limit, expected, monkeypatch) -> None:
+    monkeypatch.setattr(all_reduce, "device_limit", lambda device: limit)
+    model, config = preset("llama2-13b-gqa10"), EngineConfig(runner=RunnerConfig(**runner))
+    found = kernel_choices.choose_kernels(model, config, jnp.dtype("bfloat16"), TwoH200()).all_reduce
+    assert found == BackendChoice(*expected)
+    wide = preset("llama2-13b-gqa10", hidden_size=32768)
+    found = kernel_choices.choose_kernels(wide, config, jnp.dtype("bfloat16"), TwoH200()).all_reduce
+    assert found is not None and found.name == "xla" and (limit or runner or "16384" in found.reason)
 
 
 @pytest.mark.parametrize("name", ["opt-13b", "llama-tiny"])  # biases everywhere, and narrow ones

@@ -15,11 +15,12 @@ from pallas_kernels.all_reduce.api import (
     sum_over_devices,
 )
 from pallas_kernels.all_reduce.memory import ExchangeMemory
-from pallas_kernels.all_reduce.specs import MAX_DEVICES, MAX_ROWS
+from pallas_kernels.all_reduce.specs import MAX_DEVICES, MAX_ROWS, MAX_WIDTH
 
 __all__ = [
     "MAX_DEVICES",
     "MAX_ROWS",
+    "MAX_WIDTH",
     "ExchangeMemory",
     "SumArgumentError",
     "device_limit",

@@ -1,7 +1,6 @@
-"""The memory by which devices add up their partial sums themselves, where that is asked for.
+"""The memory by which devices add up their partial sums themselves, where they do.
 
-Owns: whether it is, the refusal of devices that cannot, and when the memory is made anew.
-Does not know: kernels, steps or pools.
+Owns: when the memory is made anew. Does not know: kernels, steps or pools.
 Called by: `model_runner`.
 """
 
@@ -14,11 +13,8 @@ from jax.sharding import Mesh
 
 from model_defs.config import ModelConfig
 from model_defs.device_sums import SumSpec
-from pallas_kernels.all_reduce import MAX_DEVICES, ExchangeMemory, device_limit
-from pensieve_jax.core.errors import ConfigError
+from pallas_kernels.all_reduce import ExchangeMemory
 from pensieve_jax.device.runtime_errors import step_failed
-
-_FIELD = "runner.all_reduce"
 
 
 class Exchange:
@@ -29,21 +25,11 @@ class Exchange:
     """
 
     def __init__(self, backend: str, model: ModelConfig, dtype: Any, mesh: Mesh) -> None:
-        """Make the memory, if there is more than one device and `backend` is not "xla".
-
-        Raises:
-          ConfigError: it does not run on these devices.
-        """
+        """Make the memory, if `backend` is not "xla"."""
         self._memory: ExchangeMemory | None = None
         self.sums: SumSpec | None = None
-        num_devices = mesh.devices.size
-        if backend == "xla" or num_devices == 1:
+        if backend == "xla":
             return
-        limit = device_limit(mesh.devices.flat[0])
-        if limit is None and num_devices > MAX_DEVICES:
-            limit = f"it serves at most {MAX_DEVICES} devices"
-        if limit is not None:
-            raise ConfigError(_FIELD, backend, "'xla' here", limit)
         self._memory = ExchangeMemory(mesh, model.hidden_size, dtype)
         self.sums = SumSpec(backend, self._memory.capacity)
         self._is_alone = True

@@ -1,6 +1,6 @@
 """Which implementation of each kernel a runner's programs call, and why.
 
-Owns: the refusal of an attention back end that cannot serve a model here, and the reasons in words.
+Owns: the refusal of a back end that is named and cannot serve a model here, and the reasons in words.
 Does not know: what a kernel computes, or how the kernel packages choose; it asks them as programs do that are
 traced.
 Called by: `model_runner`, once; `LLM.describe` tells what it found.
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from model_defs.config import ModelConfig
-from pallas_kernels import decode_matmul, page_copies, residual_norms, sampling_cutoffs
+from pallas_kernels import all_reduce, decode_matmul, page_copies, residual_norms, sampling_cutoffs
 from pallas_kernels.devices import triton_device_limit
 from pallas_kernels.ragged_paged_attention import (
     AttentionArgumentError,
@@ -29,6 +29,7 @@ from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError
 
 _BACKEND_FIELD = "runner.attention_backend"
+_SUM_FIELD = "runner.all_reduce"
 
 
 class KernelChoices(NamedTuple):
@@ -37,6 +38,7 @@ class KernelChoices(NamedTuple):
     attention: BackendChoice
     residual_norm: BackendChoice
     decode_matmul: BackendChoice  # XLA also where this one does not serve a projection
+    all_reduce: BackendChoice | None  # None for one device; XLA also where this one does not serve a sum
     sampling_cutoff: BackendChoice
     page_copy: BackendChoice | None  # None without a host tier
 
@@ -45,8 +47,8 @@ def choose_kernels(model: ModelConfig, config: EngineConfig, dtype: np.dtype, me
     """The choices for a model on one mesh.
 
     Raises:
-      ConfigError: the attention back end that was asked for does not run on the mesh's devices, or does not
-        serve this model.
+      ConfigError: a back end that was asked for does not run on the mesh's devices, or does not serve this
+        model.
     """
     device, num_shards = mesh.devices.flat[0], mesh.devices.size
     cache = config.cache
@@ -58,6 +60,7 @@ def choose_kernels(model: ModelConfig, config: EngineConfig, dtype: np.dtype, me
         attention=_attention_choice(model, config, dtype, device, num_shards),
         residual_norm=_explained(norm, f"rows of {model.hidden_size} elements", device),
         decode_matmul=_matmul_choice(model, config, dtype, device, num_shards),
+        all_reduce=_sum_choice(model, config, device, num_shards) if num_shards > 1 else None,
         sampling_cutoff=_explained(cutoff, "scores of any vocabulary", device),
         page_copy=_explained(copy, f"pages of {page}", device) if cache.cpu_pages else None,
     )
@@ -98,6 +101,28 @@ def _matmul_choice(
         return BackendChoice("xla", limit)
     few = f"up to {decode_matmul.MAX_ROWS} rows of {dtype} on {device.device_kind}"
     return BackendChoice("pallas_mosaic_gpu", f"the fastest that serves {few}")
+
+
+def _sum_choice(
+    model: ModelConfig, config: EngineConfig, device: jax.Device, num_shards: int
+) -> BackendChoice:
+    """Of sums over devices, where they serve."""
+    asked = config.runner.all_reduce
+    if asked == "xla":
+        return BackendChoice("xla", f"named in {_SUM_FIELD}")
+    limit = all_reduce.device_limit(device)
+    if limit is None and not all_reduce.serves(1, model.hidden_size, num_shards):
+        limit = (
+            f"jax_triton adds up rows of at most {all_reduce.MAX_WIDTH} elements, a multiple of 8, of at "
+            f"most {all_reduce.MAX_DEVICES} devices"
+        )
+    if limit is None:
+        return BackendChoice(
+            "jax_triton", f"the fastest that serves {num_shards} devices of {device.device_kind}"
+        )
+    if asked != "auto":
+        raise ConfigError(_SUM_FIELD, asked, "'auto' or 'xla' here", limit)
+    return BackendChoice("xla", limit)
 
 
 def _has_served_projection(model: ModelConfig, dtype: np.dtype, num_shards: int) -> bool:

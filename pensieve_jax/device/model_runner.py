@@ -107,7 +107,8 @@ class ModelRunner:
         self.layouts: Mapping[int, PlanLayout] = bucket_layouts(model_config, config, self._tile_specs)
         self.storage = KVStorage(model_config, config.cache, dtype, mesh, config.runner.num_layer_groups)
         self._parts = [ModelStructure.split(model, layers) for layers in self.storage.groups]
-        self._exchange = Exchange(config.runner.all_reduce, model_config, dtype, mesh)
+        all_reduce = self.kernels.all_reduce
+        self._exchange = Exchange(all_reduce.name if all_reduce else "xla", model_config, dtype, mesh)
         self._programs = StepPrograms(
             model_config,
             self._parts,

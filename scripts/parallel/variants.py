@@ -24,15 +24,19 @@ class Variant(NamedTuple):
     engine_flags: tuple[str, ...] = ()
 
 
+_XLA = ("--all_reduce=xla",)
+_OWN = ("--all_reduce=jax_triton",)
+
 VARIANTS = {
     "default": Variant(),
-    "before": Variant((), ("--decode_matmul=xla",)),
-    "graphs": Variant((_IN_GRAPHS,)),
-    "stream": Variant((_ON_THE_STREAM,)),
-    "stream_graphs": Variant((_ON_THE_STREAM, _IN_GRAPHS)),
-    "nccl": Variant((_NCCL,)),
-    "nccl_stream_graphs": Variant((_NCCL, _ON_THE_STREAM, _IN_GRAPHS)),
-    "hiding": Variant(("--xla_gpu_enable_latency_hiding_scheduler=true",)),
-    "own": Variant((), ("--all_reduce=jax_triton",)),
-    "own_stream_graphs": Variant((_ON_THE_STREAM, _IN_GRAPHS), ("--all_reduce=jax_triton",)),
+    "own": Variant((), _OWN),
+    "own_stream_graphs": Variant((_ON_THE_STREAM, _IN_GRAPHS), _OWN),
+    "xla": Variant((), _XLA),
+    "all_xla": Variant((), (*_XLA, "--decode_matmul=xla")),
+    "graphs": Variant((_IN_GRAPHS,), _XLA),
+    "stream": Variant((_ON_THE_STREAM,), _XLA),
+    "stream_graphs": Variant((_ON_THE_STREAM, _IN_GRAPHS), _XLA),
+    "nccl": Variant((_NCCL,), _XLA),
+    "nccl_stream_graphs": Variant((_NCCL, _ON_THE_STREAM, _IN_GRAPHS), _XLA),
+    "hiding": Variant(("--xla_gpu_enable_latency_hiding_scheduler=true",), _XLA),
 }

@@ -45,7 +45,7 @@ def model_on_two(preset):
 @pytest.fixture
 def by_psum(monkeypatch):
     """The kernel's place is taken by `psum`, which runs on any device; all else is as with it."""
-    monkeypatch.setattr(exchange, "device_limit", lambda device: None)
+    monkeypatch.setattr(all_reduce, "device_limit", lambda device: None)
     monkeypatch.setattr(exchange, "SumSpec", lambda backend, capacity: device_sums.SumSpec("xla", capacity))
     modes = sampler.all_modes()[:1]
     monkeypatch.setattr(sampler, "all_modes", lambda: modes)
@@ -103,7 +103,7 @@ def test_many_rows_are_added_up_in_shares(by_psum, monkeypatch):
 
 def test_devices_that_cannot_are_refused():
     with pytest.raises(
-        ConfigError, match=r"runner\.all_reduce is 'jax_triton', but must be 'xla' here.*NVIDIA"
+        ConfigError, match=r"runner\.all_reduce is 'jax_triton', but must be 'auto' or 'xla' here.*NVIDIA"
     ):
         ModelRunner(model_on_two("llama-tiny"), config_of(), make_mesh(2))
 

@@ -131,7 +131,7 @@ def test_when_time_is_up_no_variant_is_begun(launch, capsys):
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"variants": "nccl,none"}, "--variants is 'none'.*among default, before, graphs"),
+        ({"variants": "nccl,none"}, "--variants is 'none'.*among default, own, own_stream_graphs"),
         ({"apart": False, "decodes": "x"}, "--decodes"),
         ({"apart": False, "model": "chat", "num_layers": 2}, "--num_layers is 2.*random:<preset>"),
     ],
