@@ -45,14 +45,12 @@ _TRIED = {  # by whether it is gated, and whether one warpgroup multiplies, besi
         MatmulTile(64, 4),
     ),
     (False, False): (
-        MatmulTile(64, 8, 4), MatmulTile(64, 8), MatmulTile(128, 5, 1, 2), MatmulTile(128, 5, 2, 2),
-        MatmulTile(128, 5, 4, 2), MatmulTile(128, 5, 1, 3), MatmulTile(128, 5, 4, 3),
-        MatmulTile(128, 5, 8, 3),
+        MatmulTile(64, 8, 4), MatmulTile(64, 8, 8), MatmulTile(64, 8, 2), MatmulTile(64, 8),
+        MatmulTile(128, 4),
     ),
     (False, True): (
-        MatmulTile(64, 10), MatmulTile(64, 10, 4), MatmulTile(128, 8, 1, 2), MatmulTile(128, 8, 2, 2),
-        MatmulTile(128, 8, 4, 2), MatmulTile(128, 8, 1, 3), MatmulTile(128, 8, 4, 3),
-        MatmulTile(128, 8, 8, 3), MatmulTile(256, 4, 1, 4),
+        MatmulTile(64, 8, 4), MatmulTile(64, 13, 4), MatmulTile(64, 13, 2), MatmulTile(64, 13),
+        MatmulTile(64, 13, 8), MatmulTile(64, 10, 4), MatmulTile(64, 10),
     ),
 }  # fmt: skip
 
@@ -96,7 +94,7 @@ def programs(what: Projection, num_rows: int) -> dict[str, Callable[..., jax.Arr
     for tile in dict.fromkeys((default, *_TRIED[what.gated, num_rows <= ROWS[0]])):
         if tile is not None and tile.divides(what.depth, what.width):
             label = f"{tile.columns}x{tile.num_stages}" + f"c{tile.cluster}" * (tile.cluster > 1)
-            label += f"s{tile.splits}" * (tile.splits > 1) + " (default)" * (tile == default)
+            label += " (default)" * (tile == default)
             found[label] = functools.partial(product, backend="pallas_mosaic_gpu", tile=tile)
     return found
 

@@ -101,7 +101,7 @@ def decode_matmul(
         return xla_decode_matmul(x, w, gated=gated)
     tile = tile or default_tile(num_rows, depth, width, gated=gated)
     fits = has_served_rows(num_rows) and x.dtype == jnp.bfloat16
-    if not fits or tile is None or not tile.divides(depth, width) or (gated and tile.splits > 1):
+    if not fits or tile is None or not tile.divides(depth, width):
         limit = (
             f"pallas_mosaic_gpu serves 1 to 8, 16, 24 to {MAX_ROWS} rows of bfloat16, and parts that divide w"
         )
@@ -109,8 +109,7 @@ def decode_matmul(
     # Imported late: it needs a part of JAX that only NVIDIA's builds bring.
     from pallas_kernels.decode_matmul.pallas_mosaic_gpu import mosaic_decode_matmul
 
-    y = mosaic_decode_matmul(x, w, gated=gated, tile=tile, interpret=interpret)
-    return y if tile.splits == 1 else y.sum(0).astype(x.dtype)
+    return mosaic_decode_matmul(x, w, gated=gated, tile=tile, interpret=interpret)
 
 
 def _named(array: jax.Array) -> str:

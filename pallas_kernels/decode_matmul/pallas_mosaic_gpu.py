@@ -4,10 +4,10 @@ Owns: the kernel. Does not know which tile is best, or who multiplies what. Call
 
 With so few rows a product is bound by reading its weights, once, as fast as memory goes. A program makes all
 rows of some columns: one warpgroup fetches blocks of x and w through the tensor memory accelerator into a
-ring in shared memory, the others multiply, 64 rows each. Of x, which is small, a cluster of programs reads
-each block once and sends it to all; else narrow tiles would read more of it, from the cache, than of the
-weights. Memory is fastest where a program reads long pieces of rows of w: where there are too few columns
-for that, programs share a sum, each with a range of its terms, and leave float32 for whoever adds up.
+ring in shared memory, the others multiply, 64 rows each. No sum is divided among programs, so nothing is
+added up afterwards, and the order of a sum is the same for any number of rows. Of x, which is small, a
+cluster of programs reads each block once and sends it to all; else narrow tiles would read more of it, from
+the cache, than of the weights.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from pallas_kernels.decode_matmul.tiles import BLOCK_K, ROWS, MatmulTile
 
 _WARPGROUP_ROWS = 64
 # (Upstream's annotations make these classes abstract.)
-_SWIZZLE = plgpu.SwizzleTransform(128)  # type: ignore[abstract]
-_TILES = plgpu.TilingTransform((8, BLOCK_K)), _SWIZZLE  # type: ignore[abstract]
-_WIDE_TILES = plgpu.TilingTransform((8, BLOCK_K // 2)), _SWIZZLE  # type: ignore[abstract]
+_TILES = (plgpu.TilingTransform((8, BLOCK_K)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 # Registers of a thread that multiplies, and of one that fetches, where two warpgroups multiply.
 _COMPUTE_REGISTERS, _FETCH_REGISTERS = 232, 40
 
@@ -60,14 +58,8 @@ class Product(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """Along the part of a sum that a program makes."""
-        return self.depth // (BLOCK_K * self.tile.splits)
-
-    @property
-    def out_type(self) -> jax.ShapeDtypeStruct:
-        """Of parts of sums if they are split, else of the sums."""
-        dtype = jnp.float32 if self.tile.splits > 1 else jnp.bfloat16
-        return jax.ShapeDtypeStruct((self.tile.splits, self.num_rows, self.width), dtype)
+        """Along the sum."""
+        return self.depth // BLOCK_K
 
 
 class _Refs(NamedTuple):
@@ -75,7 +67,7 @@ class _Refs(NamedTuple):
 
     x: Any  # [num_rows, depth]
     w: Any  # [depth, num_parts * width]
-    out: Any  # [splits, num_rows, width]
+    out: Any  # [num_rows, width]
     x_ring: Any  # [num_stages, tile_rows, BLOCK_K]
     w_ring: Any  # [num_stages, num_parts, BLOCK_K, columns]
     result: Any  # [num_warpgroups, 64, columns]
@@ -86,10 +78,10 @@ class _Refs(NamedTuple):
 def mosaic_decode_matmul(
     x: jax.Array, w: jax.Array, *, gated: bool, tile: MatmulTile, interpret: bool
 ) -> jax.Array:
-    """As `api.decode_matmul`, whose checks have passed; f32[splits, num_rows, width] if sums are split."""
+    """As `api.decode_matmul`, whose checks have passed."""
     product = Product(x.shape[0], x.shape[1], w.shape[1] // (1 + gated), gated, tile, interpret)
-    result = _kernel_of(product)(x, w)
-    return result if tile.splits > 1 else result[0]
+    result: jax.Array = _kernel_of(product)(x, w)
+    return result
 
 
 @functools.cache
@@ -106,22 +98,18 @@ def _kernel_of(product: Product) -> Callable[[jax.Array, jax.Array], jax.Array]:
         else plgpu.Barrier
     )
     ring = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=_TILES)
-    out = product.out_type
-    result_tiles = _TILES if out.dtype == jnp.bfloat16 else _WIDE_TILES
     kernel = plgpu.kernel(
         functools.partial(_kernel, product=product),
-        out_type=out,
+        out_type=jax.ShapeDtypeStruct((product.num_rows, product.width), jnp.bfloat16),
         scratch_types={
             "x_ring": ring((tile.num_stages, product.tile_rows, BLOCK_K)),
             "w_ring": ring((tile.num_stages, product.num_parts, BLOCK_K, tile.columns)),
-            "result": plgpu.SMEM(
-                (num_warpgroups, _WARPGROUP_ROWS, tile.columns), dtype=out.dtype, transforms=result_tiles
-            ),
+            "result": ring((num_warpgroups, _WARPGROUP_ROWS, tile.columns)),
             "ready": plgpu.Barrier(num_arrivals=1 + product.num_parts, num_barriers=tile.num_stages),
             "free": free(num_arrivals=num_warpgroups, num_barriers=tile.num_stages),
         },
-        grid=(tile.splits, product.width // (tile.columns * tile.cluster)),
-        grid_names=("split", "columns"),
+        grid=(product.width // (tile.columns * tile.cluster),),
+        grid_names=("columns",),
         **in_cluster,
         num_threads=num_warpgroups + 1,
         thread_name="warpgroup",
@@ -159,13 +147,12 @@ def _kernel(*args: Any, product: Product, **scratch: Any) -> None:
 def _fetch(product: Product, refs: _Refs, column: Any) -> None:
     """Copies the blocks of x and of the program's columns, as room comes free."""
     tile, num_blocks = product.tile, product.num_blocks
-    first = lax.axis_index("split") * num_blocks
     shared: dict[str, Any] = {"collective_axes": "neighbour"} if tile.cluster > 1 else {}
 
     def fetch_block(block: Any, _: None) -> None:
         stage = lax.rem(block, tile.num_stages)
         pl.when(block >= tile.num_stages)(lambda: plgpu.barrier_wait(refs.free.at[stage]))
-        along = pl.ds((first + block) * BLOCK_K, BLOCK_K)
+        along = pl.ds(block * BLOCK_K, BLOCK_K)
         ready = refs.ready.at[stage]
         plgpu.copy_gmem_to_smem(
             refs.x.at[pl.ds(0, product.tile_rows), along], refs.x_ring.at[stage], ready, **shared
@@ -203,13 +190,10 @@ def _multiply(product: Product, refs: _Refs, column: Any, warpgroup: Any) -> Non
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(refs.free.at[(num_blocks - 1) % num_stages])
         y = [part_sums[...] for part_sums in sums]
-        whole = _silu(y[0]) * y[1] if product.gated else y[0]
-        refs.result[warpgroup] = whole.astype(product.out_type.dtype)
+        refs.result[warpgroup] = (_silu(y[0]) * y[1] if product.gated else y[0]).astype(jnp.bfloat16)
         plgpu.commit_smem()
         columns = pl.ds(column, product.tile.columns)
-        plgpu.copy_smem_to_gmem(
-            refs.result.at[warpgroup], refs.out.at[lax.axis_index("split"), rows, columns]
-        )
+        plgpu.copy_smem_to_gmem(refs.result.at[warpgroup], refs.out.at[rows, columns])
         plgpu.wait_smem_to_gmem(0)
 
     sums = [plgpu.ACC((_WARPGROUP_ROWS, product.tile.columns), jnp.float32)] * product.num_parts

@@ -30,17 +30,15 @@ class MatmulTile:
       columns: of the result, a multiple of 64; of a gated product it reads twice as many.
       num_stages: blocks of x and w in shared memory.
       cluster: programs, of neighbouring columns, to which a block of x is sent at once.
-      splits: programs that share a sum, each with a range of its terms; not of a gated product.
     """
 
     columns: int
     num_stages: int
     cluster: int = 1
-    splits: int = 1
 
     def divides(self, depth: int, width: int) -> bool:
         """Whether a product over `depth` elements, `width` columns wide, is made of such parts."""
-        return depth % (BLOCK_K * self.splits) == 0 and width % (self.columns * self.cluster) == 0
+        return depth % BLOCK_K == 0 and width % (self.columns * self.cluster) == 0
 
 
 def _narrow(num_stages: int, clusters: tuple[int, ...] = (4, 2, 1)) -> tuple[MatmulTile, ...]:

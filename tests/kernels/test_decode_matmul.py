@@ -60,15 +60,6 @@ def test_interpreted(num_rows, gated):
     assert not get_races().races_found
 
 
-@pytest.mark.usefixtures("checked_interpreter")
-@pytest.mark.parametrize("tile", [MatmulTile(64, 2, splits=3), MatmulTile(128, 3, splits=2)])
-def test_split_sums_interpreted(tile):
-    x, w = arrays(8, 384, 128, gated=False)
-    got = decode_matmul(x, w, tile=tile, **INTERPRETED)
-    assert_equals(got, in_float64(x, w, gated=False))
-    assert not get_races().races_found
-
-
 @pytest.mark.parametrize("gated", [False, True])
 def test_xla(gated):
     x, w = arrays(5, 96, 40, gated=gated)
@@ -131,11 +122,6 @@ def test_tiles():
         (((129, 64), (64, 64)), {"backend": "pallas_mosaic_gpu", "tile": SMALL}, "24 to 128 rows"),
         (((2, 64), (64, 96)), {"backend": "pallas_mosaic_gpu", "tile": SMALL}, "use backend 'xla'"),
         (((2, 64), (64, 64)), {"backend": "pallas_mosaic_gpu"}, "parts that divide w"),
-        (
-            ((2, 128), (128, 128)),
-            {"backend": "pallas_mosaic_gpu", "gated": True, "tile": MatmulTile(64, 2, splits=2)},
-            "use backend 'xla'",
-        ),
     ],
 )
 def test_refusals(shapes, how, says):
