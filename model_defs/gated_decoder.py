@@ -27,12 +27,12 @@ def check_rotary(config: ModelConfig) -> None:
 class GatedMLP(nnx.Module):
     """SwiGLU; gate and up are one column-parallel matmul, kernel [hidden_size, 2, intermediate_size]."""
 
-    def __init__(self, build: Build) -> None:
-        """Declare the projections."""
+    def __init__(self, build: Build, *, defers: bool = True) -> None:
+        """Declare the projections; `defers` as of `Linear`."""
         config = build.config
         hidden, wide, bias = (config.hidden_size,), config.intermediate_size, config.mlp_bias
         self.gate_up = Linear(build, hidden, (2, wide), out_axis=1, bias=bias)
-        self.down = Linear(build, (wide,), hidden, in_axis=0, bias=bias, defers=True)
+        self.down = Linear(build, (wide,), hidden, in_axis=0, bias=bias, defers=defers)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, hidden_size] -> the same, in the kernels' dtype, or partial sums of it: see `Linear`."""
@@ -48,9 +48,11 @@ class GatedLayer(nnx.Module):
         self.input_norm = RMSNorm(build)
         self.qkv = FusedQKV(build, bias=qkv_bias)
         heads = config.num_heads, config.head_dim
-        self.out = Linear(build, heads, (config.hidden_size,), in_axis=0, bias=out_bias, defers=True)
+        # Both or none: a stream of which each device has a share would be gathered for the other one's norm.
+        defers = not (out_bias or config.mlp_bias)
+        self.out = Linear(build, heads, (config.hidden_size,), in_axis=0, bias=out_bias, defers=defers)
         self.mlp_norm = RMSNorm(build)
-        self.mlp = GatedMLP(build)
+        self.mlp = GatedMLP(build, defers=defers)
 
     def __call__(
         self,

@@ -156,8 +156,7 @@ def print_tables(found: dict[str, Figures]) -> None:
                 key.removesuffix("_s"): value["median"] for key, value in sums.items() if key[-2:] == "_s"
             }
             shown = ", ".join(f"{maker} {1e6 * seconds:.1f}" for maker, seconds in makers.items())
-            errors = [value for key, value in sums.items() if key.startswith("error")]
-            print(f"{name}: a sum of {size}, us: {shown}; off by {max(errors, default=0):.3g}")
+            print(f"{name}: a sum of {size}, us: {shown} {'' if sums.get('is_right', True) else 'WRONG'}")
         for case, step in one.get("steps", {}).items():
             exchanges = step["trace"].get("exchanges", {})
             rows.append(

@@ -14,6 +14,7 @@ from model_defs import preset
 from pallas_kernels import all_reduce
 from pallas_kernels.ragged_paged_attention import BackendChoice
 from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.device import kernel_choices
 
 
@@ -69,7 +70,7 @@ def test_an_engine_describes_itself(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class H200:
-    platform, device_kind, compute_capability = "gpu", "NVIDIA H200", "9.0"
+    platform, device_kind, compute_capability, local_hardware_id = "gpu", "NVIDIA H200", "9.0", 0
 
 
 class TwoH200:
@@ -123,13 +124,20 @@ def test_who_multiplies_few_rows(dtype, runner, mesh, expected) -> None:
     ],
 )
 def test_who_adds_up_over_devices(runner, limit, expected, monkeypatch) -> None:
-    monkeypatch.setattr(all_reduce, "device_limit", lambda device: limit)
+    monkeypatch.setattr(all_reduce, "devices_limit", lambda devices: limit)
     model, config = preset("llama2-13b-gqa10"), EngineConfig(runner=RunnerConfig(**runner))
     found = kernel_choices.choose_kernels(model, config, jnp.dtype("bfloat16"), TwoH200()).all_reduce
     assert found == BackendChoice(*expected)
-    wide = preset("llama2-13b-gqa10", hidden_size=32768)
-    found = kernel_choices.choose_kernels(wide, config, jnp.dtype("bfloat16"), TwoH200()).all_reduce
-    assert found is not None and found.name == "xla" and (limit or runner or "16384" in found.reason)
+
+
+def test_sums_that_are_too_wide_are_left_or_refused(monkeypatch) -> None:
+    monkeypatch.setattr(all_reduce, "devices_limit", lambda devices: None)
+    model = preset("llama2-13b-gqa10", hidden_size=32768)
+    found = kernel_choices.choose_kernels(model, EngineConfig(), jnp.dtype("bfloat16"), TwoH200()).all_reduce
+    assert found is not None and found.name == "xla" and "at most 16384 elements" in found.reason
+    named = EngineConfig(runner=RunnerConfig(all_reduce="jax_triton"))
+    with pytest.raises(ConfigError, match=r"runner\.all_reduce is 'jax_triton', but must be 'auto' or 'xla'"):
+        kernel_choices.choose_kernels(model, named, jnp.dtype("bfloat16"), TwoH200())
 
 
 @pytest.mark.parametrize("name", ["opt-13b", "llama-tiny"])  # biases everywhere, and narrow ones

@@ -7,7 +7,7 @@ and no kernel between. Of many rows each device sums and norms its share, and wr
 
 from pallas_kernels.all_reduce.api import (
     SumArgumentError,
-    device_limit,
+    devices_limit,
     serves,
     serves_shares,
     sum_and_norm,
@@ -23,7 +23,7 @@ __all__ = [
     "MAX_WIDTH",
     "ExchangeMemory",
     "SumArgumentError",
-    "device_limit",
+    "devices_limit",
     "serves",
     "serves_shares",
     "sum_and_norm",

@@ -8,12 +8,14 @@ Called by: model code inside `shard_map`, each device with its partial sums and 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.all_reduce.peers import peers_limit
 from pallas_kernels.all_reduce.specs import MAX_DEVICES, MAX_ROWS, MAX_WIDTH
 from pallas_kernels.devices import triton_device_limit
 from pallas_kernels.residual_norms import add_and_norm
@@ -27,12 +29,14 @@ class SumArgumentError(ValueError):
     """An argument that is not served; the message says what would do."""
 
 
-def device_limit(device: jax.Device) -> str | None:
-    """Why sums over devices of this kind are left to XLA; None: they need not be."""
-    if (limit := triton_device_limit(device)) is not None:
+def devices_limit(devices: Sequence[jax.Device]) -> str | None:
+    """Why sums over these devices are left to XLA; None: they need not be."""
+    if (limit := triton_device_limit(devices[0])) is not None:
         return limit
     missing = [name for name in ("jax_triton", "triton") if importlib.util.find_spec(name) is None]
-    return f"it needs the extra 'triton' ({' and '.join(missing)} cannot be imported)" if missing else None
+    if missing:
+        return f"it needs the extra 'triton' ({' and '.join(missing)} cannot be imported)"
+    return peers_limit([device.local_hardware_id for device in devices])
 
 
 def serves(num_rows: int, width: int, num_devices: int) -> bool:
@@ -158,16 +162,11 @@ def sum_and_norm_of_shares(
     return triton_shares(partial, table, share, scale, num_devices=num_devices, eps=eps, dtype=dtype)
 
 
-def _serves(partial: jax.Array, num_devices: int) -> bool:
-    num_rows, width = partial.shape
-    return serves(num_rows, width, num_devices)
-
-
 def _check(partial: jax.Array, axis: str, capacity: int, backend: str) -> int:
     num_devices = lax.axis_size(axis)
     _check_backend(backend)
     is_known = partial.ndim == 2 and partial.dtype.name in _DTYPES
-    if not is_known or not _serves(partial, num_devices) or partial.size > capacity:
+    if not is_known or not serves(partial.shape[0], partial.shape[1], num_devices) or partial.size > capacity:
         raise SumArgumentError(
             f"partial sums are {partial.dtype.name}{list(partial.shape)} of {num_devices} devices, but must "
             f"be [num_rows, width] of {' or '.join(_DTYPES)}, of 2 to {MAX_DEVICES} devices, with at most "

@@ -6,7 +6,8 @@ Called by: `jax_triton`, which launches them. Needs Triton, which the extra `tri
 
 Program p exchanges with the programs p of the peers alone. It counts launches by itself (`epoch`), in memory
 that nothing else writes to, so that a replayed graph counts as well. Sums are made in the order of devices,
-so that all have the same bits.
+so that all have the same bits. Programs that are more than run at once begin in the order of their numbers on
+every device, and so those that wait for each other run.
 
 Few rows: every device pushes its partial sums to all inboxes, and adds up all rows. Two inboxes take turns: a
 device writes to one only after it has seen that its peer has begun the launch before, whose stream has then
@@ -145,14 +146,15 @@ def shares_of_rows(
     table = table_ptr.to(tl.pointer_type(tl.int64))
     rank = tl.load(table + RANK).to(tl.int32)
     epoch = _begin(table, program)
+    lost = _is_lost(table)  # a device that waits for nobody lends its arrays to nobody
     for peer in tl.static_range(num_devices):
         if peer != rank:
             letter = _letter(table, peer, program, rank, num_devices)
-            tl.store(letter, partial_ptr.to(tl.int64))
-            tl.store(letter + 1, normed_ptr.to(tl.int64))
+            tl.store(letter, tl.where(lost, 0, partial_ptr.to(tl.int64)))
+            tl.store(letter + 1, tl.where(lost, 0, normed_ptr.to(tl.int64)))
     tl.debug_barrier()
     _tell(table, FLAGS, program, rank, epoch, num_devices)
-    lost = _wait(table, FLAGS, program, rank, epoch, _is_lost(table), num_devices, limit)
+    lost = _wait(table, FLAGS, program, rank, epoch, lost, num_devices, limit)
     tl.debug_barrier()
 
     sources, targets = (), ()
@@ -181,8 +183,9 @@ def shares_of_rows(
     tl.debug_barrier()
     done = FLAGS + MAX_PROGRAMS * num_devices
     _tell(table, done, program, rank, epoch, num_devices)
-    if _wait(table, done, program, rank, epoch, lost, num_devices, limit) & (lost == 0):
-        # What the peer should have written: the status says that the step has failed, and no number would.
+    if _wait(
+        table, done, program, rank, epoch, lost, num_devices, limit
+    ):  # also what peers should have written
         for row in range(program, num_devices * num_rows, num_programs):
             nothing = tl.full((block,), float("nan"), normed_ptr.dtype.element_ty)
             tl.store(normed_ptr + row * width + columns, nothing, mask=inside)
@@ -193,6 +196,7 @@ def _begin(table: tl.tensor, program: tl.tensor) -> tl.tensor:
     """The number of this launch, which the program counts."""
     epoch_ptr = tl.load(table + EPOCHS).to(tl.pointer_type(tl.int32)) + program
     epoch = tl.load(epoch_ptr) + 1
+    tl.debug_barrier()  # one thread counts, and only when all have read
     tl.store(epoch_ptr, epoch)
     return epoch
 
@@ -213,7 +217,7 @@ def _letter(
 
 @triton.jit
 def _told(letter: tl.tensor, is_own: tl.tensor, own_ptr: tl.tensor) -> tl.tensor:
-    """A peer's array; its own for a device that is alone, and has no letters."""
+    """A peer's array; its own for a device that is alone, and has no letters, or whose peer lends none."""
     own, told = own_ptr.to(tl.int64), tl.load(letter, cache_modifier=".cg")
     return tl.multiple_of(tl.where(is_own | (told == 0), own, told).to(own_ptr.dtype), 16)
 

@@ -17,7 +17,7 @@ NUM_PROGRAMS = 128
 NUM_PROGRAMS_MANY = 256
 """Of a launch for many rows, which reads from far away, and so more at a time."""
 
-MAX_PROGRAMS = 512
+MAX_PROGRAMS = NUM_PROGRAMS_MANY
 """Of any launch, which there are flags, counters and letters for."""
 
 MAX_DEVICES = 4

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from model_defs.config import ModelConfig
 from model_defs.device_sums import SumSpec
 from pallas_kernels.all_reduce import ExchangeMemory
+from pallas_kernels.ragged_paged_attention import BackendChoice
 from pensieve_jax.device.runtime_errors import step_failed
 
 
@@ -24,14 +25,14 @@ class Exchange:
       sums: what programs are made with; None: the compiler adds up, and nothing else here does anything.
     """
 
-    def __init__(self, backend: str, model: ModelConfig, dtype: Any, mesh: Mesh) -> None:
-        """Make the memory, if `backend` is not "xla"."""
+    def __init__(self, choice: BackendChoice | None, model: ModelConfig, dtype: Any, mesh: Mesh) -> None:
+        """Make the memory, if there is a choice, and it is not the compiler."""
         self._memory: ExchangeMemory | None = None
         self.sums: SumSpec | None = None
-        if backend == "xla":
+        if choice is None or choice.name == "xla":
             return
         self._memory = ExchangeMemory(mesh, model.hidden_size, dtype)
-        self.sums = SumSpec(backend, self._memory.capacity)
+        self.sums = SumSpec(choice.name, self._memory.capacity)
         self._is_alone = True
 
     @property

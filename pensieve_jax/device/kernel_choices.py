@@ -60,7 +60,7 @@ def choose_kernels(model: ModelConfig, config: EngineConfig, dtype: np.dtype, me
         attention=_attention_choice(model, config, dtype, device, num_shards),
         residual_norm=_explained(norm, f"rows of {model.hidden_size} elements", device),
         decode_matmul=_matmul_choice(model, config, dtype, device, num_shards),
-        all_reduce=_sum_choice(model, config, device, num_shards) if num_shards > 1 else None,
+        all_reduce=_sum_choice(model, config, list(mesh.devices.flat)) if num_shards > 1 else None,
         sampling_cutoff=_explained(cutoff, "scores of any vocabulary", device),
         page_copy=_explained(copy, f"pages of {page}", device) if cache.cpu_pages else None,
     )
@@ -103,22 +103,20 @@ def _matmul_choice(
     return BackendChoice("pallas_mosaic_gpu", f"the fastest that serves {few}")
 
 
-def _sum_choice(
-    model: ModelConfig, config: EngineConfig, device: jax.Device, num_shards: int
-) -> BackendChoice:
+def _sum_choice(model: ModelConfig, config: EngineConfig, devices: list[jax.Device]) -> BackendChoice:
     """Of sums over devices, where they serve."""
     asked = config.runner.all_reduce
     if asked == "xla":
         return BackendChoice("xla", f"named in {_SUM_FIELD}")
-    limit = all_reduce.device_limit(device)
-    if limit is None and not all_reduce.serves(1, model.hidden_size, num_shards):
+    limit = all_reduce.devices_limit(devices)
+    if limit is None and not all_reduce.serves(1, model.hidden_size, len(devices)):
         limit = (
             f"jax_triton adds up rows of at most {all_reduce.MAX_WIDTH} elements, a multiple of 8, of at "
             f"most {all_reduce.MAX_DEVICES} devices"
         )
     if limit is None:
         return BackendChoice(
-            "jax_triton", f"the fastest that serves {num_shards} devices of {device.device_kind}"
+            "jax_triton", f"the fastest that serves {len(devices)} devices of {devices[0].device_kind}"
         )
     if asked != "auto":
         raise ConfigError(_SUM_FIELD, asked, "'auto' or 'xla' here", limit)

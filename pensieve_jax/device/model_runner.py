@@ -92,7 +92,7 @@ class ModelRunner:
 
         Raises:
           ConfigError: weights and pools exceed the device's memory, or `cache.cpu_pages` the machine's, a
-            limit exceeds the model's, or the attention back end cannot serve this model on this device.
+            limit exceeds the model's, or a back end that is named cannot serve this model on these devices.
         """
         self._compilations = CompilationCounter()
         model_config: ModelConfig = model.config
@@ -107,8 +107,7 @@ class ModelRunner:
         self.layouts: Mapping[int, PlanLayout] = bucket_layouts(model_config, config, self._tile_specs)
         self.storage = KVStorage(model_config, config.cache, dtype, mesh, config.runner.num_layer_groups)
         self._parts = [ModelStructure.split(model, layers) for layers in self.storage.groups]
-        all_reduce = self.kernels.all_reduce
-        self._exchange = Exchange(all_reduce.name if all_reduce else "xla", model_config, dtype, mesh)
+        self._exchange = Exchange(self.kernels.all_reduce, model_config, dtype, mesh)
         self._programs = StepPrograms(
             model_config,
             self._parts,

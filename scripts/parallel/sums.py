@@ -38,7 +38,7 @@ def measure_sums(
     mesh: Mesh, sizes: Sequence[int], width: int, dtype: Any, *, repeats: int, own: bool
 ) -> dict[str, Any]:
     """Seconds of a sum of [rows, width] by who makes it; our own where they run and are asked for."""
-    backend = "jax_triton" if all_reduce.device_limit(mesh.devices.flat[0]) is None else "xla"
+    backend = "jax_triton" if all_reduce.devices_limit(list(mesh.devices.flat)) is None else "xla"
     memory = all_reduce.ExchangeMemory(mesh, width, dtype) if own else None
     found = {}
     for num_rows in sizes:
@@ -124,7 +124,11 @@ def _measure(
                 np.asarray(once[f"{name}{kind}"](x, factors, table(), stream)).astype(np.float32)
                 for name in ("own", "compiler")
             ]
-            found[f"error{kind}"] = float(np.abs(answers[0] - answers[1]).max())
+            error = float(np.abs(answers[0] - answers[1]).max())
+            found[f"error{kind}"] = error
+            # Two addends have one sum; of a norm the last of eight bits may differ.
+            is_right = error <= 2**-7 * np.abs(answers[1]).max() if kind or num_devices > 2 else error == 0
+            found["is_right"] = bool(is_right) and found.get("is_right", True)
     return found
 
 

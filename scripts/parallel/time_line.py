@@ -13,7 +13,9 @@ from typing import Any
 
 from steps.device_trace import Kernel, summary
 
-_EXCHANGE = re.compile(r"all.?reduce|all.?gather|nccl|sum_of_rows|barrier", re.IGNORECASE)
+_EXCHANGE = re.compile(
+    r"all.?reduce|all.?gather|nccl|sum_of_rows|shares_of_rows|reduce.?scatter|barrier", re.IGNORECASE
+)
 
 
 def is_exchange(name: str) -> bool:

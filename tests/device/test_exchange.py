@@ -45,7 +45,7 @@ def model_on_two(preset):
 @pytest.fixture
 def by_psum(monkeypatch):
     """The kernel's place is taken by `psum`, which runs on any device; all else is as with it."""
-    monkeypatch.setattr(all_reduce, "device_limit", lambda device: None)
+    monkeypatch.setattr(all_reduce, "devices_limit", lambda devices: None)
     monkeypatch.setattr(exchange, "SumSpec", lambda backend, capacity: device_sums.SumSpec("xla", capacity))
     modes = sampler.all_modes()[:1]
     monkeypatch.setattr(sampler, "all_modes", lambda: modes)
@@ -91,10 +91,11 @@ def test_tokens_are_the_references(by_psum, preset):
 
 def test_many_rows_are_added_up_in_shares(by_psum, monkeypatch):
     """The same tokens, though each device has its share of the stream, from the second sum of a part on."""
-    monkeypatch.setattr(all_reduce.api, "MAX_ROWS", 16)  # which no traced program of another model knows
-    runner = ModelRunner(model_on_two("mistral-tiny"), config_of(), make_mesh(2))
+    capacity = 16 * model_on_two("llama-tiny").config.hidden_size
+    monkeypatch.setattr(exchange, "SumSpec", lambda backend, _: device_sums.SumSpec("xla", capacity))
+    runner = ModelRunner(model_on_two("llama-tiny"), config_of(), make_mesh(2))
     runner.warm_up()
-    check_a_talk("mistral-tiny", runner)
+    check_a_talk("llama-tiny", runner)
     for (_, group), executable in runner._forward.items():
         found = collectives(executable.as_text())
         num_layers = len(runner.storage.groups[group])

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from model_defs import make_mesh
 from pallas_kernels import all_reduce
-from pallas_kernels.all_reduce import ExchangeMemory, SumArgumentError, specs
+from pallas_kernels.all_reduce import ExchangeMemory, SumArgumentError, peers, specs
 from tests.kernels.test_jax_triton import can_lower
 
 needs_extra = pytest.mark.skipif(
@@ -99,7 +99,54 @@ def test_back_ends_have_names():
     with pytest.raises(SumArgumentError, match="backend is 'nccl', but must be one of"):
         summed(jnp.zeros((3, 16)), backend="nccl")
     assert not all_reduce.serves(8, 64, 1) and not all_reduce.serves(8, 64, 5)
-    assert "NVIDIA GPU" in all_reduce.device_limit(jax.devices()[0])
+    assert "NVIDIA GPU" in all_reduce.devices_limit(jax.devices()[:2])
+
+
+class Driver:
+    """CUDA's, for GPUs that reach each other, and have atomics there, as the two sets of pairs say."""
+
+    def __init__(self, reached, has_atomics):
+        self.reached, self.has_atomics = reached, has_atomics
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuDeviceGet(self, found, ordinal):
+        found._obj.value = 10 + ordinal
+        return 0 if ordinal < 4 else 101
+
+    def cuDeviceCanAccessPeer(self, found, one, other):
+        found._obj.value = (one - 10, other - 10) in self.reached
+        return 0
+
+    def cuDeviceGetP2PAttribute(self, found, attribute, one, other):
+        found._obj.value = attribute == 3 and (one - 10, other - 10) in self.has_atomics
+        return 0
+
+
+BOTH = {(1, 3), (3, 1)}
+
+
+@pytest.mark.parametrize(
+    ("ordinals", "reached", "has_atomics", "limit"),
+    [
+        ((1, 3), BOTH, BOTH, None),
+        ((1, 3), {(1, 3)}, BOTH, "GPU 3 does not reach the memory of GPU 1"),
+        ((1, 3), BOTH, {(3, 1)}, "GPU 1 has no atomic operations on the memory of GPU 3"),
+        ((1, 9), BOTH, BOTH, "GPU 1 does not reach the memory of GPU 9"),
+    ],
+)
+def test_who_reaches_whom(ordinals, reached, has_atomics, limit, monkeypatch):
+    monkeypatch.setattr(peers.ctypes, "CDLL", lambda name: Driver(reached, has_atomics))
+    assert peers.peers_limit(ordinals) == limit
+
+
+def test_without_a_driver_nobody_reaches_anybody(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: not there")
+
+    monkeypatch.setattr(peers.ctypes, "CDLL", missing)
+    assert "libcuda.so.1: not there" in peers.peers_limit([0, 1])
 
 
 def test_tables_say_where_everybodys_memory_is():
@@ -165,11 +212,12 @@ def test_what_shares_compile_to():
 
 @pytest.mark.long
 @needs_extra
-def test_devices_that_are_processes():
+@pytest.mark.parametrize("num_devices", ["2", "3"])
+def test_devices_that_are_processes(num_devices):
     """They meet at their own pace, and one that is left alone does not wait for ever."""
     root = Path(__file__).parents[2]
     environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.kernels.all_reduce_peers"]
+    command = [sys.executable, "-m", "tests.kernels.all_reduce_peers", num_devices]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"after {done.stdout}:\n{done.stderr}"
 

@@ -66,6 +66,7 @@ def test_memory_is_what_jax_says_and_what_the_driver_says(monkeypatch):
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", True),
         ("all-reduce-start_fusion", True),
         ("sum_of_rows", True),
+        ("shares_of_rows", True),
         ("MultiGpuBarrierKernel", True),
         ("add_and_norm_rms", False),
         ("loop_reduce_fusion", False),
