@@ -225,7 +225,7 @@ def test_what_is_not_served_is_refused(classes: tuple[TileClass, ...], changed: 
 BUCKETS = [
     pytest.param(
         num_tokens, Heads(40, 10, 128), 32, "int8", None,
-        marks=() if num_tokens in (64, 2048) else pytest.mark.long,
+        marks=() if num_tokens == 2048 else pytest.mark.long,
     )
     for num_tokens in (32, 64, 128, 256, 512, 1024, 2048)
 ]  # fmt: skip

@@ -7,7 +7,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SamplingParams, SchedulerConfig, StepFailedError
+from pensieve_jax import (
+    LLM,
+    CacheConfig,
+    EngineConfig,
+    RunnerConfig,
+    SamplingParams,
+    SchedulerConfig,
+    StepFailedError,
+)
 from pensieve_jax.rebatching.query import Place, Query
 from tests.rebatching.real_models import LENGTHS, MORE_LENGTHS, Bench, judge, random_params
 from tests.seeds import enough
