@@ -46,7 +46,7 @@ def model_of(preset: str):
 
 @functools.cache
 def reference_of(preset: str) -> DenseReference:
-    return DenseReference(model_of(preset), min_padded_tokens=128)
+    return DenseReference(model_of(preset), min_padded_tokens=128, min_padded_outputs=32)
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.rebatching import PaddedLLM, RebatchingConfig
 from pensieve_jax.rebatching.integrity import check_integrity
 from tests.interruption import Interruption
-from tests.seeds import new_seed
+from tests.seeds import enough, new_seed
 
 CONFIG = RebatchingConfig(max_batch=2, kv_bytes=2**18, lengths=(32, 64), prefill_batch=1, preemptive=True)
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -111,7 +111,7 @@ def test_cancelled_queries_leave_at_once(llm):
     assert not llm.engine.has_unfinished and not llm.stats()["num_running"]
 
 
-@pytest.mark.parametrize("number", [25, pytest.param(400, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [25, pytest.param(enough(150, 400), marks=pytest.mark.long)])
 def test_an_interrupt_leaves_an_engine_that_goes_on(llm, number):
     """At random lines: whoever was there is done, one way or another, and the next answer is right."""
     rng = random.Random(new_seed())

@@ -17,8 +17,9 @@ loads = load("rebatching.loads")
 methods = load("rebatching.methods")
 script = load("benchmark_rebatching")
 TINY = {"dtype": "float32", "progress": "false", "shared_llm": False, "max_batch": 2, "lengths": "32"}
+TINY |= {"prefill_batch": 1}
 TINY_MODEL = preset("llama-tiny")
-SHORT = {"length_scale": 0.05, "prefill_batch": 2}
+SHORT = {"length_scale": 0.05}
 
 
 @pytest.fixture
