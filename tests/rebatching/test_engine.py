@@ -188,16 +188,15 @@ def test_two_devices_equal_one(llm):
 
 def test_a_closed_engine_says_so_and_what_it_was():
     """It describes itself, with a length that the budget has no room for."""
-    token_bytes = 2 * 2 * 4 * 32 * 4  # keys and values of two layers, four heads of 32, in float32
-    budget = 64 * 3 * token_bytes - 1
-    config = RebatchingConfig(max_batch=3, lengths=(32, 64, 96), kv_bytes=budget, prefill_batch=1)
-    with PaddedLLM("random:opt-tiny", dtype="float32", config=config, progress=False) as llm:
+    token_bytes = 2 * 2 * 2 * 32 * 4  # keys and values of two layers, two heads of 32, in float32
+    config = dataclasses.replace(CONFIG, lengths=(32, 64, 96), kv_bytes=64 * 3 * token_bytes - 1)
+    with PaddedLLM("random:llama-tiny", dtype="float32", config=config, progress=False) as llm:
         found = json.loads(json.dumps(llm.describe()))
-        assert found["batch"]["shapes"] == ["3 x 32", "1 x 64"] and found["batch"]["unused_lengths"] == [96]
+        assert found["batch"]["shapes"] == ["2 x 32", "1 x 64"] and found["batch"]["unused_lengths"] == [96]
         assert found["batch"]["max_context_tokens"] == 65
-        assert found["memory"]["token_bytes"] == token_bytes and found["model"]["name"] == "random:opt-tiny"
+        assert found["memory"]["token_bytes"] == token_bytes and found["model"]["name"] == "random:llama-tiny"
         assert found["kernels"]["decode"]["backend"] == "xla" and found["device"]["platform"] == "cpu"
-        assert "3 x 32, 1 x 64" in str(llm.describe())
+        assert "2 x 32, 1 x 64" in str(llm.describe())
         query = llm.engine.submit([1, 2])
     with pytest.raises(EngineClosedError):
         query.result()
