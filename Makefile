@@ -5,6 +5,8 @@ STAMP := $(VENV)/.installed
 EXTRAS ?= dev
 PYTHON ?=
 export PYTHON
+# Tests start many processes, each of which would compile all of the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo serve test test-long test-all test-gpu lint check-wheel bench-scheduler clean
 

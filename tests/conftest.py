@@ -92,9 +92,13 @@ def _place_of_file(item: pytest.Item) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and the tests themselves stay: the collector need not look through them at every collection."""
+    """Modules and the tests themselves stay: the collector need not look through them at every collection.
+
+    Tracing a program makes a hundred thousand objects, nearly all of which live as long as it is compiled.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -41,7 +41,7 @@ def unkilled(context, tmp_path_factory):
 
 
 @pytest.fixture(
-    scope="module", params=[1, pytest.param(enough(3, 5), marks=pytest.mark.long)], ids="{}0 kills".format
+    scope="module", params=[1, pytest.param(enough(2, 5), marks=pytest.mark.long)], ids="{}0 kills".format
 )
 def lives(request, context, unkilled, tmp_path_factory):
     """All lives, lived, of ten kills each. Whatever must hold after each death was asserted on the way."""

@@ -50,7 +50,12 @@ class DenseReference:
     """The oracle for one model."""
 
     def __init__(
-        self, model: Model, *, min_padded_tokens: int = _MIN_PADDED, kv_dtype: str | None = None
+        self,
+        model: Model,
+        *,
+        min_padded_tokens: int = _MIN_PADDED,
+        min_padded_outputs: int = _MIN_PADDED,
+        kv_dtype: str | None = None,
     ) -> None:
         """Share the arrays of `model`.
 
@@ -58,10 +63,12 @@ class DenseReference:
           model: with its arrays on any mesh; `model.config` says what it is.
           min_padded_tokens: shorter sequences are padded to this length. Sequences are padded to powers of
             two; a large model compiles for long, and one shape for everything may then be cheaper.
+          min_padded_outputs: so many tokens are judged at least, for the same reason.
           kv_dtype: as of `CacheConfig`: of an engine that stores KV state so, each token's by itself.
         """
         self._config: ModelConfig = model.config
-        self._min_padded_tokens, self._kv_dtype = min_padded_tokens, kv_dtype
+        self._min_padded_tokens, self._min_padded_outputs = min_padded_tokens, min_padded_outputs
+        self._kv_dtype = kv_dtype
         self._structure, self._leaves = ModelStructure.split(model)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -133,7 +140,8 @@ class DenseReference:
             raise ContextLengthError("token_ids", f"{len(token_ids)} tokens", f"at most {limit} tokens")
         num_padded = min(max(_padded_len(len(token_ids)), self._min_padded_tokens), limit)
         ids = _padded(np.asarray(token_ids, np.int32), num_padded)
-        wanted = _padded(wanted.astype(np.int32), min(_padded_len(len(wanted)), num_padded))
+        num_wanted = min(max(_padded_len(len(wanted)), self._min_padded_outputs), num_padded)
+        wanted = _padded(wanted.astype(np.int32), num_wanted)
         return _dense_logits(self._leaves, ids, wanted, structure=self._structure, kv_dtype=self._kv_dtype)
 
 

@@ -362,7 +362,7 @@ def test_random_forks(seed):
 @pytest.mark.long
 def test_many_random_forks():
     totals = sum(
-        (run_fork_scenario(seed) for seed in range(1000, 1000 + enough(500, 1500))),
+        (run_fork_scenario(seed) for seed in range(1000, 1000 + enough(300, 1500))),
         start=run_fork_scenario(999),
     )
     print(totals)

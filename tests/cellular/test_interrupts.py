@@ -23,7 +23,7 @@ from pensieve_jax.cellular import (
 )
 from pensieve_jax.cellular.integrity import check_integrity
 from pensieve_jax.core.errors import PensieveError
-from tests.seeds import new_seed
+from tests.seeds import enough, new_seed
 
 
 class Add:
@@ -82,7 +82,7 @@ class Interrupt:
 
 # Where the line is in a generator that is being closed, Python ignores what it raises, and says so.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("num", [60, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num", [60, pytest.param(enough(300, 1000), marks=pytest.mark.long)])
 def test_nothing_hangs_after_an_interrupt(engine: CellularEngine, num: int) -> None:
     """At any line: whoever was there has an answer or an error, and who comes then is served."""
     rng = random.Random(new_seed())

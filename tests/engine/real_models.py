@@ -24,9 +24,16 @@ STORED_MARGIN = 0.15
 
 
 def real_config(
-    policy: str = "retention", *, stateful: bool = True, kv_dtype: str | None = None
+    policy: str = "retention",
+    *,
+    stateful: bool = True,
+    kv_dtype: str | None = None,
+    buckets: tuple[int, ...] = (8, 48),
 ) -> EngineConfig:
-    """The one shape that the runners are compiled for, with both tiers; the policy is the host's business."""
+    """The one shape that the runners are compiled for, with both tiers; the policy is the host's business.
+
+    Some have one bucket: half as many programs, where steps of few tokens are not what is tested.
+    """
     return EngineConfig(
         stateful=stateful,
         cache=CacheConfig(gpu_pages=14, cpu_pages=10, chunk_tokens=16, policy=policy, kv_dtype=kv_dtype),
@@ -34,7 +41,7 @@ def real_config(
             max_num_running=4,
             max_num_batched_tokens=48,
             max_context_tokens=MAX_CONTEXT_TOKENS,
-            token_buckets=(8, 48),
+            token_buckets=buckets,
         ),
         runner=RunnerConfig(
             attention_backend="xla", max_logprobs=4, max_num_staged_pages=6, num_layer_groups=2
@@ -69,6 +76,7 @@ class RealBench:
     Attributes:
       kv_dtype: what KV state is stored as.
       num_devices: that share the model; the reference has one.
+      buckets: of its runner, and of all configurations that it gets.
       num_turns: turns that were judged.
       uncertain: what is known of turns with a margin below `min_margin`.
       num_logprobs, num_far: turns whose log-probabilities were judged, and those farther off than rounding.
@@ -77,6 +85,7 @@ class RealBench:
     preset: str
     kv_dtype: str | None = None
     num_devices: int = 1
+    buckets: tuple[int, ...] = (8, 48)
     num_turns: int = 0
     uncertain: list[str] = field(default_factory=list)
     num_logprobs: int = 0
@@ -95,10 +104,12 @@ class RealBench:
         )
         self.vocab_size: int = model.config.vocab_size
         self.eos_token_ids: tuple[int, ...] = model.config.eos_token_ids
-        self.runner = PoisonedRunner(model, real_config(kv_dtype=self.kv_dtype), mesh)
+        self.runner = PoisonedRunner(model, real_config(kv_dtype=self.kv_dtype, buckets=self.buckets), mesh)
         self.runner.warm_up()
-        # One length, so that little is compiled.
-        self._reference = DenseReference(alone, min_padded_tokens=MAX_CONTEXT_TOKENS, kv_dtype=self.kv_dtype)
+        # One length of each, so that little is compiled.
+        self._reference = DenseReference(
+            alone, min_padded_tokens=MAX_CONTEXT_TOKENS, min_padded_outputs=32, kv_dtype=self.kv_dtype
+        )
 
     def new_runner(self, config: EngineConfig, max_context_tokens: int, delays: Delays) -> ModelRunner:
         """The one runner; its copies take as long as they do."""

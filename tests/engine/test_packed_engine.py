@@ -27,7 +27,7 @@ def talk(**cache: Any) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
         cache=CacheConfig(
             **{"gpu_pages": 10, "cpu_pages": 60, "chunk_tokens": 16, "swap_out_fraction": 0.5} | cache
         ),
-        scheduler=SchedulerConfig(max_num_running=2, max_num_batched_tokens=64, token_buckets=(8, 64)),
+        scheduler=SchedulerConfig(max_num_running=2, max_num_batched_tokens=64, token_buckets=(64,)),
         runner=RunnerConfig(max_logprobs=2),
     )
     rng, outputs = np.random.default_rng(5), []

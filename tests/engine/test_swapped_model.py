@@ -33,16 +33,13 @@ def fill_with_nan(runner):
     runner.device_pools.replace(poisoned_pools(runner.storage))
 
 
+@pytest.mark.long  # in seconds: `test_real_models`, and `test_packed_engine`, that packed state is the same
 @pytest.mark.parametrize("is_rushed", [False, True])
 @pytest.mark.parametrize(
     ("num_devices", "stored"),
     [
-        *((1, None), (1, "packed")),
-        *(
-            pytest.param(2, stored, marks=pytest.mark.long)
-            for stored in ("packed", "int8", None)[: enough(2, 3)]
-        ),
-        pytest.param(1, "int8", marks=pytest.mark.long),
+        *((2, stored) for stored in ("packed", "int8", None)[: enough(2, 3)]),
+        *((1, stored) for stored in ("packed", "int8", None)),
     ],
 )
 def test_a_model_goes_on_as_if_nothing_had_moved(num_devices, stored, is_rushed):

@@ -25,23 +25,24 @@ from tests.engine.scenarios import RandomChooser, Scenario, tier_ops
 from tests.seeds import enough
 
 PRESET = "llama-tiny"
+BUCKETS = (48,)
 MAX_UNCERTAIN_FRACTION = 0.02
 
 
 @functools.cache
 def bench():
-    return RealBench(PRESET, num_devices=2)
+    return RealBench(PRESET, num_devices=2, buckets=BUCKETS)
 
 
 def short_scenario(seed):
     """A few rounds of conversations that return to two small tiers."""
     choose = RandomChooser(seed)
-    config = real_config(choose.pick(("retention", *POLICIES)))
+    config = real_config(choose.pick(("retention", *POLICIES)), buckets=BUCKETS)
     return Scenario(config, MAX_CONTEXT_TOKENS, durable=False, ops=tier_ops(choose, 5, max_len=70))
 
 
 SOME = range(3, 6)  # between them everything happens
-OTHERS = [*range(3), *range(6, enough(30, 100))]
+OTHERS = [*range(3), *range(6, enough(20, 100))]
 
 
 @pytest.mark.parametrize("seeds", [SOME, pytest.param(OTHERS, marks=pytest.mark.long)], ids=len)
@@ -97,7 +98,7 @@ def test_a_device_that_fails_alone_fails_the_step(monkeypatch):
     """The other one's copy of the result is there, and not taken; nothing hangs, the next turn is exact."""
     runner = bench().runner
     fails = FailsAlone(runner)
-    harness = Harness(real_config(), bench=bench(), max_model_tokens=MAX_CONTEXT_TOKENS)
+    harness = Harness(real_config(buckets=BUCKETS), bench=bench(), max_model_tokens=MAX_CONTEXT_TOKENS)
     harness.turn("a", 20, seed=1, max_tokens=4)
     facts = harness.facts(harness.prompt(9, seed=2), "a", max_tokens=1)
     with monkeypatch.context() as patch:
@@ -117,7 +118,7 @@ def test_a_device_that_fails_alone_fails_the_step(monkeypatch):
 def test_a_result_that_failed_is_noticed_before_the_next_step(monkeypatch):
     """The device that failed would not come to its sums, and the other one would wait there for it."""
     runner = bench().runner
-    harness = Harness(real_config(), bench=bench(), max_model_tokens=MAX_CONTEXT_TOKENS)
+    harness = Harness(real_config(buckets=BUCKETS), bench=bench(), max_model_tokens=MAX_CONTEXT_TOKENS)
     fails = FailsAlone(runner)
     with monkeypatch.context() as patch:
         patch.setattr(runner, "_choose", fails.choose)

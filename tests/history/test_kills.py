@@ -86,8 +86,8 @@ def is_left_alone(location: Path | str, request: pytest.FixtureRequest) -> bool:
     [
         ("file", 20),
         ("postgres", 6),
-        pytest.param("file", enough(50, 200), marks=pytest.mark.long),
-        pytest.param("postgres", enough(25, 100), marks=pytest.mark.long),
+        pytest.param("file", enough(30, 200), marks=pytest.mark.long),
+        pytest.param("postgres", enough(12, 100), marks=pytest.mark.long),
     ],
     indirect=["location"],
 )

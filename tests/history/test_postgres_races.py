@@ -87,7 +87,7 @@ def test_a_head_that_moves_without_a_comparison_is_noticed(replicas, monkeypatch
         test_of_two_who_go_on_from_one_head_exactly_one_wins(replicas)
 
 
-@pytest.mark.parametrize("number", [600, pytest.param(enough(2000, 5000), marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [600, pytest.param(enough(1200, 5000), marks=pytest.mark.long)])
 def test_two_processes_lose_and_double_no_turn(url, replicas, number, record_property):
     command = [sys.executable, "-c", PROGRAM, url, "alice", str(number)]
     children = [
@@ -352,7 +352,7 @@ class Load:
             self.problems.append(error)
 
 
-@pytest.mark.parametrize("num_times", [3, pytest.param(enough(8, 20), marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_times", [3, pytest.param(enough(5, 20), marks=pytest.mark.long)])
 def test_postgres_stops_and_starts_under_load(postgres, url, num_times, record_property):
     """Typed errors, nothing that was told to be kept is lost, and service goes on."""
     rng = np.random.default_rng(new_seed())

@@ -77,18 +77,30 @@ def compiled_form(form: str) -> Any:
 FORMS = ["one_after_another", "together"]
 
 
-@pytest.mark.parametrize("form", FORMS)
+XLA_SIZES = [(Heads(4, 4, 32), 16), (Heads(8, 2, 80), 32), (Heads(8, 1, 64), 64), (Heads(6, 2, 128), 16)]
+
+
 @pytest.mark.parametrize(
-    ("heads", "page_size"),
-    [(Heads(4, 4, 32), 16), (Heads(8, 2, 80), 32), (Heads(8, 1, 64), 64), (Heads(6, 2, 128), 16)],
+    ("heads", "page_size", "form"),
+    [
+        pytest.param(*sizes, form, marks=pytest.mark.long if (i + j) % 2 else ())
+        for i, sizes in enumerate(XLA_SIZES)
+        for j, form in enumerate(FORMS)
+    ],
 )
 def test_xla_equals_reference(heads: Heads, page_size: int, form: str) -> None:
     batch = make_batch(np.random.default_rng(page_size), ROWS, heads, page_size=page_size)
     assert_equals_reference(compiled_form(form)(batch), batch, SCALE)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [
+        pytest.param(dtype, form, marks=pytest.mark.long if i != j else ())
+        for i, dtype in enumerate(["float16", "bfloat16"])
+        for j, form in enumerate(FORMS)
+    ],
+)
 def test_xla_16_bits(dtype: str, form: str) -> None:
     batch = make_batch(np.random.default_rng(7), ROWS, Heads(4, 2, 32), dtype=dtype)
     assert_equals_reference(compiled_form(form)(batch), batch, SCALE)
@@ -137,7 +149,9 @@ def test_xla_for_a_gpu_has_products_of_the_pages_dtype(dtype: str, precision: st
 @pytest.mark.parametrize(
     ("heads", "page_size", "dtype", "blocks"),
     [
-        (Heads(4, 4, 32), 16, "float32", SMALL_BLOCKS),  # a block of keys spans pages
+        pytest.param(  # a block of keys spans pages, as in the random batches
+            Heads(4, 4, 32), 16, "float32", SMALL_BLOCKS, marks=pytest.mark.long
+        ),
         (Heads(8, 2, 64), 32, "bfloat16", SMALL_BLOCKS),  # a block is a page, or half of one
         (Heads(8, 1, 32), 64, "float16", SMALL_BLOCKS),
         pytest.param(  # 3 heads a group do not fill a tile

@@ -121,12 +121,12 @@ def attend(
 @pytest.mark.parametrize(
     ("kv_dtype", "group", "page_size", "block_kv", "num_tiles", "position", "kv_end"),
     [
-        ("int8", 4, 32, 128, 1, 383, 384),
+        pytest.param("int8", 4, 32, 128, 1, 383, 384, marks=pytest.mark.long),
         ("int8", 5, 64, 128, 1, 300, 301),
         ("int8", 16, 32, 64, 2, 130, 131),
-        ("int8", 1, 32, 128, 1, 290, 298),
+        pytest.param("int8", 1, 32, 128, 1, 290, 298, marks=pytest.mark.long),
         ("float8_e4m3fn", 4, 32, 128, 1, 257, 259),
-        ("float8_e4m3fn", 8, 64, 64, 1, 200, 201),
+        pytest.param("float8_e4m3fn", 8, 64, 64, 1, 200, 201, marks=pytest.mark.long),
     ],
 )
 def test_attention_of_a_tile(

@@ -41,8 +41,14 @@ def lower(
     return lower_for_cuda(attend, q, pool, *rows, array(spec.tiles_len))
 
 
-@pytest.mark.parametrize(("num_tokens", "max_num_seqs"), [(64, 64), (2048, 256)], ids=["decode", "prefill"])
-@pytest.mark.parametrize("heads", MODEL_HEADS, ids=list(MODEL_HEADS.values()))
+@pytest.mark.parametrize(
+    ("heads", "num_tokens", "max_num_seqs"),
+    [  # each of them once, and in the other size in the long tests
+        pytest.param(heads, *sizes, id=f"{name}-{kind}", marks=pytest.mark.long if (i + j) % 2 else ())
+        for i, (heads, name) in enumerate(MODEL_HEADS.items())
+        for j, (kind, sizes) in enumerate({"decode": (64, 64), "prefill": (2048, 256)}.items())
+    ],
+)
 def test_presets(heads: Heads, num_tokens: int, max_num_seqs: int) -> None:
     text = lower(heads, num_tokens, max_num_seqs, "bfloat16")
     # The tiles of every class, and the merge.

@@ -30,6 +30,8 @@ SCALE = 0.13
 SMALL = TileClass(16, 32, 4, 2, 64, 8)
 # Whole tiles and partial ones, one key and none, ends inside and at the end of pages; some are split.
 ROWS = [(70, 70), (33, 200), (5, 320), (1, 1), (0, 12), (64, 128)]
+FEW_ROWS = [(37, 70), (5, 320), (1, 1), (0, 12), (2, 128)]
+SPARE_HEADS = "bfloat16", (mosaic_class(64, 64, 3, 64, 8), mosaic_class(128, 64, 2, 128, 8))
 SERVED: dict[str, Any] = {
     "num_tokens": 256, "max_num_seqs": 8, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128,
     "page_size": 32, "dtype": "bfloat16", "backend": "pallas_mosaic_gpu",
@@ -40,9 +42,10 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
 
 
 @pytest.mark.parametrize(
-    ("heads", "page_size", "dtype", "classes"),
+    ("rows", "heads", "page_size", "dtype", "classes"),
     [
         pytest.param(
+            ROWS,
             Heads(4, 1, 128),
             32,
             "bfloat16",
@@ -50,23 +53,22 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
             marks=pytest.mark.long,
         ),
         pytest.param(
+            ROWS,
             Heads(2, 2, 64),
             16,
             "float16",
             (mosaic_class(64, 64, 3, 64, 8), mosaic_class(128, 64, 2, 128, 8)),
             marks=pytest.mark.long,
         ),
-        (
-            Heads(14, 2, 64),
-            32,
-            "bfloat16",
-            (mosaic_class(64, 64, 3, 64, 8), mosaic_class(128, 64, 2, 128, 8)),
-        ),
+        pytest.param(ROWS, Heads(14, 2, 64), 32, *SPARE_HEADS, marks=pytest.mark.long),
+        (FEW_ROWS, Heads(6, 2, 64), 32, *SPARE_HEADS),
     ],
-    ids=["with_triton", "two_classes", "spare_heads"],
+    ids=["with_triton", "two_classes", "spare_heads", "spare_head"],
 )
-def test_equals_reference(heads: Heads, page_size: int, dtype: str, classes: tuple[TileClass, ...]) -> None:
-    batch = make_batch(np.random.default_rng(page_size), ROWS, heads, page_size=page_size, dtype=dtype)
+def test_equals_reference(
+    rows: list[tuple[int, int]], heads: Heads, page_size: int, dtype: str, classes: tuple[TileClass, ...]
+) -> None:
+    batch = make_batch(np.random.default_rng(page_size), rows, heads, page_size=page_size, dtype=dtype)
     spec = tile_spec(
         num_tokens=batch.q.shape[0], max_num_seqs=len(batch.kv_lens), num_q_heads=heads.num_q_heads,
         num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, page_size=page_size, dtype=dtype,
@@ -82,10 +84,10 @@ def test_equals_reference(heads: Heads, page_size: int, dtype: str, classes: tup
     jitted = jax.jit(attend, compiler_options={"xla_backend_optimization_level": 0})
     assert_equals_reference(jitted(jnp.asarray(tiles), *batch), batch, SCALE)
     # As padded as can be: no rows, one without tokens, one token.
-    for rows in ([], [(0, 0)], [(1, 1)]):
+    for few_rows in ([], [(0, 0)], [(1, 1)]):
         room = Room(len(batch.q), len(batch.kv_lens), batch.page_indices.shape[1], len(batch.kv_pages))
         rng = np.random.default_rng(0)
-        few = make_batch(rng, rows, heads, page_size=page_size, dtype=dtype, room=room)
+        few = make_batch(rng, few_rows, heads, page_size=page_size, dtype=dtype, room=room)
         tiles = build_tiles(spec, few.cu_q_lens, few.kv_lens, few.num_seqs)
         assert_equals_reference(jitted(jnp.asarray(tiles), *few), few, SCALE)
     assert not get_races().races_found

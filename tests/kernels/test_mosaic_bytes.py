@@ -31,9 +31,7 @@ SCALE = 0.13
 LARGE = TileClass(64, 32, 4, 2, 64, 8)
 # One key and none, ends inside and at the end of pages and of blocks, two tokens, a prompt, and split ranges.
 ROWS = [(1, 70), (1, 300), (2, 320), (1, 1), (0, 12), (1, 128), (1, 129), (9, 40), (1, 640)]
-GROUP_16 = pytest.param(
-    Heads(16, 1, 128), 32, "int8", (byte_class(16, 64, 3, 2, 64, 8),), id="group16", marks=pytest.mark.long
-)
+GROUP_16 = pytest.param(Heads(16, 1, 128), 32, "int8", (byte_class(16, 64, 3, 2, 64, 8),), id="group16")
 
 pytestmark = pytest.mark.usefixtures("checked_interpreter")
 
@@ -46,11 +44,12 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
         ),
         pytest.param(
             Heads(10, 2, 128), 64, "float8_e4m3fn", (byte_class(8, 64, 1, 3, 128, 16), LARGE),
-            id="group5", marks=pytest.mark.long,
+            id="group5",
         ),
         *([GROUP_16] if EVERYTHING else []),
     ],
 )  # fmt: skip
+@pytest.mark.long  # in seconds `test_byte_lanes` has what a lane computes, the test below that it lowers
 def test_equals_reference(
     heads: Heads, page_size: int, kv_dtype: str, classes: tuple[TileClass, ...]
 ) -> None:
@@ -126,7 +125,7 @@ def test_what_is_not_served_is_refused(classes: tuple[TileClass, ...], changed: 
     ("heads", "page_size", "kv_dtype", "blocks"),
     [
         (Heads(40, 10, 128), 32, "int8", None),
-        (Heads(16, 1, 128), 64, "float8_e4m3fn", None),
+        pytest.param(Heads(16, 1, 128), 64, "float8_e4m3fn", None, marks=pytest.mark.long),
         (Heads(40, 40, 128), 64, "int8", (byte_class(8, 64, 3, 3, 256, 396),)),
         (Heads(40, 8, 128), 32, "float8_e4m3fn", (byte_class(8, 128, 1, 6, 256, 132),)),
     ],

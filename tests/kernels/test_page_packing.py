@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +34,10 @@ BACKENDS = ["xla", "pallas_triton"]
 # Interpreting the kernel takes seconds: each of its tests that is not long is of something of its own.
 MOSTLY_XLA = ["xla", pytest.param("pallas_triton", marks=pytest.mark.long)]
 EVERYWHERE = [
-    *((size, "xla") for size in [*SIZES, *ODD_SIZES]),
-    *((size, "pallas_triton") for size in SIZES[:2]),  # the interpreter takes seconds for each
-    *(pytest.param(size, "pallas_triton", marks=pytest.mark.long) for size in SIZES[2 : enough(4, 6)]),
+    *((size, "xla") for size in [*SIZES[1::4], *ODD_SIZES]),
+    *(pytest.param(size, "xla", marks=pytest.mark.long) for i, size in enumerate(SIZES) if i % 4 != 1),
+    (SIZES[0], "pallas_triton"),  # the interpreter takes seconds for each
+    *(pytest.param(size, "pallas_triton", marks=pytest.mark.long) for size in SIZES[1 : enough(4, 6)]),
 ]
 
 
@@ -50,13 +52,23 @@ def bits(array):
     return np.ascontiguousarray(np.asarray(array)).view(np.uint16)
 
 
+@functools.cache
+def compiled_gather(backend, interpret):
+    return jax.jit(functools.partial(gather_packed, backend=backend, interpret=interpret))
+
+
+@functools.cache
+def compiled_scatter(backend, interpret):
+    return jax.jit(functools.partial(scatter_packed, backend=backend, interpret=interpret), donate_argnums=0)
+
+
 def run_gather(pools, pages, backend, interpret=True):
-    call = jax.jit(functools.partial(gather_packed, backend=backend, interpret=interpret))
+    call = compiled_gather(backend, interpret)
     return call([jnp.asarray(pool) for pool in pools], np.asarray(pages, np.int32))
 
 
 def run_scatter(pools, chunks, pages, backend, interpret=True):
-    call = jax.jit(functools.partial(scatter_packed, backend=backend, interpret=interpret), donate_argnums=0)
+    call = compiled_scatter(backend, interpret)
     return call([jnp.array(pool) for pool in pools], list(chunks), np.asarray(pages, np.int32))
 
 
@@ -111,7 +123,10 @@ def test_normal_numbers_come_back(size, backend):
 
 @pytest.mark.parametrize(
     "size",
-    [*SIZES[:2], *(pytest.param(size, marks=pytest.mark.long) for size in SIZES[2 : enough(4, 6)])],
+    [
+        SIZES[1],
+        *(pytest.param(size, marks=pytest.mark.long) for size in SIZES[: enough(4, 6)] if size != SIZES[1]),
+    ],
     ids=str,
 )
 def test_back_ends_agree_on_every_byte(size):
@@ -208,6 +223,8 @@ def halves_are_mixed_up(patch):
 def test_planted_bugs_show(bug, monkeypatch):
     check_full_lists((32, 2, 128), "xla")
     bug(monkeypatch)
+    for name in ("compiled_gather", "compiled_scatter"):  # what was compiled before has no bug
+        monkeypatch.setitem(globals(), name, globals()[name].__wrapped__)
     with pytest.raises(AssertionError):
         check_full_lists((32, 2, 128), "xla")
 
@@ -230,8 +247,16 @@ def test_what_does_not_fit_is_told_exactly(backend, seed):
         np.testing.assert_array_equal(bits(back[:, page]), bits(pools[:, page]))
 
 
-@pytest.mark.parametrize("size", [(32, 128), (32, 64), (16, 64), (64, 128)])
-@pytest.mark.parametrize("factor", [1, 2**5, 2**8, 2**12, 2**18])
+TILES, FACTORS = [(32, 128), (32, 64), (16, 64), (64, 128)], [1, 2**5, 2**8, 2**12, 2**18]
+
+
+@pytest.mark.parametrize(
+    ("factor", "size"),
+    [
+        pytest.param(*case, marks=() if case[0] == 2**8 or case[1] == TILES[2] else pytest.mark.long)
+        for case in itertools.product(FACTORS, TILES)
+    ],
+)
 def test_outliers_fit(factor, size):
     """A channel of every head so many times as large, tokens that are smaller: half of the list is enough."""
     tiles = np.random.default_rng(4).standard_normal((1000, *size), np.float32)

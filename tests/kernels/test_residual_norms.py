@@ -148,8 +148,14 @@ def test_derivatives_are_those_of_the_xla_form(kind, y_dtype):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("width", [*PRESET_WIDTHS, 1600, MAX_WIDTH])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "width"),
+    [
+        pytest.param(kind, width, marks=pytest.mark.long if (i + j) % 2 else ())
+        for i, width in enumerate([*PRESET_WIDTHS, 1600, MAX_WIDTH])
+        for j, kind in enumerate(KINDS)
+    ],
+)
 def test_lowers_for_cuda(kind, width):
     """One kernel for all layers, in each of the forms that a group of layers has.
 

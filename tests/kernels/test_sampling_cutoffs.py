@@ -123,7 +123,10 @@ def test_cutoffs_equal_numpy_in_many_passes(seed, kind):
         check("pallas_triton", *make_rows(kind, 16, 331, seed), *limits(16, 331, seed + 1))
 
 
-@pytest.mark.parametrize("vocab_size", [1, 16, 17, 64, 65])
+@pytest.mark.parametrize(
+    "vocab_size",
+    [1, pytest.param(16, marks=pytest.mark.long), 17, 64, pytest.param(65, marks=pytest.mark.long)],
+)
 def test_sizes_at_the_edges_of_reads_and_pairs(small, vocab_size):
     check("pallas_triton", *make_rows("rounded", 12, vocab_size, 2), *limits(12, vocab_size, 3))
 

@@ -181,9 +181,17 @@ def lower_step_for_cuda(name: str, tp: int, dtype: str, num_tokens: int, backend
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize(("num_tokens", "tp"), [(1, 1), (256, 2)])
+HOW_LOWERED = ((1, 1), (256, 2))  # tokens, devices
+LOWERED_QUICKLY = [(name, HOW_LOWERED[i % 2]) for i, name in enumerate(QUICK)]
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in PRESETS]
+    ("name", "num_tokens", "tp"),
+    [
+        pytest.param(name, *how, marks=() if (name, how) in LOWERED_QUICKLY else pytest.mark.long)
+        for name in PRESETS
+        for how in HOW_LOWERED
+    ],
 )
 def test_step_lowers_for_cuda(name: str, num_tokens: int, tp: int) -> None:
     dtype = "float32" if name in TINY else "bfloat16"

@@ -104,8 +104,14 @@ def test_nothing_is_sent_between_devices_for_it(request: pytest.FixtureRequest) 
     assert collectives["xla"][0] > 0
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("name", ["llama2-13b-gqa10", "opt-13b", "llama-tiny"])
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [
+        pytest.param(name, tp, marks=pytest.mark.long if (i + tp) % 2 else ())
+        for i, name in enumerate(["llama2-13b-gqa10", "opt-13b", "llama-tiny"])
+        for tp in (1, 2)
+    ],
+)
 def test_a_gpu_gets_the_kernel(name: str, tp: int) -> None:
     """For a mesh of GPUs that are not there, too; one kernel with an addition, one without."""
     dtype = "float32" if name == "llama-tiny" else "bfloat16"

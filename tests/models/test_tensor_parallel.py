@@ -45,11 +45,17 @@ def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
         ("llama", (4,)),
         ("opt", (2,)),
         ("llama_tied_odd_vocab", (2,)),
-        ("qwen3", (2,)),
         *(
             pytest.param(name, sizes, marks=pytest.mark.long)
             for name, sizes in {
-                **{"llama": (2,), "opt": (1, 4), "opt_post_norm": (4,), "qwen2": (2,), "mistral": (2,)}
+                **{
+                    "llama": (2,),
+                    "opt": (1, 4),
+                    "opt_post_norm": (4,),
+                    "qwen2": (2,),
+                    "qwen3": (2,),
+                    "mistral": (2,),
+                }
             }.items()
         ),
     ],
@@ -100,7 +106,9 @@ def test_the_vocabulary_table_is_never_gathered() -> None:
     assert " all-gather(" not in text
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["opt", *(pytest.param(n, marks=pytest.mark.long) for n in ("llama", "qwen3"))]
+)
 def test_a_layer_adds_up_twice(name: str) -> None:
     """After attention and after the MLP, and once for the embedding; nothing else goes between devices."""
     mesh, config = make_mesh(2), CONFIGS[name]

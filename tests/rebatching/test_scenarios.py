@@ -26,9 +26,13 @@ LEAST = {  # of a thousand
     "num_resizes": 5_000,
 }
 
+# Tried first: three short lives that between them catch every planted bug. Which ones do changes with the
+# generator and the engine; for a bug that none of them catches any more, other seeds follow.
+SHORT_SEEDS = (43, 1, 282)
+
 
 @pytest.mark.parametrize(
-    "seeds", [range(40), pytest.param(range(40, 40 + enough(300, 2100)), marks=pytest.mark.long)], ids=len
+    "seeds", [range(25), pytest.param(range(40, 40 + enough(200, 2100)), marks=pytest.mark.long)], ids=len
 )
 def test_tokens_are_those_of_a_plain_list(seeds: Sequence[int]):
     """Whoever joins, leaves, is preempted or cancelled, and whatever fails."""
@@ -44,12 +48,18 @@ def test_tokens_are_those_of_a_plain_list(seeds: Sequence[int]):
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_bug_is_caught(name, monkeypatch):
-    """Some life fails; without the bug, these and the ones above say, none does."""
+    """Some life fails; without the bug, the ones above and below say, none does."""
     MUTATIONS[name](monkeypatch)
-    for seed in (*range(60), *range(270, 600)):  # of which the first few are enough, as a rule
+    for seed in (*SHORT_SEEDS, *range(60), *range(270, 600)):
         try:
             run_scenario(seed)
         except (AssertionError, ValueError, LookupError) as error:
             print(f"caught by run_scenario({seed}): {error!r}"[:200])
             return
     pytest.fail(f"all passed with this bug: {name}")
+
+
+@pytest.mark.parametrize("seed", SHORT_SEEDS)
+def test_without_a_bug_the_short_ones_pass(seed: int):
+    """So that it is the bug that they catch."""
+    run_scenario(seed)

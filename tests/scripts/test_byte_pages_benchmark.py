@@ -23,6 +23,7 @@ def test_every_size_serves_its_case() -> None:
             assert spec.blocks.classes == (tile_class,)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_what_is_timed_lowers_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels, one's copies alone, without the products, and one without operands."""

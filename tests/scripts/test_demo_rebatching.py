@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.launching import load
 
+pytestmark = pytest.mark.long  # answers of both engines are compared in `rebatching/test_real_models`, too
 demo = load("demo_rebatching")
 FLAGS = {"shared_llm": False, "progress": "false"}
 

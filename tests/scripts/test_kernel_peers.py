@@ -63,7 +63,10 @@ def dense(inputs):
     )
 
 
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("all", "ragged") else pytest.mark.long) for name in BATCHES],
+)
 @pytest.mark.parametrize("peer", ["copy_out", "contiguous", "rounds"])
 def test_strawmen_compute_attention(inputs, name, peer):
     """Rows of all kinds; what no row uses is NaN."""

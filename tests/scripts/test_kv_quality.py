@@ -78,8 +78,17 @@ def test_e4m3_without_scales_saturates_and_others_do_not():
         assert STORES[name](row)[0] == pytest.approx(1e4, rel=0.05)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "opt"])
-@pytest.mark.parametrize("part", ["keys", "values"])
+FAMILIES, PARTS = ["llama", "qwen3", "qwen2", "opt"], ["values", "keys"]
+
+
+@pytest.mark.parametrize(
+    ("part", "family"),
+    [
+        pytest.param(part, family, marks=pytest.mark.long if (i + j) % 2 else ())
+        for i, family in enumerate(FAMILIES)
+        for j, part in enumerate(PARTS)
+    ],
+)
 def test_planted_outliers_change_keys_or_values_and_no_logit(models, texts, family, part):
     model = models(family)
     factors = planted(model, part, SCALE, seed=1)
@@ -138,6 +147,7 @@ def test_figures_of_sums():
     assert low == pytest.approx(-0.5) and high == pytest.approx(0.5)
 
 
+@pytest.mark.long
 def test_replies_are_what_a_dense_model_would_say(models, texts):
     model = models("llama")
     prompts = [text.token_ids[: text.reply_start] for text in texts]

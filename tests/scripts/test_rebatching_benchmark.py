@@ -17,8 +17,9 @@ loads = load("rebatching.loads")
 methods = load("rebatching.methods")
 script = load("benchmark_rebatching")
 TINY = {"dtype": "float32", "progress": "false", "shared_llm": False, "max_batch": 2, "lengths": "32"}
+TINY |= {"prefill_batch": 1}
 TINY_MODEL = preset("llama-tiny")
-SHORT = {"length_scale": 0.05, "prefill_batch": 2}
+SHORT = {"length_scale": 0.05}
 
 
 @pytest.fixture
@@ -61,6 +62,7 @@ def test_every_method_serves_the_table(benchmark, tmp_path):
     assert plot.stat().st_size > 1000
 
 
+@pytest.mark.long
 def test_changes_of_shape_are_done_again_alone(benchmark):
     """A ring of two lengths is moved in the run, and the memory of every kind of ring is told."""
     two = TINY | {"lengths": "32,64", "length_scale": 0.1}
@@ -130,6 +132,7 @@ def test_a_load_tells_the_urgent_apart(benchmark, tmp_path):
     assert "urgent p99, s" in out
 
 
+@pytest.mark.long
 def test_launches_are_timed(benchmark, monkeypatch):
     module = load("rebatching.launch_times")
     monkeypatch.setattr(module, "_LAUNCHES", 1)

@@ -35,6 +35,7 @@ def documented(out):
     return document, document["results"]["measurements"]
 
 
+@pytest.mark.long
 def test_blocks_and_parts_are_tried(launch, small, monkeypatch, capsys):
     monkeypatch.setattr(script, "_SWEEP", ((16, 4, 2, True), (64, 4, 2, False)))
     assert launch("benchmark_ring_decode", shared_llm=False, sweep=True, **QUICK) == 0

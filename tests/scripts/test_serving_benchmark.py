@@ -212,6 +212,7 @@ def test_a_row_of_every_step(benchmark, conversations, tmp_path):
             benchmark(**conversations | {"step_table": path} | flags)
 
 
+@pytest.mark.long
 def test_steps_of_a_run_and_the_same_alone(benchmark, conversations):
     """Without a GPU there is no trace of kernels; plans are recorded, and launched again."""
     flags = conversations | {"token_buckets": "16,64", "profile_steps": 40, "real": True}

@@ -166,7 +166,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("seed", [100, 101])
+@pytest.mark.parametrize("seed", [100, pytest.param(101, marks=pytest.mark.long)])
 def test_same_decisions_answers_and_times(name, seed):
     """And, by the fake runner, no step read anything that had not arrived."""
     config, sessions = CONFIGS[name], make_sessions(seed)

@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.long, pytest.mark.filterwarnings("i
 MODEL = "random:llama-tiny"
 NUM_TOKENS = (6, 6, 24, 6, 6, 12)  # of each turn; while replicas die or go, replies are longer
 NUM_CLIENTS = 12
-NUM_CONVERSATIONS = enough(60, 200)
+NUM_CONVERSATIONS = enough(40, 200)
 LONG = 600
 REPLICA, FRONT = (f"ray::ServeReplica:pensieve:{name}" for name in ("EngineReplica", "Front"))
 
