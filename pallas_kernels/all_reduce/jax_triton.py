@@ -38,28 +38,19 @@ def triton_sum(
     empty = jax.ShapeDtypeStruct((1,), partial.dtype)
     normed = jax.ShapeDtypeStruct(partial.shape, dtype) if norms else empty
     total = jax.ShapeDtypeStruct(partial.shape, jnp.float32 if norms else partial.dtype)
-    result: tuple[jax.Array, jax.Array] = jax_triton.triton_call(
-        partial,
-        table,
-        stream if norms else partial,
-        scale if norms else partial,
-        kernel=kernels.sum_of_rows,
-        out_type=(total, normed),
-        grid=(NUM_PROGRAMS,),
+    return _launch(
+        kernels.sum_of_rows,
+        (partial, table, partial if stream is None else stream, partial if scale is None else scale),
+        (total, normed),
+        num_programs=NUM_PROGRAMS,
         name="sum_and_norm" if norms else "sum_over_devices",
-        num_warps=_NUM_WARPS,
-        num_stages=1,
-        backend_options=_OPTIONS,
         num_rows=num_rows,
         capacity=capacity,
         width=width,
-        block=1 << (width - 1).bit_length(),
         num_devices=num_devices,
         norms=norms,
         eps=eps,
-        limit=LIMIT,
     )
-    return result
 
 
 def triton_shares(
@@ -74,23 +65,43 @@ def triton_shares(
 ) -> tuple[jax.Array, jax.Array]:
     """See `api`; arguments are already checked."""
     num_rows, width = share.shape
-    result: tuple[jax.Array, jax.Array] = jax_triton.triton_call(
-        partial,
-        table,
-        share,
-        scale,
-        kernel=kernels.shares_of_rows,
-        out_type=(jax.ShapeDtypeStruct(share.shape, jnp.float32), jax.ShapeDtypeStruct(partial.shape, dtype)),
-        grid=(NUM_PROGRAMS_MANY,),
+    stream = jax.ShapeDtypeStruct(share.shape, jnp.float32)
+    return _launch(
+        kernels.shares_of_rows,
+        (partial, table, share, scale),
+        (stream, jax.ShapeDtypeStruct(partial.shape, dtype)),
+        num_programs=NUM_PROGRAMS_MANY,
         name="sum_and_norm_of_shares",
+        num_rows=num_rows,
+        width=width,
+        num_devices=num_devices,
+        eps=eps,
+    )
+
+
+def _launch(
+    kernel: Any,
+    arrays: tuple[jax.Array, ...],
+    out_type: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct],
+    *,
+    num_programs: int,
+    name: str,
+    width: int,
+    **arguments: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """What both kernels are launched with; `arguments` are a kernel's own."""
+    result: tuple[jax.Array, jax.Array] = jax_triton.triton_call(
+        *arrays,
+        kernel=kernel,
+        out_type=out_type,
+        grid=(num_programs,),
+        name=name,
         num_warps=_NUM_WARPS,
         num_stages=1,
         backend_options=_OPTIONS,
-        num_rows=num_rows,
         width=width,
         block=1 << (width - 1).bit_length(),
-        num_devices=num_devices,
-        eps=eps,
         limit=LIMIT,
+        **arguments,
     )
     return result

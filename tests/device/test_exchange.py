@@ -119,6 +119,19 @@ needs_two_gpus = pytest.mark.skipif(
 )
 
 
+def by_kernel_and_by_xla(run, mesh, in_specs, out_specs):
+    """`run`, compiled for all devices of `mesh` with either back end."""
+    return (
+        jax.jit(
+            jax.shard_map(
+                functools.partial(run, backend=backend), mesh=mesh, in_specs=in_specs, out_specs=out_specs,
+                check_vma=False,
+            )
+        )
+        for backend in ("jax_triton", "xla")
+    )  # fmt: skip
+
+
 @pytest.mark.gpu
 @needs_two_gpus
 @pytest.mark.parametrize("norms", [False, True])
@@ -140,15 +153,7 @@ def test_the_kernel_sums_as_xla_does(norms, num_rows):
             part[0], table, stream, scale, eps=1e-5, dtype=jnp.bfloat16, **arguments
         )
 
-    own, xla = (
-        jax.jit(
-            jax.shard_map(
-                functools.partial(run, backend=backend), mesh=mesh, in_specs=(split, split, whole, whole),
-                out_specs=whole, check_vma=False,
-            )
-        )
-        for backend in ("jax_triton", "xla")
-    )  # fmt: skip
+    own, xla = by_kernel_and_by_xla(run, mesh, (split, split, whole, whole), whole)
     jax.block_until_ready(own(parts[0], memory.table, stream, scale))
     memory.renew()
     for part in parts:
@@ -187,15 +192,7 @@ def test_the_kernel_sums_shares_as_xla_does(num_rows):
         )
         return few, (share, again[0]), (normed, again[1])
 
-    own, xla = (
-        jax.jit(
-            jax.shard_map(
-                functools.partial(run, backend=backend), mesh=mesh, in_specs=(split, split, split, whole),
-                out_specs=(whole, split, whole), check_vma=False,
-            )
-        )
-        for backend in ("jax_triton", "xla")
-    )  # fmt: skip
+    own, xla = by_kernel_and_by_xla(run, mesh, (split, split, split, whole), (whole, split, whole))
     jax.block_until_ready(own(parts[0], memory.table, stream, scale))
     memory.renew()
     for part in parts * 4:

@@ -20,10 +20,27 @@ from pallas_kernels.ragged_paged_attention.shapes import Heads
 _DEPRECATED = "The Pallas Triton backend is deprecated"
 
 
-def lower_for_cuda(fn: Callable[..., Any], *args: Any, device_kind: str = "NVIDIA H200") -> str:
-    """StableHLO of `fn` for `device_kind`; `args` are arrays or `jax.ShapeDtypeStruct`s, nothing is run."""
-    device = jax.sharding.AbstractDevice(device_kind=device_kind, num_cores=None, platform="cuda")
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+def mesh_of_gpus(num_devices: int) -> jax.sharding.AbstractMesh:
+    """Of H200s, with the models' axis."""
+    axis_types = (jax.sharding.AxisType.Auto,)
+    return jax.sharding.AbstractMesh(
+        (num_devices,), ("tp",), axis_types=axis_types, abstract_device=_gpu("NVIDIA H200")
+    )
+
+
+def _gpu(device_kind: str) -> jax.sharding.AbstractDevice:
+    return jax.sharding.AbstractDevice(device_kind=device_kind, num_cores=None, platform="cuda")
+
+
+def lower_for_cuda(
+    fn: Callable[..., Any],
+    *args: Any,
+    device_kind: str = "NVIDIA H200",
+    mesh: jax.sharding.AbstractMesh | None = None,
+) -> str:
+    """StableHLO of `fn` for a GPU or `mesh`; `args` are arrays or `jax.ShapeDtypeStruct`s, nothing is run."""
+    if mesh is None:
+        mesh = jax.sharding.AbstractMesh((), (), abstract_device=_gpu(device_kind))
     with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_DEPRECATED, category=DeprecationWarning)
         return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

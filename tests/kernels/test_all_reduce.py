@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from model_defs import make_mesh
 from pallas_kernels import all_reduce
 from pallas_kernels.all_reduce import ExchangeMemory, SumArgumentError, peers, specs
+from tests.kernels.cross_lower import lower_for_cuda, mesh_of_gpus
 from tests.kernels.test_jax_triton import can_lower
 
 needs_extra = pytest.mark.skipif(
@@ -227,10 +228,7 @@ def test_devices_that_are_processes(num_devices):
 @pytest.mark.parametrize("norms", [False, True])
 def test_it_lowers_inside_shard_map(norms):
     """One launch for a sum, with the stream and its norm or without; the table goes to it as it is."""
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
-    mesh = jax.sharding.AbstractMesh(
-        (2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device
-    )
+    mesh = mesh_of_gpus(2)
     arguments = {"axis": "tp", "capacity": 512 * 256}
 
     def run(part, table, stream, scale):
@@ -250,8 +248,7 @@ def test_it_lowers_inside_shard_map(norms):
     sharded = jax.shard_map(
         run, mesh=mesh, in_specs=(split, split, whole, whole), out_specs=whole, check_vma=False
     )
-    with jax.sharding.use_abstract_mesh(mesh):
-        text = jax.jit(sharded).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    text = lower_for_cuda(sharded, *shapes, mesh=mesh)
     assert text.count("@triton_kernel_call_ffi") == 1 and "all_reduce" not in text
 
 
@@ -259,10 +256,7 @@ def test_it_lowers_inside_shard_map(norms):
 @can_lower
 def test_shares_lower_inside_shard_map():
     """One launch, and nothing beside it."""
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
-    mesh = jax.sharding.AbstractMesh(
-        (2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device
-    )
+    mesh = mesh_of_gpus(2)
 
     def run(part, table, share, scale):
         return all_reduce.sum_and_norm_of_shares(
@@ -279,7 +273,6 @@ def test_shares_lower_inside_shard_map():
     sharded = jax.shard_map(
         run, mesh=mesh, in_specs=(split, split, split, whole), out_specs=(split, whole), check_vma=False
     )
-    with jax.sharding.use_abstract_mesh(mesh):
-        text = jax.jit(sharded).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    text = lower_for_cuda(sharded, *shapes, mesh=mesh)
     assert text.count("@triton_kernel_call_ffi") == 1
     assert "all_gather" not in text and "reduce_scatter" not in text

@@ -26,7 +26,7 @@ from pallas_kernels.ragged_paged_attention import (
 )
 from pallas_kernels.ragged_paged_attention.backends import AUTO_BACKENDS
 from pallas_kernels.ragged_paged_attention.shapes import Heads
-from tests.kernels.cross_lower import lower_for_cuda
+from tests.kernels.cross_lower import lower_for_cuda, mesh_of_gpus
 
 SHAPE = jax.ShapeDtypeStruct
 MODEL_HEADS = {
@@ -160,9 +160,7 @@ def test_dtypes_sizes_and_devices(
 def test_inside_shard_map() -> None:
     """Heads split over two devices, as the model's attention splits them."""
     spec = spec_of(Heads(4, 2, 64), 256, 8, "bfloat16")
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
-    axis_types = (jax.sharding.AxisType.Auto,)
-    mesh = jax.sharding.AbstractMesh((2,), ("tp",), axis_types=axis_types, abstract_device=device)
+    mesh = mesh_of_gpus(2)
     heads, none = PartitionSpec(None, "tp"), PartitionSpec()
     args = (
         SHAPE((256, 8, 64), jnp.bfloat16), SHAPE((400, 32, 8, 64), jnp.bfloat16), SHAPE((8,), jnp.int32),
@@ -173,8 +171,7 @@ def test_inside_shard_map() -> None:
         attend, mesh=mesh, in_specs=(heads, PartitionSpec(None, None, "tp"), none, none, none, none),
         out_specs=heads, check_vma=False,
     )  # fmt: skip
-    with jax.sharding.use_abstract_mesh(mesh):
-        text = jax.jit(sharded).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    text = lower_for_cuda(sharded, *args, mesh=mesh)
     assert text.count("@triton_kernel_call_ffi") == 3
 
 

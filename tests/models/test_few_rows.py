@@ -15,6 +15,7 @@ from model_defs.device_sums import DeviceSums, SumSpec, summing
 from model_defs.gated_decoder import GatedMLP
 from model_defs.layers import Build, FusedQKV, Linear
 from pallas_kernels import decode_matmul
+from tests.kernels.cross_lower import lower_for_cuda, mesh_of_gpus
 
 
 @pytest.fixture
@@ -113,9 +114,7 @@ def test_several_dimensions(calls):
 def test_parts_are_lowered_for_two_gpus(num_rows):
     """With sums by the compiler; Llama-2-70B's layer."""
     config = preset("llama2-70b")
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
-    axis_types = (jax.sharding.AxisType.Auto,)
-    mesh = jax.sharding.AbstractMesh((2,), ("tp",), axis_types=axis_types, abstract_device=device)
+    mesh = mesh_of_gpus(2)
     graph, state = nnx.split(GatedMLP(Build(config, jnp.dtype("bfloat16"), mesh)))
     leaves, treedef = jax.tree.flatten(state)
 
@@ -125,8 +124,7 @@ def test_parts_are_lowered_for_two_gpus(num_rows):
 
     x = jax.ShapeDtypeStruct((num_rows, config.hidden_size), jnp.bfloat16)
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    with jax.sharding.use_abstract_mesh(mesh):
-        text = jax.jit(mlp).trace(shapes, x).lower(lowering_platforms=("cuda",)).as_text()
+    text = lower_for_cuda(mlp, shapes, x, mesh=mesh)
     assert text.count("@mosaic_gpu") == 2 and text.count("all_reduce") == 1, text
 
 
