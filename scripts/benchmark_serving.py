@@ -17,7 +17,7 @@ load point. Answers have the lengths of the trace, by which nobody is admitted, 
 Closed loop (`--closed_loop`): `--num_conversations` of `--num_turns` turns at once, the next turn right after
 the answer, and the seconds that all of it takes.
 
-Systems, one to a process, on the same memory:
+Systems, one to a process (but see `--loads`), on the same memory:
   pensieve       state in device and host memory (`--policy`, `--noprefetch`, `--noretrieval_priority` and
                  `--nounified` take parts of it away);
   pensieve-gpu   in device memory alone (the paper's "Pensieve (GPU cache)");
@@ -42,18 +42,16 @@ import functools
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 from common.live_figures import LiveFigures
-from common.session_flags import rates
 from serving.client import InlineClient, Prompts, ThreadedClient
 from serving.clock import RunClock
 from serving.engine_server import EngineServer
 from serving.figures import UNITS, figures
-from serving.kv_memory import kv_bytes
 from serving.latency_plot import View
 from serving.load_points import (
     LoadPoint,
@@ -63,51 +61,30 @@ from serving.load_points import (
     define_load_flags,
     open_loop,
     sessions_digest,
+    systems_and_rates,
 )
-from serving.loop_profile import UNITS as PROFILE_UNITS
 from serving.loop_profile import profile_loop
-from serving.report import (
-    BENCHMARK,
-    Named,
-    append_line,
-    at_level,
-    curve,
-    draw,
-    named_curve,
-    read_curves,
-    tables,
-)
+from serving.outcome import CLOSED_FLAGS, USERS_FLAGS, Outcome
+from serving.report import BENCHMARK, Named, at_level, draw, named_curve, read_curves
 from serving.run import System, serve
-from serving.systems import ENGINE_SYSTEMS, OURS, STORES_IN_8_BITS, SYSTEMS, open_system
+from serving.systems import ENGINE_SYSTEMS, OURS, STORES_IN_8_BITS, SYSTEMS, open_systems
 from steps.cost_plot import check_can_plot
 from tqdm import tqdm
 
 from model_defs import ModelConfig
 from pensieve_jax import ConfigError
-from pensieve_jax.commands.engine_flags import (
-    TINY_MODEL,
-    define_engine_flags,
-    engine_config,
-    model_limits,
-    shows_progress,
-)
+from pensieve_jax.commands.engine_flags import TINY_MODEL, define_engine_flags, model_limits, shows_progress
 from pensieve_jax.commands.launch import EXIT_FAILED, Interrupt, check_can_write, run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document
-from pensieve_jax.workload import Client, History, Trace
+from pensieve_jax.workload import Client, History
 
 FLAGS = flags.FLAGS
 Point = dict[str, Any]
 _NUM_CLOSED = 200  # conversations of a closed loop, unless --num_conversations says otherwise
-_USERS = ("think", "time_scale", "mid_life_s", "warm_up_s", "window_s", "drain_s", "recorded_arrivals")
 _OPEN_FLAGS = (
-    *("trace", "trace_format", "tokenizer", "workload", "rates", "arrivals", "seeds", "max_client_lag_s"),
-    *("max_run_s", *_USERS),
+    *("trace", "trace_format", "tokenizer", "workload", "loads", "rates", "arrivals", "seeds"),
+    *("max_client_lag_s", "max_run_s", *USERS_FLAGS),
 )
-_CLOSED_FLAGS = ("num_turns", "prompt_tokens", "output_tokens")
-_SETTINGS = {
-    "open loop": (*_USERS, "seed"),
-    "closed loop": ("num_conversations", *_CLOSED_FLAGS, "seed"),
-}
 
 
 def histories(load: LoadPoint, prompts: Prompts, between_steps: Callable[[], None]) -> Iterator[History]:
@@ -204,7 +181,7 @@ def check_flags() -> None:
         _check_engine_alone("--profile_steps", FLAGS.profile_steps)
         if FLAGS.closed_loop:  # nobody is left when it ends
             raise ConfigError("--profile_steps", FLAGS.profile_steps, "left out beside --closed_loop")
-    for name in _OPEN_FLAGS if FLAGS.closed_loop else _CLOSED_FLAGS:
+    for name in _OPEN_FLAGS if FLAGS.closed_loop else CLOSED_FLAGS:
         if FLAGS[name].present:
             loop = "beside" if FLAGS.closed_loop else "without"
             raise ConfigError(f"--{name}", FLAGS[name].value, f"left out {loop} --closed_loop")
@@ -216,7 +193,7 @@ def _check_engine_alone(name: str, value: Any) -> None:
     """Of what is about the steps of one run of this engine in this process."""
     if FLAGS.system not in ENGINE_SYSTEMS:
         raise ConfigError(name, value, f"left out for --system={FLAGS.system}, whose steps are its own")
-    if not FLAGS.closed_loop and len(rates()) * len(all_seeds()) * len(all_arrivals()) > 1:
+    if not FLAGS.closed_loop and len(systems_and_rates()) * len(all_seeds()) * len(all_arrivals()) > 1:
         raise ConfigError(name, value, "left out where there are several --rates, seeds or arrivals")
 
 
@@ -228,7 +205,7 @@ def _check_step_table(path: str) -> None:
 
 def _check_closed_loop() -> None:
     FLAGS.set_default("num_conversations", _NUM_CLOSED)
-    for name in ("num_conversations", *_CLOSED_FLAGS):
+    for name in ("num_conversations", *CLOSED_FLAGS):
         if getattr(FLAGS, name) < 1:
             raise ConfigError(f"--{name}", getattr(FLAGS, name), "at least 1")
     _, max_context_tokens = model_limits()
@@ -249,74 +226,26 @@ def main() -> int:
     model, max_context_tokens = model_limits()
     trace, loads = closed_loop() if FLAGS.closed_loop else open_loop(max_context_tokens)
     start_s = time.perf_counter()
-    points: list[Point] = []
-    left_out: list[LoadPoint] = []
-    with contextlib.closing(open_system(model)) as system, Interrupt() as interrupt:
-        start_up_s = time.perf_counter() - start_s
+    with contextlib.ExitStack() as open_now:
+        systems = open_systems(model, {load.system for load in loads})
+        for system in systems.values():
+            open_now.enter_context(contextlib.closing(system))
+        interrupt = open_now.enter_context(Interrupt())
+        outcome = Outcome(systems, model, trace, time.perf_counter() - start_s)
         stop = functools.partial(stop_if_asked, interrupt)
         for number, load in enumerate(loads):
             if time.perf_counter() - start_s > FLAGS.max_run_s:
-                left_out = loads[number:]
-                print(f"{len(left_out)} load points left out, after --max_run_s", flush=True)
+                outcome.leave_out(loads[number:])
                 break
-            point = measure(system, load, number, model, max_context_tokens, stop)
-            points.append(point)
-            if FLAGS.output_json is not None:
-                append_line(Path(FLAGS.output_json), document(system, model, trace, start_up_s, [point]))
-            _say(system.label, point)
-        if left_out and FLAGS.output_json is not None:  # a line without points: files say what they lack
-            line = document(system, model, trace, start_up_s, [], left_out)
-            append_line(Path(FLAGS.output_json), line)
-        print(tables(system.label, points))
-        print(f"{trace.name}, {trace.digest[:12]}")
-        if FLAGS.plot is not None and points:
-            title = f"{FLAGS.model}, {system.device_name()}\n{trace.name}"
-            draw({system.label: curve(points)}, title, Path(FLAGS.plot))
-        print_document(document(system, model, trace, start_up_s, points, left_out))
-    return EXIT_FAILED if not points or any(point["void"] for point in points) else 0
+            outcome.add(load, measure(systems[load.system], load, number, model, max_context_tokens, stop))
+        outcome.report()
+    return EXIT_FAILED if outcome.has_failed else 0
 
 
 def stop_if_asked(interrupt: Interrupt) -> None:
     """Raise KeyboardInterrupt here, where no step or thread is half done, and no collector swallows it."""
     if interrupt.requested:
         raise KeyboardInterrupt
-
-
-def document(
-    system: System,
-    model: ModelConfig,
-    trace: Trace,
-    start_up_s: float,
-    points: list[Point],
-    left_out: Sequence[LoadPoint] = (),
-) -> str:
-    """Load points with all that they depend on, as a JSON line; and those that no time was left for."""
-    described, is_ours = system.describe(), FLAGS.system in OURS
-    loop = "closed loop" if FLAGS.closed_loop else "open loop"
-    results = {
-        "system": system.label,
-        "model": FLAGS.model,
-        "dtype": FLAGS.dtype,
-        **described,
-        "kv_bytes": kv_bytes(described, model, FLAGS.dtype, engine_config().cache, is_ours=is_ours),
-        "trace": {"name": trace.name, "digest": trace.digest},
-        "loop": loop,
-        "settings": {name: FLAGS[name].value for name in _SETTINGS[loop]},
-        "start_up_s": start_up_s,
-        "points": points,
-        "left_out": [load.name for load in left_out],
-    }
-    units = UNITS | PROFILE_UNITS if FLAGS.profile_steps else UNITS
-    return json_line(BENCHMARK, results, units=units, device=system.device_name())
-
-
-def _say(label: str, point: Point) -> None:
-    """What is worth knowing before the run is over."""
-    rate = "" if point["rate"] is None else f", {point['rate']:g}/s"
-    print(f"{label}{rate}: {point['num_requests']} requests in {point['seconds']:.1f} s", flush=True)
-    if point["void"]:
-        late_s = point["client_lag_s"]["p99"]
-        print(f"VOID: users were {1e3 * late_s:.1f} ms late (99th percentile)", flush=True)
 
 
 def draw_curves() -> int:

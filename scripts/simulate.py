@@ -31,6 +31,7 @@ from common.live_figures import LiveFigures
 from common.session_flags import define_session_flags, load_trace, rates, sessions
 from common.stored_profiles import stored_profile
 from common.systems import STATELESS, SYSTEMS, system_config
+from experiments.machines import derived_names, find_profile
 from serving.report import curve, draw
 from steps.cost_plot import check_can_plot
 
@@ -240,7 +241,7 @@ def check_flags() -> None:
 
 def main() -> int:
     check_flags()
-    profile = stored(DeviceProfile.load(FLAGS.profile))
+    profile = stored(find_profile(FLAGS.profile))
     systems(profile)  # before the trace is made, which takes longer
     trace = load_trace(FLAGS.max_context_tokens)
     results: dict[str, list[dict[str, Any]]] = {}
@@ -274,7 +275,10 @@ def report(profile: DeviceProfile, trace: Trace, results: dict[str, list[dict[st
 def define_flags() -> None:
     """The command line."""
     flags.DEFINE_string(
-        "profile", "h200_llama2-13b-gqa10", f"A file, or one of {', '.join(profile_names())}."
+        "profile",
+        "h200_llama2-13b-gqa10",
+        f"A file, or one of {', '.join(profile_names())}; of four GPUs, derived from those: "
+        f"{', '.join(derived_names())}.",
     )
     flags.DEFINE_list("systems", list(SYSTEMS), f"Among {', '.join(SYSTEMS)}.")
     flags.DEFINE_list("policies", ["retention"], f"Eviction policies, among {', '.join(POLICIES)}.")

@@ -26,6 +26,7 @@ from absl import flags
 from common.live_figures import LiveFigures
 from common.session_flags import define_session_flags, load_trace, sessions
 from common.stored_profiles import stored_profile
+from experiments.machines import derived_names, find_profile
 from serving.report import read_documents
 from serving.run import Window
 from serving.validation_criteria import Criterion, criteria, is_over_the_knee, missed
@@ -188,7 +189,7 @@ def check_flags() -> None:
 
 def main() -> int:
     check_flags()
-    profile = DeviceProfile.load(FLAGS.profile)
+    profile = find_profile(FLAGS.profile)
     points = list(measured_points())
     if not points:
         raise ConfigError("--documents", ",".join(FLAGS.documents), "files with a point that is not void")
@@ -263,7 +264,10 @@ def define_flags() -> None:
     """The command line."""
     flags.DEFINE_list("documents", [], "Files that benchmark_serving's --output_json wrote.")
     flags.DEFINE_string(
-        "profile", "h200_llama2-13b-gqa10", f"A file, or one of {', '.join(profile_names())}."
+        "profile",
+        "h200_llama2-13b-gqa10",
+        f"A file, or one of {', '.join(profile_names())}; of four GPUs, derived from those: "
+        f"{', '.join(derived_names())}.",
     )
     flags.DEFINE_bool("progress", None, "Show a progress bar; default: on a terminal.")
     define_session_flags()

@@ -1,9 +1,9 @@
 """The machines that experiments simulate: one GPU as its profile says, or four that serve a larger model.
 
 Owns: which devices and models there are, the memory they have for KV state, and the arithmetic that makes a
-profile of several GPUs out of one GPU's.
+profile of several GPUs, or of another kind of GPU, out of one GPU's.
 Does not know: workloads or systems.
-Called by: `systems`, `points`, and experiments that ask a profile directly.
+Called by: `systems`, `points`, experiments that ask a profile directly, simulate and validate_simulator.
 """
 
 from __future__ import annotations
@@ -37,10 +37,15 @@ class _Interconnect:
     what: str
 
 
+_NVLINK = _Interconnect(350e9, 10e-6, "NVLink 4, 350 GB/s one way")
 _INTERCONNECTS = {
     "a100": _Interconnect(20e9, 20e-6, "PCIe 4 between pairs of GPUs, 20 GB/s one way"),
-    "h200": _Interconnect(350e9, 10e-6, "NVLink 4, 350 GB/s one way"),
+    "h200": _NVLINK,
+    "h100": _NVLINK,
 }
+# An H100 computes as an H200 does, and reads its memory at 3.17 TB/s and not at 4.61 (ceilings of
+# docs/results/h100_steps_llama2-13b-gqa10.json and h200_steps_llama2-13b-gqa10_of_bfloat16.json).
+_SLOWER_MEMORY = {"h100": ("h200", 4.61 / 3.17)}
 
 
 def num_devices(model: str) -> int:
@@ -59,8 +64,24 @@ def load_profile(device: str, model: str) -> DeviceProfile:
     """One that comes with the simulator, or one derived from the same family's on one GPU."""
     if f"{device}_{model}" in profile_names():
         return DeviceProfile.load(f"{device}_{model}")
-    base = DeviceProfile.load(f"{device}_{_SMALLER_MODEL[model]}")
-    return _of_several(base, model, num_devices(model), _INTERCONNECTS[device])
+    if model in _SMALLER_MODEL:
+        base = load_profile(device, _SMALLER_MODEL[model])
+        return _of_several(base, model, num_devices(model), _INTERCONNECTS[device])
+    like, times = _SLOWER_MEMORY[device]
+    return _with_slower_memory(load_profile(like, model), device, times)
+
+
+def derived_names() -> list[str]:
+    """Of the profiles of several GPUs that `find_profile` makes."""
+    return [profile_name(device, model) for device in _INTERCONNECTS for model in _SMALLER_MODEL]
+
+
+def find_profile(name: str) -> DeviceProfile:
+    """One of `derived_names`, or what `DeviceProfile.load` takes; raises ConfigError as that does."""
+    if name not in derived_names():
+        return DeviceProfile.load(name)
+    device, _, model = name.partition("_")
+    return load_profile(device.partition("x")[0], model)
 
 
 def memory_bytes(model: str) -> tuple[int, int]:
@@ -68,6 +89,26 @@ def memory_bytes(model: str) -> tuple[int, int]:
     gpu_bytes, cpu_bytes = MEMORY_BYTES
     count = num_devices(model)
     return count * gpu_bytes, count * cpu_bytes
+
+
+def _with_slower_memory(base: DeviceProfile, device: str, times: float) -> DeviceProfile:
+    """Of a device that takes so many times as long for what it reads."""
+    costs, what = base.step, f"NVIDIA {device.upper()}"
+    return dataclasses.replace(
+        base,
+        device=f"{what}{base.device.partition('H200')[2]}",
+        source="derived",
+        provenance={
+            "base": f"the profile of {base.model} on {base.device}, which is {base.source}",
+            "reading": f"reading memory takes x {times:.2f} of its time",
+        },
+        step=dataclasses.replace(
+            costs, weight_read_s=costs.weight_read_s * times, kv_read_s=costs.kv_read_s * times
+        ),
+        page_copy_byte_s=base.page_copy_byte_s * times,
+        figures=(),
+        fitted_runs=(),
+    )
 
 
 def _of_several(base: DeviceProfile, model: str, count: int, link: _Interconnect) -> DeviceProfile:
@@ -87,6 +128,7 @@ def _of_several(base: DeviceProfile, model: str, count: int, link: _Interconnect
     reduced_bytes = 2 * large.hidden_size  # of a token, in 16 bits
     reduction_s = reduced_bytes * 2 * (count - 1) / count / link.bytes_per_s
     costs = base.step
+    earlier = f"{base.provenance['reading']}; then " if "reading" in base.provenance else ""
     return dataclasses.replace(
         base,
         model=model,
@@ -94,7 +136,7 @@ def _of_several(base: DeviceProfile, model: str, count: int, link: _Interconnect
         source="derived",
         provenance={
             "base": f"the profile of {base.model} on one {base.device}, which is {base.source}",
-            "derivation": f"by counts, for {count} GPUs: weights x {weights:.3f} each, KV state x "
+            "derivation": f"{earlier}by counts, for {count} GPUs: weights x {weights:.3f} each, KV state x "
             f"{state:.3f}, attention x {heads:.3f}, layers x {layers:.3f}. Nothing of it was measured",
             "interconnect": f"assumed: {link.what}, {1e6 * link.latency_s:.0f} us an all-reduce, two a layer",
         },
@@ -112,6 +154,7 @@ def _of_several(base: DeviceProfile, model: str, count: int, link: _Interconnect
         to_device=dataclasses.replace(base.to_device, bytes_per_s=base.to_device.bytes_per_s * count),
         to_host=dataclasses.replace(base.to_host, bytes_per_s=base.to_host.bytes_per_s * count),
         figures=(),
+        fitted_runs=(),
         num_devices=count,
     )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.engines import EngineFactory
+from common.systems import system_config
 
 from pensieve_jax import EngineConfig, SamplingParams
 from pensieve_jax.commands.report import device_name
@@ -171,11 +172,15 @@ class EngineSystem:
       config: with both tiers' sizes in pages.
     """
 
-    def __init__(self, name: str, config: EngineConfig) -> None:
-        """Load and compile; raises PensieveError or ModelError."""
-        self._factory = EngineFactory(config)
-        self.config = self._factory.config
+    def __init__(self, name: str, config: EngineConfig, factory: EngineFactory | None = None) -> None:
+        """Load and compile, unless another system's `factory` has; raises PensieveError or ModelError."""
+        self._factory = factory or EngineFactory(config)
+        self.config = config if factory else self._factory.config
         self.label = label(name, config)
+
+    def sibling(self, name: str) -> EngineSystem:
+        """Another of the paper's systems on the same model and pages, to be served in turn with this one."""
+        return EngineSystem(name, system_config(name, self.config), self._factory)
 
     def start(self, clock: RunClock) -> EngineServer:
         """An engine without conversations; the one before is closed, and its turns are cancelled."""

@@ -1,19 +1,21 @@
 """The load points of the serving benchmark: who comes when, for all arrivals, seeds and rates of its flags.
 
-Owns: their flags, those of sessions among them, the way from flags to sessions and windows, and the digest by
-which two runs are known to have met the same.
-Does not know: what serves them. Called by: benchmark_serving. The flags are those of whoever calls.
+Owns: their flags, those of sessions among them, the way from flags to sessions and windows, which system
+serves whom, and the digest by which two runs are known to have met the same.
+Does not know: what a system is. Called by: benchmark_serving. The flags are those of whoever calls.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from absl import flags
 from common.session_flags import define_session_flags, load_trace, rates, sessions
+from common.systems import SYSTEMS as ENGINE_SYSTEMS
 
 from pensieve_jax import ConfigError
 from pensieve_jax.workload import ConversationTrace, Session, Trace, TurnTrace
@@ -28,9 +30,10 @@ _DIGITS = 6  # of seconds in a digest: two machines' logarithms may differ in th
 class LoadPoint(NamedTuple):
     """One load point: conversations that begin in a second (None: as recorded, or at once), and who comes.
 
-    `arrivals` is the file whose pauses they have; None for others.
+    `arrivals` is the file whose pauses they have; None for others. `system` is what serves them.
     """
 
+    system: str
     rate: float | None
     seed: int
     arrivals: str | None
@@ -67,11 +70,11 @@ def closed_loop() -> tuple[Trace, list[LoadPoint]]:
     trace = Trace(f"closed loop: {count} conversations of {what}", conversations)
     think_s = (0.0,) * (FLAGS.num_turns - 1)
     who = [Session(conversation, 0.0, think_s) for conversation in conversations]
-    return trace, [LoadPoint(None, FLAGS.seed, None, who, Window())]
+    return trace, [LoadPoint(FLAGS.system, None, FLAGS.seed, None, who, Window())]
 
 
 def open_loop(max_context_tokens: int) -> tuple[Trace, list[LoadPoint]]:
-    """The trace of the flags, for all arrivals, seeds and rates of theirs.
+    """The trace of the flags, for all arrivals, seeds, systems and rates of theirs.
 
     Raises ConfigError or a workload's error.
     """
@@ -81,11 +84,34 @@ def open_loop(max_context_tokens: int) -> tuple[Trace, list[LoadPoint]]:
         window = Window(FLAGS.warm_up_s, FLAGS.warm_up_s + FLAGS.window_s, FLAGS.drain_s)
         run_s = window.end_s + FLAGS.drain_s
     return trace, [
-        LoadPoint(rate, seed, arrivals, sessions(trace, rate, run_s, seed=seed, arrivals=arrivals), window)
+        LoadPoint(
+            name, rate, seed, arrivals, sessions(trace, rate, run_s, seed=seed, arrivals=arrivals), window
+        )
         for arrivals in all_arrivals()
         for seed in all_seeds()
-        for rate in rates()
+        for name, rate in systems_and_rates()
     ]
+
+
+def systems_and_rates() -> list[tuple[str, float | None]]:
+    """What is served by which system, one after the other; raises ConfigError."""
+    if not FLAGS.loads:
+        return [(FLAGS.system, rate) for rate in rates()]
+    for name in ("system", "rates", "recorded_arrivals"):
+        if FLAGS[name].present:
+            raise ConfigError(f"--{name}", FLAGS[name].value, "left out beside --loads")
+    found: list[tuple[str, float | None]] = []
+    for word in FLAGS.loads:
+        name, _, text = word.partition(":")
+        try:
+            rate = float(text)
+        except ValueError:
+            rate = math.nan
+        if name not in ENGINE_SYSTEMS or not 0 < rate < math.inf:
+            limit = f"SYSTEM:RATE with commas between them, systems among {', '.join(ENGINE_SYSTEMS)}"
+            raise ConfigError("--loads", ",".join(FLAGS.loads), limit)
+        found.append((name, rate))
+    return found
 
 
 def all_arrivals() -> list[str | None]:
@@ -113,6 +139,12 @@ def define_load_flags() -> None:
     flags.DEFINE_integer("num_turns", 5, "Turns of each conversation of a closed loop.")
     flags.DEFINE_integer("prompt_tokens", 38, "New tokens of a turn of a closed loop.")
     flags.DEFINE_integer("output_tokens", 205, "Tokens of an answer of a closed loop.")
+    flags.DEFINE_list(
+        "loads",
+        [],
+        "SYSTEM:RATE, in place of --system and --rates: several of this engine's systems take turns on one "
+        "model, which is loaded once, and on the same pages, e.g. stateless:0.8,pensieve:0.8,pensieve:2.",
+    )
     flags.DEFINE_list("seeds", [], "Of who comes, in place of --seed: every rate is served for each of them.")
     flags.DEFINE_list(
         "arrivals",

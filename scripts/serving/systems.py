@@ -6,6 +6,8 @@ Does not know: what is measured of them. Called by: benchmark_serving, whose fla
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 from absl import flags
 from common.systems import HTTP, PENSIEVE, system_config
 from common.systems import SYSTEMS as ENGINE_SYSTEMS
@@ -24,7 +26,7 @@ from serving.transformers_server import TransformersSystem
 from serving.vllm_server import SYSTEMS as VLLM_SYSTEMS
 from serving.vllm_server import VllmSystem
 
-__all__ = ["ENGINE_SYSTEMS", "OURS", "STORES_IN_8_BITS", "SYSTEMS", "open_system"]
+__all__ = ["ENGINE_SYSTEMS", "OURS", "STORES_IN_8_BITS", "SYSTEMS", "open_systems"]
 
 FLAGS = flags.FLAGS
 OURS = (*ENGINE_SYSTEMS, HTTP)
@@ -33,9 +35,22 @@ STORES_IN_8_BITS = (*OURS, *VLLM_SYSTEMS)
 SYSTEMS = (*OURS, *REBATCHING_SYSTEMS, "transformers", STATIC_SYSTEM, *VLLM_SYSTEMS)
 
 
-def open_system(model: ModelConfig) -> System:
-    """Load what `--system` names; raises ConfigError, PensieveError or ModelError."""
-    name, config = FLAGS.system, engine_config()
+def open_systems(model: ModelConfig, names: Collection[str]) -> Mapping[str, System]:
+    """Load what is named; several systems are the engine's own, and share what is loaded.
+
+    Of those one serves at a time: what starts one closes the others' engine. Raises ConfigError,
+    PensieveError or ModelError.
+    """
+    first = next((name for name in ENGINE_SYSTEMS if name in names), None)  # in the order of their memory
+    if first is None or len(set(names)) == 1:
+        return {name: open_system(name, model) for name in names}
+    system = EngineSystem(first, system_config(first, engine_config()))
+    return {first: system} | {name: system.sibling(name) for name in names if name != first}
+
+
+def open_system(name: str, model: ModelConfig) -> System:
+    """Load what is named; raises ConfigError, PensieveError or ModelError."""
+    config = engine_config()
     if name in ENGINE_SYSTEMS:
         return EngineSystem(name, system_config(name, config))
     if name == HTTP:

@@ -1,4 +1,4 @@
-"""The random driver on a model that two virtual devices share, both tiers small; a device that fails alone.
+"""The random driver on a model that two or four devices share, both tiers small; a device that fails alone.
 
 Every token is judged by the dense reference on one device, as those of the engine on one device are
 (`test_real_models`): so they are each other's.
@@ -30,8 +30,8 @@ MAX_UNCERTAIN_FRACTION = 0.02
 
 
 @functools.cache
-def bench():
-    return RealBench(PRESET, num_devices=2, buckets=BUCKETS)
+def bench(num_devices=2, preset=PRESET):
+    return RealBench(preset, num_devices=num_devices, buckets=BUCKETS)
 
 
 def short_scenario(seed):
@@ -45,21 +45,32 @@ SOME = range(3, 6)  # between them everything happens
 OTHERS = [*range(3), *range(6, enough(20, 100))]
 
 
-@pytest.mark.parametrize("seeds", [SOME, pytest.param(OTHERS, marks=pytest.mark.long)], ids=len)
-def test_random_scenarios_equal_the_dense_reference(seeds, record_property):
-    """Swapped, dropped, recomputed, suspended, cancelled, failed: the tokens of one device."""
-    judge, totals = bench(), Counter()
+def check_scenarios(judge, seeds, record_property):
+    totals = Counter()
     num_before = judge.num_turns
     judge.uncertain.clear()
     for seed in seeds:
-        print(f"run_scenario(short_scenario({seed}), bench())")
+        print(f"run_scenario(short_scenario({seed}), bench({judge.num_devices}, {judge.preset!r}))")
         totals += run_scenario(short_scenario(seed), judge).totals
     num_turns = judge.num_turns - num_before
-    record_property("note", f"{num_turns} turns on two devices, {len(judge.uncertain)} too close to call")
+    note = f"{num_turns} turns on {judge.num_devices} devices, {len(judge.uncertain)} too close to call"
+    record_property("note", note)
     assert num_turns > 5 * len(seeds)
     for name in ("reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens"):
         assert totals[name] > 2 * len(seeds), (name, totals)
     assert len(judge.uncertain) <= max(1, MAX_UNCERTAIN_FRACTION * num_turns)
+
+
+@pytest.mark.parametrize("seeds", [SOME, pytest.param(OTHERS, marks=pytest.mark.long)], ids=len)
+def test_random_scenarios_equal_the_dense_reference(seeds, record_property):
+    """Swapped, dropped, recomputed, suspended, cancelled, failed: the tokens of one device."""
+    check_scenarios(bench(), seeds, record_property)
+
+
+@pytest.mark.long
+def test_random_scenarios_on_four_devices(record_property):
+    """The other family: layer norms, and biases behind sums."""
+    check_scenarios(bench(4, "opt-tiny"), range(enough(6, 100)), record_property)
 
 
 class FailsAlone:

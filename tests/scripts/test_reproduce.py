@@ -265,6 +265,21 @@ def test_a_profile_of_four_devices_goes_by_counts(experiments):
     assert (gpu_bytes, cpu_bytes) == (160_000_000_000, 880_000_000_000)
 
 
+def test_profiles_are_found_by_name(experiments):
+    """Those of the package, those of four GPUs, and of an H100, whose memory is slower."""
+    machines = experiments("machines")
+    assert machines.find_profile("h200_opt-13b") == DeviceProfile.load("h200_opt-13b")
+    assert {"a100x4_opt-66b", "h200x4_llama2-70b", "h100x4_llama2-70b"} <= set(machines.derived_names())
+    fast, slow = (machines.find_profile(f"{device}x4_llama2-70b") for device in ("h200", "h100"))
+    assert fast == machines.load_profile("h200", "llama2-70b")
+    assert slow.step.weight_read_s / fast.step.weight_read_s == pytest.approx(4.61 / 3.17)
+    assert slow.step.kv_read_s / fast.step.kv_read_s == pytest.approx(4.61 / 3.17)
+    assert slow.step.token_s == fast.step.token_s and slow.kv_token_bytes == fast.kv_token_bytes
+    assert slow.device == "4 x NVIDIA H100 (PCIe 5 x16)" and "x 1.45" in slow.provenance["derivation"]
+    with pytest.raises(ConfigError, match="h300x4_llama2-70b"):
+        machines.find_profile("h300x4_llama2-70b")
+
+
 def test_a_curve_is_read_where_it_first_rises_over_the_level():
     crossing_at = load("common.crossing").crossing_at
     assert crossing_at(20, [(1, 10), (2, 15), (3, 25), (4, 12), (5, 30)]) == 2.5

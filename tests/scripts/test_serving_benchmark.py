@@ -150,6 +150,37 @@ def test_several_load_points_in_real_time(benchmark, conversations, tmp_path):
     assert curves.read_bytes().startswith(b"\x89PNG")
 
 
+def test_systems_take_turns_on_one_model(benchmark, conversations, tmp_path, monkeypatch):
+    """Loaded once, with both tiers; a system finds what its own memory can hold, or nothing."""
+    file, factories = tmp_path / "points.json", []
+
+    class Factory(NullFactory):
+        def __init__(self, config):
+            super().__init__(config)
+            factories.append(config)
+
+    monkeypatch.setattr(serving_engine, "EngineFactory", Factory)
+    loads = "stateless:6,pensieve:6,pensieve-gpu:6,stateless:4"
+    flags = conversations | {"output_json": file, "window_s": 0.3, "gpu_pages": 600, "loads": loads}
+    _, document = benchmark(real=True, **{name: flags[name] for name in flags if name != "rates"})
+    (config,) = factories
+    assert config.cache.cpu_pages and config.stateful
+    systems = {one["system"]: one for one in document["results"]["systems"]}
+    assert [len(one["points"]) for one in systems.values()] == [1, 1, 2]
+    assert list(systems) == ["pensieve", "pensieve-gpu", "stateless"]
+    configs = {name: one["config"] for name, one in systems.items()}
+    assert {name: one["cache"]["cpu_pages"] > 0 for name, one in configs.items()} == {
+        "pensieve": True, "pensieve-gpu": False, "stateless": False,
+    }  # fmt: skip
+    assert [one["stateful"] for one in configs.values()] == [True, True, False]
+    assert systems["pensieve"]["points"][0]["gpu_hit_rate"] == 1.0
+    assert {point["gpu_hit_rate"] for point in systems["stateless"]["points"]} == {0.0}
+    lines = [json.loads(line)["results"] for line in file.read_text().splitlines()]
+    assert [(line["system"], line["points"][0]["rate"]) for line in lines] == [
+        ("stateless", 6.0), ("pensieve", 6.0), ("pensieve-gpu", 6.0), ("stateless", 4.0),
+    ]  # fmt: skip
+
+
 @pytest.mark.long
 def test_every_rate_for_every_seed_with_recorded_pauses(benchmark, conversations, tmp_path):
     """One load for all systems: points differ by seed, and the document says whose arrivals they are."""
@@ -356,6 +387,18 @@ def test_users_in_the_servers_own_thread_make_no_run_void(benchmark, monkeypatch
         (CLOSED | {"num_turns": 500}, "--num_turns is 500, but must be few enough"),
         (CLOSED | {"output_tokens": 0}, "--output_tokens is 0"),
         ({"system": "vllm"}, "--system is 'vllm', but must be a system that can run here: vllm cannot be"),
+        (
+            {"loads": "vllm:2"},
+            "--loads is 'vllm:2', but must be SYSTEM:RATE .* among pensieve, pensieve-gpu,",
+        ),
+        ({"loads": "pensieve:2,stateless:fast"}, "--loads is .*, but must be SYSTEM:RATE"),
+        ({"loads": "pensieve:0"}, "--loads is .*, but must be SYSTEM:RATE"),
+        ({"loads": "stateless:2", "rates": "3"}, "--rates is .*, but must be left out beside --loads"),
+        (
+            {"loads": "stateless:2", "system": "pensieve"},
+            "--system is .*, but must be left out beside --loads",
+        ),
+        ({"loads": "stateless:2,stateless:3", "profile_steps": 3}, "where there are several --rates"),
         ({"system": "transformers"}, "--system is 'transformers', but must be a system that can run here"),
     ],
 )
@@ -374,7 +417,7 @@ def test_two_hundred_conversations_unless_told_otherwise(launch, monkeypatch):
     def see(*_):
         raise Stop
 
-    monkeypatch.setattr(script, "open_system", see)
+    monkeypatch.setattr(script, "open_systems", see)
     with pytest.raises(Stop):
         launch("benchmark_serving", shared_llm=False, closed_loop="true")
     assert script.FLAGS[
