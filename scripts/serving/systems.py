@@ -6,7 +6,7 @@ Does not know: what is measured of them. Called by: benchmark_serving, whose fla
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 
 from absl import flags
 from common.systems import HTTP, PENSIEVE, system_config
@@ -35,17 +35,17 @@ STORES_IN_8_BITS = (*OURS, *VLLM_SYSTEMS)
 SYSTEMS = (*OURS, *REBATCHING_SYSTEMS, "transformers", STATIC_SYSTEM, *VLLM_SYSTEMS)
 
 
-def open_systems(model: ModelConfig, names: Collection[str]) -> Mapping[str, System]:
+def open_systems(model: ModelConfig, names: Set[str]) -> Mapping[str, System]:
     """Load what is named; several systems are the engine's own, and share what is loaded.
 
     Of those one serves at a time: what starts one closes the others' engine. Raises ConfigError,
     PensieveError or ModelError.
     """
-    first = next((name for name in ENGINE_SYSTEMS if name in names), None)  # in the order of their memory
-    if first is None or len(set(names)) == 1:
+    if len(names) == 1:
         return {name: open_system(name, model) for name in names}
+    first, *others = (name for name in ENGINE_SYSTEMS if name in names)  # in the order of their memory
     system = EngineSystem(first, system_config(first, engine_config()))
-    return {first: system} | {name: system.sibling(name) for name in names if name != first}
+    return {first: system} | {name: system.sibling(name) for name in others}
 
 
 def open_system(name: str, model: ModelConfig) -> System:
