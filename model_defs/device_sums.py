@@ -1,8 +1,8 @@
 """Who adds up the partial sums of products that are split along what they sum over.
 
 Owns: the choice, which whoever traces a step makes for what is traced inside `summing`; without one it is the
-compiler's, which puts its own sum behind such a product. A sum that a norm follows is left to the norm: until
-then partial sums are one array [devices, T, hidden_size], a row on each device.
+compiler's, which puts its own sum behind such a product. A sum is left to the norm that follows: until then
+there are `PartialSums`.
 Does not know: kernels, or models. Called by: layers, and the runner's step.
 """
 
@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec
 
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, tensor_parallel_size
 from pallas_kernels import all_reduce
+from pallas_kernels.all_reduce import Affine
+from pallas_kernels.residual_norms import NormSpec
 
 _SPLIT, _WHOLE = PartitionSpec(TENSOR_AXIS), PartitionSpec()
 
@@ -31,6 +33,23 @@ class SumSpec:
 
     backend: str
     capacity: int
+
+
+@dataclass(frozen=True)
+class PartialSums:
+    """What is still to be added up over devices, and what is added to that.
+
+    Attributes:
+      parts: [devices, T, width], a row on each device.
+      bias: [width], or None.
+    """
+
+    parts: jax.Array
+    bias: jax.Array | None
+
+
+type Summand = jax.Array | PartialSums
+"""[T, width], what a block adds to the stream."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +77,12 @@ class DeviceSums:
         result: jax.Array = run(x, kernel)
         return result
 
-    def total(self, partial: jax.Array) -> jax.Array:
-        """[devices, T, width] -> their sum, on all devices; of many rows the compiler's."""
+    def total(self, y: PartialSums) -> jax.Array:
+        """[T, width] on all devices; of many rows the compiler's."""
+        total = self._added_up(y.parts)
+        return total if y.bias is None else total + y.bias
+
+    def _added_up(self, partial: jax.Array) -> jax.Array:
         if not self._serves_whole(*partial.shape[1:]):
             return self._on_shards(lambda part: lax.psum(part[0], TENSOR_AXIS), _SPLIT, _WHOLE)(partial)
         run = self._on_shards(
@@ -73,25 +96,32 @@ class DeviceSums:
         return result
 
     def total_and_norm(
-        self, stream: jax.Array, partial: jax.Array, scale: jax.Array, *, eps: float, dtype: Any
+        self,
+        stream: jax.Array,
+        y: PartialSums,
+        scale: jax.Array | None,
+        bias: jax.Array | None,
+        *,
+        norm: NormSpec,
     ) -> tuple[jax.Array, jax.Array]:
-        """The stream and the sum, added, and its root-mean-square norm.
+        """The stream f32[T, width] and the sum, added, and the norm of that, [T, width] in the norm's dtype.
 
-        Of many rows each device has a share of the stream, whatever it has of the one that is given.
+        `scale` and `bias`, [width], are the norm's; None: it has none. Of many rows each device has a share
+        of the stream, whatever it has of the one that is given.
         """
-        is_whole = self._serves_whole(*partial.shape[1:])
+        is_whole = self._serves_whole(*y.parts.shape[1:])
         add_up = (
             functools.partial(all_reduce.sum_and_norm, capacity=self.spec.capacity)
             if is_whole
             else all_reduce.sum_and_norm_of_shares
         )
 
-        def run(stream: jax.Array, part: jax.Array, scale: jax.Array, table: jax.Array) -> Any:
-            return add_up(part[0], table, stream, scale, eps=eps, dtype=dtype, **self._arguments)
+        def run(stream: jax.Array, part: jax.Array, affine: Affine, table: jax.Array) -> Any:
+            return add_up(part[0], table, stream, affine, norm=norm, **self._arguments)
 
         of_stream = _WHOLE if is_whole else _SPLIT
         shards = self._on_shards(run, (of_stream, _SPLIT, _WHOLE, _SPLIT), (of_stream, _WHOLE))
-        result: tuple[jax.Array, jax.Array] = shards(stream, partial, scale, self.table)
+        result: tuple[jax.Array, jax.Array] = shards(stream, y.parts, Affine(y.bias, scale, bias), self.table)
         return result
 
     @property
@@ -121,15 +151,10 @@ def current_sums() -> DeviceSums | None:
     return _current.get()
 
 
-def is_partial(y: jax.Array) -> bool:
-    """Whether it is [devices, T, width], still to be added up, and not [T, width]."""
-    return y.ndim == 3
-
-
-def added_up(y: jax.Array) -> jax.Array:
+def added_up(y: Summand) -> jax.Array:
     """[T, width], whatever `y` is."""
-    sums = _current.get()
-    if not is_partial(y):
+    if not isinstance(y, PartialSums):
         return y
-    assert sums is not None
+    sums = _current.get()
+    assert sums is not None, "partial sums outlived what made them"
     return sums.total(y)

@@ -12,7 +12,7 @@ from flax import nnx
 from model_defs.attention import Attention
 from model_defs.config import ModelConfig
 from model_defs.decoder import Decoder
-from model_defs.device_sums import added_up
+from model_defs.device_sums import Summand, added_up
 from model_defs.errors import UnsupportedModelError
 from model_defs.layers import Build, Embedding, FusedQKV, Linear, RMSNorm
 from model_defs.rope import cos_sin, inverse_frequencies, rotate
@@ -27,16 +27,16 @@ def check_rotary(config: ModelConfig) -> None:
 class GatedMLP(nnx.Module):
     """SwiGLU; gate and up are one column-parallel matmul, kernel [hidden_size, 2, intermediate_size]."""
 
-    def __init__(self, build: Build, *, defers: bool = True) -> None:
-        """Declare the projections; `defers` as of `Linear`."""
+    def __init__(self, build: Build) -> None:
+        """Declare the projections."""
         config = build.config
         hidden, wide, bias = (config.hidden_size,), config.intermediate_size, config.mlp_bias
         self.gate_up = Linear(build, hidden, (2, wide), out_axis=1, bias=bias)
-        self.down = Linear(build, (wide,), hidden, in_axis=0, bias=bias, defers=defers)
+        self.down = Linear(build, (wide,), hidden, in_axis=0, bias=bias)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Summand:
         """[T, hidden_size] -> the same, in the kernels' dtype, or partial sums of it: see `Linear`."""
-        return self.down(self.gate_up.gated(x))
+        return self.down.deferred(self.gate_up.gated(x))
 
 
 class GatedLayer(nnx.Module):
@@ -48,24 +48,22 @@ class GatedLayer(nnx.Module):
         self.input_norm = RMSNorm(build)
         self.qkv = FusedQKV(build, bias=qkv_bias)
         heads = config.num_heads, config.head_dim
-        # Both or none: a stream of which each device has a share would be gathered for the other one's norm.
-        defers = not (out_bias or config.mlp_bias)
-        self.out = Linear(build, heads, (config.hidden_size,), in_axis=0, bias=out_bias, defers=defers)
+        self.out = Linear(build, heads, (config.hidden_size,), in_axis=0, bias=out_bias)
         self.mlp_norm = RMSNorm(build)
-        self.mlp = GatedMLP(build, defers=defers)
+        self.mlp = GatedMLP(build)
 
     def __call__(
         self,
         layer_index: int,
         x: jax.Array,
-        y: jax.Array | None,
+        y: Summand | None,
         rotation: tuple[jax.Array, jax.Array],
         attention: Attention,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, Summand]:
         """The stream f32[T, hidden_size] and what is still to be added to it -> the same after the layer."""
         x, normed = self.input_norm.add(x, y)
         q, k, v = self.project(normed)
-        y = self.out(attention(layer_index, rotate(q, *rotation), rotate(k, *rotation), v))
+        y = self.out.deferred(attention(layer_index, rotate(q, *rotation), rotate(k, *rotation), v))
         x, normed = self.mlp_norm.add(x, y)
         return x, self.mlp(normed)
 

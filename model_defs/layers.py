@@ -22,10 +22,10 @@ from jax.sharding import AbstractDevice, Mesh, NamedSharding, PartitionSpec
 
 from model_defs import few_rows
 from model_defs.config import ModelConfig
-from model_defs.device_sums import added_up, current_sums, is_partial
+from model_defs.device_sums import PartialSums, Summand, added_up, current_sums
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, constrain, tensor_parallel_size, vocabulary_axis
 from pallas_kernels.devices import on_every_device
-from pallas_kernels.residual_norms import NormKind, add_and_norm, choose_backend
+from pallas_kernels.residual_norms import NormKind, NormSpec, add_and_norm, choose_backend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,35 +71,35 @@ class Linear(nnx.Module):
         in_axis: int | None = None,
         out_axis: int | None = None,
         bias: bool = False,
-        defers: bool = False,
     ) -> None:
-        """Declare kernel and bias; `defers` leaves sums to the norm that follows, where that is possible."""
+        """Declare kernel and bias."""
         ins = tuple(TENSOR_AXIS if i == in_axis else None for i in range(len(in_shape)))
         outs = tuple(TENSOR_AXIS if i == out_axis else None for i in range(len(out_shape)))
         self.build, self.num_in_dims, self.in_axes, self.out_axes = build, len(in_shape), ins, outs
-        self.defers = defers and not bias
         self.kernel = declare(build, in_shape + out_shape, ins + outs)
         self.bias = declare(build, out_shape, outs) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, *in_shape] -> [T, *out_shape], in the kernel's dtype; partial sums of it, if it defers them."""
+        """[T, *in_shape] -> [T, *out_shape], in the kernel's dtype."""
+        return added_up(self.deferred(x))
+
+    def deferred(self, x: jax.Array) -> Summand:
+        """As `__call__`, but where devices add up partial sums themselves, that is left to what follows."""
         x, kernel, sums = x.astype(self.build.dtype), self.kernel[...], current_sums()
+        bias = None if self.bias is None else self.bias[...]
         of_few_rows = self._of_few_rows(x.shape[0])
         if any(self.in_axes) and sums is not None and sums.serves(x.shape[0], kernel.shape[-1]):
-            y = sums.partial(of_few_rows or self._product, x, kernel, self._specs)
-            if self.defers:
-                return y
-            y = sums.total(y)
-        elif of_few_rows is not None:
-            y = self._on_shards(of_few_rows, self.out_axes)(x, kernel)
-        else:
-            y = constrain(self._product(x, kernel), self.build.mesh, None, *self.out_axes)
-        return y if self.bias is None else y + self.bias[...]
+            return PartialSums(sums.partial(of_few_rows or self._product, x, kernel, self._specs), bias)
+        # XLA can add the bias within its product; behind another kernel's it would take one more.
+        if of_few_rows is not None and bias is None:
+            return self._on_shards(of_few_rows, self.out_axes)(x, kernel)
+        y = constrain(self._product(x, kernel), self.build.mesh, None, *self.out_axes)
+        return y if bias is None else y + bias
 
     def gated(self, x: jax.Array) -> jax.Array:
         """[T, *in_shape] -> [T, wide]: SwiGLU of a kernel [*in_shape, 2, wide], the gate first."""
         of_few_rows = self._of_few_rows(x.shape[0], gated=True)
-        if of_few_rows is not None:
+        if of_few_rows is not None and self.bias is None:
             return self._on_shards(of_few_rows, self.out_axes[1:])(
                 x.astype(self.build.dtype), self.kernel[...]
             )
@@ -111,9 +111,7 @@ class Linear(nnx.Module):
         return lax.dot_general(x, kernel, (contract, ((), ())), precision=self.build.precision)
 
     def _of_few_rows(self, num_rows: int, *, gated: bool = False) -> few_rows.Product | None:
-        """For each device's part of the kernel, if that is served."""
-        if self.bias is not None:
-            return None
+        """For each device's part of the kernel, if that is served; without the bias."""
         tp, axes = tensor_parallel_size(self.build.mesh), self.in_axes + self.out_axes
         shape = tuple(
             size // tp if axis else size for size, axis in zip(self.kernel[...].shape, axes, strict=True)
@@ -183,7 +181,7 @@ class Norm(nnx.Module):
         return self._run(x, None, jnp.dtype(jnp.float32), "xla")[1]
 
     def add(
-        self, x: jax.Array, y: jax.Array | None, dtype: jnp.dtype | None = None
+        self, x: jax.Array, y: Summand | None, dtype: jnp.dtype | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """The stream f32[T, hidden_size] and what is to be added to it -> their sum, and its norm.
 
@@ -191,11 +189,10 @@ class Norm(nnx.Module):
         What is to be added may still be partial sums.
         """
         dtype, sums = self.build.dtype if dtype is None else jnp.dtype(dtype), current_sums()
-        if y is not None and is_partial(y):
-            if sums is not None and self.kind == "rms" and self.scale is not None:
-                eps = self.build.config.norm_eps
-                return sums.total_and_norm(x, y, self.scale[...], eps=eps, dtype=dtype)
-            y = added_up(y)
+        if isinstance(y, PartialSums):
+            assert sums is not None, "partial sums outlived what made them"
+            norm = NormSpec(self.kind, self.build.config.norm_eps, dtype)
+            return sums.total_and_norm(x, y, *self._affine, norm=norm)
         return self._run(x, y, dtype, choose_backend(x.shape[1], _device(self.build.mesh)))
 
     def _run(
@@ -204,10 +201,16 @@ class Norm(nnx.Module):
         run = functools.partial(
             add_and_norm, kind=self.kind, eps=self.build.config.norm_eps, dtype=dtype, backend=backend
         )
-        scale, bias = (None if part is None else part[...] for part in (self.scale, self.bias))
         if backend == "xla":
-            return run(x, y, scale, bias)
-        return on_every_device(run, self.build.mesh)(x, y, scale, bias)
+            return run(x, y, *self._affine)
+        return on_every_device(run, self.build.mesh)(x, y, *self._affine)
+
+    @property
+    def _affine(self) -> tuple[jax.Array | None, jax.Array | None]:
+        return (
+            None if self.scale is None else self.scale[...],
+            None if self.bias is None else self.bias[...],
+        )
 
 
 class RMSNorm(Norm):

@@ -14,6 +14,7 @@ from flax import nnx
 from model_defs.attention import Attention
 from model_defs.config import ModelConfig
 from model_defs.decoder import Decoder
+from model_defs.device_sums import Summand, added_up
 from model_defs.errors import UnsupportedModelError
 from model_defs.family import Family
 from model_defs.hf_options import boolean, choice, common_fields, integer
@@ -86,8 +87,8 @@ class OPTLayer(nnx.Module):
         self.fc2 = Linear(build, wide, hidden, in_axis=0, bias=config.mlp_bias)
 
     def __call__(
-        self, layer_index: int, x: jax.Array, y: jax.Array | None, attention: Attention
-    ) -> tuple[jax.Array, jax.Array | None]:
+        self, layer_index: int, x: jax.Array, y: Summand | None, attention: Attention
+    ) -> tuple[jax.Array, Summand | None]:
         """The stream f32[T, hidden_size] and what is still to be added to it -> the same after the layer.
 
         After a post-norm there is nothing to be added: the normed sum is the stream.
@@ -95,10 +96,11 @@ class OPTLayer(nnx.Module):
         act = activation(self.activation)
         if self.pre_norm:
             x, normed = self.attention_norm.add(x, y)
-            x, normed = self.mlp_norm.add(x, self.out(attention(layer_index, *self.qkv(normed))))
-            return x, self.fc2(act(self.fc1(normed)))
-        _, x = self.attention_norm.add(x, self.out(attention(layer_index, *self.qkv(x))), jnp.float32)
-        _, x = self.mlp_norm.add(x, self.fc2(act(self.fc1(x))), jnp.float32)
+            x, normed = self.mlp_norm.add(x, self.out.deferred(attention(layer_index, *self.qkv(normed))))
+            return x, self.fc2.deferred(act(self.fc1(normed)))
+        attended = self.out.deferred(attention(layer_index, *self.qkv(x)))
+        _, x = self.attention_norm.add(x, attended, jnp.float32)
+        _, x = self.mlp_norm.add(x, self.fc2.deferred(act(self.fc1(x))), jnp.float32)
         return x, None
 
 
@@ -144,7 +146,7 @@ class OPT(Decoder):
         y = None  # what a layer adds is left to the norm of the next, which does both in one pass
         for layer_index in range(start, stop):
             x, y = self.layers[layer_index](layer_index, x, y, attention)
-        return x if y is None else x + y
+        return x if y is None else x + added_up(y)
 
     def normalize(self, x: jax.Array) -> jax.Array:
         """See `Decoder`."""

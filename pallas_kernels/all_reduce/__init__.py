@@ -5,6 +5,7 @@ and no kernel between. Of many rows each device sums and norms its share, and wr
 `ExchangeMemory` is what devices write to; the rest is called inside `shard_map`. docs/kernels.md
 """
 
+from pallas_kernels.all_reduce.affine import Affine
 from pallas_kernels.all_reduce.api import (
     SumArgumentError,
     devices_limit,
@@ -21,6 +22,7 @@ __all__ = [
     "MAX_DEVICES",
     "MAX_ROWS",
     "MAX_WIDTH",
+    "Affine",
     "ExchangeMemory",
     "SumArgumentError",
     "devices_limit",

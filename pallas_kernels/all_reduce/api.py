@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.all_reduce.affine import Affine
 from pallas_kernels.all_reduce.peers import peers_limit
 from pallas_kernels.all_reduce.specs import MAX_DEVICES, MAX_ROWS, MAX_WIDTH
 from pallas_kernels.devices import triton_device_limit
-from pallas_kernels.residual_norms import add_and_norm
+from pallas_kernels.residual_norms import KINDS, NormSpec, add_and_norm
 
 _BACKENDS = ("jax_triton", "xla")
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -73,38 +73,43 @@ def sum_over_devices(
         return lax.psum(partial, axis)
     from pallas_kernels.all_reduce.jax_triton import triton_sum  # the extra `triton`
 
-    return triton_sum(partial, table, None, None, num_devices=num_devices, capacity=capacity)[0]
+    return triton_sum(partial, table, num_devices=num_devices, capacity=capacity)
 
 
 def sum_and_norm(
     partial: jax.Array,
     table: jax.Array,
     stream: jax.Array,
-    scale: jax.Array,
+    affine: Affine,
     *,
+    norm: NormSpec,
     axis: str,
     capacity: int,
-    eps: float,
-    dtype: Any,
     backend: str = "jax_triton",
 ) -> tuple[jax.Array, jax.Array]:
-    """The stream f32[num_rows, width] and the sum, added, and the root-mean-square norm of that in `dtype`.
+    """The stream f32[num_rows, width] and the sum with its bias, added, and the norm of that.
 
-    Other arguments and errors are those of `sum_over_devices`; `scale` [width] is the norm's.
+    Args:
+      partial: as of `sum_over_devices`, like what is not named here.
+      table: likewise.
+      stream: f32[num_rows, width].
+      affine: arrays of [width]; the sum's bias in the dtype of the partial sums.
+      norm: which one; the normed rows are in its dtype, rounded to it once.
+      axis: likewise.
+      capacity: likewise.
+      backend: likewise.
+
+    Raises:
+      SumArgumentError: `serves` says no, or dtypes or shapes that do not belong together.
     """
     num_devices = _check(partial, axis, capacity, backend)
-    if stream.shape != partial.shape or stream.dtype != jnp.float32 or scale.shape != partial.shape[1:]:
-        raise SumArgumentError(
-            f"stream and scale are {stream.dtype.name}{list(stream.shape)} and {list(scale.shape)}, but must "
-            f"be float32{list(partial.shape)} and {list(partial.shape[1:])} as the partial sums are"
-        )
+    _check_norm(stream, partial, affine, norm, num_rows=partial.shape[0])
     if backend == "xla":
-        total = lax.psum(partial, axis)
-        return add_and_norm(stream, total, scale, kind="rms", eps=eps, dtype=dtype, backend="xla")
-    from pallas_kernels.all_reduce.jax_triton import triton_sum  # the extra `triton`
+        return _norm_by_xla(stream, lax.psum(partial, axis), affine, norm)
+    from pallas_kernels.all_reduce.jax_triton import triton_sum_and_norm  # the extra `triton`
 
-    return triton_sum(
-        partial, table, stream, scale, num_devices=num_devices, capacity=capacity, eps=eps, dtype=dtype
+    return triton_sum_and_norm(
+        partial, table, stream, affine, norm=norm, num_devices=num_devices, capacity=capacity
     )
 
 
@@ -112,11 +117,10 @@ def sum_and_norm_of_shares(
     partial: jax.Array,
     table: jax.Array,
     share: jax.Array,
-    scale: jax.Array,
+    affine: Affine,
     *,
+    norm: NormSpec,
     axis: str,
-    eps: float,
-    dtype: Any,
     backend: str = "jax_triton",
 ) -> tuple[jax.Array, jax.Array]:
     """Each device adds up its share of many rows, the first device the first ones.
@@ -125,15 +129,14 @@ def sum_and_norm_of_shares(
       partial: [num_rows, width], this device's partial sums.
       table: as of `sum_over_devices`.
       share: f32[num_rows / devices, width], the stream's rows of this device.
-      scale: [width], of the norm.
+      affine: as of `sum_and_norm`.
+      norm: likewise.
       axis: the mesh's.
-      eps: of the norm.
-      dtype: of the normed rows.
       backend: as of `sum_over_devices`.
 
     Returns:
-      This device's share of the stream with the sum, as `share` is, and the root-mean-square norm of
-      everybody's, [num_rows, width] in `dtype`.
+      This device's share of the stream with the sum, as `share` is, and the norm of everybody's,
+      [num_rows, width] in the norm's dtype.
 
     Raises:
       SumArgumentError: `serves_shares` says no, or dtypes or shapes that do not belong together.
@@ -143,23 +146,26 @@ def sum_and_norm_of_shares(
     is_known = partial.ndim == 2 and partial.dtype.name in _DTYPES
     if not is_known or not serves_shares(partial.shape[0], partial.shape[1], num_devices):
         raise SumArgumentError(
-            f"partial sums are {partial.dtype.name}{list(partial.shape)} of {num_devices} devices, but must "
+            f"partial sums are {_named(partial)} of {num_devices} devices, but must "
             f"be [num_rows, width] of {' or '.join(_DTYPES)}, of 2 to {MAX_DEVICES} devices, which divide "
             f"the rows, with at most {MAX_WIDTH} columns, a multiple of {_LINE}"
         )
-    expected = partial.shape[0] // num_devices, partial.shape[1]
-    if share.shape != expected or share.dtype != jnp.float32 or scale.shape != expected[1:]:
-        raise SumArgumentError(
-            f"share and scale are {share.dtype.name}{list(share.shape)} and {list(scale.shape)}, but must be "
-            f"float32{list(expected)} and {list(expected[1:])} by the partial sums"
-        )
+    _check_norm(share, partial, affine, norm, num_rows=partial.shape[0] // num_devices)
     if backend == "xla":
         total = lax.psum_scatter(partial, axis, tiled=True)
-        share, normed = add_and_norm(share, total, scale, kind="rms", eps=eps, dtype=dtype, backend="xla")
+        share, normed = _norm_by_xla(share, total, affine, norm)
         return share, lax.all_gather(normed, axis, tiled=True)
     from pallas_kernels.all_reduce.jax_triton import triton_shares  # the extra `triton`
 
-    return triton_shares(partial, table, share, scale, num_devices=num_devices, eps=eps, dtype=dtype)
+    return triton_shares(partial, table, share, affine, norm=norm, num_devices=num_devices)
+
+
+def _norm_by_xla(
+    stream: jax.Array, total: jax.Array, affine: Affine, norm: NormSpec
+) -> tuple[jax.Array, jax.Array]:
+    if affine.sum_bias is not None:
+        total = total + affine.sum_bias
+    return add_and_norm(stream, total, affine.scale, affine.bias, **norm._asdict(), backend="xla")
 
 
 def _check(partial: jax.Array, axis: str, capacity: int, backend: str) -> int:
@@ -168,11 +174,35 @@ def _check(partial: jax.Array, axis: str, capacity: int, backend: str) -> int:
     is_known = partial.ndim == 2 and partial.dtype.name in _DTYPES
     if not is_known or not serves(partial.shape[0], partial.shape[1], num_devices) or partial.size > capacity:
         raise SumArgumentError(
-            f"partial sums are {partial.dtype.name}{list(partial.shape)} of {num_devices} devices, but must "
+            f"partial sums are {_named(partial)} of {num_devices} devices, but must "
             f"be [num_rows, width] of {' or '.join(_DTYPES)}, of 2 to {MAX_DEVICES} devices, with at most "
             f"{MAX_ROWS} rows, at most {MAX_WIDTH} columns, a multiple of {_LINE}, and {capacity} numbers"
         )
     return num_devices
+
+
+def _check_norm(
+    stream: jax.Array, partial: jax.Array, affine: Affine, norm: NormSpec, *, num_rows: int
+) -> None:
+    """What comes with sums of `num_rows` rows on this device."""
+    shape = num_rows, partial.shape[1]
+    if stream.shape != shape or stream.dtype != jnp.float32:
+        raise SumArgumentError(
+            f"the stream is {_named(stream)}, but must be float32{list(shape)} by the partial sums"
+        )
+    for name, array in affine._asdict().items():
+        dtypes = (partial.dtype.name,) if name == "sum_bias" else _DTYPES
+        if array is not None and (array.shape != shape[1:] or array.dtype.name not in dtypes):
+            limit = f"{list(shape[1:])} of {' or '.join(dtypes)}"
+            raise SumArgumentError(f"{name} is {_named(array)}, but must be {limit} by the partial sums")
+    dtype = jnp.dtype(norm.dtype).name
+    if norm.kind not in KINDS or dtype not in _DTYPES:
+        limit = f"must be one of {KINDS}, in one of {_DTYPES}"
+        raise SumArgumentError(f"the norm is {norm.kind!r} in {dtype}, but {limit}")
+
+
+def _named(array: jax.Array) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"
 
 
 def _check_backend(backend: str) -> None:

@@ -14,42 +14,54 @@ import jax.numpy as jnp
 import jax_triton
 
 from pallas_kernels.all_reduce import jax_triton_kernels as kernels
+from pallas_kernels.all_reduce.affine import Affine
 from pallas_kernels.all_reduce.specs import LIMIT, NUM_PROGRAMS, NUM_PROGRAMS_MANY
+from pallas_kernels.residual_norms import NormSpec
 
 # As of ragged_paged_attention.jax_triton: JAX assembles PTX with the CUDA it runs on.
 _OPTIONS = {"ptx_version": 88, "enable_fp_fusion": True}
 _NUM_WARPS = 8
 
 
-def triton_sum(
-    partial: jax.Array,
-    table: jax.Array,
-    stream: jax.Array | None,
-    scale: jax.Array | None,
-    *,
-    num_devices: int,
-    capacity: int,
-    eps: float = 0.0,
-    dtype: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """See `api`; arguments are already checked. Without a stream the second result means nothing."""
-    num_rows, width = partial.shape
-    norms = stream is not None and scale is not None
-    empty = jax.ShapeDtypeStruct((1,), partial.dtype)
-    normed = jax.ShapeDtypeStruct(partial.shape, dtype) if norms else empty
-    total = jax.ShapeDtypeStruct(partial.shape, jnp.float32 if norms else partial.dtype)
+def triton_sum(partial: jax.Array, table: jax.Array, *, num_devices: int, capacity: int) -> jax.Array:
+    """See `api.sum_over_devices`; arguments are already checked."""
+    unused = jax.ShapeDtypeStruct((1,), partial.dtype)
     return _launch(
         kernels.sum_of_rows,
-        (partial, table, partial if stream is None else stream, partial if scale is None else scale),
-        (total, normed),
+        (partial, table, None, Affine()),
+        (jax.ShapeDtypeStruct(partial.shape, partial.dtype), unused),
+        None,
         num_programs=NUM_PROGRAMS,
-        name="sum_and_norm" if norms else "sum_over_devices",
-        num_rows=num_rows,
-        capacity=capacity,
-        width=width,
+        name="sum_over_devices",
+        num_rows=partial.shape[0],
         num_devices=num_devices,
-        norms=norms,
-        eps=eps,
+        capacity=capacity,
+        norms=False,
+    )[0]
+
+
+def triton_sum_and_norm(
+    partial: jax.Array,
+    table: jax.Array,
+    stream: jax.Array,
+    affine: Affine,
+    *,
+    norm: NormSpec,
+    num_devices: int,
+    capacity: int,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.sum_and_norm`; arguments are already checked."""
+    return _launch(
+        kernels.sum_of_rows,
+        (partial, table, stream, affine),
+        _stream_and_normed(stream, partial, norm),
+        norm,
+        num_programs=NUM_PROGRAMS,
+        name=f"sum_and_norm_{norm.kind}",
+        num_rows=partial.shape[0],
+        num_devices=num_devices,
+        capacity=capacity,
+        norms=True,
     )
 
 
@@ -57,41 +69,51 @@ def triton_shares(
     partial: jax.Array,
     table: jax.Array,
     share: jax.Array,
-    scale: jax.Array,
+    affine: Affine,
     *,
+    norm: NormSpec,
     num_devices: int,
-    eps: float,
-    dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api`; arguments are already checked."""
-    num_rows, width = share.shape
-    stream = jax.ShapeDtypeStruct(share.shape, jnp.float32)
+    """See `api.sum_and_norm_of_shares`; arguments are already checked."""
     return _launch(
         kernels.shares_of_rows,
-        (partial, table, share, scale),
-        (stream, jax.ShapeDtypeStruct(partial.shape, dtype)),
+        (partial, table, share, affine),
+        _stream_and_normed(share, partial, norm),
+        norm,
         num_programs=NUM_PROGRAMS_MANY,
-        name="sum_and_norm_of_shares",
-        num_rows=num_rows,
-        width=width,
+        name=f"sum_and_norm_of_shares_{norm.kind}",
+        num_rows=share.shape[0],
         num_devices=num_devices,
-        eps=eps,
+    )
+
+
+type _Outputs = tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
+
+
+def _stream_and_normed(stream: jax.Array, partial: jax.Array, norm: NormSpec) -> _Outputs:
+    return (
+        jax.ShapeDtypeStruct(stream.shape, jnp.float32),
+        jax.ShapeDtypeStruct(partial.shape, norm.dtype),
     )
 
 
 def _launch(
     kernel: Any,
-    arrays: tuple[jax.Array, ...],
-    out_type: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct],
+    arrays: tuple[jax.Array, jax.Array, jax.Array | None, Affine],
+    out_type: _Outputs,
+    norm: NormSpec | None,
     *,
     num_programs: int,
     name: str,
-    width: int,
     **arguments: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """What both kernels are launched with; `arguments` are a kernel's own."""
+    """What both kernels are launched with; `arguments` are a kernel's own. What is missing is not read."""
+    partial, table, stream, affine = arrays
+    width = partial.shape[1]
     result: tuple[jax.Array, jax.Array] = jax_triton.triton_call(
-        *arrays,
+        partial,
+        table,
+        *(partial if array is None else array for array in (stream, *affine)),
         kernel=kernel,
         out_type=out_type,
         grid=(num_programs,),
@@ -101,6 +123,9 @@ def _launch(
         backend_options=_OPTIONS,
         width=width,
         block=1 << (width - 1).bit_length(),
+        is_layer=norm is not None and norm.kind == "layer",
+        **{f"has_{what}": array is not None for what, array in affine._asdict().items()},
+        eps=0.0 if norm is None else norm.eps,
         limit=LIMIT,
         **arguments,
     )

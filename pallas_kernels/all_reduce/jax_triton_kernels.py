@@ -1,7 +1,7 @@
 """Sums over devices in plain Triton: devices write to their peers' memory, or read it, and add up.
 
-Owns: the kernels' bodies, for few rows and for many; with both the residual addition and the root-mean-square
-norm of the sum. Does not know: JAX, or who allocated the memory; a table of addresses says where it is.
+Owns: the kernels' bodies, for few rows and for many; with both the residual addition of the sum and its norm.
+Does not know: JAX, or who allocated the memory; a table of addresses says where it is.
 Called by: `jax_triton`, which launches them. Needs Triton, which the extra `triton` installs.
 
 Program p exchanges with the programs p of the peers alone. It counts launches by itself (`epoch`), in memory
@@ -38,7 +38,9 @@ def sum_of_rows(
     partial_ptr: tl.tensor,
     table_ptr: tl.tensor,
     stream_ptr: tl.tensor,
+    sum_bias_ptr: tl.tensor,
     scale_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     sum_ptr: tl.tensor,
     normed_ptr: tl.tensor,
     num_rows: tl.tensor,
@@ -47,6 +49,10 @@ def sum_of_rows(
     block: tl.constexpr,
     num_devices: tl.constexpr,
     norms: tl.constexpr,
+    is_layer: tl.constexpr,
+    has_sum_bias: tl.constexpr,
+    has_scale: tl.constexpr,
+    has_bias: tl.constexpr,
     eps: tl.constexpr,
     limit: tl.constexpr,
 ) -> None:
@@ -56,7 +62,9 @@ def sum_of_rows(
       partial_ptr: [num_rows, width], this device's.
       table_ptr: i32, read as i64: see `specs`.
       stream_ptr: f32[num_rows, width], what the sum is added to; not read unless `norms`.
+      sum_bias_ptr: [width], added to the rounded sum, and rounded again; not read unless `norms`.
       scale_ptr: [width], of the norm; not read unless `norms`.
+      bias_ptr: [width], of the norm; not read unless `norms`.
       sum_ptr: [num_rows, width], the sum as partial sums are, or, with `norms`, f32, the stream and the sum.
       normed_ptr: [num_rows, width], the stream's norm; not written unless `norms`.
       num_rows: of this launch, the same everywhere.
@@ -65,6 +73,10 @@ def sum_of_rows(
       block: the power of two from there.
       num_devices: that add up.
       norms: whether the sum goes on to the stream and its norm.
+      is_layer: whether it is a layer norm; else it is the root mean square's.
+      has_sum_bias: whether there is one; else its array is any, and not read.
+      has_scale: likewise.
+      has_bias: likewise.
       eps: of the norm.
       limit: looks at a flag before a peer counts as lost.
     """
@@ -104,8 +116,12 @@ def sum_of_rows(
             total += values.to(tl.float32)
         total = _rounded(total, partial_ptr, lost)
         if norms:
+            if has_sum_bias:
+                total = _rounded(total + _vector(sum_bias_ptr, columns, inside), partial_ptr, lost)
             total += tl.load(stream_ptr + where, mask=inside, other=0.0)
-            normed = _normed(total, scale_ptr, columns, inside, width, eps)
+            normed = _normed(
+                total, scale_ptr, bias_ptr, columns, inside, width, is_layer, has_scale, has_bias, eps
+            )
             tl.store(normed_ptr + where, normed.to(normed_ptr.dtype.element_ty), mask=inside)
         tl.store(sum_ptr + where, total.to(sum_ptr.dtype.element_ty), mask=inside)
 
@@ -115,13 +131,19 @@ def shares_of_rows(
     partial_ptr: tl.tensor,
     table_ptr: tl.tensor,
     stream_ptr: tl.tensor,
+    sum_bias_ptr: tl.tensor,
     scale_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     sum_ptr: tl.tensor,
     normed_ptr: tl.tensor,
     num_rows: tl.tensor,
     width: tl.constexpr,
     block: tl.constexpr,
     num_devices: tl.constexpr,
+    is_layer: tl.constexpr,
+    has_sum_bias: tl.constexpr,
+    has_scale: tl.constexpr,
+    has_bias: tl.constexpr,
     eps: tl.constexpr,
     limit: tl.constexpr,
 ) -> None:
@@ -131,13 +153,19 @@ def shares_of_rows(
       partial_ptr: [num_devices * num_rows, width], this device's.
       table_ptr: i32, read as i64: see `specs`.
       stream_ptr: f32[num_rows, width], of this device's share, what the sum is added to.
+      sum_bias_ptr: [width], added to the rounded sum, and rounded again.
       scale_ptr: [width], of the norm.
+      bias_ptr: [width], of the norm.
       sum_ptr: f32[num_rows, width], the stream and the sum.
       normed_ptr: [num_devices * num_rows, width], the norm of everybody's.
       num_rows: of a share.
       width: of a row.
       block: the power of two from there.
       num_devices: that add up.
+      is_layer: whether it is a layer norm; else it is the root mean square's.
+      has_sum_bias: whether there is one; else its array is any, and not read.
+      has_scale: likewise.
+      has_bias: likewise.
       eps: of the norm.
       limit: looks at a flag before a peer counts as lost.
     """
@@ -172,9 +200,13 @@ def shares_of_rows(
             values = tl.load(sources[peer] + whole, mask=reached, other=0.0, cache_modifier=".cg")
             total += values.to(tl.float32)
         total = _rounded(total, partial_ptr, lost)
+        if has_sum_bias:
+            total = _rounded(total + _vector(sum_bias_ptr, columns, inside), partial_ptr, lost)
         share = row * width + columns
         total += tl.load(stream_ptr + share, mask=inside, other=0.0)
-        normed = _normed(total, scale_ptr, columns, inside, width, eps).to(normed_ptr.dtype.element_ty)
+        normed = _normed(
+            total, scale_ptr, bias_ptr, columns, inside, width, is_layer, has_scale, has_bias, eps
+        ).to(normed_ptr.dtype.element_ty)
         tl.store(normed_ptr + whole, normed, mask=inside)
         for peer in tl.static_range(num_devices):
             if peer != rank:
@@ -278,15 +310,31 @@ def _rounded(total: tl.tensor, partial_ptr: tl.tensor, lost: tl.tensor) -> tl.te
 
 
 @triton.jit
+def _vector(vector_ptr: tl.tensor, columns: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    return tl.load(vector_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _normed(
     total: tl.tensor,
     scale_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     columns: tl.tensor,
     inside: tl.tensor,
     width: tl.constexpr,
+    is_layer: tl.constexpr,
+    has_scale: tl.constexpr,
+    has_bias: tl.constexpr,
     eps: tl.constexpr,
 ) -> tl.tensor:
+    """As `residual_norms` does it."""
     total = tl.where(inside, total, 0.0)
-    inverse = tl.rsqrt(tl.sum(total * total, axis=0) / width + eps)
-    scale = tl.load(scale_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    return total * inverse * scale
+    if is_layer:
+        # Columns past the end were zero, and must not count in the second sum.
+        total = tl.where(inside, total - tl.sum(total, axis=0) / width, 0.0)
+    normed = total * tl.rsqrt(tl.sum(total * total, axis=0) / width + eps)
+    if has_scale:
+        normed *= _vector(scale_ptr, columns, inside)
+    if has_bias:
+        normed += _vector(bias_ptr, columns, inside)
+    return normed

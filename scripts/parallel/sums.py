@@ -60,9 +60,7 @@ def measure_sums(
 def _compiler_norm(x: jax.Array, _: jax.Array, stream: jax.Array, scale: jax.Array) -> jax.Array:
     total = lax.psum(x, TENSOR_AXIS)
     backend = residual_norms.choose_backend(x.shape[1], jax.devices()[0])
-    return residual_norms.add_and_norm(
-        stream, total, scale, kind="rms", eps=_EPS, dtype=x.dtype, backend=backend
-    )[1]
+    return residual_norms.add_and_norm(stream, total, scale, **_rms(x.dtype)._asdict(), backend=backend)[1]
 
 
 def _own(arguments: dict[str, Any], x: jax.Array, table: jax.Array, _: jax.Array, __: jax.Array) -> jax.Array:
@@ -72,7 +70,8 @@ def _own(arguments: dict[str, Any], x: jax.Array, table: jax.Array, _: jax.Array
 def _own_norm(
     arguments: dict[str, Any], x: jax.Array, table: jax.Array, stream: jax.Array, scale: jax.Array
 ) -> jax.Array:
-    return all_reduce.sum_and_norm(x, table, stream, scale, eps=_EPS, dtype=x.dtype, **arguments)[1]
+    affine, norm = all_reduce.Affine(scale=scale), _rms(x.dtype)
+    return all_reduce.sum_and_norm(x, table, stream, affine, norm=norm, **arguments)[1]
 
 
 def _own_shares(
@@ -80,7 +79,12 @@ def _own_shares(
 ) -> jax.Array:
     num_rows = x.shape[0] // lax.axis_size(TENSOR_AXIS)
     share = lax.dynamic_slice_in_dim(stream, lax.axis_index(TENSOR_AXIS) * num_rows, num_rows)
-    return all_reduce.sum_and_norm_of_shares(x, table, share, scale, eps=_EPS, dtype=x.dtype, **arguments)[1]
+    affine, norm = all_reduce.Affine(scale=scale), _rms(x.dtype)
+    return all_reduce.sum_and_norm_of_shares(x, table, share, affine, norm=norm, **arguments)[1]
+
+
+def _rms(dtype: Any) -> residual_norms.NormSpec:
+    return residual_norms.NormSpec("rms", _EPS, dtype)
 
 
 def _measure(

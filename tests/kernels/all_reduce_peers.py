@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import time
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +27,8 @@ NUM_DEVICES = int(sys.argv[1])
 NUM_PROGRAMS = 8  # of a launch, as far as the layout is concerned at most `specs.MAX_PROGRAMS`
 CAPACITY = WIDTH * MAX_ROWS
 EPS = 1e-5
-ROWS = (1, 12, 3, 9, 8, 1, 11, 2, 12, 30, 2, 18)  # fewer and more than there are programs; more than inboxes
-MAX_SHARED = WIDTH * max(ROWS)
+VECTORS = ("sum_bias", "scale", "bias")  # in the order of the kernels' arguments
+MAX_SHARED = WIDTH * 30
 
 
 class Memory:
@@ -53,67 +54,112 @@ def values_of(launch: int, rank: int, num_rows: int, dtype: str) -> np.ndarray:
     return np.random.default_rng((launch, rank)).normal(size=(num_rows, WIDTH)).astype(dtype)
 
 
+class Norm(NamedTuple):
+    """Behind a sum; `arrays` are those of `VECTORS` that there are."""
+
+    kind: str
+    arrays: tuple[str, ...]
+
+
+RMS, LAYER = Norm("rms", ("scale",)), Norm("layer", VECTORS)
+OTHERS = Norm("layer", ()), Norm("rms", ("sum_bias",)), Norm("layer", ("bias",))
+# Rows, the norm, and whether each device has a share of them. Fewer rows and more than there are programs,
+# and more than inboxes hold; every norm in either kernel, and with a sum's bias in float16 too (odd places),
+# to which it is rounded.
+LAUNCHES = (
+    (1, None, False), (12, RMS, False), (3, None, False), (9, LAYER, False), (6, RMS, True),
+    (12, OTHERS[1], False), (11, LAYER, False), (30, LAYER, True), (12, OTHERS[0], True),
+    (1, OTHERS[0], False), (8, OTHERS[2], False), (18, OTHERS[1], True), (2, None, False),
+    (6, OTHERS[2], True), (12, LAYER, True),
+)  # fmt: skip
+
+
+def vectors_of(number: int, norm: Norm | None, dtype: str) -> dict[str, np.ndarray]:
+    """The arrays of a launch's norm; who read one that is not there would find NaN."""
+    found = {name: np.full(WIDTH, np.nan, dtype) for name in VECTORS}
+    for name in () if norm is None else norm.arrays:
+        found[name] = values_of(number, 7 + VECTORS.index(name), 1, dtype)[0]
+    return found
+
+
+def flags_of(norm: Norm | None) -> dict[str, Any]:
+    """What a kernel is told of it."""
+    has = {f"has_{name}": norm is not None and name in norm.arrays for name in VECTORS}
+    return has | {"is_layer": norm is not None and norm.kind == "layer", "eps": EPS}
+
+
 def launch(
-    rank: int, table: np.ndarray, number: int, num_rows: int, dtype: str, *, norms: bool, limit: int
+    rank: int, table: np.ndarray, number: int, num_rows: int, dtype: str, *, norm: Norm | None, limit: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """One device's part of a launch for few rows: sums and normed rows."""
     assert num_rows <= MAX_ROWS, "more than inboxes hold"
     partial = values_of(number, rank, num_rows, dtype)
-    stream = values_of(number, 9, num_rows, "float32")
-    scale = values_of(number, 8, 1, "float32")[0]
-    total = np.full(partial.shape, -7, "float32" if norms else dtype)
-    normed = np.full(partial.shape if norms else 1, -7, dtype)
-    arrays = (partial, table.view(np.int32), stream, scale, total, normed)
+    stream = values_of(number, 6, num_rows, "float32")
+    total = np.full(partial.shape, -7, dtype if norm is None else "float32")
+    normed = np.full(1 if norm is None else partial.shape, -7, dtype)
+    vectors = vectors_of(number, norm, dtype).values()
     sum_of_rows[(NUM_PROGRAMS,)](
-        *map(HostTensor, arrays), num_rows=num_rows, capacity=CAPACITY, width=WIDTH, block=64,
-        num_devices=NUM_DEVICES, norms=norms, eps=EPS, limit=limit,
+        *map(HostTensor, (partial, table.view(np.int32), stream, *vectors, total, normed)),
+        num_rows=num_rows, capacity=CAPACITY, width=WIDTH, block=64, num_devices=NUM_DEVICES,
+        norms=norm is not None, limit=limit, **flags_of(norm),
     )  # fmt: skip
     return total, normed
 
 
 def launch_shares(
-    rank: int, memory: Memory, table: np.ndarray, number: int, num_rows: int, dtype: str, *, limit: int
-) -> tuple[np.ndarray, np.ndarray]:
+    rank: int, memory: Memory, table: np.ndarray, number: int, num_rows: int, dtype: str, *, norm: Norm,
+    limit: int,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """One device's part of a launch for many rows: its share of sums, and everybody's normed rows."""
     partial = seen_by_peers(memory.partial, (num_rows, WIDTH), dtype)
     normed = seen_by_peers(memory.normed, (num_rows, WIDTH), dtype)
     # What a peer has written before this device begins would be lost, and so would be found out.
     partial[:], normed[:] = values_of(number, rank, num_rows, dtype), -7
-    share = np.array_split(values_of(number, 9, num_rows, "float32"), NUM_DEVICES)[rank]
-    scale = values_of(number, 8, 1, "float32")[0]
+    share = np.array_split(values_of(number, 6, num_rows, "float32"), NUM_DEVICES)[rank]
     total = np.full(share.shape, -7, "float32")
-    arrays = (partial, table.view(np.int32), share, scale, total, normed)
+    vectors = vectors_of(number, norm, dtype).values()
     shares_of_rows[(NUM_PROGRAMS,)](
-        *map(HostTensor, arrays), num_rows=num_rows // NUM_DEVICES, width=WIDTH, block=64,
-        num_devices=NUM_DEVICES, eps=EPS, limit=limit,
+        *map(HostTensor, (partial, table.view(np.int32), share, *vectors, total, normed)),
+        num_rows=num_rows // NUM_DEVICES, width=WIDTH, block=64, num_devices=NUM_DEVICES, limit=limit,
+        **flags_of(norm),
     )  # fmt: skip
     normed = normed.copy()
     partial[:] = -9  # a peer that still read it would be found out, too
     return total, normed
 
 
-def expected_of(number: int, num_rows: int, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """By numpy: the sum in the order of devices, rounded once, with the stream, and its norm."""
+def expected_of(
+    number: int, num_rows: int, dtype: str, norm: Norm | None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """By numpy: the sum in the order of devices, rounded once; or that on the stream, and its norm."""
     total = sum(values_of(number, peer, num_rows, dtype).astype("float32") for peer in range(NUM_DEVICES))
-    stream = total.astype(dtype).astype("float32") + values_of(number, 9, num_rows, "float32")
-    inverse = 1 / np.sqrt((stream.astype("float64") ** 2).mean(axis=1, keepdims=True) + EPS)
-    return total.astype(dtype), stream, stream * inverse * values_of(number, 8, 1, "float32")
+    total = total.astype(dtype)
+    if norm is None:
+        return total, None
+    vectors = {name: vectors_of(number, norm, dtype)[name] for name in norm.arrays}
+    total = total + vectors.get("sum_bias", np.zeros(WIDTH, dtype))
+    stream = total.astype("float32") + values_of(number, 6, num_rows, "float32")
+    wide = stream.astype("float64")
+    if norm.kind == "layer":
+        wide = wide - wide.mean(axis=1, keepdims=True)
+    normed = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + EPS)
+    return stream, normed * vectors.get("scale", 1) + vectors.get("bias", 0)
 
 
-def check(rank: int, memory: Memory, table: np.ndarray, number: int, num_rows: int, dtype: str) -> None:
+def check(
+    rank: int, memory: Memory, table: np.ndarray, number: int, num_rows: int, norm: Norm | None, shares: bool
+) -> None:
     """A launch against numpy."""
-    expected, stream, normed = expected_of(number, num_rows, dtype)
-    close = {"rtol": 2e-3 if dtype == "float16" else 1e-5, "atol": 1e-5}
-    if num_rows % NUM_DEVICES == 0 and (number % 4 != 1 or num_rows > MAX_ROWS):
-        found = launch_shares(rank, memory, table, number, num_rows, dtype, limit=specs.LIMIT)
-        np.testing.assert_array_equal(found[0], np.array_split(stream, NUM_DEVICES)[rank])
-        np.testing.assert_allclose(found[1], normed, **close)
-        return
-    norms = number % 3 == 1
-    found = launch(rank, table, number, num_rows, dtype, norms=norms, limit=specs.LIMIT)
-    np.testing.assert_array_equal(found[0], stream if norms else expected)
-    if norms:
-        np.testing.assert_allclose(found[1], normed, **close)
+    dtype = ("float32", "float16")[number % 2]
+    expected, normed = expected_of(number, num_rows, dtype, norm)
+    if shares:
+        expected = np.array_split(expected, NUM_DEVICES)[rank]
+        found = launch_shares(rank, memory, table, number, num_rows, dtype, norm=norm, limit=specs.LIMIT)
+    else:
+        found = launch(rank, table, number, num_rows, dtype, norm=norm, limit=specs.LIMIT)
+    np.testing.assert_array_equal(found[0], expected)
+    if norm is not None:
+        np.testing.assert_allclose(found[1], normed, rtol=2e-3 if dtype == "float16" else 1e-5, atol=1e-5)
 
 
 def run_device(rank: int, memories: list[Memory]) -> None:
@@ -124,22 +170,22 @@ def run_device(rank: int, memories: list[Memory]) -> None:
     )
     table = np.array(specs.table_row(rank, inboxes, words), np.int64)
     pauses = random.Random(rank)
-    for number, num_rows in enumerate(ROWS):
+    for number, one in enumerate(LAUNCHES):
         time.sleep(pauses.choice((0, 0, 0.2)))
-        check(rank, memories[rank], table, number, num_rows, ("float32", "float16")[number % 2])
+        check(rank, memories[rank], table, number, *one)
     status = memories[rank].words[:1]
     assert status[0] == 0
     if rank == 0:
         start_s = time.monotonic()
         for _ in range(2):
-            total, _ = launch(rank, table, 99, 11, "float32", norms=False, limit=20)
+            total, _ = launch(rank, table, 99, 11, "float32", norm=None, limit=20)
             assert np.isnan(total).all()
-            total, normed = launch_shares(rank, memories[0], table, 99, 12, "float32", limit=20)
+            total, normed = launch_shares(rank, memories[0], table, 99, 12, "float32", norm=LAYER, limit=20)
             assert np.isnan(total).all() and np.isnan(normed).all()
         assert time.monotonic() - start_s < 60
     while not status[0]:  # the other one is told, too
         time.sleep(0.05)
-    print(f"device {rank}: {len(ROWS)} launches", flush=True)
+    print(f"device {rank}: {len(LAUNCHES)} launches", flush=True)
     os._exit(0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import subprocess
@@ -16,13 +17,24 @@ from jax.sharding import PartitionSpec
 
 from model_defs import make_mesh
 from pallas_kernels import all_reduce
-from pallas_kernels.all_reduce import ExchangeMemory, SumArgumentError, peers, specs
+from pallas_kernels.all_reduce import Affine, ExchangeMemory, SumArgumentError, peers, specs
+from pallas_kernels.residual_norms import NormSpec
 from tests.kernels.cross_lower import lower_for_cuda, mesh_of_gpus
 from tests.kernels.test_jax_triton import can_lower
 
 needs_extra = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs the extra 'triton'"
 )
+
+
+RMS = NormSpec("rms", 0.5, jnp.float16)
+_VECTORS = [np.linspace(start, 3, 16, dtype=np.float32) for start in (-2, 1, -1)]
+AFFINES = {
+    "rms": Affine(scale=_VECTORS[1]),
+    "rms, a bias of the sum": Affine(*_VECTORS[:2]),
+    "layer": Affine(*_VECTORS),
+    "layer, not affine": Affine(),
+}
 
 
 def summed(partial, **changes):
@@ -39,29 +51,36 @@ def test_by_xla():
     np.testing.assert_array_equal(summed(jnp.full((3, 16), 1.5)), np.full((3, 16), 3.0))
 
 
-def summed_in_shares(partial, **changes):
+def normed(partial, affine=AFFINES["rms"], norm=RMS, *, shares, stream=None, **changes):
     """By XLA, on two devices with the same partial sums and a stream of ones."""
     num_rows, width = partial.shape
-    arguments = {"axis": "tp", "eps": 0.0, "dtype": jnp.float16, "backend": "xla"} | changes
-    shape = changes.pop("share", (num_rows // 2, width))
-    arguments.pop("share", None)
+    arguments = {"axis": "tp", "backend": "xla"} | ({} if shares else {"capacity": 4096}) | changes
+    stream = jnp.ones((num_rows // 2 if shares else num_rows, width)) if stream is None else stream
+    run = all_reduce.sum_and_norm_of_shares if shares else all_reduce.sum_and_norm
     split, whole = PartitionSpec("tp"), PartitionSpec()
-    run = jax.shard_map(
-        lambda x: all_reduce.sum_and_norm_of_shares(
-            x, jnp.zeros((1, 14), jnp.int32), jnp.ones(shape), jnp.ones(width), **arguments
-        ),
-        mesh=make_mesh(2), in_specs=whole, out_specs=(split, whole), check_vma=False,
+    sharded = jax.shard_map(
+        lambda x, affine: run(x, jnp.zeros((1, 14), jnp.int32), stream, affine, norm=norm, **arguments),
+        mesh=make_mesh(2), in_specs=whole, out_specs=(split if shares else whole, whole), check_vma=False,
     )  # fmt: skip
-    return run(partial)
+    return jax.jit(sharded)(partial, affine)
 
 
-def test_shares_by_xla():
-    stream, normed = summed_in_shares(jnp.arange(64.0).reshape(4, 16))
-    expected = 1 + 2 * np.arange(64.0).reshape(4, 16)
-    np.testing.assert_array_equal(stream, expected)
-    inverse = 1 / np.sqrt((expected**2).mean(axis=1, keepdims=True))
-    np.testing.assert_allclose(normed, (expected * inverse).astype(np.float16), rtol=1e-3)
-    assert normed.dtype == jnp.float16
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("case", AFFINES)
+def test_norms_by_xla(case, shares):
+    """Of every row, or each device of its share; with a bias of the sum, and without what may be missing."""
+    affine, kind = AFFINES[case], case.split(",")[0]
+    partial = np.arange(64, dtype=np.float32).reshape(4, 16) ** 2
+    stream, normed_rows = normed(partial, affine, RMS._replace(kind=kind), shares=shares)
+    wide = 2 * partial if affine.sum_bias is None else 2 * partial + affine.sum_bias
+    wide = wide + 1
+    np.testing.assert_array_equal(stream, wide)
+    wide = wide - wide.mean(axis=1, keepdims=True) if kind == "layer" else wide
+    wide = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 0.5)
+    wide = wide if affine.scale is None else wide * affine.scale
+    wide = wide if affine.bias is None else wide + affine.bias
+    np.testing.assert_allclose(normed_rows, wide, rtol=1e-3, atol=1e-5)
+    assert normed_rows.dtype == jnp.float16
 
 
 @pytest.mark.parametrize(
@@ -69,17 +88,30 @@ def test_shares_by_xla():
     [
         ((3, 16), {}, "which divide the rows"),
         ((4, 12), {}, "a multiple of 8"),
-        (
-            (4, 16),
-            {"share": (4, 16)},
-            "share and scale are float32.4, 16. and .16., but must be float32.2, 16.",
-        ),
+        ((4, 16), {"stream": jnp.ones((4, 16))}, "the stream is float32.4, 16., but must be float32.2, 16."),
         ((4, 16), {"backend": "nccl"}, "backend is 'nccl', but must be one of"),
     ],
 )
 def test_shares_that_are_refused(shape, changes, says):
     with pytest.raises(SumArgumentError, match=says):
-        summed_in_shares(jnp.zeros(shape), **changes)
+        normed(jnp.zeros(shape), **changes, shares=True)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"stream": jnp.ones((2, 16), jnp.float16)}, "the stream is float16.2, 16., but must be float32"),
+        ({"affine": Affine(jnp.ones(16, jnp.float16))}, "sum_bias is float16.*must be .16. of float32 by"),
+        ({"affine": Affine(scale=jnp.ones(8))}, "scale is float32.8., but must be .16. of bfloat16 or"),
+        ({"affine": Affine(bias=jnp.ones(16, int))}, "bias is int32.16., but must be .16. of bfloat16 or"),
+        ({"norm": RMS._replace(kind="batch")}, "the norm is 'batch' in float16, but must be one of .*layer"),
+        ({"norm": RMS._replace(dtype=jnp.int8)}, "the norm is 'rms' in int8, but must be one of .*layer"),
+    ],
+)
+def test_norms_that_are_refused(changes, says, shares):
+    with pytest.raises(SumArgumentError, match=says):
+        normed(jnp.zeros((4, 16)), shares=shares, **changes)
 
 
 @pytest.mark.parametrize(
@@ -173,21 +205,23 @@ def test_tables_say_where_everybodys_memory_is():
     assert [shard.data.unsafe_buffer_pointer() for shard in shards] == first[5:]
 
 
-def compiled_ptx(kernel, constants, *, norms=True):
-    """For Hopper, of bfloat16."""
+def compiled_ptx(kernel, constants, *, kind):
+    """For Hopper, of bfloat16; a layer norm has every array that there may be, the other one its scale."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    pointers = {"partial": "bf16", "stream": "fp32", "scale": "bf16", "normed": "bf16", "table": "i32"}
-    pointers["sum"] = "fp32" if norms else "bf16"
+    pointers = dict.fromkeys(("partial", "sum_bias", "scale", "bias", "normed"), "bf16")
+    pointers |= {"stream": "fp32", "table": "i32", "sum": "fp32" if kind else "bf16"}
     constants |= {"width": 8192, "block": 8192, "num_devices": 2, "eps": 1e-5, "limit": specs.LIMIT}
+    is_layer = kind == "layer"
+    constants |= {"is_layer": is_layer, "has_scale": True, "has_sum_bias": is_layer, "has_bias": is_layer}
     signature = {f"{name}_ptr": f"*{dtype}" for name, dtype in pointers.items()} | {"num_rows": "i32"}
     aligned = {(kernel.arg_names.index(f"{name}_ptr"),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
     options = {"num_warps": 8, "ptx_version": 88, "enable_fp_fusion": True}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    assert "st.global.b16" not in ptx and "ld.global.cg.b16" not in ptx
+    assert "st.global.b16" not in ptx and "ld.global.cg.b16" not in ptx and "ld.global.b16" not in ptx
     for instruction in ("atom.global.sys.release.exch.b32", "ld.global.cg.v4.b32", "st.global.v4.b32"):
         assert instruction in ptx, instruction
     assert "acquire" in ptx
@@ -195,20 +229,21 @@ def compiled_ptx(kernel, constants, *, norms=True):
 
 
 @needs_extra
-@pytest.mark.parametrize("norms", [False, True])
-def test_what_it_compiles_to(norms):
+@pytest.mark.parametrize("kind", [None, pytest.param("rms", marks=pytest.mark.long), "layer"])
+def test_what_it_compiles_to(kind):
     """Whole words to the peer, flags that are released and acquired across the system."""
     from pallas_kernels.all_reduce.jax_triton_kernels import sum_of_rows
 
-    compiled_ptx(sum_of_rows, {"capacity": 512 * 8192, "norms": norms}, norms=norms)
+    compiled_ptx(sum_of_rows, {"capacity": 512 * 8192, "norms": kind is not None}, kind=kind)
 
 
 @needs_extra
-def test_what_shares_compile_to():
+@pytest.mark.parametrize("kind", [pytest.param("rms", marks=pytest.mark.long), "layer"])
+def test_what_shares_compile_to(kind):
     """Likewise, in both directions."""
     from pallas_kernels.all_reduce.jax_triton_kernels import shares_of_rows
 
-    assert compiled_ptx(shares_of_rows, {}).count("atom.global.sys.release.exch.b32") >= 2
+    assert compiled_ptx(shares_of_rows, {}, kind=kind).count("atom.global.sys.release.exch.b32") >= 2
 
 
 @pytest.mark.long
@@ -223,32 +258,38 @@ def test_devices_that_are_processes(num_devices):
     assert done.returncode == 0, f"after {done.stdout}:\n{done.stderr}"
 
 
+def lowered(run, num_rows, of_stream, out_specs):
+    """For two GPUs, of `run(partial, table, stream, affine)`; every array is there."""
+    mesh, split, whole = mesh_of_gpus(2), PartitionSpec("tp"), PartitionSpec()
+    shapes = [
+        jax.ShapeDtypeStruct((2, num_rows, 256), jnp.bfloat16),
+        jax.ShapeDtypeStruct((2, 2 * specs.table_len(2)), jnp.int32),
+        jax.ShapeDtypeStruct((num_rows, 256), jnp.float32),
+        Affine(*[jax.ShapeDtypeStruct((256,), jnp.bfloat16)] * 3),
+    ]
+    sharded = jax.shard_map(
+        lambda part, *rest: run(part[0], *rest), mesh=mesh, in_specs=(split, split, of_stream, whole),
+        out_specs=out_specs, check_vma=False,
+    )  # fmt: skip
+    return lower_for_cuda(sharded, *shapes, mesh=mesh)
+
+
+LAYER = NormSpec("layer", 1e-5, jnp.bfloat16)
+
+
 @pytest.mark.long
 @can_lower
 @pytest.mark.parametrize("norms", [False, True])
 def test_it_lowers_inside_shard_map(norms):
     """One launch for a sum, with the stream and its norm or without; the table goes to it as it is."""
-    mesh = mesh_of_gpus(2)
     arguments = {"axis": "tp", "capacity": 512 * 256}
 
-    def run(part, table, stream, scale):
+    def run(part, table, stream, affine):
         if not norms:
-            return all_reduce.sum_over_devices(part[0], table, **arguments)
-        return all_reduce.sum_and_norm(
-            part[0], table, stream, scale, eps=1e-5, dtype=jnp.bfloat16, **arguments
-        )
+            return all_reduce.sum_over_devices(part, table, **arguments)
+        return all_reduce.sum_and_norm(part, table, stream, affine, norm=LAYER, **arguments)
 
-    shapes = [
-        jax.ShapeDtypeStruct((2, 32, 256), jnp.bfloat16),
-        jax.ShapeDtypeStruct((2, 2 * specs.table_len(2)), jnp.int32),
-        jax.ShapeDtypeStruct((32, 256), jnp.float32),
-        jax.ShapeDtypeStruct((256,), jnp.bfloat16),
-    ]
-    split, whole = PartitionSpec("tp"), PartitionSpec()
-    sharded = jax.shard_map(
-        run, mesh=mesh, in_specs=(split, split, whole, whole), out_specs=whole, check_vma=False
-    )
-    text = lower_for_cuda(sharded, *shapes, mesh=mesh)
+    text = lowered(run, 32, PartitionSpec(), PartitionSpec())
     assert text.count("@triton_kernel_call_ffi") == 1 and "all_reduce" not in text
 
 
@@ -256,23 +297,33 @@ def test_it_lowers_inside_shard_map(norms):
 @can_lower
 def test_shares_lower_inside_shard_map():
     """One launch, and nothing beside it."""
-    mesh = mesh_of_gpus(2)
-
-    def run(part, table, share, scale):
-        return all_reduce.sum_and_norm_of_shares(
-            part[0], table, share, scale, axis="tp", eps=1e-5, dtype=jnp.bfloat16
-        )
-
-    shapes = [
-        jax.ShapeDtypeStruct((2, 1024, 256), jnp.bfloat16),
-        jax.ShapeDtypeStruct((2, 2 * specs.table_len(2)), jnp.int32),
-        jax.ShapeDtypeStruct((1024, 256), jnp.float32),
-        jax.ShapeDtypeStruct((256,), jnp.bfloat16),
-    ]
     split, whole = PartitionSpec("tp"), PartitionSpec()
-    sharded = jax.shard_map(
-        run, mesh=mesh, in_specs=(split, split, split, whole), out_specs=(split, whole), check_vma=False
-    )
-    text = lower_for_cuda(sharded, *shapes, mesh=mesh)
+    run = functools.partial(all_reduce.sum_and_norm_of_shares, norm=LAYER, axis="tp")
+    text = lowered(run, 1024, split, (split, whole))
     assert text.count("@triton_kernel_call_ffi") == 1
     assert "all_gather" not in text and "reduce_scatter" not in text
+
+
+@needs_extra
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("missing", [(), ("sum_bias", "bias"), Affine._fields])
+def test_what_kernels_are_told(missing, kind, monkeypatch):
+    """Which norm it is, and which of its arrays there are, each in its place."""
+    from pallas_kernels.all_reduce import jax_triton
+
+    told = []
+    monkeypatch.setattr(
+        jax_triton.jax_triton, "triton_call", lambda *arrays, **named: told.append((arrays, named))
+    )
+    partial, table, affine = jnp.zeros((4, 16)), jnp.zeros(14, jnp.int32), Affine(*jnp.ones((3, 16)))
+    affine = affine._replace(**dict.fromkeys(missing))
+    streams, norm = (jnp.ones((4, 16)), jnp.ones((2, 16))), RMS._replace(kind=kind)
+    jax_triton.triton_sum_and_norm(partial, table, streams[0], affine, norm=norm, num_devices=2, capacity=64)
+    jax_triton.triton_shares(partial, table, streams[1], affine, norm=norm, num_devices=2)
+    for (arrays, named), stream in zip(told, streams, strict=True):
+        found = dict(zip(named["kernel"].arg_names, arrays, strict=False))
+        assert found["partial_ptr"] is partial and found["stream_ptr"] is stream
+        assert (named["is_layer"], named["eps"]) == (kind == "layer", 0.5)
+        for name, array in affine._asdict().items():
+            assert named[f"has_{name}"] == (name not in missing)
+            assert name in missing or found[f"{name}_ptr"] is array

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from model_defs import few_rows, make_mesh, preset
-from model_defs.device_sums import DeviceSums, SumSpec, summing
+from model_defs.device_sums import DeviceSums, PartialSums, SumSpec, added_up, summing
 from model_defs.gated_decoder import GatedMLP
 from model_defs.layers import Build, FusedQKV, Linear
 from pallas_kernels import decode_matmul
@@ -42,9 +42,11 @@ def filled(module):
     return module
 
 
-def build(num_devices=1):
+def build(num_devices=1, **changes):
     return Build(
-        preset("llama-tiny"), jnp.dtype("bfloat16"), make_mesh(num_devices, jax.devices()[:num_devices])
+        preset("llama-tiny", **changes),
+        jnp.dtype("bfloat16"),
+        make_mesh(num_devices, jax.devices()[:num_devices]),
     )
 
 
@@ -52,7 +54,12 @@ def run(module, num_rows, backend=None):
     width = preset("llama-tiny").hidden_size
     x = jax.random.normal(jax.random.key(9), (num_rows, width), jnp.bfloat16)
     with contextlib.nullcontext() if backend is None else few_rows.multiplying_by(backend):
-        return jax.tree.leaves(jax.jit(lambda x: module(x))(x))  # traced anew
+        return jax.tree.leaves(jax.jit(lambda x: whole(module(x)))(x))  # traced anew
+
+
+def whole(y):
+    """Partial sums are added up, and all else is left."""
+    return added_up(y) if isinstance(y, PartialSums) else y
 
 
 @pytest.mark.parametrize("make", [GatedMLP, lambda b: FusedQKV(b, bias=False)], ids=["mlp", "qkv"])
@@ -78,20 +85,26 @@ def test_which_products(calls):
     assert not calls
 
 
-@pytest.mark.parametrize("own_sums", [False, True])
-def test_parts_of_two_devices(own_sums, calls):
-    """Each multiplies its own, and they add up where those are parts of a sum."""
-    config, one, two = preset("llama-tiny"), filled(GatedMLP(build())), filled(GatedMLP(build(2)))
+@pytest.mark.parametrize(("own_sums", "bias"), [(False, False), (False, True), (True, False), (True, True)])
+def test_parts_of_two_devices(own_sums, bias, calls):
+    """Each multiplies its own, and they add up where those are parts of a sum.
+
+    With a bias only where that is left to who adds up.
+    """
+    config = preset("llama-tiny")
+    one, two = (filled(GatedMLP(build(num_devices, mlp_bias=bias))) for num_devices in (1, 2))
     sums = DeviceSums(
         SumSpec("xla", 8 * config.hidden_size), jnp.zeros((2, 14), jnp.int32), two.down.build.mesh
     )
     plain = run(one, 8)[0]
     with summing(sums if own_sums else None):
         found = run(two, 8, "pallas_mosaic_gpu")[0]
-    found = found.astype(np.float32).sum(0) if own_sums else found.astype(np.float32)
-    np.testing.assert_allclose(found, plain.astype(np.float32), rtol=0.05, atol=0.02)
+    np.testing.assert_allclose(found.astype(np.float32), plain.astype(np.float32), rtol=0.05, atol=0.02)
     wide, hidden = config.intermediate_size // 2, config.hidden_size
-    assert [call[1:3] for call in calls] == [((hidden, 2 * wide), True), ((wide, hidden), False)]
+    up, down = ((hidden, 2 * wide), True), ((wide, hidden), False)
+    assert [call[1:3] for call in calls] == ([up] if not bias else []) + (
+        [down] if own_sums or not bias else []
+    )
     calls.clear()
     run(filled(FusedQKV(build(2), bias=False)), 8, "pallas_mosaic_gpu")
     assert [call[1] for call in calls] == [

@@ -1,0 +1,85 @@
+"""Models whose devices add up by themselves, with `psum` for the kernels: the logits of the compiler's sums.
+
+Every sum but a group's last one goes to the norm that follows, with the bias of its projection.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model_defs import ModelConfig, make_mesh, preset, random_model
+from model_defs.device_sums import DeviceSums, SumSpec, summing
+from pallas_kernels import all_reduce
+from tests.models.helpers import dense_logits
+
+CONFIGS = {
+    "llama_biases": preset("llama-tiny", attention_bias=True, mlp_bias=True),
+    "llama_one_bias": preset("llama-tiny", attention_bias=True),
+    "opt": preset("opt-tiny"),
+    "opt_post_norm": preset("opt-tiny", pre_norm=False, final_norm=False, word_embed_dim=32),
+    "opt_not_affine": preset("opt-tiny", norm_affine=False),
+    "opt_no_biases": preset("opt-tiny", attention_bias=False, mlp_bias=False),
+}
+IN_SHORT = {
+    ("llama_one_bias", False),
+    ("llama_biases", True),
+    ("opt_post_norm", True),
+    ("opt_not_affine", False),
+}
+TOKEN_IDS = np.random.default_rng(3).integers(0, 320, 18).astype(np.int32)
+
+
+@pytest.fixture
+def norms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, str, set[str]]]:
+    """Of every sum with a norm: whether in shares, the kind of norm, the arrays that there are."""
+    found = []
+
+    def recorded(name: str) -> object:
+        call = getattr(all_reduce, name)
+
+        def record(
+            partial: object, table: object, stream: object, affine: all_reduce.Affine, **rest
+        ) -> object:
+            arrays = {name for name, array in affine._asdict().items() if array is not None}
+            found.append((name == "sum_and_norm_of_shares", rest["norm"].kind, arrays))
+            return call(partial, table, stream, affine, **rest)
+
+        return record
+
+    for name in ("sum_and_norm", "sum_and_norm_of_shares"):
+        monkeypatch.setattr(all_reduce, name, recorded(name))
+    return found
+
+
+def arrays_of(config: ModelConfig) -> list[set[str]]:
+    """What is there behind attention, and behind the MLP."""
+    is_opt = config.architecture == "opt"
+    norm = ({"scale", "bias"} if is_opt else {"scale"}) if config.norm_affine else set()
+    biases = (config.attention_bias, config.mlp_bias)
+    return [norm | {"sum_bias"} if bias else norm for bias in biases]
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        pytest.param(name, shares, marks=[] if (name, shares) in IN_SHORT else pytest.mark.long)
+        for name in CONFIGS
+        for shares in (False, True)
+    ],
+)
+def test_logits_are_those_of_the_compilers_sums(
+    name: str, shares: bool, norms: list[tuple[bool, str, set[str]]]
+) -> None:
+    config, mesh = CONFIGS[name], make_mesh(2)
+    model = random_model(config, dtype="float32", mesh=mesh)
+    expected = dense_logits(model, TOKEN_IDS)
+    assert not norms
+    capacity = 8 if shares else len(TOKEN_IDS) * config.hidden_size
+    with summing(DeviceSums(SumSpec("xla", capacity), jnp.zeros((2, 14), jnp.int32), mesh)):
+        found = dense_logits(model, TOKEN_IDS)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    num_sums = 2 * config.num_layers - config.pre_norm  # a norm follows the last one of post-norm layers too
+    kind = "layer" if config.architecture == "opt" else "rms"
+    assert norms == [(shares, kind, arrays) for arrays in arrays_of(config) * config.num_layers][:num_sums]
