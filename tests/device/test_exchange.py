@@ -136,6 +136,7 @@ def by_kernel_and_by_xla(run, mesh, in_specs, out_specs):
 
 
 WIDTH = 8192
+NUM_GPUS = min(len(jax.devices()), all_reduce.MAX_DEVICES)
 
 
 def norm_and_affine(kind):
@@ -146,9 +147,16 @@ def norm_and_affine(kind):
     return NormSpec(kind, 1e-5, jnp.bfloat16), affine
 
 
+def added_up(part):
+    """In the order of devices, and rounded once; XLA has an order of its own."""
+    return functools.reduce(lambda total, one: total + one.astype(np.float32), part, np.float32(0)).astype(
+        part.dtype
+    )
+
+
 def expected_stream(part, stream, affine):
     """By numpy, since XLA need not round what it adds to a stream itself."""
-    total = (part[0].astype(np.float32) + part[1].astype(np.float32)).astype(jnp.bfloat16)
+    total = added_up(part)
     total = total if affine.sum_bias is None else total + affine.sum_bias
     return stream + total.astype(np.float32)
 
@@ -158,12 +166,12 @@ def expected_stream(part, stream, affine):
 @pytest.mark.parametrize("kind", [None, "rms", "layer"])
 @pytest.mark.parametrize("num_rows", [1, 32, 129, 512])
 def test_the_kernel_sums_as_xla_does(kind, num_rows):
-    """The bits of two addends' sum; many launches, so that inboxes take turns."""
-    mesh = make_mesh(2)
+    """Their bits, on all GPUs; many launches, so that inboxes take turns."""
+    mesh = make_mesh(NUM_GPUS)
     memory = all_reduce.ExchangeMemory(mesh, WIDTH, "bfloat16")
     split, whole = PartitionSpec("tp"), PartitionSpec()
     rng = np.random.default_rng(num_rows)
-    parts = [rng.normal(size=(2, num_rows, WIDTH)).astype(jnp.bfloat16) for _ in range(5)]
+    parts = [rng.normal(size=(NUM_GPUS, num_rows, WIDTH)).astype(jnp.bfloat16) for _ in range(5)]
     stream = rng.normal(size=(num_rows, WIDTH)).astype(np.float32)
     norm, affine = norm_and_affine(kind)
 
@@ -178,12 +186,12 @@ def test_the_kernel_sums_as_xla_does(kind, num_rows):
     memory.renew()
     for part in parts:
         found, expected = (jax.tree.leaves(each(part, memory.table, stream, affine)) for each in (own, xla))
-        total = expected[0] if kind is None else expected_stream(part, stream, affine)
+        total = added_up(part) if kind is None else expected_stream(part, stream, affine)
         for shard in found[0].addressable_shards:
             np.testing.assert_array_equal(shard.data, total)
         if kind is not None:
             np.testing.assert_allclose(
-                found[1].astype(np.float32), expected[1].astype(np.float32), rtol=0.02, atol=0.02
+                found[1].astype(np.float32), expected[1].astype(np.float32), rtol=0.04, atol=0.04
             )
     assert not np.asarray(jnp.copy(memory.words))[:, 0].any()
 
@@ -191,14 +199,14 @@ def test_the_kernel_sums_as_xla_does(kind, num_rows):
 @pytest.mark.gpu
 @needs_two_gpus
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("num_rows", [514, 2048])
+@pytest.mark.parametrize("num_rows", [516, 2048])
 def test_the_kernel_sums_shares_as_xla_does(kind, num_rows):
     """Many launches, between which sums of few rows have their turn."""
-    mesh = make_mesh(2)
+    mesh = make_mesh(NUM_GPUS)
     memory = all_reduce.ExchangeMemory(mesh, WIDTH, "bfloat16")
     split, whole = PartitionSpec("tp"), PartitionSpec()
     rng = np.random.default_rng(num_rows)
-    parts = [rng.normal(size=(2, num_rows, WIDTH)).astype(jnp.bfloat16) for _ in range(3)]
+    parts = [rng.normal(size=(NUM_GPUS, num_rows, WIDTH)).astype(jnp.bfloat16) for _ in range(3)]
     stream = rng.normal(size=(num_rows, WIDTH)).astype(np.float32)
     norm, affine = norm_and_affine(kind)
 
@@ -223,14 +231,15 @@ def test_the_kernel_sums_shares_as_xla_does(kind, num_rows):
     memory.renew()
     for part in parts * 4:
         found, expected = (each(part, memory.table, stream, affine) for each in (own, xla))
-        np.testing.assert_array_equal(found[0], expected[0])
+        np.testing.assert_array_equal(found[0], added_up(part)[:32])
         np.testing.assert_array_equal(found[1][0], expected_stream(part, stream, affine))
         for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             one, other = (np.asarray(each).astype(np.float32) for each in (one, other))
-            np.testing.assert_allclose(one, other, rtol=0.02, atol=0.05)
+            np.testing.assert_allclose(one, other, rtol=0.04, atol=0.1)
         for normed in found[2]:
-            first, second = (np.asarray(shard.data) for shard in normed.addressable_shards)
-            np.testing.assert_array_equal(first, second)
+            first, *others = (np.asarray(shard.data) for shard in normed.addressable_shards)
+            for other in others:
+                np.testing.assert_array_equal(first, other)
     assert not np.asarray(jnp.copy(memory.words))[:, 0].any()
 
 
