@@ -144,3 +144,21 @@ def test_sums_that_are_too_wide_are_left_or_refused(monkeypatch) -> None:
 def test_a_kernel_that_nothing_would_call_is_not_named(name) -> None:
     found = kernel_choices.choose_kernels(preset(name), EngineConfig(), jnp.dtype("bfloat16"), OneH200())
     assert found.decode_matmul.name == "xla" and "none of this model" in found.decode_matmul.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "sums", "name"),
+    [
+        ({}, "auto", "pallas_mosaic_gpu"),
+        ({}, "xla", "xla"),
+        # Only one of the two projections in front of sums is wide enough.
+        ({"intermediate_size": 64}, "auto", "pallas_mosaic_gpu"),
+        ({"num_heads": 2, "num_kv_heads": 2, "head_dim": 16}, "auto", "pallas_mosaic_gpu"),
+        ({"intermediate_size": 64, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}, "auto", "xla"),
+    ],
+)
+def test_products_whose_biases_sums_take_along(changes, sums, name, monkeypatch) -> None:
+    monkeypatch.setattr(all_reduce, "devices_limit", lambda devices: None)
+    model, config = preset("opt-13b", **changes), EngineConfig(runner=RunnerConfig(all_reduce=sums))
+    found = kernel_choices.choose_kernels(model, config, jnp.dtype("bfloat16"), TwoH200())
+    assert found.decode_matmul.name == name, found

@@ -56,11 +56,12 @@ def choose_kernels(model: ModelConfig, config: EngineConfig, dtype: np.dtype, me
     norm = residual_norms.choose_backend(model.hidden_size, device)
     cutoff = sampling_cutoffs.choose_backend(device)
     copy = page_copies.choose_backend(page, device)
+    sums = _sum_choice(model, config, list(mesh.devices.flat)) if num_shards > 1 else None
     return KernelChoices(
         attention=_attention_choice(model, config, dtype, device, num_shards),
         residual_norm=_explained(norm, f"rows of {model.hidden_size} elements", device),
-        decode_matmul=_matmul_choice(model, config, dtype, device, num_shards),
-        all_reduce=_sum_choice(model, config, list(mesh.devices.flat)) if num_shards > 1 else None,
+        decode_matmul=_matmul_choice(model, config, dtype, device, num_shards, sums),
+        all_reduce=sums,
         sampling_cutoff=_explained(cutoff, "scores of any vocabulary", device),
         page_copy=_explained(copy, f"pages of {page}", device) if cache.cpu_pages else None,
     )
@@ -87,15 +88,21 @@ def _attention_choice(
 
 
 def _matmul_choice(
-    model: ModelConfig, config: EngineConfig, dtype: np.dtype, device: jax.Device, num_shards: int
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: np.dtype,
+    device: jax.Device,
+    num_shards: int,
+    sums: BackendChoice | None,
 ) -> BackendChoice:
     """Of products of few rows with weights, where they serve."""
     if config.runner.decode_matmul == "xla":
         return BackendChoice("xla", "named in runner.decode_matmul")
     limit = decode_matmul.device_limit(device)
+    takes_biases = sums is not None and sums.name != "xla"
     if dtype != np.dtype("bfloat16"):
         limit = f"pallas_mosaic_gpu multiplies bfloat16, not {dtype}"
-    elif limit is None and not _has_served_projection(model, dtype, num_shards):
+    elif limit is None and not _has_served_projection(model, dtype, num_shards, takes_biases):
         limit = "pallas_mosaic_gpu serves none of this model's projections: no bias, and wide ones"
     if limit is not None:
         return BackendChoice("xla", limit)
@@ -123,14 +130,22 @@ def _sum_choice(model: ModelConfig, config: EngineConfig, devices: list[jax.Devi
     return BackendChoice("xla", limit)
 
 
-def _has_served_projection(model: ModelConfig, dtype: np.dtype, num_shards: int) -> bool:
-    """Whether the kernel multiplies a device's part of any of a layer's weights, in the smallest step."""
+def _has_served_projection(
+    model: ModelConfig, dtype: np.dtype, num_shards: int, sums_take_biases: bool
+) -> bool:
+    """Whether the kernel multiplies a device's part of any of a layer's weights, in the smallest step.
+
+    A projection with a bias is served where sums over devices take that along.
+    """
     hidden, wide = model.hidden_size, model.intermediate_size // num_shards
     heads = model.num_heads // num_shards * model.head_dim
-    found = [] if model.mlp_bias else [(hidden, wide, True), (wide, hidden, False)]
-    if not model.attention_bias:
-        kv_heads = 2 * model.num_kv_heads // num_shards * model.head_dim
-        found += [(hidden, heads + kv_heads, False), (heads, hidden, False)]
+    kv_heads = 2 * model.num_kv_heads // num_shards * model.head_dim
+    found = [] if model.mlp_bias else [(hidden, wide, True)]
+    found += [] if model.attention_bias else [(hidden, heads + kv_heads, False)]
+    if sums_take_biases or not model.mlp_bias:
+        found.append((wide, hidden, False))
+    if sums_take_biases or not model.attention_bias:
+        found.append((heads, hidden, False))
     return any(
         decode_matmul.serves(1, depth, width, gated=gated, dtype=dtype) for depth, width, gated in found
     )
