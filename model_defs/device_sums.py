@@ -109,7 +109,10 @@ class DeviceSums:
         `scale` and `bias`, [width], are the norm's; None: it has none. Of many rows each device has a share
         of the stream, whatever it has of the one that is given.
         """
-        is_whole = self._serves_whole(*y.parts.shape[1:])
+        size = y.parts.shape[1:]
+        is_whole = self._serves_whole(*size) and not all_reduce.shares_are_faster(
+            *size, tensor_parallel_size(self.mesh)
+        )
         add_up = (
             functools.partial(all_reduce.sum_and_norm, capacity=self.spec.capacity)
             if is_whole

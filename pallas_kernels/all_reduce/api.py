@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_kernels.all_reduce.affine import Affine
 from pallas_kernels.all_reduce.peers import peers_limit
-from pallas_kernels.all_reduce.specs import MAX_DEVICES, MAX_ROWS, MAX_WIDTH
+from pallas_kernels.all_reduce.specs import FASTER_WHOLE, MAX_DEVICES, MAX_ROWS, MAX_WIDTH
 from pallas_kernels.devices import triton_device_limit
 from pallas_kernels.residual_norms import KINDS, NormSpec, add_and_norm
 
@@ -47,6 +47,11 @@ def serves(num_rows: int, width: int, num_devices: int) -> bool:
 def serves_shares(num_rows: int, width: int, num_devices: int) -> bool:
     """Whether so many rows are summed here, each device its share."""
     return num_rows % num_devices == 0 and _is_served(width, num_devices)
+
+
+def shares_are_faster(num_rows: int, width: int, num_devices: int) -> bool:
+    """Whether so many rows with a norm behind them are summed in shares though they could be summed whole."""
+    return serves_shares(num_rows, width, num_devices) and num_rows > FASTER_WHOLE[num_devices]
 
 
 def _is_served(width: int, num_devices: int) -> bool:

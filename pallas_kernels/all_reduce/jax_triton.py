@@ -80,7 +80,7 @@ def triton_shares(
         (partial, table, share, affine),
         _stream_and_normed(share, partial, norm),
         norm,
-        num_programs=NUM_PROGRAMS_MANY,
+        num_programs=min(NUM_PROGRAMS_MANY, share.shape[0]),
         name=f"sum_and_norm_of_shares_{norm.kind}",
         num_rows=share.shape[0],
         num_devices=num_devices,

@@ -31,6 +31,7 @@ from pallas_kernels.all_reduce import specs
 RANK, STATUS, EPOCHS, ADDRESSES = map(tl.constexpr, (specs.RANK, specs.STATUS, specs.EPOCHS, specs.ADDRESSES))
 FLAGS = tl.constexpr(specs.FLAGS)
 MAX_PROGRAMS = tl.constexpr(specs.MAX_PROGRAMS)
+LANES = tl.constexpr(specs.MAX_DEVICES)  # a power of two
 
 
 @triton.jit
@@ -268,11 +269,10 @@ def _tell(
     epoch: tl.tensor,
     num_devices: tl.constexpr,
 ) -> None:
-    """Set this device's flag at all peers; what it wrote before is seen by who sees the flag."""
-    for peer in tl.static_range(num_devices):
-        if peer != rank:
-            flag = _words(table, peer, num_devices) + place + program * num_devices + rank
-            tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
+    """Set this device's flag at all peers at once; what it wrote before is seen by who sees the flag."""
+    peers, is_peer = _peers(rank, num_devices)
+    flags = _words(table, peers, num_devices) + place + program * num_devices + rank
+    tl.atomic_xchg(flags, epoch, mask=is_peer, sem="release", scope="sys")
 
 
 @triton.jit
@@ -287,19 +287,32 @@ def _wait(
     limit: tl.constexpr,
 ) -> tl.tensor:
     """For all peers' flags; whether one is lost, which everybody is told then."""
-    for peer in tl.static_range(num_devices):
-        if peer != rank:
-            flag = _words(table, rank, num_devices) + place + program * num_devices + peer
-            seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-            num_looks = 0
-            while (seen - epoch < 0) & (num_looks < limit) & (lost == 0):
-                seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-                num_looks += 1
-            lost = lost | (seen - epoch < 0)
+    peers, is_peer = _peers(rank, num_devices)
+    flags = _words(table, rank, num_devices) + place + program * num_devices + peers
+    num_late = _num_late(flags, is_peer, epoch)
+    num_looks = 0
+    while (num_late > 0) & (num_looks < limit) & (lost == 0):
+        num_late = _num_late(flags, is_peer, epoch)
+        num_looks += 1
+    lost = lost | (num_late > 0)
     if lost:
         for peer in tl.static_range(num_devices):
             tl.atomic_xchg(_words(table, peer, num_devices), 1, sem="release", scope="sys")
     return lost
+
+
+@triton.jit
+def _peers(rank: tl.tensor, num_devices: tl.constexpr) -> tl.tensor:
+    """Devices, and which of them are others; as many as a power of two, none beyond the last."""
+    peers = tl.arange(0, LANES)
+    return tl.minimum(peers, num_devices - 1), (peers < num_devices) & (peers != rank)
+
+
+@triton.jit
+def _num_late(flags: tl.tensor, is_peer: tl.tensor, epoch: tl.tensor) -> tl.tensor:
+    """How many of the peers have not come to this launch."""
+    seen = tl.atomic_add(flags, 0, mask=is_peer, sem="acquire", scope="sys")
+    return tl.sum(((seen - epoch < 0) & is_peer).to(tl.int32), axis=0)
 
 
 @triton.jit

@@ -25,6 +25,10 @@ MAX_WIDTH = 16384
 MAX_ROWS = 512
 """More are too many to be sent to all devices: each device adds up its share of them."""
 
+FASTER_WHOLE = {2: 512, 3: 128, 4: 64}
+"""Rows with a norm behind them that are sent to all devices, by how many there are: every device is sent all
+rows of each peer, where it would be sent its share of them, and once more everybody's norms."""
+
 NUM_INBOXES = 2
 
 RANK, STATUS, EPOCHS, ADDRESSES = range(4)
