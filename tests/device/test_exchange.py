@@ -190,7 +190,7 @@ def test_sums_of_few_rows(kind, num_rows):
             np.testing.assert_array_equal(shard.data, total)
         if kind is not None:
             normed = expected_norm(total, norm, affine)
-            np.testing.assert_allclose(found[1].astype(np.float64), normed, rtol=2**-8, atol=1e-3)
+            np.testing.assert_allclose(np.asarray(found[1]).astype(np.float64), normed, rtol=2**-8, atol=1e-3)
     assert not np.asarray(jnp.copy(memory.words))[:, 0].any()
 
 
@@ -234,7 +234,7 @@ def test_sums_in_shares(kind, num_rows):
         np.testing.assert_array_equal(streams[1], second)
         for one, other in zip(normed, streams, strict=True):
             np.testing.assert_allclose(
-                one.astype(np.float64), expected_norm(other, norm, affine), rtol=2**-8, atol=1e-3
+                np.asarray(one).astype(np.float64), expected_norm(other, norm, affine), rtol=2**-8, atol=1e-3
             )
         for one in normed:
             everybodys = [np.asarray(shard.data) for shard in one.addressable_shards]
