@@ -34,14 +34,14 @@ PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile --no-lo
 FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS="$$XLA_FLAGS \
 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
 
-# Without tests whose length is what they are for; of each there is a short one. The others compile as serving does.
+# Without tests whose length is what they are for; of each there is a short one.
 test: $(STAMP)
 	$(FAST) $(PYTEST) -m "not long"
 
 test-long: $(STAMP)
-	$(PYTEST) -m long
+	$(FAST) $(PYTEST) -m long
 
-# As often as the tests of `test-long` were meant to be run once: it takes hours.
+# Compiled as for serving, and as often as the tests of `test-long` were meant to be run once: it takes hours.
 test-all: $(STAMP)
 	TESTS_ALL=1 $(PYTEST)
 
