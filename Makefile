@@ -28,15 +28,20 @@ serve: $(STAMP)
 # `tests/conftest.py`, long ones first; pytest-xdist by itself would keep files of few tests, the longest, for the end.
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Without tests whose length is what they are for; of each there is a short one. Most programs of tests run a few
-# times: here they are compiled fast, in the others well, as for serving.
+# Most programs of tests run a few times: here they are compiled fast. XLA optimises little; its older emitters write
+# a fused loop as LLVM's code directly, where the newer ones take it through MLIR, a context and a pipeline of passes
+# for each; and a program is not cut for threads, as the processes of a run take all cores.
+FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS="$$XLA_FLAGS \
+--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
+
+# Without tests whose length is what they are for; of each there is a short one.
 test: $(STAMP)
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) -m "not long"
+	$(FAST) $(PYTEST) -m "not long"
 
 test-long: $(STAMP)
-	$(PYTEST) -m long
+	$(FAST) $(PYTEST) -m long
 
-# As often as the tests of `test-long` were meant to be run once: it takes hours.
+# Compiled as for serving, and as often as the tests of `test-long` were meant to be run once: it takes hours.
 test-all: $(STAMP)
 	TESTS_ALL=1 $(PYTEST)
 

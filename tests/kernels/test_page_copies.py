@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from tests.kernels.cross_lower import lower_for_cuda
 
 NUM_PAGES, NUM_LAYERS = 9, 3
 SHAPE = jax.ShapeDtypeStruct
+# What `make test` compiles with takes bfloat16 through float32 as XLA copies: a NaN stays one, of other bits.
+OLDER_EMITTERS = "xla_cpu_disable_new_fusion_emitters" in os.environ.get("XLA_FLAGS", "")
 # (rows of a page, combined heads, head_dim, dtype); that of 256 has one chunk a launch
 SIZES = [
     *[(16, 4, 64, "float32"), (32, 2, 32, "bfloat16"), (64, 2, 128, "float16"), (64, 2, 256, "float32")],
@@ -44,6 +47,16 @@ def bits(array):
     return np.ascontiguousarray(np.asarray(array)).view(np.uint8)
 
 
+def check_bits(got, expected, backend):
+    found = np.array(got)
+    if OLDER_EMITTERS and backend == "xla" and expected.dtype == jnp.bfloat16:
+        with np.errstate(invalid="ignore"):  # of NaNs that signal
+            nans = np.isnan(expected)
+            np.testing.assert_array_equal(np.isnan(found), nans)
+        found[nans] = expected[nans]
+    np.testing.assert_array_equal(bits(found), bits(expected))
+
+
 def run_gather(pools, pages, backend, interpret):
     call = functools.partial(gather_pages, backend=backend, interpret=interpret)
     return jax.jit(call)([jnp.asarray(pool) for pool in pools], np.asarray(pages, np.int32))
@@ -63,7 +76,7 @@ def check_gather(pools, backend, interpret):
     chunks = run_gather(pools, pages, backend, interpret)
     assert len(chunks) == len(pages)
     for chunk, page in zip(chunks, pages, strict=True):
-        np.testing.assert_array_equal(bits(chunk), bits(pools[:, page]))
+        check_bits(chunk, pools[:, page], backend)
 
 
 def check_scatter(pools, backend, interpret):
@@ -78,7 +91,7 @@ def check_scatter(pools, backend, interpret):
     got = run_scatter(pools, chunks, pages, backend, interpret)
     assert type(got) is list, "the pools that come out must go in again"
     for layer in range(NUM_LAYERS):
-        np.testing.assert_array_equal(bits(got[layer]), bits(expected[layer]))
+        check_bits(got[layer], expected[layer], backend)
 
 
 @pytest.mark.parametrize(("size", "backend"), GATHERED, ids=str)
