@@ -3,7 +3,7 @@
 Owns: the choice, which whoever traces a step makes for what is traced inside `summing`; without one it is the
 compiler's, which puts its own sum behind such a product. A sum is left to the norm that follows: until then
 there are `PartialSums`.
-Does not know: kernels, or models. Called by: layers, and the runner's step.
+Does not know: kernels, or models. Called by: layers, decoders, and the runner's step.
 """
 
 from __future__ import annotations
@@ -63,11 +63,13 @@ class DeviceSums:
     def serves(self, num_rows: int, width: int) -> bool:
         """Whether partial sums of so many rows are left to be added up here, and not by the compiler."""
         num_devices = tensor_parallel_size(self.mesh)
-        return self._serves_whole(num_rows, width) or all_reduce.serves_shares(num_rows, width, num_devices)
+        return self._sums_whole(num_rows, width) or all_reduce.serves_shares(num_rows, width, num_devices)
 
-    def _serves_whole(self, num_rows: int, width: int) -> bool:
+    def _sums_whole(self, num_rows: int, width: int) -> bool:
+        """Whether every device adds up all of so many rows; else each its share, before a norm."""
+        size = num_rows, width, tensor_parallel_size(self.mesh)
         fits = num_rows * width <= self.spec.capacity
-        return fits and all_reduce.serves(num_rows, width, tensor_parallel_size(self.mesh))
+        return fits and all_reduce.serves(*size) and not all_reduce.shares_are_faster(*size)
 
     def partial(
         self, product: Callable[..., jax.Array], x: jax.Array, kernel: jax.Array, specs: tuple[Any, Any]
@@ -83,7 +85,7 @@ class DeviceSums:
         return total if y.bias is None else total + y.bias
 
     def _added_up(self, partial: jax.Array) -> jax.Array:
-        if not self._serves_whole(*partial.shape[1:]):
+        if not self._sums_whole(*partial.shape[1:]):
             return self._on_shards(lambda part: lax.psum(part[0], TENSOR_AXIS), _SPLIT, _WHOLE)(partial)
         run = self._on_shards(
             lambda part, table: all_reduce.sum_over_devices(
@@ -109,10 +111,7 @@ class DeviceSums:
         `scale` and `bias`, [width], are the norm's; None: it has none. Of many rows each device has a share
         of the stream, whatever it has of the one that is given.
         """
-        size = y.parts.shape[1:]
-        is_whole = self._serves_whole(*size) and not all_reduce.shares_are_faster(
-            *size, tensor_parallel_size(self.mesh)
-        )
+        is_whole = self._sums_whole(*y.parts.shape[1:])
         add_up = (
             functools.partial(all_reduce.sum_and_norm, capacity=self.spec.capacity)
             if is_whole

@@ -35,7 +35,7 @@ class GatedMLP(nnx.Module):
         self.down = Linear(build, (wide,), hidden, in_axis=0, bias=bias)
 
     def __call__(self, x: jax.Array) -> Summand:
-        """[T, hidden_size] -> the same, in the kernels' dtype, or partial sums of it: see `Linear`."""
+        """[T, hidden_size] -> the same, in the kernels' dtype, or partial sums: see `Linear.deferred`."""
         return self.down.deferred(self.gate_up.gated(x))
 
 

@@ -90,7 +90,7 @@ class Linear(nnx.Module):
         of_few_rows = self._of_few_rows(x.shape[0])
         if any(self.in_axes) and sums is not None and sums.serves(x.shape[0], kernel.shape[-1]):
             return PartialSums(sums.partial(of_few_rows or self._product, x, kernel, self._specs), bias)
-        # XLA can add the bias within its product; behind another kernel's it would take one more.
+        # XLA can add the bias within its product; behind another kernel's it would take a kernel.
         if of_few_rows is not None and bias is None:
             return self._on_shards(of_few_rows, self.out_axes)(x, kernel)
         y = constrain(self._product(x, kernel), self.build.mesh, None, *self.out_axes)

@@ -194,7 +194,7 @@ def _check_engine_alone(name: str, value: Any) -> None:
     if FLAGS.system not in ENGINE_SYSTEMS:
         raise ConfigError(name, value, f"left out for --system={FLAGS.system}, whose steps are its own")
     if not FLAGS.closed_loop and len(systems_and_rates()) * len(all_seeds()) * len(all_arrivals()) > 1:
-        raise ConfigError(name, value, "left out where there are several --rates, seeds or arrivals")
+        raise ConfigError(name, value, "left out where there are several --rates, --loads, seeds or arrivals")
 
 
 def _check_step_table(path: str) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 from absl import flags
 from common.systems import PENSIEVE, PENSIEVE_GPU, STATELESS, system_config
 from common.trace_files import TOKENIZER_HELP, WORDS, read_trace_file
+from experiments.machines import find_profile
 from experiments.recompute import cost_model
 from simulation.memory import Memory, device_bytes, gigabytes, host_bytes, state_tokens
 from simulation.part import Part, Sampler, fitting_part
@@ -162,7 +163,7 @@ def main() -> int:
     plot = None if FLAGS.plot is None else Path(FLAGS.plot)
     if plot is not None:
         check_can_plot("--plot", plot)
-    profile = DeviceProfile.load(FLAGS.profile)
+    profile = find_profile(FLAGS.profile)
     whole, format = read_trace_file(FLAGS.trace, FLAGS.trace_format, FLAGS.tokenizer)
     trace = cap_context(whole, FLAGS.max_context_tokens)
     if not trace.conversations:

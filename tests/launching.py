@@ -54,7 +54,7 @@ def llm(compilation_cache) -> Iterator[LLM]:
 
 @contextlib.contextmanager
 def optimized() -> Iterator[None]:
-    """Whatever `make test` says: what is compiled inside is compiled as for serving.
+    """Whatever `make test` says: what is compiled inside is optimised, if by XLA's older emitters.
 
     For tests that compute for longer than they compile.
     """

@@ -10,8 +10,10 @@ so that all have the same bits. Programs that are more than run at once begin in
 every device, and so those that wait for each other run.
 
 Few rows: every device pushes its partial sums to all inboxes, and adds up all rows. Two inboxes take turns: a
-device writes to one only after it has seen that its peer has begun the launch before, whose stream has then
-done with the launch before that.
+device writes to one only after its launch before has seen that the peer's has begun, whose stream has then
+done with the launch before that. A launch for many rows may have fewer programs, so that counts differ from
+program to program; but a row of few is always the same program's, on every device. And all of this takes for
+granted that kernels of a stream do not overlap.
 
 Many rows: every device adds up its own share of them, which it reads where its peers have it, and writes the
 normed rows to where the peers want them. So launches tell each other their arrays' addresses as they begin,
@@ -303,7 +305,7 @@ def _wait(
 
 @triton.jit
 def _peers(rank: tl.tensor, num_devices: tl.constexpr) -> tl.tensor:
-    """Devices, and which of them are others; as many as a power of two, none beyond the last."""
+    """Devices, padded with the last one to a power of two, and which of them are others."""
     peers = tl.arange(0, LANES)
     return tl.minimum(peers, num_devices - 1), (peers < num_devices) & (peers != rank)
 

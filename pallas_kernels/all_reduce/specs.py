@@ -12,10 +12,11 @@ program and peer a letter: two addresses of 64 bits.
 from __future__ import annotations
 
 NUM_PROGRAMS = 128
-"""Of a launch for few rows: as many as an NVIDIA data centre GPU runs side by side."""
+"""Of a launch for few rows: as many as an NVIDIA data centre GPU runs side by side. The same in every such
+launch, so that a row is always one program's, whose count says which inbox it is in."""
 
 NUM_PROGRAMS_MANY = 256
-"""Of a launch for many rows, which reads from far away, and so more at a time."""
+"""Of a launch for many rows at most, which reads from far away, and so more at a time."""
 
 MAX_PROGRAMS = NUM_PROGRAMS_MANY
 """Of any launch, which there are flags, counters and letters for."""
@@ -23,11 +24,13 @@ MAX_PROGRAMS = NUM_PROGRAMS_MANY
 MAX_DEVICES = 4
 MAX_WIDTH = 16384
 MAX_ROWS = 512
-"""More are too many to be sent to all devices: each device adds up its share of them."""
+"""That inboxes hold, and all devices are sent."""
 
-FASTER_WHOLE = {2: 512, 3: 128, 4: 64}
-"""Rows with a norm behind them that are sent to all devices, by how many there are: every device is sent all
-rows of each peer, where it would be sent its share of them, and once more everybody's norms."""
+FASTER_WHOLE = {2: MAX_ROWS, 3: 128, 4: 64}
+"""Rows up to which sending all of them to all devices is no slower than shares, by the number of devices.
+
+Of shares a device is sent 2 / n of the bytes among n devices, but devices meet twice. Among four, 32 rows of
+8,192 are faster whole and 128 in shares (docs/results/h100x4_parallel_llama2-70b.json); three are a guess."""
 
 NUM_INBOXES = 2
 
@@ -38,7 +41,7 @@ FLAGS = 32
 """Place of the first flag among a device's words: the status has a line of memory to itself."""
 
 LIMIT = 1 << 24
-"""Looks at a flag before a peer counts as lost, some ten seconds: devices are far closer together."""
+"""Looks at flags before a peer counts as lost, tens of seconds: devices are far closer together."""
 
 
 def table_len(num_devices: int) -> int:

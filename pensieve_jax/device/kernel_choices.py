@@ -103,7 +103,7 @@ def _matmul_choice(
     if dtype != np.dtype("bfloat16"):
         limit = f"pallas_mosaic_gpu multiplies bfloat16, not {dtype}"
     elif limit is None and not _has_served_projection(model, dtype, num_shards, takes_biases):
-        limit = "pallas_mosaic_gpu serves none of this model's projections: no bias, and wide ones"
+        limit = "pallas_mosaic_gpu serves none of this model's projections: wide, without a bias of their own"
     if limit is not None:
         return BackendChoice("xla", limit)
     few = f"up to {decode_matmul.MAX_ROWS} rows of {dtype} on {device.device_kind}"

@@ -68,7 +68,7 @@ def load_profile(device: str, model: str) -> DeviceProfile:
         base = load_profile(device, _SMALLER_MODEL[model])
         return _of_several(base, model, num_devices(model), _INTERCONNECTS[device])
     like, times = _SLOWER_MEMORY[device]
-    return _with_slower_memory(load_profile(like, model), device, times)
+    return _with_slower_memory(load_profile(like, model), like, device, times)
 
 
 def derived_names() -> list[str]:
@@ -91,16 +91,16 @@ def memory_bytes(model: str) -> tuple[int, int]:
     return count * gpu_bytes, count * cpu_bytes
 
 
-def _with_slower_memory(base: DeviceProfile, device: str, times: float) -> DeviceProfile:
-    """Of a device that takes so many times as long for what it reads."""
-    costs, what = base.step, f"NVIDIA {device.upper()}"
+def _with_slower_memory(base: DeviceProfile, like: str, device: str, times: float) -> DeviceProfile:
+    """Of a device as `like`, that of the profile, but that takes so many times as long for what it reads."""
+    costs = base.step
     return dataclasses.replace(
         base,
-        device=f"{what}{base.device.partition('H200')[2]}",
+        device=base.device.replace(like.upper(), device.upper()),
         source="derived",
         provenance={
             "base": f"the profile of {base.model} on {base.device}, which is {base.source}",
-            "reading": f"reading memory takes x {times:.2f} of its time",
+            "reading": f"as {base.device}, but reading memory takes x {times:.2f} of its time",
         },
         step=dataclasses.replace(
             costs, weight_read_s=costs.weight_read_s * times, kv_read_s=costs.kv_read_s * times

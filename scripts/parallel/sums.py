@@ -118,7 +118,7 @@ def _measure(
     if memory is not None:
         memory.renew(alone=True)
         for programs in (once, compiled):  # loaded by devices that do not wait for each other
-            for name in programs.keys() & _SAME_AS.keys():
+            for name in filter(programs.__contains__, _SAME_AS):
                 jax.block_until_ready(programs[name](x, factors, table(), stream))
         memory.renew()
     found: dict[str, Any] = {}
@@ -126,7 +126,7 @@ def _measure(
         timed = Timed(functools.partial(program, x, factors, table(), stream), jax.block_until_ready)
         samples = [timed.sample_s(_NUM_LAUNCHES) / _CHAIN for _ in range(repeats + 1)]
         found[f"{name}_s"] = Spread.of(samples[1:]).as_dict()
-    for name in once.keys() & _SAME_AS.keys():
+    for name in filter(once.__contains__, _SAME_AS):
         answers = [
             np.asarray(once[each](x, factors, table(), stream)).astype(np.float32)
             for each in (name, _SAME_AS[name])

@@ -99,7 +99,7 @@ class Outcome:
             "kv_bytes": kv_bytes(described, self._model, FLAGS.dtype, cache, is_ours=name in OURS),
             "trace": {"name": self._trace.name, "digest": self._trace.digest},
             "loop": loop,
-            "settings": {name: FLAGS[name].value for name in _SETTINGS[loop]},
+            "settings": {flag: FLAGS[flag].value for flag in _SETTINGS[loop]},
             "start_up_s": self._start_up_s,
             "points": points,
             "left_out": [load.name for load in left_out],

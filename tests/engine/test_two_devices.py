@@ -69,7 +69,7 @@ def test_random_scenarios_equal_the_dense_reference(seeds, record_property):
 
 @pytest.mark.long
 def test_random_scenarios_on_four_devices(record_property):
-    """The other family: layer norms, and biases behind sums."""
+    """The other family; on GPUs with our own sums, layer norms and biases among them."""
     check_scenarios(bench(4, "opt-tiny"), range(enough(6, 100)), record_property)
 
 

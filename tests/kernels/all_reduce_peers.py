@@ -28,7 +28,7 @@ NUM_PROGRAMS = 8  # of a launch, as far as the layout is concerned at most `spec
 CAPACITY = WIDTH * MAX_ROWS
 EPS = 1e-5
 VECTORS = ("sum_bias", "scale", "bias")  # in the order of the kernels' arguments
-MAX_SHARED = WIDTH * 30
+MAX_SHARED = WIDTH * 36
 
 
 class Memory:
@@ -67,10 +67,10 @@ OTHERS = Norm("layer", ()), Norm("rms", ("sum_bias",)), Norm("layer", ("bias",))
 # and more than inboxes hold; every norm in either kernel, and with a sum's bias in float16 too (odd places),
 # to which it is rounded.
 LAUNCHES = (
-    (1, None, False), (12, RMS, False), (3, None, False), (9, LAYER, False), (6, RMS, True),
-    (12, OTHERS[1], False), (11, LAYER, False), (30, LAYER, True), (12, OTHERS[0], True),
-    (1, OTHERS[0], False), (8, OTHERS[2], False), (18, OTHERS[1], True), (2, None, False),
-    (6, OTHERS[2], True), (12, LAYER, True),
+    (1, None, False), (12, RMS, False), (3, None, False), (9, LAYER, False), (12, RMS, True),
+    (12, OTHERS[1], False), (11, LAYER, False), (36, LAYER, True), (12, OTHERS[0], True),
+    (1, OTHERS[0], False), (8, OTHERS[2], False), (24, OTHERS[1], True), (2, None, False),
+    (12, OTHERS[2], True), (12, LAYER, True),
 )  # fmt: skip
 
 
@@ -118,7 +118,8 @@ def launch_shares(
     share = np.array_split(values_of(number, 6, num_rows, "float32"), NUM_DEVICES)[rank]
     total = np.full(share.shape, -7, "float32")
     vectors = vectors_of(number, norm, dtype).values()
-    shares_of_rows[(NUM_PROGRAMS,)](
+    # As it is launched: so counts of programs differ.
+    shares_of_rows[(min(NUM_PROGRAMS, num_rows // NUM_DEVICES),)](
         *map(HostTensor, (partial, table.view(np.int32), share, *vectors, total, normed)),
         num_rows=num_rows // NUM_DEVICES, width=WIDTH, block=64, num_devices=NUM_DEVICES, limit=limit,
         **flags_of(norm),

@@ -128,6 +128,15 @@ def test_what_is_not_served_is_refused(shape, changes):
         summed(jnp.zeros(shape), **changes)
 
 
+def test_how_few_rows_are_sent_to_all():
+    """What is said of every number of devices; the kernels' lanes are a power of two."""
+    assert list(specs.FASTER_WHOLE) == list(range(2, specs.MAX_DEVICES + 1))
+    assert specs.MAX_DEVICES & (specs.MAX_DEVICES - 1) == 0
+    found = {rows: all_reduce.shares_are_faster(rows, 64, 4) for rows in (64, 66, 68, 1024)}
+    assert found == {64: False, 66: False, 68: True, 1024: True}, "66 is not divided by four"
+    assert not all_reduce.shares_are_faster(512, 64, 2) and not all_reduce.shares_are_faster(512, 64, 1)
+
+
 def test_back_ends_have_names():
     with pytest.raises(SumArgumentError, match="backend is 'nccl', but must be one of"):
         summed(jnp.zeros((3, 16)), backend="nccl")
@@ -205,15 +214,19 @@ def test_tables_say_where_everybodys_memory_is():
     assert [shard.data.unsafe_buffer_pointer() for shard in shards] == first[5:]
 
 
-def compiled_ptx(kernel, constants, *, kind):
-    """For Hopper, of bfloat16; a layer norm has every array that there may be, the other one its scale."""
+def compiled_ptx(kernel, constants, *, kind, num_meetings=1):
+    """For Hopper and four devices, of bfloat16; a layer norm has all arrays, the other one its scale.
+
+    At a meeting one instruction sets all flags, and one looks at them, here and in a loop; whoever is lost is
+    told so one by one.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     pointers = dict.fromkeys(("partial", "sum_bias", "scale", "bias", "normed"), "bf16")
     pointers |= {"stream": "fp32", "table": "i32", "sum": "fp32" if kind else "bf16"}
-    constants |= {"width": 8192, "block": 8192, "num_devices": 2, "eps": 1e-5, "limit": specs.LIMIT}
+    constants |= {"width": 8192, "block": 8192, "num_devices": 4, "eps": 1e-5, "limit": specs.LIMIT}
     is_layer = kind == "layer"
     constants |= {"is_layer": is_layer, "has_scale": True, "has_sum_bias": is_layer, "has_bias": is_layer}
     signature = {f"{name}_ptr": f"*{dtype}" for name, dtype in pointers.items()} | {"num_rows": "i32"}
@@ -222,10 +235,9 @@ def compiled_ptx(kernel, constants, *, kind):
     options = {"num_warps": 8, "ptx_version": 88, "enable_fp_fusion": True}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     assert "st.global.b16" not in ptx and "ld.global.cg.b16" not in ptx and "ld.global.b16" not in ptx
-    for instruction in ("atom.global.sys.release.exch.b32", "ld.global.cg.v4.b32", "st.global.v4.b32"):
-        assert instruction in ptx, instruction
-    assert "acquire" in ptx
-    return ptx
+    assert "ld.global.cg.v4.b32" in ptx and "st.global.v4.b32" in ptx
+    assert ptx.count("atom.global.sys.release.exch.b32") == 5 * num_meetings
+    assert ptx.count("atom.global.sys.acquire.add.u32") == 2 * num_meetings
 
 
 @needs_extra
@@ -243,12 +255,12 @@ def test_what_shares_compile_to(kind):
     """Likewise, in both directions."""
     from pallas_kernels.all_reduce.jax_triton_kernels import shares_of_rows
 
-    assert compiled_ptx(shares_of_rows, {}, kind=kind).count("atom.global.sys.release.exch.b32") >= 2
+    compiled_ptx(shares_of_rows, {}, kind=kind, num_meetings=2)
 
 
 @pytest.mark.long
 @needs_extra
-@pytest.mark.parametrize("num_devices", ["2", "3"])
+@pytest.mark.parametrize("num_devices", ["2", "3", "4"])
 def test_devices_that_are_processes(num_devices):
     """They meet at their own pace, and one that is left alone does not wait for ever."""
     root = Path(__file__).parents[2]
@@ -324,6 +336,10 @@ def test_what_kernels_are_told(missing, kind, monkeypatch):
         found = dict(zip(named["kernel"].arg_names, arrays, strict=False))
         assert found["partial_ptr"] is partial and found["stream_ptr"] is stream
         assert (named["is_layer"], named["eps"]) == (kind == "layer", 0.5)
+        whole = named["kernel"].arg_names == told[0][1]["kernel"].arg_names
+        assert named["grid"] == ((specs.NUM_PROGRAMS,) if whole else stream.shape[:1]), (
+            "no program without rows"
+        )
         for name, array in affine._asdict().items():
             assert named[f"has_{name}"] == (name not in missing)
             assert name in missing or found[f"{name}_ptr"] is array

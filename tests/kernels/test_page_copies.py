@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +104,22 @@ def test_gather_equals_numpy(size, backend):
 @pytest.mark.parametrize(("size", "backend"), SCATTERED, ids=str)
 def test_scatter_equals_numpy(size, backend):
     check_scatter(random_pools(*size), backend, interpret=True)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not OLDER_EMITTERS, reason="the tests above have looked at all bits")
+def test_compiled_as_for_serving_every_bit_is_kept():
+    """Of NaNs in bfloat16 too."""
+    command = [*(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"), __file__]
+    environment = os.environ | {"XLA_FLAGS": ""}
+    done = subprocess.run(
+        [*command, "-k", "equals_numpy and bfloat16"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
 
 
 @pytest.mark.gpu

@@ -42,7 +42,7 @@ def norms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, str, set[str]]]:
         def record(
             partial: object, table: object, stream: object, affine: all_reduce.Affine, **rest
         ) -> object:
-            arrays = {name for name, array in affine._asdict().items() if array is not None}
+            arrays = {array for array, value in affine._asdict().items() if value is not None}
             found.append((name == "sum_and_norm_of_shares", rest["norm"].kind, arrays))
             return call(partial, table, stream, affine, **rest)
 
@@ -83,3 +83,18 @@ def test_logits_are_those_of_the_compilers_sums(
     num_sums = 2 * config.num_layers - config.pre_norm  # a norm follows the last one of post-norm layers too
     kind = "layer" if config.architecture == "opt" else "rms"
     assert norms == [(shares, kind, arrays) for arrays in arrays_of(config) * config.num_layers][:num_sums]
+
+
+@pytest.mark.parametrize(("num_tokens", "shares"), [(64, False), (66, False), (68, True)])
+def test_four_devices_share_out_few_rows_as_well(
+    num_tokens: int, shares: bool, norms: list[tuple[bool, str, set[str]]]
+) -> None:
+    """From 65 on, where the devices divide them; the last sum, before no norm, is the compiler's then."""
+    config, mesh = CONFIGS["opt"], make_mesh(4)
+    model = random_model(config, dtype="float32", mesh=mesh)
+    token_ids = np.random.default_rng(num_tokens).integers(0, 320, num_tokens).astype(np.int32)
+    expected = dense_logits(model, token_ids)
+    with summing(DeviceSums(SumSpec("xla", 512 * config.hidden_size), jnp.zeros((4, 22), jnp.int32), mesh)):
+        found = dense_logits(model, token_ids)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    assert {in_shares for in_shares, _, _ in norms} == {shares}
