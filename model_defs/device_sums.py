@@ -40,10 +40,12 @@ class PartialSums:
     """What is still to be added up over devices, and what is added to that.
 
     Attributes:
+      sums: who is to add them up.
       parts: [devices, T, width], a row on each device.
       bias: [width], or None.
     """
 
+    sums: DeviceSums
     parts: jax.Array
     bias: jax.Array | None
 
@@ -157,6 +159,4 @@ def added_up(y: Summand) -> jax.Array:
     """[T, width], whatever `y` is."""
     if not isinstance(y, PartialSums):
         return y
-    sums = _current.get()
-    assert sums is not None, "partial sums outlived what made them"
-    return sums.total(y)
+    return y.sums.total(y)

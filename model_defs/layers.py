@@ -89,7 +89,8 @@ class Linear(nnx.Module):
         bias = None if self.bias is None else self.bias[...]
         of_few_rows = self._of_few_rows(x.shape[0])
         if any(self.in_axes) and sums is not None and sums.serves(x.shape[0], kernel.shape[-1]):
-            return PartialSums(sums.partial(of_few_rows or self._product, x, kernel, self._specs), bias)
+            parts = sums.partial(of_few_rows or self._product, x, kernel, self._specs)
+            return PartialSums(sums, parts, bias)
         # XLA can add the bias within its product; behind another kernel's it would take a kernel.
         if of_few_rows is not None and bias is None:
             return self._on_shards(of_few_rows, self.out_axes)(x, kernel)
@@ -188,11 +189,10 @@ class Norm(nnx.Module):
         The norm is in `dtype`, by default the one the model runs in, so that a matmul takes it as it is.
         What is to be added may still be partial sums.
         """
-        dtype, sums = self.build.dtype if dtype is None else jnp.dtype(dtype), current_sums()
+        dtype = self.build.dtype if dtype is None else jnp.dtype(dtype)
         if isinstance(y, PartialSums):
-            assert sums is not None, "partial sums outlived what made them"
             norm = NormSpec(self.kind, self.build.config.norm_eps, dtype)
-            return sums.total_and_norm(x, y, *self._affine, norm=norm)
+            return y.sums.total_and_norm(x, y, *self._affine, norm=norm)
         return self._run(x, y, dtype, choose_backend(x.shape[1], _device(self.build.mesh)))
 
     def _run(

@@ -31,7 +31,7 @@ from common.live_figures import LiveFigures
 from common.session_flags import define_session_flags, load_trace, rates, sessions
 from common.stored_profiles import stored_profile
 from common.systems import STATELESS, SYSTEMS, system_config
-from experiments.machines import derived_names, find_profile
+from experiments.machines import find_profile, profile_help
 from serving.report import curve, draw
 from steps.cost_plot import check_can_plot
 
@@ -45,7 +45,7 @@ from pensieve_jax.commands.engine_flags import num_bytes, shows_progress
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
 from pensieve_jax.config import NUM_BUCKETS_GPU, POLICIES
-from pensieve_jax.simulator import ROUTERS, DeviceProfile, Scenario, figures, profile_names, simulate
+from pensieve_jax.simulator import ROUTERS, DeviceProfile, Scenario, figures, simulate
 from pensieve_jax.workload import UNITS, Session, Trace
 
 FLAGS = flags.FLAGS
@@ -274,12 +274,7 @@ def report(profile: DeviceProfile, trace: Trace, results: dict[str, list[dict[st
 
 def define_flags() -> None:
     """The command line."""
-    flags.DEFINE_string(
-        "profile",
-        "h200_llama2-13b-gqa10",
-        f"A file, or one of {', '.join(profile_names())}; of four GPUs, derived from those: "
-        f"{', '.join(derived_names())}.",
-    )
+    flags.DEFINE_string("profile", "h200_llama2-13b-gqa10", profile_help())
     flags.DEFINE_list("systems", list(SYSTEMS), f"Among {', '.join(SYSTEMS)}.")
     flags.DEFINE_list("policies", ["retention"], f"Eviction policies, among {', '.join(POLICIES)}.")
     flags.DEFINE_string("cost_profile", None, "What profile_costs.py measured; default: an estimate.")

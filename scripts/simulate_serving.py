@@ -26,7 +26,7 @@ from typing import Any
 from absl import flags
 from common.systems import PENSIEVE, PENSIEVE_GPU, STATELESS, system_config
 from common.trace_files import TOKENIZER_HELP, WORDS, read_trace_file
-from experiments.machines import find_profile
+from experiments.machines import find_profile, profile_help
 from experiments.recompute import cost_model
 from simulation.memory import Memory, device_bytes, gigabytes, host_bytes, state_tokens
 from simulation.part import Part, Sampler, fitting_part
@@ -41,7 +41,7 @@ from pensieve_jax.commands.help import require
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document
 from pensieve_jax.config import POLICIES
-from pensieve_jax.simulator import DeviceProfile, Scenario, figures, profile_names, simulate
+from pensieve_jax.simulator import DeviceProfile, Scenario, figures, simulate
 from pensieve_jax.workload import FORMATS, Session, Trace, cap_context
 from pensieve_jax.workload import UNITS as SIMULATOR_UNITS
 
@@ -210,9 +210,7 @@ def define_flags() -> None:
     require("trace")
     flags.DEFINE_enum("trace_format", None, FORMATS, "What it is; default: guessed from its fields.")
     flags.DEFINE_string("tokenizer", WORDS, TOKENIZER_HELP)
-    flags.DEFINE_string(
-        "profile", "h200_llama2-13b-gqa10", f"A file, or one of {', '.join(profile_names())}."
-    )
+    flags.DEFINE_string("profile", "h200_llama2-13b-gqa10", profile_help())
     flags.DEFINE_string("gpu_bytes", None, "Device memory for KV state, e.g. 40GB; default: chosen.")
     flags.DEFINE_list("cpu_bytes", [], "Host memory for it, sizes with commas; default: chosen.")
     flags.DEFINE_float("share", None, "Of the conversations; default: what fits --level_ms.")

@@ -26,7 +26,7 @@ from absl import flags
 from common.live_figures import LiveFigures
 from common.session_flags import define_session_flags, load_trace, sessions
 from common.stored_profiles import stored_profile
-from experiments.machines import derived_names, find_profile
+from experiments.machines import find_profile, profile_help
 from serving.report import read_documents
 from serving.run import Window
 from serving.validation_criteria import Criterion, criteria, is_over_the_knee, missed
@@ -41,7 +41,7 @@ from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
 from pensieve_jax.model_source import resolve_model
 from pensieve_jax.runtime.asynchronous_launches import VARIABLE
-from pensieve_jax.simulator import DeviceProfile, Outcome, Scenario, figures, profile_names, simulate
+from pensieve_jax.simulator import DeviceProfile, Outcome, Scenario, figures, simulate
 from pensieve_jax.workload import UNITS, Answer, Session, Trace, answer_figures, throughput
 
 FLAGS = flags.FLAGS
@@ -263,12 +263,7 @@ def document(
 def define_flags() -> None:
     """The command line."""
     flags.DEFINE_list("documents", [], "Files that benchmark_serving's --output_json wrote.")
-    flags.DEFINE_string(
-        "profile",
-        "h200_llama2-13b-gqa10",
-        f"A file, or one of {', '.join(profile_names())}; of four GPUs, derived from those: "
-        f"{', '.join(derived_names())}.",
-    )
+    flags.DEFINE_string("profile", "h200_llama2-13b-gqa10", profile_help())
     flags.DEFINE_bool("progress", None, "Show a progress bar; default: on a terminal.")
     define_session_flags()
     define_document_flag()

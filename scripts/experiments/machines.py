@@ -3,7 +3,7 @@
 Owns: which devices and models there are, the memory they have for KV state, and the arithmetic that makes a
 profile of several GPUs, or of another kind of GPU, out of one GPU's.
 Does not know: workloads or systems.
-Called by: `systems`, `points`, experiments that ask a profile directly, simulate and validate_simulator.
+Called by: `systems`, `points`, experiments that ask a profile directly, and scripts that take one by name.
 """
 
 from __future__ import annotations
@@ -74,6 +74,12 @@ def load_profile(device: str, model: str) -> DeviceProfile:
 def derived_names() -> list[str]:
     """Of the profiles of several GPUs that `find_profile` makes."""
     return [profile_name(device, model) for device in _INTERCONNECTS for model in _SMALLER_MODEL]
+
+
+def profile_help() -> str:
+    """Of a flag whose value `find_profile` takes."""
+    names, derived = ", ".join(profile_names()), ", ".join(derived_names())
+    return f"A file, or one of {names}; of four GPUs, derived from those: {derived}."
 
 
 def find_profile(name: str) -> DeviceProfile:
