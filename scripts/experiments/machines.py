@@ -72,14 +72,16 @@ def load_profile(device: str, model: str) -> DeviceProfile:
 
 
 def derived_names() -> list[str]:
-    """Of the profiles of several GPUs that `find_profile` makes."""
-    return [profile_name(device, model) for device in _INTERCONNECTS for model in _SMALLER_MODEL]
+    """Of the profiles that `find_profile` makes: of several GPUs, and of GPUs with slower memory."""
+    several = [profile_name(device, model) for device in _INTERCONNECTS for model in _SMALLER_MODEL]
+    slower = [profile_name(device, model) for device in _SLOWER_MEMORY for model in _SMALLER_MODEL.values()]
+    return [*several, *slower]
 
 
 def profile_help() -> str:
     """Of a flag whose value `find_profile` takes."""
     names, derived = ", ".join(profile_names()), ", ".join(derived_names())
-    return f"A file, or one of {names}; of four GPUs, derived from those: {derived}."
+    return f"A file, or one of {names}; of four GPUs, or with slower memory, derived from those: {derived}."
 
 
 def find_profile(name: str) -> DeviceProfile:

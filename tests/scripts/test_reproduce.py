@@ -276,6 +276,8 @@ def test_profiles_are_found_by_name(experiments):
     assert slow.step.kv_read_s / fast.step.kv_read_s == pytest.approx(4.61 / 3.17)
     assert slow.step.token_s == fast.step.token_s and slow.kv_token_bytes == fast.kv_token_bytes
     assert slow.device == "4 x NVIDIA H100 (PCIe 5 x16)" and "x 1.45" in slow.provenance["derivation"]
+    one = machines.find_profile("h100_llama2-13b-gqa10")
+    assert one == machines.load_profile("h100", "llama2-13b-gqa10") and one.device.startswith("NVIDIA H100")
     with pytest.raises(ConfigError, match="h300x4_llama2-70b"):
         machines.find_profile("h300x4_llama2-70b")
 
