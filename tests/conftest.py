@@ -8,6 +8,9 @@ import pytest
 
 import pensieve_jax  # noqa: F401  # asks for asynchronous launches, before JAX has a client
 
+# Little that is made until tests begin becomes garbage: looking for it takes two seconds of a worker's start.
+gc.disable()
+
 pytest_plugins = ["tests.launching", "tests.postgres_server"]
 jax.config.update("jax_num_cpu_devices", 4)
 # A machine that others use as well stops a process for longer than hypothesis lets an example take.
@@ -98,6 +101,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(20_000, 20, 20)
 
 

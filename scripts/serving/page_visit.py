@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from playwright.sync_api import ConsoleMessage, Locator, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, sync_playwright
 
 BROWSER = "/usr/bin/chromium-headless-shell"  # Debian's, of the package of that name
 _PATIENCE_MS = 30_000
@@ -128,15 +128,37 @@ class Visit:
 
 
 @contextmanager
-def visiting(address: str, *, dark: bool = False, size: tuple[int, int] = (1280, 760)) -> Iterator[Visit]:
-    """A browser of so many pixels at the page; raises playwright's errors where there is no browser."""
+def browsing() -> Iterator[Browser]:
+    """A browser for several visits: starting one takes longer than most of them do.
+
+    Raises playwright's errors where there is no browser.
+    """
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        width, height = size
-        page = browser.new_page(
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def visiting(
+    address: str, *, browser: Browser | None = None, dark: bool = False, size: tuple[int, int] = (1280, 760)
+) -> Iterator[Visit]:
+    """A window of so many pixels at the page, which shares neither storage nor cookies with other visits.
+
+    Args:
+      address: of the server.
+      browser: that of `browsing`; None starts one for this visit.
+      dark: what the page is told that people like.
+      size: of the window.
+    """
+    width, height = size
+    with nullcontext(browser) if browser is not None else browsing() as there:
+        context = there.new_context(
             viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light"
         )
         try:
-            yield Visit(page, address)
+            yield Visit(context.new_page(), address)
         finally:
-            browser.close()
+            context.close()

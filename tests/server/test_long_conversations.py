@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from serving.page_visit import BROWSER, visiting
+from serving.page_visit import BROWSER, browsing, visiting
 
 from pensieve_jax.history import trees
 from tests.server.api.live import LiveServer
@@ -33,9 +33,15 @@ def server(tmp_path):
         yield running
 
 
+@pytest.fixture(scope="module")
+def browser():
+    with browsing() as browser:
+        yield browser
+
+
 @pytest.fixture
-def visit(server):
-    with visiting(server.url.removesuffix("v1")) as visit:
+def visit(server, browser):
+    with visiting(server.url.removesuffix("v1"), browser=browser) as visit:
         yield visit
         assert visit.complaints == []
 

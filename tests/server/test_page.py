@@ -10,10 +10,11 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from serving.page_visit import BROWSER, visiting
+from serving.page_visit import BROWSER, browsing, visiting
 from serving.served import ServedProcess
 
-SIZES = ("--model=chat", "--gpu_pages=64", "--cpu_pages=64", "--max_num_running=4", "--token_buckets=4,64")
+from tests.server.conftest import SIZES
+
 FIRST = "Hi! My name is Ada. I am looking for a place to eat in San Jose."
 PAGE = resources.files("pensieve_jax.server.page")
 
@@ -26,9 +27,15 @@ def server(tmp_path_factory, compilation_cache):
         yield served
 
 
+@pytest.fixture(scope="module")
+def browser():
+    with browsing() as browser:
+        yield browser
+
+
 @pytest.fixture
-def visit(server):
-    with visiting(server.address) as visit:
+def visit(server, browser):
+    with visiting(server.address, browser=browser) as visit:
         yield visit
         assert visit.complaints == []
 

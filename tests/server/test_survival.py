@@ -18,7 +18,8 @@ import numpy as np
 import openai
 import pytest
 
-from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SamplingParams, SchedulerConfig
+from pensieve_jax import LLM, SamplingParams
+from tests.server.conftest import SIZES, engine_config
 
 SAID = (
     "Hi! My name is Ada. I am looking for a place to eat in San Jose.",
@@ -35,9 +36,8 @@ class Served:
 
     def __init__(self, history: Path, compilation_cache: str) -> None:
         self._command = [
-            *(sys.executable, str(LAUNCHER), "--model=chat", "--dtype=float32"),
+            *(sys.executable, str(LAUNCHER), "--dtype=float32", *SIZES),
             *(f"--history={history}", "--port=0", f"--compilation_cache_dir={compilation_cache}"),
-            *("--gpu_pages=64", "--max_num_running=4", "--token_buckets=4,64"),
         ]
         self.start()
 
@@ -72,12 +72,7 @@ class Served:
 @pytest.fixture(scope="module")
 def never_killed(compilation_cache: str) -> list[list[tuple[int, ...]]]:
     """For each way of sampling, the ids of every reply."""
-    config = EngineConfig(
-        cache=CacheConfig(gpu_pages=64),
-        scheduler=SchedulerConfig(max_num_running=4, max_num_batched_tokens=64, token_buckets=(4, 64)),
-        runner=RunnerConfig(compilation_cache_dir=compilation_cache),
-    )
-    with LLM("chat", dtype="float32", config=config) as llm:
+    with LLM("chat", dtype="float32", config=engine_config(compilation_cache)) as llm:
         return [
             [
                 llm.chat(

@@ -10,8 +10,8 @@ import openai
 import pytest
 from serving.served import ServedProcess
 
-from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SamplingParams, SchedulerConfig
-from tests.server.conftest import SIZES
+from pensieve_jax import LLM, SamplingParams
+from tests.server.conftest import SIZES, engine_config
 
 PROMPT = "Tell me about the weather in San Jose, and where to eat there in the evening."
 FIXED = {"model": "chat", "temperature": 0, "max_tokens": 20}
@@ -50,12 +50,7 @@ def test_ids_are_those_that_were_sampled_and_the_next_turn_stands_behind_them(an
     first = complete(ann, PROMPT)
     second = complete(ann, [7, 8, 9], previous=first.id)
     third = complete(ann, " And then?", previous=second.id)
-    config = EngineConfig(
-        cache=CacheConfig(gpu_pages=256, cpu_pages=64),
-        scheduler=SchedulerConfig(max_num_running=8, max_num_batched_tokens=64, token_buckets=(8, 64)),
-        runner=RunnerConfig(compilation_cache_dir=compilation_cache),
-    )  # of the server, so that what it compiled is found
-    with LLM("chat", dtype="float32", config=config, progress=False) as llm:
+    with LLM("chat", dtype="float32", config=engine_config(compilation_cache), progress=False) as llm:
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         outputs = [
             llm.generate([prompt], params, conversation_ids=["a"])[0]

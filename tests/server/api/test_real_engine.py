@@ -9,15 +9,7 @@ from typing import Any
 
 import pytest
 
-from pensieve_jax import (
-    LLM,
-    AsyncEngine,
-    CacheConfig,
-    EngineConfig,
-    RunnerConfig,
-    SamplingParams,
-    SchedulerConfig,
-)
+from pensieve_jax import LLM, AsyncEngine, SamplingParams
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.server.context.history_turns import HistoryTurns
 from pensieve_jax.server.context.resolver import Resolver
@@ -25,19 +17,11 @@ from pensieve_jax.server.context.turn_index import TurnIndex
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.text.loading import load_tokenizer
 from tests.server.api.live import LiveServer
+from tests.server.conftest import engine_config
 from tests.server.fakes import Harness
 
 GREEDY = {"temperature": 0, "max_output_tokens": 12}
 ASKED = ("Who are you?", "Say it again.", "And why?")
-
-
-def engine_config(compilation_cache: str) -> EngineConfig:
-    """Of `chat_server`, so that what is compiled for that is found."""
-    return EngineConfig(
-        cache=CacheConfig(gpu_pages=256, cpu_pages=64),
-        scheduler=SchedulerConfig(max_num_running=8, max_num_batched_tokens=64, token_buckets=(8, 64)),
-        runner=RunnerConfig(compilation_cache_dir=compilation_cache),
-    )
 
 
 class RealServer(LiveServer):
