@@ -8,8 +8,9 @@ import pytest
 
 import pensieve_jax  # noqa: F401  # asks for asynchronous launches, before JAX has a client
 
-# Little that is made until tests begin becomes garbage: looking for it takes two seconds of a worker's start.
-gc.disable()
+# Little that is made until tests begin becomes garbage, and looking for it takes time: it is rare, but
+# not off, since it stays so in the process that only hands out files.
+gc.set_threshold(200_000, 50, 50)
 
 pytest_plugins = ["tests.launching", "tests.postgres_server"]
 jax.config.update("jax_num_cpu_devices", 4)
@@ -101,7 +102,6 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.enable()
     gc.set_threshold(20_000, 20, 20)
 
 
