@@ -47,6 +47,7 @@ class Case:
 
 
 MHA40, GQA10, GQA8 = Heads(40, 40, 128), Heads(40, 10, 128), Heads(64, 8, 128)
+SEVEN = Heads(28, 4, 128)  # seven query heads on a KV head
 
 
 def _uniform(name: str, batch: int, q_len: int, kv_len: int, heads: Heads) -> Case:
@@ -72,6 +73,8 @@ CASES: dict[str, Case] = {
         _uniform("decode_1x4096_gqa10", 1, 1, 4096, GQA10),
         _uniform("decode_1x16384_gqa8", 1, 1, 16384, GQA8),
         _uniform("decode_4x16384_gqa10", 4, 1, 16384, GQA10),
+        _uniform("decode_7x20000_gqa10", 7, 1, 20000, GQA10),
+        _uniform("decode_200x1024_seven", 200, 1, 1024, SEVEN),
         _uniform("multi_32x8x1024_mha40", 32, 8, 1024, MHA40),
         _uniform("multi_32x8x4096_mha40", 32, 8, 4096, MHA40),
         _uniform("multi_32x8x16384_mha40", 32, 8, 16384, MHA40),
@@ -83,6 +86,8 @@ CASES: dict[str, Case] = {
         _uniform("prefill_1x2048_gqa10", 1, 2048, 2048, GQA10),
         _uniform("prefill_1x512of8512_gqa10", 1, 512, 8512, GQA10),
         _uniform("prefill_5x150of7150_gqa10", 5, 150, 7150, GQA10),
+        _uniform("prefill_5x150of7150_mha40", 5, 150, 7150, MHA40),
+        _uniform("prefill_1x2048_seven", 1, 2048, 2048, SEVEN),
         _mixed(),
         Case("tiny", ((1, 70), (5, 33), (40, 40), (1, 1)), Heads(4, 2, 32)),
     )

@@ -16,6 +16,7 @@ from pages.paper_tables import markdown
 
 _LLAMA: Final = "llama2-13b-gqa10"
 _OPT: Final = "opt-13b"
+_H200: Final = f"h200_{_LLAMA}"
 _KINDS: Final = ("new", "knee", "fitted", "older")
 _BUCKETS: Final = (128, 256, 512, 1024, 2048)
 _SHARES: Final = (  # what an error is a share of, by the column's name
@@ -36,16 +37,17 @@ def _kind(point: _Point) -> str:
     return "new" if point["launches"] == "jaxlib" else "older"
 
 
-def _points(kind: str, model: str) -> list[_Point]:
-    found = committed_document(f"validation_h200_{model}.json")["results"]["points"]
-    return sorted(
-        (one for one in found if _kind(one) == kind), key=lambda one: (str(one["document"]), one["rate"])
-    )
+def _points(document: str, kind: str | None) -> list[_Point]:
+    """Of `results/validation_DOCUMENT.json`; of every kind where none is said."""
+    found = committed_document(f"validation_{document}.json")["results"]["points"]
+    chosen = (one for one in found if kind is None or _kind(one) == kind)
+    return sorted(chosen, key=lambda one: (str(one["document"]), one["rate"]))
 
 
 def _name(point: _Point, model: str) -> str:
     """Of its document, without what is the same of all."""
-    return f"`{point['document'].removeprefix('h200_').removesuffix('.json').replace(f'_{model}', '')}`"
+    _, _, name = point["document"].removesuffix(".json").partition("_")  # the device is the table's
+    return f"`{name.replace(f'_{model}', '')}`"
 
 
 def _compared(point: _Point, figure: str) -> dict[str, Any]:
@@ -58,9 +60,9 @@ def _percent(point: _Point, figure: str) -> str:
     return "" if difference is None else f"{100 * difference:+.1f}"
 
 
-def _latencies(kind: str, model: str) -> str:
+def _latencies(document: str, kind: str | None, model: str) -> str:
     rows = []
-    for point in _points(kind, model):
+    for point in _points(document, kind):
         latency = _compared(point, "ms/token mean")
         times = (f"{latency['measured']:.1f}", f"{latency['simulated']:.1f}")
         errors = (_percent(point, figure) for _, figure in _SHARES)
@@ -71,7 +73,7 @@ def _latencies(kind: str, model: str) -> str:
 
 def _steps() -> str:
     rows = []
-    for point in (one for kind in _KINDS for one in _points(kind, _LLAMA)):
+    for point in (one for kind in _KINDS for one in _points(_H200, kind)):
         host, steps = _compared(point, "host ms/step"), _compared(point, "steps")
         rows.append(
             [
@@ -86,8 +88,10 @@ def _steps() -> str:
 
 
 TABLES: Final[dict[str, Callable[[], str]]] = {
-    **{f"validation-{kind}": partial(_latencies, kind, _LLAMA) for kind in _KINDS},
-    "validation-opt": partial(_latencies, "new", _OPT),
+    **{f"validation-{kind}": partial(_latencies, _H200, kind, _LLAMA) for kind in _KINDS},
+    "validation-opt": partial(_latencies, f"h200_{_OPT}", "new", _OPT),
+    "validation-kv": partial(_latencies, f"{_H200}_kv", None, _LLAMA),
+    "validation-h100": partial(_latencies, f"h100_{_LLAMA}", None, _LLAMA),
     "validation-steps": _steps,
 }
 """By name in the page."""

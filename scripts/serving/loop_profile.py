@@ -1,12 +1,12 @@
 """What the device does in steps of a run, kernel by kernel, and in the same steps alone.
 
-Owns: which of a trace's kernels are of steps of the smallest bucket, how steps are told apart, and the same
-plans launched again in a row, on pages of random numbers, with nothing beside them.
+Owns: which of a trace's kernels are of steps of the bucket that most steps had, how steps are told apart, and
+the same plans launched again in a row, on pages of random numbers, with nothing beside them.
 Does not know: how a run goes on, or how a trace is read (`steps.device_trace`).
 Called by: benchmark_serving.
 
-An executable's kernels carry its number in the trace. A step is the executable of the model's layers, which
-has most of the kernels that such a step has alone, and that of the sampler behind it.
+An executable's kernels carry its number in the trace. A step begins with the executable of the model's
+layers, the one with most of the kernels that such a step has alone, and ends with its last, the sampler.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from pensieve_jax.scheduler import StepPlan
 from serving.engine_server import EngineServer
 
 UNITS = {
-    "profile": "steps of the smallest bucket that were launched behind the run, traced: seconds a step, in "
-    "the loop and alone; span_s: from a step's first kernel to its last; idle_s: of it, without a kernel; "
+    "profile": "steps of the bucket that most had, of those launched behind the run, traced: seconds a step, "
+    "in the loop and alone; span_s: from a step's first kernel to its last; idle_s: of it, without one of "
+    "its kernels, so that pages moved between its groups of layers count as well; "
     "to_next_s: from there to the next step's first, where that follows at once; query_tokens, kv_tokens: "
     "means; beside_copies: of the loop's steps, those that a copy between memories lay beside",
 }
@@ -48,7 +49,7 @@ class TracedStep(NamedTuple):
 
 
 def profile_loop(server: EngineServer, go_on: Callable[[], bool], num_steps: int) -> dict[str, Any]:
-    """Traces `num_steps` more steps of a run, gives the run up, and traces its small steps alone.
+    """Traces `num_steps` more steps of a run, gives the run up, and traces those of its commonest size alone.
 
     Latencies of requests that were not answered before mean nothing afterwards.
 
@@ -66,14 +67,15 @@ def profile_loop(server: EngineServer, go_on: Callable[[], bool], num_steps: int
     with server.recording(plans):
         in_loop = trace_activity(some_steps)
     runner, config, vocab_size = server.give_up()
-    smallest = min(runner.layouts)
-    small = [plan for plan in plans if plan.layout.num_tokens == smallest]
-    found: dict[str, Any] = {"num_steps": len(plans), "num_small_steps": len(small), "bucket": smallest}
-    if not small:
+    found: dict[str, Any] = {"num_steps": len(plans)}
+    if not plans:
         return found
+    (bucket, _), *_ = Counter(plan.layout.num_tokens for plan in plans).most_common(1)
+    common = [plan for plan in plans if plan.layout.num_tokens == bucket]
+    found |= {"num_bucket_steps": len(common), "bucket": bucket}
     rows = RowSteps(config, runner, vocab_size, num_sequences=1)
     rows.fill()
-    launches = [rows.whole(plan) for plan in small]
+    launches = [rows.whole(plan) for plan in common]
 
     def alone() -> None:
         handles = [launch.launch() for launch in launches]
@@ -83,8 +85,8 @@ def profile_loop(server: EngineServer, go_on: Callable[[], bool], num_steps: int
     alone()  # what a first launch takes is nobody's
     by_itself = trace_activity(alone)
     found |= {
-        "query_tokens": sum(int(plan.cu_q_lens[-1]) for plan in small) / len(small),
-        "kv_tokens": sum(int(plan.kv_lens.sum()) for plan in small) / len(small),
+        "query_tokens": sum(int(plan.cu_q_lens[-1]) for plan in common) / len(common),
+        "kv_tokens": sum(int(plan.kv_lens.sum()) for plan in common) / len(common),
     }
     programs = step_programs(by_itself.kernels)
     if programs is not None:
@@ -107,20 +109,27 @@ def split_steps(kernels: Sequence[Kernel], layers: int, programs: frozenset[int]
     Args:
       kernels: by their starts; the first and the last step may have been cut and are left out.
       layers: the executable of a step's layers.
-      programs: those of a step; what runs between is not of it, and a sampler is of the layers before it.
+      programs: those of a step, which is over when all have run; what runs between them is not of it. A
+        kernel without a program is of the one before.
     """
     runs: list[list[int]] = []
+    missing: set[int] = set()  # what the step has not come to yet
     is_open = False
-    last_program: int | None = None
+    last_program: int | None = None  # of the trace
+    own_program: int | None = None  # of the step
     for index, kernel in enumerate(kernels):
-        if kernel.program == layers and (last_program != layers or not is_open):
-            runs.append([])
-            is_open = True
-        elif kernel.program is not None and kernel.program not in programs:
+        program = last_program if kernel.program is None else kernel.program
+        is_new = program != own_program or program != last_program
+        if is_new and is_open and not missing:
             is_open = False
-        if is_open:
+        if program == layers and not is_open:
+            runs.append([])
+            missing, is_open = set(programs), True
+        if is_open and program in programs:
             runs[-1].append(index)
-        last_program = kernel.program or last_program
+            missing.discard(program)
+            own_program = program
+        last_program = program
     steps = []
     for run, following in itertools.pairwise(runs):
         step = TracedStep([kernels[index] for index in run], None)

@@ -293,8 +293,12 @@ def _check_alike(
 
 
 def _compared(results: Mapping[str, Any], name: str) -> Any:
-    """A part of a document, as far as it must be that of the others."""
+    """A part of a document, as far as it must be that of the others: one device has nobody to sum with."""
     part = results.get(name)
+    if name == "config" and isinstance(part, dict) and isinstance(runner := part.get("runner"), dict):
+        alone = runner.get("tensor_parallel_size") == 1
+        dropped = ("compilation_cache_dir", *(("all_reduce",) if alone else ()))
+        return part | {"runner": {key: value for key, value in runner.items() if key not in dropped}}
     if name in _MAY_DIFFER and isinstance(part, dict):
         return {key: value for key, value in part.items() if key not in _MAY_DIFFER[name]}
     return part

@@ -192,7 +192,8 @@ def test_pages_in_8_bits_are_read_by_the_hopper_kernel_where_it_serves():
 
 
 def test_groups_that_nobody_has_measured_are_taken_by_name_alone():
-    heads = AttentionHeads(28, 4, 128, jnp.dtype("bfloat16"))
+    seven, heads = (AttentionHeads(count, 4, 128, jnp.dtype("bfloat16")) for count in (28, 24))
+    assert choose_backend("auto", seven, H200).name == "pallas_mosaic_gpu"  # measured since
     choice = choose_backend("auto", heads, H200)
     assert choice.name == "pallas_triton" and "has not been measured" in choice.reason
     assert choose_backend("pallas_mosaic_gpu", heads, H200).name == "pallas_mosaic_gpu"

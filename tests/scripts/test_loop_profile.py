@@ -43,6 +43,19 @@ def test_steps_are_told_apart_and_what_runs_between_is_of_none():
     assert found["beside_copies"]["num_traced"] == 1 and found["without_copies"]["num_traced"] == 3
 
 
+def test_pages_moved_between_groups_of_layers_do_not_cut_a_step():
+    """Layers in two executables, with what a step waited for between; a sampler is of the layers before."""
+    second = 5
+    moved = (("a", LAYERS, 9.0), ("pages", GATHER, 4.0), ("b", second, 8.0), ("top", SAMPLER, 2.0))
+    plain = (("a", LAYERS, 9.0), ("b", second, 8.0), ("top", SAMPLER, 2.0))
+    prompt = (("a", PROMPT, 90.0), ("top", SAMPLER, 2.0))
+    kernels = trace(*plain, *moved, *prompt, *plain, *plain, *plain)
+    steps = loop_profile.split_steps(kernels, LAYERS, frozenset({LAYERS, second, SAMPLER}))
+    assert [[kernel.name for kernel in step.kernels] for step in steps] == [["a", "b", "top"]] * 3
+    assert [step.to_next_ns for step in steps] == [None, 1e3, 1e3]
+    assert loop_profile.figures(steps, [])["span_s"] == pytest.approx((26 + 21 + 21) / 3 * 1e-6)
+
+
 def test_programs_of_a_trace_of_one_kind():
     """The layers have most kernels; a trace that does not say whose its kernels are has none."""
     assert loop_profile.step_programs(trace(*SMALL, *SMALL)) == (LAYERS, frozenset({LAYERS, SAMPLER}))

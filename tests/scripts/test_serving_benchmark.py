@@ -250,7 +250,7 @@ def test_steps_of_a_run_and_the_same_alone(benchmark, conversations):
     _, document = benchmark(**flags)
     (point,) = document["results"]["points"]
     found = point["profile"]
-    assert found["num_steps"] == 40 and 0 < found["num_small_steps"] <= 40 and found["bucket"] == 16
+    assert found["num_steps"] == 40 and 0 < found["num_bucket_steps"] <= 40 and found["bucket"] == 16
     assert 1 <= found["query_tokens"] <= 16 and found["kv_tokens"] >= found["query_tokens"]
     assert "loop" not in found and "profile" in document["units"]
     for changed in ({"rates": "4,6"}, {"system": "vllm"}):

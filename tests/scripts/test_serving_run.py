@@ -473,6 +473,17 @@ def test_points_that_cannot_be_compared_are_not_drawn_together(tmp_path, system,
         read_curves(path)
 
 
+def test_how_devices_sum_and_where_programs_are_kept_is_no_difference_of_one_device(tmp_path):
+    alone, many = tmp_path / "alone.json", tmp_path / "many.json"
+    for path, size in ((alone, 1), (many, 2)):
+        for rate, how in ((2.0, "xla"), (3.0, "auto")):
+            runner = {"tensor_parallel_size": size, "all_reduce": how, "compilation_cache_dir": how}
+            write(path, "pensieve", point(rate, 0.01), config={"runner": runner})
+    assert len(read_curves(alone).by_name["pensieve"]) == 2
+    with pytest.raises(ConfigError, match="of another config"):
+        read_curves(many)
+
+
 def test_points_may_have_been_looked_at_for_longer(tmp_path):
     path = tmp_path / "points.json"
     first = {"think": 20, "warm_up_s": 60.0, "window_s": 150.0, "drain_s": 60.0}
