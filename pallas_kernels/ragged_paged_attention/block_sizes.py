@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Programs of a Mosaic launch: one for each multiprocessor of an H100 or H200. With fewer, some run after
+# others.
+NUM_PROGRAMS = 132
+
 
 @dataclass(frozen=True)
 class TileClass:
@@ -24,6 +28,8 @@ class TileClass:
       mosaic: its kernel is the Mosaic one, and its rows lie head by head (see `mosaic_class`).
       in_bytes: its kernel is a Mosaic one for pages in 8 bits: that for prompts where `mosaic` is set as well
         (see `byte_prompt_class`), else that for decoding (see `byte_class`).
+      even: the keys of all its tiles, one after the other, are cut into pieces of as many blocks, which
+        programs share; else tiles are, the widest first. Of a Mosaic kernel's.
     """
 
     rows: int
@@ -35,6 +41,12 @@ class TileClass:
     whole_loop: bool = True
     mosaic: bool = False
     in_bytes: bool = False
+    even: bool = False
+
+    @property
+    def num_programs(self) -> int:
+        """Among which the items of a Mosaic kernel are shared out; pairs of warpgroups count each."""
+        return NUM_PROGRAMS * (self.num_warps // 8 if self.decodes_bytes else 1)
 
     @property
     def decodes_bytes(self) -> bool:
@@ -50,7 +62,13 @@ class BlockSizes:
 
 
 def mosaic_class(
-    rows: int, block_kv: int, num_stages: int, min_split_kv: int, target_programs: int
+    rows: int,
+    block_kv: int,
+    num_stages: int,
+    min_split_kv: int,
+    target_programs: int,
+    *,
+    even: bool = False,
 ) -> TileClass:
     """A class of the Mosaic kernel: 64 rows for each computing warpgroup, and one warpgroup that fetches.
 
@@ -60,13 +78,21 @@ def mosaic_class(
       num_stages: blocks of keys and of values in shared memory.
       min_split_kv: as in `TileClass`.
       target_programs: as in `TileClass`; here the items that a fixed number of programs shares.
+      even: as in `TileClass`.
     """
-    num_warps = 4 * (rows // 64 + 1)
-    return TileClass(rows, block_kv, num_warps, num_stages, min_split_kv, target_programs, mosaic=True)
+    sizes = (rows, block_kv, 4 * (rows // 64 + 1), num_stages, min_split_kv, target_programs)
+    return TileClass(*sizes, mosaic=True, even=even)
 
 
 def byte_class(
-    rows: int, block_kv: int, num_pairs: int, num_stages: int, min_split_kv: int, target_programs: int
+    rows: int,
+    block_kv: int,
+    num_pairs: int,
+    num_stages: int,
+    min_split_kv: int,
+    target_programs: int,
+    *,
+    even: bool = False,
 ) -> TileClass:
     """A class of the Mosaic kernel for pages in 8 bits; shared memory holds the stages of all pairs.
 
@@ -77,13 +103,20 @@ def byte_class(
       num_stages: blocks of a pair in shared memory.
       min_split_kv: as in `TileClass`.
       target_programs: as in `TileClass`; here the items that a fixed number of pairs shares.
+      even: as in `TileClass`.
     """
     sizes = (rows, block_kv, 8 * num_pairs, num_stages, min_split_kv, target_programs)
-    return TileClass(*sizes, in_bytes=True)
+    return TileClass(*sizes, in_bytes=True, even=even)
 
 
 def byte_prompt_class(
-    rows: int, block_kv: int, num_stages: int, min_split_kv: int, target_programs: int
+    rows: int,
+    block_kv: int,
+    num_stages: int,
+    min_split_kv: int,
+    target_programs: int,
+    *,
+    even: bool = False,
 ) -> TileClass:
     """A class of the Mosaic kernel over pages in 8 bits: as `mosaic_class`, and one warpgroup that converts.
 
@@ -93,10 +126,11 @@ def byte_prompt_class(
       num_stages: converted blocks of keys and of values in shared memory; codes take what they leave.
       min_split_kv: as in `TileClass`.
       target_programs: as in `mosaic_class`.
+      even: as in `TileClass`.
     """
     num_warps = 4 * (rows // 64 + 2)
     sizes = (rows, block_kv, num_warps, num_stages, min_split_kv, target_programs)
-    return TileClass(*sizes, mosaic=True, in_bytes=True)
+    return TileClass(*sizes, mosaic=True, in_bytes=True, even=even)
 
 
 # Steps that are left to Triton where pages are not in 8 bits: of so few tokens, or with fewer decoding tiles
