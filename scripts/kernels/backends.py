@@ -143,9 +143,9 @@ def block_variants(case: Case, dtype: str, backend: str, kv_dtype: str | None = 
     elif TABLE[spec.backend].has_mosaic_tiles and kv_dtype is None:
         sweep = _MOSAIC_SMALL_SWEEP if mostly_short else _MOSAIC_LARGE_SWEEP
         tried_classes = [mosaic_class(*values) for values in sweep]
-    # And keys that are shared out evenly, with slots for pieces of one round, and of more.
-    if mostly_short and (tried_classes[0].mosaic or tried_classes[0].in_bytes):
-        first = default[0] if default[0].in_bytes else tried_classes[0]
+    # And keys that are shared out evenly, with slots for pieces of fewer rounds, and of more.
+    first = default[-1] if not mostly_short else default[0] if default[0].in_bytes else tried_classes[0]
+    if first.mosaic or first.in_bytes:
         several = dataclasses.replace(first, even=True, target_programs=2 * first.target_programs)
         tried_classes += [dataclasses.replace(first, even=True), several]
     for tried in tried_classes:
