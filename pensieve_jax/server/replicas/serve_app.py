@@ -54,6 +54,7 @@ from pensieve_jax.server.replicas.links import (
 from pensieve_jax.server.replicas.naming import RootNames
 from pensieve_jax.server.replicas.plan import ReplicaPlan, plan_of
 from pensieve_jax.server.replicas.replica import Replica
+from pensieve_jax.server.replicas.request_ids import ProxysRequestId
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
 from pensieve_jax.server.replicas.scaling import QUEUED_TOKENS
 
@@ -155,9 +156,10 @@ class Front:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """What Serve sends requests to."""
-        return make_application(
+        app = make_application(
             cast(EngineService, self._engine), self._settings, self._keys, root_for=self._names.new_root
         )
+        return ProxysRequestId(app)
 
 
 class RayReplicas:
