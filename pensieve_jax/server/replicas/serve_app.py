@@ -34,7 +34,7 @@ from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp
 
 from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES
-from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, PensieveError
+from pensieve_jax.core.errors import ConfigError, EngineClosedError, EngineDiedError, PensieveError
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.server.application import make_application
 from pensieve_jax.server.async_engine import EngineService
@@ -80,6 +80,9 @@ _ENVIRONMENT: Final = {
     }
 }
 _MAX_REQUESTS: Final = 100_000  # the application refuses what is too much, and says so in its own words
+_DRAIN_LOOK_S: Final = 0.2
+"""How often Serve looks whether the requests of an actor that is to go have ended; by default every two
+seconds, and never sooner."""
 _LOGGING: Final = LoggingConfig(enable_access_log=False)  # the front has lines of its own
 
 
@@ -160,6 +163,18 @@ class Front:
             cast(EngineService, self._engine), self._settings, self._keys, root_for=self._names.new_root
         )
         return ProxysRequestId(app)
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more turns, and wait for those that run; what is left after `seconds` is cancelled."""
+        await self._engine.drain(seconds)
+
+    async def reload_keys(self) -> str | None:
+        """Read the keys' file again; why it could not be, which leaves the keys as they were."""
+        try:
+            self._keys.reload()
+        except ConfigError as error:
+            return str(error)
+        return None
 
 
 class RayReplicas:
@@ -272,6 +287,7 @@ def application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> s
         num_replicas=plan.replicas,
         max_ongoing_requests=max_ongoing,
         graceful_shutdown_timeout_s=plan.shutdown_s(settings),
+        graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
         health_check_period_s=_HEALTH_S,
         health_check_timeout_s=_SILENCE_S,
         request_router_config=RequestRouterConfig(
@@ -285,6 +301,7 @@ def application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> s
         num_replicas=1,
         max_ongoing_requests=_MAX_REQUESTS,
         graceful_shutdown_timeout_s=settings.drain_s,
+        graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
         health_check_period_s=_HEALTH_S,
         ray_actor_options={"num_cpus": 0, "runtime_env": _ENVIRONMENT},
         logging_config=_LOGGING,
