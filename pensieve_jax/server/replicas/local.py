@@ -6,6 +6,7 @@ Called by: `pensieve serve --replicas=N`.
 
 The first SIGTERM or Ctrl-C drains: the front takes no more turns, and those that run get `drain_s`; while
 replicas start there are none. The second ends everything at once. SIGHUP has the front read its keys again.
+Front and replicas that die are Serve's to start again; where Ray itself dies, the status is 1.
 
 Ray's processes go with `ray.shutdown`. Serve's own, `serve.shutdown`, waits up to half a minute for
 actors that still start, and kills the proxy before anybody's turn has ended.
@@ -32,7 +33,7 @@ from ray.serve.exceptions import RayServeException
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.history.opening import check_reachable
 from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.server.listening import EXIT_AT_ONCE, address_of, bind
+from pensieve_jax.server.listening import EXIT_AT_ONCE, EXIT_ENDED, address_of, bind
 from pensieve_jax.server.replicas.plan import FLUSH_S, ReplicaPlan
 from pensieve_jax.server.replicas.serve_app import FRONT, REPLICA, application
 from pensieve_jax.server.replicas.starting import Seen, StartReport, problem_in_words, telling
@@ -49,6 +50,9 @@ _LOGS: Final = "/tmp/ray/session_latest/logs"  # Ray's default, which docs/repli
 _KEEP_ALIVE_S: Final = 75  # as of the single server
 _LOOK_S: Final = 0.2
 _KEYS_S: Final = 10.0
+_WATCH_S: Final = 2.0
+NEEDED: Final = ("gcs_server", "raylet")
+"""Of the processes that Ray starts here, those that it does not start again."""
 _STORE_BYTES: Final = 200_000_000  # of Ray's objects, of which turns make none
 _UNREACHED: Final = (RayError, RayServeException, TimeoutError)
 
@@ -76,8 +80,8 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
         except (KeyboardInterrupt, SystemExit):  # the latter is what Ray makes of a SIGTERM while it starts
             return 0
         announce(address)
-        while signals.next() == signal.SIGHUP:
-            _reload_keys()
+        if not _until_told(signals):
+            return EXIT_ENDED
         _log.info("ending: turns that run get %g s; a second signal ends them at once", settings.drain_s)
         _drain(settings.drain_s)
     return 0
@@ -87,7 +91,8 @@ def _start(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int, port: int
     _log.info("starting Ray Serve")
     options = HTTPOptions(host=settings.host, port=port, keep_alive_timeout_s=_KEEP_ALIVE_S)
     serve.start(proxy_location="HeadOnly", http_options=options)
-    _log.info("starting %d replicas; a first start compiles, which takes minutes, once", plan.replicas)
+    named = f"{plan.replicas} replica{'s' * (plan.replicas != 1)}"
+    _log.info("starting %s; a first start compiles, which takes minutes, once", named)
     with telling(StartReport(plan.replicas, _log.info), _seen):
         run_application(plan, settings, num_gpus)
 
@@ -107,6 +112,23 @@ def _seen() -> Seen | None:
     problems = [problem_in_words(name, one.message) for name, one in app.deployments.items()]
     problem = next((one for one in problems if one), "")
     return Seen(num_ready.get(REPLICA, 0), num_ready.get(FRONT, 0) > 0, problem)
+
+
+def _until_told(signals: Signals) -> bool:
+    """Wait for the first signal that ends; False where Ray has ended by itself, and nothing is served."""
+    while (number := signals.next(_WATCH_S)) is None or number == signal.SIGHUP:
+        if number is not None:
+            _reload_keys()
+        elif ended := _ended_processes():
+            _log.error("Ray has ended without being told to: %s", ", ".join(ended))
+            return False
+    return True
+
+
+def _ended_processes() -> list[str]:
+    """Processes of Ray that have ended and that nothing goes on without."""
+    node: Any = ray._private.worker._global_node
+    return [] if node is None else [name for name, _ in node.dead_processes() if name in NEEDED]
 
 
 def _drain(seconds: float) -> None:
@@ -192,9 +214,12 @@ class Signals:
         self._before: dict[int, Any] = {}
         self._is_ending = self._interrupts = False
 
-    def next(self) -> int:
-        """Wait for a signal that was not asked for yet: SIGHUP, or one that ends."""
-        return self._told.get()
+    def next(self, timeout_s: float) -> int | None:
+        """Wait for a signal that nobody has seen yet, SIGHUP among them; None when the time is over."""
+        try:
+            return self._told.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:

@@ -71,6 +71,8 @@ _HEALTH_S: Final = 2.0
 _SILENCE_S: Final = 10.0
 """Three times so long without an answer, and Serve starts another replica in the place: engines are processes
 of their own, so that nothing keeps an actor busy for as long."""
+ANSWER_S: Final = 5.0
+"""How long all replicas are waited for that are asked something: engines answer between two steps."""
 # One loop for Serve and what it calls: all of that waits and never computes, and each hop to another thread
 # is waited for by a token.
 _ENVIRONMENT: Final = {
@@ -203,17 +205,32 @@ class RayReplicas:
         return answer
 
     async def ask_all(self, question: bytes) -> list[bytes]:
-        """Ask every replica."""
+        """Ask every replica; one that hangs is not waited for, as Serve's own collecting would."""
         try:
-            results = await self._handle.broadcast("ask", question).results_async(return_exceptions=True)
+            asked = await self._handle.broadcast("ask", question)._fetch_replica_results_async()
         except DeploymentUnavailableError:  # there are none at the moment
             return []
         except _FAILED as error:
             raise EngineDiedError(f"The replicas cannot be asked: {error}") from error
-        for result in results:
-            if not isinstance(result, (bytes, *_GONE)):
-                _log.warning("a replica gave no answer: %r", result)
-        return [result for result in results if isinstance(result, bytes)]
+        asking = [asyncio.ensure_future(one.get_async()) for one in asked]
+        try:
+            there, late = await asyncio.wait(asking, timeout=ANSWER_S) if asking else (set(), set())
+        finally:
+            for one in asking:
+                one.cancel()
+        if late:
+            _log.warning("%d of %d replicas have not answered for %g s", len(late), len(asking), ANSWER_S)
+        if len(late) == len(asking) > 0:
+            raise EngineDiedError(f"No replica has answered for {ANSWER_S:g} s.")
+        return [one.result() for one in there if not _says_why_not(one)]
+
+
+def _says_why_not(asked: asyncio.Future[bytes]) -> bool:
+    """Whether a replica gave no answer; what is not a replica's death is logged."""
+    error = TaskCancelledError() if asked.cancelled() else asked.exception()
+    if error is not None and not isinstance(error, _GONE):
+        _log.warning("a replica gave no answer: %r", error)
+    return error is not None
 
 
 class RayLines:

@@ -13,6 +13,7 @@ import pytest
 
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.listening import EXIT_ENDED
 from pensieve_jax.server.replicas.plan import ReplicaPlan
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
@@ -28,6 +29,7 @@ class Stage:
     Attributes:
       goes: whether the application goes away when it is deleted.
       answers: what the front gives, or raises, by method.
+      ended: processes of Ray that have, by kind.
     """
 
     def __init__(self) -> None:
@@ -35,6 +37,8 @@ class Stage:
         self.when: dict[str, object] = {}
         self.goes = True
         self.answers: dict[str, object] = {}
+        self.ended: list[tuple[str, object]] = []
+        self._private = SimpleNamespace(worker=SimpleNamespace(_global_node=self))
         self._there = False
 
     def told(self, what: object, name: str) -> None:
@@ -56,6 +60,11 @@ class Stage:
 
     def shutdown(self) -> None:
         self.told("ray.shutdown", "shutdown")
+
+    def dead_processes(self) -> list[tuple[str, object]]:
+        if "look" in self.when:
+            self.when.pop("look")()
+        return self.ended
 
     # As the module `ray.serve`
 
@@ -116,6 +125,7 @@ def stage(monkeypatch):
     monkeypatch.setattr(local, "check_reachable", lambda history: None)
     monkeypatch.setattr(local, "application", lambda *_: None)
     monkeypatch.setattr(local, "_LOOK_S", 0.0)
+    monkeypatch.setattr(local, "_WATCH_S", 0.001, raising=False)
     for name in local._RAY_ENVIRONMENT:
         monkeypatch.setenv(name, "")
     for name in ("pensieve_jax", "pensieve_jax.server"):  # which a test before may have sent elsewhere
@@ -203,6 +213,30 @@ def test_a_hangup_has_the_front_read_its_keys_again_and_ends_nothing(stage, capl
     assert serve_replicas(announce) == 0
     assert stage.done == [*STARTED, ("reload_keys", 10.0), *DRAINED, "ray.shutdown"]
     assert "api_keys_file is bad" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_where_ray_dies_the_command_says_so_and_ends_with_a_status(stage, caplog, name):
+    stage.ended = [("log_monitor", None), (name, None)]
+    assert serve_replicas() == EXIT_ENDED
+    assert stage.done == [*STARTED, "ray.shutdown"] and name in caplog.text
+
+
+def test_what_ray_goes_on_without_may_end(stage):
+    stage.ended = [("log_monitor", None)]
+    stage.when["look"] = lambda: ends("")
+    assert serve_replicas() == 0
+    assert stage.done == [*STARTED, *DRAINED, "ray.shutdown"]
+
+
+def test_the_release_of_ray_tells_which_of_its_processes_have_ended():
+    """Privately."""
+    from ray._private import node, ray_constants
+
+    from pensieve_jax.server.replicas.local import NEEDED
+
+    assert callable(node.Node.dead_processes)
+    assert {ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER} == set(NEEDED)
 
 
 def test_a_start_says_what_it_waits_for_and_then_where_it_serves(stage, caplog):
