@@ -198,10 +198,10 @@ def _why(error: Exception) -> str:
     said = (
         []
         if status is None
-        else [status.deployments[name] for name in (REPLICA, FRONT) if name in status.deployments]
+        else [problem_in_words(name, one.message) for name, one in status.deployments.items()]
     )
-    lines = [one.message for one in said if one.message]
-    return "\n".join(["The replicas could not be started.", *(lines or [str(error)])])
+    first = f"The replicas could not be started; what they log is in {_LOGS}."
+    return "\n".join([first, *([one for one in said if one] or [str(error)])])
 
 
 class Signals:

@@ -7,6 +7,7 @@ Called by: `local`, while Serve starts front and replicas.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Final, NamedTuple
 
 LOOK_S: Final = 0.5
 SILENCE_S: Final = 15.0
+_NUMBER: Final = re.compile(r"\d+")
 _PATIENCE_S: Final = 5.0
 """For the last look of the thread, which asks Serve."""
 
@@ -50,8 +52,9 @@ class StartReport:
         """Say what is new; without news, every `SILENCE_S`, what is waited for."""
         for number in range(self._num_ready + 1, seen.num_ready + 1):
             self._tell(f"replica {number} of {self._num_replicas} is ready, after {self._passed}")
-        if seen.problem and seen.problem not in self._problems:
-            self._problems.add(seen.problem)
+        kind = _NUMBER.sub("", seen.problem)  # how often something is tried again is no news
+        if kind and kind not in self._problems:
+            self._problems.add(kind)
             self._tell(seen.problem)
         if seen.num_ready < self._num_ready:
             self._tell(f"a replica is gone again: {seen.num_ready} of {self._num_replicas} are ready")

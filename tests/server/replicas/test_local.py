@@ -29,7 +29,7 @@ class Stage:
     Attributes:
       goes: whether the application goes away when it is deleted.
       answers: what the front gives, or raises, by method.
-      ended: processes of Ray that have, by kind.
+      ended: processes of Ray that have, by kind; messages: of deployments, by name.
     """
 
     def __init__(self) -> None:
@@ -38,6 +38,7 @@ class Stage:
         self.goes = True
         self.answers: dict[str, object] = {}
         self.ended: list[tuple[str, object]] = []
+        self.messages: dict[str, str] = {}
         self._private = SimpleNamespace(worker=SimpleNamespace(_global_node=self))
         self._there = False
 
@@ -76,7 +77,10 @@ class Stage:
         self.told("run", "run")
 
     def status(self) -> object:
-        states = {name: SimpleNamespace(replica_states={"RUNNING": 2}, message="") for name in NAMES}
+        states = {
+            name: SimpleNamespace(replica_states={"RUNNING": 2}, message=self.messages.get(name, ""))
+            for name in NAMES
+        }
         return SimpleNamespace(
             applications={"pensieve": SimpleNamespace(deployments=states)} if self._there else {}
         )
@@ -259,6 +263,24 @@ def test_what_keeps_replicas_from_starting_is_told_and_ray_ends(stage):
     with pytest.raises(ReplicasNotStartedError, match="Proxies not available"):
         serve_replicas()
     assert stage.done[-1] == "ray.shutdown"
+
+
+def test_of_what_a_replica_raised_the_trace_is_left_to_rays_logs(stage):
+    from pensieve_jax.server.replicas.local import ReplicasNotStartedError
+
+    def fail():
+        raise RuntimeError("Deploying application pensieve failed")
+
+    stage.when["run"] = fail
+    stage.messages["EngineReplica"] = (
+        "It failed 6 times. Error:\n  File there, line 1\nConfigError: no model\n"
+    )
+    with pytest.raises(ReplicasNotStartedError) as caught:
+        serve_replicas()
+    assert str(caught.value).splitlines() == [
+        "The replicas could not be started; what they log is in /tmp/ray/session_latest/logs.",
+        "EngineReplica: It failed 6 times. Error: ConfigError: no model",
+    ]
 
 
 def test_an_address_that_is_taken_is_told_before_ray_starts(stage, monkeypatch):

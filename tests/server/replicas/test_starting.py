@@ -65,10 +65,13 @@ def test_a_problem_is_told_once_and_so_is_a_replica_that_died():
     found, _, lines = report(2)
     found.see(Seen(0, is_front_ready=False, problem="no such model"))
     found.see(Seen(1, is_front_ready=False, problem="no such model"))
+    for left in (10, 9):
+        found.see(Seen(1, is_front_ready=False, problem=f"no disk; {left} more tries"))
     found.see(Seen(0, is_front_ready=False, problem="no memory"))
     assert lines == [
         "no such model",
         "replica 1 of 2 is ready, after 0 s",
+        "no disk; 10 more tries",
         "no memory",
         "a replica is gone again: 0 of 2 are ready",
     ]
