@@ -29,6 +29,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatusOverview
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.history.opening import check_reachable
@@ -55,10 +56,11 @@ NEEDED: Final = ("gcs_server", "raylet")
 """Of the processes that Ray starts here, those that it does not start again."""
 _STORE_BYTES: Final = 200_000_000  # of Ray's objects, of which turns make none
 _UNREACHED: Final = (RayError, RayServeException, TimeoutError)
+_NOT_STARTED: Final = (RayError, RayServeException, OSError, RuntimeError)
 
 
 class ReplicasNotStartedError(PensieveError):
-    """Ray Serve could not start the replicas; the message has what they said."""
+    """Ray, Serve or the replicas could not be started; the message has what they said."""
 
 
 def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callable[[str], None]) -> int:
@@ -79,6 +81,8 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
                 _start(plan, settings, num_gpus, port)
         except (KeyboardInterrupt, SystemExit):  # the latter is what Ray makes of a SIGTERM while it starts
             return 0
+        except _NOT_STARTED as error:
+            raise ReplicasNotStartedError(_why(error)) from error
         announce(address)
         if not _until_told(signals):
             return EXIT_ENDED
@@ -88,21 +92,29 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
 
 
 def _start(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int, port: int) -> None:
+    plan.check_gpus(num_gpus)
     _log.info("starting Ray Serve")
     options = HTTPOptions(host=settings.host, port=port, keep_alive_timeout_s=_KEEP_ALIVE_S)
     serve.start(proxy_location="HeadOnly", http_options=options)
     named = f"{plan.replicas} replica{'s' * (plan.replicas != 1)}"
     _log.info("starting %s; a first start compiles, which takes minutes, once", named)
     with telling(StartReport(plan.replicas, _log.info), _seen):
-        run_application(plan, settings, num_gpus)
+        serve.run(application(plan, settings, plan.gpus_each(num_gpus)), name=APP)
+
+
+def _application() -> ApplicationStatusOverview | None:
+    """What Serve says of the application; None where it says nothing, and Ray would be started to ask."""
+    if not ray.is_initialized():
+        return None
+    try:
+        return serve.status().applications.get(APP)
+    except _UNREACHED:
+        return None
 
 
 def _seen() -> Seen | None:
     """How far the application has come; None while nobody can say."""
-    try:
-        app = serve.status().applications.get(APP)
-    except _UNREACHED:
-        return None
+    app = _application()
     if app is None:
         return None
     num_ready = {
@@ -183,25 +195,13 @@ def running_ray() -> Iterator[int]:
             serve.shutdown()
 
 
-def run_application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> None:
-    """Have Serve run front and replicas, and wait until both are ready; raises what `serve_replicas` does."""
-    plan.check_gpus(num_gpus)
-    try:
-        serve.run(application(plan, settings, plan.gpus_each(num_gpus)), name=APP)
-    except (RuntimeError, TimeoutError) as error:
-        raise ReplicasNotStartedError(_why(error)) from error
-
-
 def _why(error: Exception) -> str:
     """What the deployments say, which Serve's error does not."""
-    status = serve.status().applications.get(APP)
-    said = (
-        []
-        if status is None
-        else [problem_in_words(name, one.message) for name, one in status.deployments.items()]
-    )
+    app = _application()
+    found = {} if app is None else {name: one.message for name, one in app.deployments.items()}
+    said = [line for line in (problem_in_words(*one) for one in found.items()) if line]
     first = f"The replicas could not be started; what they log is in {_LOGS}."
-    return "\n".join([first, *([one for one in said if one] or [str(error)])])
+    return "\n".join([first, *(said or [str(error)])])
 
 
 class Signals:

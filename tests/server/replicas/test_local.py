@@ -50,7 +50,7 @@ class Stage:
     # As the module `ray`
 
     def is_initialized(self) -> bool:
-        return False
+        return ("init", "local") in self.done and self.done[-1] != "ray.shutdown"
 
     def init(self, address: str | None = None, **options: object) -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(signal.SIGTERM))  # as Ray does
@@ -77,6 +77,8 @@ class Stage:
         self.told("run", "run")
 
     def status(self) -> object:
+        if "status" in self.when:
+            self.when["status"]()
         states = {
             name: SimpleNamespace(replica_states={"RUNNING": 2}, message=self.messages.get(name, ""))
             for name in NAMES
@@ -253,16 +255,39 @@ def test_a_start_says_what_it_waits_for_and_then_where_it_serves(stage, caplog):
     assert addresses[0].startswith("http://127.0.0.1:")
 
 
-def test_what_keeps_replicas_from_starting_is_told_and_ray_ends(stage):
+@pytest.mark.parametrize("when", ["init", "start", "run"])
+@pytest.mark.parametrize("kind", ["RaySystemError", "RayServeException", "RuntimeError", "TimeoutError"])
+def test_what_keeps_replicas_from_starting_is_told_and_ray_ends(stage, when, kind):
+    import ray
+
+    from pensieve_jax.server.replicas.local import ReplicasNotStartedError
+
+    kinds = {"RuntimeError": RuntimeError, "TimeoutError": TimeoutError}
+    kinds |= {
+        one.__name__: one for one in (ray.exceptions.RaySystemError, ray.serve.exceptions.RayServeException)
+    }
+
+    def fail():
+        raise kinds[kind]("no more memory")
+
+    stage.when[when] = fail
+    with pytest.raises(ReplicasNotStartedError, match="no more memory"):
+        serve_replicas()
+    assert stage.done[-1] == "ray.shutdown"
+
+
+def test_where_serve_cannot_even_say_why_its_error_is_told(stage):
+    from ray.serve.exceptions import RayServeException
+
     from pensieve_jax.server.replicas.local import ReplicasNotStartedError
 
     def fail():
-        raise TimeoutError("Proxies not available after 60s.")
+        stage.when["status"] = stage.when["run"]
+        raise RayServeException("the controller has ended")
 
     stage.when["run"] = fail
-    with pytest.raises(ReplicasNotStartedError, match="Proxies not available"):
+    with pytest.raises(ReplicasNotStartedError, match="the controller has ended"):
         serve_replicas()
-    assert stage.done[-1] == "ray.shutdown"
 
 
 def test_of_what_a_replica_raised_the_trace_is_left_to_rays_logs(stage):
