@@ -57,6 +57,7 @@ from pensieve_jax.server.replicas.replica import Replica
 from pensieve_jax.server.replicas.request_ids import ProxysRequestId
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
 from pensieve_jax.server.replicas.scaling import QUEUED_TOKENS
+from pensieve_jax.server.replicas.stuck import Watchdog
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class EngineReplica:
             log_format=plan.log_format,
         )
         await self._engine.open()
+        self._watchdog = Watchdog(self._engine)
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = Replica(cast(EngineService, self._engine), name)
 
@@ -120,9 +122,13 @@ class EngineReplica:
         return await self._replica.ask(question)
 
     async def check_health(self) -> None:
-        """Raise where the engine is not started again: Serve puts another replica in this one's place."""
+        """Raise where the engine is not started again: Serve puts another replica in this one's place.
+
+        One that hangs is ended, and started again.
+        """
         if self._engine.gave_up.is_set():
             raise EngineClosedError("The engine died too often, or its history is gone.")
+        self._watchdog.look()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What scales the replicas."""
