@@ -98,7 +98,7 @@ def serve() -> int:
     from pensieve_jax.server.http.keys import ApiKeys
     from pensieve_jax.server.listening import bind, history_file, leave
     from pensieve_jax.server.listening import serve as serve_until_told
-    from pensieve_jax.server.logs import LOGGER, is_text, log_to, log_uncaught
+    from pensieve_jax.server.logs import LOGGER, log_to, log_uncaught
 
     log_to(log_format=FLAGS.log_format)
     config = engine_config()
@@ -108,9 +108,7 @@ def serve() -> int:
     def announce(engine: AsyncEngine, address: str) -> None:
         log_uncaught()  # from now on there are prompts, which an error might quote
         LOGGER.info("%s", sizes_in_words(engine.info))
-        print(f"serving {engine.info.model_name} at {address}", flush=True)
-        if is_text(FLAGS.log_format, sys.stderr):
-            print(first_words(address, FLAGS.history), file=sys.stderr, flush=True)
+        say_where(engine.info.model_name, address)
 
     with history_file(FLAGS.history) as history:
         start = functools.partial(
@@ -153,10 +151,16 @@ def serve_many() -> int:
     )
     from pensieve_jax.server.replicas.local import serve_replicas
 
-    def announce(address: str) -> None:
-        print(f"serving {FLAGS.model} at {address} from {FLAGS.replicas} replicas", flush=True)
+    return serve_replicas(plan, settings, functools.partial(say_where, FLAGS.model))
 
-    return serve_replicas(plan, settings, announce)
+
+def say_where(model_name: str, address: str) -> None:
+    """The line of output, and what somebody at a terminal should know next."""
+    from pensieve_jax.server.logs import is_text
+
+    print(f"serving {model_name} at {address}", flush=True)
+    if is_text(FLAGS.log_format, sys.stderr):
+        print(first_words(address, FLAGS.history), file=sys.stderr, flush=True)
 
 
 def server_settings(*, is_routed: bool = False) -> ServerSettings:

@@ -216,6 +216,10 @@ class SupervisedEngine:
     def kill(self) -> None:
         """End it at once, without waiting for anything."""
         self._state = "dead"
+        self.kill_life()
+
+    def kill_life(self) -> None:
+        """Kill the engine's process, of an engine that is stuck: it is started again as after any death."""
         if self._life is not None:
             self._life.kill()
 

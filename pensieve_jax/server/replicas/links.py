@@ -46,7 +46,7 @@ class Replicas(Protocol):
         ...
 
     async def ask_all(self, question: bytes) -> list[bytes]:
-        """The `Answer`s of all replicas; those that were lost meanwhile give none."""
+        """The `Answer`s of all replicas; those that were lost meanwhile, or hang, give none."""
         ...
 
 

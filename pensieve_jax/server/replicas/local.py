@@ -4,32 +4,40 @@ Owns: in which order they start and end, and what signals mean.
 Does not know: command lines, turns, or what the actors do.
 Called by: `pensieve serve --replicas=N`.
 
-The first SIGTERM or Ctrl-C drains: Serve waits for the turns that run, as long as `drain_s` says; while
-replicas start there are none. The second ends everything at once.
+The first SIGTERM or Ctrl-C drains: the front takes no more turns, and those that run get `drain_s`; while
+replicas start there are none. The second ends everything at once. SIGHUP has the front read its keys again.
+Front and replicas that die are Serve's to start again; where Ray itself dies, the status is 1.
+
+Ray's processes go with `ray.shutdown`. Serve's own, `serve.shutdown`, waits up to half a minute for
+actors that still start, and kills the proxy before anybody's turn has ended.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, Final
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatusOverview
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.history.opening import check_reachable
 from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.server.listening import EXIT_AT_ONCE, address_of, bind
+from pensieve_jax.server.listening import EXIT_AT_ONCE, EXIT_ENDED, address_of, bind
 from pensieve_jax.server.replicas.plan import FLUSH_S, ReplicaPlan
 from pensieve_jax.server.replicas.serve_app import FRONT, REPLICA, application
+from pensieve_jax.server.replicas.starting import Seen, StartReport, problem_in_words, telling
 
 _log = logging.getLogger(__name__)
 
@@ -39,13 +47,20 @@ _RAY_ENVIRONMENT: Final = {
     # Of a machine that compiles beside it: one that is slow to start would be killed, and begin anew.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
+_LOGS: Final = "/tmp/ray/session_latest/logs"  # Ray's default, which docs/replicas.md names
 _KEEP_ALIVE_S: Final = 75  # as of the single server
 _LOOK_S: Final = 0.2
+_KEYS_S: Final = 10.0
+_WATCH_S: Final = 2.0
+NEEDED: Final = ("gcs_server", "raylet")
+"""Of the processes that Ray starts here, those that it does not start again."""
 _STORE_BYTES: Final = 200_000_000  # of Ray's objects, of which turns make none
+_UNREACHED: Final = (RayError, RayServeException, TimeoutError)
+_NOT_STARTED: Final = (RayError, RayServeException, OSError, RuntimeError)
 
 
 class ReplicasNotStartedError(PensieveError):
-    """Ray Serve could not start the replicas; the message has what they said."""
+    """Ray, Serve or the replicas could not be started; the message has what they said."""
 
 
 def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callable[[str], None]) -> int:
@@ -57,34 +72,98 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
     check_reachable(plan.history)  # of what Ray would say much later, and at length
     with bind(settings.host, settings.port) as free:
         address, port = address_of(free), free.getsockname()[1]
-    with running_ray() as num_gpus, _Signals() as signals:
+    with Signals() as signals, ExitStack() as ending:
+        _log.info("starting Ray on this machine; its processes log in %s", _LOGS)
         try:
             with signals.interrupting():
+                num_gpus = ending.enter_context(running_ray())
+                signals.take_over()  # Ray has handlers of its own
                 _start(plan, settings, num_gpus, port)
-        except KeyboardInterrupt:
-            serve.shutdown()
+        except (KeyboardInterrupt, SystemExit):  # the latter is what Ray makes of a SIGTERM while it starts
             return 0
+        except _NOT_STARTED as error:
+            raise ReplicasNotStartedError(_why(error)) from error
         announce(address)
-        signals.first.wait()
+        if not _until_told(signals):
+            return EXIT_ENDED
         _log.info("ending: turns that run get %g s; a second signal ends them at once", settings.drain_s)
-        _drain(settings.drain_s + FLUSH_S)
-        serve.shutdown()
+        _drain(settings.drain_s)
     return 0
 
 
 def _start(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int, port: int) -> None:
-    _log.info("starting %d replicas; a first start compiles, which takes minutes, once", plan.replicas)
+    plan.check_gpus(num_gpus)
+    _log.info("starting Ray Serve")
     options = HTTPOptions(host=settings.host, port=port, keep_alive_timeout_s=_KEEP_ALIVE_S)
     serve.start(proxy_location="HeadOnly", http_options=options)
-    run_application(plan, settings, num_gpus)
+    named = f"{plan.replicas} replica{'s' * (plan.replicas != 1)}"
+    _log.info("starting %s; a first start compiles, which takes minutes, once", named)
+    with telling(StartReport(plan.replicas, _log.info), _seen):
+        serve.run(application(plan, settings, plan.gpus_each(num_gpus)), name=APP)
+
+
+def _application() -> ApplicationStatusOverview | None:
+    """What Serve says of the application; None where it says nothing, and Ray would be started to ask."""
+    if not ray.is_initialized():
+        return None
+    try:
+        return serve.status().applications.get(APP)
+    except _UNREACHED:
+        return None
+
+
+def _seen() -> Seen | None:
+    """How far the application has come; None while nobody can say."""
+    app = _application()
+    if app is None:
+        return None
+    num_ready = {
+        name: sum(num for state, num in one.replica_states.items() if state == "RUNNING")
+        for name, one in app.deployments.items()
+    }
+    problems = [problem_in_words(name, one.message) for name, one in app.deployments.items()]
+    problem = next((one for one in problems if one), "")
+    return Seen(num_ready.get(REPLICA, 0), num_ready.get(FRONT, 0) > 0, problem)
+
+
+def _until_told(signals: Signals) -> bool:
+    """Wait for the first signal that ends; False where Ray has ended by itself, and nothing is served."""
+    while (number := signals.next(_WATCH_S)) is None or number == signal.SIGHUP:
+        if number is not None:
+            _reload_keys()
+        elif ended := _ended_processes():
+            _log.error("Ray has ended without being told to: %s", ", ".join(ended))
+            return False
+    return True
+
+
+def _ended_processes() -> list[str]:
+    """Processes of Ray that have ended and that nothing goes on without."""
+    node: Any = ray._private.worker._global_node
+    return [] if node is None else [name for name, _ in node.dead_processes() if name in NEEDED]
 
 
 def _drain(seconds: float) -> None:
-    """Take the application away: its turns end, while the proxy still tells their clients."""
-    serve.delete(APP, _blocking=False)
-    until_s = time.monotonic() + seconds
-    while APP in serve.status().applications and time.monotonic() < until_s:
-        time.sleep(_LOOK_S)
+    """Have turns end, while the proxy still tells their clients, and then the engines."""
+    try:
+        serve.get_app_handle(APP).drain.remote(seconds).result(timeout_s=seconds + FLUSH_S)
+        serve.delete(APP, _blocking=False)
+        until_s = time.monotonic() + FLUSH_S
+        while APP in serve.status().applications and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+    except _UNREACHED as error:
+        _log.warning("the replicas could not be drained: %s", error)
+
+
+def _reload_keys() -> None:
+    try:
+        problem = serve.get_app_handle(APP).reload_keys.remote().result(timeout_s=_KEYS_S)
+    except _UNREACHED as error:
+        problem = f"the front could not be asked to read its keys again: {error}"
+    if problem is None:
+        _log.info("keys read again")
+    else:
+        _log.error("%s", problem)
 
 
 def set_ray_environment() -> None:
@@ -95,75 +174,85 @@ def set_ray_environment() -> None:
 
 @contextmanager
 def running_ray() -> Iterator[int]:
-    """Ray on this machine, unless it runs already; how many GPUs it has."""
+    """Ray on this machine, unless this process has one already; how many GPUs it has."""
     is_ours = not ray.is_initialized()
-    if is_ours:
-        set_ray_environment()
-        ray.init(
-            include_dashboard=False,
-            object_store_memory=_STORE_BYTES,
-            log_to_driver=False,
-            configure_logging=False,
-        )
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # what is to be said is said here
     try:
+        if is_ours:
+            set_ray_environment()
+            ray.init(
+                address="local",  # whatever RAY_ADDRESS says: that is for whoever deploys a file
+                include_dashboard=False,
+                object_store_memory=_STORE_BYTES,
+                log_to_driver=False,
+                configure_logging=False,
+            )
         yield int(ray.cluster_resources().get("GPU", 0))
     finally:
         if is_ours:
             ray.shutdown()
+        else:
+            serve.shutdown()
 
 
-def run_application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> None:
-    """Have Serve run front and replicas, and wait until both are ready; raises what `serve_replicas` does."""
-    plan.check_gpus(num_gpus)
-    try:
-        serve.run(application(plan, settings, plan.gpus_each(num_gpus)), name=APP)
-    except RuntimeError as error:
-        raise ReplicasNotStartedError(_why(error)) from error
-
-
-def _why(error: RuntimeError) -> str:
+def _why(error: Exception) -> str:
     """What the deployments say, which Serve's error does not."""
-    status = serve.status().applications.get(APP)
-    said = (
-        []
-        if status is None
-        else [status.deployments[name] for name in (REPLICA, FRONT) if name in status.deployments]
-    )
-    lines = [one.message for one in said if one.message]
-    return "\n".join(["The replicas could not be started.", *(lines or [str(error)])])
+    app = _application()
+    found = {} if app is None else {name: one.message for name, one in app.deployments.items()}
+    said = [line for line in (problem_in_words(*one) for one in found.items()) if line]
+    first = f"The replicas could not be started; what they log is in {_LOGS}."
+    return "\n".join([first, *(said or [str(error)])])
 
 
-class _Signals:
-    """What this process was told, in place of what Ray would do."""
+class Signals:
+    """What this process was told, in place of what Ray would do. For the main thread."""
 
     def __init__(self) -> None:
-        self.first = threading.Event()
+        """Nothing yet."""
+        # A handler may run while its thread waits here: an Event's lock would be held by that thread itself.
+        self._told: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._before: dict[int, Any] = {}
-        self._interrupts = False
+        self._is_ending = self._interrupts = False
+
+    def next(self, timeout_s: float) -> int | None:
+        """Wait for a signal that nobody has seen yet, SIGHUP among them; None when the time is over."""
+        try:
+            return self._told.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """The first signal ends what stands inside, or ended it before: KeyboardInterrupt."""
+        """The first signal that ends, ends what stands inside, or ended it before: KeyboardInterrupt."""
         self._interrupts = True
-        if self.first.is_set():
+        if self._is_ending:
             raise KeyboardInterrupt
         try:
             yield
         finally:
             self._interrupts = False
 
-    def __enter__(self) -> _Signals:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._told)
+    def take_over(self) -> None:
+        """Have signals come here, also where somebody has taken them over since."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            before = signal.signal(number, self._tell)
+            self._before.setdefault(number, before)
+
+    def __enter__(self) -> Signals:
+        """Take the signals over."""
+        self.take_over()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Give them back."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _told(self, number: int, frame: FrameType | None) -> None:
-        if self.first.is_set():
-            os._exit(EXIT_AT_ONCE)
-        self.first.set()
-        if self._interrupts:
+    def _tell(self, number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGHUP:
+            if self._is_ending:
+                os._exit(EXIT_AT_ONCE)
+            self._is_ending = True
+        self._told.put(number)
+        if self._is_ending and self._interrupts:
             raise KeyboardInterrupt

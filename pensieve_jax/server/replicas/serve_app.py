@@ -34,7 +34,7 @@ from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp
 
 from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES
-from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, PensieveError
+from pensieve_jax.core.errors import ConfigError, EngineClosedError, EngineDiedError, PensieveError
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.server.application import make_application
 from pensieve_jax.server.async_engine import EngineService
@@ -54,8 +54,10 @@ from pensieve_jax.server.replicas.links import (
 from pensieve_jax.server.replicas.naming import RootNames
 from pensieve_jax.server.replicas.plan import ReplicaPlan, plan_of
 from pensieve_jax.server.replicas.replica import Replica
+from pensieve_jax.server.replicas.request_ids import ProxysRequestId
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
 from pensieve_jax.server.replicas.scaling import QUEUED_TOKENS
+from pensieve_jax.server.replicas.stuck import Watchdog
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +72,8 @@ _HEALTH_S: Final = 2.0
 _SILENCE_S: Final = 10.0
 """Three times so long without an answer, and Serve starts another replica in the place: engines are processes
 of their own, so that nothing keeps an actor busy for as long."""
+ANSWER_S: Final = 5.0
+"""How long all replicas are waited for that are asked something: engines answer between two steps."""
 # One loop for Serve and what it calls: all of that waits and never computes, and each hop to another thread
 # is waited for by a token.
 _ENVIRONMENT: Final = {
@@ -79,6 +83,9 @@ _ENVIRONMENT: Final = {
     }
 }
 _MAX_REQUESTS: Final = 100_000  # the application refuses what is too much, and says so in its own words
+_DRAIN_LOOK_S: Final = 0.2
+"""How often Serve looks whether the requests of an actor that is to go have ended; by default every two
+seconds, and never sooner."""
 _LOGGING: Final = LoggingConfig(enable_access_log=False)  # the front has lines of its own
 
 
@@ -97,6 +104,7 @@ class EngineReplica:
             log_format=plan.log_format,
         )
         await self._engine.open()
+        self._watchdog = Watchdog(self._engine)
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = Replica(cast(EngineService, self._engine), name)
 
@@ -114,9 +122,13 @@ class EngineReplica:
         return await self._replica.ask(question)
 
     async def check_health(self) -> None:
-        """Raise where the engine is not started again: Serve puts another replica in this one's place."""
+        """Raise where the engine is not started again: Serve puts another replica in this one's place.
+
+        One that hangs is ended, and started again.
+        """
         if self._engine.gave_up.is_set():
             raise EngineClosedError("The engine died too often, or its history is gone.")
+        self._watchdog.look()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What scales the replicas."""
@@ -155,9 +167,22 @@ class Front:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """What Serve sends requests to."""
-        return make_application(
+        app = make_application(
             cast(EngineService, self._engine), self._settings, self._keys, root_for=self._names.new_root
         )
+        return ProxysRequestId(app)
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more turns, and wait for those that run; what is left after `seconds` is cancelled."""
+        await self._engine.drain(seconds)
+
+    async def reload_keys(self) -> str | None:
+        """Read the keys' file again; why it could not be, which leaves the keys as they were."""
+        try:
+            self._keys.reload()
+        except ConfigError as error:
+            return str(error)
+        return None
 
 
 class RayReplicas:
@@ -186,17 +211,32 @@ class RayReplicas:
         return answer
 
     async def ask_all(self, question: bytes) -> list[bytes]:
-        """Ask every replica."""
+        """Ask every replica; one that hangs is not waited for, as Serve's own collecting would."""
         try:
-            results = await self._handle.broadcast("ask", question).results_async(return_exceptions=True)
+            asked = await self._handle.broadcast("ask", question)._fetch_replica_results_async()
         except DeploymentUnavailableError:  # there are none at the moment
             return []
         except _FAILED as error:
             raise EngineDiedError(f"The replicas cannot be asked: {error}") from error
-        for result in results:
-            if not isinstance(result, (bytes, *_GONE)):
-                _log.warning("a replica gave no answer: %r", result)
-        return [result for result in results if isinstance(result, bytes)]
+        asking = [asyncio.ensure_future(one.get_async()) for one in asked]
+        try:
+            there, late = await asyncio.wait(asking, timeout=ANSWER_S) if asking else (set(), set())
+        finally:
+            for one in asking:
+                one.cancel()
+        if late:
+            _log.warning("%d of %d replicas have not answered for %g s", len(late), len(asking), ANSWER_S)
+        if len(late) == len(asking) > 0:
+            raise EngineDiedError(f"No replica has answered for {ANSWER_S:g} s.")
+        return [one.result() for one in there if not _says_why_not(one)]
+
+
+def _says_why_not(asked: asyncio.Future[bytes]) -> bool:
+    """Whether a replica gave no answer; what is not a replica's death is logged."""
+    error = TaskCancelledError() if asked.cancelled() else asked.exception()
+    if error is not None and not isinstance(error, _GONE):
+        _log.warning("a replica gave no answer: %r", error)
+    return error is not None
 
 
 class RayLines:
@@ -270,6 +310,7 @@ def application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> s
         num_replicas=plan.replicas,
         max_ongoing_requests=max_ongoing,
         graceful_shutdown_timeout_s=plan.shutdown_s(settings),
+        graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
         health_check_period_s=_HEALTH_S,
         health_check_timeout_s=_SILENCE_S,
         request_router_config=RequestRouterConfig(
@@ -283,6 +324,7 @@ def application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> s
         num_replicas=1,
         max_ongoing_requests=_MAX_REQUESTS,
         graceful_shutdown_timeout_s=settings.drain_s,
+        graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
         health_check_period_s=_HEALTH_S,
         ray_actor_options={"num_cpus": 0, "runtime_env": _ENVIRONMENT},
         logging_config=_LOGGING,

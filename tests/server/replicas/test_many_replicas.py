@@ -376,15 +376,23 @@ def test_the_command_serves_from_replicas_and_ends_when_told(postgres, compilati
     arguments = command(postgres.url(), compilation_cache)
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
+        found = re.fullmatch(rf"serving {MODEL} at (http://\S+)\n", process.stdout.readline())
         assert found, "it did not start"
-        with openai.OpenAI(base_url=f"{found[0]}/v1", api_key="none", max_retries=0) as client:
+        with openai.OpenAI(base_url=f"{found[1]}/v1", api_key="none", max_retries=0) as client:
             one = client.chat.completions.create(
                 model=MODEL, messages=[{"role": "user", "content": "Hi!"}], max_completion_tokens=4
             )
             assert one.usage.completion_tokens == 4
-        process.send_signal(signal.SIGTERM)
+            listed = client.models.with_raw_response.list(extra_headers={"x-request-id": "mine-1"})
+            assert listed.headers.get_list("x-request-id") == ["mine-1"]
+            process.send_signal(signal.SIGHUP)  # which ends nothing
+            stream = long_reply(client, stream=True)
+            next(iter(stream))
+            process.send_signal(signal.SIGTERM)
+            chunks = list(stream)
+            assert chunks[-1].choices[0].finish_reason == "length"
         assert process.wait(120) == 0
+        assert process.stdout.read() == ""
 
 
 def test_the_command_that_is_told_to_end_while_it_starts_ends(postgres, compilation_cache):

@@ -1,0 +1,113 @@
+"""What somebody who waits for replicas is told while they start.
+
+Owns: which news is worth a line, in which words, and that silence never lasts long.
+Does not know: Ray, where the news comes from, or how a line is written.
+Called by: `local`, while Serve starts front and replicas.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, NamedTuple
+
+LOOK_S: Final = 0.5
+SILENCE_S: Final = 15.0
+_NUMBER: Final = re.compile(r"\d+")
+_PATIENCE_S: Final = 5.0
+"""For the last look of the thread, which asks Serve."""
+
+
+class Seen(NamedTuple):
+    """How far a start has come.
+
+    Attributes:
+      num_ready: replicas that are.
+      is_front_ready: so is the front.
+      problem: what Serve says is in the way of either; "": nothing.
+    """
+
+    num_ready: int
+    is_front_ready: bool
+    problem: str = ""
+
+
+class StartReport:
+    """Lines about one start."""
+
+    def __init__(
+        self, num_replicas: int, say: Callable[[str], object], now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        """The start begins now; `say` takes a line."""
+        self._num_replicas = num_replicas
+        self._say, self._now_s = say, now_s
+        self._began_s = self._said_s = now_s()
+        self._num_ready = 0
+        self._problems: set[str] = set()
+
+    def see(self, seen: Seen) -> None:
+        """Say what is new; without news, every `SILENCE_S`, what is waited for."""
+        for number in range(self._num_ready + 1, seen.num_ready + 1):
+            self._tell(f"replica {number} of {self._num_replicas} is ready, after {self._passed}")
+        kind = _NUMBER.sub("", seen.problem)  # how often something is tried again is no news
+        if kind and kind not in self._problems:
+            self._problems.add(kind)
+            self._tell(seen.problem)
+        if seen.num_ready < self._num_ready:
+            self._tell(f"a replica is gone again: {seen.num_ready} of {self._num_replicas} are ready")
+        self._num_ready = seen.num_ready
+        if self._now_s() - self._said_s >= SILENCE_S:
+            self._tell(f"waiting for {self._what_is_left(seen)}, {self._passed} so far")
+
+    # Inside
+
+    def _what_is_left(self, seen: Seen) -> str:
+        left = range(seen.num_ready + 1, self._num_replicas + 1)
+        if not left:
+            return "Serve" if seen.is_front_ready else "the front"
+        if len(left) == 1:
+            return f"replica {left[0]} of {self._num_replicas}, which loads the model or compiles"
+        return f"replicas {left[0]} to {left[-1]} of {self._num_replicas}, which load the model or compile"
+
+    @property
+    def _passed(self) -> str:
+        return f"{self._now_s() - self._began_s:.0f} s"
+
+    def _tell(self, line: str) -> None:
+        self._said_s = self._now_s()
+        self._say(line)
+
+
+@contextmanager
+def telling(report: StartReport, look: Callable[[], Seen | None]) -> Iterator[None]:
+    """Have a thread look, and tell, until the block is left; None where there was nothing to see."""
+    is_over = threading.Event()
+
+    def tell() -> None:
+        while not is_over.wait(LOOK_S):
+            seen = look()
+            if seen is not None and not is_over.is_set():
+                report.see(seen)
+
+    thread = threading.Thread(target=tell, name="telling", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(_PATIENCE_S)
+    seen = look()
+    if seen is not None:
+        report.see(seen)
+
+
+def problem_in_words(deployment: str, message: str) -> str:
+    """What Serve says of a deployment, in a line: without the trace between its first words and the error."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if not lines or "slow __init__" in message:  # that it takes longer than half a minute
+        return ""
+    last = "" if len(lines) == 1 else f" {lines[-1]}"
+    return f"{deployment}: {lines[0]}{last}"

@@ -1,0 +1,60 @@
+"""An engine that hangs, in an actor that does not.
+
+Owns: when silence is a death, which the engine is given then.
+Does not know: Ray, or how an engine is started again.
+Called by: the actor of a replica, whenever Serve asks after its health.
+
+A front cannot tell: it hears from the actor, and of the engine what that said last.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final, Protocol
+
+from pensieve_jax.server.async_engine import EngineState
+
+_log = logging.getLogger(__name__)
+
+SILENCE_S: Final = 30.0
+"""An engine says something every second, or after a step that takes longer."""
+
+
+class Mortal(Protocol):
+    """An engine that is started again when it dies; see `SupervisedEngine`."""
+
+    @property
+    def state(self) -> EngineState:
+        """What it can be asked for."""
+        ...
+
+    @property
+    def last_heard_s(self) -> float:
+        """Seconds since it said anything."""
+        ...
+
+    def kill_life(self) -> None:
+        """End its process."""
+        ...
+
+
+class Watchdog:
+    """Kills an engine that says nothing."""
+
+    def __init__(self, engine: Mortal) -> None:
+        """Nothing is known yet."""
+        self._engine = engine
+        self._was_silent = False
+
+    def look(self) -> None:
+        """Kill it where it was silent at the look before, too.
+
+        An actor that stood still itself finds an old word at first, and at its next look what came meanwhile.
+        """
+        engine = self._engine
+        is_silent = engine.state == "ready" and engine.last_heard_s > SILENCE_S
+        if is_silent and self._was_silent:
+            _log.error("The engine has said nothing for %.0f s, and is killed.", engine.last_heard_s)
+            engine.kill_life()
+            is_silent = False
+        self._was_silent = is_silent

@@ -1,0 +1,318 @@
+"""Ray and Serve on this machine from start to end: order, words and signals. Neither of them runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.listening import EXIT_ENDED
+from pensieve_jax.server.replicas.plan import ReplicaPlan
+
+pytest.importorskip("ray", reason="needs the extra `ray`")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Ray imports
+
+PLAN = ReplicaPlan(history="postgresql://me@host/chats", model="chat", replicas=2)
+SETTINGS = ServerSettings(port=0, drain_s=7.0, is_routed=True)
+
+
+class Stage:
+    """Stands for Ray and for Serve; `done` has what each was told, and `when` what happens at that.
+
+    Attributes:
+      goes: whether the application goes away when it is deleted.
+      answers: what the front gives, or raises, by method.
+      ended: processes of Ray that have, by kind; messages: of deployments, by name.
+    """
+
+    def __init__(self) -> None:
+        self.done: list[object] = []
+        self.when: dict[str, object] = {}
+        self.goes = True
+        self.answers: dict[str, object] = {}
+        self.ended: list[tuple[str, object]] = []
+        self.messages: dict[str, str] = {}
+        self._private = SimpleNamespace(worker=SimpleNamespace(_global_node=self))
+        self._there = False
+
+    def told(self, what: object, name: str) -> None:
+        self.done.append(what)
+        if name in self.when:
+            self.when[name]()
+
+    # As the module `ray`
+
+    def is_initialized(self) -> bool:
+        return ("init", "local") in self.done and self.done[-1] != "ray.shutdown"
+
+    def init(self, address: str | None = None, **options: object) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(signal.SIGTERM))  # as Ray does
+        self.told(("init", address), "init")
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {}
+
+    def shutdown(self) -> None:
+        self.told("ray.shutdown", "shutdown")
+
+    def dead_processes(self) -> list[tuple[str, object]]:
+        if "look" in self.when:
+            self.when.pop("look")()
+        return self.ended
+
+    # As the module `ray.serve`
+
+    def start(self, **options: object) -> None:
+        self.told("start", "start")
+
+    def run(self, application: object, name: str) -> None:
+        self._there = True
+        self.told("run", "run")
+
+    def status(self) -> object:
+        if "status" in self.when:
+            self.when["status"]()
+        states = {
+            name: SimpleNamespace(replica_states={"RUNNING": 2}, message=self.messages.get(name, ""))
+            for name in NAMES
+        }
+        return SimpleNamespace(
+            applications={"pensieve": SimpleNamespace(deployments=states)} if self._there else {}
+        )
+
+    def delete(self, name: str, _blocking: bool) -> None:
+        self._there = not self.goes
+        self.told("delete", "delete")
+
+    def get_app_handle(self, name: str) -> object:
+        return SimpleNamespace(
+            drain=self._method("drain"), reload_keys=self._method("reload_keys"), name=name
+        )
+
+    def _method(self, name: str) -> object:
+        def remote(*arguments: object) -> object:
+            def result(timeout_s: float) -> object:
+                self.told((name, *arguments, timeout_s), name)
+                answer = self.answers.get(name)
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
+
+            return SimpleNamespace(result=result)
+
+        return SimpleNamespace(remote=remote)
+
+
+NAMES = ("EngineReplica", "Front")
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    from pensieve_jax.server.replicas import local
+
+    found = Stage()
+    serving = SimpleNamespace(
+        start=found.start,
+        run=found.run,
+        status=found.status,
+        delete=found.delete,
+        get_app_handle=found.get_app_handle,
+        shutdown=lambda: found.told("serve.shutdown", ""),
+    )
+    monkeypatch.setattr(local, "ray", found)
+    monkeypatch.setattr(local, "serve", serving)
+    monkeypatch.setattr(local, "check_reachable", lambda history: None)
+    monkeypatch.setattr(local, "application", lambda *_: None)
+    monkeypatch.setattr(local, "_LOOK_S", 0.0)
+    monkeypatch.setattr(local, "_WATCH_S", 0.001, raising=False)
+    for name in local._RAY_ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+    for name in ("pensieve_jax", "pensieve_jax.server"):  # which a test before may have sent elsewhere
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    return found
+
+
+def serve_replicas(announce=lambda address: None):
+    from pensieve_jax.server.replicas import local
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    try:
+        return local.serve_replicas(PLAN, SETTINGS, announce)
+    finally:
+        after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), before, strict=True):
+            signal.signal(number, handler)
+        assert before == after
+
+
+def ends(address):
+    signal.raise_signal(signal.SIGTERM)
+
+
+STARTED = [("init", "local"), "start", "run"]
+DRAINED = [("drain", 7.0, 17.0), "delete"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_has_the_front_drain_before_anything_is_taken_away(stage, number):
+    assert serve_replicas(lambda address: signal.raise_signal(number)) == 0
+    assert stage.done == [*STARTED, *DRAINED, "ray.shutdown"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("when", "done"),
+    [("init", STARTED[:1]), ("start", STARTED[:2]), ("run", STARTED)],
+    ids=["Ray starts", "Serve starts", "replicas start"],
+)
+def test_a_signal_during_the_start_ends_it_and_waits_for_nobody(stage, number, when, done):
+    stage.when[when] = lambda: signal.raise_signal(number)
+    assert serve_replicas(announce=lambda address: pytest.fail("it serves")) == 0
+    assert stage.done == [*done, "ray.shutdown"]
+
+
+@pytest.mark.parametrize("when", ["drain", "delete", "shutdown"])
+def test_a_second_signal_ends_at_once(stage, monkeypatch, when):
+    class Ended(BaseException):
+        pass
+
+    def exit_at_once(status):
+        raise Ended(status)
+
+    monkeypatch.setattr(os, "_exit", exit_at_once)
+    stage.when[when] = lambda: (stage.when.clear(), signal.raise_signal(signal.SIGINT))
+    with pytest.raises(Ended, match="143"):
+        serve_replicas(ends)
+
+
+def test_a_front_that_cannot_be_asked_to_drain_keeps_nobody(stage, caplog):
+    from ray.serve.exceptions import RayServeException
+
+    stage.answers["drain"] = RayServeException("there is none")
+    assert serve_replicas(ends) == 0
+    assert stage.done[-1] == "ray.shutdown" and "there is none" in caplog.text
+
+
+def test_an_application_that_does_not_go_is_waited_for_within_bounds(stage, monkeypatch):
+    from pensieve_jax.server.replicas import local
+
+    monkeypatch.setattr(local, "FLUSH_S", 0.0)
+    stage.goes = False
+    assert serve_replicas(ends) == 0
+    assert stage.done[-2:] == ["delete", "ray.shutdown"]
+
+
+def test_a_hangup_has_the_front_read_its_keys_again_and_ends_nothing(stage, caplog):
+    stage.answers["reload_keys"] = "api_keys_file is bad"
+
+    def announce(address):
+        signal.raise_signal(signal.SIGHUP)
+        stage.when["reload_keys"] = lambda: ends(address)
+
+    assert serve_replicas(announce) == 0
+    assert stage.done == [*STARTED, ("reload_keys", 10.0), *DRAINED, "ray.shutdown"]
+    assert "api_keys_file is bad" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_where_ray_dies_the_command_says_so_and_ends_with_a_status(stage, caplog, name):
+    stage.ended = [("log_monitor", None), (name, None)]
+    assert serve_replicas() == EXIT_ENDED
+    assert stage.done == [*STARTED, "ray.shutdown"] and name in caplog.text
+
+
+def test_what_ray_goes_on_without_may_end(stage):
+    stage.ended = [("log_monitor", None)]
+    stage.when["look"] = lambda: ends("")
+    assert serve_replicas() == 0
+    assert stage.done == [*STARTED, *DRAINED, "ray.shutdown"]
+
+
+def test_the_release_of_ray_tells_which_of_its_processes_have_ended():
+    """Privately."""
+    from ray._private import node, ray_constants
+
+    from pensieve_jax.server.replicas.local import NEEDED
+
+    assert callable(node.Node.dead_processes)
+    assert {ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER} == set(NEEDED)
+
+
+def test_a_start_says_what_it_waits_for_and_then_where_it_serves(stage, caplog):
+    caplog.set_level(logging.INFO)
+    addresses = []
+    serve_replicas(lambda address: (addresses.append(address), ends(address)))
+    lines = [record.getMessage() for record in caplog.records]
+    words = ["Ray on this machine", "Ray Serve", "starting 2 replicas", "replica 1 of 2", "replica 2 of 2"]
+    assert [word in line for word, line in zip(words, lines, strict=False)] == [True] * 5
+    assert addresses[0].startswith("http://127.0.0.1:")
+
+
+@pytest.mark.parametrize("when", ["init", "start", "run"])
+@pytest.mark.parametrize("kind", ["RaySystemError", "RayServeException", "RuntimeError", "TimeoutError"])
+def test_what_keeps_replicas_from_starting_is_told_and_ray_ends(stage, when, kind):
+    import ray
+
+    from pensieve_jax.server.replicas.local import ReplicasNotStartedError
+
+    kinds = {"RuntimeError": RuntimeError, "TimeoutError": TimeoutError}
+    kinds |= {
+        one.__name__: one for one in (ray.exceptions.RaySystemError, ray.serve.exceptions.RayServeException)
+    }
+
+    def fail():
+        raise kinds[kind]("no more memory")
+
+    stage.when[when] = fail
+    with pytest.raises(ReplicasNotStartedError, match="no more memory"):
+        serve_replicas()
+    assert stage.done[-1] == "ray.shutdown"
+
+
+def test_where_serve_cannot_even_say_why_its_error_is_told(stage):
+    from ray.serve.exceptions import RayServeException
+
+    from pensieve_jax.server.replicas.local import ReplicasNotStartedError
+
+    def fail():
+        stage.when["status"] = stage.when["run"]
+        raise RayServeException("the controller has ended")
+
+    stage.when["run"] = fail
+    with pytest.raises(ReplicasNotStartedError, match="the controller has ended"):
+        serve_replicas()
+
+
+def test_of_what_a_replica_raised_the_trace_is_left_to_rays_logs(stage):
+    from pensieve_jax.server.replicas.local import ReplicasNotStartedError
+
+    def fail():
+        raise RuntimeError("Deploying application pensieve failed")
+
+    stage.when["run"] = fail
+    stage.messages["EngineReplica"] = (
+        "It failed 6 times. Error:\n  File there, line 1\nConfigError: no model\n"
+    )
+    with pytest.raises(ReplicasNotStartedError) as caught:
+        serve_replicas()
+    assert str(caught.value).splitlines() == [
+        "The replicas could not be started; what they log is in /tmp/ray/session_latest/logs.",
+        "EngineReplica: It failed 6 times. Error: ConfigError: no model",
+    ]
+
+
+def test_an_address_that_is_taken_is_told_before_ray_starts(stage, monkeypatch):
+    from pensieve_jax.server.replicas import local
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        settings = ServerSettings(port=other.getsockname()[1], is_routed=True)
+        with pytest.raises(ConfigError):
+            local.serve_replicas(PLAN, settings, print)
+    assert stage.done == []

@@ -1,0 +1,129 @@
+"""All replicas asked at once, some of which are gone or hang. Ray does not run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from pensieve_jax.core.errors import EngineDiedError
+
+ray = pytest.importorskip("ray", reason="needs the extra `ray`")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Ray imports
+
+
+class Asked:
+    """What one replica gives."""
+
+    def __init__(self, answer: bytes | Exception | None) -> None:
+        self._answer = answer
+        self.was_left = False
+
+    async def get_async(self) -> bytes:
+        try:
+            if self._answer is None:  # it hangs
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.was_left = True
+            raise
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+class Handle:
+    """Of a deployment whose replicas give these answers, or that raises an error."""
+
+    def __init__(self, *answers: bytes | Exception | None, error: Exception | None = None) -> None:
+        self.asked = [Asked(answer) for answer in answers]
+        self._error = error
+
+    def options(self, **_: object) -> Handle:
+        return self
+
+    def broadcast(self, method: str, question: bytes) -> Handle:
+        assert (method, question) == ("ask", b"how are you")
+        return self
+
+    async def results_async(self, *, return_exceptions: bool) -> list[object]:
+        if self._error is not None:
+            raise self._error
+        asked = [one.get_async() for one in self.asked]
+        return await asyncio.gather(*asked, return_exceptions=return_exceptions)
+
+    async def _fetch_replica_results_async(self) -> list[Asked]:
+        if self._error is not None:
+            raise self._error
+        return self.asked
+
+
+def ask_all(handle, monkeypatch):
+    from pensieve_jax.server.replicas import serve_app
+
+    monkeypatch.setattr(serve_app, "ANSWER_S", 0.01, raising=False)
+
+    async def asked():
+        async with asyncio.timeout(30):
+            return await serve_app.RayReplicas(handle).ask_all(b"how are you")
+
+    return asyncio.run(asked())
+
+
+def test_all_answer(monkeypatch):
+    assert sorted(ask_all(Handle(b"a", b"b"), monkeypatch)) == [b"a", b"b"]
+
+
+def test_one_that_hangs_does_not_keep_the_others_answers(monkeypatch, caplog):
+    for name in ("pensieve_jax", "pensieve_jax.server"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    handle = Handle(b"a", None, b"c")
+    assert sorted(ask_all(handle, monkeypatch)) == [b"a", b"c"]
+    assert [one.was_left for one in handle.asked] == [False, True, False]
+    assert "1 of 3 replicas" in caplog.text
+
+
+def test_where_all_hang_nobody_knows_how_they_are(monkeypatch):
+    with pytest.raises(EngineDiedError, match="has answered"):
+        ask_all(Handle(None, None), monkeypatch)
+
+
+def test_those_that_are_gone_give_none(monkeypatch):
+    gone = [ray.exceptions.ActorDiedError(), ray.exceptions.WorkerCrashedError(), RuntimeError("a bug")]
+    assert ask_all(Handle(*gone, b"d"), monkeypatch) == [b"d"]
+    assert ask_all(Handle(*gone), monkeypatch) == []
+
+
+def test_no_replica_at_all_has_no_answers_and_others_errors_are_told(monkeypatch):
+    from ray.serve._private.common import DeploymentID
+    from ray.serve.exceptions import DeploymentUnavailableError
+
+    nobody = DeploymentUnavailableError(DeploymentID("EngineReplica", "pensieve"))
+    assert ask_all(Handle(error=nobody), monkeypatch) == []
+    with pytest.raises(EngineDiedError, match="cannot be asked"):
+        ask_all(Handle(error=ray.exceptions.RaySystemError("gone")), monkeypatch)
+
+
+def test_who_stops_to_wait_leaves_nobody_asked():
+    from pensieve_jax.server.replicas.serve_app import RayReplicas
+
+    handle = Handle(b"a", None)
+
+    async def leave():
+        asking = asyncio.ensure_future(RayReplicas(handle).ask_all(b"how are you"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await asyncio.sleep(0)
+
+    asyncio.run(leave())
+    assert handle.asked[1].was_left
+
+
+def test_the_release_of_ray_has_what_is_asked_of_it():
+    """It is private there."""
+    from ray.serve.handle import DeploymentBroadcastResponse
+
+    assert callable(DeploymentBroadcastResponse._fetch_replica_results_async)

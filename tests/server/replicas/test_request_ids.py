@@ -1,0 +1,91 @@
+"""The id of a request through Serve's proxy: one, in the answer, the log and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from pensieve_jax.server.http.middleware import ErrorReplies, RequestLog
+from pensieve_jax.server.logs import log_to
+from pensieve_jax.server.replicas.request_ids import ProxysRequestId
+from tests.log_state import kept_log
+
+pytest.importorskip("ray", reason="needs the extra `ray`")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Ray imports
+
+
+async def fails(scope, receive, send):
+    raise RuntimeError
+
+
+async def answers(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body"})
+
+
+def asked(inner, headers):
+    """The ids of the answer, and the lines of the log."""
+    from ray.serve._private.http_util import RequestIdMiddleware
+
+    app = RequestIdMiddleware(ProxysRequestId(RequestLog(ErrorReplies(inner, refused=lambda code: None))))
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": headers}
+    log = io.StringIO()
+    with kept_log():
+        log_to(log)
+        asyncio.run(app(scope, receive, send))
+    found = [value.decode() for name, value in sent[0]["headers"] if name.lower() == b"x-request-id"]
+    return found, [json.loads(line) for line in log.getvalue().splitlines()]
+
+
+def test_an_id_of_the_clients_own_is_the_one_of_the_answer_and_the_log():
+    found, (line,) = asked(answers, [(b"x-request-id", b"mine-1")])
+    assert (found, line["request_id"]) == (["mine-1"], "mine-1")
+
+
+def test_a_request_without_an_id_has_the_proxys_in_the_log_too():
+    (found,), (line,) = asked(answers, [])
+    assert line["request_id"] == found != ""
+
+
+def test_an_error_is_logged_under_the_id_of_its_answer():
+    found, lines = asked(fails, [(b"x-request-id", b"mine-2")])
+    assert found == ["mine-2"] and [line["request_id"] for line in lines] == found * 2
+    assert {line["message"] for line in lines} == {"error", "request"}
+
+
+def test_an_id_that_no_log_should_hold_is_still_recognised():
+    (found,), (line,) = asked(answers, [(b"x-request-id", b"my \x1b[1m id" + b"9" * 500)])
+    assert found.startswith("my \x1b[1m id9")
+    assert line["request_id"].startswith("my___1m_id9") and len(line["request_id"]) == 128
+
+
+def test_what_is_no_request_passes():
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(scope)
+
+    asyncio.run(ProxysRequestId(app)({"type": "lifespan"}, None, None))
+    assert seen == [{"type": "lifespan"}]
+
+
+def test_the_fronts_application_leaves_ids_to_the_proxy(monkeypatch):
+    from pensieve_jax.server.replicas import serve_app
+
+    monkeypatch.setattr(serve_app, "make_application", lambda *_, **__: answers)
+    front = serve_app.Front.__new__(serve_app.Front)
+    front._engine = front._settings = front._keys = None
+    front._names = SimpleNamespace(new_root=None)
+    assert isinstance(front.__serve_build_asgi_app__(), ProxysRequestId)

@@ -1,0 +1,119 @@
+"""What is told while replicas start."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pensieve_jax.server.replicas import starting
+from pensieve_jax.server.replicas.starting import Seen, StartReport, problem_in_words, telling
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def report(num_replicas):
+    clock, lines = Clock(), []
+    return StartReport(num_replicas, lines.append, clock), clock, lines
+
+
+def test_each_replica_that_is_ready_is_a_line_and_told_once():
+    found, clock, lines = report(3)
+    found.see(Seen(0, is_front_ready=False))
+    assert lines == []
+    clock.now_s += 7
+    found.see(Seen(2, is_front_ready=False))
+    clock.now_s += 1
+    found.see(Seen(2, is_front_ready=True))
+    found.see(Seen(3, is_front_ready=True))
+    assert lines == [
+        "replica 1 of 3 is ready, after 7 s",
+        "replica 2 of 3 is ready, after 7 s",
+        "replica 3 of 3 is ready, after 8 s",
+    ]
+
+
+def test_silence_is_broken_by_what_is_waited_for():
+    found, clock, lines = report(2)
+    for num_ready, is_front_ready in ((0, False), (1, False), (2, False), (2, True)):
+        found.see(Seen(num_ready, is_front_ready))
+        clock.now_s += starting.SILENCE_S
+        found.see(Seen(num_ready, is_front_ready))
+        found.see(Seen(num_ready, is_front_ready))
+    assert [line for line in lines if line.startswith("waiting")] == [
+        "waiting for replicas 1 to 2 of 2, which load the model or compile, 15 s so far",
+        "waiting for replica 2 of 2, which loads the model or compiles, 30 s so far",
+        "waiting for the front, 45 s so far",
+        "waiting for Serve, 60 s so far",
+    ]
+
+
+def test_a_line_of_news_is_no_silence():
+    found, clock, lines = report(2)
+    clock.now_s += starting.SILENCE_S
+    found.see(Seen(1, is_front_ready=False))
+    assert lines == ["replica 1 of 2 is ready, after 15 s"]
+
+
+def test_a_problem_is_told_once_and_so_is_a_replica_that_died():
+    found, _, lines = report(2)
+    found.see(Seen(0, is_front_ready=False, problem="no such model"))
+    found.see(Seen(1, is_front_ready=False, problem="no such model"))
+    for left in (10, 9):
+        found.see(Seen(1, is_front_ready=False, problem=f"no disk; {left} more tries"))
+    found.see(Seen(0, is_front_ready=False, problem="no memory"))
+    assert lines == [
+        "no such model",
+        "replica 1 of 2 is ready, after 0 s",
+        "no disk; 10 more tries",
+        "no memory",
+        "a replica is gone again: 0 of 2 are ready",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("", ""),
+        ("It has 2 replicas that wait.\nThis may be caused by a slow __init__ or reconfigure method.", ""),
+        ("no GPU is free", "EngineReplica: no GPU is free"),
+        (
+            "A replica failed. Error:\n\n  File here, line 1\nConfigError: --model is ...\n",
+            "EngineReplica: A replica failed. Error: ConfigError: --model is ...",
+        ),
+    ],
+)
+def test_what_serve_says_is_a_line(message, words):
+    assert problem_in_words("EngineReplica", message) == words
+
+
+def test_a_thread_tells_while_the_block_lasts_and_the_end_is_told_after_it(monkeypatch):
+    monkeypatch.setattr(starting, "LOOK_S", 0.0)
+    found, _, lines = report(2)
+    has_told = threading.Event()
+    seen = [None, Seen(1, is_front_ready=False)]
+
+    def look():
+        if len(seen) > 1:
+            return seen.pop(0)
+        has_told.set()
+        return seen[0]
+
+    with telling(found, look):
+        assert has_told.wait(60)
+        seen[0] = Seen(2, is_front_ready=True)
+    assert lines == ["replica 1 of 2 is ready, after 0 s", "replica 2 of 2 is ready, after 0 s"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "telling"]
+
+
+def test_a_block_that_is_interrupted_tells_nothing_more():
+    found, _, lines = report(2)
+    with pytest.raises(KeyboardInterrupt), telling(found, lambda: Seen(2, is_front_ready=True)):
+        raise KeyboardInterrupt
+    assert lines == []
