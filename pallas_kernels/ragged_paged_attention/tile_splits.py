@@ -11,6 +11,7 @@ programs and two for others. Of pieces, 13 for each head keep 130 programs busy 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -43,20 +44,18 @@ class Parts(NamedTuple):
     piece_end: Any
 
 
-class _OnHost:
-    """Numbers as Python's: numpy takes a microsecond for each of its own."""
+class _Numbers(NamedTuple):
+    """How single numbers are computed with."""
 
-    of, lower, higher = staticmethod(int), staticmethod(min), staticmethod(max)
+    of: Callable[[Any], Any]
+    lower: Callable[[Any, Any], Any]
+    higher: Callable[[Any, Any], Any]
+    choose: Callable[[Any, Any, Any], Any]
 
-    @staticmethod
-    def choose(condition: bool, one: int, other: int) -> int:
-        return one if condition else other
 
-
-class _Traced:
-    """Numbers inside a jit."""
-
-    of, lower, higher, choose = (staticmethod(f) for f in (jnp.asarray, jnp.minimum, jnp.maximum, jnp.where))
+# Numbers of Python on the host: numpy takes a microsecond for each of its own.
+_ON_HOST = _Numbers(int, min, max, lambda condition, one, other: one if condition else other)
+_TRACED = _Numbers(jnp.asarray, jnp.minimum, jnp.maximum, jnp.where)
 
 
 class Chunks:
@@ -114,15 +113,14 @@ class Pieces:
         blocks = -(-kv_end // tile_class.block_kv)
         self._ends = xp.cumsum(blocks)
         self._begins = self._ends - blocks
-        self._scalars = _OnHost if xp is np else _Traced
-        self._total, longest = (self._scalars.of(x) for x in (self._ends[-1], blocks.max()))
-        most = self._scalars.lower(max_num, self._total * tile_class.block_kv // tile_class.min_split_kv)
+        numbers = self._numbers = _ON_HOST if xp is np else _TRACED
+        self._total, longest = (numbers.of(x) for x in (self._ends[-1], blocks.max()))
+        most = numbers.lower(max_num, self._total * tile_class.block_kv // tile_class.min_split_kv)
         # A tile of the most blocks has two parts more than pieces fit into it, at most.
-        most = self._scalars.lower(
-            most, (MAX_NUM_SPLITS - 2) * self._total // self._scalars.higher(longest, 1)
-        )
+        most = numbers.lower(most, (MAX_NUM_SPLITS - 2) * self._total // numbers.higher(longest, 1))
         # Pieces with keys; 0 without any.
-        self._num = self._scalars.lower(self._best_num(tile_class.num_programs, num_heads, most), self._total)
+        num = self._best_num(tile_class.num_programs, num_heads, most)
+        self._num = numbers.lower(num, self._total)
         self._first = xp.where(blocks > 0, self._piece_of(self._begins), self._num)
         last = xp.where(blocks > 0, self._piece_of(self._ends - 1), self._num)
         self.num_splits = last - self._first + 1
@@ -144,21 +142,21 @@ class Pieces:
 
     def _best_num(self, num_programs: int, num_heads: int, most: Any) -> Any:
         """So many that the fullest program has least to do; the fewest of those, up to `most`."""
-        scalars, best, least = self._scalars, 1, _MANY
+        numbers, best, least = self._numbers, 1, _MANY
         for rounds in range(1, _MAX_ROUNDS + 1):
-            num = scalars.higher(scalars.lower(max(rounds * num_programs // num_heads, 1), most), 1)
+            num = numbers.higher(numbers.lower(max(rounds * num_programs // num_heads, 1), most), 1)
             # In halves of a block; a piece costs about one, for the part that it adds.
             cost = -(-num * num_heads // num_programs) * (2 * -(-self._total // num) + 1)
-            best, least = scalars.choose(cost < least, num, best), scalars.lower(cost, least)
+            best, least = numbers.choose(cost < least, num, best), numbers.lower(cost, least)
         return best
 
     def _cut(self, piece: Any) -> Any:
         """The first block of a piece, counted over all tiles."""
-        return piece * self._total // self._scalars.higher(self._num, 1)
+        return piece * self._total // self._numbers.higher(self._num, 1)
 
     def _piece_of(self, block: Any) -> Any:
         """The last piece that begins at a block or before it."""
-        return ((block + 1) * self._num - 1) // self._scalars.higher(self._total, 1)
+        return ((block + 1) * self._num - 1) // self._numbers.higher(self._total, 1)
 
 
 def row_ranks(xp: Any, q_lens: Any, kv_lens: Any) -> Any:
