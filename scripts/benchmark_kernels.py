@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ from kernels.backends import (
     block_variants,
     check_backends,
     chosen_backends,
+    describe,
     make_spec,
 )
 from kernels.cases import (
@@ -113,7 +115,8 @@ def kernels(case: Case) -> Iterator[Kernel]:
     if FLAGS.sweep:
         for backend in backends:
             for blocks in block_variants(case, FLAGS.dtype, backend, FLAGS.kv_dtype):
-                yield ours(backend, blocks)
+                if re.search(FLAGS.sweep_matching, describe(blocks)):
+                    yield ours(backend, blocks)
 
 
 def measure(kernel: Kernel, batch: Checked, ceilings: Ceilings) -> Result:
@@ -175,6 +178,13 @@ def cases() -> list[Case]:
 def check_flags(found: list[Case]) -> None:
     """Raise, before anything is measured, for flags that cannot work."""
     check_backends(FLAGS.backend)
+    try:
+        re.compile(FLAGS.sweep_matching)
+    except re.error as error:
+        limit = f"a regular expression: {error}"
+        raise ConfigError("--sweep_matching", FLAGS.sweep_matching, limit) from error
+    if FLAGS.sweep_matching and not FLAGS.sweep:
+        raise ConfigError("--sweep_matching", FLAGS.sweep_matching, "left out without --sweep")
     if chosen_peers(FLAGS.peers) and FLAGS.kv_dtype is not None:
         raise AttentionArgumentError("--peers", FLAGS.peers, f"none reads pages of {FLAGS.kv_dtype}")
     for case in found:
@@ -247,6 +257,7 @@ def define_flags() -> None:
     flags.DEFINE_list("backend", ["auto"], f"What of ours is timed: auto, all, {', '.join(BACKENDS)}.")
     flags.DEFINE_list("peers", [], f"What is timed beside it: all, jax, torch, {', '.join(PEERS)}.")
     flags.DEFINE_bool("sweep", False, "Time our kernel with many block sizes, too.")
+    flags.DEFINE_string("sweep_matching", "", "Of those, by a regular expression on what they print as.")
     flags.DEFINE_string("plot", None, "Where the roofline is drawn, e.g. roofline.png; needs matplotlib.")
     flags.DEFINE_enum("dtype", "bfloat16", list(TOLERANCE), "Of queries, and of pages.")
     flags.DEFINE_enum("kv_dtype", None, KV_DTYPES, "What pages are stored as; default: --dtype.")

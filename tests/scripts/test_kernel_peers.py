@@ -248,6 +248,8 @@ def test_a_mistake_of_the_references_ends_no_other_case(launch, small, monkeypat
         ({"backend": "jax_triton"}, AttentionArgumentError, "give auto or xla"),
         ({"plot": "/nowhere/x.png"}, ConfigError, "--plot is '/nowhere/x.png'"),
         ({"plot": "x.exe"}, ConfigError, "--plot is 'x.exe'"),
+        ({"sweep": True, "sweep_matching": "("}, ConfigError, "--sweep_matching.*regular expression"),
+        ({"sweep_matching": "e$"}, ConfigError, "without --sweep"),
     ],
 )
 def test_refused_before_anything_is_measured(launch, monkeypatch, flags, error, says):
@@ -269,10 +271,13 @@ def test_block_sizes_of_each_kernel():
         ("decode_64x4096_gqa10", "pallas_triton"),
         ("prefill_4x2048_gqa10", "pallas_triton"),
         ("prefill_4x2048_gqa10", "pallas_mosaic_gpu"),
+        ("decode_1x16384_gqa8", "pallas_mosaic_gpu"),
     ):
         tried = list(kernel_backends.block_variants(CASES[name], "bfloat16", backend))
         specs = {kernel_backends.make_spec(CASES[name], "bfloat16", backend, blocks) for blocks in tried}
         assert len(specs) == len(tried) > 3
+        num_even = sum(kernel_backends.describe(blocks).endswith("e") for blocks in tried)
+        assert num_even == (2 if backend == "pallas_mosaic_gpu" else 0)
     assert not list(kernel_backends.block_variants(CASES["tiny"], "float32", "xla"))
 
 
