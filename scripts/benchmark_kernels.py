@@ -61,6 +61,7 @@ from steps.cost_plot import check_can_plot
 from pallas_kernels.attention_names import KV_DTYPES
 from pallas_kernels.ragged_paged_attention import AttentionArgumentError, BlockSizes, TileClass
 from pallas_kernels.ragged_paged_attention.shapes import CASES, Case
+from pensieve_jax import ConfigError
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document
 
