@@ -50,6 +50,7 @@ class Backend:
       head_dims: elements of a head that it serves; None: any.
       groups: query heads per KV head that it serves; None: any.
       untried_groups: of those, which "auto" passes over: nobody has measured them.
+      tried: but these, a group and the elements of a head each.
       kv_dtypes: that pages may be stored as, beside the model's dtype.
       byte_limits: what else it serves where they are; None: the same.
       instead: what to do about what it does not serve.
@@ -67,6 +68,7 @@ class Backend:
     head_dims: tuple[int, ...] | None = None
     groups: tuple[int, ...] | None = None
     untried_groups: tuple[int, ...] = ()
+    tried: tuple[tuple[int, int], ...] = ()
     kv_dtypes: tuple[str, ...] = KV_DTYPES
     byte_limits: ByteLimits | None = None
     instead: str = ""
@@ -90,7 +92,8 @@ _ROWS = (
         dtypes=("bfloat16", "float16"),
         head_dims=(64, 128),
         groups=(1, 2, 3, 4, 6, 7, 8, 12, 13, 14, 15, 16),
-        untried_groups=(3, 6, 12, 13, 14, 15),
+        untried_groups=(3, 6, 7, 12, 13, 14, 15),
+        tried=((7, 128),),
         byte_limits=ByteLimits(("bfloat16",), (128,), tuple(range(1, 17))),
         instead="use backend 'pallas_triton' or 'xla'",
         has_tiles=True,
@@ -268,8 +271,9 @@ def heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError |
 
 def _auto_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError | None:
     """As `heads_limit`, of what "auto" takes."""
-    group = heads.group
-    if heads.kv_dtype is None and group in TABLE[backend].untried_groups:
+    group, row = heads.group, TABLE[backend]
+    is_untried = group in row.untried_groups and (group, heads.head_dim) not in row.tried
+    if heads.kv_dtype is None and is_untried:
         limit = f"{backend} has not been measured with so many query heads per KV head; it may be named"
         return AttentionArgumentError("num_q_heads / num_kv_heads", group, limit)
     return heads_limit(backend, heads)

@@ -22,7 +22,7 @@ class TileClass:
       block_kv: keys per iteration; a power of two from 16.
       num_warps: warps of a program.
       num_stages: depth of the software pipeline.
-      min_split_kv: keys below which a tile's key range is never split.
+      min_split_kv: keys below which a tile's key range is never split; of a piece where `even`.
       target_programs: programs, over all KV heads, beyond which splitting further gains nothing.
       whole_loop: blocks that every query sees whole take a loop of their own, without masks.
       mosaic: its kernel is the Mosaic one, and its rows lie head by head (see `mosaic_class`).

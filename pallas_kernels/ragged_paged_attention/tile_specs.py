@@ -29,7 +29,7 @@ from pallas_kernels.ragged_paged_attention.page_formats import num_scale_rows
 NUM_FIELDS = 8  # i32 of a tile or a merge; `tile_lists` names them
 WARPGROUP_ROWS = 64  # that one computing warpgroup of a Mosaic kernel serves
 BYTE_PAGE_SIZES = (32, 64)  # that a Mosaic kernel reads: one row of a page holds its scales
-HEADER_LEN = 8  # counts of tiles, class by class, then of merges; from the end, of pieces
+HEADER_LEN = 16  # counts of tiles, class by class, then of merges; from the end, of pieces
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class TileSpec:
         for index, tile_class in enumerate(self.blocks.classes):
             tokens = self.tile_tokens(tile_class)
             most_rows = min(rows, self.num_tokens // least) + (index == last)  # and the pseudo row
+            most_rows = max(most_rows, 1)  # a traced list has an entry even of a class that no row can need
             # Where the next class takes every longer range, a row has one tile.
             sizes.append(most_rows if index < last else self.num_tokens // tokens + most_rows)
             least = tokens + 1
@@ -185,6 +186,8 @@ def _check_blocks(blocks: BlockSizes, group: int, row: Backend) -> None:
     for value in rows[1:] + [tile_class.block_kv for tile_class in blocks.classes] + [max(rows[0], 16)]:
         if value < 16 or value & (value - 1):
             raise AttentionArgumentError("blocks", value, "rows and block_kv must be powers of two from 16")
+    if 2 * len(rows) >= HEADER_LEN:
+        raise AttentionArgumentError("blocks", rows, f"at most {HEADER_LEN // 2 - 1} classes")
     if [c.mosaic for c in blocks.classes] != sorted(c.mosaic for c in blocks.classes):
         raise AttentionArgumentError("blocks", rows, "mosaic classes must be the last ones")
     for tile_class in blocks.classes:

@@ -101,7 +101,8 @@ class Chunks:
 class Pieces:
     """The blocks of all tiles, one tile after the other, in pieces of as many; one more or less.
 
-    A piece may begin and end inside a tile and have whole ones between. Tiles without keys are a last piece.
+    A piece may begin and end inside a tile and have whole ones between. Tiles without keys, which come behind
+    all others as they are the pseudo row's, are a last piece.
 
     Attributes:
       num_splits: i32[num_q_tiles], parts of each tile; one where it has no keys.

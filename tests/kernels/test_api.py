@@ -193,7 +193,9 @@ def test_pages_in_8_bits_are_read_by_the_hopper_kernel_where_it_serves():
 
 def test_groups_that_nobody_has_measured_are_taken_by_name_alone():
     seven, heads = (AttentionHeads(count, 4, 128, jnp.dtype("bfloat16")) for count in (28, 24))
-    assert choose_backend("auto", seven, H200).name == "pallas_mosaic_gpu"  # measured since
+    assert choose_backend("auto", seven, H200).name == "pallas_mosaic_gpu"  # measured since, of this size
+    small = AttentionHeads(14, 2, 64, jnp.dtype("bfloat16"))
+    assert choose_backend("auto", small, H200).name == "pallas_triton"
     choice = choose_backend("auto", heads, H200)
     assert choice.name == "pallas_triton" and "has not been measured" in choice.reason
     assert choose_backend("pallas_mosaic_gpu", heads, H200).name == "pallas_mosaic_gpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 
 import jax
@@ -42,11 +43,11 @@ def spec_for(
         max_num_seqs=max_num_seqs,
         num_q_heads=heads[0],
         num_kv_heads=heads[1],
-        head_dim=128,
+        head_dim=64 if blocks is None else 128,
         page_size=32,
         dtype="bfloat16",
         kv_dtype="int8" if blocks is EVEN_BYTES else None,
-        backend="pallas_mosaic_gpu" if blocks in (EVEN, EVEN_BYTES) else "pallas_triton",
+        backend="pallas_mosaic_gpu" if blocks and any(c.even for c in blocks.classes) else "pallas_triton",
         blocks=blocks,
     )
 
@@ -208,6 +209,29 @@ def test_prompts_come_row_by_row_and_are_dealt_evenly(lens: list[int]) -> None:
     items = np.pad(items, (0, -len(items) % (2 * NUM_PROGRAMS))).reshape(-1, 2, NUM_PROGRAMS)
     loads = (items[:, 0] + items[:, 1, ::-1]).sum(axis=0)
     assert loads.max() < 1.05 * loads.mean()
+
+
+def test_there_are_places_for_the_pieces_of_every_class() -> None:
+    """Counts from the front of the header and from its end do not meet; too many classes are refused."""
+    sizes = (16, 32, 64, 128, 256, 512, 1024, 2048)
+    small = [TileClass(rows, 64, 4, 3, 128, 8) for rows in sizes]
+    even = [dataclasses.replace(mosaic_class(rows, 64, 2, 64, 8), even=True) for rows in (64, 128)]
+    spec = spec_for(300, 9, BlockSizes((*small[:2], *even)))
+    for seed in range(20):
+        batch = draw(np.random.default_rng(seed), spec)
+        tiles = build_tiles(spec, *batch)
+        check(spec, tiles, *batch)
+        check_pieces(spec, tiles)
+    with pytest.raises(AttentionArgumentError, match="at most 7 classes"):
+        spec_for(300, 9, BlockSizes(tuple(small)))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16])
+def test_classes_that_no_row_can_need(num_tokens: int) -> None:
+    blocks = BlockSizes(tuple(TileClass(rows, 64, 4, 3, 128, 40) for rows in (16, 32, 64)))
+    spec = spec_for(num_tokens, 4, blocks, (2, 2))
+    batch = draw(np.random.default_rng(0), spec)
+    check(spec, np.array(jax.jit(lambda *batch: build_tiles_traced(spec, *batch))(*batch)), *batch)
 
 
 def test_xla_needs_no_tiles() -> None:
