@@ -16,8 +16,10 @@ from pensieve_jax.server.async_engine import EngineState
 
 _log = logging.getLogger(__name__)
 
-SILENCE_S: Final = 30.0
-"""An engine says something every second, or after a step that takes longer."""
+# Above Postgres' statement_timeout of 60 s: what holds up one statement holds up every replica's engine, and
+# an engine that only waits, or steps slowly on processors, must not be killed, least of all with all others.
+SILENCE_S: Final = 90.0
+"""An engine says something every second, or after a step that takes longer; its history is part of a step."""
 
 
 class Mortal(Protocol):

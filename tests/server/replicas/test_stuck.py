@@ -45,10 +45,19 @@ def check(replica, *silences_s, state="ready"):
 
 
 def test_an_engine_that_is_silent_at_two_looks_is_killed_to_be_started_again(replica):
-    assert check(replica, 1.0, 29.0, 31.0) == 0
-    assert check(replica, 33.0) == 1
-    assert check(replica, 35.0) == 1  # it is given time to end
-    assert check(replica, 37.0) == 2
+    assert check(replica, 1.0, 89.0, 91.0) == 0
+    assert check(replica, 93.0) == 1
+    assert check(replica, 95.0) == 1  # it is given time to end
+    assert check(replica, 97.0) == 2
+
+
+def test_an_engine_whose_history_gives_up_a_statement_is_not_killed_before_it_can_say_so():
+    pytest.importorskip("psycopg", reason="needs the extra `postgres`")
+    from pensieve_jax.history import postgres_connection
+    from pensieve_jax.server.replicas import stuck
+
+    limit_s = float(postgres_connection._SETTINGS["statement_timeout"].removesuffix("s"))
+    assert 1.5 * limit_s <= stuck.SILENCE_S
 
 
 def test_an_actor_that_was_stopped_itself_kills_nobody(replica):
