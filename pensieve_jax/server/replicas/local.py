@@ -56,7 +56,7 @@ NEEDED: Final = ("gcs_server", "raylet")
 """Of the processes that Ray starts here, those that it does not start again."""
 _STORE_BYTES: Final = 200_000_000  # of Ray's objects, of which turns make none
 _UNREACHED: Final = (RayError, RayServeException, TimeoutError)
-_NOT_STARTED: Final = (RayError, RayServeException, OSError, RuntimeError)
+_NOT_STARTED: Final = (RayError, RayServeException, OSError)
 
 
 class ReplicasNotStartedError(PensieveError):
@@ -79,10 +79,16 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
                 num_gpus = ending.enter_context(running_ray())
                 signals.take_over()  # Ray has handlers of its own
                 _start(plan, settings, num_gpus, port)
-        except (KeyboardInterrupt, SystemExit):  # the latter is what Ray makes of a SIGTERM while it starts
+        except KeyboardInterrupt:
             return 0
+        except SystemExit as error:
+            # While Ray starts, it makes an exit with the signal's number of a SIGTERM. Any other is its own.
+            if signals.is_ending or error.code == signal.SIGTERM:
+                return 0
+            _log.error("the start has ended without being told to, with status %s", error.code)
+            return EXIT_ENDED
         except _NOT_STARTED as error:
-            raise ReplicasNotStartedError(_why(error)) from error
+            raise _not_started(error) from error
         announce(address)
         if not _until_told(signals):
             return EXIT_ENDED
@@ -98,8 +104,12 @@ def _start(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int, port: int
     serve.start(proxy_location="HeadOnly", http_options=options)
     named = f"{plan.replicas} replica{'s' * (plan.replicas != 1)}"
     _log.info("starting %s; a first start compiles, which takes minutes, once", named)
+    app = application(plan, settings, plan.gpus_each(num_gpus))
     with telling(StartReport(plan.replicas, _log.info), _seen):
-        serve.run(application(plan, settings, plan.gpus_each(num_gpus)), name=APP)
+        try:
+            serve.run(app, name=APP)
+        except RuntimeError as error:  # Serve's for deployments that fail; elsewhere it is a bug of ours
+            raise _not_started(error) from error
 
 
 def _application() -> ApplicationStatusOverview | None:
@@ -145,14 +155,22 @@ def _ended_processes() -> list[str]:
 
 def _drain(seconds: float) -> None:
     """Have turns end, while the proxy still tells their clients, and then the engines."""
-    try:
+    with _warning("the replicas could not be drained"):
         serve.get_app_handle(APP).drain.remote(seconds).result(timeout_s=seconds + FLUSH_S)
+    with _warning("the application could not be deleted"):  # engines are to end also where no front answers
         serve.delete(APP, _blocking=False)
         until_s = time.monotonic() + FLUSH_S
         while APP in serve.status().applications and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
+
+
+@contextmanager
+def _warning(words: str) -> Iterator[None]:
+    """Where Ray or Serve does not answer, say so and go on."""
+    try:
+        yield
     except _UNREACHED as error:
-        _log.warning("the replicas could not be drained: %s", error)
+        _log.warning("%s: %s", words, error)
 
 
 def _reload_keys() -> None:
@@ -174,19 +192,15 @@ def set_ray_environment() -> None:
 
 @contextmanager
 def running_ray() -> Iterator[int]:
-    """Ray on this machine, unless this process has one already; how many GPUs it has."""
+    """Ray on this machine, unless this process has one already; how many GPUs it has.
+
+    Raises ReplicasNotStartedError where it does not start.
+    """
     is_ours = not ray.is_initialized()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # what is to be said is said here
     try:
         if is_ours:
-            set_ray_environment()
-            ray.init(
-                address="local",  # whatever RAY_ADDRESS says: that is for whoever deploys a file
-                include_dashboard=False,
-                object_store_memory=_STORE_BYTES,
-                log_to_driver=False,
-                configure_logging=False,
-            )
+            _start_ray()
         yield int(ray.cluster_resources().get("GPU", 0))
     finally:
         if is_ours:
@@ -195,13 +209,30 @@ def running_ray() -> Iterator[int]:
             serve.shutdown()
 
 
-def _why(error: Exception) -> str:
-    """What the deployments say, which Serve's error does not."""
+def _start_ray() -> None:
+    set_ray_environment()
+    try:
+        ray.init(
+            address="local",  # whatever RAY_ADDRESS says: that is for whoever deploys a file
+            include_dashboard=False,
+            object_store_memory=_STORE_BYTES,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+    except Exception as error:  # nothing of ours runs here, and Ray raises this very class, among others
+        raise ReplicasNotStartedError(_in_words([str(error)])) from error
+
+
+def _not_started(error: Exception) -> ReplicasNotStartedError:
+    """With what the deployments say, which Serve's error does not."""
     app = _application()
     found = {} if app is None else {name: one.message for name, one in app.deployments.items()}
     said = [line for line in (problem_in_words(*one) for one in found.items()) if line]
-    first = f"The replicas could not be started; what they log is in {_LOGS}."
-    return "\n".join([first, *(said or [str(error)])])
+    return ReplicasNotStartedError(_in_words(said or [str(error)]))
+
+
+def _in_words(said: list[str]) -> str:
+    return "\n".join([f"The replicas could not be started; what they log is in {_LOGS}.", *said])
 
 
 class Signals:
@@ -213,6 +244,11 @@ class Signals:
         self._told: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._before: dict[int, Any] = {}
         self._is_ending = self._interrupts = False
+
+    @property
+    def is_ending(self) -> bool:
+        """A signal that ends was told."""
+        return self._is_ending
 
     def next(self, timeout_s: float) -> int | None:
         """Wait for a signal that nobody has seen yet, SIGHUP among them; None when the time is over."""

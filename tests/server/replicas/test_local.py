@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -178,6 +179,14 @@ def test_a_signal_during_the_start_ends_it_and_waits_for_nobody(stage, number, w
     assert stage.done == [*done, "ray.shutdown"]
 
 
+@pytest.mark.parametrize("status", [0, 1, "no port is free"])
+@pytest.mark.parametrize("when", ["init", "start", "run"])
+def test_a_start_that_exits_without_being_told_to_is_a_failure(stage, caplog, when, status):
+    stage.when[when] = lambda: sys.exit(status)
+    assert serve_replicas(announce=lambda address: pytest.fail("it serves")) == EXIT_ENDED
+    assert stage.done[-1] == "ray.shutdown" and f"status {status}" in caplog.text
+
+
 @pytest.mark.parametrize("when", ["drain", "delete", "shutdown"])
 def test_a_second_signal_ends_at_once(stage, monkeypatch, when):
     class Ended(BaseException):
@@ -197,7 +206,18 @@ def test_a_front_that_cannot_be_asked_to_drain_keeps_nobody(stage, caplog):
 
     stage.answers["drain"] = RayServeException("there is none")
     assert serve_replicas(ends) == 0
-    assert stage.done[-1] == "ray.shutdown" and "there is none" in caplog.text
+    assert stage.done == [*STARTED, *DRAINED, "ray.shutdown"] and "there is none" in caplog.text
+
+
+def test_an_application_that_cannot_be_deleted_keeps_nobody(stage, caplog):
+    from ray.serve.exceptions import RayServeException
+
+    def fail():
+        raise RayServeException("no controller")
+
+    stage.when["delete"] = fail
+    assert serve_replicas(ends) == 0
+    assert stage.done == [*STARTED, *DRAINED, "ray.shutdown"] and "no controller" in caplog.text
 
 
 def test_an_application_that_does_not_go_is_waited_for_within_bounds(stage, monkeypatch):
@@ -255,14 +275,20 @@ def test_a_start_says_what_it_waits_for_and_then_where_it_serves(stage, caplog):
     assert addresses[0].startswith("http://127.0.0.1:")
 
 
-@pytest.mark.parametrize("when", ["init", "start", "run"])
-@pytest.mark.parametrize("kind", ["RaySystemError", "RayServeException", "RuntimeError", "TimeoutError"])
+@pytest.mark.parametrize(
+    ("when", "kind"),
+    [
+        *itertools.product(("init", "start", "run"), ("RaySystemError", "RayServeException", "TimeoutError")),
+        *itertools.product(("init",), ("Exception", "ValueError", "RuntimeError")),
+        ("run", "RuntimeError"),
+    ],
+)
 def test_what_keeps_replicas_from_starting_is_told_and_ray_ends(stage, when, kind):
     import ray
 
     from pensieve_jax.server.replicas.local import ReplicasNotStartedError
 
-    kinds = {"RuntimeError": RuntimeError, "TimeoutError": TimeoutError}
+    kinds = {one.__name__: one for one in (Exception, RuntimeError, TimeoutError, ValueError)}
     kinds |= {
         one.__name__: one for one in (ray.exceptions.RaySystemError, ray.serve.exceptions.RayServeException)
     }
@@ -274,6 +300,19 @@ def test_what_keeps_replicas_from_starting_is_told_and_ray_ends(stage, when, kin
     with pytest.raises(ReplicasNotStartedError, match="no more memory"):
         serve_replicas()
     assert stage.done[-1] == "ray.shutdown"
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_a_bug_of_ours_during_the_start_is_not_taken_for_rays(stage, monkeypatch, kind):
+    from pensieve_jax.server.replicas import local
+
+    def fail(*_):
+        raise kind("a bug")
+
+    monkeypatch.setattr(local, "application", fail)
+    with pytest.raises(kind, match="a bug"):
+        serve_replicas()
+    assert stage.done == [*STARTED[:2], "ray.shutdown"]
 
 
 def test_where_serve_cannot_even_say_why_its_error_is_told(stage):
