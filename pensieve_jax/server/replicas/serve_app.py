@@ -212,22 +212,28 @@ class RayReplicas:
 
     async def ask_all(self, question: bytes) -> list[bytes]:
         """Ask every replica; one that hangs is not waited for, as Serve's own collecting would."""
+        asking: list[asyncio.Future[bytes]] = []
+        there: list[asyncio.Future[bytes]] = []
         try:
-            asked = await self._handle.broadcast("ask", question)._fetch_replica_results_async()
+            async with asyncio.timeout(ANSWER_S):
+                asked = await self._handle.broadcast("ask", question)._fetch_replica_results_async()
+                asking = [asyncio.ensure_future(one.get_async()) for one in asked]
+                if asking:
+                    await asyncio.wait(asking)
         except DeploymentUnavailableError:  # there are none at the moment
             return []
         except _FAILED as error:
             raise EngineDiedError(f"The replicas cannot be asked: {error}") from error
-        asking = [asyncio.ensure_future(one.get_async()) for one in asked]
-        try:
-            there, late = await asyncio.wait(asking, timeout=ANSWER_S) if asking else (set(), set())
+        except TimeoutError as error:
+            num_late = sum(not one.done() for one in asking)
+            if num_late == len(asking):  # none of none, where Serve has not even said which there are
+                raise EngineDiedError(f"No replica has answered for {ANSWER_S:g} s.") from error
+            if num_late:
+                _log.warning("%d of %d replicas have not answered for %g s", num_late, len(asking), ANSWER_S)
         finally:
+            there = [one for one in asking if one.done()]
             for one in asking:
                 one.cancel()
-        if late:
-            _log.warning("%d of %d replicas have not answered for %g s", len(late), len(asking), ANSWER_S)
-        if len(late) == len(asking) > 0:
-            raise EngineDiedError(f"No replica has answered for {ANSWER_S:g} s.")
         return [one.result() for one in there if not _says_why_not(one)]
 
 

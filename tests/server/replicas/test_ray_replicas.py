@@ -33,11 +33,13 @@ class Asked:
 
 
 class Handle:
-    """Of a deployment whose replicas give these answers, or that raises an error."""
+    """Of a deployment whose replicas give these answers, or that raises an error, or that hangs."""
 
-    def __init__(self, *answers: bytes | Exception | None, error: Exception | None = None) -> None:
+    def __init__(
+        self, *answers: bytes | Exception | None, error: Exception | None = None, hangs: bool = False
+    ) -> None:
         self.asked = [Asked(answer) for answer in answers]
-        self._error = error
+        self._error, self._hangs = error, hangs
 
     def options(self, **_: object) -> Handle:
         return self
@@ -53,6 +55,8 @@ class Handle:
         return await asyncio.gather(*asked, return_exceptions=return_exceptions)
 
     async def _fetch_replica_results_async(self) -> list[Asked]:
+        if self._hangs:
+            await asyncio.Event().wait()
         if self._error is not None:
             raise self._error
         return self.asked
@@ -86,6 +90,11 @@ def test_one_that_hangs_does_not_keep_the_others_answers(monkeypatch, caplog):
 def test_where_all_hang_nobody_knows_how_they_are(monkeypatch):
     with pytest.raises(EngineDiedError, match="has answered"):
         ask_all(Handle(None, None), monkeypatch)
+
+
+def test_where_serve_does_not_even_say_which_there_are_it_is_not_waited_for(monkeypatch):
+    with pytest.raises(EngineDiedError, match="has answered"):
+        ask_all(Handle(b"a", hangs=True), monkeypatch)
 
 
 def test_those_that_are_gone_give_none(monkeypatch):
