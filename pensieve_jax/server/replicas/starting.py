@@ -7,12 +7,15 @@ Called by: `local`, while Serve starts front and replicas.
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
+
+_log = logging.getLogger(__name__)
 
 LOOK_S: Final = 0.5
 SILENCE_S: Final = 15.0
@@ -85,10 +88,11 @@ class StartReport:
 def telling(report: StartReport, look: Callable[[], Seen | None]) -> Iterator[None]:
     """Have a thread look, and tell, until the block is left; None where there was nothing to see."""
     is_over = threading.Event()
+    looking = _Looking(look)
 
     def tell() -> None:
         while not is_over.wait(LOOK_S):
-            seen = look()
+            seen = looking()
             if seen is not None and not is_over.is_set():
                 report.see(seen)
 
@@ -99,9 +103,28 @@ def telling(report: StartReport, look: Callable[[], Seen | None]) -> Iterator[No
     finally:
         is_over.set()
         thread.join(_PATIENCE_S)
-    seen = look()
+    seen = looking()
     if seen is not None:
         report.see(seen)
+
+
+class _Looking:
+    """Looks that may fail: no start depends on what is told of it."""
+
+    def __init__(self, look: Callable[[], Seen | None]) -> None:
+        """None has failed yet."""
+        self._look = look
+        self._has_failed = False
+
+    def __call__(self) -> Seen | None:
+        """None where it failed, which is logged once."""
+        try:
+            return self._look()
+        except Exception as error:  # of Serve, which documents none
+            if not self._has_failed:
+                self._has_failed = True
+                _log.warning("how far the start has come cannot be seen: %r", error)
+            return None
 
 
 def problem_in_words(deployment: str, message: str) -> str:

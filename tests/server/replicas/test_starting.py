@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import threading
 
 import pytest
@@ -110,6 +112,40 @@ def test_a_thread_tells_while_the_block_lasts_and_the_end_is_told_after_it(monke
         seen[0] = Seen(2, is_front_ready=True)
     assert lines == ["replica 1 of 2 is ready, after 0 s", "replica 2 of 2 is ready, after 0 s"]
     assert not [thread for thread in threading.enumerate() if thread.name == "telling"]
+
+
+def test_looks_that_fail_are_logged_once_and_end_neither_the_telling_nor_the_start(monkeypatch, caplog):
+    for name in ("pensieve_jax", "pensieve_jax.server"):  # which a test before may have sent elsewhere
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    monkeypatch.setattr(starting, "LOOK_S", 0.0)
+    found, _, lines = report(2)
+    has_told = threading.Event()
+    num_looks = itertools.count()
+
+    def look():
+        if next(num_looks) < 3:
+            raise RuntimeError("no such state")
+        has_told.set()
+        return Seen(1, is_front_ready=False)
+
+    with telling(found, look):
+        assert has_told.wait(60)
+    assert lines == ["replica 1 of 2 is ready, after 0 s"]
+    assert [record.getMessage() for record in caplog.records if "no such state" in record.getMessage()] == [
+        "how far the start has come cannot be seen: RuntimeError('no such state')"
+    ]
+
+
+def test_a_last_look_that_fails_does_not_fail_a_start_that_has_succeeded(monkeypatch):
+    monkeypatch.setattr(starting, "LOOK_S", 60.0)
+    found, _, lines = report(2)
+
+    def look():
+        raise RuntimeError("no such state")
+
+    with telling(found, look):
+        pass
+    assert lines == []
 
 
 def test_a_block_that_is_interrupted_tells_nothing_more():
