@@ -8,7 +8,9 @@ Called by: `database`, `migration` and the tables' own modules.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sqlite3
+from collections.abc import Mapping
 from typing import Final
 
 APPLICATION_ID: Final = 0x50454E53  # "PENS", at byte 68 of the file
@@ -131,9 +133,10 @@ def columns_of(connection: sqlite3.Connection, table: str) -> set[str]:
     return {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
 
 
-def newest_columns() -> dict[str, set[str]]:
-    """Columns by table, of the newest version."""
+@functools.cache
+def newest_columns() -> Mapping[str, frozenset[str]]:
+    """Columns by table, of the newest version; found once, as everyone who opens a history asks for them."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         create_tables(connection, fingerprint="")
         names = [row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")]
-        return {name: columns_of(connection, name) for name in names}
+        return {name: frozenset(columns_of(connection, name)) for name in names}

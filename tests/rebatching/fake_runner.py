@@ -33,7 +33,16 @@ from pensieve_jax.rebatching.launches import (
     WordsLayout,
 )
 from pensieve_jax.scheduler.plan import StepResult
-from tests.engine.fake_runner import NUM_LAYERS, Choice, choose, logprob_of, mix, top_of
+from tests.engine.fake_runner import (
+    NUM_LAYERS,
+    Choice,
+    choose,
+    finish_mix,
+    logprob_of,
+    mix,
+    parts_of_mix,
+    top_of,
+)
 from tests.engine.fake_transfers import POISON_64
 
 _WORD = (1 << 64) - 1
@@ -134,8 +143,13 @@ class FakeRunner:
             assert serial not in self.rows
             num_tokens = int(words.fields["position"][row]) + 1
             entries = np.full((NUM_LAYERS, launch.length), POISON_64)
-            for position in range(num_tokens):
-                totals[row] = _extend(entries, position, position, int(ids[row, position]), range(position))
+            # All at once what `_extend` does token by token: each sees those before it, and itself.
+            parts = parts_of_mix(np.arange(num_tokens), ids[row, :num_tokens])
+            below = np.zeros(num_tokens, np.uint64)
+            for layer in entries:
+                layer[:num_tokens] = finish_mix(*parts, below)
+                below = layer[:num_tokens].cumsum()
+            totals[row] = int(below[-1])
             self.rows[serial] = FakeRow(entries, 0)
         result = self._sample(words, totals, range(len(launch.serials)))
         for row, serial in enumerate(launch.serials):
@@ -244,13 +258,13 @@ class FakeRunner:
         return Words(place, num_new, row, named, fields[len(names) :])
 
 
-def _extend(entries: np.ndarray, place: int, position: int, token_id: int, seen: Any) -> int:
+def _extend(entries: np.ndarray, place: int, position: int, token_id: int, seen: np.ndarray) -> int:
     """Write a token's entries at `place` after those at the places `seen`; the last layer's total."""
-    below = 0
-    for layer in entries:
-        before = layer[list(seen)]
-        assert not (before == POISON_64).any(), "a step reads what nobody wrote"
-        entry = mix(position, token_id, below)
-        layer[place] = entry
-        below = (int(before.sum(dtype=np.uint64)) + entry) & _WORD
+    before = entries[:, seen]
+    assert not (before == POISON_64).any(), "a step reads what nobody wrote"
+    below, own = 0, []
+    for total in before.sum(1, dtype=np.uint64).tolist():
+        own.append(mix(position, token_id, below))
+        below = (total + own[-1]) & _WORD
+    entries[:, place] = np.array(own, np.uint64)
     return below

@@ -13,7 +13,7 @@ import pytest
 from chat_training.served_recall import GREETINGS, Served
 
 from pensieve_jax.model_source import DEFAULT_MODEL
-from tests.launching import load
+from tests.launching import load, optimized
 
 check_recall = load("check_recall")
 NUM_CASES = 32
@@ -24,17 +24,21 @@ _lines: list[str] = []
 
 @pytest.fixture
 def document(launch, capsys):
-    """What the script reports of held-out facts among talk that it has itself; it is run once."""
+    """What the script reports of held-out facts among talk that it has itself; it is run once.
+
+    It computes for longer than it compiles, and so compiles well.
+    """
     if not _lines:
         sizes = {"ample_gpu_pages": 400, "gpu_pages": 18, "cpu_pages": 62, "max_context_tokens": 512}
-        status = launch(
-            "check_recall",
-            shared_llm=False,
-            model=DEFAULT_MODEL,
-            num_cases=NUM_CASES,
-            num_transcripts=2,
-            **sizes,
-        )
+        with optimized():
+            status = launch(
+                "check_recall",
+                shared_llm=False,
+                model=DEFAULT_MODEL,
+                num_cases=NUM_CASES,
+                num_transcripts=2,
+                **sizes,
+            )
         _lines.extend(capsys.readouterr().out.splitlines())
         assert status == 0, "\n".join(_lines)
     return json.loads(_lines[-1])["results"]
