@@ -9,11 +9,10 @@ import pytest
 
 from tests.engine.driver import run_scenario
 from tests.engine.scenarios import random_scenario
-from tests.seeds import enough
 
 # Of the first ones none computes a suspended request again: the last two do.
 SOME = (*range(88), 381, 420)
-MANY = range(88, enough(700, 1400))  # with all of those and the 600 of `test_random_scenarios` 2,000
+MANY = range(88, 1400)  # with all of those and the 600 of `test_random_scenarios` 2,000
 LEAST = {  # of 900
     # Where histories were when their turns came, dropped chunks among them or not.
     "gpu": 1000,
