@@ -6,6 +6,7 @@ a kernel does with them. Called by: `tile_specs`; tests and the benchmark pass t
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 # Programs of a Mosaic launch: one for each multiprocessor of an H100 or H200. With fewer, some run after
@@ -44,14 +45,18 @@ class TileClass:
     even: bool = False
 
     @property
-    def num_programs(self) -> int:
-        """Among which the items of a Mosaic kernel are shared out; pairs of warpgroups count each."""
-        return NUM_PROGRAMS * (self.num_warps // 8 if self.decodes_bytes else 1)
-
-    @property
     def decodes_bytes(self) -> bool:
         """Whether its kernel is the Mosaic one for decoding over pages in 8 bits."""
         return self.in_bytes and not self.mosaic
+
+    @property
+    def num_pairs(self) -> int:
+        """Of a program of a Mosaic kernel, each with items of its own; see `mosaic_bytes`."""
+        return self.num_warps // 8 if self.decodes_bytes else 1
+
+    def evenly(self) -> TileClass:
+        """The same, but `even`."""
+        return dataclasses.replace(self, even=True)
 
 
 @dataclass(frozen=True)
@@ -62,13 +67,7 @@ class BlockSizes:
 
 
 def mosaic_class(
-    rows: int,
-    block_kv: int,
-    num_stages: int,
-    min_split_kv: int,
-    target_programs: int,
-    *,
-    even: bool = False,
+    rows: int, block_kv: int, num_stages: int, min_split_kv: int, target_programs: int
 ) -> TileClass:
     """A class of the Mosaic kernel: 64 rows for each computing warpgroup, and one warpgroup that fetches.
 
@@ -78,21 +77,13 @@ def mosaic_class(
       num_stages: blocks of keys and of values in shared memory.
       min_split_kv: as in `TileClass`.
       target_programs: as in `TileClass`; here the items that a fixed number of programs shares.
-      even: as in `TileClass`.
     """
-    sizes = (rows, block_kv, 4 * (rows // 64 + 1), num_stages, min_split_kv, target_programs)
-    return TileClass(*sizes, mosaic=True, even=even)
+    num_warps = 4 * (rows // 64 + 1)
+    return TileClass(rows, block_kv, num_warps, num_stages, min_split_kv, target_programs, mosaic=True)
 
 
 def byte_class(
-    rows: int,
-    block_kv: int,
-    num_pairs: int,
-    num_stages: int,
-    min_split_kv: int,
-    target_programs: int,
-    *,
-    even: bool = False,
+    rows: int, block_kv: int, num_pairs: int, num_stages: int, min_split_kv: int, target_programs: int
 ) -> TileClass:
     """A class of the Mosaic kernel for pages in 8 bits; shared memory holds the stages of all pairs.
 
@@ -103,20 +94,13 @@ def byte_class(
       num_stages: blocks of a pair in shared memory.
       min_split_kv: as in `TileClass`.
       target_programs: as in `TileClass`; here the items that a fixed number of pairs shares.
-      even: as in `TileClass`.
     """
     sizes = (rows, block_kv, 8 * num_pairs, num_stages, min_split_kv, target_programs)
-    return TileClass(*sizes, in_bytes=True, even=even)
+    return TileClass(*sizes, in_bytes=True)
 
 
 def byte_prompt_class(
-    rows: int,
-    block_kv: int,
-    num_stages: int,
-    min_split_kv: int,
-    target_programs: int,
-    *,
-    even: bool = False,
+    rows: int, block_kv: int, num_stages: int, min_split_kv: int, target_programs: int
 ) -> TileClass:
     """A class of the Mosaic kernel over pages in 8 bits: as `mosaic_class`, and one warpgroup that converts.
 
@@ -126,11 +110,10 @@ def byte_prompt_class(
       num_stages: converted blocks of keys and of values in shared memory; codes take what they leave.
       min_split_kv: as in `TileClass`.
       target_programs: as in `mosaic_class`.
-      even: as in `TileClass`.
     """
     num_warps = 4 * (rows // 64 + 2)
     sizes = (rows, block_kv, num_warps, num_stages, min_split_kv, target_programs)
-    return TileClass(*sizes, mosaic=True, in_bytes=True, even=even)
+    return TileClass(*sizes, mosaic=True, in_bytes=True)
 
 
 # Steps that are left to Triton where pages are not in 8 bits: of so few tokens, or with fewer decoding tiles

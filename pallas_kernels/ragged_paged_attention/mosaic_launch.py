@@ -71,14 +71,9 @@ class Launch:
         return self.tile_class.rows // WARPGROUP_ROWS
 
     @property
-    def num_pairs(self) -> int:
-        """Of a program, each with items of its own; see `mosaic_bytes`."""
-        return self.tile_class.num_warps // 8 if self.tile_class.decodes_bytes else 1
-
-    @property
     def num_programs(self) -> int:
         """Among which the items are shared out."""
-        return NUM_PROGRAMS * self.num_pairs
+        return NUM_PROGRAMS * self.tile_class.num_pairs
 
     @property
     def tile_tokens(self) -> int:

@@ -41,11 +41,10 @@ def build_lists(
       q_lens: i32[num_rows + 1].
       kv_lens: i32[num_rows + 1].
     """
-    counts, lists, merges = [], [], []
-    num_pieces: dict[int, Any] = {}  # by class
+    counts, num_pieces, lists, merges = [], [], [], []
     thresholds = [spec.tile_tokens(c) for c in spec.blocks.classes[:-1]]
     is_pseudo = xp.arange(len(q_lens)) == len(q_lens) - 1
-    for index in range(len(spec.blocks.classes)):
+    for index, tile_class in enumerate(spec.blocks.classes):
         # A range goes to the first class that holds it whole, the pseudo row to the last.
         wanted = q_lens > (thresholds[index - 1] if index else 0)
         if index < len(thresholds):
@@ -56,19 +55,19 @@ def build_lists(
         if xp is np and not class_q_lens[:-1].any():
             lists.append(_pseudo_tiles(int(begins[-1]), int(class_q_lens[-1]), spec, index))
             counts.append(len(lists[-1]))
-            num_pieces[index] = min(counts[-1], 1)
+            num_pieces.append(min(counts[-1], int(tile_class.even)))
             continue
-        num_tiles, tiles, num_pieces[index], num_merges, class_merges = _class_lists(
+        num_tiles, tiles, class_pieces, num_merges, class_merges = _class_lists(
             xp, spec, index, begins, class_q_lens, kv_lens
         )
         counts.append(num_tiles)
+        num_pieces.append(class_pieces)
         lists.append(tiles)
         merges.append((num_merges, class_merges))
     counts.append(sum([n for n, _ in merges]))
     header = counts + [0] * (HEADER_LEN - len(counts))
-    for index, tile_class in enumerate(spec.blocks.classes):
-        if tile_class.even:
-            header[spec.pieces_place(index)] = num_pieces[index]
+    for index, number in enumerate(num_pieces):
+        header[spec.pieces_place(index)] = number
     joined = [entries for _, entries in merges] or [_table(np, [np.zeros(0, np.int32)])]
     table = joined[0] if len(joined) == 1 else xp.concatenate(joined)
     if xp is not np:  # padding behind the entries of each class: move it behind them all
@@ -102,7 +101,9 @@ def _class_lists(
             xp, tile_class, num_heads=spec.num_kv_heads, max_num=most, kv_end=kv_end
         )
     else:
-        splits = Chunks(xp, tile_class, max_num_slots=spec.max_num_slots[index], kv_end=kv_end)
+        is_prompts = 0 < index == len(spec.blocks.classes) - 1
+        rank = row_ranks(xp, q_lens, kv_lens).take(row) if is_prompts else None
+        splits = Chunks(xp, tile_class, max_num_slots=spec.max_num_slots[index], kv_end=kv_end, rank=rank)
     num_splits = splits.num_splits
     num_slots = num_splits * (num_splits > 1)
     if fixed:
@@ -111,9 +112,7 @@ def _class_lists(
     token = begins.take(row) + offset
     # Tiles: one per split.
     num_tiles, tile, part = _expand(xp, num_splits, spec.max_num_tiles[index] if fixed else None)
-    is_prompts = 0 < index == len(spec.blocks.classes) - 1
-    rank = row_ranks(xp, q_lens, kv_lens).take(row) if is_prompts else None
-    parts = splits.parts(tile, part, num_tiles if fixed else None, rank)
+    parts = splits.parts(tile, part, num_tiles if fixed else None)
     tile, part = parts.tile, parts.part
     slot = xp.where(num_slots.take(tile) > 0, slot_begin.take(tile) + part, -1)
     real_row = row * (row < len(q_lens) - 1)  # the pseudo row reads no page; row 0 always has some

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, TileClass
+from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, NUM_PROGRAMS, TileClass
 
 _MAX_ROUNDS = 4
 _MAX_BLOCKS = 2**15  # of a key range
@@ -65,23 +65,27 @@ class Chunks:
       num_splits: i32[num_q_tiles], parts of each tile.
     """
 
-    def __init__(self, xp: Any, tile_class: TileClass, *, max_num_slots: int, kv_end: Any) -> None:
-        """Cuts the key ranges 0 to `kv_end` of tiles, i32[num_q_tiles]."""
-        self._xp, self._block_kv, self._kv_end = xp, tile_class.block_kv, kv_end
+    def __init__(
+        self, xp: Any, tile_class: TileClass, *, max_num_slots: int, kv_end: Any, rank: Any = None
+    ) -> None:
+        """Cuts the key ranges 0 to `kv_end` of tiles, i32[num_q_tiles].
+
+        `rank` is that of each tile's row, i32[num_q_tiles], for parts row by row; None: the widest first.
+        """
+        self._xp, self._block_kv, self._kv_end, self._rank = xp, tile_class.block_kv, kv_end, rank
         # Every split range has at most 2 * kv_end / longest slots, so that the slots always suffice.
         longest = xp.maximum(tile_class.min_split_kv, -(-2 * kv_end.sum() // max_num_slots))
         num_splits = xp.maximum(xp.minimum(-(-kv_end // longest), MAX_NUM_SPLITS), 1)
         self._chunk = xp.maximum(-(-kv_end // (num_splits * self._block_kv)), 1) * self._block_kv
         self.num_splits = xp.maximum(-(-kv_end // self._chunk), 1)
 
-    def parts(self, tile: Any, part: Any, num_parts: Any, rank: Any) -> Parts:
-        """The widest first, or tile by tile.
+    def parts(self, tile: Any, part: Any, num_parts: Any) -> Parts:
+        """The widest first, or row by row: see `_by_row`.
 
         Args:
           tile: whose part each is.
           part: which of its tile's.
           num_parts: where entries past it are padding; None: there are none.
-          rank: of the row of each tile, i32[num_q_tiles]; None: widths alone count. See `_by_row`.
         """
         xp = self._xp
         chunk = self._chunk.take(tile)
@@ -91,8 +95,8 @@ class Chunks:
             width = xp.where(xp.arange(len(part)) < num_parts, width, -self._block_kv)
         # In blocks a width fits 16 bits, which numpy sorts by radix, several times faster.
         narrowness = (-(width // self._block_kv)).astype(np.int16)
-        if rank is not None:
-            narrowness = _by_row(xp, narrowness, rank.take(tile))
+        if self._rank is not None:
+            narrowness = _by_row(xp, narrowness, self._rank.take(tile))
         order = xp.argsort(narrowness, stable=True)
         tile, part, kv_begin, width = (x.take(order) for x in (tile, part, kv_begin, width))
         return Parts(tile, part, kv_begin, width, 0, part * 0)
@@ -120,15 +124,14 @@ class Pieces:
         # A tile of the most blocks has two parts more than pieces fit into it, at most.
         most = numbers.lower(most, (MAX_NUM_SPLITS - 2) * self._total // numbers.higher(longest, 1))
         # Pieces with keys; 0 without any.
-        num = self._best_num(tile_class.num_programs, num_heads, most)
+        num = self._best_num(NUM_PROGRAMS * tile_class.num_pairs, num_heads, most)
         self._num = numbers.lower(num, self._total)
         self._first = xp.where(blocks > 0, self._piece_of(self._begins), self._num)
         last = xp.where(blocks > 0, self._piece_of(self._ends - 1), self._num)
         self.num_splits = last - self._first + 1
 
-    def parts(self, tile: Any, part: Any, num_parts: Any, rank: Any) -> Parts:
-        """In the order of the tiles; arguments as of `Chunks.parts`, and rows' ranks do not matter."""
-        del rank
+    def parts(self, tile: Any, part: Any, num_parts: Any) -> Parts:
+        """In the order of the tiles; arguments as of `Chunks.parts`."""
         xp, places = self._xp, self._xp.arange(len(tile))
         piece, begin, end = self._first.take(tile) + part, self._begins.take(tile), self._ends.take(tile)
         kv_begin = (xp.maximum(self._cut(piece), begin) - begin) * self._block_kv

@@ -146,8 +146,8 @@ def block_variants(case: Case, dtype: str, backend: str, kv_dtype: str | None = 
     # And keys that are shared out evenly, with slots for pieces of fewer rounds, and of more.
     first = default[-1] if not mostly_short else default[0] if default[0].in_bytes else tried_classes[0]
     if first.mosaic or first.in_bytes:
-        several = dataclasses.replace(first, even=True, target_programs=2 * first.target_programs)
-        tried_classes += [dataclasses.replace(first, even=True), several]
+        several = dataclasses.replace(first, target_programs=2 * first.target_programs)
+        tried_classes += [first.evenly(), several.evenly()]
     for tried in tried_classes:
         others = [c for c in default if (c.rows > tried.rows if mostly_short else c is default[0])]
         classes = sorted({tried, *others}, key=lambda c: c.rows)

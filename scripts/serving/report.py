@@ -243,9 +243,7 @@ def no_document(flag: str, where: str, error: Exception) -> ConfigError:
 
 def own_fields(results: Mapping[str, Any]) -> dict[str, Any]:
     """What a document says of its system, by dotted names, as far as all of the system's must say it."""
-    own = {name: _compared(results, name) for name in results if name not in (*COMMON, *_OF_RUNS)}
-    found = leaves(own)
-    return {name: value for name, value in found.items() if not name.endswith("compilation_cache_dir")}
+    return leaves({name: _compared(results, name) for name in results if name not in (*COMMON, *_OF_RUNS)})
 
 
 def leaves(value: Any, name: str = "") -> dict[str, Any]:
@@ -293,12 +291,16 @@ def _check_alike(
 
 
 def _compared(results: Mapping[str, Any], name: str) -> Any:
-    """A part of a document, as far as it must be that of the others: one device has nobody to sum with."""
-    part = results.get(name)
-    if name == "config" and isinstance(part, dict) and isinstance(runner := part.get("runner"), dict):
-        alone = runner.get("tensor_parallel_size") == 1
-        dropped = ("compilation_cache_dir", *(("all_reduce",) if alone else ()))
-        return part | {"runner": {key: value for key, value in runner.items() if key not in dropped}}
+    """A part of a document, as far as it must be that of the others."""
+    part = _that_matters(results.get(name))
     if name in _MAY_DIFFER and isinstance(part, dict):
         return {key: value for key, value in part.items() if key not in _MAY_DIFFER[name]}
     return part
+
+
+def _that_matters(part: Any) -> Any:
+    """Without where programs are kept, and, of one device, how devices sum."""
+    if not isinstance(part, dict):
+        return part
+    dropped = {"compilation_cache_dir", *(["all_reduce"] if part.get("tensor_parallel_size") == 1 else [])}
+    return {key: _that_matters(value) for key, value in part.items() if key not in dropped}

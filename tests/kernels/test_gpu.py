@@ -55,7 +55,7 @@ MOSAIC_BLOCKS = (
     tuned(512),
     BlockSizes((SMALL, mosaic_class(128, 64, 4, 1024, 528))),
     BlockSizes((mosaic_class(64, 64, 5, 256, 528), mosaic_class(128, 64, 5, 128, 2048))),
-    BlockSizes((mosaic_class(64, 128, 3, 256, 264, even=True), mosaic_class(128, 128, 2, 1024, 264))),
+    BlockSizes((mosaic_class(64, 128, 3, 256, 264).evenly(), mosaic_class(128, 128, 2, 1024, 264))),
 )
 
 
@@ -209,7 +209,7 @@ BYTE_BLOCKS = {
     "three_pairs": (byte_class(8, 64, 3, 3, 256, 396), TileClass(64, 64, 4, 3, 1024, 132)),
     "sixteen_rows": (byte_class(16, 64, 2, 5, 256, 264),),
     "split": (byte_class(8, 64, 2, 6, 64, 8192),),
-    "even": (byte_class(8, 128, 2, 3, 256, 264, even=True),),
+    "even": (byte_class(8, 128, 2, 3, 256, 264).evenly(),),
 }
 
 
@@ -280,7 +280,7 @@ PROMPT_BLOCKS = {
     "alone": (byte_prompt_class(64, 64, 2, 256, 264), byte_prompt_class(128, 128, 2, 128, 264)),
     "split": (byte_class(8, 64, 2, 6, 64, 8192), byte_prompt_class(64, 128, 2, 128, 2048)),
     "even": (
-        byte_class(8, 128, 2, 3, 256, 264, even=True), byte_prompt_class(64, 128, 2, 256, 264, even=True),
+        byte_class(8, 128, 2, 3, 256, 264).evenly(), byte_prompt_class(64, 128, 2, 256, 264).evenly(),
     ),
 }  # fmt: skip
 

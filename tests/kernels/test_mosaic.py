@@ -31,7 +31,7 @@ SMALL = TileClass(16, 32, 4, 2, 64, 8)
 # Whole tiles and partial ones, one key and none, ends inside and at the end of pages; some are split.
 ROWS = [(70, 70), (33, 200), (5, 320), (1, 1), (0, 12), (64, 128)]
 FEW_ROWS = [(37, 70), (5, 320), (1, 1), (0, 12), (2, 128)]
-EVEN = "bfloat16", (mosaic_class(64, 64, 3, 64, 16, even=True), mosaic_class(128, 64, 2, 64, 16, even=True))
+EVEN = "bfloat16", (mosaic_class(64, 64, 3, 64, 16).evenly(), mosaic_class(128, 64, 2, 64, 16).evenly())
 SPARE_HEADS = "bfloat16", (mosaic_class(64, 64, 3, 64, 8), mosaic_class(128, 64, 2, 128, 8))
 SERVED: dict[str, Any] = {
     "num_tokens": 256, "max_num_seqs": 8, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128,

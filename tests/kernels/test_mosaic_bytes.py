@@ -34,7 +34,7 @@ LARGE = TileClass(64, 32, 4, 2, 64, 8)
 ROWS = [(1, 70), (1, 300), (2, 320), (1, 1), (0, 12), (1, 128), (1, 129), (9, 40), (1, 640)]
 GROUP_16 = pytest.param(Heads(16, 1, 128), 32, "int8", (byte_class(16, 64, 3, 2, 64, 8),), id="group16")
 
-EVEN = (byte_class(8, 128, 2, 3, 256, 264, even=True), byte_prompt_class(64, 128, 2, 256, 264, even=True))
+EVEN = (byte_class(8, 128, 2, 3, 256, 264).evenly(), byte_prompt_class(64, 128, 2, 256, 264).evenly())
 
 pytestmark = pytest.mark.usefixtures("checked_interpreter")
 
@@ -51,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
         ),
         pytest.param(
             Heads(8, 2, 128), 32, "int8",
-            (byte_class(8, 64, 2, 3, 64, 16, even=True), byte_prompt_class(64, 64, 2, 64, 8, even=True)),
+            (byte_class(8, 64, 2, 3, 64, 16).evenly(), byte_prompt_class(64, 64, 2, 64, 8).evenly()),
             id="even",
         ),
         *([GROUP_16] if EVERYTHING else []),

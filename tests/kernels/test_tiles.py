@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import pairwise
 
 import jax
@@ -29,9 +28,9 @@ from pallas_kernels.ragged_paged_attention.tile_specs import HEADER_LEN, NUM_FIE
 
 TWO = BlockSizes((TileClass(16, 64, 4, 3, 128, 40), TileClass(64, 32, 4, 3, 256, 20)))
 ONE = BlockSizes((TileClass(32, 64, 4, 3, 128, 40),))
-EVEN = BlockSizes((mosaic_class(64, 64, 3, 128, 80, even=True), mosaic_class(128, 64, 2, 256, 40)))
+EVEN = BlockSizes((mosaic_class(64, 64, 3, 128, 80).evenly(), mosaic_class(128, 64, 2, 256, 40)))
 EVEN_BYTES = BlockSizes(
-    (byte_class(8, 64, 2, 3, 64, 80, even=True), byte_prompt_class(64, 64, 2, 64, 40, even=True))
+    (byte_class(8, 64, 2, 3, 64, 80).evenly(), byte_prompt_class(64, 64, 2, 64, 40).evenly())
 )
 
 
@@ -215,7 +214,7 @@ def test_there_are_places_for_the_pieces_of_every_class() -> None:
     """Counts from the front of the header and from its end do not meet; too many classes are refused."""
     sizes = (16, 32, 64, 128, 256, 512, 1024, 2048)
     small = [TileClass(rows, 64, 4, 3, 128, 8) for rows in sizes]
-    even = [dataclasses.replace(mosaic_class(rows, 64, 2, 64, 8), even=True) for rows in (64, 128)]
+    even = [mosaic_class(rows, 64, 2, 64, 8).evenly() for rows in (64, 128)]
     spec = spec_for(300, 9, BlockSizes((*small[:2], *even)))
     for seed in range(20):
         batch = draw(np.random.default_rng(seed), spec)

@@ -30,7 +30,10 @@ from pensieve_jax.server.logs import log_error, log_request
 
 NOTES: Final = "pensieve.notes"
 """Where a scope holds its `RequestNotes`."""
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
+REQUEST_ID_CHARACTERS: Final = "A-Za-z0-9._:-"
+"""Those of a client's id that is taken as it is, as in a regular expression."""
+MAX_REQUEST_ID_LENGTH: Final = 128
+_REQUEST_ID = re.compile(rf"[{REQUEST_ID_CHARACTERS}]{{1,{MAX_REQUEST_ID_LENGTH}}}\Z")
 _MAX_IGNORED_BYTES: Final = 1000
 _CHANGING: Final = frozenset({"POST", "DELETE"})
 _PROBES: Final = frozenset({"/health", "/ready"})

@@ -15,9 +15,10 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pensieve_jax.server.http.middleware import MAX_REQUEST_ID_LENGTH, REQUEST_ID_CHARACTERS
+
 _NAME: Final = b"x-request-id"
-_UNFIT: Final = re.compile(rb"[^A-Za-z0-9._:-]")
-_MAX_BYTES: Final = 128
+_UNFIT: Final = re.compile(f"[^{REQUEST_ID_CHARACTERS}]".encode())
 
 
 class ProxysRequestId:
@@ -45,4 +46,4 @@ class ProxysRequestId:
 
 def _fit(request_id: bytes) -> bytes:
     """As the application takes it: what a log should not hold is replaced, so that it is still recognised."""
-    return _UNFIT.sub(b"_", request_id)[:_MAX_BYTES]
+    return _UNFIT.sub(b"_", request_id)[:MAX_REQUEST_ID_LENGTH]
