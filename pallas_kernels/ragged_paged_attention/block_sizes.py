@@ -6,12 +6,7 @@ a kernel does with them. Called by: `tile_specs`; tests and the benchmark pass t
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-
-# Programs of a Mosaic launch: one for each multiprocessor of an H100 or H200. With fewer, some run after
-# others.
-NUM_PROGRAMS = 132
 
 
 @dataclass(frozen=True)
@@ -23,14 +18,12 @@ class TileClass:
       block_kv: keys per iteration; a power of two from 16.
       num_warps: warps of a program.
       num_stages: depth of the software pipeline.
-      min_split_kv: keys below which a tile's key range is never split; of a piece where `even`.
+      min_split_kv: keys below which a tile's key range is never split.
       target_programs: programs, over all KV heads, beyond which splitting further gains nothing.
       whole_loop: blocks that every query sees whole take a loop of their own, without masks.
       mosaic: its kernel is the Mosaic one, and its rows lie head by head (see `mosaic_class`).
       in_bytes: its kernel is a Mosaic one for pages in 8 bits: that for prompts where `mosaic` is set as well
         (see `byte_prompt_class`), else that for decoding (see `byte_class`).
-      even: the keys of all its tiles, one after the other, are cut into pieces of as many blocks, which
-        programs share; else tiles are, the widest first. Of a Mosaic kernel's.
     """
 
     rows: int
@@ -42,21 +35,11 @@ class TileClass:
     whole_loop: bool = True
     mosaic: bool = False
     in_bytes: bool = False
-    even: bool = False
 
     @property
     def decodes_bytes(self) -> bool:
         """Whether its kernel is the Mosaic one for decoding over pages in 8 bits."""
         return self.in_bytes and not self.mosaic
-
-    @property
-    def num_pairs(self) -> int:
-        """Of a program of a Mosaic kernel, each with items of its own; see `mosaic_bytes`."""
-        return self.num_warps // 8 if self.decodes_bytes else 1
-
-    def evenly(self) -> TileClass:
-        """The same, but `even`."""
-        return dataclasses.replace(self, even=True)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,9 @@ def build_tiles(
     rows[1, :-1] = rows[0, 1:] - rows[0, :-1]
     rows[1, -1] = spec.num_tokens - used
     rows[2, :-1] = kv_lens[:num_rows]
-    out[:HEADER_LEN], lists = build_lists(np, spec, *rows)
+    counts, lists = build_lists(np, spec, *rows)
+    out[:HEADER_LEN] = 0
+    out[: len(counts)] = counts
     for index, entries in enumerate(lists):
         offset = spec.tiles_offset(index)
         out[offset : offset + entries.size] = entries.ravel()
@@ -75,7 +77,6 @@ def build_tiles_traced(
     begins = jnp.append(jnp.where(real, cu_q_lens[:-1], 0), used)
     q_lens = jnp.append(jnp.where(real, cu_q_lens[1:] - cu_q_lens[:-1], 0), spec.num_tokens - used)
     lens = jnp.append(jnp.where(real, kv_lens, 0), 0)
-    header, lists = build_lists(jnp, spec, begins, q_lens, lens)
-    return jnp.concatenate(
-        [jnp.stack(header).astype(jnp.int32), *(entries.astype(jnp.int32).ravel() for entries in lists)]
-    )
+    counts, lists = build_lists(jnp, spec, begins, q_lens, lens)
+    header = jnp.zeros(HEADER_LEN, jnp.int32).at[: len(counts)].set(jnp.stack(counts))
+    return jnp.concatenate([header, *(entries.astype(jnp.int32).ravel() for entries in lists)])

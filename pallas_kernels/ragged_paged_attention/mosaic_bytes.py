@@ -64,7 +64,7 @@ class _Shared(NamedTuple):
 @functools.cache
 def byte_attention_of(launch: Launch, out_type: Any) -> Callable[..., Any]:
     """The kernel of a class, as a function of `Inputs`; `out_type` stands for those that are not given."""
-    pairs, tile_class = launch.tile_class.num_pairs, launch.tile_class
+    pairs, tile_class = launch.num_pairs, launch.tile_class
     stages, rows = pairs * tile_class.num_stages, tile_class.rows
     kv_shape = (stages, tile_class.block_kv, 2 * HEAD_DIM)
     kernel = plgpu.kernel(
@@ -99,7 +99,7 @@ def byte_attention_of(launch: Launch, out_type: Any) -> Callable[..., Any]:
 def _kernel(*refs: Any, launch: Launch, **scratch: Any) -> None:
     """One program: of its warpgroups the first half computes and the second fetches."""
     inputs, shared = Inputs(*refs), _Shared(**scratch)
-    warpgroup, pairs = lax.axis_index("warpgroup"), launch.tile_class.num_pairs
+    warpgroup, pairs = lax.axis_index("warpgroup"), launch.num_pairs
     pair = lax.rem(warpgroup, pairs)
     part = _Pair(launch, inputs, shared, pair, lax.axis_index("program") + pair * mosaic_launch.NUM_PROGRAMS)
     registers = None if launch.interpret else _REGISTERS.get(pairs)

@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ragged_paged_attention.block_sizes import NUM_PROGRAMS, TileClass
+from pallas_kernels.ragged_paged_attention.block_sizes import TileClass
 from pallas_kernels.ragged_paged_attention.tile_lists import (
     KV_BEGIN,
     KV_END,
     NUM_TOKENS,
-    PIECE_END,
     POSITION,
     ROW,
     SLOT,
@@ -30,6 +29,8 @@ from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, WARPGRO
 
 # 128 bytes of a 16-bit type: the widest row of shared memory that the hardware swizzles.
 COLUMNS = 64
+# Programs of a launch: one for each multiprocessor of an H100 or H200. With fewer, some run after others.
+NUM_PROGRAMS = 132
 # How an operand of a product lies in shared memory: in tiles of eight rows. (Upstream's annotations make
 # these classes abstract.)
 TILES = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
@@ -71,9 +72,14 @@ class Launch:
         return self.tile_class.rows // WARPGROUP_ROWS
 
     @property
+    def num_pairs(self) -> int:
+        """Of a program, each with items of its own; see `mosaic_bytes`."""
+        return self.tile_class.num_warps // 8 if self.tile_class.decodes_bytes else 1
+
+    @property
     def num_programs(self) -> int:
         """Among which the items are shared out."""
-        return NUM_PROGRAMS * self.tile_class.num_pairs
+        return NUM_PROGRAMS * self.num_pairs
 
     @property
     def tile_tokens(self) -> int:
@@ -208,48 +214,28 @@ ItemBody = Callable[[Any, Item, Any], None]
 def for_each_item(launch: Launch, inputs: Inputs, program: Any, body: ItemBody) -> tuple[Any, Any]:
     """Calls body(i, i-th item of this program, blocks of all its earlier items); returns how many of both.
 
-    Pieces, or tiles, of each head are dealt in alternating directions. Pieces have as many blocks each; tiles
-    come widest first, those of prompts row by row: every program gets about the same work.
+    Tiles come widest first, those of prompts row by row, and are dealt in alternating directions: every
+    program gets about the same work.
     """
-    spec, num_programs, is_even = launch.spec, launch.num_programs, launch.tile_class.even
-    num_dealt = inputs.tiles[spec.pieces_place(launch.index) if is_even else launch.index] * spec.num_kv_heads
+    spec, num_programs = launch.spec, launch.num_programs
+    num_items = inputs.tiles[launch.index] * spec.num_kv_heads
 
     def place(i: Any) -> Any:
         return jnp.where(lax.rem(i, 2) == 0, program, num_programs - 1 - program)
 
-    def field_of(tile: Any, field: int) -> Any:
-        return inputs.tiles[spec.tiles_offset(launch.index) + tile * NUM_FIELDS + field]
-
-    def call(i: Any, tile: Any, head: Any, blocks_before: Any) -> Any:
+    def step(i: Any, blocks_before: Any) -> Any:
+        index = i * num_programs + place(i)
+        tile = lax.div(index, spec.num_kv_heads)
+        first = spec.tiles_offset(launch.index) + tile * NUM_FIELDS
         fields = (ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT)
-        item = Item(head, *(field_of(tile, field) for field in fields))
+        item = Item(index - tile * spec.num_kv_heads, *(inputs.tiles[first + field] for field in fields))
         body(i, item, blocks_before)
         return blocks_before + item.num_blocks(launch)
 
-    def dealt(i: Any) -> tuple[Any, Any]:
-        index = i * num_programs + place(i)
-        unit = lax.div(index, spec.num_kv_heads)
-        return unit, index - unit * spec.num_kv_heads
-
-    def one_tile(i: Any, blocks_before: Any) -> Any:
-        return call(i, *dealt(i), blocks_before)
-
-    def one_piece(i: Any, so_far: tuple[Any, Any]) -> tuple[Any, Any]:
-        piece, head = dealt(i)
-        begin = jnp.where(piece > 0, field_of(jnp.maximum(piece - 1, 0), PIECE_END), 0)
-
-        def one_item(j: Any, so_far: tuple[Any, Any]) -> tuple[Any, Any]:
-            count, blocks_before = so_far
-            return count + 1, call(count, begin + j, head, blocks_before)
-
-        return lax.fori_loop(0, field_of(piece, PIECE_END) - begin, one_item, so_far)
-
-    num_rounds = lax.div(num_dealt, num_programs)
-    one_more = place(num_rounds) < lax.rem(num_dealt, num_programs)
-    count, nothing = num_rounds + one_more.astype(jnp.int32), jnp.int32(0)
-    if is_even:
-        return lax.fori_loop(0, count, one_piece, (nothing, nothing))
-    return count, lax.fori_loop(0, count, one_tile, nothing)
+    num_rounds = lax.div(num_items, num_programs)
+    one_more = place(num_rounds) < lax.rem(num_items, num_programs)
+    count = num_rounds + one_more.astype(jnp.int32)
+    return count, lax.fori_loop(0, count, step, jnp.int32(0))
 
 
 def page_ids(launch: Launch, inputs: Inputs, item: Item, block: Any) -> tuple[Any, ...]:

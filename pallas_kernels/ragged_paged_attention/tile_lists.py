@@ -1,8 +1,8 @@
 """How a batch becomes tiles and merges: pure index arithmetic.
 
-Owns: the fields of both lists. The same lines run on the host with numpy, where lists have their true length,
-and inside a jit with jax.numpy, where they have their maximum. Does not know: devices or kernels, nor where
-ranges are cut (`tile_splits`). Called by: `metadata`; the field names also by the kernels.
+Owns: the fields of both lists and the rules by which ranges are cut. The same lines run on the host with
+numpy, where lists have their true length, and inside a jit with jax.numpy, where they have their maximum.
+Does not know: devices or kernels. Called by: `metadata`; the field names also by the kernels.
 
 A *tile* is up to `rows // group` query tokens of one row against one key range. A long key range is split,
 as in flash decoding; the parts leave partial results in *slots*, and *merges* add them up, `MERGE_ROWS`
@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.ragged_paged_attention.block_sizes import MERGE_ROWS
-from pallas_kernels.ragged_paged_attention.tile_specs import HEADER_LEN, NUM_FIELDS, TileSpec
-from pallas_kernels.ragged_paged_attention.tile_splits import Chunks, Pieces, row_ranks
+from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, MERGE_ROWS
+from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, TileSpec
 
+_MAX_BLOCKS = 2**15  # of a key range
+_MANY = 2**30  # above every key of a tile, and every length
 # Fields of a tile: row, first query token, number of tokens, the first one's position, key range, slot or -1.
-# The n-th entry of an `even` class says besides where the n-th piece ends: how many entries come before.
-ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT, PIECE_END = range(8)
+ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT = range(7)
 # Fields of a merge: the tile's first query token and their number, the row where its partial results begin,
 # the number of its parts, the class's rows, and where this merge begins among the tile's query rows, counted
 # token by token wherever they lie.
@@ -32,7 +32,7 @@ MERGE_TOKEN, MERGE_NUM_TOKENS, MERGE_PARTIAL, MERGE_NUM_SPLITS, MERGE_CLASS_ROWS
 def build_lists(
     xp: Any, spec: TileSpec, begins: Any, q_lens: Any, kv_lens: Any
 ) -> tuple[list[Any], list[Any]]:
-    """The header, and the entries of every class and, last, of the merges.
+    """Counts for the header, and the entries of every class and, last, of the merges.
 
     Args:
       xp: numpy or jax.numpy.
@@ -41,10 +41,10 @@ def build_lists(
       q_lens: i32[num_rows + 1].
       kv_lens: i32[num_rows + 1].
     """
-    counts, num_pieces, lists, merges = [], [], [], []
+    counts, lists, merges = [], [], []
     thresholds = [spec.tile_tokens(c) for c in spec.blocks.classes[:-1]]
     is_pseudo = xp.arange(len(q_lens)) == len(q_lens) - 1
-    for index, tile_class in enumerate(spec.blocks.classes):
+    for index in range(len(spec.blocks.classes)):
         # A range goes to the first class that holds it whole, the pseudo row to the last.
         wanted = q_lens > (thresholds[index - 1] if index else 0)
         if index < len(thresholds):
@@ -55,35 +55,27 @@ def build_lists(
         if xp is np and not class_q_lens[:-1].any():
             lists.append(_pseudo_tiles(int(begins[-1]), int(class_q_lens[-1]), spec, index))
             counts.append(len(lists[-1]))
-            num_pieces.append(min(counts[-1], int(tile_class.even)))
             continue
-        num_tiles, tiles, class_pieces, num_merges, class_merges = _class_lists(
+        num_tiles, tiles, num_merges, class_merges = _class_lists(
             xp, spec, index, begins, class_q_lens, kv_lens
         )
         counts.append(num_tiles)
-        num_pieces.append(class_pieces)
         lists.append(tiles)
         merges.append((num_merges, class_merges))
     counts.append(sum([n for n, _ in merges]))
-    header = counts + [0] * (HEADER_LEN - len(counts))
-    for index, number in enumerate(num_pieces):
-        header[spec.pieces_place(index)] = number
     joined = [entries for _, entries in merges] or [_table(np, [np.zeros(0, np.int32)])]
     table = joined[0] if len(joined) == 1 else xp.concatenate(joined)
     if xp is not np:  # padding behind the entries of each class: move it behind them all
         padding = xp.concatenate([xp.arange(len(entries)) >= n for n, entries in merges])
         table = table[xp.argsort(padding, stable=True)]
     lists.append(table)
-    return header, lists
+    return counts, lists
 
 
 def _class_lists(
     xp: Any, spec: TileSpec, index: int, begins: Any, q_lens: Any, kv_lens: Any
-) -> tuple[Any, Any, Any, Any, Any]:
-    """Tiles of one class, their pieces' number, and its merges; tiles and merges with their counts.
-
-    Tiles come piece by piece, or the widest key range first, or (prompts) row by row.
-    """
+) -> tuple[Any, Any, Any, Any]:
+    """Tiles of one class, the widest key range first or (prompts) row by row, and its merges; with counts."""
     tile_class, tokens = spec.blocks.classes[index], spec.tile_tokens(spec.blocks.classes[index])
     fixed = xp is not np
     # Query tiles.
@@ -95,16 +87,12 @@ def _class_lists(
     kv_end = xp.maximum(position + num_tokens, 0)
     if fixed:
         kv_end = xp.where(xp.arange(len(row)) < num_q_tiles, kv_end, 0)
-    if tile_class.even:
-        most = spec.max_num_slots[index] // 2  # each cut within a tile adds a slot to it, the first one two
-        splits: Chunks | Pieces = Pieces(
-            xp, tile_class, num_heads=spec.num_kv_heads, max_num=most, kv_end=kv_end
-        )
-    else:
-        is_prompts = 0 < index == len(spec.blocks.classes) - 1
-        rank = row_ranks(xp, q_lens, kv_lens).take(row) if is_prompts else None
-        splits = Chunks(xp, tile_class, max_num_slots=spec.max_num_slots[index], kv_end=kv_end, rank=rank)
-    num_splits = splits.num_splits
+    # Splits: every split range has at most 2 * kv_end / longest slots, so that the slots always suffice.
+    block_kv = tile_class.block_kv
+    longest = xp.maximum(tile_class.min_split_kv, -(-2 * kv_end.sum() // spec.max_num_slots[index]))
+    num_splits = xp.maximum(xp.minimum(-(-kv_end // longest), MAX_NUM_SPLITS), 1)
+    chunk = xp.maximum(-(-kv_end // (num_splits * block_kv)), 1) * block_kv
+    num_splits = xp.maximum(-(-kv_end // chunk), 1)
     num_slots = num_splits * (num_splits > 1)
     if fixed:
         num_splits = xp.where(xp.arange(len(row)) < num_q_tiles, num_splits, 0)
@@ -112,23 +100,47 @@ def _class_lists(
     token = begins.take(row) + offset
     # Tiles: one per split.
     num_tiles, tile, part = _expand(xp, num_splits, spec.max_num_tiles[index] if fixed else None)
-    parts = splits.parts(tile, part, num_tiles if fixed else None)
-    tile, part = parts.tile, parts.part
+    tile_chunk = chunk.take(tile)
+    kv_begin = part * tile_chunk
+    width = xp.minimum(tile_chunk, kv_end.take(tile) - kv_begin)
+    if fixed:
+        width = xp.where(xp.arange(len(part)) < num_tiles, width, -block_kv)
+    # In blocks a width fits 16 bits, which numpy sorts by radix, several times faster.
+    narrowness = (-(width // block_kv)).astype(np.int16)
+    if 0 < index == len(spec.blocks.classes) - 1:
+        narrowness = _by_row(xp, narrowness, row.take(tile), q_lens, kv_lens)
+    order = xp.argsort(narrowness, stable=True)
+    tile, part, kv_begin = tile.take(order), part.take(order), kv_begin.take(order)
     slot = xp.where(num_slots.take(tile) > 0, slot_begin.take(tile) + part, -1)
     real_row = row * (row < len(q_lens) - 1)  # the pseudo row reads no page; row 0 always has some
     q_tiles = _table(xp, [real_row, token, num_tokens, position])
-    columns = [parts.kv_begin, parts.kv_begin + parts.width, slot, parts.piece_end]
-    tiles = _table(xp, columns, q_tiles.take(tile, axis=0))
+    tiles = _table(xp, [kv_begin, kv_begin + width.take(order), slot], q_tiles.take(tile, axis=0))
     # Merges: one per MERGE_ROWS query rows of a split tile.
     blocks = (num_slots > 0) * -(-(num_tokens * spec.group) // MERGE_ROWS)
     size = spec.max_num_slots[index] // 2 * -(-tile_class.rows // MERGE_ROWS) if fixed else None
     num_merges, tile, part = _expand(xp, blocks, size)
     if not fixed and not num_merges:
-        return num_tiles, tiles, parts.num_pieces, 0, _table(xp, [part])
+        return num_tiles, tiles, 0, _table(xp, [part])
     partial = spec.partial_begin(index) + slot_begin * (spec.num_kv_heads * tile_class.rows)
     columns = [column.take(tile) for column in (token, num_tokens, partial, num_slots)]
-    columns += [part * 0 + tile_class.rows, part * MERGE_ROWS]
-    return num_tiles, tiles, parts.num_pieces, num_merges, _table(xp, columns)
+    return num_tiles, tiles, num_merges, _table(xp, [*columns, part * 0 + tile_class.rows, part * MERGE_ROWS])
+
+
+def _by_row(xp: Any, narrowness: Any, row: Any, q_lens: Any, kv_lens: Any) -> Any:
+    """Keys for prompts, which have many tiles each: row after row, the longest first.
+
+    Then the keys of one row come from the L2 cache for all but the first of its tiles, where those of all
+    rows would not fit. In the last row the widest tiles come first, in the one before it last, and so on:
+    neighbours in the list are alike, which is what dealing them out evenly takes. Tiles of less than a
+    block come last, and padding, whose width is -1 block, behind everything.
+    """
+    # Of the shortest row 0, which makes it the last; rows without such tiles come behind the longest.
+    lens = xp.where((q_lens > 0) & (kv_lens > 0), kv_lens, _MANY)
+    ranks = xp.argsort(xp.argsort(lens, stable=True), stable=True)
+    rank = ranks.take(row).astype(np.int32)
+    widths = -narrowness.astype(np.int32)
+    keys = xp.where(rank % 2 == 0, _MAX_BLOCKS - widths, widths) - rank * _MAX_BLOCKS
+    return xp.where(widths > 0, keys, _MANY - widths)
 
 
 def _pseudo_tiles(begin: int, q_len: int, spec: TileSpec, index: int) -> np.ndarray:
@@ -140,7 +152,6 @@ def _pseudo_tiles(begin: int, q_len: int, spec: TileSpec, index: int) -> np.ndar
     tiles[:, NUM_TOKENS] = np.minimum(tokens, q_len - offsets)
     tiles[:, POSITION] = offsets - q_len
     tiles[:, SLOT] = -1
-    tiles[:, PIECE_END] = len(offsets) * spec.blocks.classes[index].even  # all of them are one piece
     return tiles
 
 

@@ -29,7 +29,7 @@ from pallas_kernels.ragged_paged_attention.page_formats import num_scale_rows
 NUM_FIELDS = 8  # i32 of a tile or a merge; `tile_lists` names them
 WARPGROUP_ROWS = 64  # that one computing warpgroup of a Mosaic kernel serves
 BYTE_PAGE_SIZES = (32, 64)  # that a Mosaic kernel reads: one row of a page holds its scales
-HEADER_LEN = 16  # counts of tiles, class by class, then of merges; from the end, of pieces
+HEADER_LEN = 8  # counts of tiles, class by class, then of merges
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,6 @@ class TileSpec:
             return 0
         return HEADER_LEN + NUM_FIELDS * (sum(self.max_num_tiles) + self.max_num_merges)
 
-    def pieces_place(self, class_index: int) -> int:
-        """Where in the flat array the number of pieces of an `even` class lies."""
-        return HEADER_LEN - 1 - class_index
-
     def tiles_offset(self, class_index: int) -> int:
         """Where in the flat array the tiles of a class begin; one past the last class: the merges."""
         return HEADER_LEN + NUM_FIELDS * sum(self.max_num_tiles[:class_index])
@@ -186,14 +182,12 @@ def _check_blocks(blocks: BlockSizes, group: int, row: Backend) -> None:
     for value in rows[1:] + [tile_class.block_kv for tile_class in blocks.classes] + [max(rows[0], 16)]:
         if value < 16 or value & (value - 1):
             raise AttentionArgumentError("blocks", value, "rows and block_kv must be powers of two from 16")
-    if 2 * len(rows) >= HEADER_LEN:
-        raise AttentionArgumentError("blocks", rows, f"at most {HEADER_LEN // 2 - 1} classes")
+    if len(rows) >= HEADER_LEN:
+        raise AttentionArgumentError("blocks", rows, f"at most {HEADER_LEN - 1} classes")
     if [c.mosaic for c in blocks.classes] != sorted(c.mosaic for c in blocks.classes):
         raise AttentionArgumentError("blocks", rows, "mosaic classes must be the last ones")
     for tile_class in blocks.classes:
         sizes = (tile_class.rows, tile_class.block_kv)
-        if tile_class.even and not (tile_class.mosaic or tile_class.in_bytes):
-            raise AttentionArgumentError("blocks", tile_class, "only Mosaic's kernels take even pieces")
         if tile_class.mosaic and not (row.has_mosaic_tiles and {*sizes} <= {64, 128}):
             limit = "a mosaic class needs backend pallas_mosaic_gpu, and 64 or 128 rows and keys"
             raise AttentionArgumentError("blocks", sizes, limit)

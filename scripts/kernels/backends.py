@@ -7,7 +7,6 @@ Called by: benchmark_kernels, peers.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import jax
@@ -143,11 +142,6 @@ def block_variants(case: Case, dtype: str, backend: str, kv_dtype: str | None = 
     elif TABLE[spec.backend].has_mosaic_tiles and kv_dtype is None:
         sweep = _MOSAIC_SMALL_SWEEP if mostly_short else _MOSAIC_LARGE_SWEEP
         tried_classes = [mosaic_class(*values) for values in sweep]
-    # And keys that are shared out evenly, with slots for pieces of fewer rounds, and of more.
-    first = default[-1] if not mostly_short else default[0] if default[0].in_bytes else tried_classes[0]
-    if first.mosaic or first.in_bytes:
-        several = dataclasses.replace(first, target_programs=2 * first.target_programs)
-        tried_classes += [first.evenly(), several.evenly()]
     for tried in tried_classes:
         others = [c for c in default if (c.rows > tried.rows if mostly_short else c is default[0])]
         classes = sorted({tried, *others}, key=lambda c: c.rows)
@@ -158,13 +152,12 @@ def block_variants(case: Case, dtype: str, backend: str, kv_dtype: str | None = 
 def describe(blocks: BlockSizes) -> str:
     """rows x block_kv, warps, stages, least split, programs, of every class.
 
-    M: Mosaic, B: Mosaic for decoding over bytes, MB: for prompts over bytes; e: keys shared out evenly.
+    M: Mosaic, B: Mosaic for decoding over bytes, MB: for prompts over bytes.
     """
     return " ".join(
         "M" * c.mosaic
         + "B" * c.in_bytes
         + f"{c.rows}x{c.block_kv}w{c.num_warps}s{c.num_stages}/{c.min_split_kv}/{c.target_programs}"
         + ("" if c.whole_loop else "m")
-        + "e" * c.even
         for c in blocks.classes
     )

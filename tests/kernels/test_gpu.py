@@ -55,7 +55,6 @@ MOSAIC_BLOCKS = (
     tuned(512),
     BlockSizes((SMALL, mosaic_class(128, 64, 4, 1024, 528))),
     BlockSizes((mosaic_class(64, 64, 5, 256, 528), mosaic_class(128, 64, 5, 128, 2048))),
-    BlockSizes((mosaic_class(64, 128, 3, 256, 264).evenly(), mosaic_class(128, 128, 2, 1024, 264))),
 )
 
 
@@ -107,7 +106,7 @@ def test_many_seeds(heads: Heads, page_size: int, dtype: str, backend: str) -> N
             raise AssertionError(f"seed {seed}") from error
 
 
-@pytest.mark.parametrize("blocks", MOSAIC_BLOCKS, ids=["few", "both", "beside", "split", "even"])
+@pytest.mark.parametrize("blocks", MOSAIC_BLOCKS, ids=["few", "both", "beside", "split"])
 @pytest.mark.parametrize(
     ("heads", "page_size", "dtype"),
     [
@@ -209,7 +208,6 @@ BYTE_BLOCKS = {
     "three_pairs": (byte_class(8, 64, 3, 3, 256, 396), TileClass(64, 64, 4, 3, 1024, 132)),
     "sixteen_rows": (byte_class(16, 64, 2, 5, 256, 264),),
     "split": (byte_class(8, 64, 2, 6, 64, 8192),),
-    "even": (byte_class(8, 128, 2, 3, 256, 264).evenly(),),
 }
 
 
@@ -246,8 +244,6 @@ def check_bytes(spec: TileSpec, batches: Iterable[Batch]) -> None:
         (Heads(20, 5, 128), 32, "int8", "three_pairs"),
         (Heads(20, 5, 128), 32, "float8_e4m3fn", "sixteen_rows"),
         (Heads(20, 5, 128), 32, "int8", "split"),
-        (Heads(20, 5, 128), 32, "int8", "even"),
-        (Heads(40, 5, 128), 64, "float8_e4m3fn", "even"),
     ],
     ids=lambda value: f"group{value.num_q_heads // value.num_kv_heads}" if isinstance(value, Heads) else None,
 )
@@ -279,10 +275,7 @@ PROMPT_BLOCKS = {
     "long_blocks": (byte_class(8, 128, 2, 3, 256, 264), byte_prompt_class(128, 128, 2, 1024, 264)),
     "alone": (byte_prompt_class(64, 64, 2, 256, 264), byte_prompt_class(128, 128, 2, 128, 264)),
     "split": (byte_class(8, 64, 2, 6, 64, 8192), byte_prompt_class(64, 128, 2, 128, 2048)),
-    "even": (
-        byte_class(8, 128, 2, 3, 256, 264).evenly(), byte_prompt_class(64, 128, 2, 256, 264).evenly(),
-    ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("num_tokens", [128, 768], ids=["few", "many"])
@@ -299,7 +292,6 @@ PROMPT_BLOCKS = {
         (Heads(20, 5, 128), 32, "int8", "long_blocks"),
         (Heads(20, 5, 128), 64, "float8_e4m3fn", "alone"),
         (Heads(20, 5, 128), 32, "int8", "split"),
-        (Heads(20, 5, 128), 32, "int8", "even"),
     ],
     ids=lambda value: f"group{value.num_q_heads // value.num_kv_heads}" if isinstance(value, Heads) else None,
 )

@@ -31,7 +31,6 @@ SMALL = TileClass(16, 32, 4, 2, 64, 8)
 # Whole tiles and partial ones, one key and none, ends inside and at the end of pages; some are split.
 ROWS = [(70, 70), (33, 200), (5, 320), (1, 1), (0, 12), (64, 128)]
 FEW_ROWS = [(37, 70), (5, 320), (1, 1), (0, 12), (2, 128)]
-EVEN = "bfloat16", (mosaic_class(64, 64, 3, 64, 16).evenly(), mosaic_class(128, 64, 2, 64, 16).evenly())
 SPARE_HEADS = "bfloat16", (mosaic_class(64, 64, 3, 64, 8), mosaic_class(128, 64, 2, 128, 8))
 SERVED: dict[str, Any] = {
     "num_tokens": 256, "max_num_seqs": 8, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128,
@@ -63,9 +62,8 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
         ),
         pytest.param(ROWS, Heads(14, 2, 64), 32, *SPARE_HEADS, marks=pytest.mark.long),
         (FEW_ROWS, Heads(6, 2, 64), 32, *SPARE_HEADS),
-        pytest.param(FEW_ROWS, Heads(8, 2, 64), 32, *EVEN, marks=pytest.mark.long),
     ],
-    ids=["with_triton", "two_classes", "spare_heads", "spare_head", "even"],
+    ids=["with_triton", "two_classes", "spare_heads", "spare_head"],
 )
 def test_equals_reference(
     rows: list[tuple[int, int]], heads: Heads, page_size: int, dtype: str, classes: tuple[TileClass, ...]
@@ -105,9 +103,8 @@ def test_equals_reference(
         ({"blocks": BlockSizes((mosaic_class(128, 32, 2, 128, 8),))}, "blocks"),
         ({"blocks": BlockSizes((mosaic_class(64, 64, 2, 64, 8), TileClass(128, 64, 8, 3, 64, 8)))}, "blocks"),
         ({"blocks": BlockSizes((mosaic_class(64, 64, 2, 64, 8),)), "backend": "pallas_triton"}, "blocks"),
-        ({"blocks": BlockSizes((TileClass(64, 64, 8, 3, 64, 8, even=True),))}, "blocks"),
     ],
-    ids=["dtype", "head_dim", "group5", "group32", "keys", "order", "backend", "even"],
+    ids=["dtype", "head_dim", "group5", "group32", "keys", "order", "backend"],
 )
 def test_what_is_not_served_is_refused_by_name(changed: dict[str, Any], field: str) -> None:
     tile_spec(**SERVED)

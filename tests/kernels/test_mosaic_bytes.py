@@ -20,7 +20,6 @@ from pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     tile_spec,
 )
-from pallas_kernels.ragged_paged_attention.block_sizes import byte_prompt_class
 from pallas_kernels.ragged_paged_attention.metadata import build_tiles_traced
 from pallas_kernels.ragged_paged_attention.shapes import Heads
 from pallas_kernels.ragged_paged_attention.tile_lists import MERGE_CLASS_ROWS, MERGE_FIRST_ROW, MERGE_TOKEN
@@ -34,8 +33,6 @@ LARGE = TileClass(64, 32, 4, 2, 64, 8)
 ROWS = [(1, 70), (1, 300), (2, 320), (1, 1), (0, 12), (1, 128), (1, 129), (9, 40), (1, 640)]
 GROUP_16 = pytest.param(Heads(16, 1, 128), 32, "int8", (byte_class(16, 64, 3, 2, 64, 8),), id="group16")
 
-EVEN = (byte_class(8, 128, 2, 3, 256, 264).evenly(), byte_prompt_class(64, 128, 2, 256, 264).evenly())
-
 pytestmark = pytest.mark.usefixtures("checked_interpreter")
 
 
@@ -48,11 +45,6 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
         pytest.param(
             Heads(10, 2, 128), 64, "float8_e4m3fn", (byte_class(8, 64, 1, 3, 128, 16), LARGE),
             id="group5",
-        ),
-        pytest.param(
-            Heads(8, 2, 128), 32, "int8",
-            (byte_class(8, 64, 2, 3, 64, 16).evenly(), byte_prompt_class(64, 64, 2, 64, 8).evenly()),
-            id="even",
         ),
         *([GROUP_16] if EVERYTHING else []),
     ],
@@ -136,9 +128,8 @@ def test_what_is_not_served_is_refused(classes: tuple[TileClass, ...], changed: 
         pytest.param(Heads(16, 1, 128), 64, "float8_e4m3fn", None, marks=pytest.mark.long),
         (Heads(40, 40, 128), 64, "int8", (byte_class(8, 64, 3, 3, 256, 396),)),
         (Heads(40, 8, 128), 32, "float8_e4m3fn", (byte_class(8, 128, 1, 6, 256, 132),)),
-        (Heads(40, 10, 128), 32, "int8", EVEN),
     ],
-    ids=["default", "group16", "three_pairs", "one_pair", "even"],
+    ids=["default", "group16", "three_pairs", "one_pair"],
 )
 def test_lowers_for_an_h200(heads: Heads, page_size: int, kv_dtype: str, blocks: Any) -> None:
     num_tokens, max_num_seqs = 2048, 2048
