@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
 from typing import Any, Final, cast
 
 import mmh3
@@ -54,6 +55,13 @@ from pensieve_jax.server.replicas.links import (
 from pensieve_jax.server.replicas.naming import RootNames
 from pensieve_jax.server.replicas.plan import ReplicaPlan, plan_of
 from pensieve_jax.server.replicas.replica import Replica
+from pensieve_jax.server.replicas.report_link import (
+    FrontLostError,
+    Inbox,
+    ReplyTo,
+    ReportLinks,
+    ReportListener,
+)
 from pensieve_jax.server.replicas.request_ids import ProxysRequestId
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
 from pensieve_jax.server.replicas.scaling import QUEUED_TOKENS
@@ -105,17 +113,17 @@ class EngineReplica:
         )
         await self._engine.open()
         self._watchdog = Watchdog(self._engine)
+        self._links = ReportLinks()
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = Replica(cast(EngineService, self._engine), name)
 
-    async def run(self, submission: bytes) -> AsyncGenerator[bytes]:
-        """See `Replica.run`."""
-        lines = self._replica.run(submission)
-        try:
+    async def run(self, submission: bytes, front: ReplyTo, number: int) -> None:
+        """See `Replica.run`; what comes goes to a stream of the front, and this returns behind the last."""
+        link = await self._links.to(front)
+        async with aclosing(self._replica.run(submission)) as lines:
             async for line in lines:
-                yield line
-        finally:
-            await lines.aclose()
+                await link.send(number, line)
+        await link.send(number, b"")
 
     async def ask(self, question: bytes) -> bytes:
         """See `Replica.ask`."""
@@ -138,6 +146,8 @@ class EngineReplica:
         """Serve has waited for the turns; end the engine."""
         if hasattr(self, "_engine"):
             await self._engine.close()
+        if hasattr(self, "_links"):
+            self._links.close()
 
 
 class Front:
@@ -150,7 +160,9 @@ class Front:
         _log_as(log_format)
         self._settings = settings
         self._keys = ApiKeys(settings.api_keys_file)
-        replicas = RayReplicas(handle)
+        self._listener = ReportListener()
+        front = await self._listener.listen(ray.util.get_node_ip_address())
+        replicas = RayReplicas(handle, self._listener, front)
         first = await _first_report(replicas)
         assert first.info is not None
         info = first.info
@@ -175,6 +187,7 @@ class Front:
     async def drain(self, seconds: float) -> None:
         """Take no more turns, and wait for those that run; what is left after `seconds` is cancelled."""
         await self._engine.drain(seconds)
+        self._listener.close()
 
     async def reload_keys(self) -> str | None:
         """Read the keys' file again; why it could not be, which leaves the keys as they were."""
@@ -188,15 +201,18 @@ class Front:
 class RayReplicas:
     """`Replicas` behind a handle of Serve, whose router sends one key to one replica."""
 
-    def __init__(self, handle: Any) -> None:
-        """A handle of the deployment of replicas."""
-        self._run = handle.options(method_name="run", stream=True)
+    def __init__(self, handle: Any, listener: ReportListener, front: ReplyTo) -> None:
+        """A handle of the deployment of replicas, and where what comes of turns is to go."""
+        self._listener, self._front = listener, front
+        self._run = handle.options(method_name="run")
         self._ask = handle.options(method_name="ask")
         self._handle = handle
 
     def run(self, key: str, submission: bytes) -> RayLines:
         """Run turns on the replica of a key."""
-        return RayLines(self._run.options(session_id=key).remote(submission))
+        inbox = self._listener.open()
+        call = self._run.options(session_id=key).remote(submission, self._front, inbox.number)
+        return RayLines(call, inbox)
 
     async def ask(self, key: str, question: bytes) -> bytes:
         """Ask the replica of a key."""
@@ -246,12 +262,13 @@ def _says_why_not(asked: asyncio.Future[bytes]) -> bool:
 
 
 class RayLines:
-    """`Lines` of a stream of Serve."""
+    """`Lines` of a call of Serve, which ends with its turns; what comes of them comes on a stream."""
 
-    def __init__(self, stream: Any) -> None:
-        """A response that is a generator."""
-        self._stream = stream
+    def __init__(self, call: Any, inbox: Inbox) -> None:
+        """A response of Serve, and the stream that the call was told of."""
+        self._call, self._inbox = call, inbox
         self._has_ended = False
+        self._waiting = asyncio.ensure_future(self._wait())
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         """Itself."""
@@ -259,37 +276,50 @@ class RayLines:
 
     async def __anext__(self) -> bytes:
         """The next message."""
-        if self._has_ended:
-            raise StopAsyncIteration
         try:
-            line: bytes = await anext(self._stream)
-        except StopAsyncIteration:
-            self._has_ended = True
-            raise
-        except (TaskCancelledError, asyncio.CancelledError) as error:
-            if self._has_ended:
-                raise StopAsyncIteration from error
+            line = await self._inbox.take()
+        except (asyncio.CancelledError, PensieveError):
             self.cancel()
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # whoever waits is cancelled, and not the stream
-                raise asyncio.CancelledError from error
-            raise EngineDiedError(_LOST) from error
-        except DeploymentUnavailableError as error:
-            self._has_ended = True
-            raise EngineClosedError("There are no replicas: they cannot be started.") from error
-        except PensieveError:  # of the replica, which Ray passes on
-            self._has_ended = True
             raise
-        except _FAILED as error:
-            self._has_ended = True
-            raise EngineDiedError(_LOST) from error
+        if line is None:
+            self._has_ended = True  # the call returns by itself
+            raise StopAsyncIteration
         return line
 
     def cancel(self) -> None:
         """End the turns on the replica."""
-        if not self._has_ended:
-            self._has_ended = True
-            self._stream.cancel()
+        self._inbox.add(b"")
+        if not self._has_ended and not self._waiting.done():
+            self._waiting.cancel()
+            self._call.cancel()
+
+    # Inside
+
+    async def _wait(self) -> None:
+        """For the call: what it raises is how the stream ends, unless that came to its end before."""
+        try:
+            await self._call
+            async with asyncio.timeout(ANSWER_S):
+                await self._inbox.ended()  # it was sent before the call returned, by another way
+            return
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # by `cancel`; else the replica is gone
+                raise
+            error: Exception = EngineDiedError(_LOST)
+        except DeploymentUnavailableError:
+            error = EngineClosedError("There are no replicas: they cannot be started.")
+        except (FrontLostError, TimeoutError):  # the stream is lost, and with it what comes of the turns
+            error = EngineDiedError(_LOST)
+        except PensieveError as told:  # of the replica, which Ray passes on
+            error = told
+        except _FAILED as why:
+            error = EngineDiedError(_LOST)
+            error.__cause__ = why
+        except BaseException as bug:
+            self._inbox.fail(EngineDiedError(f"{_LOST} ({bug!r})"))
+            raise
+        self._inbox.fail(error)
 
 
 def router_hash(key: str) -> int:

@@ -11,6 +11,7 @@ from pensieve_jax.core.errors import EngineClosedError
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.replicas.plan import ReplicaPlan
+from pensieve_jax.server.replicas.report_link import ReportListener
 from tests.server.replicas.fakes import FakeReplicas, routed, spec_of
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
@@ -35,7 +36,7 @@ def test_a_front_that_drains_takes_no_turns_and_ends_those_that_run():
     async def work():
         engine = await routed(FakeReplicas())
         turn = engine.submit(spec_of())
-        await front_of(_engine=engine).drain(0.0)
+        await front_of(_engine=engine, _listener=ReportListener()).drain(0.0)
         with pytest.raises(EngineClosedError):
             await turn.result()
         with pytest.raises(EngineClosedError, match="draining"):

@@ -1,4 +1,4 @@
-"""What Ray says of a stream, as turns understand it."""
+"""What Ray says of a call, and what comes on its stream, as turns understand both. Ray does not run."""
 
 from __future__ import annotations
 
@@ -7,56 +7,92 @@ import asyncio
 import pytest
 
 from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, UnknownTurnError
+from pensieve_jax.server.replicas.report_link import FrontLostError, ReportListener
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Ray imports
 
 
-class Stream:
-    """Gives these, and raises those that are errors."""
+class Call:
+    """Returns once it is let, or raises."""
 
-    def __init__(self, *lines) -> None:
-        self._lines = list(lines)
+    def __init__(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._may_end = asyncio.Event()
         self.is_cancelled = False
+        if error is not None:
+            self._may_end.set()
 
-    async def __anext__(self):
-        if not self._lines:
-            raise StopAsyncIteration
-        line = self._lines.pop(0)
-        if isinstance(line, BaseException):
-            raise line
-        return line
+    def __await__(self):
+        return self._wait().__await__()
+
+    async def _wait(self) -> None:
+        await self._may_end.wait()
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> None:
+        self._may_end.set()
 
     def cancel(self) -> None:
         self.is_cancelled = True
 
 
-def read(stream):
+def read(*messages, error=None, ends=True):
+    """All lines, where the call raises an error behind so many messages."""
     from pensieve_jax.server.replicas.serve_app import RayLines
 
     async def all_of_it():
-        return [line async for line in RayLines(stream)]
+        call, inbox = Call(error), ReportListener().open()
+        for message in messages:
+            inbox.add(message)
+        if ends:
+            inbox.add(b"")
+        lines = RayLines(call, inbox)
+        call.end()
+        found = [line async for line in lines]
+        lines.cancel()
+        assert not call.is_cancelled
+        await lines._waiting
+        return found
 
     return asyncio.run(all_of_it())
 
 
 def test_lines_come_as_they_are():
-    assert read(Stream(b"a", b"b")) == [b"a", b"b"]
+    assert read(b"a", b"b") == [b"a", b"b"]
 
 
 @pytest.mark.parametrize("kind", ["ActorDiedError", "RaySystemError", "TaskCancelledError", "CancelledError"])
-def test_whatever_ends_a_stream_but_its_reader_is_a_replica_that_is_gone(kind):
+def test_whatever_ends_a_call_but_its_reader_is_a_replica_that_is_gone(kind):
     error = asyncio.CancelledError() if kind == "CancelledError" else None
     if error is None:
         made = getattr(ray.exceptions, kind)
         error = made("gone") if kind == "RaySystemError" else made()
     with pytest.raises(EngineDiedError):
-        read(Stream(b"a", error))
+        read(b"a", error=error, ends=False)
+
+
+def test_what_had_come_to_its_end_has_ended_whatever_becomes_of_the_call():
+    assert read(b"a", error=ray.exceptions.ActorDiedError()) == [b"a"]
 
 
 def test_what_a_replica_raises_is_told_as_it_is():
     with pytest.raises(UnknownTurnError):
-        read(Stream(UnknownTurnError("0" * 32)))
+        read(error=UnknownTurnError("0" * 32), ends=False)
+
+
+def test_a_stream_that_the_replica_lost_is_lost_with_its_turns():
+    with pytest.raises(EngineDiedError):
+        read(b"a", error=FrontLostError("no way"), ends=False)
+
+
+def test_a_call_that_returns_before_its_stream_has_ended_is_waited_for_only_so_long(monkeypatch):
+    from pensieve_jax.server.replicas import serve_app
+
+    monkeypatch.setattr(serve_app, "ANSWER_S", 0.01, raising=False)
+    with pytest.raises(EngineDiedError):
+        read(b"a", ends=False)
 
 
 def test_no_replica_at_all_is_a_closed_engine():
@@ -64,23 +100,43 @@ def test_no_replica_at_all_is_a_closed_engine():
     from ray.serve.exceptions import DeploymentUnavailableError
 
     with pytest.raises(EngineClosedError):
-        read(Stream(DeploymentUnavailableError(DeploymentID("EngineReplica", "pensieve"))))
+        read(error=DeploymentUnavailableError(DeploymentID("EngineReplica", "pensieve")), ends=False)
 
 
-def test_a_reader_that_is_cancelled_cancels_the_stream():
+def test_what_nobody_expected_leaves_no_reader_waiting():
     from pensieve_jax.server.replicas.serve_app import RayLines
 
-    class Waiting(Stream):
-        async def __anext__(self):
-            await asyncio.Event().wait()
+    async def work():
+        lines = RayLines(Call(ZeroDivisionError("a bug")), ReportListener().open())
+        with pytest.raises(EngineDiedError, match="a bug"):
+            await anext(lines)
+        with pytest.raises(ZeroDivisionError):
+            await lines._waiting
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("how", ["left", "cancelled", "lost"])
+def test_a_reader_that_leaves_cancels_the_call(how):
+    from pensieve_jax.server.replicas.serve_app import RayLines
 
     async def leave():
-        stream = Waiting()
-        reading = asyncio.ensure_future(anext(RayLines(stream)))
+        call, inbox = Call(), ReportListener().open()
+        lines = RayLines(call, inbox)
+        reading = asyncio.ensure_future(anext(lines))
         await asyncio.sleep(0)
-        reading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-        return stream.is_cancelled
+        if how == "left":
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+        elif how == "lost":
+            inbox.fail(EngineDiedError("the connection"))
+            with pytest.raises(EngineDiedError):
+                await reading
+        else:
+            lines.cancel()
+            with pytest.raises(StopAsyncIteration):
+                await reading
+        return call.is_cancelled
 
     assert asyncio.run(leave())

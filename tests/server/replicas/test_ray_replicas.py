@@ -69,7 +69,7 @@ def ask_all(handle, monkeypatch):
 
     async def asked():
         async with asyncio.timeout(30):
-            return await serve_app.RayReplicas(handle).ask_all(b"how are you")
+            return await serve_app.RayReplicas(handle, None, None).ask_all(b"how are you")
 
     return asyncio.run(asked())
 
@@ -119,7 +119,7 @@ def test_who_stops_to_wait_leaves_nobody_asked():
     handle = Handle(b"a", None)
 
     async def leave():
-        asking = asyncio.ensure_future(RayReplicas(handle).ask_all(b"how are you"))
+        asking = asyncio.ensure_future(RayReplicas(handle, None, None).ask_all(b"how are you"))
         for _ in range(5):
             await asyncio.sleep(0)
         asking.cancel()
