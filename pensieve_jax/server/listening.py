@@ -78,12 +78,23 @@ class Signals:
             _log.error("%s", error)
 
 
-class _Uvicorn(uvicorn.Server):
-    """Leaves signals to us, and says when it listens."""
+class HttpServer(uvicorn.Server):
+    """Leaves signals to us, and says when it listens; to be run by `serve(sockets=...)`."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         """Not yet."""
-        super().__init__(config)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_GOODBYE_S,
+                server_header=False,
+            )
+        )
         self.listens = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -200,18 +211,7 @@ async def _serve(
         try:
             if not await _until(signals.first, engine.open()):
                 return 0
-            server = _Uvicorn(
-                uvicorn.Config(
-                    make_application(engine),
-                    log_config=None,
-                    log_level="warning",
-                    access_log=False,
-                    backlog=_BACKLOG,
-                    timeout_keep_alive=_KEEP_ALIVE_S,
-                    timeout_graceful_shutdown=_GOODBYE_S,
-                    server_header=False,
-                )
-            )
+            server = HttpServer(make_application(engine))
             serving = asyncio.create_task(server.serve(sockets=[listening]))
             if not await _until(server.listens, _outcome(serving)):
                 announce(engine, address_of(listening))
@@ -221,7 +221,7 @@ async def _serve(
 
 
 async def _until_told(
-    engine: AsyncEngine, server: _Uvicorn, serving: asyncio.Task[None], signals: Signals, drain_s: float
+    engine: AsyncEngine, server: HttpServer, serving: asyncio.Task[None], signals: Signals, drain_s: float
 ) -> int:
     """Serve until the first signal, then drain, until the second; or until the engine is given up."""
     if not await _until(signals.first, _until(engine.gave_up, _outcome(serving))):
@@ -242,7 +242,7 @@ async def _until_told(
     return EXIT_AT_ONCE
 
 
-async def _cut_off(server: _Uvicorn) -> None:
+async def _cut_off(server: HttpServer) -> None:
     """End what a server that was forced to exit leaves behind."""
     requests = list(server.server_state.tasks)
     for request in requests:
@@ -268,7 +268,9 @@ def _nothing(record: logging.LogRecord) -> bool:
     return False
 
 
-async def _drain(engine: AsyncEngine, server: _Uvicorn, serving: asyncio.Task[None], drain_s: float) -> None:
+async def _drain(
+    engine: AsyncEngine, server: HttpServer, serving: asyncio.Task[None], drain_s: float
+) -> None:
     """Turns first, which clients are still told of; then connections."""
     await engine.drain(drain_s)
     server.should_exit = True

@@ -21,7 +21,7 @@ from pensieve_jax.server.engine_process.supervisor import Restarts
 from pensieve_jax.server.listening import (
     EXIT_AT_ONCE,
     EXIT_ENDED,
-    _Uvicorn,
+    HttpServer,
     address_of,
     bind,
     history_file,
@@ -173,14 +173,14 @@ def test_an_end_that_nobody_asked_for_is_no_good_end(
 ) -> None:
     """Whoever watches over the server starts it anew for status 1, not for 0."""
 
-    servers: list[_Uvicorn] = []
-    startup = _Uvicorn.startup
+    servers: list[HttpServer] = []
+    startup = HttpServer.startup
 
-    async def noted(server: _Uvicorn, sockets: list[socket.socket] | None = None) -> None:
+    async def noted(server: HttpServer, sockets: list[socket.socket] | None = None) -> None:
         servers.append(server)
         await startup(server, sockets)
 
-    monkeypatch.setattr(_Uvicorn, "startup", noted)
+    monkeypatch.setattr(HttpServer, "startup", noted)
     status = serve(
         lambda: AsyncEngine(FakeLives().begin),
         application,

@@ -27,7 +27,6 @@ from typing import Any, Final
 import ray
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatusOverview
 
@@ -48,7 +47,6 @@ _RAY_ENVIRONMENT: Final = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 _LOGS: Final = "/tmp/ray/session_latest/logs"  # Ray's default, which docs/replicas.md names
-_KEEP_ALIVE_S: Final = 75  # as of the single server
 _LOOK_S: Final = 0.2
 _KEYS_S: Final = 10.0
 _WATCH_S: Final = 2.0
@@ -100,11 +98,10 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
 def _start(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int, port: int) -> None:
     plan.check_gpus(num_gpus)
     _log.info("starting Ray Serve")
-    options = HTTPOptions(host=settings.host, port=port, keep_alive_timeout_s=_KEEP_ALIVE_S)
-    serve.start(proxy_location="HeadOnly", http_options=options)
+    serve.start(proxy_location="Disabled")  # the front listens
     named = f"{plan.replicas} replica{'s' * (plan.replicas != 1)}"
     _log.info("starting %s; a first start compiles, which takes minutes, once", named)
-    app = application(plan, settings, plan.gpus_each(num_gpus))
+    app = application(plan, settings, plan.gpus_each(num_gpus), (settings.host, port))
     with telling(StartReport(plan.replicas, _log.info), _seen):
         try:
             serve.run(app, name=APP)
@@ -154,7 +151,7 @@ def _ended_processes() -> list[str]:
 
 
 def _drain(seconds: float) -> None:
-    """Have turns end, while the proxy still tells their clients, and then the engines."""
+    """Have turns end, while the front still tells their clients, and then the engines."""
     with _warning("the replicas could not be drained"):
         serve.get_app_handle(APP).drain.remote(seconds).result(timeout_s=seconds + FLUSH_S)
     with _warning("the application could not be deleted"):  # engines are to end also where no front answers

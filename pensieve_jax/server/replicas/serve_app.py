@@ -1,6 +1,6 @@
 """Front and replicas as deployments of Ray Serve.
 
-Owns: the two actors, how Ray is told of them, and what Ray's errors are here.
+Owns: the two actors, and how Ray is told of them.
 Does not know: turns, routes, or command lines.
 Called by: Serve, by its configuration files (`build_app`), and `local`.
 """
@@ -9,33 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+import socket
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Any, Final, cast
 
-import mmh3
 import ray
 from ray import serve
-from ray.exceptions import (
-    NodeDiedError,
-    ObjectLostError,
-    RayActorError,
-    RayError,
-    TaskCancelledError,
-    WorkerCrashedError,
-)
 from ray.serve.config import RequestRouterConfig
-from ray.serve.exceptions import (
-    DeploymentUnavailableError,
-    RayServeException,
-    ReplicaUnavailableError,
-)
-from ray.serve.experimental.consistent_hash_router import CONSISTENT_HASH_SEED
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp
 
 from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES
-from pensieve_jax.core.errors import ConfigError, EngineClosedError, EngineDiedError, PensieveError
+from pensieve_jax.core.errors import ConfigError, EngineClosedError
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.server.application import make_application
 from pensieve_jax.server.async_engine import EngineService
@@ -43,6 +29,7 @@ from pensieve_jax.server.engine_process.messages import Call
 from pensieve_jax.server.engine_process.public import AsyncEngine
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.listening import HttpServer, bind
 from pensieve_jax.server.logs import LogFormat, log_to, log_uncaught
 from pensieve_jax.server.replicas.kept_output import kept_outputs
 from pensieve_jax.server.replicas.links import (
@@ -54,10 +41,9 @@ from pensieve_jax.server.replicas.links import (
 )
 from pensieve_jax.server.replicas.naming import RootNames
 from pensieve_jax.server.replicas.plan import ReplicaPlan, plan_of
+from pensieve_jax.server.replicas.ray_replicas import RayReplicas, router_hash
 from pensieve_jax.server.replicas.replica import Replica
 from pensieve_jax.server.replicas.report_link import (
-    FrontLostError,
-    Inbox,
     ReplyTo,
     ReportLinks,
     ReportListener,
@@ -72,16 +58,11 @@ _log = logging.getLogger(__name__)
 REPLICA: Final = "EngineReplica"
 FRONT: Final = "Front"
 _ROUTER: Final = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-_GONE: Final = (RayActorError, ObjectLostError, NodeDiedError, WorkerCrashedError, ReplicaUnavailableError)
-_FAILED: Final = (RayError, RayServeException)
-_LOST: Final = "The replica died. What it had committed is kept; the rest of its turns is lost."
 ROUTER_OPTIONS: Final = {"num_virtual_nodes": NUM_VIRTUAL_NODES, "num_fallback_replicas": 1}
 _HEALTH_S: Final = 2.0
 _SILENCE_S: Final = 10.0
 """Three times so long without an answer, and Serve starts another replica in the place: engines are processes
 of their own, so that nothing keeps an actor busy for as long."""
-ANSWER_S: Final = 5.0
-"""How long all replicas are waited for that are asked something: engines answer between two steps."""
 # One loop for Serve and what it calls: all of that waits and never computes, and each hop to another thread
 # is waited for by a token.
 _ENVIRONMENT: Final = {
@@ -154,9 +135,16 @@ class Front:
     """The actor that speaks HTTP: the application of any server, over all replicas."""
 
     async def __init__(  # type: ignore[misc]
-        self, handle: Any, settings: ServerSettings, log_format: LogFormat | None
+        self,
+        handle: Any,
+        settings: ServerSettings,
+        log_format: LogFormat | None,
+        address: tuple[str, int] | None = None,
     ) -> None:
-        """Wait until a replica is ready; raises ConfigError for keys, and HistoryError."""
+        """Wait until a replica is ready, and listen at an address; None: Serve's proxies do that.
+
+        Raises ConfigError for keys and for an address that is taken, and HistoryError.
+        """
         _log_as(log_format)
         self._settings = settings
         self._keys = ApiKeys(settings.api_keys_file)
@@ -170,24 +158,25 @@ class Front:
         self._names = RootNames(router_hash)
         self._engine = RoutedEngine(replicas, first, kept_outputs(reader), self._names)
         await self._engine.look()
-        self._watch = asyncio.ensure_future(self._engine.watch())
+        self._tasks = [asyncio.ensure_future(self._engine.watch())]
+        self._http = None if address is None else await self._listen(bind(*address))
 
     async def check_health(self) -> None:
-        """Raise where nobody looks at the replicas any more: Serve puts another front in this one's place."""
-        if self._watch.done():
-            raise EngineClosedError("The front does not look at its replicas any more.")
+        """Raise where nobody looks at the replicas, or listens: Serve puts another front in its place."""
+        if any(task.done() for task in self._tasks):
+            raise EngineClosedError("The front has ended without being told to.")
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """What Serve sends requests to."""
-        app = make_application(
-            cast(EngineService, self._engine), self._settings, self._keys, root_for=self._names.new_root
-        )
-        return ProxysRequestId(app)
+        """What Serve's proxies send requests to."""
+        return ProxysRequestId(self._application())
 
     async def drain(self, seconds: float) -> None:
         """Take no more turns, and wait for those that run; what is left after `seconds` is cancelled."""
         await self._engine.drain(seconds)
         self._listener.close()
+        if self._http is not None:
+            self._http.should_exit = True
+            await self._tasks[-1]
 
     async def reload_keys(self) -> str | None:
         """Read the keys' file again; why it could not be, which leaves the keys as they were."""
@@ -197,134 +186,23 @@ class Front:
             return str(error)
         return None
 
-
-class RayReplicas:
-    """`Replicas` behind a handle of Serve, whose router sends one key to one replica."""
-
-    def __init__(self, handle: Any, listener: ReportListener, front: ReplyTo) -> None:
-        """A handle of the deployment of replicas, and where what comes of turns is to go."""
-        self._listener, self._front = listener, front
-        self._run = handle.options(method_name="run")
-        self._ask = handle.options(method_name="ask")
-        self._handle = handle
-
-    def run(self, key: str, submission: bytes) -> RayLines:
-        """Run turns on the replica of a key."""
-        inbox = self._listener.open()
-        call = self._run.options(session_id=key).remote(submission, self._front, inbox.number)
-        return RayLines(call, inbox)
-
-    async def ask(self, key: str, question: bytes) -> bytes:
-        """Ask the replica of a key."""
-        try:
-            answer: bytes = await self._ask.options(session_id=key).remote(question)
-        except DeploymentUnavailableError as error:
-            raise EngineClosedError("There are no replicas: they cannot be started.") from error
-        except PensieveError:
-            raise
-        except _FAILED as error:
-            raise EngineDiedError(_LOST) from error
-        return answer
-
-    async def ask_all(self, question: bytes) -> list[bytes]:
-        """Ask every replica; one that hangs is not waited for, as Serve's own collecting would."""
-        asking: list[asyncio.Future[bytes]] = []
-        there: list[asyncio.Future[bytes]] = []
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                asked = await self._handle.broadcast("ask", question)._fetch_replica_results_async()
-                asking = [asyncio.ensure_future(one.get_async()) for one in asked]
-                if asking:
-                    await asyncio.wait(asking)
-        except DeploymentUnavailableError:  # there are none at the moment
-            return []
-        except _FAILED as error:
-            raise EngineDiedError(f"The replicas cannot be asked: {error}") from error
-        except TimeoutError as error:
-            num_late = sum(not one.done() for one in asking)
-            if num_late == len(asking):  # none of none, where Serve has not even said which there are
-                raise EngineDiedError(f"No replica has answered for {ANSWER_S:g} s.") from error
-            if num_late:
-                _log.warning("%d of %d replicas have not answered for %g s", num_late, len(asking), ANSWER_S)
-        finally:
-            there = [one for one in asking if one.done()]
-            for one in asking:
-                one.cancel()
-        return [one.result() for one in there if not _says_why_not(one)]
-
-
-def _says_why_not(asked: asyncio.Future[bytes]) -> bool:
-    """Whether a replica gave no answer; what is not a replica's death is logged."""
-    error = TaskCancelledError() if asked.cancelled() else asked.exception()
-    if error is not None and not isinstance(error, _GONE):
-        _log.warning("a replica gave no answer: %r", error)
-    return error is not None
-
-
-class RayLines:
-    """`Lines` of a call of Serve, which ends with its turns; what comes of them comes on a stream."""
-
-    def __init__(self, call: Any, inbox: Inbox) -> None:
-        """A response of Serve, and the stream that the call was told of."""
-        self._call, self._inbox = call, inbox
-        self._has_ended = False
-        self._waiting = asyncio.ensure_future(self._wait())
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        """Itself."""
-        return self
-
-    async def __anext__(self) -> bytes:
-        """The next message."""
-        try:
-            line = await self._inbox.take()
-        except (asyncio.CancelledError, PensieveError):
-            self.cancel()
-            raise
-        if line is None:
-            self._has_ended = True  # the call returns by itself
-            raise StopAsyncIteration
-        return line
-
-    def cancel(self) -> None:
-        """End the turns on the replica."""
-        self._inbox.add(b"")
-        if not self._has_ended and not self._waiting.done():
-            self._waiting.cancel()
-            self._call.cancel()
-
     # Inside
 
-    async def _wait(self) -> None:
-        """For the call: what it raises is how the stream ends, unless that came to its end before."""
-        try:
-            await self._call
-            async with asyncio.timeout(ANSWER_S):
-                await self._inbox.ended()  # it was sent before the call returned, by another way
-            return
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # by `cancel`; else the replica is gone
-                raise
-            error: Exception = EngineDiedError(_LOST)
-        except DeploymentUnavailableError:
-            error = EngineClosedError("There are no replicas: they cannot be started.")
-        except (FrontLostError, TimeoutError):  # the stream is lost, and with it what comes of the turns
-            error = EngineDiedError(_LOST)
-        except PensieveError as told:  # of the replica, which Ray passes on
-            error = told
-        except _FAILED as why:
-            error = EngineDiedError(_LOST)
-            error.__cause__ = why
-        except BaseException as bug:
-            self._inbox.fail(EngineDiedError(f"{_LOST} ({bug!r})"))
-            raise
-        self._inbox.fail(error)
+    def _application(self) -> ASGIApp:
+        engine = cast(EngineService, self._engine)
+        return make_application(engine, self._settings, self._keys, root_for=self._names.new_root)
 
-
-def router_hash(key: str) -> int:
-    """Where a key, or a point of a replica, lies on the router's ring."""
-    return int(mmh3.hash64(key.encode(), seed=CONSISTENT_HASH_SEED, signed=False)[0])
+    async def _listen(self, listening: socket.socket) -> HttpServer:
+        """A proxy would take a millisecond of processors for each event of a stream."""
+        server = HttpServer(self._application())
+        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+        self._tasks.append(serving)
+        listens = asyncio.ensure_future(server.listens.wait())
+        await asyncio.wait({serving, listens}, return_when=asyncio.FIRST_COMPLETED)
+        listens.cancel()
+        if serving.done():
+            await serving  # raises why
+        return server
 
 
 def _log_as(log_format: LogFormat | None) -> None:
@@ -339,8 +217,10 @@ async def _first_report(replicas: RayReplicas) -> ReplicaReport:
     return decoded_replica_report(answer.value)
 
 
-def application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> serve.Application:
-    """Front and replicas, to be run by Serve."""
+def application(
+    plan: ReplicaPlan, settings: ServerSettings, num_gpus: int, address: tuple[str, int] | None = None
+) -> serve.Application:
+    """Front and replicas, to be run by Serve; see `Front` for the address."""
     max_ongoing = plan.max_ongoing(settings)
     replica = _deployment(EngineReplica, REPLICA).options(
         num_replicas=plan.replicas,
@@ -356,7 +236,7 @@ def application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> s
         ray_actor_options={"num_cpus": plan.num_cpus, "num_gpus": num_gpus, "runtime_env": _ENVIRONMENT},
         logging_config=_LOGGING,
     )
-    front = _deployment(serve.ingress()(Front), FRONT).options(
+    front = _deployment(serve.ingress()(Front) if address is None else Front, FRONT).options(
         num_replicas=1,
         max_ongoing_requests=_MAX_REQUESTS,
         graceful_shutdown_timeout_s=settings.drain_s,
@@ -365,7 +245,7 @@ def application(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int) -> s
         ray_actor_options={"num_cpus": 0, "runtime_env": _ENVIRONMENT},
         logging_config=_LOGGING,
     )
-    return front.bind(replica.bind(plan.of_one()), settings, plan.log_format)
+    return front.bind(replica.bind(plan.of_one()), settings, plan.log_format, address)
 
 
 def _deployment(actor: type, name: str) -> serve.Deployment:

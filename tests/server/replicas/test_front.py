@@ -10,6 +10,7 @@ import pytest
 from pensieve_jax.core.errors import EngineClosedError
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.listening import bind
 from pensieve_jax.server.replicas.plan import ReplicaPlan
 from pensieve_jax.server.replicas.report_link import ReportListener
 from tests.server.replicas.fakes import FakeReplicas, routed, spec_of
@@ -36,13 +37,64 @@ def test_a_front_that_drains_takes_no_turns_and_ends_those_that_run():
     async def work():
         engine = await routed(FakeReplicas())
         turn = engine.submit(spec_of())
-        await front_of(_engine=engine, _listener=ReportListener()).drain(0.0)
+        await front_of(_engine=engine, _listener=ReportListener(), _http=None).drain(0.0)
         with pytest.raises(EngineClosedError):
             await turn.result()
         with pytest.raises(EngineClosedError, match="draining"):
             engine.submit(spec_of())
 
     asyncio.run(work())
+
+
+async def hello(scope, receive, send):
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+        await send({"type": "http.response.body", "body": b"hello"})
+
+
+async def asked(address):
+    """The answer of a server, whose connection stays open."""
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
+    head = await reader.readuntil(b"\r\n\r\n")
+    body = await reader.readexactly(5)
+    writer.close()
+    return head.split()[1], body
+
+
+def test_a_front_with_an_address_listens_there_until_it_has_drained(monkeypatch):
+    from pensieve_jax.server.replicas.serve_app import Front
+
+    monkeypatch.setattr(Front, "_application", lambda _: hello)
+
+    async def work():
+        front = front_of(_engine=await routed(FakeReplicas()), _listener=ReportListener(), _tasks=[])
+        listening = bind("127.0.0.1", 0)
+        address = listening.getsockname()
+        front._http = await front._listen(listening)
+        await front.check_health()
+        assert await asked(address) == (b"200", b"hello")
+        await front.drain(1.0)
+        with pytest.raises(ConnectionRefusedError):
+            await asked(address)
+        with pytest.raises(EngineClosedError, match="without being told"):
+            await front.check_health()
+
+    asyncio.run(work())
+
+
+def test_a_front_that_cannot_listen_does_not_start(monkeypatch):
+    from pensieve_jax.server.replicas.serve_app import Front
+
+    async def ends_at_once(self, sockets):
+        for one in sockets:
+            one.close()
+        raise ZeroDivisionError("no lifespan")
+
+    monkeypatch.setattr(Front, "_application", lambda _: hello)
+    monkeypatch.setattr("pensieve_jax.server.listening.HttpServer.serve", ends_at_once)
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(front_of(_tasks=[])._listen(bind("127.0.0.1", 0)))
 
 
 def test_a_front_reads_its_keys_again_or_says_why_it_could_not(tmp_path):

@@ -40,7 +40,7 @@ class Call:
 
 def read(*messages, error=None, ends=True):
     """All lines, where the call raises an error behind so many messages."""
-    from pensieve_jax.server.replicas.serve_app import RayLines
+    from pensieve_jax.server.replicas.ray_replicas import RayLines
 
     async def all_of_it():
         call, inbox = Call(error), ReportListener().open()
@@ -88,9 +88,9 @@ def test_a_stream_that_the_replica_lost_is_lost_with_its_turns():
 
 
 def test_a_call_that_returns_before_its_stream_has_ended_is_waited_for_only_so_long(monkeypatch):
-    from pensieve_jax.server.replicas import serve_app
+    from pensieve_jax.server.replicas import ray_replicas
 
-    monkeypatch.setattr(serve_app, "ANSWER_S", 0.01, raising=False)
+    monkeypatch.setattr(ray_replicas, "ANSWER_S", 0.01, raising=False)
     with pytest.raises(EngineDiedError):
         read(b"a", ends=False)
 
@@ -104,7 +104,7 @@ def test_no_replica_at_all_is_a_closed_engine():
 
 
 def test_what_nobody_expected_leaves_no_reader_waiting():
-    from pensieve_jax.server.replicas.serve_app import RayLines
+    from pensieve_jax.server.replicas.ray_replicas import RayLines
 
     async def work():
         lines = RayLines(Call(ZeroDivisionError("a bug")), ReportListener().open())
@@ -118,7 +118,7 @@ def test_what_nobody_expected_leaves_no_reader_waiting():
 
 @pytest.mark.parametrize("how", ["left", "cancelled", "lost"])
 def test_a_reader_that_leaves_cancels_the_call(how):
-    from pensieve_jax.server.replicas.serve_app import RayLines
+    from pensieve_jax.server.replicas.ray_replicas import RayLines
 
     async def leave():
         call, inbox = Call(), ReportListener().open()

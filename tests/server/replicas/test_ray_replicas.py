@@ -63,13 +63,13 @@ class Handle:
 
 
 def ask_all(handle, monkeypatch):
-    from pensieve_jax.server.replicas import serve_app
+    from pensieve_jax.server.replicas import ray_replicas
 
-    monkeypatch.setattr(serve_app, "ANSWER_S", 0.01, raising=False)
+    monkeypatch.setattr(ray_replicas, "ANSWER_S", 0.01, raising=False)
 
     async def asked():
         async with asyncio.timeout(30):
-            return await serve_app.RayReplicas(handle, None, None).ask_all(b"how are you")
+            return await ray_replicas.RayReplicas(handle, None, None).ask_all(b"how are you")
 
     return asyncio.run(asked())
 
@@ -114,7 +114,7 @@ def test_no_replica_at_all_has_no_answers_and_others_errors_are_told(monkeypatch
 
 
 def test_who_stops_to_wait_leaves_nobody_asked():
-    from pensieve_jax.server.replicas.serve_app import RayReplicas
+    from pensieve_jax.server.replicas.ray_replicas import RayReplicas
 
     handle = Handle(b"a", None)
 

@@ -20,7 +20,8 @@ def test_a_root_belongs_to_the_replica_that_the_router_chooses():
     from ray.serve._private.common import DeploymentID, ReplicaID
     from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
-    from pensieve_jax.server.replicas.serve_app import ROUTER_OPTIONS, router_hash
+    from pensieve_jax.server.replicas.ray_replicas import router_hash
+    from pensieve_jax.server.replicas.serve_app import ROUTER_OPTIONS
 
     replicas = {ReplicaID(name, DeploymentID("EngineReplica", "pensieve")) for name in NAMES}
 
