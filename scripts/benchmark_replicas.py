@@ -45,8 +45,9 @@ _SETTINGS = (
     *("seconds", "warm_s", "num_rounds"),
 )
 _UNITS = {
-    "tokens_per_s": "tokens of replies that ended within the time, a second",
-    "turns_per_s": "turns that ended within the time, a second",
+    "tokens_per_s": "tokens of replies, a second; a reply that is there for a part of the time counts in part",
+    "turns_per_s": "turns, a second, counted likewise from their requests on",
+    "num_turns": "those that ended within the time, of which the rest is",
     "first_token_ms": "milliseconds from a request to its first event with a token: quantiles",
     "per_token_ms": "milliseconds from the first token to the last, for each token behind the first: median",
 }
@@ -69,7 +70,9 @@ async def load(host: str, port: int, num_clients: int) -> dict[str, Any]:
     begin_s = time.perf_counter() + FLAGS.warm_s
     end_s = begin_s + FLAGS.seconds
 
-    async def one() -> None:
+    async def one(number: int) -> None:
+        # Clients that begin together would go on together, and all or none would end within the time.
+        await asyncio.sleep(number / num_clients * FLAGS.warm_s / 2)
         while time.perf_counter() < end_s:
             body = {
                 "prompt": draw.integers(3, 250, FLAGS.prompt_tokens).tolist(),
@@ -82,22 +85,31 @@ async def load(host: str, port: int, num_clients: int) -> dict[str, Any]:
             told = await client.post("/v1/completions", body)
             turns.append(Turn(sent_s, told.first_s, told.end_s))
 
-    await asyncio.gather(*(one() for _ in range(num_clients)))
+    await asyncio.gather(*map(one, range(num_clients)))
     await client.close()
-    return figures([turn for turn in turns if begin_s <= turn.end_s <= end_s])
+    return figures(turns, begin_s, end_s)
 
 
-def figures(turns: Sequence[Turn]) -> dict[str, Any]:
-    """Of the turns that ended within the time; raises ConfigError for none."""
+def figures(all_turns: Sequence[Turn], begin_s: float, end_s: float) -> dict[str, Any]:
+    """Latencies of the turns that ended within the time, and what all had of it; ConfigError for none."""
+    turns = [turn for turn in all_turns if begin_s <= turn.end_s <= end_s]
     if not turns:
         raise ConfigError("--seconds", FLAGS.seconds, "long enough for a turn")
+
+    def share(turn_begin_s: float, turn_end_s: float) -> float:
+        within_s = min(turn_end_s, end_s) - max(turn_begin_s, begin_s)
+        return max(0.0, within_s) / max(turn_end_s - turn_begin_s, 1e-9)
+
+    num_turns = sum(share(turn.sent_s, turn.end_s) for turn in all_turns)
+    num_replies = sum(share(turn.first_s, turn.end_s) for turn in all_turns)
+    seconds = end_s - begin_s
     first_ms = [1e3 * (turn.first_s - turn.sent_s) for turn in turns]
     behind = max(1, FLAGS.reply_tokens - 1)
     per_token_ms = [1e3 * (turn.end_s - turn.first_s) / behind for turn in turns]
     return {
         "num_turns": len(turns),
-        "turns_per_s": len(turns) / FLAGS.seconds,
-        "tokens_per_s": len(turns) * FLAGS.reply_tokens / FLAGS.seconds,
+        "turns_per_s": num_turns / seconds,
+        "tokens_per_s": num_replies * FLAGS.reply_tokens / seconds,
         "first_token_ms": {f"p{share}": float(np.percentile(first_ms, share)) for share in (50, 90, 99)},
         "per_token_ms": statistics.median(per_token_ms),
     }

@@ -40,6 +40,7 @@ from pensieve_jax.server.replicas.links import (
     encoded,
 )
 from pensieve_jax.server.replicas.naming import RootNames
+from pensieve_jax.server.replicas.pacing import Paced
 from pensieve_jax.server.replicas.plan import ReplicaPlan, plan_of
 from pensieve_jax.server.replicas.ray_replicas import RayReplicas, router_hash
 from pensieve_jax.server.replicas.replica import Replica
@@ -168,7 +169,7 @@ class Front:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """What Serve's proxies send requests to."""
-        return ProxysRequestId(self._application())
+        return ProxysRequestId(Paced(self._application()))
 
     async def drain(self, seconds: float) -> None:
         """Take no more turns, and wait for those that run; what is left after `seconds` is cancelled."""
