@@ -45,7 +45,7 @@ _SETTINGS = (
     *("seconds", "warm_s", "num_rounds"),
 )
 _UNITS = {
-    "tokens_per_s": "tokens of replies, a second; a reply that is there for a part of the time counts in part",
+    "tokens_per_s": "tokens of replies, a second; a reply that lasts for a part of the time counts in part",
     "turns_per_s": "turns, a second, counted likewise from their requests on",
     "num_turns": "those that ended within the time, of which the rest is",
     "first_token_ms": "milliseconds from a request to its first event with a token: quantiles",
