@@ -16,8 +16,10 @@ Prints a table, and one JSON document (see `--json`) as the last line.
 from __future__ import annotations
 
 import asyncio
+import json
 import shlex
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -121,7 +123,10 @@ def measured(replicas: int | None) -> dict[str, Any]:
     num_clients = FLAGS.num_clients * (replicas or 1) if FLAGS.clients_per_replica else FLAGS.num_clients
     with ServedProcess([f"--history={FLAGS.history}", *shlex.split(FLAGS.serve), *many]) as served:
         found = asyncio.run(load(served.host, served.port, num_clients))
-    return {"num_clients": num_clients, **found}
+    found = {"num_clients": num_clients, **found}
+    name = _SINGLE if replicas is None else f"{replicas} behind Ray"
+    print(f"{name}: {json.dumps(found)}", file=sys.stderr)  # a system takes minutes; the table comes last
+    return found
 
 
 def main() -> int:
