@@ -82,6 +82,7 @@ async def load(host: str, port: int, num_clients: int) -> dict[str, Any]:
                 "min_tokens": FLAGS.reply_tokens,
                 "temperature": 0,
                 "stream": True,
+                "return_token_ids": True,  # a model without a tokenizer has no text to send
             }
             sent_s = time.perf_counter()
             told = await client.post("/v1/completions", body)
