@@ -26,7 +26,7 @@ def kv_bytes(
       model: whose KV state it is.
       dtype: as of `--dtype`.
       cache: of the flags, whose pages a system without a configuration of ours gets.
-      is_ours: it stores pages as `cache.kv_dtype` says; others know the model's dtype alone.
+      is_ours: its pages in 8 bits hold scales as well; others' hold the numbers alone.
     """
     config = described.get("config")
     if config is not None and "kv_bytes" in config:
@@ -35,5 +35,9 @@ def kv_bytes(
         cache = CacheConfig(**config["cache"])
     elif cache.gpu_memory_fraction is not None:
         return None
-    kv_dtype = cache.kv_dtype if is_ours else None
-    return cache.gpu_pages * chunk_bytes(model, cache.chunk_tokens, resolve_dtype(dtype, model), kv_dtype)
+    page = chunk_bytes(
+        model, cache.chunk_tokens, resolve_dtype(dtype, model), cache.kv_dtype if is_ours else None
+    )
+    if cache.kv_dtype is not None and not is_ours:
+        page //= resolve_dtype(dtype, model).itemsize  # 8 bits a number
+    return cache.gpu_pages * page

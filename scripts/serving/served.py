@@ -37,7 +37,11 @@ class ServedProcess:
         """Start it on a free port and wait until it is ready; raises ServerEndedError."""
         command = [sys.executable, str(_LAUNCHER), "--port=0", f"--drain_s={_DRAIN_S}", *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self.host, self.port = self._wait()
+        try:
+            self.host, self.port = self._wait()
+        except BaseException:  # Ctrl-C as well: nobody holds it who could end it
+            self.close()
+            raise
 
     @property
     def address(self) -> str:
@@ -45,10 +49,15 @@ class ServedProcess:
         return f"http://{self.host}:{self.port}"
 
     def close(self) -> None:
-        """End it with what it was doing; a second call does nothing."""
+        """End it with what it was doing; a second call does nothing. One that does not end is killed."""
         if self.process.poll() is None:
             self.process.terminate()
-        self.process.wait(_STOP_S)
+        try:
+            self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
         assert self.process.stdout is not None
         self.process.stdout.close()
 
