@@ -49,7 +49,7 @@ _SETTINGS = (
 _UNITS = {
     "tokens_per_s": "tokens of replies, a second; a reply that lasts for a part of the time counts in part",
     "turns_per_s": "turns, a second, counted likewise from their requests on",
-    "num_turns": "those that ended within the time, of which the rest is",
+    "num_turns": "those that ended within the time, whose latencies are told",
     "first_token_ms": "milliseconds from a request to its first event with a token: quantiles",
     "per_token_ms": "milliseconds from the first token to the last, for each token behind the first: median",
 }
@@ -99,12 +99,14 @@ def figures(all_turns: Sequence[Turn], begin_s: float, end_s: float) -> dict[str
     if not turns:
         raise ConfigError("--seconds", FLAGS.seconds, "long enough for a turn")
 
-    def share(turn_begin_s: float, turn_end_s: float) -> float:
-        within_s = min(turn_end_s, end_s) - max(turn_begin_s, begin_s)
-        return max(0.0, within_s) / max(turn_end_s - turn_begin_s, 1e-9)
+    def within(turn_begin_s: float, turn_end_s: float) -> float:
+        """The share of a time that lies in this one; of no time, whether it does."""
+        if turn_begin_s == turn_end_s:
+            return float(begin_s <= turn_end_s <= end_s)
+        return max(0.0, min(turn_end_s, end_s) - max(turn_begin_s, begin_s)) / (turn_end_s - turn_begin_s)
 
-    num_turns = sum(share(turn.sent_s, turn.end_s) for turn in all_turns)
-    num_replies = sum(share(turn.first_s, turn.end_s) for turn in all_turns)
+    num_turns = sum(within(turn.sent_s, turn.end_s) for turn in all_turns)
+    num_replies = sum(within(turn.first_s, turn.end_s) for turn in all_turns)
     seconds = end_s - begin_s
     first_ms = [1e3 * (turn.first_s - turn.sent_s) for turn in turns]
     behind = max(1, FLAGS.reply_tokens - 1)

@@ -30,7 +30,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.core.errors import ConfigError, PensieveError
 from pensieve_jax.server.engine_process.public import AsyncEngine
 
 EXIT_AT_ONCE: Final = 128 + signal.SIGTERM
@@ -39,6 +39,7 @@ EXIT_DAMAGED: Final = 2
 """As of a start that is refused: to start the server again would serve an empty history."""
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
+_LOOK_S = 0.2
 _KEEP_ALIVE_S = 75  # clients' pools keep connections for a minute or so, and must not find them closed
 _log = logging.getLogger(__name__)
 _UNTAKEN_MS = 30_000
@@ -78,6 +79,10 @@ class Signals:
             _log.error("%s", error)
 
 
+class NotListeningError(PensieveError):
+    """A server that was to listen does not."""
+
+
 class HttpServer(uvicorn.Server):
     """Leaves signals to us, and says when it listens; to be run by `serve(sockets=...)`."""
 
@@ -98,14 +103,42 @@ class HttpServer(uvicorn.Server):
         self.listens = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
-        await super().startup(sockets)
+        """Listen; raises NotListeningError where the application does not start, which the log says."""
+        try:
+            await super().startup(sockets)
+        except SystemExit as error:  # which would end whatever loop this runs on
+            raise NotListeningError("The application in front of the engine could not be started.") from error
         self.listens.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """None are captured."""
         yield
+
+
+class Listening:
+    """A server in a loop that has other things to do as well."""
+
+    def __init__(self, app: ASGIApp, listening: socket.socket) -> None:
+        """It begins; see `begun`."""
+        self._server = HttpServer(app)
+        self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
+
+    async def begun(self) -> None:
+        """Wait until it listens; raises NotListeningError, and whatever else keeps it from that."""
+        if await _until(self._server.listens, _outcome(self._serving)):
+            raise NotListeningError("The server ended before it listened.")
+
+    def check(self) -> None:
+        """Raise NotListeningError where it has ended without being told to."""
+        if self._serving.done() and not self._server.should_exit:
+            error = None if self._serving.cancelled() else self._serving.exception()
+            raise NotListeningError("The server has ended without being told to.") from error
+
+    async def end(self) -> None:
+        """Take no more connections, and wait for what is on its way."""
+        self._server.should_exit = True
+        await _outcome(self._serving)
 
 
 def serve(
@@ -175,6 +208,19 @@ def bind(host: str, port: int) -> socket.socket:
             "--host and --port", f"{host}:{port}", "a free address of this machine", problem
         ) from error
     return found
+
+
+async def bind_in_time(host: str, port: int, seconds: float) -> socket.socket:
+    """As `bind`, where whoever had the address may take so long to give it back."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + seconds
+    while True:
+        try:
+            return bind(host, port)
+        except ConfigError:
+            if loop.time() > until_s:
+                raise
+        await asyncio.sleep(_LOOK_S)
 
 
 def address_of(listening: socket.socket) -> str:

@@ -271,13 +271,10 @@ def test_block_sizes_of_each_kernel():
         ("decode_64x4096_gqa10", "pallas_triton"),
         ("prefill_4x2048_gqa10", "pallas_triton"),
         ("prefill_4x2048_gqa10", "pallas_mosaic_gpu"),
-        ("decode_1x16384_gqa8", "pallas_mosaic_gpu"),
     ):
         tried = list(kernel_backends.block_variants(CASES[name], "bfloat16", backend))
         specs = {kernel_backends.make_spec(CASES[name], "bfloat16", backend, blocks) for blocks in tried}
         assert len(specs) == len(tried) > 3
-        num_even = sum(kernel_backends.describe(blocks).endswith("e") for blocks in tried)
-        assert num_even == (2 if backend == "pallas_mosaic_gpu" else 0)
     assert not list(kernel_backends.block_variants(CASES["tiny"], "float32", "xla"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import logging
 import os
@@ -22,8 +23,11 @@ from pensieve_jax.server.listening import (
     EXIT_AT_ONCE,
     EXIT_ENDED,
     HttpServer,
+    Listening,
+    NotListeningError,
     address_of,
     bind,
+    bind_in_time,
     history_file,
     serve,
 )
@@ -252,3 +256,80 @@ def test_a_connection_whose_client_takes_nothing_does_not_last():
             accepted, _ = listening.accept()
             with accepted:
                 assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+
+
+async def hello(scope, receive, send):
+    """Without a lifespan, which servers do without."""
+    assert scope["type"] == "http"
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def status_of(address):
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
+    line = await reader.readline()
+    writer.close()
+    return line.split()[1]
+
+
+def test_a_server_beside_other_things_begins_and_ends():
+    async def work():
+        listening = bind("127.0.0.1", 0)
+        address = listening.getsockname()
+        server = Listening(hello, listening)
+        await server.begun()
+        server.check()
+        assert await status_of(address) == b"200"
+        await server.end()
+        server.check()  # it was told to
+        with pytest.raises(ConnectionRefusedError):
+            await status_of(address)
+
+    asyncio.run(work())
+
+
+def test_a_server_whose_application_does_not_start_is_an_error_and_ends_no_loop():
+    async def refuses(scope, receive, send):
+        assert scope["type"] == "lifespan"
+        await receive()
+        await send({"type": "lifespan.startup.failed", "message": "no"})
+
+    async def work():
+        with pytest.raises(NotListeningError, match="could not be started"):
+            await Listening(refuses, bind("127.0.0.1", 0)).begun()
+
+    asyncio.run(work())
+
+
+def test_a_server_that_ends_by_itself_is_seen():
+    async def work():
+        server = Listening(hello, bind("127.0.0.1", 0))
+        await server.begun()
+        server._serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await server._serving
+        with pytest.raises(NotListeningError, match="without being told"):
+            server.check()
+
+    asyncio.run(work())
+
+
+def test_an_address_is_waited_for_that_somebody_gives_back(monkeypatch):
+    monkeypatch.setattr("pensieve_jax.server.listening._LOOK_S", 0.001)
+
+    async def work():
+        first = bind("127.0.0.1", 0)
+        first.listen()
+        host, port = first.getsockname()
+        waiting = asyncio.ensure_future(bind_in_time(host, port, 20.0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        first.close()
+        second = await waiting
+        second.listen()
+        with pytest.raises(ConfigError, match=f"{port}"):
+            await bind_in_time(host, port, 0.0)
+        second.close()
+
+    asyncio.run(work())

@@ -9,7 +9,7 @@ replicas start there are none. The second ends everything at once. SIGHUP has th
 Front and replicas that die are Serve's to start again; where Ray itself dies, the status is 1.
 
 Ray's processes go with `ray.shutdown`. Serve's own, `serve.shutdown`, waits up to half a minute for
-actors that still start, and kills the proxy before anybody's turn has ended.
+actors that still start.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ _log = logging.getLogger(__name__)
 APP: Final = "pensieve"
 _RAY_ENVIRONMENT: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nobody asked for reports to Ray's makers
-    # Of a machine that compiles beside it: one that is slow to start would be killed, and begin anew.
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 _LOGS: Final = "/tmp/ray/session_latest/logs"  # Ray's default, which docs/replicas.md names
 _LOOK_S: Final = 0.2

@@ -29,7 +29,8 @@ from ray.serve.exceptions import (
 from ray.serve.experimental.consistent_hash_router import CONSISTENT_HASH_SEED
 
 from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, PensieveError
-from pensieve_jax.server.replicas.report_link import FrontLostError, Inbox, ReplyTo, ReportListener
+from pensieve_jax.server.replicas.report_link import FrontLostError, ReplyTo
+from pensieve_jax.server.replicas.report_listener import Inbox, ReportListener
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +112,8 @@ class RayLines:
         self._call, self._inbox = call, inbox
         self._has_ended = False
         self._waiting = asyncio.ensure_future(self._wait())
+        _waiting.add(self._waiting)
+        self._waiting.add_done_callback(_waiting.discard)
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         """Itself."""
@@ -129,10 +132,9 @@ class RayLines:
         return line
 
     def cancel(self) -> None:
-        """End the turns on the replica."""
-        self._inbox.add(b"")
+        """End the turns on the replica, also where Serve's word does not get there: see `report_listener`."""
+        self._inbox.leave()
         if not self._has_ended and not self._waiting.done():
-            self._waiting.cancel()
             self._call.cancel()
 
     # Inside
@@ -143,25 +145,31 @@ class RayLines:
             await self._call
             async with asyncio.timeout(ANSWER_S):
                 await self._inbox.ended()  # it was sent before the call returned, by another way
-            return
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # by `cancel`; else the replica is gone
-                raise
-            error: Exception = EngineDiedError(_LOST)
-        except DeploymentUnavailableError:
-            error = EngineClosedError("There are no replicas: they cannot be started.")
-        except (FrontLostError, TimeoutError):  # the stream is lost, and with it what comes of the turns
-            error = EngineDiedError(_LOST)
-        except PensieveError as told:  # of the replica, which Ray passes on
-            error = told
-        except _FAILED as why:
-            error = EngineDiedError(_LOST)
-            error.__cause__ = why
-        except BaseException as bug:
-            self._inbox.fail(EngineDiedError(f"{_LOST} ({bug!r})"))
-            raise
-        self._inbox.fail(error)
+        except (TimeoutError, asyncio.CancelledError, PensieveError, *_FAILED) as error:
+            if not self._inbox.has_ended:
+                self._fail(error)
+        except Exception as error:  # whatever it is, somebody waits for the stream
+            _log.exception("a call of a replica failed otherwise than it can")
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, DeploymentUnavailableError):
+            told: Exception = EngineClosedError("There are no replicas: they cannot be started.")
+        elif isinstance(error, PensieveError) and not isinstance(error, FrontLostError):
+            told = error  # of the replica, which Ray passes on
+        else:
+            told = EngineDiedError(_LOST)
+            told.__cause__ = error
+        if isinstance(error, FrontLostError):
+            _log.warning("what a replica had to say could not come here: %s", error)
+        if isinstance(error, TimeoutError):
+            _log.warning("a replica's turns have ended, and %g s later not all had come of them", ANSWER_S)
+            self._inbox.drop_connection()
+        self._inbox.fail(told)
+
+
+_waiting: set[asyncio.Task[None]] = set()
+"""Event loops do not hold tasks by themselves."""
 
 
 def router_hash(key: str) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Any, Final, cast
@@ -29,7 +28,7 @@ from pensieve_jax.server.engine_process.messages import Call
 from pensieve_jax.server.engine_process.public import AsyncEngine
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.server.listening import HttpServer, bind
+from pensieve_jax.server.listening import Listening, bind_in_time
 from pensieve_jax.server.logs import LogFormat, log_to, log_uncaught
 from pensieve_jax.server.replicas.kept_output import kept_outputs
 from pensieve_jax.server.replicas.links import (
@@ -41,14 +40,11 @@ from pensieve_jax.server.replicas.links import (
 )
 from pensieve_jax.server.replicas.naming import RootNames
 from pensieve_jax.server.replicas.pacing import Paced
-from pensieve_jax.server.replicas.plan import ReplicaPlan, plan_of
+from pensieve_jax.server.replicas.plan import FLUSH_S, ReplicaPlan, plan_of
 from pensieve_jax.server.replicas.ray_replicas import RayReplicas, router_hash
 from pensieve_jax.server.replicas.replica import Replica
-from pensieve_jax.server.replicas.report_link import (
-    ReplyTo,
-    ReportLinks,
-    ReportListener,
-)
+from pensieve_jax.server.replicas.report_link import ReplyTo, ReportLinks
+from pensieve_jax.server.replicas.report_listener import ReportListener
 from pensieve_jax.server.replicas.request_ids import ProxysRequestId
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
 from pensieve_jax.server.replicas.scaling import QUEUED_TOKENS
@@ -58,11 +54,12 @@ _log = logging.getLogger(__name__)
 
 REPLICA: Final = "EngineReplica"
 FRONT: Final = "Front"
+_LOOPBACK: Final = "127.0.0.1"
 _ROUTER: Final = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 ROUTER_OPTIONS: Final = {"num_virtual_nodes": NUM_VIRTUAL_NODES, "num_fallback_replicas": 1}
 _HEALTH_S: Final = 2.0
 _SILENCE_S: Final = 10.0
-"""Three times so long without an answer, and Serve starts another replica in the place: engines are processes
+"""Three times so long without an answer, and Serve starts another actor in its place: engines are processes
 of their own, so that nothing keeps an actor busy for as long."""
 # One loop for Serve and what it calls: all of that waits and never computes, and each hop to another thread
 # is waited for by a token.
@@ -102,10 +99,11 @@ class EngineReplica:
     async def run(self, submission: bytes, front: ReplyTo, number: int) -> None:
         """See `Replica.run`; what comes goes to a stream of the front, and this returns behind the last."""
         link = await self._links.to(front)
-        async with aclosing(self._replica.run(submission)) as lines:
-            async for line in lines:
-                await link.send(number, line)
-        await link.send(number, b"")
+        with link.stream(number) as stream:
+            async with aclosing(self._replica.run(submission)) as lines:
+                async for line in lines:
+                    await stream.send(line)
+            await stream.send(b"")
 
     async def ask(self, question: bytes) -> bytes:
         """See `Replica.ask`."""
@@ -144,14 +142,18 @@ class Front:
     ) -> None:
         """Wait until a replica is ready, and listen at an address; None: Serve's proxies do that.
 
-        Raises ConfigError for keys and for an address that is taken, and HistoryError.
+        Raises ConfigError for keys and for an address that is taken, HistoryError, and OSError where replicas
+        could not reach this machine.
         """
         _log_as(log_format)
         self._settings = settings
         self._keys = ApiKeys(settings.api_keys_file)
+        # A front that hung may be there still, for as long as Serve waits for its end.
+        socket_ = None if address is None else await bind_in_time(*address, settings.drain_s + FLUSH_S)
         self._listener = ReportListener()
-        front = await self._listener.listen(ray.util.get_node_ip_address())
-        replicas = RayReplicas(handle, self._listener, front)
+        # With an address this machine is the only one.
+        host = _LOOPBACK if address is not None else ray.util.get_node_ip_address()
+        replicas = RayReplicas(handle, self._listener, await self._listener.listen(host))
         first = await _first_report(replicas)
         assert first.info is not None
         info = first.info
@@ -159,13 +161,23 @@ class Front:
         self._names = RootNames(router_hash)
         self._engine = RoutedEngine(replicas, first, kept_outputs(reader), self._names)
         await self._engine.look()
-        self._tasks = [asyncio.ensure_future(self._engine.watch())]
-        self._http = None if address is None else await self._listen(bind(*address))
+        self._watch = asyncio.ensure_future(self._engine.watch())
+        self._http = None
+        if socket_ is not None:  # a proxy would cost more than all of the front for each piece of a stream
+            self._http = Listening(self._application(), socket_)
+            await self._http.begun()
 
     async def check_health(self) -> None:
         """Raise where nobody looks at the replicas, or listens: Serve puts another front in its place."""
-        if any(task.done() for task in self._tasks):
-            raise EngineClosedError("The front has ended without being told to.")
+        if self._watch.done():
+            raise EngineClosedError("The front does not look at its replicas any more.")
+        if self._http is not None:
+            self._http.check()
+
+    async def __del__(self) -> None:
+        """Serve puts another front in this one's place; it does not count what a front listens to itself."""
+        if hasattr(self, "_http"):
+            await self.drain(self._settings.drain_s)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """What Serve's proxies send requests to."""
@@ -174,10 +186,9 @@ class Front:
     async def drain(self, seconds: float) -> None:
         """Take no more turns, and wait for those that run; what is left after `seconds` is cancelled."""
         await self._engine.drain(seconds)
-        self._listener.close()
         if self._http is not None:
-            self._http.should_exit = True
-            await self._tasks[-1]
+            await self._http.end()
+        self._listener.close()
 
     async def reload_keys(self) -> str | None:
         """Read the keys' file again; why it could not be, which leaves the keys as they were."""
@@ -192,18 +203,6 @@ class Front:
     def _application(self) -> ASGIApp:
         engine = cast(EngineService, self._engine)
         return make_application(engine, self._settings, self._keys, root_for=self._names.new_root)
-
-    async def _listen(self, listening: socket.socket) -> HttpServer:
-        """A proxy would take a millisecond of processors for each event of a stream."""
-        server = HttpServer(self._application())
-        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-        self._tasks.append(serving)
-        listens = asyncio.ensure_future(server.listens.wait())
-        await asyncio.wait({serving, listens}, return_when=asyncio.FIRST_COMPLETED)
-        listens.cancel()
-        if serving.done():
-            await serving  # raises why
-        return server
 
 
 def _log_as(log_format: LogFormat | None) -> None:
@@ -243,6 +242,7 @@ def application(
         graceful_shutdown_timeout_s=settings.drain_s,
         graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
         health_check_period_s=_HEALTH_S,
+        health_check_timeout_s=_SILENCE_S,
         ray_actor_options={"num_cpus": 0, "runtime_env": _ENVIRONMENT},
         logging_config=_LOGGING,
     )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from types import SimpleNamespace
 
 import pytest
 
-from pensieve_jax.core.errors import EngineClosedError
+from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, UnknownTurnError
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.server.listening import bind
+from pensieve_jax.server.listening import Listening, NotListeningError, bind
 from pensieve_jax.server.replicas.plan import ReplicaPlan
-from pensieve_jax.server.replicas.report_link import ReportListener
+from pensieve_jax.server.replicas.report_link import ReportLinks
+from pensieve_jax.server.replicas.report_listener import ReportListener
 from tests.server.replicas.fakes import FakeReplicas, routed, spec_of
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
@@ -23,7 +25,12 @@ def front_of(**parts):
     """Without what its start asks for."""
     from pensieve_jax.server.replicas.serve_app import Front
 
-    front = Front.__new__(Front)
+    class Quiet(Front):
+        """Serve calls what Python would, and awaits it."""
+
+        def __del__(self) -> None: ...
+
+    front = Quiet.__new__(Quiet)
     for name, part in parts.items():
         setattr(front, name, part)
     return front
@@ -53,7 +60,7 @@ async def hello(scope, receive, send):
 
 
 async def asked(address):
-    """The answer of a server, whose connection stays open."""
+    """What a server answers."""
     reader, writer = await asyncio.open_connection(*address)
     writer.write(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
     head = await reader.readuntil(b"\r\n\r\n")
@@ -62,39 +69,97 @@ async def asked(address):
     return head.split()[1], body
 
 
-def test_a_front_with_an_address_listens_there_until_it_has_drained(monkeypatch):
-    from pensieve_jax.server.replicas.serve_app import Front
-
-    monkeypatch.setattr(Front, "_application", lambda _: hello)
-
+def test_a_front_with_an_address_listens_until_it_has_drained_and_is_well_until_then():
     async def work():
-        front = front_of(_engine=await routed(FakeReplicas()), _listener=ReportListener(), _tasks=[])
-        listening = bind("127.0.0.1", 0)
-        address = listening.getsockname()
-        front._http = await front._listen(listening)
+        socket_ = bind("127.0.0.1", 0)
+        address, http, listener = socket_.getsockname(), Listening(hello, socket_), ReportListener()
+        watch = asyncio.get_running_loop().create_future()
+        front = front_of(_engine=await routed(FakeReplicas()), _listener=listener, _http=http, _watch=watch)
+        await http.begun()
         await front.check_health()
         assert await asked(address) == (b"200", b"hello")
+        waiting = listener.open()
         await front.drain(1.0)
         with pytest.raises(ConnectionRefusedError):
             await asked(address)
-        with pytest.raises(EngineClosedError, match="without being told"):
+        with pytest.raises(EngineDiedError):
+            await waiting.take()
+        watch.set_result(None)
+        with pytest.raises(EngineClosedError, match="does not look"):
             await front.check_health()
 
     asyncio.run(work())
 
 
-def test_a_front_that_cannot_listen_does_not_start(monkeypatch):
+def test_a_front_whose_server_has_ended_is_not_well():
+    class Ended:
+        def check(self):
+            raise NotListeningError("ended")
+
+    async def work():
+        watch = asyncio.get_running_loop().create_future()
+        with pytest.raises(NotListeningError):
+            await front_of(_watch=watch, _http=Ended()).check_health()
+
+    asyncio.run(work())
+
+
+def test_a_front_that_serve_takes_away_lets_its_turns_end():
     from pensieve_jax.server.replicas.serve_app import Front
 
-    async def ends_at_once(self, sockets):
-        for one in sockets:
-            one.close()
-        raise ZeroDivisionError("no lifespan")
+    drained = []
 
-    monkeypatch.setattr(Front, "_application", lambda _: hello)
-    monkeypatch.setattr("pensieve_jax.server.listening.HttpServer.serve", ends_at_once)
-    with pytest.raises(ZeroDivisionError):
-        asyncio.run(front_of(_tasks=[])._listen(bind("127.0.0.1", 0)))
+    async def drain(seconds):
+        drained.append(seconds)
+
+    async def work():
+        front = front_of(_settings=ServerSettings(is_routed=True, drain_s=7.0), _http=None)
+        front.drain = drain
+        await Front.__del__(front)
+        await Front.__del__(front_of())  # one that never started
+
+    asyncio.run(work())
+    assert drained == [7.0]
+
+
+def test_a_replica_says_all_of_a_run_on_its_stream_and_then_that_it_is_over():
+    from pensieve_jax.server.replicas.serve_app import EngineReplica
+
+    class Replica:
+        def __init__(self, lines) -> None:
+            self._lines, self.is_closed = lines, False
+
+        async def run(self, submission):
+            try:
+                for line in self._lines:
+                    if isinstance(line, Exception):
+                        raise line
+                    yield line
+            finally:
+                self.is_closed = True
+
+    async def work():
+        listener, links = ReportListener(), ReportLinks()
+        address = await listener.listen("127.0.0.1")
+
+        async def told(*lines):
+            actor, inbox = SimpleNamespace(_links=links, _replica=Replica(lines)), listener.open()
+            try:
+                await EngineReplica.run(actor, b"turns", address, inbox.number)
+            finally:
+                assert actor._replica.is_closed
+            found = []
+            while (line := await inbox.take()) is not None:
+                found.append(line)
+            return found
+
+        assert await told(b"one", b"two") == [b"one", b"two"]
+        with pytest.raises(UnknownTurnError):
+            await told(b"one", UnknownTurnError("0" * 32))
+        links.close()
+        listener.close()
+
+    asyncio.run(work())
 
 
 def test_a_front_reads_its_keys_again_or_says_why_it_could_not(tmp_path):

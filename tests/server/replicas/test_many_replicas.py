@@ -93,6 +93,8 @@ class Cluster:
         from pensieve_jax.server.replicas.local import set_ray_environment
 
         set_ray_environment()
+        # Beside engines that compile a proxy is slow to start: it would be killed, and begin anew.
+        os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
         self.history, self.port = history, port
         self._file = yaml.safe_load((ROOT / "deploy" / "ray_serve.yaml").read_text("utf-8"))
         self._file |= {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}

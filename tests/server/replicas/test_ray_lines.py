@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
 from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, UnknownTurnError
-from pensieve_jax.server.replicas.report_link import FrontLostError, ReportListener
+from pensieve_jax.server.replicas.report_link import FrontLostError
+from pensieve_jax.server.replicas.report_listener import ReportListener
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Ray imports
@@ -35,7 +37,11 @@ class Call:
         self._may_end.set()
 
     def cancel(self) -> None:
+        from ray.serve.exceptions import RequestCancelledError
+
         self.is_cancelled = True
+        self._error = RequestCancelledError("its id")
+        self._may_end.set()
 
 
 def read(*messages, error=None, ends=True):
@@ -82,15 +88,17 @@ def test_what_a_replica_raises_is_told_as_it_is():
         read(error=UnknownTurnError("0" * 32), ends=False)
 
 
-def test_a_stream_that_the_replica_lost_is_lost_with_its_turns():
-    with pytest.raises(EngineDiedError):
+def test_a_stream_that_the_replica_lost_is_lost_with_its_turns(monkeypatch, caplog):
+    heard(monkeypatch)
+    with pytest.raises(EngineDiedError) as raised:
         read(b"a", error=FrontLostError("no way"), ends=False)
+    assert "no way" in caplog.text and isinstance(raised.value.__cause__, FrontLostError)
 
 
 def test_a_call_that_returns_before_its_stream_has_ended_is_waited_for_only_so_long(monkeypatch):
     from pensieve_jax.server.replicas import ray_replicas
 
-    monkeypatch.setattr(ray_replicas, "ANSWER_S", 0.01, raising=False)
+    monkeypatch.setattr(ray_replicas, "ANSWER_S", 0.01)
     with pytest.raises(EngineDiedError):
         read(b"a", ends=False)
 
@@ -103,17 +111,62 @@ def test_no_replica_at_all_is_a_closed_engine():
         read(error=DeploymentUnavailableError(DeploymentID("EngineReplica", "pensieve")), ends=False)
 
 
-def test_what_nobody_expected_leaves_no_reader_waiting():
+def test_what_nobody_expected_is_logged_and_leaves_no_reader_waiting(monkeypatch, caplog):
+    heard(monkeypatch)
+    with pytest.raises(EngineDiedError):
+        read(error=ZeroDivisionError("a bug"), ends=False)
+    assert "a bug" in caplog.text
+
+
+def test_what_is_left_unread_when_it_is_cancelled_is_not_read():
     from pensieve_jax.server.replicas.ray_replicas import RayLines
 
     async def work():
-        lines = RayLines(Call(ZeroDivisionError("a bug")), ReportListener().open())
-        with pytest.raises(EngineDiedError, match="a bug"):
-            await anext(lines)
-        with pytest.raises(ZeroDivisionError):
-            await lines._waiting
+        inbox = ReportListener().open()
+        inbox.add(b"a")
+        lines = RayLines(Call(), inbox)
+        lines.cancel()
+        return [line async for line in lines]
 
-    asyncio.run(work())
+    assert asyncio.run(work()) == []
+
+
+def test_a_turn_is_asked_for_by_its_key_with_where_its_messages_are_to_go():
+    from pensieve_jax.server.replicas.ray_replicas import RayReplicas
+
+    class Handle:
+        def __init__(self, asked, **options) -> None:
+            self._asked, self._options = asked, options
+
+        def options(self, **more):
+            return Handle(self._asked, **self._options, **more)
+
+        def remote(self, *arguments):
+            self._asked.append((self._options, arguments))
+            return Call()
+
+    async def work():
+        asked, listener = [], ReportListener()
+        replicas = RayReplicas(Handle(asked), listener, "the front")
+        lines = [replicas.run(key, b"turns") for key in ("one", "other")]
+        inboxes = [listener._inboxes[number] for number in (1, 2)]
+        inboxes[1].add(b"second")
+        assert await anext(lines[1]) == b"second"
+        for one in lines:
+            one.cancel()
+        await asyncio.gather(*(one._waiting for one in lines))
+        return asked
+
+    assert asyncio.run(work()) == [
+        ({"method_name": "run", "session_id": key}, (b"turns", "the front", number))
+        for number, key in ((1, "one"), (2, "other"))
+    ]
+
+
+def heard(monkeypatch):
+    """What is logged, which the package keeps to itself."""
+    for name in ("pensieve_jax", "pensieve_jax.server"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
 
 
 @pytest.mark.parametrize("how", ["left", "cancelled", "lost"])

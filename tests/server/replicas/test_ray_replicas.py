@@ -65,7 +65,7 @@ class Handle:
 def ask_all(handle, monkeypatch):
     from pensieve_jax.server.replicas import ray_replicas
 
-    monkeypatch.setattr(ray_replicas, "ANSWER_S", 0.01, raising=False)
+    monkeypatch.setattr(ray_replicas, "ANSWER_S", 0.01)
 
     async def asked():
         async with asyncio.timeout(30):

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+import socket
+from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 
 from pensieve_jax.core.errors import EngineDiedError
 from pensieve_jax.server.engine_process.wire import FrameWriter
-from pensieve_jax.server.replicas.report_link import (
-    FrontLostError,
-    Hello,
-    ReplyTo,
-    ReportLinks,
-    ReportListener,
-    Said,
-)
+from pensieve_jax.server.replicas import report_link, report_listener
+from pensieve_jax.server.replicas.report_link import FrontLostError, Hello, ReplyTo, ReportLinks, Said
+from pensieve_jax.server.replicas.report_listener import ReportListener
 
 HOST = "127.0.0.1"
 
@@ -46,44 +42,54 @@ async def all_of(inbox):
     return found
 
 
+async def lost(link):
+    """Wait until a link knows that it is lost."""
+    if not link.is_lost:
+        link.pause_writing()
+        await link._may_write.wait()
+    assert link.is_lost
+
+
 def test_streams_share_a_connection_and_each_has_its_own_in_order():
     async def work():
         async with front() as (listener, links, address):
-            first, second = await links.to(address), await links.to(address)
-            assert first is second
+            link = await links.to(address)
+            assert link is await links.to(address)
             inboxes = [listener.open() for _ in range(3)]
-            for piece in range(50):
-                for inbox in inboxes:
-                    await first.send(inbox.number, b"%d of %d" % (piece, inbox.number))
-            for inbox in inboxes:
-                await first.send(inbox.number, b"")
+            with ExitStack() as stack:
+                streams = [stack.enter_context(link.stream(inbox.number)) for inbox in inboxes]
+                for piece in range(50):
+                    for inbox, stream in zip(inboxes, streams, strict=True):
+                        await stream.send(b"%d of %d" % (piece, inbox.number))
+                for stream in streams:
+                    await stream.send(b"")
             for inbox in inboxes:
                 assert await all_of(inbox) == [b"%d of %d" % (piece, inbox.number) for piece in range(50)]
                 assert inbox.has_ended
+            (connection,) = listener._connections
+            assert not connection.streams and not listener._inboxes and not link._open_runs
 
     run(work())
 
 
 def test_what_comes_at_a_time_is_one_frame(monkeypatch):
+    class Counting(FrameWriter):
+        def frame(self, message):
+            frames.append(message)
+            return super().frame(message)
+
+    frames = []
+
     async def work():
         async with front() as (listener, links, address):
             link, inbox = await links.to(address), listener.open()
-            frames = []
-            monkeypatch.setattr(link, "_writer", Counting(frames))
-            for number in range(100):
-                await link.send(inbox.number, b"%d" % number)
-            await link.send(inbox.number, b"")
-            assert len(await all_of(inbox)) == 100
+            monkeypatch.setattr(link, "_writer", Counting())
+            with link.stream(inbox.number) as stream:
+                for number in range(100):
+                    await stream.send(b"%d" % number)
+                await stream.send(b"")
+                assert len(await all_of(inbox)) == 100
             assert len(frames) == 1
-
-    class Counting(FrameWriter):
-        def __init__(self, frames) -> None:
-            super().__init__()
-            self._frames = frames
-
-        def frame(self, message):
-            self._frames.append(message)
-            return super().frame(message)
 
     run(work())
 
@@ -93,34 +99,74 @@ def test_a_lost_connection_fails_the_streams_that_came_over_it_behind_what_has_c
         async with front() as (listener, links, address):
             others = ReportLinks()
             link, other = await links.to(address), await others.to(address)
-            lost, ended, kept = (listener.open() for _ in range(3))
-            await link.send(lost.number, b"begun")
-            await link.send(ended.number, b"all")
-            await link.send(ended.number, b"")
-            await other.send(kept.number, b"here")
-            assert await lost.take() == b"begun"
-            assert await kept.take() == b"here"
-            links.close()
-            with pytest.raises(EngineDiedError):
-                await lost.take()
-            assert await all_of(ended) == [b"all"]
-            await other.send(kept.number, b"")
-            assert await all_of(kept) == []
+            broken, ended, kept = (listener.open() for _ in range(3))
+            with (
+                link.stream(broken.number) as first,
+                link.stream(ended.number) as second,
+                other.stream(kept.number) as third,
+            ):
+                await first.send(b"begun")
+                await second.send(b"all")
+                await second.send(b"")
+                await third.send(b"here")
+                assert await broken.take() == b"begun"
+                assert await kept.take() == b"here"
+                await first.send(b"more")
+                links.close()  # what was sent is on its way before
+                assert await broken.take() == b"more"
+                with pytest.raises(EngineDiedError):
+                    await broken.take()
+                assert await all_of(ended) == [b"all"]
+                await third.send(b"")
+                assert await all_of(kept) == []
             others.close()
 
     run(work())
 
 
-def test_nothing_more_is_taken_of_a_stream_that_nobody_reads():
+def test_of_two_runs_on_one_stream_only_the_first_is_heard_and_the_other_is_told():
+    """Serve may send a call again whose first answer was lost; the first replica has it all the same."""
+
     async def work():
         async with front() as (listener, links, address):
-            link = await links.to(address)
-            left, read = listener.open(), listener.open()
-            left.add(b"")
-            await link.send(left.number, b"too late")
-            await link.send(read.number, b"")
-            assert await all_of(read) == []
-            assert await all_of(left) == []
+            inbox = listener.open()
+            with ExitStack() as stack:
+                # On another replica, and again on the same one.
+                here, there = await links.to(address), await ReportLinks().to(address)
+                first, second, third = (
+                    stack.enter_context(link.stream(inbox.number)) for link in (here, there, here)
+                )
+                await first.send(b"one")
+                assert await inbox.take() == b"one"
+                for late in (second, third):
+                    with pytest.raises(FrontLostError, match="does not read"):
+                        while True:  # until word has come
+                            await late.send(b"another")
+                            await asyncio.sleep(0)
+                await first.send(b"two")
+                await first.send(b"")
+                assert await all_of(inbox) == [b"two"]
+                there.close()
+
+    run(work())
+
+
+def test_whoever_feeds_a_stream_that_was_left_is_told():
+    async def work():
+        async with front() as (listener, links, address):
+            link, inbox = await links.to(address), listener.open()
+            with link.stream(inbox.number) as stream:
+                await stream.send(b"read")
+                await stream.send(b"not read")
+                assert await inbox.take() == b"read"
+                inbox.leave()
+                assert await all_of(inbox) == []
+                with pytest.raises(FrontLostError, match="does not read"):
+                    while True:
+                        await stream.send(b"too late")
+                        await asyncio.sleep(0)
+            (connection,) = listener._connections
+            assert not connection.streams and not listener._inboxes
 
     run(work())
 
@@ -130,17 +176,46 @@ def test_a_front_that_is_gone_is_told_to_whoever_sends():
         links = ReportLinks()
         async with front() as (listener, _, address):
             link, inbox = await links.to(address), listener.open()
-            await link.send(inbox.number, b"here")
-            assert await inbox.take() == b"here"
-        while not link.is_lost:
-            await asyncio.sleep(0)
+            with link.stream(inbox.number) as stream:
+                await stream.send(b"here")
+                assert await inbox.take() == b"here"
+                listener.close()
+                with pytest.raises(EngineDiedError):
+                    await inbox.take()
+                await lost(link)  # also whoever waits for the front to take something
+                with pytest.raises(FrontLostError, match="is gone"):
+                    await stream.send(b"anybody?")
+        for _ in range(2):  # one that failed is not taken for one that stands
+            with pytest.raises(FrontLostError, match="cannot be reached"):
+                await links.to(address)
         with pytest.raises(FrontLostError):
-            await link.send(inbox.number, b"anybody?")
-        with pytest.raises(FrontLostError, match="cannot be reached"):
-            await links.to(address)
-        with pytest.raises(FrontLostError):  # one that failed is not remembered as one that stands
-            await links.to(address)
+            await links.to(ReplyTo(HOST, address.port, "the next front's"))
+        assert len(links._links) == 1
         links.close()
+
+    run(work())
+
+
+def test_a_front_that_does_not_answer_is_not_waited_for(monkeypatch):
+    async def never(*_):
+        await asyncio.Event().wait()
+
+    async def work():
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", never, raising=False)
+        with pytest.raises(FrontLostError, match="TimeoutError"):
+            await ReportLinks().to(ReplyTo(HOST, 1, "token"))
+
+    monkeypatch.setattr(report_link, "_CONNECT_S", 0.01)
+    run(work())
+
+
+def test_who_is_cancelled_while_it_connects_takes_nobodys_connection_along():
+    async def work():
+        async with front() as (_, links, address):
+            first, second = (asyncio.ensure_future(links.to(address)) for _ in range(2))
+            await asyncio.sleep(0)
+            first.cancel()
+            assert not (await second).is_lost
 
     run(work())
 
@@ -149,13 +224,64 @@ def test_a_front_that_takes_nothing_is_waited_for():
     async def work():
         async with front() as (listener, links, address):
             link, inbox = await links.to(address), listener.open()
-            link.pause_writing()
-            sending = asyncio.ensure_future(link.send(inbox.number, b"later"))
-            await asyncio.sleep(0)
-            assert not sending.done()
-            link.resume_writing()
-            await sending
-            assert await inbox.take() == b"later"
+            with link.stream(inbox.number) as stream:
+                link.pause_writing()
+                sending = asyncio.ensure_future(stream.send(b"later"))
+                await asyncio.sleep(0)
+                assert not sending.done()
+                link.resume_writing()
+                await sending
+                assert await inbox.take() == b"later"
+
+    run(work())
+
+
+def test_both_ends_notice_one_that_is_silent():
+    async def work():
+        async with front() as (listener, links, address):
+            link, inbox = await links.to(address), listener.open()
+            with link.stream(inbox.number) as stream:
+                await stream.send(b"here")
+                await inbox.take()
+            (connection,) = listener._connections
+            for transport in (link._transport, connection._transport):
+                found = transport.get_extra_info("socket")
+                assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                if hasattr(socket, "TCP_USER_TIMEOUT"):
+                    assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
+
+    run(work())
+
+
+def test_a_connection_that_brings_nothing_is_dropped():
+    async def work():
+        async with front() as (listener, links, address):
+            link, inbox, other = await links.to(address), listener.open(), listener.open()
+            with link.stream(inbox.number) as stream, link.stream(other.number) as beside:
+                await stream.send(b"begun")
+                await beside.send(b"begun")
+                assert await other.take() == await inbox.take() == b"begun"
+                inbox.drop_connection()
+                with pytest.raises(EngineDiedError):
+                    await other.take()
+                await lost(link)
+                assert await links.to(address) is not link
+
+    run(work())
+
+
+def test_a_frame_that_is_too_long_loses_the_connection(monkeypatch):
+    monkeypatch.setattr("pensieve_jax.server.engine_process.wire.MAX_FRAME_BYTES", 1000)
+
+    async def work():
+        async with front() as (listener, links, address):
+            link, inbox = await links.to(address), listener.open()
+            with link.stream(inbox.number) as stream:
+                await stream.send(b"begun")
+                assert await inbox.take() == b"begun"
+                await stream.send(bytes(2000))
+                with pytest.raises(EngineDiedError):
+                    await inbox.take()
 
     run(work())
 
@@ -163,14 +289,18 @@ def test_a_front_that_takes_nothing_is_waited_for():
 @pytest.mark.parametrize(
     "sent",
     [
-        [Said([(1, b"no token")])],
-        [Hello("not the token"), Said([(1, b"a wrong one")])],
+        [Said([(1, 1, b"no token")])],
+        [Hello("not the token"), Said([(1, 1, b"a wrong one")])],
         b"GET / HTTP/1.1\r\n\r\n",
         b"PJX1" + (100_000).to_bytes(4, "big") + bytes(50_000),
+        b"",
     ],
-    ids=["none", "wrong", "noise", "much"],
+    ids=["none", "wrong", "noise", "much", "nothing"],
 )
-def test_whoever_does_not_know_the_token_is_not_heard(sent):
+def test_whoever_does_not_know_the_token_is_not_heard(sent, monkeypatch):
+    if sent == b"":
+        monkeypatch.setattr(report_listener, "_HELLO_S", 0.01)
+
     async def work():
         async with front() as (listener, _, address):
             inbox = listener.open()
@@ -180,7 +310,7 @@ def test_whoever_does_not_know_the_token_is_not_heard(sent):
             with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                 await reader.readexactly(1)
             writer.close()
-            assert not inbox.has_ended
+            assert not inbox.has_ended and not listener.num_unknown
             inbox.fail(EngineDiedError("nothing came"))
             with pytest.raises(EngineDiedError, match="nothing came"):
                 await inbox.take()
@@ -188,13 +318,20 @@ def test_whoever_does_not_know_the_token_is_not_heard(sent):
     run(work())
 
 
-def test_nobody_is_where_nobody_listens():
+def test_not_too_many_are_waited_for_who_say_nothing(monkeypatch):
+    monkeypatch.setattr(report_listener, "_MAX_UNKNOWN", 2)
+
     async def work():
-        links = ReportLinks()
-        async with front() as (_, _, address):
-            nowhere = ReplyTo(HOST, address.port, "another front's")
-        with pytest.raises(FrontLostError):
-            await links.to(nowhere)
-        links.close()
+        async with front() as (listener, links, address):
+            link = await links.to(address)  # which is known
+            with link.stream(0) as stream:
+                await stream.send(b"")
+                both = [await asyncio.open_connection(address.host, address.port) for _ in range(2)]
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    await reader.readexactly(1)
+                assert listener.num_unknown == 2 and not link.is_lost
+                for one in (writer, *(writer for _, writer in both)):
+                    one.close()
 
     run(work())

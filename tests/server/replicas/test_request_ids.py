@@ -11,6 +11,7 @@ import pytest
 
 from pensieve_jax.server.http.middleware import ErrorReplies, RequestLog
 from pensieve_jax.server.logs import log_to
+from pensieve_jax.server.replicas.pacing import Paced
 from pensieve_jax.server.replicas.request_ids import ProxysRequestId
 from tests.log_state import kept_log
 
@@ -81,11 +82,8 @@ def test_what_is_no_request_passes():
     assert seen == [{"type": "lifespan"}]
 
 
-def test_the_fronts_application_leaves_ids_to_the_proxy(monkeypatch):
-    from pensieve_jax.server.replicas import serve_app
+def test_the_fronts_application_leaves_ids_to_the_proxy_and_keeps_its_pace():
+    from pensieve_jax.server.replicas.serve_app import Front
 
-    monkeypatch.setattr(serve_app, "make_application", lambda *_, **__: answers)
-    front = serve_app.Front.__new__(serve_app.Front)
-    front._engine = front._settings = front._keys = None
-    front._names = SimpleNamespace(new_root=None)
-    assert isinstance(front.__serve_build_asgi_app__(), ProxysRequestId)
+    app = Front.__serve_build_asgi_app__(SimpleNamespace(_application=lambda: answers))
+    assert isinstance(app, ProxysRequestId) and isinstance(app._app, Paced) and app._app._app is answers
