@@ -220,7 +220,9 @@ def _cannot_connect(error: psycopg.Error, location: PostgresLocation) -> History
     reason = location.without_secret(_words(error))
     where = f"history is {location.shown!r}"
     # The client library passes on the words of the server, and not always its code.
-    if _state(error).startswith(_DENIED) or "authentication failed" in reason or "no password" in reason:
+    no_such_user = "role" in reason and "does not exist" in reason
+    denied = no_such_user or "authentication failed" in reason or "no password" in reason
+    if _state(error).startswith(_DENIED) or denied:
         return HistoryDeniedError(
             f"{where}, which refuses this user or password ({reason}); give the user in the URL, and the "
             "password in ~/.pgpass or PGPASSWORD."

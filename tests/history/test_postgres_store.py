@@ -105,6 +105,11 @@ def test_a_wrong_password_is_refused_by_name_and_never_shown(postgres):
         opened(right.replace(f":{PASSWORD}", ""))
 
 
+def test_a_user_who_is_not_there_is_refused_by_name(postgres):
+    with pytest.raises(HistoryDeniedError, match="nobody-here"):
+        opened(postgres.url(user="nobody-here"))
+
+
 def test_a_user_who_may_not_is_refused(postgres, url):
     opened(url).close()
     with pytest.raises(HistoryDeniedError, match="permission denied"):

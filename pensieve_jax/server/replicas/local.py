@@ -20,7 +20,8 @@ import queue
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
@@ -36,7 +37,14 @@ from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.listening import EXIT_AT_ONCE, EXIT_ENDED, address_of, bind
 from pensieve_jax.server.replicas.plan import FLUSH_S, ReplicaPlan
 from pensieve_jax.server.replicas.serve_app import FRONT, REPLICA, application
-from pensieve_jax.server.replicas.starting import Seen, StartReport, problem_in_words, telling
+from pensieve_jax.server.replicas.starting import (
+    Attendance,
+    Seen,
+    StartReport,
+    problem_in_words,
+    telling,
+    watching,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -69,11 +77,12 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
     with bind(settings.host, settings.port) as free:
         address, port = address_of(free), free.getsockname()[1]
     with Signals() as signals, ExitStack() as ending:
-        _log.info("starting Ray on this machine; its processes log in %s", _LOGS)
+        _log.info("starting Ray on this machine")
         try:
             with signals.interrupting():
                 num_gpus = ending.enter_context(running_ray())
                 signals.take_over()  # Ray has handlers of its own
+                _log.info("Ray's processes log in %s", os.path.realpath(_LOGS))
                 _start(plan, settings, num_gpus, port)
         except KeyboardInterrupt:
             return 0
@@ -86,8 +95,9 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
         except _NOT_STARTED as error:
             raise _not_started(error) from error
         announce(address)
-        if not _until_told(signals):
-            return EXIT_ENDED
+        with watching(Attendance(plan.replicas, _log.warning), _seen, _WATCH_S):
+            if not _until_told(signals):
+                return EXIT_ENDED
         _log.info("ending: turns that run get %g s; a second signal ends them at once", settings.drain_s)
         _drain(settings.drain_s)
     return 0
@@ -230,6 +240,21 @@ def _in_words(said: list[str]) -> str:
     return "\n".join([f"The replicas could not be started; what they log is in {_LOGS}.", *said])
 
 
+def kill_descendants() -> None:
+    """End all that this process has started: some of Ray's outlive it by minutes, and ignore SIGTERM."""
+    found, left = [], [os.getpid()]
+    while left:
+        pid = left.pop()
+        with suppress(OSError):  # it has ended meanwhile, or this system has no such files
+            for path in Path(f"/proc/{pid}/task").glob("*/children"):
+                children = list(map(int, path.read_text().split()))
+                found += children
+                left += children
+    for pid in found:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 class Signals:
     """What this process was told, in place of what Ray would do. For the main thread."""
 
@@ -282,6 +307,7 @@ class Signals:
     def _tell(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGHUP:
             if self._is_ending:
+                kill_descendants()
                 os._exit(EXIT_AT_ONCE)
             self._is_ending = True
         self._told.put(number)

@@ -1,8 +1,8 @@
-"""What somebody who waits for replicas is told while they start.
+"""What somebody is told of replicas: while they start, and then of those that go and come.
 
-Owns: which news is worth a line, in which words, and that silence never lasts long.
+Owns: which news is worth a line, in which words, and that silence of a start never lasts long.
 Does not know: Ray, where the news comes from, or how a line is written.
-Called by: `local`, while Serve starts front and replicas.
+Called by: `local`, while Serve starts front and replicas and while they serve.
 """
 
 from __future__ import annotations
@@ -82,6 +82,44 @@ class StartReport:
     def _tell(self, line: str) -> None:
         self._said_s = self._now_s()
         self._say(line)
+
+
+class Attendance:
+    """Lines about an application that serves."""
+
+    def __init__(self, num_replicas: int, say: Callable[[str], object]) -> None:
+        """All are there; `say` takes a line."""
+        self._num_wanted = self._num_there = num_replicas
+        self._is_front_there = True
+        self._say = say
+
+    def see(self, seen: Seen) -> None:
+        """Say what has changed."""
+        if seen.num_ready != self._num_there:
+            self._say(f"{seen.num_ready} of {self._num_wanted} replicas are there; {self._num_there} were")
+            self._num_there = seen.num_ready
+        if seen.is_front_ready != self._is_front_there:
+            self._say("the front is there again" if seen.is_front_ready else "the front is gone")
+            self._is_front_there = seen.is_front_ready
+
+
+@contextmanager
+def watching(attendance: Attendance, look: Callable[[], Seen | None], every_s: float) -> Iterator[None]:
+    """Have a thread look, and tell, until the block is left; nobody waits for it, as a look may take long."""
+    is_over = threading.Event()
+    looking = _Looking(look)
+
+    def watch() -> None:
+        while not is_over.wait(every_s):
+            seen = looking()
+            if seen is not None and not is_over.is_set():
+                attendance.see(seen)
+
+    threading.Thread(target=watch, name="watching", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 @contextmanager

@@ -7,7 +7,9 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.listening import EXIT_ENDED
 from pensieve_jax.server.replicas.plan import ReplicaPlan
+from tests.launching import ROOT
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Ray imports
@@ -132,7 +135,7 @@ def stage(monkeypatch):
     monkeypatch.setattr(local, "check_reachable", lambda history: None)
     monkeypatch.setattr(local, "application", lambda *_: None)
     monkeypatch.setattr(local, "_LOOK_S", 0.0)
-    monkeypatch.setattr(local, "_WATCH_S", 0.001, raising=False)
+    monkeypatch.setattr(local, "_WATCH_S", 0.001)
     for name in local._RAY_ENVIRONMENT:
         monkeypatch.setenv(name, "")
     for name in ("pensieve_jax", "pensieve_jax.server"):  # which a test before may have sent elsewhere
@@ -189,16 +192,64 @@ def test_a_start_that_exits_without_being_told_to_is_a_failure(stage, caplog, wh
 
 @pytest.mark.parametrize("when", ["drain", "delete", "shutdown"])
 def test_a_second_signal_ends_at_once(stage, monkeypatch, when):
+    from pensieve_jax.server.replicas import local
+
     class Ended(BaseException):
         pass
 
     def exit_at_once(status):
         raise Ended(status)
 
+    killed = []
+    monkeypatch.setattr(local, "kill_descendants", lambda: killed.append("all"))
     monkeypatch.setattr(os, "_exit", exit_at_once)
     stage.when[when] = lambda: (stage.when.clear(), signal.raise_signal(signal.SIGINT))
     with pytest.raises(Ended, match="143"):
         serve_replicas(ends)
+    assert killed == ["all"]
+
+
+def test_processes_of_processes_are_killed_too():
+    """Those that this one did not start itself, and that take no notice of SIGTERM."""
+    ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); "
+    starts = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    kills = (
+        "import subprocess, sys; from pensieve_jax.server.replicas.local import kill_descendants; "
+        "one = subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], stdout=subprocess.PIPE, text=True); "
+        "assert one.stdout.readline() == 'here\\n'; kill_descendants(); "
+        "assert one.wait() == -9 and one.stdout.read() == ''"  # whose end the last of them closes
+    )
+    command = [sys.executable, "-W", "ignore", "-c", kills, starts, ignores + "signal.pause()"]
+    subprocess.run(command, check=True, timeout=60, cwd=ROOT)
+
+
+def test_while_it_serves_the_log_tells_who_is_gone_and_who_is_back(stage, caplog, monkeypatch):
+    from pensieve_jax.server.replicas import local
+
+    run, is_served = local.serve.status, threading.Event()
+    seen = iter([(1, 1), (2, 0), (2, 1), "the end", *[(2, 1)] * 1000])
+
+    def status():
+        found = run()
+        if is_served.is_set() and stage.done[-1] == "run":
+            now = next(seen)
+            if now == "the end":  # what came before has been told
+                os.kill(os.getpid(), signal.SIGTERM)
+                now = (2, 1)
+            deployments = found.applications["pensieve"].deployments
+            for name, num in zip(NAMES, now, strict=True):
+                deployments[name].replica_states["RUNNING"] = num
+        return found
+
+    monkeypatch.setattr(local.serve, "status", status)
+    assert serve_replicas(announce=lambda address: is_served.set()) == 0
+    lines = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert lines == [
+        "1 of 2 replicas are there; 2 were",
+        "2 of 2 replicas are there; 1 were",
+        "the front is gone",
+        "the front is there again",
+    ]
 
 
 def test_a_front_that_cannot_be_asked_to_drain_keeps_nobody(stage, caplog):
@@ -270,8 +321,8 @@ def test_a_start_says_what_it_waits_for_and_then_where_it_serves(stage, caplog):
     addresses = []
     serve_replicas(lambda address: (addresses.append(address), ends(address)))
     lines = [record.getMessage() for record in caplog.records]
-    words = ["Ray on this machine", "Ray Serve", "starting 2 replicas", "replica 1 of 2", "replica 2 of 2"]
-    assert [word in line for word, line in zip(words, lines, strict=False)] == [True] * 5
+    words = ["on this machine", "log in /", "Ray Serve", "starting 2", "replica 1 of 2", "replica 2 of 2"]
+    assert [word in line for word, line in zip(words, lines, strict=False)] == [True] * 6
     assert addresses[0].startswith("http://127.0.0.1:")
 
 
