@@ -120,9 +120,10 @@ class Listening:
     """A server in a loop that has other things to do as well."""
 
     def __init__(self, app: ASGIApp, listening: socket.socket) -> None:
-        """It begins; see `begun`."""
+        """It begins; see `begun`. The socket is closed at the end, whatever that is."""
         self._server = HttpServer(app)
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
+        self._serving.add_done_callback(lambda _: listening.close())
 
     async def begun(self) -> None:
         """Wait until it listens; raises NotListeningError, and whatever else keeps it from that."""

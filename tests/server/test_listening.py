@@ -296,19 +296,24 @@ def test_a_server_whose_application_does_not_start_is_an_error_and_ends_no_loop(
         await send({"type": "lifespan.startup.failed", "message": "no"})
 
     async def work():
+        listening = bind("127.0.0.1", 0)
         with pytest.raises(NotListeningError, match="could not be started"):
-            await Listening(refuses, bind("127.0.0.1", 0)).begun()
+            await Listening(refuses, listening).begun()
+        assert listening.fileno() == -1
 
     asyncio.run(work())
 
 
 def test_a_server_that_ends_by_itself_is_seen():
     async def work():
-        server = Listening(hello, bind("127.0.0.1", 0))
+        listening = bind("127.0.0.1", 0)
+        server = Listening(hello, listening)
         await server.begun()
         server._serving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await server._serving
+        await asyncio.sleep(0)
+        assert listening.fileno() == -1
         with pytest.raises(NotListeningError, match="without being told"):
             server.check()
 
