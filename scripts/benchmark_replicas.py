@@ -126,16 +126,17 @@ def measured(replicas: int | None) -> dict[str, Any]:
     num_clients = FLAGS.num_clients * (replicas or 1) if FLAGS.clients_per_replica else FLAGS.num_clients
     with ServedProcess([f"--history={FLAGS.history}", *shlex.split(FLAGS.serve), *many]) as served:
         found = asyncio.run(load(served.host, served.port, num_clients))
-    found = {"num_clients": num_clients, **found}
-    name = _SINGLE if replicas is None else f"{replicas} behind Ray"
-    print(f"{name}: {json.dumps(found)}", file=sys.stderr)  # a system takes minutes; the table comes last
-    return found
+    return {"num_clients": num_clients, **found}
 
 
 def main() -> int:
     systems: dict[str, int | None] = {_SINGLE: None}
     systems |= {f"{count} behind Ray": count for count in map(int, FLAGS.replicas)}
-    rounds = [{name: measured(count) for name, count in systems.items()} for _ in range(FLAGS.num_rounds)]
+    rounds: list[dict[str, dict[str, Any]]] = [{} for _ in range(FLAGS.num_rounds)]
+    for found in rounds:
+        for name, count in systems.items():
+            found[name] = measured(count)  # which takes minutes; the table comes last
+            print(f"{name}: {json.dumps(found[name])}", file=sys.stderr)
     rows = [
         [
             name,

@@ -35,9 +35,8 @@ def kv_bytes(
         cache = CacheConfig(**config["cache"])
     elif cache.gpu_memory_fraction is not None:
         return None
-    page = chunk_bytes(
-        model, cache.chunk_tokens, resolve_dtype(dtype, model), cache.kv_dtype if is_ours else None
-    )
+    own = resolve_dtype(dtype, model)
+    page = chunk_bytes(model, cache.chunk_tokens, own, cache.kv_dtype if is_ours else None)
     if cache.kv_dtype is not None and not is_ours:
-        page //= resolve_dtype(dtype, model).itemsize  # 8 bits a number
+        page //= own.itemsize  # 8 bits a number
     return cache.gpu_pages * page

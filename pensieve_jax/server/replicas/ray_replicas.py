@@ -61,12 +61,10 @@ class RayReplicas:
         """Ask the replica of a key."""
         try:
             answer: bytes = await self._ask.options(session_id=key).remote(question)
-        except DeploymentUnavailableError as error:
-            raise EngineClosedError("There are no replicas: they cannot be started.") from error
         except PensieveError:
             raise
         except _FAILED as error:
-            raise EngineDiedError(_LOST) from error
+            raise _told(error) from error
         return answer
 
     async def ask_all(self, question: bytes) -> list[bytes]:
@@ -94,6 +92,13 @@ class RayReplicas:
             for one in asking:
                 one.cancel()
         return [one.result() for one in there if not _says_why_not(one)]
+
+
+def _told(error: BaseException) -> PensieveError:
+    """What an error that is not a replica's own says of it."""
+    if isinstance(error, DeploymentUnavailableError):
+        return EngineClosedError("There are no replicas: they cannot be started.")
+    return EngineDiedError(_LOST)
 
 
 def _says_why_not(asked: asyncio.Future[bytes]) -> bool:
@@ -153,12 +158,10 @@ class RayLines:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        if isinstance(error, DeploymentUnavailableError):
-            told: Exception = EngineClosedError("There are no replicas: they cannot be started.")
-        elif isinstance(error, PensieveError) and not isinstance(error, FrontLostError):
-            told = error  # of the replica, which Ray passes on
+        if isinstance(error, PensieveError) and not isinstance(error, FrontLostError):
+            told: PensieveError = error  # of the replica, which Ray passes on
         else:
-            told = EngineDiedError(_LOST)
+            told = _told(error)
             told.__cause__ = error
         if isinstance(error, FrontLostError):
             _log.warning("what a replica had to say could not come here: %s", error)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -119,10 +121,15 @@ class ReportLink(asyncio.Protocol):
         link._transport.write(link._writer.frame(Hello(front.token)))
         return link
 
-    def stream(self, number: int) -> OutStream:
-        """What a new run says to a stream of the front; to be used as a context manager."""
-        self._last_run += 1
-        return OutStream(self, number, self._last_run)
+    @contextmanager
+    def stream(self, number: int) -> Iterator[OutStream]:
+        """What a new run says to a stream of the front, until the block is left."""
+        self._last_run = run = self._last_run + 1
+        self._open_runs.add(run)
+        try:
+            yield OutStream(self, number, run)
+        finally:
+            self._open_runs.discard(run)
 
     def close(self) -> None:
         """Once what was sent has left."""
@@ -141,14 +148,6 @@ class ReportLink(asyncio.Protocol):
         if not self._messages:
             self._loop.call_soon(self._flush)
         self._messages.append((number, run, message))
-
-    def begin(self, run: int) -> None:
-        """Somebody may read it."""
-        self._open_runs.add(run)
-
-    def end(self, run: int) -> None:
-        """It says nothing more."""
-        self._open_runs.discard(run)
 
     # Of the transport
 
@@ -203,15 +202,6 @@ class OutStream:
         Raises FrontLostError where the front is gone, or reads this no more.
         """
         await self._link.send(self._number, self._run, message)
-
-    def __enter__(self) -> OutStream:
-        """It begins."""
-        self._link.begin(self._run)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """It says nothing more."""
-        self._link.end(self._run)
 
 
 def notice_silence(transport: asyncio.BaseTransport) -> None:

@@ -119,7 +119,11 @@ class ReportListener:
         self._last_number = 0
         self._server: asyncio.Server | None = None
         self._connections: set[_Incoming] = set()
-        self.num_unknown = 0
+
+    @property
+    def num_unknown(self) -> int:
+        """Connections that have not said the token."""
+        return sum(not connection.is_known for connection in self._connections)
 
     async def listen(self, host: str) -> ReplyTo:
         """From now on; `host` is this machine's address as replicas reach it. Raises OSError."""
@@ -166,33 +170,32 @@ class _Incoming(asyncio.Protocol):
     """One replica's connection, at the front.
 
     Attributes:
+      is_known: it has said the token.
       streams: that are fed over it.
     """
 
     def __init__(self, listener: ReportListener) -> None:
         self._listener = listener
         self._frames, self._writer = FrameReader(Hello | Said), FrameWriter()
-        self._is_known = False
+        self.is_known = False
         self._num_bytes = 0
         self._transport: Any = None
-        self._deadline: asyncio.TimerHandle | None = None
+        self._deadline = asyncio.get_running_loop().call_later(_HELLO_S, self.close)
         self.streams: set[Inbox] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
         notice_silence(transport)
         self._listener.begin(self)
-        self._listener.num_unknown += 1
         if self._listener.num_unknown > _MAX_UNKNOWN:
             self.close()
-        self._deadline = asyncio.get_running_loop().call_later(_HELLO_S, self.close)
 
     def data_received(self, data: bytes) -> None:
         try:
             for message in self._frames.feed(data):
                 self._take(message)
             self._num_bytes += len(data)
-            if not self._is_known and self._num_bytes > _MAX_UNKNOWN_BYTES:
+            if not self.is_known and self._num_bytes > _MAX_UNKNOWN_BYTES:
                 raise WireError("It says too much before this front's token.")
         except WireError as error:
             _log.warning("a connection that is no replica's, or of another release: %s", error)
@@ -200,25 +203,18 @@ class _Incoming(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._listener.end(self)
-        self._know()
+        self._deadline.cancel()
         for inbox in list(self.streams):
             inbox.fail(EngineDiedError(_GONE))
 
     def close(self) -> None:
         self._transport.abort()
 
-    def _know(self) -> None:
-        """It is no stranger, or not there, any more."""
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-            self._listener.num_unknown -= 1
-
     def _take(self, message: Hello | Said) -> None:
         if isinstance(message, Hello) and self._listener.is_ours(message.token):
-            self._is_known = True
-            self._know()
-        if not self._is_known:
+            self.is_known = True
+            self._deadline.cancel()
+        if not self.is_known:
             raise WireError("It does not begin with this front's token.")
         if isinstance(message, Said):
             for number, run, line in message.messages:

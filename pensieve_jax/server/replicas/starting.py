@@ -106,44 +106,41 @@ class Attendance:
 @contextmanager
 def watching(attendance: Attendance, look: Callable[[], Seen | None], every_s: float) -> Iterator[None]:
     """Have a thread look, and tell, until the block is left; nobody waits for it, as a look may take long."""
-    is_over = threading.Event()
-    looking = _Looking(look)
-
-    def watch() -> None:
-        while not is_over.wait(every_s):
-            seen = looking()
-            if seen is not None and not is_over.is_set():
-                attendance.see(seen)
-
-    threading.Thread(target=watch, name="watching", daemon=True).start()
-    try:
+    with _thread_that_looks(_Looking(look), attendance.see, every_s, patience_s=0.0):
         yield
-    finally:
-        is_over.set()
 
 
 @contextmanager
 def telling(report: StartReport, look: Callable[[], Seen | None]) -> Iterator[None]:
     """Have a thread look, and tell, until the block is left; None where there was nothing to see."""
-    is_over = threading.Event()
     looking = _Looking(look)
+    with _thread_that_looks(looking, report.see, LOOK_S, patience_s=_PATIENCE_S):
+        yield
+    seen = looking()
+    if seen is not None:
+        report.see(seen)
 
-    def tell() -> None:
-        while not is_over.wait(LOOK_S):
+
+@contextmanager
+def _thread_that_looks(
+    looking: _Looking, see: Callable[[Seen], None], every_s: float, *, patience_s: float
+) -> Iterator[None]:
+    """Until the block is left, and then waited for as long as `patience_s`; it tells nothing any more."""
+    is_over = threading.Event()
+
+    def work() -> None:
+        while not is_over.wait(every_s):
             seen = looking()
             if seen is not None and not is_over.is_set():
-                report.see(seen)
+                see(seen)
 
-    thread = threading.Thread(target=tell, name="telling", daemon=True)
+    thread = threading.Thread(target=work, name="looking at replicas", daemon=True)
     thread.start()
     try:
         yield
     finally:
         is_over.set()
-        thread.join(_PATIENCE_S)
-    seen = looking()
-    if seen is not None:
-        report.see(seen)
+        thread.join(patience_s)
 
 
 class _Looking:
