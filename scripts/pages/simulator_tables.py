@@ -16,6 +16,8 @@ from pages.paper_tables import markdown
 
 _LLAMA: Final = "llama2-13b-gqa10"
 _OPT: Final = "opt-13b"
+_LLAMA_70B: Final = "llama2-70b"
+_OPT_66B: Final = "opt-66b"
 _H200: Final = f"h200_{_LLAMA}"
 _KINDS: Final = ("new", "knee", "fitted", "older")
 _BUCKETS: Final = (128, 256, 512, 1024, 2048)
@@ -92,6 +94,8 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "validation-opt": partial(_latencies, f"h200_{_OPT}", "new", _OPT),
     "validation-kv": partial(_latencies, f"{_H200}_kv", None, _LLAMA),
     "validation-h100": partial(_latencies, f"h100_{_LLAMA}", None, _LLAMA),
+    "validation-two-llama": partial(_latencies, f"h200x2_{_LLAMA_70B}", None, _LLAMA_70B),
+    "validation-two-opt": partial(_latencies, f"h200x2_{_OPT_66B}", None, _OPT_66B),
     "validation-steps": _steps,
 }
 """By name in the page."""
