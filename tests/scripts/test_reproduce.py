@@ -266,10 +266,14 @@ def test_a_profile_of_four_devices_goes_by_counts(experiments):
 
 
 def test_profiles_are_found_by_name(experiments):
-    """Those of the package, those of four GPUs, and of an H100, whose memory is slower."""
+    """Those of the package, those of several GPUs, and of an H100, whose memory is slower."""
     machines = experiments("machines")
     assert machines.find_profile("h200_opt-13b") == DeviceProfile.load("h200_opt-13b")
     assert {"a100x4_opt-66b", "h200x4_llama2-70b", "h100x4_llama2-70b"} <= set(machines.derived_names())
+    two, four = (machines.find_profile(f"h200x{count}_opt-66b") for count in (2, 4))
+    assert (two.num_devices, four.num_devices) == (2, 4) and two.device == "2 x NVIDIA H200 (PCIe 5 x16)"
+    assert two.step.kv_read_s == pytest.approx(2 * four.step.kv_read_s)
+    assert "5 us" in two.provenance["interconnect"] and "10 us" in four.provenance["interconnect"]
     fast, slow = (machines.find_profile(f"{device}x4_llama2-70b") for device in ("h200", "h100"))
     assert fast == machines.load_profile("h200", "llama2-70b")
     assert slow.step.weight_read_s / fast.step.weight_read_s == pytest.approx(4.61 / 3.17)
