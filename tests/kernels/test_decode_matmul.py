@@ -109,7 +109,8 @@ def test_tiles():
     )
     assert default_tile(32, 14336, 8192, gated=False) == MatmulTile(64, 10), "128 programs, all at once alone"
     assert default_tile(128, 14336, 8192, gated=False) == MatmulTile(64, 8)
-    assert default_tile(128, 4096, 64 * 136, gated=False).cluster == 4, "two rounds in any case"
+    assert default_tile(128, 4096, 64 * 200, gated=False).cluster == 4, "two rounds in any case"
+    assert default_tile(32, 18432, 9216, gated=False) is None, "144 programs, 12 of them in a second round"
 
 
 @pytest.mark.parametrize(
