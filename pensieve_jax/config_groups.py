@@ -144,6 +144,12 @@ class CacheConfig:
             self.cpu_bytes,
             f"None beside cache.cpu_pages ({self.cpu_pages}): give one of the two",
         )
+        require(
+            not self.pack_host or self.kv_dtype is None,
+            "cache.pack_host",
+            self.pack_host,
+            f"None or False beside cache.kv_dtype ({self.kv_dtype!r}): only bfloat16 is packed",
+        )
 
     @property
     def reserve_pages(self) -> int:

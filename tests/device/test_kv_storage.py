@@ -58,9 +58,9 @@ def test_what_cannot_be_packed_is_refused_if_asked_for(head_dim, dtype, kv_dtype
     model, dtype = preset("llama-tiny", head_dim=head_dim), jnp.dtype(dtype)
     assert host_packing(model, CacheConfig(kv_dtype=kv_dtype), dtype) is None
     assert why in packing_reason(model, CacheConfig(kv_dtype=kv_dtype), dtype)
-    asked = CacheConfig(kv_dtype=kv_dtype, pack_host=True)
+    why = "beside cache.kv_dtype .'int8'.: only bfloat16" if kv_dtype else why
     with pytest.raises(ConfigError, match=f"cache.pack_host is True, but must be None or False.*{why}"):
-        host_packing(model, asked, dtype)
+        host_packing(model, CacheConfig(kv_dtype=kv_dtype, pack_host=True), dtype)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
