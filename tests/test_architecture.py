@@ -6,8 +6,8 @@ import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -50,6 +50,26 @@ def module_of(path: Path) -> str:
 
 
 SOURCES = {module_of(path): path for path in sources(*PACKAGES, "scripts")}
+
+
+class Outline(NamedTuple):
+    """What these tests ask of a file."""
+
+    num_lines: int
+    docstring: str
+    function_lines: tuple[tuple[str, int], ...]
+
+
+@functools.cache
+def outline(path: Path) -> Outline:
+    text = path.read_text("utf-8")
+    tree = ast.parse(text)
+    functions = [
+        (node.name, node.end_lineno - node.lineno + 1)
+        for node in architecture.statements(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return Outline(len(text.splitlines()), ast.get_docstring(tree) or "", tuple(functions))
 
 
 @functools.cache
@@ -130,31 +150,23 @@ def test_a_module_says_what_it_owns_and_does_not_know_and_who_calls_it():
     programs = {ROOT / "pensieve_jax" / "commands" / f"{command}.py" for command in COMMANDS}
     paths = {*sources(*SAY_WHOSE_THEY_ARE), *(ROOT / "pensieve_jax").glob("*.py")} - programs
     docstrings = {
-        str(path.relative_to(ROOT)): ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-        for path in paths
-        if path.name != "__init__.py"
+        str(path.relative_to(ROOT)): outline(path).docstring for path in paths if path.name != "__init__.py"
     }
     assert {name: missing for name, text in docstrings.items() if (missing := missing_words(text))} == {}
     assert missing_words("Owns: a. Does not\nknow b.") == ["Called by:"]
-
-
-def functions(path: Path) -> Iterable[ast.FunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
 
 
 def test_files_and_functions_are_short():
     long_files = {
         str(path.relative_to(ROOT)): count
         for path in sources(*PACKAGES, "scripts")
-        if (count := len(path.read_text("utf-8").splitlines())) > MAX_FILE_LINES
+        if (count := outline(path).num_lines) > MAX_FILE_LINES
     }
     long_functions = {
-        f"{name}:{function.name}": count
+        f"{name}:{function}": count
         for path in sources(*PACKAGES, "scripts")
         if not (name := str(path.relative_to(ROOT))).endswith(LONG_FUNCTIONS)
-        for function in functions(path)
-        if (count := function.end_lineno - function.lineno + 1) > MAX_FUNCTION_LINES
+        for function, count in outline(path).function_lines
+        if count > MAX_FUNCTION_LINES
     }
     assert long_files == {} and long_functions == {}
