@@ -1,9 +1,11 @@
-"""One server with the model in the package for tests that only talk to it."""
+"""One server with the model in the package for tests that only talk to it; clients that are made fast."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
+import httpcore2
 import pytest
 from serving.served import ServedProcess
 
@@ -20,6 +22,15 @@ def engine_config(compilation_cache: str) -> EngineConfig:
         scheduler=SchedulerConfig(max_num_running=8, max_num_batched_tokens=64, token_buckets=(8, 64)),
         runner=RunnerConfig(compilation_cache_dir=compilation_cache),
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates_are_read_once() -> Iterator[None]:
+    """Each of hundreds of clients would read those of all authorities, 50 ms, and none of them uses TLS."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        once = functools.cache(httpcore2.default_ssl_context)
+        monkeypatch.setattr(httpcore2, "default_ssl_context", once)
+        yield
 
 
 @pytest.fixture(scope="session")
