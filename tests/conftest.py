@@ -1,6 +1,7 @@
 """Session set-up: launches as in serving, four virtual CPU devices, long files first, `gpu` marks, notes."""
 
 import gc
+from collections.abc import Iterator
 
 import hypothesis
 import jax
@@ -103,6 +104,27 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _what_is_frozen_stays_so() -> Iterator[None]:
+    """Benchmarks freeze what there is while they measure; the end of that would thaw what others froze, too.
+
+    Every collection that is asked for would then look through all that was compiled, for a second or two.
+    """
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(gc, "unfreeze", lambda: None)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collections_are_of_this_file(_what_is_frozen_stays_so: None) -> None:
+    """What earlier files compiled and JAX still keeps, a million objects, stays out of collections.
+
+    What they left behind is collected first, so that warnings of it come here at the latest.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -42,16 +42,6 @@ from tests.server.engine_process.fakes import (
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _collections_are_of_these_tests() -> None:
-    """What files before this one have compiled, a million objects, stays out of every `gc.collect` here.
-
-    And of later ones: to undo it would undo what `conftest` froze, too.
-    """
-    gc.collect()
-    gc.freeze()
-
-
 def test_a_turn_says_what_the_engine_computes() -> None:
     async def work() -> None:
         lives = FakeLives()
