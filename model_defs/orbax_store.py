@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 from flax import nnx
 
 from model_defs.config import FORMAT_VERSION, MODEL_CONFIG_FILE, read_saved
@@ -47,6 +46,8 @@ def save_arrays(
     model: nnx.Module, directory: str | Path, *, config: dict[str, Any], weights_digest: str
 ) -> None:
     """`save_parameters` of any module, with what its config is in JSON."""
+    import orbax.checkpoint as ocp  # half a second: only for whoever saves or restores
+
     root = Path(directory).absolute()
     check_target(root)
     root.mkdir(parents=True, exist_ok=True)
@@ -73,6 +74,8 @@ def restore_parameters(model: nnx.Module, directory: str | Path, progress: Progr
     The context length may be lower than the saved one. Raises CheckpointError naming parameters that
     are missing, extra or misshapen, or files that are missing, truncated or changed.
     """
+    import orbax.checkpoint as ocp
+
     root = Path(directory).absolute()
     _check_files(root)
     parameters = dict(named_parameters(model))
