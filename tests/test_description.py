@@ -13,12 +13,16 @@ import pytest
 from model_defs import preset
 from pallas_kernels import all_reduce
 from pallas_kernels.ragged_paged_attention import BackendChoice
-from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig, assembly
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.device import kernel_choices
 
 
-def test_an_engine_describes_itself(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_describes_itself(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has computed anything; nothing is compiled for that."""
+    monkeypatch.setattr(assembly.ModelRunner, "warm_up", lambda self, progress=None: None)
     config = EngineConfig(
         cache=CacheConfig(gpu_pages=24, cpu_bytes=10**6, chunk_tokens=16, policy="lru"),
         scheduler=SchedulerConfig(max_num_running=4, max_num_batched_tokens=64, token_buckets=(64,)),
