@@ -8,7 +8,7 @@ export PYTHON
 # Tests start many processes, each of which would compile all of the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo serve test test-long test-all test-gpu lint check-wheel bench-scheduler clean
+.PHONY: setup demo serve test test-long test-ci test-all test-gpu lint check-wheel bench-scheduler clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,10 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	$(FAST) $(PYTEST) -m long
+
+# Both in one run: what a file's short tests compiled and started is there for its long ones.
+test-ci: $(STAMP)
+	$(FAST) $(PYTEST)
 
 # Compiled as for serving, and as often as the tests of `test-long` were meant to be run once: it takes hours.
 test-all: $(STAMP)
