@@ -20,8 +20,9 @@ _MIN_PROGRAMS = 64
 # Programs that a device of 132 multiprocessors runs at once: in clusters, which must lie within a part of the
 # device, and by themselves. Between the two, clusters would leave a few programs for a second round.
 _CLUSTERED, _ALONE = 120, 132
-# Of the programs that a device has room for in all rounds: with fewer, the last round is nearly empty and takes as
-# long as the others. XLA, which divides sums, reads 9,216 columns in 0.76 of the time of 144 programs.
+# Of the programs that a device has room for in all rounds: with fewer, the last round is nearly empty and
+# takes as long as the others. XLA, which divides sums, reads 9,216 columns in 0.76 of the time of 144
+# programs.
 _LEAST_FILL = 0.75
 
 
