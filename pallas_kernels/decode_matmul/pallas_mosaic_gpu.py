@@ -8,6 +8,9 @@ ring in shared memory, the others multiply, 64 rows each. No sum is divided amon
 added up afterwards, and the order of a sum is the same for any number of rows. Of x, which is small, a
 cluster of programs reads each block once and sends it to all; else narrow tiles would read more of it, from
 the cache, than of the weights.
+
+Transposed weights have all that a column is multiplied with in a row: a program reads its rows from begin to
+end, in pieces as long as a block is deep, and may have any multiple of 8 columns, as no row is cut.
 """
 
 from __future__ import annotations
@@ -22,11 +25,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_matmul.tiles import BLOCK_K, ROWS, MatmulTile
+from pallas_kernels.decode_matmul.tiles import ROWS, SWIZZLED, MatmulTile
 
 _WARPGROUP_ROWS = 64
 # (Upstream's annotations make these classes abstract.)
-_TILES = (plgpu.TilingTransform((8, BLOCK_K)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+_TILES = (plgpu.TilingTransform((8, SWIZZLED)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 # Registers of a thread that multiplies, and of one that fetches, where two warpgroups multiply.
 _COMPUTE_REGISTERS, _FETCH_REGISTERS = 232, 40
 
@@ -38,6 +41,7 @@ class Product(NamedTuple):
     depth: int
     width: int
     gated: bool
+    transposed: bool
     tile: MatmulTile
     interpret: bool
 
@@ -53,33 +57,40 @@ class Product(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """Ranges of columns of w that a program reads: of the gate and of up, or one."""
+        """Ranges of w's columns that a program reads: of the gate and of up, or one."""
         return 1 + self.gated
 
     @property
     def num_blocks(self) -> int:
         """Along the sum."""
-        return self.depth // BLOCK_K
+        return self.depth // self.tile.block_k
+
+    @property
+    def w_block(self) -> tuple[int, int]:
+        """Shape of a block of one part of w, as it is stored."""
+        tile = self.tile
+        return (tile.columns, tile.block_k) if self.transposed else (tile.block_k, tile.columns)
 
 
 class _Refs(NamedTuple):
     """References to global and shared memory, and the barriers by stage of the ring."""
 
     x: Any  # [num_rows, depth]
-    w: Any  # [depth, num_parts * width]
+    w: Any  # [depth, num_parts * width], or transposed
     out: Any  # [num_rows, width]
-    x_ring: Any  # [num_stages, tile_rows, BLOCK_K]
-    w_ring: Any  # [num_stages, num_parts, BLOCK_K, columns]
+    x_ring: Any  # [num_stages, tile_rows, block_k]
+    w_ring: Any  # [num_stages, num_parts, *w_block]
     result: Any  # [num_warpgroups, 64, columns]
     ready: Any
     free: Any
 
 
 def mosaic_decode_matmul(
-    x: jax.Array, w: jax.Array, *, gated: bool, tile: MatmulTile, interpret: bool
+    x: jax.Array, w: jax.Array, *, gated: bool, transposed: bool, tile: MatmulTile, interpret: bool
 ) -> jax.Array:
     """As `api.decode_matmul`, whose checks have passed."""
-    product = Product(x.shape[0], x.shape[1], w.shape[1] // (1 + gated), gated, tile, interpret)
+    width = w.shape[0 if transposed else 1] // (1 + gated)
+    product = Product(x.shape[0], x.shape[1], width, gated, transposed, tile, interpret)
     result: jax.Array = _kernel_of(product)(x, w)
     return result
 
@@ -98,13 +109,15 @@ def _kernel_of(product: Product) -> Callable[[jax.Array, jax.Array], jax.Array]:
         else plgpu.Barrier
     )
     ring = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=_TILES)
+    # Rows of a result that cannot be swizzled are stored as they are; it is little.
+    result = ring if tile.columns % SWIZZLED == 0 else functools.partial(plgpu.SMEM, dtype=jnp.bfloat16)
     kernel = plgpu.kernel(
         functools.partial(_kernel, product=product),
         out_type=jax.ShapeDtypeStruct((product.num_rows, product.width), jnp.bfloat16),
         scratch_types={
-            "x_ring": ring((tile.num_stages, product.tile_rows, BLOCK_K)),
-            "w_ring": ring((tile.num_stages, product.num_parts, BLOCK_K, tile.columns)),
-            "result": ring((num_warpgroups, _WARPGROUP_ROWS, tile.columns)),
+            "x_ring": ring((tile.num_stages, product.tile_rows, tile.block_k)),
+            "w_ring": ring((tile.num_stages, product.num_parts, *product.w_block)),
+            "result": result((num_warpgroups, _WARPGROUP_ROWS, tile.columns)),
             "ready": plgpu.Barrier(num_arrivals=1 + product.num_parts, num_barriers=tile.num_stages),
             "free": free(num_arrivals=num_warpgroups, num_barriers=tile.num_stages),
         },
@@ -115,9 +128,14 @@ def _kernel_of(product: Product) -> Callable[[jax.Array, jax.Array], jax.Array]:
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if product.interpret else None,
-        kernel_name=f"decode_matmul_{'gated_' if product.gated else ''}{product.tile_rows}",
+        kernel_name=_name_of(product),
     )
     return jax.jit(kernel)
+
+
+def _name_of(product: Product) -> str:
+    kind = "gated_" * product.gated + "transposed_" * product.transposed
+    return f"decode_matmul_{kind}{product.tile_rows}"
 
 
 def _kernel(*args: Any, product: Product, **scratch: Any) -> None:
@@ -152,14 +170,15 @@ def _fetch(product: Product, refs: _Refs, column: Any) -> None:
     def fetch_block(block: Any, _: None) -> None:
         stage = lax.rem(block, tile.num_stages)
         pl.when(block >= tile.num_stages)(lambda: plgpu.barrier_wait(refs.free.at[stage]))
-        along = pl.ds(block * BLOCK_K, BLOCK_K)
+        along = pl.ds(block * tile.block_k, tile.block_k)
         ready = refs.ready.at[stage]
         plgpu.copy_gmem_to_smem(
             refs.x.at[pl.ds(0, product.tile_rows), along], refs.x_ring.at[stage], ready, **shared
         )
         for part in range(product.num_parts):
             columns = pl.ds(part * product.width + column, tile.columns)
-            plgpu.copy_gmem_to_smem(refs.w.at[along, columns], refs.w_ring.at[stage, part], ready)
+            w_block = refs.w.at[columns, along] if product.transposed else refs.w.at[along, columns]
+            plgpu.copy_gmem_to_smem(w_block, refs.w_ring.at[stage, part], ready)
 
     def await_last(block: Any, _: None) -> None:
         plgpu.barrier_wait(refs.free.at[lax.rem(block, tile.num_stages)])
@@ -173,22 +192,26 @@ def _multiply(product: Product, refs: _Refs, column: Any, warpgroup: Any) -> Non
     """Sums up a warpgroup's 64 rows, and stores them."""
     num_stages, num_blocks = product.tile.num_stages, product.num_blocks
     rows = pl.ds(warpgroup * _WARPGROUP_ROWS, _WARPGROUP_ROWS)
+    num_behind = 0 if product.tile.frees_at_once else 1  # blocks whose products may still run
 
     def with_sums(*sums: Any) -> None:
         def add_block(block: Any, _: None) -> None:
             stage = lax.rem(block, num_stages)
             plgpu.barrier_wait(refs.ready.at[stage])
             for part, part_sums in enumerate(sums):
-                plgpu.wgmma(part_sums, refs.x_ring.at[stage, rows], refs.w_ring.at[stage, part])
-            plgpu.wgmma_wait(len(sums))  # those of the block before have ended
+                w_block = refs.w_ring.at[stage, part]
+                w_block = w_block.transpose((1, 0)) if product.transposed else w_block
+                plgpu.wgmma(part_sums, refs.x_ring.at[stage, rows], w_block)
+            plgpu.wgmma_wait(num_behind * len(sums))
 
-            @pl.when(block > 0)
-            def free_the_block_before() -> None:
-                plgpu.barrier_arrive(refs.free.at[lax.rem(block - 1, num_stages)])
+            @pl.when(block >= num_behind)
+            def free_what_has_ended() -> None:
+                plgpu.barrier_arrive(refs.free.at[lax.rem(block - num_behind, num_stages)])
 
         lax.fori_loop(0, num_blocks, add_block, None)
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(refs.free.at[(num_blocks - 1) % num_stages])
+        if num_behind:
+            plgpu.barrier_arrive(refs.free.at[(num_blocks - 1) % num_stages])
         y = [part_sums[...] for part_sums in sums]
         refs.result[warpgroup] = (_silu(y[0]) * y[1] if product.gated else y[0]).astype(jnp.bfloat16)
         plgpu.commit_smem()

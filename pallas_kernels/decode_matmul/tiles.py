@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Elements of a row of x, and rows of w, that are fetched at once: 128 bytes, the widest row that is swizzled.
-BLOCK_K = 64
+# Elements of 128 bytes, the widest row that is swizzled: what a block's sizes are multiples of.
+SWIZZLED = 64
 # Rows of x of one program; two warpgroups share the weights if there are more than 64.
 ROWS = (64, 128)
-# Rows of a piece of shared memory: x has fewer, or a multiple.
+# Rows of a piece of shared memory: x has fewer, or a multiple; so have transposed weights.
 _PIECE_ROWS = 8
+# Of shared memory that a program can have, and of those what its barriers have.
+_SHARED_BYTES, _BARRIER_BYTES = 227 * 1024, 1024
 # Programs below which a device's memory is not kept busy.
 _MIN_PROGRAMS = 64
 # Programs that a device of 132 multiprocessors runs at once: in clusters, which must lie within a part of the
 # device, and by themselves. Between the two, clusters would leave a few programs for a second round.
 _CLUSTERED, _ALONE = 120, 132
+# Stages that are missed while they are not being filled.
+_FEW_STAGES = 3
 # Of the programs that a device has room for in all rounds: with fewer, the last round is nearly empty and
 # takes as long as the others. XLA, which divides sums, reads 9,216 columns in 0.76 of the time of 144
 # programs.
@@ -31,18 +35,41 @@ class MatmulTile:
     """What one program does; all rows of x are in each.
 
     Attributes:
-      columns: of the result, a multiple of 64; of a gated product it reads twice as many.
-      num_stages: blocks of x and w in shared memory.
+      columns: of the result, a multiple of 64, or of 8 where weights are transposed; of a gated product it
+        reads twice as many.
+      num_stages: blocks of x and w in shared memory, 2 or more.
       cluster: programs, of neighbouring columns, to which a block of x is sent at once.
+      block_k: elements along the sum of a block, a multiple of 64.
     """
 
     columns: int
     num_stages: int
     cluster: int = 1
+    block_k: int = SWIZZLED
+
+    @property
+    def frees_at_once(self) -> bool:
+        """Whether a block is given back as its products end, and not only while those of the next run.
+
+        Products do not overlap then; but of few stages one would be a large part of what is on its way.
+        """
+        return self.block_k > SWIZZLED and self.num_stages <= _FEW_STAGES
 
     def divides(self, depth: int, width: int) -> bool:
         """Whether a product over `depth` elements, `width` columns wide, is made of such parts."""
-        return depth % BLOCK_K == 0 and width % (self.columns * self.cluster) == 0
+        return depth % self.block_k == 0 and width % (self.columns * self.cluster) == 0
+
+    def shared_bytes(self, num_rows: int, *, gated: bool) -> int:
+        """What a program of `num_rows` rows takes of shared memory."""
+        rows = next(rows for rows in ROWS if rows >= num_rows)
+        block = self.block_k * (rows + self.columns * (1 + gated))
+        return 2 * (self.num_stages * block + rows * self.columns) + _BARRIER_BYTES
+
+    def fits(self, num_rows: int, *, gated: bool, transposed: bool) -> bool:
+        """Whether a program can be made of it, for weights of this layout, and has room for all stages."""
+        multiple = _PIECE_ROWS if transposed else SWIZZLED
+        are_whole = self.columns % multiple == 0 and self.block_k % SWIZZLED == 0
+        return are_whole and self.num_stages > 1 and self.shared_bytes(num_rows, gated=gated) <= _SHARED_BYTES
 
 
 def _narrow(num_stages: int, clusters: tuple[int, ...] = (4, 2, 1)) -> tuple[MatmulTile, ...]:
