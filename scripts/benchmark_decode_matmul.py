@@ -5,7 +5,9 @@
 Each of a layer's projections (`--model`, a preset) at each of `--rows`. Copies of the weights take turns,
 more of them than a cache holds. Times are those of the kernels alone, as a trace has them, of all kernels
 that a product takes: medians, in microseconds, and beside them the bytes of the weights a second. Answers are
-checked against XLA's. The last line is one JSON document. Exit status 1 if an answer is wrong.
+checked against XLA's. `--transposed` also times the same weights stored as [columns, depth], which a program
+reads in longer pieces, and in parts that need not be a multiple of 64 columns. Before the last line, which is
+one JSON document, stands which program of each layout is the fastest. Exit status 1 if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from absl import flags
+from kernels.matmul_tiles import deeper_tiles, tiles, transposed_tiles
 from kernels.timing import KERNEL_ERRORS, compiling
 from steps.device_trace import trace_kernels
 
 from model_defs import PRESETS, ModelConfig
 from pallas_kernels.decode_matmul import MatmulTile, decode_matmul, default_tile
-from pallas_kernels.decode_matmul.tiles import ROWS
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document
 
@@ -35,24 +37,6 @@ _MIN_BYTES = 300_000_000  # of copies of the weights: six times the cache of an 
 _NUM_INPUTS = 4
 # Of sums of some thousand products, and their rounding.
 _TOLERANCE = 2e-2
-_TRIED = {  # by whether it is gated, and whether one warpgroup multiplies, beside more blocks of weights
-    (True, False): (
-        MatmulTile(128, 3), MatmulTile(128, 3, 2), MatmulTile(128, 4), MatmulTile(128, 4, 2),
-        MatmulTile(64, 6, 2), MatmulTile(64, 6, 4),
-    ),
-    (True, True): (
-        MatmulTile(128, 3), MatmulTile(128, 4), MatmulTile(128, 5), MatmulTile(128, 5, 2), MatmulTile(64, 9),
-        MatmulTile(64, 4),
-    ),
-    (False, False): (
-        MatmulTile(64, 8, 4), MatmulTile(64, 8, 8), MatmulTile(64, 8, 2), MatmulTile(64, 8),
-        MatmulTile(128, 4),
-    ),
-    (False, True): (
-        MatmulTile(64, 8, 4), MatmulTile(64, 13, 4), MatmulTile(64, 13, 2), MatmulTile(64, 13),
-        MatmulTile(64, 13, 8), MatmulTile(64, 10, 4), MatmulTile(64, 10),
-    ),
-}  # fmt: skip
 
 
 class Projection(NamedTuple):
@@ -86,32 +70,78 @@ def projections(model: ModelConfig, num_devices: int) -> list[Projection]:
     ]
 
 
-def programs(what: Projection, num_rows: int) -> dict[str, Callable[..., jax.Array]]:
-    """XLA first, then the default tile, then others that divide it."""
-    product = functools.partial(decode_matmul, gated=what.gated)
-    found: dict[str, Callable[..., jax.Array]] = {"xla": functools.partial(product, backend="xla")}
-    default = default_tile(num_rows, what.depth, what.width, gated=what.gated)
-    for tile in dict.fromkeys((default, *_TRIED[what.gated, num_rows <= ROWS[0]])):
-        if tile is not None and tile.divides(what.depth, what.width):
-            label = f"{tile.columns}x{tile.num_stages}" + f"c{tile.cluster}" * (tile.cluster > 1)
-            label += " (default)" * (tile == default)
-            found[label] = functools.partial(product, backend="pallas_mosaic_gpu", tile=tile)
+class Variant(NamedTuple):
+    """One way to compute a product.
+
+    Attributes:
+      transposed: whether it takes the weights as [columns, depth].
+      tile: None: XLA.
+      is_default: whether it is what the kernel takes by itself.
+    """
+
+    transposed: bool = False
+    tile: MatmulTile | None = None
+    is_default: bool = False
+
+    @property
+    def label(self) -> str:
+        """Columns and stages, then what is not as in most: cluster, depth of a block, layout."""
+        tile, words = self.tile, [" (default)"] * self.is_default + [" transposed"] * self.transposed
+        if tile is None:
+            return "".join(("xla", *words))
+        cluster = f"c{tile.cluster}" * (tile.cluster > 1)
+        depth = f"k{tile.block_k}" * (tile.block_k != MatmulTile.block_k)
+        return "".join((f"{tile.columns}x{tile.num_stages}", cluster, depth, *words))
+
+    @property
+    def says(self) -> dict[str, Any]:
+        """The same in parts."""
+        layout = "[columns, depth]" if self.transposed else "[depth, columns]"
+        return {"program": self.label, "layout": layout, "block_k": self.tile and self.tile.block_k}
+
+    def product(self, *, gated: bool) -> Callable[..., jax.Array]:
+        """Of x and the weights in its layout."""
+        backend = "xla" if self.tile is None else "pallas_mosaic_gpu"
+        return functools.partial(
+            decode_matmul, gated=gated, transposed=self.transposed, backend=backend, tile=self.tile
+        )
+
+
+def variants(what: Projection, num_rows: int, *, transposed: bool) -> list[Variant]:
+    """XLA first, then the default tile, then others that divide it; and what `transposed` adds."""
+    sizes = (num_rows, what.depth, what.width)
+    default = default_tile(*sizes, gated=what.gated)
+    tried = dict.fromkeys((*([] if default is None else [default]), *tiles(*sizes, gated=what.gated)))
+    found = [Variant(), *(Variant(tile=tile, is_default=tile == default) for tile in tried)]
+    if transposed:
+        found += [Variant(tile=tile) for tile in deeper_tiles(*sizes, gated=what.gated)]
+        found.append(Variant(transposed=True))
+        found += [Variant(transposed=True, tile=tile) for tile in transposed_tiles(*sizes, gated=what.gated)]
     return found
 
 
-def measure(what: Projection, num_rows: int, pool: ThreadPoolExecutor) -> list[dict[str, Any]]:
-    """A figure for each program."""
+def measure(
+    what: Projection, num_rows: int, pool: ThreadPoolExecutor, *, transposed: bool
+) -> list[dict[str, Any]]:
+    """A figure for each variant."""
     copies = max(2, -(-_MIN_BYTES // what.num_bytes))
     normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
     xs = [normal(jax.random.key(i), (num_rows, what.depth)) for i in range(_NUM_INPUTS)]
     ws = [0.02 * normal(jax.random.key(100 + i), (what.depth, what.num_columns)) for i in range(copies)]
+    weights = {False: ws, True: [w.T for w in ws] if transposed else []}  # by whether they are transposed
     futures = {
-        name: compiling(pool, functools.partial(jax.jit(fn).lower, xs[0], ws[0]))
-        for name, fn in programs(what, num_rows).items()
+        variant: compiling(
+            pool,
+            functools.partial(
+                jax.jit(variant.product(gated=what.gated)).lower, xs[0], weights[variant.transposed][0]
+            ),
+        )
+        for variant in variants(what, num_rows, transposed=transposed)
     }
     found, expected = [], None
-    for name, future in futures.items():
-        figures: dict[str, Any] = {"projection": what.name, "rows": num_rows, "program": name}
+    for variant, future in futures.items():
+        figures: dict[str, Any] = {"projection": what.name, "rows": num_rows, **variant.says}
+        ws = weights[variant.transposed]
         try:
             program = future.result()
         except KERNEL_ERRORS as error:  # the others have their turn
@@ -142,13 +172,29 @@ def _time(run_all: Callable[[], None], num_products: int, num_bytes: int) -> dic
     return {"us": total, "tb_per_s": 1e-6 * num_bytes / total if total else None, "kernels_us": by_kernel}
 
 
+def fastest(measurements: list[dict[str, Any]]) -> list[str]:
+    """A line for each projection, rows and layout: the fastest of the right ones that were timed."""
+    groups = defaultdict(list)
+    for one in measurements:
+        if one["is_right"] and one["us"]:
+            groups[one["projection"], one["rows"], one["layout"]].append(one)
+    lines = []
+    for (projection, rows, layout), group in groups.items():
+        best = min(group, key=lambda one: one["us"])
+        speed = f"{best['us']:.1f} us, {best['tb_per_s']:.2f} TB/s"
+        lines.append(f"fastest: {projection}, {rows} rows, {layout}: {best['program']}, {speed}")
+    return lines
+
+
 def main() -> int:
-    """Prints a line for each program, then the document."""
+    """Prints a line for each program, the fastest ones, then the document."""
     model, results = PRESETS[FLAGS.model], []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for rows in map(int, FLAGS.rows):
             for what in projections(model, FLAGS.tensor_parallel_size):
-                results += measure(what, rows, pool)
+                results += measure(what, rows, pool, transposed=FLAGS.transposed)
+    for line in fastest(results):
+        print(line)
     units = {"us": "us", "tb_per_s": "10^12 bytes of weights a second"}
     document = {
         "model": FLAGS.model,
@@ -164,6 +210,7 @@ def define_flags() -> None:
     gated = [name for name, config in PRESETS.items() if config.mlp_bias is False]
     flags.DEFINE_enum("model", "llama2-13b-gqa10", gated, "Preset whose projections are timed.")
     flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that a layer is split over.", lower_bound=1)
+    flags.DEFINE_bool("transposed", False, "Whether weights stored as [columns, depth] are timed as well.")
     flags.DEFINE_list("rows", ["128", "32"], "Rows of x, at most 128.")
     define_document_flag()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,11 +16,16 @@ from pallas_kernels.decode_matmul import (
     choose_backend,
     decode_matmul,
     default_tile,
+    device_limit,
 )
 from tests.kernels.cross_lower import lower_for_cuda
+from tests.launching import load
+
+matmul_tiles = load("kernels.matmul_tiles")
 
 SHAPE = jax.ShapeDtypeStruct
 INTERPRETED = {"backend": "pallas_mosaic_gpu", "interpret": True}
+KERNEL = {"backend": "pallas_mosaic_gpu"}
 SMALL = MatmulTile(64, 3)
 # (depth, width, gated) of llama2-13b-gqa10: gate and up, down, queries with keys and values, out.
 PROJECTIONS = {
@@ -27,9 +34,17 @@ PROJECTIONS = {
     "qkv": (5120, 7680, False),
     "out": (5120, 5120, False),
 }
+# A device's part of those of llama2-70b, where two share a layer.
+PARTS = {
+    "part of gate_up": (8192, 14336, True),
+    "part of down": (14336, 8192, False),
+    "part of qkv": (8192, 5120, False),
+    "part of out": (4096, 8192, False),
+}
 
 
 def arrays(num_rows, depth, width, *, gated, seed=0):
+    """x [num_rows, depth] and w [depth, width], gated [depth, 2 * width]."""
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.standard_normal((num_rows, depth)), jnp.bfloat16)
     w = jnp.asarray(rng.standard_normal((depth, width * (1 + gated))) / np.sqrt(depth), jnp.bfloat16)
@@ -60,10 +75,39 @@ def test_interpreted(num_rows, gated):
     assert not get_races().races_found
 
 
+@pytest.mark.usefixtures("checked_interpreter")
+@pytest.mark.parametrize(
+    ("tile", "num_rows", "gated"),
+    [
+        (MatmulTile(64, 3), 64, False),
+        (MatmulTile(32, 4, 1, 128), 128, True),  # frees the block before
+        (MatmulTile(64, 3, 2, 128), 128, False),  # frees a block at once, in a cluster
+        (MatmulTile(40, 2, 1, 256), 8, False),
+        (MatmulTile(24, 5, 1, 128), 64, True),
+    ],
+    ids=str,
+)
+def test_transposed_interpreted(tile, num_rows, gated):
+    x, w = arrays(num_rows, 1280, 2 * tile.columns, gated=gated)
+    got = decode_matmul(x, w.T, gated=gated, transposed=True, tile=tile, **INTERPRETED)
+    assert_equals(got, in_float64(x, w, gated=gated))
+    assert not get_races().races_found
+
+
+@pytest.mark.usefixtures("checked_interpreter")
+@pytest.mark.parametrize("tile", [MatmulTile(64, 2, 1, 256), MatmulTile(64, 4, 1, 128)], ids=str)
+def test_deeper_blocks_interpreted(tile):
+    x, w = arrays(64, 1280, 64, gated=False)
+    assert_equals(decode_matmul(x, w, tile=tile, **INTERPRETED), in_float64(x, w, gated=False))
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-def test_xla(gated):
+def test_xla(gated, transposed):
     x, w = arrays(5, 96, 40, gated=gated)
-    assert_equals(decode_matmul(x, w, gated=gated, backend="xla"), in_float64(x, w, gated=gated))
+    got = decode_matmul(x, w.T if transposed else w, gated=gated, transposed=transposed, backend="xla")
+    assert_equals(got, in_float64(x, w, gated=gated))
 
 
 @pytest.mark.parametrize("num_rows", [1, 128])
@@ -73,6 +117,31 @@ def test_lowers(name, num_rows):
     x, w = SHAPE((num_rows, depth), jnp.bfloat16), SHAPE((depth, width * (1 + gated)), jnp.bfloat16)
     text = lower_for_cuda(lambda x, w: decode_matmul(x, w, gated=gated, backend="pallas_mosaic_gpu"), x, w)
     assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("num_rows", [1, 128])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("out", "part of gate_up") else pytest.mark.long)
+        for name in PROJECTIONS | PARTS
+    ],
+)
+def test_tiles_of_the_benchmark_lower(name, num_rows):
+    """With all their stages there is room for them."""
+    depth, width, gated = (PROJECTIONS | PARTS)[name]
+    sizes, x = (num_rows, depth, width), SHAPE((num_rows, depth), jnp.bfloat16)
+    for transposed, tiles in (
+        (True, matmul_tiles.transposed_tiles(*sizes, gated=gated)),
+        (False, matmul_tiles.deeper_tiles(*sizes, gated=gated)),
+    ):
+        shape = (depth, width * (1 + gated))
+        w = SHAPE(shape[::-1] if transposed else shape, jnp.bfloat16)
+        how = {"gated": gated, "transposed": transposed, "backend": "pallas_mosaic_gpu"}
+        assert tiles
+        for tile in tiles:
+            product = functools.partial(decode_matmul, tile=tile, **how)
+            assert "mosaic_gpu" in lower_for_cuda(product, x, w), tile
 
 
 @pytest.mark.parametrize(
@@ -123,12 +192,35 @@ def test_tiles():
         (((129, 64), (64, 64)), {"backend": "pallas_mosaic_gpu", "tile": SMALL}, "24 to 128 rows"),
         (((2, 64), (64, 96)), {"backend": "pallas_mosaic_gpu", "tile": SMALL}, "use backend 'xla'"),
         (((2, 64), (64, 64)), {"backend": "pallas_mosaic_gpu"}, "parts that divide w"),
+        (((2, 64), (64, 32)), {"transposed": True}, "must be .num_rows, depth. and .width, depth. of"),
+        (((2, 64), (65, 64)), {"transposed": True, "gated": True}, "a column of up for each"),
+        (((2, 64), (96, 64)), {"transposed": True, **KERNEL, "tile": SMALL}, "use backend 'xla'"),
+        (((2, 192), (192, 64)), {**KERNEL, "tile": MatmulTile(64, 2, 1, 128)}, "parts that divide w"),
+        (((2, 64), (64, 80)), {**KERNEL, "tile": MatmulTile(40, 3)}, "a multiple of 64 columns, or of 8 of"),
+        (((2, 96), (96, 64)), {**KERNEL, "tile": MatmulTile(64, 3, 1, 96)}, "a multiple of 64, and two"),
+        (((2, 64), (64, 64)), {**KERNEL, "tile": MatmulTile(64, 1)}, "two stages or more"),
+        (((64, 64), (64, 64)), {**KERNEL, "tile": MatmulTile(64, 14)}, "which fit in shared memory"),
+        (((72, 64), (64, 64)), {**KERNEL, "tile": MatmulTile(64, 9)}, "which fit in shared memory"),
+        (
+            ((2, 64), (256, 64)),
+            {"transposed": True, "gated": True, **KERNEL, "tile": MatmulTile(128, 6)},
+            "which fit in shared memory",
+        ),
     ],
 )
 def test_refusals(shapes, how, says):
     x, w = (jnp.zeros(shape, jnp.bfloat16) for shape in shapes)
     with pytest.raises(MatmulArgumentError, match=says):
         decode_matmul(x, w, **how)
+
+
+@pytest.mark.parametrize(("num_rows", "num_stages"), [(64, 13), (128, 8)])
+def test_no_tile_is_refused_that_has_room(num_rows, num_stages):
+    """One stage more than those that are taken would be more than a program can have."""
+    tile, more = (MatmulTile(64, num) for num in (num_stages, num_stages + 1))
+    assert tile.fits(num_rows, gated=False, transposed=False)
+    room = 227 * 1024 - tile.shared_bytes(num_rows, gated=False)
+    assert more.shared_bytes(num_rows, gated=False) - tile.shared_bytes(num_rows, gated=False) > room
 
 
 @pytest.mark.gpu
@@ -152,3 +244,30 @@ def test_on_a_gpu(name, num_rows):
         np.testing.assert_array_equal(product(x, w), got)
     others = arrays(128, depth, width, gated=gated, seed=1)[0].at[64:].set(jnp.nan)
     np.testing.assert_array_equal(product(others.at[0].set(x[0]), w)[0], got[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 8, 64, 104, 128])
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_transposed_on_a_gpu(name, num_rows):
+    """Likewise, for a tile of each number of columns and depth of a block that the benchmark tries."""
+    depth, width, gated = PROJECTIONS[name]
+    if device_limit(jax.devices()[0]) is not None:
+        pytest.skip("the kernel does not run here")
+    x, w = arrays(num_rows, depth, width, gated=gated)
+    expected = in_float64(x, w, gated=gated)
+    w = jnp.asarray(w.T)
+    others = arrays(128, depth, width, gated=gated, seed=1)[0].at[64:].set(jnp.nan).at[0].set(x[0])
+    # Those that all 128 rows leave room for too; of a size the one in the largest cluster.
+    tiles = {
+        (tile.columns, tile.block_k): tile
+        for tile in matmul_tiles.transposed_tiles(128, depth, width, gated=gated)
+    }
+    for tile in tiles.values():
+        product = jax.jit(functools.partial(decode_matmul, gated=gated, transposed=True, tile=tile, **KERNEL))
+        got = product(x, w)
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), expected, rtol=2**-8, atol=1e-3, err_msg=f"{tile}"
+        )
+        np.testing.assert_array_equal(product(x, w), got)
+        np.testing.assert_array_equal(product(others, w)[0], got[0])
