@@ -132,16 +132,17 @@ def test_mid_life_state_is_where_the_rule_would_have_it():
 
 
 def test_an_outline_is_near_the_real_one():
-    """A lonely turn to some milliseconds, a crowd to a quarter."""
+    """A lonely turn to some milliseconds, few to a tenth; a crowd, whose copies it leaves out, to two fifths."""
     (lonely,) = simulate(scenario(), [session("a", (20, 50))]).answers
     (drawn,), _ = answered(Fleet(outline, ConsistentHash, ["r0"]), [session("a", (20, 50))])
     assert drawn.usage == lonely.usage
     assert drawn.end_s == pytest.approx(lonely.end_s, rel=0.1)
-    sessions = make_sessions(3, num_sessions=60, gap_s=0.15)
-    whole = figures(simulate(scenario(), sessions), 1)["normalized_latency_s"]["mean"]
-    answers, _ = answered(Fleet(outline, ConsistentHash, ["r0"]), sessions)
-    mean = sum((a.end_s - a.turn.arrival_s) / a.usage.output_tokens for a in answers) / len(answers)
-    assert mean == pytest.approx(whole, rel=0.35)
+    for gap_s, off in ((0.5, 0.1), (0.15, 0.4)):
+        sessions = make_sessions(3, num_sessions=60, gap_s=gap_s)
+        whole = figures(simulate(scenario(), sessions), 1)["normalized_latency_s"]["mean"]
+        answers, _ = answered(Fleet(outline, ConsistentHash, ["r0"]), sessions)
+        mean = sum((a.end_s - a.turn.arrival_s) / a.usage.output_tokens for a in answers) / len(answers)
+        assert mean == pytest.approx(whole, rel=off)
 
 
 @pytest.mark.parametrize(("number", "lost"), [(2, 200), (3, 40), (4, 0)])

@@ -62,6 +62,11 @@ class Scene:
     statuses: Counter[str] = field(default_factory=Counter)
     ending: bool = False
 
+    @property
+    def num_seen(self) -> int:
+        """Turns whose response a client saw."""
+        return sum(one.seen is not None for one in self.sent)
+
 
 def plan(draw: random.Random, num_deaths: int) -> list[Death]:
     """Deaths of every kind, early and late."""
@@ -173,11 +178,14 @@ def _seen(response: dict[str, Any]) -> tuple[str, str]:
 
 
 async def run(scene: Scene, num_clients: int) -> None:
-    """Clients until every death of the plan has been died, and the servers that this takes."""
+    """Clients until every death of the plan has been died, and the servers that this takes.
+
+    Deaths may all come before anybody has sent a turn: nobody stops before as many turns as clients are seen.
+    """
     async with asyncio.TaskGroup() as group:
         for number in range(num_clients):
             group.create_task(Client(scene, number).run())
-        while scene.server.num_deaths_left:
+        while scene.server.num_deaths_left or scene.num_seen < num_clients:
             await asyncio.to_thread(scene.server.revive)
             await asyncio.sleep(0.05)
         scene.ending = True
