@@ -132,7 +132,7 @@ def test_mid_life_state_is_where_the_rule_would_have_it():
 
 
 def test_an_outline_is_near_the_real_one():
-    """A lonely turn to some milliseconds, few to a tenth; a crowd, whose copies it leaves out, to two fifths."""
+    """A lonely turn to some milliseconds, few to a tenth; a crowd, with copies, to two fifths."""
     (lonely,) = simulate(scenario(), [session("a", (20, 50))]).answers
     (drawn,), _ = answered(Fleet(outline, ConsistentHash, ["r0"]), [session("a", (20, 50))])
     assert drawn.usage == lonely.usage
