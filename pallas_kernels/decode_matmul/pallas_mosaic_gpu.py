@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_matmul.tiles import ROWS, SWIZZLED, MatmulTile
+from pallas_kernels.decode_matmul.tiles import SWIZZLED, MatmulTile, tile_rows
 
 _WARPGROUP_ROWS = 64
 # (Upstream's annotations make these classes abstract.)
@@ -47,8 +47,8 @@ class Product(NamedTuple):
 
     @property
     def tile_rows(self) -> int:
-        """Rows of x in shared memory; those behind its last are zeros, and not stored."""
-        return next(rows for rows in ROWS if rows >= self.num_rows)
+        """See `tiles.tile_rows`."""
+        return tile_rows(self.num_rows)
 
     @property
     def num_warpgroups(self) -> int:

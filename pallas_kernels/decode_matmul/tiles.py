@@ -14,14 +14,14 @@ SWIZZLED = 64
 # Rows of x of one program; two warpgroups share the weights if there are more than 64.
 ROWS = (64, 128)
 # Rows of a piece of shared memory: x has fewer, or a multiple; so have transposed weights.
-_PIECE_ROWS = 8
+PIECE_ROWS = 8
 # Of shared memory that a program can have, and of those what its barriers have.
-_SHARED_BYTES, _BARRIER_BYTES = 227 * 1024, 1024
+SHARED_BYTES, _BARRIER_BYTES = 227 * 1024, 1024
 # Programs below which a device's memory is not kept busy.
-_MIN_PROGRAMS = 64
+MIN_PROGRAMS = 64
 # Programs that a device of 132 multiprocessors runs at once: in clusters, which must lie within a part of the
 # device, and by themselves. Between the two, clusters would leave a few programs for a second round.
-_CLUSTERED, _ALONE = 120, 132
+_CLUSTERED, ALONE = 120, 132
 # Stages that are missed while they are not being filled.
 _FEW_STAGES = 3
 # Of the programs that a device has room for in all rounds: with fewer, the last round is nearly empty and
@@ -61,15 +61,15 @@ class MatmulTile:
 
     def shared_bytes(self, num_rows: int, *, gated: bool) -> int:
         """What a program of `num_rows` rows takes of shared memory."""
-        rows = next(rows for rows in ROWS if rows >= num_rows)
+        rows = tile_rows(num_rows)
         block = self.block_k * (rows + self.columns * (1 + gated))
         return 2 * (self.num_stages * block + rows * self.columns) + _BARRIER_BYTES
 
     def fits(self, num_rows: int, *, gated: bool, transposed: bool) -> bool:
         """Whether a program can be made of it, for weights of this layout, and has room for all stages."""
-        multiple = _PIECE_ROWS if transposed else SWIZZLED
+        multiple = PIECE_ROWS if transposed else SWIZZLED
         are_whole = self.columns % multiple == 0 and self.block_k % SWIZZLED == 0
-        return are_whole and self.num_stages > 1 and self.shared_bytes(num_rows, gated=gated) <= _SHARED_BYTES
+        return are_whole and self.num_stages > 1 and self.shared_bytes(num_rows, gated=gated) <= SHARED_BYTES
 
 
 def _narrow(num_stages: int, clusters: tuple[int, ...] = (4, 2, 1)) -> tuple[MatmulTile, ...]:
@@ -84,9 +84,14 @@ _PREFERRED = {  # by whether it is gated, and whether one warpgroup has all rows
 }
 
 
+def tile_rows(num_rows: int) -> int:
+    """Rows of x in shared memory; those behind its last are zeros, and not stored."""
+    return next(rows for rows in ROWS if rows >= num_rows)
+
+
 def has_served_rows(num_rows: int) -> bool:
     """Whether the kernel serves an x of so many rows."""
-    return num_rows <= ROWS[-1] and (num_rows <= _PIECE_ROWS or num_rows % _PIECE_ROWS == 0)
+    return num_rows <= ROWS[-1] and (num_rows <= PIECE_ROWS or num_rows % PIECE_ROWS == 0)
 
 
 def default_tile(num_rows: int, depth: int, width: int, *, gated: bool) -> MatmulTile | None:
@@ -101,9 +106,9 @@ def default_tile(num_rows: int, depth: int, width: int, *, gated: bool) -> Matmu
         return None
     for tile in _PREFERRED[gated, num_rows <= ROWS[0]]:
         num_programs = width // tile.columns
-        waits = tile.cluster > 1 and _CLUSTERED < num_programs <= _ALONE
-        rounds = -(-num_programs // _ALONE)
-        fills = rounds == 1 or num_programs >= _LEAST_FILL * rounds * _ALONE
-        if tile.divides(depth, width) and num_programs >= _MIN_PROGRAMS and fills and not waits:
+        waits = tile.cluster > 1 and _CLUSTERED < num_programs <= ALONE
+        rounds = -(-num_programs // ALONE)
+        fills = rounds == 1 or num_programs >= _LEAST_FILL * rounds * ALONE
+        if tile.divides(depth, width) and num_programs >= MIN_PROGRAMS and fills and not waits:
             return tile
     return None

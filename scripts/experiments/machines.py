@@ -20,7 +20,6 @@ MEMORY_BYTES = (40_000_000_000, 220_000_000_000)
 """For KV state, device and host, of each GPU: what the paper's section 6.1 gives, whatever the device."""
 
 _NUM_DEVICES = {"opt-66b": 4, "llama2-70b": 4}  # the paper's Table 1; other models have one
-_NAMED_COUNTS = (2, 4)  # of GPUs that share a larger model, in names of profiles
 _SMALLER_MODEL = {"opt-66b": "opt-13b", "llama2-70b": "llama2-13b-gqa10"}
 
 
@@ -30,7 +29,7 @@ class _Interconnect:
 
     Attributes:
       bytes_per_s: of one GPU's link, one way.
-      latency_s: of a small all-reduce, by the number of GPUs.
+      latency_s: of a small all-reduce, by the number of GPUs; profiles are named for these.
       what: in words.
     """
 
@@ -83,8 +82,8 @@ def derived_names() -> list[str]:
     """Of the profiles that `find_profile` makes: of several GPUs, and of GPUs with slower memory."""
     several = [
         profile_name(device, model, count)
-        for device in _INTERCONNECTS
-        for count in _NAMED_COUNTS
+        for device, link in _INTERCONNECTS.items()
+        for count in link.latency_s
         for model in _SMALLER_MODEL
     ]
     slower = [profile_name(device, model) for device in _SLOWER_MEMORY for model in _SMALLER_MODEL.values()]

@@ -9,7 +9,13 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels.decode_matmul import MatmulTile
-from pallas_kernels.decode_matmul.tiles import ROWS
+from pallas_kernels.decode_matmul.tiles import (
+    ALONE,
+    MIN_PROGRAMS,
+    PIECE_ROWS,
+    ROWS,
+    SHARED_BYTES,
+)
 
 _TRIED = {  # by whether it is gated, and whether one warpgroup multiplies, beside more blocks of weights
     (True, False): (
@@ -35,12 +41,8 @@ _NARROW_CLUSTERS = {64: (1, 4), 128: (1, 2, 4, 8), 256: (1, 4)}
 _WIDE_CLUSTERS = {64: (1, 2), 128: (1, 2, 4), 256: (1,)}
 _EVEN_CLUSTERS = {64: (1,), 128: (1, 2), 256: (1, 2)}
 _NARROW, _WIDE, _DEEP = 64, 128, 128
-# Columns are a multiple of this many where no row is cut.
-_PIECE = 8
-# Programs of which one round is made, and below which a device's memory is not kept busy.
-_ONE_ROUND, _FEWEST = 132, 64
-# Bytes of shared memory of a program: all that it can have, and what should do if only latency counted.
-_ALL_BYTES, _FEW_BYTES = 227 * 1024, 150_000
+# Of shared memory of a program: what should do if only latency counted.
+_FEW_BYTES = 150_000
 
 
 def tiles(num_rows: int, depth: int, width: int, *, gated: bool) -> list[MatmulTile]:
@@ -68,7 +70,7 @@ def transposed_tiles(num_rows: int, depth: int, width: int, *, gated: bool) -> l
     all_stages = [
         _filled(MatmulTile(columns, 0, cluster, block_k), num_rows, gated=gated)
         for columns, clusters_of in sizes.items()
-        if width // columns >= _FEWEST
+        if width // columns >= MIN_PROGRAMS
         for block_k, clusters in clusters_of.items()
         for cluster in clusters
     ]
@@ -78,11 +80,11 @@ def transposed_tiles(num_rows: int, depth: int, width: int, *, gated: bool) -> l
 
 def even_columns(width: int) -> int | None:
     """Of the narrowest tile whose programs all run at once, a multiple of 8; None: none divides them."""
-    fewest = -(-width // (_ONE_ROUND * _PIECE)) * _PIECE
-    return next((columns for columns in range(fewest, _WIDE + 1, _PIECE) if width % columns == 0), None)
+    fewest = -(-width // (ALONE * PIECE_ROWS)) * PIECE_ROWS
+    return next((columns for columns in range(fewest, _WIDE + 1, PIECE_ROWS) if width % columns == 0), None)
 
 
-def _filled(tile: MatmulTile, num_rows: int, *, gated: bool, num_bytes: int = _ALL_BYTES) -> MatmulTile:
+def _filled(tile: MatmulTile, num_rows: int, *, gated: bool, num_bytes: int = SHARED_BYTES) -> MatmulTile:
     """With as many stages as a program of so many bytes has room for."""
     without, with_one = (
         dataclasses.replace(tile, num_stages=num).shared_bytes(num_rows, gated=gated) for num in (0, 1)
