@@ -236,8 +236,7 @@ def test_a_row_of_every_step(benchmark, conversations, tmp_path):
     assert steps["tokens"].sum() >= point["num_steps"] and set(steps["bucket"]) == {64.0}
     assert steps["submitted"].sum() >= steps["answered"].sum() >= point["num_requests"] > 0
     assert steps["chunks_out"].sum() > 0 and steps["follows"].any() and (steps["dispatch_s"] > 0).all()
-    # On a busy machine other processes come between one part's end and the next one's begin.
-    assert sum(point["host_parts_s"].values()) == pytest.approx(point["host_step_s"], rel=0.5)
+    assert sum(point["host_parts_s"].values()) == pytest.approx(point["host_step_s"], rel=0.2)
     assert 0 < sum(point["host_steps_by_ms"].values()) <= point["num_steps"] and point["num_late_steps"] > 0
     for flags in ({"rates": "4,6"}, {"system": "vllm"}, {"step_table": tmp_path / "steps.csv"}):
         with pytest.raises(ConfigError, match="--step_table"):
