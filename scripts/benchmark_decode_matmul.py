@@ -5,9 +5,8 @@
 Each of a layer's projections (`--model`, a preset) at each of `--rows`. Copies of the weights take turns,
 more of them than a cache holds. Times are those of the kernels alone, as a trace has them, of all kernels
 that a product takes: medians, in microseconds, and beside them the bytes of the weights a second. Answers are
-checked against XLA's. `--transposed` also times the same weights stored as [columns, depth], which a program
-reads in longer pieces, and in parts that need not be a multiple of 64 columns. Before the last line, which is
-one JSON document, stands which program of each layout is the fastest. Exit status 1 if an answer is wrong.
+checked against XLA's. Before the last line, which is one JSON document, stands which program is the fastest.
+Exit status 1 if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from absl import flags
-from kernels.matmul_tiles import deeper_tiles, tiles, transposed_tiles
+from kernels.matmul_tiles import tiles
 from kernels.timing import KERNEL_ERRORS, compiling
 from steps.device_trace import trace_kernels
 
@@ -59,11 +58,11 @@ class Projection(NamedTuple):
 
 
 def projections(model: ModelConfig, num_devices: int) -> list[Projection]:
-    """Of a gated decoder's layer, the part of one of `num_devices`."""
+    """Of a decoder's layer, the part of one of `num_devices`."""
     heads, kv_heads = (num // num_devices * model.head_dim for num in (model.num_heads, model.num_kv_heads))
-    wide = model.intermediate_size // num_devices
+    wide, gated = model.intermediate_size // num_devices, model.is_gated
     return [
-        Projection("gate and up", model.hidden_size, wide, gated=True),
+        Projection("gate and up" if gated else "up", model.hidden_size, wide, gated=gated),
         Projection("down", wide, model.hidden_size),
         Projection("qkv", model.hidden_size, heads + 2 * kv_heads),
         Projection("out", heads, model.hidden_size),
@@ -74,74 +73,50 @@ class Variant(NamedTuple):
     """One way to compute a product.
 
     Attributes:
-      transposed: whether it takes the weights as [columns, depth].
       tile: None: XLA.
       is_default: whether it is what the kernel takes by itself.
     """
 
-    transposed: bool = False
     tile: MatmulTile | None = None
     is_default: bool = False
 
     @property
     def label(self) -> str:
-        """Columns and stages, then what is not as in most: cluster, depth of a block, layout."""
-        tile, words = self.tile, [" (default)"] * self.is_default + [" transposed"] * self.transposed
-        if tile is None:
-            return "".join(("xla", *words))
-        cluster = f"c{tile.cluster}" * (tile.cluster > 1)
-        depth = f"k{tile.block_k}" * (tile.block_k != MatmulTile.block_k)
-        return "".join((f"{tile.columns}x{tile.num_stages}", cluster, depth, *words))
-
-    @property
-    def says(self) -> dict[str, Any]:
-        """The same in parts."""
-        layout = "[columns, depth]" if self.transposed else "[depth, columns]"
-        return {"program": self.label, "layout": layout, "block_k": self.tile and self.tile.block_k}
+        """Columns and stages, then the depth of a block if it is not as in most."""
+        if self.tile is None:
+            return "xla"
+        depth = f"k{self.tile.block_k}" * (self.tile.block_k != MatmulTile.block_k)
+        return f"{self.tile.columns}x{self.tile.num_stages}{depth}{' (default)' * self.is_default}"
 
     def product(self, *, gated: bool) -> Callable[..., jax.Array]:
-        """Of x and the weights in its layout."""
+        """Of x and the weights."""
         backend = "xla" if self.tile is None else "pallas_mosaic_gpu"
-        return functools.partial(
-            decode_matmul, gated=gated, transposed=self.transposed, backend=backend, tile=self.tile
-        )
+        return functools.partial(decode_matmul, gated=gated, backend=backend, tile=self.tile)
 
 
-def variants(what: Projection, num_rows: int, *, transposed: bool) -> list[Variant]:
-    """XLA first, then the default tile, then others that divide it; and what `transposed` adds."""
+def variants(what: Projection, num_rows: int) -> list[Variant]:
+    """XLA first, then the default tile, then others that divide it."""
     sizes = (num_rows, what.depth, what.width)
     default = default_tile(*sizes, gated=what.gated)
     tried = dict.fromkeys((*([] if default is None else [default]), *tiles(*sizes, gated=what.gated)))
-    found = [Variant(), *(Variant(tile=tile, is_default=tile == default) for tile in tried)]
-    if transposed:
-        found += [Variant(tile=tile) for tile in deeper_tiles(*sizes, gated=what.gated)]
-        found.append(Variant(transposed=True))
-        found += [Variant(transposed=True, tile=tile) for tile in transposed_tiles(*sizes, gated=what.gated)]
-    return found
+    return [Variant(), *(Variant(tile, is_default=tile == default) for tile in tried)]
 
 
-def measure(
-    what: Projection, num_rows: int, pool: ThreadPoolExecutor, *, transposed: bool
-) -> list[dict[str, Any]]:
+def measure(what: Projection, num_rows: int, pool: ThreadPoolExecutor) -> list[dict[str, Any]]:
     """A figure for each variant."""
     copies = max(2, -(-_MIN_BYTES // what.num_bytes))
     normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
     xs = [normal(jax.random.key(i), (num_rows, what.depth)) for i in range(_NUM_INPUTS)]
     ws = [0.02 * normal(jax.random.key(100 + i), (what.depth, what.num_columns)) for i in range(copies)]
-    weights = {False: ws, True: [w.T for w in ws] if transposed else []}  # by whether they are transposed
     futures = {
         variant: compiling(
-            pool,
-            functools.partial(
-                jax.jit(variant.product(gated=what.gated)).lower, xs[0], weights[variant.transposed][0]
-            ),
+            pool, functools.partial(jax.jit(variant.product(gated=what.gated)).lower, xs[0], ws[0])
         )
-        for variant in variants(what, num_rows, transposed=transposed)
+        for variant in variants(what, num_rows)
     }
     found, expected = [], None
     for variant, future in futures.items():
-        figures: dict[str, Any] = {"projection": what.name, "rows": num_rows, **variant.says}
-        ws = weights[variant.transposed]
+        figures: dict[str, Any] = {"projection": what.name, "rows": num_rows, "program": variant.label}
         try:
             program = future.result()
         except KERNEL_ERRORS as error:  # the others have their turn
@@ -173,16 +148,16 @@ def _time(run_all: Callable[[], None], num_products: int, num_bytes: int) -> dic
 
 
 def fastest(measurements: list[dict[str, Any]]) -> list[str]:
-    """A line for each projection, rows and layout: the fastest of the right ones that were timed."""
+    """A line for each projection and rows: the fastest of the right ones that were timed."""
     groups = defaultdict(list)
     for one in measurements:
         if one["is_right"] and one["us"]:
-            groups[one["projection"], one["rows"], one["layout"]].append(one)
+            groups[one["projection"], one["rows"]].append(one)
     lines = []
-    for (projection, rows, layout), group in groups.items():
+    for (projection, rows), group in groups.items():
         best = min(group, key=lambda one: one["us"])
         speed = f"{best['us']:.1f} us, {best['tb_per_s']:.2f} TB/s"
-        lines.append(f"fastest: {projection}, {rows} rows, {layout}: {best['program']}, {speed}")
+        lines.append(f"fastest: {projection}, {rows} rows: {best['program']}, {speed}")
     return lines
 
 
@@ -192,7 +167,7 @@ def main() -> int:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for rows in map(int, FLAGS.rows):
             for what in projections(model, FLAGS.tensor_parallel_size):
-                results += measure(what, rows, pool, transposed=FLAGS.transposed)
+                results += measure(what, rows, pool)
     for line in fastest(results):
         print(line)
     units = {"us": "us", "tb_per_s": "10^12 bytes of weights a second"}
@@ -207,10 +182,8 @@ def main() -> int:
 
 def define_flags() -> None:
     """The command line."""
-    gated = [name for name, config in PRESETS.items() if config.mlp_bias is False]
-    flags.DEFINE_enum("model", "llama2-13b-gqa10", gated, "Preset whose projections are timed.")
+    flags.DEFINE_enum("model", "llama2-13b-gqa10", list(PRESETS), "Preset whose projections are timed.")
     flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that a layer is split over.", lower_bound=1)
-    flags.DEFINE_bool("transposed", False, "Whether weights stored as [columns, depth] are timed as well.")
     flags.DEFINE_list("rows", ["128", "32"], "Rows of x, at most 128.")
     define_document_flag()
 

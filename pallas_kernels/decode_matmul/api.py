@@ -64,21 +64,18 @@ def decode_matmul(
     w: jax.Array,
     *,
     gated: bool = False,
-    transposed: bool = False,
     backend: str = "auto",
     tile: MatmulTile | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """`x @ w`, or `silu(x @ gate) * (x @ up)`, of few rows; sums in float32, rounded once.
 
-    By the kernel a row's answer depends on that row alone; sums run along the depth, in either layout.
+    By the kernel a row's answer depends on that row alone.
 
     Args:
       x: [num_rows, depth]; for the kernel up to 8 rows, or a multiple of 8 up to `MAX_ROWS`, in bfloat16.
-      w: [depth, width] of the same dtype; gated: [depth, 2 * width], the gate's columns first. With
-        `transposed` [width, depth], gated [2 * width, depth].
+      w: [depth, width] of the same dtype; gated: [depth, 2 * width], the gate's columns first.
       gated: whether it is the second form (SwiGLU).
-      transposed: whether w has its columns as rows, as a linear layer of PyTorch's stores it.
       backend: "auto" takes the kernel where it serves these arrays on the first device.
       tile: for the kernel, instead of the measured choice.
       interpret: run the kernel without a GPU, slowly.
@@ -91,12 +88,12 @@ def decode_matmul(
     """
     if backend not in BACKENDS:
         raise MatmulArgumentError(f"backend is {backend!r}, but must be one of {BACKENDS}")
-    num_rows, depth, width = _sizes(x, w, gated=gated, transposed=transposed)
+    num_rows, depth, width = _sizes(x, w, gated=gated)
     if backend == "auto":
         device = jax.devices()[0]
         backend = choose_backend(num_rows, depth, width, gated=gated, dtype=x.dtype, device=device)
     if backend == "xla":
-        return xla_decode_matmul(x, w, gated=gated, transposed=transposed)
+        return xla_decode_matmul(x, w, gated=gated)
     tile = tile or default_tile(num_rows, depth, width, gated=gated)
     fits = has_served_rows(num_rows) and x.dtype == jnp.bfloat16
     if not fits or tile is None or not tile.divides(depth, width):
@@ -104,28 +101,26 @@ def decode_matmul(
             f"pallas_mosaic_gpu serves 1 to 8, 16, 24 to {MAX_ROWS} rows of bfloat16, and parts that divide w"
         )
         raise MatmulArgumentError(f"x and w are {_named(x)} and {_named(w)}, but {limit}; use backend 'xla'")
-    if not tile.fits(num_rows, gated=gated, transposed=transposed):
+    if not tile.fits(num_rows, gated=gated):
         limit = (
-            "must have a multiple of 64 columns, or of 8 of transposed weights, a block_k that is a multiple "
-            "of 64, and two stages or more, which fit in shared memory"
+            "must have a multiple of 64 columns, a block_k that is a multiple of 64, and two stages or more, "
+            "which fit in shared memory"
         )
         raise MatmulArgumentError(f"the tile is {tile}, but {limit}")
     # Imported late: it needs a part of JAX that only NVIDIA's builds bring.
     from pallas_kernels.decode_matmul.pallas_mosaic_gpu import mosaic_decode_matmul
 
-    return mosaic_decode_matmul(x, w, gated=gated, transposed=transposed, tile=tile, interpret=interpret)
+    return mosaic_decode_matmul(x, w, gated=gated, tile=tile, interpret=interpret)
 
 
-def _sizes(x: jax.Array, w: jax.Array, *, gated: bool, transposed: bool) -> tuple[int, int, int]:
+def _sizes(x: jax.Array, w: jax.Array, *, gated: bool) -> tuple[int, int, int]:
     """The number of rows, the depth and the width, of arrays that belong together."""
-    along, across = (1, 0) if transposed else (0, 1)  # of w, to the sum
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[along] or x.dtype != w.dtype or not x.size:
-        wanted = "[width, depth]" if transposed else "[depth, width]"
-        limit = f"must be [num_rows, depth] and {wanted} of one dtype, none of them 0"
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0] or x.dtype != w.dtype or not x.size:
+        limit = "must be [num_rows, depth] and [depth, width] of one dtype, none of them 0"
         raise MatmulArgumentError(f"x and w are {_named(x)} and {_named(w)}, but {limit}")
-    if gated and w.shape[across] % 2:
+    if gated and w.shape[1] % 2:
         raise MatmulArgumentError(f"w is {_named(w)}, but must have a column of up for each of the gate's")
-    return x.shape[0], x.shape[1], w.shape[across] // (1 + gated)
+    return x.shape[0], x.shape[1], w.shape[1] // (1 + gated)
 
 
 def _named(array: jax.Array) -> str:

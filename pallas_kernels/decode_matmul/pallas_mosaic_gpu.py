@@ -5,12 +5,11 @@ Owns: the kernel. Does not know which tile is best, or who multiplies what. Call
 With so few rows a product is bound by reading its weights, once, as fast as memory goes. A program makes all
 rows of some columns: one warpgroup fetches blocks of x and w through the tensor memory accelerator into a
 ring in shared memory, the others multiply, 64 rows each. No sum is divided among programs, so nothing is
-added up afterwards, and the order of a sum is the same for any number of rows. Of x, which is small, a
-cluster of programs reads each block once and sends it to all; else narrow tiles would read more of it, from
-the cache, than of the weights.
+added up afterwards, and the order of a sum is the same for any number of rows.
 
-Transposed weights have all that a column is multiplied with in a row: a program reads its rows from begin to
-end, in pieces as long as a block is deep, and may have any multiple of 8 columns, as no row is cut.
+Of x only the rows that there are pass: what a copy fills with zeros takes the accelerator longer than what it
+copies. So up to seven rows behind the last are zeros, and those behind them whatever lies in shared memory;
+no row of a product reads another, and they are not stored.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_matmul.tiles import SWIZZLED, MatmulTile, tile_rows
+from pallas_kernels.decode_matmul.tiles import PIECE_ROWS, SWIZZLED, MatmulTile, tile_rows
 
 _WARPGROUP_ROWS = 64
 # (Upstream's annotations make these classes abstract.)
@@ -41,7 +40,6 @@ class Product(NamedTuple):
     depth: int
     width: int
     gated: bool
-    transposed: bool
     tile: MatmulTile
     interpret: bool
 
@@ -49,6 +47,11 @@ class Product(NamedTuple):
     def tile_rows(self) -> int:
         """See `tiles.tile_rows`."""
         return tile_rows(self.num_rows)
+
+    @property
+    def fetched_rows(self) -> int:
+        """Rows of x that are copied."""
+        return -(-self.num_rows // PIECE_ROWS) * PIECE_ROWS
 
     @property
     def num_warpgroups(self) -> int:
@@ -67,16 +70,20 @@ class Product(NamedTuple):
 
     @property
     def w_block(self) -> tuple[int, int]:
-        """Shape of a block of one part of w, as it is stored."""
-        tile = self.tile
-        return (tile.columns, tile.block_k) if self.transposed else (tile.block_k, tile.columns)
+        """Shape of a block of one part of w."""
+        return self.tile.block_k, self.tile.columns
+
+    @property
+    def stored_rows(self) -> int:
+        """Of a warpgroup; where two multiply, the second's last ones are cut off by the end of the result."""
+        return min(_WARPGROUP_ROWS, self.fetched_rows)
 
 
 class _Refs(NamedTuple):
     """References to global and shared memory, and the barriers by stage of the ring."""
 
     x: Any  # [num_rows, depth]
-    w: Any  # [depth, num_parts * width], or transposed
+    w: Any  # [depth, num_parts * width]
     out: Any  # [num_rows, width]
     x_ring: Any  # [num_stages, tile_rows, block_k]
     w_ring: Any  # [num_stages, num_parts, *w_block]
@@ -86,11 +93,10 @@ class _Refs(NamedTuple):
 
 
 def mosaic_decode_matmul(
-    x: jax.Array, w: jax.Array, *, gated: bool, transposed: bool, tile: MatmulTile, interpret: bool
+    x: jax.Array, w: jax.Array, *, gated: bool, tile: MatmulTile, interpret: bool
 ) -> jax.Array:
     """As `api.decode_matmul`, whose checks have passed."""
-    width = w.shape[0 if transposed else 1] // (1 + gated)
-    product = Product(x.shape[0], x.shape[1], width, gated, transposed, tile, interpret)
+    product = Product(x.shape[0], x.shape[1], w.shape[1] // (1 + gated), gated, tile, interpret)
     result: jax.Array = _kernel_of(product)(x, w)
     return result
 
@@ -99,53 +105,32 @@ def mosaic_decode_matmul(
 def _kernel_of(product: Product) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Kept, and a jit of its own: a model calls it once a layer, but it is traced and lowered once."""
     tile, num_warpgroups = product.tile, product.num_warpgroups
-    in_cluster: dict[str, Any] = {}
-    if tile.cluster > 1:
-        in_cluster = {"cluster": (tile.cluster,), "cluster_names": ("neighbour",)}
-    # Before a block of x is sent to all programs of a cluster, all of them must be done with the one before.
-    free: Any = (
-        functools.partial(plgpu.ClusterBarrier, collective_axes=("neighbour",))
-        if in_cluster
-        else plgpu.Barrier
-    )
     ring = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=_TILES)
-    # Rows of a result that cannot be swizzled are stored as they are; it is little.
-    result = ring if tile.columns % SWIZZLED == 0 else functools.partial(plgpu.SMEM, dtype=jnp.bfloat16)
     kernel = plgpu.kernel(
         functools.partial(_kernel, product=product),
         out_type=jax.ShapeDtypeStruct((product.num_rows, product.width), jnp.bfloat16),
         scratch_types={
             "x_ring": ring((tile.num_stages, product.tile_rows, tile.block_k)),
             "w_ring": ring((tile.num_stages, product.num_parts, *product.w_block)),
-            "result": result((num_warpgroups, _WARPGROUP_ROWS, tile.columns)),
+            "result": ring((num_warpgroups, _WARPGROUP_ROWS, tile.columns)),
             "ready": plgpu.Barrier(num_arrivals=1 + product.num_parts, num_barriers=tile.num_stages),
-            "free": free(num_arrivals=num_warpgroups, num_barriers=tile.num_stages),
+            "free": plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=tile.num_stages),
         },
-        grid=(product.width // (tile.columns * tile.cluster),),
+        grid=(product.width // tile.columns,),
         grid_names=("columns",),
-        **in_cluster,
         num_threads=num_warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if product.interpret else None,
-        kernel_name=_name_of(product),
+        kernel_name=f"decode_matmul_{'gated_' * product.gated}{product.tile_rows}",
     )
     return jax.jit(kernel)
 
 
-def _name_of(product: Product) -> str:
-    kind = "gated_" * product.gated + "transposed_" * product.transposed
-    return f"decode_matmul_{kind}{product.tile_rows}"
-
-
 def _kernel(*args: Any, product: Product, **scratch: Any) -> None:
     """One program: the last of its warpgroups fetches, the others multiply."""
-    refs = _Refs(*args, **scratch)
-    tile, warpgroup = product.tile, lax.axis_index("warpgroup")
-    index = lax.axis_index("columns")
-    if tile.cluster > 1:
-        index = index * tile.cluster + lax.axis_index("neighbour")
-    column = index * tile.columns
+    refs, warpgroup = _Refs(*args, **scratch), lax.axis_index("warpgroup")
+    column = lax.axis_index("columns") * product.tile.columns
     # With one warpgroup of each kind every thread has as many registers as a thread can have.
     moves_registers = product.num_warpgroups > 1 and not product.interpret
 
@@ -165,20 +150,17 @@ def _kernel(*args: Any, product: Product, **scratch: Any) -> None:
 def _fetch(product: Product, refs: _Refs, column: Any) -> None:
     """Copies the blocks of x and of the program's columns, as room comes free."""
     tile, num_blocks = product.tile, product.num_blocks
-    shared: dict[str, Any] = {"collective_axes": "neighbour"} if tile.cluster > 1 else {}
+    rows = pl.ds(0, product.fetched_rows)
 
     def fetch_block(block: Any, _: None) -> None:
         stage = lax.rem(block, tile.num_stages)
         pl.when(block >= tile.num_stages)(lambda: plgpu.barrier_wait(refs.free.at[stage]))
         along = pl.ds(block * tile.block_k, tile.block_k)
         ready = refs.ready.at[stage]
-        plgpu.copy_gmem_to_smem(
-            refs.x.at[pl.ds(0, product.tile_rows), along], refs.x_ring.at[stage], ready, **shared
-        )
+        plgpu.copy_gmem_to_smem(refs.x.at[rows, along], refs.x_ring.at[stage, rows], ready)
         for part in range(product.num_parts):
             columns = pl.ds(part * product.width + column, tile.columns)
-            w_block = refs.w.at[columns, along] if product.transposed else refs.w.at[along, columns]
-            plgpu.copy_gmem_to_smem(w_block, refs.w_ring.at[stage, part], ready)
+            plgpu.copy_gmem_to_smem(refs.w.at[along, columns], refs.w_ring.at[stage, part], ready)
 
     def await_last(block: Any, _: None) -> None:
         plgpu.barrier_wait(refs.free.at[lax.rem(block, tile.num_stages)])
@@ -192,31 +174,29 @@ def _multiply(product: Product, refs: _Refs, column: Any, warpgroup: Any) -> Non
     """Sums up a warpgroup's 64 rows, and stores them."""
     num_stages, num_blocks = product.tile.num_stages, product.num_blocks
     rows = pl.ds(warpgroup * _WARPGROUP_ROWS, _WARPGROUP_ROWS)
-    num_behind = 0 if product.tile.frees_at_once else 1  # blocks whose products may still run
 
     def with_sums(*sums: Any) -> None:
         def add_block(block: Any, _: None) -> None:
             stage = lax.rem(block, num_stages)
             plgpu.barrier_wait(refs.ready.at[stage])
             for part, part_sums in enumerate(sums):
-                w_block = refs.w_ring.at[stage, part]
-                w_block = w_block.transpose((1, 0)) if product.transposed else w_block
-                plgpu.wgmma(part_sums, refs.x_ring.at[stage, rows], w_block)
-            plgpu.wgmma_wait(num_behind * len(sums))
+                plgpu.wgmma(part_sums, refs.x_ring.at[stage, rows], refs.w_ring.at[stage, part])
+            plgpu.wgmma_wait(len(sums))
 
-            @pl.when(block >= num_behind)
-            def free_what_has_ended() -> None:
-                plgpu.barrier_arrive(refs.free.at[lax.rem(block - num_behind, num_stages)])
+            @pl.when(block > 0)
+            def free_the_one_before() -> None:
+                plgpu.barrier_arrive(refs.free.at[lax.rem(block - 1, num_stages)])
 
         lax.fori_loop(0, num_blocks, add_block, None)
         plgpu.wgmma_wait(0)
-        if num_behind:
-            plgpu.barrier_arrive(refs.free.at[(num_blocks - 1) % num_stages])
+        plgpu.barrier_arrive(refs.free.at[(num_blocks - 1) % num_stages])
         y = [part_sums[...] for part_sums in sums]
         refs.result[warpgroup] = (_silu(y[0]) * y[1] if product.gated else y[0]).astype(jnp.bfloat16)
         plgpu.commit_smem()
+        stored = pl.ds(0, product.stored_rows)
+        out_rows = pl.ds(warpgroup * _WARPGROUP_ROWS, product.stored_rows)
         columns = pl.ds(column, product.tile.columns)
-        plgpu.copy_smem_to_gmem(refs.result.at[warpgroup], refs.out.at[rows, columns])
+        plgpu.copy_smem_to_gmem(refs.result.at[warpgroup, stored], refs.out.at[out_rows, columns])
         plgpu.wait_smem_to_gmem(0)
 
     sums = [plgpu.ACC((_WARPGROUP_ROWS, product.tile.columns), jnp.float32)] * product.num_parts

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 
-def xla_decode_matmul(x: jax.Array, w: jax.Array, *, gated: bool, transposed: bool = False) -> jax.Array:
+def xla_decode_matmul(x: jax.Array, w: jax.Array, *, gated: bool) -> jax.Array:
     """As `api.decode_matmul`; sums and the gate in float32, rounded once."""
-    y = jnp.matmul(x, w.T if transposed else w, preferred_element_type=jnp.float32)
+    y = jnp.matmul(x, w, preferred_element_type=jnp.float32)
     if gated:
         gate, up = jnp.split(y, 2, axis=1)
         y = jax.nn.silu(gate) * up
