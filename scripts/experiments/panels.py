@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,6 +41,7 @@ class Panel:
       curves: points by name, in the order in which a line joins them.
       seeds: the same of single seeds, drawn thin behind their mean.
       dashed: names of curves that belong to what others say, the paper's for example.
+      coloured_as: by a curve's name that of an earlier one whose colour it has.
       level: a horizontal line to read curves at.
       y_min: what lies below is not shown.
       y_max: what lies above is cut off, and the picture says how many points that are.
@@ -53,6 +54,7 @@ class Panel:
     curves: Mapping[str, Curve]
     seeds: Mapping[str, Sequence[Curve]] = field(default_factory=dict)
     dashed: frozenset[str] = frozenset()
+    coloured_as: Mapping[str, str] = field(default_factory=dict)
     level: float | None = None
     y_min: float = 0.0
     y_max: float | None = None
@@ -94,11 +96,14 @@ def draw_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
 
 def _draw(axes: Axes, panel: Panel, *, with_title: bool, with_legend: bool) -> None:
     markers = itertools.cycle(zip(_MARKERS, _MARKER_SIZES, strict=True))
+    colours: dict[str, Any] = {}
     for (name, curve), (marker, size) in zip(panel.curves.items(), markers, strict=False):
         style = "x--" if name in panel.dashed else f"{marker}-"
         [line] = axes.plot(
-            [x for x, _ in curve], [y for _, y in curve], style, label=name, markersize=size, linewidth=1.4
-        )
+            [x for x, _ in curve], [y for _, y in curve], style, label=name, markersize=size, linewidth=1.4,
+            color=colours.get(panel.coloured_as.get(name, "")),
+        )  # fmt: skip
+        colours[name] = line.get_color()
         for one in panel.seeds.get(name, ()):
             axes.plot(
                 [x for x, _ in one], [y for _, y in one], color=line.get_color(), alpha=0.3, linewidth=0.7

@@ -10,6 +10,7 @@ from experiments.cells import CELLS
 from experiments.datasets import DATASETS
 from experiments.eviction import EVICTION
 from experiments.kernels import KERNELS
+from experiments.measured_loops import MEASURED_LOOPS
 from experiments.oracle import ORACLE
 from experiments.paper_sweeps import LOAD_EXPERIMENTS
 from experiments.recorded_traces import RECORDED_TRACES
@@ -19,7 +20,7 @@ from experiments.think_time import THINK_TIME
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
-        *(TURNS, CHUNKS, *LOAD_EXPERIMENTS, KERNELS, EVICTION, THINK_TIME, DATASETS),
+        *(TURNS, CHUNKS, *LOAD_EXPERIMENTS, MEASURED_LOOPS, KERNELS, EVICTION, THINK_TIME, DATASETS),
         *(RECORDED_TRACES, ORACLE),
         *CELLS,
         *BATON,

@@ -96,6 +96,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "validation-h100": partial(_latencies, f"h100_{_LLAMA}", None, _LLAMA),
     "validation-two-llama": partial(_latencies, f"h200x2_{_LLAMA_70B}", None, _LLAMA_70B),
     "validation-two-opt": partial(_latencies, f"h200x2_{_OPT_66B}", None, _OPT_66B),
+    "validation-four-opt": partial(_latencies, f"h200x4_{_OPT_66B}", None, _OPT_66B),
     "validation-steps": _steps,
 }
 """By name in the page."""

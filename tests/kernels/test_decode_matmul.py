@@ -156,8 +156,10 @@ def test_tiles():
     assert default_tile(64, 64 * 81, 5120, gated=False) == MatmulTile(64, 10), "not divided by blocks of 128"
     assert default_tile(72, 5120, 5120, gated=False) == MatmulTile(64, 8), "two warpgroups"
     assert default_tile(128, 14336, 8192, gated=False) == MatmulTile(64, 8), "128 programs"
-    assert default_tile(32, 18432, 9216, gated=False) is None, "144 programs, 12 of them in a second round"
-    assert default_tile(32, 4096, 64 * 200, gated=False) is not None, "two rounds, three quarters full"
+    assert default_tile(32, 18432, 9216, gated=False) == MatmulTile(128, 4, 128), "72 programs, of 64: 144"
+    assert default_tile(128, 18432, 9216, gated=False) is None, "144 programs, 12 of them in a second round"
+    assert default_tile(32, 9216, 18432, gated=False) is None, "144 programs of 128 columns, 288 of 64"
+    assert default_tile(32, 4096, 64 * 201, gated=False) == MatmulTile(64, 6, 128), "two rounds, mostly full"
     assert default_tile(32, 5120, 64 * 63, gated=False) is None, "too few programs"
 
 

@@ -31,7 +31,8 @@ def reproduce(launch, capsys):
     """Run an experiment; gives what it printed and its document."""
 
     def reproduce(experiment, **flags):
-        flags = (ALONE if experiment in ("fig3", "fig4", "fig12", "thesis3.10") else SMALL) | flags
+        simulates_no_workload = experiment in ("fig3", "fig4", "fig11-measured", "fig12", "thesis3.10")
+        flags = (ALONE if simulates_no_workload else SMALL) | flags
         assert launch("reproduce", shared_llm=False, experiment=experiment, **flags) == 0
         out = capsys.readouterr().out
         return out, json.loads(out.splitlines()[-1])
@@ -96,6 +97,30 @@ def test_kernels_are_those_that_were_measured(reproduce):
         best = by_kernel.pop("flash_attention_3_best")
         assert best == min(us for kernel, us in times.items() if kernel.startswith("flash_attention_3"))
         assert by_kernel.items() <= times.items() and len(by_kernel) == 5
+
+
+def test_loops_are_those_that_were_measured(reproduce, tmp_path):
+    """Every committed loop of several GPUs that a prediction was made of is in it, with its own figures."""
+    out, document = reproduce("fig11-measured", plot=str(tmp_path / "loops.png"))
+    results = document["results"]
+    assert not results["simulated"] and (tmp_path / "loops.png").stat().st_size > 10_000
+    found = [part for part in results.values() if isinstance(part, dict) and "documents" in part]
+    named = [name for part in found for name in part["documents"]]
+    committed = [
+        path.name
+        for pattern in ("h200x2_open_*.json", "h200x4_open_*.json", "h100x4_open_*.json")
+        for path in (ROOT / "docs" / "results").glob(pattern)
+    ]
+    replaced = {"h100x4_open_llama2-70b_stateless_1_first_sums.json"}
+    assert sorted(named) == sorted(set(committed) - replaced) and len(found) == 4
+    for part in found:
+        points = [point for system in part["measured"].values() for point in system]
+        assert len(points) == len(part["documents"])
+        for name in part["documents"]:
+            [point] = json.loads((ROOT / "docs" / "results" / name).read_text())["results"]["points"]
+            mean_ms = 1e3 * point["normalized_latency_s"]["mean"]
+            assert [point["requests_per_s"], pytest.approx(mean_ms)] in points
+            assert f"{mean_ms:.1f}" in out
 
 
 def test_kernels_that_were_only_tried_or_failed_are_left_out(experiments):

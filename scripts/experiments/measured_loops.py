@@ -1,0 +1,121 @@
+"""The paper's Figure 11 as it was measured: open loops on several GPUs, beside what was predicted of them.
+
+Owns: which committed documents belong to which run, and which prediction was committed before it.
+Does not know: how a loop is run or simulated.
+Called by: the registry.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from experiments.committed import committed_document
+from experiments.panels import Curve, Panel
+from experiments.points import Measured
+from experiments.settings import Experiment, Findings, Settings, Table
+from experiments.systems import THREE_SYSTEMS
+
+_MOST_MS = 100.0  # a token: beyond it there are predictions alone, of systems over their limit
+
+
+class Run(NamedTuple):
+    """A model on devices of one host.
+
+    Attributes:
+      title: what ran on what.
+      predicted: the prediction's document.
+      loops: what documents of the loops are called before the system's name.
+      points: by system the rest of their names.
+    """
+
+    title: str
+    predicted: str
+    loops: str
+    points: dict[str, tuple[str, ...]]
+
+    @property
+    def documents(self) -> list[str]:
+        """Names of all that was measured."""
+        return [
+            f"{self.loops}_{system}_{rest}.json" for system, names in self.points.items() for rest in names
+        ]
+
+
+RUNS = (
+    Run(
+        "OPT-66B, four H200s", "predicted_h200x4_opt-66b.json", "h200x4_open_opt-66b",
+        {"pensieve": ("0.9", "1.1"), "pensieve-gpu": ("0.9",), "stateless": ("0.75",)},
+    ),
+    Run(
+        "Llama-2-70B, four H100s", "predicted_h100x4_llama2-70b.json", "h100x4_open_llama2-70b",
+        {"pensieve": ("2.5_first_sums",), "pensieve-gpu": ("1.5",), "stateless": ("1", "1.5")},
+    ),
+    Run(
+        "OPT-66B, two H200s", "predicted_h200x2_opt-66b.json", "h200x2_open_opt-66b",
+        {"pensieve": ("0.5",), "pensieve-gpu": ("0.5",), "stateless": ("0.4",)},
+    ),
+    Run(
+        "Llama-2-70B, two H200s", "predicted_h200x2_llama2-70b.json", "h200x2_open_llama2-70b",
+        {"pensieve": ("1.5", "2"), "pensieve-gpu": ("1",), "stateless": ("0.5",)},
+    ),
+)  # fmt: skip
+
+
+def _findings(settings: Settings, measured: list[Measured]) -> Findings:
+    rows, panels, results = [], [], {}
+    for run in RUNS:
+        found = {system.name: _measured(run, system.name) for system in THREE_SYSTEMS}
+        predicted = committed_document(run.predicted)["results"]["systems"]
+        labels = {system.name: system.label for system in THREE_SYSTEMS}
+        rows += [[run.title, labels[name], f"{x:.2f}", f"{y:.1f}"] for name in found for x, y in found[name]]
+        curves = {f"{labels[name]}, measured": points for name, points in found.items()}
+        forecasts = {
+            f"{labels[name]}, predicted": [at for at in _curve(points) if at[1] <= _MOST_MS]
+            for name, points in predicted.items()
+        }
+        panels.append(
+            Panel(
+                title=run.title,
+                x_label="requests answered a second",
+                y_label="milliseconds a token",
+                curves=curves | forecasts,
+                dashed=frozenset(forecasts),
+                coloured_as={f"{label}, predicted": f"{label}, measured" for label in labels.values()},
+            )
+        )
+        results[run.title] = {"measured": found, "documents": run.documents, "prediction": run.predicted}
+    return Findings(
+        tables=[
+            Table(
+                title="Open loops, measured",
+                columns=["run", "system", "requests/s", "ms a token"],
+                rows=rows,
+            )
+        ],
+        panels=panels,
+        results=results,
+        units={"measured": "[requests answered a second, milliseconds a token] by system and load"},
+        origin="measured on NVIDIA H200 and H100; predictions simulated before",
+    )
+
+
+def _measured(run: Run, system: str) -> Curve:
+    documents = [
+        committed_document(f"{run.loops}_{system}_{rest}.json") for rest in run.points.get(system, ())
+    ]
+    return _curve([point for document in documents for point in document["results"]["points"]])
+
+
+def _curve(points: list[dict[str, Any]]) -> Curve:
+    return [(p["requests_per_s"], 1e3 * p["normalized_latency_s"]["mean"]) for p in points]
+
+
+MEASURED_LOOPS = Experiment(
+    name="fig11-measured",
+    title="Large models on several GPUs",
+    paper="OPT-66B on four GPUs 2.04 times vLLM's throughput at 200 ms a token, Llama-2-70B 3.0 times at "
+    "400 ms (Figure 11, section 6.2).",
+    points=lambda settings: [],
+    findings=_findings,
+    flags=frozenset(),
+)
