@@ -15,7 +15,7 @@ from experiments.points import Measured
 from experiments.settings import Experiment, Findings, Settings, Table
 from experiments.systems import THREE_SYSTEMS
 
-_MOST_MS = 100.0  # a token: beyond it there are predictions alone, of systems over their limit
+_MOST_MS = 100.0  # a token: predicted points beyond it are left out, of systems over their limit
 
 
 class Run(NamedTuple):
@@ -63,10 +63,10 @@ RUNS = (
 
 def _findings(settings: Settings, measured: list[Measured]) -> Findings:
     rows, panels, results = [], [], {}
+    labels = {system.name: system.label for system in THREE_SYSTEMS}
     for run in RUNS:
         found = {system.name: _measured(run, system.name) for system in THREE_SYSTEMS}
         predicted = committed_document(run.predicted)["results"]["systems"]
-        labels = {system.name: system.label for system in THREE_SYSTEMS}
         rows += [[run.title, labels[name], f"{x:.2f}", f"{y:.1f}"] for name in found for x, y in found[name]]
         curves = {f"{labels[name]}, measured": points for name, points in found.items()}
         forecasts = {

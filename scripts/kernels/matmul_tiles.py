@@ -31,5 +31,8 @@ _TRIED = {  # by whether it is gated, and whether one warpgroup multiplies
 
 
 def tiles(num_rows: int, depth: int, width: int, *, gated: bool) -> list[MatmulTile]:
-    """For x [num_rows, depth] and weights [depth, width]; gated [depth, 2 * width]."""
+    """Those that divide x [num_rows, depth] and weights [depth, width], gated [depth, 2 * width].
+
+    With room in shared memory for all of their stages: a test holds them to that.
+    """
     return [tile for tile in _TRIED[gated, num_rows <= ROWS[0]] if tile.divides(depth, width)]
