@@ -4,9 +4,9 @@
 
 Each of a layer's projections (`--model`, a preset) at each of `--rows`. Copies of the weights take turns,
 more of them than a cache holds. Times are those of the kernels alone, as a trace has them, of all kernels
-that a product takes: medians, in microseconds, and beside them the bytes of the weights a second. Answers are
-checked against XLA's. Before the last line, which is one JSON document, stands which program is the fastest.
-Exit status 1 if an answer is wrong.
+that a product takes: medians, in microseconds, and beside them the bytes of the weights a second. Answers
+are checked against XLA's. Where there is no GPU that the kernel runs on, none is timed. Before the last
+line, which is one JSON document, stands which program is the fastest. Exit status 1 if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -22,17 +22,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from absl import flags
+from common.list_flags import numbers
+from jax.sharding import AbstractMesh
 from kernels.matmul_tiles import tiles
 from kernels.timing import KERNEL_ERRORS, compiling
 from steps.device_trace import trace_kernels
 
 from model_defs import PRESETS, ModelConfig
-from pallas_kernels.decode_matmul import MatmulTile, decode_matmul, default_tile
+from model_defs.errors import ShardingError
+from model_defs.sharding import TENSOR_AXIS, check_divides
+from pallas_kernels.decode_matmul import MAX_ROWS, MatmulTile, decode_matmul, default_tile, device_limit
+from pallas_kernels.decode_matmul.tiles import has_served_rows
+from pensieve_jax import ConfigError
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document
 
 FLAGS = flags.FLAGS
 _MIN_BYTES = 300_000_000  # of copies of the weights: six times the cache of an H100
+_MAX_COPIES = 64  # those of tiny models stay in the cache
 _NUM_INPUTS = 4
 # Of sums of some thousand products, and their rounding.
 _TOLERANCE = 2e-2
@@ -104,7 +111,7 @@ def variants(what: Projection, num_rows: int) -> list[Variant]:
 
 def measure(what: Projection, num_rows: int, pool: ThreadPoolExecutor) -> list[dict[str, Any]]:
     """A figure for each variant."""
-    copies = max(2, -(-_MIN_BYTES // what.num_bytes))
+    copies = min(max(2, -(-_MIN_BYTES // what.num_bytes)), _MAX_COPIES)
     normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
     xs = [normal(jax.random.key(i), (num_rows, what.depth)) for i in range(_NUM_INPUTS)]
     ws = [0.02 * normal(jax.random.key(100 + i), (what.depth, what.num_columns)) for i in range(copies)]
@@ -163,11 +170,10 @@ def fastest(measurements: list[dict[str, Any]]) -> list[str]:
 
 def main() -> int:
     """Prints a line for each program, the fastest ones, then the document."""
-    model, results = PRESETS[FLAGS.model], []
+    what_is_timed, results = chosen(PRESETS[FLAGS.model]), []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for rows in map(int, FLAGS.rows):
-            for what in projections(model, FLAGS.tensor_parallel_size):
-                results += measure(what, rows, pool)
+        for rows, what in what_is_timed:
+            results += measure(what, rows, pool)
     for line in fastest(results):
         print(line)
     units = {"us": "us", "tb_per_s": "10^12 bytes of weights a second"}
@@ -180,11 +186,27 @@ def main() -> int:
     return 0 if all(result["is_right"] for result in results) else EXIT_FAILED
 
 
+def chosen(model: ModelConfig) -> list[tuple[int, Projection]]:
+    """Rows and projections, as the flags say; raises ConfigError, also for a device without the kernel."""
+    found = numbers("--rows", FLAGS.rows, at_most=MAX_ROWS)
+    if not found or not all(map(has_served_rows, found)):
+        limit = f"1 to 8, or multiples of 8 up to {MAX_ROWS}, one or more"
+        raise ConfigError("--rows", ",".join(FLAGS.rows), limit)
+    num_devices = FLAGS.tensor_parallel_size
+    try:
+        check_divides(model, AbstractMesh((num_devices,), (TENSOR_AXIS,)))
+    except ShardingError as error:
+        raise ConfigError("--tensor_parallel_size", num_devices, str(error)) from error
+    if (reason := device_limit(jax.devices()[0])) is not None:
+        raise ConfigError("device", jax.devices()[0].device_kind, f"one that the kernel runs on: {reason}")
+    return [(rows, what) for rows in found for what in projections(model, num_devices)]
+
+
 def define_flags() -> None:
     """The command line."""
     flags.DEFINE_enum("model", "llama2-13b-gqa10", list(PRESETS), "Preset whose projections are timed.")
     flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that a layer is split over.", lower_bound=1)
-    flags.DEFINE_list("rows", ["128", "32"], "Rows of x, at most 128.")
+    flags.DEFINE_list("rows", ["128", "32"], "Rows of x: 1 to 8, or multiples of 8 up to 128.")
     define_document_flag()
 
 

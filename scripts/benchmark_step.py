@@ -27,6 +27,7 @@ from unittest import mock
 
 import jax
 from absl import flags
+from common.list_flags import numbers
 from common.spread import Spread
 from steps.bounds import bound_s, operations
 from steps.ceilings import Ceilings, measure_ceilings
@@ -80,18 +81,6 @@ def cases() -> dict[str, list[Row]]:
     if not found:
         limit = "at least one case, here or in --prompts or --mixed"
         raise ConfigError("--decodes", ",".join(FLAGS.decodes), limit)
-    return found
-
-
-def numbers(flag: str, texts: list[str]) -> list[int]:
-    """The integers of a list flag; raises ConfigError."""
-    limit = "integers of at least 1 with commas between them"
-    try:
-        found = [int(text) for text in texts]
-    except ValueError as error:
-        raise ConfigError(flag, ",".join(texts), limit) from error
-    if any(number < 1 for number in found):
-        raise ConfigError(flag, ",".join(texts), limit)
     return found
 
 

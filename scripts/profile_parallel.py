@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
+from common.list_flags import numbers
 from parallel.memory import devices_memory
 from parallel.shared_steps import Cases, measure_steps
 from parallel.sums import measure_sums
@@ -55,13 +56,6 @@ Figures = dict[str, Any]
 UNITS = {"*_s": "seconds", "*_bytes_per_s": "bytes a second", "flop_per_s": "operations a second"}
 _LEAST_S = 30.0  # no variant is begun with less than that
 _RANDOM = "random:"
-
-
-def numbers(flag: str, texts: list[str]) -> tuple[int, ...]:
-    """The integers of a list flag; raises ConfigError."""
-    if not all(text.isdecimal() and int(text) for text in texts):
-        raise ConfigError(flag, ",".join(texts), "integers of at least 1 with commas between them")
-    return tuple(map(int, texts))
 
 
 def cut_model() -> None:

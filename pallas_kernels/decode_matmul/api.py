@@ -12,7 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice
 
-from pallas_kernels.decode_matmul.tiles import ROWS, MatmulTile, default_tile, has_served_rows
+from pallas_kernels.decode_matmul.tiles import (
+    MIN_PROGRAMS,
+    ROWS,
+    MatmulTile,
+    default_tile,
+    has_served_rows,
+)
 from pallas_kernels.decode_matmul.xla import xla_decode_matmul
 from pallas_kernels.devices import mosaic_device_limit
 
@@ -78,39 +84,58 @@ def decode_matmul(
       gated: whether it is the second form (SwiGLU).
       backend: "auto" takes the kernel where it serves these arrays on the first device.
       tile: for the kernel, instead of the measured choice.
-      interpret: run the kernel without a GPU, slowly.
+      interpret: run the kernel, which is to be named, without a GPU, slowly.
 
     Returns:
       [num_rows, width] in the dtype of x.
 
     Raises:
       MatmulArgumentError: arrays that do not belong together, or that the kernel, when named, does not serve.
+        Named on a device that it does not run on (see `device_limit`) it is JAX that raises, as programs
+        are lowered for GPUs on machines without one.
     """
     if backend not in BACKENDS:
         raise MatmulArgumentError(f"backend is {backend!r}, but must be one of {BACKENDS}")
+    if interpret and backend != "pallas_mosaic_gpu":
+        raise MatmulArgumentError(f"backend is {backend!r}, but interpret needs 'pallas_mosaic_gpu'")
     num_rows, depth, width = _sizes(x, w, gated=gated)
     if backend == "auto":
         device = jax.devices()[0]
         backend = choose_backend(num_rows, depth, width, gated=gated, dtype=x.dtype, device=device)
     if backend == "xla":
         return xla_decode_matmul(x, w, gated=gated)
-    tile = tile or default_tile(num_rows, depth, width, gated=gated)
-    fits = has_served_rows(num_rows) and x.dtype == jnp.bfloat16
-    if not fits or tile is None or not tile.divides(depth, width):
-        limit = (
-            f"pallas_mosaic_gpu serves 1 to 8, 16, 24 to {MAX_ROWS} rows of bfloat16, and parts that divide w"
-        )
-        raise MatmulArgumentError(f"x and w are {_named(x)} and {_named(w)}, but {limit}; use backend 'xla'")
+    tile = _checked_tile(x, w, tile, gated=gated)
+    # Imported late: it needs a part of JAX that only NVIDIA's builds bring.
+    from pallas_kernels.decode_matmul.pallas_mosaic_gpu import mosaic_decode_matmul
+
+    return mosaic_decode_matmul(x, w, gated=gated, tile=tile, interpret=interpret)
+
+
+def _checked_tile(x: jax.Array, w: jax.Array, tile: MatmulTile | None, *, gated: bool) -> MatmulTile:
+    """The tile that is given or chosen, of arrays and with sizes that the kernel serves."""
+    num_rows, depth, width = _sizes(x, w, gated=gated)
+    otherwise = "; use backend 'xla'"
+    if not has_served_rows(num_rows) or x.dtype != jnp.bfloat16:
+        limit = f"1 to 8 rows, or a multiple of 8 up to {MAX_ROWS}, of bfloat16"
+        raise MatmulArgumentError(f"x is {_named(x)}, but pallas_mosaic_gpu serves {limit}{otherwise}")
+    if tile is None:
+        tile = default_tile(num_rows, depth, width, gated=gated)
+        if tile is None:
+            limit = (
+                "pallas_mosaic_gpu needs a depth of blocks of 64, and parts of 64 or 128 columns that divide "
+                f"it, {MIN_PROGRAMS} of them or more, of which no last round is half empty"
+            )
+            raise MatmulArgumentError(f"w is {_named(w)}, but {limit}{otherwise}, or name a tile")
     if not tile.fits(num_rows, gated=gated):
         limit = (
             "must have a multiple of 64 columns, a block_k that is a multiple of 64, and two stages or more, "
             "which fit in shared memory"
         )
-        raise MatmulArgumentError(f"the tile is {tile}, but {limit}")
-    # Imported late: it needs a part of JAX that only NVIDIA's builds bring.
-    from pallas_kernels.decode_matmul.pallas_mosaic_gpu import mosaic_decode_matmul
-
-    return mosaic_decode_matmul(x, w, gated=gated, tile=tile, interpret=interpret)
+        raise MatmulArgumentError(f"tile is {tile}, but {limit}")
+    if not tile.divides(depth, width):
+        limit = f"must have columns that divide {width} and a block_k that divides {depth}"
+        raise MatmulArgumentError(f"tile is {tile}, but {limit}{otherwise}")
+    return tile
 
 
 def _sizes(x: jax.Array, w: jax.Array, *, gated: bool) -> tuple[int, int, int]:

@@ -51,9 +51,11 @@ class MatmulTile:
         return 2 * (self.num_stages * block + rows * self.columns) + _BARRIER_BYTES
 
     def fits(self, num_rows: int, *, gated: bool) -> bool:
-        """Whether a program can be made of it, and has room for all stages."""
+        """Whether a program of up to 128 rows can be made of it, and has room for all stages."""
         are_whole = self.columns % SWIZZLED == 0 and self.block_k % SWIZZLED == 0
-        return are_whole and self.num_stages > 1 and self.shared_bytes(num_rows, gated=gated) <= SHARED_BYTES
+        if not (are_whole and self.columns > 0 and self.block_k > 0 and self.num_stages > 1):
+            return False
+        return self.shared_bytes(num_rows, gated=gated) <= SHARED_BYTES
 
 
 _PREFERRED = {  # by whether it is gated, and whether one warpgroup has all rows
@@ -65,7 +67,7 @@ _PREFERRED = {  # by whether it is gated, and whether one warpgroup has all rows
 
 
 def tile_rows(num_rows: int) -> int:
-    """Rows of x in shared memory, 64 or 128; of those behind its last up to seven are zeros, others anything."""
+    """Rows of x in shared memory, 64 or 128: behind its last up to seven of zeros, then of anything."""
     return next(rows for rows in ROWS if rows >= num_rows)
 
 
@@ -78,9 +80,9 @@ def default_tile(num_rows: int, depth: int, width: int, *, gated: bool) -> Matmu
     """The choice for x [num_rows, depth] and a result [num_rows, width], by H200s; None: leave it to XLA.
 
     Narrow tiles keep all multiprocessors busy without dividing sums. A gated product has two columns of
-    weights for each of its own, and enough of them for wide tiles; so have, of up to 64 rows, those whose narrow
-    programs do not all run at once. A ring has as many blocks as fit, but for gated products, which a fifth
-    block makes slower. What would leave half of a last round of programs empty is XLA's.
+    weights for each of its own, and enough of them for wide tiles; so have, of up to 64 rows, those whose
+    narrow programs do not all run at once. A ring has as many blocks as fit, but for gated products, which a
+    fifth block makes slower. What would leave half of a last round of programs empty is XLA's.
     """
     if not has_served_rows(num_rows):
         return None

@@ -80,6 +80,7 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
                 y_label="milliseconds a token",
                 curves=curves | forecasts,
                 dashed=frozenset(forecasts),
+                x_from_zero=True,
                 coloured_as={f"{label}, predicted": f"{label}, measured" for label in labels.values()},
             )
         )

@@ -43,6 +43,7 @@ class Panel:
       dashed: names of curves that belong to what others say, the paper's for example.
       coloured_as: by a curve's name that of an earlier one whose colour it has.
       level: a horizontal line to read curves at.
+      x_from_zero: x begins at 0, wherever points lie.
       y_min: what lies below is not shown.
       y_max: what lies above is cut off, and the picture says how many points that are.
       log_x, log_y: powers of two, of ten.
@@ -56,6 +57,7 @@ class Panel:
     dashed: frozenset[str] = frozenset()
     coloured_as: Mapping[str, str] = field(default_factory=dict)
     level: float | None = None
+    x_from_zero: bool = False
     y_min: float = 0.0
     y_max: float | None = None
     log_x: bool = False
@@ -81,7 +83,7 @@ def draw_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
     FigureCanvasAgg(figure)
     places = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
     free, names = places[count:], {tuple(panel.curves) for panel in panels}
-    shares_legend = bool(free) and len(names) == 1
+    shares_legend = count > _MAX_IN_A_ROW and len(names) == 1
     for axes, panel in zip(places, panels, strict=False):
         is_said = count == 1 and title.startswith(panel.title)
         _draw(axes, panel, with_title=not is_said, with_legend=not shares_legend)
@@ -89,7 +91,10 @@ def draw_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
         axes.set_axis_off()
     if shares_legend:
         handles, labels = places[0].get_legend_handles_labels()
-        free[0].legend(handles, labels, loc="center", fontsize=11, frameon=False)
+        if free:
+            free[0].legend(handles, labels, loc="center", fontsize=11, frameon=False)
+        else:
+            figure.legend(handles, labels, loc="outside lower center", ncols=_MAX_IN_A_ROW, frameon=False)
     figure.suptitle(_wrapped(title, width * num_columns), fontsize=10)
     figure.savefig(path, dpi=_DOTS_PER_INCH)
 
@@ -148,7 +153,7 @@ def _scale(axes: Axes, panel: Panel) -> bool:
         axes.minorticks_off()
         if len(xs) == 1:  # in the middle; by itself the axis would show a power of two or more around it
             axes.set_xlim(xs[0] / 2, xs[0] * 2)
-    elif xs and xs[0] < _FROM_ZERO * xs[-1]:
+    elif xs and (panel.x_from_zero or xs[0] < _FROM_ZERO * xs[-1]):
         axes.set_xlim(left=0)
     if panel.log_y:
         from matplotlib.ticker import LogLocator, NullLocator

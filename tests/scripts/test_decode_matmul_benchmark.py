@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from model_defs import PRESETS
 from pallas_kernels.decode_matmul import MatmulTile
+from pensieve_jax import ConfigError
 from tests.launching import load
 
 benchmark = load("benchmark_decode_matmul")
@@ -57,11 +58,32 @@ def test_the_fastest():
     ]
 
 
-def test_without_a_gpu_xla_is_still_checked(launch, capsys, monkeypatch):
-    """The kernels' errors are named, and the exit status is of them."""
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"rows": "abc"}, "--rows is 'abc', but must be integers from 1 to 128"),
+        ({"rows": "0"}, "integers from 1 to 128"),
+        ({"rows": "200"}, "integers from 1 to 128"),
+        ({"rows": "8,12"}, "--rows is '8,12', but must be 1 to 8, or multiples of 8 up to 128"),
+        ({"rows": ""}, "one or more"),
+        (
+            {"tensor_parallel_size": 3},
+            "--tensor_parallel_size is 3, but must be .*=40 does not divide by",
+        ),
+        ({"model": "llama-tiny"}, "device is 'cpu', but must be one that the kernel runs on"),
+    ],
+)
+def test_refusals(launch, flags, says):
+    with pytest.raises(ConfigError, match=says):
+        launch("benchmark_decode_matmul", shared_llm=False, **flags)
+
+
+def test_figures_of_every_program(capsys, monkeypatch):
+    """The kernels' errors are named, and XLA's answer is judged, where neither can be timed."""
     monkeypatch.setattr(benchmark, "_MIN_BYTES", 0)
-    assert launch("benchmark_decode_matmul", shared_llm=False, model="llama-tiny", rows="8") == 1
-    document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    found = document["results"]["measurements"]
+    what = benchmark.projections(PRESETS["llama-tiny"], 1)[0]
+    with ThreadPoolExecutor(1) as pool:
+        found = benchmark.measure(what, 8, pool)
     assert {one["program"] for one in found if one["is_right"]} == {"xla"}
     assert all("interpret" in one["error"] for one in found if not one["is_right"])
+    assert "'program': 'xla'" in capsys.readouterr().out
