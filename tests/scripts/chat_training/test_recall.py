@@ -1,5 +1,6 @@
 """The chat model's training: what is told, asked and greeted, and what only the tests do."""
 
+import functools
 import itertools
 import random
 import re
@@ -68,10 +69,19 @@ def longest_piece(text):
 
 def answered_values(reply):
     """The values that a reply about one or two facts gives ("You are a group of ..." is no name)."""
-    for template in {text for kind in KINDS for text in kind.answers}:
+    for pattern in answer_patterns():
+        yield from pattern.findall(reply)
+
+
+@functools.cache
+def answer_patterns():
+    """More of them than `re` keeps compiled."""
+    found = []
+    for template in sorted({text for kind in KINDS for text in kind.answers}):
         before, _, after = template.removesuffix(".").partition("{}")
         text = rf"{re.escape(before)}(\d+:\d\d [ap]m|(?!a )[\w ]+?){re.escape(after)}(?:, and |[.])"
-        yield from re.findall(rf"(?:^|, and |(?<=[.:,] )){text}", reply, re.IGNORECASE)
+        found.append(re.compile(rf"(?:^|, and |(?<=[.:,] )){text}", re.IGNORECASE))
+    return found
 
 
 def test_no_pattern_or_frame_makes_a_held_out_question():
