@@ -5,8 +5,8 @@
 Each of a layer's projections (`--model`, a preset) at each of `--rows`. Copies of the weights take turns,
 more of them than a cache holds. Times are those of the kernels alone, as a trace has them, of all kernels
 that a product takes: medians, in microseconds, and beside them the bytes of the weights a second. Answers
-are checked against XLA's. Where there is no GPU that the kernel runs on, none is timed. Before the last
-line, which is one JSON document, stands which program is the fastest. Exit status 1 if an answer is wrong.
+are checked against XLA's. It needs a GPU that the kernel runs on. Before the last line, which is one JSON
+document, stands which program is the fastest. Exit status 1 if an answer is wrong.
 """
 
 from __future__ import annotations

@@ -98,22 +98,23 @@ def decode_matmul(
         raise MatmulArgumentError(f"backend is {backend!r}, but must be one of {BACKENDS}")
     if interpret and backend != "pallas_mosaic_gpu":
         raise MatmulArgumentError(f"backend is {backend!r}, but interpret needs 'pallas_mosaic_gpu'")
-    num_rows, depth, width = _sizes(x, w, gated=gated)
+    sizes = _sizes(x, w, gated=gated)
     if backend == "auto":
-        device = jax.devices()[0]
-        backend = choose_backend(num_rows, depth, width, gated=gated, dtype=x.dtype, device=device)
+        backend = choose_backend(*sizes, gated=gated, dtype=x.dtype, device=jax.devices()[0])
     if backend == "xla":
         return xla_decode_matmul(x, w, gated=gated)
-    tile = _checked_tile(x, w, tile, gated=gated)
+    tile = _checked_tile(x, w, sizes, tile, gated=gated)
     # Imported late: it needs a part of JAX that only NVIDIA's builds bring.
     from pallas_kernels.decode_matmul.pallas_mosaic_gpu import mosaic_decode_matmul
 
     return mosaic_decode_matmul(x, w, gated=gated, tile=tile, interpret=interpret)
 
 
-def _checked_tile(x: jax.Array, w: jax.Array, tile: MatmulTile | None, *, gated: bool) -> MatmulTile:
-    """The tile that is given or chosen, of arrays and with sizes that the kernel serves."""
-    num_rows, depth, width = _sizes(x, w, gated=gated)
+def _checked_tile(
+    x: jax.Array, w: jax.Array, sizes: tuple[int, int, int], tile: MatmulTile | None, *, gated: bool
+) -> MatmulTile:
+    """The tile that is given or chosen, of arrays and with sizes (`_sizes`) that the kernel serves."""
+    num_rows, depth, width = sizes
     otherwise = "; use backend 'xla'"
     if not has_served_rows(num_rows) or x.dtype != jnp.bfloat16:
         limit = f"1 to 8 rows, or a multiple of 8 up to {MAX_ROWS}, of bfloat16"

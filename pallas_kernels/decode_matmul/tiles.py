@@ -16,10 +16,10 @@ ROWS = (64, 128)
 # Rows of a piece of shared memory: x has fewer, or a multiple.
 PIECE_ROWS = 8
 # Of shared memory that a program can have, and of those what its barriers have.
-SHARED_BYTES, _BARRIER_BYTES = 227 * 1024, 1024
+_SHARED_BYTES, _BARRIER_BYTES = 227 * 1024, 1024
 # Programs below which a device's memory is not kept busy, and those that one of 132 multiprocessors runs at
 # once.
-MIN_PROGRAMS, MAX_PROGRAMS = 64, 132
+MIN_PROGRAMS, _MAX_PROGRAMS = 64, 132
 # Of the programs that a device has room for in all rounds: with fewer, the last round, half empty or more,
 # takes as long as the others. For 9,216 columns, 18,432 deep, and 32 rows on an H200 144 programs of 64 take
 # 98 us, XLA, which divides sums, 87, and 72 programs of 128 take 80.
@@ -55,7 +55,7 @@ class MatmulTile:
         are_whole = self.columns % SWIZZLED == 0 and self.block_k % SWIZZLED == 0
         if not (are_whole and self.columns > 0 and self.block_k > 0 and self.num_stages > 1):
             return False
-        return self.shared_bytes(num_rows, gated=gated) <= SHARED_BYTES
+        return self.shared_bytes(num_rows, gated=gated) <= _SHARED_BYTES
 
 
 _PREFERRED = {  # by whether it is gated, and whether one warpgroup has all rows
@@ -91,10 +91,10 @@ def default_tile(num_rows: int, depth: int, width: int, *, gated: bool) -> Matmu
         for tile in _PREFERRED[gated, num_rows <= ROWS[0]]
         if tile.divides(depth, width) and width // tile.columns >= MIN_PROGRAMS
     }
-    in_one_round = (tile for tile, num in num_programs.items() if num <= MAX_PROGRAMS)
+    in_one_round = (tile for tile, num in num_programs.items() if num <= _MAX_PROGRAMS)
     in_rounds = (tile for tile, num in num_programs.items() if _fills_rounds(num))
     return next(in_one_round, next(in_rounds, None))
 
 
 def _fills_rounds(num_programs: int) -> bool:
-    return num_programs >= _LEAST_FILL * -(-num_programs // MAX_PROGRAMS) * MAX_PROGRAMS
+    return num_programs >= _LEAST_FILL * -(-num_programs // _MAX_PROGRAMS) * _MAX_PROGRAMS

@@ -33,12 +33,9 @@ class Run(NamedTuple):
     loops: str
     points: dict[str, tuple[str, ...]]
 
-    @property
-    def documents(self) -> list[str]:
-        """Names of all that was measured."""
-        return [
-            f"{self.loops}_{system}_{rest}.json" for system, names in self.points.items() for rest in names
-        ]
+    def documents(self, system: str) -> list[str]:
+        """Names of what was measured of a system."""
+        return [f"{self.loops}_{system}_{rest}.json" for rest in self.points[system]]
 
 
 RUNS = (
@@ -65,7 +62,8 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
     rows, panels, results = [], [], {}
     labels = {system.name: system.label for system in THREE_SYSTEMS}
     for run in RUNS:
-        found = {system.name: _measured(run, system.name) for system in THREE_SYSTEMS}
+        documents = {system.name: run.documents(system.name) for system in THREE_SYSTEMS}
+        found = {name: _measured(names) for name, names in documents.items()}
         predicted = committed_document(run.predicted)["results"]["systems"]
         rows += [[run.title, labels[name], f"{x:.2f}", f"{y:.1f}"] for name in found for x, y in found[name]]
         curves = {f"{labels[name]}, measured": points for name, points in found.items()}
@@ -84,7 +82,11 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
                 coloured_as={f"{label}, predicted": f"{label}, measured" for label in labels.values()},
             )
         )
-        results[run.title] = {"measured": found, "documents": run.documents, "prediction": run.predicted}
+        results[run.title] = {
+            "measured": found,
+            "documents": [name for names in documents.values() for name in names],
+            "prediction": run.predicted,
+        }
     return Findings(
         tables=[
             Table(
@@ -100,11 +102,9 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
     )
 
 
-def _measured(run: Run, system: str) -> Curve:
-    documents = [
-        committed_document(f"{run.loops}_{system}_{rest}.json") for rest in run.points.get(system, ())
-    ]
-    return _curve([point for document in documents for point in document["results"]["points"]])
+def _measured(documents: list[str]) -> Curve:
+    found = [committed_document(name)["results"]["points"] for name in documents]
+    return _curve([point for points in found for point in points])
 
 
 def _curve(points: list[dict[str, Any]]) -> Curve:
