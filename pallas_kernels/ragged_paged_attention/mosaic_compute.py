@@ -57,7 +57,10 @@ def compute(launch: Launch, inputs: Inputs, shared: Shared, program: Any, warpgr
     def compute_item(i: Any, item: Item, blocks_before: Any) -> None:
         rows = _Rows(launch, shared, item, warpgroup, lax.rem(i, 2), blocks_before)
         plgpu.barrier_wait(shared.q_ready.at[rows.buffer])
-        acc, m, total = lax.cond(rows.num_blocks > 0, rows.attend, rows.without_keys)
+        attend = rows.attend
+        if launch.may_leave_idle:
+            attend = functools.partial(lax.cond, rows.has_tokens, rows.attend, rows.stand_by)
+        acc, m, total = lax.cond(rows.num_blocks > 0, attend, rows.without_keys)
         total = jnp.where(total == 0, jnp.ones_like(total), total)  # no keys: the result is zero
         acc = acc * _in_columns(1 / total, acc)
         store = functools.partial(store_rows, launch, inputs, shared, item, warpgroup, rows.buffer)
@@ -138,6 +141,37 @@ class _Rows:
     def without_keys(self) -> tuple[Any, Any, Any]:
         """As `attend`, for tokens that belong to no row."""
         self.free_other_queries()
+        return self.nothing()
+
+    @property
+    def has_tokens(self) -> Any:
+        """Whether any of the rows is a token's, where a warpgroup has other tokens than the one before it."""
+        return self.item.num_tokens > self.warpgroup * WARPGROUP_ROWS
+
+    def stand_by(self) -> tuple[Any, Any, Any]:
+        """As `attend`, for a warpgroup without tokens: it keeps up with the others, and computes nothing."""
+        self.free_other_queries()
+
+        def pass_by(block: Any, _: None) -> None:
+            self.await_keys(block)
+            plgpu.barrier_arrive(self.shared.k_free.at[self.stage_of(block)])
+            self.take_turn()
+            self.await_values(block - 1)
+            self.give_turn()
+            plgpu.barrier_arrive(self.shared.v_free.at[self.stage_of(block - 1)])
+
+        self.await_keys(0)
+        plgpu.barrier_arrive(self.shared.k_free.at[self.stage_of(0)])
+        plgpu.barrier_wait(self.shared.v_ready.at[self.stage_of(0)])
+        self.zero_hidden_values()
+        lax.fori_loop(1, self.num_blocks, pass_by, None)
+        last = self.num_blocks - 1
+        self.await_values(last)
+        plgpu.barrier_arrive(self.shared.v_free.at[self.stage_of(last)])
+        return self.nothing()
+
+    def nothing(self) -> tuple[Any, Any, Any]:
+        """What `attend` returns where there is nothing to see."""
         per_row = _full((WARPGROUP_ROWS,), 0)
         return _full((WARPGROUP_ROWS, self.launch.head_dim), 0), per_row, per_row
 

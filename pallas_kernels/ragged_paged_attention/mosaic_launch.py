@@ -112,6 +112,11 @@ class Launch:
         return [(f, lax.div(r, tokens), lax.rem(r, tokens)) for f, r in zip(firsts, rows, strict=True)]
 
     @property
+    def may_leave_idle(self) -> bool:
+        """Whether a tile's tokens may all be the first warpgroup's: with one query head for each KV head."""
+        return self.tile_tokens > WARPGROUP_ROWS
+
+    @property
     def has_spare_heads(self) -> bool:
         """Whether some rows belong to no query head."""
         return self.spec.run_heads > self.spec.group

@@ -62,8 +62,16 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
         ),
         pytest.param(ROWS, Heads(14, 2, 64), 32, *SPARE_HEADS, marks=pytest.mark.long),
         (FEW_ROWS, Heads(6, 2, 64), 32, *SPARE_HEADS),
+        # Of ranges of 128 tokens and 22 the second leaves a warpgroup without any.
+        (
+            [(22, 200), (150, 270), (64, 64)],
+            Heads(1, 1, 64),
+            16,
+            "bfloat16",
+            (mosaic_class(128, 64, 2, 128, 8),),
+        ),
     ],
-    ids=["with_triton", "two_classes", "spare_heads", "spare_head"],
+    ids=["with_triton", "two_classes", "spare_heads", "spare_head", "idle_warpgroup"],
 )
 def test_equals_reference(
     rows: list[tuple[int, int]], heads: Heads, page_size: int, dtype: str, classes: tuple[TileClass, ...]
