@@ -73,6 +73,7 @@ class Documents:
     def __init__(self, folder: Path, **others: Path) -> None:
         """Documents are named by their path from `folder`, or from another one behind its name."""
         self._folder, self._others = folder, others
+        self._paths: dict[str, Path] = {}  # by name: to resolve one takes longer than most expressions
         self._functions: dict[str, Any] = {
             **{f.__name__: f for f in (abs, float, int, len, max, min, round, sorted, str, sum)},
             **{"mean": statistics.fmean, "median": statistics.median, "floor": math.floor, "ceil": math.ceil},
@@ -86,12 +87,17 @@ class Documents:
 
     def read(self, name: str) -> Any:
         """A document by its path from the folder."""
+        if name not in self._paths:
+            self._paths[name] = self._path(name)
+        return read_document(self._paths[name])
+
+    def _path(self, name: str) -> Path:
         first, _, rest = name.partition("/")
         folder, name_in_it = (self._others[first], rest) if first in self._others else (self._folder, name)
         path = (folder / name_in_it).resolve()
         if not path.is_relative_to(folder.resolve()) or not path.is_file():
             raise ExpressionError(f"{name}: no such document")
-        return read_document(path)
+        return path
 
     def value(self, expression: str, names: Mapping[str, Any]) -> Any:
         """What an expression comes to with these names; raises ExpressionError."""
