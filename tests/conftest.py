@@ -1,23 +1,18 @@
 """Session set-up: launches as in serving, four virtual CPU devices, long files first, `gpu` marks, notes."""
 
 import gc
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
-import hypothesis
-import jax
 import pytest
-
-import pensieve_jax  # noqa: F401  # asks for asynchronous launches, before JAX has a client
 
 # Little that is made until tests begin becomes garbage, and looking for it takes time: it is rare, but
 # not off, since it stays so in the process that only hands out files.
 gc.set_threshold(200_000, 50, 50)
 
-pytest_plugins = ["tests.launching", "tests.postgres_server"]
-jax.config.update("jax_num_cpu_devices", 4)
-# A machine that others use as well stops a process for longer than hypothesis lets an example take.
-hypothesis.settings.register_profile("suite", deadline=None)
-hypothesis.settings.load_profile("suite")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))  # as for `python scripts/x.py`
+_PLUGINS = ("tests.launching", "tests.postgres_server")
 
 # Files that take a worker ten seconds or more, about the longest first: by their long tests down to
 # `test_rebatching_benchmark`, the others by those of `make test`. They begin first, so that two workers end
@@ -80,8 +75,27 @@ _LONGEST = (
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """What tests need, where they run: a process that only hands out files starts the others at once."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    import hypothesis
+    import jax
+
+    import pensieve_jax  # noqa: F401  # asks for asynchronous launches, before JAX has a client
+
+    jax.config.update("jax_num_cpu_devices", 4)
+    # A machine that others use as well stops a process for longer than hypothesis lets an example take.
+    hypothesis.settings.register_profile("suite", deadline=None)
+    hypothesis.settings.load_profile("suite")
+    for name in _PLUGINS:
+        config.pluginmanager.import_plugin(name)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put long files first, and skip what is marked `gpu` where there is no GPU."""
+    import jax
+
     items.sort(key=_place_of_file)
     if not any("gpu" in item.keywords for item in items) or jax.default_backend() == "gpu":
         return

@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import io
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +26,6 @@ from tests.log_state import kept_log
 ROOT = Path(__file__).resolve().parents[1]
 TINY_MODEL = "random:llama-tiny"
 NO_OPTIMIZATIONS = "jax_disable_most_optimizations"
-sys.path.insert(0, str(ROOT / "scripts"))  # as for `python scripts/x.py`
 
 type Launch = Callable[..., int]
 
