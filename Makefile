@@ -30,8 +30,9 @@ PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile --no-lo
 
 # Most programs of tests run a few times: here they are compiled fast. XLA optimises little; its older emitters write
 # a fused loop as LLVM's code directly, where the newer ones take it through MLIR, a context and a pipeline of passes
-# for each; and a program is not cut for threads, as the processes of a run take all cores.
-FAST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS="$$XLA_FLAGS \
+# for each; and a program is not cut for threads, as the processes of a run take all cores. For that reason numpy has
+# one thread, too: others would spin while they wait for work.
+FAST := OPENBLAS_NUM_THREADS=1 JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS="$$XLA_FLAGS \
 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
 
 # Without tests whose length is what they are for; of each there is a short one.

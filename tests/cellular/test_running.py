@@ -17,6 +17,7 @@ from pensieve_jax.cellular import Cell, CellularConfig, CellularEngine, Float, G
 from pensieve_jax.cellular.integrity import check_integrity
 from pensieve_jax.cellular.request_processor import RequestProcessor
 from tests.cellular.test_engine import Broken
+from tests.launching import optimized
 from tests.models.recurrent.test_tree_lstm import random_tree
 from tests.seeds import enough, new_seed
 
@@ -86,7 +87,9 @@ def slow_engine(request: pytest.FixtureRequest) -> Iterator[CellularEngine]:
     config = CellularConfig(num_rows=16, num_devices=request.param, max_num_tasks=1, launches_in_flight=1)
     unfold = lambda num, graph: graph.returns(graph.chain(SLOW, num=num)[-1])  # noqa: E731
     cell = Cell(SLOW, "slow", max_batch=4, batch_sizes=(4,))
-    with CellularEngine([cell], unfold, config, progress=False) as engine:
+    with optimized():
+        engine = CellularEngine([cell], unfold, config, progress=False)
+    with engine:
         yield engine
 
 

@@ -185,27 +185,27 @@ def test_many_preemptions_change_no_token():
 
 @pytest.fixture(scope="module")
 def paged():
-    """The paged engine on the same model."""
+    """Forty prompts, their parameters and priorities, and what the paged engine answers on the same model."""
+    rng = np.random.default_rng(11)
+    prompts = [rng.integers(3, VOCAB_SIZE, int(rng.integers(1, 60))).tolist() for _ in range(40)]
+    params = [random_params(rng, int(rng.integers(1, 25))) for _ in prompts]
+    priorities = [int(one) for one in rng.integers(-2, 3, len(prompts))]
     config = EngineConfig(
         cache=CacheConfig(gpu_pages=64, chunk_tokens=16),
         scheduler=SchedulerConfig(max_num_running=8, max_num_batched_tokens=64, token_buckets=(64,)),
         runner=RunnerConfig(attention_backend="xla", max_logprobs=2, random_seed=1),
     )
     with LLM("random:llama-tiny", dtype="float32", config=config) as llm:
-        yield llm
+        return prompts, params, priorities, llm.generate(prompts, params)
 
 
 @pytest.mark.parametrize("insertion", ["embed", "shape", "none"])
 def test_answers_are_those_of_the_paged_engine(paged, insertion):
     """Forty prompts, with priorities."""
-    rng = np.random.default_rng(11)
-    prompts = [rng.integers(3, VOCAB_SIZE, int(rng.integers(1, 60))).tolist() for _ in range(40)]
-    params = [random_params(rng, int(rng.integers(1, 25))) for _ in prompts]
+    prompts, params, priorities, expected = paged
     bench = Bench("llama-tiny", insertion)
-    priorities = [int(one) for one in rng.integers(-2, 3, len(prompts))]
     queries = bench.engine.submit_many(prompts, params, priorities)
     bench.run()
-    expected = paged.generate(prompts, params)
     for query, output in zip(queries, expected, strict=True):
         if query.result().token_ids != output.token_ids:  # a tie that rounding decides
             judge("llama-tiny", query)
