@@ -6,7 +6,8 @@ values come to shared memory (`pallas_mosaic_gpu`), nor how results leave (`mosa
 
 Scores, weights and sums stay in registers. While a warpgroup works on the softmax of one block, the weighted
 values of the block before are still being summed on the tensor cores; and of two warpgroups one computes the
-softmax while the other's products run, since they take turns at issuing them. The order of the lines that
+softmax while the other's products run, since they take turns at issuing them; one that has none of a tile's
+tokens stands by, and keeps up with the other. The order of the lines that
 issue, wait and hold registers is what makes this so; `step` says why each stands where it does.
 
 Blocks are walked from the last to the first, so that all masking happens in the beginning. Slots past a
@@ -58,7 +59,7 @@ def compute(launch: Launch, inputs: Inputs, shared: Shared, program: Any, warpgr
         rows = _Rows(launch, shared, item, warpgroup, lax.rem(i, 2), blocks_before)
         plgpu.barrier_wait(shared.q_ready.at[rows.buffer])
         attend = rows.attend
-        if launch.may_leave_idle:
+        if launch.may_stand_by:
             attend = functools.partial(lax.cond, rows.has_tokens, rows.attend, rows.stand_by)
         acc, m, total = lax.cond(rows.num_blocks > 0, attend, rows.without_keys)
         total = jnp.where(total == 0, jnp.ones_like(total), total)  # no keys: the result is zero
@@ -145,11 +146,15 @@ class _Rows:
 
     @property
     def has_tokens(self) -> Any:
-        """Whether any of the rows is a token's, where a warpgroup has other tokens than the one before it."""
-        return self.item.num_tokens > self.warpgroup * WARPGROUP_ROWS
+        """Whether any of this warpgroup's rows is a token's."""
+        return self.item.num_tokens > lax.rem(self.warpgroup * WARPGROUP_ROWS, self.launch.tile_tokens)
 
     def stand_by(self) -> tuple[Any, Any, Any]:
-        """As `attend`, for a warpgroup without tokens: it keeps up with the others, and computes nothing."""
+        """As `attend`, for a warpgroup without tokens, which computes nothing.
+
+        It waits and arrives wherever `attend` and `step` do, in their order of blocks, and zeroes its part of
+        the values. What changes there must change here.
+        """
         self.free_other_queries()
 
         def pass_by(block: Any, _: None) -> None:
@@ -176,7 +181,10 @@ class _Rows:
         return _full((WARPGROUP_ROWS, self.launch.head_dim), 0), per_row, per_row
 
     def step(self, block: Any, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
-        """Adds the values of the block before, and weighs the keys of this one meanwhile."""
+        """Adds the values of the block before, and weighs the keys of this one meanwhile.
+
+        What it waits for and where it arrives, `stand_by` does as well.
+        """
         acc, m, total, weights = carry
         weigh = functools.partial(self.weigh, m=m, block=block, masked=masked)
         if self.launch.interpret:

@@ -112,8 +112,8 @@ class Launch:
         return [(f, lax.div(r, tokens), lax.rem(r, tokens)) for f, r in zip(firsts, rows, strict=True)]
 
     @property
-    def may_leave_idle(self) -> bool:
-        """Whether a tile's tokens may all be the first warpgroup's: with one query head for each KV head."""
+    def may_stand_by(self) -> bool:
+        """Whether a warpgroup may have none of a tile's tokens: of 128 rows, one query head a KV head."""
         return self.tile_tokens > WARPGROUP_ROWS
 
     @property
