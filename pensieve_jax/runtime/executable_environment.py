@@ -14,7 +14,6 @@ import importlib.util
 import os
 import platform
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +33,6 @@ _VARIABLES = (LAUNCHES_VARIABLE, "NVIDIA_TF32_OVERRIDE")
 _VARIABLE_PREFIXES = ("MOSAIC_GPU_", "TRITON_")
 _UNUSED_VARIABLE = "TRITON_CACHE_DIR"  # where what was compiled lies changes nothing of it
 _UNUSED_SETTINGS = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")  # for the same reason
-_SETTLED_NS = 2_000_000_000  # more than a tick of any file system, in which two changes look like one
 _DRIVER = Path("/proc/driver/nvidia/version")
 _PROCESSOR = Path("/proc/cpuinfo")
 
@@ -70,26 +68,10 @@ def source_digest() -> str:
                 folders[:] = sorted(inner for inner in folders if inner != "__pycache__")
                 for name in sorted(name for name in names if name.endswith(".py")):
                     path = os.path.join(folder, name)
-                    content = _file_digest(path)
+                    with open(path, "rb") as file:
+                        content = hashlib.sha256(file.read()).hexdigest()
                     digest.update(f"{package}{path.removeprefix(root)} {content}\n".encode())
     return digest.hexdigest()
-
-
-_file_digests: dict[str, tuple[tuple[int, ...], str]] = {}
-
-
-def _file_digest(path: str) -> str:
-    """Read again only if it may have changed: nobody can set the time of a change back."""
-    found = os.stat(path)
-    state = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-    known = _file_digests.get(path)
-    if known is not None and known[0] == state:
-        return known[1]
-    with open(path, "rb") as file:
-        content = hashlib.sha256(file.read()).hexdigest()
-    if time.time_ns() - found.st_ctime_ns > _SETTLED_NS:
-        _file_digests[path] = state, content
-    return content
 
 
 SOURCE_DIGEST = source_digest()

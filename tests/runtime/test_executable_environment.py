@@ -216,25 +216,6 @@ def test_any_source_counts(tmp_path, monkeypatch):
     assert digests[0] == digests[1] and len(set(digests)) == 4
 
 
-def test_a_file_is_read_again_if_it_may_have_changed(tmp_path, monkeypatch):
-    """Its size and the time of its content may be those that they were."""
-    code = tmp_path / "code.py"
-    code.write_text("x = 1\n")
-    before = code.stat()
-    first = executable_environment._file_digest(str(code))
-    assert str(code) not in executable_environment._file_digests, "it may change within this tick"
-    monkeypatch.setattr(executable_environment, "_SETTLED_NS", -1)
-    assert executable_environment._file_digest(str(code)) == first
-    state, _ = executable_environment._file_digests[str(code)]
-    monkeypatch.setitem(executable_environment._file_digests, str(code), (state, "known"))
-    assert executable_environment._file_digest(str(code)) == "known"
-    while code.stat().st_ctime_ns == before.st_ctime_ns:
-        code.write_text("x = 2\n")
-        os.utime(code, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert (code.stat().st_size, code.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    assert executable_environment._file_digest(str(code)) not in (first, "known")
-
-
 def test_every_package_counts():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     included = project["tool"]["setuptools"]["packages"]["find"]["include"]
