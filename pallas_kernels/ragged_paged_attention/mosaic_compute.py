@@ -7,8 +7,8 @@ values come to shared memory (`pallas_mosaic_gpu`), nor how results leave (`mosa
 Scores, weights and sums stay in registers. While a warpgroup works on the softmax of one block, the weighted
 values of the block before are still being summed on the tensor cores; and of two warpgroups one computes the
 softmax while the other's products run, since they take turns at issuing them; one that has none of a tile's
-tokens stands by, and keeps up with the other. The order of the lines that
-issue, wait and hold registers is what makes this so; `step` says why each stands where it does.
+tokens stands by, and keeps up with the other. The order of the lines that issue, wait and hold registers is
+what makes this so; `step` says why each stands where it does.
 
 Blocks are walked from the last to the first, so that all masking happens in the beginning. Slots past a
 row's keys may hold anything, NaN included. Their scores are masked, but a weight of zero does not silence
@@ -136,7 +136,7 @@ class _Rows:
         last = self.num_blocks - 1
         self.await_values(last)
         acc = self.add_values(acc, weights, last)
-        plgpu.barrier_arrive(self.shared.v_free.at[self.stage_of(last)])
+        self.free_values(last)
         return acc, m, total.sum(axis=1)
 
     def without_keys(self) -> tuple[Any, Any, Any]:
@@ -159,20 +159,20 @@ class _Rows:
 
         def pass_by(block: Any, _: None) -> None:
             self.await_keys(block)
-            plgpu.barrier_arrive(self.shared.k_free.at[self.stage_of(block)])
+            self.free_keys(block)
             self.take_turn()
             self.await_values(block - 1)
             self.give_turn()
-            plgpu.barrier_arrive(self.shared.v_free.at[self.stage_of(block - 1)])
+            self.free_values(block - 1)
 
         self.await_keys(0)
-        plgpu.barrier_arrive(self.shared.k_free.at[self.stage_of(0)])
+        self.free_keys(0)
         plgpu.barrier_wait(self.shared.v_ready.at[self.stage_of(0)])
         self.zero_hidden_values()
         lax.fori_loop(1, self.num_blocks, pass_by, None)
         last = self.num_blocks - 1
         self.await_values(last)
-        plgpu.barrier_arrive(self.shared.v_free.at[self.stage_of(last)])
+        self.free_values(last)
         return self.nothing()
 
     def nothing(self) -> tuple[Any, Any, Any]:
@@ -198,7 +198,7 @@ class _Rows:
             # then may the new ones be packed, or the assembler would run all products one after another.
             acc, results, _ = lax.optimization_barrier((acc, results, weights))
             m, alpha, new_weights, weight = results
-        plgpu.barrier_arrive(self.shared.v_free.at[self.stage_of(block - 1)])
+        self.free_values(block - 1)
         new_weights = new_weights.astype(self.launch.dtype)
         total = total * _in_columns(alpha, total) + weight
         return acc * _in_columns(alpha, acc), m, total, new_weights
@@ -249,6 +249,12 @@ class _Rows:
         ready = self.shared.v_ready.at[self.stage_of(block)]
         pl.when(block > 0)(lambda: plgpu.barrier_wait(ready))
 
+    def free_keys(self, block: Any) -> None:
+        plgpu.barrier_arrive(self.shared.k_free.at[self.stage_of(block)])
+
+    def free_values(self, block: Any) -> None:
+        plgpu.barrier_arrive(self.shared.v_free.at[self.stage_of(block)])
+
     def take_turn(self) -> None:
         if self.launch.num_warpgroups > 1:
             plgpu.barrier_wait(self.shared.turn.at[self.warpgroup])
@@ -289,7 +295,7 @@ class _Rows:
 
     def weigh(self, scores: Any, m: Any, block: Any, *, masked: bool) -> tuple[Any, Any, Any, Any]:
         """New maximum, factor for older sums, weights f32[64, block_kv], and their sums f32[64, 8]."""
-        plgpu.barrier_arrive(self.shared.k_free.at[self.stage_of(block)])
+        self.free_keys(block)
         scale = self.launch.scale
         if masked:
             scores = self.mask(scores, block)
