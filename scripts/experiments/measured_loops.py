@@ -53,7 +53,7 @@ RUNS = (
     ),
     Run(
         "Llama-2-70B, two H200s", "predicted_h200x2_llama2-70b.json", "h200x2_open_llama2-70b",
-        {"pensieve": ("1.5", "2"), "pensieve-gpu": ("1",), "stateless": ("0.5",)},
+        {"pensieve": ("1.5", "2", "2.5"), "pensieve-gpu": ("1", "1.25"), "stateless": ("0.5", "0.75")},
     ),
 )  # fmt: skip
 
