@@ -220,7 +220,7 @@ def test_rows_of_those_who_left_do_not_pile_up():
     assert len(order._sequences) < 100 and len(order._worths) < 100
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_many_come_and_go(seed):
     """More than there are rows at first; who lost everything, and who left, are forgotten on the way."""
     print("seed", seed)

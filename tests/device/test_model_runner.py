@@ -31,7 +31,10 @@ from tests.device.poison import poisoned_pools
 PAGE_SIZE = 16
 GPU_PAGES = 24
 BUCKETS = (8, 64)
-EVERY_MODEL = [("llama-tiny", 1), pytest.param("opt-tiny", 1, marks=pytest.mark.long), ("llama-tiny", 2)]
+EVERY_MODEL = [
+    *(pytest.param(preset, 1, marks=pytest.mark.long) for preset in ("llama-tiny", "opt-tiny")),
+    ("llama-tiny", 2),
+]
 GREEDY = SamplingParams()
 
 

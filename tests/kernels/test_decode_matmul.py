@@ -41,6 +41,7 @@ PARTS = {
     "part of qkv": (8192, 5120, False),
     "part of out": (4096, 8192, False),
 }
+QUICK = ("out", 1), ("part of gate_up", 128)
 
 
 def arrays(num_rows, depth, width, *, gated, seed=0):
@@ -108,12 +109,12 @@ def test_lowers(name, num_rows):
     assert "mosaic_gpu" in text
 
 
-@pytest.mark.parametrize("num_rows", [1, 128])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "num_rows"),
     [
-        pytest.param(name, marks=[] if name in ("out", "part of gate_up") else pytest.mark.long)
+        pytest.param(name, rows, marks=[] if (name, rows) in QUICK else pytest.mark.long)
         for name in PROJECTIONS | PARTS
+        for rows in (1, 128)
     ],
 )
 def test_tiles_of_the_benchmark_lower(name, num_rows):

@@ -118,7 +118,7 @@ def lower(spec: TileSpec, heads: Heads, dtype: str, device: str = "NVIDIA H200")
 @pytest.mark.parametrize(
     "heads",
     [
-        pytest.param(heads, id=name, marks=() if name in ("opt-125m", "llama2-70b") else pytest.mark.long)
+        pytest.param(heads, id=name, marks=() if name == "llama2-70b" else pytest.mark.long)
         for heads, name in MODEL_HEADS.items()
     ],
 )

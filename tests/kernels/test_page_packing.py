@@ -324,8 +324,17 @@ def test_sizes():
         assert packed_tile(page_size, head_dim) is None
 
 
-@pytest.mark.parametrize("num_chunks", [4, 16])
-@pytest.mark.parametrize(("page_size", "num_heads", "head_dim"), [(32, 20, 128), (16, 12, 64), (64, 8, 256)])
+@pytest.mark.parametrize(
+    ("page_size", "num_heads", "head_dim", "num_chunks"),
+    [
+        (32, 20, 128, 16),
+        pytest.param(32, 20, 128, 4, marks=pytest.mark.long),
+        pytest.param(16, 12, 64, 16, marks=pytest.mark.long),
+        (16, 12, 64, 4),
+        pytest.param(64, 8, 256, 16, marks=pytest.mark.long),
+        (64, 8, 256, 4),
+    ],
+)
 def test_lowers_for_cuda(num_chunks, page_size, num_heads, head_dim):
     """All launches of an executable are the same kernel."""
     tile = PackedTile(page_size, head_dim)

@@ -57,7 +57,7 @@ def run_schedule(preset: str, insertion: str, seed: int, lengths: tuple[int, ...
 @pytest.mark.parametrize(
     ("preset", "insertion", "number"),
     [
-        *((*case, 2) for case in FEW_CASES),
+        *((*case, 1) for case in FEW_CASES),
         *(pytest.param(*case, enough(15, 50), marks=pytest.mark.long) for case in CASES),
     ],
 )

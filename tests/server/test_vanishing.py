@@ -123,7 +123,7 @@ def settled(server: FaultyServer, before: dict[str, Any]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("num_clients", [30, pytest.param(enough(80, 300), marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_clients", [12, pytest.param(enough(80, 300), marks=pytest.mark.long)])
 def test_nothing_of_them_stays(tmp_path, num_clients):
     draw = random.Random(new_seed())
 

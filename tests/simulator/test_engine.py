@@ -163,10 +163,17 @@ CONFIGS = {
     "gpu": small_config(cpu_pages=0),
     "stateless": small_config(cpu_pages=0, stateful=False),
 }
+QUICK = "retention", "experienced", "tight", "stateless"
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("seed", [100, pytest.param(101, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        pytest.param(name, seed, marks=() if name in QUICK and seed == 100 else pytest.mark.long)
+        for name in CONFIGS
+        for seed in (100, 101)
+    ],
+)
 def test_same_decisions_answers_and_times(name, seed):
     """And, by the fake runner, no step read anything that had not arrived."""
     config, sessions = CONFIGS[name], make_sessions(seed)

@@ -21,7 +21,9 @@ from pensieve_jax.workload import (
 TABLE_2 = {"sharegpt": (5.56, 37.77, 204.58), "ultrachat": (3.86, 51.78, 257.81)}
 
 
-@pytest.mark.parametrize("shape", [SHAREGPT, ULTRACHAT], ids=lambda shape: shape.name)
+@pytest.mark.parametrize(
+    "shape", [SHAREGPT, pytest.param(ULTRACHAT, marks=pytest.mark.long)], ids=lambda shape: shape.name
+)
 def test_the_means_are_those_of_the_paper(shape):
     summary = summarize(generate_trace(shape, num_conversations=50_000, seed=20251))
     found = (summary.turns.mean, summary.prompt_tokens.mean, summary.output_tokens.mean)
