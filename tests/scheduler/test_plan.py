@@ -190,7 +190,10 @@ def test_beside_decodes_a_step_takes_a_part_of_what_prompts_miss(
 def test_a_step_has_room_for_the_decodes_and_their_share(
     max_num_running, extra_tokens, max_num_buckets, prompt_steps, chunk_tokens, data
 ):
-    """It is a bucket; it holds all, or a chunk beside the decodes and the share, or none is larger."""
+    """It is a bucket; it holds all, or a chunk beside the decodes and the share, or none is larger.
+
+    The share is a quarter of what others miss, but beside decodes what `prompt_steps` says.
+    """
     config = SchedulerConfig(
         max_num_running=max_num_running,
         max_num_batched_tokens=max_num_running + chunk_tokens + extra_tokens,
@@ -201,7 +204,7 @@ def test_a_step_has_room_for_the_decodes_and_their_share(
     num_others = data.draw(st.integers(0, 20_000)) if num_decodes < max_num_running else 0
     limit = step_limit(buckets, num_decodes, num_others, chunk_tokens=chunk_tokens, prompt_steps=prompt_steps)
     assert limit in buckets
-    share = -(-num_others // (prompt_steps or 4))
+    share = -(-num_others // ((num_decodes and prompt_steps) or 4))
     assert limit >= min(num_decodes + num_others, num_decodes + max(chunk_tokens, share), buckets[-1])
     assert num_decodes + min(num_others, chunk_tokens) <= limit
     if num_decodes and prompt_steps:

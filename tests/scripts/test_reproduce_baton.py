@@ -22,6 +22,7 @@ def reproduce(launch, capsys):
     return reproduce
 
 
+@pytest.mark.long
 def test_four_methods_beside_the_paper(reproduce, tmp_path):
     plot = tmp_path / "table1.png"
     out, results = reproduce("baton-table1", small=True, seeds=0, plot=plot)

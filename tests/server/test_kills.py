@@ -19,6 +19,7 @@ def test_no_turn_is_lost_or_doubled(tmp_path, num_deaths):
     assert figures["turns"]["tries"] >= figures["turns"]["seen"] > num_deaths
 
 
+@pytest.mark.long
 def test_deaths_before_the_first_turn(tmp_path):
     """Both come while the server starts; whoever is a client then has turns all the same."""
     figures = scenario(tmp_path, 3557444857, 2, num_clients=6)
