@@ -81,6 +81,7 @@ class Documents:
             "one": one,
             "total": total,
             "crossing_at": crossing_at,
+            "served_at": served_at,
             "values": lambda mapping: list(mapping.values()),
             "number_after": number_after,
         }
@@ -118,6 +119,17 @@ def one(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> Any:
     if len(found) != 1:
         raise ExpressionError(f"{len(found)} rows have {wanted}")
     return found[0]
+
+
+def served_at(
+    level_s: float, runs: Iterable[Mapping[str, Any]], figure: str = "requests_per_s"
+) -> float | None:
+    """Requests a second, or another figure of load points, where a token takes `level_s` on the average.
+
+    By straight lines between points; `runs` are points, or documents of the serving benchmark for theirs.
+    """
+    points = [point for run in runs for point in (run["results"]["points"] if "results" in run else [run])]
+    return crossing_at(level_s, [(p[figure], p["normalized_latency_s"]["mean"]) for p in points])
 
 
 def total(values: Mapping[str, float], *words: str) -> float:
