@@ -35,7 +35,7 @@ PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile --no-lo
 FAST := OPENBLAS_NUM_THREADS=1 JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS="$$XLA_FLAGS \
 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
 
-# Without tests whose length is what they are for; of each there is a short one.
+# Without tests whose length is what they are for; of most there is a short one.
 test: $(STAMP)
 	$(FAST) $(PYTEST) -m "not long"
 

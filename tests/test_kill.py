@@ -16,7 +16,8 @@ from tests.kill.process import MODEL, Task
 from tests.kill.script import MAX_CONTEXT_TOKENS, NUM_LANES, Script, TurnKey
 from tests.seeds import enough, new_seed
 
-pytestmark = pytest.mark.long  # shorter ones are about the server and the history, which say a turn is kept
+# Kills in `make test` are those of the server and of the history.
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,8 @@ def unkilled(context, tmp_path_factory):
     return marks, cache_dir
 
 
-@pytest.fixture(scope="module", params=[enough(2, 5)], ids="{}0 kills".format)
-def lives(request, context, unkilled, tmp_path_factory):
+@pytest.fixture(scope="module")
+def lives(context, unkilled, tmp_path_factory):
     """All lives, lived, of ten kills each. Whatever must hold after each death was asserted on the way."""
     seed = new_seed()
     marks, cache_dir = unkilled
@@ -56,7 +57,7 @@ def lives(request, context, unkilled, tmp_path_factory):
             fingerprint,
             seed=seed + i,
         )
-        for i in range(request.param)
+        for i in range(enough(2, 5))
     ]
     live(lives, num_at_once=2)
     return lives

@@ -81,7 +81,7 @@ class Documents:
             "one": one,
             "total": total,
             "crossing_at": crossing_at,
-            "served_at": served_at,
+            "at_latency": at_latency,
             "values": lambda mapping: list(mapping.values()),
             "number_after": number_after,
         }
@@ -121,12 +121,13 @@ def one(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> Any:
     return found[0]
 
 
-def served_at(
+def at_latency(
     level_s: float, runs: Iterable[Mapping[str, Any]], figure: str = "requests_per_s"
 ) -> float | None:
-    """Requests a second, or another figure of load points, where a token takes `level_s` on the average.
+    """Requests a second, or another figure of load points, where a token first takes `level_s` on average.
 
-    By straight lines between points; `runs` are points, or documents of the serving benchmark for theirs.
+    By straight lines between points, which come by load; `runs` are points, or documents of the serving
+    benchmark for theirs. None where no line crosses that level.
     """
     points = [point for run in runs for point in (run["results"]["points"] if "results" in run else [run])]
     return crossing_at(level_s, [(p[figure], p["normalized_latency_s"]["mean"]) for p in points])

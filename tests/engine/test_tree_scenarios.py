@@ -26,7 +26,9 @@ LEAST = {  # of a thousand
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(16), pytest.param(range(150, 150 + enough(100, 2000)), marks=pytest.mark.long)], ids=len
+    "seeds",
+    [range(16), pytest.param([*range(16, 40), *range(150, 150 + enough(100, 2000))], marks=pytest.mark.long)],
+    ids=len,
 )
 def test_trees_of_turns_answer_as_the_reference(seeds: Sequence[int]):
     """Everything that can be found of a context is found, often; and every turn equals the reference."""

@@ -87,7 +87,7 @@ def test_a_head_that_moves_without_a_comparison_is_noticed(replicas, monkeypatch
         test_of_two_who_go_on_from_one_head_exactly_one_wins(replicas)
 
 
-@pytest.mark.parametrize("number", [200, pytest.param(enough(1200, 5000), marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [400, pytest.param(enough(1200, 5000), marks=pytest.mark.long)])
 def test_two_processes_lose_and_double_no_turn(url, replicas, number, record_property):
     command = [sys.executable, "-c", PROGRAM, url, "alice", str(number)]
     children = [

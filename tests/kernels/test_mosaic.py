@@ -61,7 +61,7 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
             marks=pytest.mark.long,
         ),
         pytest.param(ROWS, Heads(14, 2, 64), 32, *SPARE_HEADS, marks=pytest.mark.long),
-        pytest.param(FEW_ROWS, Heads(6, 2, 64), 32, *SPARE_HEADS, marks=pytest.mark.long),
+        (FEW_ROWS, Heads(6, 2, 64), 32, *SPARE_HEADS),
         # Of ranges of 128 tokens and 22 the second leaves a warpgroup without any, over up to four blocks; 64
         # fill the first warpgroup exactly, and of 70 the second has six.
         (

@@ -176,7 +176,6 @@ def test_an_observer_that_raises_harms_nobody(llm, monkeypatch):
     assert query.result().token_ids == expected
 
 
-@pytest.mark.long
 def test_two_devices_equal_one(llm):
     """Heads are split over the mesh; tokens are those of one device."""
     assert jax.device_count() >= 2

@@ -142,7 +142,7 @@ SIZES = (64, 256, 512, 1024)
         (5000, 1024),
     ],
 )
-@pytest.mark.parametrize("prompt_steps", [0, 8])
+@pytest.mark.parametrize("prompt_steps", [0, 1, 8])
 def test_a_step_without_decodes_fills_a_bucket_where_padding_would_take_time(
     num_missing, limit, prompt_steps
 ):
@@ -192,7 +192,7 @@ def test_a_step_has_room_for_the_decodes_and_their_share(
 ):
     """It is a bucket; it holds all, or a chunk beside the decodes and the share, or none is larger.
 
-    The share is a quarter of what others miss, but beside decodes what `prompt_steps` says.
+    The share is a quarter of what others miss, but beside decodes what `prompt_steps` says, if anything.
     """
     config = SchedulerConfig(
         max_num_running=max_num_running,

@@ -200,17 +200,19 @@ def test_documents_of_another_folder(tmp_path: Path) -> None:
             documents.read(name)
 
 
-def test_what_is_served_at_a_latency(tmp_path: Path) -> None:
+def test_a_figure_at_a_latency(tmp_path: Path) -> None:
     """Of documents, and of points by themselves; of requests, or of another figure."""
     one, two = (
         {"requests_per_s": served, "rate": rate, "normalized_latency_s": {"mean": mean_s}}
         for served, rate, mean_s in ((9.0, 2.0, 0.012), (12.0, 3.0, 0.024))
     )
-    names = {"a": {"results": {"points": [two]}}, "b": {"results": {"points": [one]}}, "points": [one, two]}
+    a, b, both = ({"results": {"points": points}} for points in ([one], [two], [one, two]))
+    names = {"a": a, "b": b, "both": both, "points": [one, two]}
     documents = Documents(tmp_path)
-    assert documents.value("served_at(0.02, [b, a])", names) == pytest.approx(11)
-    assert documents.value("served_at(0.02, points)", names) == pytest.approx(11)
-    assert documents.value("served_at(0.018, [b, a], 'rate')", names) == pytest.approx(2.5)
+    for runs in ("[a, b]", "points", "[both]"):
+        assert documents.value(f"at_latency(0.02, {runs})", names) == pytest.approx(11)
+    assert documents.value("at_latency(0.018, [both], 'rate')", names) == pytest.approx(2.5)
+    assert documents.value("at_latency(0.03, [both])", names) is None
 
 
 def test_the_exit_status_says_whether_all_is_right(

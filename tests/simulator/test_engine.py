@@ -163,7 +163,7 @@ CONFIGS = {
     "gpu": small_config(cpu_pages=0),
     "stateless": small_config(cpu_pages=0, stateful=False),
 }
-QUICK = "retention", "experienced", "tight", "stateless"
+QUICK = "retention", "experienced", "tight", "gpu", "stateless"
 
 
 @pytest.mark.parametrize(

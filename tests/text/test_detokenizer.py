@@ -43,7 +43,7 @@ def stream(tokenizer, token_ids, stop=()):
     return deltas, num_pushed, detokenizer.stop_string
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(replies())
 @example((ZOO["byte_fallback"], [1, 259, 259, 3 + 0xE4, 3 + 0xB8, 3 + 0xAD, 3 + 0xFF, 275, 2]))
 @example((ZOO["byte_fallback"], [10_000, 282, 282]))
@@ -72,7 +72,7 @@ def expected_stop(tokenizer, token_ids, stop):
     return tokenizer.decode(token_ids), len(token_ids), None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(replies(), st.data())
 def test_text_ends_just_before_the_stop_string(reply, data):
     tokenizer, token_ids = reply
