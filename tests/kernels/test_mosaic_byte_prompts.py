@@ -151,7 +151,7 @@ def attention(
             id="beside_decoding",
         ),
         pytest.param(
-            ROWS, Heads(5, 1, 128), 64, "float8_e4m3fn",
+            FEW_ROWS, Heads(5, 1, 128), 64, "float8_e4m3fn",
             (byte_class(8, 64, 1, 3, 128, 16), byte_prompt_class(64, 128, 2, 128, 8)),
             id="group5",
         ),
