@@ -60,6 +60,7 @@ def test_nothing_is_compiled_once_an_engine_is_there() -> None:
         assert stats["num_compilations"] == 0
 
 
+@pytest.mark.long
 def test_nothing_is_compiled_for_chains_that_end_early() -> None:
     model = Seq2Seq.random(hidden_size=8, vocab_size=VOCAB, seed=0)
     rng = random.Random(new_seed())

@@ -115,7 +115,8 @@ def test_nearly_with_several(name: str) -> None:
     check(Bench(MODELS[name](), (1, 2, 4)), 8, exact=False)
 
 
-@pytest.mark.parametrize("name", ["tree", pytest.param("seq2seq", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["tree", "seq2seq"])
 def test_two_devices_equal_one(name: str) -> None:
     bench = Bench(MODELS[name](), (4,), num_devices=2)
     check(bench, 12, exact=IS_CPU)

@@ -85,7 +85,6 @@ def is_left_alone(location: Path | str, request: pytest.FixtureRequest) -> bool:
     ("location", "num_kills"),
     [
         ("file", 20),
-        ("postgres", 6),
         pytest.param("file", enough(30, 200), marks=pytest.mark.long),
         pytest.param("postgres", enough(12, 100), marks=pytest.mark.long),
     ],

@@ -64,12 +64,13 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
         (FEW_ROWS, Heads(6, 2, 64), 32, *SPARE_HEADS),
         # Of ranges of 128 tokens and 22 the second leaves a warpgroup without any, over up to four blocks; 64
         # fill the first warpgroup exactly, and of 70 the second has six.
-        (
+        pytest.param(
             [(22, 200), (150, 270), (64, 64), (70, 70)],
             Heads(1, 1, 64),
             16,
             "bfloat16",
             (mosaic_class(128, 64, 2, 256, 8),),
+            marks=pytest.mark.long,
         ),
     ],
     ids=["with_triton", "two_classes", "spare_heads", "spare_head", "warpgroup_stands_by"],

@@ -24,7 +24,7 @@ VOCAB_SIZE = 320
 INSERTIONS = ("embed", "shape", "none")
 CASES = [(preset, insertion) for preset in ("llama-tiny", "opt-tiny") for insertion in INSERTIONS]
 # The other model once: its programs for rings without holes are left to the long ones.
-FEW_CASES = [*CASES[: len(INSERTIONS)], ("opt-tiny", "shape")]
+FEW_CASES = [("llama-tiny", "embed"), ("llama-tiny", "none"), ("opt-tiny", "shape")]
 
 
 def run_schedule(preset: str, insertion: str, seed: int, lengths: tuple[int, ...]) -> Counter[str]:

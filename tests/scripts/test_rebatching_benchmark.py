@@ -36,6 +36,7 @@ def benchmark(launch, capsys, compilation_cache):
     return benchmark
 
 
+@pytest.mark.long
 def test_every_method_serves_the_table(benchmark, tmp_path):
     plot = tmp_path / "figures.png"
     out, results = benchmark(part="table2", plot=plot, **TINY, **SHORT)
