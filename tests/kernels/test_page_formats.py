@@ -166,17 +166,13 @@ SHAPES = [
     ("backend", "heads", "page_size", "dtype", "kv_dtype"),
     [
         *[("xla", *SHAPES[i], KV_DTYPES[i % 2]) for i in range(3)],
-        ("pallas_triton", *SHAPES[1], KV_DTYPES[0]),
         *[pytest.param("xla", *SHAPES[i], KV_DTYPES[1 - i % 2], marks=pytest.mark.long) for i in range(3)],
         *[
-            pytest.param("pallas_triton", *SHAPES[i], name, marks=pytest.mark.long)
-            for i, name in (
-                (0, "int8"),
-                (0, "float8_e4m3fn"),
-                (1, "float8_e4m3fn"),
-                (2, "int8"),
-                (2, "float8_e4m3fn"),
+            pytest.param(
+                "pallas_triton", *SHAPES[i], name, marks=() if (i, name) == (1, "int8") else pytest.mark.long
             )
+            for i in range(3)
+            for name in KV_DTYPES
         ],
     ],
     ids=str,

@@ -327,12 +327,9 @@ def test_sizes():
 @pytest.mark.parametrize(
     ("page_size", "num_heads", "head_dim", "num_chunks"),
     [
-        (32, 20, 128, 16),
-        pytest.param(32, 20, 128, 4, marks=pytest.mark.long),
-        pytest.param(16, 12, 64, 16, marks=pytest.mark.long),
-        (16, 12, 64, 4),
-        pytest.param(64, 8, 256, 16, marks=pytest.mark.long),
-        (64, 8, 256, 4),
+        pytest.param(*size, num_chunks, marks=pytest.mark.long if (i + j) % 2 else ())
+        for i, size in enumerate([(32, 20, 128), (16, 12, 64), (64, 8, 256)])
+        for j, num_chunks in enumerate((16, 4))
     ],
 )
 def test_lowers_for_cuda(num_chunks, page_size, num_heads, head_dim):

@@ -23,7 +23,7 @@ from tests.seeds import enough
 VOCAB_SIZE = 320
 INSERTIONS = ("embed", "shape", "none")
 CASES = [(preset, insertion) for preset in ("llama-tiny", "opt-tiny") for insertion in INSERTIONS]
-# The other model once: its programs for rings without holes are left to the long ones.
+# Each way to insert once, one of them with the other model.
 FEW_CASES = [("llama-tiny", "embed"), ("llama-tiny", "none"), ("opt-tiny", "shape")]
 
 
