@@ -13,9 +13,15 @@ from experiments.committed import committed_document
 from experiments.panels import Curve, Panel
 from experiments.points import Measured
 from experiments.settings import Experiment, Findings, Settings, Table
-from experiments.systems import THREE_SYSTEMS
 
 _MOST_MS = 100.0  # a token: predicted points beyond it are left out, of systems over their limit
+_SHOWN_MS = 115.0  # of measured ones, which go a little further
+_LABELS = {
+    "pensieve": "both tiers",
+    "pensieve-gpu": "device alone",
+    "stateless": "no state",
+    "vllm-offload": "vLLM",
+}
 
 
 class Run(NamedTuple):
@@ -26,49 +32,64 @@ class Run(NamedTuple):
       predicted: the prediction's document.
       loops: what documents of the loops are called before the system's name.
       points: by system the rest of their names.
+      other_users: likewise, of documents with another seed.
     """
 
     title: str
     predicted: str
     loops: str
     points: dict[str, tuple[str, ...]]
+    other_users: dict[str, tuple[str, ...]]
 
-    def documents(self, system: str) -> list[str]:
-        """Names of what was measured of a system."""
-        return [f"{self.loops}_{system}_{rest}.json" for rest in self.points[system]]
+    def documents(self, points: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
+        """Names of what was measured, by system; `points` is one of the attributes."""
+        return {
+            system: [f"{self.loops}_{system}_{rest}.json" for rest in ends] for system, ends in points.items()
+        }
 
 
 RUNS = (
     Run(
         "OPT-66B, four H200s", "predicted_h200x4_opt-66b.json", "h200x4_open_opt-66b",
-        {"pensieve": ("0.9", "1.1"), "pensieve-gpu": ("0.9",), "stateless": ("0.75",)},
+        {"pensieve": ("0.9", "1.1"), "pensieve-gpu": ("0.9",), "stateless": ("0.75", "0.9")}, {},
     ),
     Run(
         "Llama-2-70B, four H100s", "predicted_h100x4_llama2-70b.json", "h100x4_open_llama2-70b",
-        {"pensieve": ("2.5_first_sums",), "pensieve-gpu": ("1.5",), "stateless": ("1", "1.5")},
+        {"pensieve": ("2.5_first_sums",), "pensieve-gpu": ("1.5",), "stateless": ("1", "1.5")}, {},
     ),
     Run(
         "OPT-66B, two H200s", "predicted_h200x2_opt-66b.json", "h200x2_open_opt-66b",
-        {"pensieve": ("0.5",), "pensieve-gpu": ("0.5",), "stateless": ("0.4",)},
+        {
+            "pensieve": ("0.5", "0.6"), "pensieve-gpu": ("0.5", "0.6"), "stateless": ("0.4", "0.5"),
+            "vllm-offload": ("0.5_512",),
+        },
+        {"pensieve": ("0.6_seed1",), "pensieve-gpu": ("0.6_seed1",), "stateless": ("0.5_seed1",)},
     ),
     Run(
         "Llama-2-70B, two H200s", "predicted_h200x2_llama2-70b.json", "h200x2_open_llama2-70b",
-        {"pensieve": ("1.5", "2", "2.5"), "pensieve-gpu": ("1", "1.25"), "stateless": ("0.5", "0.75")},
+        {
+            "pensieve": ("1.5", "2", "2.5"), "pensieve-gpu": ("1", "1.25"), "stateless": ("0.5", "0.75"),
+            "vllm-offload": ("2_512",),
+        },
+        {"pensieve": ("2.5_seed1",), "pensieve-gpu": ("1.25_seed1",), "stateless": ("0.75_seed1",)},
     ),
 )  # fmt: skip
 
 
 def _findings(settings: Settings, measured: list[Measured]) -> Findings:
     rows, panels, results = [], [], {}
-    labels = {system.name: system.label for system in THREE_SYSTEMS}
     for run in RUNS:
-        documents = {system.name: run.documents(system.name) for system in THREE_SYSTEMS}
+        documents, of_others = run.documents(run.points), run.documents(run.other_users)
         found = {name: _measured(names) for name, names in documents.items()}
+        found_of_others = {name: _measured(names) for name, names in of_others.items()}
         predicted = committed_document(run.predicted)["results"]["systems"]
-        rows += [[run.title, labels[name], f"{x:.2f}", f"{y:.1f}"] for name in found for x, y in found[name]]
-        curves = {f"{labels[name]}, measured": points for name, points in found.items()}
+        curves = {f"{_LABELS[name]}, measured": points for name, points in found.items()}
+        curves |= {f"{_LABELS[name]}, other users": points for name, points in found_of_others.items()}
+        rows += [
+            [run.title, name, f"{x:.2f}", f"{y:.1f}"] for name, points in curves.items() for x, y in points
+        ]
         forecasts = {
-            f"{labels[name]}, predicted": [at for at in _curve(points) if at[1] <= _MOST_MS]
+            f"{_LABELS[name]}, predicted": [at for at in _curve(points) if at[1] <= _MOST_MS]
             for name, points in predicted.items()
         }
         panels.append(
@@ -79,12 +100,20 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
                 curves=curves | forecasts,
                 dashed=frozenset(forecasts),
                 x_from_zero=True,
-                coloured_as={f"{label}, predicted": f"{label}, measured" for label in labels.values()},
+                y_max=_SHOWN_MS,
+                coloured_as={
+                    f"{label}, {what}": f"{label}, measured"
+                    for label in _LABELS.values()
+                    for what in ("predicted", "other users")
+                },
             )
         )
         results[run.title] = {
             "measured": found,
-            "documents": [name for names in documents.values() for name in names],
+            "of_other_users": found_of_others,
+            "documents": [
+                name for part in (documents, of_others) for names in part.values() for name in names
+            ],
             "prediction": run.predicted,
         }
     return Findings(
@@ -97,7 +126,10 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
         ],
         panels=panels,
         results=results,
-        units={"measured": "[requests answered a second, milliseconds a token] by system and load"},
+        units={
+            "measured": "[requests answered a second, milliseconds a token] by system and load",
+            "of_other_users": "likewise, of other seeds",
+        },
         origin="measured on NVIDIA H200 and H100; predictions simulated before",
     )
 
