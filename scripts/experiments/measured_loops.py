@@ -15,8 +15,8 @@ from experiments.points import Measured
 from experiments.settings import Experiment, Findings, Settings, Table
 
 _MOST_MS = 100.0  # a token: predicted points beyond it are left out, of systems over their limit
-_SHOWN_MS = 115.0  # of measured ones, which go a little further
-_LABELS = {
+_SHOWN_MS = 115.0  # measured ones beyond it are cut off: a system far over its limit
+_LABELS = {  # shorter than those of `experiments.systems`: two columns of them fit under a panel
     "pensieve": "both tiers",
     "pensieve-gpu": "device alone",
     "stateless": "no state",
@@ -32,7 +32,7 @@ class Run(NamedTuple):
       predicted: the prediction's document.
       loops: what documents of the loops are called before the system's name.
       points: by system the rest of their names.
-      other_users: likewise, of documents with another seed.
+      other_users: likewise, of another seed than the points' and the prediction's, 0.
     """
 
     title: str
@@ -40,12 +40,6 @@ class Run(NamedTuple):
     loops: str
     points: dict[str, tuple[str, ...]]
     other_users: dict[str, tuple[str, ...]]
-
-    def documents(self, points: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
-        """Names of what was measured, by system; `points` is one of the attributes."""
-        return {
-            system: [f"{self.loops}_{system}_{rest}.json" for rest in ends] for system, ends in points.items()
-        }
 
 
 RUNS = (
@@ -79,7 +73,7 @@ RUNS = (
 def _findings(settings: Settings, measured: list[Measured]) -> Findings:
     rows, panels, results = [], [], {}
     for run in RUNS:
-        documents, of_others = run.documents(run.points), run.documents(run.other_users)
+        documents, of_others = _names(run.loops, run.points), _names(run.loops, run.other_users)
         found = {name: _measured(names) for name, names in documents.items()}
         found_of_others = {name: _measured(names) for name, names in of_others.items()}
         predicted = committed_document(run.predicted)["results"]["systems"]
@@ -132,6 +126,11 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
         },
         origin="measured on NVIDIA H200 and H100; predictions simulated before",
     )
+
+
+def _names(loops: str, points: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
+    """Documents, by system."""
+    return {system: [f"{loops}_{system}_{rest}.json" for rest in ends] for system, ends in points.items()}
 
 
 def _measured(documents: list[str]) -> Curve:
