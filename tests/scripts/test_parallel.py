@@ -48,6 +48,7 @@ def test_what_runs_beside_an_exchange():
     found = time_lines.time_line({0: [*beside[:2], Kernel("all-reduce", 10, 10), *beside[2:]]}, 1, 0)
     assert found["devices"]["0"]["computed_beside_s"] == pytest.approx((2 + 4 + 2) * 1e-9)
     assert found["exchanges"] == {"counts": [1]}, "one device meets nobody"
+    assert found["events"] == {"names": [], "rows": {"0": []}}, "none are asked for"
 
 
 def test_memory_is_what_jax_says_and_what_the_driver_says(monkeypatch):
