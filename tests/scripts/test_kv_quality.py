@@ -214,6 +214,7 @@ def test_the_document_has_every_format(launch, capsys, monkeypatch, tmp_path):
 def test_without_a_text_the_model_is_talked_to(launch, capsys):
     flags = {
         "num_texts": 2,
+        "context_tokens": 100,
         "num_replies": 1,
         "reply_tokens": 4,
         "num_outlier_texts": 1,

@@ -370,7 +370,12 @@ def command(history: str, compilation_cache: str) -> list[str]:
     return [
         *(sys.executable, str(ROOT / "scripts" / "serve.py"), f"--model={MODEL}", "--dtype=float32"),
         *(f"--history={history}", "--port=0", "--replicas=2", "--gpu_pages=1024", "--max_num_running=8"),
-        *("--token_buckets=8,64", f"--compilation_cache_dir={compilation_cache}"),  # which others compiled
+        # As `engine`, whose programs the cache has.
+        *(
+            "--max_num_batched_tokens=64",
+            "--token_buckets=8,64",
+            f"--compilation_cache_dir={compilation_cache}",
+        ),
     ]
 
 
