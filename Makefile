@@ -48,7 +48,7 @@ test-ci: $(STAMP)
 
 # Compiled as for serving, and as often as the tests of `test-long` were meant to be run once: it takes hours.
 test-all: $(STAMP)
-	TESTS_ALL=1 $(PYTEST)
+	TESTS_ALL=1 $(PYTEST) -o faulthandler_timeout=7200
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu

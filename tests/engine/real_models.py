@@ -27,6 +27,10 @@ MAX_CONTEXT_TOKENS = 128
 # Once in some hundred turns it is more: then references with weights moved by a millionth are asked, one of
 # which must say what the engine says.
 STORED_MARGIN = 0.15
+# Of all turns those with a smaller margin, and of those with log-probabilities those farther off than float32
+# rounds: what random lives have is a little less.
+MAX_UNCERTAIN_STORED_FRACTION = 0.6
+MAX_FAR_FRACTION = 0.45
 _MOVED, _NUM_MOVED = 1e-6, 12
 
 

@@ -15,14 +15,18 @@ from pensieve_jax.core.outputs import TokenLogprob
 from pensieve_jax.device.dense_reference import MIN_MARGIN
 from tests.engine.driver import run_scenario
 from tests.engine.oracles import TurnFacts
-from tests.engine.real_models import MAX_CONTEXT_TOKENS, RealBench, real_config
+from tests.engine.real_models import (
+    MAX_CONTEXT_TOKENS,
+    MAX_FAR_FRACTION,
+    MAX_UNCERTAIN_STORED_FRACTION,
+    RealBench,
+    real_config,
+)
 from tests.engine.scenarios import CALM_OPS, HASTY_OPS, OPS, RandomChooser, Scenario, make_op, tier_ops
 from tests.seeds import enough
 
 PRESETS = ("llama-tiny", "opt-tiny")
 MAX_UNCERTAIN_FRACTION = 0.005
-MAX_UNCERTAIN_STORED_FRACTION = 0.6
-MAX_FAR_FRACTION = 0.45
 
 
 @functools.cache

@@ -20,14 +20,19 @@ from pensieve_jax.config import POLICIES
 from pensieve_jax.core.errors import StepFailedError
 from tests.engine.driver import run_scenario
 from tests.engine.harness import Harness
-from tests.engine.real_models import MAX_CONTEXT_TOKENS, RealBench, real_config
+from tests.engine.real_models import (
+    MAX_CONTEXT_TOKENS,
+    MAX_FAR_FRACTION,
+    MAX_UNCERTAIN_STORED_FRACTION,
+    RealBench,
+    real_config,
+)
 from tests.engine.scenarios import RandomChooser, Scenario, tier_ops
 from tests.seeds import enough
 
 PRESET = "llama-tiny"
 BUCKETS = (48,)
 MAX_UNCERTAIN_FRACTION = 0.02
-MAX_UNCERTAIN_STORED_FRACTION = 0.6  # of state in 8 bits; see `tests.engine.real_models`
 
 
 @functools.cache
@@ -50,8 +55,8 @@ def check_scenarios(judge, seeds, record_property):
     totals = Counter()
     num_before = judge.num_turns
     judge.uncertain.clear()
+    kv_dtype = judge.kv_dtype
     for seed in seeds:
-        kv_dtype = judge.kv_dtype
         print(
             f"run_scenario(short_scenario({seed}, {kv_dtype!r}), "
             f"bench({judge.num_devices}, {judge.preset!r}, {kv_dtype!r}))"
@@ -63,7 +68,7 @@ def check_scenarios(judge, seeds, record_property):
     assert num_turns > 5 * len(seeds)
     for name in ("reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens"):
         assert totals[name] > 2 * len(seeds), (name, totals)
-    allowed = MAX_UNCERTAIN_FRACTION if judge.kv_dtype is None else MAX_UNCERTAIN_STORED_FRACTION
+    allowed = MAX_UNCERTAIN_FRACTION if kv_dtype is None else MAX_UNCERTAIN_STORED_FRACTION
     assert len(judge.uncertain) <= max(1, allowed * num_turns)
 
 
@@ -82,7 +87,9 @@ def test_random_scenarios_on_four_devices(record_property):
 @pytest.mark.long
 def test_state_in_8_bits_equals_a_reference_on_one_that_stores_alike(record_property):
     """Each device's scales are of the heads that it has, in both tiers and on the way between them."""
-    check_scenarios(bench(2, PRESET, "int8"), range(enough(4, 100)), record_property)
+    judge = bench(2, PRESET, "int8")
+    check_scenarios(judge, range(enough(4, 100)), record_property)
+    assert judge.num_logprobs > 0 and judge.num_far <= MAX_FAR_FRACTION * judge.num_logprobs
 
 
 class FailsAlone:

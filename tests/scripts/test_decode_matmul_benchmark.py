@@ -78,6 +78,7 @@ def test_refusals(launch, flags, says):
         launch("benchmark_decode_matmul", shared_llm=False, **flags)
 
 
+@pytest.mark.long
 def test_figures_of_every_program(capsys, monkeypatch):
     """The kernels' errors are named, and XLA's answer is judged, where neither can be timed."""
     monkeypatch.setattr(benchmark, "_MIN_BYTES", 0)
