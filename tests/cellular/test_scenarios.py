@@ -27,7 +27,7 @@ SHORT_SEEDS = (30, 119, 118)
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(12), pytest.param(range(12, 40 + enough(100, 2100)), marks=pytest.mark.long)], ids=len
+    "seeds", [range(12), pytest.param(range(12, 40 + enough(60, 2100)), marks=pytest.mark.long)], ids=len
 )
 def test_requests_equal_recursion(seeds: Sequence[int]):
     """Whatever joins, leaves, ends early or fails, on one to four workers."""
