@@ -108,7 +108,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 def _events(traced: Mapping[int, Sequence[Kernel]], num_events: int) -> dict[str, Any]:
     """The last kernels of every device: numbers of names, microseconds from the first that is listed."""
-    listed = {device: ran[len(ran) - min(num_events, len(ran)) :] for device, ran in traced.items()}
+    listed = {device: ran[max(0, len(ran) - num_events) :] for device, ran in traced.items()}
     names = sorted({kernel.name for ran in listed.values() for kernel in ran})
     origin = min((ran[0].start_ns for ran in listed.values() if ran), default=0.0)
     return {
