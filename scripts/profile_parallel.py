@@ -10,9 +10,9 @@
 - Memory of every device.
 
 Each of `--variants` (`scripts/parallel/variants.py`) is a process of its own, since XLA reads its flags once:
-all of these, one after the other, within `--budget_s`. `--num_layers` cuts the model, so that a variant takes
-a minute: time is the layers' but for a fraction that is the same for all. What is done so far is in the
-document (`--json=FILE`) whatever happens later.
+all of these, one after the other, `--num_rounds` times over, within `--budget_s`. `--num_layers` cuts the
+model, so that a variant takes a minute: time is the layers' but for a fraction that is the same for all. What
+is done so far is in the document (`--json=FILE`) whatever happens later.
 """
 
 from __future__ import annotations
@@ -114,6 +114,12 @@ def measure() -> Figures:
     return found
 
 
+def in_rounds(names: list[str], num_rounds: int) -> list[tuple[str, str]]:
+    """All variants by turns, so many times: the name of each, and what it is called in the document."""
+    numbered = [(name, f"{name}_{count}") for count in range(2, num_rounds + 1) for name in names]
+    return [(name, name) for name in names] + numbered
+
+
 def measure_apart(name: str, variant: Variant, timeout_s: float) -> Figures:
     """A variant in a process of its own; what went wrong, if it did."""
     xla_flags = " ".join([os.environ.get("XLA_FLAGS", ""), *variant.xla_flags]).strip()
@@ -121,7 +127,7 @@ def measure_apart(name: str, variant: Variant, timeout_s: float) -> Figures:
         path = Path(directory, "document.json")
         command = [
             *(sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], *variant.engine_flags),
-            *(f"--variants={name}", "--apart=false", f"--json={path}"),
+            *(f"--variants={name}", "--num_rounds=1", "--apart=false", f"--json={path}"),
         ]
         environment = os.environ | {"XLA_FLAGS": xla_flags}
         start_s = time.perf_counter()
@@ -174,20 +180,20 @@ def main() -> int:
         raise ConfigError("--variants", ",".join(unknown), f"among {', '.join(VARIANTS)}")
     found: dict[str, Figures] = {}
     start_s = time.perf_counter()
-    for name in names:
+    for name, title in in_rounds(names, FLAGS.num_rounds):
         left_s = FLAGS.budget_s - (time.perf_counter() - start_s)
         if not FLAGS.apart:
-            found[name] = measure()
+            found[title] = measure()
         elif left_s < _LEAST_S:
-            found[name] = {"failed": f"not begun: {left_s:.0f} s were left"}
+            found[title] = {"failed": f"not begun: {left_s:.0f} s were left"}
         else:
-            found[name] = measure_apart(name, VARIANTS[name], min(FLAGS.timeout_s, left_s))
+            found[title] = measure_apart(name, VARIANTS[name], min(FLAGS.timeout_s, left_s))
         results = {"model": FLAGS.model, "dtype": FLAGS.dtype, "variants": found}
         devices = [one["device"] for one in found.values() if "device" in one]
         line = json_line("parallel", results, units=UNITS, device=", ".join(dict.fromkeys(devices)))
         if isinstance(FLAGS.json, Path):
             FLAGS.json.write_text(f"{line}\n", encoding="utf-8")
-        print(f"{name}: done after {time.perf_counter() - start_s:.0f} s", flush=True)
+        print(f"{title}: done after {time.perf_counter() - start_s:.0f} s", flush=True)
     print_tables(found)
     print_document(line)
     return 0
@@ -196,6 +202,7 @@ def main() -> int:
 def define_flags() -> None:
     """The command line."""
     flags.DEFINE_list("variants", ["default"], f"Of {', '.join(VARIANTS)}.")
+    flags.DEFINE_integer("num_rounds", 1, "All of them by turns, so many times.", lower_bound=1)
     flags.DEFINE_bool("apart", True, "Each in a process of its own, with its XLA flags.")
     flags.DEFINE_float("budget_s", 560.0, "Seconds for all of them.", lower_bound=1)
     flags.DEFINE_float("timeout_s", 280.0, "Seconds for one of them.", lower_bound=1)

@@ -121,7 +121,25 @@ def test_variants_are_processes_with_flags_of_their_own(launch, monkeypatch, cap
         "--mine", f"--mine {variants.VARIANTS['graphs'].xla_flags[0]}", "--mine"
     ]  # fmt: skip
     assert "--all_reduce=jax_triton" in started[2][0] and all("--apart=false" in one[0] for one in started)
+    assert all(one[0][::-1].index("--num_rounds=1") < 5 for one in started), "a process has one round"
     assert "took longer than 50 s" in capsys.readouterr().out
+
+
+def test_rounds_are_by_turns(launch, monkeypatch, capsys):
+    """Both variants, then both again, each by its own flags under a name of its own."""
+    turns = []
+
+    def measure_apart(name, variant, timeout_s):
+        turns.append((name, variant))
+        return {"turn": len(turns)}
+
+    monkeypatch.setattr(load("profile_parallel"), "measure_apart", measure_apart)
+    launch("profile_parallel", shared_llm=False, variants="default,xla", num_rounds=2)
+    assert turns == [(name, variants.VARIANTS[name]) for name in ("default", "xla", "default", "xla")]
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["variants"]
+    assert [(name, one["turn"]) for name, one in found.items()] == [
+        ("default", 1), ("xla", 2), ("default_2", 3), ("xla_2", 4)
+    ]  # fmt: skip
 
 
 def test_when_time_is_up_no_variant_is_begun(launch, capsys):
