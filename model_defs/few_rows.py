@@ -17,7 +17,7 @@ import jax
 
 from pallas_kernels import decode_matmul
 
-Product = Callable[[jax.Array, jax.Array], jax.Array]
+Product = Callable[..., jax.Array]
 XLA = "xla"
 _backend: ContextVar[str] = ContextVar("few_rows", default=XLA)
 
@@ -45,7 +45,8 @@ def product(
       gated: out_shape is (2, wide), the gate first, and the result [num_rows, wide] is SwiGLU's.
 
     Returns:
-      None if the kernel does not serve it, or was not asked for.
+      Of x, the weights, a bias [*out_shape] or none, and `relu`, whether what is negative becomes 0. None if
+      the kernel does not serve it, or was not asked for.
     """
     backend = _backend.get()
     depth, out_shape = math.prod(shape[:num_in_dims]), shape[num_in_dims:]
@@ -53,9 +54,12 @@ def product(
     if backend == XLA or not decode_matmul.serves(num_rows, depth, width, gated=gated, dtype=dtype):
         return None
 
-    def run(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    def run(
+        x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, *, relu: bool = False
+    ) -> jax.Array:
         x, kernel = x.reshape(num_rows, depth), kernel.reshape(depth, -1)
-        y = decode_matmul.decode_matmul(x, kernel, gated=gated, backend=backend)
+        bias = None if bias is None else bias.reshape(-1)
+        y = decode_matmul.decode_matmul(x, kernel, bias, gated=gated, relu=relu, backend=backend)
         return y if gated else y.reshape(num_rows, *out_shape)
 
     return run

@@ -91,11 +91,20 @@ class Linear(nnx.Module):
         if any(self.in_axes) and sums is not None and sums.serves(x.shape[0], kernel.shape[-1]):
             parts = sums.partial(of_few_rows or self._product, x, kernel, self._specs)
             return PartialSums(sums, parts, bias)
-        # XLA can add the bias within its product; behind another kernel's it would take a kernel.
-        if of_few_rows is not None and bias is None:
-            return self._on_shards(of_few_rows, self.out_axes)(x, kernel)
+        # XLA can add a bias within its product; behind a sum over devices it would take a kernel.
+        if of_few_rows is not None and (bias is None or not self._adds_up):
+            return self._on_shards(of_few_rows, self.out_axes)(x, kernel, bias)
         y = constrain(self._product(x, kernel), self.build.mesh, None, *self.out_axes)
         return y if bias is None else y + bias
+
+    def activated(self, x: jax.Array, name: str) -> jax.Array:
+        """As `__call__`, and behind it the `activation` of that name."""
+        of_few_rows = self._of_few_rows(x.shape[0])
+        if name == "relu" and of_few_rows is not None and not any(self.in_axes):
+            bias = None if self.bias is None else self.bias[...]
+            run = self._on_shards(functools.partial(of_few_rows, relu=True), self.out_axes)
+            return run(x.astype(self.build.dtype), self.kernel[...], bias)
+        return activation(name)(self(x))
 
     def gated(self, x: jax.Array) -> jax.Array:
         """[T, *in_shape] -> [T, wide]: SwiGLU of a kernel [*in_shape, 2, wide], the gate first."""
@@ -120,23 +129,34 @@ class Linear(nnx.Module):
         return few_rows.product(num_rows, shape, self.num_in_dims, self.build.dtype, gated=gated)
 
     @property
+    def _adds_up(self) -> bool:
+        """Whether devices have parts of its sums."""
+        return any(self.in_axes) and tensor_parallel_size(self.build.mesh) > 1
+
+    @property
     def _specs(self) -> tuple[PartitionSpec, PartitionSpec]:
         """Of what is multiplied and of the kernel."""
         return PartitionSpec(None, *self.in_axes), PartitionSpec(*self.in_axes, *self.out_axes)
 
     def _on_shards(self, product: few_rows.Product, out_axes: tuple[str | None, ...]) -> few_rows.Product:
         """On each device, of its parts; partial sums are added up."""
-        mesh = self.build.mesh
-        adds_up = any(self.in_axes) and tensor_parallel_size(mesh) > 1
 
-        def run(x: jax.Array, kernel: jax.Array) -> jax.Array:
-            y = product(x, kernel)
-            return lax.psum(y, TENSOR_AXIS) if adds_up else y
+        def run(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+            y = product(x, kernel) if bias is None else product(x, kernel, bias)
+            return lax.psum(y, TENSOR_AXIS) if self._adds_up else y
 
-        # Kernels do not declare over which axes their outputs vary.
-        return jax.shard_map(
-            run, mesh=mesh, in_specs=self._specs, out_specs=PartitionSpec(None, *out_axes), check_vma=False
-        )
+        def on_shards(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+            arrays = (x, kernel) if bias is None else (x, kernel, bias)
+            specs = (*self._specs, PartitionSpec(*self.out_axes))[: len(arrays)]
+            out_specs = PartitionSpec(None, *out_axes)
+            # Kernels do not declare over which axes their outputs vary.
+            shards = jax.shard_map(
+                run, mesh=self.build.mesh, in_specs=specs, out_specs=out_specs, check_vma=False
+            )
+            result: jax.Array = shards(*arrays)
+            return result
+
+        return on_shards
 
 
 class Embedding(nnx.Module):

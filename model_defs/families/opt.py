@@ -18,7 +18,7 @@ from model_defs.device_sums import Summand, added_up
 from model_defs.errors import UnsupportedModelError
 from model_defs.family import Family
 from model_defs.hf_options import boolean, choice, common_fields, integer
-from model_defs.layers import Build, Embedding, FusedQKV, LayerNorm, Linear, activation, declare
+from model_defs.layers import Build, Embedding, FusedQKV, LayerNorm, Linear, declare
 from model_defs.sharding import constrain
 from model_defs.tensor_recipes import WeightMap, attention_recipes, matrix, table, token_recipes, vector
 from model_defs.tiny_preset import tiny_preset
@@ -93,14 +93,13 @@ class OPTLayer(nnx.Module):
 
         After a post-norm there is nothing to be added: the normed sum is the stream.
         """
-        act = activation(self.activation)
         if self.pre_norm:
             x, normed = self.attention_norm.add(x, y)
             x, normed = self.mlp_norm.add(x, self.out.deferred(attention(layer_index, *self.qkv(normed))))
-            return x, self.fc2.deferred(act(self.fc1(normed)))
+            return x, self.fc2.deferred(self.fc1.activated(normed, self.activation))
         attended = self.out.deferred(attention(layer_index, *self.qkv(x)))
         _, x = self.attention_norm.add(x, attended, jnp.float32)
-        _, x = self.mlp_norm.add(x, self.fc2.deferred(act(self.fc1(x))), jnp.float32)
+        _, x = self.mlp_norm.add(x, self.fc2.deferred(self.fc1.activated(x, self.activation)), jnp.float32)
         return x, None
 
 

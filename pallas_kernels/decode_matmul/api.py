@@ -68,20 +68,24 @@ def serves(num_rows: int, depth: int, width: int, *, gated: bool, dtype: Any) ->
 def decode_matmul(
     x: jax.Array,
     w: jax.Array,
+    bias: jax.Array | None = None,
     *,
     gated: bool = False,
+    relu: bool = False,
     backend: str = "auto",
     tile: MatmulTile | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`x @ w`, or `silu(x @ gate) * (x @ up)`, of few rows; sums in float32, rounded once.
+    """`x @ w`, or `silu(x @ gate) * (x @ up)`, of few rows; all of it in float32, rounded once.
 
     By the kernel a row's answer depends on that row alone.
 
     Args:
       x: [num_rows, depth]; for the kernel up to 8 rows, or a multiple of 8 up to `MAX_ROWS`, in bfloat16.
       w: [depth, width] of the same dtype; gated: [depth, 2 * width], the gate's columns first.
+      bias: [width], likewise, what is added; not to the second form.
       gated: whether it is the second form (SwiGLU).
+      relu: whether what is negative is 0, with the bias; not of the second form.
       backend: "auto" takes the kernel where it serves these arrays on the first device.
       tile: for the kernel, instead of the measured choice.
       interpret: run the kernel, which is to be named, without a GPU, slowly.
@@ -99,15 +103,16 @@ def decode_matmul(
     if interpret and backend != "pallas_mosaic_gpu":
         raise MatmulArgumentError(f"backend is {backend!r}, but interpret needs 'pallas_mosaic_gpu'")
     sizes = _sizes(x, w, gated=gated)
+    _check_bias(x, bias, sizes[2], gated=gated, relu=relu)
     if backend == "auto":
         backend = choose_backend(*sizes, gated=gated, dtype=x.dtype, device=jax.devices()[0])
     if backend == "xla":
-        return xla_decode_matmul(x, w, gated=gated)
+        return xla_decode_matmul(x, w, bias, gated=gated, relu=relu)
     tile = _checked_tile(x, w, sizes, tile, gated=gated)
     # Imported late: it needs a part of JAX that only NVIDIA's builds bring.
     from pallas_kernels.decode_matmul.pallas_mosaic_gpu import mosaic_decode_matmul
 
-    return mosaic_decode_matmul(x, w, gated=gated, tile=tile, interpret=interpret)
+    return mosaic_decode_matmul(x, w, bias, gated=gated, relu=relu, tile=tile, interpret=interpret)
 
 
 def _checked_tile(
@@ -147,6 +152,13 @@ def _sizes(x: jax.Array, w: jax.Array, *, gated: bool) -> tuple[int, int, int]:
     if gated and w.shape[1] % 2:
         raise MatmulArgumentError(f"w is {_named(w)}, but must have a column of up for each of the gate's")
     return x.shape[0], x.shape[1], w.shape[1] // (1 + gated)
+
+
+def _check_bias(x: jax.Array, bias: jax.Array | None, width: int, *, gated: bool, relu: bool) -> None:
+    if gated and (bias is not None or relu):
+        raise MatmulArgumentError("gated is True, but a gated product has neither a bias nor relu")
+    if bias is not None and (bias.shape != (width,) or bias.dtype != x.dtype):
+        raise MatmulArgumentError(f"bias is {_named(bias)}, but must be {x.dtype.name}[{width}]")
 
 
 def _named(array: jax.Array) -> str:

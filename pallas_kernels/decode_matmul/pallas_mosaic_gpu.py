@@ -29,6 +29,7 @@ from pallas_kernels.decode_matmul.tiles import PIECE_ROWS, SWIZZLED, MatmulTile,
 _WARPGROUP_ROWS = 64
 # (Upstream's annotations make these classes abstract.)
 _TILES = (plgpu.TilingTransform((8, SWIZZLED)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+_COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # of a vector over columns, as sums have them
 # Registers of a thread that multiplies, and of one that fetches, where two warpgroups multiply.
 _COMPUTE_REGISTERS, _FETCH_REGISTERS = 232, 40
 
@@ -40,6 +41,8 @@ class Product(NamedTuple):
     depth: int
     width: int
     gated: bool
+    has_bias: bool
+    relu: bool
     tile: MatmulTile
     interpret: bool
 
@@ -84,28 +87,44 @@ class _Refs(NamedTuple):
 
     x: Any  # [num_rows, depth]
     w: Any  # [depth, num_parts * width]
+    bias: Any  # [width], or None
     out: Any  # [num_rows, width]
     x_ring: Any  # [num_stages, tile_rows, block_k]
     w_ring: Any  # [num_stages, num_parts, *w_block]
     result: Any  # [num_warpgroups, 64, columns]
     ready: Any
     free: Any
+    bias_block: Any = None  # [columns]
+    bias_ready: Any = None
 
 
 def mosaic_decode_matmul(
-    x: jax.Array, w: jax.Array, *, gated: bool, tile: MatmulTile, interpret: bool
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    *,
+    gated: bool,
+    relu: bool,
+    tile: MatmulTile,
+    interpret: bool,
 ) -> jax.Array:
     """As `api.decode_matmul`, whose checks have passed."""
-    product = Product(x.shape[0], x.shape[1], w.shape[1] // (1 + gated), gated, tile, interpret)
-    result: jax.Array = _kernel_of(product)(x, w)
+    num_rows, depth = x.shape
+    width = w.shape[1] // (1 + gated)
+    product = Product(num_rows, depth, width, gated, bias is not None, relu, tile, interpret)
+    result: jax.Array = _kernel_of(product)(x, w, *(() if bias is None else (bias,)))
     return result
 
 
 @functools.cache
-def _kernel_of(product: Product) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _kernel_of(product: Product) -> Callable[..., jax.Array]:
     """Kept, and a jit of its own: a model calls it once a layer, but it is traced and lowered once."""
     tile, num_warpgroups = product.tile, product.num_warpgroups
     ring = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=_TILES)
+    of_bias: dict[str, Any] = {
+        "bias_block": plgpu.SMEM((tile.columns,), jnp.bfloat16),
+        "bias_ready": plgpu.Barrier(num_arrivals=1),
+    }
     kernel = plgpu.kernel(
         functools.partial(_kernel, product=product),
         out_type=jax.ShapeDtypeStruct((product.num_rows, product.width), jnp.bfloat16),
@@ -115,6 +134,7 @@ def _kernel_of(product: Product) -> Callable[[jax.Array, jax.Array], jax.Array]:
             "result": ring((num_warpgroups, _WARPGROUP_ROWS, tile.columns)),
             "ready": plgpu.Barrier(num_arrivals=1 + product.num_parts, num_barriers=tile.num_stages),
             "free": plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=tile.num_stages),
+            **(of_bias if product.has_bias else {}),
         },
         grid=(product.width // tile.columns,),
         grid_names=("columns",),
@@ -122,14 +142,16 @@ def _kernel_of(product: Product) -> Callable[[jax.Array, jax.Array], jax.Array]:
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if product.interpret else None,
-        kernel_name=f"decode_matmul_{'gated_' * product.gated}{product.tile_rows}",
+        kernel_name=f"decode_matmul_{'gated_' * product.gated}{'relu_' * product.relu}{product.tile_rows}",
     )
     return jax.jit(kernel)
 
 
 def _kernel(*args: Any, product: Product, **scratch: Any) -> None:
     """One program: the last of its warpgroups fetches, the others multiply."""
-    refs, warpgroup = _Refs(*args, **scratch), lax.axis_index("warpgroup")
+    x, w, *bias, out = args
+    refs = _Refs(x, w, bias[0] if bias else None, out, **scratch)
+    warpgroup = lax.axis_index("warpgroup")
     column = lax.axis_index("columns") * product.tile.columns
     # With one warpgroup of each kind every thread has as many registers as a thread can have.
     moves_registers = product.num_warpgroups > 1 and not product.interpret
@@ -151,6 +173,9 @@ def _fetch(product: Product, refs: _Refs, column: Any) -> None:
     """Copies the blocks of x and of the program's columns, as room comes free."""
     tile, num_blocks = product.tile, product.num_blocks
     rows = pl.ds(0, product.fetched_rows)
+    if product.has_bias:
+        bias = refs.bias.at[pl.ds(column, tile.columns)]
+        plgpu.copy_gmem_to_smem(bias, refs.bias_block, refs.bias_ready)
 
     def fetch_block(block: Any, _: None) -> None:
         stage = lax.rem(block, tile.num_stages)
@@ -191,7 +216,14 @@ def _multiply(product: Product, refs: _Refs, column: Any, warpgroup: Any) -> Non
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(refs.free.at[(num_blocks - 1) % num_stages])
         y = [part_sums[...] for part_sums in sums]
-        refs.result[warpgroup] = (_silu(y[0]) * y[1] if product.gated else y[0]).astype(jnp.bfloat16)
+        total = _silu(y[0]) * y[1] if product.gated else y[0]
+        if product.has_bias:
+            plgpu.barrier_wait(refs.bias_ready)
+            bias = plgpu.load(refs.bias_block, layout=_COLUMNS, optimized=False)
+            total += lax.broadcast_in_dim(bias.astype(jnp.float32), total.shape, (1,))
+        if product.relu:
+            total = jnp.maximum(total, 0.0)
+        refs.result[warpgroup] = total.astype(jnp.bfloat16)
         plgpu.commit_smem()
         stored = pl.ds(0, product.stored_rows)
         out_rows = pl.ds(warpgroup * _WARPGROUP_ROWS, product.stored_rows)

@@ -99,11 +99,11 @@ def _matmul_choice(
     if config.runner.decode_matmul == "xla":
         return BackendChoice("xla", "named in runner.decode_matmul")
     limit = decode_matmul.device_limit(device)
-    takes_biases = sums is not None and sums.name != "xla"
+    has_own_sums = num_shards == 1 or (sums is not None and sums.name != "xla")
     if dtype != np.dtype("bfloat16"):
         limit = f"pallas_mosaic_gpu multiplies bfloat16, not {dtype}"
-    elif limit is None and not _has_served_projection(model, dtype, num_shards, takes_biases):
-        limit = "pallas_mosaic_gpu serves none of this model's projections: wide, without a bias of their own"
+    elif limit is None and not _has_served_projection(model, dtype, num_shards, has_own_sums):
+        limit = "pallas_mosaic_gpu serves none of this model's projections: they are too narrow"
     if limit is not None:
         return BackendChoice("xla", limit)
     few = f"up to {decode_matmul.MAX_ROWS} rows of {dtype} on {device.device_kind}"
@@ -130,21 +130,20 @@ def _sum_choice(model: ModelConfig, config: EngineConfig, devices: list[jax.Devi
     return BackendChoice("xla", limit)
 
 
-def _has_served_projection(
-    model: ModelConfig, dtype: np.dtype, num_shards: int, sums_take_biases: bool
-) -> bool:
+def _has_served_projection(model: ModelConfig, dtype: np.dtype, num_shards: int, has_own_sums: bool) -> bool:
     """Whether the kernel multiplies a device's part of any of a layer's weights, in the smallest step.
 
-    A projection with a bias is served where sums over devices take that along.
+    A bias is not served behind the compiler's sum over devices, nor in a gated product.
     """
     hidden, wide = model.hidden_size, model.intermediate_size // num_shards
     heads = model.num_heads // num_shards * model.head_dim
     kv_heads = 2 * model.num_kv_heads // num_shards * model.head_dim
-    found = [] if model.mlp_bias else [(hidden, wide, True)]
-    found += [] if model.attention_bias else [(hidden, heads + kv_heads, False)]
-    if sums_take_biases or not model.mlp_bias:
+    found = [(hidden, heads + kv_heads, False)]
+    if not (model.is_gated and model.mlp_bias):
+        found.append((hidden, wide, model.is_gated))
+    if has_own_sums or not model.mlp_bias:
         found.append((wide, hidden, False))
-    if sums_take_biases or not model.attention_bias:
+    if has_own_sums or not model.attention_bias:
         found.append((heads, hidden, False))
     return any(
         decode_matmul.serves(1, depth, width, gated=gated, dtype=dtype) for depth, width, gated in found

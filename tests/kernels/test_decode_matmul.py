@@ -77,6 +77,27 @@ def test_interpreted(num_rows, gated):
 
 
 @pytest.mark.usefixtures("checked_interpreter")
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize(("num_rows", "columns"), [(24, 128), (128, 64)])
+def test_a_bias_and_relu(num_rows, columns, relu):
+    """Of each column its own, added before the one rounding."""
+    x, w = arrays(num_rows, 192, 256, gated=False)
+    bias = jnp.asarray(np.random.default_rng(1).standard_normal(256), jnp.bfloat16)
+    got = decode_matmul(x, w, bias, relu=relu, tile=MatmulTile(columns, 3), **INTERPRETED)
+    want = in_float64(x, w, gated=False) + np.asarray(bias, np.float64)
+    assert_equals(got, np.maximum(want, 0) if relu else want)
+    assert not get_races().races_found
+    by_xla = decode_matmul(x, w, bias, relu=relu, backend="xla")
+    assert_equals(by_xla, np.maximum(want, 0) if relu else want)
+
+
+def test_relu_without_a_bias():
+    x, w = arrays(8, 64, 64, gated=False)
+    got = decode_matmul(x, w, relu=True, tile=SMALL, **INTERPRETED)
+    assert_equals(got, np.maximum(in_float64(x, w, gated=False), 0))
+
+
+@pytest.mark.usefixtures("checked_interpreter")
 @pytest.mark.parametrize("num_rows", [8, 24, 56])
 def test_rows_that_are_not_there_are_not_read(num_rows):
     """Not even by a copy: the interpreter has none that goes beyond an array's end."""
@@ -107,6 +128,23 @@ def test_lowers(name, num_rows):
     x, w = SHAPE((num_rows, depth), jnp.bfloat16), SHAPE((depth, width * (1 + gated)), jnp.bfloat16)
     text = lower_for_cuda(lambda x, w: decode_matmul(x, w, gated=gated, backend="pallas_mosaic_gpu"), x, w)
     assert "mosaic_gpu" in text
+
+
+def test_a_bias_lowers():
+    """Of OPT-13B: the MLP's first projection."""
+    x, w, bias = (SHAPE(shape, jnp.bfloat16) for shape in ((32, 5120), (5120, 20480), (20480,)))
+    assert "decode_matmul_relu_64" in lower_for_cuda(
+        functools.partial(decode_matmul, relu=True, **KERNEL), x, w, bias
+    )
+
+
+def test_a_bias_is_one_of_the_columns():
+    x, w, bias = (jnp.zeros(shape, jnp.bfloat16) for shape in ((8, 64), (64, 128), (64,)))
+    with pytest.raises(MatmulArgumentError, match=r"bias is bfloat16\[64\], but must be bfloat16\[128\]"):
+        decode_matmul(x, w, bias)
+    for arguments in ({"bias": bias}, {"relu": True}):
+        with pytest.raises(MatmulArgumentError, match="neither a bias nor relu"):
+            decode_matmul(x, w, gated=True, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +267,22 @@ def test_on_a_gpu(name, num_rows):
         np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=2**-8, atol=1e-3)
         np.testing.assert_array_equal(got, first)
         np.testing.assert_array_equal(beside_others[0], got[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 32, 128])
+@pytest.mark.parametrize("relu", [False, True])
+def test_a_bias_on_a_gpu(num_rows, relu):
+    """Of OPT-13B: the MLP's first projection, or queries, keys and values."""
+    if device_limit(jax.devices()[0]) is not None:
+        pytest.skip("the kernel does not run here")
+    x, w = arrays(num_rows, 5120, 20480 if relu else 15360, gated=False)
+    bias = jnp.asarray(np.random.default_rng(1).standard_normal(w.shape[1]), jnp.bfloat16)
+    got = jax.jit(functools.partial(decode_matmul, relu=relu, **KERNEL))(x, w, bias)
+    want = in_float64(x, w, gated=False) + np.asarray(bias, np.float64)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), np.maximum(want, 0) if relu else want, rtol=2**-8, atol=1e-3
+    )
 
 
 @pytest.mark.gpu
