@@ -22,6 +22,7 @@ _LABELS = {  # shorter than those of `experiments.systems`: two columns of them 
     "stateless": "no state",
     "vllm-offload": "vLLM",
 }
+_OF_SMALL_STEPS = "_512.json"  # documents of vLLM with steps as small as ours, which are not joined to others
 
 
 class Run(NamedTuple):
@@ -63,7 +64,7 @@ RUNS = (
         "Llama-2-70B, two H200s", "predicted_h200x2_llama2-70b.json", "h200x2_open_llama2-70b",
         {
             "pensieve": ("1.5", "2", "2.5"), "pensieve-gpu": ("1", "1.25"), "stateless": ("0.5", "0.75"),
-            "vllm-offload": ("2_512",),
+            "vllm-offload": ("1", "1.5", "2_512"),
         },
         {"pensieve": ("2.5_seed1",), "pensieve-gpu": ("1.25_seed1",), "stateless": ("0.75_seed1",)},
     ),
@@ -77,7 +78,7 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
         found = {name: _measured(names) for name, names in documents.items()}
         found_of_others = {name: _measured(names) for name, names in of_others.items()}
         predicted = committed_document(run.predicted)["results"]["systems"]
-        curves = {f"{_LABELS[name]}, measured": points for name, points in found.items()}
+        curves = _joined(documents)
         curves |= {f"{_LABELS[name]}, other users": points for name, points in found_of_others.items()}
         rows += [
             [run.title, name, f"{x:.2f}", f"{y:.1f}"] for name, points in curves.items() for x, y in points
@@ -98,7 +99,7 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
                 coloured_as={
                     f"{label}, {what}": f"{label}, measured"
                     for label in _LABELS.values()
-                    for what in ("predicted", "other users")
+                    for what in ("predicted", "other users", "steps of 512")
                 },
             )
         )
@@ -131,6 +132,16 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
 def _names(loops: str, points: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
     """Documents, by system."""
     return {system: [f"{loops}_{system}_{rest}.json" for rest in ends] for system, ends in points.items()}
+
+
+def _joined(documents: dict[str, list[str]]) -> dict[str, Curve]:
+    """By label what is joined by lines: points of a system with steps of one size."""
+    return {
+        f"{_LABELS[system]}, {what}": points
+        for system, names in documents.items()
+        for what, is_small in (("measured", False), ("steps of 512", True))
+        if (points := _measured([name for name in names if name.endswith(_OF_SMALL_STEPS) == is_small]))
+    }
 
 
 def _measured(documents: list[str]) -> Curve:
