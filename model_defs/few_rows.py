@@ -45,8 +45,8 @@ def product(
       gated: out_shape is (2, wide), the gate first, and the result [num_rows, wide] is SwiGLU's.
 
     Returns:
-      Of x, the weights, a bias [*out_shape] or none, and `relu`, whether what is negative becomes 0. None if
-      the kernel does not serve it, or was not asked for.
+      A function of x, the weights, a bias [*out_shape] or None, and `relu`, after which nothing is negative;
+      a gated one has neither. None if the kernel does not serve it, or was not asked for.
     """
     backend = _backend.get()
     depth, out_shape = math.prod(shape[:num_in_dims]), shape[num_in_dims:]

@@ -116,8 +116,8 @@ def measure() -> Figures:
 
 def in_rounds(names: list[str], num_rounds: int) -> list[tuple[str, str]]:
     """All variants by turns, so many times: the name of each, and what it is called in the document."""
-    numbered = [(name, f"{name}_{count}") for count in range(2, num_rounds + 1) for name in names]
-    return [(name, name) for name in names] + numbered
+    counts = range(1, num_rounds + 1)
+    return [(name, name if count == 1 else f"{name}_{count}") for count in counts for name in names]
 
 
 def measure_apart(name: str, variant: Variant, timeout_s: float) -> Figures:

@@ -169,3 +169,14 @@ def test_products_whose_biases_sums_take_along(changes, sums, name, monkeypatch)
     model, config = preset("opt-13b", **changes), EngineConfig(runner=RunnerConfig(all_reduce=sums))
     found = kernel_choices.choose_kernels(model, config, jnp.dtype("bfloat16"), TwoH200())
     assert found.decode_matmul.name == name, found
+    assert name != "xla" or "by their sizes, or for a bias behind" in found.decode_matmul.reason
+
+
+@pytest.mark.parametrize(("mlp_bias", "name"), [(True, "pallas_mosaic_gpu"), (False, "xla")])
+def test_a_gated_product_with_a_bias_is_one_of_twice_the_columns(mlp_bias, name) -> None:
+    """Of all projections only that one is wide enough."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 4096, **NARROW_HEADS}
+    model = preset("llama2-7b", mlp_bias=mlp_bias, **sizes)
+    config = EngineConfig(runner=RunnerConfig(all_reduce="xla"))
+    found = kernel_choices.choose_kernels(model, config, jnp.dtype("bfloat16"), TwoH200())
+    assert found.decode_matmul.name == name, found

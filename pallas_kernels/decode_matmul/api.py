@@ -76,16 +76,16 @@ def decode_matmul(
     tile: MatmulTile | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`x @ w`, or `silu(x @ gate) * (x @ up)`, of few rows; all of it in float32, rounded once.
+    """`x @ w + bias`, or `silu(x @ gate) * (x @ up)`, of few rows; all of it in float32, rounded once.
 
     By the kernel a row's answer depends on that row alone.
 
     Args:
       x: [num_rows, depth]; for the kernel up to 8 rows, or a multiple of 8 up to `MAX_ROWS`, in bfloat16.
       w: [depth, width] of the same dtype; gated: [depth, 2 * width], the gate's columns first.
-      bias: [width], likewise, what is added; not to the second form.
+      bias: [width], likewise, added before the rounding; not of a gated product.
       gated: whether it is the second form (SwiGLU).
-      relu: whether what is negative is 0, with the bias; not of the second form.
+      relu: whether what is negative becomes 0, after the bias; not of a gated product.
       backend: "auto" takes the kernel where it serves these arrays on the first device.
       tile: for the kernel, instead of the measured choice.
       interpret: run the kernel, which is to be named, without a GPU, slowly.

@@ -219,6 +219,7 @@ def _multiply(product: Product, refs: _Refs, column: Any, warpgroup: Any) -> Non
         total = _silu(y[0]) * y[1] if product.gated else y[0]
         if product.has_bias:
             plgpu.barrier_wait(refs.bias_ready)
+            # Each of a warpgroup's rows has the same columns: no load of whole vectors divides them so.
             bias = plgpu.load(refs.bias_block, layout=_COLUMNS, optimized=False)
             total += lax.broadcast_in_dim(bias.astype(jnp.float32), total.shape, (1,))
         if product.relu:

@@ -15,8 +15,8 @@ SWIZZLED = 64
 ROWS = (64, 128)
 # Rows of a piece of shared memory: x has fewer, or a multiple.
 PIECE_ROWS = 8
-# Of shared memory that a program can have, and of those what its barriers have.
-_SHARED_BYTES, _BARRIER_BYTES = 227 * 1024, 1024
+# Of shared memory that a program can have, and of those what its barriers and a bias have.
+_SHARED_BYTES, _OTHER_BYTES = 227 * 1024, 2 * 1024
 # Programs below which a device's memory is not kept busy, and those that one of 132 multiprocessors runs at
 # once.
 MIN_PROGRAMS, _MAX_PROGRAMS = 64, 132
@@ -48,7 +48,7 @@ class MatmulTile:
         """What a program of `num_rows` rows takes of shared memory."""
         rows = tile_rows(num_rows)
         block = self.block_k * (rows + self.columns * (1 + gated))
-        return 2 * (self.num_stages * block + rows * self.columns) + _BARRIER_BYTES
+        return 2 * (self.num_stages * block + rows * self.columns) + _OTHER_BYTES
 
     def fits(self, num_rows: int, *, gated: bool) -> bool:
         """Whether a program of up to 128 rows can be made of it, and has room for all stages."""

@@ -103,7 +103,10 @@ def _matmul_choice(
     if dtype != np.dtype("bfloat16"):
         limit = f"pallas_mosaic_gpu multiplies bfloat16, not {dtype}"
     elif limit is None and not _has_served_projection(model, dtype, num_shards, has_own_sums):
-        limit = "pallas_mosaic_gpu serves none of this model's projections: they are too narrow"
+        limit = (
+            "pallas_mosaic_gpu serves none of this model's projections: by their sizes, or for a bias behind "
+            "the compiler's sum over devices"
+        )
     if limit is not None:
         return BackendChoice("xla", limit)
     few = f"up to {decode_matmul.MAX_ROWS} rows of {dtype} on {device.device_kind}"
@@ -133,14 +136,14 @@ def _sum_choice(model: ModelConfig, config: EngineConfig, devices: list[jax.Devi
 def _has_served_projection(model: ModelConfig, dtype: np.dtype, num_shards: int, has_own_sums: bool) -> bool:
     """Whether the kernel multiplies a device's part of any of a layer's weights, in the smallest step.
 
-    A bias is not served behind the compiler's sum over devices, nor in a gated product.
+    A bias is not served behind the compiler's sum over devices; with one a gated product is a plain one.
     """
     hidden, wide = model.hidden_size, model.intermediate_size // num_shards
     heads = model.num_heads // num_shards * model.head_dim
     kv_heads = 2 * model.num_kv_heads // num_shards * model.head_dim
-    found = [(hidden, heads + kv_heads, False)]
-    if not (model.is_gated and model.mlp_bias):
-        found.append((hidden, wide, model.is_gated))
+    gated = model.is_gated and not model.mlp_bias
+    up = (hidden, wide, True) if gated else (hidden, (1 + model.is_gated) * wide, False)
+    found = [(hidden, heads + kv_heads, False), up]
     if has_own_sums or not model.mlp_bias:
         found.append((wide, hidden, False))
     if has_own_sums or not model.attention_bias:

@@ -130,18 +130,21 @@ def test_lowers(name, num_rows):
     assert "mosaic_gpu" in text
 
 
-def test_a_bias_lowers():
-    """Of OPT-13B: the MLP's first projection."""
-    x, w, bias = (SHAPE(shape, jnp.bfloat16) for shape in ((32, 5120), (5120, 20480), (20480,)))
-    assert "decode_matmul_relu_64" in lower_for_cuda(
+@pytest.mark.parametrize("num_rows", [32, 128])
+def test_a_bias_lowers(num_rows):
+    """Of OPT-13B: the MLP's first projection, for one warpgroup and for two."""
+    x, w, bias = (SHAPE(shape, jnp.bfloat16) for shape in ((num_rows, 5120), (5120, 20480), (20480,)))
+    assert "decode_matmul_relu_" in lower_for_cuda(
         functools.partial(decode_matmul, relu=True, **KERNEL), x, w, bias
     )
 
 
-def test_a_bias_is_one_of_the_columns():
+def test_a_bias_of_other_columns_or_of_another_dtype_is_refused():
     x, w, bias = (jnp.zeros(shape, jnp.bfloat16) for shape in ((8, 64), (64, 128), (64,)))
     with pytest.raises(MatmulArgumentError, match=r"bias is bfloat16\[64\], but must be bfloat16\[128\]"):
         decode_matmul(x, w, bias)
+    with pytest.raises(MatmulArgumentError, match=r"bias is float32\[128\], but must be bfloat16\[128\]"):
+        decode_matmul(x, w, jnp.zeros(128))
     for arguments in ({"bias": bias}, {"relu": True}):
         with pytest.raises(MatmulArgumentError, match="neither a bias nor relu"):
             decode_matmul(x, w, gated=True, **arguments)

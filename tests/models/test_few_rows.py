@@ -19,12 +19,13 @@ from tests.kernels.cross_lower import lower_for_cuda, mesh_of_gpus
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls(monkeypatch, added):
     """Of the kernel, for which XLA stands; it serves up to eight rows."""
     found = []
 
     def product(x, w, bias, *, gated, relu, backend):
         found.append((x.shape, w.shape, gated, backend))
+        added.append((bias is not None, relu))
         assert not (gated and (relu or bias is not None)), "what the kernel has not"
         return decode_matmul_by_xla(x, w, bias, gated=gated, relu=relu, backend="xla")
 
@@ -32,6 +33,12 @@ def calls(monkeypatch):
     monkeypatch.setattr(decode_matmul, "serves", lambda num_rows, *_, **__: num_rows <= 8)
     monkeypatch.setattr(decode_matmul, "decode_matmul", product)
     return found
+
+
+@pytest.fixture
+def added():
+    """Of the kernel's calls, whether each had a bias, and ReLU."""
+    return []
 
 
 def filled(module):
@@ -90,16 +97,20 @@ def test_which_products(calls):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("split", [{"out_axis": 0}, {"in_axis": 0}], ids=str)
 @pytest.mark.parametrize("name", ["relu", "gelu"])
-def test_an_activation(name, num_devices, calls):
-    """ReLU is the kernel's, with the bias of each device's columns; others follow it."""
-    module = filled(Linear(build(num_devices), (128,), (256,), out_axis=0, bias=True))
+def test_an_activation(name, split, num_devices, calls, added):
+    """ReLU is the kernel's, with the bias of each device's columns; others follow, and it follows a sum."""
+    are_parts = "in_axis" in split and num_devices > 1
+    module = filled(Linear(build(num_devices), (128,), (256,), **split, bias=not are_parts))
     x = jax.random.normal(jax.random.key(1), (3, 128), jnp.bfloat16)
     want = module.activated(x, name)
     assert not calls
     with few_rows.multiplying_by("pallas_mosaic_gpu"):
         got = module.activated(x, name)
-    assert [call[1] for call in calls] == [(128, 256 // num_devices)]
+    out_parts = num_devices if "out_axis" in split else 1
+    assert [call[1] for call in calls] == [(128 * out_parts // num_devices, 256 // out_parts)]
+    assert added == [(not are_parts, name == "relu" and not are_parts)]
     np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=0.02, atol=0.02)
     assert name != "relu" or ((got == 0).any() and (got >= 0).all())
 
@@ -118,7 +129,9 @@ def test_parts_of_two_devices(own_sums, bias, calls):
     plain = run(one, 8)[0]
     with summing(sums if own_sums else None):
         found = run(two, 8, "pallas_mosaic_gpu")[0]
-    np.testing.assert_allclose(found.astype(np.float32), plain.astype(np.float32), rtol=0.05, atol=0.04)
+    # With a bias XLA rounds the gate and up before it is added, and after; the kernel once.
+    atol = 0.04 if bias else 0.02
+    np.testing.assert_allclose(found.astype(np.float32), plain.astype(np.float32), rtol=0.05, atol=atol)
     wide, hidden = config.intermediate_size // 2, config.hidden_size
     up, down = ((hidden, 2 * wide), not bias), ((wide, hidden), False)
     assert [call[1:3] for call in calls] == [up, *([down] if own_sums or not bias else [])]
