@@ -20,9 +20,7 @@ _LABELS = {  # shorter than those of `experiments.systems`: two columns of them 
     "pensieve": "both tiers",
     "pensieve-gpu": "device alone",
     "stateless": "no state",
-    "vllm-offload": "vLLM",
 }
-_OF_SMALL_STEPS = "_512.json"  # documents of vLLM with steps as small as ours, which are not joined to others
 
 
 class Run(NamedTuple):
@@ -32,7 +30,8 @@ class Run(NamedTuple):
       title: what ran on what.
       predicted: the prediction's document.
       loops: what documents of the loops are called before the system's name.
-      points: by system the rest of their names.
+      points: by label the rest of their names; a line joins those of a label, whose settings are the same, of
+        vLLM with the most tokens of a step in brackets.
       other_users: likewise, of another seed than the points' and the prediction's, 0.
     """
 
@@ -46,27 +45,50 @@ class Run(NamedTuple):
 RUNS = (
     Run(
         "OPT-66B, four H200s", "predicted_h200x4_opt-66b.json", "h200x4_open_opt-66b",
-        {"pensieve": ("0.9", "1.1"), "pensieve-gpu": ("0.9",), "stateless": ("0.75", "0.9")}, {},
+        {
+            "both tiers": ("pensieve_0.9", "pensieve_1.1"),
+            "device alone": ("pensieve-gpu_0.9",),
+            "no state": ("stateless_0.75", "stateless_0.9"),
+        },
+        {},
     ),
     Run(
         "Llama-2-70B, four H100s", "predicted_h100x4_llama2-70b.json", "h100x4_open_llama2-70b",
-        {"pensieve": ("2.5_first_sums",), "pensieve-gpu": ("1.5",), "stateless": ("1", "1.5")}, {},
+        {
+            "both tiers": ("pensieve_2.5_first_sums",),
+            "device alone": ("pensieve-gpu_1.5",),
+            "no state": ("stateless_1", "stateless_1.5"),
+        },
+        {},
     ),
     Run(
         "OPT-66B, two H200s", "predicted_h200x2_opt-66b.json", "h200x2_open_opt-66b",
         {
-            "pensieve": ("0.5", "0.6"), "pensieve-gpu": ("0.5", "0.6"), "stateless": ("0.4", "0.5"),
-            "vllm-offload": ("0.5_512",),
+            "both tiers": ("pensieve_0.5", "pensieve_0.6"),
+            "device alone": ("pensieve-gpu_0.5", "pensieve-gpu_0.6"),
+            "no state": ("stateless_0.4", "stateless_0.5"),
+            "vLLM (512)": ("vllm-offload_0.5_512",),
         },
-        {"pensieve": ("0.6_seed1",), "pensieve-gpu": ("0.6_seed1",), "stateless": ("0.5_seed1",)},
+        {
+            "both tiers": ("pensieve_0.6_seed1",),
+            "device alone": ("pensieve-gpu_0.6_seed1",),
+            "no state": ("stateless_0.5_seed1",),
+        },
     ),
     Run(
         "Llama-2-70B, two H200s", "predicted_h200x2_llama2-70b.json", "h200x2_open_llama2-70b",
         {
-            "pensieve": ("1.5", "2", "2.5"), "pensieve-gpu": ("1", "1.25"), "stateless": ("0.5", "0.75"),
-            "vllm-offload": ("1", "1.5", "2_512"),
+            "both tiers": ("pensieve_1.5", "pensieve_2", "pensieve_2.5"),
+            "device alone": ("pensieve-gpu_1", "pensieve-gpu_1.25"),
+            "no state": ("stateless_0.5", "stateless_0.75"),
+            "vLLM (512)": ("vllm-offload_2_512",),
+            "vLLM (2,048)": ("vllm-offload_1", "vllm-offload_1.5"),
         },
-        {"pensieve": ("2.5_seed1",), "pensieve-gpu": ("1.25_seed1",), "stateless": ("0.75_seed1",)},
+        {
+            "both tiers": ("pensieve_2.5_seed1",),
+            "device alone": ("pensieve-gpu_1.25_seed1",),
+            "no state": ("stateless_0.75_seed1",),
+        },
     ),
 )  # fmt: skip
 
@@ -75,11 +97,11 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
     rows, panels, results = [], [], {}
     for run in RUNS:
         documents, of_others = _names(run.loops, run.points), _names(run.loops, run.other_users)
-        found = {name: _measured(names) for name, names in documents.items()}
-        found_of_others = {name: _measured(names) for name, names in of_others.items()}
+        found = {label: _measured(names) for label, names in documents.items()}
+        found_of_others = {label: _measured(names) for label, names in of_others.items()}
         predicted = committed_document(run.predicted)["results"]["systems"]
-        curves = _joined(documents)
-        curves |= {f"{_LABELS[name]}, other users": points for name, points in found_of_others.items()}
+        curves = {f"{label}, measured": points for label, points in found.items()}
+        curves |= {f"{label}, other users": points for label, points in found_of_others.items()}
         rows += [
             [run.title, name, f"{x:.2f}", f"{y:.1f}"] for name, points in curves.items() for x, y in points
         ]
@@ -99,7 +121,7 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
                 coloured_as={
                     f"{label}, {what}": f"{label}, measured"
                     for label in _LABELS.values()
-                    for what in ("predicted", "other users", "steps of 512")
+                    for what in ("predicted", "other users")
                 },
             )
         )
@@ -122,7 +144,7 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
         panels=panels,
         results=results,
         units={
-            "measured": "[requests answered a second, milliseconds a token] by system and load",
+            "measured": "[requests answered a second, milliseconds a token] by label and load",
             "of_other_users": "likewise, of other seeds",
         },
         origin="measured on NVIDIA H200 and H100; predictions simulated before",
@@ -130,18 +152,8 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
 
 
 def _names(loops: str, points: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
-    """Documents, by system."""
-    return {system: [f"{loops}_{system}_{rest}.json" for rest in ends] for system, ends in points.items()}
-
-
-def _joined(documents: dict[str, list[str]]) -> dict[str, Curve]:
-    """By label what is joined by lines: points of a system with steps of one size."""
-    return {
-        f"{_LABELS[system]}, {what}": points
-        for system, names in documents.items()
-        for what, is_small in (("measured", False), ("steps of 512", True))
-        if (points := _measured([name for name in names if name.endswith(_OF_SMALL_STEPS) == is_small]))
-    }
+    """Documents, by label."""
+    return {label: [f"{loops}_{rest}.json" for rest in ends] for label, ends in points.items()}
 
 
 def _measured(documents: list[str]) -> Curve:
