@@ -93,7 +93,7 @@ class Linear(nnx.Module):
             return PartialSums(sums, parts, bias)
         # Behind the compiler's sum a bias is left to XLA, with its product: ours was not measured there.
         if of_few_rows is not None and (bias is None or not self._adds_up):
-            return self._on_shards(of_few_rows, self.out_axes)(x, kernel, bias)
+            return self._on_shards(of_few_rows, self.out_axes, x, bias)
         y = constrain(self._product(x, kernel), self.build.mesh, None, *self.out_axes)
         return y if bias is None else y + bias
 
@@ -102,16 +102,14 @@ class Linear(nnx.Module):
         of_few_rows = self._of_few_rows(x.shape[0])
         if name == "relu" and of_few_rows is not None and not self._adds_up:
             bias = None if self.bias is None else self.bias[...]
-            run = self._on_shards(functools.partial(of_few_rows, relu=True), self.out_axes)
-            return run(x.astype(self.build.dtype), self.kernel[...], bias)
+            return self._on_shards(functools.partial(of_few_rows, relu=True), self.out_axes, x, bias)
         return activation(name)(self(x))
 
     def gated(self, x: jax.Array) -> jax.Array:
         """[T, *in_shape] -> [T, wide]: SwiGLU of a kernel [*in_shape, 2, wide], the gate first."""
         of_few_rows = self._of_few_rows(x.shape[0], gated=True)
         if of_few_rows is not None and self.bias is None:
-            run = self._on_shards(of_few_rows, self.out_axes[1:])
-            return run(x.astype(self.build.dtype), self.kernel[...])
+            return self._on_shards(of_few_rows, self.out_axes[1:], x, None)
         y = self(x)
         return jax.nn.silu(y[:, 0]) * y[:, 1]
 
@@ -137,25 +135,27 @@ class Linear(nnx.Module):
         """Of what is multiplied and of the kernel."""
         return PartitionSpec(None, *self.in_axes), PartitionSpec(*self.in_axes, *self.out_axes)
 
-    def _on_shards(self, product: few_rows.Product, out_axes: tuple[str | None, ...]) -> few_rows.Product:
-        """On each device, of its parts; partial sums are added up."""
+    def _on_shards(
+        self,
+        product: few_rows.Product,
+        out_axes: tuple[str | None, ...],
+        x: jax.Array,
+        bias: jax.Array | None,
+    ) -> jax.Array:
+        """`product` on each device, of its parts; partial sums are added up."""
 
-        def run(*parts: jax.Array) -> jax.Array:
+        def run(*parts: jax.Array | None) -> jax.Array:
             y = product(*parts)
             return lax.psum(y, TENSOR_AXIS) if self._adds_up else y
 
-        def on_shards(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-            arrays = (x, kernel) if bias is None else (x, kernel, bias)
-            specs = (*self._specs, PartitionSpec(*self.out_axes))[: len(arrays)]
-            out_specs = PartitionSpec(None, *out_axes)
-            # Kernels do not declare over which axes their outputs vary.
-            shards = jax.shard_map(
-                run, mesh=self.build.mesh, in_specs=specs, out_specs=out_specs, check_vma=False
-            )
-            result: jax.Array = shards(*arrays)
-            return result
-
-        return on_shards
+        specs = (*self._specs, PartitionSpec(*self.out_axes))
+        out_specs = PartitionSpec(None, *out_axes)
+        # Kernels do not declare over which axes their outputs vary.
+        shards = jax.shard_map(
+            run, mesh=self.build.mesh, in_specs=specs, out_specs=out_specs, check_vma=False
+        )
+        result: jax.Array = shards(x.astype(self.build.dtype), self.kernel[...], bias)
+        return result
 
 
 class Embedding(nnx.Module):

@@ -20,6 +20,7 @@ _LABELS = {  # shorter than those of `experiments.systems`: two columns of them 
     "pensieve": "both tiers",
     "pensieve-gpu": "device alone",
     "stateless": "no state",
+    "vllm-offload": "vLLM ({max_num_batched_tokens:,})",
 }
 
 
@@ -30,8 +31,7 @@ class Run(NamedTuple):
       title: what ran on what.
       predicted: the prediction's document.
       loops: what documents of the loops are called before the system's name.
-      points: by label the rest of their names; a line joins those of a label, whose settings are the same, of
-        vLLM with the most tokens of a step in brackets.
+      points: by system the rest of their names.
       other_users: likewise, of another seed than the points' and the prediction's, 0.
     """
 
@@ -45,50 +45,27 @@ class Run(NamedTuple):
 RUNS = (
     Run(
         "OPT-66B, four H200s", "predicted_h200x4_opt-66b.json", "h200x4_open_opt-66b",
-        {
-            "both tiers": ("pensieve_0.9", "pensieve_1.1"),
-            "device alone": ("pensieve-gpu_0.9",),
-            "no state": ("stateless_0.75", "stateless_0.9"),
-        },
-        {},
+        {"pensieve": ("0.9", "1.1"), "pensieve-gpu": ("0.9",), "stateless": ("0.75", "0.9")}, {},
     ),
     Run(
         "Llama-2-70B, four H100s", "predicted_h100x4_llama2-70b.json", "h100x4_open_llama2-70b",
-        {
-            "both tiers": ("pensieve_2.5_first_sums",),
-            "device alone": ("pensieve-gpu_1.5",),
-            "no state": ("stateless_1", "stateless_1.5"),
-        },
-        {},
+        {"pensieve": ("2.5_first_sums",), "pensieve-gpu": ("1.5",), "stateless": ("1", "1.5")}, {},
     ),
     Run(
         "OPT-66B, two H200s", "predicted_h200x2_opt-66b.json", "h200x2_open_opt-66b",
         {
-            "both tiers": ("pensieve_0.5", "pensieve_0.6"),
-            "device alone": ("pensieve-gpu_0.5", "pensieve-gpu_0.6"),
-            "no state": ("stateless_0.4", "stateless_0.5"),
-            "vLLM (512)": ("vllm-offload_0.5_512",),
+            "pensieve": ("0.5", "0.6"), "pensieve-gpu": ("0.5", "0.6"), "stateless": ("0.4", "0.5"),
+            "vllm-offload": ("0.5_512",),
         },
-        {
-            "both tiers": ("pensieve_0.6_seed1",),
-            "device alone": ("pensieve-gpu_0.6_seed1",),
-            "no state": ("stateless_0.5_seed1",),
-        },
+        {"pensieve": ("0.6_seed1",), "pensieve-gpu": ("0.6_seed1",), "stateless": ("0.5_seed1",)},
     ),
     Run(
         "Llama-2-70B, two H200s", "predicted_h200x2_llama2-70b.json", "h200x2_open_llama2-70b",
         {
-            "both tiers": ("pensieve_1.5", "pensieve_2", "pensieve_2.5"),
-            "device alone": ("pensieve-gpu_1", "pensieve-gpu_1.25"),
-            "no state": ("stateless_0.5", "stateless_0.75"),
-            "vLLM (512)": ("vllm-offload_2_512",),
-            "vLLM (2,048)": ("vllm-offload_1", "vllm-offload_1.5"),
+            "pensieve": ("1.5", "2", "2.5"), "pensieve-gpu": ("1", "1.25"), "stateless": ("0.5", "0.75"),
+            "vllm-offload": ("2_512", "1", "1.5"),
         },
-        {
-            "both tiers": ("pensieve_2.5_seed1",),
-            "device alone": ("pensieve-gpu_1.25_seed1",),
-            "no state": ("stateless_0.75_seed1",),
-        },
+        {"pensieve": ("2.5_seed1",), "pensieve-gpu": ("1.25_seed1",), "stateless": ("0.75_seed1",)},
     ),
 )  # fmt: skip
 
@@ -97,8 +74,7 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
     rows, panels, results = [], [], {}
     for run in RUNS:
         documents, of_others = _names(run.loops, run.points), _names(run.loops, run.other_users)
-        found = {label: _measured(names) for label, names in documents.items()}
-        found_of_others = {label: _measured(names) for label, names in of_others.items()}
+        found, found_of_others = _measured(documents), _measured(of_others)
         predicted = committed_document(run.predicted)["results"]["systems"]
         curves = {f"{label}, measured": points for label, points in found.items()}
         curves |= {f"{label}, other users": points for label, points in found_of_others.items()}
@@ -128,9 +104,7 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
         results[run.title] = {
             "measured": found,
             "of_other_users": found_of_others,
-            "documents": [
-                name for part in (documents, of_others) for names in part.values() for name in names
-            ],
+            "documents": [*documents, *of_others],
             "prediction": run.predicted,
         }
     return Findings(
@@ -151,14 +125,19 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
     )
 
 
-def _names(loops: str, points: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
-    """Documents, by label."""
-    return {label: [f"{loops}_{rest}.json" for rest in ends] for label, ends in points.items()}
+def _names(loops: str, points: dict[str, tuple[str, ...]]) -> list[str]:
+    """Documents, those of a system together."""
+    return [f"{loops}_{system}_{rest}.json" for system, ends in points.items() for rest in ends]
 
 
-def _measured(documents: list[str]) -> Curve:
-    found = [committed_document(name)["results"]["points"] for name in documents]
-    return _curve([point for points in found for point in points])
+def _measured(documents: list[str]) -> dict[str, Curve]:
+    """By label, of vLLM with the most tokens of a step: points that a line may join."""
+    found: dict[str, Curve] = {}
+    for name in documents:
+        loop = committed_document(name)["results"]
+        label = _LABELS[loop["system"]].format(**loop.get("options", {}))
+        found[label] = [*found.get(label, ()), *_curve(loop["points"])]
+    return found
 
 
 def _curve(points: list[dict[str, Any]]) -> Curve:

@@ -52,12 +52,14 @@ def arrays(num_rows, depth, width, *, gated, seed=0):
     return x, w
 
 
-def in_float64(x, w, *, gated):
+def in_float64(x, w, bias=None, *, gated, relu=False):
     y = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     if gated:
         gate, up = np.split(y, 2, axis=1)
         y = gate / (1 + np.exp(-gate)) * up
-    return y
+    if bias is not None:
+        y = y + np.asarray(bias, np.float64)
+    return np.maximum(y, 0) if relu else y
 
 
 def assert_equals(got, want):
@@ -84,17 +86,16 @@ def test_a_bias_and_relu(num_rows, columns, relu):
     x, w = arrays(num_rows, 192, 256, gated=False)
     bias = jnp.asarray(np.random.default_rng(1).standard_normal(256), jnp.bfloat16)
     got = decode_matmul(x, w, bias, relu=relu, tile=MatmulTile(columns, 3), **INTERPRETED)
-    want = in_float64(x, w, gated=False) + np.asarray(bias, np.float64)
-    assert_equals(got, np.maximum(want, 0) if relu else want)
+    want = in_float64(x, w, bias, gated=False, relu=relu)
+    assert_equals(got, want)
     assert not get_races().races_found
-    by_xla = decode_matmul(x, w, bias, relu=relu, backend="xla")
-    assert_equals(by_xla, np.maximum(want, 0) if relu else want)
+    assert_equals(decode_matmul(x, w, bias, relu=relu, backend="xla"), want)
 
 
 def test_relu_without_a_bias():
     x, w = arrays(8, 64, 64, gated=False)
     got = decode_matmul(x, w, relu=True, tile=SMALL, **INTERPRETED)
-    assert_equals(got, np.maximum(in_float64(x, w, gated=False), 0))
+    assert_equals(got, in_float64(x, w, gated=False, relu=True))
 
 
 @pytest.mark.usefixtures("checked_interpreter")
@@ -282,10 +283,8 @@ def test_a_bias_on_a_gpu(num_rows, relu):
     x, w = arrays(num_rows, 5120, 20480 if relu else 15360, gated=False)
     bias = jnp.asarray(np.random.default_rng(1).standard_normal(w.shape[1]), jnp.bfloat16)
     got = jax.jit(functools.partial(decode_matmul, relu=relu, **KERNEL))(x, w, bias)
-    want = in_float64(x, w, gated=False) + np.asarray(bias, np.float64)
-    np.testing.assert_allclose(
-        np.asarray(got, np.float64), np.maximum(want, 0) if relu else want, rtol=2**-8, atol=1e-3
-    )
+    want = in_float64(x, w, bias, gated=False, relu=relu)
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8, atol=1e-3)
 
 
 @pytest.mark.gpu
