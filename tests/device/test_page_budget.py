@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from types import SimpleNamespace
 
 import jax
 import pytest
 
+from model_defs import parameter_bytes, preset
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig, assembly
 from pensieve_jax.assembly import make_runner
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.device import device_memory, model_runner
+from pensieve_jax.device.kv_storage import chunk_bytes
 from pensieve_jax.device.page_budget import PageBudget
 from pensieve_jax.device.runtime_errors import in_a_line, is_out_of_memory, requested_bytes, step_failed
 
+BY_DEFAULT = EngineConfig()
+H200_BYTES = 141_104_775_168
+"""What JAX may use of an H200, by its own word, with `XLA_PYTHON_CLIENT_MEM_FRACTION=0.94`."""
 GB = 10**9
 MB = 10**6
 # As XLA for GPUs words it; some 25 lines of buffers follow.
@@ -148,6 +154,52 @@ def test_a_step_that_fails_while_serving_says_what_to_lower():
         error = step_failed("a step failed on the device", RuntimeError(text))
         assert is_out_of_memory(error) and "\n" not in str(error) and "lower cache.gpu_pages" in str(error)
     assert str(step_failed("a step failed", RuntimeError("INTERNAL: x"))) == "a step failed: INTERNAL: x"
+
+
+@functools.cache
+def weights_bytes(name, num_devices):
+    return parameter_bytes(preset(name), dtype="bfloat16", tensor_parallel_size=num_devices)
+
+
+def start_by_default(name, num_devices, limit_bytes):
+    """What is asked of weights and pages with default flags, of devices of that size."""
+    stats = {"bytes_limit": limit_bytes}
+    devices = [
+        SimpleNamespace(memory_stats=lambda: stats, device_kind="NVIDIA H200", platform="gpu")
+    ] * num_devices
+    model, cache = preset(name), BY_DEFAULT.cache
+    device_memory.check_weights_fit(f"random:{name}", weights_bytes(name, num_devices), devices)
+    budget = PageBudget(
+        devices[0],
+        cache.gpu_pages,
+        cache.gpu_memory_fraction,
+        page_bytes=chunk_bytes(model, cache.chunk_tokens, "bfloat16", cache.kv_dtype) // num_devices,
+        weights_bytes=weights_bytes(name, num_devices),
+        staging_bytes=0,
+        max_step_tokens=BY_DEFAULT.scheduler.max_num_batched_tokens,
+    )
+    budget.check()  # before pools are made
+    budget.check(GB)  # when steps are compiled, which take less
+
+
+@pytest.mark.parametrize("share", [0.94, 0.75])
+def test_large_models_fit_two_devices_and_13b_one_by_default(share):
+    """On H200s, of which JAX takes three quarters where nobody says otherwise."""
+    for name, num_devices in (("llama2-70b", 2), ("opt-66b", 2), ("opt-13b", 1)):
+        start_by_default(name, num_devices, int(H200_BYTES / 0.94 * share))
+
+
+def test_a_model_too_large_for_one_device_is_told_so_in_a_line():
+    """The weights alone fit, and their pages do not; or not even the weights do."""
+    assert refusal(start_by_default, "llama2-70b", 1, H200_BYTES).startswith(
+        "cache.gpu_pages is 512, but must be at most 299: weights (138.0 GB) and 512 pages (5.4 GB) are "
+        "more than the 141.1 GB that JAX may use of the device; lower it, or raise runner."
+    )
+    assert refusal(start_by_default, "llama2-70b", 1, int(H200_BYTES / 0.94 * 0.75)) == (
+        "model is 'random:llama2-70b', but must be one whose parameters take at most the 112,583,597,208 "
+        "bytes that JAX may use of NVIDIA H200; its parameters take 137,953,296,384 bytes; raise "
+        "runner.tensor_parallel_size to 2 or more."
+    )
 
 
 @pytest.mark.parametrize("stage", ["compile", "run"])
