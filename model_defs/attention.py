@@ -5,6 +5,7 @@ lists, one KV head group per device. `DenseAttention` is the oracle: one whole s
 kernel, no shared code. The models know only the protocol. Called by the runner and by tests.
 """
 
+import functools
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -62,42 +63,71 @@ class PagedAttention:
 
     def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Write k and v, then attend; see `Attention`."""
-        replicated = jax.tree.map(lambda _: PartitionSpec(), self._batch)
-        sharded = jax.shard_map(
-            self._one_shard,
-            mesh=self._mesh,
-            in_specs=(KV_PAGES_SPEC, _HEADS_SPEC, _HEADS_SPEC, _HEADS_SPEC, replicated),
-            out_specs=(KV_PAGES_SPEC, _HEADS_SPEC),
-            check_vma=False,  # kernels do not declare over which axes their outputs vary
-        )
         pool_index = layer_index - self._first_layer
-        pages, out = sharded(self.kv_pages[pool_index], q, k, v, self._batch)
-        self.kv_pages[pool_index] = pages
+        self.kv_pages[pool_index], out = _write_and_attend(
+            self.kv_pages[pool_index],
+            q,
+            k,
+            v,
+            self._batch,
+            mesh=self._mesh,
+            tile_spec=self._tile_spec,
+            backend=self._backend,
+        )
         return out
 
-    def _one_shard(
-        self, pages: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, batch: RaggedBatch
-    ) -> tuple[jax.Array, jax.Array]:
-        """The same on one device: its KV heads and their query heads."""
-        spec = self._tile_spec
-        kv_dtype = None if spec is None else spec.kv_dtype
-        stored: dict[str, Any] = (
-            {} if spec is None else {"page_size": spec.page_size, "backend": spec.backend}
-        )
-        pages = write_kv(pages, k, v, batch.write_slots, kv_dtype=kv_dtype, **stored)
-        out = ragged_paged_attention(
-            q,
-            pages,
-            batch.kv_lens,
-            batch.page_indices,
-            batch.cu_q_lens,
-            batch.num_seqs,
-            sm_scale=q.shape[-1] ** -0.5,
-            metadata=None if spec is None else (spec, batch.tiles),
-            backend=self._backend,
-            kv_dtype=kv_dtype,
-        )
-        return pages, out
+
+@functools.partial(jax.jit, static_argnames=("mesh", "tile_spec", "backend"))  # lowered once for all layers
+def _write_and_attend(
+    pages: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    batch: RaggedBatch,
+    *,
+    mesh: AnyMesh,
+    tile_spec: TileSpec | None,
+    backend: str,
+) -> tuple[jax.Array, jax.Array]:
+    """A layer's pool with the new tokens, and what they attend to, on every device its own KV heads."""
+    sharded = jax.shard_map(
+        functools.partial(_one_shard, spec=tile_spec, backend=backend),
+        mesh=mesh,
+        in_specs=(KV_PAGES_SPEC, _HEADS_SPEC, _HEADS_SPEC, _HEADS_SPEC, PartitionSpec()),
+        out_specs=(KV_PAGES_SPEC, _HEADS_SPEC),
+        check_vma=False,  # kernels do not declare over which axes their outputs vary
+    )
+    result: tuple[jax.Array, jax.Array] = sharded(pages, q, k, v, batch)
+    return result
+
+
+def _one_shard(
+    pages: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    batch: RaggedBatch,
+    *,
+    spec: TileSpec | None,
+    backend: str,
+) -> tuple[jax.Array, jax.Array]:
+    """The same on one device: its KV heads and their query heads."""
+    kv_dtype = None if spec is None else spec.kv_dtype
+    stored: dict[str, Any] = {} if spec is None else {"page_size": spec.page_size, "backend": spec.backend}
+    pages = write_kv(pages, k, v, batch.write_slots, kv_dtype=kv_dtype, **stored)
+    out = ragged_paged_attention(
+        q,
+        pages,
+        batch.kv_lens,
+        batch.page_indices,
+        batch.cu_q_lens,
+        batch.num_seqs,
+        sm_scale=q.shape[-1] ** -0.5,
+        metadata=None if spec is None else (spec, batch.tiles),
+        backend=backend,
+        kv_dtype=kv_dtype,
+    )
+    return pages, out
 
 
 class DenseAttention:
