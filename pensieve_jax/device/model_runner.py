@@ -45,6 +45,7 @@ from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
 from pensieve_jax.device.transfers.in_flight import is_ready
 from pensieve_jax.engine.runner import Progress
 from pensieve_jax.engine.transfers import Transfers
+from pensieve_jax.runtime.beside import beside
 from pensieve_jax.runtime.compilation import CompilationCounter, compile_all
 from pensieve_jax.runtime.executable_store import ExecutableStore
 from pensieve_jax.scheduler.plan import (
@@ -264,12 +265,15 @@ class ModelRunner:
     def _prepare(
         self, grown: Iterable[str], store: ExecutableStore | None, progress: Progress | None
     ) -> None:
-        """Take host memory as `grown` goes on, then load or compile every executable."""
+        """Load or compile every executable, and beside that take host memory as `grown` goes on.
+
+        Programs are lowered in Python, memory is pinned outside of it: each takes minutes if there is much.
+        """
         num_all = self._transfers.num_preparations + self._programs.num_programs
         jobs = itertools.chain(self._programs.jobs(self._forward, self._choose), self._transfers.jobs())
         refusing = self._budget.refusing(self._step_bytes)
-        with refusing, contextlib.closing(compile_all(jobs, store)) as compiled:
-            for num_done, name in enumerate(itertools.chain(grown, compiled), start=1):
+        with refusing, contextlib.closing(beside(grown, compile_all(jobs, store))) as done:
+            for num_done, name in enumerate(done, start=1):
                 if progress is not None:
                     progress(num_done, num_all, name)
         self._budget.check(self._step_bytes())

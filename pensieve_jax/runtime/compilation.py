@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
@@ -52,12 +53,17 @@ def compile_all(jobs: Iterable[CompilationJob], store: ExecutableStore | None = 
             stack.enter_context(_without_jax_cache())
         pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_NUM_THREADS), thread_name_prefix="compile")
         stack.callback(pool.shutdown, cancel_futures=True)
-        work = _Work(pool, store)
+        work, start_s = _Work(pool, store), time.perf_counter()
         for job in jobs:
             work.start(job)
             yield from work.finish(timeout_s=0.0)
+        lowered_s = time.perf_counter()
         while work.running:
             yield from work.finish(timeout_s=None)
+        waited_s = time.perf_counter() - lowered_s
+        _log.info(
+            "programs: %.1f s until all were lowered, %.1f s more to compile", lowered_s - start_s, waited_s
+        )
 
 
 class _Work:
