@@ -199,8 +199,8 @@ class SchedulerConfig:
     max_num_buckets: int | None = option(
         None,
         optional(count(1)),
-        "How many sizes are derived. Each is compiled before serving, once for every group of layers. None "
-        "is 12 on GPUs, and 4 where an engine is assembled for anything else.",
+        "How many sizes are derived. Each is compiled before serving, once for all groups of as many "
+        "layers. None is 12 on GPUs, and 4 where an engine is assembled for anything else.",
     )
     unified: bool = option(
         True,

@@ -151,23 +151,25 @@ def refusing_weights(model: str, weights_bytes: int, devices: Sequence[jax.Devic
 
 
 def step_memory(
-    groups: Sequence[jax.stages.Compiled], resident_bytes: int, handed_bytes: int
+    executables: Sequence[jax.stages.Compiled], resident_bytes: int, handed_bytes: int
 ) -> dict[str, int]:
-    """Bytes per device of one step, whose groups of layers run one after the other.
+    """Bytes per device of one step, whose executables run one after the other.
 
     Args:
-      groups: the executables, in order.
+      executables: in order, one that runs several groups of layers as often.
       resident_bytes: weights and pools, which are there anyway.
-      handed_bytes: the hidden state that every group but the first takes over from the one before.
+      handed_bytes: the hidden state that each but the first takes over from the one before.
 
     Returns:
-      `argument_bytes`, `output_bytes` and `alias_bytes` summed over the groups, so that `alias_bytes` of at
-      least the pools' says that all are updated in place; of the rest the most that one group takes beside
+      `argument_bytes`, `output_bytes` and `alias_bytes` summed over all, so that `alias_bytes` of at
+      least the pools' says that all are updated in place; of the rest the most that one of them takes beside
       what is resident: `temp_bytes`, `new_output_bytes` (no pools), both and what was handed over as
       `step_bytes`, and `peak_bytes`, which is that and what is resident. Empty where XLA does not say.
     """
-    stats = [each for each in (executable.memory_analysis() for executable in groups) if each is not None]
-    if len(stats) < len(groups):
+    stats = [
+        each for each in (executable.memory_analysis() for executable in executables) if each is not None
+    ]
+    if len(stats) < len(executables):
         return {}
     new = [each.output_size_in_bytes - each.alias_size_in_bytes for each in stats]
     step_bytes = max(

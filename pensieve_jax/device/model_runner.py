@@ -39,8 +39,8 @@ from pensieve_jax.device.layouts import bucket_layouts, bucket_tile_specs
 from pensieve_jax.device.page_budget import PageBudget
 from pensieve_jax.device.runtime_errors import step_failed
 from pensieve_jax.device.sampler import SamplerMode
-from pensieve_jax.device.step import ModelStructure, Scores, Start
-from pensieve_jax.device.step_programs import Executables, StepPrograms
+from pensieve_jax.device.step import ModelStructure, Scores
+from pensieve_jax.device.step_programs import StepExecutables, StepPrograms
 from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
 from pensieve_jax.device.transfers.in_flight import is_ready
 from pensieve_jax.engine.runner import Progress
@@ -107,11 +107,9 @@ class ModelRunner:
         self._tile_specs = bucket_tile_specs(model_config, config, dtype, attention.name, mesh.devices.size)
         self.layouts: Mapping[int, PlanLayout] = bucket_layouts(model_config, config, self._tile_specs)
         self.storage = KVStorage(model_config, config.cache, dtype, mesh, config.runner.num_layer_groups)
-        self._parts = [ModelStructure.split(model, layers) for layers in self.storage.groups]
         self._exchange = Exchange(self.kernels.all_reduce, model_config, dtype, mesh)
         self._programs = StepPrograms(
-            model_config,
-            self._parts,
+            model,
             self.storage,
             self.layouts,
             self._tile_specs,
@@ -130,8 +128,7 @@ class ModelRunner:
         self.transfers: Transfers = self._transfers
         self._budget = self._new_budget(config, gpu_memory_fraction)
         self._budget.check()
-        self._forward: Executables[tuple[int, int]] = {}  # by bucket and group of layers
-        self._choose: Executables[tuple[int, SamplerMode]] = {}
+        self._executables = StepExecutables({}, {}, {}, {})
         self._next_step_id: int | None = None
         self._launched: jax.Array | None = None  # what the step before comes to
         self._last_words: deque[jax.Array] = deque(maxlen=1)
@@ -223,10 +220,9 @@ class ModelRunner:
         resident_bytes = self.weights_bytes + self.storage.pool_bytes
         buckets = {}
         for bucket in self.layouts:
-            keys = [(bucket, group) for group in range(len(self._parts))]
-            if not all(key in self._forward for key in keys):
+            executables = self._executables.of_step(bucket, self.storage.groups)
+            if len(executables) < 2 + len(self.storage.groups):
                 continue
-            executables = [self._forward[key] for key in keys]
             # Float32, as the models' residual stream; the plan goes from group to group as well.
             handed_bytes = 4 * (bucket * self._hidden_size + self.layouts[bucket].size)
             buckets[bucket] = step_memory(executables, resident_bytes, handed_bytes)
@@ -243,7 +239,7 @@ class ModelRunner:
         Raises:
           StepFailedError: as of `dispatch`.
         """
-        bucket = plan.layout.num_tokens
+        bucket, programs, executables = plan.layout.num_tokens, self._programs, self._executables
         try:
             if self._launched is not None and is_ready(self._launched):
                 # On several devices a step after a failed one would wait for the device that failed.
@@ -251,15 +247,16 @@ class ModelRunner:
             # Before chunks are on their way that the step does not wait for: it would arrive behind them all.
             words = jax.device_put(plan.buffer, self._replicated)
             self._transfers.start()
-            state: Any = Start(self._prev_ids, words)
-            for group, (_, leaves) in enumerate(self._parts):
+            hidden = executables.embed[bucket](programs.front, self._prev_ids, words)
+            for group, leaves in enumerate(programs.groups):
                 self._transfers.land(group)
                 pools = self.device_pools.groups[group]
-                run = self._forward[bucket, group]
-                self.device_pools.groups[group], state = run(leaves, pools, state, *self._exchange.arrays[:1])
+                run = executables.run_layers[bucket, len(pools)]
+                given = leaves, pools, hidden, words, *self._exchange.arrays[:1]
+                self.device_pools.groups[group], hidden = run(*given)
+            scores: Scores = executables.score[bucket](programs.back, hidden, words)
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("a step could not be started", error) from error
-        scores: Scores = state
         return scores
 
     def _prepare(
@@ -270,7 +267,7 @@ class ModelRunner:
         Programs are lowered in Python, memory is pinned outside of it: each takes minutes if there is much.
         """
         num_all = self._transfers.num_preparations + self._programs.num_programs
-        jobs = itertools.chain(self._programs.jobs(self._forward, self._choose), self._transfers.jobs())
+        jobs = itertools.chain(self._programs.jobs(self._executables), self._transfers.jobs())
         refusing = self._budget.refusing(self._step_bytes)
         with refusing, contextlib.closing(beside(grown, compile_all(jobs, store))) as done:
             for num_done, name in enumerate(done, start=1):
@@ -288,7 +285,7 @@ class ModelRunner:
     def _launch(self, plan: StepPlan, mode: SamplerMode) -> StepHandle:
         scores, layout = self.forward(plan), plan.layout
         try:
-            run = self._choose[layout.max_num_samples, mode]
+            run = self._executables.choose[layout.max_num_samples, mode]
             self._prev_ids, result = run(*scores, *self._exchange.arrays[1:])
             if self._device.platform != "cpu":  # where results are read in place
                 result.copy_to_host_async()

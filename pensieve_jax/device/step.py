@@ -1,19 +1,22 @@
 """What a step computes on the device: a forward pass over one packed plan, then a choice of tokens.
 
-Owns: the two traced functions every executable is made of, which arrays of a model each part of a step
-takes, and the packing of a step's result.
+Owns: the traced functions every executable is made of, which arrays of a model each part of a step takes, and
+the packing of a step's result.
 Does not know: when steps run, or who owns the pools and the weights.
 Called by: `model_runner`, which compiles them per bucket and per sampler mode.
 
-They are two programs because the sampler has few shapes and many modes, and the forward pass is the other
-way round: what a batch needs of the sampler is known on the host, and a compiled forward pass is costly.
-The forward pass itself is one program per group of layers, so that copies into a group's pools can be put
-between them (the paper's section 5, pipelined transfer): the hidden state goes from one to the next.
+The choice is a program of its own because the sampler has few shapes and many modes, and the forward pass is
+the other way round: what a batch needs of the sampler is known on the host, and a compiled forward pass is
+costly. Layers run in groups, so that copies into a group's pools can be put between them (the paper's section
+5, pipelined transfer): the hidden state goes from one to the next. What goes before the first and after the
+last is a program each, so that groups of as many layers are one program, compiled once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,13 +30,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model_defs.attention import PagedAttention, RaggedBatch
 from model_defs.device_sums import DeviceSums, SumSpec, summing
 from model_defs.few_rows import XLA, multiplying_by
-from model_defs.registry import Model
+from model_defs.registry import Model, abstract_model
 from model_defs.sharding import constrain, vocabulary_axis
 from pallas_kernels.ragged_paged_attention import TileSpec
 from pensieve_jax.device import sampler
 from pensieve_jax.device.sampler import SamplerMode, SamplingRows
 from pensieve_jax.device.split_sampler import sample_split
 from pensieve_jax.scheduler.plan import PlanLayout, StepResult
+
+_LAYERS = "layers"
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,24 @@ class ModelStructure:
     present: tuple[int, ...]
 
     @classmethod
-    def split(cls, model: Model, layers: range | None = None) -> tuple[ModelStructure, list[jax.Array]]:
-        """The structure and the arrays of `model`, or of its `layers` and what goes before and after them."""
+    def split(
+        cls, model: Model, names: Collection[str] | None = None
+    ) -> tuple[ModelStructure, list[jax.Array]]:
+        """The structure and the arrays of `model`, or of its attributes of those names alone."""
         graphdef, state = nnx.split(model)
         paths, treedef = jax.tree.flatten_with_path(state)
-        wanted = range(model.config.num_layers) if layers is None else layers
-        present = [i for i, (path, _) in enumerate(paths) if _is_read(model, path, wanted)]
+        present = [i for i, (path, _) in enumerate(paths) if names is None or path[0].key in names]
         return cls(graphdef, treedef, tuple(present)), [paths[i][1] for i in present]
+
+    @classmethod
+    def split_layers(cls, model: Model, layers: range) -> tuple[ModelStructure, list[jax.Array]]:
+        """Of some layers alone: the structure of a model that has as many, in which the first is number 0."""
+        arrays = {(path[1].key, path[2:]): leaf for path, leaf in _layer_arrays(model)}
+        some = next(iter(arrays.values()))
+        config = dataclasses.replace(model.config, num_layers=len(layers))
+        short = abstract_model(config, dtype=some.dtype.name, mesh=some.sharding.mesh)
+        structure = cls.split(short, (_LAYERS,))[0]
+        return structure, [arrays[layers[path[1].key], path[2:]] for path, _ in _layer_arrays(short)]
 
     def merge(self, leaves: list[jax.Array]) -> Any:
         """A module again, less the arrays it did not take; inside a trace this costs nothing at run time."""
@@ -67,22 +83,27 @@ class ModelStructure:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, every))
 
 
-def _is_read(model: Model, path: tuple[Any, ...], layers: range) -> bool:
-    """Whether `layers`, or what goes before the first or after the last of them, read the array at `path`."""
-    name = path[0].key
-    if name == "layers":
-        return path[1].key in layers
-    is_first, is_last = layers.start == 0, layers.stop == model.config.num_layers
-    return (is_first and name in model.front) or (is_last and name in model.back)
+def _layer_arrays(model: Model) -> list[tuple[Any, Any]]:
+    """Every array of a layer, or what stands for it, with its path: `layers`, the number, and the rest."""
+    paths = jax.tree.flatten_with_path(nnx.split(model)[1])[0]
+    return [(path, leaf) for path, leaf in paths if path[0].key == _LAYERS]
 
 
 @dataclass(frozen=True)
-class ForwardStatics:
-    """What makes one forward executable differ from another, apart from array shapes."""
+class EndStatics:
+    """What makes one executable before or after the layers differ from another, apart from array shapes."""
 
     structure: ModelStructure
-    layers: range
-    num_layers: int  # of the whole model
+    layout: PlanLayout
+    mesh: Mesh
+
+
+@dataclass(frozen=True)
+class LayerStatics:
+    """The same of one that runs layers."""
+
+    structure: ModelStructure
+    num_layers: int  # of the group
     layout: PlanLayout
     tile_spec: TileSpec
     mesh: Mesh
@@ -91,50 +112,59 @@ class ForwardStatics:
     few_rows: str = XLA  # who multiplies them with weights
 
 
-class Start(NamedTuple):
-    """What the first group of layers starts from."""
-
-    prev_ids: jax.Array  # i32[S_max]: what the step before sampled
-    plan_words: jax.Array | np.ndarray  # i32[layout.size]: the packed plan
-
-
-class Between(NamedTuple):
-    """What one group of layers hands to the next; the plan is copied to the device only once."""
-
-    hidden: jax.Array  # f32[T, hidden_size]
-    plan_words: jax.Array | np.ndarray
-
-
 class Scores(NamedTuple):
-    """What the last group ends with."""
+    """What a forward pass ends with."""
 
     logits: jax.Array  # f32[S, V], of the rows to sample; the vocabulary is split as the table is
     rows: SamplingRows[jax.Array]  # how to sample them
 
 
+@functools.partial(jax.jit, static_argnames=("statics",))
+def embed(
+    leaves: list[jax.Array], prev_ids: jax.Array, plan_words: jax.Array, *, statics: EndStatics
+) -> jax.Array:
+    """What the first group of layers takes.
+
+    Args:
+      leaves: the arrays of what goes before the layers.
+      prev_ids: i32[S_max], what the step before sampled.
+      plan_words: i32[layout.size], the packed plan.
+      statics: structure, layout and mesh.
+
+    Returns:
+      f32[T, hidden_size].
+    """
+    plan, model = _unpack_plan(plan_words, statics.layout), statics.structure.merge(leaves)
+    # A token is the host's, or what a row of the step before sampled.
+    from_prev = plan["prev_samples"]
+    token_ids = jnp.where(from_prev >= 0, prev_ids[jnp.maximum(from_prev, 0)], plan["token_ids"])
+    return constrain(model.embed_tokens(token_ids, plan["positions"]), statics.mesh)
+
+
 @functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("kv_pages",))
-def forward(
+def run_layers(
     leaves: list[jax.Array],
     kv_pages: list[jax.Array],
-    given: Start | Between,
+    hidden: jax.Array,
+    plan_words: jax.Array,
     table: jax.Array | None = None,
     *,
-    statics: ForwardStatics,
-) -> tuple[list[jax.Array], Between | Scores]:
+    statics: LayerStatics,
+) -> tuple[list[jax.Array], jax.Array]:
     """One pass of a group of the model's layers over a plan.
 
     Args:
-      leaves: the arrays of those layers, and of what goes before the first and after the last.
+      leaves: the arrays of those layers.
       kv_pages: their pools, one per layer; donated, and updated in place.
-      given: a `Start` for the first group, else what the group before returned.
+      hidden: f32[T, hidden_size].
+      plan_words: i32[layout.size], the packed plan.
       table: of the memory that devices write to each other, where `statics.sums` says that they do.
-      statics: structure, layers, layout, kernel spec and mesh.
+      statics: structure, layout, kernel spec and mesh.
 
     Returns:
-      The pools, and `Scores` from the last group.
+      The pools, and the hidden state after those layers.
     """
-    layers = statics.layers
-    plan = _unpack_plan(given.plan_words, statics.layout)
+    plan = _unpack_plan(plan_words, statics.layout)
     batch = RaggedBatch(
         write_slots=plan["write_slots"],
         kv_lens=plan["kv_lens"],
@@ -144,28 +174,34 @@ def forward(
         tiles=plan["tiles"],
     )
     attention = PagedAttention(
-        kv_pages,
-        batch,
-        mesh=statics.mesh,
-        tile_spec=statics.tile_spec,
-        backend=statics.backend,
-        first_layer=layers.start,
+        kv_pages, batch, mesh=statics.mesh, tile_spec=statics.tile_spec, backend=statics.backend
     )
     model = statics.structure.merge(leaves)
-    hidden = given.hidden if isinstance(given, Between) else _embed(model, given.prev_ids, plan)
     sums = None
     if statics.sums is not None:
         assert table is not None
         sums = DeviceSums(statics.sums, table, statics.mesh)
     with summing(sums), multiplying_by(statics.few_rows):
-        hidden = model.run_layers(hidden, plan["positions"], attention, layers.start, layers.stop)
-    result: Between | Scores
-    if layers.stop < statics.num_layers:
-        result = Between(hidden, given.plan_words)
-    else:
-        logits = model.compute_logits(model.normalize(hidden)[plan["sample_tokens"]])
-        result = Scores(logits, SamplingRows(*(plan[name] for name in SamplingRows._fields)))
-    return attention.kv_pages, lax.with_sharding_constraint(result, _shardings(result, statics.mesh))
+        hidden = model.run_layers(hidden, plan["positions"], attention, 0, statics.num_layers)
+    return attention.kv_pages, constrain(hidden, statics.mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("statics",))
+def score(
+    leaves: list[jax.Array], hidden: jax.Array, plan_words: jax.Array, *, statics: EndStatics
+) -> Scores:
+    """Logits of the rows that are to be sampled, and how.
+
+    Args:
+      leaves: the arrays of what goes after the layers.
+      hidden: f32[T, hidden_size].
+      plan_words: i32[layout.size], the packed plan.
+      statics: structure, layout and mesh.
+    """
+    plan, model = _unpack_plan(plan_words, statics.layout), statics.structure.merge(leaves)
+    logits = model.compute_logits(model.normalize(hidden)[plan["sample_tokens"]])
+    scores = Scores(logits, SamplingRows(*(plan[name] for name in SamplingRows._fields)))
+    return lax.with_sharding_constraint(scores, _shardings(scores, statics.mesh))
 
 
 def logits_spec(vocab_size: int, mesh: Mesh) -> PartitionSpec:
@@ -173,19 +209,10 @@ def logits_spec(vocab_size: int, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(None, vocabulary_axis(vocab_size, mesh))
 
 
-def _shardings(result: Between | Scores, mesh: Mesh) -> Any:
+def _shardings(scores: Scores, mesh: Mesh) -> Any:
     """All is whole on every device but logits."""
-    shardings = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), result)
-    if not isinstance(result, Scores):
-        return shardings
-    return shardings._replace(logits=NamedSharding(mesh, logits_spec(result.logits.shape[1], mesh)))
-
-
-def _embed(model: Model, prev_ids: jax.Array, plan: dict[str, jax.Array]) -> jax.Array:
-    """What the first layer takes; a token is the host's, or what a row of the step before sampled."""
-    from_prev = plan["prev_samples"]
-    token_ids = jnp.where(from_prev >= 0, prev_ids[jnp.maximum(from_prev, 0)], plan["token_ids"])
-    return model.embed_tokens(token_ids, plan["positions"])
+    shardings: Any = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), scores)
+    return shardings._replace(logits=NamedSharding(mesh, logits_spec(scores.logits.shape[1], mesh)))
 
 
 @functools.partial(

@@ -1,7 +1,8 @@
 """The programs of a step, and what each is lowered from.
 
-Owns: which executables a runner needs: one per bucket and group of layers, and the samplers.
-Does not know: when they run, or on which arrays.
+Owns: which executables a runner needs, the ends and a group of layers of every bucket, and the samplers; and
+which arrays of the model each takes.
+Does not know: when they run.
 Called by: `model_runner`.
 
 Everything is lowered from shapes alone.
@@ -12,19 +13,19 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from model_defs.config import ModelConfig
+from model_defs.registry import Model
 from pallas_kernels.ragged_paged_attention import TileSpec
 from pensieve_jax.device import sampler, step
 from pensieve_jax.device.exchange import Exchange
 from pensieve_jax.device.kv_storage import KVStorage
 from pensieve_jax.device.sampler import SamplerMode, SamplingRows
-from pensieve_jax.device.step import Between, ForwardStatics, ModelStructure, Start
+from pensieve_jax.device.step import EndStatics, LayerStatics, ModelStructure
 from pensieve_jax.runtime.compilation import CompilationJob
 from pensieve_jax.runtime.program import Program
 from pensieve_jax.scheduler.plan import PlanLayout
@@ -33,18 +34,35 @@ type Executables[K] = dict[K, jax.stages.Compiled]
 """Where a kind of executable is kept, by what tells them apart."""
 
 
+class StepExecutables(NamedTuple):
+    """Where all of a runner's are kept."""
+
+    embed: Executables[int]  # by bucket
+    run_layers: Executables[tuple[int, int]]  # by bucket and number of layers
+    score: Executables[int]  # by bucket
+    choose: Executables[tuple[int, SamplerMode]]  # by number of rows and mode
+
+    def of_step(self, bucket: int, groups: Sequence[range]) -> list[jax.stages.Compiled]:
+        """Those of a forward pass, in the order in which they run; fewer if some are not there yet."""
+        layers = [self.run_layers.get((bucket, len(layers))) for layers in groups]
+        all_of_them = [self.embed.get(bucket), *layers, self.score.get(bucket)]
+        return [executable for executable in all_of_them if executable is not None]
+
+
 class StepPrograms:
     """Of one model on one mesh, for given buckets.
 
     Attributes:
+      front: the arrays of what goes before the layers.
+      groups: of each group of layers.
+      back: of what goes after them.
       max_num_samples: S_max, of all buckets: the length of the ids that go from step to step.
       num_programs: the number of `jobs`.
     """
 
     def __init__(
         self,
-        model: ModelConfig,
-        parts: Sequence[tuple[ModelStructure, list[jax.Array]]],
+        model: Model,
         storage: KVStorage,
         layouts: Mapping[int, PlanLayout],
         tile_specs: Mapping[int, TileSpec],
@@ -59,8 +77,7 @@ class StepPrograms:
         """Keep what programs are made of.
 
         Args:
-          model: the architecture and its sizes.
-          parts: of every group of layers, its structure and its arrays.
+          model: with its arrays.
           storage: shape and placement of the pools, and the groups.
           layouts: of a step's plan, by bucket.
           tile_specs: of its attention, by bucket.
@@ -71,7 +88,15 @@ class StepPrograms:
           exchange: who adds up the devices' partial sums.
           few_rows: who multiplies few rows with weights.
         """
-        self._model, self._parts, self._storage = model, parts, storage
+        self._config, self._storage = model.config, storage
+        self._front, self.front = ModelStructure.split(model, model.front)
+        self._back, self.back = ModelStructure.split(model, model.back)
+        split = [ModelStructure.split_layers(model, layers) for layers in storage.groups]
+        self.groups = [leaves for _, leaves in split]
+        # By their number: of as many layers one program runs all groups.
+        self._layers = {len(layers): part for layers, part in zip(storage.groups, split, strict=True)}
+        shared = [self._layers[len(layers)][0] for layers in storage.groups]
+        assert shared == [structure for structure, _ in split], "layers differ in more than their numbers"
         self._layouts, self._tile_specs, self._mesh = layouts, tile_specs, mesh
         self._backend, self._cutoff_backend, self._num_top = backend, cutoff_backend, num_top
         self._sums, self._exchanged, self._few_rows = exchange.sums, exchange.arrays, few_rows
@@ -79,39 +104,36 @@ class StepPrograms:
         self.max_num_samples = max(layout.max_num_samples for layout in layouts.values())
         self._sampler_layouts = {layout.max_num_samples: layout for layout in layouts.values()}
         num_samplers = len(self._sampler_layouts) * len(sampler.all_modes())
-        self.num_programs = len(layouts) * len(parts) + num_samplers
+        self.num_programs = len(layouts) * (2 + len(self._layers)) + num_samplers
 
-    def jobs(
-        self, forward: Executables[tuple[int, int]], choose: Executables[tuple[int, SamplerMode]]
-    ) -> Iterator[CompilationJob]:
-        """All of them, the largest bucket first.
-
-        Args:
-          forward: takes executables by bucket and group of layers.
-          choose: takes samplers by number of rows and mode.
-        """
-        for bucket, group in itertools.product(sorted(self._layouts, reverse=True), range(len(self._parts))):
+    def jobs(self, into: StepExecutables) -> Iterator[CompilationJob]:
+        """All of them, the largest bucket first, and layers, which take long, before ends; they go `into`."""
+        buckets = sorted(self._layouts, reverse=True)
+        for bucket, num_layers in itertools.product(buckets, self._layers):
             yield CompilationJob(
-                f"step of {bucket} tokens, group {group}",
-                self._step(bucket, group),
-                functools.partial(forward.__setitem__, (bucket, group)),
+                f"step of {bucket} tokens, {num_layers} layers",
+                self._run_layers(bucket, num_layers),
+                functools.partial(into.run_layers.__setitem__, (bucket, num_layers)),
             )
+        for bucket in buckets:
+            ends = {"embedding": (self._embed, into.embed), "logits": (self._score, into.score)}
+            for name, (program_of, kept) in ends.items():
+                keep = functools.partial(kept.__setitem__, bucket)
+                yield CompilationJob(f"step of {bucket} tokens, {name}", program_of(bucket), keep)
         for (num_samples, layout), mode in itertools.product(
             self._sampler_layouts.items(), sampler.all_modes()
         ):
             yield CompilationJob(
                 f"sampler of {num_samples} rows",
                 self._sampler(layout, mode),
-                functools.partial(choose.__setitem__, (num_samples, mode)),
+                functools.partial(into.choose.__setitem__, (num_samples, mode)),
             )
 
-    def _step(self, bucket: int, group: int) -> Program:
-        (structure, leaves), storage, layout = self._parts[group], self._storage, self._layouts[bucket]
-        layers = storage.groups[group]
-        statics = ForwardStatics(
+    def _run_layers(self, bucket: int, num_layers: int) -> Program:
+        (structure, leaves), storage, layout = self._layers[num_layers], self._storage, self._layouts[bucket]
+        statics = LayerStatics(
             structure,
-            layers,
-            storage.num_layers,
+            num_layers,
             layout,
             self._tile_specs[bucket],
             self._mesh,
@@ -119,20 +141,32 @@ class StepPrograms:
             self._sums,
             self._few_rows,
         )
-        words = self._abstract((layout.size,), np.int32)
-        given: Start | Between = Start(self._abstract((self.max_num_samples,), np.int32), words)
-        if group:
-            # Float32, as the models' residual stream.
-            given = Between(self._abstract((bucket, self._model.hidden_size), np.float32), words)
         pool: Any = jax.ShapeDtypeStruct(storage.shape, storage.dtype, sharding=storage.sharding)
-        table = self._exchanged[:1]
-        return Program(step.forward, (leaves, [pool] * len(layers), given, *table), {"statics": statics})
+        given = leaves, [pool] * num_layers, self._hidden(bucket), self._words(bucket), *self._exchanged[:1]
+        return Program(step.run_layers, given, {"statics": statics})
+
+    def _embed(self, bucket: int) -> Program:
+        statics = EndStatics(self._front, self._layouts[bucket], self._mesh)
+        prev_ids = self._abstract((self.max_num_samples,), np.int32)
+        return Program(step.embed, (self.front, prev_ids, self._words(bucket)), {"statics": statics})
+
+    def _score(self, bucket: int) -> Program:
+        statics = EndStatics(self._back, self._layouts[bucket], self._mesh)
+        given = self.back, self._hidden(bucket), self._words(bucket)
+        return Program(step.score, given, {"statics": statics})
+
+    def _hidden(self, bucket: int) -> Any:
+        """Float32, as the models' residual stream."""
+        return self._abstract((bucket, self._config.hidden_size), np.float32)
+
+    def _words(self, bucket: int) -> Any:
+        return self._abstract((self._layouts[bucket].size,), np.int32)
 
     def _sampler(self, layout: PlanLayout, mode: SamplerMode) -> Program:
         fields = [layout.fields[name] for name in SamplingRows._fields]
         rows = SamplingRows(*(self._abstract(field.shape, field.dtype) for field in fields))
-        spec = step.logits_spec(self._model.vocab_size, self._mesh)
-        shape = (layout.max_num_samples, self._model.vocab_size)
+        spec = step.logits_spec(self._config.vocab_size, self._mesh)
+        shape = (layout.max_num_samples, self._config.vocab_size)
         logits: Any = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self._mesh, spec))
         statics = {
             "mode": mode,

@@ -5,8 +5,9 @@ the same plans launched again in a row, on pages of random numbers, with nothing
 Does not know: how a run goes on, or how a trace is read (`steps.device_trace`).
 Called by: benchmark_serving.
 
-An executable's kernels carry its number in the trace. A step begins with the executable of the model's
-layers, the one with most of the kernels that such a step has alone, and ends with its last, the sampler.
+An executable's kernels carry its number in the trace. A step begins with the executable that embeds its
+tokens, of which every bucket has its own, and ends with its last, the sampler; that of the layers may run
+several times between.
 """
 
 from __future__ import annotations
@@ -98,17 +99,17 @@ def profile_loop(server: EngineServer, go_on: Callable[[], bool], num_steps: int
 
 
 def step_programs(kernels: Sequence[Kernel]) -> tuple[int, frozenset[int]] | None:
-    """The executable with most kernels, and all that ran, of a trace of steps of one kind; None without."""
-    counts = Counter(kernel.program for kernel in kernels if kernel.program is not None)
-    return (counts.most_common(1)[0][0], frozenset(counts)) if counts else None
+    """The executable that ran first, and all that ran, of a trace of steps of one kind; None without."""
+    ran = [kernel.program for kernel in kernels if kernel.program is not None]
+    return (ran[0], frozenset(ran)) if ran else None
 
 
-def split_steps(kernels: Sequence[Kernel], layers: int, programs: frozenset[int]) -> list[TracedStep]:
-    """The steps of a trace whose layers are the executable `layers`, whole ones only.
+def split_steps(kernels: Sequence[Kernel], first: int, programs: frozenset[int]) -> list[TracedStep]:
+    """The steps of a trace that begin with the executable `first`, whole ones only.
 
     Args:
       kernels: by their starts; the first and the last step may have been cut and are left out.
-      layers: the executable of a step's layers.
+      first: the executable that a step begins with.
       programs: those of a step, which is over when all have run; what runs between them is not of it. A
         kernel without a program is of the one before.
     """
@@ -122,7 +123,7 @@ def split_steps(kernels: Sequence[Kernel], layers: int, programs: frozenset[int]
         is_new = program != own_program or program != last_program
         if is_new and is_open and not missing:
             is_open = False
-        if program == layers and not is_open:
+        if program == first and not is_open:
             runs.append([])
             missing, is_open = set(programs), True
         if is_open and program in programs:

@@ -78,9 +78,8 @@ def test_tokens_are_the_references(by_psum, preset):
     runner.warm_up()
     assert runner._exchange.arrays[0].tolist() != alone, "devices would not wait for each other"
     check_a_talk(preset, runner)
-    for (_, group), executable in runner._forward.items():
-        num_sums = 2 * len(runner.storage.groups[group]) + (group == 0)
-        assert collectives(executable.as_text()) == {"all-reduce": num_sums}
+    for (_, num_layers), executable in runner._executables.run_layers.items():
+        assert collectives(executable.as_text()) == {"all-reduce": 2 * num_layers}
     before = runner._exchange.arrays[1]
     runner._exchange._memory.words = before.at[1, 0].set(1)
     stepper, talk = WideStepper(runner), Talk(random_ids(9, seed=2), pages=[1])
@@ -99,9 +98,8 @@ def test_many_rows_are_added_up_in_shares(preset, by_psum, monkeypatch):
     runner = ModelRunner(model_on_two(preset), config_of(), make_mesh(2))
     runner.warm_up()
     check_a_talk(preset, runner)
-    for (_, group), executable in runner._forward.items():
+    for (_, num_layers), executable in runner._executables.run_layers.items():
         found = collectives(executable.as_text())
-        num_layers = len(runner.storage.groups[group])
         assert found["reduce-scatter"] == 2 * num_layers - 1 and found["all-gather"] >= 2 * num_layers - 1
 
 

@@ -22,6 +22,7 @@ from pensieve_jax.device import device_memory, kernel_choices, model_runner
 from pensieve_jax.device.dense_reference import DenseReference
 from pensieve_jax.device.kv_storage import read_page
 from pensieve_jax.device.model_runner import ModelRunner
+from pensieve_jax.device.step import ModelStructure
 from pensieve_jax.runtime.compilation import keep_compilations_in
 from pensieve_jax.runtime.executable_store import ExecutableStore
 from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES, StepPlan
@@ -341,10 +342,14 @@ def test_memory_analysis(num_devices):
 def test_what_two_devices_tell_each_other(monkeypatch):
     """Sums after attention and MLP and of the embedding, a few words for a greedy row; the plan goes once."""
     runner = runner_for("llama-tiny", 2)
-    for (_, group), executable in runner._forward.items():
-        num_layers = len(runner.storage.groups[group])
-        assert collectives(executable.as_text()) == {"all-reduce": 2 * num_layers + (group == 0)}
-    for (_, mode), executable in runner._choose.items():
+    executables = runner._executables
+    for (_, num_layers), executable in executables.run_layers.items():
+        assert collectives(executable.as_text()) == {"all-reduce": 2 * num_layers}
+    for executable in executables.embed.values():
+        assert collectives(executable.as_text()) == {"all-reduce": 1}
+    for executable in executables.score.values():
+        assert collectives(executable.as_text()) == {}
+    for (_, mode), executable in executables.choose.items():
         draws = mode.draws and not mode.truncates
         expected = {"all-gather": 1} | ({"all-reduce": 1} if draws else {})
         assert collectives(executable.as_text()) == expected, mode
@@ -369,16 +374,18 @@ def test_groups_of_layers_are_one_model(preset):
         runner = ModelRunner(_model(preset, 1), config, make_mesh(1))
         runner.warm_up()
         assert len(runner.storage.groups) == len(runner.device_pools.groups) == min(num_groups, 2)
-        leaves.append([len(part[1]) for part in runner._parts])
+        programs = runner._programs
+        leaves.append([len(part) for part in (programs.front, *programs.groups, programs.back)])
         stepper, talk = Stepper(runner), Talk(random_ids(30, seed=12), pages=[3, 6, 8])
         stepper.step(Row(talk, 0, 30, samples=True))
         stepper.step(Row(talk, 30, 31, samples=True))
         talks.append(talk)
     assert talks[0].outputs == talks[1].outputs
     assert_equals_reference(preset, talks[1])
-    (whole,), (first, last) = leaves
-    assert first + last == whole + _model(preset, 1).config.tie_word_embeddings
-    assert first < whole and last < whole
+    (front, whole, back), (first, *halves, last) = leaves
+    assert (first, last) == (front, back) and len(set(halves)) == 1 and sum(halves) == whole
+    all_of_them = len(ModelStructure.split(_model(preset, 1))[1])
+    assert front + whole + back == all_of_them + _model(preset, 1).config.tie_word_embeddings
 
 
 def test_layouts():
@@ -390,12 +397,12 @@ def test_layouts():
 
 
 def test_warm_up_reports_progress():
-    """One call per executable: two buckets in two groups, six sampler modes. Equal models share them."""
+    """One call per executable: of two buckets layers and both ends, six samplers. Equal models share them."""
     runner_for()
     runner = ModelRunner(_model("llama-tiny", 1), engine_config(), make_mesh(1))
     calls = []
     runner.warm_up(lambda *call: calls.append(call))
-    assert [call[:2] for call in calls] == [(i, 10) for i in range(1, 11)]
+    assert [call[:2] for call in calls] == [(i, 12) for i in range(1, 13)]
     assert runner.num_compilations == 0
     assert not any(np.asarray(pool).any() for pool in runner.pools), "a plan of no rows writes nothing"
 
@@ -476,7 +483,7 @@ def test_a_failed_step_is_a_typed_error(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setitem(runner._forward, (64, 0), fail)
+        patch.setitem(runner._executables.embed, 64, fail)
         with pytest.raises(StepFailedError, match="RESOURCE_EXHAUSTED"):
             stepper.step(Row(talk, 0, 9, samples=True))
     runner.reset()
@@ -513,7 +520,7 @@ def test_compilations_are_kept_on_disk(tmp_path):
 def test_executables_that_load_and_do_not_run_are_made_anew(tmp_path, monkeypatch, caplog):
     """As with a driver that has changed unnoticed, say; what nothing was loaded for is an error."""
     runner, num_loaded, discards, imported = runner_for(), iter((3, 0, 0)), [], []
-    works = runner._forward[64, 0]
+    works = runner._executables.embed[64]
 
     def fail(*_):
         raise jax.errors.JaxRuntimeError("INTERNAL: Function fusion not found")
@@ -523,7 +530,7 @@ def test_executables_that_load_and_do_not_run_are_made_anew(tmp_path, monkeypatc
     def compile_all(_, store):
         assert imported == ["xla"] * len(BUCKETS), "what is loaded may need it"
         store.num_loaded = next(num_loaded)
-        runner._forward[64, 0] = works if discards else fail
+        runner._executables.embed[64] = works if discards else fail
         yield "a step"
 
     monkeypatch.setattr(model_runner, "compile_all", compile_all)
@@ -542,5 +549,5 @@ def test_executables_that_load_and_do_not_run_are_made_anew(tmp_path, monkeypatc
     imported.clear()
     with pytest.raises(StepFailedError, match="INTERNAL"):
         runner.warm_up()
-    runner._forward[64, 0] = works
+    runner._executables.embed[64] = works
     assert not discards

@@ -98,7 +98,7 @@ class FailsAlone:
     def __init__(self, runner) -> None:
         self.is_armed = False
         mesh = runner._mesh
-        (num_words,) = {executable.out_info[1].shape[0] for executable in runner._choose.values()}
+        (num_words,) = {executable.out_info[1].shape[0] for executable in runner._executables.choose.values()}
         words = jax.ShapeDtypeStruct((num_words,), np.int32, sharding=NamedSharding(mesh, PartitionSpec()))
         run = jax.shard_map(
             self._pass_on, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
@@ -112,7 +112,7 @@ class FailsAlone:
 
             return choose
 
-        self.choose = {key: behind(executable) for key, executable in runner._choose.items()}
+        self.choose = {key: behind(executable) for key, executable in runner._executables.choose.items()}
 
     def _pass_on(self, words):
         nothing = jax.ShapeDtypeStruct((), np.int32)
@@ -132,7 +132,7 @@ def test_a_device_that_fails_alone_fails_the_step(monkeypatch):
     harness.turn("a", 20, seed=1, max_tokens=4)
     facts = harness.facts(harness.prompt(9, seed=2), "a", max_tokens=1)
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_choose", fails.choose)
+        patch.setattr(runner, "_executables", runner._executables._replace(choose=fails.choose))
         fails.is_armed = True
         turn = harness.submit(facts, "a")
         with pytest.raises(StepFailedError, match="a step failed on the device"):
@@ -151,7 +151,7 @@ def test_a_result_that_failed_is_noticed_before_the_next_step(monkeypatch):
     harness = Harness(real_config(buckets=BUCKETS), bench=bench(), max_model_tokens=MAX_CONTEXT_TOKENS)
     fails = FailsAlone(runner)
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_choose", fails.choose)
+        patch.setattr(runner, "_executables", runner._executables._replace(choose=fails.choose))
         fails.is_armed = True
         plan = runner._empty_plan(min(runner.layouts.values(), key=lambda layout: layout.num_tokens))
         handle = runner.dispatch(plan)

@@ -168,7 +168,7 @@ def runner_keys(preset="llama-tiny", dtype="float32", cache=(), scheduler=(), ru
     model = load_model(f"random:{preset}", dtype=dtype, mesh=mesh, **model)
     made, keys = ModelRunner(model, config, mesh), ProgramKeys()
     found = {}
-    for job in (*made._programs.jobs({}, {}), *made._transfers.jobs()):
+    for job in (*made._programs.jobs(made._executables), *made._transfers.jobs()):
         found.setdefault(job.name.split()[0], []).append(keys.key(job.program))
     own = [key for kind in ("step", "sampler") for key in found[kind]]
     assert len(own) == len(set(own)), "two programs with one key"

@@ -8,7 +8,7 @@ from tests.launching import load
 
 loop_profile = load("serving.loop_profile")
 device_trace = load("steps.device_trace")
-LAYERS, SAMPLER, GATHER, PROMPT = 1, 2, 3, 4
+LAYERS, SAMPLER, GATHER, PROMPT, EMBED = 1, 2, 3, 4, 5
 
 
 def trace(*runs):
@@ -21,43 +21,46 @@ def trace(*runs):
 
 
 SMALL = (
+    ("rows", EMBED, 1.0),
     ("product", LAYERS, 10.0),
     ("attention", None, 5.0),
     ("product", LAYERS, 10.0),
     ("top", SAMPLER, 2.0),
 )
+PROGRAMS = frozenset({EMBED, LAYERS, SAMPLER})
 
 
 def test_steps_are_told_apart_and_what_runs_between_is_of_none():
     """A kernel without a program is of the step in which it runs; the first and the last step may be cut."""
     prompt = (("product", PROMPT, 90.0), ("top", SAMPLER, 2.0))
     kernels = trace(*SMALL, *SMALL, *SMALL, ("pages", GATHER, 4.0), *SMALL, *prompt, *SMALL, *SMALL)
-    steps = loop_profile.split_steps(kernels, LAYERS, frozenset({LAYERS, SAMPLER}))
+    steps = loop_profile.split_steps(kernels, EMBED, PROGRAMS)
     assert [[kernel.name for kernel in step.kernels] for step in steps] == [[one[0] for one in SMALL]] * 4
     assert [step.to_next_ns for step in steps] == [1e3, None, None, 1e3]
     copies = [device_trace.Activity(steps[1].start_ns + 1, steps[1].start_ns + 2)]
     found = loop_profile.figures(steps, copies)
-    assert found["num_traced"] == 4 and found["span_s"] == pytest.approx(30e-6)
-    assert found["idle_s"] == pytest.approx(3e-6) and found["to_next_s"] == pytest.approx(1e-6)
-    assert found["kernels_s"] == pytest.approx({"product": 20e-6, "attention": 5e-6, "top": 2e-6})
+    assert found["num_traced"] == 4 and found["span_s"] == pytest.approx(32e-6)
+    assert found["idle_s"] == pytest.approx(4e-6) and found["to_next_s"] == pytest.approx(1e-6)
+    assert found["kernels_s"] == pytest.approx(
+        {"product": 20e-6, "attention": 5e-6, "top": 2e-6, "rows": 1e-6}
+    )
     assert found["beside_copies"]["num_traced"] == 1 and found["without_copies"]["num_traced"] == 3
 
 
 def test_pages_moved_between_groups_of_layers_do_not_cut_a_step():
-    """Layers in two executables, with what a step waited for between; a sampler is of the layers before."""
-    second = 5
-    moved = (("a", LAYERS, 9.0), ("pages", GATHER, 4.0), ("b", second, 8.0), ("top", SAMPLER, 2.0))
-    plain = (("a", LAYERS, 9.0), ("b", second, 8.0), ("top", SAMPLER, 2.0))
+    """One executable runs both, with what a step waited for between; a sampler is of the layers before."""
+    plain = (("rows", EMBED, 1.0), ("a", LAYERS, 9.0), ("b", LAYERS, 8.0), ("top", SAMPLER, 2.0))
+    moved = (*plain[:2], ("pages", GATHER, 4.0), *plain[2:])
     prompt = (("a", PROMPT, 90.0), ("top", SAMPLER, 2.0))
     kernels = trace(*plain, *moved, *prompt, *plain, *plain, *plain)
-    steps = loop_profile.split_steps(kernels, LAYERS, frozenset({LAYERS, second, SAMPLER}))
-    assert [[kernel.name for kernel in step.kernels] for step in steps] == [["a", "b", "top"]] * 3
+    steps = loop_profile.split_steps(kernels, EMBED, PROGRAMS)
+    assert [[kernel.name for kernel in step.kernels] for step in steps] == [["rows", "a", "b", "top"]] * 3
     assert [step.to_next_ns for step in steps] == [None, 1e3, 1e3]
-    assert loop_profile.figures(steps, [])["span_s"] == pytest.approx((26 + 21 + 21) / 3 * 1e-6)
+    assert loop_profile.figures(steps, [])["span_s"] == pytest.approx((28 + 23 + 23) / 3 * 1e-6)
 
 
 def test_programs_of_a_trace_of_one_kind():
-    """The layers have most kernels; a trace that does not say whose its kernels are has none."""
-    assert loop_profile.step_programs(trace(*SMALL, *SMALL)) == (LAYERS, frozenset({LAYERS, SAMPLER}))
+    """A trace that does not say whose its kernels are has none."""
+    assert loop_profile.step_programs(trace(*SMALL, *SMALL)) == (EMBED, PROGRAMS)
     assert loop_profile.step_programs(trace(("attention", None, 5.0))) is None
     assert loop_profile.figures([], []) == {"num_traced": 0}
