@@ -209,7 +209,7 @@ def main() -> int:
 def define_flags() -> None:
     define_model_flags()
     flags.DEFINE_list("rates", ["1000", "2000"], "Requests a second.")
-    flags.DEFINE_multi_string("systems", [], "A name; may be repeated. Default: all that serve the model.")
+    flags.DEFINE_multi_string("systems", [], "A name. Default: all that serve the model.")
     flags.DEFINE_float(
         "seconds", 2.0, "Of arrivals at each rate, or as long as 500 requests take to come.", lower_bound=0.01
     )

@@ -268,7 +268,7 @@ def main() -> int:
 
 def define_flags() -> None:
     define_rebatching_flags()
-    flags.DEFINE_multi_string("methods", [], f"May be repeated; of {'; '.join(methods.METHODS)}.")
+    flags.DEFINE_multi_string("methods", [], f"Of {'; '.join(methods.METHODS)}.")
     flags.DEFINE_string("copy_bytes", "64MiB", "Of steps: the array whose copy is timed; 1GiB on a GPU.")
     flags.DEFINE_integer("matrix_size", 512, "Of steps: of the product that is timed; 8192 on a GPU.")
     flags.DEFINE_string("output_json", None, "A file to which every run is appended as it is done.")

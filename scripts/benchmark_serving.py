@@ -288,9 +288,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_string("plot", None, "Where throughput-latency curves are drawn, e.g. curves.png.")
     flags.DEFINE_list("curves", [], "Draw --plot from such files, and run nothing.")
-    flags.DEFINE_multi_string(
-        "curve", [], "The same: a curve's name and its files, NAME=FILE,FILE; repeated."
-    )
+    flags.DEFINE_multi_string("curve", [], "The same: a curve's name and its files, NAME=FILE,FILE.")
     flags.DEFINE_string("title", None, "Of --curves and --curve, \\n between lines; else model and trace.")
     flags.DEFINE_float("level_ms", None, "Draw this latency, and say where curves cross it.")
     flags.DEFINE_float("top_ms", None, "The highest latency that is drawn.")

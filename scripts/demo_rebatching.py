@@ -74,7 +74,7 @@ def base_config(insertion: str) -> RebatchingConfig:
         insertion=insertion,
         lengths=_LENGTHS,
         prefill_batch=1,
-        compilation_cache_dir=FLAGS.compilation_cache_dir,
+        compilation_cache_dir=FLAGS.compilation_cache_dir or None,
     )
 
 
@@ -83,7 +83,7 @@ def paged(vocab_size: int) -> Answers:
     config = EngineConfig(
         cache=CacheConfig(gpu_pages=64),
         scheduler=SchedulerConfig(max_num_running=8, max_num_batched_tokens=64, token_buckets=(64,)),
-        runner=RunnerConfig(compilation_cache_dir=FLAGS.compilation_cache_dir),
+        runner=RunnerConfig(compilation_cache_dir=FLAGS.compilation_cache_dir or None),
     )
     prompts, params = queries(vocab_size)
     with LLM(TINY_MODEL, dtype=_DTYPE, config=config, progress=shows_progress()) as llm:

@@ -83,7 +83,7 @@ def engine_config(longest: int) -> EngineConfig:
             tensor_parallel_size=FLAGS.tensor_parallel_size,
             max_position_embeddings=FLAGS.max_position_embeddings,
             random_seed=FLAGS.random_seed,
-            compilation_cache_dir=FLAGS.compilation_cache_dir,
+            compilation_cache_dir=FLAGS.compilation_cache_dir or None,
         ),
     )
 

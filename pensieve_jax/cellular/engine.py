@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -66,7 +67,7 @@ class CellularEngine:
         make_scheduler: MakeScheduler = Scheduler,
         observe: Callable[[Launch], None] | None = None,
         compilation_cache_dir: str | None = None,
-        progress: bool = True,
+        progress: bool | None = None,
     ) -> None:
         """Compile everything that may run; nothing is compiled afterwards.
 
@@ -79,7 +80,7 @@ class CellularEngine:
           make_scheduler: what chooses cells: `Scheduler`, or a rival of it from `baselines`.
           observe: called with every launch that was begun; `requests_of` says whose cells are in it.
           compilation_cache_dir: where JAX keeps what it compiled, for the next start.
-          progress: show a bar.
+          progress: show a bar while compiling; None: on a terminal.
 
         Raises:
           CellError: a cell cannot be batched.
@@ -102,8 +103,9 @@ class CellularEngine:
         self._num_rows = num_rows_for(config.num_rows, self.types.row_bytes)
         programs = [cell_program(self.types, kind) for kind in self.types.types]
         self.workers: list[DeviceWorker] = []
+        shows = sys.stderr.isatty() if progress is None else progress
         for device in devices[: config.num_devices]:
-            executables = self._compiled(programs, device, progress)
+            executables = self._compiled(programs, device, shows)
             DeviceWorker(self.types, programs, executables, self._num_rows, device, self.workers)
         self._launches_in_flight = config.launches_in_flight or (1 if devices[0].platform == "cpu" else 2)
         self._observe = observe

@@ -28,6 +28,8 @@ from model_defs import load_model, make_mesh
 from pensieve_jax import (
     LLM,
     CacheConfig,
+    ConfigError,
+    ContextLengthError,
     EngineConfig,
     RunnerConfig,
     SchedulerConfig,
@@ -139,7 +141,7 @@ def check_happenings(turns: Sequence[DemoTurn]) -> bool:
     numbers = {
         "swapped in": sum(usage.swapped_in_tokens > 0 for usage in usages),
         "recomputed": sum(usage.recomputed_tokens > 0 for usage in usages),
-        "suspended": sum(usage.num_suspensions > 0 for usage in usages),
+        "suspended for want of memory": sum(usage.num_suspensions > 0 for usage in usages),
     }
     counts = ", ".join(f"{what}: {number}" for what, number in numbers.items())
     print(f"Of {len(turns)} turns, {counts}.")
@@ -180,7 +182,14 @@ def run(*, stateful: bool) -> tuple[Served, dict[str, int | float]]:
         FLAGS.model, dtype="float32", config=config(stateful=stateful), progress=sys.stderr.isatty()
     ) as llm:
         start_s = time.perf_counter()
-        turns = serve(llm)
+        try:
+            turns = serve(llm)
+        except ContextLengthError as error:
+            room = f"{llm.engine.limits.max_context_tokens:,} tokens"
+            limit = f"more, as conversations outgrow the {room} that fit"
+            raise ConfigError(
+                "--gpu_pages", FLAGS.gpu_pages, limit, "the model needs the positions, too"
+            ) from error
         return Served(turns, time.perf_counter() - start_s), llm.stats()
 
 

@@ -55,7 +55,6 @@ _OPTIONS = {
     for option in options_of(kind)
     if not dataclasses.is_dataclass(option.kind)
 }
-COMPILATION_CACHE_HELP = _OPTIONS["compilation_cache_dir"].text
 # What another flag says as well: these have no default of their own on a command line, but a sentence.
 _SAID_BY_OTHERS = {
     "cpu_pages": "In place of cpu_bytes.",
@@ -135,6 +134,9 @@ def _without_none(text: str, instead: str) -> str:
     return re.sub(r"\bNone\b", instead, text)
 
 
+COMPILATION_CACHE_HELP = _without_none(_OPTIONS["compilation_cache_dir"].text, "an empty one")
+
+
 def refuse_sizes(*others: str) -> None:
     """For launchers whose cases say how large tiers and steps are; raises ConfigError if a flag does, too.
 
@@ -160,7 +162,7 @@ def define_sampling_flags(*, max_tokens: int) -> None:
     flags.DEFINE_integer("top_k", 0, "Sample among the k most likely ids; 0 is off.")
     flags.DEFINE_float("top_p", 1.0, "Sample among ids of this much probability; 1 is off.")
     flags.DEFINE_integer("seed", None, "Of sampled turns; default: a new one for each.")
-    flags.DEFINE_multi_string("stop", [], "A string that ends the reply; may be given several times.")
+    flags.DEFINE_multi_string("stop", [], "A string that ends the reply.")
     flags.DEFINE_bool("ignore_eos", False, "Go on past the end of sequence.")
 
 

@@ -2,7 +2,7 @@
 
     pensieve generate --model=path/to/model --input=prompts.jsonl --output=turns.jsonl
 
-Input: `pensieve_jax/commands/conversations_file.py` has the format; a line is, for example,
+Input: docs/formats.md has the format; a line is, for example,
     {"conversation_id": "ada", "turns": [{"messages": [{"role": "user", "content": "Hello"}]}]}
 `messages` go through the model's chat template; a `prompt`, text or token ids, is taken as it is.
 Output: a line for every turn, in the order in which they end, with `conversation_id`, `turn` (from 0),
@@ -183,7 +183,15 @@ def main() -> int:
         history = output if is_postgres(FLAGS.history) else Path(FLAGS.history or output)
         check_timeline(FLAGS.timeline, others=[Path(FLAGS.input), output, history])
         params = dataclasses.replace(sampling_params(), logprobs=FLAGS.logprobs)
-        conversations = read_conversations(FLAGS.input, params)
+        try:
+            conversations = read_conversations(FLAGS.input, params)
+        except OSError as error:
+            raise InvalidRequestError(
+                "--input",
+                FLAGS.input,
+                "a file of conversations that can be read",
+                error.strerror or str(error),
+            ) from error
         model, max_context_tokens = model_limits()
         check_prompts(
             conversations,

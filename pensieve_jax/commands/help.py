@@ -21,6 +21,7 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 _OWN = "flags"
 _ENDING = "--helpfull lists the flags of every library, too; --flagfile=FILE reads flags from a file."
+_REPEATED = ";\n    repeat this option to specify a list of values"  # absl's
 _PLAIN = ("an integer", "a number")  # goes without saying
 _required: weakref.WeakSet[flags.Flag] = weakref.WeakSet()
 _groups: weakref.WeakKeyDictionary[flags.Flag, str] = weakref.WeakKeyDictionary()
@@ -109,7 +110,8 @@ def _entry(flag: flags.Flag) -> str:
     shown = flag.default_as_str or ""
     default = "" if shown == "'[]'" else shown[1:-1]  # as it is typed, without quotes
     syntax = "" if flag.parser.syntactic_help in _PLAIN else flag.parser.syntactic_help
-    needed = "required" if flag in _required else ""
-    details = "; ".join(each for each in (f"default: {default}" if default else "", syntax, needed) if each)
-    text = f"{name}: {flag.help}" + (f" ({details})" if details else "")
+    notes = [f"default: {default}" if default else "", syntax, "required" if flag in _required else ""]
+    notes.append("may be given several times" if isinstance(flag, flags.MultiFlag) else "")
+    details = "; ".join(each for each in notes if each)
+    text = f"{name}: {(flag.help or '').removesuffix(_REPEATED)}" + (f" ({details})" if details else "")
     return str(flags.text_wrap(text, indent="      ", firstline_indent="  "))

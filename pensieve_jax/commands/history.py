@@ -49,7 +49,9 @@ def main() -> int:
             limit = "a URL of Postgres; a file is brought to the newest version by whoever opens it"
             raise ConfigError("URL", path, limit)
         case _:
-            raise ConfigError("what to do", " ".join(_WORDS[:1]), _TAKEN, "see pensieve history --help")
+            raise ConfigError(
+                "what to do", " ".join(map(shown, _WORDS)), _TAKEN, "see pensieve history --help"
+            )
     return 0
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -31,6 +32,11 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_NO_READER = 128 + signal.SIGPIPE
 _words: list[list[str]] = []
+_NEEDED = {
+    r"invalid literal for int\(\)": "an integer",
+    "could not convert string to float": "a number",
+    r"\('Non-boolean argument": "true or false",
+}
 
 
 def check_can_write(flag: str, path: Path) -> None:
@@ -108,7 +114,7 @@ def _parse(docstring: str, argv: list[str]) -> list[str]:
     try:
         program, *rest = FLAGS(argv)
     except flags.Error as error:
-        problems = [str(error)]
+        problems = [_in_words(str(error))]
     else:
         for words in _words:
             words[:], rest = rest, []
@@ -118,6 +124,13 @@ def _parse(docstring: str, argv: list[str]) -> list[str]:
         print("error: " + "\n".join([*problems, "--help lists the flags."]), file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
     return [program]
+
+
+def _in_words(problem: str) -> str:
+    """What absl says of a flag that cannot be used, without Python's words for numbers that are none."""
+    for reason, needed in _NEEDED.items():
+        problem = re.sub(f"{reason}.*", f"must be {needed}", problem, flags=re.DOTALL)
+    return problem
 
 
 class Interrupt:

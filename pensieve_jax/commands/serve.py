@@ -210,7 +210,7 @@ def define_flags() -> None:
     flags.DEFINE_multi_string(
         "cors_origin",
         [],
-        "Pages of this origin may ask, such as https://chat.example.com; may be given several times.",
+        "Pages of this origin may ask, such as https://chat.example.com.",
     )
     flags.DEFINE_list("allowed_hosts", [], "Names that clients may call this server by, beside localhost.")
     flags.DEFINE_string("served_model_name", None, "What /v1/models calls the model; default: as --model.")

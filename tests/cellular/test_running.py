@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -28,6 +29,17 @@ def engine_of(model: Any, num_devices: int) -> CellularEngine:
     cells = [cell._replace(max_batch=4, batch_sizes=(1, 4)) for cell in model.cells()]
     config = CellularConfig(num_rows=64, num_devices=num_devices, max_num_tasks=1)
     return CellularEngine(cells, model.unfold, config, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "progress"), [(False, None), (True, None), (True, False), (False, True)]
+)
+def test_a_bar_is_for_terminals_unless_told_otherwise(monkeypatch, capsys, is_terminal, progress) -> None:
+    cells = Seq2Seq.random(hidden_size=4, vocab_size=8).cells(encoder_max_batch=1, decoder_max_batch=1)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    with CellularEngine(cells, pytest.fail, CellularConfig(num_rows=8, max_num_tasks=1), progress=progress):
+        shown = "compiling" in capsys.readouterr().err
+    assert shown == (is_terminal if progress is None else progress)
 
 
 def test_nothing_is_compiled_once_an_engine_is_there() -> None:

@@ -8,6 +8,7 @@ import io
 
 import pytest
 
+from pensieve_jax import ConfigError
 from pensieve_jax.commands import demo_screen
 from pensieve_jax.commands.demo_screen import Served
 from pensieve_jax.model_source import DEFAULT_MODEL
@@ -19,7 +20,7 @@ _judged: dict[int, tuple] = {}  # by its identity, a turn and what the dense ref
 NEEDED = {
     "swapped_in_tokens": "swapped in",
     "recomputed_tokens": "recomputed",
-    "num_suspensions": "suspended",
+    "num_suspensions": "suspended for want of memory",
 }
 
 
@@ -150,6 +151,15 @@ def test_a_turn_says_where_its_history_was(turns):
 def test_the_last_line(turns, launch, llm, monkeypatch, capsys):
     assert relaunch(launch, llm, monkeypatch, turns) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "48 of 48 turns equal"
+
+
+def test_too_few_pages_name_the_flag(launch, llm, monkeypatch):
+    monkeypatch.setattr(demo, "LLM", lambda *_, **__: contextlib.nullcontext(llm))
+    monkeypatch.setattr(demo, "serve", lambda llm: llm.generate([[9] * 5000]))
+    with pytest.raises(
+        ConfigError, match=r"--gpu_pages is 16, but must be more, as .* outgrow the [\d,]+ tokens"
+    ):
+        launch("demo", shared_llm=False, model=DEFAULT_MODEL)
 
 
 def test_one_changed_token_fails(turns, launch, llm, monkeypatch, capsys):

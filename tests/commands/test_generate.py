@@ -189,9 +189,10 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(launch, tmp_path, m
     assert "must be a file" in refusal(launch, monkeypatch, input=path, output=tmp_path)
 
 
-def test_no_input_file(launch, tmp_path, capsys):
-    assert launch("generate", input=tmp_path / "none", output=tmp_path / "out") == 2
-    assert "none" in capsys.readouterr().err
+def test_an_input_that_cannot_be_read_names_the_flag(launch, tmp_path, monkeypatch):
+    for path in (tmp_path / "none", tmp_path):
+        message = refusal(launch, monkeypatch, input=path, output=tmp_path / "out")
+        assert message.startswith(f"--input is '{path}', but must be a file of conversations")
 
 
 def test_a_turn_that_does_not_fit_ends_its_conversation_only(launch, tmp_path, capsys):

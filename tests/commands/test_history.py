@@ -39,5 +39,8 @@ def test_a_copy_to_postgres_and_one_that_is_refused(tmp_path, postgres):
 
 
 def test_what_is_none_of_it_is_told_in_a_line():
-    for status, out, err in pensieve_history((), ("migrate", "chats.sqlite")):
+    half = ("copy", f"postgresql://ada:{PASSWORD}@localhost/chats")
+    *others, copied = pensieve_history((), ("migrate", "chats.sqlite"), half)
+    for status, out, err in (*others, copied):
         assert (status, out) == (2, "") and err.startswith("error: ConfigError: ") and err.count("\n") == 1
+    assert "what to do is 'copy postgresql://ada@localhost/chats', but must be copy SRC DST" in copied[2]

@@ -38,6 +38,9 @@ BAD_FLAGS = (
     ("benchmark_kernels", "--backend=pallas_triton", "xla"),
     ("benchmark_kernels", "--cases=nope", "tiny"),
     ("generate", "--nope", "--help"),
+    ("chat", "--gpu_pages=many", "error: flag --gpu_pages=many: must be an integer\n"),
+    ("chat", "--top_p=most", "error: flag --top_p=most: must be a number\n"),
+    ("chat", "--stateful=perhaps", "error: flag --stateful=perhaps: must be true or false\n"),
     ("chat", "what", "unexpected arguments: what"),
     ("generate", "--concurrency=2", "error: --input is missing: JSON lines of conversations (.gz too)."),
     ("generate", "in.jsonl", "error: unexpected arguments: in.jsonl\n--input is missing: "),
@@ -105,6 +108,7 @@ def test_help_is_the_docstring_and_flags_by_group_with_defaults(starts):
     assert "  --[no]prefetch: " in cache and "--cpu_pages" in cache
     assert "  --[no]ignore_eos: " in sampling and "--temperature" in sampling
     assert "  --input: JSON lines of conversations (.gz too). (required)\n" in own
+    assert "  --stop: A string that ends the reply. (may be given several times)\n" in sampling
     assert "--verbosity" not in text and "--helpfull" in text
     full = starts["scripts/generate.py", "--helpfull"]
     assert full.returncode == 0 and "--verbosity" in full.stdout and "--concurrency" in full.stdout
