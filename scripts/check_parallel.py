@@ -4,13 +4,13 @@
     python scripts/check_parallel.py --tensor_parallel_size=2 --model=random:opt-tiny
 
 A tiny model in float32 serves the same conversations on one device and on `--tensor_parallel_size`, with two
-tiers that hold a part of them, so that chunks are copied out and back, dropped and computed again. Every token
-of both must be the choice of the dense reference, which has one device and no cache, and the devices' tokens
-must be the one device's: but for ties, which rounding decides. Of a `random:<preset>` whose KV heads do not
-divide over the devices there is one for each device, with as many query heads to each as before.
+tiers that hold a part of them, so that chunks are copied out and back, dropped and computed again. Every
+token of both must be the choice of the dense reference, which has one device and no cache, and the devices'
+tokens must be the one device's: but for ties, which rounding decides. A `random:<preset>` whose KV heads do
+not divide over the devices gets one for each device, with as many query heads to each as before.
 
-The last line is one JSON document (see `--json`) that says how often each of that happened. The exit status is
-1 if a token differs, and if some kind of move did not happen at all.
+The last line is one JSON document (see `--json`) that says how often each of that happened. The exit status
+is 1 if a token differs, and if some kind of move did not happen at all.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def different(
     reference: DenseReference, workload: Workload, one: Served, other: Served
 ) -> tuple[list[str], list[str]]:
     """Conversations whose tokens differ where the choice was certain, and those that differ from a tie on."""
-    wrong, tied = [], []
+    wrong: list[str] = []
+    tied: list[str] = []
     first, second = replies(one), replies(other)
     for name, asked in prompts(workload).items():
         if first[name] != second[name]:
