@@ -1,9 +1,9 @@
 r"""The paper's Figure 11 on several devices, measured: tokens, steps and open loops, in parts that come back.
 
     python scripts/run_figure11.py --model=random:llama2-70b --tensor_parallel_size=4 \
-        --compilation_cache_dir=run/compiled --json=run/figure11.json
+        --compilation_cache_dir=compiled --json=llama2-70b.json
     python scripts/run_figure11.py --model=random:llama2-70b --tensor_parallel_size=4 --parts= \
-        --json=run/figure11.json --documents=docs/results/h200x4
+        --json=llama2-70b.json --documents=docs/results/h200x4
 
 Parts, each a process of its own, in this order:
   tokens  check_parallel.py: float32 tokens of a tiny model of the family are one device's and the dense
@@ -34,7 +34,9 @@ import os
 import shlex
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 from parallel.apart import run_apart
@@ -141,6 +143,30 @@ def check_flags() -> None:
     take_settings()
 
 
+def print_tables(progress: Progress) -> None:
+    """What a reader looks at first: each step and each load point, and the state of every part."""
+    steps = [
+        [name, 1e3 * step["step_s"]["median"], step["share_of_bound"]]
+        for document in progress.parts[STEPS]["documents"]
+        for name, step in document["results"]["variants"]["default"]["steps"].items()
+    ]
+    points = [
+        [document["results"]["system"], point["rate"], point["requests_per_s"], _milliseconds(point)]
+        for document in progress.parts[LOOPS]["documents"]
+        for point in document["results"]["points"]
+    ]
+    print(table(["step", "ms", "share of bound"], steps), end="\n\n")
+    print(table(["system", "rate", "requests/s", "ms/token"], points), end="\n\n")
+    states = [[name, part["state"], len(part["documents"])] for name, part in progress.parts.items()]
+    print(table(["part", "state", "documents"], states))
+
+
+def _milliseconds(point: Mapping[str, Any]) -> object:
+    """A token, on average; a dash where nobody was answered."""
+    latency = point["normalized_latency_s"]
+    return 1e3 * latency["mean"] if latency else "-"
+
+
 def main() -> int:
     check_flags()
     progress = Progress({part: part_flags(part) for part in PARTS})
@@ -148,8 +174,7 @@ def main() -> int:
         progress.go_on(FLAGS.json)
     call = Call(progress, asked_loads())
     failed = [part for part in PARTS if part in FLAGS.parts and not call.run(part)]
-    rows = [[name, part["state"], len(part["documents"])] for name, part in progress.parts.items()]
-    print(table(["part", "state", "documents"], rows))
+    print_tables(progress)
     if FLAGS.documents is not None:
         for path in progress.write_documents(FLAGS.documents, model_name()):
             print(f"written: {path}")

@@ -55,8 +55,13 @@ class Progress:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError("--json", str(path), limit, str(error)) from error
         for name, ours in self.settings.items():
-            if settings.get(name) != ours:
-                hint = f"{name} had {' '.join(settings.get(name, []))} there and have {' '.join(ours)} now"
+            theirs = settings.get(name, [])
+            if theirs != ours:
+                there, now = (
+                    " ".join(flag for flag in one if flag not in other) or "nothing"
+                    for one, other in ((theirs, ours), (ours, theirs))
+                )
+                hint = f"for {name} it has {there}, where this run has {now}"
                 raise ConfigError("--json", str(path), "of a run with the same settings, or new", hint)
         self.parts = parts
 
