@@ -87,7 +87,8 @@ class Call:
     def run(self, part: str) -> bool:
         """Run what is missing of a part, and say what came of it; False if it failed."""
         missing = self._missing(part)
-        if not missing if part == LOOPS else self.progress.parts[part]["state"] == DONE:
+        is_done = not missing if part == LOOPS else self.progress.parts[part]["state"] == DONE
+        if is_done:
             self._say(part, "done before")
             return True
         limit_s = min(_SHARES[part] * FLAGS.budget_s, FLAGS.budget_s - self._taken_s())

@@ -13,7 +13,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, NamedTuple
+from types import FrameType
+from typing import IO, NamedTuple, NoReturn
 
 _LOOK_S = 1.0  # between two looks in on it
 _TAIL_BYTES = 2000
@@ -53,10 +54,12 @@ def run_apart(
             stderr=said,
             start_new_session=True,
         )
+        before = signal.signal(signal.SIGTERM, _end)
         try:
             status = _wait(process, start_s + limit_s, meanwhile)
         finally:
             _kill(process)
+            signal.signal(signal.SIGTERM, before)
         wall_s = time.monotonic() - start_s
         meanwhile()
         if status == 0:
@@ -72,6 +75,11 @@ def _wait(process: subprocess.Popen[bytes], until_s: float, meanwhile: Callable[
             return process.wait(min(left_s, _LOOK_S))
         meanwhile()
     return None
+
+
+def _end(signal_number: int, frame: FrameType | None) -> NoReturn:
+    """Whoever ends this process ends what it has started, too, which is in a session of its own."""
+    raise SystemExit(128 + signal_number)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -180,7 +180,7 @@ def command(part: str, document: Path, loads: Sequence[Load], *, max_run_s: floa
 
 
 def _said(names: Iterable[str]) -> list[str]:
-    """Flags that were given, or that `settings` say, as on a command line."""
-    ours = settings()
+    """Flags that were given, that `settings` say, or whose defaults are others there, as they are written."""
+    ours = (*settings(), "model", "tensor_parallel_size")
     said = [FLAGS[name] for name in names if FLAGS[name].present or name in ours]
     return [flag.serialize() for flag in said if flag.value is not None]

@@ -48,20 +48,15 @@ class Progress:
             if document["benchmark"] != BENCHMARK:
                 raise ValueError(f"a document of {document['benchmark']}")
             results = document["results"]
-            settings, parts = (
-                dict(results["settings"]),
-                {name: dict(results["parts"][name]) for name in PARTS},
-            )
+            settings = dict(results["settings"])
+            parts = {name: dict(results["parts"][name]) for name in PARTS}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError("--json", str(path), limit, str(error)) from error
         for name, ours in self.settings.items():
-            theirs = settings.get(name, [])
-            if theirs != ours:
-                there, now = (
-                    " ".join(flag for flag in one if flag not in other) or "nothing"
-                    for one, other in ((theirs, ours), (ours, theirs))
+            if (theirs := settings.get(name, [])) != ours:
+                hint = (
+                    f"for {name} it has {_others(theirs, ours)}, where this run has {_others(ours, theirs)}"
                 )
-                hint = f"for {name} it has {there}, where this run has {now}"
                 raise ConfigError("--json", str(path), "of a run with the same settings, or new", hint)
         self.parts = parts
 
@@ -139,6 +134,11 @@ def write_whole(path: Path, text: str) -> None:
     beside = path.with_name(f"{path.name}.new")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
+
+
+def _others(flags: Sequence[str], than: Sequence[str]) -> str:
+    """Those that are not among the second ones."""
+    return " ".join(flag for flag in flags if flag not in than) or "nothing"
 
 
 def _load(document: Document) -> Load:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +79,9 @@ def test_flags_and_variables_go_before_settings(launch, capsys):
     loops = flags_of(settings["loops"])
     assert (loops["gpu_pages"], loops["cpu_pages"], loops["window_s"]) == ("7", "3", "45.0")
     assert "cpu_bytes" not in loops
+    for part in settings.values():
+        assert "--tensor_parallel_size=4" in part, "which is no default of the parts"
+    assert "--model=random:llama2-70b" in settings["steps"] and loops["model"] == "random:llama2-70b"
     given = figure11.environment({"NCCL_NVLS_ENABLE": "1", "HOME": "/"})
     assert given["NCCL_NVLS_ENABLE"] == "1" and given["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.94"
 
@@ -105,14 +111,37 @@ def test_what_cannot_work_is_refused(launch, values, says):
         launch("run_figure11", shared_llm=False, **values)
 
 
+def is_running(pid):
+    """Not ended, whether somebody has asked for its status or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_a_command_that_hangs_ends_with_what_it_started():
-    """Within its limit, though the child would have slept for longer and holds the output open."""
-    parent = "echo here; sleep 60; echo there"
-    start_s, looks = time.monotonic(), []
-    ended = apart.run_apart(["sh", "-c", parent], os.environ, 1.2, lambda: looks.append(1))
-    assert 1.2 <= ended.wall_s <= time.monotonic() - start_s < 20
-    assert (ended.failed, ended.status, ended.output) == ("took longer than 1 s", None, "here\n")
+    """Within its limit; what it said is told."""
+    looks = []
+    words = ["sh", "-c", "sleep 60 & echo $!; wait"]
+    ended = apart.run_apart(words, os.environ, 1.2, lambda: looks.append(1))
+    assert 1.2 <= ended.wall_s < 20
+    assert (ended.failed, ended.status) == ("took longer than 1 s", None)
+    assert not is_running(int(ended.output))
     assert len(looks) == 3, "after a second, when it is late, and at its end"
+
+
+def test_who_ends_the_call_ends_its_part(tmp_path):
+    """By the signal that `timeout` sends."""
+    told = tmp_path / "pid"
+    words = ["sh", "-c", f"echo $$ > {told}.new; mv {told}.new {told}; sleep 60"]
+    code = f"import os; from parallel.apart import run_apart; run_apart({words!r}, os.environ, 60)"
+    call = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "scripts")
+    while not told.exists():
+        assert call.poll() is None
+        time.sleep(0.02)
+    call.terminate()
+    assert call.wait(20) == 128 + signal.SIGTERM
+    assert not is_running(int(told.read_text("utf-8")))
 
 
 def test_a_command_that_fails_says_why():
