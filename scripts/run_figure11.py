@@ -13,9 +13,10 @@ Parts, each a process of its own, in this order:
           has two.
 All of them end within `--budget_s`: tokens may take a fifth of it, steps two fifths, loops what is left. What
 takes longer is killed, and the next part begins. The same command again, with the same `--json`, goes on with
-what is missing: parts that are not done, and loads without a point, of which one that was running when the
-loops failed comes last. Compiled steps are kept in `--compilation_cache_dir`, which may be copied and makes
-the second call's starts shorter. `--parts` are run, the others left as they are.
+what is missing: parts that are not done, those that failed after the others, and loads without a point, of
+which one that was running when the loops failed comes last. Compiled steps are kept in
+`--compilation_cache_dir`, which may be copied and makes the second call's starts shorter. `--parts` are run,
+the others left as they are.
 
 Settings of Llama-2-70B and OPT-66B on two and on four devices (memory, users, windows, loads, and variables
 of the environment: `scripts/parallel/figure11.py`) are those of docs/results; flags and variables that are
@@ -112,7 +113,7 @@ class Call:
             ended = ended._replace(failed=None)
         self.progress.end(part, ended, limit_s=limit_s, left=self._missing(part))
         self._write()
-        if ended.failed is not None:
+        if ended.failed is not None and ended.output:
             print(ended.output, flush=True)
         return ended.failed
 
@@ -156,10 +157,13 @@ def print_tables(progress: Progress) -> None:
         for document in progress.parts[LOOPS]["documents"]
         for point in document["results"]["points"]
     ]
-    print(table(["step", "ms", "share of bound"], steps), end="\n\n")
-    print(table(["system", "rate", "requests/s", "ms/token"], points), end="\n\n")
     states = [[name, part["state"], len(part["documents"])] for name, part in progress.parts.items()]
-    print(table(["part", "state", "documents"], states))
+    tables = {
+        ("step", "ms", "share of bound"): steps,
+        ("system", "rate", "requests/s", "ms/token"): points,
+        ("part", "state", "documents"): states,
+    }
+    print("\n\n".join(table(columns, rows) for columns, rows in tables.items() if rows))
 
 
 def _milliseconds(point: Mapping[str, Any]) -> object:
@@ -174,7 +178,7 @@ def main() -> int:
     if isinstance(FLAGS.json, Path):
         progress.go_on(FLAGS.json)
     call = Call(progress, asked_loads())
-    failed = [part for part in PARTS if part in FLAGS.parts and not call.run(part)]
+    failed = [part for part in progress.in_order() if part in FLAGS.parts and not call.run(part)]
     print_tables(progress)
     if FLAGS.documents is not None:
         for path in progress.write_documents(FLAGS.documents, model_name()):

@@ -60,6 +60,10 @@ class Progress:
                 raise ConfigError("--json", str(path), "of a run with the same settings, or new", hint)
         self.parts = parts
 
+    def in_order(self) -> list[str]:
+        """All parts, those that have failed last: they may again, and cost the others their time."""
+        return sorted(PARTS, key=lambda part: self.parts[part]["state"] == FAILED)
+
     def missing(self, loads: Sequence[Load]) -> list[Load]:
         """Loads without a point that counts. One during which the loops ended goes to the end of them."""
         done = {_load(document) for document in self.parts[LOOPS]["documents"] if not _is_void(document)}

@@ -258,6 +258,18 @@ def test_a_void_point_is_measured_again(figure, stubs):
     assert parts["loops"]["state"] == "done" and len(parts["loops"]["documents"]) == 3
 
 
+def test_a_part_that_failed_comes_after_the_others(figure, stubs):
+    stubs.then["steps"] = "exit 4"
+    stubs.written["loops"] = [point("stateless", 1.0)]
+    parts, out = figure(status=1)
+    assert [part for part, *_ in stubs.asked] == ["tokens", "steps", "loops"]
+    assert parts["steps"]["tries"][0]["failed"] == "ended with status 4"
+    assert "steps, after 0 s: failed, ended with status 4" in out
+    stubs.asked.clear()
+    figure(status=1)
+    assert [part for part, *_ in stubs.asked] == ["loops", "steps"]
+
+
 def test_loops_whose_start_took_all_their_time_have_not_failed(figure, stubs):
     """They end with status 1, for there is no point; a part that no time was left for is not begun."""
     stubs.then = {"loops": "exit 1", "tokens": "sleep 0.3", "steps": "sleep 0.3"}
