@@ -30,6 +30,7 @@ from typing import Any
 
 from absl import flags
 from common.list_flags import numbers
+from parallel.case_flags import define_case_flags
 from parallel.memory import devices_memory
 from parallel.shared_steps import Cases, measure_steps
 from parallel.sums import measure_sums
@@ -206,17 +207,11 @@ def define_flags() -> None:
     flags.DEFINE_bool("apart", True, "Each in a process of its own, with its XLA flags.")
     flags.DEFINE_float("budget_s", 560.0, "Seconds for all of them.", lower_bound=1)
     flags.DEFINE_float("timeout_s", 280.0, "Seconds for one of them.", lower_bound=1)
-    flags.DEFINE_list("decodes", ["32", "128"], "Numbers of sequences in decode steps.")
-    flags.DEFINE_list("prompts", ["2048"], "Tokens of a prompt that is a step by itself.")
-    flags.DEFINE_integer("context_tokens", 1024, "Context of sequences that decode.", lower_bound=1)
+    define_case_flags()
     flags.DEFINE_integer("num_layers", None, "Layers of a random:<preset>; default: its own.", lower_bound=1)
-    flags.DEFINE_integer("num_repeats", 5, "Samples of everything.", lower_bound=1)
-    flags.DEFINE_integer("num_launches", 10, "Launches in a row that a sample is of.", lower_bound=1)
     flags.DEFINE_bool("traces", False, "List a step's kernels one by one.")
     flags.DEFINE_integer("num_events", 400, "Of them, the last of each device.", lower_bound=0)
     flags.DEFINE_bool("sums_only", False, "No model: sums by themselves.")
-    flags.DEFINE_integer("ceiling_bytes", 2**32, "Of the array that is read and copied.", lower_bound=2**20)
-    flags.DEFINE_integer("ceiling_matrix", 8192, "Rows and columns of the matrices.", lower_bound=16)
     define_engine_flags(model=TINY_MODEL)
     FLAGS.set_default("tensor_parallel_size", 2)
     define_document_flag()

@@ -44,6 +44,7 @@ _LONGEST = (
     "test_model_runner",
     "test_kernel_peers",
     "test_attention",
+    "test_figure11",
     "test_step",
     "test_clients",
     "test_completions_state",

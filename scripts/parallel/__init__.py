@@ -1,1 +1,1 @@
-"""What profile_parallel needs: a step that several devices share, and what they tell each other in it."""
+"""What profile_parallel and run_figure11 need: steps that several devices share, and a run in parts."""

@@ -2,7 +2,8 @@
 
 Owns: their flags, those of sessions among them, the way from flags to sessions and windows, which system
 serves whom, and the digest by which two runs are known to have met the same.
-Does not know: what a system is. Called by: benchmark_serving. The flags are those of whoever calls.
+Does not know: what a system is. Called by: benchmark_serving, and run_figure11, which starts it. The flags
+are those of whoever calls.
 """
 
 from __future__ import annotations
@@ -100,7 +101,12 @@ def systems_and_rates() -> list[tuple[str, float | None]]:
     for name in ("system", "rates", "recorded_arrivals"):
         if FLAGS[name].present:
             raise ConfigError(f"--{name}", FLAGS[name].value, "left out beside --loads")
-    found: list[tuple[str, float | None]] = []
+    return list(named_loads())
+
+
+def named_loads() -> list[tuple[str, float]]:
+    """What `--loads` says; raises ConfigError."""
+    found: list[tuple[str, float]] = []
     for word in FLAGS.loads:
         name, _, text = word.partition(":")
         try:
