@@ -42,9 +42,8 @@ class PagedAttention:
 
     `kv_pages` is one pool per layer, [num_pages, page_size, 2 * num_kv_heads, head_dim], split by KV head
     over "tp"; after the model has run, the attribute holds the updated pools, to be returned from the
-    compiled step whose arguments the old ones were (and donated). `first_layer` is the layer of the first
-    pool, where a step runs some of the layers only. `tile_spec` is the per-shard spec that `batch.tiles` was
-    built for; None lets the kernel make its tiles itself, and `batch.tiles` is not read.
+    compiled step whose arguments the old ones were (and donated). `tile_spec` is the per-shard spec that
+    `batch.tiles` was built for; None lets the kernel make its tiles itself, and `batch.tiles` is not read.
     """
 
     def __init__(
@@ -55,17 +54,15 @@ class PagedAttention:
         mesh: AnyMesh,
         tile_spec: TileSpec | None = None,
         backend: str = "auto",
-        first_layer: int = 0,
     ) -> None:
         """Keep the pools and metadata of one step."""
-        self.kv_pages, self._first_layer = list(kv_pages), first_layer
+        self.kv_pages = list(kv_pages)
         self._batch, self._mesh, self._tile_spec, self._backend = batch, mesh, tile_spec, backend
 
     def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Write k and v, then attend; see `Attention`."""
-        pool_index = layer_index - self._first_layer
-        self.kv_pages[pool_index], out = _write_and_attend(
-            self.kv_pages[pool_index],
+        self.kv_pages[layer_index], out = _write_and_attend(
+            self.kv_pages[layer_index],
             q,
             k,
             v,

@@ -7,6 +7,7 @@ families; called by the runner, the dense reference and tests.
 """
 
 import abc
+from typing import Any
 
 import jax
 from flax import nnx
@@ -26,6 +27,7 @@ class Decoder(nnx.Module):
     """
 
     config: ModelConfig
+    layers: nnx.List[Any]
     embed: Embedding
     head: Embedding | None
 

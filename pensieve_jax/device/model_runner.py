@@ -1,12 +1,13 @@
 """The runner that executes steps with JAX, with executables that are compiled before serving.
 
 Owns: the pools and the transfers to and from them, the previous step's sampled ids (they never leave the
-device between steps), and the executables: one per bucket and group of layers, and the samplers.
+device between steps), and the executables.
 Does not know: requests, conversations or which page holds what; a plan says everything.
 Called by: the engine loop, from one thread, through the `Runner` protocol.
 
-A step is one copy of the packed plan to the device, the bucket's forward executables, group by group, the
-sampler of the batch's mode, and one packed copy back that is started at once and awaited only by `fetch`.
+A step is one copy of the packed plan to the device, the bucket's embedding, its layers, group by group, and
+its logits, the sampler of the batch's mode, and one packed copy back that is started at once and awaited only
+by `fetch`.
 Right before a group, chunks that the step cannot do without are scattered into its pools.
 """
 
@@ -223,7 +224,7 @@ class ModelRunner:
             executables = self._executables.of_step(bucket, self.storage.groups)
             if len(executables) < 2 + len(self.storage.groups):
                 continue
-            # Float32, as the models' residual stream; the plan goes from group to group as well.
+            # Float32, as the models' residual stream; the plan is there for all of them.
             handed_bytes = 4 * (bucket * self._hidden_size + self.layouts[bucket].size)
             buckets[bucket] = step_memory(executables, resident_bytes, handed_bytes)
         return {
@@ -252,8 +253,8 @@ class ModelRunner:
                 self._transfers.land(group)
                 pools = self.device_pools.groups[group]
                 run = executables.run_layers[bucket, len(pools)]
-                given = leaves, pools, hidden, words, *self._exchange.arrays[:1]
-                self.device_pools.groups[group], hidden = run(*given)
+                table = self._exchange.arrays[:1]
+                self.device_pools.groups[group], hidden = run(leaves, pools, hidden, words, *table)
             scores: Scores = executables.score[bucket](programs.back, hidden, words)
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("a step could not be started", error) from error

@@ -67,7 +67,12 @@ class ModelStructure:
 
     @classmethod
     def split_layers(cls, model: Model, layers: range) -> tuple[ModelStructure, list[jax.Array]]:
-        """Of some layers alone: the structure of a model that has as many, in which the first is number 0."""
+        """Of some layers alone: the structure of a model that has as many, in which the first is number 0.
+
+        So it is the same for as many others, and a model's layers have to be of one kind.
+        """
+        kinds = {nnx.split(layer)[0] for layer in model.layers}
+        assert len(kinds) == 1, "layers differ in more than their numbers"
         arrays = {(path[1].key, path[2:]): leaf for path, leaf in _layer_arrays(model)}
         some = next(iter(arrays.values()))
         config = dataclasses.replace(model.config, num_layers=len(layers))
@@ -205,7 +210,7 @@ def score(
 
 
 def logits_spec(vocab_size: int, mesh: Mesh) -> PartitionSpec:
-    """How logits lie on the devices between the last group of layers and the sampler."""
+    """How logits lie on the devices between `score` and the sampler."""
     return PartitionSpec(None, vocabulary_axis(vocab_size, mesh))
 
 

@@ -95,8 +95,6 @@ class StepPrograms:
         self.groups = [leaves for _, leaves in split]
         # By their number: of as many layers one program runs all groups.
         self._layers = {len(layers): part for layers, part in zip(storage.groups, split, strict=True)}
-        shared = [self._layers[len(layers)][0] for layers in storage.groups]
-        assert shared == [structure for structure, _ in split], "layers differ in more than their numbers"
         self._layouts, self._tile_specs, self._mesh = layouts, tile_specs, mesh
         self._backend, self._cutoff_backend, self._num_top = backend, cutoff_backend, num_top
         self._sums, self._exchanged, self._few_rows = exchange.sums, exchange.arrays, few_rows

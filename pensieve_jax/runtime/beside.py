@@ -35,14 +35,17 @@ def beside[T](other: Iterable[T], here: Generator[T]) -> Generator[T]:
         undo.callback(here.close)
         undo.callback(is_over.set)
         running = pool.submit(iterate)
-        for item in here:
-            if running.done():
-                running.result()
-            yield from _arrived(came)
-            yield item
-        while last := came.get():
-            yield from last
-        running.result()
+        try:
+            for item in here:
+                if running.done():
+                    running.result()
+                yield from _arrived(came)
+                yield item
+            while last := came.get():
+                yield from last
+            running.result()
+        finally:
+            del running  # it keeps what was raised, and that this frame: what frames hold would outlive both
 
 
 def _arrived[T](came: queue.SimpleQueue[tuple[T, ...]]) -> Iterator[T]:

@@ -23,7 +23,7 @@ def test_groups():
 
 
 def test_growth_is_shown():
-    """Host memory first, so that what cannot be had is known before anything is compiled."""
+    """By the number of bytes, and beside it what is compiled."""
     bench = Bench()
     assert len(bench.preparations) == bench.transfers.num_preparations
     num_bytes = (CPU_PAGES + 20) * bench.storage.slot_bytes

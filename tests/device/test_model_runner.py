@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from dataclasses import dataclass, field
 
 import jax
@@ -386,6 +387,55 @@ def test_groups_of_layers_are_one_model(preset):
     assert (first, last) == (front, back) and len(set(halves)) == 1 and sum(halves) == whole
     all_of_them = len(ModelStructure.split(_model(preset, 1))[1])
     assert front + whole + back == all_of_them + _model(preset, 1).config.tie_word_embeddings
+
+
+def test_uneven_groups_are_one_model():
+    """Two groups of one layer share a program, and one of two layers has its own."""
+    model = random_model(preset("llama-tiny", num_layers=4), dtype="float32", mesh=make_mesh(1), seed=1)
+    config = engine_config()
+    config = dataclasses.replace(
+        config,
+        runner=dataclasses.replace(config.runner, num_layer_groups=3),
+        scheduler=dataclasses.replace(config.scheduler, token_buckets=(64,)),
+    )
+    runner = ModelRunner(model, config, make_mesh(1))
+    runner.warm_up()
+    assert [len(layers) for layers in runner.storage.groups] == [1, 1, 2]
+    assert set(runner._executables.run_layers) == {(64, 1), (64, 2)}
+    stepper, talk = Stepper(runner), Talk(random_ids(30, seed=12), pages=[3, 6, 8])
+    stepper.buckets = (64,)
+    stepper.step(Row(talk, 0, 30, samples=True))
+    stepper.step(Row(talk, 30, 31, samples=True))
+    replay = DenseReference(model).replay_turn([], talk.ids[:30], talk.outputs, GREEDY, 0)
+    assert replay.margins.min() > 1e-3 and replay.token_ids.tolist() == talk.outputs
+
+
+def test_one_hidden_state_is_kept(monkeypatch):
+    """What a group has read is nobody's any more when the next program is launched: the sums count one."""
+    runner, read = runner_for(), []
+    executables = runner._executables
+    run_layers, score = executables.run_layers[64, 1], executables.score[64]
+
+    def run_and_note(leaves, pools, hidden, *rest):
+        assert not any(past() is not None for past in read)
+        read.append(weakref.ref(hidden))
+        return run_layers(leaves, pools, hidden, *rest)
+
+    def note_and_score(*given):
+        assert len(read) == 2 and not any(past() is not None for past in read)
+        return score(*given)
+
+    monkeypatch.setitem(executables.run_layers, (64, 1), run_and_note)
+    monkeypatch.setitem(executables.score, 64, note_and_score)
+    Stepper(runner).step(Row(Talk(random_ids(9), pages=[1]), 0, 9, samples=True))
+
+
+def test_layers_that_differ_are_no_group():
+    """One program runs every group of as many layers, so that each has to be what the first is."""
+    model = load_model("random:opt-tiny", dtype="float32", mesh=make_mesh(1), seed=1)
+    model.layers[1].activation = "gelu"
+    with pytest.raises(AssertionError, match="layers differ"):
+        ModelRunner(model, engine_config(), make_mesh(1))
 
 
 def test_layouts():

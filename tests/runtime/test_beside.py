@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
+import time
+import weakref
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -10,46 +14,24 @@ import pytest
 from pensieve_jax.runtime.beside import beside
 
 
-class Caller:
-    """Items of the caller's side, in its own thread."""
-
-    def __init__(self, *items: str, before: dict[str, threading.Event] | None = None) -> None:
-        """Wait for an event `before` some items."""
-        self.items, self.before = items, before or {}
-        self.threads: set[int] = set()
-        self.was_closed = False
-
-    def __call__(self) -> Generator[str]:
-        """What is iterated."""
-        try:
-            for item in self.items:
-                if item in self.before:
-                    assert self.before[item].wait(60)
-                self.threads.add(threading.get_ident())
-                yield item
-        finally:
-            self.was_closed = True
-
-
 def no_thread_is_left() -> bool:
     return not any(thread.name.startswith("beside") for thread in threading.enumerate())
 
 
 def test_items_of_both_come_and_each_in_its_order():
-    caller, threads = Caller("a", "b", "c"), set()
+    threads: dict[str, set[int]] = {"abc": set(), "xyz": set()}
 
-    def other() -> Iterator[str]:
-        for item in "xyz":
-            threads.add(threading.get_ident())
+    def side(items: str) -> Generator[str]:
+        for item in items:
+            threads[items].add(threading.get_ident())
             yield item
 
-    came = list(beside(other(), caller()))
+    came = list(beside(side("xyz"), side("abc")))
     assert sorted(came) == ["a", "b", "c", "x", "y", "z"]
     assert [item for item in came if item in "abc"] == ["a", "b", "c"]
     assert [item for item in came if item in "xyz"] == ["x", "y", "z"]
-    assert (
-        caller.threads == {threading.get_ident()} and len(threads) == 1 and threads.isdisjoint(caller.threads)
-    )
+    assert threads["abc"] == {threading.get_ident()}
+    assert len(threads["xyz"]) == 1 and threads["xyz"].isdisjoint(threads["abc"])
 
 
 def test_they_run_at_once():
@@ -75,20 +57,50 @@ def test_one_of_them_may_have_nothing(other, here):
 
 
 def test_what_the_thread_raises_is_raised_and_the_caller_stops():
-    failed = threading.Event()
-    caller = Caller("a", "b", "c", before={"b": failed})
+    """By itself the caller would go on for a minute."""
+    was_closed = []
 
     def other() -> Iterator[str]:
         yield "x"
+        raise MemoryError("no more of it")
+
+    def here() -> Generator[str]:
         try:
-            raise MemoryError("no more of it")
+            for _ in range(6_000):
+                yield "a"
+                time.sleep(0.01)
+            pytest.fail("nobody stopped it")
         finally:
-            failed.set()
+            was_closed.append(True)
 
     with pytest.raises(MemoryError, match="no more of it"):
-        list(beside(other(), caller()))
-    assert caller.was_closed
+        list(beside(other(), here()))
+    assert was_closed
     assert no_thread_is_left()
+
+
+@pytest.mark.parametrize("num_items", [0, 3])
+def test_what_was_raised_keeps_nothing_once_it_is_handled(num_items):
+    """Frames in its traceback have a model and its memory, of which the next try may need all at once."""
+
+    class Memory:
+        pass
+
+    taken = []
+
+    def other() -> Iterator[str]:
+        memory = Memory()
+        taken.append(weakref.ref(memory))
+        yield "x"
+        raise MemoryError("no more of it")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(MemoryError):
+            list(beside(other(), (item for item in "abc"[:num_items])))
+        assert taken[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_what_it_raises_after_the_caller_has_ended_is_raised():
@@ -108,16 +120,18 @@ def test_what_it_raises_after_the_caller_has_ended_is_raised():
 
 
 def test_closed_it_closes_the_caller_and_the_thread_stops_at_its_next_item():
-    made, may_go_on = [], threading.Event()
+    made, has_one, may_go_on = [], threading.Event(), threading.Event()
 
     def other() -> Iterator[str]:
         for item in "xyz":
             made.append(item)
             yield item
+            has_one.set()
             assert may_go_on.wait(60)
 
     def here() -> Generator[str]:
         try:
+            assert has_one.wait(60)
             yield "a"
         finally:
             may_go_on.set()
