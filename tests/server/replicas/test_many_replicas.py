@@ -7,6 +7,7 @@ once. Ray, Serve, Postgres and the engines are real; models are tiny and on CPUs
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import re
@@ -379,13 +380,27 @@ def command(history: str, compilation_cache: str) -> list[str]:
     ]
 
 
-def test_the_command_serves_from_replicas_and_ends_when_told(postgres, compilation_cache):
-    arguments = command(postgres.url(), compilation_cache)
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+@contextlib.contextmanager
+def running(arguments: list[str], stderr: Path) -> Iterator[subprocess.Popen[str]]:
+    """The command; where a test fails, it is ended, and what it wrote to `stderr` is shown."""
+    with (
+        stderr.open("w", encoding="utf-8") as written,
+        subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=written, text=True) as process,
+    ):
+        try:
+            yield process
+        except BaseException:
+            process.kill()  # or whoever leaves the block would wait for it
+            print(stderr.read_text(encoding="utf-8")[-20_000:])
+            raise
+
+
+def test_the_command_serves_from_replicas_and_ends_when_told(postgres, compilation_cache, tmp_path):
+    with running(command(postgres.url(), compilation_cache), tmp_path / "stderr") as process:
         assert process.stdout is not None
         found = re.fullmatch(rf"serving {MODEL} at (http://\S+)\n", process.stdout.readline())
         assert found, "it did not start"
-        with openai.OpenAI(base_url=f"{found[1]}/v1", api_key="none", max_retries=0) as client:
+        with openai.OpenAI(base_url=f"{found[1]}/v1", api_key="none", max_retries=0, timeout=120) as client:
             one = client.chat.completions.create(
                 model=MODEL, messages=[{"role": "user", "content": "Hi!"}], max_completion_tokens=4
             )
