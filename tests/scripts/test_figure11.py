@@ -8,12 +8,12 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from pensieve_jax import ConfigError
+from tests.deadlines import wait_until
 from tests.launching import ROOT, load
 
 script = load("run_figure11")
@@ -126,7 +126,7 @@ def test_a_command_that_hangs_ends_with_what_it_started():
     ended = apart.run_apart(words, os.environ, 1.2, lambda: looks.append(1))
     assert 1.2 <= ended.wall_s < 20
     assert (ended.failed, ended.status) == ("took longer than 1 s", None)
-    assert not is_running(int(ended.output))
+    wait_until(lambda: not is_running(int(ended.output)))  # a signal takes a moment
     assert len(looks) == 3, "after a second, when it is late, and at its end"
 
 
@@ -136,12 +136,10 @@ def test_who_ends_the_call_ends_its_part(tmp_path):
     words = ["sh", "-c", f"echo $$ > {told}.new; mv {told}.new {told}; sleep 60"]
     code = f"import os; from parallel.apart import run_apart; run_apart({words!r}, os.environ, 60)"
     call = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "scripts")
-    while not told.exists():
-        assert call.poll() is None
-        time.sleep(0.02)
+    wait_until(lambda: told.exists() or call.poll() is not None)
     call.terminate()
     assert call.wait(20) == 128 + signal.SIGTERM
-    assert not is_running(int(told.read_text("utf-8")))
+    wait_until(lambda: not is_running(int(told.read_text("utf-8"))))
 
 
 def test_a_command_that_fails_says_why():
