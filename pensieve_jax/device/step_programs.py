@@ -43,10 +43,11 @@ class StepExecutables(NamedTuple):
     choose: Executables[tuple[int, SamplerMode]]  # by number of rows and mode
 
     def of_step(self, bucket: int, groups: Sequence[range]) -> list[jax.stages.Compiled]:
-        """Those of a forward pass, in the order in which they run; fewer if some are not there yet."""
+        """Those of a forward pass, in the order in which they run; none before all are there."""
         layers = [self.run_layers.get((bucket, len(layers))) for layers in groups]
         all_of_them = [self.embed.get(bucket), *layers, self.score.get(bucket)]
-        return [executable for executable in all_of_them if executable is not None]
+        found = [executable for executable in all_of_them if executable is not None]
+        return found if len(found) == len(all_of_them) else []
 
 
 class StepPrograms:
