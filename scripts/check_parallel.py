@@ -137,9 +137,8 @@ def judge(reference: DenseReference, workload: Workload, served: Served) -> Judg
         history: list[int] = []
         for prompt, reply in zip(asked, said[name], strict=True):
             replay = reference.replay_turn(history, prompt, reply, params)
-            is_certain = replay.margins >= MIN_MARGIN
-            num_wrong += int(((replay.token_ids != reply) & is_certain).sum())
-            num_uncertain += int((~is_certain).sum())
+            num_wrong += int((~replay.possible).sum())
+            num_uncertain += int((replay.margins < MIN_MARGIN).sum())
             history = [*history, *prompt, *reply]
     return Judged(num_wrong, num_uncertain)
 

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import sys
 
-import numpy as np
 import pytest
 
 from model_defs import load_model, make_mesh
@@ -107,14 +106,13 @@ def test_all_turns_equal_the_reference(lives, record_property):
         for key in sorted(life.turns):
             history = [] if key.turn_index == 0 else history
             turn = life.turns[key]
-            prompt_ids, output_ids = turn.prompt_token_ids, np.array(turn.output_token_ids)
+            prompt_ids, output_ids = turn.prompt_token_ids, turn.output_token_ids
             params = life.script.turn(key).params
-            replay = reference.replay_turn(history, prompt_ids, output_ids.tolist(), params, turn.seed)
-            certain = replay.margins >= MIN_MARGIN
-            assert (replay.token_ids == output_ids)[certain].all(), f"{key} of seed {life.script.seed}"
+            replay = reference.replay_turn(history, prompt_ids, output_ids, params, turn.seed)
+            assert replay.possible.all(), f"{key} of seed {life.script.seed}"
             num_tokens += len(output_ids)
-            num_uncertain += int((~certain).sum())
-            history += [*prompt_ids, *turn.output_token_ids]
+            num_uncertain += int((replay.margins < MIN_MARGIN).sum())
+            history += [*prompt_ids, *output_ids]
     record_property("note", f"{num_tokens} tokens, {num_uncertain} of them too close to call")
     assert num_uncertain < num_tokens / 100
 

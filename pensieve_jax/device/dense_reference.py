@@ -31,17 +31,20 @@ from pensieve_jax.device.step import ModelStructure
 
 _MIN_PADDED = 16
 MIN_MARGIN: Final = 1e-3
-"""Between two choices in float32, in logits: which of two that are closer is best is a matter of rounding."""
+"""How far rounding may put two logits in float32 apart: which of two choices that are closer is best, and
+whether an id that is so close to being cut is, is a matter of rounding."""
 
 
 class Replay(NamedTuple):
     """A turn by the dense reference; n is the number of tokens that the engine emitted.
 
     `margins` are differences between the best and the second-best choice, in units of logits (a random
-    row's, noise included): where one is below the numerical noise, either choice is right.
+    row's, noise included): where one is below the numerical noise, either choice is right. How close an id
+    is to being cut is no part of them, but it is of what is possible.
     """
 
     token_ids: np.ndarray  # i32[n]: what had to be emitted, given the emitted tokens before it
+    possible: np.ndarray  # bool[n]: whether what was emitted is that, but for rounding
     margins: np.ndarray  # f32[n]
     logprobs: np.ndarray  # f32[n]: of the emitted tokens, without temperature, cuts or bans
 
@@ -105,6 +108,8 @@ class DenseReference:
         output_ids: Sequence[int],
         params: SamplingParams,
         seed: int = 0,
+        *,
+        margin: float = MIN_MARGIN,
     ) -> Replay:
         """Replay one turn from the tokens before it, its prompt and what was emitted.
 
@@ -114,6 +119,7 @@ class DenseReference:
           output_ids: the emitted tokens, an end-of-sequence or stop id included.
           params: of this turn.
           seed: the one the turn ran with; not read if greedy.
+          margin: by which two logits may be off against each other, for what is possible.
 
         Raises:
           ContextLengthError: the whole exceeds the model's positions.
@@ -129,9 +135,10 @@ class DenseReference:
         draws = params.temperature > 0
         mode = sampler.mode_for(draws, params.top_k > 0 or params.top_p < 1, False)
         emitted = _padded(np.asarray(output_ids, np.int32), num_padded)
-        parts = _judge(logits, rows, emitted, mode=mode)
-        token_ids, margins, logprobs = (np.asarray(part)[:num_outputs] for part in parts)
-        return Replay(token_ids, margins * np.float32(params.temperature if draws else 1), logprobs)
+        parts = _judge(logits, rows, emitted, np.float32(margin), mode=mode)
+        token_ids, possible, margins, logprobs = (np.asarray(part)[:num_outputs] for part in parts)
+        margins = margins * np.float32(params.temperature if draws else 1)
+        return Replay(token_ids, possible, margins, logprobs)
 
     def _logits(self, token_ids: Sequence[int], wanted: np.ndarray) -> jax.Array:
         """f32[W, V] after the tokens at the indices `wanted`; W is padded to a power of two."""
@@ -178,12 +185,19 @@ def _dense_logits(
 
 @functools.partial(jax.jit, static_argnames=("mode",))
 def _judge(
-    logits: jax.Array, rows: SamplingRows[jax.Array], emitted: jax.Array, *, mode: SamplerMode
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """i32[W] choices, f32[W] margins of the choices, f32[W] log-probabilities of the emitted ids."""
+    logits: jax.Array,
+    rows: SamplingRows[jax.Array],
+    emitted: jax.Array,
+    margin: jax.Array,
+    *,
+    mode: SamplerMode,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """i32[W] choices, bool[W] possible ones, f32[W] margins, f32[W] log-probabilities of the emitted ids."""
     best, token_ids = lax.top_k(sampler.decision_scores(logits, rows, mode=mode), 2)
-    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), emitted[:, None], axis=-1)[:, 0]
-    return token_ids[:, 0], best[:, 0] - best[:, 1], logprobs
+    possible = sampler.possible_choices(logits, rows, mode=mode, margin=margin)
+    of_emitted = functools.partial(jnp.take_along_axis, indices=emitted[:, None], axis=-1)
+    logprobs = of_emitted(jax.nn.log_softmax(logits, axis=-1))
+    return token_ids[:, 0], of_emitted(possible)[:, 0], best[:, 0] - best[:, 1], logprobs[:, 0]
 
 
 def _padded_len(length: int) -> int:

@@ -1,6 +1,7 @@
 """From logits to token ids, on the device.
 
-Owns: greedy and random choice, the top-k and top-p cuts, banned ids and log-probabilities. A row's id is a
+Owns: greedy and random choice, the top-k and top-p cuts, banned ids and log-probabilities; and which ids a
+choice by rounded logits may be. A row's id is a
 function of (seed, absolute position, logits) alone: nothing here depends on the row's place in the batch,
 on the batch, on padding, or on how the vocabulary is sharded. Two things make that so. The noise is a
 counter-based hash of (seed, position, token id), written out here because the bits behind `jax.random`
@@ -23,6 +24,7 @@ from pallas_kernels.devices import on_every_device
 from pallas_kernels.sampling_cutoffs import MASS_BITS, cutoffs
 
 _WORD = np.uint32
+_MOST_OFF = 60.0  # e to that is far from what a float32 holds
 
 
 class SamplingRows[A](NamedTuple):
@@ -133,38 +135,102 @@ def decision_scores(
     is banned or cut is -inf. Of a `part` of the vocabulary they are what they are among the whole; cuts are
     made of whole rows only.
     """
+    allowed = _allowed(logits, rows, part)
+    if not mode.draws:
+        return allowed
+    scores = _scaled(allowed, rows, part)
+    if mode.truncates:
+        assert part is WHOLE
+        scores = _truncate(scores, *_cuts(rows), cutoff_backend)
+    return _with_noise(scores, allowed, rows, part)
+
+
+def possible_choices(
+    logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode, margin: jax.Array
+) -> jax.Array:
+    """bool[S, V]: ids that a row's choice may be if any two logits may be off by `margin` against each other.
+
+    For who has logits that are rounded otherwise than those that the choice was made of. An id may be chosen
+    if it may outlive the cuts, and if none that outlives them for sure is better by more than that. Masses
+    are then off by a factor of e**margin against each other, and so are the odds of being cut by top-p.
+
+    Args:
+      logits: f32[S, V].
+      rows: as for `sample`.
+      mode: likewise.
+      margin: f32[].
+    """
+    allowed = _allowed(logits, rows, WHOLE)
+    if not mode.draws:
+        return allowed >= allowed.max(axis=-1, keepdims=True) - margin
+    off = jnp.where(rows.temperature > 0, margin / _divisors(rows), margin)[:, None]
+    scores = _scaled(allowed, rows, WHOLE)
+    may_stay, must_stay = allowed > -jnp.inf, allowed > -jnp.inf
+    if mode.truncates:
+        top_k, top_p = _cuts(rows)
+        odds = jnp.exp(jnp.minimum(off[:, 0], _MOST_OFF))
+        loose, tight = (
+            _least_kept(scores, top_k, top_p / (top_p + (1 - top_p) * against), "xla")
+            for against in (1 / odds, odds)
+        )
+        is_best = (scores == 0) & (lax.top_k(scores, 2)[0][:, 1:] < -off)
+        may_stay &= ~(scores < loose - off)
+        must_stay &= ~(scores < tight + off) | is_best
+    noised = _with_noise(scores, allowed, rows, WHOLE)
+    bar = jnp.where(must_stay, noised, -jnp.inf).max(axis=-1, keepdims=True)
+    return may_stay & (noised >= bar - off)
+
+
+def _allowed(logits: jax.Array, rows: SamplingRows[jax.Array], part: Part) -> jax.Array:
+    """The logits, -inf where an id is banned."""
     token_iota = part.first_id + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     allowed = logits
     for slot in range(rows.banned_ids.shape[1]):  # elementwise, hence fused and local to a vocabulary shard
         allowed = jnp.where(token_iota == rows.banned_ids[:, slot, None], -jnp.inf, allowed)
-    if not mode.draws:
-        return allowed
-    # The maximum is taken out first, so that a tiny temperature gives 0 and -inf, never inf - inf. The
-    # floor keeps a greedy row's 0 from dividing; its quotient is not used.
-    temperature = jnp.maximum(rows.temperature, np.finfo(np.float32).tiny)
+    return allowed
+
+
+def _divisors(rows: SamplingRows[jax.Array]) -> jax.Array:
+    """Temperatures; the floor keeps a greedy row's 0 from dividing, whose quotient is not used."""
+    return jnp.maximum(rows.temperature, np.finfo(np.float32).tiny)
+
+
+def _scaled(allowed: jax.Array, rows: SamplingRows[jax.Array], part: Part) -> jax.Array:
+    """Logits over temperatures, the best 0."""
+    # The maximum is taken out first, so that a tiny temperature gives 0 and -inf, never inf - inf.
     best = allowed.max(axis=-1, keepdims=True)
     if part.axis is not None:
         best = lax.pmax(best, part.axis)
-    scores = (allowed - best) / temperature[:, None]
-    if mode.truncates:
-        assert part is WHOLE
-        # A greedy row has no use for its cuts, and a row without cuts costs next to nothing.
-        draws = rows.temperature > 0
-        top_k, top_p = jnp.where(draws, rows.top_k, 0), jnp.where(draws, rows.top_p, 1.0)
-        scores = _truncate(scores, top_k, top_p, cutoff_backend)
-    noise = _gumbel(rows.seed, rows.sample_positions, logits.shape[1], part.first_id)
+    return (allowed - best) / _divisors(rows)[:, None]
+
+
+def _with_noise(
+    scores: jax.Array, allowed: jax.Array, rows: SamplingRows[jax.Array], part: Part
+) -> jax.Array:
+    """What a row's id is the first maximum of: a greedy row's are what is allowed."""
+    noise = _gumbel(rows.seed, rows.sample_positions, scores.shape[1], part.first_id)
     return jnp.where(rows.temperature[:, None] > 0, scores + noise, allowed)
+
+
+def _cuts(rows: SamplingRows[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """top_k and top_p: a greedy row has no use for its own, and a row without cuts costs next to nothing."""
+    draws = rows.temperature > 0
+    return jnp.where(draws, rows.top_k, 0), jnp.where(draws, rows.top_p, 1.0)
 
 
 def _truncate(scores: jax.Array, top_k: jax.Array, top_p: jax.Array, backend: str) -> jax.Array:
     """`scores` f32[S, V] (at most 0, the best 0) with -inf for every id that top-k or top-p cuts."""
     # Written out once: were they computed again for the comparison, division might round otherwise there.
     scores = lax.optimization_barrier(scores)
-    masses = jnp.round(jnp.exp(scores) * 2.0**MASS_BITS).astype(jnp.uint32)
-    least = _scores_of(_find_cutoffs(_ordered_keys(scores), masses, top_k, top_p, backend))
     # Compared as scores and not as keys: what searches the keys in place would have to copy them first. Where
-    # nothing is cut `least` is a NaN, and nothing is below it.
-    return jnp.where(scores < least[:, None], -jnp.inf, scores)
+    # nothing is cut the least one is a NaN, and nothing is below it.
+    return jnp.where(scores < _least_kept(scores, top_k, top_p, backend), -jnp.inf, scores)
+
+
+def _least_kept(scores: jax.Array, top_k: jax.Array, top_p: jax.Array, backend: str) -> jax.Array:
+    """f32[S, 1]: the least of the scores that neither top-k nor top-p cuts; NaN where nothing is cut."""
+    masses = jnp.round(jnp.exp(scores) * 2.0**MASS_BITS).astype(jnp.uint32)
+    return _scores_of(_find_cutoffs(_ordered_keys(scores), masses, top_k, top_p, backend))[:, None]
 
 
 def _find_cutoffs(

@@ -83,7 +83,7 @@ def test_replay_is_free_running_generation(preset, params):
     replay = reference.replay_turn(history_ids, prompt_ids, output_ids, params, seed)
     assert replay.token_ids.tolist() == output_ids
     np.testing.assert_allclose(replay.logprobs, logprobs, atol=1e-3)
-    assert (replay.margins >= 0).all()
+    assert replay.possible.all() and (replay.margins >= 0).all()
     if params.temperature:
         other = reference.replay_turn(history_ids, prompt_ids, output_ids, params, seed + 1)
         assert other.token_ids.tolist() != output_ids
@@ -97,6 +97,9 @@ def test_replay_finds_a_wrong_token():
     wrong_ids = [*output_ids[:7], (output_ids[7] + 1) % 320, *output_ids[8:]]
     replay = reference.replay_turn([], prompt_ids, wrong_ids, params)
     assert np.flatnonzero(replay.token_ids[:8] != wrong_ids[:8]).tolist() == [7]
+    assert np.flatnonzero(~replay.possible[:8]).tolist() == [7]
+    far = reference.replay_turn([], prompt_ids, wrong_ids, params, margin=1e3)
+    assert far.possible.all(), "where logits may be off by anything"
     replay = reference.replay_turn([], [*prompt_ids[1:], 3], output_ids, params)
     assert replay.token_ids.tolist() != output_ids
 

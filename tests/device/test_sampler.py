@@ -231,6 +231,57 @@ def test_cuts_keep_what_numpy_keeps(seed, temperature, top_k, top_p, ties):
         assert (found > -np.inf).sum() == top_k
 
 
+@functools.cache
+def _possible(mode):
+    return jax.jit(functools.partial(sampler.possible_choices, mode=mode))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    temperature=st.sampled_from([0.0, 1e-3, 0.3, 1.0, 50.0]),
+    top_k=st.sampled_from([0, 1, 2, 17, VOCAB_SIZE]),
+    top_p=st.sampled_from([1e-9, 0.05, 0.5, 0.95, 1.0]),
+    margin=st.sampled_from([1e-3, 0.15, 1.0]),
+)
+def test_what_logits_that_are_a_little_off_choose_is_possible(seed, temperature, top_k, top_p, margin):
+    """By at most the margin against each other; the choice itself always is, and most others are not."""
+    logits = random_logits(NUM_ROWS, seed=seed)
+    rows = make_rows(
+        NUM_ROWS,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seeds=np.arange(NUM_ROWS) + seed,
+        banned=(5,),
+    )
+    possible = np.asarray(_possible(EVERYTHING)(logits, rows, margin=np.float32(margin)))
+    noise = np.random.default_rng(seed).uniform(-margin / 2, margin / 2, (4, *logits.shape))
+    for off in (*(0.999 * noise), np.sign(noise[0]) * 0.499 * margin):
+        chosen = run((logits + off).astype(np.float32), rows).token_ids
+        assert possible[np.arange(NUM_ROWS), chosen].all()
+    assert not possible[:, 5].any()
+    if margin == 1e-3 and temperature < 1:
+        assert possible.sum(axis=1).mean() < 1.2
+
+
+def test_an_id_that_is_all_but_cut_is_possible_and_one_that_is_cut_by_far_is_not():
+    """Though the best id is ahead of it by 1.1, which is more than either may be off."""
+    logits = np.full((NUM_ROWS, VOCAB_SIZE), -50.0, np.float32)
+    logits[:, :2] = np.log([0.7503, 0.2497])
+    for top_p, is_possible in ((0.75, True), (0.74, False)):
+        rows = make_rows(NUM_ROWS, top_p=top_p, seeds=np.arange(NUM_ROWS))
+        assert (run(logits, rows).token_ids == 0).all()
+        possible = np.asarray(_possible(EVERYTHING)(logits, rows, margin=np.float32(0.01)))
+        assert possible[:, 0].all() and not possible[:, 2:].any()
+        assert possible[:, 1].any() == is_possible
+    free = make_rows(NUM_ROWS, seeds=np.arange(NUM_ROWS))
+    chosen = run(logits, free).token_ids
+    wanted = make_rows(NUM_ROWS, top_p=0.75, seeds=np.arange(NUM_ROWS))
+    possible = np.asarray(_possible(EVERYTHING)(logits, wanted, margin=np.float32(0.01)))
+    assert set(chosen) == {0, 1} and possible[np.arange(NUM_ROWS), chosen].all()
+
+
 def test_greedy_takes_the_first_of_equals():
     """Ties go to the lowest id, with and without the machinery of random choice."""
     logits = np.zeros((NUM_ROWS, VOCAB_SIZE), np.float32)

@@ -150,16 +150,15 @@ class RealBench:
         """Every token must be the reference's choice after the tokens before it, where that is certain."""
         if not token_ids:
             return
-        replay, found = self._replay(facts, token_ids), np.asarray(token_ids)
-        certain = replay.margins >= self.min_margin
-        is_wrong = (replay.token_ids != found) & certain
+        replay = self._replay(facts, token_ids)
+        is_wrong = ~replay.possible
         if is_wrong.any():
             for moved in self._moved_replays(facts, token_ids):
-                is_wrong &= moved.token_ids != found
+                is_wrong &= ~moved.possible
         wrong = np.flatnonzero(is_wrong)
         assert not len(wrong), f"token {wrong[0]} of {list(token_ids)} should be {replay.token_ids[wrong[0]]}"
         self.num_turns += 1
-        if not certain.all():
+        if replay.margins.min() < self.min_margin:
             self.uncertain.append(f"{self.preset}: margin {replay.margins.min():.1e} in {facts}")
 
     def check_logprobs(self, facts: TurnFacts, logprobs: Sequence[TokenLogprob]) -> None:
@@ -177,14 +176,15 @@ class RealBench:
         assert all(len(entry.top) == facts.params.logprobs for entry in logprobs)
 
     def _replay(self, facts: TurnFacts, token_ids: Sequence[int]) -> Replay:
-        return _replayed(self._reference, facts, token_ids)
+        return self._replayed(self._reference, facts, token_ids)
 
     def _moved_replays(self, facts: TurnFacts, token_ids: Sequence[int]) -> Iterator[Replay]:
-        return (_replayed(reference, facts, token_ids) for reference in self._moved_references)
+        return (self._replayed(reference, facts, token_ids) for reference in self._moved_references)
 
-
-def _replayed(reference: DenseReference, facts: TurnFacts, token_ids: Sequence[int]) -> Replay:
-    return reference.replay_turn(facts.history, facts.prompt, token_ids, facts.params, facts.seed)
+    def _replayed(self, reference: DenseReference, facts: TurnFacts, token_ids: Sequence[int]) -> Replay:
+        return reference.replay_turn(
+            facts.history, facts.prompt, token_ids, facts.params, facts.seed, margin=self.min_margin
+        )
 
 
 def _moved(seed: int, leaf: jax.Array) -> jax.Array:
