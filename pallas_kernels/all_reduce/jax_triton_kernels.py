@@ -95,11 +95,11 @@ def sum_of_rows(
     for row in range(program, num_rows, num_programs):
         where = row * width + columns
         values = tl.load(partial_ptr + where, mask=inside)
-        for peer in tl.static_range(num_devices):
-            if peer != rank:
-                base = tl.load(table + ADDRESSES + peer).to(partial_ptr.dtype)
-                base = tl.multiple_of(base + (inbox + rank) * capacity, 16)
-                tl.store(base + where, values, mask=inside)
+        for step in tl.static_range(1, num_devices):  # in a circle: at no time do all write to the same one
+            peer = (rank + step) % num_devices
+            base = tl.load(table + ADDRESSES + peer).to(partial_ptr.dtype)
+            base = tl.multiple_of(base + (inbox + rank) * capacity, 16)
+            tl.store(base + where, values, mask=inside)
     tl.debug_barrier()
     lost = _is_lost(table)
     if program < num_rows:
@@ -191,8 +191,10 @@ def shares_of_rows(
     sources, targets = (), ()
     for peer in tl.static_range(num_devices):
         letter = _letter(table, rank, program, peer, num_devices)
-        sources += (_told(letter, peer == rank, partial_ptr),)  # type: ignore[assignment]
-        targets += (_told(letter + 1, peer == rank, normed_ptr),)  # type: ignore[assignment]
+        sources += (_told(letter, partial_ptr),)  # type: ignore[assignment]
+    for step in tl.static_range(1, num_devices):  # in a circle, as of few rows
+        letter = _letter(table, rank, program, (rank + step) % num_devices, num_devices)
+        targets += (_told(letter + 1, normed_ptr),)  # type: ignore[assignment]
     columns = tl.arange(0, block)
     inside = columns < width
     reached = columns < tl.where(lost, 0, width)
@@ -211,9 +213,8 @@ def shares_of_rows(
             total, scale_ptr, bias_ptr, columns, inside, width, is_layer, has_scale, has_bias, eps
         ).to(normed_ptr.dtype.element_ty)
         tl.store(normed_ptr + whole, normed, mask=inside)
-        for peer in tl.static_range(num_devices):
-            if peer != rank:
-                tl.store(targets[peer] + whole, normed, mask=reached)
+        for target in tl.static_range(num_devices - 1):
+            tl.store(targets[target] + whole, normed, mask=reached)
         tl.store(sum_ptr + share, total, mask=inside)
     tl.debug_barrier()
     done = FLAGS + MAX_PROGRAMS * num_devices
@@ -251,10 +252,10 @@ def _letter(
 
 
 @triton.jit
-def _told(letter: tl.tensor, is_own: tl.tensor, own_ptr: tl.tensor) -> tl.tensor:
-    """A peer's array; its own for a device that is alone, and has no letters, or whose peer lends none."""
+def _told(letter: tl.tensor, own_ptr: tl.tensor) -> tl.tensor:
+    """A peer's array; its own for a device whose peer lends none, and where it has no letter: of itself."""
     own, told = own_ptr.to(tl.int64), tl.load(letter, cache_modifier=".cg")
-    return tl.multiple_of(tl.where(is_own | (told == 0), own, told).to(own_ptr.dtype), 16)
+    return tl.multiple_of(tl.where(told == 0, own, told).to(own_ptr.dtype), 16)
 
 
 @triton.jit
