@@ -46,7 +46,6 @@ from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
 from pensieve_jax.device.transfers.in_flight import is_ready
 from pensieve_jax.engine.runner import Progress
 from pensieve_jax.engine.transfers import Transfers
-from pensieve_jax.runtime.beside import beside
 from pensieve_jax.runtime.compilation import CompilationCounter, compile_all
 from pensieve_jax.runtime.executable_store import ExecutableStore
 from pensieve_jax.scheduler.plan import (
@@ -263,15 +262,16 @@ class ModelRunner:
     def _prepare(
         self, grown: Iterable[str], store: ExecutableStore | None, progress: Progress | None
     ) -> None:
-        """Load or compile every executable, and beside that take host memory as `grown` goes on.
+        """Take host memory as `grown` goes on, then load or compile every executable.
 
-        Programs are lowered in Python, memory is pinned outside of it: each takes minutes if there is much.
+        In a thread beside that it would gain nothing: while the driver pins, nobody else in the process gets
+        or returns memory, and lowering and compiling do little else.
         """
         num_all = self._transfers.num_preparations + self._programs.num_programs
         jobs = itertools.chain(self._programs.jobs(self._executables), self._transfers.jobs())
         refusing = self._budget.refusing(self._step_bytes)
-        with refusing, contextlib.closing(beside(grown, compile_all(jobs, store))) as done:
-            for num_done, name in enumerate(done, start=1):
+        with refusing, contextlib.closing(compile_all(jobs, store)) as compiled:
+            for num_done, name in enumerate(itertools.chain(grown, compiled), start=1):
                 if progress is not None:
                     progress(num_done, num_all, name)
         self._budget.check(self._step_bytes())
