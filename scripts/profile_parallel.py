@@ -17,11 +17,9 @@ is done so far is in the document (`--json=FILE`) whatever happens later.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +28,7 @@ from typing import Any
 
 from absl import flags
 from common.list_flags import numbers
+from parallel.apart import run_apart
 from parallel.case_flags import define_case_flags
 from parallel.memory import devices_memory
 from parallel.shared_steps import Cases, measure_steps
@@ -130,20 +129,11 @@ def measure_apart(name: str, variant: Variant, timeout_s: float) -> Figures:
             *(sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], *variant.engine_flags),
             *(f"--variants={name}", "--num_rounds=1", "--apart=false", f"--json={path}"),
         ]
-        environment = os.environ | {"XLA_FLAGS": xla_flags}
-        start_s = time.perf_counter()
-        try:
-            done = subprocess.run(
-                command, env=environment, timeout=timeout_s, capture_output=True, text=True, check=False
-            )
-        except subprocess.TimeoutExpired as expired:
-            output = expired.stderr or b""
-            tail = output.decode(errors="replace") if isinstance(output, bytes) else output
-            return {"failed": f"took longer than {timeout_s:.0f} s", "output": tail[-2000:]}
-        taken = {"wall_s": time.perf_counter() - start_s, "xla_flags": xla_flags}
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads(path.read_text(encoding="utf-8"))["results"]["variants"][name] | taken
-        return taken | {"failed": f"ended with status {done.returncode}", "output": done.stderr[-2000:]}
+        ended = run_apart(command, os.environ | {"XLA_FLAGS": xla_flags}, timeout_s)
+        taken = {"wall_s": ended.wall_s, "xla_flags": xla_flags}
+        if ended.failed is not None:
+            return taken | {"failed": ended.failed, "output": ended.output}
+        return json.loads(path.read_text(encoding="utf-8"))["results"]["variants"][name] | taken
 
 
 def print_tables(found: dict[str, Figures]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,7 @@ from pensieve_jax import ConfigError, EngineConfig
 from tests.launching import load
 
 time_lines = load("parallel.time_line")
+apart = load("parallel.apart")
 shared_steps = load("parallel.shared_steps")
 variants = load("parallel.variants")
 Kernel = load("steps.device_trace").Kernel
@@ -91,31 +91,29 @@ def test_the_pool_holds_the_larger_case_and_no_more():
 
 def test_variants_are_processes_with_flags_of_their_own(launch, monkeypatch, capsys, tmp_path):
     """What one of them fails of is said, and the others go on; the document has all."""
-    started, run = [], subprocess.run
+    started = []
 
-    def start(command, **arguments):
-        if "timeout" not in arguments:
-            return run(command, **arguments)  # of what the document says of its origin
-        env, timeout = arguments["env"], arguments["timeout"]
-        started.append((command, env["XLA_FLAGS"], timeout))
+    def run_apart(command, environment, limit_s):
+        started.append((command, environment["XLA_FLAGS"], limit_s))
         if len(started) == 2:
-            raise subprocess.TimeoutExpired(command, timeout, stderr=b"compiling")
+            return apart.Ended(50.0, "took longer than 50 s", None, "compiling")
         if len(started) == 3:
-            return SimpleNamespace(returncode=1, stderr="a stack", stdout="")
+            return apart.Ended(3.0, "ended with status 1", 1, "a stack")
         (path,) = [word.removeprefix("--json=") for word in command if word.startswith("--json=")][-1:]
         document = {"results": {"variants": {"default": {"device": "a GPU", "sums": {}}}}}
         with open(path, "w", encoding="utf-8") as file:
             json.dump(document, file)
-        return SimpleNamespace(returncode=0, stderr="", stdout="")
+        return apart.Ended(2.0, None, 0, "")
 
-    monkeypatch.setattr(load("profile_parallel").subprocess, "run", start)
+    monkeypatch.setattr(load("profile_parallel"), "run_apart", run_apart)
     monkeypatch.setenv("XLA_FLAGS", "--mine")
     path = tmp_path / "found.json"
     launch("profile_parallel", shared_llm=False, variants="default,graphs,own", timeout_s=50, json=str(path))
     document = json.loads(path.read_text(encoding="utf-8"))
     found = document["results"]["variants"]
     assert document["hardware"]["device"] == "a GPU" and found["default"]["xla_flags"] == "--mine"
-    assert found["graphs"] == {"failed": "took longer than 50 s", "output": "compiling"}
+    assert found["default"]["wall_s"] == 2.0
+    assert found["graphs"]["failed"] == "took longer than 50 s" and found["graphs"]["output"] == "compiling"
     assert found["own"]["failed"] == "ended with status 1" and found["own"]["output"] == "a stack"
     assert [flags for _, flags, _ in started] == [
         "--mine", f"--mine {variants.VARIANTS['graphs'].xla_flags[0]}", "--mine"
