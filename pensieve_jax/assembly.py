@@ -52,6 +52,7 @@ from pensieve_jax.engine.validation import ModelLimits
 from pensieve_jax.history import history_fingerprint, open_store
 from pensieve_jax.model_source import resolve_model, source_tokenizer
 from pensieve_jax.runtime.compilation import keep_compilations_in
+from pensieve_jax.runtime.pinned_memory import allow_pinning
 from pensieve_jax.text import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ def assemble(
     source = resolve_model(model)
     model_config = source_config(source, config.runner.max_position_embeddings)
     config.resolve_context_tokens(model_config.max_position_embeddings)  # refused before anything is loaded
+    allow_pinning(_host_bytes(model_config, config, dtype))  # before JAX is used
     cost_model = _cost_model(model_config, config, dtype)
     tokenizer = source_tokenizer(source, model_config.vocab_size)
     fingerprint = history_fingerprint(
@@ -216,6 +218,14 @@ def _in_pages(config: EngineConfig, all_bytes: int, host_bytes: int, mesh: Mesh)
     devices = list(mesh.devices.flat)
     reserved = reserved_bytes(config.cache.gpu_reserved_bytes, len(devices))
     return config.with_gpu_pages(num_pages_in(fraction, devices, page_bytes, staging, reserved))
+
+
+def _host_bytes(model: ModelConfig, config: EngineConfig, dtype: str) -> int:
+    """Of host memory, with chunks in transit, if GPUs serve: asks for no device."""
+    cache = config.cache
+    slot = slot_bytes(model, cache, resolve_dtype(dtype, model))
+    tier = cache.cpu_pages * slot if cache.cpu_bytes is None else cache.cpu_bytes
+    return tier + config.runner.max_num_staged_pages * slot
 
 
 def serving_dtype(dtype: str) -> str:

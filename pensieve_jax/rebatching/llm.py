@@ -30,6 +30,7 @@ from pensieve_jax.rebatching.engine import RebatchingEngine
 from pensieve_jax.rebatching.metrics import Observe, unobserved
 from pensieve_jax.rebatching.query import Query
 from pensieve_jax.runtime.compilation import keep_compilations_in
+from pensieve_jax.runtime.pinned_memory import allow_pinning
 
 
 class PaddedLLM:
@@ -75,6 +76,7 @@ class PaddedLLM:
         self.tokenizer = source_tokenizer(source, self.model_config.vocab_size)
         if config.compilation_cache_dir is not None:
             keep_compilations_in(config.compilation_cache_dir)
+        allow_pinning(config.host_bytes)  # before JAX is used
         mesh = make_mesh(config.tensor_parallel_size)
         loaded = load_weights(
             source,

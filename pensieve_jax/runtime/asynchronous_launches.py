@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
+
+from pensieve_jax.runtime.jax_clients import has_clients
 
 VARIABLE = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
 """Of jaxlib: "1" for launches from its own thread, "0", its default, for launches from the caller's."""
 
-_BRIDGE = "jax._src.xla_bridge"
 _log = logging.getLogger(__name__)
 
 
@@ -27,7 +27,7 @@ def ask_for_asynchronous_launches() -> None:
     """Set `VARIABLE`, unless the environment has it. Where JAX has a GPU client already, warn instead."""
     if VARIABLE in os.environ:
         return
-    if not _has_clients():
+    if not has_clients():
         os.environ[VARIABLE] = "1"
         return
     import jax  # it has been, by whoever used it
@@ -38,9 +38,3 @@ def ask_for_asynchronous_launches() -> None:
             "schedules. Import pensieve_jax first, or set %s=1.",
             VARIABLE,
         )
-
-
-def _has_clients() -> bool:
-    """Whether JAX was used before. It publishes no way to ask; what is unknown may come too late, untold."""
-    ask = getattr(sys.modules.get(_BRIDGE), "backends_are_initialized", None)
-    return ask is not None and bool(ask())

@@ -44,7 +44,7 @@ print(options["use_tfrt_gpu_client"], {VARIABLE!r} in os.environ, xla_bridge.bac
 @pytest.mark.parametrize(("backend", "num_warnings"), [("gpu", 1), ("cpu", 0)])
 def test_too_late_for_a_gpu_is_said(monkeypatch, caplog, backend, num_warnings):
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(asynchronous_launches, "_has_clients", lambda: True)
+    monkeypatch.setattr(asynchronous_launches, "has_clients", lambda: True)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     with caplog.at_level(logging.WARNING):
         ask_for_asynchronous_launches()

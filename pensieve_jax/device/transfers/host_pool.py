@@ -20,6 +20,7 @@ from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.device.host_memory import available_bytes
 from pensieve_jax.device.kv_storage import KVStorage
 from pensieve_jax.device.runtime_errors import in_a_line
+from pensieve_jax.runtime.pinned_memory import OWN_LIMIT_GB, VARIABLE
 
 _USABLE_FRACTION = 0.9  # of what is available: pinned memory cannot be swapped, and others live here too
 _CHUNKS_PER_PIECE = 64
@@ -71,8 +72,9 @@ class HostPool:
             except jax.errors.JaxRuntimeError as error:
                 raise self._refusal(
                     f"less: the runtime could pin {taken:,} of {self._num_bytes:,} bytes of host memory",
-                    "it pins no more than 64 GB on GPUs unless the environment variable "
-                    f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise; it reported: {in_a_line(error)}",
+                    f"it pins no more than {OWN_LIMIT_GB} GB on GPUs unless the environment variable "
+                    f"{VARIABLE} says otherwise, which is set to what is needed if JAX was not used before; it "
+                    f"reported: {in_a_line(error)}",
                 ) from error
             taken += num_chunks * storage.slot_bytes
             yield f"{taken / 1e9:.1f} GB of host memory"

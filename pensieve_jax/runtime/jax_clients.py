@@ -1,0 +1,18 @@
+"""Whether JAX has been used in this process, after which what it reads once is read no more.
+
+Owns: the question.
+Does not know: what it is asked for.
+Called by: whoever sets variables that jaxlib reads when it makes a client for GPUs.
+"""
+
+from __future__ import annotations
+
+import sys
+
+_BRIDGE = "jax._src.xla_bridge"
+
+
+def has_clients() -> bool:
+    """Whether it was. JAX publishes no way to ask; what is unknown may come too late, untold."""
+    ask = getattr(sys.modules.get(_BRIDGE), "backends_are_initialized", None)
+    return ask is not None and bool(ask())
