@@ -73,8 +73,8 @@ class HostPool:
                 raise self._refusal(
                     f"less: the runtime could pin {taken:,} of {self._num_bytes:,} bytes of host memory",
                     f"it pins no more than {OWN_LIMIT_GB} GB on GPUs unless the environment variable "
-                    f"{VARIABLE} says otherwise, which is set to what is needed if JAX was not used before; it "
-                    f"reported: {in_a_line(error)}",
+                    f"{VARIABLE} says otherwise, which is set to what is needed if JAX was not used before; "
+                    f"it reported: {in_a_line(error)}",
                 ) from error
             taken += num_chunks * storage.slot_bytes
             yield f"{taken / 1e9:.1f} GB of host memory"
