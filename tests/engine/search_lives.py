@@ -79,7 +79,7 @@ def _judged(bench: Any) -> dict[str, int]:
         "num_turns": bench.num_turns,
         "num_too_close": len(bench.uncertain),
         "num_log_probabilities": bench.num_logprobs,
-        "num_told_by_moved_weights": bench.num_far,
+        "num_farther_than_rounding": bench.num_far,
     }
 
 
