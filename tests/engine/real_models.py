@@ -101,6 +101,7 @@ class RealBench:
     uncertain: list[str] = field(default_factory=list)
     num_logprobs: int = 0
     num_far: int = 0
+    _last: tuple[tuple[TurnFacts, tuple[int, ...]], Replay] | None = field(default=None, init=False)
 
     @property
     def min_margin(self) -> float:
@@ -176,7 +177,11 @@ class RealBench:
         assert all(len(entry.top) == facts.params.logprobs for entry in logprobs)
 
     def _replay(self, facts: TurnFacts, token_ids: Sequence[int]) -> Replay:
-        return self._replayed(self._reference, facts, token_ids)
+        """Once for what is judged of a turn one after the other: its log-probabilities and its tokens."""
+        turn = facts, tuple(token_ids)
+        if self._last is None or self._last[0] != turn:
+            self._last = turn, self._replayed(self._reference, facts, token_ids)
+        return self._last[1]
 
     def _moved_replays(self, facts: TurnFacts, token_ids: Sequence[int]) -> Iterator[Replay]:
         return (self._replayed(reference, facts, token_ids) for reference in self._moved_references)
