@@ -55,7 +55,7 @@ _TOKENS = ("reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens", "outpu
 
 
 class Judged(NamedTuple):
-    """Tokens that are not the dense reference's choice, and those whose choice is too close to call."""
+    """Tokens that the dense reference's logits do not choose, and those whose choice is too close to call."""
 
     num_wrong: int
     num_uncertain: int

@@ -95,7 +95,7 @@ def sum_of_rows(
     for row in range(program, num_rows, num_programs):
         where = row * width + columns
         values = tl.load(partial_ptr + where, mask=inside)
-        for step in tl.static_range(1, num_devices):  # in a circle: at no time do all write to the same one
+        for step in tl.static_range(1, num_devices):  # in a circle: in step, all write to different ones
             peer = (rank + step) % num_devices
             base = tl.load(table + ADDRESSES + peer).to(partial_ptr.dtype)
             base = tl.multiple_of(base + (inbox + rank) * capacity, 16)
@@ -253,7 +253,7 @@ def _letter(
 
 @triton.jit
 def _told(letter: tl.tensor, own_ptr: tl.tensor) -> tl.tensor:
-    """A peer's array; its own for a device whose peer lends none, and where it has no letter: of itself."""
+    """A peer's array; the own one for a peer that lends none, for itself, and for all where it is alone."""
     own, told = own_ptr.to(tl.int64), tl.load(letter, cache_modifier=".cg")
     return tl.multiple_of(tl.where(told == 0, own, told).to(own_ptr.dtype), 16)
 

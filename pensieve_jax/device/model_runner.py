@@ -264,8 +264,8 @@ class ModelRunner:
     ) -> None:
         """Take host memory as `grown` goes on, then load or compile every executable.
 
-        In a thread beside that it would gain nothing: while the driver pins, nobody else in the process gets
-        or returns memory, and lowering and compiling do little else.
+        In a thread beside that it would gain nothing: while the driver pins, calls of the process that map
+        memory or give it back wait for seconds, and lowering and compiling make many.
         """
         num_all = self._transfers.num_preparations + self._programs.num_programs
         jobs = itertools.chain(self._programs.jobs(self._executables), self._transfers.jobs())

@@ -1,11 +1,11 @@
 """From logits to token ids, on the device.
 
 Owns: greedy and random choice, the top-k and top-p cuts, banned ids and log-probabilities; and which ids a
-choice by rounded logits may be. A row's id is a
-function of (seed, absolute position, logits) alone: nothing here depends on the row's place in the batch,
-on the batch, on padding, or on how the vocabulary is sharded. Two things make that so. The noise is a
-counter-based hash of (seed, position, token id), written out here because the bits behind `jax.random`
-follow global flags. The top-k and top-p cuts are found by integer sums, which have no rounding order.
+choice by rounded logits may be. A row's id is a function of (seed, absolute position, logits) alone: nothing
+here depends on the row's place in the batch, on the batch, on padding, or on how the vocabulary is sharded.
+Two things make that so. The noise is a counter-based hash of (seed, position, token id), written out here
+because the bits behind `jax.random` follow global flags. The top-k and top-p cuts are found by integer sums,
+which have no rounding order.
 Does not know: requests, plans, models or the KV cache; nor how a cutoff is found (`sampling_cutoffs`).
 Called by: `step` and `split_sampler` inside executables, and `dense_reference` for what a turn should be.
 """
@@ -24,7 +24,7 @@ from pallas_kernels.devices import on_every_device
 from pallas_kernels.sampling_cutoffs import MASS_BITS, cutoffs
 
 _WORD = np.uint32
-_MOST_OFF = 60.0  # e to that is far from what a float32 holds
+_MOST_OFF = 60.0  # e to that, and to minus that, are numbers of float32
 
 
 class SamplingRows[A](NamedTuple):
@@ -151,34 +151,60 @@ def possible_choices(
     """bool[S, V]: ids that a row's choice may be if any two logits may be off by `margin` against each other.
 
     For who has logits that are rounded otherwise than those that the choice was made of. An id may be chosen
-    if it may outlive the cuts, and if none that outlives them for sure is better by more than that. Masses
-    are then off by a factor of e**margin against each other, and so are the odds of being cut by top-p.
+    if it may outlive the cuts, and if nobody who outlives them for sure is better by more than that. Masses
+    are then off by a factor of e**(margin / temperature) against each other, and so are the odds of being
+    cut by top-p; but for masses of less than half a unit, which are rounded to none or to one.
 
     Args:
-      logits: f32[S, V].
+      logits: finite, or -inf; otherwise as for `sample`.
       rows: as for `sample`.
       mode: likewise.
       margin: f32[].
     """
     allowed = _allowed(logits, rows, WHOLE)
+    may_stay = allowed > -jnp.inf
     if not mode.draws:
-        return allowed >= allowed.max(axis=-1, keepdims=True) - margin
+        return may_stay & (allowed >= allowed.max(axis=-1, keepdims=True) - margin)
     off = jnp.where(rows.temperature > 0, margin / _divisors(rows), margin)[:, None]
     scores = _scaled(allowed, rows, WHOLE)
-    may_stay, must_stay = allowed > -jnp.inf, allowed > -jnp.inf
-    if mode.truncates:
-        top_k, top_p = _cuts(rows)
-        odds = jnp.exp(jnp.minimum(off[:, 0], _MOST_OFF))
-        loose, tight = (
-            _least_kept(scores, top_k, top_p / (top_p + (1 - top_p) * against), "xla")
-            for against in (1 / odds, odds)
-        )
-        is_best = (scores == 0) & (lax.top_k(scores, 2)[0][:, 1:] < -off)
-        may_stay &= ~(scores < loose - off)
-        must_stay &= ~(scores < tight + off) | is_best
     noised = _with_noise(scores, allowed, rows, WHOLE)
-    bar = jnp.where(must_stay, noised, -jnp.inf).max(axis=-1, keepdims=True)
+    if not mode.truncates:
+        return may_stay & (noised >= noised.max(axis=-1, keepdims=True) - off)
+    least, last = _outermost_cuts(scores, rows, off)
+    may_stay &= ~(scores < least)
+    bar = jnp.where(~(scores < last + off), noised, -jnp.inf).max(axis=-1, keepdims=True)
+    # Of those around the last one whoever is best then stays, since only those that are ahead of them all are
+    # before it. Which one that is is not known, so the worst of them counts.
+    around = jnp.abs(scores - last) <= off
+    worst = jnp.where(around, noised, jnp.inf).min(axis=-1, keepdims=True)
+    bar = jnp.maximum(bar, jnp.where(worst < jnp.inf, worst, -jnp.inf))
     return may_stay & (noised >= bar - off)
+
+
+def _outermost_cuts(
+    scores: jax.Array, rows: SamplingRows[jax.Array], off: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Where the cuts may be if scores are off by `off`, f32[S, 1] each; NaN where nothing is cut.
+
+    Returns:
+      The least score that may stay, and the score of the last one that stays however masses are off.
+    """
+    top_k, top_p = _cuts(rows)
+    by_count = _least_kept(scores, top_k, jnp.ones_like(top_p), "xla")
+    # Top-p is over what top-k leaves. Ties with the last one of that are left, too, and rounding makes ties
+    # and breaks them: at most all that may tie are left, at least none of those that do.
+    most, fewest = ~(scores < by_count - off), ~(scores < by_count)
+    has_ties = (top_k[:, None] > 0) & (fewest.sum(axis=-1, keepdims=True) > top_k[:, None])
+    fewest &= ~(has_ties & (scores == by_count))
+    odds = jnp.exp(jnp.minimum(off[:, 0], _MOST_OFF))
+    uncounted = jnp.zeros_like(top_k)
+    loose, tight = (
+        _least_kept(
+            jnp.where(left, scores, -jnp.inf), uncounted, top_p / (top_p + (1 - top_p) * against), "xla"
+        )
+        for left, against in ((most, 1 / odds), (fewest, odds))
+    )
+    return jnp.fmax(loose, by_count) - off, jnp.fmax(tight, by_count)
 
 
 def _allowed(logits: jax.Array, rows: SamplingRows[jax.Array], part: Part) -> jax.Array:

@@ -455,6 +455,12 @@ def test_warm_up_reports_progress():
     assert [call[:2] for call in calls] == [(i, 12) for i in range(1, 13)]
     assert runner.num_compilations == 0
     assert not any(np.asarray(pool).any() for pool in runner.pools), "a plan of no rows writes nothing"
+    runner = ModelRunner(_model("llama-tiny", 1), engine_config(cpu_pages=70), make_mesh(1))
+    calls.clear()
+    runner.warm_up(lambda *call: calls.append(call))
+    are_pieces = [name.endswith("of host memory") for _, _, name in calls]
+    assert are_pieces[0] and are_pieces == sorted(are_pieces, reverse=True), "before minutes of compiling"
+    assert calls[-1][:2] == (len(calls), len(calls))
 
 
 def test_pools_that_cannot_fit_are_refused(monkeypatch):

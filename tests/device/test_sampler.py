@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from pensieve_jax.device import sampler, step
 from pensieve_jax.device.sampler import SamplerMode, SamplingRows
 from tests.kernels.cross_lower import lower_for_cuda
 from tests.launching import optimized
+from tests.seeds import new_seed
 
 VOCAB_SIZE = 101
 NUM_TOP = 5
@@ -261,8 +263,85 @@ def test_what_logits_that_are_a_little_off_choose_is_possible(seed, temperature,
         chosen = run((logits + off).astype(np.float32), rows).token_ids
         assert possible[np.arange(NUM_ROWS), chosen].all()
     assert not possible[:, 5].any()
+    anything = np.asarray(_possible(EVERYTHING)(logits, rows, margin=np.float32(np.inf)))
+    assert not anything[:, 5].any()
     if margin == 1e-3 and temperature < 1:
-        assert possible.sum(axis=1).mean() < 1.2
+        assert possible.sum(axis=1).mean() < 1.05
+
+
+FEW_IDS = 6
+CORNERS = np.array(list(itertools.product((-0.499, 0.499), repeat=FEW_IDS)), np.float32)
+
+
+def few_rows(rng, num_rows, margin):
+    """Rows of few ids that are close to their cuts and to each other, some of them equal."""
+    temperature = rng.choice([0.1, 0.5, 1.0, 5.0], num_rows)
+    scores = rng.choice([0.0, 0.5, 1.0, 2.0], (num_rows, FEW_IDS))
+    scores += rng.choice([0.0, 0.4, 0.9], scores.shape) * (margin / temperature)[:, None]
+    logits = (scores * temperature[:, None]).astype(np.float32)
+    masses = -np.sort(-np.exp(scores), axis=1)
+    edges = np.cumsum(masses, axis=1) / masses.sum(axis=1, keepdims=True)
+    top_p = edges[np.arange(num_rows), rng.integers(0, FEW_IDS, num_rows)]
+    top_p = np.clip(top_p + rng.choice([-0.01, -1e-4, 1e-4, 0.01], num_rows), 1e-6, 1.0)
+    rows = make_rows(num_rows, seeds=rng.integers(0, 2**63, num_rows))
+    return logits, rows._replace(
+        temperature=temperature.astype(np.float32),
+        top_k=rng.choice([0, 1, 2, 3], num_rows).astype(np.int32),
+        top_p=np.where(rng.random(num_rows) < 0.8, top_p, 1.0).astype(np.float32),
+    )
+
+
+@pytest.mark.parametrize(("margin", "most"), [(1e-3, 1.5), (0.1, 1.6)])
+def test_all_that_logits_choose_that_are_as_far_off_as_they_may_be(margin, most):
+    """Every corner, and rounding to a grid, which makes ties and breaks them; and hardly anything else."""
+    rng = np.random.default_rng(new_seed())
+    num_possible = num_chosen = 0
+    for _ in range(12):
+        logits, rows = few_rows(rng, NUM_ROWS, margin)
+        possible = np.asarray(_possible(EVERYTHING)(logits, rows, margin=np.float32(margin)))
+        grids = [np.round(logits / step) * step for step in (0.99 * margin, 0.3 * margin)]
+        off = np.concatenate([logits + margin * CORNERS[:, None], grids, logits[None]]).astype(np.float32)
+        many = SamplingRows(*(np.tile(field, (len(off), *[1] * (field.ndim - 1))) for field in rows))
+        chosen = run(off.reshape(-1, FEW_IDS), many, num_top=1).token_ids.reshape(len(off), NUM_ROWS)
+        is_chosen = np.zeros_like(possible)
+        is_chosen[np.arange(NUM_ROWS), chosen] = True
+        wrong = np.flatnonzero((is_chosen & ~possible).any(axis=1))
+        assert not len(wrong), [field[wrong[0]] for field in (logits, *rows)]
+        num_possible += possible.sum()
+        num_chosen += is_chosen.sum()
+    assert num_possible < most * num_chosen
+
+
+@pytest.mark.parametrize(
+    ("probs", "temperature", "top_k", "top_p", "margin", "num_possible"),
+    [
+        ([0.5, 0.3, 0.1, 0.1], 1.0, 0, 0.7, 1e-3, 1),  # two stay, far from the cut: the choice and no other
+        ([0.5, 0.3, 0.1, 0.1], 1.0, 2, 1.0, 1e-3, 1),
+        ([0.76, 0.24], 0.1, 0, 0.75, 0.01, 2),  # odds of 3.17 and 3: nearer by what temperature makes of it
+        ([0.76, 0.24], 0.1, 0, 0.75, 0.004, 1),
+        ([0.76, 0.24], 1.0, 0, 0.75, 0.01, 1),
+        ([1.0], 1.0, 3, 0.5, 0.01, 1),
+    ],
+)
+def test_what_is_possible_and_nothing_else(probs, temperature, top_k, top_p, margin, num_possible):
+    logits = np.full((NUM_ROWS, max(len(probs), 1)), 0.0, np.float32) + temperature * np.log(probs)
+    rows = make_rows(NUM_ROWS, temperature=temperature, top_k=top_k, top_p=top_p, seeds=np.arange(NUM_ROWS))
+    possible = np.asarray(_possible(EVERYTHING)(logits.astype(np.float32), rows, margin=np.float32(margin)))
+    assert possible.sum(axis=1).max() == num_possible
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.2])
+def test_no_more_than_the_margin_apart(temperature):
+    """Of a greedy row by logits, of a random one by logits with the noise that they are chosen with."""
+    free = make_rows(NUM_ROWS, temperature=temperature, seeds=np.arange(NUM_ROWS))
+    mode = SamplerMode(draws=temperature > 0, truncates=False, top_logprobs=False)
+    scale = temperature or 1.0
+    noise = np.asarray(sampler.decision_scores(jnp.zeros((NUM_ROWS, 2)), free, mode=mode))
+    for apart, is_possible in ((0.9, True), (1.1, False)):
+        logits = -scale * noise  # so that both are equal
+        logits[:, 1] -= apart * 0.01
+        possible = np.asarray(_possible(mode)(logits, free, margin=np.float32(0.01)))
+        assert possible[:, 0].all() and (possible[:, 1] == is_possible).all()
 
 
 def test_an_id_that_is_all_but_cut_is_possible_and_one_that_is_cut_by_far_is_not():

@@ -24,8 +24,8 @@ from tests.engine.oracles import TurnFacts
 MAX_CONTEXT_TOKENS = 128
 # Of choices over KV state in 8 bits. Where two forward passes differ by rounding, now and then a code is the
 # next one, which tiny models with random weights feel: one code in one row was 0.054 of a log-probability.
-# Once in some hundred turns it is more: then references with weights moved by a millionth are asked, one of
-# which must say what the engine says.
+# Once in some hundred turns it is more: then references with weights moved by a millionth are asked, by one
+# of which what the engine says must be right but for rounding.
 STORED_MARGIN = 0.15
 # Of all turns those with a smaller margin, and of those with log-probabilities those farther off than float32
 # rounds: what random lives have is a little less.
@@ -105,7 +105,7 @@ class RealBench:
 
     @property
     def min_margin(self) -> float:
-        """Between two choices, in logits, of which either is right if they are closer."""
+        """By which the reference's logits may be off against each other."""
         return MIN_MARGIN if self.kv_dtype is None else STORED_MARGIN
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class RealBench:
         return int(self._reference.logits([*facts.history, *facts.prompt])[-1].argmax())
 
     def check_tokens(self, facts: TurnFacts, token_ids: Sequence[int], *, whole: bool) -> None:
-        """Every token must be the reference's choice after the tokens before it, where that is certain."""
+        """Every token must be what logits as near as that to the reference's choose after those before it."""
         if not token_ids:
             return
         replay = self._replay(facts, token_ids)
@@ -180,16 +180,17 @@ class RealBench:
         """Once for what is judged of a turn one after the other: its log-probabilities and its tokens."""
         turn = facts, tuple(token_ids)
         if self._last is None or self._last[0] != turn:
-            self._last = turn, self._replayed(self._reference, facts, token_ids)
+            self._last = turn, _replayed(self._reference, facts, token_ids, self.min_margin)
         return self._last[1]
 
     def _moved_replays(self, facts: TurnFacts, token_ids: Sequence[int]) -> Iterator[Replay]:
-        return (self._replayed(reference, facts, token_ids) for reference in self._moved_references)
+        return (_replayed(reference, facts, token_ids, MIN_MARGIN) for reference in self._moved_references)
 
-    def _replayed(self, reference: DenseReference, facts: TurnFacts, token_ids: Sequence[int]) -> Replay:
-        return reference.replay_turn(
-            facts.history, facts.prompt, token_ids, facts.params, facts.seed, margin=self.min_margin
-        )
+
+def _replayed(reference: DenseReference, facts: TurnFacts, token_ids: Sequence[int], margin: float) -> Replay:
+    return reference.replay_turn(
+        facts.history, facts.prompt, token_ids, facts.params, facts.seed, margin=margin
+    )
 
 
 def _moved(seed: int, leaf: jax.Array) -> jax.Array:
