@@ -44,6 +44,7 @@ from pensieve_jax.device.device_memory import (
     reserved_bytes,
     staging_bytes,
 )
+from pensieve_jax.device.host_memory import available_bytes
 from pensieve_jax.device.kv_storage import chunk_bytes, most_byte_pages, slot_bytes
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.engine.engine import Engine
@@ -97,7 +98,7 @@ def assemble(
     source = resolve_model(model)
     model_config = source_config(source, config.runner.max_position_embeddings)
     config.resolve_context_tokens(model_config.max_position_embeddings)  # refused before anything is loaded
-    allow_pinning(_host_bytes(model_config, config, dtype))  # before JAX is used
+    allow_pinning(_host_bytes(model_config, config, dtype), available_bytes())  # before JAX is used
     cost_model = _cost_model(model_config, config, dtype)
     tokenizer = source_tokenizer(source, model_config.vocab_size)
     fingerprint = history_fingerprint(
@@ -129,7 +130,10 @@ def assemble(
 def make_runner(
     source: str, dtype: str, config: EngineConfig, progress: bool
 ) -> tuple[ModelRunner, EngineConfig]:
-    """Load the weights, take memory and compile every bucket; the config is that of `Assembled`."""
+    """Load the weights, take memory and compile every bucket; the config is that of `Assembled`.
+
+    Whoever calls it by itself has jaxlib's limit of pinned memory as it is.
+    """
     if config.runner.compilation_cache_dir is not None:
         keep_compilations_in(config.runner.compilation_cache_dir)
     mesh = make_mesh(config.runner.tensor_parallel_size)
@@ -221,7 +225,7 @@ def _in_pages(config: EngineConfig, all_bytes: int, host_bytes: int, mesh: Mesh)
 
 
 def _host_bytes(model: ModelConfig, config: EngineConfig, dtype: str) -> int:
-    """Of host memory, with chunks in transit, if GPUs serve: asks for no device."""
+    """What the tier and chunks in transit take at most, were GPUs to serve: asks for no device."""
     cache = config.cache
     slot = slot_bytes(model, cache, resolve_dtype(dtype, model))
     tier = cache.cpu_pages * slot if cache.cpu_bytes is None else cache.cpu_bytes

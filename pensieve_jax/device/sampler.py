@@ -151,9 +151,10 @@ def possible_choices(
     """bool[S, V]: ids that a row's choice may be if any two logits may be off by `margin` against each other.
 
     For who has logits that are rounded otherwise than those that the choice was made of. An id may be chosen
-    if it may outlive the cuts, and if nobody who outlives them for sure is better by more than that. Masses
-    are then off by a factor of e**(margin / temperature) against each other, and so are the odds of being
-    cut by top-p; but for masses of less than half a unit, which are rounded to none or to one.
+    if it may outlive the cuts, and if nobody who outlives them for sure is better by more than the margin;
+    one of those around the last one that does outlives them, too. Masses are then off by a factor of
+    e**(margin / temperature) against each other, and so are the odds of being cut by top-p. Masses of less
+    than half a unit, which are rounded to none or to one, may be off by more.
 
     Args:
       logits: finite, or -inf; otherwise as for `sample`.
@@ -170,15 +171,15 @@ def possible_choices(
     noised = _with_noise(scores, allowed, rows, WHOLE)
     if not mode.truncates:
         return may_stay & (noised >= noised.max(axis=-1, keepdims=True) - off)
-    least, last = _outermost_cuts(scores, rows, off)
+    least, last_sure = _outermost_cuts(scores, rows, off)
     may_stay &= ~(scores < least)
-    bar = jnp.where(~(scores < last + off), noised, -jnp.inf).max(axis=-1, keepdims=True)
+    reached = jnp.where(~(scores < last_sure + off), noised, -jnp.inf).max(axis=-1, keepdims=True)
     # Of those around the last one whoever is best then stays, since only those that are ahead of them all are
-    # before it. Which one that is is not known, so the worst of them counts.
-    around = jnp.abs(scores - last) <= off
-    worst = jnp.where(around, noised, jnp.inf).min(axis=-1, keepdims=True)
-    bar = jnp.maximum(bar, jnp.where(worst < jnp.inf, worst, -jnp.inf))
-    return may_stay & (noised >= bar - off)
+    # before it. It is not known which of them that is, so the worst counts.
+    is_around = jnp.abs(scores - last_sure) <= off
+    worst_around = jnp.where(is_around, noised, jnp.inf).min(axis=-1, keepdims=True)
+    reached = jnp.maximum(reached, jnp.where(worst_around < jnp.inf, worst_around, -jnp.inf))
+    return may_stay & (noised >= reached - off)
 
 
 def _outermost_cuts(
@@ -187,7 +188,8 @@ def _outermost_cuts(
     """Where the cuts may be if scores are off by `off`, f32[S, 1] each; NaN where nothing is cut.
 
     Returns:
-      The least score that may stay, and the score of the last one that stays however masses are off.
+      The least score that may stay, which may itself be off, and the score of the last one that stays
+      however masses are off.
     """
     top_k, top_p = _cuts(rows)
     by_count = _least_kept(scores, top_k, jnp.ones_like(top_p), "xla")

@@ -21,6 +21,7 @@ from pensieve_jax.core.errors import ConfigError, InvalidRequestError, Tokenizer
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.describing import Description
+from pensieve_jax.device.host_memory import available_bytes
 from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model, source_tokenizer
 from pensieve_jax.prompts import one_each
 from pensieve_jax.rebatching.config import RebatchingConfig
@@ -76,7 +77,7 @@ class PaddedLLM:
         self.tokenizer = source_tokenizer(source, self.model_config.vocab_size)
         if config.compilation_cache_dir is not None:
             keep_compilations_in(config.compilation_cache_dir)
-        allow_pinning(config.host_bytes)  # before JAX is used
+        allow_pinning(config.host_bytes, available_bytes())  # before JAX is used
         mesh = make_mesh(config.tensor_parallel_size)
         loaded = load_weights(
             source,

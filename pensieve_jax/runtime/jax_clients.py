@@ -13,6 +13,6 @@ _BRIDGE = "jax._src.xla_bridge"
 
 
 def has_clients() -> bool:
-    """Whether it was. JAX publishes no way to ask; what is unknown may come too late, untold."""
+    """Whether JAX has clients of devices in this process. It publishes no way to ask: unknown is no."""
     ask = getattr(sys.modules.get(_BRIDGE), "backends_are_initialized", None)
     return ask is not None and bool(ask())

@@ -1,7 +1,7 @@
 """How much host memory jaxlib may pin for GPUs.
 
 Owns: raising that limit, which has to be done before JAX has a client for GPUs.
-Does not know: what it is pinned for, or how much of it the machine has.
+Does not know: what it is pinned for.
 Called by: whoever assembles an engine that keeps state there.
 """
 
@@ -18,13 +18,25 @@ VARIABLE: Final = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 OWN_LIMIT_GB: Final = 64
 """Of jaxlib 0.11.2, where the variable is not set."""
 
+_set_here: dict[str, str] = {}
 
-def allow_pinning(num_bytes: int) -> None:
+
+def allow_pinning(num_bytes: int, available: int | None) -> None:
     """Let so much be pinned and a fifth more, unless the environment says how much.
 
-    Regions of jaxlib's allocator do not fill up to the last byte, and copies of weights pass through it.
-    Where JAX has been used before it is too late, and nothing is set.
+    Regions of jaxlib's allocator do not fill up to the last byte, and copies of weights pass through it. It
+    takes regions twice as large as those before while the limit lets it, so that all of the limit may be
+    pinned in the end. Where JAX has been used before it is too late, and nothing is set.
+
+    Args:
+      num_bytes: of what will be kept.
+      available: bytes that the machine has for this; the fifth is what fits into 95% of them. None: unknown.
     """
-    limit_gb = -(-num_bytes * 6 // 5 // 2**30)
-    if limit_gb > OWN_LIMIT_GB and VARIABLE not in os.environ and not has_clients():
-        os.environ[VARIABLE] = str(limit_gb)
+    most = num_bytes * 6 // 5
+    if available is not None:
+        most = max(min(most, available * 19 // 20), num_bytes)
+    limit_gb = -(-most // 2**30)
+    is_others = os.environ.get(VARIABLE) != _set_here.get(VARIABLE)
+    if limit_gb <= max(OWN_LIMIT_GB, int(_set_here.get(VARIABLE, 0))) or is_others or has_clients():
+        return
+    os.environ[VARIABLE] = _set_here[VARIABLE] = str(limit_gb)

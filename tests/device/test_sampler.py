@@ -324,10 +324,12 @@ def test_all_that_logits_choose_that_are_as_far_off_as_they_may_be(margin, most)
     ],
 )
 def test_what_is_possible_and_nothing_else(probs, temperature, top_k, top_p, margin, num_possible):
-    logits = np.full((NUM_ROWS, max(len(probs), 1)), 0.0, np.float32) + temperature * np.log(probs)
+    logits = np.tile((temperature * np.log(probs)).astype(np.float32), (NUM_ROWS, 1))
     rows = make_rows(NUM_ROWS, temperature=temperature, top_k=top_k, top_p=top_p, seeds=np.arange(NUM_ROWS))
-    possible = np.asarray(_possible(EVERYTHING)(logits.astype(np.float32), rows, margin=np.float32(margin)))
+    possible = np.asarray(_possible(EVERYTHING)(logits, rows, margin=np.float32(margin)))
     assert possible.sum(axis=1).max() == num_possible
+    chosen = run(logits, rows, num_top=1).token_ids
+    assert possible[np.arange(NUM_ROWS), chosen].all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.2])

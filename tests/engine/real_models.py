@@ -89,7 +89,7 @@ class RealBench:
       num_devices: that share the model; the reference has one.
       buckets: of its runner, and of all configurations that it gets.
       num_turns: turns that were judged.
-      uncertain: what is known of turns with a margin below `min_margin`.
+      uncertain: what is known of turns with a margin below `min_margin`, which are judged like all others.
       num_logprobs, num_far: turns whose log-probabilities were judged, and those farther off than rounding.
     """
 
@@ -101,7 +101,9 @@ class RealBench:
     uncertain: list[str] = field(default_factory=list)
     num_logprobs: int = 0
     num_far: int = 0
-    _last: tuple[tuple[TurnFacts, tuple[int, ...]], Replay] | None = field(default=None, init=False)
+    _last: tuple[tuple[TurnFacts, tuple[int, ...]], Replay] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     @property
     def min_margin(self) -> float:

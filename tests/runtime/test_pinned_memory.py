@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -14,34 +16,87 @@ from tests.launching import TINY_MODEL
 _GIB = 2**30
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "before", "has_clients", "after"),
-    [
-        (50 * _GIB, None, False, None),  # 60 of 64
-        (100 * _GIB, None, False, "120"),
-        (100 * _GIB + 1, None, False, "121"),
-        (100 * _GIB, "70", False, "70"),
-        (100 * _GIB, None, True, None),
-    ],
-    ids=["little", "much", "more", "environment", "too late"],
-)
-def test_the_limit_is_raised(monkeypatch, num_bytes, before, has_clients, after):
-    monkeypatch.setenv(VARIABLE, "1")  # so that it is put back
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    """The variable is put back as it was, and nobody has set it."""
+    monkeypatch.setenv(VARIABLE, "1")
     monkeypatch.delenv(VARIABLE)
-    if before is not None:
-        monkeypatch.setenv(VARIABLE, before)
-    monkeypatch.setattr(pinned_memory, "has_clients", lambda: has_clients)
-    allow_pinning(num_bytes)
-    assert os.environ.get(VARIABLE) == after
+    monkeypatch.setattr(pinned_memory, "_set_here", {})
+    monkeypatch.setattr(pinned_memory, "has_clients", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "available", "limit"),
+    [
+        (50 * _GIB, None, None),  # 60 of 64
+        (100 * _GIB, None, "120"),
+        (100 * _GIB + 1, None, "121"),
+        (100 * _GIB, 200 * _GIB, "120"),
+        (90 * _GIB, 100 * _GIB, "95"),  # as much as may be kept there: not all of it is pinned
+        (100 * _GIB, 80 * _GIB, "100"),  # and what is too much is refused later
+    ],
+    ids=["little", "much", "more", "of plenty", "of little", "of too little"],
+)
+def test_the_limit_is_raised(num_bytes, available, limit):
+    allow_pinning(num_bytes, available)
+    assert os.environ.get(VARIABLE) == limit
+
+
+def test_nothing_is_set_when_it_is_too_late_or_said_by_others(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(pinned_memory, "has_clients", lambda: True)
+        allow_pinning(100 * _GIB, None)
+    assert VARIABLE not in os.environ
+    monkeypatch.setenv(VARIABLE, "70")
+    allow_pinning(100 * _GIB, None)
+    assert os.environ[VARIABLE] == "70"
+
+
+def test_what_was_set_here_is_raised_and_not_lowered():
+    """The first of them may have been refused before JAX was used."""
+    for num_gib, limit in ((100, "120"), (200, "240"), (100, "240")):
+        allow_pinning(num_gib * _GIB, None)
+        assert os.environ[VARIABLE] == limit
 
 
 @pytest.mark.parametrize("sizes", [{"cpu_bytes": 10**15}, {"cpu_pages": 10**10}], ids=["bytes", "pages"])
 def test_an_engine_asks_for_what_it_keeps(monkeypatch, sizes):
     """And for what is on its way there; before the machine is found to have less."""
     asked = []
-    monkeypatch.setattr(assembly, "allow_pinning", asked.append)
+    monkeypatch.setattr(assembly, "allow_pinning", lambda num_bytes, available: asked.append(num_bytes))
     config = EngineConfig(cache=CacheConfig(**sizes), runner=RunnerConfig(max_num_staged_pages=100))
     with pytest.raises(ConfigError, match=r"at most [\d,]+ pages"):
         LLM(TINY_MODEL, dtype="float32", config=config)
     page = 2 * 32 * 2 * 2 * 32 * 4  # 2 layers, 32 tokens, keys and values of 2 heads of 32, float32
     assert asked == [sizes.get("cpu_bytes", 10**10 * page) + 100 * page]
+
+
+def test_it_is_asked_for_before_jax_is_used():
+    """In a process of its own, as JAX has been used in this one."""
+    code = """
+from pensieve_jax import LLM, assembly
+from pensieve_jax.rebatching import llm
+from pensieve_jax.runtime.jax_clients import has_clients
+
+def asked(num_bytes, available):
+    print(num_bytes > 0, available > 0, has_clients())
+    raise KeyboardInterrupt
+
+assembly.allow_pinning = llm.allow_pinning = asked
+for kind in (LLM, llm.PaddedLLM):
+    try:
+        kind("random:llama-tiny")
+    except KeyboardInterrupt:
+        pass
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["True True False"] * 2

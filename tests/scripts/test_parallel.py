@@ -99,29 +99,33 @@ def test_variants_are_processes_with_flags_of_their_own(launch, monkeypatch, cap
             return apart.Ended(50.0, "took longer than 50 s", None, "compiling")
         if len(started) == 3:
             return apart.Ended(3.0, "ended with status 1", 1, "a stack")
+        if len(started) == 4:
+            return apart.Ended(4.0, None, 0, "")
         (path,) = [word.removeprefix("--json=") for word in command if word.startswith("--json=")][-1:]
         document = {"results": {"variants": {"default": {"device": "a GPU", "sums": {}}}}}
         with open(path, "w", encoding="utf-8") as file:
             json.dump(document, file)
-        return apart.Ended(2.0, None, 0, "")
+        return apart.Ended(2.0, "ended with status 134", 134, "as it ended")
 
     monkeypatch.setattr(load("profile_parallel"), "run_apart", run_apart)
     monkeypatch.setenv("XLA_FLAGS", "--mine")
     path = tmp_path / "found.json"
-    launch("profile_parallel", shared_llm=False, variants="default,graphs,own", timeout_s=50, json=str(path))
+    names = ["default", "graphs", "own", "xla"]
+    launch("profile_parallel", shared_llm=False, variants=",".join(names), timeout_s=50, json=str(path))
     document = json.loads(path.read_text(encoding="utf-8"))
     found = document["results"]["variants"]
     assert document["hardware"]["device"] == "a GPU" and found["default"]["xla_flags"] == "--mine"
-    assert found["default"]["wall_s"] == 2.0
+    assert found["default"]["wall_s"] == 2.0 and "failed" not in found["default"], "it had measured"
     assert found["graphs"]["failed"] == "took longer than 50 s" and found["graphs"]["output"] == "compiling"
     assert found["own"]["failed"] == "ended with status 1" and found["own"]["output"] == "a stack"
+    assert found["xla"]["failed"] == "wrote no document"
     assert [flags for _, flags, _ in started] == [
-        "--mine", f"--mine {variants.VARIANTS['graphs'].xla_flags[0]}", "--mine"
+        "--mine", f"--mine {variants.VARIANTS['graphs'].xla_flags[0]}", "--mine", "--mine"
     ]  # fmt: skip
     assert "--all_reduce=jax_triton" in started[2][0] and all("--apart=false" in one[0] for one in started)
     assert all(
         one[0][-4:-1] == [f"--variants={name}", "--num_rounds=1", "--apart=false"]
-        for name, one in zip(("default", "graphs", "own"), started, strict=True)
+        for name, one in zip(names, started, strict=True)
     )
     assert "took longer than 50 s" in capsys.readouterr().out
 

@@ -11,6 +11,7 @@ taken once at the start and given back to the runtime, which keeps it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import jax
@@ -72,9 +73,9 @@ class HostPool:
             except jax.errors.JaxRuntimeError as error:
                 raise self._refusal(
                     f"less: the runtime could pin {taken:,} of {self._num_bytes:,} bytes of host memory",
-                    f"it pins no more than {OWN_LIMIT_GB} GB on GPUs unless the environment variable "
-                    f"{VARIABLE} says otherwise, which is set to what is needed if JAX was not used before; "
-                    f"it reported: {in_a_line(error)}",
+                    f"on GPUs it pins no more than {os.environ.get(VARIABLE, OWN_LIMIT_GB)} GB here: set the "
+                    f"environment variable {VARIABLE} to a fifth more than is needed before the process "
+                    f"starts; it reported: {in_a_line(error)}",
                 ) from error
             taken += num_chunks * storage.slot_bytes
             yield f"{taken / 1e9:.1f} GB of host memory"
