@@ -18,7 +18,8 @@ VARIABLE: Final = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 OWN_LIMIT_GB: Final = 64
 """Of jaxlib 0.11.2, where the variable is not set."""
 
-_set_here: dict[str, str] = {}
+_set_here: set[str] = set()
+"""Limits that the environment has from here, and not from whoever started the process."""
 
 
 def allow_pinning(num_bytes: int, available: int | None) -> None:
@@ -36,7 +37,9 @@ def allow_pinning(num_bytes: int, available: int | None) -> None:
     if available is not None:
         most = max(min(most, available * 19 // 20), num_bytes)
     limit_gb = -(-most // 2**30)
-    is_others = os.environ.get(VARIABLE) != _set_here.get(VARIABLE)
-    if limit_gb <= max(OWN_LIMIT_GB, int(_set_here.get(VARIABLE, 0))) or is_others or has_clients():
+    now = os.environ.get(VARIABLE)
+    is_others = now is not None and now not in _set_here
+    if is_others or limit_gb <= int(now or OWN_LIMIT_GB) or has_clients():
         return
-    os.environ[VARIABLE] = _set_here[VARIABLE] = str(limit_gb)
+    os.environ[VARIABLE] = str(limit_gb)
+    _set_here.add(os.environ[VARIABLE])

@@ -234,8 +234,13 @@ def test_cuts_keep_what_numpy_keeps(seed, temperature, top_k, top_p, ties):
 
 
 @functools.cache
-def _possible(mode):
+def _compiled_possible(mode):
     return jax.jit(functools.partial(sampler.possible_choices, mode=mode))
+
+
+def possible_ids(logits, rows, margin, mode=EVERYTHING):
+    """bool[S, V], as a numpy array."""
+    return np.asarray(_compiled_possible(mode)(logits, rows, margin=np.float32(margin)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -257,13 +262,13 @@ def test_what_logits_that_are_a_little_off_choose_is_possible(seed, temperature,
         seeds=np.arange(NUM_ROWS) + seed,
         banned=(5,),
     )
-    possible = np.asarray(_possible(EVERYTHING)(logits, rows, margin=np.float32(margin)))
+    possible = possible_ids(logits, rows, margin)
     noise = np.random.default_rng(seed).uniform(-margin / 2, margin / 2, (4, *logits.shape))
     for off in (*(0.999 * noise), np.sign(noise[0]) * 0.499 * margin):
         chosen = run((logits + off).astype(np.float32), rows).token_ids
         assert possible[np.arange(NUM_ROWS), chosen].all()
     assert not possible[:, 5].any()
-    anything = np.asarray(_possible(EVERYTHING)(logits, rows, margin=np.float32(np.inf)))
+    anything = possible_ids(logits, rows, np.inf)
     assert not anything[:, 5].any()
     if margin == 1e-3 and temperature < 1:
         assert possible.sum(axis=1).mean() < 1.05
@@ -298,7 +303,7 @@ def test_all_that_logits_choose_that_are_as_far_off_as_they_may_be(margin, most)
     num_possible = num_chosen = 0
     for _ in range(12):
         logits, rows = few_rows(rng, NUM_ROWS, margin)
-        possible = np.asarray(_possible(EVERYTHING)(logits, rows, margin=np.float32(margin)))
+        possible = possible_ids(logits, rows, margin)
         grids = [np.round(logits / step) * step for step in (0.99 * margin, 0.3 * margin)]
         off = np.concatenate([logits + margin * CORNERS[:, None], grids, logits[None]]).astype(np.float32)
         many = SamplingRows(*(np.tile(field, (len(off), *[1] * (field.ndim - 1))) for field in rows))
@@ -326,7 +331,7 @@ def test_all_that_logits_choose_that_are_as_far_off_as_they_may_be(margin, most)
 def test_what_is_possible_and_nothing_else(probs, temperature, top_k, top_p, margin, num_possible):
     logits = np.tile((temperature * np.log(probs)).astype(np.float32), (NUM_ROWS, 1))
     rows = make_rows(NUM_ROWS, temperature=temperature, top_k=top_k, top_p=top_p, seeds=np.arange(NUM_ROWS))
-    possible = np.asarray(_possible(EVERYTHING)(logits, rows, margin=np.float32(margin)))
+    possible = possible_ids(logits, rows, margin)
     assert possible.sum(axis=1).max() == num_possible
     chosen = run(logits, rows, num_top=1).token_ids
     assert possible[np.arange(NUM_ROWS), chosen].all()
@@ -342,7 +347,7 @@ def test_no_more_than_the_margin_apart(temperature):
     for apart, is_possible in ((0.9, True), (1.1, False)):
         logits = -scale * noise  # so that both are equal
         logits[:, 1] -= apart * 0.01
-        possible = np.asarray(_possible(mode)(logits, free, margin=np.float32(0.01)))
+        possible = possible_ids(logits, free, 0.01, mode)
         assert possible[:, 0].all() and (possible[:, 1] == is_possible).all()
 
 
@@ -353,13 +358,13 @@ def test_an_id_that_is_all_but_cut_is_possible_and_one_that_is_cut_by_far_is_not
     for top_p, is_possible in ((0.75, True), (0.74, False)):
         rows = make_rows(NUM_ROWS, top_p=top_p, seeds=np.arange(NUM_ROWS))
         assert (run(logits, rows).token_ids == 0).all()
-        possible = np.asarray(_possible(EVERYTHING)(logits, rows, margin=np.float32(0.01)))
+        possible = possible_ids(logits, rows, 0.01)
         assert possible[:, 0].all() and not possible[:, 2:].any()
         assert possible[:, 1].any() == is_possible
     free = make_rows(NUM_ROWS, seeds=np.arange(NUM_ROWS))
     chosen = run(logits, free).token_ids
     wanted = make_rows(NUM_ROWS, top_p=0.75, seeds=np.arange(NUM_ROWS))
-    possible = np.asarray(_possible(EVERYTHING)(logits, wanted, margin=np.float32(0.01)))
+    possible = possible_ids(logits, wanted, 0.01)
     assert set(chosen) == {0, 1} and possible[np.arange(NUM_ROWS), chosen].all()
 
 

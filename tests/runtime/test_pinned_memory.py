@@ -21,7 +21,7 @@ def unset(monkeypatch):
     """The variable is put back as it was, and nobody has set it."""
     monkeypatch.setenv(VARIABLE, "1")
     monkeypatch.delenv(VARIABLE)
-    monkeypatch.setattr(pinned_memory, "_set_here", {})
+    monkeypatch.setattr(pinned_memory, "_set_here", set())
     monkeypatch.setattr(pinned_memory, "has_clients", lambda: False)
 
 
