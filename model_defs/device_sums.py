@@ -9,7 +9,6 @@ Does not know: kernels, or models. Called by: layers, decoders, and the runner's
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -90,9 +89,7 @@ class DeviceSums:
         if not self._sums_whole(*partial.shape[1:]):
             return self._on_shards(lambda part: lax.psum(part[0], TENSOR_AXIS), _SPLIT, _WHOLE)(partial)
         run = self._on_shards(
-            lambda part, table: all_reduce.sum_over_devices(
-                part[0], table, capacity=self.spec.capacity, **self._arguments
-            ),
+            lambda part, table: all_reduce.sum_over_devices(part[0], table, **self._arguments),
             (_SPLIT, _SPLIT),
             _WHOLE,
         )
@@ -114,11 +111,7 @@ class DeviceSums:
         of the stream, whatever it has of the one that is given.
         """
         is_whole = self._sums_whole(*y.parts.shape[1:])
-        add_up = (
-            functools.partial(all_reduce.sum_and_norm, capacity=self.spec.capacity)
-            if is_whole
-            else all_reduce.sum_and_norm_of_shares
-        )
+        add_up = all_reduce.sum_and_norm if is_whole else all_reduce.sum_and_norm_of_shares
 
         def run(stream: jax.Array, part: jax.Array, affine: Affine, table: jax.Array) -> Any:
             return add_up(part[0], table, stream, affine, norm=norm, **self._arguments)
@@ -130,7 +123,7 @@ class DeviceSums:
 
     @property
     def _arguments(self) -> dict[str, Any]:
-        return {"axis": TENSOR_AXIS, "backend": self.spec.backend}
+        return {"axis": TENSOR_AXIS, "capacity": self.spec.capacity, "backend": self.spec.backend}
 
     def _on_shards(self, run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         # Kernels do not declare over which axes their outputs vary.

@@ -34,7 +34,7 @@ ROOMS_WITHOUT_JAX = (
     "balance",
 )
 # Bodies of kernels are long by nature.
-LONG_FUNCTIONS = ("jax_triton_kernels.py", "mosaic_compute.py", "pallas_mosaic_gpu.py", "pallas_triton.py")
+LONG_FUNCTIONS = ("_kernels.py", "mosaic_compute.py", "pallas_mosaic_gpu.py", "pallas_triton.py")
 
 architecture = load("draw_architecture")
 

@@ -126,6 +126,7 @@ def sum_and_norm_of_shares(
     *,
     norm: NormSpec,
     axis: str,
+    capacity: int,
     backend: str = "jax_triton",
 ) -> tuple[jax.Array, jax.Array]:
     """Each device adds up its share of many rows, the first device the first ones.
@@ -137,6 +138,8 @@ def sum_and_norm_of_shares(
       affine: as of `sum_and_norm`.
       norm: likewise.
       axis: the mesh's.
+      capacity: as of the memory; rows that it holds take the shorter way, through inboxes, if the normed ones
+        have as many bytes.
       backend: as of `sum_over_devices`.
 
     Returns:
@@ -162,7 +165,7 @@ def sum_and_norm_of_shares(
         return share, lax.all_gather(normed, axis, tiled=True)
     from pallas_kernels.all_reduce.jax_triton import triton_shares  # the extra `triton`
 
-    return triton_shares(partial, table, share, affine, norm=norm, num_devices=num_devices)
+    return triton_shares(partial, table, share, affine, norm=norm, num_devices=num_devices, capacity=capacity)
 
 
 def _norm_by_xla(

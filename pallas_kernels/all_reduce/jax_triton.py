@@ -13,21 +13,26 @@ import jax
 import jax.numpy as jnp
 import jax_triton
 
-from pallas_kernels.all_reduce import jax_triton_kernels as kernels
 from pallas_kernels.all_reduce.affine import Affine
-from pallas_kernels.all_reduce.specs import LIMIT, NUM_PROGRAMS, NUM_PROGRAMS_MANY
+from pallas_kernels.all_reduce.inbox_kernels import shares_by_inbox, sum_of_rows
+from pallas_kernels.all_reduce.letter_kernels import shares_by_letter
+from pallas_kernels.all_reduce.specs import LIMIT, MAX_PROGRAMS, NUM_PROGRAMS
 from pallas_kernels.residual_norms import NormSpec
 
 # As of ragged_paged_attention.jax_triton: JAX assembles PTX with the CUDA it runs on.
 _OPTIONS = {"ptx_version": 88, "enable_fp_fusion": True}
-_NUM_WARPS = 8
+_MAX_WARPS = {sum_of_rows: 16, shares_by_inbox: 16, shares_by_letter: 8}
+_THREADS = 32
+_LEAST_OF_A_WARP = (
+    512  # numbers of a row: what a warp reads at once is in whole words of 16 bytes, and its own
+)
 
 
 def triton_sum(partial: jax.Array, table: jax.Array, *, num_devices: int, capacity: int) -> jax.Array:
     """See `api.sum_over_devices`; arguments are already checked."""
     unused = jax.ShapeDtypeStruct((1,), partial.dtype)
     return _launch(
-        kernels.sum_of_rows,
+        sum_of_rows,
         (partial, table, None, Affine()),
         (jax.ShapeDtypeStruct(partial.shape, partial.dtype), unused),
         None,
@@ -52,7 +57,7 @@ def triton_sum_and_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.sum_and_norm`; arguments are already checked."""
     return _launch(
-        kernels.sum_of_rows,
+        sum_of_rows,
         (partial, table, stream, affine),
         _stream_and_normed(stream, partial, norm),
         norm,
@@ -73,18 +78,20 @@ def triton_shares(
     *,
     norm: NormSpec,
     num_devices: int,
+    capacity: int,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.sum_and_norm_of_shares`; arguments are already checked."""
-    return _launch(
-        kernels.shares_of_rows,
-        (partial, table, share, affine),
-        _stream_and_normed(share, partial, norm),
-        norm,
-        num_programs=min(NUM_PROGRAMS_MANY, share.shape[0]),
-        name=f"sum_and_norm_of_shares_{norm.kind}",
-        num_rows=share.shape[0],
-        num_devices=num_devices,
-    )
+    common: dict[str, Any] = {"num_rows": share.shape[0], "num_devices": num_devices}
+    arrays, out_type = (partial, table, share, affine), _stream_and_normed(share, partial, norm)
+    if partial.size <= capacity and jnp.dtype(norm.dtype).itemsize == partial.dtype.itemsize:
+        name = f"sum_and_norm_of_shares_by_inbox_{norm.kind}"
+        return _launch(
+            shares_by_inbox, arrays, out_type, norm,
+            num_programs=NUM_PROGRAMS, name=name, capacity=capacity, **common,
+        )  # fmt: skip
+    name = f"sum_and_norm_of_shares_{norm.kind}"
+    num_programs = min(MAX_PROGRAMS, share.shape[0])
+    return _launch(shares_by_letter, arrays, out_type, norm, num_programs=num_programs, name=name, **common)
 
 
 type _Outputs = tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
@@ -107,9 +114,10 @@ def _launch(
     name: str,
     **arguments: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """What both kernels are launched with; `arguments` are a kernel's own. What is missing is not read."""
+    """What all kernels are launched with; `arguments` are a kernel's own. What is missing is not read."""
     partial, table, stream, affine = arrays
     width = partial.shape[1]
+    block = max(1 << (width - 1).bit_length(), _THREADS)  # no number is two threads'
     result: tuple[jax.Array, jax.Array] = jax_triton.triton_call(
         partial,
         table,
@@ -118,11 +126,11 @@ def _launch(
         out_type=out_type,
         grid=(num_programs,),
         name=name,
-        num_warps=_NUM_WARPS,
+        num_warps=min(_MAX_WARPS[kernel], max(block // _LEAST_OF_A_WARP, 1)),
         num_stages=1,
         backend_options=_OPTIONS,
         width=width,
-        block=1 << (width - 1).bit_length(),
+        block=block,
         is_layer=norm is not None and norm.kind == "layer",
         **{f"has_{what}": array is not None for what, array in affine._asdict().items()},
         eps=0.0 if norm is None else norm.eps,

@@ -1,7 +1,7 @@
 """The memory that devices of one process write to each other, and the tables that say where it is.
 
 Owns: inboxes, flags and counters of every device, as arrays that nobody hands to a program: kernels know
-their addresses. Does not know: kernels, or when they run.
+their addresses. Inboxes are integers, as kernels look at bits. Does not know: kernels, or when they run.
 Called by: whoever runs programs that exchange; they take `table`.
 
 A process sees the memory of all its devices at one address each, so an address is all that a peer needs. An
@@ -17,10 +17,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.all_reduce.specs import (
+    EMPTY,
     FLAGS,
     MAX_ROWS,
-    NUM_INBOXES,
-    epochs_place,
+    inbox_len,
+    letters_place,
     table_len,
     table_row,
     words_len,
@@ -36,7 +37,7 @@ class ExchangeMemory:
       table: i32[devices, 2 * table_len], a row for each device, on it.
       words: i32[devices, words_len], of which the first of a row says that its device lost a peer, or was
         told so; what it was when a program that takes it runs.
-      capacity: numbers that a device may leave in an inbox.
+      capacity: numbers that a device may leave in another's inbox.
     """
 
     table: jax.Array
@@ -58,11 +59,11 @@ class ExchangeMemory:
             first is what lets no device wait for a peer that cannot load, because the first one waits.
         """
         num = self._num_devices
-        inbox_shape = (num, NUM_INBOXES * num * self.capacity)
-        self._inboxes = jax.device_put(np.zeros(inbox_shape, self._dtype), self._split)
+        empty = np.full((num, inbox_len(num, self.capacity)), EMPTY, f"int{8 * self._dtype.itemsize}")
+        self._inboxes = jax.device_put(empty, self._split)
         words = np.zeros((num, words_len(num)), np.int32)
         if alone:
-            words[:, FLAGS : epochs_place(num)] = _NEVER_WAITED_FOR
+            words[:, FLAGS : letters_place(num)] = _NEVER_WAITED_FOR
         self.words = jax.device_put(words, self._split)
         jax.block_until_ready((self._inboxes, self.words))
         everybody = _addresses(self._inboxes), _addresses(self.words)
@@ -78,7 +79,7 @@ class ExchangeMemory:
     def num_bytes(self) -> int:
         """Of each device."""
         num = self._num_devices
-        return NUM_INBOXES * num * self.capacity * self._dtype.itemsize + 4 * words_len(num)
+        return inbox_len(num, self.capacity) * self._dtype.itemsize + 4 * words_len(num)
 
 
 def _addresses(array: jax.Array) -> list[int]:

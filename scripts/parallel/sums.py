@@ -5,7 +5,8 @@ Does not know: steps or models. Called by: profile_parallel.
 
 Between two sums each row is multiplied by a device's own numbers, since a sum of equal parts would be none. A
 chain of the multiplications alone says what they take. `..._norm` is a sum with the residual addition and the
-norm that follow it; `own_shares_norm` is ours in which each device has a share of the rows.
+norm that follow it; `own_shares_norm` and `own_letters_norm` are ours in which each device has a share of the
+rows, few and any number.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _CHAIN = 64
 _NUM_LAUNCHES = 4
 _SPLIT, _WHOLE = PartitionSpec(TENSOR_AXIS), PartitionSpec()
 _EPS = 1e-5
-_SAME_AS = {"own": "compiler", "own_norm": "compiler_norm", "own_shares_norm": "compiler_norm"}
+_SAME_AS = {"own": "compiler"} | dict.fromkeys(
+    ("own_norm", "own_shares_norm", "own_letters_norm"), "compiler_norm"
+)
 """Our chains, and what each must answer as."""
 
 type Chain = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -49,14 +52,14 @@ def measure_sums(
             "compiler": lambda x, *_: lax.psum(x, TENSOR_AXIS),
             "compiler_norm": _compiler_norm,
         }
+        arguments = {"axis": TENSOR_AXIS, "capacity": memory.capacity, "backend": backend} if memory else {}
         if memory is not None and all_reduce.serves(num_rows, width, mesh.devices.size):
-            arguments = {"axis": TENSOR_AXIS, "capacity": memory.capacity, "backend": backend}
             chains["own"] = functools.partial(_own, arguments)
             chains["own_norm"] = functools.partial(_own_norm, arguments)
         if memory is not None and all_reduce.serves_shares(num_rows, width, mesh.devices.size):
-            chains["own_shares_norm"] = functools.partial(
-                _own_shares, {"axis": TENSOR_AXIS, "backend": backend}
-            )
+            chains["own_letters_norm"] = functools.partial(_own_shares, arguments | {"capacity": 0})
+            if num_rows * width <= memory.capacity:
+                chains["own_shares_norm"] = functools.partial(_own_shares, arguments)
         found[f"{num_rows} x {width}"] = _measure(mesh, chains, num_rows, width, dtype, memory, repeats)
     return found
 

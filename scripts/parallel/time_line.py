@@ -14,7 +14,7 @@ from typing import Any
 from steps.device_trace import Kernel, summary
 
 _EXCHANGE = re.compile(
-    r"all.?reduce|all.?gather|nccl|sum_of_rows|shares_of_rows|reduce.?scatter|barrier", re.IGNORECASE
+    r"all.?reduce|all.?gather|nccl|sum_of_rows|shares_by_|reduce.?scatter|barrier", re.IGNORECASE
 )
 
 

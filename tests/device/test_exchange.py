@@ -207,9 +207,9 @@ def check_shares(part, few, streams, normed, stream, norm, affine):
 @pytest.mark.gpu
 @needs_two_gpus
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("num_rows", [516, 2048])
+@pytest.mark.parametrize("num_rows", [36, 132, 512, 516, 2048])
 def test_sums_in_shares(kind, num_rows):
-    """Many launches, between which sums of few rows have their turn."""
+    """Many launches, by inbox and by letter, between which sums of few rows have their turn."""
     mesh = make_mesh(NUM_GPUS)
     memory = all_reduce.ExchangeMemory(mesh, WIDTH, "bfloat16")
     split, whole = PartitionSpec("tp"), PartitionSpec()
@@ -226,6 +226,7 @@ def test_sums_in_shares(kind, num_rows):
             affine=affine,
             norm=norm,
             axis="tp",
+            capacity=memory.capacity,
         )
         share, normed = shares(part[0], share=share)
         again = shares(normed * part[0], share=share)

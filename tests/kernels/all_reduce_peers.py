@@ -8,6 +8,7 @@ pace. No bfloat16: see there.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import multiprocessing
 import os
@@ -17,9 +18,11 @@ import time
 from typing import Any, NamedTuple
 
 import numpy as np
+from triton.runtime.interpreter import interpreter_builder
 
 from pallas_kernels.all_reduce import specs
-from pallas_kernels.all_reduce.jax_triton_kernels import shares_of_rows, sum_of_rows
+from pallas_kernels.all_reduce.inbox_kernels import shares_by_inbox, sum_of_rows
+from pallas_kernels.all_reduce.letter_kernels import shares_by_letter
 from tests.kernels.triton_interpreter import HostTensor
 
 WIDTH, MAX_ROWS = 40, 12
@@ -35,8 +38,9 @@ class Memory:
     """Of one device: inboxes and words, and the arrays of a launch that its peers see."""
 
     def __init__(self) -> None:
-        """All zero; children of this process see it where this process does."""
-        self.inboxes = shared(specs.NUM_INBOXES * NUM_DEVICES * CAPACITY, "float32")
+        """Inboxes are empty, and all else zero; children of this process see it where this process does."""
+        self.inboxes = shared(specs.inbox_len(NUM_DEVICES, CAPACITY), "int32")
+        self.inboxes[:] = specs.EMPTY
         self.words = shared(specs.words_len(NUM_DEVICES), "int32")
         self.partial, self.normed = shared(MAX_SHARED, "float32"), shared(MAX_SHARED, "float32")
 
@@ -51,7 +55,11 @@ def seen_by_peers(place: np.ndarray, shape: tuple[int, int], dtype: str) -> np.n
 
 
 def values_of(launch: int, rank: int, num_rows: int, dtype: str) -> np.ndarray:
-    return np.random.default_rng((launch, rank)).normal(size=(num_rows, WIDTH)).astype(dtype)
+    """Of device 1 with a NaN that looks like an empty inbox, now and then."""
+    values = np.random.default_rng((launch, rank)).normal(size=(num_rows, WIDTH)).astype(dtype)
+    if rank == 1 and launch % 3 == 2:
+        values.view(f"int{8 * values.itemsize}")[-1, launch] = specs.EMPTY
+    return values
 
 
 class Norm(NamedTuple):
@@ -63,14 +71,16 @@ class Norm(NamedTuple):
 
 RMS, LAYER = Norm("rms", ("scale",)), Norm("layer", VECTORS)
 OTHERS = Norm("layer", ()), Norm("rms", ("sum_bias",)), Norm("layer", ("bias",))
-# Rows, the norm, and whether each device has a share of them. Fewer rows and more than there are programs,
-# and more than inboxes hold; every norm in either kernel, and with a sum's bias in float16 too (odd places),
-# to which it is rounded.
+WHOLE, INBOX, LETTER = "all rows everywhere", "shares by inbox", "shares by letter"
+# Rows, the norm, and who adds them up. Fewer rows and more than there are programs, and more than inboxes
+# hold; every norm in each kernel, and with a sum's bias in float16 too (odd places), to which it is rounded.
 LAUNCHES = (
-    (1, None, False), (12, RMS, False), (3, None, False), (9, LAYER, False), (12, RMS, True),
-    (12, OTHERS[1], False), (11, LAYER, False), (36, LAYER, True), (12, OTHERS[0], True),
-    (1, OTHERS[0], False), (8, OTHERS[2], False), (24, OTHERS[1], True), (2, None, False),
-    (12, OTHERS[2], True), (12, LAYER, True),
+    (1, None, WHOLE), (12, RMS, WHOLE), (3, None, WHOLE), (9, LAYER, WHOLE), (12, RMS, LETTER),
+    (12, OTHERS[1], WHOLE), (11, LAYER, WHOLE), (36, LAYER, LETTER), (12, OTHERS[0], LETTER),
+    (1, OTHERS[0], WHOLE), (8, OTHERS[2], WHOLE), (24, OTHERS[1], LETTER), (2, None, WHOLE),
+    (12, OTHERS[2], LETTER), (12, LAYER, LETTER), (12, LAYER, INBOX), (12, RMS, WHOLE),
+    (12, OTHERS[1], INBOX), (12, OTHERS[2], INBOX), (12, OTHERS[0], INBOX), (12, LAYER, WHOLE),
+    (12, RMS, INBOX),
 )  # fmt: skip
 
 
@@ -108,9 +118,9 @@ def launch(
 
 def launch_shares(
     rank: int, memory: Memory, table: np.ndarray, number: int, num_rows: int, dtype: str, *, norm: Norm,
-    limit: int,
+    by: str, limit: int,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """One device's part of a launch for many rows: its share of sums, and everybody's normed rows."""
+    """One device's part of a launch in shares: its share of sums, and everybody's normed rows."""
     partial = seen_by_peers(memory.partial, (num_rows, WIDTH), dtype)
     normed = seen_by_peers(memory.normed, (num_rows, WIDTH), dtype)
     # What a peer has written before this device begins would be lost, and so would be found out.
@@ -118,8 +128,11 @@ def launch_shares(
     share = np.array_split(values_of(number, 6, num_rows, "float32"), NUM_DEVICES)[rank]
     total = np.full(share.shape, -7, "float32")
     vectors = vectors_of(number, norm, dtype).values()
-    # As it is launched: so counts of programs differ.
-    shares_of_rows[(min(NUM_PROGRAMS, num_rows // NUM_DEVICES),)](
+    run: Any = shares_by_letter[(min(NUM_PROGRAMS, num_rows // NUM_DEVICES),)]  # so counts of programs differ
+    if by == INBOX:
+        assert num_rows <= MAX_ROWS, "more than inboxes hold"
+        run = functools.partial(shares_by_inbox[(NUM_PROGRAMS,)], capacity=CAPACITY)
+    run(
         *map(HostTensor, (partial, table.view(np.int32), share, *vectors, total, normed)),
         num_rows=num_rows // NUM_DEVICES, width=WIDTH, block=64, num_devices=NUM_DEVICES, limit=limit,
         **flags_of(norm),
@@ -148,22 +161,34 @@ def expected_of(
 
 
 def check(
-    rank: int, memory: Memory, table: np.ndarray, number: int, num_rows: int, norm: Norm | None, shares: bool
+    rank: int, memory: Memory, table: np.ndarray, number: int, num_rows: int, norm: Norm | None, by: str
 ) -> None:
     """A launch against numpy."""
     dtype = ("float32", "float16")[number % 2]
     expected, normed = expected_of(number, num_rows, dtype, norm)
-    if shares:
-        expected = np.array_split(expected, NUM_DEVICES)[rank]
-        found = launch_shares(rank, memory, table, number, num_rows, dtype, norm=norm, limit=specs.LIMIT)
+    arguments: dict[str, Any] = {"norm": norm, "limit": specs.LIMIT}
+    if by == WHOLE:
+        found = launch(rank, table, number, num_rows, dtype, **arguments)
     else:
-        found = launch(rank, table, number, num_rows, dtype, norm=norm, limit=specs.LIMIT)
+        expected = np.array_split(expected, NUM_DEVICES)[rank]
+        found = launch_shares(rank, memory, table, number, num_rows, dtype, by=by, **arguments)
     np.testing.assert_array_equal(found[0], expected)
     if norm is not None:
         np.testing.assert_allclose(found[1], normed, rtol=2e-3 if dtype == "float16" else 1e-5, atol=1e-5)
 
 
-def run_device(rank: int, memories: list[Memory]) -> None:
+def pause_between_programs(pauses: random.Random) -> None:
+    """A peer goes on with the next launch while this device is in the middle of one."""
+    begin = interpreter_builder.set_grid_idx
+
+    def pause_and_begin(*place: int) -> None:
+        time.sleep(pauses.choice((0, 0, 0, 0.1)))
+        begin(*place)
+
+    interpreter_builder.set_grid_idx = pause_and_begin
+
+
+def run_device(rank: int, memories: list[Memory], all_are_done: Any) -> None:
     """All launches of one device, with pauses of its own; then some that its peer does not come to."""
     inboxes, words = (
         [each.ctypes.data for each in kind]
@@ -171,18 +196,22 @@ def run_device(rank: int, memories: list[Memory]) -> None:
     )
     table = np.array(specs.table_row(rank, inboxes, words), np.int64)
     pauses = random.Random(rank)
+    pause_between_programs(pauses)
     for number, one in enumerate(LAUNCHES):
         time.sleep(pauses.choice((0, 0, 0.2)))
         check(rank, memories[rank], table, number, *one)
     status = memories[rank].words[:1]
     assert status[0] == 0
+    all_are_done.wait()
     if rank == 0:
         start_s = time.monotonic()
         for _ in range(2):
             total, _ = launch(rank, table, 99, 11, "float32", norm=None, limit=20)
             assert np.isnan(total).all()
-            total, normed = launch_shares(rank, memories[0], table, 99, 12, "float32", norm=LAYER, limit=20)
-            assert np.isnan(total).all() and np.isnan(normed).all()
+            for by in (INBOX, LETTER):
+                arguments: dict[str, Any] = {"norm": LAYER, "by": by, "limit": 20}
+                total, normed = launch_shares(rank, memories[0], table, 99, 12, "float32", **arguments)
+                assert np.isnan(total).all() and np.isnan(normed).all()
         assert time.monotonic() - start_s < 60
     while not status[0]:  # the other one is told, too
         time.sleep(0.05)
@@ -193,7 +222,8 @@ def run_device(rank: int, memories: list[Memory]) -> None:
 def main() -> None:
     memories = [Memory() for _ in range(NUM_DEVICES)]
     context = multiprocessing.get_context("fork")  # memory stays where it is
-    devices = [context.Process(target=run_device, args=(rank, memories)) for rank in range(NUM_DEVICES)]
+    arguments = memories, context.Barrier(NUM_DEVICES)
+    devices = [context.Process(target=run_device, args=(rank, *arguments)) for rank in range(NUM_DEVICES)]
     try:
         for device in devices:
             device.start()

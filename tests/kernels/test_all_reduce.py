@@ -54,7 +54,7 @@ def test_by_xla():
 def normed(partial, affine=AFFINES["rms"], norm=RMS, *, shares, stream=None, **changes):
     """By XLA, on two devices with the same partial sums and a stream of ones."""
     num_rows, width = partial.shape
-    arguments = {"axis": "tp", "backend": "xla"} | ({} if shares else {"capacity": 4096}) | changes
+    arguments = {"axis": "tp", "backend": "xla", "capacity": 4096} | changes
     stream = jnp.ones((num_rows // 2 if shares else num_rows, width)) if stream is None else stream
     run = all_reduce.sum_and_norm_of_shares if shares else all_reduce.sum_and_norm
     split, whole = PartitionSpec("tp"), PartitionSpec()
@@ -194,31 +194,30 @@ def test_without_a_driver_nobody_reaches_anybody(monkeypatch):
 def test_tables_say_where_everybodys_memory_is():
     """Every device has its own row; alone each points to itself, and waits for nobody."""
     memory = ExchangeMemory(make_mesh(2), 64, "float32", max_rows=4)
-    assert memory.capacity == 256 and memory.num_bytes == 2 * 2 * 256 * 4 + 4 * specs.words_len(2)
+    assert memory.capacity == 256 and memory.num_bytes == 2 * 256 * 4 + 4 * specs.words_len(2)
 
     def rows():
         assert [shard.data.shape[0] for shard in memory.table.addressable_shards] == [1, 1]
         return np.asarray(memory.table).view(np.int64).tolist()
 
-    for rank, (found_rank, status, epochs, *addresses) in enumerate(rows()):
-        assert (found_rank, epochs - status) == (rank, 4 * specs.epochs_place(2))
+    for rank, (found_rank, status, *addresses) in enumerate(rows()):
+        assert found_rank == rank
         assert len(set(addresses)) == 2 and addresses[2:] == [status, status]
-    flags = np.asarray(memory.words)[:, specs.FLAGS : specs.epochs_place(2)]
+    flags = np.asarray(memory.words)[:, specs.FLAGS : specs.letters_place(2)]
     assert flags.size == 2 * 2 * 2 * specs.MAX_PROGRAMS and (flags > 10**9).all()
     memory.renew()
     first, second = rows()
-    assert first[3:] == second[3:] and len(set(first[3:])) == 4
-    assert [first[1], second[1]] == first[5:]
+    assert first[2:] == second[2:] and len(set(first[2:])) == 4
+    assert [first[1], second[1]] == first[4:]
     assert not np.asarray(memory.words).any()
     shards = memory.words.addressable_shards
-    assert [shard.data.unsafe_buffer_pointer() for shard in shards] == first[5:]
+    assert [shard.data.unsafe_buffer_pointer() for shard in shards] == first[4:]
 
 
-def compiled_ptx(kernel, constants, *, kind, num_meetings=1):
-    """For Hopper and four devices, of bfloat16; a layer norm has all arrays, the other one its scale.
+def compiled_ptx(kernel, constants, *, kind, num_warps):
+    """For Hopper and four devices, of bfloat16, in whole words of 16 bytes wherever rows are read or written.
 
-    At a meeting one instruction sets all flags, and one looks at them, here and in a loop; whoever is lost is
-    told so one by one.
+    A layer norm has all arrays, the other one its scale. Whoever is lost is told so one by one.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -232,30 +231,55 @@ def compiled_ptx(kernel, constants, *, kind, num_meetings=1):
     signature = {f"{name}_ptr": f"*{dtype}" for name, dtype in pointers.items()} | {"num_rows": "i32"}
     aligned = {(kernel.arg_names.index(f"{name}_ptr"),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-    options = {"num_warps": 8, "ptx_version": 88, "enable_fp_fusion": True}
+    options = {"num_warps": num_warps, "ptx_version": 88, "enable_fp_fusion": True}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    assert "st.global.b16" not in ptx and "ld.global.cg.b16" not in ptx and "ld.global.b16" not in ptx
-    assert "ld.global.cg.v4.b32" in ptx and "st.global.v4.b32" in ptx
-    assert ptx.count("atom.global.sys.release.exch.b32") == 5 * num_meetings
-    assert ptx.count("atom.global.sys.acquire.add.u32") == 2 * num_meetings
+    for words in ("st.global.b16", "ld.global.cg.b16", "ld.global.b16", "ld.volatile.global.b16"):
+        assert words not in ptx
+    assert "st.global.v4.b32" in ptx
+    return ptx
 
 
 @needs_extra
 @pytest.mark.parametrize("kind", [None, pytest.param("rms", marks=pytest.mark.long), "layer"])
 def test_what_it_compiles_to(kind):
-    """Whole words to the peer, flags that are released and acquired across the system."""
-    from pallas_kernels.all_reduce.jax_triton_kernels import sum_of_rows
+    """All of four devices' numbers are looked at at once; no flag goes anywhere, but that one is lost."""
+    from pallas_kernels.all_reduce.inbox_kernels import sum_of_rows
 
-    compiled_ptx(sum_of_rows, {"capacity": 512 * 8192, "norms": kind is not None}, kind=kind)
+    constants = {"capacity": 512 * 8192, "norms": kind is not None}
+    check_inboxes(compiled_ptx(sum_of_rows, constants, kind=kind, num_warps=16), num_looks=1)
 
 
 @needs_extra
 @pytest.mark.parametrize("kind", [pytest.param("rms", marks=pytest.mark.long), "layer"])
-def test_what_shares_compile_to(kind):
-    """Likewise, in both directions."""
-    from pallas_kernels.all_reduce.jax_triton_kernels import shares_of_rows
+def test_what_shares_by_inbox_compile_to(kind):
+    """Likewise, twice: of partial sums, and of normed rows."""
+    from pallas_kernels.all_reduce.inbox_kernels import shares_by_inbox
 
-    compiled_ptx(shares_of_rows, {}, kind=kind, num_meetings=2)
+    constants = {"capacity": 512 * 8192}
+    check_inboxes(compiled_ptx(shares_by_inbox, constants, kind=kind, num_warps=16), num_looks=2)
+
+
+def check_inboxes(ptx, num_looks):
+    """Of 16 numbers a thread and device in two words, one after the other before any is used."""
+    assert ptx.count("ld.volatile.global.v4.b32") == 2 * 4 * num_looks
+    first, last = ptx.index("ld.volatile.global.v4.b32"), ptx.rindex("ld.volatile.global.v4.b32")
+    if num_looks == 1:
+        between = ptx[first:last]
+        assert "setp" not in between and "bar.sync" not in between, "a look waits for the one before"
+    assert ptx.count("atom.global.sys.release.exch.b32") == 4 * num_looks
+    assert "acquire" not in ptx
+
+
+@needs_extra
+@pytest.mark.parametrize("kind", [pytest.param("rms", marks=pytest.mark.long), "layer"])
+def test_what_shares_by_letter_compile_to(kind):
+    """Two meetings, at each of which one instruction sets all flags, and one looks at them, and in a loop."""
+    from pallas_kernels.all_reduce.letter_kernels import shares_by_letter
+
+    ptx = compiled_ptx(shares_by_letter, {}, kind=kind, num_warps=8)
+    assert "ld.global.cg.v4.b32" in ptx
+    assert ptx.count("atom.global.sys.release.exch.b32") == 5 * 2
+    assert ptx.count("atom.global.sys.acquire.add.u32") == 2 * 2
 
 
 @pytest.mark.long
@@ -307,11 +331,13 @@ def test_it_lowers_inside_shard_map(norms):
 
 @pytest.mark.long
 @can_lower
-def test_shares_lower_inside_shard_map():
-    """One launch, and nothing beside it."""
+@pytest.mark.parametrize("num_rows", [64, 1024])
+def test_shares_lower_inside_shard_map(num_rows):
+    """One launch, and nothing beside it, by inbox and by letter."""
     split, whole = PartitionSpec("tp"), PartitionSpec()
-    run = functools.partial(all_reduce.sum_and_norm_of_shares, norm=LAYER, axis="tp")
-    text = lowered(run, 1024, split, (split, whole))
+    arguments = {"norm": LAYER, "axis": "tp", "capacity": 512 * 256}
+    run = functools.partial(all_reduce.sum_and_norm_of_shares, **arguments)
+    text = lowered(run, num_rows, split, (split, whole))
     assert text.count("@triton_kernel_call_ffi") == 1
     assert "all_gather" not in text and "reduce_scatter" not in text
 
@@ -323,23 +349,62 @@ def test_what_kernels_are_told(missing, kind, monkeypatch):
     """Which norm it is, and which of its arrays there are, each in its place."""
     from pallas_kernels.all_reduce import jax_triton
 
-    told = []
-    monkeypatch.setattr(
-        jax_triton.jax_triton, "triton_call", lambda *arrays, **named: told.append((arrays, named))
-    )
-    partial, table, affine = jnp.zeros((4, 16)), jnp.zeros(14, jnp.int32), Affine(*jnp.ones((3, 16)))
-    affine = affine._replace(**dict.fromkeys(missing))
-    streams, norm = (jnp.ones((4, 16)), jnp.ones((2, 16))), RMS._replace(kind=kind)
-    jax_triton.triton_sum_and_norm(partial, table, streams[0], affine, norm=norm, num_devices=2, capacity=64)
-    jax_triton.triton_shares(partial, table, streams[1], affine, norm=norm, num_devices=2)
-    for (arrays, named), stream in zip(told, streams, strict=True):
+    affine = Affine(*jnp.ones((3, 16)))._replace(**dict.fromkeys(missing))
+    norm = RMS._replace(kind=kind, dtype=jnp.float32)
+    for add_up, stream in (
+        (jax_triton.triton_sum_and_norm, jnp.ones((4, 16))),
+        (jax_triton.triton_shares, jnp.ones((2, 16))),
+    ):
+        arrays, named = told(monkeypatch, add_up, stream, affine, norm=norm, capacity=64)
         found = dict(zip(named["kernel"].arg_names, arrays, strict=False))
-        assert found["partial_ptr"] is partial and found["stream_ptr"] is stream
+        assert found["partial_ptr"] is PARTIAL and found["stream_ptr"] is stream
         assert (named["is_layer"], named["eps"]) == (kind == "layer", 0.5)
-        whole = named["kernel"].arg_names == told[0][1]["kernel"].arg_names
-        assert named["grid"] == ((specs.NUM_PROGRAMS,) if whole else stream.shape[:1]), (
-            "no program without rows"
-        )
         for name, array in affine._asdict().items():
             assert named[f"has_{name}"] == (name not in missing)
             assert name in missing or found[f"{name}_ptr"] is array
+
+
+PARTIAL = jnp.zeros((4, 16))
+
+
+def told(monkeypatch, add_up, stream, affine, **arguments):
+    """What a launch on two devices is made with."""
+    from pallas_kernels.all_reduce import jax_triton
+
+    calls = []
+    monkeypatch.setattr(
+        jax_triton.jax_triton, "triton_call", lambda *arrays, **named: calls.append((arrays, named))
+    )
+    add_up(PARTIAL, jnp.zeros(14, jnp.int32), stream, affine, num_devices=2, **arguments)
+    return calls.pop()
+
+
+@needs_extra
+@pytest.mark.parametrize(
+    ("capacity", "dtype", "by_inbox"),
+    [(64, jnp.float32, True), (63, jnp.float32, False), (64, jnp.float16, False)],
+)
+def test_which_shares_go_through_inboxes(capacity, dtype, by_inbox, monkeypatch):
+    """Rows that they hold, if normed numbers have as many bytes; by letter no program is without rows."""
+    from pallas_kernels.all_reduce import inbox_kernels, jax_triton, letter_kernels
+
+    _, named = told(
+        monkeypatch, jax_triton.triton_shares, jnp.ones((2, 16)), Affine(), norm=RMS._replace(dtype=dtype),
+        capacity=capacity,
+    )  # fmt: skip
+    kernel = inbox_kernels.shares_by_inbox if by_inbox else letter_kernels.shares_by_letter
+    assert named["kernel"] is kernel
+    assert named["grid"] == (specs.NUM_PROGRAMS if by_inbox else 2,)
+
+
+@needs_extra
+@pytest.mark.parametrize(("width", "block", "num_warps"), [(16, 32, 1), (1000, 1024, 2), (8192, 8192, 16)])
+def test_no_number_is_two_threads(width, block, num_warps, monkeypatch):
+    """A thread uses the numbers that it saw itself."""
+    from pallas_kernels.all_reduce import jax_triton
+
+    monkeypatch.setattr(sys.modules[__name__], "PARTIAL", jnp.zeros((4, width)))
+    stream = jnp.ones((4, width))
+    run = jax_triton.triton_sum_and_norm
+    _, named = told(monkeypatch, run, stream, Affine(), norm=RMS, capacity=4 * width)
+    assert (named["block"], named["num_warps"]) == (block, num_warps)

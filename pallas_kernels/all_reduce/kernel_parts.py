@@ -1,0 +1,82 @@
+"""What kernels of sums have in common: the table, peers that are lost, rounding and norms, in plain Triton.
+
+Owns: how a kernel reads its table, counts its launches, gives a peer up, and what is done to a sum.
+Does not know: how devices hand each other their rows.
+Called by: `inbox_kernels` and `letter_kernels`. Needs Triton, which the extra `triton` installs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.all_reduce import specs
+
+STATUS, ADDRESSES = map(tl.constexpr, (specs.STATUS, specs.ADDRESSES))
+
+
+@triton.jit
+def next_launch(count_ptr: tl.tensor) -> tl.tensor:
+    """The number of this launch, which every program counts by itself, in a word of its own."""
+    count = tl.load(count_ptr) + 1
+    tl.debug_barrier()  # one thread counts, and only when all have read
+    tl.store(count_ptr, count)
+    return count
+
+
+@triton.jit
+def words_of(table: tl.tensor, device: tl.tensor, num_devices: tl.constexpr) -> tl.tensor:
+    """A device's words."""
+    return tl.load(table + ADDRESSES + num_devices + device).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def is_lost(table: tl.tensor) -> tl.tensor:
+    """Whether this device has lost a peer, or was told so."""
+    return tl.load(tl.load(table + STATUS).to(tl.pointer_type(tl.int32))) != 0
+
+
+@triton.jit
+def tell_of_loss(table: tl.tensor, num_devices: tl.constexpr) -> None:
+    """Everybody."""
+    for peer in tl.static_range(num_devices):
+        tl.atomic_xchg(words_of(table, peer, num_devices), 1, sem="release", scope="sys")
+
+
+@triton.jit
+def rounded(total: tl.tensor, partial_ptr: tl.tensor, lost: tl.tensor) -> tl.tensor:
+    """As a sum that is an array by itself would be; of a lost peer NaN."""
+    total = total.to(partial_ptr.dtype.element_ty).to(tl.float32)
+    return tl.where(lost, float("nan"), total)
+
+
+@triton.jit
+def vector(vector_ptr: tl.tensor, columns: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """[width] of what belongs to a sum or a norm."""
+    return tl.load(vector_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def normed_row(
+    total: tl.tensor,
+    scale_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    columns: tl.tensor,
+    inside: tl.tensor,
+    width: tl.constexpr,
+    is_layer: tl.constexpr,
+    has_scale: tl.constexpr,
+    has_bias: tl.constexpr,
+    eps: tl.constexpr,
+) -> tl.tensor:
+    """As `residual_norms` does it."""
+    total = tl.where(inside, total, 0.0)
+    if is_layer:
+        # Columns past the end were zero, and must not count in the second sum.
+        total = tl.where(inside, total - tl.sum(total, axis=0) / width, 0.0)
+    normed = total * tl.rsqrt(tl.sum(total * total, axis=0) / width + eps)
+    if has_scale:
+        normed *= vector(scale_ptr, columns, inside)
+    if has_bias:
+        normed += vector(bias_ptr, columns, inside)
+    return normed
