@@ -138,8 +138,8 @@ def sum_and_norm_of_shares(
       affine: as of `sum_and_norm`.
       norm: likewise.
       axis: the mesh's.
-      capacity: as of the memory; rows that it holds take the shorter way, through inboxes, if the normed ones
-        have as many bytes.
+      capacity: as of the memory; shares that it holds twice take the shorter way, through inboxes, if normed
+        numbers have as many bytes.
       backend: as of `sum_over_devices`.
 
     Returns:

@@ -37,7 +37,6 @@ from pallas_kernels.all_reduce.kernel_parts import (
     rounded,
     tell_of_loss,
     vector,
-    words_of,
 )
 
 RANK, ADDRESSES, TURNS = map(tl.constexpr, (specs.RANK, specs.ADDRESSES, specs.TURNS))
@@ -106,12 +105,18 @@ def sum_of_rows(
         for ahead in tl.static_range(1, num_devices):  # in step, all write to different ones
             inbox = _inbox(partial, table, turn, (rank + ahead) % num_devices, ahead, capacity, num_devices)
             tl.store(inbox + where, numbers, mask=inside)
+    # All that a row needs is asked for before the first look.
+    sum_bias = vector(sum_bias_ptr, columns, inside, has_sum_bias)
+    scale = vector(scale_ptr, columns, inside, has_scale)
+    bias = vector(bias_ptr, columns, inside, has_bias)
     lost = is_lost(table)
     for row in range(program, num_rows, num_programs):
         where = row * width + columns
-        own = partial
+        before = columns
+        if norms:
+            before = tl.load(stream_ptr + where, mask=inside, other=0.0)
         total, lost = _sum_of_all(
-            own,
+            partial,
             partial_ptr,
             table,
             turn,
@@ -126,11 +131,9 @@ def sum_of_rows(
         )
         if norms:
             if has_sum_bias:
-                total = rounded(total + vector(sum_bias_ptr, columns, inside), partial_ptr, lost)
-            total += tl.load(stream_ptr + where, mask=inside, other=0.0)
-            normed = normed_row(
-                total, scale_ptr, bias_ptr, columns, inside, width, is_layer, has_scale, has_bias, eps
-            )
+                total = rounded(total + sum_bias.to(tl.float32), partial_ptr, lost)
+            total += before
+            normed = normed_row(total, scale, bias, inside, width, is_layer, has_scale, has_bias, eps)
             tl.store(normed_ptr + where, normed.to(normed_ptr.dtype.element_ty), mask=inside)
         tl.store(sum_ptr + where, total.to(sum_ptr.dtype.element_ty), mask=inside)
 
@@ -191,6 +194,9 @@ def shares_by_inbox(
     partial, all_normed = _as_integers(partial_ptr), _as_integers(normed_ptr)
     lost = is_lost(table)
     if program < num_adding:
+        sum_bias = vector(sum_bias_ptr, columns, inside, has_sum_bias)
+        scale = vector(scale_ptr, columns, inside, has_scale)
+        bias = vector(bias_ptr, columns, inside, has_bias)
         for row in range(program, num_rows, num_adding):
             where = row * width + columns
             for ahead in tl.static_range(1, num_devices):
@@ -201,6 +207,7 @@ def shares_by_inbox(
         for row in range(program, num_rows, num_adding):
             where = row * width + columns
             own = partial + rank * num_rows * width
+            before = tl.load(stream_ptr + where, mask=inside, other=0.0)
             total, lost = _sum_of_all(
                 own,
                 partial_ptr,
@@ -216,11 +223,11 @@ def shares_by_inbox(
                 limit,
             )
             if has_sum_bias:
-                total = rounded(total + vector(sum_bias_ptr, columns, inside), partial_ptr, lost)
-            total += tl.load(stream_ptr + where, mask=inside, other=0.0)
-            normed = normed_row(
-                total, scale_ptr, bias_ptr, columns, inside, width, is_layer, has_scale, has_bias, eps
-            ).to(normed_ptr.dtype.element_ty)
+                total = rounded(total + sum_bias.to(tl.float32), partial_ptr, lost)
+            total += before
+            normed = normed_row(total, scale, bias, inside, width, is_layer, has_scale, has_bias, eps).to(
+                normed_ptr.dtype.element_ty
+            )
             numbers = _can_be_sent(normed.to(partial.dtype.element_ty, bitcast=True))
             for ahead in tl.static_range(1, num_devices):
                 peer = (rank + ahead) % num_devices
@@ -247,7 +254,7 @@ def shares_by_inbox(
 def _begin(table: tl.tensor, program: tl.tensor, num_devices: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Which inbox's turn it is, and this device's place."""
     rank = tl.load(table + RANK).to(tl.int32)
-    return next_launch(words_of(table, rank, num_devices) + TURNS + program) & 1, rank
+    return next_launch(table, TURNS + program) & 1, rank
 
 
 @triton.jit

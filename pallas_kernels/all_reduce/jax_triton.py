@@ -83,7 +83,7 @@ def triton_shares(
     """See `api.sum_and_norm_of_shares`; arguments are already checked."""
     common: dict[str, Any] = {"num_rows": share.shape[0], "num_devices": num_devices}
     arrays, out_type = (partial, table, share, affine), _stream_and_normed(share, partial, norm)
-    if partial.size <= capacity and jnp.dtype(norm.dtype).itemsize == partial.dtype.itemsize:
+    if 2 * share.size <= capacity and jnp.dtype(norm.dtype).itemsize == partial.dtype.itemsize:
         name = f"sum_and_norm_of_shares_by_inbox_{norm.kind}"
         return _launch(
             shares_by_inbox, arrays, out_type, norm,

@@ -16,8 +16,9 @@ STATUS, ADDRESSES = map(tl.constexpr, (specs.STATUS, specs.ADDRESSES))
 
 
 @triton.jit
-def next_launch(count_ptr: tl.tensor) -> tl.tensor:
+def next_launch(table: tl.tensor, place: tl.tensor) -> tl.tensor:
     """The number of this launch, which every program counts by itself, in a word of its own."""
+    count_ptr = tl.load(table + STATUS).to(tl.pointer_type(tl.int32)) + place
     count = tl.load(count_ptr) + 1
     tl.debug_barrier()  # one thread counts, and only when all have read
     tl.store(count_ptr, count)
@@ -51,17 +52,19 @@ def rounded(total: tl.tensor, partial_ptr: tl.tensor, lost: tl.tensor) -> tl.ten
 
 
 @triton.jit
-def vector(vector_ptr: tl.tensor, columns: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """[width] of what belongs to a sum or a norm."""
-    return tl.load(vector_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+def vector(vector_ptr: tl.tensor, columns: tl.tensor, inside: tl.tensor, is_there: tl.constexpr) -> tl.tensor:
+    """[width] of what belongs to a sum or a norm, as it is stored; any if there is none."""
+    if is_there:
+        return tl.load(vector_ptr + columns, mask=inside, other=0.0)
+    else:
+        return columns
 
 
 @triton.jit
 def normed_row(
     total: tl.tensor,
-    scale_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    columns: tl.tensor,
+    scale: tl.tensor,
+    bias: tl.tensor,
     inside: tl.tensor,
     width: tl.constexpr,
     is_layer: tl.constexpr,
@@ -76,7 +79,7 @@ def normed_row(
         total = tl.where(inside, total - tl.sum(total, axis=0) / width, 0.0)
     normed = total * tl.rsqrt(tl.sum(total * total, axis=0) / width + eps)
     if has_scale:
-        normed *= vector(scale_ptr, columns, inside)
+        normed *= scale.to(tl.float32)
     if has_bias:
-        normed += vector(bias_ptr, columns, inside)
+        normed += bias.to(tl.float32)
     return normed

@@ -82,7 +82,7 @@ def shares_by_letter(
     num_programs = tl.num_programs(0)
     table = table_ptr.to(tl.pointer_type(tl.int64))
     rank = tl.load(table + RANK).to(tl.int32)
-    launch = next_launch(words_of(table, rank, num_devices) + COUNTS + program)
+    launch = next_launch(table, COUNTS + program)
     lost = is_lost(table)  # a device that waits for nobody lends its arrays to nobody
     for peer in tl.static_range(num_devices):
         if peer != rank:
@@ -111,13 +111,16 @@ def shares_by_letter(
             values = tl.load(sources[peer] + whole, mask=reached, other=0.0, cache_modifier=".cg")
             total += values.to(tl.float32)
         total = rounded(total, partial_ptr, lost)
+        sum_bias = vector(sum_bias_ptr, columns, inside, has_sum_bias)
         if has_sum_bias:
-            total = rounded(total + vector(sum_bias_ptr, columns, inside), partial_ptr, lost)
+            total = rounded(total + sum_bias.to(tl.float32), partial_ptr, lost)
         share = row * width + columns
         total += tl.load(stream_ptr + share, mask=inside, other=0.0)
-        normed = normed_row(
-            total, scale_ptr, bias_ptr, columns, inside, width, is_layer, has_scale, has_bias, eps
-        ).to(normed_ptr.dtype.element_ty)
+        scale = vector(scale_ptr, columns, inside, has_scale)
+        bias = vector(bias_ptr, columns, inside, has_bias)
+        normed = normed_row(total, scale, bias, inside, width, is_layer, has_scale, has_bias, eps).to(
+            normed_ptr.dtype.element_ty
+        )
         tl.store(normed_ptr + whole, normed, mask=inside)
         for target in tl.static_range(num_devices - 1):
             tl.store(targets[target] + whole, normed, mask=reached)

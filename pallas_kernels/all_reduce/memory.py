@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.all_reduce.specs import (
     EMPTY,
     FLAGS,
-    MAX_ROWS,
     inbox_len,
+    inbox_rows,
     letters_place,
     table_len,
     table_row,
@@ -43,12 +43,16 @@ class ExchangeMemory:
     table: jax.Array
     words: jax.Array
 
-    def __init__(self, mesh: Mesh, width: int, dtype: Any, *, max_rows: int = MAX_ROWS) -> None:
-        """Make memory for sums of up to `max_rows` rows of `width`, for devices that do not wait yet."""
+    def __init__(self, mesh: Mesh, width: int, dtype: Any, *, num_rows: int | None = None) -> None:
+        """Make memory for rows of `width`, `num_rows` at a time, for devices that do not wait yet.
+
+        None: as many as `inbox_rows` says.
+        """
         (axis,) = mesh.axis_names
         self._num_devices = mesh.devices.size
         self._split = NamedSharding(mesh, PartitionSpec(axis))
-        self._dtype, self.capacity = np.dtype(dtype), max_rows * width
+        num_rows = inbox_rows(self._num_devices) if num_rows is None else num_rows
+        self._dtype, self.capacity = np.dtype(dtype), num_rows * width
         self.renew(alone=True)
 
     def renew(self, *, alone: bool = False) -> None:

@@ -21,7 +21,10 @@ MAX_PROGRAMS = 256
 MAX_DEVICES = 4
 MAX_WIDTH = 16384
 MAX_ROWS = 512
-"""That inboxes hold."""
+"""That all devices are sent."""
+
+MAX_ROWS_BY_INBOX = 2048
+"""That go through inboxes in shares."""
 
 FASTER_WHOLE = {2: MAX_ROWS, 3: 128, 4: 64}
 """Rows up to which sending all of them to all devices is no slower than shares, by the number of devices.
@@ -50,6 +53,11 @@ FLAGS = COUNTS + MAX_PROGRAMS
 LIMIT = 1 << 24
 """Looks at flags or inboxes before a peer counts as lost, tens of seconds: devices are far closer
 together."""
+
+
+def inbox_rows(num_devices: int) -> int:
+    """Rows that a device may leave in an inbox: all of few, or two shares, its own and one with norms."""
+    return max(MAX_ROWS, -(-2 * MAX_ROWS_BY_INBOX // num_devices))
 
 
 def inbox_len(num_devices: int, capacity: int) -> int:

@@ -3,8 +3,9 @@
 Owns: the chains, of the compiler's sums and of our own, and how far ours is from the compiler's.
 Does not know: steps or models. Called by: profile_parallel.
 
-Between two sums each row is multiplied by a device's own numbers, since a sum of equal parts would be none. A
-chain of the multiplications alone says what they take. `..._norm` is a sum with the residual addition and the
+Between two sums each row is multiplied by a device's own numbers, since a sum of equal parts would be none,
+and `_BALLAST_BYTES` of memory are read, so that the host launches ahead of the devices, as in a step. A chain
+without sums says what that takes. `..._norm` is a sum with the residual addition and the
 norm that follow it; `own_shares_norm` and `own_letters_norm` are ours in which each device has a share of the
 rows, few and any number.
 """
@@ -27,6 +28,8 @@ from model_defs.sharding import TENSOR_AXIS
 from pallas_kernels import all_reduce, residual_norms
 
 _CHAIN = 64
+_BALLAST_BYTES = 96 << 20  # 30 to 40 us of an H100, in which a host launches more than a link of a chain
+_BEYOND = 3e38  # no number is
 _NUM_LAUNCHES = 4
 _SPLIT, _WHOLE = PartitionSpec(TENSOR_AXIS), PartitionSpec()
 _EPS = 1e-5
@@ -58,7 +61,7 @@ def measure_sums(
             chains["own_norm"] = functools.partial(_own_norm, arguments)
         if memory is not None and all_reduce.serves_shares(num_rows, width, mesh.devices.size):
             chains["own_letters_norm"] = functools.partial(_own_shares, arguments | {"capacity": 0})
-            if num_rows * width <= memory.capacity:
+            if 2 * num_rows * width <= memory.capacity * mesh.devices.size:
                 chains["own_shares_norm"] = functools.partial(_own_shares, arguments)
         found[f"{num_rows} x {width}"] = _measure(mesh, chains, num_rows, width, dtype, memory, repeats)
     return found
@@ -111,6 +114,7 @@ def _measure(
     stream = jax.device_put(
         rng.normal(size=(num_rows, width)).astype(np.float32), NamedSharding(mesh, _WHOLE)
     )
+    ballast = jax.device_put(np.zeros((num_devices, _BALLAST_BYTES // (4 * width), width), np.float32), split)
     empty = jax.device_put(np.zeros((num_devices, 2), np.int32), split)
     once = {name: _program(mesh, one, 1) for name, one in chains.items()}
     compiled = {name: _program(mesh, one, _CHAIN) for name, one in chains.items()}
@@ -122,16 +126,16 @@ def _measure(
         memory.renew(alone=True)
         for programs in (once, compiled):  # loaded by devices that do not wait for each other
             for name in filter(programs.__contains__, _SAME_AS):
-                jax.block_until_ready(programs[name](x, factors, table(), stream))
+                jax.block_until_ready(programs[name](x, factors, table(), stream, ballast))
         memory.renew()
     found: dict[str, Any] = {}
     for name, program in compiled.items():
-        timed = Timed(functools.partial(program, x, factors, table(), stream), jax.block_until_ready)
+        timed = Timed(functools.partial(program, x, factors, table(), stream, ballast), jax.block_until_ready)
         samples = [timed.sample_s(_NUM_LAUNCHES) / _CHAIN for _ in range(repeats + 1)]
         found[f"{name}_s"] = Spread.of(samples[1:]).as_dict()
     for name in filter(once.__contains__, _SAME_AS):
         answers = [
-            np.asarray(once[each](x, factors, table(), stream)).astype(np.float32)
+            np.asarray(once[each](x, factors, table(), stream, ballast)).astype(np.float32)
             for each in (name, _SAME_AS[name])
         ]
         error = float(np.abs(answers[0] - answers[1]).max())
@@ -146,13 +150,15 @@ def _measure(
 def _program(mesh: Mesh, add_up: Chain, length: int) -> Any:
     """`length` sums in a row."""
 
-    def chain(x: jax.Array, factors: jax.Array, table: jax.Array, stream: jax.Array) -> jax.Array:
+    def chain(
+        x: jax.Array, factors: jax.Array, table: jax.Array, stream: jax.Array, ballast: jax.Array
+    ) -> jax.Array:
         value, scale = x[0], jnp.ones(x.shape[-1], x.dtype)
         for _ in range(length):
-            value = add_up(lax.optimization_barrier(value * factors[0]), table, stream, scale)
+            nothing = jnp.sum(jnp.where(value[0] > _BEYOND, ballast[0], 0), axis=0).astype(x.dtype)
+            value = add_up(lax.optimization_barrier(value * factors[0] + nothing), table, stream, scale)
         return value[None]
 
-    run = jax.shard_map(
-        chain, mesh=mesh, in_specs=(_SPLIT, _SPLIT, _SPLIT, _WHOLE), out_specs=_SPLIT, check_vma=False
-    )
+    in_specs = (_SPLIT, _SPLIT, _SPLIT, _WHOLE, _SPLIT)
+    run = jax.shard_map(chain, mesh=mesh, in_specs=in_specs, out_specs=_SPLIT, check_vma=False)
     return jax.jit(run)

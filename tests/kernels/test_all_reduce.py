@@ -193,7 +193,7 @@ def test_without_a_driver_nobody_reaches_anybody(monkeypatch):
 
 def test_tables_say_where_everybodys_memory_is():
     """Every device has its own row; alone each points to itself, and waits for nobody."""
-    memory = ExchangeMemory(make_mesh(2), 64, "float32", max_rows=4)
+    memory = ExchangeMemory(make_mesh(2), 64, "float32", num_rows=4)
     assert memory.capacity == 256 and memory.num_bytes == 2 * 256 * 4 + 4 * specs.words_len(2)
 
     def rows():
@@ -385,7 +385,7 @@ def told(monkeypatch, add_up, stream, affine, **arguments):
     [(64, jnp.float32, True), (63, jnp.float32, False), (64, jnp.float16, False)],
 )
 def test_which_shares_go_through_inboxes(capacity, dtype, by_inbox, monkeypatch):
-    """Rows that they hold, if normed numbers have as many bytes; by letter no program is without rows."""
+    """Shares that they hold twice, if normed numbers have as many bytes; by letter every program has rows."""
     from pallas_kernels.all_reduce import inbox_kernels, jax_triton, letter_kernels
 
     _, named = told(
