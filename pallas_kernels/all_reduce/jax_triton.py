@@ -21,11 +21,9 @@ from pallas_kernels.residual_norms import NormSpec
 
 # As of ragged_paged_attention.jax_triton: JAX assembles PTX with the CUDA it runs on.
 _OPTIONS = {"ptx_version": 88, "enable_fp_fusion": True}
-_MAX_WARPS = {sum_of_rows: 16, shares_by_inbox: 16, shares_by_letter: 8}
-_THREADS = 32
-_LEAST_OF_A_WARP = (
-    512  # numbers of a row: what a warp reads at once is in whole words of 16 bytes, and its own
-)
+_MAX_WARPS = {sum_of_rows: 16, shares_by_inbox: 8, shares_by_letter: 8}
+_MIN_BLOCK = 32  # a number for each thread of a warp
+_NUMBERS_OF_A_WARP = 512  # at least: whole words of 16 bytes for each thread
 
 
 def triton_sum(partial: jax.Array, table: jax.Array, *, num_devices: int, capacity: int) -> jax.Array:
@@ -117,7 +115,7 @@ def _launch(
     """What all kernels are launched with; `arguments` are a kernel's own. What is missing is not read."""
     partial, table, stream, affine = arrays
     width = partial.shape[1]
-    block = max(1 << (width - 1).bit_length(), _THREADS)  # no number is two threads'
+    block = max(1 << (width - 1).bit_length(), _MIN_BLOCK)  # no number is two threads'
     result: tuple[jax.Array, jax.Array] = jax_triton.triton_call(
         partial,
         table,
@@ -126,7 +124,7 @@ def _launch(
         out_type=out_type,
         grid=(num_programs,),
         name=name,
-        num_warps=min(_MAX_WARPS[kernel], max(block // _LEAST_OF_A_WARP, 1)),
+        num_warps=min(_MAX_WARPS[kernel], max(block // _NUMBERS_OF_A_WARP, 1)),
         num_stages=1,
         backend_options=_OPTIONS,
         width=width,

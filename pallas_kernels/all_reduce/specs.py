@@ -21,16 +21,20 @@ MAX_PROGRAMS = 256
 MAX_DEVICES = 4
 MAX_WIDTH = 16384
 MAX_ROWS = 512
-"""That all devices are sent."""
+"""That all devices are sent, and that a sum without a norm may have."""
 
-MAX_ROWS_BY_INBOX = 2048
-"""That go through inboxes in shares."""
+MAX_ROWS_BY_INBOX = {2: MAX_ROWS, 3: 2048, 4: 2048}
+"""That inboxes hold, all of them or in shares, by the number of devices.
+
+Devices write to each other's memory faster than they read it, and shares by letter are read. But from inboxes
+normed rows are copied, of which one of two devices gets half, and they are in the way: 2,048 rows of 8,192
+take 162 us in place of 194 among four H100s, and 127 in place of 114 between two. Three are a guess."""
 
 FASTER_WHOLE = {2: MAX_ROWS, 3: 128, 4: 64}
 """Rows up to which sending all of them to all devices is no slower than shares, by the number of devices.
 
-Of shares a device is sent 2 / n of the bytes among n devices, but devices meet twice. Among four, 32 rows of
-8,192 are faster whole and 128 in shares (docs/results/h100x4_parallel_llama2-70b.json); three are a guess."""
+Of shares a device is sent 2 / n of the bytes among n devices, but devices meet twice. Among four H100s 32
+rows of 8,192 take 16 us whole and 18 or more in shares, 128 take 33 and 25; three are a guess."""
 
 NUM_INBOXES = 2
 
@@ -56,8 +60,8 @@ together."""
 
 
 def inbox_rows(num_devices: int) -> int:
-    """Rows that a device may leave in an inbox: all of few, or two shares, its own and one with norms."""
-    return max(MAX_ROWS, -(-2 * MAX_ROWS_BY_INBOX // num_devices))
+    """Rows that a device may leave in an inbox: all of few, or two shares, of partial sums and normed."""
+    return max(MAX_ROWS, -(-2 * MAX_ROWS_BY_INBOX[num_devices] // num_devices))
 
 
 def inbox_len(num_devices: int, capacity: int) -> int:

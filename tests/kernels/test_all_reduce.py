@@ -130,7 +130,10 @@ def test_what_is_not_served_is_refused(shape, changes):
 
 def test_how_few_rows_are_sent_to_all():
     """What is said of every number of devices; the kernels' lanes are a power of two."""
-    assert list(specs.FASTER_WHOLE) == list(range(2, specs.MAX_DEVICES + 1))
+    every_number = list(range(2, specs.MAX_DEVICES + 1))
+    assert list(specs.FASTER_WHOLE) == list(specs.MAX_ROWS_BY_INBOX) == every_number
+    for num in every_number:  # a peer's inbox has room for two shares
+        assert specs.inbox_rows(num) * num >= 2 * specs.MAX_ROWS_BY_INBOX[num]
     assert specs.MAX_DEVICES & (specs.MAX_DEVICES - 1) == 0
     found = {rows: all_reduce.shares_are_faster(rows, 64, 4) for rows in (64, 66, 68, 1024)}
     assert found == {64: False, 66: False, 68: True, 1024: True}, "66 is not divided by four"
