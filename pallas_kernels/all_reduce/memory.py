@@ -1,7 +1,7 @@
 """The memory that devices of one process write to each other, and the tables that say where it is.
 
 Owns: inboxes, flags and counters of every device, as arrays that nobody hands to a program: kernels know
-their addresses. Inboxes are integers, as kernels look at bits. Does not know: kernels, or when they run.
+their addresses. Inboxes are bytes, for numbers of any size. Does not know: kernels, or when they run.
 Called by: whoever runs programs that exchange; they take `table`.
 
 A process sees the memory of all its devices at one address each, so an address is all that a peer needs. An
@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.all_reduce.specs import (
     EMPTY,
     FLAGS,
-    inbox_len,
     inbox_rows,
+    inboxes_len,
     letters_place,
     table_len,
     table_row,
@@ -37,22 +37,26 @@ class ExchangeMemory:
       table: i32[devices, 2 * table_len], a row for each device, on it.
       words: i32[devices, words_len], of which the first of a row says that its device lost a peer, or was
         told so; what it was when a program that takes it runs.
-      capacity: numbers that a device may leave in another's inbox.
+      capacity: bytes that a device may leave in another's inbox; who launches must say so many.
     """
 
     table: jax.Array
     words: jax.Array
 
     def __init__(self, mesh: Mesh, width: int, dtype: Any, *, num_rows: int | None = None) -> None:
-        """Make memory for rows of `width`, `num_rows` at a time, for devices that do not wait yet.
+        """Make memory for devices that do not wait yet.
 
-        None: as many as `inbox_rows` says.
+        Args:
+          mesh: of one axis.
+          width: of a row, a multiple of 8.
+          dtype: of its numbers; whatever else has no more bytes may be sent as well.
+          num_rows: that are sent at a time; None: as many as `inbox_rows` says.
         """
         (axis,) = mesh.axis_names
         self._num_devices = mesh.devices.size
         self._split = NamedSharding(mesh, PartitionSpec(axis))
         num_rows = inbox_rows(self._num_devices) if num_rows is None else num_rows
-        self._dtype, self.capacity = np.dtype(dtype), num_rows * width
+        self.capacity = num_rows * width * np.dtype(dtype).itemsize
         self.renew(alone=True)
 
     def renew(self, *, alone: bool = False) -> None:
@@ -63,7 +67,7 @@ class ExchangeMemory:
             first is what lets no device wait for a peer that cannot load, because the first one waits.
         """
         num = self._num_devices
-        empty = np.full((num, inbox_len(num, self.capacity)), EMPTY, f"int{8 * self._dtype.itemsize}")
+        empty = np.full((num, inboxes_len(num, self.capacity)), EMPTY, np.int8)
         self._inboxes = jax.device_put(empty, self._split)
         words = np.zeros((num, words_len(num)), np.int32)
         if alone:
@@ -83,7 +87,7 @@ class ExchangeMemory:
     def num_bytes(self) -> int:
         """Of each device."""
         num = self._num_devices
-        return inbox_len(num, self.capacity) * self._dtype.itemsize + 4 * words_len(num)
+        return inboxes_len(num, self.capacity) + 4 * words_len(num)
 
 
 def _addresses(array: jax.Array) -> list[int]:

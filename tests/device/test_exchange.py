@@ -93,7 +93,7 @@ def test_tokens_are_the_references(by_psum, preset):
 @pytest.mark.parametrize("preset", [pytest.param("llama-tiny", marks=pytest.mark.long), "opt-tiny"])
 def test_many_rows_are_added_up_in_shares(preset, by_psum, monkeypatch):
     """The same tokens, though each device has its share of the stream, from the second sum of a part on."""
-    capacity = 16 * model_on_two(preset).config.hidden_size
+    capacity = 16 * model_on_two(preset).config.hidden_size * 4  # bytes
     monkeypatch.setattr(exchange, "SumSpec", lambda backend, _: device_sums.SumSpec("xla", capacity))
     runner = ModelRunner(model_on_two(preset), config_of(), make_mesh(2))
     runner.warm_up()
@@ -282,7 +282,7 @@ def test_a_peer_that_does_not_come_is_not_waited_for_for_ever():
 def test_tokens_of_whole_steps_are_the_references(preset, shares, monkeypatch):
     """As on virtual devices, with the kernels in their place."""
     if shares:
-        capacity = 16 * model_on_two(preset).config.hidden_size
+        capacity = 16 * model_on_two(preset).config.hidden_size * 4  # bytes
         monkeypatch.setattr(exchange, "SumSpec", lambda name, _: device_sums.SumSpec(name, capacity))
     runner = ModelRunner(model_on_two(preset), config_of(), make_mesh(2))
     runner.warm_up()

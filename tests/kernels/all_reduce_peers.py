@@ -28,7 +28,7 @@ from tests.kernels.triton_interpreter import HostTensor
 WIDTH, MAX_ROWS = 40, 12
 NUM_DEVICES = int(sys.argv[1])
 NUM_PROGRAMS = 8  # of a launch, as far as the layout is concerned at most `specs.MAX_PROGRAMS`
-CAPACITY = WIDTH * MAX_ROWS
+CAPACITY = WIDTH * MAX_ROWS * 4  # bytes, in launches of either dtype
 EPS = 1e-5
 VECTORS = ("sum_bias", "scale", "bias")  # in the order of the kernels' arguments
 MAX_SHARED = WIDTH * 36
@@ -39,7 +39,7 @@ class Memory:
 
     def __init__(self) -> None:
         """Inboxes are empty, and all else zero; children of this process see it where this process does."""
-        self.inboxes = shared(specs.inbox_len(NUM_DEVICES, CAPACITY), "int32")
+        self.inboxes = shared(specs.inboxes_len(NUM_DEVICES, CAPACITY), "int8")
         self.inboxes[:] = specs.EMPTY
         self.words = shared(specs.words_len(NUM_DEVICES), "int32")
         self.partial, self.normed = shared(MAX_SHARED, "float32"), shared(MAX_SHARED, "float32")
@@ -110,8 +110,8 @@ def launch(
     vectors = vectors_of(number, norm, dtype).values()
     sum_of_rows[(NUM_PROGRAMS,)](
         *map(HostTensor, (partial, table.view(np.int32), stream, *vectors, total, normed)),
-        num_rows=num_rows, capacity=CAPACITY, width=WIDTH, block=64, num_devices=NUM_DEVICES,
-        norms=norm is not None, limit=limit, **flags_of(norm),
+        num_rows=num_rows, capacity=CAPACITY // partial.itemsize, width=WIDTH, block=64,
+        num_devices=NUM_DEVICES, norms=norm is not None, limit=limit, **flags_of(norm),
     )  # fmt: skip
     return total, normed
 
@@ -131,7 +131,7 @@ def launch_shares(
     run: Any = shares_by_letter[(min(NUM_PROGRAMS, num_rows // NUM_DEVICES),)]  # so counts of programs differ
     if by == INBOX:
         assert num_rows <= MAX_ROWS, "more than inboxes hold"
-        run = functools.partial(shares_by_inbox[(NUM_PROGRAMS,)], capacity=CAPACITY)
+        run = functools.partial(shares_by_inbox[(NUM_PROGRAMS,)], capacity=CAPACITY // partial.itemsize)
     run(
         *map(HostTensor, (partial, table.view(np.int32), share, *vectors, total, normed)),
         num_rows=num_rows // NUM_DEVICES, width=WIDTH, block=64, num_devices=NUM_DEVICES, limit=limit,

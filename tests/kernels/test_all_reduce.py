@@ -119,8 +119,9 @@ def test_norms_that_are_refused(changes, says, shares):
     [
         ((specs.MAX_ROWS + 1, 8), {}),
         ((3, 12), {}),
-        ((3, specs.MAX_WIDTH + 8), {"capacity": 10**9}),
-        ((3, 16), {"capacity": 47}),
+        ((0, 16), {}),
+        ((3, specs.MAX_ROW_BYTES // 4 + 8), {"capacity": 1 << 30}),
+        ((3, 16), {"capacity": 176}),
     ],
 )
 def test_what_is_not_served_is_refused(shape, changes):
@@ -135,16 +136,32 @@ def test_how_few_rows_are_sent_to_all():
     for num in every_number:  # a peer's inbox has room for two shares
         assert specs.inbox_rows(num) * num >= 2 * specs.MAX_ROWS_BY_INBOX[num]
     assert specs.MAX_DEVICES & (specs.MAX_DEVICES - 1) == 0
-    found = {rows: all_reduce.shares_are_faster(rows, 64, 4) for rows in (64, 66, 68, 1024)}
+    found = {rows: all_reduce.shares_are_faster(rows, 64, "float16", 4) for rows in (64, 66, 68, 1024)}
     assert found == {64: False, 66: False, 68: True, 1024: True}, "66 is not divided by four"
-    assert not all_reduce.shares_are_faster(512, 64, 2) and not all_reduce.shares_are_faster(512, 64, 1)
+    assert not any(all_reduce.shares_are_faster(512, 64, "float16", num) for num in (1, 2))
 
 
 def test_back_ends_have_names():
     with pytest.raises(SumArgumentError, match="backend is 'nccl', but must be one of"):
         summed(jnp.zeros((3, 16)), backend="nccl")
-    assert not all_reduce.serves(8, 64, 1) and not all_reduce.serves(8, 64, 5)
     assert "NVIDIA GPU" in all_reduce.devices_limit(jax.devices()[:2])
+
+
+@pytest.mark.parametrize("serves", [all_reduce.serves, all_reduce.serves_shares])
+def test_what_is_served(serves):
+    """Rows by their bytes, as they lie in registers; none at all would keep no one waiting."""
+    assert serves(8, 16384, "bfloat16", 4) and serves(8, 8192, "float32", 4)
+    assert not serves(8, 16392, "bfloat16", 4) and not serves(8, 8200, "float32", 4)
+    assert not serves(0, 64, "bfloat16", 2) and not serves(8, 0, "bfloat16", 2)
+    assert not serves(8, 64, "float64", 2) and not serves(8, 60, "float32", 2)
+    assert not serves(8, 64, "float32", 1) and not serves(10, 64, "float32", 5)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_capacities_are_whole_words(shares):
+    """So that places in inboxes are, for numbers of any size."""
+    with pytest.raises(SumArgumentError, match="capacity is 4088, but must be a multiple of 16 bytes"):
+        normed(jnp.zeros((4, 16)), shares=shares, capacity=4088)
 
 
 class Driver:
@@ -197,7 +214,7 @@ def test_without_a_driver_nobody_reaches_anybody(monkeypatch):
 def test_tables_say_where_everybodys_memory_is():
     """Every device has its own row; alone each points to itself, and waits for nobody."""
     memory = ExchangeMemory(make_mesh(2), 64, "float32", num_rows=4)
-    assert memory.capacity == 256 and memory.num_bytes == 2 * 256 * 4 + 4 * specs.words_len(2)
+    assert memory.capacity == 1024 and memory.num_bytes == 2 * 1024 + 4 * specs.words_len(2)
 
     def rows():
         assert [shard.data.shape[0] for shard in memory.table.addressable_shards] == [1, 1]
@@ -321,7 +338,7 @@ LAYER = NormSpec("layer", 1e-5, jnp.bfloat16)
 @pytest.mark.parametrize("norms", [False, True])
 def test_it_lowers_inside_shard_map(norms):
     """One launch for a sum, with the stream and its norm or without; the table goes to it as it is."""
-    arguments = {"axis": "tp", "capacity": 512 * 256}
+    arguments = {"axis": "tp", "capacity": 512 * 256 * 2}
 
     def run(part, table, stream, affine):
         if not norms:
@@ -338,7 +355,7 @@ def test_it_lowers_inside_shard_map(norms):
 def test_shares_lower_inside_shard_map(num_rows):
     """One launch, and nothing beside it, by inbox and by letter."""
     split, whole = PartitionSpec("tp"), PartitionSpec()
-    arguments = {"norm": LAYER, "axis": "tp", "capacity": 512 * 256}
+    arguments = {"norm": LAYER, "axis": "tp", "capacity": 512 * 256 * 2}
     run = functools.partial(all_reduce.sum_and_norm_of_shares, **arguments)
     text = lowered(run, num_rows, split, (split, whole))
     assert text.count("@triton_kernel_call_ffi") == 1
@@ -358,7 +375,8 @@ def test_what_kernels_are_told(missing, kind, monkeypatch):
         (jax_triton.triton_sum_and_norm, jnp.ones((4, 16))),
         (jax_triton.triton_shares, jnp.ones((2, 16))),
     ):
-        arrays, named = told(monkeypatch, add_up, stream, affine, norm=norm, capacity=64)
+        arrays, named = told(monkeypatch, add_up, stream, affine, norm=norm, capacity=256)
+        assert named["capacity"] == 64, "numbers, of four bytes each"
         found = dict(zip(named["kernel"].arg_names, arrays, strict=False))
         assert found["partial_ptr"] is PARTIAL and found["stream_ptr"] is stream
         assert (named["is_layer"], named["eps"]) == (kind == "layer", 0.5)
@@ -385,7 +403,7 @@ def told(monkeypatch, add_up, stream, affine, **arguments):
 @needs_extra
 @pytest.mark.parametrize(
     ("capacity", "dtype", "by_inbox"),
-    [(64, jnp.float32, True), (63, jnp.float32, False), (64, jnp.float16, False)],
+    [(256, jnp.float32, True), (240, jnp.float32, False), (256, jnp.float16, False), (0, jnp.float32, False)],
 )
 def test_which_shares_go_through_inboxes(capacity, dtype, by_inbox, monkeypatch):
     """Shares that they hold twice, if normed numbers have as many bytes; by letter every program has rows."""
@@ -409,5 +427,5 @@ def test_no_number_is_two_threads(width, block, num_warps, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "PARTIAL", jnp.zeros((4, width)))
     stream = jnp.ones((4, width))
     run = jax_triton.triton_sum_and_norm
-    _, named = told(monkeypatch, run, stream, Affine(), norm=RMS, capacity=4 * width)
+    _, named = told(monkeypatch, run, stream, Affine(), norm=RMS, capacity=16 * width)
     assert (named["block"], named["num_warps"]) == (block, num_warps)
