@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -57,6 +58,9 @@ class ExchangeMemory:
         self._split = NamedSharding(mesh, PartitionSpec(axis))
         num_rows = inbox_rows(self._num_devices) if num_rows is None else num_rows
         self.capacity = num_rows * width * np.dtype(dtype).itemsize
+        shape = self._num_devices, inboxes_len(self._num_devices, self.capacity)
+        # Filled by each device, since they are large, and once compiled for every time.
+        self._new_inboxes = jax.jit(lambda: jnp.full(shape, EMPTY, jnp.int8), out_shardings=self._split)
         self.renew(alone=True)
 
     def renew(self, *, alone: bool = False) -> None:
@@ -66,9 +70,10 @@ class ExchangeMemory:
           alone: every device takes itself for all its peers, and so waits for none. To load kernels that way
             first is what lets no device wait for a peer that cannot load, because the first one waits.
         """
+        for name in ("table", "words", "_inboxes"):  # freed first: two may not fit, and a table would mislead
+            vars(self).pop(name, None)
         num = self._num_devices
-        empty = np.full((num, inboxes_len(num, self.capacity)), EMPTY, np.int8)
-        self._inboxes = jax.device_put(empty, self._split)
+        self._inboxes = self._new_inboxes()
         words = np.zeros((num, words_len(num)), np.int32)
         if alone:
             words[:, FLAGS : letters_place(num)] = _NEVER_WAITED_FOR
