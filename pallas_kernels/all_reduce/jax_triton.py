@@ -93,6 +93,11 @@ def triton_shares(
     return _launch(shares_by_letter, arrays, out_type, norm, num_programs=num_programs, name=name, **common)
 
 
+def num_warps(kernel: Any, block: int) -> int:
+    """Of each program of a kernel, whose rows are padded to `block` columns."""
+    return min(_MAX_WARPS[kernel], max(block // _NUMBERS_OF_A_WARP, 1))
+
+
 type _Outputs = tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 
 
@@ -125,7 +130,7 @@ def _launch(
         out_type=out_type,
         grid=(num_programs,),
         name=name,
-        num_warps=min(_MAX_WARPS[kernel], max(block // _NUMBERS_OF_A_WARP, 1)),
+        num_warps=num_warps(kernel, block),
         num_stages=1,
         backend_options=_OPTIONS,
         width=width,

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import jax
@@ -225,7 +226,16 @@ def test_tables_say_where_everybodys_memory_is():
         assert len(set(addresses)) == 2 and addresses[2:] == [status, status]
     flags = np.asarray(memory.words)[:, specs.FLAGS : specs.letters_place(2)]
     assert flags.size == 2 * 2 * 2 * specs.MAX_PROGRAMS and (flags > 10**9).all()
+    refs = [weakref.ref(array) for array in (memory.table, memory.words, memory._inboxes)]
+    fill = memory._new_inboxes
+
+    def fill_when_old_ones_are_gone():
+        assert [ref() for ref in refs] == [None] * 3, "two may not fit"
+        return fill()
+
+    memory._new_inboxes = fill_when_old_ones_are_gone
     memory.renew()
+    assert (np.asarray(memory._inboxes) == specs.EMPTY).all()
     first, second = rows()
     assert first[2:] == second[2:] and len(set(first[2:])) == 4
     assert [first[1], second[1]] == first[4:]
@@ -234,7 +244,7 @@ def test_tables_say_where_everybodys_memory_is():
     assert [shard.data.unsafe_buffer_pointer() for shard in shards] == first[4:]
 
 
-def compiled_ptx(kernel, constants, *, kind, num_warps):
+def compiled_ptx(kernel, constants, *, kind):
     """For Hopper and four devices, of bfloat16, in whole words of 16 bytes wherever rows are read or written.
 
     A layer norm has all arrays, the other one its scale. Whoever is lost is told so one by one.
@@ -242,6 +252,8 @@ def compiled_ptx(kernel, constants, *, kind, num_warps):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    from pallas_kernels.all_reduce.jax_triton import num_warps
 
     pointers = dict.fromkeys(("partial", "sum_bias", "scale", "bias", "normed"), "bf16")
     pointers |= {"stream": "fp32", "table": "i32", "sum": "fp32" if kind else "bf16"}
@@ -251,7 +263,7 @@ def compiled_ptx(kernel, constants, *, kind, num_warps):
     signature = {f"{name}_ptr": f"*{dtype}" for name, dtype in pointers.items()} | {"num_rows": "i32"}
     aligned = {(kernel.arg_names.index(f"{name}_ptr"),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-    options = {"num_warps": num_warps, "ptx_version": 88, "enable_fp_fusion": True}
+    options = {"num_warps": num_warps(kernel, 8192), "ptx_version": 88, "enable_fp_fusion": True}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     for words in ("st.global.b16", "ld.global.cg.b16", "ld.global.b16", "ld.volatile.global.b16"):
         assert words not in ptx
@@ -266,7 +278,7 @@ def test_what_it_compiles_to(kind):
     from pallas_kernels.all_reduce.inbox_kernels import sum_of_rows
 
     constants = {"capacity": 512 * 8192, "norms": kind is not None}
-    check_inboxes(compiled_ptx(sum_of_rows, constants, kind=kind, num_warps=16), num_looks=1)
+    check_inboxes(compiled_ptx(sum_of_rows, constants, kind=kind), sum_of_rows, num_looks=1)
 
 
 @needs_extra
@@ -276,12 +288,15 @@ def test_what_shares_by_inbox_compile_to(kind):
     from pallas_kernels.all_reduce.inbox_kernels import shares_by_inbox
 
     constants = {"capacity": 512 * 8192}
-    check_inboxes(compiled_ptx(shares_by_inbox, constants, kind=kind, num_warps=16), num_looks=2)
+    check_inboxes(compiled_ptx(shares_by_inbox, constants, kind=kind), shares_by_inbox, num_looks=2)
 
 
-def check_inboxes(ptx, num_looks):
-    """Of 16 numbers a thread and device in two words, one after the other before any is used."""
-    assert ptx.count("ld.volatile.global.v4.b32") == 2 * 4 * num_looks
+def check_inboxes(ptx, kernel, num_looks):
+    """Of all four devices in words of eight numbers, one after the other before any is used."""
+    from pallas_kernels.all_reduce.jax_triton import num_warps
+
+    num_words = 8192 // 8 // (32 * num_warps(kernel, 8192))  # a thread's, of a row
+    assert ptx.count("ld.volatile.global.v4.b32") == num_words * 4 * num_looks
     first, last = ptx.index("ld.volatile.global.v4.b32"), ptx.rindex("ld.volatile.global.v4.b32")
     if num_looks == 1:
         between = ptx[first:last]
@@ -296,7 +311,7 @@ def test_what_shares_by_letter_compile_to(kind):
     """Two meetings, at each of which one instruction sets all flags, and one looks at them, and in a loop."""
     from pallas_kernels.all_reduce.letter_kernels import shares_by_letter
 
-    ptx = compiled_ptx(shares_by_letter, {}, kind=kind, num_warps=8)
+    ptx = compiled_ptx(shares_by_letter, {}, kind=kind)
     assert "ld.global.cg.v4.b32" in ptx
     assert ptx.count("atom.global.sys.release.exch.b32") == 5 * 2
     assert ptx.count("atom.global.sys.acquire.add.u32") == 2 * 2
