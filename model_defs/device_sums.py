@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -28,7 +29,7 @@ _SPLIT, _WHOLE = PartitionSpec(TENSOR_AXIS), PartitionSpec()
 
 @dataclass(frozen=True)
 class SumSpec:
-    """What is static of it: `backend` of `all_reduce`, and the `capacity` of its memory."""
+    """What is static of it: `backend` of `all_reduce`, and the `capacity` of its memory, in bytes."""
 
     backend: str
     capacity: int
@@ -61,15 +62,15 @@ class DeviceSums:
     table: jax.Array
     mesh: AnyMesh
 
-    def serves(self, num_rows: int, width: int) -> bool:
+    def serves(self, num_rows: int, width: int, dtype: Any) -> bool:
         """Whether partial sums of so many rows are left to be added up here, and not by the compiler."""
-        num_devices = tensor_parallel_size(self.mesh)
-        return self._sums_whole(num_rows, width) or all_reduce.serves_shares(num_rows, width, num_devices)
+        size = num_rows, width, dtype
+        return self._sums_whole(*size) or all_reduce.serves_shares(*size, tensor_parallel_size(self.mesh))
 
-    def _sums_whole(self, num_rows: int, width: int) -> bool:
+    def _sums_whole(self, num_rows: int, width: int, dtype: Any) -> bool:
         """Whether every device adds up all of so many rows; else each its share, before a norm."""
-        size = num_rows, width, tensor_parallel_size(self.mesh)
-        fits = num_rows * width <= self.spec.capacity
+        size = num_rows, width, dtype, tensor_parallel_size(self.mesh)
+        fits = num_rows * width * jnp.dtype(dtype).itemsize <= self.spec.capacity
         return fits and all_reduce.serves(*size) and not all_reduce.shares_are_faster(*size)
 
     def partial(
@@ -86,7 +87,8 @@ class DeviceSums:
         return total if y.bias is None else total + y.bias
 
     def _added_up(self, partial: jax.Array) -> jax.Array:
-        if not self._sums_whole(*partial.shape[1:]):
+        _, num_rows, width = partial.shape
+        if not self._sums_whole(num_rows, width, partial.dtype):
             return self._on_shards(lambda part: lax.psum(part[0], TENSOR_AXIS), _SPLIT, _WHOLE)(partial)
         run = self._on_shards(
             lambda part, table: all_reduce.sum_over_devices(part[0], table, **self._arguments),
@@ -110,7 +112,8 @@ class DeviceSums:
         `scale` and `bias`, [width], are the norm's; None: it has none. Of many rows each device has a share
         of the stream, whatever it has of the one that is given.
         """
-        is_whole = self._sums_whole(*y.parts.shape[1:])
+        _, num_rows, width = y.parts.shape
+        is_whole = self._sums_whole(num_rows, width, y.parts.dtype)
         add_up = all_reduce.sum_and_norm if is_whole else all_reduce.sum_and_norm_of_shares
 
         def run(stream: jax.Array, part: jax.Array, affine: Affine, table: jax.Array) -> Any:

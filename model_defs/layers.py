@@ -88,7 +88,7 @@ class Linear(nnx.Module):
         x, kernel, sums = x.astype(self.build.dtype), self.kernel[...], current_sums()
         bias = None if self.bias is None else self.bias[...]
         of_few_rows = self._of_few_rows(x.shape[0])
-        if any(self.in_axes) and sums is not None and sums.serves(x.shape[0], kernel.shape[-1]):
+        if any(self.in_axes) and sums is not None and sums.serves(x.shape[0], kernel.shape[-1], x.dtype):
             parts = sums.partial(of_few_rows or self._product, x, kernel, self._specs)
             return PartialSums(sums, parts, bias)
         # Behind the compiler's sum a bias is left to XLA, with its product: ours was not measured there.

@@ -138,7 +138,7 @@ def test_sums_that_are_too_wide_are_left_or_refused(monkeypatch) -> None:
     monkeypatch.setattr(all_reduce, "devices_limit", lambda devices: None)
     model = preset("llama2-13b-gqa10", hidden_size=32768)
     found = kernel_choices.choose_kernels(model, EngineConfig(), jnp.dtype("bfloat16"), TwoH200()).all_reduce
-    assert found is not None and found.name == "xla" and "at most 16384 elements" in found.reason
+    assert found is not None and found.name == "xla" and "at most 32768 bytes" in found.reason
     named = EngineConfig(runner=RunnerConfig(all_reduce="jax_triton"))
     with pytest.raises(ConfigError, match=r"runner\.all_reduce is 'jax_triton', but must be 'auto' or 'xla'"):
         kernel_choices.choose_kernels(model, named, jnp.dtype("bfloat16"), TwoH200())

@@ -17,12 +17,12 @@ from pallas_kernels.all_reduce.api import (
     sum_over_devices,
 )
 from pallas_kernels.all_reduce.memory import ExchangeMemory
-from pallas_kernels.all_reduce.specs import MAX_DEVICES, MAX_ROWS, MAX_WIDTH
+from pallas_kernels.all_reduce.specs import MAX_DEVICES, MAX_ROW_BYTES, MAX_ROWS
 
 __all__ = [
     "MAX_DEVICES",
     "MAX_ROWS",
-    "MAX_WIDTH",
+    "MAX_ROW_BYTES",
     "Affine",
     "ExchangeMemory",
     "SumArgumentError",

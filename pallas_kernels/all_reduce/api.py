@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,14 @@ from jax import lax
 
 from pallas_kernels.all_reduce.affine import Affine
 from pallas_kernels.all_reduce.peers import peers_limit
-from pallas_kernels.all_reduce.specs import FASTER_WHOLE, MAX_DEVICES, MAX_ROWS, MAX_WIDTH
+from pallas_kernels.all_reduce.specs import FASTER_WHOLE, MAX_DEVICES, MAX_ROW_BYTES, MAX_ROWS
 from pallas_kernels.devices import triton_device_limit
 from pallas_kernels.residual_norms import KINDS, NormSpec, add_and_norm
 
 _BACKENDS = ("jax_triton", "xla")
 _DTYPES = ("bfloat16", "float16", "float32")
-_LINE = 8  # numbers that a row must be a multiple of, so that it is written in whole words of 16 bytes
+_WORD_BYTES = 16
+_LINE = 8  # numbers that a row must be a multiple of, so that it is written in whole words
 
 
 class SumArgumentError(ValueError):
@@ -39,23 +41,25 @@ def devices_limit(devices: Sequence[jax.Device]) -> str | None:
     return peers_limit([device.local_hardware_id for device in devices])
 
 
-def serves(num_rows: int, width: int, num_devices: int) -> bool:
-    """Whether so many rows are summed here, on every device."""
-    return num_rows <= MAX_ROWS and _is_served(width, num_devices)
+def serves(num_rows: int, width: int, dtype: Any, num_devices: int) -> bool:
+    """Whether so many rows of partial sums in `dtype` are summed here, on every device."""
+    return 0 < num_rows <= MAX_ROWS and _is_served(width, dtype, num_devices)
 
 
-def serves_shares(num_rows: int, width: int, num_devices: int) -> bool:
-    """Whether so many rows are summed here, each device its share."""
-    return num_rows % num_devices == 0 and _is_served(width, num_devices)
+def serves_shares(num_rows: int, width: int, dtype: Any, num_devices: int) -> bool:
+    """Whether so many rows of partial sums in `dtype` are summed here, each device its share."""
+    return num_rows > 0 and num_rows % num_devices == 0 and _is_served(width, dtype, num_devices)
 
 
-def shares_are_faster(num_rows: int, width: int, num_devices: int) -> bool:
+def shares_are_faster(num_rows: int, width: int, dtype: Any, num_devices: int) -> bool:
     """Whether so many rows with a norm behind them are summed in shares though they could be summed whole."""
-    return serves_shares(num_rows, width, num_devices) and num_rows > FASTER_WHOLE[num_devices]
+    return serves_shares(num_rows, width, dtype, num_devices) and num_rows > FASTER_WHOLE[num_devices]
 
 
-def _is_served(width: int, num_devices: int) -> bool:
-    return 1 < num_devices <= MAX_DEVICES and width <= MAX_WIDTH and width % _LINE == 0
+def _is_served(width: int, dtype: Any, num_devices: int) -> bool:
+    found = jnp.dtype(dtype)
+    fits = width % _LINE == 0 and 0 < width * found.itemsize <= MAX_ROW_BYTES
+    return fits and found.name in _DTYPES and 1 < num_devices <= MAX_DEVICES
 
 
 def sum_over_devices(
@@ -67,7 +71,7 @@ def sum_over_devices(
       partial: this device's partial sums.
       table: i32[1, 2 * table_len], this device's row of `ExchangeMemory.table`.
       axis: the mesh's.
-      capacity: as of the memory.
+      capacity: bytes, as of the memory.
       backend: "jax_triton", or "xla" for any device, which sums in an order of its own and reads no table.
 
     Raises:
@@ -138,8 +142,8 @@ def sum_and_norm_of_shares(
       affine: as of `sum_and_norm`.
       norm: likewise.
       axis: the mesh's.
-      capacity: as of the memory; shares that it holds twice take the shorter way, through inboxes, if normed
-        numbers have as many bytes.
+      capacity: bytes, as of the memory; shares that it holds twice take the shorter way, through inboxes, if
+        normed numbers have as many bytes. With 0 none do, whatever the memory has.
       backend: as of `sum_over_devices`.
 
     Returns:
@@ -150,13 +154,12 @@ def sum_and_norm_of_shares(
       SumArgumentError: `serves_shares` says no, or dtypes or shapes that do not belong together.
     """
     num_devices = lax.axis_size(axis)
-    _check_backend(backend)
-    is_known = partial.ndim == 2 and partial.dtype.name in _DTYPES
-    if not is_known or not serves_shares(partial.shape[0], partial.shape[1], num_devices):
+    _check_static(capacity, backend)
+    if partial.ndim != 2 or not serves_shares(partial.shape[0], partial.shape[1], partial.dtype, num_devices):
         raise SumArgumentError(
             f"partial sums are {_named(partial)} of {num_devices} devices, but must "
             f"be [num_rows, width] of {' or '.join(_DTYPES)}, of 2 to {MAX_DEVICES} devices, which divide "
-            f"the rows, with at most {MAX_WIDTH} columns, a multiple of {_LINE}"
+            f"the rows, one or more each, of a multiple of {_LINE} columns, at most {MAX_ROW_BYTES} bytes"
         )
     _check_norm(share, partial, affine, norm, num_rows=partial.shape[0] // num_devices)
     if backend == "xla":
@@ -178,13 +181,14 @@ def _norm_by_xla(
 
 def _check(partial: jax.Array, axis: str, capacity: int, backend: str) -> int:
     num_devices = lax.axis_size(axis)
-    _check_backend(backend)
-    is_known = partial.ndim == 2 and partial.dtype.name in _DTYPES
-    if not is_known or not serves(partial.shape[0], partial.shape[1], num_devices) or partial.size > capacity:
+    _check_static(capacity, backend)
+    is_served = partial.ndim == 2 and serves(partial.shape[0], partial.shape[1], partial.dtype, num_devices)
+    if not is_served or partial.size * partial.dtype.itemsize > capacity:
         raise SumArgumentError(
             f"partial sums are {_named(partial)} of {num_devices} devices, but must "
-            f"be [num_rows, width] of {' or '.join(_DTYPES)}, of 2 to {MAX_DEVICES} devices, with at most "
-            f"{MAX_ROWS} rows, at most {MAX_WIDTH} columns, a multiple of {_LINE}, and {capacity} numbers"
+            f"be [num_rows, width] of {' or '.join(_DTYPES)}, of 2 to {MAX_DEVICES} devices, with 1 to "
+            f"{MAX_ROWS} rows of a multiple of {_LINE} columns, at most {MAX_ROW_BYTES} bytes each, and "
+            f"{capacity} together"
         )
     return num_devices
 
@@ -213,6 +217,8 @@ def _named(array: jax.Array) -> str:
     return f"{array.dtype.name}{list(array.shape)}"
 
 
-def _check_backend(backend: str) -> None:
+def _check_static(capacity: int, backend: str) -> None:
     if backend not in _BACKENDS:
         raise SumArgumentError(f"backend is {backend!r}, but must be one of {_BACKENDS}")
+    if capacity % _WORD_BYTES:
+        raise SumArgumentError(f"capacity is {capacity}, but must be a multiple of {_WORD_BYTES} bytes")

@@ -1,6 +1,6 @@
 """Launches of the sums' kernels through jax-triton: NVIDIA GPUs from Ampere on.
 
-Owns: the arguments of a launch. Does not know: what the kernels do with them.
+Owns: the arguments of a launch, and which kernel it is. Does not know: what the kernels do with them.
 Called by: `api`, which imports this file only where it is needed: jax-triton and Triton come with the extra
 `triton`.
 """
@@ -38,7 +38,7 @@ def triton_sum(partial: jax.Array, table: jax.Array, *, num_devices: int, capaci
         name="sum_over_devices",
         num_rows=partial.shape[0],
         num_devices=num_devices,
-        capacity=capacity,
+        capacity=capacity // partial.dtype.itemsize,
         norms=False,
     )[0]
 
@@ -63,7 +63,7 @@ def triton_sum_and_norm(
         name=f"sum_and_norm_{norm.kind}",
         num_rows=partial.shape[0],
         num_devices=num_devices,
-        capacity=capacity,
+        capacity=capacity // partial.dtype.itemsize,
         norms=True,
     )
 
@@ -81,15 +81,21 @@ def triton_shares(
     """See `api.sum_and_norm_of_shares`; arguments are already checked."""
     common: dict[str, Any] = {"num_rows": share.shape[0], "num_devices": num_devices}
     arrays, out_type = (partial, table, share, affine), _stream_and_normed(share, partial, norm)
-    if 2 * share.size <= capacity and jnp.dtype(norm.dtype).itemsize == partial.dtype.itemsize:
+    itemsize = partial.dtype.itemsize
+    if 2 * share.size * itemsize <= capacity and jnp.dtype(norm.dtype).itemsize == itemsize:
         name = f"sum_and_norm_of_shares_by_inbox_{norm.kind}"
         return _launch(
             shares_by_inbox, arrays, out_type, norm,
-            num_programs=NUM_PROGRAMS, name=name, capacity=capacity, **common,
+            num_programs=NUM_PROGRAMS, name=name, capacity=capacity // itemsize, **common,
         )  # fmt: skip
     name = f"sum_and_norm_of_shares_{norm.kind}"
     num_programs = min(MAX_PROGRAMS, share.shape[0])
     return _launch(shares_by_letter, arrays, out_type, norm, num_programs=num_programs, name=name, **common)
+
+
+def num_warps(kernel: Any, block: int) -> int:
+    """Of each program of a kernel, whose rows are padded to `block` columns."""
+    return min(_MAX_WARPS[kernel], max(block // _NUMBERS_OF_A_WARP, 1))
 
 
 type _Outputs = tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
@@ -124,7 +130,7 @@ def _launch(
         out_type=out_type,
         grid=(num_programs,),
         name=name,
-        num_warps=min(_MAX_WARPS[kernel], max(block // _NUMBERS_OF_A_WARP, 1)),
+        num_warps=num_warps(kernel, block),
         num_stages=1,
         backend_options=_OPTIONS,
         width=width,

@@ -11,7 +11,7 @@ memory that nothing else writes to, so that a replayed graph counts as well. Sum
 devices, so that all have the same bits. Programs that are more than run at once begin in the order of their
 numbers on every device, and so those that wait for each other run.
 
-A peer that does not come is given up as in `inbox_kernels`.
+A peer that does not come is given up as in `inboxes`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The memory that devices of one process write to each other, and the tables that say where it is.
 
 Owns: inboxes, flags and counters of every device, as arrays that nobody hands to a program: kernels know
-their addresses. Inboxes are integers, as kernels look at bits. Does not know: kernels, or when they run.
+their addresses. Inboxes are bytes, for numbers of any size. Does not know: kernels, or when they run.
 Called by: whoever runs programs that exchange; they take `table`.
 
 A process sees the memory of all its devices at one address each, so an address is all that a peer needs. An
@@ -13,14 +13,15 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.all_reduce.specs import (
     EMPTY,
     FLAGS,
-    inbox_len,
     inbox_rows,
+    inboxes_len,
     letters_place,
     table_len,
     table_row,
@@ -37,22 +38,29 @@ class ExchangeMemory:
       table: i32[devices, 2 * table_len], a row for each device, on it.
       words: i32[devices, words_len], of which the first of a row says that its device lost a peer, or was
         told so; what it was when a program that takes it runs.
-      capacity: numbers that a device may leave in another's inbox.
+      capacity: bytes that a device may leave in another's inbox; who launches must say so many.
     """
 
     table: jax.Array
     words: jax.Array
 
     def __init__(self, mesh: Mesh, width: int, dtype: Any, *, num_rows: int | None = None) -> None:
-        """Make memory for rows of `width`, `num_rows` at a time, for devices that do not wait yet.
+        """Make memory for devices that do not wait yet.
 
-        None: as many as `inbox_rows` says.
+        Args:
+          mesh: of one axis.
+          width: of a row, a multiple of 8.
+          dtype: of its numbers; whatever else has no more bytes may be sent as well.
+          num_rows: that are sent at a time; None: as many as `inbox_rows` says.
         """
         (axis,) = mesh.axis_names
         self._num_devices = mesh.devices.size
         self._split = NamedSharding(mesh, PartitionSpec(axis))
         num_rows = inbox_rows(self._num_devices) if num_rows is None else num_rows
-        self._dtype, self.capacity = np.dtype(dtype), num_rows * width
+        self.capacity = num_rows * width * np.dtype(dtype).itemsize
+        shape = self._num_devices, inboxes_len(self._num_devices, self.capacity)
+        # Filled by each device, since they are large, and once compiled for every time.
+        self._new_inboxes = jax.jit(lambda: jnp.full(shape, EMPTY, jnp.int8), out_shardings=self._split)
         self.renew(alone=True)
 
     def renew(self, *, alone: bool = False) -> None:
@@ -62,9 +70,10 @@ class ExchangeMemory:
           alone: every device takes itself for all its peers, and so waits for none. To load kernels that way
             first is what lets no device wait for a peer that cannot load, because the first one waits.
         """
+        for name in ("table", "words", "_inboxes"):  # freed first: two may not fit, and a table would mislead
+            vars(self).pop(name, None)
         num = self._num_devices
-        empty = np.full((num, inbox_len(num, self.capacity)), EMPTY, f"int{8 * self._dtype.itemsize}")
-        self._inboxes = jax.device_put(empty, self._split)
+        self._inboxes = self._new_inboxes()
         words = np.zeros((num, words_len(num)), np.int32)
         if alone:
             words[:, FLAGS : letters_place(num)] = _NEVER_WAITED_FOR
@@ -83,7 +92,7 @@ class ExchangeMemory:
     def num_bytes(self) -> int:
         """Of each device."""
         num = self._num_devices
-        return inbox_len(num, self.capacity) * self._dtype.itemsize + 4 * words_len(num)
+        return inboxes_len(num, self.capacity) + 4 * words_len(num)
 
 
 def _addresses(array: jax.Array) -> list[int]:

@@ -19,12 +19,14 @@ MAX_PROGRAMS = 256
 """Of a launch by letter, which reads from far away, and so more at a time."""
 
 MAX_DEVICES = 4
-MAX_WIDTH = 16384
+MAX_ROW_BYTES = 32768
+"""Of partial sums: registers hold a row of every device, and of 16,384 numbers of 32 bits they would not."""
+
 MAX_ROWS = 512
 """That all devices are sent, and that a sum without a norm may have."""
 
 MAX_ROWS_BY_INBOX = {2: MAX_ROWS, 3: 2048, 4: 2048}
-"""That inboxes hold, all of them or in shares, by the number of devices.
+"""Of a launch in shares that goes through inboxes, all shares together, by the number of devices.
 
 Devices write to each other's memory faster than they read it, and shares by letter are read. But from inboxes
 normed rows are copied, of which one of two devices gets half, and they are in the way: 2,048 rows of 8,192
@@ -64,8 +66,8 @@ def inbox_rows(num_devices: int) -> int:
     return max(MAX_ROWS, -(-2 * MAX_ROWS_BY_INBOX[num_devices] // num_devices))
 
 
-def inbox_len(num_devices: int, capacity: int) -> int:
-    """Numbers of all inboxes of a device, to each of which every peer may send `capacity`."""
+def inboxes_len(num_devices: int, capacity: int) -> int:
+    """Bytes of all inboxes of a device, to each of which every peer may send `capacity`."""
     return NUM_INBOXES * (num_devices - 1) * capacity
 
 

@@ -56,7 +56,7 @@ def choose_kernels(model: ModelConfig, config: EngineConfig, dtype: np.dtype, me
     norm = residual_norms.choose_backend(model.hidden_size, device)
     cutoff = sampling_cutoffs.choose_backend(device)
     copy = page_copies.choose_backend(page, device)
-    sums = _sum_choice(model, config, list(mesh.devices.flat)) if num_shards > 1 else None
+    sums = _sum_choice(model, config, dtype, list(mesh.devices.flat)) if num_shards > 1 else None
     return KernelChoices(
         attention=_attention_choice(model, config, dtype, device, num_shards),
         residual_norm=_explained(norm, f"rows of {model.hidden_size} elements", device),
@@ -113,16 +113,18 @@ def _matmul_choice(
     return BackendChoice("pallas_mosaic_gpu", f"the fastest that serves {few}")
 
 
-def _sum_choice(model: ModelConfig, config: EngineConfig, devices: list[jax.Device]) -> BackendChoice:
+def _sum_choice(
+    model: ModelConfig, config: EngineConfig, dtype: np.dtype, devices: list[jax.Device]
+) -> BackendChoice:
     """Of sums over devices, where they serve."""
     asked = config.runner.all_reduce
     if asked == "xla":
         return BackendChoice("xla", f"named in {_SUM_FIELD}")
     limit = all_reduce.devices_limit(devices)
-    if limit is None and not all_reduce.serves(1, model.hidden_size, len(devices)):
+    if limit is None and not all_reduce.serves(1, model.hidden_size, dtype, len(devices)):
         limit = (
-            f"jax_triton adds up rows of at most {all_reduce.MAX_WIDTH} elements, a multiple of 8, of at "
-            f"most {all_reduce.MAX_DEVICES} devices"
+            f"jax_triton adds up rows of a multiple of 8 elements and at most {all_reduce.MAX_ROW_BYTES} "
+            f"bytes, of at most {all_reduce.MAX_DEVICES} devices"
         )
     if limit is None:
         return BackendChoice(

@@ -29,7 +29,6 @@ from pallas_kernels import all_reduce, residual_norms
 
 _CHAIN = 64
 _BALLAST_BYTES = 96 << 20  # 30 to 40 us of an H100, in which a host launches more than a link of a chain
-_BEYOND = 3e38  # no number is
 _NUM_LAUNCHES = 4
 _SPLIT, _WHOLE = PartitionSpec(TENSOR_AXIS), PartitionSpec()
 _EPS = 1e-5
@@ -56,12 +55,12 @@ def measure_sums(
             "compiler_norm": _compiler_norm,
         }
         arguments = {"axis": TENSOR_AXIS, "capacity": memory.capacity, "backend": backend} if memory else {}
-        if memory is not None and all_reduce.serves(num_rows, width, mesh.devices.size):
+        if memory is not None and all_reduce.serves(num_rows, width, dtype, mesh.devices.size):
             chains["own"] = functools.partial(_own, arguments)
             chains["own_norm"] = functools.partial(_own_norm, arguments)
-        if memory is not None and all_reduce.serves_shares(num_rows, width, mesh.devices.size):
+        if memory is not None and all_reduce.serves_shares(num_rows, width, dtype, mesh.devices.size):
             chains["own_letters_norm"] = functools.partial(_own_shares, arguments | {"capacity": 0})
-            if 2 * num_rows * width <= memory.capacity * mesh.devices.size:
+            if 2 * num_rows * width * np.dtype(dtype).itemsize <= memory.capacity * mesh.devices.size:
                 chains["own_shares_norm"] = functools.partial(_own_shares, arguments)
         found[f"{num_rows} x {width}"] = _measure(mesh, chains, num_rows, width, dtype, memory, repeats)
     return found
@@ -156,7 +155,8 @@ def _program(mesh: Mesh, add_up: Chain, length: int) -> Any:
     ) -> jax.Array:
         value, scale = x[0], jnp.ones(x.shape[-1], x.dtype)
         for _ in range(length):
-            nothing = jnp.sum(jnp.where(value[0] > _BEYOND, ballast[0], 0), axis=0).astype(x.dtype)
+            is_beyond = value[0] > jnp.finfo(x.dtype).max  # no number is
+            nothing = jnp.sum(jnp.where(is_beyond, ballast[0], 0), axis=0).astype(x.dtype)
             value = add_up(lax.optimization_barrier(value * factors[0] + nothing), table, stream, scale)
         return value[None]
 

@@ -1,4 +1,4 @@
-"""The sum's kernel in Triton's interpreter: devices are processes that share memory.
+"""The sums' kernels in Triton's interpreter: devices are processes that share memory.
 
     TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m tests.kernels.all_reduce_peers 2
 
@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import time
+from multiprocessing import connection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,10 +29,11 @@ from tests.kernels.triton_interpreter import HostTensor
 WIDTH, MAX_ROWS = 40, 12
 NUM_DEVICES = int(sys.argv[1])
 NUM_PROGRAMS = 8  # of a launch, as far as the layout is concerned at most `specs.MAX_PROGRAMS`
-CAPACITY = WIDTH * MAX_ROWS
+CAPACITY = WIDTH * MAX_ROWS * 4  # bytes, in launches of either dtype
 EPS = 1e-5
 VECTORS = ("sum_bias", "scale", "bias")  # in the order of the kernels' arguments
 MAX_SHARED = WIDTH * 36
+DEADLINE_S = 240
 
 
 class Memory:
@@ -39,7 +41,7 @@ class Memory:
 
     def __init__(self) -> None:
         """Inboxes are empty, and all else zero; children of this process see it where this process does."""
-        self.inboxes = shared(specs.inbox_len(NUM_DEVICES, CAPACITY), "int32")
+        self.inboxes = shared(specs.inboxes_len(NUM_DEVICES, CAPACITY), "int8")
         self.inboxes[:] = specs.EMPTY
         self.words = shared(specs.words_len(NUM_DEVICES), "int32")
         self.partial, self.normed = shared(MAX_SHARED, "float32"), shared(MAX_SHARED, "float32")
@@ -74,13 +76,14 @@ OTHERS = Norm("layer", ()), Norm("rms", ("sum_bias",)), Norm("layer", ("bias",))
 WHOLE, INBOX, LETTER = "all rows everywhere", "shares by inbox", "shares by letter"
 # Rows, the norm, and who adds them up. Fewer rows and more than there are programs, and more than inboxes
 # hold; every norm in each kernel, and with a sum's bias in float16 too (odd places), to which it is rounded.
+# An odd number of launches by letter, of fewer programs than take in what comes by inbox after them: who did
+# not count these by themselves would look for normed rows in the other inbox.
 LAUNCHES = (
     (1, None, WHOLE), (12, RMS, WHOLE), (3, None, WHOLE), (9, LAYER, WHOLE), (12, RMS, LETTER),
     (12, OTHERS[1], WHOLE), (11, LAYER, WHOLE), (36, LAYER, LETTER), (12, OTHERS[0], LETTER),
     (1, OTHERS[0], WHOLE), (8, OTHERS[2], WHOLE), (24, OTHERS[1], LETTER), (2, None, WHOLE),
-    (12, OTHERS[2], LETTER), (12, LAYER, LETTER), (12, LAYER, INBOX), (12, RMS, WHOLE),
-    (12, OTHERS[1], INBOX), (12, OTHERS[2], INBOX), (12, OTHERS[0], INBOX), (12, LAYER, WHOLE),
-    (12, RMS, INBOX),
+    (12, OTHERS[2], LETTER), (12, LAYER, INBOX), (12, RMS, WHOLE), (12, OTHERS[2], INBOX),
+    (12, OTHERS[1], INBOX), (12, OTHERS[0], INBOX), (12, LAYER, WHOLE), (12, RMS, INBOX),
 )  # fmt: skip
 
 
@@ -99,8 +102,9 @@ def flags_of(norm: Norm | None) -> dict[str, Any]:
 
 
 def launch(
-    rank: int, table: np.ndarray, number: int, num_rows: int, dtype: str, *, norm: Norm | None, limit: int
-) -> tuple[np.ndarray, np.ndarray]:
+    rank: int, table: np.ndarray, number: int, num_rows: int, dtype: str, *, norm: Norm | None, limit: int,
+    num_programs: int = NUM_PROGRAMS,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """One device's part of a launch for few rows: sums and normed rows."""
     assert num_rows <= MAX_ROWS, "more than inboxes hold"
     partial = values_of(number, rank, num_rows, dtype)
@@ -108,10 +112,10 @@ def launch(
     total = np.full(partial.shape, -7, dtype if norm is None else "float32")
     normed = np.full(1 if norm is None else partial.shape, -7, dtype)
     vectors = vectors_of(number, norm, dtype).values()
-    sum_of_rows[(NUM_PROGRAMS,)](
+    sum_of_rows[(num_programs,)](
         *map(HostTensor, (partial, table.view(np.int32), stream, *vectors, total, normed)),
-        num_rows=num_rows, capacity=CAPACITY, width=WIDTH, block=64, num_devices=NUM_DEVICES,
-        norms=norm is not None, limit=limit, **flags_of(norm),
+        num_rows=num_rows, capacity=CAPACITY // partial.itemsize, width=WIDTH, block=64,
+        num_devices=NUM_DEVICES, norms=norm is not None, limit=limit, **flags_of(norm),
     )  # fmt: skip
     return total, normed
 
@@ -131,7 +135,7 @@ def launch_shares(
     run: Any = shares_by_letter[(min(NUM_PROGRAMS, num_rows // NUM_DEVICES),)]  # so counts of programs differ
     if by == INBOX:
         assert num_rows <= MAX_ROWS, "more than inboxes hold"
-        run = functools.partial(shares_by_inbox[(NUM_PROGRAMS,)], capacity=CAPACITY)
+        run = functools.partial(shares_by_inbox[(NUM_PROGRAMS,)], capacity=CAPACITY // partial.itemsize)
     run(
         *map(HostTensor, (partial, table.view(np.int32), share, *vectors, total, normed)),
         num_rows=num_rows // NUM_DEVICES, width=WIDTH, block=64, num_devices=NUM_DEVICES, limit=limit,
@@ -160,21 +164,58 @@ def expected_of(
     return stream, normed * vectors.get("scale", 1) + vectors.get("bias", 0)
 
 
-def check(
-    rank: int, memory: Memory, table: np.ndarray, number: int, num_rows: int, norm: Norm | None, by: str
-) -> None:
-    """A launch against numpy."""
-    dtype = ("float32", "float16")[number % 2]
-    expected, normed = expected_of(number, num_rows, dtype, norm)
-    arguments: dict[str, Any] = {"norm": norm, "limit": specs.LIMIT}
+def launch_any(
+    rank: int, memory: Memory, table: np.ndarray, number: int, num_rows: int, dtype: str, *, by: str,
+    **arguments: Any,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Either of these."""
     if by == WHOLE:
-        found = launch(rank, table, number, num_rows, dtype, **arguments)
-    else:
+        return launch(rank, table, number, num_rows, dtype, **arguments)
+    return launch_shares(rank, memory, table, number, num_rows, dtype, by=by, **arguments)
+
+
+def dtype_of(number: int) -> str:
+    return ("float32", "float16")[number % 2]
+
+
+def check(
+    rank: int, memory: Memory, table: np.ndarray, number: int, num_rows: int, norm: Norm | None, by: str,
+    **arguments: Any,
+) -> None:  # fmt: skip
+    """A launch against numpy."""
+    dtype = dtype_of(number)
+    expected, normed = expected_of(number, num_rows, dtype, norm)
+    if by != WHOLE:
         expected = np.array_split(expected, NUM_DEVICES)[rank]
-        found = launch_shares(rank, memory, table, number, num_rows, dtype, by=by, **arguments)
+    arguments |= {"norm": norm, "by": by, "limit": specs.LIMIT}
+    found = launch_any(rank, memory, table, number, num_rows, dtype, **arguments)
     np.testing.assert_array_equal(found[0], expected)
     if norm is not None:
         np.testing.assert_allclose(found[1], normed, rtol=2e-3 if dtype == "float16" else 1e-5, atol=1e-5)
+
+
+class Looks:
+    """What the interpreter reads that is volatile: looks at one device's numbers of a row.
+
+    Attributes:
+      count: of them.
+      pauses: where their length comes from; None: there are none.
+    """
+
+    def __init__(self) -> None:
+        """From now on looks are counted."""
+        self.count = 0
+        self.pauses: random.Random | None = None
+        load = interpreter_builder.create_masked_load
+
+        def count_and_load(*arguments: Any) -> Any:
+            if arguments[-1]:
+                self.count += 1
+                if self.pauses is not None:
+                    time.sleep(self.pauses.choice((0,) * 15 + (0.1,)))
+            return load(*arguments)
+
+        interpreter_builder.create_masked_load = count_and_load
 
 
 def pause_between_programs(pauses: random.Random) -> None:
@@ -188,48 +229,92 @@ def pause_between_programs(pauses: random.Random) -> None:
     interpreter_builder.set_grid_idx = pause_and_begin
 
 
-def run_device(rank: int, memories: list[Memory], all_are_done: Any) -> None:
+def table_of(rank: int, memories: list[Memory]) -> np.ndarray:
+    """A device's, of everybody's memory."""
+    inboxes = [memory.inboxes.ctypes.data for memory in memories]
+    words = [memory.words.ctypes.data for memory in memories]
+    return np.array(specs.table_row(rank, inboxes, words), np.int64)
+
+
+def assert_nothing_is_left(memory: Memory) -> None:
+    """Nobody is lost, and whatever came was taken."""
+    assert memory.words[0] == 0
+    assert (memory.inboxes == specs.EMPTY).all()
+
+
+def run_alone(rank: int) -> None:
+    """All launches of a device that takes itself for all its peers, as memory says at first: none waits."""
+    memory = Memory()
+    memory.words[specs.FLAGS : specs.letters_place(NUM_DEVICES)] = 1 << 30
+    table = table_of(rank, [memory] * NUM_DEVICES)
+    for number, (num_rows, norm, by) in enumerate(LAUNCHES):
+        launch_any(rank, memory, table, number, num_rows, dtype_of(number), norm=norm, by=by, limit=1)
+    assert_nothing_is_left(memory)
+
+
+def run_overtaken(rank: int, memories: list[Memory], looks: Looks, pauses: random.Random) -> None:
+    """A program that is alone in a launch pauses while it looks, and its peers are in the next launch."""
+    table, looks.pauses = table_of(rank, memories), pauses
+    for number in range(24):
+        check(rank, memories[rank], table, number, 1 + number % 3, None, WHOLE, num_programs=1)
+    looks.pauses = None
+
+
+def run_in_vain(rank: int, memory: Memory, table: np.ndarray, looks: Looks) -> None:
+    """Launches that no peer comes to, but for a part of each row, as of one that stopped in the middle."""
+    memory.inboxes.view("float32").reshape(-1, WIDTH)[:, : WIDTH // 4] = 1.5
+    for num_looks in (20 + 10, 11):  # at the first row of all until it is given up, at the others once
+        looks.count = 0
+        total, _ = launch(rank, table, 99, 11, "float32", norm=None, limit=20)
+        assert np.isnan(total).all()
+        assert looks.count == num_looks * NUM_DEVICES, looks.count
+        for by in (INBOX, LETTER):
+            looks.count = 0
+            arguments: dict[str, Any] = {"norm": LAYER, "by": by, "limit": 20}
+            total, normed = launch_shares(rank, memory, table, 99, 12, "float32", **arguments)
+            assert np.isnan(total).all() and np.isnan(normed).all()
+            # Of partial sums and of normed rows, at all devices' of each row of a share.
+            assert looks.count == (2 * 12 if by == INBOX else 0), looks.count
+
+
+def run_device(rank: int, memories: list[Memory], others: list[Memory], all_are_done: Any) -> None:
     """All launches of one device, with pauses of its own; then some that its peer does not come to."""
-    inboxes, words = (
-        [each.ctypes.data for each in kind]
-        for kind in zip(*((m.inboxes, m.words) for m in memories), strict=True)
-    )
-    table = np.array(specs.table_row(rank, inboxes, words), np.int64)
-    pauses = random.Random(rank)
+    looks, pauses = Looks(), random.Random(rank)
+    run_alone(rank)
+    run_overtaken(rank, others, looks, pauses)
     pause_between_programs(pauses)
+    table = table_of(rank, memories)
     for number, one in enumerate(LAUNCHES):
         time.sleep(pauses.choice((0, 0, 0.2)))
         check(rank, memories[rank], table, number, *one)
-    status = memories[rank].words[:1]
-    assert status[0] == 0
+    all_are_done.wait()
+    for memory in (memories[rank], others[rank]):
+        assert_nothing_is_left(memory)
     all_are_done.wait()
     if rank == 0:
-        start_s = time.monotonic()
-        for _ in range(2):
-            total, _ = launch(rank, table, 99, 11, "float32", norm=None, limit=20)
-            assert np.isnan(total).all()
-            for by in (INBOX, LETTER):
-                arguments: dict[str, Any] = {"norm": LAYER, "by": by, "limit": 20}
-                total, normed = launch_shares(rank, memories[0], table, 99, 12, "float32", **arguments)
-                assert np.isnan(total).all() and np.isnan(normed).all()
-        assert time.monotonic() - start_s < 60
-    while not status[0]:  # the other one is told, too
+        run_in_vain(rank, memories[0], table, looks)
+    while not memories[rank].words[0]:  # the other ones are told, too
         time.sleep(0.05)
     print(f"device {rank}: {len(LAUNCHES)} launches", flush=True)
     os._exit(0)
 
 
 def main() -> None:
-    memories = [Memory() for _ in range(NUM_DEVICES)]
+    memories, others = ([Memory() for _ in range(NUM_DEVICES)] for _ in range(2))
     context = multiprocessing.get_context("fork")  # memory stays where it is
-    arguments = memories, context.Barrier(NUM_DEVICES)
+    arguments = memories, others, context.Barrier(NUM_DEVICES)
     devices = [context.Process(target=run_device, args=(rank, *arguments)) for rank in range(NUM_DEVICES)]
+    end_s = time.monotonic() + DEADLINE_S
     try:
         for device in devices:
             device.start()
-        for device in devices:
-            device.join(240)
-        assert [device.exitcode for device in devices] == [0] * NUM_DEVICES
+        running = {device.sentinel: device for device in devices}
+        while running:  # peers of one that has died would wait for it
+            ended = connection.wait(list(running), max(end_s - time.monotonic(), 0))
+            assert ended, f"devices run for more than {DEADLINE_S} s"
+            for device in map(running.pop, ended):
+                device.join()
+                assert device.exitcode == 0, f"{device.name} ended with {device.exitcode}"
     finally:
         for device in devices:
             device.kill()

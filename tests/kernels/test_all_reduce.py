@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import jax
@@ -119,8 +120,9 @@ def test_norms_that_are_refused(changes, says, shares):
     [
         ((specs.MAX_ROWS + 1, 8), {}),
         ((3, 12), {}),
-        ((3, specs.MAX_WIDTH + 8), {"capacity": 10**9}),
-        ((3, 16), {"capacity": 47}),
+        ((0, 16), {}),
+        ((3, specs.MAX_ROW_BYTES // 4 + 8), {"capacity": 1 << 30}),
+        ((3, 16), {"capacity": 176}),
     ],
 )
 def test_what_is_not_served_is_refused(shape, changes):
@@ -135,16 +137,32 @@ def test_how_few_rows_are_sent_to_all():
     for num in every_number:  # a peer's inbox has room for two shares
         assert specs.inbox_rows(num) * num >= 2 * specs.MAX_ROWS_BY_INBOX[num]
     assert specs.MAX_DEVICES & (specs.MAX_DEVICES - 1) == 0
-    found = {rows: all_reduce.shares_are_faster(rows, 64, 4) for rows in (64, 66, 68, 1024)}
+    found = {rows: all_reduce.shares_are_faster(rows, 64, "float16", 4) for rows in (64, 66, 68, 1024)}
     assert found == {64: False, 66: False, 68: True, 1024: True}, "66 is not divided by four"
-    assert not all_reduce.shares_are_faster(512, 64, 2) and not all_reduce.shares_are_faster(512, 64, 1)
+    assert not any(all_reduce.shares_are_faster(512, 64, "float16", num) for num in (1, 2))
 
 
 def test_back_ends_have_names():
     with pytest.raises(SumArgumentError, match="backend is 'nccl', but must be one of"):
         summed(jnp.zeros((3, 16)), backend="nccl")
-    assert not all_reduce.serves(8, 64, 1) and not all_reduce.serves(8, 64, 5)
     assert "NVIDIA GPU" in all_reduce.devices_limit(jax.devices()[:2])
+
+
+@pytest.mark.parametrize("serves", [all_reduce.serves, all_reduce.serves_shares])
+def test_what_is_served(serves):
+    """Rows by their bytes, as they lie in registers; none at all would keep no one waiting."""
+    assert serves(8, 16384, "bfloat16", 4) and serves(8, 8192, "float32", 4)
+    assert not serves(8, 16392, "bfloat16", 4) and not serves(8, 8200, "float32", 4)
+    assert not serves(0, 64, "bfloat16", 2) and not serves(8, 0, "bfloat16", 2)
+    assert not serves(8, 64, "float64", 2) and not serves(8, 60, "float32", 2)
+    assert not serves(8, 64, "float32", 1) and not serves(10, 64, "float32", 5)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_capacities_are_whole_words(shares):
+    """So that places in inboxes are, for numbers of any size."""
+    with pytest.raises(SumArgumentError, match="capacity is 4088, but must be a multiple of 16 bytes"):
+        normed(jnp.zeros((4, 16)), shares=shares, capacity=4088)
 
 
 class Driver:
@@ -197,7 +215,7 @@ def test_without_a_driver_nobody_reaches_anybody(monkeypatch):
 def test_tables_say_where_everybodys_memory_is():
     """Every device has its own row; alone each points to itself, and waits for nobody."""
     memory = ExchangeMemory(make_mesh(2), 64, "float32", num_rows=4)
-    assert memory.capacity == 256 and memory.num_bytes == 2 * 256 * 4 + 4 * specs.words_len(2)
+    assert memory.capacity == 1024 and memory.num_bytes == 2 * 1024 + 4 * specs.words_len(2)
 
     def rows():
         assert [shard.data.shape[0] for shard in memory.table.addressable_shards] == [1, 1]
@@ -208,7 +226,16 @@ def test_tables_say_where_everybodys_memory_is():
         assert len(set(addresses)) == 2 and addresses[2:] == [status, status]
     flags = np.asarray(memory.words)[:, specs.FLAGS : specs.letters_place(2)]
     assert flags.size == 2 * 2 * 2 * specs.MAX_PROGRAMS and (flags > 10**9).all()
+    refs = [weakref.ref(array) for array in (memory.table, memory.words, memory._inboxes)]
+    fill = memory._new_inboxes
+
+    def fill_when_old_ones_are_gone():
+        assert [ref() for ref in refs] == [None] * 3, "two may not fit"
+        return fill()
+
+    memory._new_inboxes = fill_when_old_ones_are_gone
     memory.renew()
+    assert (np.asarray(memory._inboxes) == specs.EMPTY).all()
     first, second = rows()
     assert first[2:] == second[2:] and len(set(first[2:])) == 4
     assert [first[1], second[1]] == first[4:]
@@ -217,7 +244,7 @@ def test_tables_say_where_everybodys_memory_is():
     assert [shard.data.unsafe_buffer_pointer() for shard in shards] == first[4:]
 
 
-def compiled_ptx(kernel, constants, *, kind, num_warps):
+def compiled_ptx(kernel, constants, *, kind):
     """For Hopper and four devices, of bfloat16, in whole words of 16 bytes wherever rows are read or written.
 
     A layer norm has all arrays, the other one its scale. Whoever is lost is told so one by one.
@@ -225,6 +252,8 @@ def compiled_ptx(kernel, constants, *, kind, num_warps):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    from pallas_kernels.all_reduce.jax_triton import num_warps
 
     pointers = dict.fromkeys(("partial", "sum_bias", "scale", "bias", "normed"), "bf16")
     pointers |= {"stream": "fp32", "table": "i32", "sum": "fp32" if kind else "bf16"}
@@ -234,7 +263,7 @@ def compiled_ptx(kernel, constants, *, kind, num_warps):
     signature = {f"{name}_ptr": f"*{dtype}" for name, dtype in pointers.items()} | {"num_rows": "i32"}
     aligned = {(kernel.arg_names.index(f"{name}_ptr"),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-    options = {"num_warps": num_warps, "ptx_version": 88, "enable_fp_fusion": True}
+    options = {"num_warps": num_warps(kernel, 8192), "ptx_version": 88, "enable_fp_fusion": True}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     for words in ("st.global.b16", "ld.global.cg.b16", "ld.global.b16", "ld.volatile.global.b16"):
         assert words not in ptx
@@ -249,7 +278,7 @@ def test_what_it_compiles_to(kind):
     from pallas_kernels.all_reduce.inbox_kernels import sum_of_rows
 
     constants = {"capacity": 512 * 8192, "norms": kind is not None}
-    check_inboxes(compiled_ptx(sum_of_rows, constants, kind=kind, num_warps=16), num_looks=1)
+    check_inboxes(compiled_ptx(sum_of_rows, constants, kind=kind), sum_of_rows, num_looks=1)
 
 
 @needs_extra
@@ -259,12 +288,15 @@ def test_what_shares_by_inbox_compile_to(kind):
     from pallas_kernels.all_reduce.inbox_kernels import shares_by_inbox
 
     constants = {"capacity": 512 * 8192}
-    check_inboxes(compiled_ptx(shares_by_inbox, constants, kind=kind, num_warps=16), num_looks=2)
+    check_inboxes(compiled_ptx(shares_by_inbox, constants, kind=kind), shares_by_inbox, num_looks=2)
 
 
-def check_inboxes(ptx, num_looks):
-    """Of 16 numbers a thread and device in two words, one after the other before any is used."""
-    assert ptx.count("ld.volatile.global.v4.b32") == 2 * 4 * num_looks
+def check_inboxes(ptx, kernel, num_looks):
+    """Of all four devices in words of eight numbers, one after the other before any is used."""
+    from pallas_kernels.all_reduce.jax_triton import num_warps
+
+    num_words = 8192 // 8 // (32 * num_warps(kernel, 8192))  # a thread's, of a row
+    assert ptx.count("ld.volatile.global.v4.b32") == num_words * 4 * num_looks
     first, last = ptx.index("ld.volatile.global.v4.b32"), ptx.rindex("ld.volatile.global.v4.b32")
     if num_looks == 1:
         between = ptx[first:last]
@@ -279,7 +311,7 @@ def test_what_shares_by_letter_compile_to(kind):
     """Two meetings, at each of which one instruction sets all flags, and one looks at them, and in a loop."""
     from pallas_kernels.all_reduce.letter_kernels import shares_by_letter
 
-    ptx = compiled_ptx(shares_by_letter, {}, kind=kind, num_warps=8)
+    ptx = compiled_ptx(shares_by_letter, {}, kind=kind)
     assert "ld.global.cg.v4.b32" in ptx
     assert ptx.count("atom.global.sys.release.exch.b32") == 5 * 2
     assert ptx.count("atom.global.sys.acquire.add.u32") == 2 * 2
@@ -293,7 +325,7 @@ def test_devices_that_are_processes(num_devices):
     root = Path(__file__).parents[2]
     environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.kernels.all_reduce_peers", num_devices]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"after {done.stdout}:\n{done.stderr}"
 
 
@@ -321,7 +353,7 @@ LAYER = NormSpec("layer", 1e-5, jnp.bfloat16)
 @pytest.mark.parametrize("norms", [False, True])
 def test_it_lowers_inside_shard_map(norms):
     """One launch for a sum, with the stream and its norm or without; the table goes to it as it is."""
-    arguments = {"axis": "tp", "capacity": 512 * 256}
+    arguments = {"axis": "tp", "capacity": 512 * 256 * 2}
 
     def run(part, table, stream, affine):
         if not norms:
@@ -338,7 +370,7 @@ def test_it_lowers_inside_shard_map(norms):
 def test_shares_lower_inside_shard_map(num_rows):
     """One launch, and nothing beside it, by inbox and by letter."""
     split, whole = PartitionSpec("tp"), PartitionSpec()
-    arguments = {"norm": LAYER, "axis": "tp", "capacity": 512 * 256}
+    arguments = {"norm": LAYER, "axis": "tp", "capacity": 512 * 256 * 2}
     run = functools.partial(all_reduce.sum_and_norm_of_shares, **arguments)
     text = lowered(run, num_rows, split, (split, whole))
     assert text.count("@triton_kernel_call_ffi") == 1
@@ -358,7 +390,8 @@ def test_what_kernels_are_told(missing, kind, monkeypatch):
         (jax_triton.triton_sum_and_norm, jnp.ones((4, 16))),
         (jax_triton.triton_shares, jnp.ones((2, 16))),
     ):
-        arrays, named = told(monkeypatch, add_up, stream, affine, norm=norm, capacity=64)
+        arrays, named = told(monkeypatch, add_up, stream, affine, norm=norm, capacity=256)
+        assert named["capacity"] == 64, "numbers, of four bytes each"
         found = dict(zip(named["kernel"].arg_names, arrays, strict=False))
         assert found["partial_ptr"] is PARTIAL and found["stream_ptr"] is stream
         assert (named["is_layer"], named["eps"]) == (kind == "layer", 0.5)
@@ -385,7 +418,7 @@ def told(monkeypatch, add_up, stream, affine, **arguments):
 @needs_extra
 @pytest.mark.parametrize(
     ("capacity", "dtype", "by_inbox"),
-    [(64, jnp.float32, True), (63, jnp.float32, False), (64, jnp.float16, False)],
+    [(256, jnp.float32, True), (240, jnp.float32, False), (256, jnp.float16, False), (0, jnp.float32, False)],
 )
 def test_which_shares_go_through_inboxes(capacity, dtype, by_inbox, monkeypatch):
     """Shares that they hold twice, if normed numbers have as many bytes; by letter every program has rows."""
@@ -409,5 +442,5 @@ def test_no_number_is_two_threads(width, block, num_warps, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "PARTIAL", jnp.zeros((4, width)))
     stream = jnp.ones((4, width))
     run = jax_triton.triton_sum_and_norm
-    _, named = told(monkeypatch, run, stream, Affine(), norm=RMS, capacity=4 * width)
+    _, named = told(monkeypatch, run, stream, Affine(), norm=RMS, capacity=16 * width)
     assert (named["block"], named["num_warps"]) == (block, num_warps)

@@ -76,7 +76,7 @@ def test_logits_are_those_of_the_compilers_sums(
     model = random_model(config, dtype="float32", mesh=mesh)
     expected = dense_logits(model, TOKEN_IDS)
     assert not norms
-    capacity = 8 if shares else len(TOKEN_IDS) * config.hidden_size
+    capacity = 16 if shares else len(TOKEN_IDS) * config.hidden_size * 4  # bytes
     with summing(DeviceSums(SumSpec("xla", capacity), jnp.zeros((2, 14), jnp.int32), mesh)):
         found = dense_logits(model, TOKEN_IDS)
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
@@ -94,7 +94,8 @@ def test_four_devices_share_out_few_rows_as_well(
     model = random_model(config, dtype="float32", mesh=mesh)
     token_ids = np.random.default_rng(num_tokens).integers(0, 320, num_tokens).astype(np.int32)
     expected = dense_logits(model, token_ids)
-    with summing(DeviceSums(SumSpec("xla", 512 * config.hidden_size), jnp.zeros((4, 22), jnp.int32), mesh)):
+    spec = SumSpec("xla", 512 * config.hidden_size * 4)
+    with summing(DeviceSums(spec, jnp.zeros((4, 22), jnp.int32), mesh)):
         found = dense_logits(model, token_ids)
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
     assert {in_shares for in_shares, _, _ in norms} == {shares}

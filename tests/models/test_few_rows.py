@@ -124,7 +124,7 @@ def test_parts_of_two_devices(own_sums, bias, calls):
     config = preset("llama-tiny")
     one, two = (filled(GatedMLP(build(num_devices, mlp_bias=bias))) for num_devices in (1, 2))
     sums = DeviceSums(
-        SumSpec("xla", 8 * config.hidden_size), jnp.zeros((2, 14), jnp.int32), two.down.build.mesh
+        SumSpec("xla", 16 * config.hidden_size), jnp.zeros((2, 14), jnp.int32), two.down.build.mesh
     )
     plain = run(one, 8)[0]
     with summing(sums if own_sums else None):
