@@ -38,7 +38,7 @@ def triton_sum(partial: jax.Array, table: jax.Array, *, num_devices: int, capaci
         name="sum_over_devices",
         num_rows=partial.shape[0],
         num_devices=num_devices,
-        capacity=capacity // partial.dtype.itemsize,
+        capacity=capacity,
         norms=False,
     )[0]
 
@@ -63,7 +63,7 @@ def triton_sum_and_norm(
         name=f"sum_and_norm_{norm.kind}",
         num_rows=partial.shape[0],
         num_devices=num_devices,
-        capacity=capacity // partial.dtype.itemsize,
+        capacity=capacity,
         norms=True,
     )
 
@@ -86,7 +86,7 @@ def triton_shares(
         name = f"sum_and_norm_of_shares_by_inbox_{norm.kind}"
         return _launch(
             shares_by_inbox, arrays, out_type, norm,
-            num_programs=NUM_PROGRAMS, name=name, capacity=capacity // itemsize, **common,
+            num_programs=NUM_PROGRAMS, name=name, capacity=capacity, **common,
         )  # fmt: skip
     name = f"sum_and_norm_of_shares_{norm.kind}"
     num_programs = min(MAX_PROGRAMS, share.shape[0])
@@ -116,10 +116,16 @@ def _launch(
     *,
     num_programs: int,
     name: str,
+    capacity: int | None = None,
     **arguments: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """What all kernels are launched with; `arguments` are a kernel's own. What is missing is not read."""
+    """What all kernels are launched with; `arguments` are a kernel's own. What is missing is not read.
+
+    `capacity` is in bytes, where there is one; kernels count numbers.
+    """
     partial, table, stream, affine = arrays
+    if capacity is not None:
+        arguments["capacity"] = capacity // partial.dtype.itemsize
     width = partial.shape[1]
     block = max(1 << (width - 1).bit_length(), _MIN_BLOCK)  # no number is two threads'
     result: tuple[jax.Array, jax.Array] = jax_triton.triton_call(
