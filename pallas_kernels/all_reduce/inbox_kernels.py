@@ -21,12 +21,11 @@ from pallas_kernels.all_reduce import specs
 from pallas_kernels.all_reduce.inboxes import (
     as_integers,
     begin,
-    can_be_sent,
     columns_of_peer,
-    inbox_of,
+    send,
     taken,
 )
-from pallas_kernels.all_reduce.kernel_parts import is_lost, normed_row, rounded, vector
+from pallas_kernels.all_reduce.kernel_parts import added_and_normed, is_lost, rounded, vector
 
 EMPTY = tl.constexpr(specs.EMPTY)  # a NaN
 
@@ -88,10 +87,9 @@ def sum_of_rows(
 
     for row in range(program, num_rows, num_programs):
         where = row * width + columns
-        numbers = can_be_sent(tl.load(partial + where, mask=inside))
+        numbers = tl.load(partial + where, mask=inside)
         for ahead in tl.static_range(1, num_devices):  # in step, all write to different ones
-            inbox = inbox_of(partial, table, turn, (rank + ahead) % num_devices, ahead, capacity, num_devices)
-            tl.store(inbox + where, numbers, mask=inside)
+            send(numbers, partial, table, turn, rank, ahead, where, inside, capacity, num_devices)
     # All that a row needs is asked for before the first look.
     sum_bias = vector(sum_bias_ptr, columns, inside, has_sum_bias)
     scale = vector(scale_ptr, columns, inside, has_scale)
@@ -103,24 +101,14 @@ def sum_of_rows(
         if norms:
             stream = tl.load(stream_ptr + where, mask=inside, other=0.0)
         total, lost = _sum_of_all(
-            partial,
-            partial_ptr,
-            table,
-            turn,
-            row * width,
-            columns,
-            width,
-            rank,
-            lost,
-            capacity,
-            num_devices,
-            limit,
-        )
+            partial, partial_ptr, table, turn, row * width, columns, width, rank, lost,
+            capacity, num_devices, limit,
+        )  # fmt: skip
         if norms:
-            if has_sum_bias:
-                total = rounded(total + sum_bias.to(tl.float32), partial_ptr, lost)
-            total += stream
-            normed = normed_row(total, scale, bias, inside, width, is_layer, has_scale, has_bias, eps)
+            total, normed = added_and_normed(
+                total, stream, sum_bias, scale, bias, partial_ptr, inside, lost,
+                width, is_layer, has_sum_bias, has_scale, has_bias, eps,
+            )  # fmt: skip
             tl.store(normed_ptr + where, normed.to(normed_ptr.dtype.element_ty), mask=inside)
         tl.store(sum_ptr + where, total.to(sum_ptr.dtype.element_ty), mask=inside)
 
@@ -189,38 +177,24 @@ def shares_by_inbox(
             for ahead in tl.static_range(1, num_devices):
                 peer = (rank + ahead) % num_devices
                 numbers = tl.load(partial + peer * num_rows * width + where, mask=inside)
-                inbox = inbox_of(partial, table, turn, peer, ahead, capacity, num_devices)
-                tl.store(inbox + where, can_be_sent(numbers), mask=inside)
+                send(numbers, partial, table, turn, rank, ahead, where, inside, capacity, num_devices)
         for row in range(program, num_rows, num_adding):
             where = row * width + columns
             own = partial + rank * num_rows * width
             stream = tl.load(stream_ptr + where, mask=inside, other=0.0)
             total, lost = _sum_of_all(
-                own,
-                partial_ptr,
-                table,
-                turn,
-                row * width,
-                columns,
-                width,
-                rank,
-                lost,
-                capacity,
-                num_devices,
-                limit,
-            )
-            if has_sum_bias:
-                total = rounded(total + sum_bias.to(tl.float32), partial_ptr, lost)
-            total += stream
-            normed = normed_row(total, scale, bias, inside, width, is_layer, has_scale, has_bias, eps).to(
-                normed_ptr.dtype.element_ty
-            )
-            # NaNs that arithmetic makes are others, but nothing promises that, and a copy keeps any bits.
-            numbers = can_be_sent(normed.to(partial.dtype.element_ty, bitcast=True))
+                own, partial_ptr, table, turn, row * width, columns, width, rank, lost,
+                capacity, num_devices, limit,
+            )  # fmt: skip
+            total, normed = added_and_normed(
+                total, stream, sum_bias, scale, bias, partial_ptr, inside, lost,
+                width, is_layer, has_sum_bias, has_scale, has_bias, eps,
+            )  # fmt: skip
+            normed = normed.to(normed_ptr.dtype.element_ty)
+            numbers = normed.to(partial.dtype.element_ty, bitcast=True)
+            place = num_rows * width + where
             for ahead in tl.static_range(1, num_devices):
-                peer = (rank + ahead) % num_devices
-                inbox = inbox_of(partial, table, turn, peer, ahead, capacity, num_devices)
-                tl.store(inbox + num_rows * width + where, numbers, mask=inside)
+                send(numbers, partial, table, turn, rank, ahead, place, inside, capacity, num_devices)
             tl.store(normed_ptr + rank * num_rows * width + where, normed, mask=inside)
             tl.store(sum_ptr + where, total, mask=inside)
     else:

@@ -58,24 +58,25 @@ def as_integers(numbers_ptr: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def can_be_sent(numbers: tl.tensor) -> tl.tensor:
-    """The bits of numbers, but of the NaN that an empty inbox is full of those of another one."""
-    return tl.where(numbers == EMPTY, OTHER_NAN, numbers)
-
-
-@triton.jit
-def inbox_of(
+def send(
+    numbers: tl.tensor,
     integers_ptr: tl.tensor,
     table: tl.tensor,
     turn: tl.tensor,
-    device: tl.tensor,
-    ahead: tl.tensor,
+    rank: tl.tensor,
+    ahead: tl.constexpr,
+    place: tl.tensor,
+    inside: tl.tensor,
     capacity: tl.constexpr,
     num_devices: tl.constexpr,
-) -> tl.tensor:
-    """Where who is so far behind `device` leaves what it sends."""
-    place = (turn * (num_devices - 1) + ahead - 1) * capacity
-    return tl.multiple_of(tl.load(table + ADDRESSES + device).to(integers_ptr.dtype) + place, 16)
+) -> None:
+    """The bits of numbers to the inbox of who is so far ahead, to `place` there.
+
+    Those of the NaN that an empty inbox is full of go as another one. `integers_ptr` says how large they are.
+    """
+    numbers = tl.where(numbers == EMPTY, OTHER_NAN, numbers)
+    inbox = _inbox_of(integers_ptr, table, turn, (rank + ahead) % num_devices, ahead, capacity, num_devices)
+    tl.store(inbox + place, numbers, mask=inside)
 
 
 @triton.jit
@@ -144,6 +145,21 @@ def columns_of_peer(
 
 
 @triton.jit
+def _inbox_of(
+    integers_ptr: tl.tensor,
+    table: tl.tensor,
+    turn: tl.tensor,
+    device: tl.tensor,
+    ahead: tl.tensor,
+    capacity: tl.constexpr,
+    num_devices: tl.constexpr,
+) -> tl.tensor:
+    """Where who is so far behind `device` leaves what it sends."""
+    place = (turn * (num_devices - 1) + ahead - 1) * capacity
+    return tl.multiple_of(tl.load(table + ADDRESSES + device).to(integers_ptr.dtype) + place, 16)
+
+
+@triton.jit
 def _source(
     own_ptr: tl.tensor,
     table: tl.tensor,
@@ -155,7 +171,7 @@ def _source(
 ) -> tl.tensor:
     """Where the numbers of a device are: in this one's inbox, or its own."""
     ahead = (rank - peer + num_devices) % num_devices
-    inbox = inbox_of(own_ptr, table, turn, rank, ahead, capacity, num_devices)
+    inbox = _inbox_of(own_ptr, table, turn, rank, ahead, capacity, num_devices)
     source = tl.where(rank == peer, own_ptr.to(tl.int64), inbox.to(tl.int64))
     return tl.multiple_of(source.to(own_ptr.dtype), 16)
 

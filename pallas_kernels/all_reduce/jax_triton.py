@@ -16,7 +16,7 @@ import jax_triton
 from pallas_kernels.all_reduce.affine import Affine
 from pallas_kernels.all_reduce.inbox_kernels import shares_by_inbox, sum_of_rows
 from pallas_kernels.all_reduce.letter_kernels import shares_by_letter
-from pallas_kernels.all_reduce.specs import LIMIT, MAX_PROGRAMS, NUM_PROGRAMS
+from pallas_kernels.all_reduce.specs import LIMIT, MAX_PROGRAMS, NUM_PROGRAMS, fits_in_inboxes
 from pallas_kernels.residual_norms import NormSpec
 
 # As of ragged_paged_attention.jax_triton: JAX assembles PTX with the CUDA it runs on.
@@ -82,7 +82,7 @@ def triton_shares(
     common: dict[str, Any] = {"num_rows": share.shape[0], "num_devices": num_devices}
     arrays, out_type = (partial, table, share, affine), _stream_and_normed(share, partial, norm)
     itemsize = partial.dtype.itemsize
-    if 2 * share.size * itemsize <= capacity and jnp.dtype(norm.dtype).itemsize == itemsize:
+    if fits_in_inboxes(share.size * itemsize, capacity) and jnp.dtype(norm.dtype).itemsize == itemsize:
         name = f"sum_and_norm_of_shares_by_inbox_{norm.kind}"
         return _launch(
             shares_by_inbox, arrays, out_type, norm,

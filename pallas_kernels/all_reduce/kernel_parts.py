@@ -61,7 +61,31 @@ def vector(vector_ptr: tl.tensor, columns: tl.tensor, inside: tl.tensor, is_ther
 
 
 @triton.jit
-def normed_row(
+def added_and_normed(
+    total: tl.tensor,
+    stream: tl.tensor,
+    sum_bias: tl.tensor,
+    scale: tl.tensor,
+    bias: tl.tensor,
+    partial_ptr: tl.tensor,
+    inside: tl.tensor,
+    lost: tl.tensor,
+    width: tl.constexpr,
+    is_layer: tl.constexpr,
+    has_sum_bias: tl.constexpr,
+    has_scale: tl.constexpr,
+    has_bias: tl.constexpr,
+    eps: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The stream with a rounded sum and its bias, and the norm of that."""
+    if has_sum_bias:
+        total = rounded(total + sum_bias.to(tl.float32), partial_ptr, lost)
+    total += stream
+    return total, _normed(total, scale, bias, inside, width, is_layer, has_scale, has_bias, eps)
+
+
+@triton.jit
+def _normed(
     total: tl.tensor,
     scale: tl.tensor,
     bias: tl.tensor,

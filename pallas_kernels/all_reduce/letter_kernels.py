@@ -21,9 +21,9 @@ import triton.language as tl
 
 from pallas_kernels.all_reduce import specs
 from pallas_kernels.all_reduce.kernel_parts import (
+    added_and_normed,
     is_lost,
     next_launch,
-    normed_row,
     rounded,
     tell_of_loss,
     vector,
@@ -111,16 +111,16 @@ def shares_by_letter(
             values = tl.load(sources[peer] + whole, mask=reached, other=0.0, cache_modifier=".cg")
             total += values.to(tl.float32)
         total = rounded(total, partial_ptr, lost)
-        sum_bias = vector(sum_bias_ptr, columns, inside, has_sum_bias)
-        if has_sum_bias:
-            total = rounded(total + sum_bias.to(tl.float32), partial_ptr, lost)
         share = row * width + columns
-        total += tl.load(stream_ptr + share, mask=inside, other=0.0)
+        sum_bias = vector(sum_bias_ptr, columns, inside, has_sum_bias)
         scale = vector(scale_ptr, columns, inside, has_scale)
         bias = vector(bias_ptr, columns, inside, has_bias)
-        normed = normed_row(total, scale, bias, inside, width, is_layer, has_scale, has_bias, eps).to(
-            normed_ptr.dtype.element_ty
-        )
+        stream = tl.load(stream_ptr + share, mask=inside, other=0.0)
+        total, normed = added_and_normed(
+            total, stream, sum_bias, scale, bias, partial_ptr, inside, lost,
+            width, is_layer, has_sum_bias, has_scale, has_bias, eps,
+        )  # fmt: skip
+        normed = normed.to(normed_ptr.dtype.element_ty)
         tl.store(normed_ptr + whole, normed, mask=inside)
         for target in tl.static_range(num_devices - 1):
             tl.store(targets[target] + whole, normed, mask=reached)

@@ -66,6 +66,11 @@ def inbox_rows(num_devices: int) -> int:
     return max(MAX_ROWS, -(-2 * MAX_ROWS_BY_INBOX[num_devices] // num_devices))
 
 
+def fits_in_inboxes(share_bytes: int, capacity: int) -> bool:
+    """Whether a share of partial sums and one with norms do, of which each peer may send `capacity` bytes."""
+    return 2 * share_bytes <= capacity
+
+
 def inboxes_len(num_devices: int, capacity: int) -> int:
     """Bytes of all inboxes of a device, to each of which every peer may send `capacity`."""
     return NUM_INBOXES * (num_devices - 1) * capacity

@@ -5,9 +5,9 @@ Does not know: steps or models. Called by: profile_parallel.
 
 Between two sums each row is multiplied by a device's own numbers, since a sum of equal parts would be none,
 and `_BALLAST_BYTES` of memory are read, so that the host launches ahead of the devices, as in a step. A chain
-without sums says what that takes. `..._norm` is a sum with the residual addition and the
-norm that follow it; `own_shares_norm` and `own_letters_norm` are ours in which each device has a share of the
-rows, few and any number.
+without sums says what that takes. `..._norm` is a sum with the residual addition and the norm that follow it;
+`own_shares_norm` and `own_letters_norm` are ours in which each device has a share of the rows, few and any
+number.
 """
 
 from __future__ import annotations
@@ -54,16 +54,28 @@ def measure_sums(
             "compiler": lambda x, *_: lax.psum(x, TENSOR_AXIS),
             "compiler_norm": _compiler_norm,
         }
-        arguments = {"axis": TENSOR_AXIS, "capacity": memory.capacity, "backend": backend} if memory else {}
-        if memory is not None and all_reduce.serves(num_rows, width, dtype, mesh.devices.size):
-            chains["own"] = functools.partial(_own, arguments)
-            chains["own_norm"] = functools.partial(_own_norm, arguments)
-        if memory is not None and all_reduce.serves_shares(num_rows, width, dtype, mesh.devices.size):
-            chains["own_letters_norm"] = functools.partial(_own_shares, arguments | {"capacity": 0})
-            if 2 * num_rows * width * np.dtype(dtype).itemsize <= memory.capacity * mesh.devices.size:
-                chains["own_shares_norm"] = functools.partial(_own_shares, arguments)
+        if memory is not None:
+            chains |= _own_chains(num_rows, width, dtype, mesh.devices.size, memory.capacity, backend)
         found[f"{num_rows} x {width}"] = _measure(mesh, chains, num_rows, width, dtype, memory, repeats)
     return found
+
+
+def _own_chains(
+    num_rows: int, width: int, dtype: Any, num_devices: int, capacity: int, backend: str
+) -> dict[str, Chain]:
+    """Every way in which so many rows may go."""
+    size = num_rows, width, dtype, num_devices
+    chains: dict[str, Chain] = {}
+    arguments = {"axis": TENSOR_AXIS, "capacity": capacity, "backend": backend}
+    if all_reduce.serves(*size):
+        chains["own"] = functools.partial(_own, arguments)
+        chains["own_norm"] = functools.partial(_own_norm, arguments)
+    if all_reduce.serves_shares(*size):
+        chains["own_letters_norm"] = functools.partial(_own_shares, arguments | {"capacity": 0})
+        share_bytes = num_rows // num_devices * width * np.dtype(dtype).itemsize
+        if all_reduce.fits_in_inboxes(share_bytes, capacity):
+            chains["own_shares_norm"] = functools.partial(_own_shares, arguments)
+    return chains
 
 
 def _compiler_norm(x: jax.Array, _: jax.Array, stream: jax.Array, scale: jax.Array) -> jax.Array:

@@ -403,7 +403,7 @@ def test_what_kernels_are_told(missing, kind, monkeypatch):
 PARTIAL = jnp.zeros((4, 16))
 
 
-def told(monkeypatch, add_up, stream, affine, **arguments):
+def told(monkeypatch, add_up, stream, affine, *, partial=PARTIAL, **arguments):
     """What a launch on two devices is made with."""
     from pallas_kernels.all_reduce import jax_triton
 
@@ -411,7 +411,7 @@ def told(monkeypatch, add_up, stream, affine, **arguments):
     monkeypatch.setattr(
         jax_triton.jax_triton, "triton_call", lambda *arrays, **named: calls.append((arrays, named))
     )
-    add_up(PARTIAL, jnp.zeros(14, jnp.int32), stream, affine, num_devices=2, **arguments)
+    add_up(partial, jnp.zeros(14, jnp.int32), stream, affine, num_devices=2, **arguments)
     return calls.pop()
 
 
@@ -439,8 +439,7 @@ def test_no_number_is_two_threads(width, block, num_warps, monkeypatch):
     """A thread uses the numbers that it saw itself."""
     from pallas_kernels.all_reduce import jax_triton
 
-    monkeypatch.setattr(sys.modules[__name__], "PARTIAL", jnp.zeros((4, width)))
-    stream = jnp.ones((4, width))
+    partial, stream = jnp.zeros((4, width)), jnp.ones((4, width))
     run = jax_triton.triton_sum_and_norm
-    _, named = told(monkeypatch, run, stream, Affine(), norm=RMS, capacity=16 * width)
+    _, named = told(monkeypatch, run, stream, Affine(), partial=partial, norm=RMS, capacity=16 * width)
     assert (named["block"], named["num_warps"]) == (block, num_warps)
