@@ -267,12 +267,13 @@ class RunnerConfig:
         one_of(DECODE_MATMULS),
         "What multiplies the tokens of a small step with a layer's weights: auto (the fastest here) or xla.",
     )
-    num_layer_groups: int = option(
-        2,
-        count(1),
+    num_layer_groups: int | None = option(
+        None,
+        optional(count(1)),
         "Parts of a step, each with its share of the layers, at most as many as there are layers. Chunks "
         "move between tiers in as many pieces, so that a part computes while the next one's pieces are "
-        "copied; more and smaller pieces cost the host more, and bulk copies are slower.",
+        "copied; more and smaller pieces cost the host more, on each device, and bulk copies are slower. "
+        "None: 2 on one device, 1 on several, where a device's pieces are small as it is.",
     )
     max_num_staged_pages: int = option(
         128,

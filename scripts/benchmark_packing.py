@@ -43,7 +43,7 @@ from pensieve_jax.commands.engine_flags import (
 )
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
-from pensieve_jax.device.kv_storage import KVStorage, read_page
+from pensieve_jax.device.kv_storage import KVStorage, num_layer_groups_on, read_page
 from pensieve_jax.device.transfers.batched_copies import copy_arrays
 from pensieve_jax.device.transfers.page_copies import PageCopies
 from pensieve_jax.runtime.compilation import compile_all
@@ -180,7 +180,7 @@ def measure(timed: dict[str, Timed]) -> Figures:
 def kernels_only() -> int:
     """The kernels' times, of the model's pages."""
     model, config = model_limits()[0], engine_config()
-    num_pools = -(-model.num_layers // config.runner.num_layer_groups)
+    num_pools = -(-model.num_layers // num_layer_groups_on(1, config.runner.num_layer_groups))
     shape = Shape(
         num_pools, config.cache.chunk_tokens, 2 * model.num_kv_heads, model.head_dim, FLAGS.num_chunks
     )

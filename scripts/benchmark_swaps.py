@@ -3,6 +3,7 @@
     python scripts/benchmark_swaps.py --model=random:llama2-13b-gqa10 --dtype=bfloat16
 
 - Bulk copies through the runner's transfers, against pinned ceilings of the same run.
+- The host's seconds for copies of 1 to 64 chunks, by what it does for them.
 - A history that is swapped in while a crowd decodes, against the same turn with its history on the device.
 - Swap-outs at the rate at which the crowd fills pages, and in bursts.
 - Retrieval priority and prefetch, on and off.
@@ -25,6 +26,7 @@ from typing import Any
 from absl import flags
 from common.spread import Spread
 from steps.bulk_copies import chunk_arrays, large_array, through_transfers
+from steps.host_calls import host_calls
 from steps.swap_windows import RETURNER, Return, Stage
 
 from pensieve_jax import ConfigError, EngineConfig
@@ -42,6 +44,7 @@ from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
 
 FLAGS = flags.FLAGS
 Figures = dict[str, Any]
+_PARTS = ["host", "idle", "beside"]
 
 
 def sized_config() -> EngineConfig:
@@ -314,6 +317,10 @@ def measure(parts: Assembled) -> Figures:
     found: Figures = {"bulk": bulk(parts)}
     transfers = parts.runner.transfers
     assert isinstance(transfers, DeviceTransfers)
+    if "host" in FLAGS.parts:
+        most = min(FLAGS.max_num_staged_pages, 4 * FLAGS.num_chunks)  # there are slots for as many
+        nums_chunks = [1 << i for i in range(7) if 1 << i <= most]
+        found["host"] = host_calls(parts.runner, nums_chunks, FLAGS.num_repeats)
     stage = Stage(
         parts.engine,
         parts.model_config.vocab_size,
@@ -368,9 +375,7 @@ def main() -> int:
 
 def define_flags() -> None:
     """The command line."""
-    flags.DEFINE_multi_enum(
-        "parts", ["idle", "beside"], ["idle", "beside"], "What to measure beside bulk copies."
-    )
+    flags.DEFINE_multi_enum("parts", _PARTS, _PARTS, "What to measure beside bulk copies.")
     flags.DEFINE_integer("num_decodes", 128, "Sequences that decode beside the swaps.", lower_bound=1)
     flags.DEFINE_integer("context_tokens", 800, "Context that each of them begins with.", lower_bound=1)
     flags.DEFINE_integer("max_crowd_tokens", 1000, "The most that each of them may add to it.", lower_bound=1)

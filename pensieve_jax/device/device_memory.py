@@ -17,6 +17,7 @@ import numpy as np
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.device.host_memory import available_bytes
 from pensieve_jax.device.runtime_errors import in_a_line, is_out_of_memory
+from pensieve_jax.device.transfers.batches import max_padding
 
 _LEAST_PAGES = 2
 # What a device of several takes beside arrays: buffers that peers write to, and those of compiling, which
@@ -32,9 +33,10 @@ def memory_limit_bytes(device: jax.Device) -> int | None:
 def staging_bytes(cpu_pages: int, num_staged_pages: int, page_bytes: int) -> int:
     """What is set aside for chunks in transit on a device: one set out, and two in; none without a host tier.
 
-    What a step scatters is freed after it, and the next copies are started before it.
+    What a step scatters is freed after it, and the next copies are started before it. A batch that is
+    gathered has padding, which is freed when it has run.
     """
-    return 3 * num_staged_pages * page_bytes if cpu_pages else 0
+    return (3 * num_staged_pages + max_padding(num_staged_pages)) * page_bytes if cpu_pages else 0
 
 
 def reserved_bytes(given: int | None, num_devices: int) -> int:

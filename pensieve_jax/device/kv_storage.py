@@ -122,6 +122,17 @@ class KVStorage:
         return self._make()
 
 
+def num_layer_groups_on(num_devices: int, given: int | None) -> int:
+    """`runner.num_layer_groups`, or what None stands for on so many devices.
+
+    Each device's part of each piece of a chunk is an array that the host makes, starts and ends, so that
+    pieces cost it more the more devices there are, while these share what they hide, a history's copy.
+    """
+    if given is not None:
+        return given
+    return 2 if num_devices == 1 else 1
+
+
 def layer_groups(num_layers: int, num_groups: int) -> tuple[range, ...]:
     """`num_groups` runs of layers, or one per layer if there are fewer.
 

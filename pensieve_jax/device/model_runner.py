@@ -35,7 +35,7 @@ from pensieve_jax.device.device_memory import bytes_per_device, least_device, re
 from pensieve_jax.device.device_pools import DevicePools
 from pensieve_jax.device.exchange import Exchange
 from pensieve_jax.device.kernel_choices import choose_kernels
-from pensieve_jax.device.kv_storage import KVStorage
+from pensieve_jax.device.kv_storage import KVStorage, num_layer_groups_on
 from pensieve_jax.device.layouts import bucket_layouts, bucket_tile_specs
 from pensieve_jax.device.page_budget import PageBudget
 from pensieve_jax.device.runtime_errors import step_failed
@@ -106,7 +106,8 @@ class ModelRunner:
         _log.info("attention back end: %s (%s)", attention.name, attention.reason)
         self._tile_specs = bucket_tile_specs(model_config, config, dtype, attention.name, mesh.devices.size)
         self.layouts: Mapping[int, PlanLayout] = bucket_layouts(model_config, config, self._tile_specs)
-        self.storage = KVStorage(model_config, config.cache, dtype, mesh, config.runner.num_layer_groups)
+        num_groups = num_layer_groups_on(mesh.devices.size, config.runner.num_layer_groups)
+        self.storage = KVStorage(model_config, config.cache, dtype, mesh, num_groups)
         self._exchange = Exchange(self.kernels.all_reduce, model_config, dtype, mesh)
         self._programs = StepPrograms(
             model,

@@ -15,6 +15,7 @@ from pensieve_jax.device.kv_storage import (
     chunk_bytes,
     host_packing,
     most_byte_pages,
+    num_layer_groups_on,
     packing_reason,
     slot_bytes,
 )
@@ -77,3 +78,8 @@ def test_pools_of_bytes_that_kernels_cannot_address_are_refused(num_devices):
         ):
             check_addresses(MODEL, cache(gpu_pages), num_devices)
         check_addresses(MODEL, dataclasses.replace(cache(gpu_pages), kv_dtype=None), num_devices)
+
+
+def test_layers_are_two_groups_on_one_device_and_one_on_several_unless_told():
+    assert [num_layer_groups_on(num_devices, None) for num_devices in (1, 2, 4)] == [2, 1, 1]
+    assert [num_layer_groups_on(num_devices, 3) for num_devices in (1, 4)] == [3, 3]

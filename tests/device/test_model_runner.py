@@ -389,6 +389,11 @@ def test_groups_of_layers_are_one_model(preset):
     assert front + whole + back == all_of_them + _model(preset, 1).config.tie_word_embeddings
 
 
+@pytest.mark.parametrize(("num_devices", "num_groups"), [(1, 2), (2, 1)])
+def test_chunks_are_whole_where_each_device_has_a_part_of_them(num_devices, num_groups):
+    assert len(runner_for(num_devices=num_devices).storage.groups) == num_groups
+
+
 def test_uneven_groups_are_one_model():
     """Two groups of one layer share a program, and one of two layers has its own."""
     model = random_model(preset("llama-tiny", num_layers=4), dtype="float32", mesh=make_mesh(1), seed=1)

@@ -112,6 +112,9 @@ def test_swaps(launch, compilation_cache, monkeypatch, capsys):
     out = capsys.readouterr().out
     found = last_line(out)["results"]
     assert found["bulk"]["transfers"]["num_bytes"] == 4 * 4 * found["slot_bytes"]
+    assert list(found["host"]) == ["1 chunks", "2 chunks", "4 chunks"]
+    for calls in found["host"].values():
+        assert len(calls) == 4 and all(spread["median"] > 0 for spread in calls.values())
     swap_in = found["beside decoding"]["swap-in"]
     assert swap_in["swapped_in_tokens"] == 64 and swap_in["num_copies"] == 4 * found["num_layer_groups"]
     steps = swap_in["steps_to_first_token"]["median"] - swap_in["steps_to_first_token_without"]["median"]

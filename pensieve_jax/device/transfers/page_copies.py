@@ -1,7 +1,6 @@
 """Compiled copies between pages of the pools and chunks in staging: the device's half of a transfer.
 
-Owns: the executables, one per group of layers, direction and batch size, how a number of chunks is cut into
-batches of those sizes, and the packing on the way.
+Owns: the executables, one per group of layers, direction and batch size, and the packing on the way.
 Does not know: host memory, or why a chunk moves.
 Called by: `outgoing` and `incoming`.
 """
@@ -29,17 +28,15 @@ from pallas_kernels.page_copies import (
 )
 from pensieve_jax.device.device_pools import DevicePools
 from pensieve_jax.device.kv_storage import KVStorage
+from pensieve_jax.device.transfers.batches import Batch, batch_sizes, batches
 from pensieve_jax.runtime.compilation import CompilationJob
 from pensieve_jax.runtime.program import Program
-
-_BATCH_SIZES = (4, 16, 64)
-_LEAST_FILL = 0.75  # a batch with a larger share of padding is cut into smaller ones
 
 
 class Targets(NamedTuple):
     """Where chunks go, cut into batches."""
 
-    batches: list[tuple[int, int, int]]  # first and last + 1 chunk, and the size of the executable
+    batches: list[Batch]
     pages: list[jax.Array]  # i32[size] of every batch
 
 
@@ -95,7 +92,7 @@ class PageCopies:
         """Compile nothing yet; `max_num_chunks` is the most that one call will move."""
         self._storage, self._pools = storage, pools
         self._replicated = NamedSharding(storage.sharding.mesh, PartitionSpec())
-        self.sizes = tuple(size for size in _BATCH_SIZES if size <= max_num_chunks) or (max_num_chunks,)
+        self.sizes = batch_sizes(max_num_chunks)
         self._gathers: dict[tuple[int, int], jax.stages.Compiled] = {}
         self._scatters: dict[tuple[int, int], jax.stages.Compiled] = {}
         self._last_losses: deque[Losses] = deque(maxlen=1)
@@ -136,7 +133,7 @@ class PageCopies:
         """A new array per page and group of layers."""
         chunks: list[Gathered] = []
         is_packed = self._storage.packing is not None
-        for start, stop, size in self._batches(len(pages)):
+        for start, stop, size in batches(len(pages), self.sizes):
             padded = _padded(pages[start:stop], size)
             groups = [self._gathers[g, size](pools, padded) for g, pools in enumerate(self._pools.groups)]
             losses = Losses([num_unplaced for _, num_unplaced in groups]) if is_packed else None
@@ -151,9 +148,9 @@ class PageCopies:
 
         Their few bytes must be on the way before the chunks are, or they arrive behind all of them.
         """
-        batches = list(self._batches(len(pages)))
-        padded = [_padded(pages[start:stop], size) for start, stop, size in batches]
-        return Targets(batches, jax.device_put(padded, self._replicated))
+        cut = list(batches(len(pages), self.sizes))
+        padded = [_padded(pages[start:stop], size) for start, stop, size in cut]
+        return Targets(cut, jax.device_put(padded, self._replicated))
 
     def scatter(self, group: int, chunks: Sequence[jax.Array], targets: Targets) -> None:
         """Write one group's piece of every chunk to its page."""
@@ -161,16 +158,6 @@ class PageCopies:
             batch = [*chunks[start:stop], *[chunks[start]] * (size - (stop - start))]
             pools = self._pools.groups[group]
             self._pools.groups[group] = self._scatters[group, size](pools, batch, pages)
-
-    def _batches(self, num_chunks: int) -> Iterator[tuple[int, int, int]]:
-        """(start, stop, size of the executable) of every batch."""
-        start = 0
-        while start < num_chunks:
-            rest = num_chunks - start
-            fitting = [size for size in self.sizes if rest >= size * _LEAST_FILL]
-            size = fitting[-1] if fitting else self.sizes[0]
-            yield start, min(start + size, num_chunks), size
-            start += size
 
 
 def _await_losses(last: Iterable[Losses]) -> None:
