@@ -71,7 +71,6 @@ SETTINGS: dict[tuple[str, int], dict[str, object]] = {
 """What differs by model and devices: memory, and loads in the order in which they were measured."""
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
-    "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "240",  # of pinned memory; JAX's own limit is 64
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94",
 }
 """Of a model that has settings, where the environment does not say otherwise."""

@@ -32,3 +32,20 @@ def test_the_padding_that_memory_is_set_aside_for_is_reached():
 
 def test_nothing_is_no_batch():
     assert not list(batches(0, batch_sizes(8)))
+
+
+@pytest.mark.parametrize(
+    ("max_num_chunks", "num_chunks", "cut"),
+    [
+        (64, 1, [4]),
+        (64, 8, [8]),
+        (64, 9, [16]),
+        (64, 33, [64]),
+        (128, 130, [64, 64, 4]),
+        (20, 17, [20]),
+        (3, 2, [3]),
+        (1, 2, [1, 1]),
+    ],
+)
+def test_batches(max_num_chunks, num_chunks, cut):
+    assert [one.size for one in batches(num_chunks, batch_sizes(max_num_chunks))] == cut

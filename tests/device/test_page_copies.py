@@ -1,4 +1,4 @@
-"""How chunks are cut into batches, and the compiled copies of a sharded pool for a GPU that is not there."""
+"""The compiled copies of a sharded pool for a GPU that is not there."""
 
 from __future__ import annotations
 
@@ -10,38 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
-from model_defs import KV_PAGES_SPEC, make_mesh
-from pensieve_jax.device.device_pools import DevicePools
-from pensieve_jax.device.kv_storage import KVStorage
+from model_defs import KV_PAGES_SPEC
 from pensieve_jax.device.transfers import page_copies
-from pensieve_jax.device.transfers.page_copies import PageCopies
-from tests.device.transfer_bench import CACHE, MODEL
-
-
-@pytest.mark.parametrize(
-    ("max_num_chunks", "num_chunks", "sizes"),
-    [
-        (64, 0, []),
-        (64, 1, [4]),
-        (64, 11, [4, 4, 4]),
-        (64, 12, [16]),
-        (64, 17, [16, 4]),
-        (64, 47, [16, 16, 16]),
-        (64, 48, [64]),
-        (64, 130, [64, 64, 4]),
-        (20, 20, [16, 4]),
-        (3, 3, [3]),
-        (1, 2, [1, 1]),
-    ],
-)
-def test_batches(max_num_chunks, num_chunks, sizes):
-    """The largest size that is filled well; every chunk in one batch."""
-    storage = KVStorage(MODEL, CACHE, jnp.dtype("float32"), make_mesh(1), 2)
-    copies = PageCopies(storage, DevicePools(storage), max_num_chunks)
-    batches = list(copies._batches(num_chunks))
-    assert [size for _, _, size in batches] == sizes
-    assert [i for start, stop, _ in batches for i in range(start, stop)] == list(range(num_chunks))
-    assert all(stop - start <= size for start, stop, size in batches)
 
 
 @pytest.mark.parametrize("packed", [False, True])
