@@ -14,8 +14,17 @@ from model_defs.hf_options import boolean, number
 
 
 def parse_rope(values: dict[str, Any]) -> RopeConfig:
-    """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
-    found = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4).
+
+    Raises UnsupportedModelError naming the option. Both sections, unless they are equal, are refused:
+    transformers 5 lets `rope_scaling` win, and whoever wrote the other one meant that to hold.
+    """
+    new, old = (values.get(name) for name in ("rope_parameters", "rope_scaling"))
+    if new and old and new != old:
+        raise UnsupportedModelError(
+            f"rope_scaling={old!r} beside a rope_parameters={new!r} that differs is not supported; keep one"
+        )
+    found = new or old or {}
     theta = found.get("rope_theta", values.get("rope_theta"))
     theta = 10000.0 if theta is None else float(theta)
     if any(isinstance(value, dict) for value in found.values()):
