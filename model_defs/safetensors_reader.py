@@ -51,9 +51,9 @@ class TensorEntry:
         raw = self.read_bytes(self.num_bytes)
         return raw.view(_DTYPES[self.dtype]).reshape(self.shape)
 
-    def read_bytes(self, num_bytes: int) -> np.ndarray:
-        """The first `num_bytes` bytes, u8[num_bytes]."""
-        return np.memmap(self.path, np.uint8, "r", self.offset_bytes, (num_bytes,))
+    def read_bytes(self, num_bytes: int, begin: int = 0) -> np.ndarray:
+        """`num_bytes` bytes from the tensor's byte `begin`, u8[num_bytes]."""
+        return np.memmap(self.path, np.uint8, "r", self.offset_bytes + begin, (num_bytes,))
 
 
 def open_checkpoint(directory: Path) -> dict[str, TensorEntry]:

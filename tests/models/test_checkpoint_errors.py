@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from model_defs import CheckpointError, UnsupportedModelError, load_model, make_mesh, model_fingerprint
+from model_defs import (
+    CheckpointError,
+    UnsupportedModelError,
+    hf_weights,
+    load_model,
+    make_mesh,
+    model_fingerprint,
+)
 from model_defs.hf_config import load_config
 from model_defs.parameters import named_parameters
 from tests.models.helpers import GOLDEN, dense_logits, golden
@@ -172,6 +179,29 @@ def test_a_copy_of_the_tied_head_loads(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"].copy()
     rewrite(directory, tensors)
     assert_golden(directory, "opt_pre_norm")
+
+
+def test_a_tied_head_that_is_not_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what transformers would not use and whoever saved it meant: nothing to drop without a word."""
+    directory = Path(shutil.copytree(GOLDEN / "opt_pre_norm", tmp_path / "model"))
+    tensors = tensors_of(directory)
+    table = tensors["model.decoder.embed_tokens.weight"]
+    names = "'lm_head.weight' and 'model.decoder.embed_tokens.weight' differ: .* tie_word_embeddings=true"
+    last = table.copy()
+    last[-1, -1] += 1
+    rewrite(directory, tensors | {"lm_head.weight": last})
+    with pytest.raises(CheckpointError, match=names):
+        load(directory)
+    rewrite(directory, tensors | {"lm_head.weight": table[:-1].copy()})
+    with pytest.raises(CheckpointError, match=rf"'lm_head.weight' is BF16\[{len(table) - 1}, .*they must be"):
+        load(directory)
+    rewrite(directory, tensors | {"lm_head.weight": table.astype(np.float64)})
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' is F64.*they must be the same"):
+        load(directory)
+    monkeypatch.setattr(hf_weights, "_COMPARED_BYTES", 1000)  # so that the difference is not in the first
+    rewrite(directory, tensors | {"lm_head.weight": last})
+    with pytest.raises(CheckpointError, match=names):
+        load(directory)
 
 
 @pytest.mark.parametrize("prefix", ["", "decoder."])
