@@ -32,10 +32,10 @@ _COMPARED_BYTES = 2**24  # at a time: a table may be a gigabyte
 def hf_filler(entries: dict[str, TensorEntry], config: ModelConfig, parameter_names: list[str]) -> Filler:
     """A filler over a checkpoint whose config is `config`; every tensor is checked here, before any is read.
 
-    Raises CheckpointError naming missing, extra or misshapen tensors with both shapes, or a head that is not
-    the table to which it is tied.
+    Raises CheckpointError naming missing, extra or misshapen tensors with both shapes, two tensors for one
+    place, or a head that is not the table to which it is tied.
     """
-    by_short_name = {_short(name): entry for name, entry in entries.items()}
+    by_short_name = _by_short_name(entries)
     recipes = {name: recipe(name, config) for name in parameter_names}
     _check(by_short_name, recipes, config)
 
@@ -73,6 +73,19 @@ def _assembler(
 def _short(name: str) -> str:
     """A tensor's name without the prefixes that differ between exports of one model."""
     return name.removeprefix("model.").removeprefix("decoder.")
+
+
+def _by_short_name(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Tensors by their names without prefixes; of two that then have one name neither is chosen."""
+    found: dict[str, TensorEntry] = {}
+    for entry in entries.values():
+        other = found.setdefault(_short(entry.name), entry)
+        if other is not entry:
+            raise CheckpointError(
+                f"tensors {other.name!r} in {other.path.name} and {entry.name!r} in {entry.path.name} are "
+                f"the same one of this model; remove one"
+            )
+    return found
 
 
 def _check(entries: dict[str, TensorEntry], recipes: dict[str, Recipe], config: ModelConfig) -> None:

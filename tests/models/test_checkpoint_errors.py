@@ -76,6 +76,17 @@ def test_misshapen_tensor_names_both_shapes(llama: Path) -> None:
         load(llama)
 
 
+@pytest.mark.parametrize("twin", ["norm.weight", "decoder.norm.weight", "model.decoder.norm.weight"])
+def test_two_tensors_for_one_place(llama: Path, twin: str) -> None:
+    """Prefixes differ between exports: which of the two was meant nobody knows."""
+    rewrite(llama, tensors_of(llama) | {twin: np.zeros(24, np.float16)})
+    with pytest.raises(
+        CheckpointError, match=r"tensors '.*norm.weight' in .* and '.*norm.weight' in"
+    ) as info:
+        load(llama)
+    assert repr(twin) in str(info.value) and "'model.norm.weight'" in str(info.value)
+
+
 def test_integer_tensor(llama: Path) -> None:
     rewrite(llama, tensors_of(llama) | {NORM: np.zeros(24, np.int32)})
     with pytest.raises(CheckpointError, match=rf"'{NORM}' .* dtype I32; one of F32, F16, BF16"):
