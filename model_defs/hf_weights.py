@@ -32,8 +32,8 @@ _COMPARED_BYTES = 2**24  # at a time: a table may be a gigabyte
 def hf_filler(entries: dict[str, TensorEntry], config: ModelConfig, parameter_names: list[str]) -> Filler:
     """A filler over a checkpoint whose config is `config`; every tensor is checked here, before any is read.
 
-    Raises CheckpointError naming missing, extra or misshapen tensors with both shapes, two tensors for one
-    place, or a head that is not the table to which it is tied.
+    Raises CheckpointError naming missing, extra or misshapen tensors with both shapes, a dtype that is no
+    float, two tensors for one place, or a head that is not the table to which it is tied.
     """
     by_short_name = _by_short_name(entries)
     recipes = {name: recipe(name, config) for name in parameter_names}
@@ -100,6 +100,7 @@ def _check(entries: dict[str, TensorEntry], recipes: dict[str, Recipe], config: 
     if missing:
         raise CheckpointError(f"{len(missing)} tensor(s) are missing: {_listed(missing)}")
     for name, shape in wanted.items():
+        entries[name].check_readable()
         if entries[name].shape != shape:
             raise CheckpointError(
                 f"tensor {entries[name].name!r} in {entries[name].path.name} has shape "
