@@ -10,7 +10,7 @@ from typing import Any
 from model_defs.config import ModelConfig
 from model_defs.errors import UnsupportedModelError
 from model_defs.gated_decoder import check_rotary
-from model_defs.hf_options import boolean, choice, common_fields, integer
+from model_defs.hf_options import boolean, choice, common_fields, integer, number
 from model_defs.hf_rope import parse_rope
 from model_defs.tensor_recipes import (
     Recipe,
@@ -71,9 +71,9 @@ def parse_gated(
         intermediate_size=integer(values, "intermediate_size"),
         tie_word_embeddings=boolean(values, "tie_word_embeddings", False),
         activation=choice(values, "hidden_act", "silu", {"silu": "silu", "swish": "silu"}),
-        norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-        rope=parse_rope(values),
-        initializer_range=float(values.get("initializer_range", 0.02)),
+        norm_eps=number(values, "rms_norm_eps", 1e-6),
+        rope=parse_rope(values, common["max_position_embeddings"]),
+        initializer_range=number(values, "initializer_range", 0.02),
         **fields,
     )
     check_rotary(config)

@@ -17,7 +17,7 @@ from model_defs.decoder import Decoder
 from model_defs.device_sums import Summand, added_up
 from model_defs.errors import UnsupportedModelError
 from model_defs.family import Family
-from model_defs.hf_options import boolean, choice, common_fields, integer
+from model_defs.hf_options import boolean, choice, common_fields, integer, number
 from model_defs.layers import Build, Embedding, FusedQKV, LayerNorm, Linear, declare
 from model_defs.sharding import constrain
 from model_defs.tensor_recipes import WeightMap, attention_recipes, matrix, table, token_recipes, vector
@@ -180,7 +180,7 @@ def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelCo
         pre_norm=pre_norm,
         final_norm=pre_norm and not boolean(values, "_remove_final_layer_norm", False),
         norm_affine=boolean(values, "layer_norm_elementwise_affine", True),
-        initializer_range=float(values.get("init_std", 0.02)),
+        initializer_range=number(values, "init_std", 0.02),
     )
 
 
