@@ -53,8 +53,7 @@ def parse_gated(
         values, generation, bos=defaults.bos, eos=defaults.eos, max_positions=defaults.max_positions
     )
     hidden_size, num_heads = common["hidden_size"], common["num_heads"]
-    head_dim = values.get("head_dim") or defaults.head_dim
-    if not head_dim and hidden_size % num_heads:
+    if values.get("head_dim") is None and defaults.head_dim is None and hidden_size % num_heads:
         raise UnsupportedModelError(
             f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}, "
             f"and there is no head_dim"
@@ -67,7 +66,7 @@ def parse_gated(
         architecture=architecture,
         **common,
         num_kv_heads=num_kv_heads,
-        head_dim=integer({"head_dim": head_dim}, "head_dim", hidden_size // num_heads),
+        head_dim=integer(values, "head_dim", defaults.head_dim or hidden_size // num_heads),
         intermediate_size=integer(values, "intermediate_size"),
         tie_word_embeddings=boolean(values, "tie_word_embeddings", False),
         activation=choice(values, "hidden_act", "silu", {"silu": "silu", "swish": "silu"}),

@@ -176,6 +176,8 @@ def test_special_tokens() -> None:
         (QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM"),
         (QWEN3 | {"model_type": "qwen3_moe"}, "model_type='qwen3_moe'"),
         (MISTRAL | {"head_dim": "128"}, "head_dim='128' must be a positive integer"),
+        (MISTRAL | {"head_dim": 0}, "head_dim=0 must be a positive integer"),
+        (QWEN3 | {"head_dim": False}, "head_dim=False must be a positive integer"),
     ],
 )
 def test_refused_by_name(values: dict[str, Any], message: str) -> None:
