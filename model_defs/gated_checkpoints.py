@@ -11,7 +11,7 @@ from model_defs.config import ModelConfig
 from model_defs.errors import UnsupportedModelError
 from model_defs.gated_decoder import check_rotary
 from model_defs.hf_options import boolean, choice, common_fields, integer, number
-from model_defs.hf_rope import parse_rope
+from model_defs.hf_rope import parse_rope, written_rope
 from model_defs.tensor_recipes import (
     Recipe,
     WeightMap,
@@ -80,15 +80,14 @@ def parse_gated(
 
 
 def written_gated(config: ModelConfig) -> dict[str, Any]:
-    """What `parse_gated` reads beyond the common fields, with default rotary positions."""
+    """What `parse_gated` reads beyond the common fields."""
     return {
         "intermediate_size": config.intermediate_size,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": config.activation,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
-    }
+    } | written_rope(config.rope)
 
 
 def refuse_sliding_layers(values: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """The rope section of config.json, in the spellings of transformers 4 and 5.
 
-Owns which kinds of rotary positions are understood and which defaults their options have. Kinds whose
-frequencies depend on the current length are refused by name: cached keys would be wrong. Called by what reads
-the configs of decoders with rotary positions.
+Owns which kinds of rotary positions are understood and which defaults their options have, and how they are
+written. Kinds whose frequencies depend on the current length are refused by name: cached keys would be wrong.
+Called by what reads and writes the configs of decoders with rotary positions.
 """
 
 import math
@@ -58,6 +58,21 @@ def parse_rope(values: dict[str, Any], max_positions: int) -> RopeConfig:
         attention_factor=_yarn_attention_factor(found, factor),
         truncate=boolean(found, "truncate", True),
     )
+
+
+def written_rope(rope: RopeConfig) -> dict[str, Any]:
+    """What `parse_rope` reads as `rope`, in the spelling of transformers 4, which 5 reads too."""
+    names = {"linear": (), "llama3": ("low_freq_factor", "high_freq_factor")}
+    names["yarn"] = ("beta_fast", "beta_slow", "attention_factor")
+    if rope.kind == "default":
+        return {"rope_theta": rope.theta}
+    section = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind != "linear":
+        section["original_max_position_embeddings"] = rope.original_max_positions
+    section |= {name: getattr(rope, name) for name in names[rope.kind]}
+    if not rope.truncate:  # an option that older versions warn of
+        section["truncate"] = False
+    return {"rope_theta": rope.theta, "rope_scaling": section}
 
 
 def _number(found: dict[str, Any], name: str, default: float | None = None) -> float:

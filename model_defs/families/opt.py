@@ -30,6 +30,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+_WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new"}  # where their name is not ours
 
 
 def _published(num_layers: int, hidden_size: int, num_heads: int) -> ModelConfig:
@@ -188,7 +189,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {
         "ffn_dim": config.intermediate_size,
         "word_embed_proj_dim": config.embed_width,
-        "activation_function": config.activation,
+        "activation_function": _WRITTEN_ACTIVATIONS.get(config.activation, config.activation),
         "do_layer_norm_before": config.pre_norm,
         "_remove_final_layer_norm": config.pre_norm and not config.final_norm,
         "enable_bias": config.attention_bias,

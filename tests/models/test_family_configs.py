@@ -202,10 +202,37 @@ def test_a_written_config_is_read_back(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig("linear", 5e5, 2.0),
+        RopeConfig("llama3", 5e5, 8.0, 8192, low_freq_factor=1.5, high_freq_factor=3.0),
+        RopeConfig("yarn", 1e6, 4.0, 4096, beta_fast=16.0, beta_slow=2.0, attention_factor=0.7),
+        RopeConfig("yarn", 1e6, 4.0, 4096, truncate=False),
+    ],
+)
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-8b"])
+def test_rotary_positions_of_every_kind_are_written(name: str, rope: RopeConfig) -> None:
+    written = hf_config(preset(name, rope=rope))
+    assert parse_hf_config(written) == preset(name, rope=rope)
+    assert written["rope_theta"] == rope.theta and written["rope_scaling"]["rope_type"] == rope.kind
+    assert ("truncate" in written["rope_scaling"]) == (not rope.truncate)
+
+
+@pytest.mark.parametrize(
+    ("activation", "written"), [("relu", "relu"), ("gelu", "gelu"), ("gelu_tanh", "gelu_new")]
+)
+def test_activations_are_written_by_their_names(activation: str, written: str) -> None:
+    config = preset("opt-125m", activation=activation)
+    assert hf_config(config)["activation_function"] == written
+    assert parse_hf_config(hf_config(config)).activation == activation
+
+
+@pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
         ("opt-tiny", {}, "head_dim=32 cannot be said in a config.json of OPTForCausalLM"),
-        ("llama3-8b", {"rope": RopeConfig("linear", 5e5, 2.0)}, r"rope=RopeConfig\(kind='linear'"),
+        ("llama3-8b", {"rope": RopeConfig("linear", 5e5, 2.0, 4096)}, r"rope=RopeConfig\(kind='linear'"),
+        ("opt-125m", {"activation": "silu"}, "activation_function='silu' is not supported"),
         ("qwen3-8b", {"mlp_bias": True}, "mlp_bias=True cannot be said in a config.json of Qwen3ForCausalLM"),
     ],
 )
