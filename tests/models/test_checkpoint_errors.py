@@ -237,6 +237,21 @@ def test_fingerprint_sees_other_weights_but_not_other_directories(llama: Path) -
     assert model_fingerprint(config, llama) != original
 
 
+def test_fingerprint_is_of_the_beginning_of_every_tensor(llama: Path) -> None:
+    """Which is what `weights_digest` says: whoever hashes more must keep histories of before readable."""
+    config, tensors = load_config(llama), tensors_of(llama)
+    rewrite(llama, tensors)  # this library's order of tensors, which counts as well
+    original = model_fingerprint(config, llama)
+    table = tensors["model.embed_tokens.weight"]
+    assert table.itemsize == 2
+    table.reshape(-1)[32:] += 1
+    rewrite(llama, tensors)
+    assert model_fingerprint(config, llama) == original
+    table.reshape(-1)[31] += 1
+    rewrite(llama, tensors)
+    assert model_fingerprint(config, llama) != original
+
+
 @pytest.mark.parametrize(
     ("variant", "tp"),
     [("llama_default", 4), ("opt_pre_norm", 4), ("qwen2_untied", 2), ("qwen3_bias", 2), ("mistral_gqa", 2)],
