@@ -101,7 +101,10 @@ def refuse_sliding_layers(values: dict[str, Any]) -> None:
             f"use_sliding_window=true (sliding_window={values.get('sliding_window')!r}) is not supported: "
             f"every layer here sees the whole context"
         )
-    for kind in values.get("layer_types") or ():
+    kinds = values.get("layer_types")
+    if not isinstance(kinds, list | None):
+        raise UnsupportedModelError(f"config.json: layer_types={kinds!r} must be a list")
+    for kind in kinds or ():
         if kind != "full_attention":
             raise UnsupportedModelError(f"layer_types: {kind!r} is not supported; only 'full_attention' is")
 

@@ -17,7 +17,7 @@ from model_defs import (
 from model_defs.hf_config import hf_config, parse_hf_config
 from model_defs.registry import FAMILIES
 from tests.models.helpers import GOLDEN, VARIANTS
-from tests.models.test_hf_config import without
+from tests.models.test_hf_config import LLAMA, without
 
 QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -123,6 +123,7 @@ def test_options_that_count() -> None:
 
 
 def test_options_that_transformers_does_not_read_either() -> None:
+    assert parse_hf_config(LLAMA | {"sliding_window": 4096}) == preset("llama3-8b")
     assert parse_hf_config(QWEN2 | {"attention_bias": False}) == preset("qwen2.5-7b")
     assert parse_hf_config(MISTRAL | {"attention_bias": True}) == preset("mistral-7b")
 
@@ -164,6 +165,9 @@ def test_special_tokens() -> None:
             "layer_types: 'sliding_attention'",
         ),
         (QWEN3 | {"layer_types": ["sliding_attention"]}, "layer_types: 'sliding_attention'"),
+        (LLAMA | {"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window=true"),
+        (LLAMA | {"layer_types": ["sliding_attention"] * 32}, "layer_types: 'sliding_attention'"),
+        (QWEN3 | {"layer_types": 36}, "layer_types=36 must be a list"),
         (MISTRAL | {"layer_types": ["chunked_attention"]}, "layer_types: 'chunked_attention'"),
         (MISTRAL | {"sliding_window": 4096}, "sliding_window=4096 is not .* max_position_embeddings=32768"),
         (MISTRAL | {"sliding_window": 32767}, "sliding_window=32767 is not supported"),
