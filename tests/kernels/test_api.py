@@ -77,6 +77,8 @@ def test_spec_errors(changes: dict[str, Any], message: str) -> None:
         ("kv_pages", jnp.zeros((4, 16, 4, 32), jnp.bfloat16), r"kv_pages\.dtype = 'bfloat16': must be q's"),
         ("kv_lens", np.zeros((2, 2), np.int32), r"kv_lens\.shape"),
         ("page_indices", np.zeros((2, 3), np.int32), r"page_indices\.shape"),
+        ("page_indices", np.zeros((4, 0), np.int32), r"page_indices\.shape = \(4, 0\): .*at least 1"),
+        ("page_indices", np.zeros(4, np.int32), r"page_indices\.shape"),
         ("cu_q_lens", np.zeros(4, np.int32), r"cu_q_lens\.shape"),
         ("num_seqs", np.zeros((), np.int32), r"num_seqs\.shape"),
         ("kv_lens", np.zeros(4, np.int64), r"kv_lens\.dtype = 'int64': must be int32"),
