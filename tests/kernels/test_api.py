@@ -193,6 +193,17 @@ def test_pages_in_8_bits_are_read_by_the_hopper_kernel_where_it_serves():
         assert choose_backend("auto", heads, H200).name == expected
 
 
+def test_groups_that_auto_takes_of_hopper():
+    """As docs/kernels.md has them."""
+
+    def taken(head_dim, kv_dtype=None):
+        heads = [AttentionHeads(4 * group, 4, head_dim, "bfloat16", kv_dtype) for group in range(1, 17)]
+        return [each.group for each in heads if choose_backend("auto", each, H200).name.endswith("_gpu")]
+
+    assert taken(64) == [1, 2, 4, 8, 16] and taken(128) == [1, 2, 4, 7, 8, 16]
+    assert taken(128, "int8") == list(range(1, 17)) and taken(64, "int8") == []
+
+
 def test_groups_that_nobody_has_measured_are_taken_by_name_alone():
     seven, heads = (AttentionHeads(count, 4, 128, jnp.dtype("bfloat16")) for count in (28, 24))
     assert choose_backend("auto", seven, H200).name == "pallas_mosaic_gpu"  # measured since, of this size
