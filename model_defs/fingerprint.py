@@ -40,8 +40,10 @@ def weights_digest(source: str | Path, *, seed: int = 0) -> str:
     """Where weights come from, as a string.
 
     Random weights: preset and seed. Converted directory: what it recorded of its source. Safetensors:
-    a hash over every tensor's name, dtype, shape, the file it lies in with its size, and its first bytes,
-    so that two fine-tunings of one model differ.
+    a hash over every tensor's name, dtype, shape, the file it lies in with its size, and its first bytes.
+    Two fine-tunings of one model differ if the first bytes of any tensor do: training all of a tensor changes
+    them, but one that only trained later rows of a table (those of added tokens) is not told from its base.
+    What is hashed stays: histories and converted directories keep the result.
     """
     if str(source).startswith(RANDOM_PREFIX):
         return f"{source}#{seed}"

@@ -10,8 +10,8 @@ from typing import Any
 from model_defs.config import ModelConfig
 from model_defs.errors import UnsupportedModelError
 from model_defs.gated_decoder import check_rotary
-from model_defs.hf_options import boolean, choice, common_fields, integer
-from model_defs.hf_rope import parse_rope
+from model_defs.hf_options import boolean, choice, common_fields, integer, number
+from model_defs.hf_rope import parse_rope, written_rope
 from model_defs.tensor_recipes import (
     Recipe,
     WeightMap,
@@ -53,8 +53,7 @@ def parse_gated(
         values, generation, bos=defaults.bos, eos=defaults.eos, max_positions=defaults.max_positions
     )
     hidden_size, num_heads = common["hidden_size"], common["num_heads"]
-    head_dim = values.get("head_dim") or defaults.head_dim
-    if not head_dim and hidden_size % num_heads:
+    if values.get("head_dim") is None and defaults.head_dim is None and hidden_size % num_heads:
         raise UnsupportedModelError(
             f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}, "
             f"and there is no head_dim"
@@ -67,13 +66,13 @@ def parse_gated(
         architecture=architecture,
         **common,
         num_kv_heads=num_kv_heads,
-        head_dim=integer({"head_dim": head_dim}, "head_dim", hidden_size // num_heads),
+        head_dim=integer(values, "head_dim", defaults.head_dim or hidden_size // num_heads),
         intermediate_size=integer(values, "intermediate_size"),
         tie_word_embeddings=boolean(values, "tie_word_embeddings", False),
         activation=choice(values, "hidden_act", "silu", {"silu": "silu", "swish": "silu"}),
-        norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-        rope=parse_rope(values),
-        initializer_range=float(values.get("initializer_range", 0.02)),
+        norm_eps=number(values, "rms_norm_eps", 1e-6),
+        rope=parse_rope(values, common["max_position_embeddings"]),
+        initializer_range=number(values, "initializer_range", 0.02),
         **fields,
     )
     check_rotary(config)
@@ -81,15 +80,14 @@ def parse_gated(
 
 
 def written_gated(config: ModelConfig) -> dict[str, Any]:
-    """What `parse_gated` reads beyond the common fields, with default rotary positions."""
+    """What `parse_gated` reads beyond the common fields."""
     return {
         "intermediate_size": config.intermediate_size,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": config.activation,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
-    }
+    } | written_rope(config.rope)
 
 
 def refuse_sliding_layers(values: dict[str, Any]) -> None:
@@ -103,7 +101,10 @@ def refuse_sliding_layers(values: dict[str, Any]) -> None:
             f"use_sliding_window=true (sliding_window={values.get('sliding_window')!r}) is not supported: "
             f"every layer here sees the whole context"
         )
-    for kind in values.get("layer_types") or ():
+    kinds = values.get("layer_types")
+    if not isinstance(kinds, list | None):
+        raise UnsupportedModelError(f"config.json: layer_types={kinds!r} must be a list")
+    for kind in kinds or ():
         if kind != "full_attention":
             raise UnsupportedModelError(f"layer_types: {kind!r} is not supported; only 'full_attention' is")
 

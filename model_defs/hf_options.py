@@ -1,10 +1,10 @@
 """Reading options of config.json: each a typed value, a default for what is missing or null, or an error.
 
-Owns the readers, and the options that every family has. An option of a wrong type is an UnsupportedModelError
-that names it and its value. Called by families and by what they share.
+Owns the readers, and the options that every family has. An option of a wrong type or out of range is an
+UnsupportedModelError that names it and its value. Called by families and by what they share.
 """
 
-import math
+import sys
 from typing import Any
 
 from model_defs.config import DTYPES, ModelConfig
@@ -28,7 +28,7 @@ def common_fields(
         "max_position_embeddings": integer(values, "max_position_embeddings", max_positions),
         "dtype": _dtype(values),
         "eos_token_ids": _eos_token_ids(values, generation, eos),
-        "bos_token_id": values.get("bos_token_id", bos),
+        "bos_token_id": _token_id("bos_token_id", values.get("bos_token_id", bos)),
     }
 
 
@@ -56,12 +56,30 @@ def integer(values: dict[str, Any], name: str, default: int | None = None) -> in
     return found
 
 
-def number(values: dict[str, Any], name: str) -> float:
-    """A positive finite number of the rope section; there is no default."""
+def number(
+    values: dict[str, Any], name: str, default: float | None = None, *, above: float = 0, of: str = ""
+) -> float:
+    """A finite number above `above`; missing or null takes the default, which may be that bound itself.
+
+    `of` says in the message which section of the file has the option.
+    """
     found = values.get(name)
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
-        raise UnsupportedModelError(f"config.json: rope {name}={found!r} must be a positive number")
+    found = default if found is None else found
+    is_number = isinstance(found, int | float) and not isinstance(found, bool)
+    if found is None or not is_number or not (above < found <= sys.float_info.max or found == default):
+        raise UnsupportedModelError(
+            f"config.json: {f'{of} {name}'.lstrip()}={found!r} must be a finite number above {above:g}"
+        )
     return float(found)
+
+
+def section(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """A JSON object; missing or null is an empty one."""
+    found = values.get(name)
+    found = {} if found is None else found
+    if not isinstance(found, dict):
+        raise UnsupportedModelError(f"config.json: {name}={found!r} must be an object")
+    return found
 
 
 def boolean(values: dict[str, Any], name: str, default: bool) -> bool:
@@ -76,9 +94,16 @@ def boolean(values: dict[str, Any], name: str, default: bool) -> bool:
 def choice(values: dict[str, Any], name: str, default: str, allowed: dict[str, str]) -> str:
     """Our name for one of theirs."""
     found = values.get(name) or default
-    if found not in allowed:
+    if not isinstance(found, str) or found not in allowed:
         raise UnsupportedModelError(f"{name}={found!r} is not supported; one of {', '.join(allowed)} is")
     return allowed[found]
+
+
+def _token_id(name: str, found: Any) -> int | None:
+    """An id, or null: then there is none, whatever the default of a missing key."""
+    if found is not None and (type(found) is not int or found < 0):
+        raise UnsupportedModelError(f"config.json: {name}={found!r} must be a token id or null")
+    return found
 
 
 def _eos_token_ids(

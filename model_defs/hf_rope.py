@@ -1,8 +1,8 @@
 """The rope section of config.json, in the spellings of transformers 4 and 5.
 
-Owns which kinds of rotary positions are understood and which defaults their options have. Kinds whose
-frequencies depend on the current length are refused by name: cached keys would be wrong. Called by what reads
-the configs of decoders with rotary positions.
+Owns which kinds of rotary positions are understood and which defaults their options have, and how they are
+written. Kinds whose frequencies depend on the current length are refused by name: cached keys would be wrong.
+Called by what reads and writes the configs of decoders with rotary positions.
 """
 
 import math
@@ -10,14 +10,24 @@ from typing import Any
 
 from model_defs.config import RopeConfig
 from model_defs.errors import UnsupportedModelError
-from model_defs.hf_options import boolean, number
+from model_defs.hf_options import boolean, integer, number, section
 
 
-def parse_rope(values: dict[str, Any]) -> RopeConfig:
-    """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
-    found = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    theta = found.get("rope_theta", values.get("rope_theta"))
-    theta = 10000.0 if theta is None else float(theta)
+def parse_rope(values: dict[str, Any], max_positions: int) -> RopeConfig:
+    """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4).
+
+    `max_positions` is the config's. Raises UnsupportedModelError naming the option. Both sections, unless
+    they are equal, are refused: transformers 5 lets `rope_scaling` win, and whoever wrote the other one meant
+    that to hold.
+    """
+    new, old = (section(values, name) for name in ("rope_parameters", "rope_scaling"))
+    if new and old and new != old:
+        raise UnsupportedModelError(
+            f"rope_scaling={old!r} beside a rope_parameters={new!r} that differs is not supported; keep one"
+        )
+    found = new or old
+    # Of 1 all pairs would turn alike, and yarn divide by its logarithm.
+    theta = number(found, "rope_theta", number(values, "rope_theta", 10000.0, above=1), above=1)
     if any(isinstance(value, dict) for value in found.values()):
         raise UnsupportedModelError(f"rope_parameters per layer type ({', '.join(found)}) are not supported")
     partial = found.get("partial_rotary_factor", values.get("partial_rotary_factor"))
@@ -27,49 +37,66 @@ def parse_rope(values: dict[str, Any]) -> RopeConfig:
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
-        return RopeConfig("linear", theta, number(found, "factor"))
+        return RopeConfig("linear", theta, _number(found, "factor"))
     if kind not in ("llama3", "yarn"):
         raise UnsupportedModelError(
             f"rope_type={kind!r} is not supported (default, linear, llama3 and yarn are); types whose "
             f"frequencies depend on the current length, such as dynamic and longrope, would spoil cached keys"
         )
-    original = (
-        values.get("original_max_position_embeddings")
-        or found.get("original_max_position_embeddings")
-        or values.get("max_position_embeddings", 2048)
-    )
+    name = "original_max_position_embeddings"
+    original = integer(values, name, integer(found, name, max_positions))
     if kind == "llama3":
-        return RopeConfig(
-            "llama3",
-            theta,
-            number(found, "factor"),
-            int(original),
-            low_freq_factor=number(found, "low_freq_factor"),
-            high_freq_factor=number(found, "high_freq_factor"),
-        )
-    if found.get("factor") is None:
-        found = {**found, "factor": values.get("max_position_embeddings", 2048) / original}
+        return _llama3(found, theta, original)
+    factor = _number(found, "factor", max_positions / original)
     return RopeConfig(
         "yarn",
         theta,
-        number(found, "factor"),
-        int(original),
-        beta_fast=float(found.get("beta_fast") or 32),
-        beta_slow=float(found.get("beta_slow") or 1),
-        attention_factor=_yarn_attention_factor(found),
+        factor,
+        original,
+        beta_fast=_number(found, "beta_fast", 32),
+        beta_slow=_number(found, "beta_slow", 1),
+        attention_factor=_yarn_attention_factor(found, factor),
         truncate=boolean(found, "truncate", True),
     )
 
 
-def _yarn_attention_factor(found: dict[str, Any]) -> float:
+def written_rope(rope: RopeConfig) -> dict[str, Any]:
+    """What `parse_rope` reads as `rope`, in the spelling of transformers 4, which 5 reads too."""
+    names = {"linear": (), "llama3": ("low_freq_factor", "high_freq_factor")}
+    names["yarn"] = ("beta_fast", "beta_slow", "attention_factor")
+    if rope.kind == "default":
+        return {"rope_theta": rope.theta}
+    section = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind != "linear":
+        section["original_max_position_embeddings"] = rope.original_max_positions
+    section |= {name: getattr(rope, name) for name in names[rope.kind]}
+    if not rope.truncate:  # an option that older versions warn of
+        section["truncate"] = False
+    return {"rope_theta": rope.theta, "rope_scaling": section}
+
+
+def _number(found: dict[str, Any], name: str, default: float | None = None) -> float:
+    """A positive number of the section."""
+    return number(found, name, default, of="rope")
+
+
+def _llama3(found: dict[str, Any], theta: float, original: int) -> RopeConfig:
+    """Between its two factors is a ramp, which is divided by their difference."""
+    low, high = _number(found, "low_freq_factor"), _number(found, "high_freq_factor")
+    if low >= high:
+        raise UnsupportedModelError(
+            f"config.json: rope low_freq_factor={low!r} must be below high_freq_factor={high!r}"
+        )
+    factor = _number(found, "factor")
+    return RopeConfig("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+
+
+def _yarn_attention_factor(found: dict[str, Any], factor: float) -> float:
     """What cos and sin are multiplied by: given, or from mscale, or from the factor alone."""
-    if found.get("attention_factor") is not None:
-        return number(found, "attention_factor")
-    factor = number(found, "factor")
 
     def temperature(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    if found.get("mscale") and found.get("mscale_all_dim"):
-        return temperature(number(found, "mscale")) / temperature(number(found, "mscale_all_dim"))
-    return temperature(1.0)
+    scale, all_dim = (_number(found, name, 0) for name in ("mscale", "mscale_all_dim"))
+    given = temperature(scale) / temperature(all_dim) if scale and all_dim else temperature(1.0)
+    return _number(found, "attention_factor", given)

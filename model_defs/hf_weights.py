@@ -1,8 +1,9 @@
 """Filling a model from the tensors of a Hugging Face checkpoint.
 
 Owns the check that a checkpoint is exactly what the config asks for, made on headers before any data is
-read. Each parameter is made of one to three tensors, as hf_recipes says, which go to the devices as the
-file has them and are cast, transposed and fused there, one parameter at a time. Called by loading.
+read; only of a head beside a table that it is tied to are bytes compared. Each parameter is made of one to
+three tensors, as hf_recipes says, which go to the devices as the file has them and are cast, transposed and
+fused there, one parameter at a time. Called by loading.
 """
 
 import functools
@@ -24,14 +25,17 @@ from model_defs.sharding import TENSOR_AXIS
 from model_defs.tensor_recipes import Recipe
 
 _MAX_NAMES_SHOWN = 8
+_HEAD, _TABLE = "lm_head.weight", "embed_tokens.weight"
+_COMPARED_BYTES = 2**24  # at a time: a table may be a gigabyte
 
 
 def hf_filler(entries: dict[str, TensorEntry], config: ModelConfig, parameter_names: list[str]) -> Filler:
     """A filler over a checkpoint whose config is `config`; every tensor is checked here, before any is read.
 
-    Raises CheckpointError naming missing, extra or misshapen tensors with both shapes.
+    Raises CheckpointError naming missing, extra or misshapen tensors with both shapes, a dtype that is no
+    float, two tensors for one place, or a head that is not the table to which it is tied.
     """
-    by_short_name = {_short(name): entry for name, entry in entries.items()}
+    by_short_name = _by_short_name(entries)
     recipes = {name: recipe(name, config) for name in parameter_names}
     _check(by_short_name, recipes, config)
 
@@ -71,6 +75,19 @@ def _short(name: str) -> str:
     return name.removeprefix("model.").removeprefix("decoder.")
 
 
+def _by_short_name(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Tensors by their names without prefixes; of two that then have one name neither is chosen."""
+    found: dict[str, TensorEntry] = {}
+    for entry in entries.values():
+        other = found.setdefault(_short(entry.name), entry)
+        if other is not entry:
+            raise CheckpointError(
+                f"tensors {other.name!r} in {other.path.name} and {entry.name!r} in {entry.path.name} are "
+                f"the same one of this model; remove one"
+            )
+    return found
+
+
 def _check(entries: dict[str, TensorEntry], recipes: dict[str, Recipe], config: ModelConfig) -> None:
     """Every tensor that a recipe names is there in its shape, and nothing else is."""
     prefix = family(config.architecture).tensor_prefix
@@ -79,10 +96,11 @@ def _check(entries: dict[str, TensorEntry], recipes: dict[str, Recipe], config: 
         for recipe_ in recipes.values()
         for name, shape in zip(recipe_.names, recipe_.shapes, strict=True)
     }
-    missing = [name if name == "lm_head.weight" else prefix + name for name in wanted if name not in entries]
+    missing = [name if name == _HEAD else prefix + name for name in wanted if name not in entries]
     if missing:
         raise CheckpointError(f"{len(missing)} tensor(s) are missing: {_listed(missing)}")
     for name, shape in wanted.items():
+        entries[name].check_readable()
         if entries[name].shape != shape:
             raise CheckpointError(
                 f"tensor {entries[name].name!r} in {entries[name].path.name} has shape "
@@ -93,10 +111,28 @@ def _check(entries: dict[str, TensorEntry], recipes: dict[str, Recipe], config: 
         for name, entry in entries.items()
         if name not in wanted
         and not name.endswith("rotary_emb.inv_freq")  # a constant that old exports carry along
-        and not (name == "lm_head.weight" and config.tie_word_embeddings)
+        and not (name == _HEAD and config.tie_word_embeddings)
     ]
     if extra:
         raise CheckpointError(f"{len(extra)} tensor(s) are not part of this model: {_listed(extra)}")
+    if config.tie_word_embeddings and _HEAD in entries:
+        _check_tied(entries[_HEAD], entries[_TABLE])
+
+
+def _check_tied(head: TensorEntry, table: TensorEntry) -> None:
+    """A head that is in the file although it is tied must be the table: else it was meant to be used."""
+    shared = "must be the same with tie_word_embeddings=true; set that to false if the head is its own"
+    if (head.dtype, head.shape) != (table.dtype, table.shape):
+        raise CheckpointError(
+            f"tensor {head.name!r} is {head.dtype}{list(head.shape)}, {table.name!r} is "
+            f"{table.dtype}{list(table.shape)}: they {shared}"
+        )
+    for begin in range(0, head.num_bytes, _COMPARED_BYTES):
+        one, other = (
+            entry.read_bytes(min(_COMPARED_BYTES, entry.num_bytes - begin), begin) for entry in (head, table)
+        )
+        if not np.array_equal(one, other):
+            raise CheckpointError(f"tensors {head.name!r} and {table.name!r} differ: they {shared}")
 
 
 def _listed(names: list[str]) -> str:

@@ -1,9 +1,9 @@
 """Reading a Hugging Face directory of safetensors files, tensor by tensor.
 
 Owns the file format (an 8-byte little-endian header length, a JSON header, raw data) and every check a
-header allows before data is touched: missing files, truncation, unknown dtypes, index and files that
-disagree. Data is memory mapped, so opening a checkpoint of any size is quick and reading holds one tensor.
-Knows nothing of models. Called by hf_weights and fingerprint.
+header allows before data is touched: missing files, truncation, index and files that disagree, and, of a
+tensor that is wanted, its dtype. Data is memory mapped, so opening a checkpoint of any size is quick and
+reading holds one tensor. Knows nothing of models. Called by hf_weights and fingerprint.
 """
 
 import dataclasses
@@ -39,21 +39,25 @@ class TensorEntry:
     offset_bytes: int
     num_bytes: int
 
-    def read(self) -> np.ndarray:
-        """The tensor as a read-only view of the file. CheckpointError for a dtype that is no float."""
+    def check_readable(self) -> None:
+        """Raise CheckpointError for a dtype that is no float of ours."""
         if self.dtype not in _DTYPES:
             raise CheckpointError(
                 f"tensor {self.name!r} in {self.path.name} has dtype {self.dtype}; "
                 f"one of {', '.join(_DTYPES)} is needed"
             )
+
+    def read(self) -> np.ndarray:
+        """The tensor as a read-only view of the file. Raises as `check_readable` does."""
+        self.check_readable()
         if self.num_bytes == 0:
             return np.empty(self.shape, _DTYPES[self.dtype])
         raw = self.read_bytes(self.num_bytes)
         return raw.view(_DTYPES[self.dtype]).reshape(self.shape)
 
-    def read_bytes(self, num_bytes: int) -> np.ndarray:
-        """The first `num_bytes` bytes, u8[num_bytes]."""
-        return np.memmap(self.path, np.uint8, "r", self.offset_bytes, (num_bytes,))
+    def read_bytes(self, num_bytes: int, begin: int = 0) -> np.ndarray:
+        """`num_bytes` bytes from the tensor's byte `begin`, u8[num_bytes]."""
+        return np.memmap(self.path, np.uint8, "r", self.offset_bytes + begin, (num_bytes,))
 
 
 def open_checkpoint(directory: Path) -> dict[str, TensorEntry]:

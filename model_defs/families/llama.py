@@ -1,7 +1,9 @@
 """Llama 2 and 3: the plain gated decoder, with optional biases on all projections.
 
-Owns the family's config.json, weight map and presets. Its chat templates (Llama 2's `[INST]`, Llama 3's
-headers) continue a conversation as they are. Called by registry.
+Owns the family's config.json, weight map and presets. A Llama of transformers has no window: a file that asks
+for layers with one is of another model, and refused; `sliding_window` alone, which exports of other models
+carry along, means nothing. Its chat templates (Llama 2's `[INST]`, Llama 3's headers) continue a conversation
+as they are. Called by registry.
 """
 
 import dataclasses
@@ -14,6 +16,7 @@ from model_defs.gated_checkpoints import (
     Defaults,
     gated_weight_map,
     parse_gated,
+    refuse_sliding_layers,
     written_gated,
 )
 from model_defs.gated_decoder import GatedDecoder, GatedLayer
@@ -64,6 +67,7 @@ _PRESETS = {
 
 
 def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
+    refuse_sliding_layers(values)
     return parse_gated(
         "llama",
         values,

@@ -17,7 +17,7 @@ from model_defs.decoder import Decoder
 from model_defs.device_sums import Summand, added_up
 from model_defs.errors import UnsupportedModelError
 from model_defs.family import Family
-from model_defs.hf_options import boolean, choice, common_fields, integer
+from model_defs.hf_options import boolean, choice, common_fields, integer, number
 from model_defs.layers import Build, Embedding, FusedQKV, LayerNorm, Linear, declare
 from model_defs.sharding import constrain
 from model_defs.tensor_recipes import WeightMap, attention_recipes, matrix, table, token_recipes, vector
@@ -30,6 +30,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+_WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new"}  # where their name is not ours
 
 
 def _published(num_layers: int, hidden_size: int, num_heads: int) -> ModelConfig:
@@ -180,7 +181,7 @@ def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelCo
         pre_norm=pre_norm,
         final_norm=pre_norm and not boolean(values, "_remove_final_layer_norm", False),
         norm_affine=boolean(values, "layer_norm_elementwise_affine", True),
-        initializer_range=float(values.get("init_std", 0.02)),
+        initializer_range=number(values, "init_std", 0.02),
     )
 
 
@@ -188,7 +189,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {
         "ffn_dim": config.intermediate_size,
         "word_embed_proj_dim": config.embed_width,
-        "activation_function": config.activation,
+        "activation_function": _WRITTEN_ACTIVATIONS.get(config.activation, config.activation),
         "do_layer_norm_before": config.pre_norm,
         "_remove_final_layer_norm": config.pre_norm and not config.final_norm,
         "enable_bias": config.attention_bias,

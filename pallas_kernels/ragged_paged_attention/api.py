@@ -211,7 +211,11 @@ def _check_arrays(
     rows = kv_lens.shape[0] if kv_lens.ndim == 1 else -1
     shapes = {
         "kv_lens": (kv_lens, ("max_num_seqs",), rows >= 1),
-        "page_indices": (page_indices, (rows, "pages_per_seq"), page_indices.shape[:-1] == (rows,)),
+        "page_indices": (
+            page_indices,
+            (rows, "pages_per_seq of at least 1"),  # row 0's first page is read even of rows without keys
+            page_indices.shape[:-1] == (rows,) and page_indices.shape[-1] >= 1,
+        ),
         "cu_q_lens": (cu_q_lens, (rows + 1,), cu_q_lens.shape == (rows + 1,)),
         "num_seqs": (num_seqs, (1,), num_seqs.shape == (1,)),
     }

@@ -49,10 +49,12 @@ class Backend:
       dtypes: of queries and pages that it serves.
       head_dims: elements of a head that it serves; None: any.
       groups: query heads per KV head that it serves; None: any.
-      untried_groups: of those, which "auto" passes over: nobody has measured them.
+      untried_groups: of those, which "auto" passes over where pages are not in 8 bits: nobody has measured
+        them.
       tried: but these, a group and the elements of a head each.
       kv_dtypes: that pages may be stored as, beside the model's dtype.
-      byte_limits: what else it serves where they are; None: the same.
+      byte_limits: what else it serves where they are; None: the same. "auto" takes all of that, although of
+        Mosaic's groups four query heads per KV head alone are measured (docs/kernels.md says why).
       instead: what to do about what it does not serve.
       has_tiles: it takes tile lists.
       has_mosaic_tiles: some of its tile classes may be Mosaic's.
@@ -270,7 +272,7 @@ def heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError |
 
 
 def _auto_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError | None:
-    """As `heads_limit`, of what "auto" takes."""
+    """As `heads_limit`, of what "auto" takes: over pages in 8 bits untried groups as well."""
     group, row = heads.group, TABLE[backend]
     is_untried = group in row.untried_groups and (group, heads.head_dim) not in row.tried
     if heads.kv_dtype is None and is_untried:

@@ -125,6 +125,7 @@ def default_block_sizes(
     itemsize: int,
     mosaic: bool = False,
     in_bytes: bool = False,
+    large_shared_memory: bool = True,
 ) -> BlockSizes:
     """The measured choice for a step of this shape.
 
@@ -133,11 +134,16 @@ def default_block_sizes(
     `mosaic` is set, the Mosaic kernel takes both, but for steps with hardly any tokens; in small steps its
     small tiles do for short prompts. Where `in_bytes` is set as well, pages are in 8 bits, and two other
     Mosaic kernels take decoding and the rest.
+
+    Heads over 128 elements in a pipeline of four stages, or in tiles of 128 rows, need up to 132 KiB of
+    shared memory: without `large_shared_memory` there are two stages and 64 rows at most, in 68 KiB. No such
+    GPU has been measured.
     """
     group = num_q_heads // num_kv_heads
     small_rows = max(16, power_of_two(group))
     if itemsize == 4:
         return _float32_block_sizes(small_rows, head_dim)
+    must_save = head_dim > 128 and not large_shared_memory
     # Rows of a few tokens each (a prompt's tail): one tile of 32 reads the keys once, two of 16 twice.
     if num_tokens <= 512 and small_rows < group * num_tokens // max_num_seqs <= 32:
         small_rows = 32
@@ -145,7 +151,7 @@ def default_block_sizes(
         rows=small_rows,
         block_kv=32,
         num_warps=2,
-        num_stages=4,
+        num_stages=2 if must_save else 4,
         min_split_kv=256,
         target_programs=2048,
         whole_loop=True,
@@ -159,7 +165,7 @@ def default_block_sizes(
         # for each, evener, cost it more in merges than they saved (docs/log.md).
         few, many = mosaic_class(64, 128, 3, 256, 264), mosaic_class(128, 128, 2, 1024, 264)
         return BlockSizes((few,) if num_tokens <= _MOSAIC_FEW_TOKENS else (few, many))
-    if num_tokens * group <= 4 * small_rows or small_rows >= 128:
+    if num_tokens * group <= 4 * small_rows or small_rows >= (64 if must_save else 128):
         return BlockSizes((small,))
     return BlockSizes((small, _large(max(128 if head_dim <= 128 else 64, 2 * small_rows), head_dim, 528)))
 

@@ -19,7 +19,7 @@ import numpy as np
 from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, MERGE_ROWS
 from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, TileSpec
 
-_MAX_BLOCKS = 2**15  # of a key range
+_MAX_BLOCKS = 2**15  # of a key range, for its place in the list: wider ones are taken for alike
 _MANY = 2**30  # above every key of a tile, and every length
 # Fields of a tile: row, first query token, number of tokens, the first one's position, key range, slot or -1.
 ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT = range(7)
@@ -105,8 +105,9 @@ def _class_lists(
     width = xp.minimum(tile_chunk, kv_end.take(tile) - kv_begin)
     if fixed:
         width = xp.where(xp.arange(len(part)) < num_tiles, width, -block_kv)
-    # In blocks a width fits 16 bits, which numpy sorts by radix, several times faster.
-    narrowness = (-(width // block_kv)).astype(np.int16)
+    # In 16 bits, which numpy sorts by radix, several times faster. A width that they do not hold would come
+    # behind the padding, whose width is -1 block.
+    narrowness = (-xp.minimum(width // block_kv, _MAX_BLOCKS - 1)).astype(np.int16)
     if 0 < index == len(spec.blocks.classes) - 1:
         narrowness = _by_row(xp, narrowness, row.take(tile), q_lens, kv_lens)
     order = xp.argsort(narrowness, stable=True)

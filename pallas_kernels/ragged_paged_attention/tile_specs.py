@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.devices import has_large_shared_memory
 from pallas_kernels.ragged_paged_attention.backends import TABLE, Backend
 from pallas_kernels.ragged_paged_attention.block_sizes import (
     MERGE_ROWS,
@@ -165,6 +166,7 @@ def make_tile_spec(
             itemsize=jnp.dtype(dtype).itemsize,
             mosaic=row.has_mosaic_tiles and (kv_dtype is None or page_size in BYTE_PAGE_SIZES),
             in_bytes=kv_dtype is not None,
+            large_shared_memory=has_large_shared_memory(jax.devices()[0]),
         )
     group = num_q_heads // num_kv_heads
     if row.has_tiles:

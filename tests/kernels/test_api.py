@@ -77,6 +77,8 @@ def test_spec_errors(changes: dict[str, Any], message: str) -> None:
         ("kv_pages", jnp.zeros((4, 16, 4, 32), jnp.bfloat16), r"kv_pages\.dtype = 'bfloat16': must be q's"),
         ("kv_lens", np.zeros((2, 2), np.int32), r"kv_lens\.shape"),
         ("page_indices", np.zeros((2, 3), np.int32), r"page_indices\.shape"),
+        ("page_indices", np.zeros((4, 0), np.int32), r"page_indices\.shape = \(4, 0\): .*at least 1"),
+        ("page_indices", np.zeros(4, np.int32), r"page_indices\.shape"),
         ("cu_q_lens", np.zeros(4, np.int32), r"cu_q_lens\.shape"),
         ("num_seqs", np.zeros((), np.int32), r"num_seqs\.shape"),
         ("kv_lens", np.zeros(4, np.int64), r"kv_lens\.dtype = 'int64': must be int32"),
@@ -189,6 +191,17 @@ def test_pages_in_8_bits_are_read_by_the_hopper_kernel_where_it_serves():
     for dtype, expected in (("bfloat16", "pallas_mosaic_gpu"), ("float16", "pallas_triton")):
         heads = AttentionHeads(40, 10, 128, jnp.dtype(dtype), "int8")
         assert choose_backend("auto", heads, H200).name == expected
+
+
+def test_groups_that_auto_takes_of_hopper():
+    """As docs/kernels.md has them."""
+
+    def taken(head_dim, kv_dtype=None):
+        heads = [AttentionHeads(4 * group, 4, head_dim, "bfloat16", kv_dtype) for group in range(1, 17)]
+        return [each.group for each in heads if choose_backend("auto", each, H200).name.endswith("_gpu")]
+
+    assert taken(64) == [1, 2, 4, 8, 16] and taken(128) == [1, 2, 4, 7, 8, 16]
+    assert taken(128, "int8") == list(range(1, 17)) and taken(64, "int8") == []
 
 
 def test_groups_that_nobody_has_measured_are_taken_by_name_alone():

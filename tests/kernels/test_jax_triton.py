@@ -23,6 +23,7 @@ from pallas_kernels.ragged_paged_attention import (
     mosaic_class,
     ragged_paged_attention,
     tile_spec,
+    tile_specs,
 )
 from pallas_kernels.ragged_paged_attention.backends import AUTO_BACKENDS
 from pallas_kernels.ragged_paged_attention.shapes import Heads
@@ -153,6 +154,20 @@ def test_dtypes_sizes_and_devices(
     assert all(f".version 8.8\n.target {target}\n" in result.binary for result in compiled)
     if dtype == "float32":  # IEEE, not TF32
         assert not any("tf32" in result.ttgir or "tf32" in result.binary for result in compiled)
+
+
+@can_lower
+@pytest.mark.parametrize("group", [8, pytest.param(64, marks=pytest.mark.long)])
+def test_heads_of_256_fit_little_shared_memory(
+    group: int, compiled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Triton's own compiler counts it, on a GPU whose programs have 99 KiB."""
+    monkeypatch.setattr(tile_specs, "has_large_shared_memory", lambda device: False)
+    heads = Heads(2 * group, 2, 256)
+    lower(spec_of(heads, 512, 64, "bfloat16"), heads, "bfloat16", device="NVIDIA L4")
+    assert len(compiled) == (3 if group == 8 else 2)
+    assert all(".target sm_89\n" in result.binary for result in compiled)
+    assert max(result.shared_mem_bytes for result in compiled) <= 99 * 1024
 
 
 @pytest.mark.long

@@ -157,6 +157,25 @@ def test_longest_tiles_come_first() -> None:
     assert (np.diff(-(-widths // 64)) <= 0).all()
 
 
+@pytest.mark.parametrize("num_classes", [1, 2])
+@pytest.mark.parametrize("num_keys", [32_768 * 16, 40_000 * 16])
+def test_ranges_of_more_blocks_than_16_bits_hold(num_keys: int, num_classes: int) -> None:
+    """They are in the list, before tiles of fewer keys and those without any, and before its padding."""
+    classes = (TileClass(16, 16, 4, 3, 256, 40), TileClass(64, 16, 4, 3, 2**21, 8))
+    spec = spec_for(600, 4, BlockSizes(classes[-num_classes:]))
+    batch = (np.array([0, 400, 500, 500, 500]), np.array([num_keys, 5000, 0, 0]), np.array([2]))
+    batch = tuple(array.astype(np.int32) for array in batch)
+    host = build_tiles(spec, *batch)
+    device = np.array(jax.jit(lambda *batch: build_tiles_traced(spec, *batch))(*batch))
+    used = spec.tiles_offset(num_classes - 1)
+    for tiles in (host, device):
+        check(spec, tiles, *batch)
+        rows = tiles[used:][: tiles[num_classes - 1] * NUM_FIELDS].reshape(-1, NUM_FIELDS)
+        widths = rows[:, fields.KV_END] - rows[:, fields.KV_BEGIN]
+        assert widths.max() > num_keys - 64, "a range was split, and the test is of shorter ones"
+    np.testing.assert_array_equal(host[used:][: rows.size], device[used:][: rows.size])
+
+
 @pytest.mark.parametrize("lens", [[2048] * 4, [3000, 700, 2048, 2400, 65, 0]])
 def test_prompts_come_row_by_row_and_are_dealt_evenly(lens: list[int]) -> None:
     """The longest first; dealt as the Mosaic kernel does it, every program has within 5% as many blocks."""

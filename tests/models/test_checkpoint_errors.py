@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from model_defs import CheckpointError, UnsupportedModelError, load_model, make_mesh, model_fingerprint
+from model_defs import (
+    CheckpointError,
+    UnsupportedModelError,
+    hf_weights,
+    load_model,
+    make_mesh,
+    model_fingerprint,
+)
 from model_defs.hf_config import load_config
 from model_defs.parameters import named_parameters
 from tests.models.helpers import GOLDEN, dense_logits, golden
@@ -69,10 +76,23 @@ def test_misshapen_tensor_names_both_shapes(llama: Path) -> None:
         load(llama)
 
 
+@pytest.mark.parametrize("twin", ["norm.weight", "decoder.norm.weight", "model.decoder.norm.weight"])
+def test_two_tensors_for_one_place(llama: Path, twin: str) -> None:
+    """Prefixes differ between exports: which of the two was meant nobody knows."""
+    rewrite(llama, tensors_of(llama) | {twin: np.zeros(24, np.float16)})
+    with pytest.raises(
+        CheckpointError, match=r"tensors '.*norm.weight' in .* and '.*norm.weight' in"
+    ) as info:
+        load(llama)
+    assert repr(twin) in str(info.value) and "'model.norm.weight'" in str(info.value)
+
+
 def test_integer_tensor(llama: Path) -> None:
     rewrite(llama, tensors_of(llama) | {NORM: np.zeros(24, np.int32)})
+    filled: list[str] = []
     with pytest.raises(CheckpointError, match=rf"'{NORM}' .* dtype I32; one of F32, F16, BF16"):
-        load(llama)
+        load_model(llama, mesh=make_mesh(1), progress=lambda done, total, name: filled.append(name))
+    assert not filled  # the headers say it: no parameter is read in vain
 
 
 @pytest.mark.parametrize("num_bytes_lost", [1, 3000])
@@ -174,6 +194,29 @@ def test_a_copy_of_the_tied_head_loads(tmp_path: Path) -> None:
     assert_golden(directory, "opt_pre_norm")
 
 
+def test_a_tied_head_that_is_not_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what transformers would not use and whoever saved it meant: nothing to drop without a word."""
+    directory = Path(shutil.copytree(GOLDEN / "opt_pre_norm", tmp_path / "model"))
+    tensors = tensors_of(directory)
+    table = tensors["model.decoder.embed_tokens.weight"]
+    names = "'lm_head.weight' and 'model.decoder.embed_tokens.weight' differ: .* tie_word_embeddings=true"
+    last = table.copy()
+    last[-1, -1] += 1
+    rewrite(directory, tensors | {"lm_head.weight": last})
+    with pytest.raises(CheckpointError, match=names):
+        load(directory)
+    rewrite(directory, tensors | {"lm_head.weight": table[:-1].copy()})
+    with pytest.raises(CheckpointError, match=rf"'lm_head.weight' is BF16\[{len(table) - 1}, .*they must be"):
+        load(directory)
+    rewrite(directory, tensors | {"lm_head.weight": table.astype(np.float64)})
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' is F64.*they must be the same"):
+        load(directory)
+    monkeypatch.setattr(hf_weights, "_COMPARED_BYTES", 1000)  # so that the difference is not in the first
+    rewrite(directory, tensors | {"lm_head.weight": last})
+    with pytest.raises(CheckpointError, match=names):
+        load(directory)
+
+
 @pytest.mark.parametrize("prefix", ["", "decoder."])
 def test_opt_without_prefixes(tmp_path: Path, prefix: str) -> None:
     directory = Path(shutil.copytree(GOLDEN / "opt_post_norm", tmp_path / "model"))
@@ -190,6 +233,21 @@ def test_fingerprint_sees_other_weights_but_not_other_directories(llama: Path) -
     assert model_fingerprint(config, llama) == original
     tensors = tensors_of(llama)
     tensors[NORM] = tensors[NORM] + np.float16(1)
+    rewrite(llama, tensors)
+    assert model_fingerprint(config, llama) != original
+
+
+def test_fingerprint_is_of_the_beginning_of_every_tensor(llama: Path) -> None:
+    """Which is what `weights_digest` says: whoever hashes more must keep histories of before readable."""
+    config, tensors = load_config(llama), tensors_of(llama)
+    rewrite(llama, tensors)  # this library's order of tensors, which counts as well
+    original = model_fingerprint(config, llama)
+    table = tensors["model.embed_tokens.weight"]
+    assert table.itemsize == 2
+    table.reshape(-1)[32:] += 1
+    rewrite(llama, tensors)
+    assert model_fingerprint(config, llama) == original
+    table.reshape(-1)[31] += 1
     rewrite(llama, tensors)
     assert model_fingerprint(config, llama) != original
 

@@ -17,7 +17,7 @@ from model_defs import (
 from model_defs.hf_config import hf_config, parse_hf_config
 from model_defs.registry import FAMILIES
 from tests.models.helpers import GOLDEN, VARIANTS
-from tests.models.test_hf_config import without
+from tests.models.test_hf_config import LLAMA, without
 
 QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -123,6 +123,7 @@ def test_options_that_count() -> None:
 
 
 def test_options_that_transformers_does_not_read_either() -> None:
+    assert parse_hf_config(LLAMA | {"sliding_window": 4096}) == preset("llama3-8b")
     assert parse_hf_config(QWEN2 | {"attention_bias": False}) == preset("qwen2.5-7b")
     assert parse_hf_config(MISTRAL | {"attention_bias": True}) == preset("mistral-7b")
 
@@ -164,6 +165,9 @@ def test_special_tokens() -> None:
             "layer_types: 'sliding_attention'",
         ),
         (QWEN3 | {"layer_types": ["sliding_attention"]}, "layer_types: 'sliding_attention'"),
+        (LLAMA | {"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window=true"),
+        (LLAMA | {"layer_types": ["sliding_attention"] * 32}, "layer_types: 'sliding_attention'"),
+        (QWEN3 | {"layer_types": 36}, "layer_types=36 must be a list"),
         (MISTRAL | {"layer_types": ["chunked_attention"]}, "layer_types: 'chunked_attention'"),
         (MISTRAL | {"sliding_window": 4096}, "sliding_window=4096 is not .* max_position_embeddings=32768"),
         (MISTRAL | {"sliding_window": 32767}, "sliding_window=32767 is not supported"),
@@ -176,6 +180,8 @@ def test_special_tokens() -> None:
         (QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM"),
         (QWEN3 | {"model_type": "qwen3_moe"}, "model_type='qwen3_moe'"),
         (MISTRAL | {"head_dim": "128"}, "head_dim='128' must be a positive integer"),
+        (MISTRAL | {"head_dim": 0}, "head_dim=0 must be a positive integer"),
+        (QWEN3 | {"head_dim": False}, "head_dim=False must be a positive integer"),
     ],
 )
 def test_refused_by_name(values: dict[str, Any], message: str) -> None:
@@ -200,10 +206,37 @@ def test_a_written_config_is_read_back(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig("linear", 5e5, 2.0),
+        RopeConfig("llama3", 5e5, 8.0, 8192, low_freq_factor=1.5, high_freq_factor=3.0),
+        RopeConfig("yarn", 1e6, 4.0, 4096, beta_fast=16.0, beta_slow=2.0, attention_factor=0.7),
+        RopeConfig("yarn", 1e6, 4.0, 4096, truncate=False),
+    ],
+)
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-8b"])
+def test_rotary_positions_of_every_kind_are_written(name: str, rope: RopeConfig) -> None:
+    written = hf_config(preset(name, rope=rope))
+    assert parse_hf_config(written) == preset(name, rope=rope)
+    assert written["rope_theta"] == rope.theta and written["rope_scaling"]["rope_type"] == rope.kind
+    assert ("truncate" in written["rope_scaling"]) == (not rope.truncate)
+
+
+@pytest.mark.parametrize(
+    ("activation", "written"), [("relu", "relu"), ("gelu", "gelu"), ("gelu_tanh", "gelu_new")]
+)
+def test_activations_are_written_by_their_names(activation: str, written: str) -> None:
+    config = preset("opt-125m", activation=activation)
+    assert hf_config(config)["activation_function"] == written
+    assert parse_hf_config(hf_config(config)).activation == activation
+
+
+@pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
         ("opt-tiny", {}, "head_dim=32 cannot be said in a config.json of OPTForCausalLM"),
-        ("llama3-8b", {"rope": RopeConfig("linear", 5e5, 2.0)}, r"rope=RopeConfig\(kind='linear'"),
+        ("llama3-8b", {"rope": RopeConfig("linear", 5e5, 2.0, 4096)}, r"rope=RopeConfig\(kind='linear'"),
+        ("opt-125m", {"activation": "silu"}, "activation_function='silu' is not supported"),
         ("qwen3-8b", {"mlp_bias": True}, "mlp_bias=True cannot be said in a config.json of Qwen3ForCausalLM"),
     ],
 )

@@ -1,6 +1,8 @@
 """config.json in every spelling; what is not implemented is refused by name."""
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,16 @@ def test_rope_of_transformers_4_and_5(spelling: dict[str, Any]) -> None:
 def test_rope_defaults(spelling: dict[str, Any]) -> None:
     assert parse_hf_config(LLAMA | spelling).rope == RopeConfig(theta=500000.0)
     assert parse_hf_config(without(LLAMA, "rope_theta") | spelling).rope == RopeConfig(theta=10000.0)
+
+
+def test_two_sections_for_rope_are_refused_unless_equal() -> None:
+    """Adding `rope_scaling` to a file that has `rope_parameters` asks for yarn: not to be passed over."""
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+    with pytest.raises(UnsupportedModelError, match=r"rope_scaling=.*yarn.* beside a rope_parameters=.*def"):
+        parse_hf_config(LLAMA | {"rope_parameters": plain, "rope_scaling": scaled})
+    both = {"rope_parameters": scaled, "rope_scaling": scaled}
+    assert parse_hf_config(LLAMA | both).rope.kind == "yarn"
 
 
 def yarn(**options: Any) -> RopeConfig:
@@ -174,6 +186,61 @@ def test_opt_variants() -> None:
 def test_refused_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         parse_hf_config(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("rms_norm_eps", [0, -1, math.nan, math.inf, 10**400, "tiny", True, [1e-6]]),
+        ("rope_theta", [0, 1, -10000, math.nan, math.inf, "1e4x", False, {}]),
+        ("initializer_range", [-0.02, math.nan, "0.02"]),
+        ("bos_token_id", ["<s>", [1], -1, 1.0, True]),
+        ("rope_scaling", [[1], "linear", 4.0, True]),
+        ("rope_parameters", [[1], "linear"]),
+        ("hidden_act", [["silu"]]),
+    ],
+)
+def test_values_of_a_wrong_kind_or_size(name: str, values: list[Any]) -> None:
+    """They would load and answer nonsense, or raise what names no option."""
+    for value in values:
+        with pytest.raises(UnsupportedModelError, match=re.escape(f"{name}={value!r}")):
+            parse_hf_config(LLAMA | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "values"),
+    [
+        ("default", "rope_theta", [0, -1, math.nan, "5e5"]),
+        ("yarn", "beta_fast", [0, -3, "32"]),
+        ("yarn", "beta_slow", [-1, math.inf, [1]]),
+        ("yarn", "mscale", [-1, "1"]),
+        ("yarn", "mscale_all_dim", [math.nan]),
+        ("yarn", "attention_factor", [0, "1"]),
+        ("yarn", "original_max_position_embeddings", ["x", 0, -5, 8192.5, [8192]]),
+        ("llama3", "original_max_position_embeddings", ["x", True]),
+        ("llama3", "low_freq_factor", [4.0, 5.0]),
+    ],
+)
+def test_values_of_the_rope_section_of_a_wrong_kind_or_size(kind: str, name: str, values: list[Any]) -> None:
+    section = {"rope_type": kind} | LLAMA3_SCALING
+    for value in values:
+        with pytest.raises(UnsupportedModelError, match=re.escape(f"{name}={value!r}")):
+            parse_hf_config(LLAMA | {"rope_scaling": section | {name: value}})
+
+
+def test_null_is_the_default_of_a_number() -> None:
+    nothing = {"rms_norm_eps": None, "rope_theta": None, "initializer_range": None}
+    config = parse_hf_config(LLAMA | nothing)
+    assert (config.norm_eps, config.rope.theta, config.initializer_range) == (1e-6, 10000.0, 0.02)
+    assert parse_hf_config(OPT | {"init_std": None}).initializer_range == 0.02
+    with pytest.raises(UnsupportedModelError, match="init_std='x'"):
+        parse_hf_config(OPT | {"init_std": "x"})
+    # One of the section that is null is that of the file; and a length is the family's, where there is none.
+    assert parse_hf_config(LLAMA | {"rope_parameters": {"rope_theta": None}}).rope.theta == 5e5
+    assert yarn(beta_fast=None, beta_slow=None, mscale=0, mscale_all_dim=0) == yarn()
+    scaling = {"rope_type": "yarn", "original_max_position_embeddings": 1024}
+    bare = without(LLAMA, "max_position_embeddings") | {"rope_scaling": scaling}
+    assert parse_hf_config(bare).rope.factor == 2.0
 
 
 def test_files(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The golden comparison with models built on the spot, where torch and transformers are installed."""
+"""The golden comparison with models built on the spot; run by hand, as docs/adding_a_model.md says.
+
+Neither torch nor transformers is a dependency, so that continuous integration skips it.
+"""
 
 from pathlib import Path
 

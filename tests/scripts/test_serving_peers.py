@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from model_defs import PRESETS, RopeConfig, preset
+from model_defs import PRESETS, preset
 from model_defs.hf_config import parse_hf_config
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from pensieve_jax.workload import History, UserTurn
@@ -339,6 +339,6 @@ def test_presets_as_hugging_face_describes_them(name):
 
 
 def test_shapes_that_no_preset_has():
-    for odd in (preset("opt-tiny"), preset("llama3-8b", rope=RopeConfig("linear", 5e5, 2.0))):
+    for odd in (preset("opt-tiny"), preset("qwen3-8b", mlp_bias=True)):
         with pytest.raises(ConfigError, match="--model"):
             peers.hf_config(odd, "float32")

@@ -1,0 +1,79 @@
+"""Rotary frequencies of each kind against numbers that were worked out by hand.
+
+Heads of 8 elements and a theta of 10,000 have the frequencies 1, 0.1, 0.01 and 0.001, and over 6,283
+positions they turn 1,000, 100, 10 times and once: turns are easily told as places among the four.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model_defs import RopeConfig
+from model_defs.rope import cos_sin, inverse_frequencies, rotate
+
+PLAIN = np.array([1.0, 0.1, 0.01, 0.001])
+# Between 300 turns, at place 3 - log10(300) = 0.5229, and 3 turns, at 2.5229.
+YARN = RopeConfig("yarn", 1e4, 4.0, 6283, beta_fast=300.0, beta_slow=3.0)
+
+
+def assert_stretched(rope: RopeConfig, shares: list[float]) -> None:
+    """Of each frequency the share that is divided by the factor, and the rest as it was."""
+    stretched = np.array(shares)
+    expected = PLAIN * (1 - stretched) + PLAIN / rope.factor * stretched
+    np.testing.assert_allclose(inverse_frequencies(rope, 8), expected, rtol=2e-4)
+
+
+def test_plain_and_linear() -> None:
+    assert_stretched(RopeConfig(theta=1e4), [0, 0, 0, 0])
+    assert_stretched(RopeConfig("linear", 1e4, 4.0), [1, 1, 1, 1])
+    assert inverse_frequencies(RopeConfig(), 8).dtype == np.float32
+
+
+def test_llama3_blends_by_turns() -> None:
+    """From 5 turns, all of it, to 205, nothing of it: 100 turns are 0.475 of the way, 10 are 0.025."""
+    rope = RopeConfig("llama3", 1e4, 8.0, 6283, low_freq_factor=5.0, high_freq_factor=205.0)
+    assert_stretched(rope, [0, 0.525, 0.975, 1])
+
+
+def test_yarn_blends_by_places() -> None:
+    assert_stretched(YARN, [0, 1 / 3, 2 / 3, 1])  # from the place below to the one above
+    exact = dataclasses.replace(YARN, truncate=False)
+    assert_stretched(exact, [0, (1 - 0.5229) / 2, (2 - 0.5229) / 2, 1])
+
+
+def test_yarn_ends_where_its_betas_say() -> None:
+    exact = dataclasses.replace(YARN, truncate=False)
+    assert_stretched(dataclasses.replace(exact, beta_fast=30.0), [0, 0, (2 - 1.5229) / 1, 1])
+    assert_stretched(dataclasses.replace(exact, beta_slow=30.0), [0, 1 - 0.5229, 1, 1])
+    assert_stretched(dataclasses.replace(YARN, beta_fast=30.0), [0, 0, 1 / 2, 1])
+
+
+def test_yarn_ends_within_the_head() -> None:
+    """The last place is the last element's, not the last pair's; 1e5 turns would be at place -2."""
+    assert_stretched(dataclasses.replace(YARN, beta_slow=1e-5), [0, 1 / 7, 2 / 7, 3 / 7])
+    assert_stretched(dataclasses.replace(YARN, beta_fast=1e5), [0, 1 / 3, 2 / 3, 1])
+
+
+def test_yarn_of_a_ramp_without_width_is_a_step() -> None:
+    """Nothing turns once in three positions, so that both ends are the first place."""
+    assert_stretched(dataclasses.replace(YARN, original_max_positions=3, beta_slow=1.0), [0, 1, 1, 1])
+
+
+def test_the_attention_factor_is_of_cos_and_sin() -> None:
+    cos, sin = cos_sin(jnp.array([0, 2]), PLAIN.astype(np.float32), 0.7)
+    np.testing.assert_allclose(cos[:, 0], 0.7 * np.cos(np.outer([0, 2], PLAIN)), rtol=1e-5)
+    np.testing.assert_allclose(sin[:, 0], 0.7 * np.sin(np.outer([0, 2], PLAIN)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("quarter_turns", [1, 2])
+def test_rotate_pairs_halves(quarter_turns: int) -> None:
+    """A quarter turn takes the first half to the second and the second, negated, to the first."""
+    frequencies = np.array([math.pi / 2, 0.0], np.float32)  # the second pair stays
+    turned = rotate(
+        jnp.array([[[1.0, 2.0, 3.0, 4.0]]]), *cos_sin(jnp.array([quarter_turns]), frequencies, 1.0)
+    )
+    expected = {1: [-3.0, 2.0, 1.0, 4.0], 2: [-1.0, 2.0, -3.0, 4.0]}[quarter_turns]
+    np.testing.assert_allclose(turned[0, 0], expected, atol=1e-6)
