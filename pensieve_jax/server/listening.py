@@ -32,6 +32,7 @@ from starlette.types import ASGIApp
 
 from pensieve_jax.core.errors import ConfigError, PensieveError
 from pensieve_jax.server.engine_process.public import AsyncEngine
+from pensieve_jax.server.heads import LimitedHeads
 
 EXIT_AT_ONCE: Final = 128 + signal.SIGTERM
 EXIT_ENDED: Final = 1
@@ -91,6 +92,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=LimitedHeads,
                 log_config=None,
                 log_level="warning",
                 access_log=False,
