@@ -182,6 +182,21 @@ def test_lists_have_a_limit(front, path, body_of, param):
     assert f"at most {MAX_ITEMS}." not in ((answer.get("error") or {}).get("message") or "")
 
 
+@pytest.mark.parametrize("path", [RESPONSES, COUNT])
+def test_lists_of_what_is_no_object_are_counted_before_anybody_looks_at_them(front, monkeypatch, path):
+    """On the loop, a million numbers took half a second."""
+    monkeypatch.setattr(response_context, "is_reference", lambda item: pytest.fail("it is looked at"))
+    status, answer = front.ask(path, {"input": [0] * (MAX_ITEMS + 1)})
+    assert (status, answer["error"]["param"]) == (400, "input")
+    assert f"has {MAX_ITEMS + 1} items, but must have at most {MAX_ITEMS}." in answer["error"]["message"]
+
+
+def test_lists_of_words_have_a_limit(front):
+    include = ["message.output_text.logprobs"] * (MAX_ITEMS + 1)
+    status, answer = front.ask(RESPONSES, {"input": "hi", "include": include})
+    assert (status, answer["error"]["param"]) == (400, "include")
+
+
 TOO_LONG = [
     (CHAT, {"messages": [{"role": "user", "content": LONG_TEXT}], "n": 4}, "messages"),
     (RESPONSES, {"input": LONG_TEXT}, "input"),

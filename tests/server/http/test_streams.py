@@ -140,7 +140,7 @@ def test_events_that_are_there_already_leave_time_for_others():
 
 
 def test_events_that_are_there_already_wait_until_they_are_taken():
-    """On the loop that serves: it writes, and finds out how much was taken, between two turns of its tasks."""
+    """On the loop that serves: it writes some of it between two turns of its tasks."""
     num_asked_for, num_events, gone = 0, 20_000, asyncio.Event()
 
     async def kept():
@@ -159,7 +159,7 @@ def test_events_that_are_there_already_wait_until_they_are_taken():
         host, port = listening.getsockname()
         server = Listening(app, listening)
         await server.begun()
-        reader, writer = await asyncio.open_connection(host, port)
+        _, writer = await asyncio.open_connection(host, port)
         writer.transport.pause_reading()
         writer.write(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
         async with asyncio.timeout(20):
