@@ -96,6 +96,13 @@ def test_the_container_has_what_it_copies_and_installs() -> None:
     assert len(named) == 2 and {extra for words in named for extra in words.split(",")} <= set(extras)
 
 
+def test_the_container_has_what_kuberay_probes_it_with() -> None:
+    """`wget ... | grep success`: without it no pod would ever be ready, and each would be killed."""
+    text = (DEPLOY / "Containerfile").read_text(encoding="utf-8")
+    as_root, _, _ = text.partition("\nUSER ")
+    assert re.search(r"^RUN apt-get update && apt-get install .*\bwget\b", as_root, re.M)
+
+
 def test_the_routes_and_limits_of_the_page_are_those_of_the_server() -> None:
     page = PAGE.read_text(encoding="utf-8")
     paths = {route.path for route in ROUTES}
