@@ -14,6 +14,7 @@ import pytest
 from pensieve_jax.commands import serve
 from pensieve_jax.commands.launch import EXIT_BAD_INPUT
 from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.heads import HEAD_S, MAX_HEAD_BYTES
 from pensieve_jax.server.http.settings import MAX_BODY_BYTES, ServerSettings
 from pensieve_jax.server.listening import EXIT_DAMAGED, EXIT_ENDED
 from tests.launching import ROOT, Launch
@@ -95,6 +96,13 @@ def test_the_container_has_what_it_copies_and_installs() -> None:
     assert len(named) == 2 and {extra for words in named for extra in words.split(",")} <= set(extras)
 
 
+def test_the_container_has_what_kuberay_probes_it_with() -> None:
+    """`wget ... | grep success`: without it no pod would ever be ready, and each would be killed."""
+    text = (DEPLOY / "Containerfile").read_text(encoding="utf-8")
+    as_root, _, _ = text.partition("\nUSER ")
+    assert re.search(r"^RUN apt-get update && apt-get install .*\bwget\b", as_root, re.M)
+
+
 def test_the_routes_and_limits_of_the_page_are_those_of_the_server() -> None:
     page = PAGE.read_text(encoding="utf-8")
     paths = {route.path for route in ROUTES}
@@ -103,12 +111,22 @@ def test_the_routes_and_limits_of_the_page_are_those_of_the_server() -> None:
     for words in (
         f"(`--max_turns_per_key`); none without keys | {settings.max_in_flight_per_key} |",
         f"| waiting for a place | {settings.queue_timeout_s:g} s |",
+        f"| a request's line and header fields | {MAX_HEAD_BYTES >> 10} KiB, within {HEAD_S:g} s of",
         f"| a body | {MAX_BODY_BYTES >> 20} MiB, within {settings.body_timeout_s:g} s |",
         f"| a client that takes nothing of its stream | {settings.stall_timeout_s:g} s |",
         f"| a silent stream | {settings.heartbeat_s:g} s |",
     ):
         assert words in page
     assert settings.queue_per_running == 2, "the page says twice as many"
+
+
+def test_nginx_tells_the_server_its_name_whatever_is_asked_for() -> None:
+    """With --allowed_hosts, /metrics under the upstream's name gets 403."""
+    text = re.sub(r"#.*", "", (DEPLOY / "nginx.conf").read_text(encoding="utf-8"))
+    locations = re.findall(r"location [^{]*\{[^}]*\}", text)
+    assert sum("proxy_pass" in location for location in locations) == len(locations) == 2
+    assert not any("proxy_set_header" in location for location in locations), "it would inherit no other"
+    assert "proxy_set_header Host $host;" in text and "proxy_http_version 1.1;" in text
 
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")

@@ -172,7 +172,11 @@ class UpdateConversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteConversation:
-    """Forget a conversation and its items; responses stay."""
+    """Forget a conversation and its items; responses stay.
+
+    Of a long one a part of its items goes, and it remains until the change finds no more than that: so call
+    it again while the conversation is there.
+    """
 
     owner: str
     conversation_id: str

@@ -38,12 +38,16 @@ from pensieve_jax.history.connection import Connection
 ROW: Final = "SELECT conversation_id, owner, version, metadata, created_at_s FROM conversations"
 THIS: Final = "owner = ? AND conversation_id = ? AND metadata IS NOT NULL"
 ITEM: Final = "SELECT item_id, position, item FROM items"
+MAX_DELETED_ITEMS: Final = 100
+MAX_DELETED_CHARACTERS: Final = 2**20
+"""Of one change, so that the engine's thread is not held up; a longer item goes by itself."""
 
 _RELEASE_HEAD: Final = (
     f"INSERT INTO released SELECT owner, head_turn FROM conversations WHERE {THIS} "
     "AND head_turn IS NOT NULL AND head_turn <> ? ON CONFLICT DO NOTHING"
 )
 _ADVANCE: Final = f"UPDATE conversations SET version = version + 1 WHERE {THIS} AND version = ?"
+_BEHEAD: Final = f"UPDATE conversations SET version = version + 1, head_turn = NULL WHERE {THIS}"
 _MOVE_HEAD: Final = (
     "UPDATE conversations SET head_turn = ?, last_active_s = ?, num_turns = num_turns + 1, "
     f"num_tokens = (SELECT num_tokens FROM turns WHERE owner = ? AND turn_id = ?) WHERE {THIS}"
@@ -125,12 +129,18 @@ def update(connection: Connection, change: UpdateConversation) -> None:
 
 
 def delete(connection: Connection, change: DeleteConversation, in_use: Collection[str]) -> None:
-    """Forget a conversation and its items."""
+    """Forget a conversation, or as much of it as one change may: its first items, and its head."""
     key = (change.owner, change.conversation_id)
     head = _head(connection, key)
-    connection.execute("DELETE FROM items WHERE owner = ? AND conversation_id = ?", key)
-    connection.execute(f"DELETE FROM conversations WHERE {THIS}", key)
-    idempotency_table.forget_conversation(connection, *key)
+    last = _last_of_a_portion(connection, key)
+    items = "DELETE FROM items WHERE owner = ? AND conversation_id = ?"
+    if last is None:
+        connection.execute(items, key)
+        connection.execute(f"DELETE FROM conversations WHERE {THIS}", key)
+        idempotency_table.forget_conversation(connection, *key)
+    else:
+        connection.execute(f"{items} AND position <= ?", (*key, last))
+        connection.execute(_BEHEAD, key)
     turns_table.collect(connection, change.owner, head, in_use)
 
 
@@ -157,7 +167,7 @@ def delete_item(connection: Connection, change: DeleteItem, in_use: Collection[s
     head = _head(connection, key)
     query = "DELETE FROM items WHERE owner = ? AND conversation_id = ? AND item_id = ?"
     connection.execute(query, (*key, change.item_id))
-    connection.execute(f"UPDATE conversations SET version = version + 1, head_turn = NULL WHERE {THIS}", key)
+    connection.execute(_BEHEAD, key)
     turns_table.collect(connection, change.owner, head, in_use)
 
 
@@ -197,6 +207,21 @@ def _head(connection: Connection, key: tuple[str, str]) -> str | None:
         raise UnknownRecordError("conversation", key[1])
     head: str | None = row[0]
     return head
+
+
+def _last_of_a_portion(connection: Connection, key: tuple[str, str]) -> int | None:
+    """The position of the last item that one change may delete; None where it may delete all there are."""
+    query = (
+        "SELECT position, length(item) FROM items WHERE owner = ? AND conversation_id = ? "
+        "ORDER BY position LIMIT ?"
+    )
+    room, last = MAX_DELETED_CHARACTERS, None
+    for index, (position, size) in enumerate(connection.execute(query, (*key, MAX_DELETED_ITEMS + 1))):
+        if index == MAX_DELETED_ITEMS or (last is not None and size > room):
+            return last
+        room -= size
+        last = position
+    return None
 
 
 def _insert_items(connection: Connection, key: tuple[str, str], items: Sequence[Item]) -> None:

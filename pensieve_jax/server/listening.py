@@ -7,7 +7,8 @@ Called by: `pensieve serve`.
 
 The first SIGTERM or Ctrl-C drains: no more turns are taken, those that run get their time, and the status is
 0. The second ends everything at once. An engine that dies too often ends the server, with status 1, as does
-an end that nobody asked for, so that whoever watches over it can start it anew. A history that turns out to
+an end that nobody asked for, so that whoever watches over it can start it anew. One that hangs is killed, and
+started again as one that died. A history that turns out to
 be damaged or gone when the engine is started again ends it with status 2: somebody has to look.
 """
 
@@ -32,6 +33,8 @@ from starlette.types import ASGIApp
 
 from pensieve_jax.core.errors import ConfigError, PensieveError
 from pensieve_jax.server.engine_process.public import AsyncEngine
+from pensieve_jax.server.heads import LimitedHeads
+from pensieve_jax.server.stuck import watch
 
 EXIT_AT_ONCE: Final = 128 + signal.SIGTERM
 EXIT_ENDED: Final = 1
@@ -91,6 +94,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=LimitedHeads,
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -254,6 +258,7 @@ async def _serve(
 ) -> int:
     engine = start()
     with contextlib.closing(listening):
+        watching = asyncio.create_task(watch(engine))
         _log.info("starting the engine; a first start compiles, which takes a minute or more, once")
         try:
             if not await _until(signals.first, engine.open()):
@@ -264,6 +269,7 @@ async def _serve(
                 announce(engine, address_of(listening))
             return await _until_told(engine, server, serving, signals, drain_s)
         finally:
+            watching.cancel()
             await engine.close()
 
 

@@ -19,7 +19,14 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.turn_node import new_turn_id
-from pensieve_jax.history import HistoryReader, SQLiteHistoryStore, TurnRecord, open_store, responses_table
+from pensieve_jax.history import (
+    HistoryReader,
+    SQLiteHistoryStore,
+    TurnRecord,
+    open_store,
+    responses_table,
+    server_conversations,
+)
 from pensieve_jax.history.changes import (
     AppendItems,
     ConversationAppend,
@@ -340,6 +347,34 @@ def test_items_come_and_go(store, reader):
     assert counts(store)["items"] == 0
     with pytest.raises(UnknownRecordError):
         reader.conversation("ann", "conv_1")
+
+
+def test_a_long_conversation_goes_in_portions(store, reader, monkeypatch):
+    """One transaction for all of it would stand between two steps of everybody's."""
+    monkeypatch.setattr(server_conversations, "MAX_DELETED_ITEMS", 3)
+    size = len(json.dumps(message("i0"), separators=(",", ":")))
+    monkeypatch.setattr(server_conversations, "MAX_DELETED_CHARACTERS", 5 * size)
+    long = message("long", "x" * 10 * size)
+    begin_conversation(store, "conv_1", "ann", *[message(f"i{n}") for n in range(5)], long, message("i6"))
+    begin_conversation(store, "conv_2", "ann", message("other"))
+    one = turn()
+    commit(store, one, conversation=append_to())
+    delete = DeleteConversation(owner="ann", conversation_id="conv_1")
+    left = ["i0", "i1", "i2", "i3", "i4", "long", "i6"]
+    for num_gone in (3, 5, 6):
+        version = reader.conversation("ann", "conv_1").version
+        store.apply(delete)
+        row, items = reader.all_items("ann", "conv_1")
+        assert [item.item_id for item in items][: 7 - num_gone] == left[num_gone:]
+        assert row.version == version + 1, "whoever read it before finds that it has changed"
+        query = "SELECT head_turn FROM conversations WHERE conversation_id = 'conv_1'"
+        assert store._connection.execute(query).fetchone()[0] is None
+    store.apply(delete)
+    with pytest.raises(UnknownRecordError):
+        reader.conversation("ann", "conv_1")
+    with pytest.raises(UnknownRecordError):
+        store.apply(delete)
+    assert counts(store)["items"] == 1 and reader.conversation("ann", "conv_2").version == 0
 
 
 def test_lists_have_pages(store, reader):

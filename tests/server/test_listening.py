@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from pensieve_jax import AsyncEngine, ConfigError, EngineClosedError
+from pensieve_jax.server import stuck
 from pensieve_jax.server.engine_process.lives import ThreadLife
 from pensieve_jax.server.engine_process.supervisor import Restarts
 from pensieve_jax.server.listening import (
@@ -170,6 +171,34 @@ def test_an_engine_that_dies_too_often_ends_the_server() -> None:
 
     assert run(Client(work), drain_s=TIMEOUT_S, lives=lives) == EXIT_ENDED
     assert len(lives.lives) == 1 + Restarts().most
+
+
+def test_an_engine_that_hangs_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody else would: its turns' clients wait for it, and so does whoever cancels one."""
+    monkeypatch.setattr(stuck, "SILENCE_S", 1.5)  # it says something every second
+    monkeypatch.setattr(stuck, "LOOK_S", 0.01)
+    lives, gate = FakeLives(), threading.Event()
+
+    def prepare(harness: Harness) -> None:
+        if len(lives.lives) <= 1:
+            harness.on_step = lambda output: gate.wait(TIMEOUT_S)
+
+    lives.prepare = prepare
+
+    def work(ask: Callable[[int], http.client.HTTPResponse]) -> None:
+        running = ask(LONG)
+        with pytest.raises((http.client.HTTPException, ConnectionError)):
+            running.read()
+        gate.set()
+        while (again := ask(3)).status == 503:
+            again.read()
+        assert again.read().split()[-1] == b"length"
+        terminate()
+
+    assert run(Client(work), drain_s=TIMEOUT_S, lives=lives) == 0
+    assert len(lives.lives) == 2 and "has said nothing for" in caplog.text
 
 
 def test_an_end_that_nobody_asked_for_is_no_good_end(

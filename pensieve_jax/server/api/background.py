@@ -186,6 +186,8 @@ class BackgroundResponses:
         tasks = [
             asyncio.ensure_future(work) for work in (self._adopt_left(), expire_now_and_then(self._services))
         ]
+        for task in tasks:
+            task.add_done_callback(_log_end)
         try:
             yield
         finally:
@@ -320,16 +322,23 @@ class BackgroundResponses:
 
     async def _adopt_left(self) -> None:
         """Run what is left behind: by an earlier server or engine, or by a change whose answer was lost."""
-        services, epoch, looked_s = self._services, 0, -math.inf
+        services, epoch, looked_s, is_logged = self._services, 0, -math.inf, False
         while True:
             now_s = asyncio.get_running_loop().time()
             # Of servers that share a history one may die and leave some, at any time.
             is_time = services.history.claims.are_shared and now_s - looked_s >= LOOK_S
             is_new = epoch != services.engine.epoch
             if services.engine.state == "ready" and (is_new or self.is_in_doubt or is_time):
-                epoch, looked_s = services.engine.epoch, now_s
-                with suppress(*UNANSWERED):  # still in doubt, or there is another engine soon
+                asked, looked_s = services.engine.epoch, now_s
+                try:
                     await self.settle()
+                    epoch, is_logged = asked, False
+                except UNANSWERED:  # still in doubt, or there is another engine soon
+                    pass
+                except PensieveError as error:  # a history that refuses, say: what is queued is run later
+                    if not is_logged:
+                        _log.error("background responses could not be run; trying again", exc_info=error)
+                        is_logged = True
             await asyncio.sleep(background_drive.RETRY_S)
 
     def _locked(self, draft: ResponseDraft) -> Callable[[], None]:
@@ -341,3 +350,10 @@ class BackgroundResponses:
             return lambda: None
         self._locks.add(lock)
         return lambda: self._locks.discard(lock)
+
+
+def _log_end(task: asyncio.Task[None]) -> None:
+    """Of a task that ends with the server alone; nobody waits for it before."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        _log.error("what runs in the background has ended; start the server anew", exc_info=error)

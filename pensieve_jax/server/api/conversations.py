@@ -13,7 +13,7 @@ import json
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from pensieve_jax.core.errors import ConversationChangedError, UnknownRecordError
 from pensieve_jax.history.changes import (
@@ -37,17 +37,23 @@ from pensieve_jax.server.api.item_schemas import (
 )
 from pensieve_jax.server.api.pages import page_object, page_of_items
 from pensieve_jax.server.api.repeats import check_same_body, idempotency_key, is_retry
+from pensieve_jax.server.api.response_context import too_long
 from pensieve_jax.server.api.response_schemas import check_metadata
 from pensieve_jax.server.api.responses import check_unlocked
 from pensieve_jax.server.async_engine import UNANSWERED
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import invalid_value, unsupported
-from pensieve_jax.server.http.replies import Reply, json_reply
+from pensieve_jax.server.http.replies import Bytes, Reply, encode_json, json_reply
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.threads import Thought
 
 _MAX_TRIES = 3  # of a change that another one came before
+_COMPACT: Final = (",", ":")  # as items are kept, whose characters are counted
+_MEASURING: Final = Thought(
+    is_long=True, asks_history=True
+)  # a conversation's characters are counted one by one
 
 
 class NewConversation(Body, kw_only=True):
@@ -97,7 +103,10 @@ class Conversations:
         """A new conversation, with its first items."""
         body = await call.decode(NewConversation) if call.body else NewConversation()
         check_metadata(body.metadata)
-        items = with_new_ids(await call.aside(_new_items, call, body.items or []))
+        items = await call.aside(
+            lambda: json.dumps(with_new_ids(_new_items(call, body.items or [])), separators=_COMPACT)
+        )
+        _check_size(len(body.items or []), len(items))
         row = ConversationRow(
             conversation_id=f"conv_{secrets.token_hex(16)}",
             owner=call.owner,
@@ -110,7 +119,7 @@ class Conversations:
             conversation_id=row.conversation_id,
             metadata=row.metadata,
             created_at_s=row.created_at_s,
-            items=json.dumps(items),
+            items=items,
         )
         await call.services.engine.apply(change)
         return json_reply(_conversation_object(row))
@@ -132,11 +141,22 @@ class Conversations:
         return json_reply(_conversation_object(await _row(call)))
 
     async def delete(self, call: Call) -> Reply:
-        """Forget a conversation and its items; its responses stay."""
+        """Forget a conversation and its items; its responses stay.
+
+        A long one goes in portions, with steps of the engine in between, during which nothing may be added.
+        Where something goes wrong between two of them, its client is told, and deletes what is left.
+        """
         conversation_id = self._unlocked(call)
-        await call.services.engine.apply(
-            DeleteConversation(owner=call.owner, conversation_id=conversation_id)
-        )
+        change = DeleteConversation(owner=call.owner, conversation_id=conversation_id)
+        lock = (call.owner, conversation_id)
+        self._locks.add(lock)
+        try:
+            await call.services.engine.apply(change)
+            with suppress(UnknownRecordError):
+                while await _row(call):
+                    await call.services.engine.apply(change)
+        finally:
+            self._locks.discard(lock)
         return json_reply({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
     async def items(self, call: Call) -> Reply:
@@ -158,13 +178,21 @@ class Conversations:
             is_retry=is_retry(call.headers),
             now_s=now_s,
         )
+        kept = await call.aside(
+            lambda: json.dumps(with_named_ids(new_items, append.name), separators=_COMPACT)
+        )
 
-        def change(row: ConversationRow) -> HistoryChange:
+        async def change(row: ConversationRow) -> HistoryChange:
+            history = call.services.history
+            size = await call.services.think(
+                row.owner, _MEASURING, history.size_of_items, row.owner, row.conversation_id
+            )
+            _check_size(size[0] + len(new_items), size[1] + len(kept))
             return AppendItems(
                 owner=row.owner,
                 conversation_id=row.conversation_id,
                 expected_version=row.version,
-                items=json.dumps(with_named_ids(new_items, append.name)),
+                items=kept,
                 idempotency=append.kept,
                 name=append.name,
                 appended_at_s=now_s,
@@ -180,14 +208,18 @@ class Conversations:
                 raise
         self._appends.answered(append)
         name = append.name if append.kept is None else await kept_name()
-        page = page_object(with_named_ids(new_items, name or append.name), has_more=False)
-        return json_reply(page, undelivered=lambda: self._appends.missed(append, call.services.now_s()))
+        page = await call.aside(_page, new_items, name or append.name)
+
+        def missed() -> None:
+            self._appends.missed(append, call.services.now_s())
+
+        return Bytes(page, "application/json", undelivered=missed)
 
     async def item(self, call: Call) -> Reply:
         """One item."""
         history, conversation_id = call.services.history, call.path["conversation_id"]
         row = await call.read(history.item, call.owner, conversation_id, call.path["item_id"])
-        return json_reply(json.loads(row.item))
+        return Bytes(row.item.encode(), "application/json")
 
     async def delete_item(self, call: Call) -> Reply:
         """Take an item out; answers with the conversation."""
@@ -207,7 +239,7 @@ class Conversations:
     async def _change(
         self,
         call: Call,
-        change_of: Callable[[ConversationRow], HistoryChange],
+        change_of: Callable[[ConversationRow], Awaitable[HistoryChange]],
         kept_name: Callable[[], Awaitable[str | None]] | None = None,
     ) -> None:
         """Apply a change of the conversation as it is now, unless it is kept; again behind another one."""
@@ -215,9 +247,10 @@ class Conversations:
             row = await _row(call)  # before the look: what is done behind it makes another version
             if kept_name is not None and await kept_name() is not None:
                 return
+            change = await change_of(row)
             self._unlocked(call)
             try:
-                await call.services.engine.apply(change_of(row))
+                await call.services.engine.apply(change)
                 return
             except ConversationChangedError:
                 if not tries_left:
@@ -255,6 +288,17 @@ def _conversation_object(row: ConversationRow) -> dict[str, Any]:
         "created_at": int(row.created_at_s),
         "metadata": json.loads(row.metadata),
     }
+
+
+def _check_size(num_items: int, num_characters: int) -> None:
+    """Raise ApiError 400 where items would make a conversation longer than any turn could read."""
+    problem = too_long(num_items, num_characters)
+    if problem is not None:
+        raise invalid_value("items", f"With these items the conversation has {problem}")
+
+
+def _page(new_items: Sequence[Item], name: str) -> bytes:
+    return encode_json(page_object(with_named_ids(new_items, name), has_more=False))
 
 
 def _new_items(call: Call, given: Sequence[Any]) -> list[Item]:

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
-from pensieve_jax.server.http.bodies import Body, check_num_items, convert
+from pensieve_jax.server.http.bodies import MAX_IGNORED, Body, check_num_items, convert
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
 from pensieve_jax.text.messages import Message
 
@@ -70,12 +70,13 @@ def parse_input(value: str | Sequence[Any], at: str) -> tuple[list[Item | ItemRe
         return [_kept("user", [value])], ()
     check_num_items(value, at)
     items: list[Item | ItemReference] = []
-    ignored: list[str] = []
+    ignored: dict[str, None] = {}
     for index, one in enumerate(value):
         item, unknown = _parse_item(one, f"{at}[{index}]")
         items.append(item)
-        ignored += unknown
-    return items, tuple(dict.fromkeys(ignored))
+        if len(ignored) < MAX_IGNORED:
+            ignored |= dict.fromkeys(unknown)
+    return items, tuple(ignored)
 
 
 def _parse_item(value: Any, at: str) -> tuple[Item | ItemReference, tuple[str, ...]]:

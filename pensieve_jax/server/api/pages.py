@@ -7,21 +7,23 @@ Called by: `responses`, `conversations`, `state`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 from starlette.datastructures import QueryParams
 
 from pensieve_jax.history.changes import ItemRow
 from pensieve_jax.history.reader import Order, Page
 from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import invalid_value
-from pensieve_jax.server.http.replies import Reply, json_reply
+from pensieve_jax.server.http.replies import Bytes, Reply, encode_json
+from pensieve_jax.server.threads import Thought
 
 DEFAULT_LIMIT: Final = 20
 MAX_LIMIT: Final = 100
+_READING: Final = Thought(is_long=True, asks_history=True)  # each item may have megabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,14 @@ def limit_of(query: QueryParams, default: int, most: int) -> int:
 async def page_of_items(call: Call, read: Callable[..., Page[ItemRow]], name: str) -> Reply:
     """The part that a request asks for of kept items, which `read` reads of the owner's `name`."""
     query = page_query(call.query)
-    page = await call.read(read, call.owner, name, after=query.after, limit=query.limit, order=query.order)
-    return json_reply(page_object([json.loads(row.item) for row in page.rows], has_more=page.has_more))
+    body = await call.services.think(call.owner, _READING, _page_of_items, read, call.owner, name, query)
+    return Bytes(body, "application/json")
+
+
+def _page_of_items(read: Callable[..., Page[ItemRow]], owner: str, name: str, query: PageQuery) -> bytes:
+    page = read(owner, name, after=query.after, limit=query.limit, order=query.order)
+    listed = _list_object([row.item_id for row in page.rows], has_more=page.has_more)
+    return encode_json({**listed, "data": [msgspec.Raw(row.item.encode()) for row in page.rows]})
 
 
 def page_object(
@@ -63,10 +71,14 @@ def page_object(
 ) -> dict[str, Any]:
     """The list object of things with ids. OpenAI's schema has no null for the ids of an empty list."""
     listed = list(data)
+    return {**_list_object([one["id"] for one in listed], has_more=has_more), "data": listed}
+
+
+def _list_object(ids: Sequence[str], *, has_more: bool) -> dict[str, Any]:
     return {
         "object": "list",
-        "data": listed,
-        "first_id": listed[0]["id"] if listed else "",
-        "last_id": listed[-1]["id"] if listed else "",
+        "data": [],
+        "first_id": ids[0] if ids else "",
+        "last_id": ids[-1] if ids else "",
         "has_more": has_more,
     }

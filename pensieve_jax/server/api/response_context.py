@@ -119,17 +119,24 @@ def reading(services: Services, owner: str, body: ContextFields, num_bytes: int)
     )
 
 
+def too_long(num_items: int, num_characters: int) -> str | None:
+    """Why no turn could read a conversation of so many items; None where one can."""
+    if num_items <= MAX_ITEMS and num_characters <= MAX_READ_CHARACTERS:
+        return None
+    return (
+        f"{num_items} items of {num_characters} characters, but a turn reads at most "
+        f"{MAX_ITEMS} of {MAX_READ_CHARACTERS}."
+    )
+
+
 def _conversation(services: Services, owner: str, conversation_id: str) -> tuple[ConversationRow, list[Item]]:
     try:
         num_items, num_characters = services.history.size_of_items(owner, conversation_id)
     except UnknownRecordError as error:
         raise ApiError(404, "not_found", str(error), param="conversation") from None
-    if num_items > MAX_ITEMS or num_characters > MAX_READ_CHARACTERS:
-        sentence = (
-            f"conversation has {num_items} items of {num_characters} characters, but a turn reads at most "
-            f"{MAX_ITEMS} of {MAX_READ_CHARACTERS}."
-        )
-        raise invalid_value("conversation", sentence)
+    problem = too_long(num_items, num_characters)
+    if problem is not None:
+        raise invalid_value("conversation", f"conversation has {problem}")
     conversation, rows = services.history.all_items(owner, conversation_id)
     return conversation, [json.loads(row.item) for row in rows]
 

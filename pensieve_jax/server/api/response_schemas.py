@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
-from pensieve_jax.server.http.bodies import Body
+from pensieve_jax.server.http.bodies import Body, check_num_items
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
@@ -138,7 +138,12 @@ class CountTokens(ContextFields, kw_only=True):
 
 
 def check_context(body: ContextFields) -> None:
-    """Raise ApiError 400 for fields that do not go together."""
+    """Raise ApiError 400 for fields that do not go together, or an input of too many items.
+
+    They are counted first: whoever looks at them next does so on the event loop.
+    """
+    if isinstance(body.input, list):
+        check_num_items(body.input, "input")
     if body.previous_response_id is not None and body.conversation is not None:
         sentence = "previous_response_id and conversation both say what comes before; give one of them."
         raise invalid_value("previous_response_id", sentence)
@@ -155,6 +160,7 @@ def check_create(body: CreateResponse) -> None:
     """Raise ApiError 400 for fields that do not go together, or hold too much."""
     check_context(body)
     check_metadata(body.metadata)
+    check_num_items(body.include or (), "include")
     for index, name in enumerate(body.include or ()):
         if name not in _INCLUDES:
             raise invalid_value(f"include[{index}]", f"include[{index}] is {name!r}, which is not known.")

@@ -7,9 +7,10 @@ Called by: `responses`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Output, TokenLogprob
@@ -30,6 +31,8 @@ REPLAYED_OTHERWISE = ApiError(
     "The engine was started again and sampled another reply; get the response anew.",
 )
 
+_TURN_TOKENS: Final = 64
+"""After so many that are there already, others get a turn of the loop: making their text takes some ms."""
 NOT_RUNNING = overloaded("The response is queued and has not begun; follow it again in a moment.", 1)
 
 
@@ -138,7 +141,11 @@ async def _token_events(
             yield data
     detokenizer = IncrementalDetokenizer(texts.tokenizer)
     waiting: list[TokenLogprob] = []  # of tokens whose text has not come yet
+    num_tokens = 0
     async for token_id, logprob in tokens:
+        num_tokens += 1
+        if num_tokens % _TURN_TOKENS == 0:  # what a client has already is not even written
+            await asyncio.sleep(0)
         text = "" if token_id in texts.ending_ids else detokenizer.push(token_id)
         if logprob is not None:
             waiting.append(logprob)

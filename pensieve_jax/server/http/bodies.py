@@ -26,6 +26,8 @@ from pensieve_jax.server.http.wrong_values import explained
 
 MAX_ITEMS: Final = 4096
 """Of a list of objects in a body: messages, items, or the parts of one of them."""
+MAX_IGNORED: Final = 500
+"""Of names that a body has and no struct knows; an answer's header has no room for more of them."""
 MAX_DEPTH_ERROR = "The body is nested too deeply."
 _NOTHING: Final[tuple[Any, ...]] = (None, False, "", [], {})
 _OFFER = "its model calls none, and only `pensieve serve --tools=ignore` takes them, without effect"
@@ -72,10 +74,10 @@ def decode_body[T](body: bytes, kind: type[T], *, ignores_offers: bool = False) 
 
 def convert[T](value: Any, kind: type[T], at: str = "") -> tuple[T, tuple[str, ...]]:
     """As `decode_body`, of a value that is decoded already; `at` is its own path."""
-    ignored: list[str] = []
+    ignored: dict[str, None] = {}
     _look(value, kind, at, ignored)
     try:
-        return msgspec.convert(value, kind), tuple(dict.fromkeys(ignored))
+        return msgspec.convert(value, kind), tuple(ignored)
     except msgspec.ValidationError as error:
         raise explained(error, value, kind, at) from None
     except RecursionError:
@@ -98,7 +100,7 @@ def _offers(value: Any, kind: Any) -> dict[str, None]:
     )
 
 
-def _look(value: Any, kind: Any, at: str, ignored: list[str]) -> None:
+def _look(value: Any, kind: Any, at: str, ignored: dict[str, None]) -> None:
     """Refuse what is unsupported, and collect what is unknown, in a value that should be a `kind`."""
     if isinstance(value, dict):
         body = _body_of(kind, value)
@@ -116,8 +118,8 @@ def _look(value: Any, kind: Any, at: str, ignored: list[str]) -> None:
                     raise unsupported(path, _OFFER if name in body.OFFERS else "", taken)
             elif name in body.MISPLACED and not _is_one_of(inner, _NOTHING):
                 raise misplaced(path, body.MISPLACED[name])
-            elif name not in body.IGNORED:
-                ignored.append(re.sub(r"\[\d+\]", "[]", path))
+            elif name not in body.IGNORED and len(ignored) < MAX_IGNORED:
+                ignored[re.sub(r"\[\d+\]", "[]", path)] = None
     elif isinstance(value, list):
         item = _item_of(kind)
         if item is not None:

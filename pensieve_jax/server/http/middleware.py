@@ -227,6 +227,12 @@ def _without_body(headers: Iterable[str] | Headers) -> dict[str, str]:
 
 
 def _listed(names: tuple[str, ...]) -> bytes:
-    """Names from a body as a header can hold them."""
-    text = ",".join(urllib.parse.quote(name, safe="[]") for name in names)
-    return text.encode()[:_MAX_IGNORED_BYTES]
+    """Names from a body as a header can hold them; of those that it has no room for none is looked at."""
+    quoted: list[str] = []
+    room = _MAX_IGNORED_BYTES
+    for name in names:
+        if room <= 0:
+            break
+        quoted.append(urllib.parse.quote(name[:room], safe="[]"))  # which is at least as long
+        room -= len(quoted[-1]) + 1
+    return ",".join(quoted).encode()[:_MAX_IGNORED_BYTES]

@@ -5,7 +5,9 @@ Does not know: what events say, or what to do about a turn whose client left: th
 Called by: handlers, which return `Events`.
 
 Every event is one write, since some readers forget half an event between two reads. Nothing is queued here:
-while a client does not take an event, the next one is not asked for, and the turn merges its deltas.
+while a client does not take an event, the next one is not asked for, and the turn merges its deltas. Events
+that are there already, of a reply that is kept, wait for nothing by themselves: others get their turn in
+between.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Final
 
 from starlette.types import Receive, Send
 
@@ -22,6 +25,8 @@ from pensieve_jax.server.http.call import ClientGoneError, until_disconnect
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream, by OpenAI's rules."""
 _COMMENT = b": still here\n\n"
+_TURN_BYTES: Final = 16 * 2**10
+"""After so many, others get a turn of the loop: a millisecond's or two's work of a kept reply."""
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -71,6 +76,7 @@ class Events:
                 try:
                     async for data in self.events:
                         await writer.write(data)
+                    await writer.end()
                 finally:
                     watch.cancel()
                     writer.stop()
@@ -78,7 +84,6 @@ class Events:
             if open_.expired():
                 raise ClientGoneError from error
             raise
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _close_on_disconnect(receive: Receive, open_: asyncio.Timeout) -> None:
@@ -103,21 +108,33 @@ class _Writer:
         self._period_s = min(settings.heartbeat_s, settings.stall_timeout_s) / 4
         self._lock = asyncio.Lock()
         self._write_began_s: float | None = None
+        self._num_bytes = 0  # since others had their turn
         self._last_write_s = self._loop.time()
         self._comment: asyncio.Future[None] | None = None
         self._timer = self._loop.call_later(self._period_s, self._look)
 
     async def write(self, data: bytes) -> None:
-        async with self._lock:  # a comment may be on its way
-            self._write_began_s = self._loop.time()
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
-            self._write_began_s = None
-            self._last_write_s = self._loop.time()
+        await self._write(data, more=True)
+        self._num_bytes += len(data)
+        if self._num_bytes >= _TURN_BYTES:
+            self._num_bytes = 0
+            await asyncio.sleep(0)
+
+    async def end(self) -> None:
+        """The last write, which has to wait as others do until the client has taken what was before it."""
+        await self._write(b"", more=False)
 
     def stop(self) -> None:
         self._timer.cancel()
         if self._comment is not None:
             self._comment.cancel()
+
+    async def _write(self, data: bytes, *, more: bool) -> None:
+        async with self._lock:  # a comment may be on its way
+            self._write_began_s = self._loop.time()
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            self._write_began_s = None
+            self._last_write_s = self._loop.time()
 
     def _look(self) -> None:
         now_s = self._loop.time()

@@ -24,6 +24,8 @@ from pensieve_jax.server.logs import LogFormat
 FLUSH_S: Final = 10.0
 """What a replica gets beside its turns' time to end its engine."""
 _POSTGRES: Final = "postgresql://USER@HOST/DATABASE, which replicas can share"
+_NO_KEYS: Final = "allow_no_keys"
+"""Of `server` in a file: that whoever reaches Serve's proxies may read and delete everything."""
 _GROUPS: Final = {"cache": CacheConfig, "scheduler": SchedulerConfig, "runner": RunnerConfig}
 
 
@@ -109,12 +111,16 @@ def _taken(kind: type, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def plan_of(arguments: Mapping[str, Any]) -> tuple[ReplicaPlan, ServerSettings]:
-    """What a Serve configuration file says: fields of the plan, `engine` and `server`; raises ConfigError."""
+    """What a Serve configuration file says: fields of the plan, `engine` and `server`; raises ConfigError.
+
+    Where the proxies listen stands elsewhere in the file, if at all, and is not told here: so there must be
+    keys, or a word that nobody wants any.
+    """
     given = dict(arguments)
     config = config_of(given.pop("engine", None) or {})
     server = {"chat_history": "durable", **(given.pop("server", None) or {})}
     plan_names = {field.name for field in dataclasses.fields(ReplicaPlan)} - {"config", "replicas"}
-    setting_names = {field.name for field in dataclasses.fields(ServerSettings)}
+    setting_names = {field.name for field in dataclasses.fields(ServerSettings)} | {_NO_KEYS}
     for where, names, values in (("args", plan_names, given), ("args.server", setting_names, server)):
         for name in values:
             if name not in names:
@@ -122,8 +128,13 @@ def plan_of(arguments: Mapping[str, Any]) -> tuple[ReplicaPlan, ServerSettings]:
     for name in ("history", "model"):
         if name not in given:
             raise ConfigError(f"args.{name}", None, "given", "see deploy/ray_serve.yaml")
+    wants_keys = server.pop(_NO_KEYS, False) is not True
     as_tuples: Any = {
         name: tuple(value) if isinstance(value, list) else value for name, value in server.items()
     }
-    settings = ServerSettings(**as_tuples)
-    return ReplicaPlan(config=config, **given), dataclasses.replace(settings, is_routed=True)
+    settings, plan = ServerSettings(**as_tuples), ReplicaPlan(config=config, **given)
+    if wants_keys and settings.api_keys_file is None:
+        limit = f"given, or {_NO_KEYS}: true beside it"
+        advice = "without keys whoever reaches Serve's proxies may read and delete everything"
+        raise ConfigError("args.server.api_keys_file", None, limit, advice)
+    return plan, dataclasses.replace(settings, is_routed=True)

@@ -48,7 +48,7 @@ from pensieve_jax.server.replicas.report_listener import ReportListener
 from pensieve_jax.server.replicas.request_ids import ProxysRequestId
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
 from pensieve_jax.server.replicas.scaling import QUEUED_TOKENS
-from pensieve_jax.server.replicas.stuck import Watchdog
+from pensieve_jax.server.stuck import Watchdog
 
 _log = logging.getLogger(__name__)
 

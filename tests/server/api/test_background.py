@@ -7,10 +7,12 @@ import time
 import openai
 import pytest
 
-from pensieve_jax.core.errors import EngineDiedError, HistoryError, StepFailedError
+from pensieve_jax.core.errors import EngineDiedError, HistoryError, HistoryMismatchError, StepFailedError
 from pensieve_jax.history import responses_table
 from pensieve_jax.history.changes import DeleteResponse, QueueResponse
 from pensieve_jax.history.reader import HistoryReader
+from pensieve_jax.server.api import background_drive
+from pensieve_jax.server.api.background import BackgroundResponses
 from tests.server.api.live import START_S, LiveServer
 from tests.server.fakes import say
 
@@ -310,6 +312,38 @@ def test_a_history_that_cannot_be_read_at_the_start_is_read_later(tmp_path, monk
     with LiveServer(path, start_s=START_S + 5) as server, server.client() as client:
         feed(server, turn_of(server), "hello", end=True)
         assert ended(client, queued.id).output_text == "hello"
+
+
+@pytest.mark.parametrize("num_times", [1, 3])
+def test_what_was_left_is_run_though_the_history_refused_at_first(tmp_path, monkeypatch, caplog, num_times):
+    path = tmp_path / "history.sqlite"
+    with LiveServer(path) as server, server.client() as client:
+        queued = client.responses.create(input="hi", background=True)
+        turn_of(server)
+    settle, refused = BackgroundResponses.settle, []
+
+    async def refuse(background):
+        if len(refused) < num_times:
+            refused.append(background)
+            raise HistoryMismatchError("The database has another model's tables.")
+        await settle(background)
+
+    monkeypatch.setattr(BackgroundResponses, "settle", refuse)
+    monkeypatch.setattr(background_drive, "RETRY_S", 0.01)
+    with LiveServer(path, start_s=START_S + 5) as server, server.client() as client:
+        feed(server, turn_of(server), "hello", end=True)
+        assert ended(client, queued.id).output_text == "hello"
+    told = [record for record in caplog.records if "could not be run; trying again" in record.message]
+    assert len(told) == 1 and isinstance(told[0].exc_info[1], HistoryMismatchError)
+
+
+def test_that_nothing_left_is_run_any_more_is_told(tmp_path, monkeypatch, caplog):
+    async def broken(background):
+        raise KeyError("nobody expected it")
+
+    monkeypatch.setattr(BackgroundResponses, "settle", broken)
+    with LiveServer(tmp_path / "history.sqlite"):
+        wait_until(lambda: "start the server anew" in caplog.text)
 
 
 def test_what_has_expired_goes_a_few_at_a_time_and_all_at_once(tmp_path, monkeypatch):

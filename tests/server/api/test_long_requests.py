@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pensieve_jax.core.clock import VirtualClock
+from pensieve_jax.history import server_conversations
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.server.api import response_context
 from pensieve_jax.server.api.conversations import Conversations
@@ -182,6 +183,21 @@ def test_lists_have_a_limit(front, path, body_of, param):
     assert f"at most {MAX_ITEMS}." not in ((answer.get("error") or {}).get("message") or "")
 
 
+@pytest.mark.parametrize("path", [RESPONSES, COUNT])
+def test_lists_of_what_is_no_object_are_counted_before_anybody_looks_at_them(front, monkeypatch, path):
+    """On the loop, a million numbers took half a second."""
+    monkeypatch.setattr(response_context, "is_reference", lambda item: pytest.fail("it is looked at"))
+    status, answer = front.ask(path, {"input": [0] * (MAX_ITEMS + 1)})
+    assert (status, answer["error"]["param"]) == (400, "input")
+    assert f"has {MAX_ITEMS + 1} items, but must have at most {MAX_ITEMS}." in answer["error"]["message"]
+
+
+def test_lists_of_words_have_a_limit(front):
+    include = ["message.output_text.logprobs"] * (MAX_ITEMS + 1)
+    status, answer = front.ask(RESPONSES, {"input": "hi", "include": include})
+    assert (status, answer["error"]["param"]) == (400, "include")
+
+
 TOO_LONG = [
     (CHAT, {"messages": [{"role": "user", "content": LONG_TEXT}], "n": 4}, "messages"),
     (RESPONSES, {"input": LONG_TEXT}, "input"),
@@ -258,6 +274,83 @@ def test_a_conversation_is_read_beside_the_loop_up_to_a_limit(front, monkeypatch
     assert front.reader.asked == {("size_of_items", False): 1}
     monkeypatch.undo()
     assert front.ask(RESPONSES, body)[0] == 200, "what was refused has unlocked it"
+
+
+async def ask(front, method, path, body=None):
+    status, _, answer = await Open(front.app, method, path, body, {}).whole()
+    return status, json.loads(answer)
+
+
+def test_a_long_conversation_is_deleted_in_portions_and_nothing_is_added_meanwhile(front, monkeypatch):
+    monkeypatch.setattr(server_conversations, "MAX_DELETED_ITEMS", 6)
+    items = [{"role": "user", "content": "x"}] * 20
+    _, conversation = front.ask("/v1/conversations", {"items": items})
+    path, apply, meanwhile = f"/v1/conversations/{conversation['id']}", front.engine.apply, []
+
+    async def noted(change):
+        await apply(change)
+        for body in ({"items": items}, {"conversation": conversation["id"], "input": "hi"}):
+            where = f"{path}/items" if "items" in body else RESPONSES
+            meanwhile.append(await front.post(where, body))
+
+    monkeypatch.setattr(front.engine, "apply", noted)
+    status, answer = asyncio.run(ask(front, "DELETE", path))
+    assert (status, answer["deleted"]) == (200, True)
+    assert len(meanwhile) == 2 * 4 and {status for status, _ in meanwhile[:-2]} == {409}
+    monkeypatch.undo()
+    assert asyncio.run(ask(front, "GET", path))[0] == 404
+    assert not front.responses.locks
+
+
+def test_what_no_turn_could_read_is_not_appended(front, monkeypatch):
+    item = {"role": "user", "content": "x" * 100}
+    _, conversation = front.ask("/v1/conversations", {"items": [item] * 20})
+    path = f"/v1/conversations/{conversation['id']}/items"
+    num_items, num_characters = front.reader.size_of_items("", conversation["id"])
+    monkeypatch.setattr(response_context, "MAX_ITEMS", num_items + 1)
+    assert front.ask(path, {"items": [item] * 2})[0] == 400
+    assert front.ask(path, {"items": [item]})[0] == 200
+    status, answer = front.ask(path, {"items": [item]})
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "invalid_value", "items")
+    assert f"a turn reads at most {num_items + 1} of" in answer["error"]["message"]
+    monkeypatch.undo()
+    _, one = front.reader.size_of_items("", conversation["id"])
+    monkeypatch.setattr(response_context, "MAX_READ_CHARACTERS", 2 * one - num_characters + 9)
+    assert front.ask(path, {"items": [item]})[0] == 200, (
+        "there is room for one more and a list's own characters"
+    )
+    assert front.ask(path, {"items": [item]})[0] == 400
+    assert front.ask("/v1/conversations", {"items": [{**item, "content": "x" * 2 * one}]})[0] == 400
+    assert front.reader.size_of_items("", conversation["id"])[0] == num_items + 2
+    assert front.ask(RESPONSES, {"conversation": conversation["id"], "input": "hi"})[0] == 200
+    assert {in_loop for what, in_loop in front.reader.asked if what == "size_of_items"} >= {False}
+
+
+def test_pages_of_items_are_made_beside_the_loop(front, monkeypatch):
+    """One may have a hundred items of megabytes."""
+    items = [{"role": "user", "content": f"ö{number}"} for number in range(3)]
+    _, conversation = front.ask("/v1/conversations", {"items": items})
+    _, response = front.ask(RESPONSES, {"input": items})
+    in_loop = []
+    for name in ("items", "input_items"):
+        read = getattr(front.reader, name)
+
+        def noted(*args, read=read, **kwargs):
+            in_loop.append(threading.current_thread() is threading.main_thread())
+            return read(*args, **kwargs)
+
+        monkeypatch.setattr(front.reader, name, noted)
+    for path in (
+        f"/v1/conversations/{conversation['id']}/items",
+        f"/v1/responses/{response['id']}/input_items",
+    ):
+        status, page = asyncio.run(ask(front, "GET", f"{path}?limit=2&order=asc"))
+        assert status == 200 and page["has_more"] and page["object"] == "list"
+        assert [item["content"][0]["text"] for item in page["data"]] == ["ö0", "ö1"]
+        assert [page["first_id"], page["last_id"]] == [item["id"] for item in page["data"]]
+        empty = asyncio.run(ask(front, "GET", f"{path}?after={page['last_id']}&order=desc&limit=1"))[1]
+        assert len(empty["data"]) == 1
+    assert in_loop == [False] * 4
 
 
 def test_turns_behind_a_long_past_are_planned_beside_the_loop(front, threads):

@@ -13,8 +13,8 @@ import pytest
 
 from pensieve_jax.core import errors as core
 from pensieve_jax.core.errors import ConfigError
-from pensieve_jax.server.http import body_budget
-from pensieve_jax.server.http.bodies import Body
+from pensieve_jax.server.http import body_budget, middleware
+from pensieve_jax.server.http.bodies import MAX_IGNORED, Body, convert
 from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.keys import ApiKeys
@@ -103,6 +103,32 @@ def test_a_request_reaches_its_handler_and_names_what_it_ignored():
     assert (status, json.loads(raw)) == (200, {"owner": "", "name": "n"})
     assert headers["x-ignored-fields"] == "odd%20%C3%A9,many[].x"
     assert headers["content-type"] == "application/json"
+
+
+def test_names_that_no_header_has_room_for_are_not_even_looked_at(monkeypatch):
+    """There may be a million in one body, and the header is written on the loop."""
+    quoted, quote = [], middleware.urllib.parse.quote
+
+    def noted(name, **options):
+        quoted.append(name)
+        return quote(name, **options)
+
+    monkeypatch.setattr(middleware.urllib.parse, "quote", noted)
+    names = [f"x{number}" for number in range(5 * MAX_IGNORED)]
+    _, headers, _ = run(ask(Harness(ROUTES), "POST", "/echo", {"name": "n", **dict.fromkeys(names, 0)}))
+    assert headers["x-ignored-fields"] == ",".join(names)[:1000].removesuffix(",")
+    assert len(quoted) <= 1000
+    _, headers, _ = run(ask(Harness(ROUTES), "POST", "/echo", {"name": "n", "é" * 100_000: 0}))
+    assert headers["x-ignored-fields"] == ("%C3%A9" * 200)[:1000]
+    assert len(quoted[-1]) <= 1000
+
+
+def test_the_same_name_in_many_places_is_told_once_and_takes_no_others_room():
+    many = [{"size": 1, "x": 2}] * (2 * MAX_IGNORED)
+    _, headers, _ = run(ask(Harness(ROUTES), "POST", "/echo", {"name": "n", "many": many, "y": 0}))
+    assert headers["x-ignored-fields"] == "many[].x,y"
+    found, ignored = convert({"name": "n", **{f"x{number}": 0 for number in range(2 * MAX_IGNORED)}}, Outer)
+    assert found.name == "n" and len(ignored) == MAX_IGNORED
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import uvloop
 
 from pensieve_jax.server.http.call import Call, ClientGoneError
 from pensieve_jax.server.http.replies import Reply, json_reply
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.sse import DONE, Events, _close_on_disconnect, _Writer, event
+from pensieve_jax.server.listening import Listening, bind
 from tests.server.fakes import Harness
 
 
@@ -104,6 +106,84 @@ def test_a_client_that_takes_nothing_is_asked_for_no_more_and_let_go():
         await asyncio.wait_for(source.closed.wait(), 5)
         assert source.num_asked_for == 1
         await client.task
+
+    asyncio.run(scenario())
+
+
+async def never():
+    await asyncio.Event().wait()
+
+
+def test_events_that_are_there_already_leave_time_for_others():
+    num_events, num_turns = 1000, 0
+
+    async def send(message):
+        """As uvicorn's, it waits for nothing while its buffer takes more."""
+
+    async def others():
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async def kept():
+        for _ in range(num_events):
+            yield event(b"a" * 1000)
+
+    async def scenario():
+        beside = asyncio.ensure_future(others())
+        await Events(kept()).send(never, send)
+        beside.cancel()
+
+    asyncio.run(scenario())
+    assert num_turns >= num_events // 20
+
+
+def test_events_that_are_there_already_wait_until_they_are_taken():
+    """On the loop that serves: it writes some of it between two turns of its tasks."""
+    num_asked_for, num_events, gone = 0, 20_000, asyncio.Event()
+
+    async def kept():
+        nonlocal num_asked_for
+        for _ in range(num_events):
+            num_asked_for += 1
+            yield event(b"a" * 1000)
+
+    async def app(scope, receive, send):
+        with pytest.raises(ClientGoneError):
+            await Events(kept(), stall_timeout_s=0.1).send(receive, send)
+        gone.set()
+
+    async def scenario():
+        listening = bind("127.0.0.1", 0)
+        host, port = listening.getsockname()
+        server = Listening(app, listening)
+        await server.begun()
+        _, writer = await asyncio.open_connection(host, port)
+        writer.transport.pause_reading()
+        writer.write(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
+        async with asyncio.timeout(20):
+            await gone.wait()
+        writer.transport.abort()
+        await server.end()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())
+    assert num_asked_for < num_events // 2  # what the system's buffers hold, and no more
+
+
+def test_a_client_that_takes_all_but_the_end_is_let_go():
+    async def send(message):
+        if not message.get("more_body", True):
+            await never()
+
+    async def one():
+        yield event(b"{}")
+
+    async def scenario():
+        async with asyncio.timeout(5):
+            with pytest.raises(ClientGoneError):
+                await Events(one(), stall_timeout_s=0.02).send(never, send)
 
     asyncio.run(scenario())
 

@@ -66,7 +66,7 @@ def test_a_file_names_fields_as_flags_do():
             "model": "chat",
             "history": URL,
             "engine": {"max_num_running": 8, "token_buckets": [8, 64], "tensor_parallel_size": 2},
-            "server": {"drain_s": 5.0, "allowed_hosts": ["a.example"]},
+            "server": {"drain_s": 5.0, "allowed_hosts": ["a.example"], "allow_no_keys": True},
             "num_gpus": 2,
         }
     )
@@ -85,6 +85,9 @@ def test_a_file_names_fields_as_flags_do():
         ({"model": "chat", "history": URL, "engine": {"pages": 3}}, "engine.pages"),
         ({"model": "chat", "history": URL, "server": {"queue": 3}}, "args.server.queue"),
         ({"model": "chat", "history": "a.sqlite"}, "--history"),
+        ({"model": "chat", "history": URL}, "args.server.api_keys_file"),
+        ({"model": "chat", "history": URL, "server": {"allow_no_keys": "yes"}}, "args.server.api_keys_file"),
+        ({"model": "chat", "history": URL, "server": {"allow_no_keys": True, "host": "0.0.0.0"}}, "host"),
     ],
 )
 def test_a_file_that_says_what_there_is_not_is_refused_by_name(values, field):
@@ -103,10 +106,9 @@ def applications() -> list[dict]:
 
 
 @pytest.mark.parametrize("application", applications(), ids=["ray_serve", "kuberay"])
-def test_the_files_that_are_given_are_plans_and_their_policy_fits(application, tmp_path):
+def test_the_files_that_are_given_are_plans_and_their_policy_fits(application):
     arguments = application["args"]
-    if "api_keys_file" in arguments.get("server", {}):
-        arguments["server"]["api_keys_file"] = str(tmp_path / "keys")
+    assert arguments["server"]["api_keys_file"], "the files that are given let nobody in without a key"
     found, _ = plan_of(arguments)
     (deployment,) = application["deployments"]
     policy = deployment["autoscaling_config"]["policy"]

@@ -1,14 +1,17 @@
-"""An engine that hangs, in an actor that does not.
+"""An engine that hangs, beside a process that does not.
 
 Owns: when silence is a death, which the engine is given then.
 Does not know: Ray, or how an engine is started again.
-Called by: the actor of a replica, whenever Serve asks after its health.
+Called by: `listening`, for as long as a server runs; the actor of a replica, whenever Serve asks after its
+health.
 
-A front cannot tell: it hears from the actor, and of the engine what that said last.
+Whoever waits for such an engine waits without a limit, for a turn's end as for its start: its death ends all
+of that. A front of replicas cannot tell: it hears from the actor, and of the engine what that said last.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Final, Protocol
 
@@ -20,6 +23,8 @@ _log = logging.getLogger(__name__)
 # an engine that only waits, or steps slowly on processors, must not be killed, least of all with all others.
 SILENCE_S: Final = 90.0
 """An engine says something every second, or after a step that takes longer; its history is part of a step."""
+LOOK_S: Final = 2.0
+"""Between two looks of `watch`."""
 
 
 class Mortal(Protocol):
@@ -51,7 +56,7 @@ class Watchdog:
     def look(self) -> None:
         """Kill it where it was silent at the look before, too.
 
-        An actor that stood still itself finds an old word at first, and at its next look what came meanwhile.
+        Whoever stood still itself finds an old word at first, and at its next look what came meanwhile.
         """
         engine = self._engine
         is_silent = engine.state == "ready" and engine.last_heard_s > SILENCE_S
@@ -60,3 +65,11 @@ class Watchdog:
             engine.kill_life()
             is_silent = False
         self._was_silent = is_silent
+
+
+async def watch(engine: Mortal) -> None:
+    """Look again and again, until this is cancelled."""
+    watchdog = Watchdog(engine)
+    while True:
+        watchdog.look()
+        await asyncio.sleep(LOOK_S)

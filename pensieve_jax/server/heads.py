@@ -1,0 +1,129 @@
+"""What a client sends before anybody looks at its request: the head, which must be short and come soon.
+
+Owns: the limits of a request's line and header fields, in bytes and in time, and what is answered beyond.
+Does not know: routes, keys, or bodies, which have limits of their own.
+Called by: `listening`, as what uvicorn reads connections with.
+
+No key is known yet, so this is what keeps anybody at all from holding memory and connections. uvicorn has no
+such limit: its parser keeps a value that does not end, and copies it whenever more of it comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.http.replies import encode_json
+
+MAX_HEAD_BYTES: Final = 64 * 2**10
+"""Of a request's line and header fields; and of what stands between and behind the chunks of a body."""
+HEAD_S: Final = 30.0
+"""From the connection, or from the first byte of a later request, to the end of the head."""
+
+
+class LimitedHeads(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As uvicorn makes it."""
+        super().__init__(*args, **kwargs)
+        self._num_bytes = 0  # that are of no body, since a request began or a chunk of a body ended
+        self._has_begun = False  # a request whose head has not ended
+        self._is_body = False
+        self._deadline: asyncio.TimerHandle | None = None
+
+    # What uvicorn's loop calls
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A head is waited for."""
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse no more at a time than a head may have left, so that none is ever held that is longer."""
+        while data and self in self.connections and not self.transport.is_closing():
+            room = MAX_HEAD_BYTES - self._num_bytes
+            if not room:
+                sentence = f"The request's head has more than {MAX_HEAD_BYTES} bytes."
+                self._refuse(ApiError(431, "head_too_large", sentence))
+                return
+            piece, data = data[:room], data[room:]
+            self._num_bytes += len(piece)
+            super().data_received(piece)
+        if self._num_bytes and not self._is_body:  # empty lines before a request wake no other callback
+            self._wait_for_head()
+
+    # What the parser calls
+
+    def on_message_begin(self) -> None:
+        """A head begins."""
+        self._has_begun = True
+        self._wait_for_head()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """It has ended."""
+        self._num_bytes, self._has_begun, self._is_body = 0, False, True
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A body has limits elsewhere."""
+        self._num_bytes = max(0, self._num_bytes - len(body))
+        super().on_body(body)
+
+    def on_chunk_complete(self) -> None:
+        """A body of many small chunks has much between them."""
+        self._num_bytes = 0
+
+    def on_message_complete(self) -> None:
+        """The next byte is another head's."""
+        self._num_bytes, self._is_body = 0, False
+        super().on_message_complete()
+
+    # Inside
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait_for_head(self) -> None:
+        if self._deadline is None and self in self.connections:
+            self._deadline = self.loop.call_later(HEAD_S, self._is_late)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _is_late(self) -> None:
+        self._deadline = None
+        if self._is_answering:  # the request before this one, whose client would lose its answer
+            self._wait_for_head()
+        elif self._has_begun:
+            sentence = f"The request's head did not come within {HEAD_S:g} s."
+            self._refuse(ApiError(408, "request_timeout", sentence))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer, unless that would stand in the middle of another answer, and close."""
+        self._stop_waiting()
+        if self.transport.is_closing():
+            return
+        if not self._is_answering:
+            body, phrase = encode_json(error.body), HTTPStatus(error.status).phrase.encode()
+            self.transport.write(
+                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+                b"connection: close\r\n\r\n%b" % (error.status, phrase, len(body), body)
+            )
+        self.transport.close()

@@ -1,0 +1,59 @@
+"""Streams of responses that are kept: what they are made of, and that they keep nobody waiting."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pensieve_jax.server.api.response_object import ResponseHead
+from pensieve_jax.server.api.response_runs import ResponseRun
+from pensieve_jax.server.api.response_streams import ReplyTexts, kept_events, run_events
+from pensieve_jax.server.token_texts import TokenTexts
+from pensieve_jax.text.loading import byte_tokenizer
+
+NUM_TOKENS = 2000
+HEAD = ResponseHead(response_id="resp_1", item_id="msg_1", created_at_s=0.0, echo={})
+TOKENIZER = byte_tokenizer()
+TEXTS = ReplyTexts(TOKENIZER, (), TokenTexts(TOKENIZER))
+REPLY = TOKENIZER.encode("a", add_bos=False) * NUM_TOKENS
+RESPONSE = HEAD.object(
+    "completed", output=[HEAD.item("completed", [{"text": "a" * NUM_TOKENS, "logprobs": []}])]
+)
+
+
+def running():
+    run = ResponseRun("", "", background=False)
+    run.take(REPLY)
+    run.end(RESPONSE)
+    return run
+
+
+def streams(starting_after):
+    return [
+        kept_events(HEAD, RESPONSE, REPLY, TEXTS, starting_after),
+        run_events(running(), HEAD, TEXTS, starting_after),
+    ]
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["kept", "running"])
+@pytest.mark.parametrize("starting_after", [-1, 10**9])
+def test_a_reply_that_is_there_already_leaves_time_for_others(kind: int, starting_after: int) -> None:
+    """Skipping what its client has takes as long as writing it."""
+    num_turns = 0
+
+    async def others():
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async def scenario():
+        beside = asyncio.ensure_future(others())
+        events = [data async for data in streams(starting_after)[kind]]
+        beside.cancel()
+        return events
+
+    events = asyncio.run(scenario())
+    assert len(events) == (1 if starting_after > 0 else NUM_TOKENS + 9)
+    assert num_turns >= NUM_TOKENS // 100

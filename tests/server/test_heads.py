@@ -1,0 +1,184 @@
+"""Requests whose head does not end, in bytes or in time, and those that only look like it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from pensieve_jax.server import heads
+from pensieve_jax.server.heads import MAX_HEAD_BYTES
+from pensieve_jax.server.listening import Listening, bind
+
+PATIENCE_S = 20.0
+START = b"POST /echo HTTP/1.1\r\nhost: here\r\n"
+
+
+class App:
+    """Answers with how long the body was, once it may."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def __call__(self, scope, receive, send) -> None:
+        assert scope["type"] == "http"
+        num_bytes, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            num_bytes += len(message["body"])
+            more = message["more_body"]
+        self.asked.set()
+        await self.may_answer.wait()
+        body = b"%d" % num_bytes
+        headers = [(b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+class Client:
+    """One connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self) -> tuple[int, bytes]:
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+        return int(head.split()[1]), await self.reader.readexactly(int(length.split()[1]))
+
+    async def is_closed(self) -> bool:
+        return await self.reader.read() == b""
+
+
+@asynccontextmanager
+async def clients(num: int = 1) -> AsyncIterator[tuple[App, list[Client]]]:
+    app, listening = App(), bind("127.0.0.1", 0)
+    address = listening.getsockname()
+    server = Listening(app, listening)
+    async with asyncio.timeout(PATIENCE_S):
+        await server.begun()
+        found = [Client(*await asyncio.open_connection(*address)) for _ in range(num)]
+        try:
+            yield app, found
+        finally:
+            for client in found:
+                client.writer.close()
+            await server.end()
+
+
+def head_of(num_bytes: int, ends: bytes = b"\r\ncontent-length: 0\r\n\r\n") -> bytes:
+    begin = START + b"x: "
+    return begin + b"a" * (num_bytes - len(begin) - len(ends)) + ends
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        b"GET /" + b"a" * MAX_HEAD_BYTES,
+        START + b"x: " + b"a" * MAX_HEAD_BYTES,
+        START + b"a" * MAX_HEAD_BYTES,
+        START + b"a: b\r\n" * (MAX_HEAD_BYTES // 6),
+        b"\r\n" * (MAX_HEAD_BYTES // 2 + 1),
+    ],
+    ids=["address", "value", "name", "fields", "empty lines"],
+)
+def test_a_head_that_does_not_end_is_refused(endless: bytes) -> None:
+    async def work() -> None:
+        async with clients() as (_, (client,)):
+            for at in range(0, len(endless), 10_000):
+                await client.send(endless[at : at + 10_000])
+            status, body = await client.answer()
+            assert status == 431 and str(MAX_HEAD_BYTES) in json.loads(body)["error"]["message"]
+            assert await client.is_closed()
+
+    asyncio.run(work())
+
+
+def test_the_limit_is_that_of_a_head_and_of_nothing_else() -> None:
+    async def work() -> None:
+        async with clients(2) as (_, (client, other)):
+            for _ in range(2):  # on one connection: each has its own
+                await client.send(head_of(MAX_HEAD_BYTES))
+                assert await client.answer() == (200, b"0")
+            body = b"b" * (3 * MAX_HEAD_BYTES)
+            await client.send(START + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+            assert await client.answer() == (200, b"%d" % len(body))
+            await client.send(START + b"transfer-encoding: chunked\r\n\r\n")
+            num_chunks = MAX_HEAD_BYTES // 5
+            await client.send(b"1\r\nb\r\n" * num_chunks + b"0\r\n\r\n")
+            assert await client.answer() == (200, b"%d" % num_chunks)
+            await client.send(head_of(1000) * 100)  # they wait for each other
+            for _ in range(100):
+                assert await client.answer() == (200, b"0")
+            await other.send(head_of(MAX_HEAD_BYTES + 1))
+            assert (await other.answer())[0] == 431
+
+    asyncio.run(work())
+
+
+def test_fields_behind_a_body_count_as_well() -> None:
+    async def work() -> None:
+        async with clients() as (_, (client,)):
+            await client.send(START + b"transfer-encoding: chunked\r\n\r\n1\r\nb\r\n0\r\nx: ")
+            await client.send(b"a" * (2 * MAX_HEAD_BYTES))  # of what comes with a body's end nobody counts
+            assert await client.is_closed()
+
+    asyncio.run(work())
+
+
+def test_a_head_that_does_not_come_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "HEAD_S", 0.05)
+
+    async def work() -> None:
+        async with clients(4) as (_, (silent, half, late, lines)):
+            await half.send(START)
+            await late.send(head_of(1000))
+            assert await late.answer() == (200, b"0")
+            await late.send(START)
+            await lines.send(head_of(1000))
+            assert await lines.answer() == (200, b"0")
+            await lines.send(b"\r\n")
+            for client in (half, late):
+                status, body = await client.answer()
+                assert status == 408 and json.loads(body)["error"]["code"] == "request_timeout"
+            for client in (silent, half, late, lines):
+                assert await client.is_closed()
+
+    asyncio.run(work())
+
+
+def test_who_waits_for_an_answer_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is who has begun another request meanwhile, before that answer has come."""
+    looks, is_late = asyncio.Semaphore(0), heads.LimitedHeads._is_late
+
+    def noted(protocol: heads.LimitedHeads) -> None:
+        is_late(protocol)
+        looks.release()
+
+    async def work() -> None:
+        async with clients() as (app, (client,)):
+            app.may_answer.clear()
+            await client.send(head_of(1000))
+            await app.asked.wait()
+            monkeypatch.setattr(heads, "HEAD_S", 0.001)
+            monkeypatch.setattr(heads.LimitedHeads, "_is_late", noted)
+            await client.send(START)
+            for _ in range(2):
+                await looks.acquire()
+            app.may_answer.set()
+            assert await client.answer() == (200, b"0")
+            assert (await client.answer())[0] == 408
+
+    asyncio.run(work())
