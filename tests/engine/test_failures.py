@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 
 import pytest
 
@@ -48,6 +49,42 @@ def test_a_failed_step_fails_the_running_turns_only(where, num_steps):
     assert harness.runner.num_resets == num_resets + 1
     assert [harness.history(name) for name in "ab"] == histories
     assert harness.engine.stats()["num_turns_failed"] == 2
+    check_usable(harness, facts)
+
+
+def test_a_failed_turn_keeps_no_frames():
+    """What a step worked on, arrays on a device too, is not kept by whoever keeps the turn."""
+
+    class Array:
+        pass
+
+    refs = []
+
+    def cause():
+        array = Array()
+        refs.append(weakref.ref(array))
+        raise ValueError("the runtime's own")
+
+    def fail():
+        array = Array()
+        refs.append(weakref.ref(array))
+        try:
+            cause()
+        except ValueError as error:
+            raise StepFailedError("the device failed") from error
+
+    harness = Harness()
+    turns, facts = two_running_turns(harness)
+    harness.runner.faults["dispatch"] = fail
+    mine = None
+    try:
+        raise LookupError("the caller's own")
+    except LookupError as error:
+        harness.step()
+        mine = error
+    assert [ref() for ref in refs] == [None, None]
+    assert str(turns[0].error.__cause__) == "the runtime's own", "the reason is kept"
+    assert mine.__traceback__ is not None, "what the caller handles meanwhile is the caller's"
     check_usable(harness, facts)
 
 
