@@ -46,10 +46,10 @@ def test_a_failed_step_fails_the_running_turns_only(where, num_steps):
             ended = harness.step()
     assert set(ended) == set(turns)
     assert all(isinstance(turn.error, StepFailedError) and turn.output is None for turn in turns)
-    assert harness.runner.num_resets == num_resets + 1
     assert [harness.history(name) for name in "ab"] == histories
     assert harness.engine.stats()["num_turns_failed"] == 2
     check_usable(harness, facts)
+    assert harness.runner.num_resets == num_resets + 1
 
 
 def test_a_failed_turn_keeps_no_frames():
@@ -217,21 +217,78 @@ def test_a_closed_engine_takes_no_more_calls():
             call()
 
 
-def test_pools_that_cannot_be_made_again_are_tried_again_at_the_next_call():
-    harness = Harness()
-    turns, facts = two_running_turns(harness)
-    reset = harness.runner.reset
+def fail_resets(harness, monkeypatch, count):
+    """The next `count` resets find no memory; returns how many have been asked for."""
+    reset, calls = harness.runner.reset, []
 
-    def fail() -> None:
-        harness.runner.reset = reset
-        raise StepFailedError("no memory for new pools")
+    def fail():
+        calls.append(None)
+        if len(calls) <= count:
+            raise StepFailedError("no memory for new pools")
+        reset()
 
-    harness.runner.reset = fail
+    monkeypatch.setattr(harness.runner, "reset", fail)
+    return calls
+
+
+def test_pools_that_cannot_be_made_again_are_tried_again_at_the_next_step(monkeypatch):
+    """The turns that ran have the step's own error at once; what waits or is in host memory is kept."""
+    harness = Harness(small_config(max_num_running=1, cpu_pages=40))
+    harness.turn("old", 60, max_tokens=3)
+    harness.engine.push_out("old")
+    harness.turn(None, 5, max_tokens=1)
+    harness.finish_copies()
+    facts = [harness.facts(harness.prompt(9, seed=i), name, max_tokens=8) for i, name in enumerate("ab")]
+    running, waiting = (harness.submit(one, name) for one, name in zip(facts, "ab", strict=True))
+    harness.step(2)
+    fail_resets(harness, monkeypatch, 2)
     harness.runner.faults["dispatch"] = lambda: StepFailedError("the device failed")
+    assert harness.step() == [running]
+    assert str(running.error) == "the device failed" and not waiting.done
+    for _ in range(2):
+        with pytest.raises(StepFailedError, match="no memory"):
+            harness.engine.step()
+        harness.engine.check_integrity()
+    assert harness.run(waiting)[0].token_ids == harness.expected(facts[1])
+    assert harness.turn("old", 5, max_tokens=2).usage.swapped_in_tokens > 48
+    harness.check_empty()
+
+
+def test_without_pools_everything_but_steps_goes_on(monkeypatch):
+    """Nothing hangs: each step says why, and what waits can be cancelled."""
+    harness = Harness(small_config(max_num_running=1))
+    harness.turn("old", 20, max_tokens=3)
+    specs = [TurnSpec(harness.prompt(9), SamplingParams(max_tokens=8), name) for name in "ab"]
+    running, waiting = harness.engine.submit(specs)
+    harness.step(2)
+    calls = fail_resets(harness, monkeypatch, 10**6)
+    harness.runner.faults["fetch"] = lambda: StepFailedError("the device failed")
+    assert harness.step() == [running]
+    harness.engine.truncate("old", 10)
+    (another,) = harness.engine.submit([TurnSpec(harness.prompt(5), SamplingParams(), "c")])
+    assert harness.engine.unfinished == (waiting, another)
+    harness.engine.cancel(waiting)
     with pytest.raises(StepFailedError, match="no memory"):
         harness.engine.step()
-    harness.step()
-    assert all(isinstance(turn.error, StepFailedError) for turn in turns)
+    assert harness.engine.has_unfinished and waiting.output.finish_reason == "cancelled"
+    num_calls = len(calls)
+    harness.engine.close()
+    assert another.output.finish_reason == "cancelled" and len(calls) == num_calls
+
+
+def test_ctrl_c_is_cleaned_up_though_there_is_no_memory_for_new_pools(monkeypatch):
+    """What clears up after it asks nothing of the device, so that nothing comes out in its place."""
+    harness = Harness()
+    turns, facts = two_running_turns(harness)
+    fail_resets(harness, monkeypatch, 1)
+    harness.runner.faults["dispatch"] = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        harness.engine.step()
+    for turn in turns:
+        harness.engine.cancel(turn)
+        assert "interrupted" in str(turn.error)
+    with pytest.raises(StepFailedError, match="no memory"):
+        harness.engine.step()
     check_usable(harness, facts)
 
 
