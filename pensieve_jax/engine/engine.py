@@ -35,12 +35,7 @@ from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.engine.turn import Deltas, Turn
-from pensieve_jax.engine.validation import (
-    ModelLimits,
-    TurnSpec,
-    check_beginning,
-    checked_prefix,
-)
+from pensieve_jax.engine.validation import ModelLimits, TurnSpec, check_beginning, check_turn, checked_prefix
 from pensieve_jax.history import HistoryStore
 from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.scheduler import Planner, RequestStatus, SchedulerOutput
@@ -171,8 +166,11 @@ class Engine:
 
     @change
     def cancel(self, turn: Turn) -> None:
-        """End a turn as if it had never been sent; nothing happens to one that is done."""
-        if not turn.done:
+        """End a turn as if it had never been sent; nothing happens to one that is done.
+
+        Raises InvalidRequestError for what is no turn, or is in progress in another engine.
+        """
+        if not check_turn(turn, self._ledger.replies).done:
             self._ledger.cancel(turn.reply)
 
     @change
@@ -209,7 +207,7 @@ class Engine:
     @change
     def release_prefix(self, prefix: SharedPrefix) -> None:
         """Take no more turns with a prefix; see `PrefixTable.release`. A second call does nothing."""
-        if not checked_prefix(prefix).released:
+        if not checked_prefix(prefix, self.limits).released:
             self._prefixes.release(prefix)
 
     # Between turns
